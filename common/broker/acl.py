@@ -6,14 +6,19 @@ broker gives each process the user of its kind; `tokenfleet doctor --acl` prints
 """
 
 import functools
+import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from redis.asyncio import Redis
 
 from common.broker.keys import SLEEPER, STARTING, USAGE, Keys
 from common.broker.lua import load_script, script_names
 
 CALL = re.compile(r"redis\.p?call\('(\w+)'(?:, '([A-Z]+)')?")
+PUBLISHING = ("publish", "subscribe", "unsubscribe")
+"""Commands whose arguments are channels."""
 CONTAINERS = ("xgroup", "xinfo")
 """Commands whose first argument is a command of its own to an ACL."""
 EVERY_POOL = "*"
@@ -153,6 +158,44 @@ def rules(kind: str, pools: Sequence[str]) -> list[str]:
     kinds = PROCESSES if kind == FLEET else (kind,)
     found = [rule for pool in pools for one in kinds for rule in rules_of(RIGHTS[one], pool)]
     return ["resetkeys", "resetchannels", "-@all", *dict.fromkeys(found)]
+
+
+MAY = """
+local refused = {}
+for i, command in ipairs(ARGV) do
+    if not redis.acl_check_cmd(unpack(cjson.decode(command))) then refused[#refused + 1] = i - 1 end
+end
+return refused
+"""
+"""Indices of the commands that the caller may not send. ARGV: commands, as JSON arrays of words."""
+NUM_WORDS = 5
+"""Arguments of a sample command. Brokers abort on one that ends before its keys do."""
+
+
+async def missing_rights(redis: Redis, kinds: Iterable[str], pools: Sequence[str]) -> list[str]:
+    """Return the rights of some kinds of processes that the user of this connection lacks. Nothing is
+    changed.
+    """
+    rights = dict.fromkeys(rule for kind in kinds for rule in rules(kind, pools) if rule[0] in "+~%&")
+    names = {rule: rule.removeprefix("%R")[1:].replace("*", "x") for rule in rights}
+
+    async def lacking(samples: dict[str, list[str]]) -> list[str]:
+        refused: list[int] = await redis.eval(MAY, 0, *map(json.dumps, samples.values()))  # type: ignore[misc]
+        return [list(samples)[i] for i in refused]
+
+    keys = {rule: ["evalsha", "x", "1", name] for rule, name in names.items() if rule[0] == "~"}
+    keys |= {rule: ["get", name] for rule, name in names.items() if rule[0] == "%"}
+    keys |= {rule: ["publish", name, ""] for rule, name in names.items() if rule[0] == "&"}
+    missing = await lacking(keys)
+    held = [rule for rule in keys if rule not in missing]
+    arguments = {sign: next((names[rule] for rule in held if rule[0] == sign), "") for sign in "~&"}
+    commands = {}
+    for rule in rights:
+        if rule[0] == "+":
+            words = names[rule].split("|")
+            if argument := arguments["&" if words[0] in PUBLISHING else "~"]:
+                commands[rule] = [*words, *[argument] * NUM_WORDS]
+    return missing + await lacking(commands)
 
 
 def rules_of(rights: Rights, pool: str) -> Iterable[str]:

@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import parse_qsl, urlencode, urlsplit
@@ -28,6 +28,7 @@ from redis.exceptions import (
     RedisError,
 )
 
+from common.broker import acl
 from common.broker.outage import MAX_PAUSE_S, OUTAGE
 from common.process.event_loop import until_beat
 from common.process.logs import plural
@@ -337,9 +338,10 @@ def connect_setting(name: str, url: str) -> redis.asyncio.Redis:
         ) from error
 
 
-async def check_broker(url: str) -> str:
-    """Raise SettingError, within CONNECT_TIMEOUT_S, unless a supported broker answers at `url`. Returns what
-    it would lose at its end; empty if that is nothing.
+async def check_broker(url: str, kinds: Sequence[str] = (), pools: Sequence[str] = ()) -> str:
+    """Raise SettingError, within CONNECT_TIMEOUT_S, unless a supported broker answers at `url` and its user
+    has the rights of these kinds of processes in these pools. Returns what the broker would lose at its end;
+    empty if that is nothing.
     """
     client = connect_setting("redis_url", url)
     try:
@@ -347,6 +349,7 @@ async def check_broker(url: str) -> str:
             server = await client.info()
             has_file = bool(server.get("aof_enabled"))
             snapshots = None if has_file else await has_snapshots(client)
+            missing = await acl.missing_rights(client, kinds, pools) if kinds else []
     except ERRORS as error:
         raise SettingError("redis_url", describe_error(error)) from error
     finally:
@@ -367,6 +370,12 @@ async def check_broker(url: str) -> str:
     if policy != NO_EVICTION:
         raise SettingError(
             "redis_url", f"the broker's maxmemory-policy is {policy}, which loses keys; set {NO_EVICTION}"
+        )
+    if missing:
+        raise SettingError(
+            "redis_url",
+            f"the broker's user lacks rights of this version: {' '.join(missing)}; `tokenfleet doctor --acl` "
+            "prints all that it needs",
         )
     return describe_losses(has_file=has_file, has_snapshots=snapshots)
 

@@ -84,13 +84,17 @@ def new_fleet(settings: Settings, broker: Broker | None) -> LocalFleet:
     """Make the fleet of `tokenfleet serve`, not started yet. `broker`: the one to start, None where
     `settings.redis_url` leads to another.
     """
-    counts = {
+    return build_fleet(settings, broker, num_processes(settings))
+
+
+def num_processes(settings: Settings) -> dict[str, int]:
+    """Return how many processes of each kind `tokenfleet serve` starts."""
+    return {
         "batcher": settings.num_batchers,
         "worker": settings.num_workers,
         "gateway": settings.num_gateways,
         "jobs": settings.num_jobs,
     }
-    return build_fleet(settings, broker, counts)
 
 
 def build_fleet(settings: Settings, broker: Broker | None, counts: Mapping[str, int]) -> LocalFleet:

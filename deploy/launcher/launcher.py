@@ -28,7 +28,7 @@ from common.settings.settings import SettingError, Settings
 from deploy.launcher import prepare
 from deploy.launcher.control_socket import Order, OrderFailed, RunningFleet, Say, current_folder, listening
 from deploy.launcher.embedded_broker import embedded
-from deploy.launcher.fleet import KINDS, LocalFleet, build_fleet, new_fleet, sharing_weights
+from deploy.launcher.fleet import KINDS, LocalFleet, build_fleet, new_fleet, num_processes, sharing_weights
 from deploy.launcher.preloaded_process import PROC, family
 from deploy.launcher.roll import Roll
 from deploy.launcher.shutdown import FleetEnded, end_on_signals
@@ -65,7 +65,7 @@ def serve(settings: Settings) -> int:
     prepare.check_port(settings)
     prepare.check_memory(settings)
     if settings.redis_url is not None:
-        prepare.warn_of_broker(settings)
+        prepare.warn_of_broker(settings, *(kind for kind, number in num_processes(settings).items() if number))
     settings = prepare.with_model(settings)
     prepare.say_access(settings)
     own = embedded(settings.pools) if settings.redis_url is None else contextlib.nullcontext()

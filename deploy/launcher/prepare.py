@@ -139,16 +139,16 @@ def is_fleet(settings: Settings) -> bool:
     return False
 
 
-def check_broker(settings: Settings) -> str:
-    """Check the broker, and return what it would lose at its end; empty if that is nothing. Raises
-    SettingError.
+def check_broker(settings: Settings, *kinds: str) -> str:
+    """Check the broker and the rights that these kinds of processes need there. Returns what the broker would
+    lose at its end; empty if that is nothing. Raises SettingError.
     """
-    return asyncio.run(client.check_broker(client.broker_url(settings)))
+    return asyncio.run(client.check_broker(client.broker_url(settings), kinds, settings.pools))
 
 
-def warn_of_broker(settings: Settings) -> None:
-    """Check the broker, and log what it would lose at its end. Raises SettingError."""
-    if warning := check_broker(settings):
+def warn_of_broker(settings: Settings, *kinds: str) -> None:
+    """Check the broker as `check_broker`, and log what it would lose at its end. Raises SettingError."""
+    if warning := check_broker(settings, *kinds):
         log.warning("REDIS_URL: %s", warning)
 
 
@@ -226,9 +226,9 @@ def prepare(settings: Settings, kind: str) -> Settings:
     if kind == "worker" and is_spread(settings, os.environ):
         set_hub_variables(settings)
         if not follows(settings, os.environ):
-            warn_of_broker(settings)
+            warn_of_broker(settings, kind)
         return settings
-    warn_of_broker(settings)
+    warn_of_broker(settings, kind)
     if kind == "gateway":
         say_access(settings)
     return wait_for_model(settings) if kind in KINDS_WITH_MODEL else settings

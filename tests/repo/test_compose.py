@@ -25,7 +25,7 @@ import yaml
 from fastapi.routing import APIRoute
 
 from api.app import ROUTERS
-from common.broker.acl import PROCESSES
+from common.broker import acl
 from common.broker.keys import Keys
 from common.rank import machine_ranks
 from common.settings.fields import SettingFields
@@ -101,10 +101,10 @@ def test_the_proxy_reaches_gateways_alone_and_redis_reaches_nothing_else() -> No
 def test_each_process_has_the_password_of_its_own_user_alone() -> None:
     for name in OURS:
         url = urlsplit(SERVICES[name]["environment"]["REDIS_URL"])
-        assert url.username in PROCESSES and url.password is None
+        assert url.username in acl.PROCESSES and url.password is None
         assert SERVICES[name]["secrets"] == [f"redis_{url.username}"]
         assert url.query == f"password_file=/run/secrets/redis_{url.username}"
-    assert set(SERVICES["redis"]["secrets"]) == {"redis_admin", *(f"redis_{kind}" for kind in PROCESSES)}
+    assert set(SERVICES["redis"]["secrets"]) == {"redis_admin", *(f"redis_{kind}" for kind in acl.PROCESSES)}
 
 
 def test_passwords_are_made_once_and_for_their_owner(tmp_path: Path) -> None:
@@ -253,6 +253,12 @@ class Composed:
 
     def logs(self) -> str:
         return "\n".join(path.read_text()[-3000:] for path in self.folder.glob("*.log"))
+
+
+def test_the_file_of_users_is_what_doctor_prints() -> None:
+    """`tokenfleet doctor --acl --pool '*' > deploy/users.acl` writes it anew."""
+    lines = [f"user {kind} on {' '.join(acl.rules(kind, [acl.EVERY_POOL]))}" for kind in acl.USERS]
+    assert (ROOT / "deploy/users.acl").read_text().splitlines() == lines
 
 
 @pytest.fixture

@@ -103,12 +103,6 @@ def test_users_have_the_rights_of_their_kinds_and_their_own_passwords(entry: Ent
     assert set(names) == {"default", *acl.PROCESSES}, "no user without a password"
 
 
-def test_the_file_of_users_is_what_doctor_prints() -> None:
-    """`tokenfleet doctor --acl --pool '*' > deploy/users.acl` writes it anew."""
-    lines = [f"user {kind} on {' '.join(acl.rules(kind, [acl.EVERY_POOL]))}" for kind in acl.USERS]
-    assert (ROOT / "deploy/users.acl").read_text().splitlines() == lines
-
-
 def test_redis_stays_while_a_gateway_drains(entry: Entry) -> None:
     entry.show("ready")
     entry.process.send_signal(signal.SIGTERM)

@@ -1,12 +1,10 @@
 """One fleet for all modules of this folder: starting one costs more than most of the tests."""
 
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
 
 import httpx
 import pytest
 from openai import AsyncOpenAI
-from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 
 from common.broker.client import connect
@@ -36,14 +34,6 @@ def shared_fleet() -> Iterator[Fleet]:
         yield fleet
 
 
-def denied(client: SyncRedis) -> list[str]:
-    """What users of the broker lacked a right to since its start."""
-    log: Any = client.acl_log()
-    return [
-        f"{one['username']}: {one['object']} ({one['context']})" for one in log if one["reason"] != "auth"
-    ]
-
-
 @pytest.fixture(scope="module")
 def fleet(shared_fleet: Fleet) -> Iterator[Fleet]:
     """The fleet, whole again, whatever an earlier module has done to it. Its processes have the rights of
@@ -52,8 +42,7 @@ def fleet(shared_fleet: Fleet) -> Iterator[Fleet]:
     wait_until_sync(lambda: len(shared_fleet.pids()) == NUM_PROCESSES)
     wait_until_sync(lambda: shared_fleet.workers_ready() == 2)
     yield shared_fleet
-    with SyncRedis.from_url(shared_fleet.redis_url) as client:
-        assert denied(client) == []
+    assert shared_fleet.refused() == []
 
 
 @pytest.fixture

@@ -157,7 +157,22 @@ class Fleet:
     ) -> None:
         if error is not None:
             print(self.errors()[-LAST_WORDS:], file=sys.stderr)
+        refused = self.refused() if error is None else []
         self.kill()
+        assert not refused, "processes lack rights (common/broker/acl.py)"
+
+    def refused(self) -> list[str]:
+        """What processes had no right to at the embedded broker, since its start, as `worker: +xadd`. Each
+        process has the rights of its kind alone. Empty if there is no such broker, or it has ended.
+        """
+        broker = None if self.settings.get("redis_url") else self.pids().get("broker")
+        if not broker:
+            return []
+        with redis.Redis.from_url(url_of(psutil.Process(broker))) as client:
+            log: Any = client.acl_log()
+        return [
+            f"{one['username']}: {one['object']} ({one['context']})" for one in log if one["reason"] != "auth"
+        ]
 
     async def __aenter__(self) -> Self:
         return self.__enter__()

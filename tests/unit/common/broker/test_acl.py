@@ -118,6 +118,31 @@ def test_every_script_is_called_by_somebody() -> None:
     assert called == {name for name in SCRIPTS if not name.startswith("lib/")}
 
 
+@pytest.mark.parametrize(
+    ("kind", "lost"),
+    [
+        ("gateway", "~tf:{*}:webhooks*"),
+        ("batcher", "~tf:{default}:webhooks*"),
+        ("worker", "&tf:{default}:events:*"),
+        ("jobs", "+psetex"),
+        (acl.FLEET, "~tf:{*}:jobs*"),
+    ],
+)
+async def test_a_process_that_lacks_a_right_is_told_its_name_at_the_start(
+    users: Broker, kind: str, lost: str
+) -> None:
+    """As after an update of Tokenfleet, if the ACL file is an older one."""
+    kinds = acl.PROCESSES if kind == acl.FLEET else (kind,)
+    await access.check_broker(users.url_of(kind), kinds, ["default"])
+    await access.check_broker(users.url, acl.PROCESSES, ["default", "other"])
+    rules = [rule for rule in acl.rules(kind, ["default"]) if rule != lost]
+    with redis.Redis.from_url(users.url) as client:
+        client.execute_command("ACL", "SETUSER", "old", "reset", "on", "nopass", *rules)
+    with pytest.raises(SettingError) as refused:
+        await access.check_broker(users.url_of("old"), kinds, ["default"])
+    assert f"REDIS_URL: the broker's user lacks rights of this version: {lost};" in str(refused.value)
+
+
 async def test_who_lacks_a_right_is_told_which_in_one_line(users: Broker) -> None:
     with pytest.raises(SettingError, match=r"REDIS_URL: .*lacks a right \(NOPERM: .*info.*--acl"):
         await access.check_broker(users.url_of("service"))

@@ -1,0 +1,101 @@
+"""A whole fleet whose processes have only the rights of their kinds at the broker: streams, jobs, batches,
+webhooks and API keys need no others, nor does the death of any process. The fleet itself checks at its end
+that the broker has refused nothing (`tests/support/fleet/fleet.py`).
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+from redis.asyncio import Redis
+
+from common.broker.client import connect
+from common.broker.keys import Keys
+from tests.support.clients.arq import arq_client
+from tests.support.fleet.fleet import Fleet
+from tests.support.keys.issued import add_key, bearer, status
+from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.webhooks.receiver import SECRET, receiving
+
+KEYS = Keys("default")
+NUM_TOKENS, NUM_LINES = 150, 4
+PROMPT: dict[str, Any] = {
+    "inputs": "The sea",
+    "parameters": {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "details": True},
+}
+LINE = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "The sea", "max_tokens": 8}}
+
+
+async def test_all_work_goes_on_through_the_death_of_each_kind_of_process(tmp_path: Path) -> None:
+    async with receiving() as receiver, contextlib.AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(
+            Fleet(
+                num_jobs=1,
+                threads=1,
+                kv_cache_bytes="128MiB",
+                files_dir=tmp_path,
+                webhook_allowed_hosts=receiver.host,
+                worker_ttl_s=3,
+                stopped_grace_s=0,
+            )
+        )
+        redis = await stack.enter_async_context(connect(fleet.redis_url))
+        key = await add_key(redis, tenant="acme", webhook=receiver.url, webhook_secret=SECRET)
+        client = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=fleet.base_url, headers=bearer(key), timeout=PATIENCE_S)
+        )
+        await wait_until(lambda: is_refused(client))
+        batch = await start_batch(client)
+        await redis.xadd(KEYS.submit, {"job": json.dumps(PROMPT | {"id": "job"}), "api_key": key.text})
+        arq = await stack.enter_async_context(arq_client(fleet.redis_url))
+        arq_job = await arq.enqueue_job("generate", PROMPT["inputs"], PROMPT["parameters"], api_key=key.text)
+        assert arq_job is not None
+        indices: list[int] = []
+        reader = asyncio.create_task(read(client, indices))
+        for name in ("w0", "b0", "g0", "j0"):
+            seen = len(indices)
+            await wait_until(lambda seen=seen: len(indices) > seen or reader.done())
+            old = fleet.pid(name)
+            os.kill(old, signal.SIGKILL)
+            await asyncio.to_thread(fleet.restarted, name, old)
+        await reader
+        assert indices == list(range(1, NUM_TOKENS + 1))
+        assert (await arq_job.result(timeout=PATIENCE_S))["details"]["generated_tokens"] == NUM_TOKENS
+        assert (await ended_job(redis))["details"]["generated_tokens"] == NUM_TOKENS
+        await wait_until(lambda: is_completed(client, batch))
+        await wait_until(lambda: receiver.told >= {"job", batch})
+
+
+async def is_refused(client: httpx.AsyncClient) -> bool:
+    """Whether the gateway knows that there are API keys: from then on it asks everybody for one."""
+    return await status(client, "unknown") == 401
+
+
+async def start_batch(client: httpx.AsyncClient) -> str:
+    lines = "\n".join(json.dumps(LINE | {"custom_id": f"line-{number}"}) for number in range(NUM_LINES))
+    file = (
+        await client.post("/v1/files", files={"file": ("in.jsonl", lines)}, data={"purpose": "batch"})
+    ).json()
+    body = {"input_file_id": file["id"], "endpoint": LINE["url"], "completion_window": "24h"}
+    return str((await client.post("/v1/batches", json=body)).json()["id"])
+
+
+async def read(client: httpx.AsyncClient, indices: list[int]) -> None:
+    """Collect the indices of a stream's tokens."""
+    async with client.stream("POST", "/generate_stream", json=PROMPT) as response:
+        async for line in response.aiter_lines():
+            indices.extend([json.loads(line[5:])["index"]] if line.startswith("data:") else [])
+
+
+async def ended_job(redis: Redis) -> Any:
+    return json.loads(await wait_until(lambda: redis.get(KEYS.result("job"))))
+
+
+async def is_completed(client: httpx.AsyncClient, batch: str) -> bool:
+    found = (await client.get(f"/v1/batches/{batch}")).json()
+    return bool(found["status"] == "completed" and found["request_counts"]["completed"] == NUM_LINES)
