@@ -65,7 +65,8 @@ def serve(settings: Settings) -> int:
     prepare.check_port(settings)
     prepare.check_memory(settings)
     if settings.redis_url is not None:
-        prepare.warn_of_broker(settings, *(kind for kind, number in num_processes(settings).items() if number))
+        started = [kind for kind, number in num_processes(settings).items() if number]
+        prepare.warn_of_broker(settings, *started)
     settings = prepare.with_model(settings)
     prepare.say_access(settings)
     own = embedded(settings.pools) if settings.redis_url is None else contextlib.nullcontext()

@@ -58,8 +58,7 @@ async def test_all_work_goes_on_through_the_death_of_each_kind_of_process(tmp_pa
         indices: list[int] = []
         reader = asyncio.create_task(read(client, indices))
         for name in ("w0", "b0", "g0", "j0"):
-            seen = len(indices)
-            await wait_until(lambda seen=seen: len(indices) > seen or reader.done())
+            await more_than(len(indices), indices, reader)
             old = fleet.pid(name)
             os.kill(old, signal.SIGKILL)
             await asyncio.to_thread(fleet.restarted, name, old)
@@ -90,6 +89,11 @@ async def read(client: httpx.AsyncClient, indices: list[int]) -> None:
     async with client.stream("POST", "/generate_stream", json=PROMPT) as response:
         async for line in response.aiter_lines():
             indices.extend([json.loads(line[5:])["index"]] if line.startswith("data:") else [])
+
+
+async def more_than(number: int, indices: list[int], reader: asyncio.Task[None]) -> None:
+    """Wait until more tokens have come, or the stream has ended."""
+    await wait_until(lambda: len(indices) > number or reader.done())
 
 
 async def ended_job(redis: Redis) -> Any:
