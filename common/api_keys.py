@@ -26,7 +26,6 @@ class ApiKey:
         max_concurrent: requests that are live at once; 0 is no limit, here and below.
         requests_per_minute, tokens_per_minute: rates; tokens of prompts and of answers.
         budget_tokens: tokens a calendar month (UTC).
-        budget_money: what its tokens may cost a calendar month, by the prices of the models.
         models, adapters: names that it may ask for; empty is all.
         expires_at: Unix time in seconds after which it is refused; 0 is never.
         revoked: Unix time in seconds at which it was revoked; 0 if it was not.
@@ -46,7 +45,6 @@ class ApiKey:
     requests_per_minute: int = wire_field("rm", default=0)
     tokens_per_minute: int = wire_field("tm", default=0)
     budget_tokens: int = wire_field("bt", default=0)
-    budget_money: float = wire_field("bm", default=0.0)
     models: list[str] = wire_field("ms", default_factory=list)
     adapters: list[str] = wire_field("ad", default_factory=list)
     expires_at: int = wire_field("ex", default=0)

@@ -54,7 +54,6 @@ class KeyFields(BaseModel):
     requests_per_minute: Limit = 0
     tokens_per_minute: Limit = 0
     budget_tokens: Limit = 0
-    budget_money: float = Field(default=0.0, ge=0, le=1e12)
     models: Names = []
     adapters: Names = []
     expires_at: Annotated[int, BeforeValidator(to_unix_s), Field(ge=0, le=LATEST_S)] = 0

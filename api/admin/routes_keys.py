@@ -46,7 +46,6 @@ class KeyInfo(BaseModel):
     requests_per_minute: int
     tokens_per_minute: int
     budget_tokens: int
-    budget_money: float
     models: list[str]
     adapters: list[str]
     created_at: int

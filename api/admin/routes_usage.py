@@ -1,4 +1,4 @@
-"""GET /usage: what API keys, tenants and models have used, as JSON or CSV."""
+"""GET /usage: what API keys, tenants and models have used."""
 
 import contextlib
 import time
@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request
 from redis.asyncio import Redis
 from starlette.responses import Response
 
-from api.admin.usage_report import GROUPS, UsageFilter, group, iso, to_csv, total
+from api.admin.usage_report import GROUPS, UsageFilter, group, iso, total
 from api.errors import asking_broker, invalid, quoted
 from api.http.auth import key_of
 from api.http.openapi import FLEET, only
@@ -21,13 +21,11 @@ from common.broker.usage import HOURS_KEPT, UsageRow, read_hours, read_months
 from common.months import month_begin
 
 BY_DEFAULT = "key,tenant,model"
-CSV, JSON = "csv", "json"
 NAME = f"({'|'.join(GROUPS)})"
 TIME: dict[str, Any] = {
     "json_schema_extra": {"pattern": r"^(20[0-9]{2}-(0[1-9]|1[0-2])-[0-2][1-8]|[0-9]{10})$"}
 }
 NAMES: dict[str, Any] = {"json_schema_extra": {"pattern": f"^{NAME}(,{NAME})*$"}}
-FORMATS: dict[str, Any] = {"json_schema_extra": {"enum": [JSON, CSV, None]}}
 """How the parameters are described; more forms of times are read."""
 router = APIRouter(responses=only(ERROR_RESPONSES, 401, 403, 422, 503), tags=[FLEET])
 
@@ -35,7 +33,6 @@ router = APIRouter(responses=only(ERROR_RESPONSES, 401, 403, 422, 503), tags=[FL
 @router.get(
     "/usage",
     summary="Report usage",
-    responses={200: {"content": {"text/csv": {"schema": {"type": "string"}}}}},
 )
 async def usage(
     request: Request,
@@ -51,13 +48,13 @@ async def usage(
         str,
         Query(description="Some of hour, day, month, key, tenant, model, with commas between.", **NAMES),
     ] = BY_DEFAULT,
-    format: Annotated[
-        str | None, Query(description="`json` or `csv`. Default: as `Accept` says.", **FORMATS)
-    ] = None,
+    format: Annotated[str | None, Query(description="`json` alone.", include_in_schema=False)] = None,
 ) -> Response:
-    """Returns requests, tokens and cost, counted from what is committed, in whole hours (UTC). Hours are kept
+    """Returns requests and tokens, counted from what is committed, in whole hours (UTC). Hours are kept
     for 90 days; before that, only whole months are known. A tenant's key sees its own tenant.
     """
+    if format not in (None, "json"):
+        raise invalid(f"`format` must be json. Given: {quoted(format)}", "format")
     now = datetime.fromtimestamp(time.time(), UTC)
     by = read_groups(group_by)
     first = read_time(begin, "from") if begin else month_begin(now.timestamp())
@@ -68,8 +65,6 @@ async def usage(
     async with asking_broker():
         rows = await read_rows(own_pool(request).client.redis, first, last, now, by)
     groups = group(rows, wanted, by)
-    if read_format(format, request.headers.get("accept", "")) == CSV:
-        return Response(to_csv(groups, by), 200, {"cache-control": "no-store"}, "text/csv")
     content = {
         "object": "usage",
         "from": iso(first),
@@ -141,10 +136,3 @@ def read_time(text: str, name: str) -> datetime:
     raise invalid(
         f"`{name}` must be a time as 2026-11-27T08:00:00Z or Unix seconds. Given: {quoted(text)}", name
     )
-
-
-def read_format(given: str | None, accept: str) -> str:
-    """`json` or `csv`. Raises ApiError (422)."""
-    if given not in (None, JSON, CSV):
-        raise invalid(f"`format` must be json or csv. Given: {quoted(given)}", "format")
-    return given or (CSV if "text/csv" in accept and "application/json" not in accept else JSON)

@@ -1,7 +1,5 @@
-"""Usage report: rows of usage, filtered and grouped, as JSON and as CSV."""
+"""Usage report: rows of usage, filtered and grouped."""
 
-import csv
-import io
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,9 +7,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from common.broker.usage import UsageRow, Used
-from common.metrics.catalogue import USED_MONEY, USED_TOKENS
+from common.metrics.catalogue import USED_TOKENS
 from common.months import month_name
-from common.prices import BILLION
 
 GROUPS: Mapping[str, Callable[[UsageRow], str]] = {
     "hour": lambda row: iso(row.begin),
@@ -33,7 +30,6 @@ NUMBERS = (
     "completion_tokens",
     "speculated_tokens",
     "total_tokens",
-    "cost",
 )
 
 
@@ -63,20 +59,11 @@ def numbers(used: Used) -> dict[str, Any]:
     """Return the numbers of what was used, by their names in reports."""
     total = used.prompt + used.generated
     counts = (used.requests, used.prompt, used.cached, used.generated, used.speculated, total)
-    return dict(zip(NUMBERS, (*counts, used.money / BILLION), strict=True))
+    return dict(zip(NUMBERS, counts, strict=True))
 
 
 def total(rows: Iterable[UsageRow], wanted: UsageFilter) -> dict[str, Any]:
     return numbers(sum((row.used for row in rows if wanted.matches(row)), Used()))
-
-
-def to_csv(groups: Iterable[Mapping[str, Any]], by: Sequence[str]) -> str:
-    """Return a table with a line of names; money is written without an exponent."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [*by, *NUMBERS], lineterminator="\r\n")
-    writer.writeheader()
-    writer.writerows({**one, "cost": f"{one['cost']:.9f}"} for one in groups)
-    return text.getvalue()
 
 
 def metric_values(rows: Iterable[UsageRow], models: Collection[str]) -> dict[str, float]:
@@ -91,7 +78,6 @@ def metric_values(rows: Iterable[UsageRow], models: Collection[str]) -> dict[str
         counts = (used.prompt, used.cached, used.generated, used.speculated)
         for kind, number in zip(KINDS, counts, strict=True):
             values[USED_TOKENS.field((tenant, model, kind))] = number
-        values[USED_MONEY.field((tenant, model))] = used.money / BILLION
     return values
 
 

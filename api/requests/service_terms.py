@@ -19,7 +19,6 @@ from common.api_keys import ApiKey
 from common.ids import TENANT
 from common.messages.adapters import adapter_name
 from common.messages.request import DEFAULT_CLASS, SERVICE_CLASSES, Generate, UsageAccount
-from common.prices import BILLION
 from common.settings.settings import Settings
 
 NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,8})")
@@ -99,17 +98,10 @@ class ServiceTerms:
 
 
 def account_of(settings: Settings, api_key: ApiKey | None, adapter: str = "") -> UsageAccount:
-    """The account of requests with this key, of the model or of an adapter; an adapter without prices of its
-    own has the model's.
-    """
-    prices = settings.adapter_prices(adapter)
+    """The account of requests with this key, of the model or of an adapter."""
     return UsageAccount(
         adapter or settings.model_name,
-        prompt_price=prices.prompt,
-        cached_price=prices.cached,
-        output_price=prices.output,
         budget_tokens=api_key.budget_tokens if api_key else 0,
-        budget_money=round(api_key.budget_money * BILLION) if api_key else 0,
     )
 
 

@@ -53,12 +53,12 @@ def usage_month(month: str) -> str:
 
 
 def usage_spent(month: str) -> str:
-    """Hash: tokens and money that each API key has spent in a month."""
+    """Hash: tokens that each API key has used in a month."""
     return f"{USAGE}:spent:{month}"
 
 
 def usage_pending() -> str:
-    """Hash: tokens and money that live requests of each API key with a budget have set aside."""
+    """Hash: tokens that live requests of each API key with a budget have set aside."""
     return f"{USAGE}:pending"
 
 

@@ -29,16 +29,13 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """What was used. Of `prompt` tokens some were `cached`, of `generated` ones some `speculated`; `money` is
-    in billionths.
-    """
+    """What was used. Of `prompt` tokens some were `cached`, of `generated` ones some `speculated`."""
 
     requests: int = 0
     prompt: int = 0
     cached: int = 0
     generated: int = 0
     speculated: int = 0
-    money: int = 0
 
     def __add__(self, other: Self) -> "Used":
         return Used(*(getattr(self, name) + getattr(other, name) for name in NUMBERS))

@@ -123,27 +123,21 @@ class StoppingParams:
 
 @dataclass(frozen=True, slots=True)
 class UsageAccount:
-    """Who pays for a request, at what prices, and what its API key may spend.
+    """Who pays for a request, and what its API key may spend.
 
     Attributes:
         model: the name by which its tokens are counted.
         pays_prompt: whether it pays for its prompt: the first choice of a prompt does.
-        prompt_price, cached_price, output_price: of a token, in billionths of the currency's unit.
-        budget_tokens, budget_money: of the API key for a calendar month (UTC), money in billionths; 0 is
-            none.
+        budget_tokens: of the API key for a calendar month (UTC); 0 is none.
     """
 
     model: str = wire_field("m")
     pays_prompt: bool = wire_field("pp", default=True)
-    prompt_price: int = wire_field("p", default=0)
-    cached_price: int = wire_field("c", default=0)
-    output_price: int = wire_field("o", default=0)
     budget_tokens: int = wire_field("bt", default=0)
-    budget_money: int = wire_field("bm", default=0)
 
     @property
     def has_budget(self) -> bool:
-        return self.budget_tokens > 0 or self.budget_money > 0
+        return self.budget_tokens > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,9 +238,9 @@ class Generate:
         num_paid = self.num_prompt if account.pays_prompt else 0
         num_first = self.stopping.max_new_tokens * self.beams.num_returned if self.beams else 1
         num_first = 0 if self.pooling else num_first
-        prices = f"{account.prompt_price} {account.cached_price} {account.output_price}"
-        budgets = f"{account.budget_tokens} {account.budget_money}"
-        return f"{num_paid} {num_first} {prices} {budgets}\n{self.key_id}\n{self.tenant}\n{account.model}"
+        # the zeros are the prices and the budget of money that scripts of earlier versions read
+        numbers = f"{num_paid} {num_first} 0 0 0 {account.budget_tokens} 0"
+        return f"{numbers}\n{self.key_id}\n{self.tenant}\n{account.model}"
 
     @property
     def max_kv(self) -> int:

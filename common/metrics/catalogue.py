@@ -283,11 +283,6 @@ USED_TOKENS = Counter(
     "Number of committed tokens of this calendar month, by tenant and model, as GET /usage counts them",
     {"tenant": (), "model": (), "kind": ()},
 )
-USED_MONEY = Counter(
-    "tokenfleet_used_cost",
-    "Number of units of money that this month's tokens cost, by tenant and model, as GET /usage counts it",
-    {"tenant": (), "model": ()},
-)
 POOL_REQUESTS = Counter(
     "tokenfleet_pool_requests",
     "Number of requests that this pool's gateways have sent to each pool, by model",

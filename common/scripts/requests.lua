@@ -12,7 +12,7 @@
 -- One more key: tenants of the class. `weight` of the tenant; `max_tokens` may be ''. `width`: records of a
 -- token. `answer` that this request begins, or ''. `num_prompt`: tokens of its prompt.
 -- `logits_bytes`: the most bytes of logits that it returns; those of all requests are at most `max_bytes`.
--- `account`: who pays for it, at what prices, with what budget (`read_account`), or ''.
+-- `account`: who pays for it, with what budget (`read_account`), or ''.
 -- `webhook`: to whom the event of its end goes (`lib/webhooks`), or ''.
 -- A prompt of more tokens than may wait is admitted when no other waits, and so are more logits.
 -- `key`: the hash of what its API key has of its limits, or ''. More arguments, with a key: its most live

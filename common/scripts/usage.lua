@@ -15,18 +15,13 @@ local function load_usage()
 
   -- Returns nil for what is no account: somebody else has written it.
   local function read_account(text)
-    local prompt, first, prompt_price, cached_price, output_price, budget_tokens, budget_money, owner
-      = string.match(text, '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+)\n(.*)$')
+    local prompt, first, budget, owner
+      = string.match(text, '^(%d+) (%d+) %d+ %d+ %d+ (%d+) %d+\n(.*)$')
     if not owner then return nil end
     return {
       prompt = tonumber(prompt),
       first = tonumber(first),
-      prompt_price = tonumber(prompt_price),
-      cached_price = tonumber(cached_price),
-      output_price = tonumber(output_price),
-      budget_tokens = tonumber(budget_tokens),
-      budget_money = tonumber(budget_money),
-      has_budget = budget_tokens ~= '0' or budget_money ~= '0',
+      budget = tonumber(budget),
       owner = owner,
       key = string.match(owner, '^[^\n]*'),
     }
@@ -54,39 +49,30 @@ local function load_usage()
     hour, month = string.format('%d', math.floor(time_s / 3600)), month_of(time_s)
   end
 
-  -- Add to both numbers of an API key in a hash. A number that becomes 0 leaves it. Returns whether the key
-  -- is new there.
-  local function add_to_key(hash, key, tokens, money)
+  -- Add to the tokens of an API key in a hash. A number that becomes 0 leaves it. Returns whether the key is
+  -- new there.
+  local function add_to_key(hash, key, tokens)
     local sum = redis.call('HINCRBY', hash, key .. ' tokens', tokens)
     if sum == 0 then redis.call('HDEL', hash, key .. ' tokens') end
-    if money ~= 0 and redis.call('HINCRBY', hash, key .. ' money', money) == 0 then
-      redis.call('HDEL', hash, key .. ' money')
-    end
     return sum == tokens
   end
 
-  -- Tokens and money that the key of an account may still use this month; nil where it has no such budget.
+  -- Tokens that the key of an account may still use this month.
   local function what_is_left(usage, account)
-    local fields = {account.key .. ' tokens', account.key .. ' money'}
+    if account.budget == 0 then return MOST_LEFT end
+    local field = account.key .. ' tokens'
     read_clock()
-    local spent = redis.call('HMGET', usage .. ':spent:' .. month, unpack(fields))
-    local pending = redis.call('HMGET', usage .. ':pending', unpack(fields))
-    local function left(budget, i)
-      return budget > 0 and budget - (tonumber(spent[i]) or 0) - (tonumber(pending[i]) or 0) or nil
-    end
-    return left(account.budget_tokens, 1), left(account.budget_money, 2)
+    local spent = redis.call('HGET', usage .. ':spent:' .. month, field)
+    local pending = redis.call('HGET', usage .. ':pending', field)
+    return account.budget - (tonumber(spent) or 0) - (tonumber(pending) or 0)
   end
 
   -- Tokens of answers that the key of an account may still get this month. It is asked after all are counted.
   local left_by_budget = {}
   local function tokens_left(usage, account)
     if not account then return MOST_LEFT end
-    local budget = account.key .. ' ' .. account.budget_tokens .. ' ' .. account.budget_money
-    if not left_by_budget[budget] then
-      local tokens, money = what_is_left(usage, account)
-      local affordable = money and math.floor(money / math.max(account.output_price, 1)) or MOST_LEFT
-      left_by_budget[budget] = math.min(tokens or MOST_LEFT, affordable)
-    end
+    local budget = account.key .. ' ' .. account.budget
+    left_by_budget[budget] = left_by_budget[budget] or what_is_left(usage, account)
     return left_by_budget[budget]
   end
 
@@ -94,20 +80,18 @@ local function load_usage()
   -- with `must`, it has.
   local function set_aside(usage, request, text, must)
     local account = read_account(text)
-    if not (account and account.has_budget) then return true end
+    if not account or account.budget == 0 then return true end
     local tokens = account.prompt + account.first
-    local money = account.prompt * account.prompt_price + account.first * account.output_price
-    local left, money_left = what_is_left(usage, account)
-    local has_room = (not left or left >= tokens) and (not money_left or money_left >= math.max(money, 1))
-    if not (must or has_room) then return false end
-    add_to_key(usage .. ':pending', account.key, tokens, money)
-    redis.call('HSET', request, 'pending', string.format('%.0f %.0f', tokens, money))
+    if not must and what_is_left(usage, account) < tokens then return false end
+    add_to_key(usage .. ':pending', account.key, tokens)
+    -- the 0 is the money that scripts of earlier versions read
+    redis.call('HSET', request, 'pending', string.format('%.0f 0', tokens))
     return true
   end
 
   local function release_pending(usage, request, account, pending)
-    local tokens, money = string.match(pending, '^(%d+) (%d+)$')
-    if tokens then add_to_key(usage .. ':pending', account.key, -tokens, -money) end
+    local tokens = string.match(pending, '^(%d+) ')
+    if tokens then add_to_key(usage .. ':pending', account.key, -tokens) end
     redis.call('HDEL', request, 'pending')
   end
 
@@ -133,18 +117,16 @@ local function load_usage()
     redis.call('HSET', request, 'counted', num_tokens)
     local sum = used[account.owner]
     if not sum then
-      sum = {requests = 0, prompt = 0, cached = 0, generated = 0, speculated = 0, money = 0}
+      sum = {requests = 0, prompt = 0, cached = 0, generated = 0, speculated = 0}
       sum.key = account.key
       used[account.owner] = sum
     end
     sum.generated = sum.generated + number
     sum.speculated = sum.speculated + math.min(num_speculated, number)
-    sum.money = sum.money + number * account.output_price
     if not counted and account.prompt > 0 then
       local cached = math.min(tonumber(num_cached) or 0, account.prompt)
       sum.requests = sum.requests + 1
       sum.prompt, sum.cached = sum.prompt + account.prompt, sum.cached + cached
-      sum.money = sum.money + (account.prompt - cached) * account.prompt_price + cached * account.cached_price
     end
     if pending then release_pending(usage, request, account, pending) end
     return account
@@ -174,7 +156,7 @@ local function load_usage()
       end
       redis.call('EXPIRE', hash, ttl_s)
     end
-    for _, what in ipairs({'requests', 'prompt', 'cached', 'speculated', 'money'}) do
+    for _, what in ipairs({'requests', 'prompt', 'cached', 'speculated'}) do
       if sum[what] ~= 0 then redis.call('HINCRBY', hash, owner .. '\n' .. what, sum[what]) end
     end
   end
@@ -186,7 +168,7 @@ local function load_usage()
       add_usage(usage .. ':month:' .. month, owner, sum, MONTH_TTL_S)
       if sum.key ~= '' then
         local spent = usage .. ':spent:' .. month
-        local is_new = add_to_key(spent, sum.key, sum.prompt + sum.generated, sum.money)
+        local is_new = add_to_key(spent, sum.key, sum.prompt + sum.generated)
         if is_new then redis.call('EXPIRE', spent, MONTH_TTL_S) end
       end
     end

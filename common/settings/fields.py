@@ -130,8 +130,6 @@ class SettingFields(BaseModel):
     """tokens of the prompts of all live requests (default: no limit)"""
     tenant_weights: Words = ()
     """shares of tenants other than 1, as alice=4,bob=0.5: of the queue, and of what workers compute"""
-    model_prices: Words = ()
-    """prices of a million tokens (prompt/cached/output), as smollm2=0.15/0.075/0.6: for budgets and /usage"""
     max_tokenized_bytes: Annotated[Count, Field(ge=4096)] = 4_000_000
     """text that a gateway tokenizes at once (bytes); more waits, and a text that is longer goes alone"""
     validation_workers: Processes | None = None

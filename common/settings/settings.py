@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
-from common.prices import Prices, prices_of, read_prices
 from common.settings import flags
 from common.settings.fields import SettingFields
 from common.settings.lora import AdapterSource, read_adapters
@@ -115,8 +114,6 @@ class Settings(SettingFields):
             read_weight(word)
         for word in self.pool_urls:
             read_pool_url(word)
-        for word in self.model_prices:
-            check_prices(word)
         self.check_models()
         self.check_adapters()
         read_overrides(self.override_generation_config or "{}")
@@ -187,15 +184,6 @@ class Settings(SettingFields):
     def adapters(self) -> list[AdapterSource]:
         """The adapters that are served from the start."""
         return read_adapters(self.lora_adapters)
-
-    @property
-    def prices(self) -> Prices:
-        """What a token of this pool's model costs."""
-        return prices_of(self.model_prices, self.model_name)
-
-    def adapter_prices(self, name: str) -> Prices:
-        """What a token costs with an adapter: by its own name, or else as its model's."""
-        return prices_of(self.model_prices, name, self.model_name)
 
     @property
     def sampling_overrides(self) -> dict[str, float]:
@@ -290,14 +278,6 @@ def read_model(word: str) -> tuple[str, str]:
 def is_header(text: str) -> bool:
     """Whether a text arrives as the value of a header as it was sent."""
     return text.isascii() and text.isprintable()
-
-
-def check_prices(word: str) -> None:
-    """Raises SettingError unless a word of MODEL_PRICES is a model with its prices."""
-    try:
-        read_prices(word)
-    except ValueError as error:
-        raise SettingError("model_prices", str(error)) from error
 
 
 def read_weight(word: str) -> tuple[str, float]:

@@ -1,6 +1,5 @@
-"""`tokenfleet usage`: what API keys, tenants and models have used, as a table or as CSV."""
+"""`tokenfleet usage`: a table of what API keys, tenants and models have used."""
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +11,6 @@ from common.settings.flags import FlagParser
 from deploy.cli.client import (
     ServerError,
     api_key,
-    check_status,
-    connection_errors,
     fetch_json,
     frame_errors,
     new_client,
@@ -31,7 +28,6 @@ COLUMNS = {
     "completion_tokens": "answers",
     "speculated_tokens": "speculated",
     "total_tokens": "tokens",
-    "cost": "cost",
 }
 """Numbers of a row → titles of their columns."""
 FILTERS = {
@@ -48,7 +44,6 @@ def main(argv: Sequence[str]) -> int:
     parser = FlagParser(prog="tokenfleet usage", description="Show what was used, in requests and tokens.")
     for name, text in FILTERS.items():
         parser.add_argument(f"--{name}", help=text)
-    parser.add_argument("--csv", action="store_true", help="print CSV")
     add_url(parser)
     given = parser.parse_args(list(argv))
     flags = vars(given)
@@ -57,9 +52,6 @@ def main(argv: Sequence[str]) -> int:
     url = find_server(given)
     try:
         with new_client(httpx.Client, url, READ_TIMEOUT_S, api_key()) as client:
-            if flags["csv"]:
-                sys.stdout.write(fetch_csv(client, params))
-                return 0
             found = fetch_json(client, f"/usage?{httpx.QueryParams(params)}")
         with frame_errors(found):
             table = usage_table(found)
@@ -67,14 +59,6 @@ def main(argv: Sequence[str]) -> int:
         return print_error(error)
     print_lines(Text(f"{found['from']} to {found['to']}", style="dim"), table)
     return 0
-
-
-def fetch_csv(client: httpx.Client, params: dict[str, str]) -> str:
-    """Raises ServerError."""
-    with connection_errors(str(client.base_url)):
-        answer = client.get("/usage", params=params | {"format": "csv"})
-    check_status(answer.status_code, answer.content)
-    return answer.text
 
 
 def usage_table(found: dict[str, Any]) -> Table:
@@ -91,5 +75,5 @@ def usage_table(found: dict[str, Any]) -> Table:
     return table
 
 
-def shown(number: float) -> str:
-    return f"{number:,}" if isinstance(number, int) else f"{number:,.4f}"
+def shown(number: int) -> str:
+    return f"{number:,}"

@@ -51,7 +51,7 @@ FLAGS_OF_COMMANDS = {
 FLAGS_OF_QUANTIZE = set(
     "act-order bits calibration calibration-tokens group-size groupsize method percdamp scales".split()
 )
-FLAGS_OF_COMMANDS |= FLAGS_OF_QUANTIZE | {"csv", "group-by", "key", "id", "search", "status"}
+FLAGS_OF_COMMANDS |= FLAGS_OF_QUANTIZE | {"group-by", "key", "id", "search", "status"}
 FLAGS_OF_KEYS = {name.replace("_", "-") for name in KeyFields.model_fields} | {"class", "expires"}
 
 

@@ -12,7 +12,6 @@ const LIMITS = [
   ["requests_per_minute", "requests/min"],
   ["tokens_per_minute", "tokens/min"],
   ["budget_tokens", "tokens/month"],
-  ["budget_money", "money/month"],
 ];
 const TEXTS = ["name", "tenant", "expires_at"];
 const NUMBERS = ["requests_per_minute", "tokens_per_minute", "budget_tokens"];

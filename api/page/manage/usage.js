@@ -3,7 +3,7 @@
 import { figure, make, plural } from "../dom.js";
 import { table } from "./table.js";
 
-const HEADS = ["Key", "Tenant", "Model", "Requests", "Prompt", "Cached", "Generated", "Cost"];
+const HEADS = ["Key", "Tenant", "Model", "Requests", "Prompt", "Cached", "Generated"];
 
 export function showUsage({ data, total }) {
   const sorted = [...data].sort((one, other) => other.total_tokens - one.total_tokens);
@@ -15,10 +15,8 @@ export function showUsage({ data, total }) {
     row.prompt_tokens,
     row.cached_tokens,
     share(row.completion_tokens, total.completion_tokens),
-    row.cost,
   ]);
-  const cost = total.cost ? `, ${total.cost.toFixed(2)} in money` : "";
-  const words = `${plural(total.requests, "request")}, ${figure(total.total_tokens)} tokens${cost}.`;
+  const words = `${plural(total.requests, "request")}, ${figure(total.total_tokens)} tokens.`;
   return make("div", {}, make("p", { className: "sum" }, words), table(HEADS, rows));
 }
 

@@ -108,7 +108,6 @@ def describe_limits(key: ApiKey) -> str:
         (key.requests_per_minute, "requests/min"),
         (key.tokens_per_minute, "tokens/min"),
         (key.budget_tokens, "tokens/month"),
-        (key.budget_money, "money/month"),
     )
     return ", ".join(f"{limit:,} {words}" for limit, words in limits if limit)
 
@@ -153,7 +152,6 @@ def add_fields(parser: argparse.ArgumentParser) -> None:
         ("--budget-tokens", "tokens a calendar month (UTC)"),
     ):
         parser.add_argument(flag, type=int, metavar="N", help=f"{text} (default: no limit)")
-    parser.add_argument("--budget-money", type=float, metavar="X", help="cost a calendar month, as budgets")
     parser.add_argument("--models", nargs="+", metavar="NAME", help="the only models that it may use")
     parser.add_argument("--adapters", nargs="+", metavar="NAME", help="the only adapters that it may use")
     parser.add_argument("--expires", dest="expires_at", help="2027-01-31, or in a time as 30d or 12h")

@@ -10,7 +10,7 @@ import contextlib
 import random
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -28,7 +28,6 @@ from tests.support.machine.killed_pool import KEYS, KilledPool
 from tests.support.scripts import admit_request
 from tests.support.waiting import wait_until
 
-PRICED = UsageAccount("m", prompt_price=100, cached_price=10, output_price=1000)
 POOR = "poor"
 """The API key with a budget."""
 POLL_S = 0.01
@@ -129,8 +128,8 @@ class MeteredPool:
         draw = self.draw
         key_id = draw.choice(["k0", "k1", "", POOR])
         prompt = [draw.randrange(300, 1000) for _ in range(draw.randrange(1, 60))]
-        account = replace(
-            PRICED,
+        account = UsageAccount(
+            "m",
             pays_prompt=draw.random() < 0.8,
             budget_tokens=self.plan.budget if key_id == POOR else 0,
         )

@@ -31,7 +31,6 @@ keys:
     requests_per_minute: 60
     tokens_per_minute: 1000
     budget_tokens: 5000
-    budget_money: 1.5
     models: [smollm2]
     adapters: [legal]
     expires_at: 2027-01-31
@@ -42,7 +41,7 @@ keys:
 """
     reports, other = read_key_file(write(tmp_path, text))
     assert (reports.digest, reports.tenant, reports.weight) == (digest_of(KEY), "acme", 2.0)
-    assert (reports.budget_money, reports.models, reports.adapters) == (1.5, ["smollm2"], ["legal"])
+    assert (reports.models, reports.adapters) == (["smollm2"], ["legal"])
     assert (reports.expires_at, other.expires_at) == (1801353600, 1801393200)
     assert (other.tenant, other.admin, other.max_concurrent) == ("other", False, 0)
 

@@ -12,7 +12,7 @@ from tests.support.page.scripted_gateway import ScriptedGateway
 pytestmark = pytest.mark.slow
 
 LIMITS: dict[str, Any] = dict.fromkeys(
-    ("max_concurrent", "requests_per_minute", "tokens_per_minute", "budget_tokens", "budget_money"), 0
+    ("max_concurrent", "requests_per_minute", "tokens_per_minute", "budget_tokens"), 0
 )
 
 
@@ -22,7 +22,7 @@ def record(key_id: str, **fields: Any) -> dict[str, Any]:
 
 
 def usage(key: str, tokens: int) -> dict[str, Any]:
-    names = ("prompt_tokens", "cached_tokens", "completion_tokens", "total_tokens", "cost")
+    names = ("prompt_tokens", "cached_tokens", "completion_tokens", "total_tokens")
     return {"key": key, "tenant": "acme", "model": "smollm2", "requests": 3} | dict.fromkeys(names, tokens)
 
 

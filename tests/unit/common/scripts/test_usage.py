@@ -21,12 +21,12 @@ from common.messages.request import BeamParams, Generate, StoppingParams, UsageA
 from common.months import month_name
 from tests.support.scripts import KEYS, admit_request, create_logs, flush, flushed_end, publish_plan, save
 
-PRICED = UsageAccount("m", prompt_price=100, cached_price=10, output_price=1000)
+ACCOUNT = UsageAccount("m")
 MOST = 2**31 - 1
 
 
 def request(
-    name: str = "r1", num_prompt: int = 20, account: UsageAccount = PRICED, key_id: str = "k"
+    name: str = "r1", num_prompt: int = 20, account: UsageAccount = ACCOUNT, key_id: str = "k"
 ) -> Generate:
     ids = pack_ids([1] * num_prompt)
     stopping = StoppingParams(1000)
@@ -72,8 +72,7 @@ async def test_a_request_is_counted_at_its_end_with_its_prompt(redis: Redis) -> 
     assert await used(redis) == {}
     await end(redis, 1, 5)
     await end(redis, 1, 5)
-    money = 4 * 100 + 16 * 10 + 5 * 1000
-    assert await used(redis) == {Owner("k", "t", "m"): Used(1, 20, 16, 5, 0, money)}
+    assert await used(redis) == {Owner("k", "t", "m"): Used(1, 20, 16, 5)}
 
 
 async def test_spilled_tokens_are_counted_and_again_by_nobody(redis: Redis) -> None:
@@ -83,7 +82,7 @@ async def test_spilled_tokens_are_counted_and_again_by_nobody(redis: Redis) -> N
         assert (await total(redis)).generated == 3
     await flush(redis, 2, spills=[("r1", 24, records(2, 3))])
     await end(redis, 3, 9)
-    assert await total(redis) == Used(1, 20, 16, 9, 0, 4 * 100 + 16 * 10 + 9 * 1000)
+    assert await total(redis) == Used(1, 20, 16, 9)
 
 
 async def test_what_a_dead_worker_has_left_is_counted_when_it_is_saved(redis: Redis) -> None:
@@ -91,7 +90,7 @@ async def test_what_a_dead_worker_has_left_is_counted_when_it_is_saved(redis: Re
     await flush(redis, 1, spills=[("r1", 0, records(3))])
     for _ in range(2):
         await save(redis, SavedRequest("r1", "w1", 1, 1, 24, records(4, 3)))
-        assert await total(redis) == Used(1, 20, 16, 7, 0, 4 * 100 + 16 * 10 + 7 * 1000)
+        assert await total(redis) == Used(1, 20, 16, 7)
     await publish_plan(redis, "5-2", [("r1", 2, 7)])
     call = batcher_scripts.finish(
         KEYS, terminal_for("r1", "timeout", 7), records=b"", ttl_ms=1000, channel="", payload=b""
@@ -133,7 +132,7 @@ async def test_a_request_without_a_token_costs_nothing(redis: Redis) -> None:
 
 async def test_of_several_choices_one_pays_for_the_prompt(redis: Redis) -> None:
     for i in range(3):
-        await start(redis, request(f"r{i}", account=replace(PRICED, pays_prompt=i == 0)), i + 1)
+        await start(redis, request(f"r{i}", account=replace(ACCOUNT, pays_prompt=i == 0)), i + 1)
         await end(redis, i + 1, 2, f"r{i}")
     counted = await total(redis)
     assert (counted.requests, counted.prompt, counted.cached, counted.generated) == (1, 20, 16, 6)
@@ -162,7 +161,7 @@ async def test_tokens_that_were_shown_are_counted_by_a_broker_that_lost_them(red
     assert await offer() == "kept"
     await create_logs(redis)
     await end(redis, 1, 6)
-    assert await total(redis) == Used(1, 20, 16, 6, 0, 4 * 100 + 16 * 10 + 6 * 1000)
+    assert await total(redis) == Used(1, 20, 16, 6)
 
 
 async def test_usage_that_somebody_has_spoilt_keeps_no_token_from_its_client(redis: Redis) -> None:
@@ -174,7 +173,7 @@ async def test_usage_that_somebody_has_spoilt_keeps_no_token_from_its_client(red
 
 async def test_owners_beyond_the_bound_are_counted_together(redis: Redis) -> None:
     hour = usage_hour(int(time.time()) // 3600)
-    others: dict[Any, Any] = {f"a\n{i}\nm\nmoney": 1 for i in range(60_000)}
+    others: dict[Any, Any] = {f"a\n{i}\nm\nprompt": 1 for i in range(60_000)}
     await redis.hset(hour, mapping=others)  # type: ignore[misc]
     await start(redis, request())
     await end(redis, 1, 5)
@@ -206,8 +205,8 @@ async def test_months_are_those_of_the_calendar(redis: Redis, day: str) -> None:
 # --- budgets ------------------------------------------------------------------------------------------------
 
 
-def limited(name: str, budget_tokens: int = 0, budget_money: int = 0, **fields: Any) -> Generate:
-    account = replace(PRICED, budget_tokens=budget_tokens, budget_money=budget_money)
+def limited(name: str, budget_tokens: int = 0, **fields: Any) -> Generate:
+    account = replace(ACCOUNT, budget_tokens=budget_tokens)
     return request(name, account=account, **fields)
 
 
@@ -224,7 +223,7 @@ async def test_what_a_request_has_not_used_is_given_back_at_its_end(redis: Redis
     assert (await admit(redis, limited("r2", 30))).outcome == "budget"
     await end(redis, 1, 0, why="client")
     assert (await admit(redis, limited("r2", 30))).outcome == "admitted"
-    assert await redis.hgetall(usage_pending()) == {b"k tokens": b"21", b"k money": b"3000"}  # type: ignore[misc]
+    assert await redis.hgetall(usage_pending()) == {b"k tokens": b"21"}  # type: ignore[misc]
 
 
 async def test_each_flush_says_what_the_key_may_still_get(redis: Redis) -> None:
@@ -236,14 +235,6 @@ async def test_each_flush_says_what_the_key_may_still_get(redis: Redis) -> None:
     assert left == [[9], [8], [8], [0], [-2]]
     assert (await admit(redis, limited("r2", 30))).outcome == "budget"
     assert (await total(redis)).generated == 12
-
-
-async def test_a_budget_of_money_counts_what_tokens_cost(redis: Redis) -> None:
-    """20 tokens of a prompt and one of an answer cost at most 3,000; of a cached prompt 1,560."""
-    await start(redis, limited("r1", budget_money=10_560))
-    assert (await flush(redis, 1, counts=[FlushedCount("k", "r1", 1, 0, 1)])).results == [9]
-    assert (await flush(redis, 2, counts=[FlushedCount("k", "r1", 1, 0, 10)])).results == [0]
-    assert (await admit(redis, limited("r2", budget_money=10_560))).outcome == "budget"
 
 
 async def test_without_a_budget_or_a_holder_as_many_are_left_as_there_can_be(redis: Redis) -> None:
