@@ -18,6 +18,7 @@ from api.batches import run, runner
 from api.batches.batch import needed_files
 from api.batches.lines import BatchLine, make_job, render_answer
 from api.batches.run import BatchRun
+from api.jobs.consumer import JobConsumer
 from api.jobs.job import Job
 from common.messages.request import Generate
 from deploy.cli.batch.run import main as batch_command
@@ -406,6 +407,38 @@ async def test_a_batch_that_is_cancelled_while_it_is_validated_counts_all_its_li
         errors = await lines(client, batch.error_file_id)
     assert (batch.status, batch.request_counts.total, batch.request_counts.failed) == ("cancelled", 9, 9)
     assert len(errors) == 9
+
+
+async def test_answers_that_come_while_a_batch_is_cancelled_are_kept(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cancel, end, runs = JobConsumer.cancel_own, BatchRun.end, list[BatchRun]()
+
+    async def end_noted(self: BatchRun, why: str) -> None:
+        runs.append(self)
+        await end(self, why)
+
+    async def cancel_late(self: JobConsumer, job_id: str) -> None:
+        worker.most_tokens = sys.maxsize
+        await wait_until(lambda: runs[0].next_line > 0)
+        await cancel(self, job_id)
+
+    monkeypatch.setattr(runner, "POLL_S", 0.05)
+    monkeypatch.setattr(run, "RENEW_S", 0.05)
+    monkeypatch.setattr(BatchRun, "end", end_noted)
+    monkeypatch.setattr(JobConsumer, "cancel_own", cancel_late)
+    async with answering(broker.url, answer, files_dir=str(tmp_path)) as (worker, _, http):
+        worker.most_tokens = 0
+        client = openai_client(http)
+        content = jsonl(chat_line(number) for number in range(9))
+        file = await client.files.create(file=("in.jsonl", content), purpose="batch")
+        batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        await wait_until(lambda: len(worker.seen) == 9)
+        await client.batches.cancel(batch.id)
+        batch = await ended(client, batch.id)
+    counts = batch.request_counts
+    assert (batch.status, counts.completed + counts.failed) == ("cancelled", 9) and counts.completed
+    assert len(runs) == 1, "the run went on"
 
 
 async def test_files_have_limits(broker: Broker, tmp_path: Path) -> None:
