@@ -153,13 +153,13 @@ async def needed_files(client: PoolClient) -> dict[str, str]:
     ERRORS.
     """
     members = await client.redis.zrange(client.keys.live_batches, 0, -1)
-    found = [await read_batch(client, member.decode().rpartition(" ")[2]) for member in members]
-    return {
-        file_id: batch.id
-        for batch in found
-        if batch is not None
-        for file_id in (batch.input_file_id, *map(batch.file_id, FILES))
-    }
+    ids = [member.decode().rpartition(" ")[2] for member in members]
+    async with client.redis.pipeline(transaction=False) as pipe:
+        for batch_id in ids:
+            pipe.hget(client.keys.batch(batch_id), "record")
+        records = [orjson.loads(record or b"{}") for record in await pipe.execute()]
+    batches = [Batch(id=one, fields={}, **record) for one, record in zip(ids, records, strict=True) if record]
+    return {name: one.id for one in batches for name in (one.input_file_id, *map(one.file_id, FILES))}
 
 
 def choose_batches(live: Sequence[tuple[str, str]], max_batches: int) -> list[str]:
