@@ -49,6 +49,8 @@ MAX_WINDOW_BYTES = 64 * 2**20
 """Input of the lines that are being answered; a single line may be longer."""
 MAX_TRIES = 2
 """Of a line that cannot be served, and of a batch that cannot go on after a line."""
+OF_THE_WRITER = ("epoch", "leased_until_ms")
+"""Fields that are a writer's, not the batch's."""
 INPUT_GONE = LineFault("input_file_missing", "The input file, or a part of it, is gone.", "input_file_id")
 WHY_ENDED = {
     "expired": ("batch_expired", "This request could not be executed before the completion window expired."),
@@ -84,6 +86,8 @@ class BatchRun:
         next_line, offset: of the input, after the lines that are answered.
         buffers: answers that are not committed, for the output and the error file.
         answered: ids of jobs whose answers are not committed.
+        written: what Redis has of it: written again when the broker has lost some of it.
+        last_part: the field of its last part.
     """
 
     def __init__(self, store: FileStore, consumer: JobConsumer, batch: Batch, epoch: int) -> None:
@@ -99,6 +103,10 @@ class BatchRun:
         self.counts = {name: batch.number(name) for name in ("total", "completed", "failed")}
         self.buffers = {kind: bytearray() for kind in FILES}
         self.answered: list[str] = []
+        self.written: dict[str, str | int] = {
+            name: value for name, value in batch.fields.items() if name not in OF_THE_WRITER
+        }
+        self.last_part = ""
         self.pending: deque[PendingLine] = deque()
         self.committed_s = time.monotonic()
 
@@ -152,7 +160,20 @@ class BatchRun:
             await asyncio.sleep(RENEW_S)
 
     async def write(self, fields: dict[str, str | int], ended: bool = False) -> str:
-        """Write fields of the batch. Returns `live` or `cancelled`. Raises WriterReplaced."""
+        """Write fields of the batch, and all of them if the broker has lost some, as in a failover. Returns
+        `live` or `cancelled`. Raises WriterReplaced.
+        """
+        state = await self.run_write(fields, ended, self.last_part)
+        if state == "hole":
+            log.warning("the broker has lost parts of batch %s: they are written again", self.batch.id)
+            state = await self.run_write(self.written | fields, ended)
+        if state == "lost":
+            raise WriterReplaced(self.batch.id)
+        self.written |= fields
+        self.last_part = next((name for name in fields if ":" in name), self.last_part)
+        return state
+
+    async def run_write(self, fields: dict[str, str | int], ended: bool, last_part: str = "") -> str:
         call = job_scripts.write_batch(
             self.pool.client.keys,
             self.batch.id,
@@ -161,11 +182,9 @@ class BatchRun:
             epoch=self.epoch,
             lease_ms=LEASE_MS,
             ended=ended,
+            last_part=last_part,
         )
-        state = await attempt(lambda: self.pool.client.run(call), retry_forever)
-        if state == "lost":
-            raise WriterReplaced(self.batch.id)
-        return state
+        return await attempt(lambda: self.pool.client.run(call), retry_forever)
 
     async def end(self, why: str) -> None:
         """Serve no further line, and cancel those that are being answered."""

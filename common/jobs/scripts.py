@@ -151,12 +151,21 @@ def claim_batch(keys: Keys, batch_id: str, member: str, *, lease_ms: int) -> Scr
 
 
 def write_batch(
-    keys: Keys, batch_id: str, member: str, fields: Fields, *, epoch: int, lease_ms: int, ended: bool
+    keys: Keys,
+    batch_id: str,
+    member: str,
+    fields: Fields,
+    *,
+    epoch: int,
+    lease_ms: int,
+    ended: bool,
+    last_part: str = "",
 ) -> ScriptCall[str]:
-    """Write fields, and renew the lease. The reply is `lost`, `cancelled` or `live`.
+    """Write fields, and renew the lease. The reply is `lost`, `hole`, `cancelled` or `live`.
 
     Args:
         lease_ms: 0 gives the batch up to another writer.
+        last_part: the field of the last part that was written; without it, holes are filled.
     """
     args: Args = {
         "member": member,
@@ -164,6 +173,7 @@ def write_batch(
         "lease_ms": lease_ms,
         "ttl_ms": BATCH_TTL_MS,
         "ended": int(ended),
+        "last_part": last_part,
     }
     return call_script("write_batch", bytes.decode, keys, batch_id, args=args, more_args=in_pairs(fields))
 

@@ -199,11 +199,13 @@ return redis.call('HINCRBY', batch, 'epoch', 1)
 -- Write fields of a batch, and renew its lease; only its newest writer may. With the last write the event of
 -- its webhook is due.
 -- KEYS batch, batches, live_batches, webhooks
--- ARGV member, epoch, lease_ms, ttl_ms, ended, ...
--- `ended` is '1' with the last write. A `lease_ms` of 0 gives the batch up. More arguments: name, value of
--- each field.
--- Returns 'lost' when there is a newer writer, 'cancelled' when a client has cancelled it, else 'live'.
+-- ARGV member, epoch, lease_ms, ttl_ms, ended, last_part, ...
+-- `ended` is '1' with the last write. A `lease_ms` of 0 gives the batch up. `last_part`: the field of the last
+-- part that was written, or ''. More arguments: name, value of each field.
+-- Returns 'lost' when there is a newer writer, 'hole' when the broker has lost the last part, and nothing is
+-- written; 'cancelled' when a client has cancelled it, else 'live'.
 if redis.call('HGET', batch, 'epoch') ~= epoch then return 'lost' end
+if last_part ~= '' and redis.call('HEXISTS', batch, last_part) == 0 then return 'hole' end
 for i = first_arg, #ARGV, 2 do redis.call('HSET', batch, ARGV[i], ARGV[i + 1]) end
 redis.call('HSET', batch, 'leased_until_ms', lease_ms == '0' and 0 or now_ms() + tonumber(lease_ms))
 for _, key in ipairs({batch, batches, live_batches}) do redis.call('PEXPIRE', key, ttl_ms) end

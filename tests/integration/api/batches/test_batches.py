@@ -385,6 +385,34 @@ async def test_batches_that_cannot_go_on_end(
     assert [fault.code for fault in batches[0].errors.data] == ["server_error"]
 
 
+async def test_parts_that_the_broker_has_lost_are_written_again(
+    broker: Broker, redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a failover: the new primary has the batch as it was two parts ago."""
+    before: list[dict[bytes, bytes]] = []
+
+    async def commit_and_lose(self: BatchRun) -> None:
+        key = self.pool.client.keys.batch(self.batch.id)
+        await commit(self)
+        before.append(await redis.hgetall(key))  # type: ignore[misc]
+        if len(before) == 4:
+            await redis.delete(key)
+            await redis.hset(key, mapping=before[1])  # type: ignore[misc]
+
+    commit = BatchRun.commit
+    monkeypatch.setattr(BatchRun, "commit", commit_and_lose)
+    monkeypatch.setattr(run, "COMMIT_BYTES", 0)
+    async with answering(broker.url, answer, files_dir=str(tmp_path)) as (_, _, http):
+        client = openai_client(http)
+        content = jsonl(chat_line(number) for number in range(9))
+        file = await client.files.create(file=("in.jsonl", content), purpose="batch")
+        batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        batch = await ended(client, batch.id)
+        found = await lines(client, batch.output_file_id)
+    assert (batch.status, batch.request_counts.completed) == ("completed", 9)
+    assert [one["custom_id"] for one in found] == [f"line-{number}" for number in range(9)]
+
+
 async def test_a_batch_that_is_cancelled_while_it_is_validated_counts_all_its_lines(
     broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
