@@ -200,8 +200,8 @@ return redis.call('HINCRBY', batch, 'epoch', 1)
 -- its webhook is due.
 -- KEYS batch, batches, live_batches, webhooks
 -- ARGV member, epoch, lease_ms, ttl_ms, ended, last_part, ...
--- `ended` is '1' with the last write. A `lease_ms` of 0 gives the batch up. `last_part`: the field of the last
--- part that was written, or ''. More arguments: name, value of each field.
+-- `ended` is '1' with the last write. A `lease_ms` of 0 gives the batch up. `last_part`: the field of the
+-- last part that was written, or ''. More arguments: name, value of each field.
 -- Returns 'lost' when there is a newer writer, 'hole' when the broker has lost the last part, and nothing is
 -- written; 'cancelled' when a client has cancelled it, else 'live'.
 if redis.call('HGET', batch, 'epoch') ~= epoch then return 'lost' end
