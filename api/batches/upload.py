@@ -1,4 +1,8 @@
-"""Upload: the form of POST /v1/files, which is written to the store while it comes."""
+"""Upload: the form of POST /v1/files, which is written to the store while it comes.
+
+Starlette's `request.form()` does not serve: it spools a whole file to /tmp, which is memory in our containers
+(tmpfs), bounds no file, and takes a form that ends early for an empty one.
+"""
 
 import time
 from dataclasses import dataclass, field
