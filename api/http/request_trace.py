@@ -12,7 +12,7 @@ from api.http.middleware import asks_for_tokens
 from common.messages.answer import AnswerTrace, HttpAnswer
 from common.process.logs import TRACEPARENT
 from common.traces import tracing
-from common.traces.span import (
+from common.traces.tracing import (
     Attributes,
     Kind,
     SpanEvent,
@@ -81,8 +81,10 @@ class RequestTrace:
         """The trace that the headers name, or else a new one; None if it is not sampled. `key` is the
         request's: all who begin its trace give its spans the same ids.
         """
-        sampled = tracing.exporter.sample(headers, derive_trace_id(key), name, kind, attributes)
-        if sampled is None:
+        sampled = tracing.is_on() and tracing.exporter.sample(
+            headers, derive_trace_id(key), name, kind, attributes
+        )
+        if not sampled:
             return None
         trace_id, parent_id = sampled
         root = derive_span(span_name(trace_id, parent_id or "0" * 16), ROOT, key)
