@@ -85,8 +85,10 @@ def still_due(registry: AdapterRegistry, keys: Iterable[str]) -> Iterator[str]:
 def lost(
     sequences: Iterable[Sequence], held: Collection[str], registry: AdapterRegistry
 ) -> Iterator[Sequence]:
-    """Yield the waiting requests whose adapter is in no worker, and in the registry no more."""
+    """Yield the waiting requests whose adapter is in no worker, and in the registry no more, or failed."""
     for sequence in sequences:
         adapter = sequence.request.adapter
-        if adapter and sequence.waiting and adapter not in held and adapter not in registry.adapters:
-            yield sequence
+        if adapter and sequence.waiting and adapter not in held:
+            known = registry.adapters.get(adapter)
+            if known is None or known.failure:
+                yield sequence

@@ -23,7 +23,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SettingError("model_id", f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise SettingError("model_id", f"{path} is no JSON object")

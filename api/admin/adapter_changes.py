@@ -71,7 +71,7 @@ async def load_adapter(pools: PoolRegistry, source: AdapterSource, in_place: boo
     adapter = await describe(source)
     check_rank(pool, adapter)
     known = await pool.find_adapter(adapter.name)
-    if known and in_place and known.key == adapter.key:
+    if known and in_place and known.key == adapter.key and not known.failure:
         return known
     try:
         async with asking_broker():
@@ -90,6 +90,7 @@ async def wait_until_loaded(pool: Pool, adapter: PoolAdapter) -> PoolAdapter:
             while not all_have(pool, adapter):
                 await asyncio.sleep(LOOK_S)
                 await pool.workers.refresh_unless_fresh()
+                await pool.adapters.refresh_unless_fresh()
         async with asking_broker():
             await change_registry(pool.client, lambda found: found.with_ready(adapter.key))
     except BaseException as error:
@@ -163,6 +164,9 @@ def check_rank(pool: Pool, adapter: PoolAdapter) -> None:
 
 def all_have(pool: Pool, adapter: PoolAdapter) -> bool:
     """Whether all ready workers have loaded an adapter. Raises ApiError (422) if one of them refuses it."""
+    known = pool.adapters.registry.adapters.get(adapter.key)
+    if known and known.added_ms == adapter.added_ms and known.failure:
+        raise invalid(f"`lora_path`: {known.failure}", "lora_path")
     for incarnation, held in pool.workers.holders.items():
         if why := held.why_not(adapter):
             raise invalid(f"`lora_path`: the worker {incarnation} refuses it: {why}", "lora_path")

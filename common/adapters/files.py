@@ -7,32 +7,20 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from common import model_files
+from common.adapters.config import CONFIG_FILE, AdapterConfig, AdapterFault, read_adapter_config
 from common.ids import HUB_ID
 from common.messages.adapters import PoolAdapter
-from common.model_config import read_json
 from common.settings.lora import AdapterSource
 from common.settings.settings import SettingError, Settings
 
-CONFIG, WEIGHTS = FILES = ("adapter_config.json", "adapter_model.safetensors")
+CONFIG, WEIGHTS = FILES = (CONFIG_FILE, "adapter_model.safetensors")
 OLDER_WEIGHTS = "adapter_model.bin"
 MAX_HEADER_BYTES = 100_000_000
 """The longest header that safetensors reads."""
 FACTOR = re.compile(r"\.lora_(A|embedding_A)\b")
-UNSERVED = {
-    "use_dora": "it is a DoRA adapter, which is not served: merge it into the model",
-    "use_qalora": "it is a QA-LoRA adapter, which is not served: merge it into the model",
-    "lora_bias": "its matrices have biases (lora_bias), which are not served",
-}
-"""Fields of a configuration → why an adapter in which one is true is refused."""
-
-
-class AdapterFault(Exception):
-    """An adapter that cannot be served. `str()` says why, and begins without a capital."""
 
 
 def find_folder(path: str) -> Path:
@@ -56,7 +44,6 @@ def find_folder(path: str) -> Path:
 def describe_adapter(source: AdapterSource, folder: Path) -> PoolAdapter:
     """Return the record of the adapter in a folder. Raises AdapterFault if it cannot be served."""
     config = read_config(folder)
-    check_kind(config)
     shapes = read_shapes(folder / WEIGHTS)
     ranks = [shape[0] for name, shape in shapes.items() if shape and FACTOR.search(name)]
     if not ranks:
@@ -66,32 +53,19 @@ def describe_adapter(source: AdapterSource, folder: Path) -> PoolAdapter:
         str(folder) if Path(source.path).expanduser().is_dir() else source.path,
         digest_of(folder),
         rank=max(ranks),
-        base_model=str(config.get("base_model_name_or_path") or ""),
+        base_model=config.base_model,
         added_ms=int(1000 * time.time()),
     )
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return an adapter's configuration. Raises AdapterFault."""
-    if not (folder / CONFIG).is_file():
-        raise AdapterFault(f"{folder} has no {CONFIG}")
+def read_config(folder: Path) -> AdapterConfig:
+    """Return the config of an adapter that has weights, too. Raises AdapterFault if it cannot be served."""
+    config = read_adapter_config(folder)
     if not (folder / WEIGHTS).is_file():
         has_older = (folder / OLDER_WEIGHTS).is_file()
         older = f"; {OLDER_WEIGHTS} is not read: save it with safetensors" if has_older else ""
         raise AdapterFault(f"{folder} has no {WEIGHTS}{older}")
-    try:
-        return read_json(folder / CONFIG)
-    except SettingError as error:
-        raise AdapterFault(error.cause) from error
-
-
-def check_kind(config: Mapping[str, Any]) -> None:
-    """Raises AdapterFault for an adapter that is no LoRA adapter, or one of a kind that is not served."""
-    if (kind := str(config.get("peft_type"))) != "LORA":
-        raise AdapterFault(f"its peft_type is {kind[:64]}; LORA is served")
-    for name, why in UNSERVED.items():
-        if config.get(name):
-            raise AdapterFault(why)
+    return config
 
 
 def read_shapes(path: Path) -> dict[str, list[int]]:
@@ -103,7 +77,7 @@ def read_shapes(path: Path) -> dict[str, list[int]]:
         header = json.loads(head)
         tensors = {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
         return {name: [int(size) for size in shape] for name, shape in tensors.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
         raise AdapterFault(f"{path} is no file of safetensors, or damaged") from None
 
 

@@ -63,7 +63,8 @@ class AdapterRegistry:
         for one in self.adapters.values():
             if one.name == adapter.name and one.state == LOADING:
                 raise AdapterChangeError(f"the adapter {adapter.name!r} is being loaded")
-        if not in_place and self.named(adapter.name):
+        known = self.named(adapter.name)
+        if not in_place and known and not known.failure:
             raise AdapterChangeError(
                 f"the adapter {adapter.name!r} is loaded already: `load_inplace` replaces it"
             )
@@ -79,6 +80,13 @@ class AdapterRegistry:
         """Return the registry in which requests get no adapter of this name."""
         gone = {key: replace(one, state=LEAVING) for key, one in self.adapters.items() if one.name == name}
         return replace(self, adapters={**self.adapters, **gone})
+
+    def with_failure(self, adapter: PoolAdapter, failure: str) -> "AdapterRegistry":
+        """Return the registry in which no further worker loads this adapter, unless it was written anew."""
+        known = self.adapters.get(adapter.key)
+        if known is None or known.added_ms != adapter.added_ms:
+            return self
+        return replace(self, adapters={**self.adapters, adapter.key: replace(known, failure=failure)})
 
     def without_key(self, key: str) -> "AdapterRegistry":
         """Return the registry in which requests do not get this adapter."""

@@ -95,10 +95,10 @@ RIGHTS = {
     ),
     "worker": Rights(
         "workers",
-        scripts="create_logs worker_heartbeat flush write_logits seal heartbeat",
+        scripts="create_logs worker_heartbeat flush write_logits seal change_adapters heartbeat",
         commands=f"{PROCESS} hgetall set xread xadd publish mget",
         keys=f"log reports request tokens logits metrics waking key_use webhooks* {ALL_USAGE}",
-        reads=f"{SUPERVISED} state adapters picture",
+        reads=f"{SUPERVISED} state picture",
         beats=f"{STARTING} {SLEEPER}",
         looks="gateway batcher",
         channels="events:*",

@@ -22,6 +22,7 @@ class PoolAdapter:
         rank: the largest of its matrices, by its configuration.
         base_model: that it was made for, by its configuration.
         added_ms: Unix time in ms; a record that is written anew has another one.
+        failure: how an engine ended that loaded it; workers that do not have it yet refuse it.
     """
 
     name: str = wire_field("n")
@@ -31,6 +32,7 @@ class PoolAdapter:
     rank: int = wire_field("r", default=0)
     base_model: str = wire_field("b", default="")
     added_ms: int = wire_field("a", default=0)
+    failure: str = wire_field("f", default="")
 
     @property
     def key(self) -> str:

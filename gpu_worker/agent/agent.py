@@ -19,14 +19,14 @@ from common.process.event_loop import run_until_one_ends, until_beat
 from common.process.logs import next_incarnation, plural
 from common.settings.settings import Settings
 from gpu_worker.agent.engine_adapters import AdapterFollower
-from gpu_worker.agent.engine_client import EngineClient
+from gpu_worker.agent.engine_client import EngineClient, EngineDied
 from gpu_worker.agent.flush import Flusher
 from gpu_worker.agent.grants import PlanHandler, PlanStream
 from gpu_worker.agent.pictures import PictureReader
 from gpu_worker.agent.publish import Publisher, Sealed, StreamsGone, raise_refusal
 from gpu_worker.agent.state import AgentState
 from gpu_worker.agent.steps import StepHandler
-from gpu_worker.agent.watchdog import Watchdog
+from gpu_worker.agent.watchdog import EngineStuck, Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Agent:
             self.state.adapters,
             interval_s=min(REPEAT_S, settings.heartbeat_s),
             used=lambda: {row.request.adapter for row in self.state.table.rows.values()},
-            note_change=self.heartbeat_now.set,
+            note_change=self.note_answer,
         )
 
     async def run(self) -> bool:
@@ -100,6 +100,9 @@ class Agent:
                 self.drain(),
                 *([self.adapters.run()] if self.worker.max_loras else []),
             )
+        except (EngineDied, EngineStuck) as error:
+            await self.adapters.note_end(error)
+            raise
         except StreamsGone:
             log.warning("the streams of incarnation %s are gone", self.worker.incarnation)
             return self.state.draining.is_set()
@@ -144,8 +147,13 @@ class Agent:
             await asyncio.sleep(RETRY_S)
 
     def is_busy(self) -> bool:
-        """Whether the engine has rows and may run a step."""
-        return bool(self.state.table.rows) and self.state.step < self.state.until
+        """Whether the engine has rows and may run a step, or has a command to answer."""
+        return bool(self.engine.asked) or (bool(self.state.table.rows) and self.state.step < self.state.until)
+
+    def note_answer(self) -> None:
+        """Note that the engine has answered a command about an adapter."""
+        self.watchdog.reset()
+        self.heartbeat_now.set()
 
     def step_timeout_s(self) -> float:
         """How long a step may take: STEP_TIMEOUT_S, or SLOW_STEPS times as long as the warm-up predicts for a

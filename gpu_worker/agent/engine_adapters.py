@@ -1,12 +1,13 @@
 """Engine adapters: which LoRA adapters an engine has, and how a worker follows the registry of its pool."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from common.adapters.files import AdapterFault, find_own_folder
-from common.adapters.registry import AdapterRegistry, read_newer
+from common.adapters.registry import AdapterChangeError, AdapterRegistry, change_registry, read_newer
 from common.broker.client import FailureLog
 from common.broker.pool_client import PoolClient
 from common.messages.adapters import HeldAdapters, PoolAdapter
@@ -15,6 +16,8 @@ from gpu_worker.agent.engine_client import EngineClient
 from gpu_worker.protocol import AdapterRefused, LoadAdapter, UnloadAdapter
 
 log = logging.getLogger(__name__)
+
+NOTE_TIMEOUT_S = 2.0
 
 
 @dataclass(slots=True)
@@ -53,8 +56,9 @@ class AdapterFollower:
 
     Attributes:
         registry: as it was read last.
+        loading: what the engine loads now.
         used: returns the keys of adapters that rows have.
-        note_change: called when the engine has another set of adapters.
+        note_change: called when the engine has answered.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class AdapterFollower:
         self.used = used
         self.note_change = note_change
         self.registry = AdapterRegistry()
+        self.loading: PoolAdapter | None = None
 
     async def run(self) -> None:
         """Never returns."""
@@ -107,8 +112,12 @@ class AdapterFollower:
     async def load(self, adapter: PoolAdapter) -> None:
         adapters, key = self.adapters, adapter.key
         try:
+            if adapter.failure:
+                raise AdapterFault(adapter.failure)
             folder = await asyncio.to_thread(find_own_folder, adapter)
+            self.loading = adapter
             answer = await self.engine.ask(LoadAdapter(key, str(folder)))
+            self.loading = None
             cause = answer.cause if isinstance(answer, AdapterRefused) else ""
         except AdapterFault as fault:
             cause = str(fault)
@@ -120,6 +129,19 @@ class AdapterFollower:
             adapters.loaded.add(key)
             log.info("the adapter %s is loaded", key)
         self.note_change()
+
+    async def note_end(self, cause: Exception) -> None:
+        """Note why the engine has ended. If it was loading an adapter, no worker tries that one again: the
+        next engine would end, too.
+        """
+        if (adapter := self.loading) is None:
+            return
+        failure = f"an engine ended while it loaded {adapter.name}: {cause}"
+        log.error("%s", failure)
+        failures = FailureLog(log, "noting the adapter that failed")
+        with failures.caught(), contextlib.suppress(AdapterChangeError):  # others change it all the time
+            async with asyncio.timeout(NOTE_TIMEOUT_S):
+                await change_registry(self.pool, lambda found: found.with_failure(adapter, failure))
 
     async def unload(self, key: str) -> None:
         self.adapters.loaded.discard(key)  # first: no row may start with it from here on

@@ -18,7 +18,7 @@ end.
 
 
 class EngineStuck(Exception):
-    """The engine holds rows and may run, but has completed no step for too long."""
+    """The engine holds rows and may run, or has a command, but has completed nothing for too long."""
 
 
 class Watchdog:
@@ -60,4 +60,4 @@ class Watchdog:
         self.delay_s = delay_s
         self.stuck_s = self.stuck_s + elapsed_s - max(0.0, starved_s) if self.is_busy() else 0.0
         if self.stuck_s > self.timeout_s():
-            raise EngineStuck(f"no step for {self.stuck_s:.0f} s (STEP_TIMEOUT_S)")
+            raise EngineStuck(f"no step and no answer for {self.stuck_s:.0f} s (STEP_TIMEOUT_S)")

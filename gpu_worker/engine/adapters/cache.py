@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.adapters.config import AdapterFault
 from common.settings.settings import Settings
-from gpu_worker.engine.adapters.config import AdapterError
 from gpu_worker.engine.adapters.layers import AdapterLayers
 from gpu_worker.engine.adapters.weights import AdapterWeights, Stamp, read_adapter, stamp_of
 from gpu_worker.engine.batch.adapters import Adapter
@@ -94,26 +94,29 @@ class AdapterCache:
         found, cause = None, ""
         try:
             found = self.read(folder, known)
-        except AdapterError as error:
-            cause = str(error)
+        except AdapterFault as fault:
+            cause = str(fault)
+        except Exception as error:  # whatever is in the files of others, the worker goes on
+            log.warning("adapter %s", folder, exc_info=True)
+            cause = f"it cannot be read: {error!r}"
         cause = next(filter(None, self.communicator.gather_texts(cause)), "")
         return (None if cause else found), cause
 
     def read(self, folder: Path, known: Source | None) -> tuple[AdapterWeights, Source]:
-        """Raises AdapterError, also if what is there is not what is `known`."""
+        """Raises AdapterFault, also if what is there is not what is `known`."""
         layers = self.layers
         if layers is None:
-            raise AdapterError("this worker takes no adapters (ENABLE_LORA)")
+            raise AdapterFault("this worker takes no adapters (ENABLE_LORA)")
         try:
             source = Source(folder, stamp_of(folder))
             if known and source != known:
-                raise AdapterError(f"{folder} has changed since it was loaded")
+                raise AdapterFault(f"{folder} has changed since it was loaded")
             sizes = (layers.targets, layers.max_rank)
             return read_adapter(folder, layers.model, *sizes, layers.pack, layers.settle), source
         except OSError as error:
-            raise AdapterError(f"{folder} cannot be read: {error.strerror}") from error
+            raise AdapterFault(f"{folder} cannot be read: {error.strerror}") from error
         except MemoryError as error:
-            raise AdapterError("there is no memory for it") from error
+            raise AdapterFault("there is no memory for it") from error
 
     def keep(self, adapter: Adapter, weights: AdapterWeights) -> None:
         """Keep weights in memory of the host, in place of those least recently used."""

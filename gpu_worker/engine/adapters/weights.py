@@ -1,14 +1,16 @@
 """The weights of a LoRA adapter: reads `adapter_model.safetensors`, checked against the model's layers."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import regex
 import torch
 from safetensors import SafetensorError, safe_open
 
-from gpu_worker.engine.adapters.config import AdapterConfig, AdapterError, read_adapter_config
+from common.adapters.config import AdapterConfig, AdapterFault, read_adapter_config
 from gpu_worker.engine.adapters.targets import LoraTarget, is_elsewhere, names_of
 from gpu_worker.engine.parallel.shards import mixer_prefixes
 
@@ -20,6 +22,8 @@ FROZEN = ".base_layer.weight"
 """PEFT saves the base model's embedding and head, too, where an adapter has matrices for them."""
 MAX_NAMED = 3
 """Layers that an error names."""
+EXPRESSIONS_S = 5.0
+"""How long all regular expressions of an adapter may take."""
 Stamp = tuple[int, int, int]
 """What changes with a file: its inode, size and time of the last change."""
 
@@ -52,6 +56,27 @@ class AdapterWeights:
     layers: Mapping[str, Any]
 
 
+class Expressions:
+    """Matches the regular expressions of one adapter, within EXPRESSIONS_S: some would never end."""
+
+    def __init__(self) -> None:
+        self.left_s = EXPRESSIONS_S
+
+    def matches(self, expression: str, text: str) -> bool:
+        """Whether the whole text matches. Raises AdapterFault."""
+        started_s = time.monotonic()
+        try:
+            found = regex.match(expression, text, timeout=self.left_s)
+        except TimeoutError:
+            self.left_s = 0.0
+        except (regex.error, RecursionError) as error:
+            raise AdapterFault(f"{expression[:64]!r} is no regular expression: {error}") from error
+        self.left_s -= time.monotonic() - started_s
+        if self.left_s <= 0:
+            raise AdapterFault(f"the patterns of its config take longer than {EXPRESSIONS_S:.0f} s")
+        return found is not None
+
+
 def stamp_of(folder: Path) -> Stamp:
     """Raises OSError."""
     found = (folder / WEIGHTS_FILE).stat()
@@ -62,26 +87,31 @@ def read_pairs(
     folder: Path, model: Any, targets: Mapping[str, LoraTarget], max_rank: int
 ) -> Iterator[tuple[LoraTarget | None, LowRankPair]]:
     """Yield what an adapter has for each layer, with the target, None where it is in another stage. Raises
-    AdapterError.
+    AdapterFault.
     """
     config, file = read_adapter_config(folder), folder / WEIGHTS_FILE
     if not file.exists():
-        raise AdapterError(f"{folder} has no {WEIGHTS_FILE}; pickled weights (.bin) are not read")
+        raise AdapterFault(f"{folder} has no {WEIGHTS_FILE}; pickled weights (.bin) are not read")
     try:
         with safe_open(file, framework="pt") as opened:
-            keys = list(opened.keys())
+            keys, expressions = list(opened.keys()), Expressions()
+            frozen_keys = {key for key in keys if key.endswith(FROZEN)}
+            found = set()
             for layer, (down, up) in layers_of(keys).items():
                 target = find_target(layer, model, targets)
-                if (frozen := f"{PREFIX}{layer}{FROZEN}") in keys:
+                if target in found:
+                    raise AdapterFault(f"it has matrices for {layer} under two names")
+                found |= {target} if target else set()
+                if (frozen := f"{PREFIX}{layer}{FROZEN}") in frozen_keys:
                     check_vocabulary(layer, opened.get_slice(frozen).get_shape(), target)
                 tensors = opened.get_tensor(down), opened.get_tensor(up)
-                yield target, make_pair(layer, *tensors, config, max_rank, target)
+                yield target, make_pair(layer, *tensors, config, expressions, max_rank, target)
     except (SafetensorError, OSError, RuntimeError) as error:
-        raise AdapterError(f"{file} is damaged or no safetensors file: {error}") from error
+        raise AdapterFault(f"{file} is damaged or no safetensors file: {error}") from error
 
 
 def layers_of(keys: list[str]) -> dict[str, tuple[str, str]]:
-    """By the names of layers: the names of their two matrices. Raises AdapterError."""
+    """By the names of layers: the names of their two matrices. Raises AdapterFault."""
     halves: list[dict[str, str]] = [
         {key.removeprefix(PREFIX).removesuffix(end): key for key in keys for end in ends if key.endswith(end)}
         for ends in (DOWN, UP)
@@ -89,29 +119,29 @@ def layers_of(keys: list[str]) -> dict[str, tuple[str, str]]:
     downs, ups = halves
     known = {*downs.values(), *ups.values()}
     if others := sorted(key for key in keys if key not in known and not key.endswith(FROZEN)):
-        raise AdapterError(f"it has {listed(others)}, which is not served; only matrices A and B are")
+        raise AdapterFault(f"it has {listed(others)}, which is not served; only matrices A and B are")
     if alone := sorted(downs.keys() ^ ups.keys()):
-        raise AdapterError(f"it has one of two matrices only for {listed(alone)}")
+        raise AdapterFault(f"it has one of two matrices only for {listed(alone)}")
     if not downs:
-        raise AdapterError("it has no matrices")
+        raise AdapterFault("it has no matrices")
     return {layer: (downs[layer], ups[layer]) for layer in sorted(downs)}
 
 
 def find_target(layer: str, model: Any, targets: Mapping[str, LoraTarget]) -> LoraTarget | None:
-    """The target of a layer; None if another stage has it. Raises AdapterError if none has."""
+    """The target of a layer; None if another stage has it. Raises AdapterFault if none has."""
     names = list(names_of(layer))
     found = next((targets[name] for name in names if name in targets), None)
     if found is None and any(name.startswith(mixer_prefixes(model)) for name in names):
-        raise AdapterError(f"it has matrices for {layer}, which has states, and adapters change none such")
+        raise AdapterFault(f"it has matrices for {layer}, which has states, and adapters change none such")
     if found is None and not any(is_elsewhere(model, name) for name in names):
-        raise AdapterError(f"it has matrices for {layer}, and this model has no such linear layer")
+        raise AdapterFault(f"it has matrices for {layer}, and this model has no such linear layer")
     return found
 
 
 def check_vocabulary(layer: str, shape: list[int], target: LoraTarget | None) -> None:
-    """Raises AdapterError if it was trained with another vocabulary: `shape` of the layer's weights."""
+    """Raises AdapterFault if it was trained with another vocabulary: `shape` of the layer's weights."""
     if target and sorted(shape) != sorted((target.inputs, target.outputs)):
-        raise AdapterError(f"it was trained with a {layer} of {shape}: tokens that were added are not served")
+        raise AdapterFault(f"it was trained with a {layer} of {shape}: tokens that were added are not served")
 
 
 def make_pair(
@@ -119,30 +149,28 @@ def make_pair(
     down: torch.Tensor,
     up: torch.Tensor,
     config: AdapterConfig,
+    expressions: Expressions,
     max_rank: int,
     target: LoraTarget | None,
 ) -> LowRankPair:
-    """A layer's matrices, A [rank, inputs] and B [outputs, rank] of any float dtype. Raises AdapterError."""
+    """A layer's matrices, A [rank, inputs] and B [outputs, rank] of any float dtype. Raises AdapterFault."""
     if down.dim() != 2 or up.dim() != 2 or not (down.is_floating_point() and up.is_floating_point()):
-        raise AdapterError(f"the matrices of {layer} are no matrices of floats")
-    rank = config.rank_of(layer)
+        raise AdapterFault(f"the matrices of {layer} are no matrices of floats")
+    rank = config.rank_of(layer, expressions.matches)
     if (len(down), up.shape[1]) != (rank, rank):
         found = f"{list(down.shape)} and {list(up.shape)}"
-        raise AdapterError(f"the matrices of {layer} are {found}, and the config says rank {rank}")
+        raise AdapterFault(f"the matrices of {layer} are {found}, and the config says rank {rank}")
     if rank > max_rank:
-        raise AdapterError(f"the rank of {layer} is {rank}, more than MAX_LORA_RANK ({max_rank})")
+        raise AdapterFault(f"the rank of {layer} is {rank}, more than MAX_LORA_RANK ({max_rank})")
     if target and (down.shape[1], len(up)) != (target.inputs, target.outputs):
         found, own = f"{down.shape[1]} → {len(up)}", f"{target.inputs} → {target.outputs}"
-        raise AdapterError(f"the matrices of {layer} are for {found} features, and the model has {own}")
-    pair = LowRankPair(down.float(), up.float() * config.scaling(layer))
-    if not (pair.down.isfinite().all() and pair.up.isfinite().all()):
-        raise AdapterError(f"the matrices of {layer} have numbers that are not finite")
-    return pair
+        raise AdapterFault(f"the matrices of {layer} are for {found} features, and the model has {own}")
+    return LowRankPair(down.float(), up.float() * config.scaling(layer, expressions.matches))
 
 
 Pack = Callable[[LoraTarget, torch.Tensor, torch.Tensor], Any]
 """(target, down [rank, inputs], up [outputs, rank], float32, both this rank's part) → as the device takes
-them; it has `nbytes`.
+them; it has `down`, `up` and `nbytes`.
 """
 
 
@@ -153,12 +181,18 @@ Settle = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 def read_adapter(
     folder: Path, model: Any, targets: Mapping[str, LoraTarget], max_rank: int, pack: Pack, settle: Settle
 ) -> AdapterWeights:
-    """Read an adapter. Raises AdapterError."""
+    """Read an adapter. Raises AdapterFault."""
     rank, layers = 0, {}
     for target, pair in read_pairs(folder, model, targets, max_rank):
         rank = max(rank, pair.rank)
         if target:
-            layers[target.name] = pack(target, *target.part(pair.down, pair.up * target.scale))
+            packed = pack(target, *target.part(pair.down, pair.up * target.scale))
+            if not (packed.down.isfinite().all() and packed.up.isfinite().all()):
+                kind = str(packed.down.dtype).removeprefix("torch.")
+                raise AdapterFault(
+                    f"the matrices of {target.name}, scaled as {kind}, have numbers that are not finite"
+                )
+            layers[target.name] = packed
     return AdapterWeights(rank, sum(packed.nbytes for packed in layers.values()), settle(layers))
 
 

@@ -80,6 +80,13 @@ async def test_an_adapter_whose_gateway_died_while_it_was_loaded_is_taken_back(k
     assert await keys(keeper) == []
 
 
+async def test_a_request_whose_adapter_no_worker_will_load_is_named(keeper: AdapterKeeper) -> None:
+    await put(keeper, READY)
+    assert await keeper.look(scheduler(SQL.key)) == []
+    await change_registry(keeper.pool, lambda found: found.with_failure(SQL, "it ended an engine"))
+    assert await keeper.look(scheduler(SQL.key, "")) == ["r0"]
+
+
 async def test_a_request_whose_adapter_is_gone_is_named(keeper: AdapterKeeper) -> None:
     await put(keeper, READY)
     assert await keeper.look(scheduler("", SQL.key, "other@1")) == ["r2"]

@@ -8,8 +8,9 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
+from api.lifecycle import Gateway
 from common.adapters.files import AdapterFault, find_adapter
-from common.adapters.registry import read_registry
+from common.adapters.registry import AdapterRegistry, change_registry, read_registry
 from common.broker.heartbeat import Heartbeat
 from common.messages.wire_version import ADAPTERS_SINCE
 from common.settings.lora import AdapterSource
@@ -86,6 +87,27 @@ async def test_an_adapter_that_a_worker_refuses_is_taken_back(broker: Broker, tm
         assert worker.seen
 
 
+async def test_an_adapter_whose_load_ended_an_engine_is_refused_and_may_be_loaded_again(
+    broker: Broker, tmp_path: Path
+) -> None:
+    folder = write_adapter(tmp_path / "sql")
+    async with adapter_fleet(broker.url) as (worker, gateway, client):
+        worker.may_load.clear()
+        asked = asyncio.create_task(load(client, "sql", folder))
+        registry = await wait_until(lambda: loading(gateway))
+        [adapter] = registry.adapters.values()
+        await change_registry(gateway.pool.client, lambda found: found.with_failure(adapter, "it ended w0"))
+        refused = await asked
+        assert (refused.status_code, refused.json()["error"]["message"]) == (400, "`lora_path`: it ended w0")
+        worker.may_load.set()
+        assert (await load(client, "sql", folder)).status_code == 200
+
+
+async def loading(gateway: Gateway) -> AdapterRegistry | None:
+    registry = await read_registry(gateway.pool.client)
+    return registry if registry.adapters else None
+
+
 async def test_live_requests_keep_an_adapter_that_is_unloaded(broker: Broker, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "sql")
     async with adapter_fleet(broker.url) as (worker, _, client):
@@ -117,7 +139,12 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"lora_path": "org/sql@../../../x"}, {}, "`lora_path`: '../../../x' is no revision"),
     ({"lora_path": "/tmp"}, {}, "/tmp has no adapter_config.json"),
     ({}, {"peft_type": "IA3"}, "`lora_path`: its peft_type is IA3; LORA is served"),
-    ({}, {"use_dora": True}, "`lora_path`: it is a DoRA adapter"),
+    ({}, {"use_dora": True}, "`lora_path`: it has DoRA"),
+    (
+        {},
+        {"alpha_pattern": {"q_proj": 10**400}},
+        "`lora_path`: its adapter_config.json has values of a wrong",
+    ),
     ({}, {"rank": 65}, "`lora_path`: its rank is 65; MAX_LORA_RANK is 64"),
     ({"lora_name": None}, {}, "lora_name"),
 ]

@@ -41,6 +41,15 @@ def test_requests_get_an_adapter_when_it_is_ready_and_then_no_other_of_its_name(
     assert states(both.without_key(NEWER.key)) == {SQL.key: READY, NEWER.key: LEAVING}, "taken back"
 
 
+def test_an_adapter_that_failed_may_be_loaded_again() -> None:
+    failed = EMPTY.seeded_with([SQL]).with_failure(SQL, "it ended an engine")
+    again = replace(SQL, added_ms=1)
+    assert failed.with_loading(again, in_place=False).with_ready(SQL.key).named("sql") == replace(
+        again, state=READY
+    )
+    assert failed.with_failure(again, "an older one") == failed
+
+
 def test_an_adapter_of_the_settings_is_added_once() -> None:
     seeded = EMPTY.seeded_with([SQL])
     assert seeded.named("sql") is not None
@@ -82,7 +91,7 @@ async def test_what_another_program_wrote_is_no_adapter(redis: Redis) -> None:
 def test_the_bytes_of_the_messages() -> None:
     adapter = PoolAdapter("sql", "/s", "ab", READY, 8, "m", 5)
     assert encode(adapter) == (
-        b"\x88\xa1v\x01\xa1n\xa3sql\xa1p\xa2/s\xa1d\xa2ab\xa1s\xa5ready\xa1r\x08\xa1b\xa1m\xa1a\x05"
+        b"\x89\xa1v\x01\xa1n\xa3sql\xa1p\xa2/s\xa1d\xa2ab\xa1s\xa5ready\xa1r\x08\xa1b\xa1m\xa1a\x05\xa1f\xa0"
     )
     held = HeldAdapters(["sql@1"], [("b@2", 7, "why")])
     assert decode(HeldAdapters, encode(held)) == held

@@ -1,5 +1,6 @@
 """The worker follows the registry of adapters; the engine answers as a test says."""
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from common.messages.adapters import READY, PoolAdapter
 from common.settings.lora import AdapterSource
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_adapters import AdapterFollower, EngineAdapters
+from gpu_worker.agent.engine_client import EngineDied, StepsHandler
 from gpu_worker.protocol import (
     AdapterAnswer,
     AdapterLoaded,
@@ -22,8 +24,9 @@ from gpu_worker.protocol import (
     UnloadAdapter,
 )
 from tests.support.adapters.files import write_adapter
-from tests.support.agents import RecordingEngine, start
+from tests.support.agents import RecordingEngine, make_agent, start
 from tests.support.broker_state import KEYS
+from tests.support.waiting import wait_until
 
 
 class AdapterEngine(RecordingEngine):
@@ -46,6 +49,10 @@ class AdapterEngine(RecordingEngine):
 
 @pytest.fixture
 def follower(redis: Redis) -> AdapterFollower:
+    return follower_of(redis)
+
+
+def follower_of(redis: Redis) -> AdapterFollower:
     pool, used = PoolClient(redis, KEYS), set[str]()
     return AdapterFollower(
         pool,
@@ -132,6 +139,41 @@ async def test_what_the_engine_refuses_is_told_with_the_cause(
     await forget(follower, adapter)
     await follow(follower)
     assert follower.adapters.message.refused == []
+
+
+class DyingEngine(AdapterEngine):
+    """Ends when it is told to load an adapter."""
+
+    async def ask(self, command: LoadAdapter | UnloadAdapter) -> AdapterAnswer:
+        self.asked.append(asked := asyncio.get_running_loop().create_future())
+        return await asked
+
+    async def run_steps(self, handle: StepsHandler) -> None:
+        await wait_until(lambda: self.asked)
+        raise EngineDied("rank 0 ended with -9")
+
+
+async def test_a_load_that_ended_an_engine_is_not_tried_again(
+    redis: Redis, follower: AdapterFollower, tmp_path: Path
+) -> None:
+    adapter = await put(follower, write_adapter(tmp_path / "sql"))
+    agent = await make_agent(redis)
+    has_it = follower_of(redis)
+    await follow(has_it)
+    agent.worker = replace(agent.worker, max_loras=4)
+    agent.engine = agent.adapters.engine = agent.steps.engine = engine = DyingEngine()
+    assert not agent.is_busy()
+    with pytest.raises(EngineDied):
+        await agent.run()
+    assert engine.asked and agent.is_busy(), "the watchdog would end an engine that does not answer"
+    await follow(follower)
+    assert commands(follower) == []
+    assert follower.adapters.message.why_not(adapter).endswith("loaded sql: rank 0 ended with -9")
+    await follow(has_it)
+    assert has_it.adapters.message.loaded == [adapter.key]
+    await put(follower, tmp_path / "sql")
+    await follow(follower)
+    assert follower.adapters.message.loaded == [adapter.key], "a new record is tried"
 
 
 async def test_a_lost_registry_changes_nothing(follower: AdapterFollower, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 def test_no_step_for_longer_than_the_timeout_raises(machine: Machine) -> None:
     watchdog = machine.watchdog()
     machine.run(watchdog, 60)
-    with pytest.raises(EngineStuck, match="no step for 61 s"):
+    with pytest.raises(EngineStuck, match="no step and no answer for 61 s"):
         machine.run(watchdog, 1)
 
 

@@ -1,33 +1,43 @@
 """Adapters that cannot be served are refused with the reason, and the engine goes on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from gpu_worker.engine.adapters import weights
 from gpu_worker.engine.engine import Engine
 from gpu_worker.protocol import AdapterRefused, LoadAdapter
 from tests.support.adapters.tiny_adapters import change_config, change_weights, save_adapter
 from tests.support.engine import tiny_models
 from tests.support.engine.tiny_engine import engine_of
 
+SLOW = [f"(.*[a-z]){{{length}}}[A-Z]{number}" for length in range(3, 5) for number in range(1500)]
 QUERY = "layers__0__self_attn__q_proj__lora_A__weight"
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "another kind": ({"peft_type": "LOHA"}, "its kind is LOHA"),
+    "another kind": ({"peft_type": "LOHA"}, "its peft_type is LOHA"),
     "DoRA": ({"use_dora": True}, "DoRA"),
     "biases": ({"bias": "lora_only"}, "bias: lora_only"),
     "whole layers": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     "PiSSA": ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
     "a rank of text": ({"r": "four"}, "a rank of 'four'"),
     "another rank": ({"r": 3}, "the config says rank 3"),
-    "a pattern that is none": ({"rank_pattern": {"(": 2}}, "wrong type"),
+    "a pattern that is none": ({"rank_pattern": {"(": 2}}, "no regular expression"),
+    "a pattern without an end": ({"alpha_pattern": {"(.|.)*[A-Z]": 8}}, "take longer than"),
+    "many slow patterns": ({"rank_pattern": dict.fromkeys(SLOW, 4)}, "take longer than"),
+    "a deep pattern": ({"rank_pattern": {"(" * 1000 + ")" * 24: 2}}, "no regular expression"),
+    "a long pattern": ({"rank_pattern": {"[a-z]" * 300: 2}}, "more than 1024 characters"),
+    "too many patterns": ({"rank_pattern": {f"l{i}": 2 for i in range(4097)}}, "more than 4096 entries"),
+    "an alpha that is too large": ({"lora_alpha": 10**400}, "wrong type"),
+    "an alpha that is no number": ({"alpha_pattern": {"q_proj": float("nan")}}, "an alpha of nan"),
+    "an alpha that makes numbers too large": ({"lora_alpha": 1e300}, "scaled as float32"),
     "patterns that are a list": ({"alpha_pattern": [1]}, "wrong type"),
 }
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (lambda folder: folder.rename(folder.with_name("moved")), "cannot be read"),
-    "no config": (lambda folder: (folder / "adapter_config.json").unlink(), "cannot be read"),
+    "no config": (lambda folder: (folder / "adapter_config.json").unlink(), "has no adapter_config.json"),
     "no weights": (lambda folder: (folder / "adapter_model.safetensors").unlink(), "cannot be read"),
     "a config that is no JSON": (
         lambda folder: (folder / "adapter_config.json").write_text("{"),
@@ -39,6 +49,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "is damaged",
     ),
     "another layer": (lambda folder: move_to_another_layer(folder), "no such linear layer"),
+    "a layer under two names": (lambda folder: name_twice(folder), "under two names"),
     "one matrix": (lambda folder: change_weights(folder, **{QUERY: None}), "one of two matrices"),
     "another width": (
         lambda folder: change_weights(folder, **{QUERY: torch.zeros(4, 63)}),
@@ -64,6 +75,18 @@ def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-9])
 
 
+def name_twice(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    query = {name: tensor for name, tensor in tensors.items() if "layers.0.self_attn.q_proj" in name}
+    save_file(
+        tensors | {name.replace(".layers", ".language_model.layers"): one + 0 for name, one in query.items()},
+        file,
+    )
+
+
 def move_to_another_layer(folder: Path) -> None:
     change_weights(folder, **{QUERY: None, "layers__0__self_attn__q_proj__lora_B__weight": None})
     from safetensors.torch import load_file, save_file
@@ -76,10 +99,12 @@ def move_to_another_layer(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder = tmp_path_factory.mktemp("model")
     MODELS[:] = [tiny_models.save(folder, *tiny_models.FAMILIES["Llama"])]
-    return engine_of(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "EXPRESSIONS_S", 0.2)
+        yield engine_of(folder)
 
 
 @pytest.fixture

@@ -1,0 +1,152 @@
+"""The config of a LoRA adapter in PEFT's format, `adapter_config.json`, without torch. Kinds that are not
+served are refused by name.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+CONFIG_FILE = "adapter_config.json"
+MAX_CONFIG_BYTES = 2**20
+MAX_PATTERNS, MAX_PATTERN_CHARS = 4096, 1024
+REFUSED = {
+    "use_dora": "DoRA, which scales the columns of the merged weights",
+    "use_qalora": "QA-LoRA, which pools a layer's inputs",
+    "use_bdlora": "BD-LoRA, whose matrices are block-diagonal",
+    "alora_invocation_tokens": "activated LoRA, which begins within a prompt",
+    "arrow_config": "Arrow, which chooses among adapters for each token",
+    "kasa_config": "KaSA, which changes the base model's weights",
+    "velora_config": "VeLoRA",
+    "monteclora_config": "MonteCLoRA",
+    "layer_replication": "replicated layers",
+    "target_parameters": "adapters of parameters that belong to no layer of their own, such as experts",
+    "trainable_token_indices": "embeddings of single tokens that were trained",
+    "modules_to_save": "whole layers that were trained beside the adapter (modules_to_save)",
+    "lora_bias": "biases of its own (lora_bias)",
+}
+"""Fields whose values, unless false or empty, mean what is not served → its name."""
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Ways to begin a training that change the base model's weights, too."""
+LITERAL = re.compile(r"(\^?)((?:[\w-]|\\?\.)+)\$?")
+"""A pattern that is a name, or the end of one; a dot stands for itself. PEFT itself writes no others."""
+
+
+class AdapterFault(Exception):
+    """An adapter that cannot be served. `str()` says why, and begins without a capital."""
+
+
+MatchesExpression = Callable[[str, str], bool]
+"""(regular expression, whole text) → whether it matches. It may raise AdapterFault."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """What of the config says what an adapter computes.
+
+    Attributes:
+        ranks, alphas: patterns of names of layers → their own values.
+        root_scaling: rank-stabilised, alpha / sqrt(rank) (arXiv:2312.03732).
+        base_model: that it was made for; empty if it does not say.
+    """
+
+    rank: int
+    alpha: float
+    root_scaling: bool
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+    base_model: str = field(default="")
+
+    def scaling(self, layer: str, matches: MatchesExpression) -> float:
+        """What the product of a layer's matrices is multiplied with."""
+        rank, alpha = self.rank_of(layer, matches), value_of(self.alphas, layer, self.alpha, matches)
+        return alpha / (math.sqrt(rank) if self.root_scaling else rank)
+
+    def rank_of(self, layer: str, matches: MatchesExpression) -> int:
+        return int(value_of(self.ranks, layer, self.rank, matches))
+
+
+def value_of(patterns: Mapping[str, float], layer: str, default: float, matches: MatchesExpression) -> float:
+    """The value of the first pattern that a layer's name ends with, as PEFT takes them."""
+    for pattern, value in patterns.items():
+        if literal := LITERAL.fullmatch(pattern):
+            name = literal[2].replace("\\", "")
+            found = layer == name or (not literal[1] and layer.endswith(f".{name}"))
+        else:
+            found = matches(rf"(.*\.)?({pattern})$", layer)
+        if found:
+            return value
+    return default
+
+
+def read_adapter_config(folder: Path) -> AdapterConfig:
+    """Raises AdapterFault."""
+    values = read_values(folder / CONFIG_FILE)
+    if (kind := str(values.get("peft_type"))) != "LORA":
+        raise AdapterFault(f"its peft_type is {kind[:64]}; LORA is served")
+    if refused := next((name for field, name in REFUSED.items() if values.get(field)), None):
+        raise AdapterFault(f"it has {refused}: not served; merge it into the model")
+    if (bias := values.get("bias") or "none") != "none":
+        raise AdapterFault(f"it has trained biases (bias: {str(bias)[:64]}), which are not served")
+    start = values.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
+        raise AdapterFault(
+            f"its training has changed the base model, too (init_lora_weights: {start[:64]}): save it again "
+            "with PEFT's path_initial_model_for_weight_conversion"
+        )
+    try:
+        return make_config(values)
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise AdapterFault(f"its {CONFIG_FILE} has values of a wrong type: {error}") from error
+
+
+def read_values(file: Path) -> dict[str, Any]:
+    """The fields of a config. Raises AdapterFault."""
+    try:
+        if file.stat().st_size > MAX_CONFIG_BYTES:
+            raise AdapterFault(f"{file} is larger than {MAX_CONFIG_BYTES} bytes")
+        values = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise AdapterFault(f"{file.parent} has no {CONFIG_FILE}") from None
+    except OSError as error:
+        raise AdapterFault(f"{file} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise AdapterFault(f"{file} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise AdapterFault(f"{file} is no JSON object")
+    return values
+
+
+def make_config(values: Mapping[str, Any]) -> AdapterConfig:
+    """Raises AdapterFault; ValueError, TypeError, AttributeError and ArithmeticError for values that mean
+    nothing.
+    """
+    ranks = {key: positive(rank) for key, rank in (values.get("rank_pattern") or {}).items()}
+    alphas = {key: finite(alpha) for key, alpha in (values.get("alpha_pattern") or {}).items()}
+    if len(ranks) > MAX_PATTERNS or len(alphas) > MAX_PATTERNS:
+        raise AdapterFault(f"its rank_pattern or alpha_pattern has more than {MAX_PATTERNS} entries")
+    if any(len(pattern) > MAX_PATTERN_CHARS for pattern in (*ranks, *alphas)):
+        raise AdapterFault(f"a pattern of its config has more than {MAX_PATTERN_CHARS} characters")
+    return AdapterConfig(
+        positive(values.get("r", 8)),
+        finite(values.get("lora_alpha", 8)),
+        bool(values.get("use_rslora")),
+        ranks,
+        alphas,
+        str(values.get("base_model_name_or_path") or ""),
+    )
+
+
+def positive(rank: Any) -> int:
+    if not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"a rank of {rank!r}")
+    return rank
+
+
+def finite(alpha: Any) -> float:
+    if not math.isfinite(number := float(alpha)):
+        raise ValueError(f"an alpha of {alpha!r}")
+    return number
