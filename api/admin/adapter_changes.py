@@ -11,7 +11,8 @@ from api.errors import ApiError, asking_broker, invalid, quoted, unavailable
 from api.requests.monitors import WorkerMonitor
 from api.requests.pool import Pool
 from api.requests.pool_registry import PoolRegistry
-from common.adapters.files import AdapterFault, find_adapter
+from common.adapters.config import AdapterFault
+from common.adapters.files import find_adapter
 from common.adapters.registry import AdapterChangeError, AdapterRegistry, change_registry
 from common.ids import ADAPTER_NAME
 from common.messages.adapters import PoolAdapter

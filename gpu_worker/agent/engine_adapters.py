@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from common.adapters.files import AdapterFault, find_own_folder
+from common.adapters.config import AdapterFault
+from common.adapters.files import find_own_folder
 from common.adapters.registry import AdapterChangeError, AdapterRegistry, change_registry, read_newer
 from common.broker.client import FailureLog
 from common.broker.pool_client import PoolClient

@@ -9,7 +9,8 @@ import pytest
 from redis.asyncio import Redis
 
 from api.lifecycle import Gateway
-from common.adapters.files import AdapterFault, find_adapter
+from common.adapters.config import AdapterFault
+from common.adapters.files import find_adapter
 from common.adapters.registry import AdapterRegistry, change_registry, read_registry
 from common.broker.heartbeat import Heartbeat
 from common.messages.wire_version import ADAPTERS_SINCE

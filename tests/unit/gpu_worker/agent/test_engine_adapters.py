@@ -145,7 +145,8 @@ class DyingEngine(AdapterEngine):
     """Ends when it is told to load an adapter."""
 
     async def ask(self, command: LoadAdapter | UnloadAdapter) -> AdapterAnswer:
-        self.asked.append(asked := asyncio.get_running_loop().create_future())
+        asked: asyncio.Future[AdapterAnswer] = asyncio.get_running_loop().create_future()
+        self.asked.append(asked)
         return await asked
 
     async def run_steps(self, handle: StepsHandler) -> None:
