@@ -70,13 +70,13 @@ def make_cache_folder(name: str) -> Path:
 
 @contextlib.contextmanager
 def cache_errors(setting: str, folder: Path) -> Iterator[None]:
-    """Turn an error of the disk under a cache folder into a SettingError of the setting that says where that
-    is.
+    """Turn an error of a file or of the disk under a cache folder into a SettingError of the setting that
+    says where that is. Errors of a network are OSErrors, too, but name no file.
     """
     try:
         yield
     except OSError as error:
-        if error.errno not in DISK_ERRORS:
+        if error.errno is None or (error.filename is None and error.errno not in DISK_ERRORS):
             raise
         raise unwritable(setting, Path(error.filename or folder), error) from error
 

@@ -6,6 +6,7 @@ part is at most PART_BYTES and one line of a batch, so no process ever holds a w
 
 import asyncio
 import logging
+import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
@@ -218,11 +219,20 @@ class FileStore:
 
 
 def open_store(settings: Settings) -> FileStore | None:
-    """The store that FILES_DIR names; None without one. Raises SettingError."""
+    """The store that FILES_DIR names; None without one. Raises SettingError, also for a folder on this disk
+    that cannot be made or written to.
+    """
     if not settings.files_dir:
         return None
     try:
-        return FileStore(settings.files_dir)
+        store = FileStore(settings.files_dir)
+        if "file" in store.fs.protocol:
+            store.fs.makedirs(store.root, exist_ok=True)
+            tempfile.TemporaryFile(dir=store.root).close()
+        return store
+    except OSError as error:
+        cause = error.strerror or error
+        raise SettingError("FILES_DIR", f"{settings.files_dir} cannot be written to: {cause}") from error
     except (ValueError, ImportError) as error:
         raise SettingError("FILES_DIR", f"{settings.files_dir} cannot be used: {error}") from error
 

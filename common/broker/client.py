@@ -51,6 +51,7 @@ SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
 SENTINEL_PORT = 26379
 SENTINEL_TIMEOUTS = {"socket_connect_timeout": 1.0, "socket_timeout": 1.0}
 """Of one sentinel, so that the next one is asked while the caller still waits."""
+TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 PASSWORD_FILE = "password_file"
 """Option of a URL: a file with the password of its user, such as a mounted secret."""
 FIRST_PAUSE_S = 1.0
@@ -328,7 +329,15 @@ def broker_url(settings: Settings) -> str:
 
 
 def connect_setting(name: str, url: str) -> redis.asyncio.Redis:
-    """A client of the broker that the setting `name` leads to. Raises SettingError if it is no URL."""
+    """A client of the broker that the setting `name` leads to. Raises SettingError if it is no URL, or names
+    a file that cannot be read.
+    """
+    for option, path in parse_qsl(url.partition("?")[2]):
+        if option in TLS_FILES:
+            try:
+                Path(path).open("rb").close()
+            except OSError as error:
+                raise SettingError(name, f"cannot read {option} {path}: {error.strerror}") from error
     try:
         return connect(url)
     except ValueError as error:  # its text may hold the password

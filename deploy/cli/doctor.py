@@ -270,10 +270,10 @@ def check_memory(settings: Settings) -> Finding:
 
 
 def check_disk(settings: Settings) -> Finding:
-    folder = next(folder for folder in cache_folder(model_files.CONVERTED).parents if folder.is_dir())
+    folder = next(folder for folder in cache_folder(model_files.CONVERTED).parents if folder.exists())
     free_bytes = shutil.disk_usage(folder).free
     found = f"{in_gib(free_bytes)} free in {folder}"
-    if not os.access(folder, os.W_OK):
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
         return Finding(
             "fail", f"{folder} cannot be written to", "set XDG_CACHE_HOME to a folder that can be written to"
         )

@@ -62,6 +62,8 @@ def serve(settings: Settings) -> int:
     """
     prepare.check_ranks(settings)
     prepare.check_workers(settings)
+    if settings.num_workers:
+        prepare.check_device(settings)
     prepare.check_port(settings)
     prepare.check_memory(settings)
     if settings.redis_url is not None:

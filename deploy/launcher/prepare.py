@@ -35,6 +35,8 @@ ASK_S = 2.0
 MAX_METADATA_BYTES = 65_536
 NVIDIA = Path("/dev/nvidiactl")
 """Exists where NVIDIA's driver is loaded."""
+OTHER_DRIVERS = (Path("/dev/dxg"), Path("/dev/kfd"))
+"""Where torch may find a GPU without that: Windows' driver under WSL, and AMD's."""
 KINDS_WITH_MODEL = ("gateway", "worker")
 """Kinds of processes that read files of the model."""
 
@@ -99,6 +101,14 @@ def check_ranks(settings: Settings) -> None:
         raise SettingError(
             "num_workers", f"{settings.num_workers}, but only one worker may run on several machines (NNODES)"
         )
+
+
+def check_device(settings: Settings) -> None:
+    """Check that DEVICE=cuda has a driver, before a model is loaded or converted for it. Raises
+    SettingError.
+    """
+    if settings.device == "cuda" and not any(path.exists() for path in (NVIDIA, *OTHER_DRIVERS)):
+        raise SettingError("device", "cuda, but this machine has no driver of a GPU")
 
 
 def check_workers(settings: Settings) -> None:
@@ -223,6 +233,8 @@ def prepare(settings: Settings, kind: str) -> Settings:
     """Check the broker, find the model, and return the settings for one process that starts by itself. Ranks
     that run on several machines find the model once they are connected.
     """
+    if kind == "worker":
+        check_device(settings)
     if kind == "worker" and is_spread(settings, os.environ):
         set_hub_variables(settings)
         if not follows(settings, os.environ):

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import httpx
 
-from common.model_files import CACHE_SETTING, cache_errors, make_cache_folder
+from common.model_files import CACHE_SETTING, cache_errors, cache_folder, make_cache_folder
 from common.settings.settings import SettingError
 
 VARIABLE = "AIP_STORAGE_URI"
@@ -53,7 +53,8 @@ def fetch_folder(uri: str) -> Path:
     if not uri.startswith(SCHEME) or not bucket:
         raise SettingError(VARIABLE, f"{uri!r} is no folder of Cloud Storage, such as gs://bucket/model")
     prefix = f"{folder}/" if folder else ""
-    target = make_cache_folder("cloud") / hashlib.sha256(uri.encode()).hexdigest()[:32]
+    with cache_errors(CACHE_SETTING, cache_folder("cloud")):
+        target = make_cache_folder("cloud") / hashlib.sha256(uri.encode()).hexdigest()[:32]
     try:
         with cache_errors(CACHE_SETTING, target), connect() as client:
             found = [one for one in list_objects(client, bucket, prefix) if not one.name.endswith("/")]

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from deploy.launcher import prepare
 from tests.support import brokers
 from tests.support.forks import client as forks
 from tests.support.forks import command
@@ -181,6 +182,25 @@ def test_a_wrong_broker_password_is_refused() -> None:
 )
 def test_invalid_arguments_are_one_error_line(argv: list[str], words: str) -> None:
     assert words in refusal(*argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "words"),
+    [
+        (["serve"], {"XDG_CACHE_HOME": "/proc/x"}, "XDG_CACHE_HOME: /proc/x cannot be written to (No such"),
+        (["serve", "--device", "cuda"], {"XDG_CACHE_HOME": "/proc/x"}, "DEVICE: cuda, but this machine has"),
+        (
+            ["batcher"],
+            {"REDIS_URL": "rediss://127.0.0.1:1/?ssl_ca_certs=/none"},
+            "REDIS_URL: cannot read ssl_ca_certs /none: No such file or directory",
+        ),
+    ],
+)
+@pytest.mark.skipif(prepare.NVIDIA.exists(), reason="this machine has a driver")
+def test_a_place_that_is_not_there_is_refused_by_the_name_of_its_setting(
+    argv: list[str], environ: dict[str, str], words: str
+) -> None:
+    assert words in refusal(*argv, **{"PORT": str(free_port()), **environ})
 
 
 INTERRUPTED_IMPORT = """
