@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -200,7 +201,8 @@ def test_invalid_arguments_are_one_error_line(argv: list[str], words: str) -> No
 def test_a_place_that_is_not_there_is_refused_by_the_name_of_its_setting(
     argv: list[str], environ: dict[str, str], words: str
 ) -> None:
-    assert words in refusal(*argv, **{"PORT": str(free_port()), **environ})
+    variables: Any = {"PORT": str(free_port()), **environ}
+    assert words in refusal(*argv, **variables)
 
 
 INTERRUPTED_IMPORT = """
