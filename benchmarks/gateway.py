@@ -6,8 +6,8 @@ the client, sends a token of each stream every step, at a fixed pace. CPU time d
 It is given for a token while all streams run, and for the rest of a request. With `--contended` a process on
 each core copies large arrays meanwhile, as an engine does that streams its weights, and the gateway finds its
 caches cold. `--path /v1/completions` asks for OpenAI's chunks in place of TGI's frames. So does `--peer URL
-PID`, which also measures another server, in turns. Its engine must send tokens at the same pace, as vLLM's
-does with `benchmarks/vllm_executor.py`.
+PID`, which also measures another server, in turns. Its engine must send tokens at the
+same pace.
 
 `--instructions` prints how many instructions a token takes while all streams run, in place of all that. They
 hardly depend on the machine, so one run is enough. It needs valgrind.

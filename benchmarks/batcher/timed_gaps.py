@@ -3,7 +3,7 @@
 
 Callers of the class `interactive` come at random; bulk work of the same shape waits in a queue that is never
 empty. The scheduler and the engine's choice of prompts run as they are, with a simulated worker for each kind
-of machine. Printed is what `benchmarks.batcher.jobs` prints of a fleet. Exit status 1 if one of the first
+of machine. Exit status 1 if one of the first
 machines (`MET`) misses a ratio.
 """
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import ratios
+from benchmarks.gpu import ratios
 
 LAST_LINES = 12
 """Of the log of an item that failed."""
@@ -25,7 +25,7 @@ sends the tokens of two steps together.
 """
 
 Loads = dict[tuple[str, str], float]
-"""By load and figure, as benchmarks/ratios.py reads them."""
+"""By load and figure, as benchmarks/gpu/ratios.py reads them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,7 +177,7 @@ loads_of() {
     export url out python peer_python peer_has_vllm cores
     for load in $chosen; do item "$name-$load" 150 bash -c 'drive "$@"' drive "$name" "$shape" "$load"; done
     for load in $chosen; do item "$name-$load-sampled" 150 bash -c 'drive "$@"' drive "$name" "$shape" "$load" sampled; done
-    [ -z "$structured" ] || item "$structured" 200 "$python" -m benchmarks.grammar "$url/v1/completions" --model "$out/models/$shape" --runs 2
+    [ -z "$structured" ] || item "$structured" 200 "$python" -m benchmarks.gpu.grammar "$url/v1/completions" --model "$out/models/$shape" --runs 2
     stop_server
 }
 
@@ -234,7 +234,7 @@ starts() {
         mark "$name" $status $((SECONDS - begun))
         report
     done
-    item kills 400 env MODEL_ID="$out/models/$small" "$python" -m benchmarks.restarts --kills 3
+    item kills 400 env MODEL_ID="$out/models/$small" "$python" -m benchmarks.gpu.restarts --kills 3
 }
 
 is_done models || {

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.states.generate import by_engine, by_generate
+from benchmarks.models.states import by_engine, by_generate
 from common.model_config import starting_ids
 from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.speculation import play, save_faded
+from benchmarks.models.speculation import play, save_faded
 from common.settings.settings import Settings
 from gpu_worker.engine.cpu.packed_linear import NativeLinear
 from gpu_worker.engine.engine import Engine

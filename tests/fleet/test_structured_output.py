@@ -14,7 +14,7 @@ import jsonschema
 import psutil
 import pytest
 
-from benchmarks.structured_output.answers import count_resumes
+from tests.support.chaos.figures import count_resumes
 from tests.support.engine import tiny_models
 from tests.support.fleet.fleet import Fleet
 from tests.support.waiting import wait_until
@@ -130,10 +130,14 @@ async def interrupted(fleet: Fleet, place: int) -> list[dict[str, Any]]:
     await wait_until(lambda: fleet.workers_ready() == fleet.settings["num_workers"])
     agent = psutil.Process(fleet.pid("w0"))
     victims = [agent, *sorted(agent.children(), key=lambda process: process.pid)]
-    moved, answers = count_resumes(fleet.base_url), Answers(fleet)
+    moved, answers = (await count_resumes(fleet.base_url))["died"], Answers(fleet)
     asked = asyncio.create_task(answers.all())
     await wait_until(lambda: answers.num_frames > 10 * len(BODIES))
     os.kill(victims[place].pid, signal.SIGKILL)
     found = await asked
-    await wait_until(lambda: count_resumes(fleet.base_url) > moved)
+
+    async def has_moved() -> bool:
+        return (await count_resumes(fleet.base_url))["died"] > moved
+
+    await wait_until(has_moved)
     return found

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.speculation import save_faded, save_first_layers
+from benchmarks.models.speculation import save_faded, save_first_layers
 from tests.support.engine import tiny_models
 from tests.support.engine.reference import prompt_ids
 from tests.support.fleet.fleet import Fleet

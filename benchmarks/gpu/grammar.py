@@ -1,4 +1,4 @@
-"""Prints what structured output costs: `python -m benchmarks.grammar [URL …] [--runs 3]`.
+"""Prints what structured output costs: `python -m benchmarks.gpu.grammar [URL …] [--runs 3]`.
 
 First the masks alone, computed as the engine does: milliseconds from a new schema to its first mask, and
 microseconds of a mask where 1 and 32 rows want one.

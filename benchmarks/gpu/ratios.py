@@ -1,4 +1,4 @@
-"""Prints our figures as ratios to a peer's: `python -m benchmarks.ratios PEERS OURS`.
+"""Prints our figures as ratios to a peer's: `python -m benchmarks.gpu.ratios PEERS OURS`.
 
 The files have figures as `benchmarks.serve --load` prints them. For each load and figure that both files
 have, it prints the peer's, ours, and the ratio: ours over the peer's for tokens/s, the peer's over ours for

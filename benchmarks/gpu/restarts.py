@@ -1,4 +1,4 @@
-"""Prints how soon a killed worker's successor is ready: `python -m benchmarks.restarts [--kills 10]`.
+"""Prints how soon a killed worker's successor is ready: `python -m benchmarks.gpu.restarts [--kills 10]`.
 
 One worker runs, without load. The time is from SIGKILL to the first heartbeat in which the successor says
 that it is ready. First without PRELOAD_WORKER, then with it; then each kill waits for the next preloaded

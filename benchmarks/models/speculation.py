@@ -1,4 +1,4 @@
-"""Prints what speculation wins: `python -m benchmarks.speculation [--ways ngram,suffix,draft,equal]`.
+"""Prints what speculation wins: `python -m benchmarks.models.speculation [--ways ngram,suffix,draft,equal]`.
 
 Three tasks, greedy: `chat` answers a question, `edit` writes a function again with another name, `summary`
 tells a text again in shorter words. Prompts of `garbage` are random words, of which little can be guessed.

@@ -1,4 +1,4 @@
-"""Prints what LoRA adapters cost a step of the engine: `python -m benchmarks.adapters [--rows 32]`.
+"""Prints what LoRA adapters cost a step of the engine: `python -m benchmarks.models.adapters [--rows 32]`.
 
 Three engines run in this process, and make their steps in turn, so that what else the machine does meets all
 alike: one takes no adapters, one has loaded 16 and its rows have none, in one as many rows have each of 16.

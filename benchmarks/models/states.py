@@ -1,4 +1,4 @@
-"""Prints the speed of models with states beside that of transformers: `python -m benchmarks.states.generate`.
+"""Prints the speed of models with states beside that of transformers: `python -m benchmarks.models.states`.
 
 Both compute the same rows in this process, with one thread and random weights in float32: 64 tokens in, 64
 out. Times are the processor's, so that a machine with other work gives the same ratios. `generate` has all
