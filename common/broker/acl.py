@@ -163,13 +163,22 @@ def rules(kind: str, pools: Sequence[str]) -> list[str]:
 MAY = """
 local refused = {}
 for i, command in ipairs(ARGV) do
-    if not redis.acl_check_cmd(unpack(cjson.decode(command))) then refused[#refused + 1] = i - 1 end
+    local words = cjson.decode(command)
+    local taken, may
+    repeat
+        taken, may = pcall(redis.acl_check_cmd, unpack(words))
+        table.remove(words)
+    until taken or #words == 0
+    if not may or not taken then refused[#refused + 1] = i - 1 end
 end
 return refused
 """
-"""Indices of the commands that the caller may not send. ARGV: commands, as JSON arrays of words."""
-NUM_WORDS = 5
-"""Arguments of a sample command. Brokers abort on one that ends before its keys do."""
+"""Indices of the commands that the caller may not send. ARGV: commands, as JSON arrays of words. Redis 8 takes
+no more arguments than a command has; other brokers abort on a command that ends before its keys do, so the
+longest form is asked about first.
+"""
+NUM_WORDS = 8
+"""Arguments of the longest form of a sample command."""
 
 
 async def missing_rights(redis: Redis, kinds: Iterable[str], pools: Sequence[str]) -> list[str]:
