@@ -173,9 +173,9 @@ for i, command in ipairs(ARGV) do
 end
 return refused
 """
-"""Indices of the commands that the caller may not send. ARGV: commands, as JSON arrays of words. Redis 8 takes
-no more arguments than a command has; other brokers abort on a command that ends before its keys do, so the
-longest form is asked about first.
+"""Indices of the commands that the caller may not send. ARGV: commands, as JSON arrays of words. Redis 8
+takes no more arguments than a command has; other brokers abort on a command that ends before its keys do, so
+the longest form is asked about first.
 """
 NUM_WORDS = 8
 """Arguments of the longest form of a sample command."""
