@@ -39,11 +39,12 @@ class Gateway:
         self.settings = settings
         self.keys = KeyRing(settings)
         self.pool = Pool(settings, incarnation, tokenizer, self.keys, lose)
+        self.keys.clock = self.pool.client.clock
         self.pools = PoolRegistry(self.pool)
         self.access = AccessLog(settings.access_log_rate, AuditLog.open(settings, incarnation))
         self.job_consumer = JobConsumer(self.pool, self.access)
         self.webhooks = WebhookSender(self.pool.client, settings, partial(ended_status, self.pools))
-        self.files = open_store(settings)
+        self.files = open_store(settings, self.pool.client.clock)
         self.unread = UnreadAnswers(settings)
         self.limits = ConnectionLimits(settings)
 

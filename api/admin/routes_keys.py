@@ -3,7 +3,6 @@ do what `tokenfleet keys` does. A key's text is in the answer that makes it, and
 """
 
 import contextlib
-import time
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -76,7 +75,7 @@ async def list_keys(request: Request) -> Response:
     else:
         async with asking_broker():
             known = await key_records.read_keys(pool.client)
-    return fresh_json({"keys": [describe(key) for key in known.values()]})
+    return fresh_json({"keys": [describe(pool, key) for key in known.values()]})
 
 
 @router.post(
@@ -91,7 +90,7 @@ async def create_key(request: Request) -> Response:
     fields = await body.read(request, KeyFields, pool.settings.payload_limit)
     with change_errors():
         async with asking_broker():
-            return respond_issued(await key_records.add_key(pool.client, fields))
+            return respond_issued(pool, await key_records.add_key(pool.client, fields))
 
 
 @router.post("/admin/keys/{key_id}/revoke", summary="Revoke an API key", response_model=KeyInfo)
@@ -100,7 +99,7 @@ async def revoke(request: Request, key_id: KeyId) -> Response:
     pool = changeable(request)
     with change_errors():
         async with asking_broker():
-            return fresh_json(describe(await key_records.revoke_key(pool.client, key_id)))
+            return fresh_json(describe(pool, await key_records.revoke_key(pool.client, key_id)))
 
 
 @router.post("/admin/keys/{key_id}/rotate", summary="Give an API key another text", response_model=NewKey)
@@ -111,7 +110,7 @@ async def rotate(request: Request, key_id: KeyId) -> Response:
     pool = changeable(request)
     with change_errors():
         async with asking_broker():
-            return respond_issued(await key_records.rotate_key(pool.client, key_id))
+            return respond_issued(pool, await key_records.rotate_key(pool.client, key_id))
 
 
 def checked_pool(request: Request) -> Pool:
@@ -141,10 +140,10 @@ def change_errors() -> Iterator[None]:
         raise ApiError(status, kind, str(error)) from error
 
 
-def describe(key: ApiKey) -> dict[str, Any]:
+def describe(pool: Pool, key: ApiKey) -> dict[str, Any]:
     fields = {name: getattr(key, name) for name in KeyInfo.model_fields if name != "state"}
-    return KeyInfo(**fields, state=key.state(time.time())).model_dump()
+    return KeyInfo(**fields, state=key.state(pool.client.clock.now_s())).model_dump()
 
 
-def respond_issued(issued: IssuedKey) -> Response:
-    return fresh_json(describe(issued.record) | {"key": issued.text})
+def respond_issued(pool: Pool, issued: IssuedKey) -> Response:
+    return fresh_json(describe(pool, issued.record) | {"key": issued.text})

@@ -56,7 +56,7 @@ async def metrics(request: Request) -> Response:
 
 async def usage_values(pool: Pool) -> dict[str, float]:
     """Counters of what was used this month."""
-    now = datetime.now(UTC)
+    now = datetime.fromtimestamp(pool.client.clock.now_s(), UTC)
     rows = await read_months(pool.client.redis, now, now + timedelta(seconds=1))
     adapters = {one.name for one in pool.adapters.registry.ready}
     return metric_values(rows, {pool.settings.model_name, *adapters})

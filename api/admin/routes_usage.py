@@ -1,7 +1,6 @@
 """GET /usage: what API keys, tenants and models have used."""
 
 import contextlib
-import time
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
@@ -55,7 +54,7 @@ async def usage(
     """
     if format not in (None, "json"):
         raise invalid(f"`format` must be json. Given: {quoted(format)}", "format")
-    now = datetime.fromtimestamp(time.time(), UTC)
+    now = datetime.fromtimestamp(own_pool(request).client.clock.now_s(), UTC)
     by = read_groups(group_by)
     first = read_time(begin, "from") if begin else month_begin(now.timestamp())
     last = read_time(end, "to") if end else now

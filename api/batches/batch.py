@@ -1,6 +1,5 @@
 """Batch: its state in Redis, as OpenAI's object, and the choice of those that are served first."""
 
-import time
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -99,12 +98,11 @@ class Batch:
         found = sorted((name, value) for name, value in self.fields.items() if name.startswith(f"{kind}:"))
         return [(value.split()[0], int(value.split()[1])) for _, value in found]
 
-    def file(self, kind: str) -> StoredFile | None:
-        """The record of a file; None if it has no lines."""
+    def file(self, kind: str, now_s: int) -> StoredFile | None:
+        """The record of a file that is made now; None if it has no lines."""
         parts = self.parts(kind)
         if not parts:
             return None
-        now_s = int(time.time())
         return StoredFile(
             id=self.file_id(kind),
             owner=self.owner,

@@ -1,7 +1,6 @@
 """Routes of OpenAI's Files and Batch API: /v1/files and /v1/batches."""
 
 import hashlib
-import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -186,13 +185,15 @@ async def create_batch(request: Request, response: Response) -> dict[str, Any]:
     store, pool, owner = store_of(request), own_pool(request), tenant_of(request)
     asked = await body.read(request, BatchRequest, pool.max_body_bytes)
     check_batch(asked)
-    batch_id = id_by_key(request, owner) if idempotency_key(request) else new_id("batch_")
+    async with asking_broker():
+        now_s = await pool.client.read_time()
+    batch_id = id_by_key(request, owner) if idempotency_key(request) else new_id("batch_", now_s)
     if (earlier := await read_earlier(request, batch_id)) is None:
         file = await store.find(owner, asked.input_file_id)
         if file.purpose != "batch":
             text = f"`input_file_id` must be a file for `batch`, not for {file.purpose}"
             raise invalid(text, "input_file_id")
-        batch = new_batch(request, asked, batch_id, owner)
+        batch = new_batch(request, asked, batch_id, owner, now_s)
         if await keep(pool, batch, await webhook_of(asked, key_of(request), pool, batch_id)):
             return batch.render()
         earlier = await read_earlier(request, batch_id)
@@ -220,7 +221,7 @@ async def read_earlier(request: Request, batch_id: str) -> Batch | None:
     return batch
 
 
-def new_batch(request: Request, asked: BatchRequest, batch_id: str, owner: str) -> Batch:
+def new_batch(request: Request, asked: BatchRequest, batch_id: str, owner: str, now_s: float) -> Batch:
     key = key_of(request)
     return Batch(
         id=batch_id,
@@ -229,7 +230,7 @@ def new_batch(request: Request, asked: BatchRequest, batch_id: str, owner: str) 
         endpoint=asked.endpoint,
         input_file_id=asked.input_file_id,
         window=asked.completion_window,
-        made_ms=time.time_ns() // 1_000_000,
+        made_ms=int(1000 * now_s),
         metadata=asked.metadata or {},
         output_ttl_s=asked.output_expires_after.seconds if asked.output_expires_after else None,
         fields={"status": "validating"},
@@ -302,7 +303,8 @@ async def retrieve_batch(request: Request, batch_id: BatchId) -> dict[str, Any]:
 async def cancel_batch(request: Request, batch_id: BatchId) -> dict[str, Any]:
     """Ends a batch. Requests that are answered already stay in its files."""
     batch, pool = await find_batch(request, batch_id), own_pool(request)
-    call = job_scripts.cancel_batch(pool.client.keys, batch_id, batch.member, cancelling_at=int(time.time()))
+    now_s = int(pool.client.clock.now_s())
+    call = job_scripts.cancel_batch(pool.client.keys, batch_id, batch.member, cancelling_at=now_s)
     async with asking_broker():
         await pool.client.run(call)
     return (await find_batch(request, batch_id)).render()

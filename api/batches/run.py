@@ -155,7 +155,7 @@ class BatchRun:
             deadline_s = self.batch.deadline_s
             if state == "cancelled":
                 await self.end("cancelled")
-            elif deadline_s is not None and time.time() > deadline_s:
+            elif deadline_s is not None and self.pool.client.clock.now_s() > deadline_s:
                 await self.end("expired")
             await asyncio.sleep(RENEW_S)
 
@@ -203,7 +203,7 @@ class BatchRun:
             total, errors = await attempt(self.check_input, self.wait_for_store)
         except ApiError:
             total, errors = 0, [INPUT_GONE.render(0)]
-        now_s = int(time.time())
+        now_s = int(self.pool.client.clock.now_s())
         if errors:
             await self.write({"status": "failed", "failed_at": now_s, "errors": listed(errors)}, ended=True)
             return False
@@ -365,12 +365,12 @@ class BatchRun:
         """Write the records of the files, and the last state. A batch with a fault, or with lines that were
         not answered, has failed: these lines count as failed, and its `errors` say why.
         """
-        now_s = int(time.time())
+        now_s = int(self.pool.client.clock.now_s())
         await self.write({"status": "finalizing", "finalizing_at": now_s})
         batch = await attempt(self.read, retry_forever)
         fields: dict[str, str | int] = {}
         for kind in FILES:
-            if (file := batch.file(kind)) is not None:
+            if (file := batch.file(kind, now_s)) is not None:
                 await attempt(partial(self.store.put_record, file), self.wait_for_store)
                 fields[f"{kind}_file_id"] = file.id
         status = self.ending or "completed"

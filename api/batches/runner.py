@@ -114,6 +114,7 @@ class BatchRunner:
             await self.client.run(call)
 
     async def delete_expired(self) -> None:
-        """Delete the files whose time is over."""
+        """Delete the files whose time is over, by the broker's clock."""
         await asyncio.sleep(until_beat(SWEEP_S))
-        await self.store.delete_expired(await needed_files(self.client))
+        now_s = await self.client.read_time()
+        await self.store.delete_expired(now_s, await needed_files(self.client))

@@ -7,7 +7,6 @@ part is at most PART_BYTES and one line of a batch, so no process ever holds a w
 import asyncio
 import logging
 import tempfile
-import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from urllib.parse import quote
 import orjson
 
 from api.errors import ApiError, unavailable
+from common.broker.clock import BrokerClock
 from common.ids import FILE_ID, FILE_PART
 from common.settings.settings import SettingError, Settings
 
@@ -49,18 +49,19 @@ class StoredFile:
         return self.expires_at is not None and self.expires_at <= now_s
 
 
-def new_id(prefix: str) -> str:
+def new_id(prefix: str, now_s: float) -> str:
     """An id; ids sort as they were made."""
-    return f"{prefix}{time.time_ns() // 1_000_000:012x}{uuid.uuid4().hex[:20]}"
+    return f"{prefix}{int(1000 * now_s):012x}{uuid.uuid4().hex[:20]}"
 
 
 class FileStore:
     """Files of all tenants; each has a folder."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, clock: BrokerClock) -> None:
         """Raises ValueError or ImportError for a URL of an unknown kind."""
         from fsspec.core import url_to_fs  # its import takes a gateway without files 50 ms
 
+        self.clock = clock
         self.fs, root = url_to_fs(url)
         self.root = root.rstrip("/")
 
@@ -115,7 +116,7 @@ class FileStore:
     async def find(self, owner: str, file_id: str) -> StoredFile:
         """Raises ApiError: 404, also for a file that has expired, 503."""
         found = await self.find_kept(owner, file_id)
-        if found.expired(time.time()):
+        if found.expired(self.clock.now_s()):
             raise no_file(file_id)
         return found
 
@@ -187,7 +188,7 @@ class FileStore:
 
         await self.call(remove)
 
-    async def delete_expired(self, needed: Collection[str] = ()) -> int:
+    async def delete_expired(self, now_s: float, needed: Collection[str] = ()) -> int:
         """Delete the files whose time is over, but for those `needed` by batches. Returns their number.
         Raises ApiError (503).
         """
@@ -196,7 +197,7 @@ class FileStore:
             self.fs.invalidate_cache()
             records = self.fs.glob(f"{self.root}/of-*/*.json")
             found = [file for path in records if (file := self.try_record(path))]
-            return [file for file in found if file.expired(time.time()) and file.id not in needed]
+            return [file for file in found if file.expired(now_s) and file.id not in needed]
 
         found = await self.call(expired)
         for file in found:
@@ -218,14 +219,14 @@ class FileStore:
             return None
 
 
-def open_store(settings: Settings) -> FileStore | None:
+def open_store(settings: Settings, clock: BrokerClock) -> FileStore | None:
     """The store that FILES_DIR names; None without one. Raises SettingError, also for a folder on this disk
     that cannot be made or written to.
     """
     if not settings.files_dir:
         return None
     try:
-        store = FileStore(settings.files_dir)
+        store = FileStore(settings.files_dir, clock)
         if "file" in store.fs.protocol:
             store.fs.makedirs(store.root, exist_ok=True)
             tempfile.TemporaryFile(dir=store.root).close()

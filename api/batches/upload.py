@@ -4,7 +4,6 @@ Starlette's `request.form()` does not serve: it spools a whole file to /tmp, whi
 (tmpfs), bounds no file, and takes a form that ends early for an empty one.
 """
 
-import time
 from dataclasses import dataclass, field
 
 from python_multipart.exceptions import FormParserError
@@ -108,7 +107,11 @@ def read_boundary(request: Request) -> bytes:
 
 async def upload(request: Request, store: FileStore, settings: Settings, owner: str) -> StoredFile:
     """Keep the file of a form. Raises ApiError: 400, 413, 415, 422, 503."""
-    reader, file_id, parts = FormReader(read_boundary(request)), new_id("file-"), list[tuple[str, int]]()
+    reader, file_id, parts = (
+        FormReader(read_boundary(request)),
+        new_id("file-", store.clock.now_s()),
+        list[tuple[str, int]](),
+    )
     if announces_more(request, settings.max_file_bytes + MAX_FORM_BYTES):
         raise too_large(settings)
 
@@ -138,7 +141,7 @@ async def upload(request: Request, store: FileStore, settings: Settings, owner: 
             await put(len(reader.file))
         if not parts:
             raise invalid("`file` must not be empty", "file")
-        file = describe(file_id, owner, reader.filename, purpose, ttl_s, parts)
+        file = describe(file_id, owner, reader.filename, purpose, ttl_s, parts, int(store.clock.now_s()))
         await store.put_record(file)
         kept = True
         return file
@@ -157,9 +160,14 @@ def feed(reader: FormReader, chunk: bytes) -> None:
 
 
 def describe(
-    file_id: str, owner: str, filename: str, purpose: str, ttl_s: int | None, parts: list[tuple[str, int]]
+    file_id: str,
+    owner: str,
+    filename: str,
+    purpose: str,
+    ttl_s: int | None,
+    parts: list[tuple[str, int]],
+    now_s: int,
 ) -> StoredFile:
-    now_s = int(time.time())
     return StoredFile(
         id=file_id,
         owner=owner,

@@ -3,7 +3,6 @@
 import asyncio
 import hmac
 import logging
-import time
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Protocol
@@ -11,6 +10,7 @@ from typing import Protocol
 from api.errors import ApiError, unavailable
 from common.api_keys import STATIC_KEY_ID, ApiKey, digest_of
 from common.broker.client import CONNECT_TIMEOUT_S, FailureLog
+from common.broker.clock import BrokerClock
 from common.broker.key_records import read_keys, read_version
 from common.broker.pool_client import PoolClient
 from common.key_file import read_key_file
@@ -91,8 +91,10 @@ class KeyRing:
         was_read: set when the keys are known.
         has_keys: whether there is or was a key besides API_KEY: from then on a request needs one, also if
             the broker loses them all.
-        active: ids of keys that count.
-        next_expiry_s: Unix time at which the next of them expires.
+        active: ids of keys that count, and so all that may have live requests.
+        clock: of the broker.
+        active_from_s, active_until_s: Unix times between which these keys count: before an expiry that has
+            passed, as the broker's clock may go back, and until the next one.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -103,8 +105,10 @@ class KeyRing:
         self.path = Path(settings.api_keys_file) if settings.api_keys_file else None
         self.by_digest: dict[str, ApiKey] = {}
         self.by_id: dict[str, ApiKey] = {}
+        self.clock = BrokerClock()
         self.active: set[str] = set()
-        self.next_expiry_s = float("inf")
+        self.active_from_s = 0.0
+        self.active_until_s = float("inf")
         self.was_read = asyncio.Event()
         self.has_keys = self.path is not None
         if self.path is not None:
@@ -142,11 +146,12 @@ class KeyRing:
 
     def check(self, key: ApiKey) -> ApiKey:
         """Raises ApiError (401)."""
-        match key.state(time.time()):
+        match key.state(self.clock.now_s()):
             case "revoked":
                 raise unauthorized(f"The API key {key.key_id} was revoked")
             case "expired":
                 raise unauthorized(f"The API key {key.key_id} has expired")
+        self.active.add(key.key_id)
         return key
 
     # --- changes --------------------------------------------------------------------------------------------
@@ -156,16 +161,17 @@ class KeyRing:
         self.by_id = {key.key_id: key for key in keys}
         self.by_digest = {key.digest: key for key in self.by_id.values()}
         self.has_keys = self.has_keys or bool(self.by_id)
-        self.next_expiry_s = 0.0
+        self.active_until_s = 0.0
 
     def take_time(self) -> set[str]:
         """Find which keys count now. Returns the ids of those that did and do no more."""
-        now_s = time.time()
-        if now_s < self.next_expiry_s:
+        now_s = self.clock.now_s()
+        if self.active_from_s <= now_s < self.active_until_s:
             return set()
-        before, ends = self.active, [key.expires_at for key in self.by_id.values() if key.expires_at > now_s]
+        before, ends = self.active, {key.expires_at for key in self.by_id.values() if key.expires_at}
         self.active = {key_id for key_id, key in self.by_id.items() if key.state(now_s) == "active"}
-        self.next_expiry_s = min(ends, default=float("inf"))
+        self.active_from_s = max((end for end in ends if end <= now_s), default=0.0)
+        self.active_until_s = min((end for end in ends if end > now_s), default=float("inf"))
         return before - self.active
 
     async def refresh(self, source: KeySource) -> set[str]:

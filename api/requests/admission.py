@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from typing import TypeVar
 
@@ -205,7 +204,7 @@ class Admission:
                 reply = await self.client.run(call)
         if reply.outcome not in ("admitted", "attached"):
             await self.let_go(request)
-            raise not_admitted(reply, request, charge)
+            raise not_admitted(reply, request, charge, self.client.clock.now_s())
         return reply
 
     @contextlib.asynccontextmanager
@@ -340,7 +339,7 @@ class Admission:
                 task.cancel()
 
 
-def not_admitted(reply: AdmitReply, request: Generate, charge: KeyCharge | None) -> ApiError:
+def not_admitted(reply: AdmitReply, request: Generate, charge: KeyCharge | None, now_s: float) -> ApiError:
     """The error of a request that was not admitted: 409 if another has its id, else 429 with the time until
     there may be room; where a budget is reached, until the next month.
     """
@@ -353,7 +352,7 @@ def not_admitted(reply: AdmitReply, request: Generate, charge: KeyCharge | None)
                 f": its {budget} tokens are fewer than a prompt of {request.num_prompt} needs"
             )
         return insufficient_quota(
-            ": it begins anew with the next (UTC)", math.ceil(seconds_to_next_month(time.time()))
+            ": it begins anew with the next (UTC)", math.ceil(seconds_to_next_month(now_s))
         )
     headers = limit_headers(charge.key, reply.left) if charge else {}
     if charge and reply.outcome in LIMITS:

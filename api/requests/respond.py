@@ -167,6 +167,7 @@ def new_answer(
         prefixes=prefixes,
         rendering=rendering,
         terms=with_repetitions(request, terms, pool.settings),
+        created_s=int(pool.client.clock.now_s()),
     )
     return traced(answer, trace_of(request.scope))
 

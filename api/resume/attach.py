@@ -109,9 +109,9 @@ def cancelled_answer(request_id: str) -> ApiError:
     )
 
 
-def age_s(answer: HttpAnswer) -> float:
-    """Seconds since an answer's request was accepted, by the clocks of two machines."""
-    return max(0.0, time.time() - answer.created_s)
+def age_s(pool: Pool, answer: HttpAnswer) -> float:
+    """Seconds since an answer's request was accepted, by the broker's clock."""
+    return max(0.0, pool.client.clock.now_s() - answer.created_s)
 
 
 def renderer_of(answer: HttpAnswer) -> AnswerRenderer:

@@ -79,7 +79,7 @@ async def respond(pools: PoolRegistry, request: Request, kept: KeptAnswer) -> Re
         streams=streams,
         headers=dict(kept.extra),
         render=renderer.whole,
-        arrived_s=time.monotonic() - attach.age_s(answer),
+        arrived_s=time.monotonic() - attach.age_s(pool, answer),
         release=release,
         reader=reader,
     )
@@ -117,7 +117,7 @@ async def offer_again(
     except WireError as error:  # of another version
         raise attach.unknown_answer(kept.request_id) from error
     streams = attach.new_streams(pool, answer, lost.channel)
-    age_ms = round(1000 * attach.age_s(answer))
+    age_ms = round(1000 * attach.age_s(pool, answer))
     for stream, digest in zip(streams, lost.digests, strict=True):
         ttl_ms = stream.request.ttl_ms - age_ms
         if ttl_ms <= 0:

@@ -138,7 +138,7 @@ async def respond_with_ended(admitted: Admitted) -> Response:
     streams = await attach.read_committed(pool, answer, channel)
     if not all(stream.finished for stream in streams):
         raise lost()
-    arrived_s = time.monotonic() - attach.age_s(answer)
+    arrived_s = time.monotonic() - attach.age_s(pool, answer)
     whole = attach.renderer_of(answer).whole
     num_records = sum(stream.num_records for stream in streams)
     body, headers = await offload(num_records, lambda: whole(answer, streams, arrived_s))

@@ -3,7 +3,6 @@ long it is kept.
 """
 
 import hashlib
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -29,14 +28,14 @@ def describe_answer(
     prefixes: Sequence[str],
     rendering: Rendering,
     terms: ResumeTerms,
-    created_s: int | None = None,
+    created_s: int,
 ) -> HttpAnswer:
     """The answer to validated requests: those of the choices of the first prompt, then those of the next. A
     beam search is one request for all choices of its prompt.
 
     Args:
         prefixes: for each prompt, the text with which its choices begin.
-        created_s: Unix time; by default now.
+        created_s: Unix time, by the broker's clock.
     """
     per_prompt = len(requests) // len(prefixes)
     beams = requests[0].beams
@@ -44,7 +43,7 @@ def describe_answer(
         request_id=request_id,
         route=route,
         streamed=streamed,
-        created_s=int(time.time()) if created_s is None else created_s,
+        created_s=created_s,
         model=model,
         fingerprint=FINGERPRINT,
         n=beams.num_returned if beams else per_prompt,

@@ -1,6 +1,6 @@
 """The field `webhook` of request bodies: where a client wants the event of its request's end."""
 
-import time
+import uuid
 from dataclasses import replace
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -105,5 +105,5 @@ def with_webhook(
     webhook = find_webhook(field, key, settings, kind, object_id)
     if webhook is None:
         return requests
-    made, number = str(time.time_ns()), len(requests)
+    made, number = uuid.uuid4().hex, len(requests)
     return [replace(one, webhook=webhook.text(made, i, number)) for i, one in enumerate(requests)]

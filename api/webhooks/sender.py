@@ -7,7 +7,6 @@ once, and a receiver knows by its id whether it has it. The event leaves the que
 import asyncio
 import logging
 import random
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -142,7 +141,7 @@ class WebhookSender:
             return
         made_s = stored.number("made_ms") // 1000
         payload = payload_of(stored.id, event_type, webhook, made_s)
-        headers = signed_headers(webhook.secret, stored.id, int(time.time()), payload)
+        headers = signed_headers(webhook.secret, stored.id, int(self.client.clock.now_s()), payload)
         made = await post(webhook.url, headers, payload, self.settings.webhook_allowed_hosts)
         await self.settle_attempt(stored, event_type, made)
 
@@ -161,7 +160,7 @@ class WebhookSender:
         since_ms = event.number("retried_ms") or event.number("made_ms")
         wait_s = next_wait_s(
             event.number("failures") + 1,
-            time.time() - since_ms / 1000,
+            self.client.clock.now_s() - since_ms / 1000,
             self.settings.webhook_retry_s,
             random.random,
         )

@@ -4,7 +4,6 @@ All are in one hash, key id → record, beside the field `version`, which change
 """
 
 import logging
-import time
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
@@ -62,7 +61,7 @@ async def read_keys(client: PoolClient) -> dict[str, ApiKey]:
 
 async def add_key(client: PoolClient, fields: KeyFields) -> IssuedKey:
     """Raises KeyChangeError."""
-    text, now_s = new_key(), int(time.time())
+    text, now_s = new_key(), int(await client.read_time())
     record = fields.to_key(new_key_id(), digest_of(text), created_at=now_s)
     known = await read_keys(client)
     old = [one.key_id for one in known.values() if is_forgotten(one, now_s)]
@@ -84,7 +83,7 @@ async def revoke_key(client: PoolClient, key_id: str) -> ApiKey:
     data, key = await read_key(client, key_id)
     if key.revoked:
         return key
-    revoked = replace(key, revoked=int(time.time()))
+    revoked = replace(key, revoked=int(await client.read_time()))
     await write_key(client, data, revoked)
     return revoked
 
@@ -92,7 +91,7 @@ async def revoke_key(client: PoolClient, key_id: str) -> ApiKey:
 async def rotate_key(client: PoolClient, key_id: str) -> IssuedKey:
     """Give a key another text; the old one counts no more. Raises KeyChangeError."""
     data, key = await read_key(client, key_id)
-    if (state := key.state(time.time())) != "active":
+    if (state := key.state(await client.read_time())) != "active":
         raise KeyChangeError(f"the key {key_id} is {state}: add another one")
     text = new_key()
     rotated = replace(key, digest=digest_of(text))

@@ -1,13 +1,14 @@
 """Pool client: the connection to a pool's broker, and what all processes read of the pool."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from redis.asyncio import Redis
 
 from common.broker import request_scripts
 from common.broker.client import broker_url, connect
+from common.broker.clock import BrokerClock
 from common.broker.keys import Keys
 from common.broker.lua import Reply, ScriptCall, run_script
 from common.settings.settings import Settings
@@ -29,12 +30,13 @@ class WorkerLook(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PoolClient:
-    """The connection to a pool's broker, and the names of the pool's keys. As a context, it closes its
-    connections at the end.
+    """The connection to a pool's broker, its clock, and the names of the pool's keys. As a context, it closes
+    its connections at the end.
     """
 
     redis: Redis
     keys: Keys
+    clock: BrokerClock = field(default_factory=BrokerClock)
 
     @classmethod
     def connect(cls, settings: Settings) -> "PoolClient":
@@ -43,7 +45,7 @@ class PoolClient:
 
     def of_pool(self, pool: str) -> "PoolClient":
         """Another pool of the same broker, over the same connection."""
-        return PoolClient(self.redis, Keys(pool))
+        return PoolClient(self.redis, Keys(pool), self.clock)
 
     async def __aenter__(self) -> "PoolClient":
         return self
@@ -54,6 +56,12 @@ class PoolClient:
     async def run(self, call: ScriptCall[Reply]) -> Reply:
         """Return what a script's reply means; the broker is sent a script that it does not know."""
         return await run_script(self.redis, call)
+
+    async def read_time(self) -> float:
+        """Ask the broker for the time; return Unix time in s."""
+        seconds, microseconds = await self.redis.time()
+        self.clock.note(seconds + microseconds / 1e6)
+        return self.clock.now_s()
 
     async def sealed(self) -> list[str]:
         """Return the incarnations that are sealed, and whose other keys are not deleted yet."""
@@ -74,6 +82,7 @@ class PoolClient:
                 pipe.zrange(self.keys.workers, 0, -1, withscores=True)
                 pipe.time()  # after them: a jump of the clock that made a heartbeat expire is seen
                 *hashes, members, (now_s, now_us) = await pipe.execute()
+            self.clock.note(now_s + now_us / 1e6)
             seen_ms = {member.decode(): at_ms for member, at_ms in members}
             if seen_ms.keys() <= {*wanted}:
                 return WorkerLook(

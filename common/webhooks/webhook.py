@@ -33,7 +33,7 @@ class Webhook:
         """The webhook as scripts read it (`note_end` in webhooks.lua).
 
         Args:
-            made: when the object was made, in a form that all who make this text have.
+            made: tells the object from another of its id; the same for all who make this text.
             place, number: of the request among those of its answer, and how many these are.
         """
         event_id = event_id_of(self.kind, self.object_id, made)

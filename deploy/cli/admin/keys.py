@@ -54,7 +54,7 @@ async def run(settings: Settings, flags: argparse.Namespace) -> None:
 
 
 async def add(client: PoolClient, flags: argparse.Namespace) -> None:
-    print_issued(await key_records.add_key(client, fields_of(flags)))
+    print_issued(await key_records.add_key(client, fields_of(flags, await client.read_time())))
 
 
 async def rotate(client: PoolClient, flags: argparse.Namespace) -> None:
@@ -68,7 +68,7 @@ async def revoke(client: PoolClient, flags: argparse.Namespace) -> None:
 
 async def show_all(client: PoolClient, flags: argparse.Namespace) -> None:
     keys = (await key_records.read_keys(client)).values()
-    print_table([*keys], time.time())
+    print_table([*keys], await client.read_time())
 
 
 def print_issued(issued: IssuedKey) -> None:
@@ -85,7 +85,9 @@ def print_table(keys: Sequence[ApiKey], now_s: float) -> None:
     if not keys:
         print("there are no API keys")
         return
-    table = Table("id", "name", "tenant", "state", "class", "limits", "models", "expires", box=None)
+    table = Table(
+        "id", "name", "tenant", "state", "class", "limits", "models", "adapters", "expires", box=None
+    )
     for key in keys:
         table.add_row(
             key.key_id,
@@ -95,6 +97,7 @@ def print_table(keys: Sequence[ApiKey], now_s: float) -> None:
             key.service_class,
             describe_limits(key),
             ", ".join(key.models),
+            ", ".join(key.adapters),
             render_time(key.expires_at),
         )
     console = Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
@@ -160,12 +163,12 @@ def add_fields(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--admin", action="store_true", default=None, help="it may manage keys and the fleet")
 
 
-def fields_of(flags: argparse.Namespace) -> KeyFields:
+def fields_of(flags: argparse.Namespace, now_s: float) -> KeyFields:
     """Raises SettingError that names the flag."""
     given = {name: getattr(flags, name) for name in KeyFields.model_fields}
     given = {name: value for name, value in given.items() if value is not None}
     if (duration := DURATION.fullmatch(given.get("expires_at", ""))) is not None:
-        given["expires_at"] = int(time.time()) + int(duration[1]) * SECONDS[duration[2]]
+        given["expires_at"] = int(now_s) + int(duration[1]) * SECONDS[duration[2]]
     try:
         return read_fields(given)
     except ValueError as error:

@@ -16,5 +16,6 @@ def bodies_of(stream: Stream, with_details: bool = False) -> StreamBodies:
         prefixes=[""],
         rendering=Rendering(details=with_details),
         terms=ResumeTerms(),
+        created_s=0,
     )
     return StreamBodies(answer, stream)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,6 +21,7 @@ from api.batches.lines import BatchLine, make_job, render_answer
 from api.batches.run import BatchRun
 from api.jobs.consumer import JobConsumer
 from api.jobs.job import Job
+from common.broker.keys import Keys
 from common.messages.request import Generate
 from deploy.cli.batch.run import main as batch_command
 from deploy.launcher.embedded_broker import Broker
@@ -315,7 +317,7 @@ async def test_what_a_batch_needs_stays_and_its_loss_is_said(broker: Broker, tmp
             [record] = tmp_path.rglob(f"{file.id}.json")
             record.write_text(json.dumps(json.loads(record.read_text()) | {"expires_at": 1}))
             store = gateway.files
-            assert store and await store.delete_expired(await needed_files(gateway.pool.client)) == 0
+            assert store and await store.delete_expired(2, await needed_files(gateway.pool.client)) == 0
             worker.most_tokens = sys.maxsize
             await wait_until(lambda: len(worker.seen) > 8)
             worker.most_tokens = 0
@@ -329,6 +331,49 @@ async def test_what_a_batch_needs_stays_and_its_loss_is_said(broker: Broker, tmp
     assert (batch.status, counts.total) == ("failed", 30)
     assert counts.completed == len(output) < 30 and counts.completed + counts.failed == 30
     assert [fault.code for fault in batch.errors.data] == ["input_file_missing"]
+
+
+async def test_a_gateway_whose_clock_is_wrong_ends_and_deletes_nothing(
+    broker: Broker, redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All deadlines are told by the broker's clock: of batches, files and keys."""
+    leases = set()
+
+    async def looked_again() -> bool:
+        leases.add(await redis.hget(Keys("default").batch(batch["id"]), "leased_until_ms"))  # type: ignore[misc]
+        return len(leases) > 5
+
+    true_s = time.time()
+    fields: dict[str, Any] = {"tenant": "acme", "expires_at": int(true_s) + 1800}
+    key = await add_key(redis, **fields)
+    sent: dict[str, Any] = {
+        "headers": bearer(key),
+        "files": {"file": ("in.jsonl", jsonl(chat_line(number) for number in range(9)))},
+        "data": {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"},
+    }
+    async with answering(broker.url, answer, files_dir=str(tmp_path), batch_window=4) as (worker, _, http):
+        worker.most_tokens = 0
+        file = (await http.post("/v1/files", **sent)).json()
+        body = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "1h"}
+        batch = (await http.post("/v1/batches", json=body, headers=bearer(key))).json()
+        await wait_until(lambda: len(worker.seen) == 4)
+        monkeypatch.setattr(time, "time", lambda: time.monotonic() - began_s + true_s + 7200)
+        monkeypatch.setattr(runner, "SWEEP_S", 0.05)
+        monkeypatch.setattr(run, "RENEW_S", 0.05)
+        began_s = time.monotonic()
+        async with serving(broker.url, name="g1-wrong", files_dir=str(tmp_path)) as (gateway, wrong):
+            await known([gateway], key)
+            store = gateway.files
+            assert store and store.clock.offset_s is not None
+            later = (await wrong.post("/v1/files", **sent)).json()
+            await wait_until(looked_again)
+            worker.most_tokens = sys.maxsize
+            client = openai.AsyncOpenAI(base_url=f"{wrong.base_url}/v1", api_key=key.text, max_retries=0)
+            done = await ended(client, batch["id"])
+            listed = {one.id async for one in client.files.list()}
+    assert (done.status, done.request_counts.completed) == ("completed", 9)
+    assert {file["id"], later["id"]} <= listed
+    assert abs(later["created_at"] - true_s) < 600 and abs(done.completed_at - true_s) < 600
 
 
 async def test_a_line_that_cannot_be_served_fails_alone(

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
+from api.errors import ApiError
+from api.http.key_ring import KeyRing
 from api.lifecycle import Gateway
-from common.api_keys import digest_of
+from common.api_keys import ApiKey, digest_of
 from common.broker import key_records
 from common.broker.key_records import IssuedKey
-from common.settings.settings import SettingError
+from common.settings.settings import SettingError, Settings
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering, ready, serving
 from tests.support.fleet.scripted_worker import Answer, FakeWorker
@@ -170,6 +173,24 @@ async def test_requests_and_responses_belong_to_their_tenant(
     assert (await client.delete(paths[1], headers=bearer(stranger))).status_code == 404
     assert (await client.delete(paths[0], headers=bearer(stranger))).status_code == 404
     assert (await client.delete(paths[1], headers=bearer(colleague))).status_code == 200
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_revoked_key_is_lost_although_the_clock_went_forward_and_back(is_used: bool) -> None:
+    """So the requests end that were admitted since."""
+    ring = KeyRing(Settings())
+    key = ApiKey("k1", digest_of("k1"), expires_at=1000)
+    ring.take([key])
+    lost = []
+    for now_s in (900, 8000, 900):
+        ring.clock.note(now_s)
+        lost.append(ring.take_time())
+    if is_used:
+        assert ring.find(b"k1") == key
+    ring.take([replace(key, revoked=900)])
+    assert [*lost, ring.take_time()] == [set(), {"k1"}, set(), {"k1"}]
+    with pytest.raises(ApiError, match="revoked"):
+        ring.find(b"k1")
 
 
 async def test_without_keys_nobody_needs_one_and_with_the_first_everybody(

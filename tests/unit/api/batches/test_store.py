@@ -9,6 +9,7 @@ import pytest
 
 from api.batches.store import FileStore, StoredFile, lines_of, open_store
 from api.errors import ApiError
+from common.broker.clock import BrokerClock
 from common.settings.settings import SettingError, Settings
 
 FILE = StoredFile(f"file-{1:032x}", "acme", "a.jsonl", "batch", 1, 0, None, [(f"{0:09d}", 1)])
@@ -47,14 +48,14 @@ async def test_a_line_beyond_the_limit_is_cut_and_never_held_whole(
 )
 async def test_a_record_that_is_not_its_files_own_is_not_believed(tmp_path: Path, record: object) -> None:
     """It stands in the folder of one tenant and names another: nothing of either is read or deleted."""
-    store = FileStore(str(tmp_path))
+    store = FileStore(str(tmp_path), BrokerClock())
     await store.put_record(FILE)
     Path(store.record_path(FILE.owner, FILE.id)).write_bytes(orjson.dumps(record))
     with pytest.raises(ApiError) as refused:
         await store.find(FILE.owner, FILE.id)
     assert refused.value.status == 503 and "broker" not in refused.value.text
     await store.put_record(replace(FILE, id=f"file-{3:032x}", expires_at=1))
-    assert await store.delete_expired() == 1, "the faulty one does not stop it"
+    assert await store.delete_expired(now_s=2) == 1, "the faulty one does not stop it"
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ async def test_a_record_that_is_not_its_files_own_is_not_believed(tmp_path: Path
 )
 async def test_the_store_makes_no_path_of_what_is_no_id(tmp_path: Path, file_id: str, part: str) -> None:
     with pytest.raises(ApiError):
-        await FileStore(str(tmp_path)).put_part("acme", file_id, part, b"x")
+        await FileStore(str(tmp_path), BrokerClock()).put_part("acme", file_id, part, b"x")
     assert list(tmp_path.rglob("*")) == []
 
 
@@ -70,5 +71,5 @@ def test_a_folder_that_cannot_be_written_to_is_refused_at_the_start(tmp_path: Pa
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "folder", Path("/proc/x")):
         with pytest.raises(SettingError, match=f"^FILES_DIR: {path} cannot be written to: "):
-            open_store(Settings(files_dir=str(path)))
-    assert open_store(Settings(files_dir=str(tmp_path / "new"))) is not None
+            open_store(Settings(files_dir=str(path)), BrokerClock())
+    assert open_store(Settings(files_dir=str(tmp_path / "new")), BrokerClock()) is not None
