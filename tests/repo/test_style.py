@@ -7,7 +7,7 @@ from tests.support.source_tree import FILES, PACKAGES, ROOT, parse
 
 MAX_LINE = 110
 WAIT_FOR = "asyncio.wait_for"
-OWN_CLOCK = re.compile(r"(datetime\.)?(datetime|date)\.(now|utcnow|today)|time\.(time|time_ns|localtime)")
+OWN_CLOCK = re.compile(r"(datetime\.)?(datetime|date)\.(now|utcnow|today)|time\.(time|time_ns)")
 USES_OWN_CLOCK = {
     "common/broker/clock.py",  # before the first look at the broker's
     *("common/traces/tracing.py", "api/http/request_trace.py", "api/streams/answer_trace.py"),
