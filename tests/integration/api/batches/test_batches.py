@@ -337,7 +337,7 @@ async def test_a_gateway_whose_clock_is_wrong_ends_and_deletes_nothing(
     broker: Broker, redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All deadlines are told by the broker's clock: of batches, files and keys."""
-    leases = set()
+    leases = set[bytes | None]()
 
     async def looked_again() -> bool:
         names = ["leased_until_ms", "status"]
