@@ -1,5 +1,6 @@
 """Batch: its state in Redis, as OpenAI's object, and the choice of those that are served first."""
 
+import dataclasses
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -137,13 +138,20 @@ class Batch:
 
 
 async def read_batch(client: PoolClient, batch_id: str) -> Batch | None:
-    """Raises one of ERRORS."""
-    found: dict[bytes, bytes] = await client.redis.hgetall(client.keys.batch(batch_id))  # type: ignore[misc]
-    found.pop(WEBHOOK, None)
-    fields = {name.decode(): value.decode() for name, value in found.items()}
-    if "record" not in fields:
+    """None for a batch that is not there or cannot be read. Raises one of ERRORS."""
+    return parse_batch(batch_id, await client.redis.hgetall(client.keys.batch(batch_id)))  # type: ignore[misc]
+
+
+def parse_batch(batch_id: str, found: Mapping[bytes, bytes]) -> Batch | None:
+    """A batch from its hash; None if it cannot be read. Fields of a later version are ignored."""
+    try:
+        record = orjson.loads(found[b"record"])
+        given = {one.name: record[one.name] for one in dataclasses.fields(Batch) if one.name in record}
+        rest = {name: value for name, value in found.items() if name not in (b"record", WEBHOOK)}
+        fields = {name.decode(): value.decode() for name, value in rest.items()}
+        return Batch(**given | {"id": batch_id, "fields": fields})
+    except (KeyError, TypeError, ValueError):
         return None
-    return Batch(id=batch_id, fields=fields, **orjson.loads(fields.pop("record")))
 
 
 async def needed_files(client: PoolClient) -> dict[str, str]:
@@ -155,8 +163,9 @@ async def needed_files(client: PoolClient) -> dict[str, str]:
     async with client.redis.pipeline(transaction=False) as pipe:
         for batch_id in ids:
             pipe.hget(client.keys.batch(batch_id), "record")
-        records = [orjson.loads(record or b"{}") for record in await pipe.execute()]
-    batches = [Batch(id=one, fields={}, **record) for one, record in zip(ids, records, strict=True) if record]
+        records = await pipe.execute()
+    read = [parse_batch(one, {b"record": record}) for one, record in zip(ids, records, strict=True)]
+    batches = [batch for batch in read if batch is not None]
     return {name: one.id for one in batches for name in (one.input_file_id, *map(one.file_id, FILES))}
 
 

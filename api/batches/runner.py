@@ -70,12 +70,20 @@ class BatchRunner:
                 await self.claim(member)
 
     async def claim(self, member: str) -> None:
-        """Write a batch, if nobody else does."""
+        """Write a batch, if nobody else does. One that cannot be read has failed."""
         batch_id = member.rpartition(" ")[2]
         call = job_scripts.claim_batch(self.client.keys, batch_id, member, lease_ms=LEASE_MS)
         epoch = await self.client.run(call)
-        batch = await read_batch(self.client, batch_id) if epoch else None
-        if batch is not None:
+        if not epoch:
+            return
+        if (batch := await read_batch(self.client, batch_id)) is None:
+            log.error("batch %s cannot be read: it has failed", batch_id)
+            failed = {"status": "failed"}
+            call = job_scripts.write_batch(
+                self.client.keys, batch_id, member, failed, epoch=epoch, lease_ms=0, ended=True
+            )
+            await self.client.run(call)
+        else:
             task = self.runs[member] = asyncio.create_task(
                 self.serve(BatchRun(self.store, self.consumer, batch, epoch))
             )

@@ -124,9 +124,20 @@ class WebhookSender:
 
     def begin(self, events: Sequence[ReadEvent]) -> None:
         for event in events:
-            task = asyncio.create_task(self.deliver(event))
+            task = asyncio.create_task(self.deliver_or_fail(event))
             self.sending[task] = event.receiver
             task.add_done_callback(self.sending.pop)
+
+    async def deliver_or_fail(self, event: ReadEvent) -> None:
+        """Deliver an event. One that cannot be sent, whatever it is, counts as one that nobody takes, so that
+        its attempts end.
+        """
+        try:
+            await self.deliver(event)
+        except Exception as error:
+            log.exception("webhook event %s", event.stored.id)
+            made = Attempt(False, f"the event cannot be sent: {type(error).__name__}")
+            await self.settle_attempt(event.stored, event.stored.text("type"), made)
 
     async def deliver(self, event: ReadEvent) -> None:
         """Send an event once, and write what became of it."""

@@ -459,6 +459,30 @@ async def test_parts_that_the_broker_has_lost_are_written_again(
     assert [one["custom_id"] for one in found] == [f"line-{number}" for number in range(9)]
 
 
+async def test_a_record_that_cannot_be_read_ends_its_batch_and_no_gateway(
+    broker: Broker, tmp_path: Path
+) -> None:
+    """One of a later version is read without the fields that this version does not know."""
+    async with answering(broker.url, answer, files_dir=str(tmp_path)) as (worker, _, http):
+        client = openai_client(http)
+        file = await client.files.create(file=("in.jsonl", jsonl([chat_line(0)])), purpose="batch")
+        asked: Any = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
+        batch = await client.batches.create(**asked)
+        record = json.loads(await worker.redis.hget(worker.keys.batch(batch.id), "record"))
+        later, spoiled, none = [f"batch_{number:032x}" for number in range(3)]
+        for name, text in {later: json.dumps(record | {"new": 1}), spoiled: "[", none: "{}"}.items():
+            await worker.redis.hset(worker.keys.batch(name), mapping={"record": text, "status": "validating"})
+            await worker.redis.zadd(worker.keys.live_batches, {f"acme {name}": 1})
+
+        async def none_left() -> bool:
+            return not await worker.redis.zcard(worker.keys.live_batches)
+
+        await wait_until(none_left)
+        states = [await worker.redis.hget(worker.keys.batch(name), "status") for name in (later, spoiled)]
+        assert states == [b"completed", b"failed"]
+        assert (await ended(client, batch.id)).status == "completed"
+
+
 async def test_a_batch_that_is_cancelled_while_it_is_validated_counts_all_its_lines(
     broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

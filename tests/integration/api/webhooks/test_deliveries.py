@@ -5,8 +5,10 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 from standardwebhooks import Webhook
 
+from api.webhooks import sender
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.batches.test_batches import chat_line, jsonl, openai_client
 from tests.support.fleet.gateways import answering
@@ -79,6 +81,28 @@ async def test_an_event_that_nobody_takes_is_dead_is_listed_and_is_sent_again(br
         assert receiver.ids == [event["id"]] * 2
         await wait_until(lambda: is_empty(client))
         assert (await client.post(path)).status_code == 404
+
+
+async def test_an_event_that_cannot_be_sent_is_dead_in_the_end(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> bytes:
+        raise RecursionError
+
+    monkeypatch.setattr(sender, "payload_of", fail)
+    async with (
+        receiving() as receiver,
+        answering(broker.url, ANSWER, **allowing(receiver, webhook_retry_s=1.0)) as (_, _, client),
+    ):
+        (
+            await client.post(PATH, json=BODY | {"background": True, "webhook": receiver.hook()})
+        ).raise_for_status()
+
+        async def dead() -> Any:
+            return (await client.get("/admin/webhooks?state=dead")).json()["events"]
+
+        [event] = await wait_until(dead)
+        assert event["said"] == "the event cannot be sent: RecursionError"
 
 
 async def is_empty(client: httpx.AsyncClient) -> bool:
