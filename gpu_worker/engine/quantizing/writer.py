@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from common import model_files
 from common.settings.settings import SettingError
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -57,6 +58,7 @@ class CheckpointWriter:
         path = self.folder / "config.json"
         config = json.loads(path.read_text()) | {"quantization_config": dict(quantization)}
         path.write_text(json.dumps(config, indent=2))
+        model_files.follow_umask(self.folder)
         self.folder.chmod(0o777 & ~current_umask())
         self.folder.rename(self.output)
 

@@ -20,6 +20,7 @@ STUB = """import pathlib, sys, time
 with open(pathlib.Path(__file__).parent / "conversions", "a") as log: log.write("x")
 time.sleep(0.3)
 for name in ("config.json", "tokenizer.json"): (pathlib.Path(sys.argv[2]) / name).write_text("{}")
+(pathlib.Path(sys.argv[2]) / "model.safetensors").touch(0o600)
 """
 
 
@@ -146,7 +147,8 @@ def test_processes_that_start_together_convert_once(tmp_path: Path) -> None:
         for _ in range(4)
     ]
     folders = {process.communicate(timeout=60)[0].strip() for process in processes}
-    assert len(folders) == 1 and Path(folders.pop()).is_dir()
+    assert len(folders) == 1
+    assert len({file.stat().st_mode for file in Path(folders.pop()).iterdir()}) == 1, "as the umask says"
     assert (stub / "conversions").read_text() == "x"
 
 

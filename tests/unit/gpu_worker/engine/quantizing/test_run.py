@@ -68,6 +68,7 @@ def test_a_quantised_model_is_served_with_its_own_numbers(form: str, tmp_path: P
     expected = {row: tiny_models.generate(reference, ids, NEW_TOKENS) for row, ids in enumerate(prompts())}
     check_ids(engine_of(tmp_path / "made"), expected)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "plain"]
+    assert len({file.stat().st_mode for file in (tmp_path / "made").iterdir()}) == 1, "as the umask says"
 
 
 @pytest.mark.slow
