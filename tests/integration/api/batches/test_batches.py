@@ -536,7 +536,7 @@ async def test_answers_that_come_while_a_batch_is_cancelled_are_kept(
         batch = await ended(client, batch.id)
     counts = batch.request_counts
     assert (batch.status, counts.completed + counts.failed) == ("cancelled", 9) and counts.completed
-    assert len(runs) == 1, "the run went on"
+    assert len({*map(id, runs)}) == 1, "the run went on"
 
 
 async def test_files_have_limits(broker: Broker, tmp_path: Path) -> None:
