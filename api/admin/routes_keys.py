@@ -17,6 +17,7 @@ from api.json import fresh_json
 from api.requests.on_pool import own_pool
 from api.requests.pool import Pool
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
+from api.webhooks.field import check_url
 from common.api_keys import ApiKey, KeyState
 from common.broker import key_records
 from common.broker.key_records import IssuedKey, KeyChangeError
@@ -88,6 +89,8 @@ async def create_key(request: Request) -> Response:
     """Adds a key, and returns it with its text. From the first one on every request needs a key."""
     pool = changeable(request)
     fields = await body.read(request, KeyFields, pool.settings.payload_limit)
+    if fields.webhook:
+        check_url(fields.webhook, pool.settings, "webhook")
     with change_errors():
         async with asking_broker():
             return respond_issued(pool, await key_records.add_key(pool.client, fields))

@@ -8,7 +8,9 @@ import ipaddress
 import re
 import socket
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from urllib.parse import urlsplit
 
 import httpcore
@@ -20,6 +22,12 @@ NAT64 = ipaddress.ip_network("64:ff9b::/96")
 """IPv6 addresses that end with an IPv4 address."""
 PROTOCOLS = ipaddress.ip_network("192.0.0.0/24")
 """Addresses of protocols, which Python takes for global in part."""
+
+
+LOOK_UPS = ThreadPoolExecutor(32, "look-up")
+"""Threads that ask for addresses. A name that a client chooses may take as long as its servers like: it holds
+up neither files nor connections to the broker.
+"""
 
 
 class UrlError(ValueError):
@@ -103,19 +111,36 @@ def is_public(address: Address) -> bool:
     return address.is_global and not is_special
 
 
+def check_literal(host: str) -> None:
+    """Raises UrlError for what is known not to be public without a look-up: such an address, in any spelling,
+    or `localhost`.
+    """
+    try:
+        text = host if ":" in host else socket.inet_ntoa(socket.inet_aton(host))  # also 127.1, 0x7f000001
+        address = ipaddress.ip_address(text)
+    except (ValueError, OSError):
+        address = None
+    if host == "localhost" or host.endswith(".localhost") or (address and not is_public(address)):
+        raise not_public(host)
+
+
+def not_public(host: str) -> UrlError:
+    return UrlError(f"is at {host}, which is no host of the public internet")
+
+
 async def public_addresses(host: str, port: int, named: Iterable[str]) -> list[str]:
     """The addresses of a host. Raises UrlError if it has none, or one that is not public; `named` ones
     are in a setting themselves, and need not be.
     """
     try:
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(LOOK_UPS, look_up)
     except OSError as error:
         raise UrlError(f"is at {host}, whose address is not known") from error
     addresses = list(dict.fromkeys(str(info[4][0]) for info in found))
     for text in addresses:
         if host not in named and not is_public(ipaddress.ip_address(text.partition("%")[0])):
-            raise UrlError(f"is at {host}, which is no host of the public internet")
+            raise not_public(host)
     if not addresses:
         raise UrlError(f"is at {host}, whose address is not known")
     return addresses

@@ -72,14 +72,14 @@ def read_webhook(field: WebhookField, settings: Settings, kind: str, object_id: 
     return Webhook(field.url, secret, list(dict.fromkeys(events or [])), kind, object_id)
 
 
-def check_url(url: str, settings: Settings) -> None:
-    """Raises ApiError (422)."""
+def check_url(url: str, settings: Settings, field: str = "webhook.url") -> None:
+    """Raises ApiError (422) for a URL to which nothing will be sent."""
     if len(url) > MAX_URL:
-        raise invalid(f"`webhook.url` is longer than {MAX_URL} characters", "webhook.url")
+        raise invalid(f"`{field}` is longer than {MAX_URL} characters", field)
     try:
         check_target(read_url(url), settings.webhook_allowed_hosts)
     except UrlError as error:
-        raise invalid(f"`webhook.url` {error}", "webhook.url") from error
+        raise invalid(f"`{field}` {error}", field) from error
 
 
 async def check_room(client: PoolClient, settings: Settings) -> None:

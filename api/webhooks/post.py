@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import httpcore
 
-from api.outbound.addresses import TargetUrl, UrlError, is_allowed, read_url
+from api.outbound.addresses import TargetUrl, UrlError, check_literal, is_allowed, read_url
 from api.outbound.public_hosts import PublicHosts
 
 TIMEOUT_S = 10.0
@@ -33,9 +33,14 @@ class Attempt(NamedTuple):
 
 
 def check_target(target: TargetUrl, allowed_hosts: Iterable[str]) -> None:
-    """Raises UrlError for http:, unless WEBHOOK_ALLOWED_HOSTS names the host."""
-    if target.scheme != "https" and not is_named(target, allowed_hosts):
+    """Raises UrlError for http: and for an address that is not public, unless WEBHOOK_ALLOWED_HOSTS names the
+    host.
+    """
+    if is_named(target, allowed_hosts):
+        return
+    if target.scheme != "https":
         raise UrlError("must begin with https:, as its host is not in WEBHOOK_ALLOWED_HOSTS")
+    check_literal(target.host)
 
 
 def is_named(target: TargetUrl, allowed_hosts: Iterable[str]) -> bool:

@@ -1,8 +1,10 @@
 """What an event must not do: reach a network that is none of its receiver's, or hold up other events."""
 
+import socket
 from typing import Any
 
 import httpx
+import pytest
 
 from api.webhooks.places import MAX_PER_RECEIVER, MAX_SENDING
 from api.webhooks.schedule import JITTER, WAITS_S
@@ -51,16 +53,35 @@ async def test_a_redirect_is_a_failure_and_is_not_followed(broker: Broker) -> No
         assert len(receiver.deliveries) == 1 and not inner.deliveries
 
 
-async def test_a_private_address_is_refused_when_the_connection_is_made(broker: Broker) -> None:
+async def test_a_private_address_is_refused_by_name_and_a_name_when_the_connection_is_made(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only the host that a setting names may be private; https: alone does not open the way."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 1))]
+    asked, known = socket.getaddrinfo, {"inner.example": found}
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *more, **words: known.get(host) or asked(host, *more, **words)
+    )
     async with (
         receiving() as receiver,
         receiving() as inner,
         answering(broker.url, ANSWER, **allowing(receiver)) as (_, _, client),
     ):
-        await tell(client, receiver, url=f"https://{inner.host}/hooks")
+        for host in (
+            "127.0.0.1:8443",
+            "[::1]",
+            "10.1.2.3",
+            "127.1",
+            "0x7f000001",
+            "localhost",
+            "a.localhost",
+        ):
+            hook = receiver.hook(url=f"https://{host}/hooks")
+            refused = await client.post("/generate", json=PROMPT | {"webhook": hook})
+            assert refused.status_code == 422 and "`webhook.url` is at" in refused.json()["error"], host
+        await tell(client, receiver, url=f"https://inner.example:{inner.host.rpartition(':')[2]}/hooks")
         said = (await failed_event(client))["said"]
-        assert said == "the URL is at 127.0.0.1, which is no host of the public internet"
+        assert said == "the URL is at inner.example, which is no host of the public internet"
         assert not inner.deliveries
 
 

@@ -1,7 +1,9 @@
 """Addresses: only public hosts that the setting allows, read the same way by all who read a URL."""
 
+import asyncio
 import ipaddress
 import socket
+import threading
 
 import pytest
 
@@ -93,6 +95,20 @@ async def test_a_name_with_one_private_address_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answers)
     with pytest.raises(UrlError, match="no host of the public internet"):
         await public_addresses("mixed.example", 80, [])
+
+
+async def test_names_whose_servers_do_not_answer_hold_up_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: may_end.wait() and [])
+    asked = [asyncio.create_task(public_addresses("slow.example", 443, [])) for _ in range(64)]
+    try:
+        await asyncio.sleep(0)
+        async with asyncio.timeout(30):
+            assert await asyncio.to_thread(lambda: "read") == "read"
+    finally:
+        may_end.set()
+        found = await asyncio.gather(*asked, return_exceptions=True)
+    assert all(isinstance(one, UrlError) for one in found)
 
 
 async def test_an_address_that_the_setting_names_may_be_private() -> None:
