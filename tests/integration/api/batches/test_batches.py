@@ -18,7 +18,7 @@ from redis.asyncio import Redis
 from api.batches import run, runner
 from api.batches.batch import needed_files
 from api.batches.lines import BatchLine, make_job, render_answer
-from api.batches.run import BatchRun
+from api.batches.run import BatchRun, PendingLine
 from api.jobs.consumer import JobConsumer
 from api.jobs.job import Job
 from common.broker.keys import Keys
@@ -510,11 +510,21 @@ async def test_a_batch_that_is_cancelled_while_it_is_validated_counts_all_its_li
 async def test_answers_that_come_while_a_batch_is_cancelled_are_kept(
     broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cancel, end, runs = JobConsumer.cancel_own, BatchRun.end, list[BatchRun]()
+    """One answer is taken between two cancels, and all others after them."""
+    cancel, end, take = JobConsumer.cancel_own, BatchRun.end, BatchRun.take_answer
+    runs, has_ended = list[BatchRun](), asyncio.Event()
 
     async def end_noted(self: BatchRun, why: str) -> None:
         runs.append(self)
-        await end(self, why)
+        try:
+            await end(self, why)
+        finally:
+            has_ended.set()
+
+    async def take_late(self: BatchRun, one: PendingLine) -> None:
+        if one.number > 1:
+            await has_ended.wait()
+        await take(self, one)
 
     async def cancel_late(self: JobConsumer, job_id: str) -> None:
         worker.most_tokens = sys.maxsize
@@ -524,6 +534,7 @@ async def test_answers_that_come_while_a_batch_is_cancelled_are_kept(
     monkeypatch.setattr(runner, "POLL_S", 0.05)
     monkeypatch.setattr(run, "RENEW_S", 0.05)
     monkeypatch.setattr(BatchRun, "end", end_noted)
+    monkeypatch.setattr(BatchRun, "take_answer", take_late)
     monkeypatch.setattr(JobConsumer, "cancel_own", cancel_late)
     async with answering(broker.url, answer, files_dir=str(tmp_path)) as (worker, _, http):
         worker.most_tokens = 0
