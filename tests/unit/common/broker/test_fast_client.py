@@ -74,6 +74,7 @@ ENDS = {
     "unasked": ("redis://127.0.0.1:{}/0", TOO_MANY, "max number of clients"),
     "after_the_password": ("redis://:secret@127.0.0.1:{}/0", OK, "closed by"),
     "in_a_reply_to_the_password": ("redis://:secret@127.0.0.1:{}/0", OK[:3], "closed by"),
+    "in_the_first_reply": ("redis://127.0.0.1:{}/0", b"+PO", "closed by"),
     "after_the_database": ("redis://127.0.0.1:{}/3", OK, "closed by"),
 }
 
