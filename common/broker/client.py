@@ -207,7 +207,7 @@ class BrokerConnection(AbstractConnection):
             raise redis.exceptions.ConnectionError("Connection closed by server.") from error
 
     async def read_response(self, *args: Any, **options: Any) -> Any:
-        self.num_due = 1
+        self.num_due = not options.get("push_request")  # a subscription waits for messages
         try:
             # not that of Sentinel's connections, which would close this one alone
             return await AbstractConnection.read_response(self, *args, **options)

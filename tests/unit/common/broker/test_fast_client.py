@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import uvloop
 from redis.asyncio import Redis
+from redis.asyncio.client import PubSub
 from redis.exceptions import ConnectionError, ResponseError
 
 from common.broker import client as access
@@ -144,7 +145,9 @@ async def test_a_connection_that_owes_nothing_is_kept(
     redis: Redis, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(access, "ANSWER_S", 0.15)
-    async with connect(url) as ordinary:
+    async with connect(url) as ordinary, ordinary.pubsub() as subscription:
+        await subscription.subscribe("here")
+        message = asyncio.create_task(next_message(subscription))
         client = SerialClient(ordinary)
         before = await identity(client), await ordinary.client_id()
         held: list[Any] = []
@@ -153,6 +156,15 @@ async def test_a_connection_that_owes_nothing_is_kept(
         assert held == [b"held"]
         assert (await identity(client), await ordinary.client_id()) == before
         client.close()
+        await redis.publish("here", "at last")
+        assert await message == b"at last"
+
+
+async def next_message(subscription: PubSub) -> bytes:
+    async for message in subscription.listen():
+        if message["type"] == "message":
+            return bytes(message["data"])
+    return b""
 
 
 @pytest.mark.parametrize("writes", ["slow", "fast"])
