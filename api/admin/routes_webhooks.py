@@ -74,7 +74,7 @@ async def list_events(
 async def retry(request: Request, event_id: Annotated[str, Path(description="Its `id`.")]) -> Response:
     """Sends an event at once that waits or was given up, and tries for as long as if it were new."""
     pool = own_pool(request)
-    ttl_ms = round(1000 * (pool.settings.webhook_retry_s + pool.settings.webhook_dead_ttl_s))
+    ttl_ms = round(1000 * (pool.settings.webhook_retry_s + pool.settings.dead_ttl_s))
     is_there = False
     if EVENT_ID.fullmatch(event_id):
         async with asking_broker():

@@ -52,8 +52,7 @@ Part = dict[str, Any]
 
 async def read_messages(body: CountTokensRequest, pool: Pool) -> ChatParams:
     """The parameters of the chat that a body asks for. Raises ApiError."""
-    strips = pool.settings.strip_billing_header
-    chat = await offload(CHARS_OF_MESSAGE * len(body.messages), lambda: to_chat(body, strips))
+    chat = await offload(CHARS_OF_MESSAGE * len(body.messages), lambda: to_chat(body))
     try:
         read = await read_chat(chat, pool, text_grammar(body))
     except ApiError as error:
@@ -63,9 +62,9 @@ async def read_messages(body: CountTokensRequest, pool: Pool) -> ChatParams:
     return replace(read, params=params)
 
 
-def to_chat(body: CountTokensRequest, strips_billing: bool) -> ChatRequest:
+def to_chat(body: CountTokensRequest) -> ChatRequest:
     """The body of a chat with the parameters and messages of this one. Raises ApiError."""
-    messages = to_messages(body, strips_billing)
+    messages = to_messages(body)
     choice = body.tool_choice
     shared = {name: getattr(body, name) for name in SamplingFields.model_fields}
     continues = bool(messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
@@ -150,9 +149,9 @@ def to_choice(choice: ChosenTool, tools: Sequence[ClientTool]) -> str | dict[str
 # --- messages -----------------------------------------------------------------------------------------------
 
 
-def to_messages(body: CountTokensRequest, strips_billing: bool) -> list[dict[str, Any]]:
+def to_messages(body: CountTokensRequest) -> list[dict[str, Any]]:
     """The messages of the chat. Raises ApiError."""
-    system = system_text(named_blocks(body.system or "", "system"), strips_billing)
+    system = system_text(named_blocks(body.system or "", "system"))
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     named = [(f"messages[{i}].content", one) for i, one in enumerate(body.messages)]
     for role, turns in groupby(named, lambda turn: turn[1].role):
@@ -163,7 +162,7 @@ def to_messages(body: CountTokensRequest, strips_billing: bool) -> list[dict[str
             case "assistant":
                 messages.append(assistant_message(blocks))
             case _:
-                messages.append({"role": "system", "content": system_text(blocks, strips_billing)})
+                messages.append({"role": "system", "content": system_text(blocks)})
     return messages
 
 
@@ -173,25 +172,21 @@ def named_blocks(content: str | Sequence[InputBlock], name: str) -> list[NamedBl
     return [(f"{name}[{i}]", block) for i, block in enumerate(content)]
 
 
-def system_text(blocks: Iterable[NamedBlock], strips_billing: bool) -> str:
-    """The text of a system prompt. Raises ApiError.
-
-    Args:
-        strips_billing: whether Claude Code's changing line is left out, so that prompts have a common prefix.
+def system_text(blocks: Iterable[NamedBlock]) -> str:
+    """The text of a system prompt, without Claude Code's changing line, so that prompts have a common prefix.
+    Raises ApiError.
     """
     texts = []
     for name, block in blocks:
         if block.type != "text":
             raise unknown_block(block, name, "text")
         text = text_of(block, name)
-        texts.append(
-            BILLING_HEADER.sub("", text, count=1) if starts_with_billing(text, strips_billing) else text
-        )
+        texts.append(BILLING_HEADER.sub("", text, count=1) if starts_with_billing(text) else text)
     return "\n".join(text for text in texts if text)
 
 
-def starts_with_billing(text: str, strips_billing: bool) -> bool:
-    return strips_billing and BILLING_HEADER.match(text) is not None
+def starts_with_billing(text: str) -> bool:
+    return BILLING_HEADER.match(text) is not None
 
 
 def user_messages(blocks: Iterable[NamedBlock]) -> list[dict[str, Any]]:

@@ -94,9 +94,7 @@ async def create_file(request: Request) -> dict[str, Any]:
     """Keeps a file, by default 30 days if it is for a batch. It is written while it comes."""
     store, settings, owner = store_of(request), own_pool(request).settings, tenant_of(request)
     if len(await store.names(owner)) >= settings.max_files:
-        raise ApiError(
-            400, "too_many_files", f"A tenant may keep {settings.max_files} files (MAX_FILES)", "file"
-        )
+        raise ApiError(400, "too_many_files", f"A tenant may keep {settings.max_files} files", "file")
     return render_file(await upload(request, store, settings, owner))
 
 
@@ -252,7 +250,7 @@ async def keep(pool: Pool, batch: Batch, webhook: dict[str, bytes]) -> bool:
     async with asking_broker():
         kept = await pool.client.run(call)
     if kept == "full":
-        raise overloaded(f": {pool.settings.max_batches} batches have not ended (MAX_BATCHES)", 60)
+        raise overloaded(f": {pool.settings.max_batches} batches have not ended", 60)
     return kept == "new"
 
 

@@ -232,7 +232,7 @@ class BatchRun:
                     raise LineFault("duplicate_custom_id", why, "custom_id")
                 seen.add(digest)
                 if len(seen) > most:
-                    why = f"A batch has at most {most} requests (MAX_BATCH_LINES)."
+                    why = f"A batch has at most {most} requests."
                     raise LineFault("too_many_tasks", why)
             except LineFault as fault:
                 errors.append(fault.render(number))

@@ -31,12 +31,12 @@ RESERVED_HEAD_S = 2.0
 RESERVED_PATHS = ("/health", "/ping", "/livez", "/readyz", "/load", "/metrics")
 LOG_INTERVAL_S = 10.0
 CAUSES = {
-    "address": "one address has MAX_CONNECTIONS_PER_ADDRESS; its oldest idle one is closed",
+    "address": "one address has half of MAX_CONNECTIONS; its oldest idle one is closed",
     "total": "there are MAX_CONNECTIONS; the oldest idle one is closed",
     "reserved": f"{NUM_RESERVED} beyond MAX_CONNECTIONS wait for health or metrics",
-    "head": "a client took longer than HEAD_TIMEOUT_S for the head of a request",
-    "body": "a client took longer than BODY_TIMEOUT_S for the body of a request",
-    "size": "the head of a request was longer than MAX_HEAD_BYTES, or had too many fields",
+    "head": "a client took longer than 20 s for the head of a request",
+    "body": "a client took longer than 60 s for the body of a request",
+    "size": "the head of a request was longer than 64 KiB, or had too many fields",
     "drain": "a client went on sending a request that was answered already",
     "protocol": "a client sent what is no HTTP, or not served",
 }
@@ -93,7 +93,7 @@ class ConnectionLimits:
         self.timeouts_s = {"head": settings.head_timeout_s, "body": settings.body_timeout_s}
         self.max_head_bytes = settings.max_head_bytes
         self.max_connections = settings.max_connections or default_max_connections()
-        self.max_per_address = settings.max_connections_per_address or -(-self.max_connections // 2)
+        self.max_per_address = -(-self.max_connections // 2)
         self.regular: set[LimitedConnection] = set()
         self.reserved: set[LimitedConnection] = set()
         self.num_by_address: Counter[str] = Counter()
@@ -184,7 +184,7 @@ async def serve_reserved(app: ASGIApp, scope: Scope, receive: Receive, send: Sen
     """Serve health and metrics on a reserved connection, and refuse everything else."""
     served = app
     if scope["path"] not in RESERVED_PATHS:
-        why = "this gateway has too many connections (MAX_CONNECTIONS, MAX_CONNECTIONS_PER_ADDRESS)"
+        why = "this gateway has too many connections (MAX_CONNECTIONS, half of them for one address)"
         error = ApiError(503, "too_many_connections", why, retry_after_s=1)
         served = error_response(error, scope["path"], {"connection": "close"})
     await served(scope, receive, send)

@@ -23,7 +23,7 @@ IDEMPOTENCY_HEADER: dict[str, Any] = {
     "name": "Idempotency-Key",
     "in": "header",
     "description": "A random text, the same when the request is sent again: the answer is computed once, and "
-    "each attempt gets it. It is forgotten after IDEMPOTENCY_TTL_S.",
+    "each attempt gets it. It is forgotten after ANSWER_TTL_S.",
     "schema": {"type": "string", "maxLength": 255, "pattern": r"^[!-~]*[!#-~][!-~]*$"},
 }
 """How /docs describes it; quotes around a key do not count."""

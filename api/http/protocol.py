@@ -100,7 +100,7 @@ def check_size(request: h11.Request, max_head_bytes: int) -> None:
     """Raises Refusal if the head is too large; h11 checks this only if it comes in parts."""
     size = len(request.target) + sum(len(name) + len(value) + 4 for name, value in request.headers)
     if size > max_head_bytes:
-        raise Refusal(f"The request's head is longer than {max_head_bytes} bytes (MAX_HEAD_BYTES)", TOO_LARGE)
+        raise Refusal(f"The request's head is longer than {max_head_bytes} bytes", TOO_LARGE)
     if len(request.headers) > MAX_HEADERS:
         raise Refusal(f"The request has more than {MAX_HEADERS} header fields", TOO_LARGE)
 
@@ -271,8 +271,7 @@ class HttpProtocol(H11Protocol):
         elif part == "body" or self.conn.has_unread_bytes:
             assert part is not None
             self.limits.count_cut(part)
-            setting = f"{part.upper()}_TIMEOUT_S"
-            self.refuse(408, f"The {part} did not come within {self.limits.timeouts_s[part]:g} s ({setting})")
+            self.refuse(408, f"The {part} did not come within {self.limits.timeouts_s[part]:g} s")
         else:
             self.transport.close()
 

@@ -1,7 +1,7 @@
 """Unread answers: what clients do not read is bounded, in time and in bytes.
 
 A gateway holds an answer that has ended until its client has read it. A connection is cut if its client takes
-nothing for WRITE_TIMEOUT_S; and while more than MAX_UNREAD_BYTES wait, the one that has waited longest is
+nothing for WRITE_TIMEOUT_S; and while more than 256 MiB wait, the one that has waited longest is
 cut. Its request is cancelled, as that of every client that leaves.
 """
 
@@ -178,7 +178,7 @@ class UnreadAnswers:
             if total <= self.max_bytes:
                 return
             total -= unread.num_bytes
-            self.cut(unread, "bytes", f"unread answers held more than {self.max_bytes} (MAX_UNREAD_BYTES)")
+            self.cut(unread, "bytes", f"unread answers held more than {self.max_bytes}")
 
     def cut(self, unread: Unread, reason: str, why: str) -> None:
         """Cut a connection at once, and drop what waits for its client."""

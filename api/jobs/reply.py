@@ -98,8 +98,8 @@ class Reply:
                 frames=frames[first:],
                 num_heard=self.num_sent - first,
                 ending=ending,
-                dead_ttl_ms=round(1000 * self.settings.job_dead_ttl_s),
-                max_dead=self.settings.max_dead_jobs,
+                dead_ttl_ms=round(1000 * self.settings.dead_ttl_s),
+                max_dead=self.settings.max_dead,
             )
             return await self.retry_forever(lambda: self.client.run(call))
 

@@ -52,7 +52,7 @@ class PictureFetcher:
         except UrlError as error:
             raise PictureError(str(error)) from error
         except TimeoutError as error:
-            text = f"could not be fetched within {self.timeout_s:g} s (PICTURE_FETCH_TIMEOUT_S)"
+            text = f"could not be fetched within {self.timeout_s:g} s"
             raise PictureError(text) from error
         except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, OSError) as error:
             raise PictureError(f"could not be fetched: {type(error).__name__}") from error

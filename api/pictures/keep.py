@@ -29,7 +29,7 @@ class PictureKeeper:
             if await self.offer(picture.digest, b"") == "missing":  # most bytes of a second turn are there
                 outcome = await self.offer(picture.digest, picture.content)
                 if outcome == "full":
-                    raise overloaded(": the pictures of live requests take MAX_KEPT_PICTURES_BYTES")
+                    raise overloaded(": the pictures of live requests take all room")
 
     async def offer(self, digest: str, content: bytes) -> str:
         call = keep_picture(self.client.keys, digest, content=content, max_bytes=self.max_bytes)

@@ -86,9 +86,7 @@ class PictureLoader:
         """A picture whose pixels can all be decoded. Raises PictureError."""
         height, width = read_size(content)
         if (most := self.settings.max_picture_pixels) < height * width:
-            raise PictureError(
-                f"has {width} x {height} pixels: at most {most} are allowed (MAX_PICTURE_PIXELS)"
-            )
+            raise PictureError(f"has {width} x {height} pixels: at most {most} are allowed")
         if not height * width:
             raise PictureError("has no pixels")
         check_pixels(content)

@@ -26,7 +26,7 @@ from common import model_config
 from common.pictures.families import read_layout
 from common.pictures.layout import PictureLayout
 from common.process.machine import num_cores
-from common.settings.fields import SettingFields
+from common.settings.fixed import FixedLimits
 
 Result = TypeVar("Result")
 
@@ -102,7 +102,7 @@ class TextBudget:
     """
 
     def __init__(
-        self, max_bytes: int = SettingFields().max_tokenized_bytes, num_threads: int | None = None
+        self, max_bytes: int = FixedLimits.max_tokenized_bytes, num_threads: int | None = None
     ) -> None:
         self.num_threads = num_threads or num_cores() + 1
         self.short = Lane(max_bytes // 4, self.num_threads)

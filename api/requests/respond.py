@@ -176,7 +176,7 @@ def with_repetitions(request: Request, terms: ResumeTerms, settings: Settings) -
     """The terms of an answer that repetitions of its request get, too, if it has an `Idempotency-Key`."""
     if not idempotency_key(request):
         return terms
-    repeat_ms = round(1000 * settings.idempotency_ttl_s)
+    repeat_ms = round(1000 * settings.answer_ttl_s)
     return replace(terms, repeat_ms=repeat_ms, body=noted_digest(request))
 
 

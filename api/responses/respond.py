@@ -59,7 +59,7 @@ def describe_response(
         kind=RESPONSE,
     )
     fields = response_fields(body, chat.params.sampling, answer.requests[0].class_name)
-    stored_ms = round(1000 * pool.settings.response_ttl_s) if body.is_stored else 0
+    stored_ms = round(1000 * pool.settings.answer_ttl_s) if body.is_stored else 0
     return replace(
         answer,
         streamed=streamed,

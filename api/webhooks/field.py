@@ -87,7 +87,7 @@ async def check_room(client: PoolClient, settings: Settings) -> None:
     async with asking_broker():
         num_waiting = await client.redis.zcard(client.keys.webhooks)
     if num_waiting >= settings.max_webhooks:
-        raise overloaded(f": {num_waiting} events of webhooks are not delivered (MAX_WEBHOOKS)", 60)
+        raise overloaded(f": {num_waiting} events of webhooks are not delivered", 60)
 
 
 def with_webhook(

@@ -184,7 +184,7 @@ class WebhookSender:
         self, event: StoredEvent, event_type: str, outcome: str, said: str, wait_s: float = 0.0
     ) -> None:
         """Write what became of an attempt, however long the broker is away."""
-        kept_ms = round(1000 * self.settings.webhook_dead_ttl_s) if outcome == DEAD else DELIVERED_TTL_MS
+        kept_ms = round(1000 * self.settings.dead_ttl_s) if outcome == DEAD else DELIVERED_TTL_MS
         call = settle_webhook(
             self.client.keys,
             event,
@@ -193,7 +193,7 @@ class WebhookSender:
             said=said,
             wait_ms=round(1000 * wait_s),
             ttl_ms=kept_ms,
-            max_dead=self.settings.max_dead_webhooks,
+            max_dead=self.settings.max_dead,
         )
         if await attempt(partial(self.client.run, call), retry_forever):
             WEBHOOKS.add(1, outcome)

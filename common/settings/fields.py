@@ -76,8 +76,6 @@ class SettingFields(BaseModel):
     """a JSON object of values that replace those of GENERATION_CONFIG"""
     logprobs_mode: LogprobsMode = "raw_logprobs"
     """log-probabilities of /v1 are raw_logprobs, processed_logprobs, raw_logits or processed_logits"""
-    strip_billing_header: bool = True
-    """system prompts on /v1/messages lose the changing line x-anthropic-billing-header of Claude Code"""
     continue_final_message: bool = False
     """a last message of the assistant is continued unless a chat says otherwise, as in TGI"""
     control_tokens_in_messages: bool = False
@@ -110,18 +108,8 @@ class SettingFields(BaseModel):
 
     payload_limit: Count = 2_000_000
     """largest request body (bytes)"""
-    max_head_bytes: Annotated[Count, Field(ge=1024, le=2**24)] = 64 * 2**10
-    """longest head of a request: its request line and headers (bytes)"""
-    head_timeout_s: Annotated[Seconds, Field(ge=0.1)] = 20.0
-    """time in which a client must send a whole head, from its connection or first byte on (s)"""
-    body_timeout_s: Annotated[Seconds, Field(ge=0.1)] = 60.0
-    """time in which a client must send a whole body, from the end of its head on (s)"""
-    keep_alive_timeout_s: Annotated[Seconds, Field(ge=1)] = 620.0
-    """how long a connection without a request is kept: longer than clients and proxies keep theirs (s)"""
     max_connections: Count | None = None
     """open connections of a gateway (default: what its descriptors allow, at most 16384)"""
-    max_connections_per_address: Count | None = None
-    """open connections of a gateway from one address (default: half of MAX_CONNECTIONS)"""
     max_concurrent_requests: Count = 1024
     """live requests of the pool, queued and running; a class counts itself and the more urgent ones"""
     max_queued_bytes: Count = 256 * 2**20
@@ -130,8 +118,6 @@ class SettingFields(BaseModel):
     """tokens of the prompts of all live requests (default: no limit)"""
     tenant_weights: Words = ()
     """shares of tenants other than 1, as alice=4,bob=0.5: of the queue, and of what workers compute"""
-    max_tokenized_bytes: Annotated[Count, Field(ge=4096)] = 4_000_000
-    """text that a gateway tokenizes at once (bytes); more waits, and a text that is longer goes alone"""
     validation_workers: Processes | None = None
     """threads in which a gateway tokenizes all texts but short ones (default: its cores and one more)"""
     max_input_tokens: Count | None = None
@@ -156,14 +142,6 @@ class SettingFields(BaseModel):
     """pictures of one request, for models that see (0: none)"""
     max_picture_bytes: Count = 10_000_000
     """size of one picture (bytes)"""
-    max_picture_pixels: Annotated[Count, Field(le=2**27)] = 2**25
-    """pixels of one picture; it is refused before it is decoded"""
-    picture_fetch_timeout_s: Annotated[Seconds, Field(ge=0.1)] = 10.0
-    """time in which a picture must be fetched, redirects included (s)"""
-    picture_payload_limit: Count = 24_000_000
-    """largest request body where the model sees pictures, which are sent in it as base64 (bytes)"""
-    max_kept_pictures_bytes: Count = 512 * 2**20
-    """pictures of all live requests in the broker (bytes); each is there once"""
     watermark_gamma: Annotated[float, Field(ge=0.01, le=0.99)] = 0.5
     """share of the vocabulary that a `watermark` favours at each token"""
     watermark_delta: Annotated[float, Field(ge=0.01, le=100)] = 2.0
@@ -174,46 +152,24 @@ class SettingFields(BaseModel):
     """time for a request to finish; then it ends with an error (s)"""
     write_timeout_s: Annotated[Seconds, Field(ge=1)] = 60.0
     """time without reading its answer after which a client is cut off, its request cancelled (s)"""
-    max_unread_bytes: Count = 256 * 2**20
-    """unread answers in a gateway (bytes); beyond it the client that read nothing for longest is cut off"""
-    response_ttl_s: Annotated[Seconds, Field(ge=1, le=30 * 86400)] = 86400.0
-    """how long a stored response of /v1/responses is kept after its end (s)"""
+    answer_ttl_s: Annotated[Seconds, Field(ge=1, le=30 * 86400)] = 86400.0
+    """how long after its end a stored response, or an answer with an Idempotency-Key, is kept (s)"""
     max_stored_responses: Count = 10_000
     """stored responses, answers kept for an Idempotency-Key; the oldest are deleted"""
-    idempotency_ttl_s: Annotated[Seconds, Field(ge=1, le=30 * 86400)] = 86400.0
-    """how long after its end an answer is kept for requests with the same Idempotency-Key (s)"""
     webhook_secret: str | None = None
     """signs events of webhooks without a secret of their own: whsec_ and the base64 of 24 to 64 bytes"""
     webhook_allowed_hosts: Words = ()
     """hosts that webhooks may name though they are private or speak http:, as hooks.lan:8080,*.example.lan"""
-    webhook_retry_s: Annotated[Seconds, Field(ge=1, le=7 * 86400)] = 86400.0
-    """how long an event that its receiver does not take is sent again (s); then it is dead"""
-    webhook_dead_ttl_s: Annotated[Seconds, Field(ge=1, le=30 * 86400)] = 7 * 86400.0
-    """how long a dead event is kept (s)"""
-    max_webhooks: Count = 100_000
-    """events that wait to be delivered; requests with a webhook are refused beyond it"""
-    max_dead_webhooks: Count = 10_000
-    """dead events that are kept; the oldest are deleted"""
     submit_limit: Count = 10_000
     """unfinished jobs in the stream `submit`; those beyond it are refused"""
-    job_dead_ttl_s: Annotated[Seconds, Field(ge=1, le=30 * 86400)] = 7 * 86400.0
-    """how long a job that could not be served is kept with its request, so that it can be retried (s)"""
-    max_dead_jobs: Count = 1_000
-    """jobs that could not be served and are kept; the oldest are deleted"""
-    max_jobs: Count = 256
-    """arq jobs that one job worker waits for at once"""
+    dead_ttl_s: Annotated[Seconds, Field(ge=1, le=30 * 86400)] = 7 * 86400.0
+    """how long jobs and webhooks' events that failed for good are kept, so that they can be retried (s)"""
+    max_dead: Count = 1_000
+    """jobs, and events of webhooks, that failed for good and are kept; the oldest are deleted"""
     files_dir: str | None = None
     """folder or fsspec URL of /v1/files, the same for all gateways (default: none, so no files or batches)"""
     max_file_bytes: Count = 200 * 2**20
     """size of one file of /v1/files (bytes)"""
-    max_files: Count = 10_000
-    """files that one tenant may keep"""
-    max_batch_lines: Count = 50_000
-    """requests of one batch"""
-    max_batches: Count = 10_000
-    """batches that the pool keeps; those that have ended leave first"""
-    batch_window: Count = 256
-    """requests of one batch that are queued or computed at once"""
 
     pool: str = "default"
     """the set of workers that serve one model; part of every Redis key"""
@@ -291,8 +247,6 @@ class SettingFields(BaseModel):
     """KV cache of a worker, as 512MiB (default: 1GiB on CPU, what CUDA_MEMORY_FRACTION leaves on CUDA)"""
     kv_cache_dtype: KVCacheDtype = "auto"
     """auto (DTYPE), or 8-bit floats, with a checkpoint's k_scale and v_scale: fp8_e4m3 (fp8), fp8_e5m2"""
-    picture_cache_bytes: Count = 256 * 2**20
-    """encoded pictures that a worker's engine keeps for further requests, of a model that sees"""
     block_size: Count | None = None
     """tokens of one KV block (default: 16 on CPU, 64 on CUDA)"""
     cuda_memory_fraction: Annotated[float, Field(ge=0.01, le=1)] = 1.0

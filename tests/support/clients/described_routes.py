@@ -59,10 +59,10 @@ UNDESCRIBED = re.compile(
     # names that hypothesis takes from our modules for fields that the document does not name
     "|is not supported yet|is not a field of this route"
     # files and batches
-    "|`expires_after|`file` must|`metadata` has up to|MAX_FILES|`input_file_id` must|there is no "
+    "|`expires_after|`file` must|`metadata` has up to|may keep|`input_file_id` must|there is no "
     # vectors and scores
     "|must have at most [0-9]+ tokens|`dimensions` must be 1 to|must be a prompt of the model"
-    "|must be one text, or as many|a pair of texts, or a list of lists|must have one or two texts"
+    "|must be one text, or as many"
 )
 """Errors that a JSON schema cannot describe: limits that depend on the fleet or on another field."""
 

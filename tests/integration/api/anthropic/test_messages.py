@@ -206,7 +206,7 @@ async def test_turns_of_one_role_are_one_and_blocks_are_lines(broker: Broker) ->
 
 
 async def test_claude_codes_changing_line_is_left_out_of_the_prompt(broker: Broker) -> None:
-    """As a block, as the first line of a text, and only there; a setting keeps it."""
+    """As a block, as the first line of a text, and only there."""
     block = {"type": "text", "text": "You are an agent."}
     systems: list[Any] = [
         [{"type": "text", "text": BILLING.format("aaaaa")}, block],
@@ -220,9 +220,6 @@ async def test_claude_codes_changing_line_is_left_out_of_the_prompt(broker: Brok
             await ask(client, system=system)
         *same, other = prompts(worker)
     assert len(set(same)) == 1 and "x-anthropic" not in same[0] and "cch=ddddd" in other
-    async with answering(broker.url, Answer(ids(" one")), strip_billing_header=False) as (worker, _, client):
-        await ask(client, system=systems[0])
-        assert "cch=aaaaa" in prompts(worker)[0]
 
 
 async def test_tokens_are_counted_as_the_prompt_has_them(broker: Broker) -> None:

@@ -23,6 +23,7 @@ from api.jobs.consumer import JobConsumer
 from api.jobs.job import Job
 from common.broker.keys import Keys
 from common.messages.request import Generate
+from common.settings.fixed import FixedLimits
 from deploy.cli.batch.run import main as batch_command
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering, ready, serving
@@ -172,9 +173,12 @@ def text_in(response: dict[str, Any]) -> list[str]:
     return [part["text"] for item in response["output"] for part in item["content"]]
 
 
-async def test_a_faulty_input_fails_the_batch_with_all_its_faults(broker: Broker, tmp_path: Path) -> None:
+async def test_a_faulty_input_fails_the_batch_with_all_its_faults(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FixedLimits, "max_batch_lines", 2)
     content = jsonl([chat_line(0), chat_line(0), chat_line(1) | {"url": "/v1/embeddings"}]) + b"{no\n"
-    async with answering(broker.url, answer, files_dir=str(tmp_path), max_batch_lines=2) as (_, _, http):
+    async with answering(broker.url, answer, files_dir=str(tmp_path)) as (_, _, http):
         client = openai_client(http)
         batch = await run_batch(client, content)
         long = await run_batch(client, jsonl(chat_line(number) for number in range(3)))
@@ -236,13 +240,17 @@ async def test_what_is_no_id_leads_to_no_file(broker: Broker, redis: Redis, tmp_
 
 
 @pytest.mark.slow
-async def test_a_cancelled_batch_keeps_what_was_answered(broker: Broker, tmp_path: Path) -> None:
+async def test_a_cancelled_batch_keeps_what_was_answered(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FixedLimits, "batch_window", 4)
+
     def some(request: Generate) -> Answer:
         return Answer(ids(" one two" * (1 if len(worker.seen) < 8 else 190)))
 
     async with (
         working(broker.url, TOKENIZER, some, 0.02) as worker,
-        serving(broker.url, files_dir=str(tmp_path), batch_window=4) as (gateway, http),
+        serving(broker.url, files_dir=str(tmp_path)) as (gateway, http),
     ):
         await ready(gateway)
         client = openai_client(http)
@@ -262,11 +270,12 @@ async def test_a_cancelled_batch_keeps_what_was_answered(broker: Broker, tmp_pat
 
 @pytest.mark.slow
 async def test_another_gateway_goes_on_with_a_batch_and_writes_the_same_bytes(
-    broker: Broker, tmp_path: Path
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gateway that writes the batch ends again and again; each line is once in the output."""
+    monkeypatch.setattr(FixedLimits, "batch_window", 16)
     content = jsonl(chat_line(number) for number in range(NUM_LINES))
-    options: dict[str, Any] = {"files_dir": str(tmp_path), "batch_window": 16}
+    options: dict[str, Any] = {"files_dir": str(tmp_path)}
     async with working(broker.url, TOKENIZER, answer, 0.002) as worker:
         async with serving(broker.url, name="g0", **options) as (gateway, http):
             await ready(gateway)
@@ -298,11 +307,14 @@ async def test_another_gateway_goes_on_with_a_batch_and_writes_the_same_bytes(
     assert first == second
 
 
-async def test_what_a_batch_needs_stays_and_its_loss_is_said(broker: Broker, tmp_path: Path) -> None:
+async def test_what_a_batch_needs_stays_and_its_loss_is_said(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The input of a batch that runs is not deleted and does not expire. Where it is gone all the same, the
     next gateway does not take the batch for answered.
     """
-    options: dict[str, Any] = {"files_dir": str(tmp_path), "batch_window": 4}
+    monkeypatch.setattr(FixedLimits, "batch_window", 4)
+    options: dict[str, Any] = {"files_dir": str(tmp_path)}
     async with working(broker.url, TOKENIZER, answer) as worker:
         worker.most_tokens = 0
         async with serving(broker.url, **options) as (gateway, http):
@@ -550,10 +562,13 @@ async def test_answers_that_come_while_a_batch_is_cancelled_are_kept(
     assert len({*map(id, runs)}) == 1, "the run went on"
 
 
-async def test_files_have_limits(broker: Broker, tmp_path: Path) -> None:
-    async with answering(
-        broker.url, answer, files_dir=str(tmp_path), max_file_bytes=9_000_000, max_files=2
-    ) as (_, _, http):
+async def test_files_have_limits(broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FixedLimits, "max_files", 2)
+    async with answering(broker.url, answer, files_dir=str(tmp_path), max_file_bytes=9_000_000) as (
+        _,
+        _,
+        http,
+    ):
         client = openai_client(http)
         large = b"x" * 8_999_999 + b"\n"
         file = await client.files.create(file=("a.jsonl", large), purpose="batch")
@@ -570,7 +585,7 @@ async def test_files_have_limits(broker: Broker, tmp_path: Path) -> None:
             expires_after={"anchor": "created_at", "seconds": 3600},
         )
         assert kept.expires_at == kept.created_at + 3600
-        with pytest.raises(openai.BadRequestError, match="MAX_FILES"):
+        with pytest.raises(openai.BadRequestError, match="may keep 2 files"):
             await client.files.create(file=("c.txt", b"x"), purpose="user_data")
         with pytest.raises(openai.BadRequestError, match="for user_data"):
             await client.batches.create(input_file_id=kept.id, endpoint=CHAT, completion_window="24h")

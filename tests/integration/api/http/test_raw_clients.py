@@ -12,6 +12,7 @@ import pytest
 from api.http import unread as unread_module
 from api.http.connection_limits import NUM_RESERVED
 from common.metrics import catalogue
+from common.settings.fixed import FixedLimits
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering, nothing_left, serving
 from tests.support.fleet.scripted_batcher import batching
@@ -137,21 +138,21 @@ HALF_BODY = request("/generate")[:-1]
 
 @pytest.mark.parametrize(("part", "half"), [("head", HALF_HEAD), ("body", HALF_BODY)])
 async def test_a_request_that_does_not_end_is_refused_in_time(
-    broker: Broker, part: str, half: bytes, caplog: pytest.LogCaptureFixture
+    broker: Broker, part: str, half: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     num_cut = cut(part)
-    settings: dict[str, Any] = {f"{part}_timeout_s": 0.2}
-    async with serving(broker.url, **settings) as (gateway, http):
+    monkeypatch.setattr(FixedLimits, f"{part}_timeout_s", 0.2)
+    async with serving(broker.url) as (gateway, http):
         client = await RawClient.connect(http.base_url)
         trickling = asyncio.create_task(trickle(client, half))
         answer = await client.rest()
         trickling.cancel()
         assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n") and b"connection: close" in answer
-        assert f"The {part} did not come within 0.2 s ({part.upper()}_TIMEOUT_S)" in answer.decode()
+        assert f"The {part} did not come within 0.2 s" in answer.decode()
         client.close()
         await wait_until(lambda: not gateway.limits.regular)
     assert cut(part) == num_cut + 1
-    assert f"{part.upper()}_TIMEOUT_S" in caplog.text
+    assert f"for the {part} of a request" in caplog.text
 
 
 async def trickle(client: RawClient, half: bytes) -> None:
@@ -161,8 +162,11 @@ async def trickle(client: RawClient, half: bytes) -> None:
         await asyncio.sleep(0.001)
 
 
-async def test_a_connection_between_two_requests_may_wait_longer_than_a_head(broker: Broker) -> None:
-    async with serving(broker.url, head_timeout_s=0.2) as (_, http):
+async def test_a_connection_between_two_requests_may_wait_longer_than_a_head(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FixedLimits, "head_timeout_s", 0.2)
+    async with serving(broker.url) as (_, http):
         used, silent = [await RawClient.connect(http.base_url) for _ in range(2)]
         await used.send(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
         assert b"version" in await used.reader.readuntil(b"}")

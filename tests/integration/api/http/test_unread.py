@@ -11,6 +11,7 @@ import pytest
 from api.http import unread as unread_module
 from api.lifecycle import Gateway
 from common.metrics import catalogue
+from common.settings.fixed import FixedLimits
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering, nothing_left
 from tests.support.fleet.scripted_worker import Answer
@@ -111,9 +112,12 @@ async def test_a_client_that_reads_slowly_is_not_cut_off(
         assert content.count(b"\ndata: ") + 1 >= NUM_TOKENS
 
 
-async def test_the_answer_that_waited_longest_goes_when_too_much_is_unread(broker: Broker) -> None:
+async def test_the_answer_that_waited_longest_goes_when_too_much_is_unread(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before, limit = num_cut("bytes"), 600_000
-    async with answering(broker.url, Answer(IDS * 200), max_unread_bytes=limit) as (worker, gateway, client):
+    monkeypatch.setattr(FixedLimits, "max_unread_bytes", limit)
+    async with answering(broker.url, Answer(IDS * 200)) as (worker, gateway, client):
         clients = await deaf_clients(gateway, client.base_url, 3)
         for deaf in clients:
             await deaf.post(STREAM, body())

@@ -22,6 +22,7 @@ from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.messages.records import unpack_ids
 from common.messages.request import Generate
+from common.settings.fixed import FixedLimits
 from common.settings.settings import Settings
 from deploy.launcher.embedded_broker import Broker
 from tests.support.clients.arq import QUEUE, arq_client, enqueue, job_worker, result
@@ -136,10 +137,11 @@ GARBAGE: list[Any] = [
 
 
 async def test_malformed_arq_keys_do_not_kill_a_job_worker(
-    client: ArqRedis, worker: FakeWorker, broker: Broker
+    client: ArqRedis, worker: FakeWorker, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(FixedLimits, "max_jobs", 2)
     now_ms = round(time.time() * 1000)
-    async with job_worker(broker.url, payload_limit=2000, max_jobs=2) as running:
+    async with job_worker(broker.url, payload_limit=2000) as running:
         for i, data in enumerate(GARBAGE):
             await client.set(f"arq:job:garbage{i}", data)
             await client.zadd(QUEUE, {f"garbage{i}": now_ms})

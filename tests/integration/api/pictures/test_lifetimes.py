@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from redis.asyncio import Redis
 
 from common.broker.lua import run_script
 from common.broker.picture_scripts import hold_pictures, keep_picture, let_go_pictures
 from common.messages.request import Generate
+from common.settings.fixed import FixedLimits
 from deploy.launcher.embedded_broker import Broker
 from tests.support.broker_state import KEYS
 from tests.support.fleet.scripted_worker import Answer, FakeWorker
@@ -97,15 +99,17 @@ async def held_by(number: int, worker: FakeWorker, digest: str) -> None:
     await wait_until(is_held)
 
 
-async def test_a_pool_whose_pictures_take_all_room_asks_to_wait(broker: Broker, tmp_path: Path) -> None:
+async def test_a_pool_whose_pictures_take_all_room_asks_to_wait(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_processor("qwen2_vl", tmp_path)
     small, large = png(), png((80, 90))
-    limits: dict[str, Any] = {"max_kept_pictures_bytes": len(small) + 20}
-    async with showing(broker.url, tmp_path, Answer([40]), **limits) as (worker, _, client):
+    monkeypatch.setattr(FixedLimits, "max_kept_pictures_bytes", len(small) + 20)
+    async with showing(broker.url, tmp_path, Answer([40])) as (worker, _, client):
         assert (await client.post(CHAT, json=body(small))).status_code == 200
         refused = await client.post(CHAT, json=body(large))
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
-        assert "MAX_KEPT_PICTURES_BYTES" in refused.text
+        assert "pictures of live requests take all room" in refused.text
         assert len(worker.seen) == 1
 
 

@@ -11,6 +11,7 @@ import pytest
 from common.messages.records import unpack_ids
 from common.messages.request import Generate
 from common.pictures.layout import Size
+from common.settings.fixed import FixedLimits
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.scripted_worker import Answer, FakeWorker
 from tests.support.jobs import Service
@@ -132,9 +133,12 @@ async def test_tokenize_counts_placeholders(shown: Shown) -> None:
     assert answered.json()["tokens"] == expected_ids(processor, messages, [SIZE])
 
 
-async def test_what_cannot_be_shown_is_refused_by_its_field(broker: Broker, tmp_path: Path) -> None:
+async def test_what_cannot_be_shown_is_refused_by_its_field(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FixedLimits, "max_picture_pixels", 10_000)
     make_processor("qwen2_vl", tmp_path)
-    limits: dict[str, Any] = {"max_pictures": 2, "max_picture_bytes": 3000, "max_picture_pixels": 10_000}
+    limits: dict[str, Any] = {"max_pictures": 2, "max_picture_bytes": 3000}
     bomb = png((200, 400))
     part = "messages[0].content[0].image_url.url"
     cases: list[tuple[dict[str, Any], str, str]] = [
@@ -152,7 +156,7 @@ async def test_what_cannot_be_shown_is_refused_by_its_field(broker: Broker, tmp_
         (
             image_part(data_url(bomb)),
             part,
-            "has 400 x 200 pixels: at most 10000 are allowed (MAX_PICTURE_PIXELS)",
+            "has 400 x 200 pixels: at most 10000 are allowed",
         ),
         (image_part(data_url(png((2, 500)))), part, "no edge may be 200 times the other"),
         (
@@ -190,10 +194,11 @@ async def test_what_cannot_be_shown_is_refused_by_its_field(broker: Broker, tmp_
 
 
 async def test_bodies_are_as_large_as_pictures_need_where_the_model_sees(
-    broker: Broker, tmp_path: Path
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(FixedLimits, "picture_payload_limit", 5000)
     make_processor("qwen2_vl", tmp_path)
-    limits: dict[str, Any] = {"payload_limit": 1000, "picture_payload_limit": 5000}
+    limits: dict[str, Any] = {"payload_limit": 1000}
     async with showing(broker.url, tmp_path, ANSWER, **limits) as (_, _, client):
         assert (await client.get("/info")).json()["model_pipeline_tag"] == "image-text-to-text"
         assert (await client.post("/generate", json={"inputs": "a", "pad": "a" * 4000})).status_code == 200

@@ -198,7 +198,7 @@ async def test_a_client_that_leaves_cancels_its_response_which_stays(
 
 
 async def test_a_stored_response_expires(broker: Broker) -> None:
-    async with answering(broker.url, ANSWER, response_ttl_s=4000.0) as (worker, _, client):
+    async with answering(broker.url, ANSWER, answer_ttl_s=4000.0) as (worker, _, client):
         whole = (await client.post(PATH, json=BODY)).json()
         request_id = whole["id"].removeprefix("resp_")
         for key in (worker.keys.request(request_id), worker.keys.tokens(request_id)):

@@ -8,6 +8,7 @@ import pytest
 
 from api.webhooks.places import MAX_PER_RECEIVER, MAX_SENDING
 from api.webhooks.schedule import JITTER, WAITS_S
+from common.settings.fixed import FixedLimits
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.openai.test_tools import CALLS, HERMES
 from tests.integration.api.responses.test_tools import TOOLS
@@ -85,16 +86,22 @@ async def test_a_private_address_is_refused_by_name_and_a_name_when_the_connecti
         assert not inner.deliveries
 
 
-async def test_a_webhook_is_refused_while_too_many_events_wait(broker: Broker) -> None:
+async def test_a_webhook_is_refused_while_too_many_events_wait(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FixedLimits, "max_webhooks", 1)
     async with (
         receiving(500) as receiver,
-        answering(broker.url, ANSWER, **allowing(receiver, max_webhooks=1)) as (_, _, client),
+        answering(broker.url, ANSWER, **allowing(receiver)) as (_, _, client),
     ):
         await tell(client, receiver)
         await failed_event(client)
         refused = await client.post("/generate", json=PROMPT | {"webhook": receiver.hook()})
         assert (refused.status_code, refused.json()["error_type"]) == (429, "overloaded")
-        assert "(MAX_WEBHOOKS)" in refused.json()["error"] and "retry-after" in refused.headers
+        assert (
+            "events of webhooks are not delivered" in refused.json()["error"]
+            and "retry-after" in refused.headers
+        )
         assert (await client.post("/generate", json=PROMPT)).status_code == 200
 
 

@@ -175,7 +175,7 @@ async def test_what_is_no_picture_is_not_taken(
 async def test_a_host_that_does_not_answer_is_given_up(host: PictureHost) -> None:
     host.answers["/a.png"] = None
     fetcher = PictureFetcher([f"127.0.0.1:{host.port}"], max_bytes=100, timeout_s=0.1)
-    with pytest.raises(PictureError, match=r"within 0\.1 s \(PICTURE_FETCH_TIMEOUT_S\)"):
+    with pytest.raises(PictureError, match=r"within 0\.1 s"):
         await fetcher.fetch(host.url())
 
 
