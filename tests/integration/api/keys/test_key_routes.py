@@ -1,7 +1,12 @@
 """Admin routes: keys are listed, added, revoked and rotated over HTTP, by admins."""
 
+from base64 import b64encode
 from pathlib import Path
 
+import pytest
+
+from common.api_keys import ApiKey
+from deploy.cli.admin.keys import print_table
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering, serving
 from tests.support.fleet.scripted_worker import Answer
@@ -22,6 +27,9 @@ async def test_an_admin_manages_keys(broker: Broker) -> None:
         listed = (await client.get("/admin/keys", headers=ADMIN)).json()["keys"]
         assert listed == [{name: value for name, value in rotated.items() if name != "key"}]
         assert (listed[0]["tenant"], listed[0]["state"], listed[0]["name"]) == ("acme", "active", "reports")
+        hook = {"webhook": "https://10.0.0.1/", "webhook_secret": f"whsec_{b64encode(bytes(24)).decode()}"}
+        refused = await client.post("/admin/keys", json=hook, headers=ADMIN)
+        assert refused.status_code == 422 and "`webhook` is at 10.0.0.1" in refused.json()["error"]
         assert "digest" not in listed[0] and rotated["key"] != key["key"]
         revoked = (await client.post(f"/admin/keys/{key['key_id']}/revoke", headers=ADMIN)).json()
         assert revoked["state"] == "revoked"
@@ -53,3 +61,9 @@ async def test_the_first_key_is_not_made_by_whoever_comes(broker: Broker) -> Non
         refused = await client.post("/admin/keys", json={"admin": True})
         assert (refused.status_code, "API_KEY" in refused.text) == (403, True)
         assert (await client.get("/admin/keys")).status_code == 403
+
+
+def test_the_list_of_the_command_has_what_a_key_may_use(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table([ApiKey("k1", "", models=["llama"], adapters=["legal", "sql"])], now_s=0)
+    head, row = capsys.readouterr().out.splitlines()
+    assert row[head.index("adapters") :].startswith("legal, sql") and "llama" in row
