@@ -6,7 +6,7 @@ from typing import Any
 from api.errors import ApiError
 from api.jobs.find_model import find_model
 from api.jobs.job import Job, broker_ms
-from api.jobs.validated_job import validate_job
+from api.jobs.validated_job import drop_note, validate_job
 from api.requests.pool import Pool
 from common.jobs.record import (
     CANCELLED,
@@ -102,6 +102,7 @@ async def is_faulty(pool: Pool, job: Job) -> bool:
     """Whether a job can never be served as it is."""
     try:
         await validate_job(pool, job, (await find_model(pool, job)).name)
+        await drop_note(pool, job)
     except ApiError as error:
         return ending_of(error).state == FAILED
     except Exception:

@@ -61,23 +61,28 @@ async def validate_job(pool: Pool, job: Job, model: str) -> "ValidatedJob":
 @contextlib.asynccontextmanager
 async def noting_deaths(pool: Pool, job: Job) -> AsyncIterator[None]:
     """Note in the job that this gateway validates it, as the work that an input can end a process with. A
-    gateway that dies leaves its note; one that stops in order does not. Raises ApiError (500).
+    gateway that dies leaves its note; one that stops in order does not. A job that was validated once has no
+    notes any more. Raises ApiError (500).
     """
-    client, retry_forever = pool.client, pool.admission.retry_forever
-    call = job_scripts.begin_validation(client.keys, job.id, gateway=pool.gateway)
-    dead = await retry_forever(lambda: client.run(call))
-    notes = [pool.gateway]
+    call = job_scripts.begin_validation(pool.client.keys, job.id, gateway=pool.gateway)
+    dead = await pool.admission.retry_forever(lambda: pool.client.run(call))
     try:
         if len(dead) >= MAX_DEATHS:
             why = f"{len(dead)} gateways ended while they validated this request"
             log.error("job %s is not tried again: %s", job.id, why)
             raise internal_error(why)
         yield
-        notes += dead
-    finally:
-        fields = map(job_scripts.VALIDATES.__add__, notes)
-        with contextlib.suppress(*ERRORS):
-            await client.redis.hdel(client.keys.job(job.id), *fields)  # type: ignore[misc]
+    except BaseException:
+        await drop_note(pool, job)
+        raise
+
+
+async def drop_note(pool: Pool, job: Job) -> None:
+    """Drop the note of this gateway; if the broker is away, it stays."""
+    with contextlib.suppress(*ERRORS):
+        await pool.client.redis.hdel(  # type: ignore[misc]
+            pool.client.keys.job(job.id), job_scripts.VALIDATES + pool.gateway
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,12 +25,13 @@ redis.call('PEXPIRE', job, ttl_ms)
 return 'live'
 
 --- begin_validation
--- Note in a job that a gateway validates it: the note of a gateway that dies stays.
+-- Note in a job that a gateway validates it: the note of a gateway that dies stays. A job with `choices` was
+-- validated before, and has no notes that count.
 -- KEYS job
 -- ARGV validates, gateway, gateways
 -- `validates`: how the fields of notes begin. `gateways`: how the names of gateways' hashes begin.
 -- Returns the dead gateways with a note.
-if redis.call('TYPE', job).ok ~= 'hash' then return {} end
+if redis.call('TYPE', job).ok ~= 'hash' or redis.call('HEXISTS', job, 'choices') == 1 then return {} end
 local dead, fields = {}, redis.call('HGETALL', job)
 for i = 1, #fields, 2 do
   local other = fields[i]:sub(1, #validates) == validates and fields[i]:sub(#validates + 1)
