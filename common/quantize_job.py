@@ -23,7 +23,6 @@ class QuantizeJob:
         group_size: inputs that share a scale; None: the largest that divides all layers, of GROUP_SIZES.
         damping: what GPTQ adds to the diagonal of its Hessian, as a share of the diagonal's mean.
         act_order: GPTQ rounds the inputs with the largest values first.
-        scales: a scale of fp8 is for each output (`channel`) or for a matrix (`tensor`).
         calibration: a text file; None: the text that we bring along.
         max_tokens: how many tokens of it are used.
     """
@@ -35,7 +34,6 @@ class QuantizeJob:
     group_size: int | None = None
     damping: float = 0.01
     act_order: bool = True
-    scales: str = "channel"
     calibration: str | None = None
     max_tokens: int = 65_536
 

@@ -72,9 +72,6 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
         help="GPTQ rounds the inputs with the largest values first; groups lie in turn (default: true)",
     )
     parser.add_argument(
-        "--scales", default="channel", help="of fp8: one for each output, `channel`, or `tensor`"
-    )
-    parser.add_argument(
         "--calibration", metavar="FILE", help="text like that which the model is used for (default: ours)"
     )
     parser.add_argument(
@@ -97,8 +94,6 @@ def read_job(flags: argparse.Namespace) -> QuantizeJob:
     if bits not in BITS[flags.method]:
         able = " or ".join(map(str, BITS[flags.method]))
         raise SettingError("--bits", f"{bits}, but {flags.method} has {able}")
-    if flags.scales not in ("channel", "tensor"):
-        raise SettingError("--scales", f"{flags.scales!r} is not one of channel, tensor")
     size = flags.group_size
     if size is not None and size != WHOLE_ROW and (size not in range(16, MAX_GROUP + 1) or size & (size - 1)):
         raise SettingError(
@@ -121,7 +116,6 @@ def read_job(flags: argparse.Namespace) -> QuantizeJob:
         group_size=size,
         damping=flags.percdamp,
         act_order=convert(bool, flags.act_order, "--act-order"),
-        scales=flags.scales,
         calibration=flags.calibration and str(Path(flags.calibration).absolute()),
         max_tokens=flags.calibration_tokens,
     )

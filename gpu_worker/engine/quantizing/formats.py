@@ -49,11 +49,6 @@ def pack_outputs(table: torch.Tensor) -> torch.Tensor:
     return pack_bits(table.reshape(len(table), -1, 8)[..., in_words].flatten(1), 4)
 
 
-def fp8_fields(values: torch.Tensor, scales: torch.Tensor) -> Fields:
-    """A layer's tensors: 8-bit floats [outputs, inputs], scales float32 [outputs, 1] or [1]."""
-    return {"weight": values, "weight_scale": scales}
-
-
 def config_of(job: QuantizeJob, group_size: int, head: str) -> Mapping[str, Any]:
     """`quantization_config` in config.json. `head`: name of the layer that stays plain."""
     made_by = f"tokenfleet {version('tokenfleet')}"
@@ -82,7 +77,7 @@ def config_of(job: QuantizeJob, group_size: int, head: str) -> Mapping[str, Any]
             "modules_to_not_convert": [head],
         }
     numbers = {"num_bits": 8, "type": "float", "symmetric": True}
-    weights = numbers | {"dynamic": False, "strategy": job.scales}
+    weights = numbers | {"dynamic": False, "strategy": "channel"}
     activations = numbers | {"dynamic": True, "strategy": "token"}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
     return {

@@ -12,7 +12,7 @@ from torch import nn
 
 from common.quantize_job import GROUP_SIZES, WHOLE_ROW, QuantizeJob
 from common.settings.settings import SettingError
-from gpu_worker.engine.cuda.linear import FP8, FP8_MAX, LEAST_MAXIMUM, round_rows
+from gpu_worker.engine.cuda.linear import round_rows
 from gpu_worker.engine.model.quantized_linears import ROUTERS
 from gpu_worker.engine.quantization.weight import Fields
 from gpu_worker.engine.quantizing import formats
@@ -147,14 +147,9 @@ class Quantizer:
         return formats.gptq_fields(on_host, self.job.bits, grid.dtype)
 
     def round_floats(self, linear: nn.Linear) -> Fields:
-        weight = linear.weight.detach()
-        if self.job.scales == "channel":
-            values, scales = round_rows(weight)
-        else:
-            scales = weight.abs().max().clamp(min=LEAST_MAXIMUM).view(1, 1) / FP8_MAX
-            values = (weight / scales).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+        values, scales = round_rows(linear.weight.detach())
         self.replace(linear, values.float() * scales)
-        return formats.fp8_fields(values, scales if self.job.scales == "channel" else scales.view(1))
+        return {"weight": values, "weight_scale": scales}
 
     def replace(self, linear: nn.Linear, rounded: torch.Tensor) -> None:
         """Give a layer its rounded weights, float32 [outputs, inputs]."""

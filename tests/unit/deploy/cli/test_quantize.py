@@ -19,7 +19,7 @@ WRONG = {
     "--method exl2": "--method: 'exl2' is not one of gptq, awq, fp8",
     "--method awq --bits 8": "--bits: 8, but awq has 4",
     "--bits 3": "--bits: 3, but gptq has 4 or 8",
-    "--method fp8 --scales row": "--scales: 'row' is not one of channel, tensor",
+    "--method fp8 --scales tensor": "--scales: unknown flag",
     "--groupsize 100": "--group-size: 100 is neither -1 nor a power of two from 16 to 1024",
     "--percdamp 0": "--percdamp: 0.0 is not above 0 and at most 1",
     "--calibration-tokens 5": "--calibration-tokens: 5 is less than 128",

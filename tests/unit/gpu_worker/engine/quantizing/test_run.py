@@ -25,7 +25,6 @@ JOBS: dict[str, dict[str, Any]] = {
     "gptq-8": {"method": "gptq", "bits": 8, "act_order": False, "group_size": -1},
     "awq": {"method": "awq", "group_size": 32},
     "fp8": {"method": "fp8", "bits": 8},
-    "fp8-tensor": {"method": "fp8", "bits": 8, "scales": "tensor"},
 }
 LLAMA = tiny_models.FAMILIES["Llama"]
 CONTEXT = int(tiny_models.SIZES["max_position_embeddings"])
