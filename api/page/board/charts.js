@@ -1,5 +1,5 @@
-// Charts of the last five minutes since the page was opened: tokens per second, the queue, the KV cache. A red
-// line marks a process' end.
+// Charts of the last five minutes since the page was opened: tokens per second, the queue, the KV cache. A
+// red line marks a process' end.
 
 import { figure, find, make, say, svg } from "../dom.js";
 import { on } from "../fleet.js";

@@ -350,6 +350,7 @@ async def test_a_gateway_whose_clock_is_wrong_ends_and_deletes_nothing(
 ) -> None:
     """All deadlines are told by the broker's clock: of batches, files and keys."""
     leases = set[bytes | None]()
+    monkeypatch.setattr(FixedLimits, "batch_window", 4)
 
     async def looked_again() -> bool:
         names = ["leased_until_ms", "status"]
@@ -365,7 +366,7 @@ async def test_a_gateway_whose_clock_is_wrong_ends_and_deletes_nothing(
         "files": {"file": ("in.jsonl", jsonl(chat_line(number) for number in range(9)))},
         "data": {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"},
     }
-    async with answering(broker.url, answer, files_dir=str(tmp_path), batch_window=4) as (worker, _, http):
+    async with answering(broker.url, answer, files_dir=str(tmp_path)) as (worker, _, http):
         worker.most_tokens = 0
         file = (await http.post("/v1/files", **sent)).json()
         body = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "1h"}
