@@ -31,6 +31,13 @@ README = (ROOT / "README.md").read_text()
 TOOLS = (ROOT / "docs/tools.md").read_text()
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+HARDWARE = re.compile(
+    r"(?:not|never|nothing)\b[^.|\n]{0,30}\b(?:run|ran|measured|tried)\b[^.|\n]{0,15}\b(?:GPU|card|CUDA|H\d00)\b"
+    r"|\b(?:GPU|card|CUDA)\b[^.|\n]{0,15}\b(?:not|never) (?:run|ran|measured)"
+    r"|nothing on a GPU|run on CPU only",
+    re.IGNORECASE,
+)
+"""Words by which a page says what ran on a GPU, or did not."""
 FLAGS_OF_ENGINES = {"gpus", "shm-size", "profile", "scale", "wait", "no-recreate", "no-deps", "rm"}
 FLAGS_OF_LAUNCHERS = {"nproc-per-node", "max-restarts", "ntasks-per-node", "gpus-per-node"}
 FLAGS_OF_OTHERS = {*FLAGS_OF_ENGINES, *FLAGS_OF_LAUNCHERS, "help", "help-all", "config", "no-", "schema"}
@@ -111,6 +118,18 @@ def test_every_link_has_a_target() -> None:
         assert [
             (target, anchor) for target, anchor in targets if anchor and anchor not in anchors(target)
         ] == []
+
+
+def test_only_one_table_says_what_ran_on_which_hardware() -> None:
+    """That of docs/models.md, so that no page is left behind by the next card. Others link to it."""
+    claims = {page.name: HARDWARE.findall(outside_of_the_table(page)) for page in PAGES}
+    del claims["CHANGELOG.md"]  # says what held when it was written
+    assert {name: found for name, found in claims.items() if found} == {}
+
+
+def outside_of_the_table(page: Path) -> str:
+    text = re.sub(r"\[[^]]*\]\([^)]*#hardware\)", "", page.read_text())
+    return re.sub(r"^## Hardware$.*?^## ", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def anchors(page: Path) -> list[str]:
