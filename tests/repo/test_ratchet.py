@@ -13,15 +13,15 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (16_380, 30_644),
-    "batcher": (3_716, 6_300),
-    "gpu_worker": (13_781, 26_219),
-    "common": (5_896, 12_199),
-    "deploy": (4_741, 8_401),
-    "tests": (48_959, 84_284),
-    "benchmarks": (4_686, 7_700),
+    "api": (15_884, 29_656),
+    "batcher": (2_999, 5_152),
+    "gpu_worker": (13_508, 25_770),
+    "common": (5_599, 11_652),
+    "deploy": (3_619, 6_393),
+    "tests": (47_697, 81_748),
+    "benchmarks": (2_474, 4_199),
 }
-MOST_WORDS_OF_DOCS = 57_000
+MOST_WORDS_OF_DOCS = 54_890
 SLACK = 0.01
 
 
