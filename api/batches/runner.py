@@ -79,10 +79,11 @@ class BatchRunner:
         if (batch := await read_batch(self.client, batch_id)) is None:
             log.error("batch %s cannot be read: it has failed", batch_id)
             failed = {"status": "failed"}
-            call = job_scripts.write_batch(
-                self.client.keys, batch_id, member, failed, epoch=epoch, lease_ms=0, ended=True
+            await self.client.run(
+                job_scripts.write_batch(
+                    self.client.keys, batch_id, member, failed, epoch=epoch, lease_ms=0, ended=True
+                )
             )
-            await self.client.run(call)
         else:
             task = self.runs[member] = asyncio.create_task(
                 self.serve(BatchRun(self.store, self.consumer, batch, epoch))

@@ -481,17 +481,18 @@ async def test_a_record_that_cannot_be_read_ends_its_batch_and_no_gateway(
         file = await client.files.create(file=("in.jsonl", jsonl([chat_line(0)])), purpose="batch")
         asked: Any = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
         batch = await client.batches.create(**asked)
-        record = json.loads(await worker.redis.hget(worker.keys.batch(batch.id), "record"))
+        redis: Any = worker.redis
+        record = json.loads(await redis.hget(worker.keys.batch(batch.id), "record"))
         later, spoiled, none = [f"batch_{number:032x}" for number in range(3)]
         for name, text in {later: json.dumps(record | {"new": 1}), spoiled: "[", none: "{}"}.items():
-            await worker.redis.hset(worker.keys.batch(name), mapping={"record": text, "status": "validating"})
-            await worker.redis.zadd(worker.keys.live_batches, {f"acme {name}": 1})
+            await redis.hset(worker.keys.batch(name), mapping={"record": text, "status": "validating"})
+            await redis.zadd(worker.keys.live_batches, {f"acme {name}": 1})
 
         async def none_left() -> bool:
-            return not await worker.redis.zcard(worker.keys.live_batches)
+            return not await redis.zcard(worker.keys.live_batches)
 
         await wait_until(none_left)
-        states = [await worker.redis.hget(worker.keys.batch(name), "status") for name in (later, spoiled)]
+        states = [await redis.hget(worker.keys.batch(name), "status") for name in (later, spoiled)]
         assert states == [b"completed", b"failed"]
         assert (await ended(client, batch.id)).status == "completed"
 
