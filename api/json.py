@@ -1,4 +1,4 @@
-"""JSON: the encoder of all responses and of the answers to jobs."""
+"""JSON: how what comes in is read, and the encoder of all responses and of the answers to jobs."""
 
 import json
 from collections.abc import Iterable
@@ -6,9 +6,56 @@ from itertools import islice
 from typing import Any
 
 import orjson
+from pydantic_core import from_json
 from starlette.responses import Response
 
 ITEMS_AT_ONCE = 1024
+MAX_JSON_DEPTH = 201
+"""How deep lists and objects of all that comes in may be nested: pydantic's own limit. orjson reads 1024
+levels and writes 254.
+"""
+
+
+class TooDeep(ValueError):
+    """JSON that is nested deeper than MAX_JSON_DEPTH."""
+
+    def __init__(self) -> None:
+        super().__init__(f"it is nested more than {MAX_JSON_DEPTH} levels deep")
+
+
+def parse_text(text: str) -> Any:
+    """The value of JSON in a client's text. Raises ValueError, also for what could not be written: half a
+    surrogate pair, and more than MAX_JSON_DEPTH levels.
+    """
+    try:
+        return from_json(text)
+    except ValueError as error:
+        raise TooDeep if is_depth_error(str(error)) else error from None
+
+
+def parse_bytes(data: bytes) -> Any:
+    """The value of a client's JSON; an integer beyond 64 bits becomes the nearest float. Raises ValueError as
+    `parse_text`.
+    """
+    value = orjson.loads(data)
+    if is_too_deep(data):
+        raise TooDeep
+    return value
+
+
+def is_too_deep(data: bytes) -> bool:
+    if data.count(b"[") + data.count(b"{") <= MAX_JSON_DEPTH:
+        return False
+    try:
+        from_json(data)
+    except ValueError as error:
+        return is_depth_error(str(error))
+    return False
+
+
+def is_depth_error(words: str) -> bool:
+    """Whether pydantic says that JSON is nested too deeply."""
+    return "recursion limit exceeded" in words
 
 
 def to_json(value: Any) -> bytes:

@@ -11,6 +11,7 @@ import orjson
 
 from api.errors import INSUFFICIENT_QUOTA, OPENAI_TYPES, ApiError
 from api.jobs.job import Job, JobBody, digest_of
+from api.json import TooDeep, is_too_deep
 from api.requests.service_terms import ServiceTerms
 
 PROMPTS = {
@@ -29,10 +30,11 @@ STATUS_OF_CODE = {"model_not_found": 404, "unavailable": 503}
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """A valid line of the input."""
+    """A valid line of the input; one with a `fault` is answered with it."""
 
     custom_id: str
     body: dict[str, Any]
+    fault: ApiError | None = None
 
 
 class LineFault(Exception):
@@ -73,6 +75,8 @@ def read_line(text: bytes, endpoint: str, max_bytes: int) -> BatchLine:
         raise LineFault("missing_body", "`body` must be an object.", "body")
     if body.get("stream"):
         raise LineFault("invalid_body", "`body.stream` must be false or left out.", "body.stream")
+    if is_too_deep(text):
+        return BatchLine(custom_id, {}, ApiError(400, "invalid_json", f"Invalid JSON: {TooDeep()}"))
     return BatchLine(custom_id, body)
 
 
@@ -92,7 +96,7 @@ def make_job(line: BatchLine, job_id: str, entry_ms: int, number: int, terms: Se
         is_response=url == "/v1/responses",
         body=JobBody.model_construct(**fields),
         terms=terms,
-        fault=None if model is None or isinstance(model, str) else bad_model(),
+        fault=line.fault or (None if model is None or isinstance(model, str) else bad_model()),
     )
 
 

@@ -8,14 +8,13 @@ import functools
 import heapq
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
 
 import llguidance
 
 from api.grammar.lark import TEXT, regex
-from api.prompts.tokenizer import ModelTokenizer
 
 NUM_BYTES = 256
 NUM_TRIED = 32
@@ -62,11 +61,9 @@ class Bytes:
 
     Attributes:
         size: all ids that a grammar may name are below it.
-        special_tokens: ids of control tokens by their texts.
     """
 
     bos_token_id = None
-    special_tokens: Mapping[str, int] = {}
 
     def __init__(self, size: int = NUM_BYTES) -> None:
         self.size = max(size, NUM_BYTES)
@@ -80,11 +77,6 @@ class Bytes:
 
     def __call__(self, text: bytes) -> list[int]:
         return list(text)
-
-
-Vocabulary = ModelTokenizer | Bytes
-"""A model's tokens, or the stand-in for them. Both are hashed by identity."""
-BYTES = Bytes()
 
 
 @functools.lru_cache(maxsize=8)

@@ -15,17 +15,21 @@ import llguidance
 from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
 from api.errors import ApiError, cut, invalid
-from api.event_loop import LONG_SIZE, offload
-from api.grammar.check import BYTES, Vocabulary, find_error, matches_only_space
+from api.grammar.apart import run_apart
+from api.grammar.check import NUM_BYTES, find_error, matches_only_space
 from api.grammar.json_schema import WHITESPACE, all_schemas, enforced_schema
 from api.grammar.lark import Lark, literal
 from api.grammar.structural_tag import TagRules
+from api.json import parse_text
+from api.prompts.tokenizer import ModelTokenizer
 
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 64
 ESCAPED_DASH = re.compile(r"(?<!\\)((?:\\\\)*)\\-")
 UNFORCED = '\n\n\n%llguidance {"no_forcing": true}\n'
 """Keeps llguidance from looking for forced text: rules of a client may force one without an end."""
+SpecialIds = tuple[tuple[str, int], ...]
+"""(text, id) of special tokens."""
 UNIMPLEMENTED = re.compile(r'Unimplemented keys: \["([^]]*)"\]')
 
 
@@ -70,11 +74,10 @@ def describes_json(grammar: Grammar | None) -> bool:
 # --- compiling ----------------------------------------------------------------------------------------------
 
 
-async def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> str:
-    """Compile a grammar in a thread, and check it. Raises ApiError (422) with the keyword at fault and its
-    place.
+async def compile_grammar(grammar: Grammar, tokenizer: ModelTokenizer | None = None) -> str:
+    """Compile a grammar apart, and check it. Raises ApiError (422) with the keyword at fault and its place.
 
-    `vocabulary` is the model's: tags may be its special tokens.
+    `tokenizer` is the model's: tags may be its special tokens.
     """
     size = len(grammar.text)
     if size > MAX_GRAMMAR_BYTES:
@@ -82,25 +85,32 @@ async def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> str:
             f"`{grammar.field}` must have at most {MAX_GRAMMAR_BYTES} characters. Given: {size}",
             grammar.field,
         )
-    named = vocabulary if grammar.kind == "structural_tag" else BYTES
-    return await offload(LONG_SIZE, lambda: compile_checked(grammar, named))
+    if tokenizer is None or grammar.kind != "structural_tag":
+        return await run_apart(grammar.field, compile_checked, grammar)
+    special_ids = tuple(tokenizer.special_tokens.items())
+    return await run_apart(grammar.field, compile_checked, grammar, special_ids, tokenizer.size)
 
 
 @functools.lru_cache(maxsize=256)
-def compile_checked(grammar: Grammar, vocabulary: Vocabulary = BYTES) -> str:
-    """Compile a grammar, and check it. Raises ApiError (422), as `compile_grammar`."""
+def compile_checked(grammar: Grammar, special_ids: SpecialIds = (), size: int = NUM_BYTES) -> str:
+    """Compile a grammar, and check it. Raises ApiError (422), as `compile_grammar`.
+
+    Args:
+        special_ids: the model's special tokens, which tags may be.
+        size: all ids are below it.
+    """
     try:
         if not matches_only_space(grammar.whitespace):
             raise ValueError("its `whitespace_pattern` must match nothing but white space")
-        source = compile_unchecked(grammar, vocabulary)
+        source = compile_unchecked(grammar, special_ids)
     except ValueError as error:
         raise cannot_compile(grammar, str(error)) from error
-    if cause := find_error(source, vocabulary.size):
+    if cause := find_error(source, size):
         raise cannot_compile(grammar, cause)
     return source
 
 
-def compile_unchecked(grammar: Grammar, vocabulary: Vocabulary = BYTES) -> str:
+def compile_unchecked(grammar: Grammar, special_ids: SpecialIds = ()) -> str:
     """The grammar in llguidance's form. Raises ApiError and ValueError."""
     match grammar.kind:
         case "json":
@@ -115,7 +125,7 @@ def compile_unchecked(grammar: Grammar, vocabulary: Vocabulary = BYTES) -> str:
             return llguidance.LLMatcher.grammar_from_lark(f"start: {words}")
         case "structural_tag":
             schema_of = functools.partial(embedded_schema, grammar.whitespace)
-            rules = TagRules(Lark(vocabulary.special_tokens), schema_of, embedded_grammar)
+            rules = TagRules(Lark(dict(special_ids)), schema_of, embedded_grammar)
             return rules.source(grammar.text, grammar.field)
         case _:
             return llguidance.LLMatcher.grammar_from_lark(to_lark(grammar.text))
@@ -154,9 +164,9 @@ def to_lark(text: str) -> str:
 def parse_schema(grammar: Grammar) -> Any:
     """The schema as an object. Raises ApiError."""
     try:
-        schema = json.loads(grammar.text)
-    except (ValueError, RecursionError) as error:
-        raise cannot_compile(grammar, f"it is not JSON: {error}") from error
+        schema = parse_text(grammar.text)
+    except ValueError as error:
+        raise cannot_compile(grammar, f"it is not JSON that can be read: {error}") from error
     if schema is True:
         return {}
     if schema is False:

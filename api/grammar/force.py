@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from api.answers.call_formats import HARMONY, CallFormat, ReasoningFormat
 from api.answers.scanner import Tool
 from api.errors import ApiError, cut, invalid
-from api.event_loop import LONG_SIZE, offload
+from api.grammar.apart import run_apart
 from api.grammar.call_rules import (
     CALL_RULES,
     CallsRule,
@@ -83,7 +83,12 @@ async def call_grammar(
     thinking = thinking_after(reasoning, prompt)
     marks = {*calls.marks, *(thinking.form.marks if thinking.form else ())}
     ids = tuple((mark, special_ids[mark]) for mark in sorted(marks) if mark in special_ids)
-    return await offload(LONG_SIZE, lambda: compile_calls(calls.name, key, choice, ids, thinking))
+    try:
+        return await run_apart("tools", compile_calls, calls.name, key, choice, ids, thinking)
+    except ApiError:
+        if must_be_forced(tools, choice):
+            raise
+        return ""
 
 
 @functools.lru_cache(maxsize=64)
@@ -91,7 +96,7 @@ def compile_calls(
     name: str, key: str, choice: CallChoice, ids: tuple[tuple[str, int], ...], thinking: Thinking
 ) -> str:
     tools = [Tool(*fields) for fields in json.loads(key)]
-    is_promised = choice.is_required or any(tool.strict for tool in tools)
+    is_promised = must_be_forced(tools, choice)
     forced = ForcedTools([(tool, forced_schema(tool)) for tool in tools], choice.is_parallel)
     try:
         if not is_promised and (name == HARMONY or not CALL_RULES[name](Lark(dict(ids)), forced).mark):
@@ -102,6 +107,11 @@ def compile_calls(
             raise
         return ""
     return call_source(name, Lark(dict(ids)), forced, choice, thinking)
+
+
+def must_be_forced(tools: Sequence[Tool], choice: CallChoice) -> bool:
+    """Whether a client relies on calls that match their schemas."""
+    return choice.is_required or any(tool.strict for tool in tools)
 
 
 def check_calls(tools: Sequence[Tool], source: str) -> None:

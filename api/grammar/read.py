@@ -10,6 +10,7 @@ from typing import Any
 
 from api.errors import ApiError, cut, invalid, quoted
 from api.grammar.compile import MAX_SCHEMA_DEPTH, Grammar, depth_of
+from api.json import parse_text
 
 ANY_OBJECT = '{"type": "object"}'
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -141,9 +142,9 @@ def read_schema(value: Any, field: str, closed: bool = False) -> Grammar:
 def read_structural_tag(value: Any, field: str) -> Grammar:
     """A structural tag, given as an object or as its text. Raises ApiError."""
     try:
-        tag = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError) as error:
-        raise invalid(f"`{field}` is not JSON: {cut(str(error))}", field) from error
+        tag = parse_text(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise invalid(f"`{field}` is not JSON that can be read: {cut(str(error))}", field) from error
     if not isinstance(tag, Mapping):
         raise invalid(f"`{field}` must be a structural tag", field)
     if (depth := depth_of(tag)) > MAX_SCHEMA_DEPTH:

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from api.errors import ApiError, cut, invalid, quoted
 from api.event_loop import offload
 from api.http.idempotency import note_body
+from api.json import TooDeep, is_depth_error
 
 Schema = TypeVar("Schema", bound=BaseModel)
 UnsupportedFields = Mapping[str, Collection[object]]
@@ -58,7 +59,8 @@ def parse_body(schema: type[Schema], data: bytes) -> Schema:
 def schema_error(error: ValidationError) -> ApiError:
     problems = error.errors(include_url=False, include_context=False)
     if problems[0]["type"] == "json_invalid":
-        return ApiError(400, "invalid_json", problems[0]["msg"])
+        is_deep = is_depth_error(problems[0]["msg"])
+        return ApiError(400, "invalid_json", f"Invalid JSON: {TooDeep()}" if is_deep else problems[0]["msg"])
     named = [(field_name(problem["loc"]), words_of(problem)) for problem in problems[:MAX_PROBLEMS]]
     return invalid("; ".join(f"`{field}`: {words}" for field, words in named), named[0][0])
 

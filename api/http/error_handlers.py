@@ -94,8 +94,8 @@ async def handle_disconnect(request: Request, error: Exception) -> Response:
 
 
 async def handle_crash(request: Request, error: Exception) -> Response:
-    """Answer 500. Starlette raises the error again, so the log has the traceback."""
-    return error_response(internal_error(), request.url.path)
+    """Answer 500. Starlette raises the error again, so the log has the traceback, and the connection ends."""
+    return error_response(internal_error(), request.url.path, {"connection": "close"})
 
 
 def error_handlers(count: CountError) -> dict[int | type[Exception], Any]:

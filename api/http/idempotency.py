@@ -15,6 +15,7 @@ from starlette.requests import Request
 
 from api.errors import ApiError, cut, quoted
 from api.event_loop import offload
+from api.json import parse_bytes
 from common import ids
 
 REPLAYED = "idempotency-replayed"
@@ -78,6 +79,6 @@ def digest_of(path: str, data: bytes) -> str:
     fields.
     """
     content = data
-    with contextlib.suppress(orjson.JSONDecodeError):
-        content = orjson.dumps(orjson.loads(data), option=orjson.OPT_SORT_KEYS)
+    with contextlib.suppress(ValueError):
+        content = orjson.dumps(parse_bytes(data), option=orjson.OPT_SORT_KEYS)
     return hashlib.blake2b(path.encode() + b"\0" + content, digest_size=16).hexdigest()

@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from api.event_loop import attempt, repeat_forever, retry_forever
+from api.json import MAX_JSON_DEPTH
 from common.broker.pool_client import PoolClient
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,12 @@ class ArqClient:
         """The answer to a job; a job that was submitted before is joined. `key`: the entry's field with an
         API key, if there is one. Raises JobFailed.
         """
-        fields = {"job": orjson.dumps(content | {"id": job_id}), **key}
+        try:
+            fields = {"job": orjson.dumps(content | {"id": job_id}), **key}
+        except TypeError as error:
+            why = f"the arguments must be JSON of at most {MAX_JSON_DEPTH} levels: {error}"
+            body = {"error": f"Input validation error: {why}", "error_type": "validation"}
+            raise JobFailed(orjson.dumps(body).decode()) from error
         entry_id = await self.add_entry(fields)
         job = WaitingJob(job_id, fields, entry_id, asyncio.get_running_loop().create_future())
         self.waiting.add(job)

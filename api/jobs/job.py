@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from api.errors import ApiError, Family, failed, invalid, openai, tgi
 from api.http.body import parse_body
 from api.jobs.not_before import read_not_before
+from api.json import parse_bytes
 from api.requests.fields import Whole
 from api.requests.pool import Pool
 from api.requests.service_terms import (
@@ -230,15 +231,11 @@ def parse(fields: Mapping[bytes, bytes], max_bytes: int) -> dict[str, Any]:
     if len(data) > max_bytes:
         raise ApiError(413, "payload_too_large", f"The job is larger than {max_bytes} bytes")
     try:
-        parsed = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise ApiError(400, "invalid_json", f"`job` is not JSON: {error}") from error
+        parsed = parse_bytes(data)
+    except ValueError as error:
+        raise ApiError(400, "invalid_json", f"`job` is not JSON that can be read: {error}") from error
     if not isinstance(parsed, dict):
         raise invalid("`job` must be an object", "job")
-    try:
-        orjson.dumps(parsed)
-    except orjson.JSONEncodeError as error:
-        raise invalid("`job` is nested too deeply", "job") from error
     return parsed
 
 

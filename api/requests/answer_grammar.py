@@ -5,7 +5,7 @@ import json
 from dataclasses import replace
 
 from api.answers.call_formats import CALL_FORMATS, HARMONY, REASONING_FORMATS
-from api.event_loop import LONG_SIZE, offload
+from api.grammar.apart import run_apart
 from api.grammar.check import can_begin
 from api.grammar.compile import CompiledGrammar, Grammar, compile_grammar
 from api.grammar.force import CallChoice, after_thinking, call_grammar, either
@@ -29,7 +29,7 @@ async def reading_beside(
     heads = [head % json.dumps(tool.name) for head in (form.heads if form else ()) for tool in tools.callable]
     if heads:
         source = await compile_grammar(replace(grammar, closed=True), tokenizer)
-        if await offload(LONG_SIZE, lambda: names_of_call(source, tuple(heads), tokenizer.size)):
+        if await run_apart(grammar.field, names_of_call, source, tuple(heads), tokenizer.size):
             return replace(reading, calls="")
     return replace(reading, is_either=True)
 

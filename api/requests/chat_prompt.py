@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from api.errors import invalid, quoted
+from api.json import parse_text
 from api.pictures.source import PictureSource, is_picture, read_part, unknown_part
 from api.prompts.chat_template import OWN_VARIABLES, ChatTemplate, template_error
 from api.prompts.control_texts import ControlTexts, Rendered, rendered_text
@@ -159,14 +160,14 @@ def template_call(function: EarlierFunction, call_id: str) -> dict[str, Any]:
 
 
 def parse_arguments(arguments: str | dict[str, Any] | None) -> Any:
-    """Arguments as an object; a model's text that is no JSON stays as it is."""
+    """Arguments as an object; a text that cannot be read as JSON stays as it is."""
     if not arguments:
         return {}
     if isinstance(arguments, dict):
         return arguments
     try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
+        return parse_text(arguments)
+    except ValueError:
         return arguments
 
 

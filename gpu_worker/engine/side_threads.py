@@ -23,22 +23,29 @@ class SideThreads:
     def __init__(self) -> None:
         self.wake: Callable[[], None] = lambda: None
 
-    def make(self, name: str, niceness: int = 0) -> "SideThread":
-        """A thread that starts with its first function; it gives way to others by its `niceness`."""
-        return SideThread(self, name, niceness)
+    def make(self, name: str, niceness: int = 0, stack_bytes: int = 0) -> "SideThread":
+        """A thread that starts with its first function; it gives way to others by its `niceness`.
+
+        Args:
+            stack_bytes: 0 for the system's own size.
+        """
+        return SideThread(self, name, niceness, stack_bytes)
 
 
 class SideThread(ThreadPoolExecutor):
     """A thread that calls functions one after another, and wakes the engine's loop after each."""
 
-    def __init__(self, threads: SideThreads, name: str, niceness: int) -> None:
+    def __init__(self, threads: SideThreads, name: str, niceness: int, stack_bytes: int) -> None:
         super().__init__(1, name, initializer=partial(give_way, niceness) if niceness else None)
         self.threads = threads
+        self.stack_bytes = stack_bytes
 
     def submit(
         self, function: Callable[Parameters, Returned], /, *args: Any, **options: Any
     ) -> Future[Returned]:
+        before = threading.stack_size(self.stack_bytes)  # the thread may start now
         future = super().submit(function, *args, **options)
+        threading.stack_size(before)
         future.add_done_callback(lambda _: self.threads.wake())
         return future
 

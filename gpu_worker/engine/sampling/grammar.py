@@ -24,6 +24,10 @@ log = logging.getLogger(__name__)
 WORD_BITS = 32
 LIMIT_ERROR = re.compile("too (many|big)|; max is")
 """In llguidance's error if a grammar takes more work or memory than llguidance allows."""
+COMPILER_STACK_BYTES = 128 * 2**20
+"""Twice the stack with which a gateway compiles: no grammar that it accepts is too deep here. Most grammars
+leave it unused.
+"""
 MAX_PLAIN_BYTES = 64
 """Bytes of a forced text in which its first token is looked for."""
 
@@ -159,7 +163,7 @@ class Matchers:
         self.eos_ids = list(eos_ids)
         self.waits = waits
         self.pending: Future[None] | None = None
-        self.compiler = side_threads.make("compile-grammars")
+        self.compiler = side_threads.make("compile-grammars", stack_bytes=COMPILER_STACK_BYTES)
         self.masker = side_threads.make("mask-tokens")
 
     @cached_property

@@ -158,6 +158,7 @@ async def test_a_crash_is_500_in_each_api_family(
             path, json={"inputs": "a", "messages": [{"role": "user", "content": "a"}]}
         )
         assert response.status_code == 500 and len(response.headers["x-request-id"]) == 32
+        assert response.headers["connection"] == "close"
         answer = {"error": "Internal error", "error_type": "internal"}
         openai = {"error": {"message": "Internal error", "type": "server_error", "param": None, "code": None}}
         assert response.json() == (openai if path.startswith("/v1") else answer)

@@ -70,6 +70,9 @@ async def test_the_order_of_fields_does_not_count_and_another_body_is_409(broker
         first = await client.post("/generate", content=body, headers=headers)
         again = await other.post("/generate", content=same, headers=headers | keyed("k1"))
         assert again.content == first.content
+        deep = b'{"inputs": "Hi", "x": ' + b"[" * 260 + b"]" * 260 + b"}"
+        refused = await client.post("/generate", content=deep, headers=headers | keyed("k2"))
+        assert refused.status_code == 400 and "more than 201 levels deep" in refused.json()["error"]
         differs = await other.post("/generate", json=BODY, headers=keyed("k1"))
         other_route = await other.post("/", content=body, headers=headers)
         openai = await other.post("/v1/completions", json={"prompt": "a"}, headers=keyed("k1"))

@@ -33,7 +33,7 @@ GARBAGE: list[tuple[str, dict[Any, Any], str]] = [  # name, fields, what the err
     ("not served", {"job": json.dumps({"inputs": "a", "parameters": {"adapter_id": "a"}})}, "`adapter_id`"),
     ("another model", {"job": json.dumps({"inputs": "a", "model": "gpt-4"})}, "gpt-4"),
     ("too large", {"job": json.dumps({"inputs": "a" * 3000})}, "larger than 2000 bytes"),
-    ("deep", {"job": '{"inputs":' + "[" * 500 + "]" * 500 + "}"}, "deep"),
+    ("deep", {"job": '{"inputs":' + "[" * 201 + "]" * 201 + "}"}, "more than 201 levels deep"),
     ("too deep", {"job": "[" * 1900}, "not JSON"),
     ("chat of nothing", {"job": json.dumps({"messages": []})}, "`messages`"),
     ("chat with a stream", {"job": json.dumps({**CHAT, "parameters": {"stream": True}})}, "`stream`"),

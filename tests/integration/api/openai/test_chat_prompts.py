@@ -1,5 +1,6 @@
 """Prompts of /v1/chat/completions: what the chat template makes of messages."""
 
+import json
 from typing import Any
 
 import pytest
@@ -117,3 +118,23 @@ async def test_a_model_without_a_template_refuses_chats(
     assert (error["param"], error["code"]) == ("messages", "template_error") and "no chat template" in error[
         "message"
     ]
+
+
+async def test_arguments_that_cannot_be_read_as_json_stay_a_text(broker: Broker) -> None:
+    """Half an emoji could not be written; a model that wrote it would end its conversation."""
+    async with answering(broker.url, Answer(ids("a"))) as (worker, _, client):
+        for arguments in ('{"a": "\\ud83d"}', '{"a": ' + "[" * 260 + "]" * 260 + "}"):
+            call = {"name": "f", "arguments": arguments}
+            chat = [
+                {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": call}]},
+                {"role": "tool", "tool_call_id": "a", "content": "b"},
+            ]
+            items = [
+                {"type": "function_call", "call_id": "a", **call},
+                {"type": "function_call_output", "call_id": "a", "output": "b"},
+            ]
+            for path in (CHAT_PATH, "/invocations", "/tokenize", "/chat_tokenize", "/v1/responses"):
+                body = {"input": items} if path == "/v1/responses" else {"messages": chat}
+                answer = await client.post(path, json=body)
+                assert answer.status_code == 200, (path, answer.text)
+            assert json.dumps(arguments)[1:-1] in TOKENIZER.decode(unpack_ids(worker.seen[-1].prompt_ids))

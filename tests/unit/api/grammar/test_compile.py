@@ -1,5 +1,6 @@
 """Grammars are compiled, or refused with the keyword at fault and its place."""
 
+import ctypes
 import json
 from typing import Any
 
@@ -7,13 +8,15 @@ import llguidance
 import pytest
 
 from api.errors import ApiError
-from api.grammar.check import BYTES, byte_tokenizer
+from api.grammar.apart import run_apart
+from api.grammar.check import byte_tokenizer
 from api.grammar.compile import (
     MAX_GRAMMAR_BYTES,
     MAX_SCHEMA_DEPTH,
     Grammar,
     compile_grammar,
 )
+from tests.support.deep_grammars import DEEP
 
 
 def schema(value: Any) -> Grammar:
@@ -64,13 +67,13 @@ REFUSED = {
     "the keyword `not` (at `#/$defs/a/not`) is not supported": schema(
         {"$defs": {"a": {"not": {}}}, "items": {"$ref": "#/$defs/a"}, "type": "array"}
     ),
-    "`f` cannot be compiled: it is not JSON: ": Grammar("json", "{", "f"),
+    "`f` cannot be compiled: it is not JSON that can be read: ": Grammar("json", "{", "f"),
     "a JSON schema is an object": schema([]),
     "no value satisfies the schema `false`": schema(False),
     "the keyword `oneOf` (first at `#/items/oneOf`) is supported only where no value can match two": schema(
         {"type": "array", "items": {"oneOf": [{"type": "number"}, {"type": "integer"}]}}
     ),
-    "its depth must be at most 64. Given: 201": schema(nested(100)),
+    "its depth must be at most 64. Given: 199": schema(nested(99)),
     "no value satisfies it: required property 'a' is unsatisfiable": schema(
         {"type": "object", "properties": {"a": False}, "required": ["a"]}
     ),
@@ -110,15 +113,43 @@ REFUSED = {
 }
 
 
+ENDLESS = [
+    Grammar("grammar", f"start: A\nA: {' & '.join(f'/.*a{i}.*/' for i in range(100))}", "f"),
+    schema({"allOf": [{"type": "string", "pattern": f"a{i}"} for i in range(100)]}),
+]
+
+
 @pytest.mark.parametrize("name", SERVED)
 async def test_a_grammar_is_compiled(name: str) -> None:
-    assert await compile_grammar(SERVED[name], BYTES)
+    assert await compile_grammar(SERVED[name])
+
+
+@pytest.mark.parametrize("name", DEEP)
+async def test_definitions_and_rules_that_lead_deep_are_compiled(name: str) -> None:
+    assert await compile_grammar(DEEP[name])
+
+
+async def test_a_grammar_that_ends_its_compiler_is_refused_and_the_next_is_compiled() -> None:
+    for _ in range(2):
+        with pytest.raises(
+            ApiError, match="`f` cannot be compiled: it takes more than 10 s, 1024 MiB"
+        ) as refusal:
+            await run_apart("f", ctypes.string_at, 0)
+        assert (refusal.value.status, refusal.value.param) == (422, "f")
+        assert await compile_grammar(Grammar("regex", f"a{id(refusal)}", "f"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grammar", ENDLESS)
+async def test_a_grammar_that_takes_time_or_memory_without_end_is_refused(grammar: Grammar) -> None:
+    with pytest.raises(ApiError, match="`f` cannot be compiled: it takes more than 10 s, 1024 MiB"):
+        await compile_grammar(grammar)
 
 
 @pytest.mark.parametrize("text", REFUSED)
 async def test_a_grammar_that_cannot_be_served_is_refused_with_the_reason(text: str) -> None:
     with pytest.raises(ApiError) as refusal:
-        await compile_grammar(REFUSED[text], BYTES)
+        await compile_grammar(REFUSED[text])
     assert text in str(refusal.value)
     assert (refusal.value.status, refusal.value.param) == (422, "f")
 
@@ -126,13 +157,13 @@ async def test_a_grammar_that_cannot_be_served_is_refused_with_the_reason(text: 
 @pytest.mark.parametrize("closed", [False, True])
 async def test_other_properties_are_allowed_unless_objects_are_closed(closed: bool) -> None:
     schema = {"properties": {"a": {"type": "object", "properties": {"b": {}}}}}
-    source = await compile_grammar(Grammar("json", json.dumps(schema), "f", closed=closed), BYTES)
+    source = await compile_grammar(Grammar("json", json.dumps(schema), "f", closed=closed))
     accepted = [accepts(source, text) for text in ('{"a": {"b": 1}}', '{"a": {"c": 1}}', '{"c": 1}')]
     assert accepted == [True, not closed, not closed]
 
 
 async def test_white_space_between_the_tokens_of_json_is_bounded() -> None:
-    source = await compile_grammar(schema({"type": "object"}), BYTES)
+    source = await compile_grammar(schema({"type": "object"}))
     spaces = {"": True, " ": True, "  ": False, "\t": False, "\n" + 32 * " ": True, "\n" + 33 * " ": False}
     spaces |= {"\n\n": False, " \n": False}
     for around in ('{%s"a": 1}', '{"a":%s1}', '{"a": [1,%s2]}', '{"a": {}%s}'):
@@ -156,5 +187,5 @@ LONG = {
 @pytest.mark.parametrize("name", LONG)
 async def test_a_refusal_repeats_the_beginning_of_a_grammar_alone(name: str) -> None:
     with pytest.raises(ApiError) as refusal:
-        await compile_grammar(LONG[name], BYTES)
+        await compile_grammar(LONG[name])
     assert len(str(refusal.value)) < 300

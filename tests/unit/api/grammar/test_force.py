@@ -14,7 +14,6 @@ from api.answers.call_formats import CALL_FORMATS, REASONING_FORMATS, ReasoningF
 from api.answers.scanner import Tool
 from api.answers.tagged_arguments import PAIR, PARAMETER
 from api.errors import ApiError
-from api.grammar.check import BYTES
 from api.grammar.compile import Grammar, compile_grammar
 from api.grammar.force import CallChoice, after_thinking, call_grammar
 from common import model_files
@@ -192,7 +191,7 @@ KINDS = [JSON, Grammar("regex", r'\{"a":null\}', "f"), Grammar("choice", '["{\\"
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.kind)
 def test_structured_output_begins_after_thinking(kind: Grammar) -> None:
-    source = asyncio.run(compile_grammar(kind, BYTES))
+    source = asyncio.run(compile_grammar(kind))
     within = after_thinking(source, QWEN, "<think>\n", {})
     assert accepts(within, 'Maybe {x}.</think>\n{"a":null}')
     assert not accepts(within, "Maybe.</think>\nno")
@@ -202,7 +201,7 @@ def test_structured_output_begins_after_thinking(kind: Grammar) -> None:
 
 
 def test_special_marks_of_thinking_are_tokens() -> None:
-    source = asyncio.run(compile_grammar(JSON, BYTES))
+    source = asyncio.run(compile_grammar(JSON))
     ids = special_ids("<think>", "</think>")
     text = Walker(DIRECTORY, ids).walk(after_thinking(source, QWEN, "<think>\n", ids), 0)
     answer = Reading(reasoning=QWEN, prompt="<think>\n").read(text)
@@ -210,7 +209,7 @@ def test_special_marks_of_thinking_are_tokens() -> None:
 
 
 def test_in_harmony_structured_output_is_the_final_message() -> None:
-    source = asyncio.run(compile_grammar(JSON, BYTES))
+    source = asyncio.run(compile_grammar(JSON))
     form = CALL_FORMATS["openai"]
     ids = special_ids(*form.marks)
     for seed in range(2):

@@ -114,7 +114,7 @@ def test_vllms_structured_outputs_become_grammars(value: dict[str, Any], kind: s
             "structural_tag. Given: 0",
         ),
         ({"json": {}, "regex": "a"}, "Given: 2"),
-        ({"structural_tag": "x"}, "`structured_outputs.structural_tag` is not JSON"),
+        ({"structural_tag": "x"}, "`structured_outputs.structural_tag` is not JSON that can be read: "),
         ({"choice": []}, "`structured_outputs.choice` must be a list of texts that are not empty"),
         ({"choice": ["a", 1]}, "`structured_outputs.choice` must be a list"),
         ({"regex": ""}, "`structured_outputs.regex` must be a text that is not empty"),
