@@ -13,15 +13,15 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (15_884, 29_656),
+    "api": (16_006, 29_858),
     "batcher": (2_999, 5_152),
-    "gpu_worker": (13_508, 25_770),
+    "gpu_worker": (13_512, 25_781),
     "common": (5_599, 11_652),
     "deploy": (3_619, 6_393),
-    "tests": (47_697, 81_748),
+    "tests": (47_779, 81_897),
     "benchmarks": (2_474, 4_199),
 }
-MOST_WORDS_OF_DOCS = 54_890
+MOST_WORDS_OF_DOCS = 54_960
 SLACK = 0.01
 
 
