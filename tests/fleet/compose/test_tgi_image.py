@@ -67,7 +67,7 @@ def test_the_line_of_tgi_s_readme_serves(image: str, data: Path) -> None:
         answer = httpx.post(f"{url}/generate", json=PROMPT, timeout=60).json()
         assert answer["generated_text"] == " of the way the human"
         assert httpx.get(f"{url}/info").json()["max_concurrent_requests"] == 7
-        for command in ("launcher", "router", "server", "benchmark"):
+        for command in ("launcher", "router", "server"):
             shown = run(["docker", "exec", name, f"text-generation-{command}", "--help"])
             assert (shown.returncode, shown.stdout[:6]) == (0, "usage:"), command
         stopped = run(["docker", "stop", "-t", "60", name])
