@@ -55,10 +55,8 @@ async def test_every_route_that_takes_an_idempotency_key_describes_it_and_its_co
         document = (await client.get("/api-doc/openapi.json")).json()
     posts = {path: methods["post"] for path, methods in document["paths"].items() if "post" in methods}
     taking = {path for path, operation in posts.items() if takes_key(operation)}
-    assert taking == {path for path, operation in posts.items() if "x-priority" in headers_of(operation)} - {
-        "/requests/{request_id}/replay"
-    }
-    assert {"/generate", "/v1/responses", "/v1/messages", "/v1/embeddings", "/rerank", "/vertex"} <= taking
+    assert taking == {path for path, operation in posts.items() if "x-priority" in headers_of(operation)}
+    assert {"/generate", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/rerank", "/vertex"} <= taking
     assert not {"/tokenize", "/v1/batches"} & taking
     for path in taking:
         shape = posts[path]["responses"]["503"]["content"]
