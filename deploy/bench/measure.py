@@ -183,6 +183,7 @@ class Figures:
     """The figures of all rounds with one load. None: not known, because too many waits were cut off.
 
     Attributes:
+        spread: the largest tokens/s of a round less the smallest, by the mean; 0 for a single round.
         first_p50_s, first_p99_s: from the request to the first frame with tokens.
         gap_p50_s, gap_p99_s: between two frames of one answer.
         tokens_per_frame: 1 if every token has a frame of its own.
@@ -191,6 +192,7 @@ class Figures:
     """
 
     tokens_per_s: float
+    spread: float
     first_p50_s: float | None
     first_p99_s: float | None
     gap_p50_s: float | None
@@ -232,8 +234,10 @@ def figures(rounds: Sequence[Round]) -> Figures:
     firsts = [answer.times_s[0] - answer.sent_s for answer in answers if answer.times_s]
     gaps = [later - sooner for answer in answers for sooner, later in pairwise(answer.times_s)]
     first_cut, gap_cut = cut_off(rounds)
+    speeds = [sum(len(it.times_s) for it in one.answers) / (one.ended_s - one.begun_s) for one in rounds]
     return Figures(
         tokens_per_s=num_frames * per_frame / seconds if seconds > 0 else 0.0,
+        spread=(max(speeds) - min(speeds)) / (sum(speeds) / len(speeds)) if any(speeds) else 0.0,
         first_p50_s=quantile(firsts, first_cut, 0.5),
         first_p99_s=quantile(firsts, first_cut, 0.99),
         gap_p50_s=quantile(gaps, gap_cut, 0.5),

@@ -22,6 +22,8 @@ from deploy.cli.client import blocks
 WIDE, MEDIUM = 96, 70
 MAX_BAR_CELLS = 40
 BUSY_CORES = 0.7
+NOISE = 0.05
+"""Rounds with one load that differ by more are worth a warning."""
 COLORS = ("cyan", "magenta")
 SAME_RATIO = 0.02
 """A ratio this near to 1 is not coloured."""
@@ -203,6 +205,11 @@ def notes(result: Comparison) -> list[str]:
                 f"{server.name} cannot be told to go on after the end of a sequence: "
                 "its answers may be shorter"
             )
+    if (noise := max(it.spread for it in result.figures.values())) > NOISE:
+        found.append(
+            f"tokens/s of two rounds with one load differ by up to {noise:.0%}, and smaller differences say "
+            "nothing: end what else runs on the machine, or measure for longer"
+        )
     if len({server.model for server in result.servers}) > 1:
         found.append("the names of the models differ: make sure that they are the same")
     if result.client_cores > BUSY_CORES:

@@ -17,11 +17,11 @@ MOST = {  # statements, lines
     "batcher": (2_999, 5_152),
     "gpu_worker": (13_512, 25_781),
     "common": (5_599, 11_652),
-    "deploy": (3_619, 6_393),
-    "tests": (47_779, 81_897),
+    "deploy": (3_624, 6_404),
+    "tests": (47_779, 81_894),
     "benchmarks": (2_474, 4_199),
 }
-MOST_WORDS_OF_DOCS = 54_960
+MOST_WORDS_OF_DOCS = 54_959
 SLACK = 0.01
 
 

@@ -139,6 +139,7 @@ NOT_ASKED = {
     "one Redis password": "docs/kubernetes.md says so",
     "Redis Cluster": "tests/fleet and tests/unit/common/broker ask a node",
     "the image for CUDA": "it needs a GPU",
+    "what never ran on a GPU": "it needs a GPU",
     "the tokens of a row that are checked in one step": "it is slower, not refused",
     "whose heads FlashInfer does not serve": "it needs a GPU",
     "latents of other sizes": "it needs a GPU",

@@ -37,7 +37,7 @@ from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import EOS
 from tests.support.fleet.scripted_worker import Answer as Answered
 from tests.support.machine.ports import free_port
-from tests.support.other_servers import FLEET, WORDS, running
+from tests.support.other_servers import FLEET, running
 from tests.support.tokenizer import ids
 
 KINDS = {
@@ -99,9 +99,11 @@ def test_figures_of_a_round_count_unfinished_and_failed_answers() -> None:
 
 def test_figures_of_a_server_that_never_answers() -> None:
     it = figures([Round(0.0, 5.0, [TimedAnswer(0.0)])])
-    assert it == Figures(0.0, None, None, None, None, 1.0, 0, 0, "")
+    assert it == Figures(0.0, 0.0, None, None, None, None, 1.0, 0, 0, "")
     ended_at_once = TimedAnswer(0.0, [], 1.0, num_tokens=1)
     assert figures([Round(0.0, 5.0, [ended_at_once])]).num_answers == 1
+    rounds = [Round(0.0, 1.0, [TimedAnswer(0.0, [0.5] * num_tokens)]) for num_tokens in (8, 12)]
+    assert figures(rounds).spread == pytest.approx(0.4)
 
 
 def test_both_servers_are_driven_in_alternation_and_in_time() -> None:
@@ -259,10 +261,10 @@ RESULT = report.Comparison(
     plan=load.LoadPlan(60, [1, 32], 128, 64),
     path=GENERATE,
     figures={
-        (1, 0): Figures(100.0, 0.1, 0.2, 0.01, 0.02, 1.0, 5, 0, ""),
-        (1, 1): Figures(50.0, 0.2, 0.2, 0.02, 0.02, 1.0, 3, 0, ""),
-        (32, 0): Figures(900.0, 0.4, None, 0.03, 0.05, 1.5, 50, 0, ""),
-        (32, 1): Figures(0.0, None, None, None, None, 1.0, 0, 7, "out of memory"),
+        (1, 0): Figures(100.0, 0.01, 0.1, 0.2, 0.01, 0.02, 1.0, 5, 0, ""),
+        (1, 1): Figures(50.0, 0.23, 0.2, 0.2, 0.02, 0.02, 1.0, 3, 0, ""),
+        (32, 0): Figures(900.0, 0.0, 0.4, None, 0.03, 0.05, 1.5, 50, 0, ""),
+        (32, 1): Figures(0.0, 0.0, None, None, None, None, 1.0, 0, 7, "out of memory"),
     },
     prompt_tokens=127,
     client_cores=0.9,
@@ -286,7 +288,8 @@ def test_notes_warn_of_what_distorts_the_figures() -> None:
         "TGI 3.3.7: 7 requests failed; the first: out of memory",
         "several tokens in one frame",
         "cannot be told",
-        "differ",
+        "two rounds with one load differ by up to 23%",
+        "the names of the models differ",
         "90% of a core",
     ):
         assert words in notes
@@ -310,7 +313,3 @@ def test_a_picture_without_the_extra_is_refused(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(SettingError, match=r"--svg: needs matplotlib: pip install 'tokenfleet\[bench\]'"):
         main(["--svg", str(tmp_path / "figures.svg")])
-
-
-def test_the_words_of_the_fake_servers_are_no_json_lines() -> None:
-    assert "\u2028" in "".join(WORDS), "or no test sees a line cut in two"
