@@ -18,7 +18,7 @@ MOST = {  # statements, lines
     "gpu_worker": (13_512, 25_781),
     "common": (5_599, 11_652),
     "deploy": (3_624, 6_404),
-    "tests": (47_779, 81_894),
+    "tests": (47_781, 81_896),
     "benchmarks": (2_474, 4_199),
 }
 MOST_WORDS_OF_DOCS = 54_959

@@ -15,6 +15,7 @@ import os
 import runpy
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
@@ -98,6 +99,7 @@ def become(start: Start, sock: socket.socket, files: Sequence[int]) -> NoReturn:
     open_streams()
     os.environ.clear()
     os.environ.update(start.environ)
+    tempfile.tempdir = None  # that of TMPDIR, and not what this server has found
     sys.argv[1:] = start.arguments
     if start.module in STARTS_OTHERS:
         start_server()
