@@ -15,10 +15,10 @@ from tests.support.source_tree import ROOT, parse
 MOST = {  # statements, lines
     "api": (16_006, 29_858),
     "batcher": (2_999, 5_152),
-    "gpu_worker": (13_512, 25_781),
+    "gpu_worker": (13_515, 25_787),
     "common": (5_599, 11_652),
     "deploy": (3_624, 6_404),
-    "tests": (47_781, 81_896),
+    "tests": (47_793, 81_912),
     "benchmarks": (2_474, 4_199),
 }
 MOST_WORDS_OF_DOCS = 54_959

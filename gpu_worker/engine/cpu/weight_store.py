@@ -95,11 +95,17 @@ class WeightStore:
         return None
 
     def is_equal(self, offset: int, address: int, num_bytes: int) -> bool:
-        with mmap.mmap(self.handle, num_bytes, prot=mmap.PROT_READ, offset=offset) as segment:
-            there = np.frombuffer(segment, np.uint8)
-            equal = int(C.memcmp(there.ctypes.data, address, num_bytes)) == 0
-            del there  # else the mapping could not be closed
-        return equal
+        """Whether a segment has the bytes of the memory. It is read, not mapped: Python's mmap has a copy of
+        the handle, and closing any handle of a file ends the process's lock on it.
+        """
+        part = np.empty(min(num_bytes, WRITE_BYTES), np.uint8)
+        for start in range(0, num_bytes, WRITE_BYTES):
+            there = part[: num_bytes - start]
+            if os.preadv(self.handle, [memoryview(there)], offset + start) < len(there):
+                return False
+            if C.memcmp(there.ctypes.data, address + start, len(there)):
+                return False
+        return True
 
     def add(self, address: int, num_bytes: int) -> int:
         """Append the memory as a segment. Return its offset."""

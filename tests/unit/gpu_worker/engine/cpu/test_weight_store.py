@@ -3,6 +3,7 @@ half written.
 """
 
 import ctypes
+import fcntl
 import os
 import signal
 import sys
@@ -51,6 +52,21 @@ def store() -> Iterator[WeightStore]:
         pytest.skip("shared memory has no large pages here")
     yield store
     os.close(handle)
+
+
+def test_the_store_stays_locked_while_a_segment_is_compared(store: WeightStore) -> None:
+    """Without the lock two engines would write at the same place, and compute with each other's weights."""
+    memory = PrivateMemory(b"ab")
+    store.share(memory.address, NUM_BYTES)
+    with store.locked():
+        assert store.find(memory.address, NUM_BYTES) is not None
+        if (child := os.fork()) == 0:
+            try:
+                fcntl.lockf(store.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
 
 
 def test_equal_bytes_are_there_once(store: WeightStore) -> None:
