@@ -101,7 +101,7 @@ class WeightStore:
         part = np.empty(min(num_bytes, WRITE_BYTES), np.uint8)
         for start in range(0, num_bytes, WRITE_BYTES):
             there = part[: num_bytes - start]
-            if os.preadv(self.handle, [memoryview(there)], offset + start) < len(there):
+            if os.preadv(self.handle, [there.data], offset + start) < len(there):
                 return False
             if C.memcmp(there.ctypes.data, address + start, len(there)):
                 return False
