@@ -18,7 +18,7 @@ from common.messages.codec import WireError, decode
 from common.messages.events import FINISHED, Timeline, TimelineEvent
 from common.messages.request import Generate
 from common.traces import tracing
-from common.traces.tracing import NS_PER_MS, SpanEvent, TraceSpan, Value, derive_span, ids_of
+from common.traces.span import NS_PER_MS, SpanEvent, TraceSpan, Value, derive_span, ids_of
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from api.http.middleware import asks_for_tokens
 from common.messages.answer import AnswerTrace, HttpAnswer
 from common.process.logs import TRACEPARENT
 from common.traces import tracing
-from common.traces.tracing import (
+from common.traces.span import (
     Attributes,
     Kind,
     SpanEvent,

@@ -13,7 +13,7 @@ from api.streams.stream import Stream
 from common.messages.answer import HttpAnswer
 from common.messages.request import Generate
 from common.traces import tracing
-from common.traces.tracing import TraceSpan, Value, derive_span, ids_of
+from common.traces.span import TraceSpan, Value, derive_span, ids_of
 
 PROVIDER = "tokenfleet"
 CHATS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")

@@ -11,7 +11,7 @@ from common.messages.events import TimelineEvent
 from common.messages.records import pack_ids
 from common.messages.request import Generate, StoppingParams
 from common.traces import tracing
-from common.traces.tracing import TraceSpan, ids_of, span_name
+from common.traces.span import TraceSpan, ids_of, span_name
 from tests.unit.batcher.test_timeline import NOW_MS, sequence
 
 KEYS = Keys("default")
