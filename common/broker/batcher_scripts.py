@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from common.broker.heartbeat import ProcessBeat
 from common.broker.keys import STREAMS_TTL_MS, TOKENS_TTL_MS, Keys, request_keys
 from common.broker.lua import Args, Fields, ScriptCall, call_script, decode_all, in_pairs
 from common.messages.codec import encode
-from common.messages.directory import PoolEntry
 from common.messages.events import Terminal, kept_records
 from common.messages.plan import Plan
 
@@ -154,25 +154,6 @@ def save_committed(keys: Keys, *, own_epoch: int, requests: Sequence[SavedReques
     )
 
 
-class ProcessBeat(NamedTuple):
-    """The heartbeat of a process that is no worker."""
-
-    kind: str
-    name: str
-    ttl_ms: int
-    fields: Fields
-
-    @property
-    def args(self) -> Args:
-        return {"member": f"{self.kind}:{self.name}", "ttl_ms": self.ttl_ms}
-
-
-def heartbeat(keys: Keys, beat: ProcessBeat) -> ScriptCall[None]:
-    """Write the heartbeat of a process that is no worker."""
-    owner, fields = (beat.kind, beat.name), in_pairs(beat.fields)
-    return call_script("heartbeat", lambda _: None, keys, *owner, args=beat.args, more_args=fields)
-
-
 def publish_state(
     keys: Keys, beat: ProcessBeat, *, oldest: str, state_ttl_ms: int, counts: Fields
 ) -> ScriptCall[None]:
@@ -196,21 +177,3 @@ def publish_state(
         args=args,
         more_args=[*in_pairs(counts), *in_pairs(beat.fields)],
     )
-
-
-def publish_pool(keys: Keys, entry: PoolEntry, *, silent_s: float, ttl_s: int) -> ScriptCall[str]:
-    """Write a pool's entry to the directory. The reply is the address of another broker that has a pool of
-    this name; empty if there is none.
-
-    Args:
-        silent_s: time after which a pool that says nothing has no right to its name any more.
-        ttl_s: time after which it leaves the directory.
-    """
-    args: Args = {
-        "pool": keys.pool,
-        "entry": encode(entry),
-        "address": entry.address,
-        "silent_s": silent_s,
-        "ttl_s": ttl_s,
-    }
-    return call_script("publish_pool", bytes.decode, keys, args=args)

@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 from redis.asyncio import Redis
 
-from common.broker import batcher_scripts
 from common.broker.client import connect_setting
 from common.broker.keys import LEASE_S, MODEL_SHARES, POOL_ENTRIES, POOLS, Keys
-from common.broker.lua import run_script
+from common.broker.lua import Args, ScriptCall, call_script, run_script
 from common.messages.codec import WireError, decode, encode
 from common.messages.directory import ModelShares, PoolEntry
 from common.settings.settings import Settings
@@ -64,7 +63,7 @@ class DirectoryClient:
         """Write a pool's entry. Returns the address of another broker that has a pool of this name, and then
         writes nothing; empty otherwise.
         """
-        call = batcher_scripts.publish_pool(Keys(pool), entry, silent_s=SILENT_S, ttl_s=TTL_S)
+        call = publish_pool(Keys(pool), entry, silent_s=SILENT_S, ttl_s=TTL_S)
         return await run_script(self.redis, call)
 
     async def read(self) -> DirectoryContent:
@@ -87,6 +86,24 @@ class DirectoryClient:
             await self.redis.hset(MODEL_SHARES, mapping={model: shares})  # type: ignore[misc]
         else:
             await self.redis.hdel(MODEL_SHARES, model)  # type: ignore[misc]
+
+
+def publish_pool(keys: Keys, entry: PoolEntry, *, silent_s: float, ttl_s: int) -> ScriptCall[str]:
+    """Write a pool's entry to the directory. The reply is the address of another broker that has a pool of
+    this name; empty if there is none.
+
+    Args:
+        silent_s: time after which a pool that says nothing has no right to its name any more.
+        ttl_s: time after which it leaves the directory.
+    """
+    args: Args = {
+        "pool": keys.pool,
+        "entry": encode(entry),
+        "address": entry.address,
+        "silent_s": silent_s,
+        "ttl_s": ttl_s,
+    }
+    return call_script("publish_pool", bytes.decode, keys, args=args)
 
 
 def read_pools(ages_s: Mapping[str, float], entries: Mapping[bytes, bytes]) -> dict[str, KnownPool]:

@@ -11,9 +11,9 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable
 
-from common.broker import batcher_scripts
-from common.broker.batcher_scripts import ProcessBeat
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error
+from common.broker.keys import Keys
+from common.broker.lua import Args, Fields, ScriptCall, call_script, in_pairs
 from common.broker.outage import OUTAGE
 from common.broker.pool_client import PoolClient
 from common.messages.wire_version import WIRE_VERSION
@@ -24,6 +24,25 @@ log = logging.getLogger(__name__)
 REMOVE_TIMEOUT_S = 1.0
 
 HeartbeatFields = dict[str, str | int]
+
+
+class ProcessBeat(NamedTuple):
+    """The heartbeat of a process that is no worker."""
+
+    kind: str
+    name: str
+    ttl_ms: int
+    fields: Fields
+
+    @property
+    def args(self) -> Args:
+        return {"member": f"{self.kind}:{self.name}", "ttl_ms": self.ttl_ms}
+
+
+def heartbeat(keys: Keys, beat: ProcessBeat) -> ScriptCall[None]:
+    """Write the heartbeat of a process that is no worker."""
+    owner, fields = (beat.kind, beat.name), in_pairs(beat.fields)
+    return call_script("heartbeat", lambda _: None, keys, *owner, args=beat.args, more_args=fields)
 
 
 def process_fields() -> HeartbeatFields:
@@ -45,7 +64,7 @@ class Heartbeat:
         return ProcessBeat(self.kind, self.name, self.ttl_ms, process_fields() | fields)
 
     async def send(self, **fields: str | int) -> None:
-        await self.pool.run(batcher_scripts.heartbeat(self.pool.keys, self.beat(**fields)))
+        await self.pool.run(heartbeat(self.pool.keys, self.beat(**fields)))
 
     async def send_forever(self, every_s: float, fields: Callable[[], HeartbeatFields]) -> None:
         """Never returns: errors of the broker are logged, and the next heartbeat is sent all the same."""

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from redis.asyncio import Redis
 
-from common.broker import request_scripts
 from common.broker.client import broker_url, connect
 from common.broker.clock import BrokerClock
 from common.broker.keys import Keys
@@ -97,10 +96,3 @@ class PoolClient:
         found = await self.redis.zrange(self.keys.processes, 0, -1, withscores=True)
         members = [(*member.decode().partition(":"), at_ms) for member, at_ms in found]
         return {name: at_ms for its_kind, _, name, at_ms in members if its_kind == kind}
-
-
-async def cancel_request(pool: PoolClient, request_id: str, reader: int | None = None) -> bool:
-    """Cancel a request; with `reader`, only if that is its reader. Return False if it has ended, is not known
-    or has another reader.
-    """
-    return await pool.run(request_scripts.cancel(pool.keys, request_id, reader=reader))

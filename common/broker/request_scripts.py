@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from common.api_keys import ApiKey
 from common.broker.keys import TOKENS_TTL_MS, Keys, request_keys
 from common.broker.lua import Args, ScriptCall, call_script, decode_all
+from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.request import Cancel, Generate, Resume
 
@@ -199,6 +200,13 @@ def cancel(keys: Keys, request_id: str, *, reader: int | None) -> ScriptCall[boo
     """
     payload, number = encode(Cancel(request_id, "client")), "" if reader is None else reader
     return call_script("cancel", bool, keys, request_id, args={"payload": payload, "reader": number})
+
+
+async def cancel_request(pool: PoolClient, request_id: str, reader: int | None = None) -> bool:
+    """Cancel a request; with `reader`, only if that is its reader. Return False if it has ended, is not known
+    or has another reader.
+    """
+    return await pool.run(cancel(pool.keys, request_id, reader=reader))
 
 
 class AttachReply(NamedTuple):
