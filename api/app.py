@@ -64,9 +64,9 @@ from api.tgi.routes_clouds import router as platforms
 from api.tgi.routes_generate import info_router as info
 from api.tgi.routes_generate import router as generate
 from api.tgi.routes_tokenize import router as tokenize
-from common.metrics.aggregate import publishing_metrics
+from common import tracing
+from common.metrics.exposition import publishing_metrics
 from common.settings.settings import Settings
-from common.traces import tracing
 
 ROUTERS = (
     generate,

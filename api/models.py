@@ -12,7 +12,7 @@ from api.anthropic.response_schemas import ModelInfo, ModelInfoPage
 from api.http.openapi import OPENAI
 from api.openai.response_schemas import ERROR_RESPONSES, Model, ModelList
 from api.requests.on_pool import pools_of
-from common.messages.adapters import PoolAdapter
+from common.adapters import PoolAdapter
 
 router = APIRouter(tags=[OPENAI])
 NO_CATALOGUE: list[Any] = []

@@ -21,12 +21,12 @@ from api.http.protocol import UNREADABLE, HttpProtocol, InheritedConnection
 from api.lifecycle import Gateway
 from api.prompts.tokenizer import ModelTokenizer
 from api.requests.pool import load_tokenizer
+from common import tracing
 from common.messages.kept_answer import WHOLE_FLEET_VARIABLE
-from common.process import logs, parent_death
-from common.process.preload import PRELOAD_FLAG, wait_for_place
+from common.process import launch, logs
+from common.process.launch import PRELOAD_FLAG, wait_for_place
+from common.process.startup import configure_process, exit_when_unservable, start_process
 from common.settings.settings import SettingError, Settings
-from common.startup import configure_process, exit_when_unservable, start_process
-from common.traces import tracing
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def main() -> None:
 
 def preload() -> ModelTokenizer:
     """Load the tokenizer, and return it when this process has a place in the fleet. Raises SettingError."""
-    parent_death.die_with_parent()
+    launch.die_with_parent()
     settings = Settings.read([])
     logs.set_up(PRELOADED, settings.log_level, settings.json_output)
     tokenizer = load_tokenizer(settings)

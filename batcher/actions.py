@@ -14,8 +14,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from common.broker.client import ERRORS
-from common.broker.fast_client import FastConnection
+from common.broker.client import ERRORS, FastConnection
 from common.broker.lua import ScriptCall, load_script
 
 MAX_CALLS = 64

@@ -9,15 +9,10 @@ from collections.abc import Collection, Iterable, Iterator
 
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
-from common.adapters.registry import (
-    AdapterChangeError,
-    AdapterRegistry,
-    change_registry,
-    read_newer,
-)
+from common.adapter_registry import AdapterChangeError, AdapterRegistry, change_registry, read_newer
+from common.adapters import LEAVING, LOADING, READY
 from common.broker.keys import ADAPTERS_TTL_MS
 from common.broker.pool_client import PoolClient
-from common.messages.adapters import LEAVING, LOADING, READY
 
 log = logging.getLogger(__name__)
 

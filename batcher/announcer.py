@@ -11,12 +11,10 @@ from batcher.adapters import AdapterKeeper
 from batcher.lease import Lease
 from batcher.scheduling.replica import Replica
 from batcher.scheduling.scheduler import Scheduler
-from common.broker.addresses import address_of
 from common.broker.client import CONNECT_TIMEOUT_S, FailureLog, broker_url
-from common.broker.directory import DirectoryClient
+from common.broker.directory import DirectoryClient, PoolEntry, address_of
 from common.broker.keys import SLEEPER, STARTING
 from common.broker.pool_client import PoolClient
-from common.messages.directory import PoolEntry
 from common.process.event_loop import until_beat
 from common.settings.settings import Settings
 

@@ -15,10 +15,10 @@ from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from batcher.timeline import TimelineWriter
 from batcher.worker_registry import WorkerRegistry
+from common.adapters import AdapterLoad, adapter_name
 from common.broker import batcher_scripts
 from common.broker.heartbeat import Heartbeat
 from common.broker.pool_client import PoolClient
-from common.messages.adapters import AdapterLoad, adapter_name
 from common.messages.codec import encode
 from common.messages.events import REPEAT_S, SILENT_S, ChannelSequences
 from common.messages.request import SERVICE_CLASSES

@@ -19,8 +19,7 @@ from redis.asyncio import Redis
 
 from batcher.lease import LeaseLost, WritesLost
 from batcher.scheduling.sequence import Sequence
-from common.broker.client import ERRORS
-from common.broker.fast_client import FastConnection
+from common.broker.client import ERRORS, FastConnection
 from common.broker.keys import parse_stream_id
 from common.messages.codec import WireError, decode
 from common.messages.plan import Report

@@ -17,8 +17,8 @@ from common.broker.batcher_scripts import LeaseReply
 from common.broker.client import ERRORS, FailureLog, describe_error
 from common.broker.pool_client import PoolClient
 from common.process.event_loop import until_beat
+from common.process.startup import READY
 from common.settings.settings import Settings
-from common.startup import READY
 
 log = logging.getLogger(__name__)
 

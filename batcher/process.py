@@ -12,15 +12,15 @@ from batcher.announcer import PoolAnnouncer
 from batcher.lease import Lease, LeaseLost, WritesLost, wait_until_unneeded
 from batcher.loop import Batcher
 from batcher.scheduling.scheduler import Scheduler
+from common import tracing
 from common.broker.directory import DirectoryClient
 from common.broker.heartbeat import Heartbeat
 from common.broker.keys import LEASE_S
 from common.broker.pool_client import PoolClient
-from common.metrics.aggregate import publishing_metrics
+from common.metrics.exposition import publishing_metrics
 from common.process.event_loop import collect_garbage, run_until_one_ends
+from common.process.startup import configure_process, exit_when_unservable, start_process
 from common.settings.settings import Settings
-from common.startup import configure_process, exit_when_unservable, start_process
-from common.traces import tracing
 
 log = logging.getLogger(__name__)
 

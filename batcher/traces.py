@@ -10,6 +10,7 @@ from collections.abc import Sequence as Items
 from dataclasses import replace
 
 from batcher.scheduling.sequence import Sequence
+from common import tracing
 from common.broker.client import ERRORS, describe_error
 from common.broker.committed import Committed
 from common.broker.keys import parse_stream_id
@@ -17,8 +18,7 @@ from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
 from common.messages.events import FINISHED, Timeline, TimelineEvent
 from common.messages.request import Generate
-from common.traces import tracing
-from common.traces.span import NS_PER_MS, SpanEvent, TraceSpan, Value, derive_span, ids_of
+from common.tracing import NS_PER_MS, SpanEvent, TraceSpan, Value, derive_span, ids_of
 
 log = logging.getLogger(__name__)
 

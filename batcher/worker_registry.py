@@ -13,12 +13,12 @@ from batcher.scheduling.plan_builder import PendingPlan
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from batcher.scheduling.silence import LOST_S, SILENT_S, Silence
+from common.adapters import HeldAdapters
 from common.broker import batcher_scripts, worker_scripts
 from common.broker.batcher_scripts import PlanReply, StartedRow
 from common.broker.keys import Keys
 from common.broker.lua import ScriptCall
 from common.broker.pool_client import PoolClient
-from common.messages.adapters import HeldAdapters
 from common.messages.codec import WireError, decode
 from common.messages.plan import Plan, Report, WorkerCapacity
 from common.process.logs import first_incarnation, plural

@@ -1,11 +1,37 @@
-"""API keys: who may ask, for which tenant, and how much."""
+"""API keys: who may ask, for which tenant, and how much; what people may say of a key; and the records of
+keys in Redis, which `tokenfleet keys` and the admin routes change and gateways watch.
+
+Records are in one hash, key id → record, beside the field `version`, which changes with each of them.
+"""
 
 import hashlib
+import logging
 import secrets
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from datetime import UTC, date, datetime
+from datetime import time as day_time
+from typing import Annotated, Any, Literal, NamedTuple
 
-from common.messages.codec import wire_field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from common.broker.keys import Keys
+from common.broker.lua import Args, ScriptCall, call_script
+from common.broker.pool_client import PoolClient
+from common.ids import KEY_ID, TENANT
+from common.messages.codec import WireError, decode, encode, wire_field
+from common.settings.settings import MAX_WEIGHT, MIN_WEIGHT
+from common.settings.types import MAX_NUMBER
+from common.webhook_secret import key_of_secret
 
 STATIC_KEY_ID = "api_key"
 """Public name of the key in API_KEY, where there are other keys as well."""
@@ -79,3 +105,184 @@ def new_key() -> str:
 
 def new_key_id() -> str:
     return f"key_{secrets.token_hex(6)}"
+
+
+Limit = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
+Names = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=256)]
+LATEST_S = 32_503_680_000
+"""The year 3000."""
+
+
+def to_unix_s(value: Any) -> Any:
+    """Unix time of a date or a time in ISO 8601, which is UTC if it names no zone."""
+    if isinstance(value, str):
+        try:
+            value = datetime.fromisoformat(value)
+        except ValueError as error:
+            raise PydanticCustomError("date", "{why}", {"why": "must be a date, as 2027-01-31"}) from error
+    if isinstance(value, date) and not isinstance(value, datetime):
+        value = datetime.combine(value, day_time())
+    if isinstance(value, datetime):
+        return int((value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp())
+    return value
+
+
+class KeyFields(BaseModel):
+    """The fields of a key that people choose, as in `ApiKey`. 0 is no limit."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str = Field(default="", max_length=128)
+    tenant: str = Field(default="", pattern=f"^({TENANT.pattern})?$")
+    service_class: Literal["", "interactive", "standard", "batch"] = ""
+    weight: float = Field(default=1.0, ge=MIN_WEIGHT, le=MAX_WEIGHT)
+    max_concurrent: Limit = 0
+    requests_per_minute: Limit = 0
+    tokens_per_minute: Limit = 0
+    budget_tokens: Limit = 0
+    models: Names = []
+    adapters: Names = []
+    expires_at: Annotated[int, BeforeValidator(to_unix_s), Field(ge=0, le=LATEST_S)] = 0
+    admin: bool = False
+    webhook: str = Field(default="", max_length=2048, pattern=r"^(https?://[\x21-\x7e]+)?$")
+    webhook_secret: str = ""
+
+    @field_validator("webhook_secret")
+    @classmethod
+    def check_secret(cls, secret: str) -> str:
+        if secret:
+            key_of_secret(secret)
+        return secret
+
+    @model_validator(mode="after")
+    def check_webhook(self) -> "KeyFields":
+        if bool(self.webhook) != bool(self.webhook_secret):
+            raise ValueError("`webhook` and `webhook_secret` need each other")
+        return self
+
+    def to_key(self, key_id: str, digest: str, created_at: int = 0) -> ApiKey:
+        """The record of a key. A key without a tenant is a tenant of its own: no other sees its requests."""
+        fields = self.model_dump() | {"tenant": self.tenant or key_id}
+        return ApiKey(key_id=key_id, digest=digest, created_at=created_at, **fields)
+
+
+class FileKeyFields(KeyFields):
+    """A key in a file: its text, or its SHA-256."""
+
+    key_id: str = Field(pattern=f"^{KEY_ID.pattern}$")
+    key: str | None = Field(default=None, min_length=16, max_length=256, pattern="^[\\x21-\\x7e]+$")
+    digest: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
+
+
+def read_fields(given: dict[str, Any]) -> KeyFields:
+    """Raises ValueError that names the field at fault."""
+    try:
+        return KeyFields.model_validate(given)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise ValueError(f"`{'.'.join(map(str, problem['loc']))}`: {problem['msg']}") from error
+
+
+log = logging.getLogger(__name__)
+
+VERSION = b"version"
+MAX_KEYS = 10_000
+FORGOTTEN_S = 90 * 86_400
+"""A key that was revoked, or has expired, is listed for this time, and then until another is added."""
+
+
+class KeyChangeError(Exception):
+    """A change that is refused. `str()` is the one line that a person sees. `is_unknown`: there is no such
+    key.
+    """
+
+    def __init__(self, text: str, is_unknown: bool = False) -> None:
+        super().__init__(text)
+        self.is_unknown = is_unknown
+
+
+class IssuedKey(NamedTuple):
+    """A key and its record. The text is nowhere else."""
+
+    text: str
+    record: ApiKey
+
+
+async def read_version(client: PoolClient) -> bytes | None:
+    """The version of all keys; None while there is none."""
+    version: bytes | None = await client.redis.hget(client.keys.api_keys, VERSION.decode())  # type: ignore[misc]
+    return version
+
+
+async def read_keys(client: PoolClient) -> dict[str, ApiKey]:
+    """All keys, by id, the oldest first. A record that cannot be read is no key."""
+    found = await client.redis.hgetall(client.keys.api_keys)  # type: ignore[misc]
+    records = []
+    for name, data in found.items():
+        try:
+            records += [decode(ApiKey, data)] if name != VERSION else []
+        except WireError as error:  # another program wrote to the field
+            log.error("the API key %r cannot be read: %s", name, error)
+    return {one.key_id: one for one in sorted(records, key=lambda one: (one.created_at, one.key_id))}
+
+
+async def add_key(client: PoolClient, fields: KeyFields) -> IssuedKey:
+    """Raises KeyChangeError."""
+    text, now_s = new_key(), int(await client.read_time())
+    record = fields.to_key(new_key_id(), digest_of(text), created_at=now_s)
+    known = await read_keys(client)
+    old = [one.key_id for one in known.values() if is_forgotten(one, now_s)]
+    changed = await client.run(change_key(client.keys, record.key_id, b"", record, old))
+    if changed < 0:
+        raise KeyChangeError(f"there are {MAX_KEYS} keys, which is the most")
+    if not changed:
+        raise KeyChangeError(f"there is a key {record.key_id} already: try again")
+    return IssuedKey(text, record)
+
+
+def is_forgotten(key: ApiKey, now_s: float) -> bool:
+    ended_s = key.revoked or key.expires_at
+    return key.state(now_s) != "active" and ended_s + FORGOTTEN_S < now_s
+
+
+async def revoke_key(client: PoolClient, key_id: str) -> ApiKey:
+    """Revoke a key for ever; one that was revoked stays as it is. Raises KeyChangeError."""
+    data, key = await read_key(client, key_id)
+    if key.revoked:
+        return key
+    revoked = replace(key, revoked=int(await client.read_time()))
+    await write_key(client, data, revoked)
+    return revoked
+
+
+async def rotate_key(client: PoolClient, key_id: str) -> IssuedKey:
+    """Give a key another text; the old one counts no more. Raises KeyChangeError."""
+    data, key = await read_key(client, key_id)
+    if (state := key.state(await client.read_time())) != "active":
+        raise KeyChangeError(f"the key {key_id} is {state}: add another one")
+    text = new_key()
+    rotated = replace(key, digest=digest_of(text))
+    await write_key(client, data, rotated)
+    return IssuedKey(text, rotated)
+
+
+async def read_key(client: PoolClient, key_id: str) -> tuple[bytes, ApiKey]:
+    """A record as it stands, and decoded. Raises KeyChangeError."""
+    data = await client.redis.hget(client.keys.api_keys, key_id)  # type: ignore[misc]
+    if data is None or key_id.encode() == VERSION or not KEY_ID.fullmatch(key_id):
+        raise KeyChangeError(f"there is no key {key_id[:64]!r}; `tokenfleet keys list` shows all", True)
+    return data, decode(ApiKey, data)
+
+
+async def write_key(client: PoolClient, old: bytes, record: ApiKey) -> None:
+    """Raises KeyChangeError."""
+    if not await client.run(change_key(client.keys, record.key_id, old, record)):
+        raise KeyChangeError(f"somebody else has just changed the key {record.key_id}: try again")
+
+
+def change_key(
+    keys: Keys, key_id: str, old: bytes, record: ApiKey, removed: Iterable[str] = ()
+) -> ScriptCall[int]:
+    """Write a record if the one in Redis is still `old`, b"" for none."""
+    args: Args = {"key_id": key_id, "old": old, "new": encode(record), "max_keys": MAX_KEYS}
+    return call_script("change_key", int, keys, args=args, more_args=[*removed])

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.messages.pooling import CLASSIFY, EMBED
-from common.model_config import context_length, read_json
+from common.messages.request import CLASSIFY, EMBED
+from common.model_files import context_length, read_json
 from common.settings.settings import SettingError, Settings
 
 ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "modernbert")

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 from common.metrics import exposition
 from common.process import logs
+from common.process.startup import READY, ProcessIdentity
 from common.rank import RankInfo
 from common.settings.settings import Settings
-from common.startup import READY, ProcessIdentity
 from gpu_worker.agent.engine_client import EngineClient, EngineDied, RankProcess
 from gpu_worker.protocol import StepResult
 

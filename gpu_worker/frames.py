@@ -7,8 +7,7 @@ import msgpack
 
 from common.messages.codec import decode as from_bytes
 from common.messages.codec import encode as to_bytes
-from common.messages.pooling import PoolingParams
-from common.messages.request import BeamParams, SamplingParams, StoppingParams
+from common.messages.request import BeamParams, PoolingParams, SamplingParams, StoppingParams
 from gpu_worker.protocol import (
     AdapterLoaded,
     AdapterRefused,

@@ -10,7 +10,7 @@ from common.broker.heartbeat import Heartbeat
 from common.broker.keys import STARTING
 from common.broker.pool_client import PoolClient
 from common.messages.plan import WorkerCapacity
-from common.model_config import read_other_tokenizer, read_tokenizer
+from common.model_files import read_other_tokenizer, read_tokenizer
 from common.settings.settings import SettingError, Settings
 from gpu_worker.agent.engine_client import EngineClient
 from gpu_worker.protocol import Ready

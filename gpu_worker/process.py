@@ -18,12 +18,12 @@ import uvloop
 
 from common.broker.pool_client import PoolClient
 from common.messages.plan import WorkerCapacity
-from common.metrics.aggregate import publishing_metrics
-from common.process import parent_death
-from common.process.preload import ACCEPTED, PRELOAD_FLAG, READY, detach_stdin
+from common.metrics.exposition import publishing_metrics
+from common.process import launch
+from common.process.launch import ACCEPTED, PRELOAD_FLAG, READY, detach_stdin
+from common.process.startup import ProcessIdentity, configure_process, exit_when_unservable, start_process
 from common.rank import RankInfo, machine_ranks
 from common.settings.settings import SettingError, Settings
-from common.startup import ProcessIdentity, configure_process, exit_when_unservable, start_process
 from gpu_worker.agent import gpu_claims
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_client import EngineClient, EngineDied, RankProcess
@@ -172,7 +172,7 @@ async def serve_engine(
 
 async def serve_preloaded(flags: Sequence[str]) -> int:
     """Wait for a place in the fleet, then serve there → the exit status."""
-    parent_death.die_with_parent()
+    launch.die_with_parent()
     setproctitle.setproctitle("tokenfleet preloading")
     ranks = await wait_for_place(len(own_ranks(Settings.read([]))), flags)
     identity = start_process("worker", "w0")

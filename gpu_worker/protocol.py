@@ -16,8 +16,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from common.messages.pooling import PoolingParams
-from common.messages.request import BeamParams, SamplingParams, StoppingParams
+from common.messages.request import BeamParams, PoolingParams, SamplingParams, StoppingParams
 
 SAMPLE = struct.Struct("<iiif")
 """A sampled token: row, index in its generation, id, natural logarithm of its probability."""
@@ -64,7 +63,7 @@ class StartRow:
         num_cached: tokens, fewer than all, whose KV the first blocks hold already; nothing is written there.
         class_index: the lower, the sooner its prompt is computed.
         logits: (first position, end, dtype) of those whose logits are returned; None returns none.
-        beams: the row is a beam search; `base` is 0. It has `num_group_blocks` (common/messages/beams.py),
+        beams: the row is a beam search; `base` is 0. It has `num_group_blocks` (common/messages/records.py),
             takes `width` places of a step, and brings no samples: its sequences come with its end.
         adapter: name of the LoRA adapter with which it is computed; empty for the model alone. A row with an
             adapter that is not loaded is reported ended with `adapter`.
@@ -275,7 +274,7 @@ class StepResult:
         logits: (row, first position, little-endian values of the positions from there on) of rows that return
             logits: the model's own.
         num_beams: beams of which the step computed a token.
-        sequences: (row, packed sequences of common/messages/beams.py) of beam searches that have ended.
+        sequences: (row, packed sequences of common/messages/records.py) of beam searches that have ended.
         snapshots: as in Report.
     """
 

@@ -5,18 +5,17 @@ import logging
 import time
 from collections.abc import Sequence
 
-from common.adapters.registry import (
+from common.adapter_registry import (
     AdapterChangeError,
     AdapterRegistry,
     change_registry,
     read_registry,
     read_version,
 )
+from common.adapters import PoolAdapter
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, FailureLog
-from common.broker.heartbeat import Readers
+from common.broker.heartbeat import ADAPTERS_SINCE, Readers
 from common.broker.pool_client import PoolClient
-from common.messages.adapters import PoolAdapter
-from common.messages.wire_version import ADAPTERS_SINCE
 from common.process.event_loop import until_beat
 
 log = logging.getLogger(__name__)

@@ -11,11 +11,9 @@ from api.errors import ApiError, asking_broker, invalid, quoted, unavailable
 from api.requests.monitors import WorkerMonitor
 from api.requests.pool import Pool
 from api.requests.pool_registry import PoolRegistry
-from common.adapters.config import AdapterFault
-from common.adapters.files import find_adapter
-from common.adapters.registry import AdapterChangeError, AdapterRegistry, change_registry
+from common.adapter_registry import AdapterChangeError, AdapterRegistry, change_registry
+from common.adapters import AdapterFault, PoolAdapter, find_adapter
 from common.ids import ADAPTER_NAME
-from common.messages.adapters import PoolAdapter
 from common.settings.lora import AdapterSource
 
 log = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ from api.errors import ApiError, asking_broker
 from api.http.openapi import FLEET, ErrorResponses, error_responses, only
 from api.jobs import changes
 from api.jobs.listing import JobQuery, count_jobs, read_content, read_page, read_record
+from api.jobs.scripts import JobRecord
 from api.json import fresh_json
 from api.requests.on_pool import own_pool
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
-from common.jobs.record import JobRecord
 
 ERRORS: ErrorResponses = only(ERROR_RESPONSES, 401, 403, 422, 503)
 NO_JOB = "There is no such job"

@@ -18,10 +18,8 @@ from api.requests.on_pool import own_pool
 from api.requests.pool import Pool
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 from api.webhooks.field import check_url
-from common.api_keys import ApiKey, KeyState
-from common.broker import key_records
-from common.broker.key_records import IssuedKey, KeyChangeError
-from common.key_fields import KeyFields
+from common import api_keys
+from common.api_keys import ApiKey, IssuedKey, KeyChangeError, KeyFields, KeyState
 
 ERRORS: ErrorResponses = only(ERROR_RESPONSES, 401, 403, 422, 503)
 ERRORS |= error_responses(
@@ -75,7 +73,7 @@ async def list_keys(request: Request) -> Response:
         known = pool.keys.by_id
     else:
         async with asking_broker():
-            known = await key_records.read_keys(pool.client)
+            known = await api_keys.read_keys(pool.client)
     return fresh_json({"keys": [describe(pool, key) for key in known.values()]})
 
 
@@ -93,7 +91,7 @@ async def create_key(request: Request) -> Response:
         check_url(fields.webhook, pool.settings, "webhook")
     with change_errors():
         async with asking_broker():
-            return respond_issued(pool, await key_records.add_key(pool.client, fields))
+            return respond_issued(pool, await api_keys.add_key(pool.client, fields))
 
 
 @router.post("/admin/keys/{key_id}/revoke", summary="Revoke an API key", response_model=KeyInfo)
@@ -102,7 +100,7 @@ async def revoke(request: Request, key_id: KeyId) -> Response:
     pool = changeable(request)
     with change_errors():
         async with asking_broker():
-            return fresh_json(describe(pool, await key_records.revoke_key(pool.client, key_id)))
+            return fresh_json(describe(pool, await api_keys.revoke_key(pool.client, key_id)))
 
 
 @router.post("/admin/keys/{key_id}/rotate", summary="Give an API key another text", response_model=NewKey)
@@ -113,7 +111,7 @@ async def rotate(request: Request, key_id: KeyId) -> Response:
     pool = changeable(request)
     with change_errors():
         async with asking_broker():
-            return respond_issued(pool, await key_records.rotate_key(pool.client, key_id))
+            return respond_issued(pool, await api_keys.rotate_key(pool.client, key_id))
 
 
 def checked_pool(request: Request) -> Pool:

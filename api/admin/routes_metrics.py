@@ -16,15 +16,15 @@ from api.http.openapi import HEALTH
 from api.requests.metrics import fit_buckets
 from api.requests.on_pool import own_pool, pools_of
 from api.requests.pool import Pool
+from api.requests.usage import read_months
+from common.adapters import AdapterLoad
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS
 from common.broker.directory import KnownPool
 from common.broker.pool_client import PoolClient
-from common.broker.usage import read_months
-from common.messages.adapters import AdapterLoad
 from common.messages.codec import WireError, decode
-from common.metrics import aggregate, catalogue
+from common.metrics import catalogue, exposition
+from common.metrics.catalogue import Labels, Metric
 from common.metrics.exposition import CONTENT_TYPE, Gauges, Values, render_fleet
-from common.metrics.primitives import Labels, Metric
 
 router = APIRouter(tags=[HEALTH])
 MAX_ADAPTERS_SHOWN = 64
@@ -40,7 +40,7 @@ async def metrics(request: Request) -> Response:
     gauges: Gauges = {catalogue.BROKER_UP.name: {(): 0.0}}
     with contextlib.suppress(*ERRORS):
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            totals = await aggregate.read_totals(pool.client)
+            totals = await exposition.read_totals(pool.client)
             state, fields = pool.client.keys.state, ["blocks", "adapters"]
             granted, load = await pool.client.redis.hmget(state, fields)  # type: ignore[misc]
             listed = await list_processes(pool.client, pool.batcher)

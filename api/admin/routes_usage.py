@@ -15,9 +15,8 @@ from api.http.auth import key_of
 from api.http.openapi import FLEET, only
 from api.json import fresh_json
 from api.requests.on_pool import own_pool
+from api.requests.usage import HOURS_KEPT, UsageRow, month_begin, read_hours, read_months
 from api.tgi.response_schemas import ERROR_RESPONSES
-from common.broker.usage import HOURS_KEPT, UsageRow, read_hours, read_months
-from common.months import month_begin
 
 BY_DEFAULT = "key,tenant,model"
 NAME = f"({'|'.join(GROUPS)})"

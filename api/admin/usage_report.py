@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from common.broker.usage import UsageRow, Used
+from api.requests.usage import UsageRow, Used, month_name
 from common.metrics.catalogue import USED_TOKENS
-from common.months import month_name
 
 GROUPS: Mapping[str, Callable[[UsageRow], str]] = {
     "hour": lambda row: iso(row.begin),

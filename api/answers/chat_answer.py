@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from api.answers.answer import Reading
 from api.answers.call_formats import (
     CALL_FORMATS,
     REASONING_FORMATS,
@@ -27,7 +28,6 @@ from api.answers.scanner import (
     Tool,
     Waiting,
 )
-from common.messages.answer import Reading
 
 ID_CHARS = 24
 SHORT_ID_CHARS = 9

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from api.answers.answer import HttpAnswer
 from api.answers.scanner import CallArguments, CallStart, ContentDelta, Delta, ReasoningDelta
 from api.errors import anthropic, failed
 from api.http.sse import MAX_ITEMS, Feed
@@ -17,7 +18,6 @@ from api.openai.choice import new_choices, new_parser, read_piece
 from api.requests.respond import AnswerRenderer, total_headers
 from api.streams.http_response import Whole
 from api.streams.stream import Stream
-from common.messages.answer import HttpAnswer
 
 Event = dict[str, Any]
 TIERS = {"interactive": "priority", "standard": "standard", "batch": "batch"}

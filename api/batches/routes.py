@@ -26,6 +26,7 @@ from api.http import body
 from api.http.auth import key_of
 from api.http.idempotency import REPLAYED, check_same, idempotency_key, noted_digest
 from api.http.openapi import OPENAI, error_responses, json_body
+from api.jobs import scripts as job_scripts
 from api.openai.response_schemas import ERROR_RESPONSES, OpenAIError
 from api.requests.on_pool import own_pool
 from api.requests.pool import Pool
@@ -34,7 +35,6 @@ from api.requests.service_terms import tenant_of
 from api.webhooks.field import check_room, find_webhook
 from common.api_keys import ApiKey
 from common.ids import BATCH_ID
-from common.jobs import scripts as job_scripts
 from common.webhooks.webhook import BATCH
 
 router = APIRouter(

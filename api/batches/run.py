@@ -29,12 +29,12 @@ from api.batches.lines import (
 from api.batches.store import FileStore, lines_of
 from api.errors import ApiError, internal_error, invalid, openai
 from api.event_loop import Pace, attempt, offload, retry_forever
+from api.jobs import scripts as job_scripts
 from api.jobs.consumer import JobConsumer
 from api.jobs.job import Job
 from api.json import to_json
 from api.requests.service_terms import ServiceTerms
 from common.broker.keys import request_keys
-from common.jobs import scripts as job_scripts
 from common.metrics.catalogue import BATCH_LINES
 
 log = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from api.batches.lines import LineFault
 from api.batches.run import LEASE_MS, MAX_TRIES, BatchRun, WriterReplaced
 from api.batches.store import FileStore
 from api.event_loop import repeat_forever
+from api.jobs import scripts as job_scripts
 from api.jobs.consumer import JobConsumer
 from common.broker.client import ERRORS
-from common.jobs import scripts as job_scripts
 from common.process.event_loop import until_beat
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from urllib.parse import quote
 import orjson
 
 from api.errors import ApiError, unavailable
-from common.broker.clock import BrokerClock
+from common.broker.pool_client import BrokerClock
 from common.ids import FILE_ID, FILE_PART
 from common.settings.settings import SettingError, Settings
 

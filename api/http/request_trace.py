@@ -8,11 +8,11 @@ from typing import Self
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.answers.answer import AnswerTrace, HttpAnswer
 from api.http.middleware import asks_for_tokens
-from common.messages.answer import AnswerTrace, HttpAnswer
+from common import tracing
 from common.process.logs import TRACEPARENT
-from common.traces import tracing
-from common.traces.span import (
+from common.tracing import (
     Attributes,
     Kind,
     SpanEvent,

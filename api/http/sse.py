@@ -15,8 +15,8 @@ from typing import Generic, TypeVar
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from api.answers.answer import HttpAnswer
 from api.http.unread import wait_for_disconnect
-from common.messages.answer import HttpAnswer
 from common.process.event_loop import run_until_one_ends
 
 T = TypeVar("T")

@@ -21,14 +21,13 @@ from arq.worker import Function, Worker, func
 from api.event_loop import repeat_forever
 from api.jobs.arq_client import ArqClient, JobFailed
 from api.json import to_json
-from common.broker.client import ERRORS, describe_error
-from common.broker.fast_client import SerialClient
+from common.broker.client import ERRORS, SerialClient, describe_error
 from common.broker.heartbeat import Heartbeat
 from common.broker.keys import RESULT_TTL_MS
 from common.broker.pool_client import PoolClient
 from common.process.event_loop import until_beat
+from common.process.startup import READY, configure_process, exit_when_unservable, start_process
 from common.settings.settings import Settings
-from common.startup import READY, configure_process, exit_when_unservable, start_process
 
 log = logging.getLogger(__name__)
 

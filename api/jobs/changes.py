@@ -1,9 +1,9 @@
 """Changes of jobs: cancelling one, and trying a dead one again."""
 
+from api.jobs import scripts as job_scripts
+from api.jobs.scripts import retry_job
 from api.requests.pool import Pool
 from common.broker.keys import request_keys
-from common.jobs import scripts as job_scripts
-from common.jobs.record import retry_job
 
 TOMBSTONE_MS = 60_000
 """A cancel that comes before its job is remembered for this time."""

@@ -18,6 +18,7 @@ from api.errors import ApiError, conflict, internal_error, overloaded
 from api.event_loop import offload, repeat_forever
 from api.http.access_log import AccessLog
 from api.http.key_ring import POLL_S, unauthorized
+from api.jobs import scripts as job_scripts
 from api.jobs.changes import TOMBSTONE_MS, cancel_job
 from api.jobs.job import Job, read_job, with_webhook
 from api.jobs.records import JobRecords
@@ -29,7 +30,6 @@ from api.requests.pool import Pool
 from common.api_keys import ApiKey
 from common.broker.keys import Keys
 from common.ids import is_job_id
-from common.jobs import scripts as job_scripts
 from common.process.event_loop import until_beat
 from common.process.logs import REQUEST_ID, plural
 

@@ -6,7 +6,7 @@ from api.errors import cut, invalid, model_not_found, quoted
 from api.jobs.job import Job
 from api.requests.pool import Pool
 from api.requests.pool_registry import check_key_adapter, check_key_model, names_own
-from common.messages.adapters import PoolAdapter
+from common.adapters import PoolAdapter
 from common.settings.settings import Settings
 
 

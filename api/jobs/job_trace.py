@@ -10,7 +10,7 @@ from api.requests.pool import Pool
 from api.streams.answer_trace import generation_attributes
 from common.messages.request import Generate
 from common.process.logs import TRACEPARENT
-from common.traces.span import NS_PER_MS
+from common.tracing import NS_PER_MS
 
 
 def begin_job_trace(pool: Pool, job: Job) -> RequestTrace | None:

@@ -7,9 +7,9 @@ import msgpack
 import orjson
 
 from api.errors import ApiError, invalid, quoted
+from api.jobs.scripts import CANCELLED, DEAD, DONE, ENDED, FAILED, LIVE, SCHEDULED, JobRecord
 from common.broker.pool_client import PoolClient
 from common.ids import JOB_ID
-from common.jobs.record import CANCELLED, DEAD, DONE, ENDED, FAILED, LIVE, SCHEDULED, JobRecord
 
 SETS = (LIVE, SCHEDULED, DEAD, ENDED)
 """The order in which jobs are listed; in each set the newest come first, of scheduled jobs the next one."""

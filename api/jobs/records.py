@@ -6,9 +6,7 @@ from typing import Any
 from api.errors import ApiError
 from api.jobs.find_model import find_model
 from api.jobs.job import Job, broker_ms
-from api.jobs.validated_job import drop_note, validate_job
-from api.requests.pool import Pool
-from common.jobs.record import (
+from api.jobs.scripts import (
     CANCELLED,
     DEAD,
     FAILED,
@@ -18,6 +16,8 @@ from common.jobs.record import (
     note_waiting,
     release_jobs,
 )
+from api.jobs.validated_job import drop_note, validate_job
+from api.requests.pool import Pool
 from common.process.event_loop import until_beat
 
 MAX_ERROR_CHARACTERS = 500

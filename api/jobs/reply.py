@@ -6,13 +6,12 @@ import logging
 from collections.abc import Sequence
 
 from api.errors import ApiError
+from api.jobs import scripts as job_scripts
 from api.jobs.job import Job
+from api.jobs.scripts import FRAMES_LOST, GOES_ON, NOT_A_JOB, JobEnding
 from api.json import to_json
 from api.requests.pool import Pool
 from common.broker.keys import RESULT_TTL_MS
-from common.jobs import scripts as job_scripts
-from common.jobs.record import GOES_ON, JobEnding
-from common.jobs.scripts import FRAMES_LOST, NOT_A_JOB
 
 log = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
+from api.answers.answer import HttpAnswer, ResponseParts, ResumeTerms
 from api.errors import invalid
 from api.event_loop import offload
 from api.http.body import parse_body
@@ -22,7 +23,6 @@ from api.responses.request_schemas import ResponsesRequest
 from api.responses.respond import response_fields
 from api.streams.describe_answer import describe_answer
 from api.streams.stream import Stream
-from common.messages.answer import HttpAnswer, ResponseParts, ResumeTerms
 from common.messages.request import Generate
 
 ROUTE = "/v1/responses"

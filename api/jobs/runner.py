@@ -25,6 +25,7 @@ from api.jobs.job import Job, left_ms, waiting_turn
 from api.jobs.job_trace import begin_job_trace, note_failure, note_job
 from api.jobs.records import ending_of
 from api.jobs.reply import Frame, Reply
+from api.jobs.scripts import DONE, JobEnding
 from api.jobs.validated_job import ValidatedJob, validate_job
 from api.json import to_json
 from api.pictures.keep import PICTURE_GONE
@@ -40,7 +41,6 @@ from api.webhooks.field import check_room
 from common.broker.client import describe_error
 from common.broker.keys import RESULT_TTL_MS
 from common.broker.request_scripts import KeyCharge
-from common.jobs.record import DONE, JobEnding
 from common.messages.codec import encode
 from common.messages.events import Terminal
 from common.messages.request import Generate

@@ -9,10 +9,12 @@ import logging
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from api.answers.answer import HttpAnswer, Rendering, ResumeTerms
 from api.answers.logits import LogitsRenderer
 from api.errors import internal_error, invalid
 from api.event_loop import offload
 from api.http.body import parse_body
+from api.jobs import scripts as job_scripts
 from api.jobs.job import Job, JobBody
 from api.jobs.response_job import ResponseJob, validate_response_job
 from api.json import to_json
@@ -32,8 +34,6 @@ from api.streams.stream import Stream
 from api.tgi import render
 from api.tgi.request_schemas import GenerateParameters, GenerateRequest
 from common.broker.client import ERRORS
-from common.jobs import scripts as job_scripts
-from common.messages.answer import HttpAnswer, Rendering, ResumeTerms
 from common.messages.request import Generate
 
 log = logging.getLogger(__name__)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+from api.answers.answer import HttpAnswer, InferOutputs
 from api.errors import failed, kserve
 from api.http.sse import MAX_ITEMS, Feed, sse_frames
 from api.json import to_json
@@ -13,7 +14,6 @@ from api.requests.respond import AnswerRenderer, total_headers
 from api.streams.http_response import Whole
 from api.streams.stream import Stream
 from api.tgi.render import rank, render_details, render_end, render_token, render_top_tokens
-from common.messages.answer import HttpAnswer, InferOutputs
 
 VERSION = "1"
 """The version of every model: a pool serves one."""

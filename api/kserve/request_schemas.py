@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from api.answers.answer import InferOutputs
 from api.errors import invalid
 from api.requests.fields import DETACHED, RESUME_S, Listed, Strict, Whole, ranged
 from api.requests.params import GenerationParams
 from api.tgi.request_schemas import TGI_NAMES, GenerateParameters, GenerateRequest
 from api.webhooks.field import WebhookField
-from common.messages.answer import InferOutputs
 
 TEXT_OUTPUT = "text_output"
 """The name of an output that the client does not name."""

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Path, Request
 from sse_starlette import EventSourceResponse
 from starlette.responses import Response
 
+from api.answers.answer import Rendering
 from api.errors import invalid
 from api.event_loop import Pace
 from api.http import body
@@ -43,7 +44,6 @@ from api.requests.respond import new_answer, submit_and_respond
 from api.requests.service_terms import generation_body
 from api.requests.validate import validate
 from api.tgi.render import check_best_of, with_own_seeds
-from common.messages.answer import Rendering
 from common.messages.request import Generate
 
 router = APIRouter(

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from api.answers.answer import HttpAnswer, Rendering
 from api.answers.chat_answer import ChoiceParser, is_whole_json, marks_of, render_message
 from api.answers.scanner import ContentDelta, Delta
 from api.answers.stop_holdback import StopHoldback
 from api.streams.beams import all_outputs, is_absent
 from api.streams.stream import Stream
-from common.messages.answer import HttpAnswer, Rendering
 
 FINISH_REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
 

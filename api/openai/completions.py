@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from api.answers.answer import Rendering
 from api.errors import invalid
 from api.event_loop import Pace
 from api.grammar.compile import describes_json
@@ -13,7 +14,6 @@ from api.requests.logits import check_size
 from api.requests.params import Limits
 from api.requests.pool import Pool
 from api.requests.validate import validate, with_truncate
-from common.messages.answer import Rendering
 from common.messages.request import Generate
 
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from api.answers.answer import Reading, Rendering
 from api.answers.call_formats import HARMONY
 from api.errors import invalid, quoted
 from api.event_loop import offload
@@ -29,7 +30,6 @@ from api.requests.params import GenerationParams
 from api.requests.pool import Pool
 from api.requests.tools import ToolChoice, read_functions, read_tools
 from api.requests.validate import check_generates
-from common.messages.answer import Reading, Rendering
 
 log = logging.getLogger(__name__)
 

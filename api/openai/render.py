@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from api.answers.answer import HttpAnswer
 from api.answers.chat_answer import ChoiceParser, finish_reason, render_deltas, render_message
 from api.answers.logits import LogitsRenderer
 from api.answers.logprobs import (
@@ -21,7 +22,6 @@ from api.prompts.tokenizer import ModelTokenizer
 from api.requests.params import GenerationParams
 from api.streams.stream import Stream
 from common.detokenize import Detokenizer
-from common.messages.answer import HttpAnswer
 from common.messages.records import unpack_ids
 from common.messages.request import Generate
 

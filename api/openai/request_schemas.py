@@ -9,6 +9,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field
 
+from api.answers.answer import Rendering
 from api.errors import invalid, quoted
 from api.grammar.compile import Grammar
 from api.grammar.read import FIELDS, read_grammar
@@ -35,7 +36,6 @@ from api.requests.logits import check_not_streamed
 from api.requests.params import SWITCHES
 from api.requests.tools import FunctionSchema, ToolSchema
 from api.webhooks.field import WebhookField
-from common.messages.answer import Rendering
 from common.settings.ranges import MAX_STOP_CHARS
 
 Stop = Annotated[str | Listed[str], with_one_error("Input should be a string or a list of strings")]

@@ -6,6 +6,7 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.answers.answer import HttpAnswer, Rendering
 from api.errors import failed, invalid, openai
 from api.event_loop import offload
 from api.http.sse import MAX_ITEMS, Change, Feed, MappedFeed, sse_frames
@@ -16,7 +17,6 @@ from api.requests.pool import Pool
 from api.requests.respond import AnswerRenderer, new_answer, submit_and_respond, total_headers
 from api.streams.http_response import Whole
 from api.streams.stream import Stream
-from common.messages.answer import HttpAnswer, Rendering
 from common.messages.request import Generate
 
 NO_CHOICE = -1

@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from api.answers.answer import HttpAnswer
 from api.answers.logprobs import chat_logprobs
 from api.answers.scanner import CallArguments, CallStart, ContentDelta, Delta, ReasoningDelta
 from api.errors import failed
@@ -17,7 +18,6 @@ from api.openai.responses_items import CallItem, Event, Logprobs, MessageItem, O
 from api.requests.respond import AnswerRenderer, total_headers
 from api.streams.http_response import Whole
 from api.streams.stream import Stream
-from common.messages.answer import HttpAnswer
 
 ENDS = {"completed": "response.completed", "incomplete": "response.incomplete"}
 """Last events by status; any other end is a failure."""

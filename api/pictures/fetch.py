@@ -15,7 +15,7 @@ from api.outbound.addresses import (
     read_url,
 )
 from api.outbound.public_hosts import PublicHosts
-from common.pictures.layout import PictureError
+from common.pictures import PictureError
 
 SETTING = "ALLOWED_MEDIA_DOMAINS"
 SCHEMES = ("https:", "http:")

@@ -16,9 +16,9 @@ from urllib.parse import unquote_to_bytes
 
 from api.errors import invalid
 from api.pictures.fetch import PictureFetcher
+from api.pictures.layouts import PictureLayout, PictureText
 from api.pictures.source import PictureSource, is_data
-from common.pictures.decode import check_pixels, read_size
-from common.pictures.layout import PictureError, PictureLayout, PictureText, Size
+from common.pictures import PictureError, Size, check_pixels, read_size
 from common.settings.settings import Settings
 
 DATA = re.compile(r"data:(?P<kind>[^;,]*)(?:;[^;,=]+=[^;,]*)*(?P<base64>;base64)?,", re.IGNORECASE)

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 from api.errors import invalid
 from api.pictures.keep import PictureKeeper
+from api.pictures.layouts import PictureLayout, PictureText, expanded, placed
 from api.pictures.load import LoadedPicture, PictureLoader, text_of
 from api.pictures.source import PictureSource, split_text
 from api.prompts.control_texts import Guarded, Rendered
 from common.broker.pool_client import PoolClient
 from common.messages.request import Picture
-from common.pictures.layout import PictureError, PictureLayout, PictureText, expanded, placed
+from common.pictures import PictureError
 from common.settings.settings import Settings
 
 

@@ -12,9 +12,8 @@ from api.event_loop import Pace
 from api.prompts.control_texts import Rendered
 from api.requests.params import Limits
 from api.requests.pool import Pool
-from common.messages.pooling import EMBED, PoolingParams
 from common.messages.records import pack_ids
-from common.messages.request import Generate, StoppingParams
+from common.messages.request import EMBED, Generate, PoolingParams, StoppingParams
 from common.pooling import PoolingConfig
 
 LEFT, RIGHT = "left", "right"

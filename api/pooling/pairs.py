@@ -13,7 +13,7 @@ from api.pooling.inputs import (
     read_inputs,
 )
 from api.requests.pool import Pool
-from common.messages.pooling import EMBED
+from common.messages.request import EMBED
 
 
 async def read_pairs(

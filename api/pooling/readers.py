@@ -4,6 +4,7 @@ requests, and what the answer shows of them.
 
 from typing import Any, NamedTuple
 
+from api.answers.answer import VectorAnswer
 from api.errors import invalid, quoted
 from api.openai.params import read_prompts
 from api.openai.request_schemas import Prompt
@@ -16,7 +17,6 @@ from api.pooling.request_schemas import (
     ScoreRequest,
 )
 from api.requests.pool import Pool
-from common.messages.answer import VectorAnswer
 from common.pooling import PoolingConfig
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from api.answers.answer import HttpAnswer, VectorAnswer
 from api.http.sse import Feed
 from api.json import to_json
 from api.pooling.vectors import (
@@ -21,7 +22,6 @@ from api.pooling.vectors import (
 from api.requests.respond import AnswerRenderer, total_headers
 from api.streams.http_response import Whole
 from api.streams.stream import Stream
-from common.messages.answer import HttpAnswer, VectorAnswer
 
 EMBEDDINGS, SCORE, RERANK = "embeddings", "score", "rerank"
 RenderForm = Callable[[HttpAnswer, VectorAnswer, Sequence[Stream]], Any]

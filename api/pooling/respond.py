@@ -5,11 +5,11 @@ from dataclasses import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.answers.answer import Rendering
 from api.pooling.readers import Asked
 from api.pooling.render import RENDERER
 from api.requests.pool import Pool
 from api.requests.respond import new_answer, submit_and_respond
-from common.messages.answer import Rendering
 
 
 async def respond(request: Request, pool: Pool, asked: Asked, priority: str | int | None = None) -> Response:

@@ -22,7 +22,7 @@ from jinja2.utils import Namespace
 
 from api.errors import ApiError, cut
 from api.prompts.picture_marks import in_parts, in_text
-from common.model_config import read_json
+from common.model_files import read_json
 from common.settings.settings import SettingError
 
 Message = Mapping[str, Any]

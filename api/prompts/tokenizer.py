@@ -20,11 +20,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from api.event_loop import LONG_SIZE
+from api.pictures.layouts import PictureLayout, read_layout
 from api.prompts.chat_template import ChatTemplate
 from api.prompts.control_texts import ControlTexts, PlainCopy, Rendered, control_texts
-from common import model_config
-from common.pictures.families import read_layout
-from common.pictures.layout import PictureLayout
+from common import model_files
 from common.process.machine import num_cores
 from common.settings.fixed import FixedLimits
 
@@ -277,14 +276,14 @@ class ModelTokenizer:
         """
         own_path = tokenizer_path or path
         setting = "model_id" if own_path == path else "tokenizer_name"
-        tokenizer = model_config.read_tokenizer(own_path, setting)
+        tokenizer = model_files.read_tokenizer(own_path, setting)
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        special_ids = model_config.special_ids(own_path)
+        special_ids = model_files.special_ids(own_path)
         pictures = read_layout(path, own_path)
         inline = pictures.inline if pictures else None
         chat_template = ChatTemplate.load(own_path, tokenizer_config_path, chat_template_path, inline)
-        ending_ids = frozenset(model_config.eos_ids(path, own_path))
+        ending_ids = frozenset(model_files.eos_ids(path, own_path))
         return cls(
             backend=tokenizer,
             special_ids=special_ids,
@@ -295,7 +294,7 @@ class ModelTokenizer:
             sampling_defaults=sampling_defaults or {},
             budget=budget or TextBudget(),
             bound=text_bound(tokenizer),
-            starting_ids=model_config.starting_ids(path),
+            starting_ids=model_files.starting_ids(path),
             pictures=pictures,
         )
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError, ResponseError
 
+from api.answers.answer import HttpAnswer
 from api.errors import ApiError, broker_errors, conflict, insufficient_quota, overloaded, unavailable
 from api.event_loop import Policy, attempt, fail_fast, retry_forever
 from api.http.idempotency import Repeated
@@ -20,18 +21,17 @@ from api.pictures.keep import PictureKeeper
 from api.prompts.tokenizer import ModelTokenizer
 from api.requests import metrics
 from api.requests.monitors import BatcherMonitor, WorkerMonitor
+from api.requests.usage import seconds_to_next_month
 from api.streams.beams import new_stream
 from api.streams.describe_answer import address, keep_as_asked
 from api.streams.relay import Relay
 from api.streams.stream import Stream
 from common.broker import request_scripts
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error
-from common.broker.pool_client import PoolClient, cancel_request
-from common.broker.request_scripts import AdmitReply, KeyCharge
-from common.messages.answer import HttpAnswer
+from common.broker.pool_client import PoolClient
+from common.broker.request_scripts import AdmitReply, KeyCharge, cancel_request
 from common.messages.codec import decode, encode
 from common.messages.request import Generate
-from common.months import seconds_to_next_month
 from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)

@@ -4,6 +4,7 @@ import functools
 import json
 from dataclasses import replace
 
+from api.answers.answer import Reading
 from api.answers.call_formats import CALL_FORMATS, HARMONY, REASONING_FORMATS
 from api.grammar.apart import run_apart
 from api.grammar.check import can_begin
@@ -11,7 +12,6 @@ from api.grammar.compile import CompiledGrammar, Grammar, compile_grammar
 from api.grammar.force import CallChoice, after_thinking, call_grammar, either
 from api.prompts.tokenizer import ModelTokenizer
 from api.requests.tools import ToolChoice
-from common.messages.answer import Reading
 
 ANY_NAME = '{"any name'
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from api.errors import invalid, quoted
 from api.requests.fields import SamplingFields, Whole, with_one_error
 from api.requests.params import GREEDY_BELOW, NEUTRAL, SWITCHES, GenerationParams, Limits
-from common.messages.beams import group_room
+from common.messages.records import group_room
 from common.messages.request import BeamParams
 from common.settings.ranges import DIVERSITIES, LENGTH_PENALTIES, Range
 

@@ -7,8 +7,7 @@ from pydantic import BaseModel
 
 from api.errors import invalid, unavailable
 from api.requests.params import GenerationParams, Limits
-from common.messages.logits import LogitsParams
-from common.messages.request import Generate
+from common.messages.request import Generate, LogitsParams
 from common.settings.settings import Settings
 
 FIELDS = ("return_context_logits", "return_generation_logits")

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 from api.errors import LOADING_S, ApiError, asking_broker, invalid, unavailable
 from api.requests.params import Limits
+from common.adapters import HeldAdapters, PoolAdapter
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, FailureLog, describe_error
 from common.broker.heartbeat import Heartbeat
 from common.broker.keys import LEASE_S
 from common.broker.pool_client import PoolClient
-from common.messages.adapters import HeldAdapters, PoolAdapter
 from common.messages.codec import WireError, decode
 from common.messages.plan import WorkerCapacity
 from common.pooling import PoolingConfig

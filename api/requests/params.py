@@ -11,7 +11,7 @@ from api.pictures.source import PictureSource
 from api.prompts.control_texts import Guarded
 from api.prompts.tokenizer import ModelTokenizer
 from common.messages.request import BeamParams, SamplingParams, StoppingParams
-from common.model_config import read_json
+from common.model_files import read_json
 from common.settings.ranges import DEFAULTED, checked_defaults
 from common.settings.settings import SettingError, Settings
 

@@ -25,11 +25,10 @@ from api.requests.monitors import BatcherMonitor, WorkerMonitor
 from api.requests.params import load_sampling_defaults
 from api.streams.relay import Relay
 from common import model_files
-from common.adapters.files import adapters_of
+from common.adapters import PoolAdapter, adapters_of
 from common.broker.client import CONNECT_TIMEOUT_S
 from common.broker.pool_client import PoolClient
-from common.messages.adapters import PoolAdapter
-from common.model_config import context_length
+from common.model_files import context_length
 from common.pooling import PoolingConfig, read_pooling
 from common.settings.settings import Settings
 
@@ -120,7 +119,7 @@ class Pool:
 
     @property
     def task(self) -> str:
-        """What the model makes: EMBED or CLASSIFY (common/messages/pooling.py); empty for text."""
+        """What the model makes: EMBED or CLASSIFY (common/messages/request.py); empty for text."""
         return self.pooling.kind if self.pooling else ""
 
     @property

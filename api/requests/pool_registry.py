@@ -16,12 +16,10 @@ from api.requests.directory import DirectoryMonitor
 from api.requests.pool import Pool, load_tokenizer
 from api.requests.pool_choice import Grade, pick_by_depth, rank_by_weight
 from common import model_files
+from common.adapters import PoolAdapter
 from common.api_keys import ApiKey
-from common.broker.addresses import address_of, pool_url
 from common.broker.client import broker_url
-from common.broker.directory import DirectoryClient
-from common.messages.adapters import PoolAdapter
-from common.messages.directory import PoolEntry
+from common.broker.directory import DirectoryClient, PoolEntry, address_of, pool_url
 from common.settings.settings import SettingError, Settings
 
 log = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.answers.answer import HttpAnswer, Rendering, ResumeTerms
 from api.errors import invalid
 from api.http.auth import key_of, sent_key
 from api.http.idempotency import idempotency_key, noted_digest
@@ -27,7 +28,6 @@ from api.streams.http_response import RenderWhole, TokenStream, respond_with_who
 from api.streams.kept_answers import make_room
 from api.streams.stream import Stream
 from api.webhooks.field import WebhookField, check_room, with_webhook
-from common.messages.answer import HttpAnswer, Rendering, ResumeTerms
 from common.messages.request import Generate
 from common.settings.settings import Settings
 from common.webhooks.webhook import REQUEST

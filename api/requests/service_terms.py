@@ -15,9 +15,9 @@ from api.errors import ApiError, invalid, quoted
 from api.http.auth import key_of, sent_key
 from api.http.idempotency import IDEMPOTENCY_HEADER
 from api.http.openapi import json_body
+from common.adapters import adapter_name
 from common.api_keys import ApiKey
 from common.ids import TENANT
-from common.messages.adapters import adapter_name
 from common.messages.request import DEFAULT_CLASS, SERVICE_CLASSES, Generate, UsageAccount
 from common.settings.settings import Settings
 

@@ -13,10 +13,10 @@ from api.prompts.tokenizer import ModelTokenizer
 from api.requests.beams import check_beams, most_of_beams, searched_beams
 from api.requests.logits import with_logits
 from api.requests.params import GenerationParams, Limits, sampling_params
+from common import tracing
 from common.messages.records import pack_ids
 from common.messages.request import Generate
 from common.settings.ranges import BIASES, MAX_STOP_CHARS, RANGES
-from common.traces import tracing
 
 LISTS_OF_IDS = ("stop_ids", "top_p_reset_ids", "allowed_token_ids")
 MAX_LISTED_IDS = 128

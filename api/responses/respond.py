@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.answers.answer import HttpAnswer, ResponseParts
 from api.json import to_json
 from api.openai.params import ChatParams
 from api.openai.responses_items import Item
@@ -15,7 +16,6 @@ from api.openai.responses_object import RENDERER, ResponseObjectRenderer
 from api.requests.pool import Pool
 from api.requests.respond import first_headers, new_answer, submit, submit_and_respond
 from api.responses.request_schemas import ResponsesRequest
-from common.messages.answer import HttpAnswer, ResponseParts
 from common.messages.request import Generate, SamplingParams
 from common.webhooks.webhook import RESPONSE
 

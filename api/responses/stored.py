@@ -15,7 +15,7 @@ from api.resume import attach
 from api.resume.attach import Admitted, find_own
 from api.streams.kept_answers import delete_ended
 from api.streams.stream import Stream
-from common.broker.pool_client import cancel_request
+from common.broker.request_scripts import cancel_request
 from common.ids import RESPONSE_ID
 
 CANCEL_WAIT_S, CANCEL_POLL_S = 10.0, 0.05

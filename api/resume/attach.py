@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from starlette.requests import Request
 
+from api.answers.answer import HttpAnswer
 from api.anthropic import render as anthropic_render
 from api.errors import (
     ApiError,
@@ -46,7 +47,6 @@ from api.streams.stream import Stream
 from api.tgi import render as tgi_render
 from common.broker import request_scripts
 from common.ids import REQUEST_ID
-from common.messages.answer import HttpAnswer
 from common.messages.codec import encode
 
 LAST_EVENT_ID = "Last-Event-ID"

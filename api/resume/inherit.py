@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from api.answers.answer import HttpAnswer
 from api.errors import ApiError, asking_broker
 from api.event_loop import RETRY_PAUSE_S, attempt
 from api.handover.heir import INHERITED
@@ -23,7 +24,6 @@ from api.resume import attach
 from api.resume.attach import find
 from api.streams.http_response import TokenStream, respond_with_whole
 from api.streams.stream import Stream
-from common.messages.answer import HttpAnswer
 from common.messages.codec import WireError, decode
 from common.messages.kept_answer import KeptAnswer, KeptRequests
 

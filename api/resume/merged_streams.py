@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from starlette.types import Receive, Scope, Send
 
+from api.answers.answer import HttpAnswer
 from api.http.sse import COMMENT_AMONG_IDS, MAX_ITEMS, SSE_HEADERS, Change, Feed, FeedResponse
 from api.http.unread import UNREAD, Unread
 from api.requests.pool import Pool
@@ -12,7 +13,6 @@ from api.resume import attach
 from api.streams.answer_access import count_longest
 from api.streams.answer_trace import end_answer
 from api.streams.stream import Stream
-from common.messages.answer import HttpAnswer
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from api.answers.answer import HttpAnswer
 from api.errors import ApiError, asking_broker, unavailable
 from api.event_loop import offload
 from api.http.body import read_bytes
@@ -24,7 +25,6 @@ from api.resume.attach import Admitted, find_own
 from api.streams.http_response import client_gone
 from api.streams.kept_answers import delete_ended
 from common.broker.client import CONNECT_TIMEOUT_S
-from common.messages.answer import HttpAnswer
 from common.messages.events import FINISHED
 from common.process.event_loop import run_until_one_ends
 

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from api.answers.answer import HttpAnswer
 from api.errors import ApiError, asking_broker, cut
 from api.http.openapi import RESUME, ErrorResponses, RequestId, error_responses, only
 from api.json import to_json
@@ -14,8 +15,7 @@ from api.resume import attach
 from api.resume.attach import Admitted, find_own
 from api.streams.stream import Stream
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
-from common.broker import pool_client
-from common.messages.answer import HttpAnswer
+from common.broker import request_scripts
 from common.messages.request import SERVICE_CLASSES, class_index, service_class
 
 State = Literal["queued", "running", "finished", "cancelled", "error"]
@@ -71,7 +71,7 @@ async def cancel_request(request: Request, request_id: RequestId) -> Response:
     streams = await attach.read_committed(*own)
     async with asking_broker():
         outcomes = [
-            await pool_client.cancel_request(own.pool.client, choice.request_id)
+            await request_scripts.cancel_request(own.pool.client, choice.request_id)
             for choice in own.answer.choices()
         ]
     return render_request(own.answer, streams, await read_states(own, any(outcomes)))

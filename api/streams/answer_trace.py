@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from starlette.types import Scope
 
+from api.answers.answer import HttpAnswer
 from api.http.request_trace import RequestTrace, trace_of
 from api.streams.stream import Stream
-from common.messages.answer import HttpAnswer
+from common import tracing
 from common.messages.request import Generate
-from common.traces import tracing
-from common.traces.span import TraceSpan, Value, derive_span, ids_of
+from common.tracing import TraceSpan, Value, derive_span, ids_of
 
 PROVIDER = "tokenfleet"
 CHATS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")

@@ -10,9 +10,8 @@ from dataclasses import replace
 from api.prompts.tokenizer import ModelTokenizer
 from api.streams.stream import LateText, Stream
 from api.streams.times import StreamTimes
-from common.messages.beams import REASONS
 from common.messages.events import FINISHED, Terminal
-from common.messages.records import TopTokens
+from common.messages.records import REASONS, TopTokens
 from common.messages.request import Generate
 
 
@@ -74,7 +73,7 @@ class SequenceStream(Stream):
 
 
 class BeamSearchStream(Stream):
-    """Stream of a beam search: its records are those of all sequences (common/messages/beams.py).
+    """Stream of a beam search: its records are those of all sequences (common/messages/records.py).
 
     Attributes:
         sequences: streams of the sequences that are returned, the best first.

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 
+from api.answers.answer import HttpAnswer, Rendering, ResumeTerms
 from common.broker.keys import RESULT_TTL_MS, Keys
-from common.messages.answer import HttpAnswer, Rendering, ResumeTerms
-from common.messages.block_hashes import prompt_hashes
 from common.messages.codec import encode
-from common.messages.request import Generate
+from common.messages.request import Generate, prompt_hashes
 from common.settings.settings import Settings
 
 REQUEST_KEY_MARGIN_MS = 60_000

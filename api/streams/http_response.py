@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from api.answers.answer import HttpAnswer
 from api.errors import failed
 from api.event_loop import offload
 from api.handover.answer_socket import flush_socket, probe_client, socket_of
@@ -24,7 +25,6 @@ from api.streams.answer_access import count_longest, note_streams
 from api.streams.answer_trace import end_answer
 from api.streams.stream import Stream
 from common.broker.keys import pool_of
-from common.messages.answer import HttpAnswer
 from common.messages.kept_answer import MAX_ANSWER_BYTES, KeptRequests
 from common.process.event_loop import run_until_one_ends
 

@@ -17,8 +17,7 @@ from api.streams.fill import Filler, Sources
 from api.streams.offers import time_out
 from api.streams.stream import Stream
 from api.streams.times import count_latencies
-from common.broker.client import ERRORS, FailureLog, describe_error
-from common.broker.fast_client import FastConnection
+from common.broker.client import ERRORS, FailureLog, FastConnection, describe_error
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
 from common.messages.events import Events, Terminal, TokenRow, Tokens, single_token

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from api.answers.answer import HttpAnswer
 from api.answers.logits import LogitsRenderer
 from api.answers.logprobs import sequence_scores
 from api.errors import ApiError, failed, invalid, quoted, tgi
@@ -17,7 +18,6 @@ from api.requests.respond import AnswerRenderer, time_headers, total_headers
 from api.streams.beams import all_outputs, is_absent
 from api.streams.http_response import Whole
 from api.streams.stream import Stream
-from common.messages.answer import HttpAnswer
 from common.messages.request import Generate
 
 VERTEX = "/vertex"

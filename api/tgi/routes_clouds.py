@@ -12,6 +12,7 @@ from pydantic import Discriminator, Field, Tag
 from starlette.responses import Response
 from starlette.types import Message
 
+from api.answers.answer import Rendering
 from api.errors import ApiError, invalid, quoted
 from api.event_loop import Pace, offload
 from api.http import body
@@ -39,7 +40,6 @@ from api.tgi.request_schemas import CompatGenerateRequest, GenerateRequest
 from api.tgi.response_schemas import GENERATE_ERRORS, GenerateResponse, Predictions
 from api.tgi.routes_generate import EVENTS, EXAMPLE, compat_generate
 from api.webhooks.field import WebhookField
-from common.messages.answer import Rendering
 
 router = APIRouter(responses=GENERATE_ERRORS, tags=[TGI])
 Route = Callable[[Request], Awaitable[Response]]

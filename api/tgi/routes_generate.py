@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from sse_starlette import EventSourceResponse
 from starlette.responses import Response
 
+from api.answers.answer import Rendering
 from api.errors import unavailable
 from api.http import body
 from api.http.openapi import TGI, error_responses, event_stream
@@ -23,8 +24,7 @@ from api.requests.validate import validate
 from api.tgi.render import RENDERER, check_best_of, with_own_seeds
 from api.tgi.request_schemas import CompatGenerateRequest, GenerateParameters, GenerateRequest
 from api.tgi.response_schemas import GENERATE_ERRORS, ErrorResponse, GenerateResponse, Info, StreamResponse
-from common.messages.answer import Rendering
-from common.messages.pooling import EMBED
+from common.messages.request import EMBED
 
 router = APIRouter(responses=GENERATE_ERRORS, tags=[TGI])
 info_router = APIRouter(

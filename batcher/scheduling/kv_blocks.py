@@ -1,4 +1,4 @@
-"""KV blocks of workers: which are free, and which hold what, by name (common/messages/block_hashes.py).
+"""KV blocks of workers: which are free, and which hold what, by name (common/messages/request.py).
 
 The batcher has numbers of blocks only; the engine has their memory.
 """

@@ -14,7 +14,7 @@ from batcher.scheduling.kv_blocks import PrefixCache, PrefixIndex
 from batcher.scheduling.pace import LEAST_HORIZON
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import PlacedRow, Sequence
-from common.messages.block_hashes import HASHED_TOKENS
+from common.messages.request import HASHED_TOKENS
 
 MAX_SPREAD = 1.25
 """Most rows of a worker that gets a request for what it has cached, as a multiple of the mean."""

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field, replace
 from batcher.scheduling.kv_blocks import BlockPool
 from batcher.scheduling.pace import WorkerPace, horizon
 from batcher.scheduling.sequence import PREEMPT, PlacedRow, Sequence
-from common.messages.block_hashes import block_names
 from common.messages.plan import WorkerCapacity
-from common.messages.request import LEAST_URGENT
+from common.messages.request import LEAST_URGENT, block_names
 from common.settings.fields import SettingFields
 
 

@@ -3,10 +3,8 @@
 from dataclasses import dataclass, field
 
 from common.broker.keys import parse_stream_id
-from common.messages.beams import group_room, num_group_blocks
-from common.messages.block_hashes import block_names, extend_hashes
-from common.messages.records import RECORD, unpack_columns
-from common.messages.request import Generate, class_index
+from common.messages.records import RECORD, group_room, num_group_blocks, unpack_columns
+from common.messages.request import Generate, block_names, class_index, extend_hashes
 
 PREEMPT = "preempt"
 """`PlacedRow.stopping` of a row that is to be preempted and was not asked to stop yet."""
@@ -31,7 +29,7 @@ class Sequence:
         refused_at: number of the last change of a worker before it was refused for want of room.
         stays: it started because its class had waited long enough, and makes no room for others.
         victim: the row that was preempted last to make room for it.
-        block_hashes: hashes of the prompt and of `records` (common/messages/block_hashes.py); none where the
+        block_hashes: hashes of the prompt and of `records` (common/messages/request.py); none where the
             request shares no blocks.
         num_places: places of a batch that its row takes: a beam search takes one for each beam.
         arrival: order of arrival among all requests of the pool, by the id of its first entry.

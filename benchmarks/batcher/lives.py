@@ -28,10 +28,9 @@ from typing import TypeVar
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
-from common.messages.block_hashes import HASH_BYTES, HASHED_TOKENS, root_hash
 from common.messages.plan import Plan, Report
 from common.messages.records import pack_ids
-from common.messages.request import Generate, StoppingParams
+from common.messages.request import HASH_BYTES, HASHED_TOKENS, Generate, StoppingParams, root_hash
 from common.process.event_loop import MAX_YOUNG_OBJECTS, NEVER
 from tests.support.broker_state import make_capacity
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.models.states import by_engine, by_generate
-from common.model_config import starting_ids
+from common.model_files import starting_ids
 from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models

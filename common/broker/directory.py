@@ -1,21 +1,118 @@
 """Directory: which pools there are, on which brokers, and which of them get the requests of a model.
 
 It is at the broker that DIRECTORY_URL names, by default the pool's own. Batchers write it, gateways read it.
+It has addresses: a broker's URL without what only its clients may know. Who opens a pool on another broker
+uses the user, password and options of its own REDIS_URL, or the URL that POOL_URLS gives for the pool.
 """
 
 import contextlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
+from urllib.parse import parse_qsl, urlencode
 
 from redis.asyncio import Redis
 
 from common.broker.client import connect_setting
 from common.broker.keys import LEASE_S, MODEL_SHARES, POOL_ENTRIES, POOLS, Keys
 from common.broker.lua import Args, ScriptCall, call_script, run_script
-from common.messages.codec import WireError, decode, encode
-from common.messages.directory import ModelShares, PoolEntry
-from common.settings.settings import Settings
+from common.messages.codec import WireError, decode, encode, wire_field
+from common.settings.settings import SettingError, Settings
+
+
+@dataclass(frozen=True, slots=True)
+class PoolEntry:
+    """A pool, as its active batcher describes it at an interval.
+
+    Attributes:
+        address: URL of its broker, without user, password and options.
+        models: names by which clients may ask for its model.
+        model_id, tokenizer_name: where its workers have model and tokenizer from; gateways load the latter.
+        num_ready, num_loading: workers that are ready; those that load, counted while none is ready.
+        num_sleepers: workers that serve the pool in its turn, counted while none is ready.
+        waiting, rows: live requests that wait, and that run.
+        capacity: rows that its workers run together.
+        adapters: names of its LoRA adapters, by which clients may ask for them.
+    """
+
+    address: str = wire_field("a")
+    models: list[str] = wire_field("m", default_factory=list)
+    model_id: str = wire_field("mi", default="")
+    tokenizer_name: str = wire_field("tn", default="")
+    num_ready: int = wire_field("r", default=0)
+    num_loading: int = wire_field("l", default=0)
+    waiting: int = wire_field("w", default=0)
+    rows: int = wire_field("rw", default=0)
+    capacity: int = wire_field("c", default=0)
+    num_sleepers: int = wire_field("s", default=0)
+    adapters: list[str] = wire_field("ad", default_factory=list)
+
+    @property
+    def depth(self) -> float:
+        """Live requests for each row that its workers can run: above 1, some wait."""
+        return (self.waiting + self.rows) / max(1, self.capacity)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShares:
+    """Which pools get the requests of a model.
+
+    Attributes:
+        weights: pool and weight. A pool gets its weight's share of their sum, one of weight 0 gets none.
+    """
+
+    weights: list[tuple[str, float]] = wire_field("w")
+
+
+URL = re.compile(r"(?P<scheme>[^:]+)://(?:(?P<user>[^@?]*)@)?(?P<place>[^?]*)(?:\?(?P<options>.*))?")
+DATABASE = "db"
+"""The option that says where keys are, not how to reach the broker."""
+
+
+def address_of(url: str) -> str:
+    """The URL without user, password and options."""
+    scheme, _, place, options = split(url)
+    return join(scheme, "", place, {name: text for name, text in options.items() if name == DATABASE})
+
+
+def url_at(address: str, own_url: str) -> str:
+    """The URL by which a process that reaches `own_url` reaches the broker at `address`.
+
+    Raises ValueError where the password would leave a broker with TLS for one without.
+    """
+    if address == address_of(own_url):
+        return own_url
+    scheme, user, _, own_options = split(own_url)
+    their_scheme, _, place, options = split(address)
+    if user and scheme.startswith("rediss") and their_scheme in ("redis", "redis+sentinel"):
+        raise ValueError("it has no TLS, and REDIS_URL has: the password is not sent in clear")
+    if scheme == their_scheme:
+        options = {name: text for name, text in own_options.items() if name != DATABASE} | options
+    return join(their_scheme, user, place, options)
+
+
+def pool_url(settings: Settings, pool: str, address: str) -> str:
+    """The URL of another pool's broker. Raises SettingError if there is no safe way to reach it."""
+    if (given := settings.urls_of_pools.get(pool)) is not None:
+        return given
+    try:
+        return url_at(address, settings.redis_url or "")
+    except ValueError as error:
+        cause = f"must name the broker of pool {pool!r}: by the directory it is at {address}, and {error}"
+        raise SettingError("pool_urls", cause) from error
+
+
+def split(url: str) -> tuple[str, str, str, dict[str, str]]:
+    """Scheme, user (with its password), place and options of a URL. Raises ValueError."""
+    if (found := URL.fullmatch(url)) is None:
+        raise ValueError("no URL")
+    return found["scheme"], found["user"] or "", found["place"], dict(parse_qsl(found["options"] or ""))
+
+
+def join(scheme: str, user: str, place: str, options: dict[str, str]) -> str:
+    return f"{scheme}://{f'{user}@' if user else ''}{place}{f'?{urlencode(options)}' if options else ''}"
+
 
 SILENT_S = 2 * LEASE_S
 """A pool that has written nothing for this time has no batcher that works, or no broker."""

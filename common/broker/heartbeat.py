@@ -1,6 +1,10 @@
 """Heartbeat: what a process reports about itself in Redis at an interval while it lives; and readers of a
 pool's messages: gateways and batchers, and the wire version that all of them read.
 
+A heartbeat says what its process reads beyond fields with defaults. A message that earlier processes would
+misread counts up WIRE_VERSION. It is written only while all readers read it, so two releases serve one pool
+side by side, in any order of their replacement. CONTRIBUTING.md has the rule.
+
 Workers have a script of their own, `worker_heartbeat`, which a seal refuses.
 """
 
@@ -10,14 +14,21 @@ import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
+from typing import NamedTuple
 
-from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error
+from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, OUTAGE, describe_error
 from common.broker.keys import Keys
 from common.broker.lua import Args, Fields, ScriptCall, call_script, in_pairs
-from common.broker.outage import OUTAGE
 from common.broker.pool_client import PoolClient
-from common.messages.wire_version import WIRE_VERSION
 from common.process.event_loop import until_beat
+
+WIRE_VERSION = 3
+"""What this release reads. A process whose heartbeat says none reads version 1."""
+TOKEN_COLUMNS_SINCE = 2
+"""First version whose readers find tokens in `Events.columns`."""
+ADAPTERS_SINCE = 3
+"""First version whose gateways and batchers pass on the adapter of a request."""
+
 
 log = logging.getLogger(__name__)
 

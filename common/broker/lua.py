@@ -1,4 +1,5 @@
-"""Lua: loads the scripts of `common/scripts`, and calls them with named keys and arguments.
+"""Lua: loads the scripts, in files `*.lua` beside the modules that call them, and calls them with named keys
+and arguments.
 
 A file holds several scripts, each after a line with its name. The comment at the top of a script names its
 keys and arguments in order; in the script the names are locals:
@@ -8,8 +9,8 @@ keys and arguments in order; in the script the names are locals:
     -- ARGV payload, max_requests, ...
 
 A key has the name of its method in `Keys`. `...` stands for any number of others, from KEYS[first_key] or
-ARGV[first_arg] on. Each script has one function, whose signature tells what it takes, in `request_scripts`,
-`job_scripts`, `worker_scripts` or `batcher_scripts`.
+ARGV[first_arg] on. Each script has one function, whose signature tells what it takes, in the module
+beside it.
 """
 
 import functools
@@ -25,7 +26,7 @@ from redis.exceptions import NoPermissionError, NoScriptError
 
 from common.broker.keys import Keys
 
-FOLDER = Path(__file__).parents[1] / "scripts"
+ROOT = Path(__file__).parents[2]
 SECTION = re.compile(r"^--- ([\w/]+)\n", re.MULTILINE)
 
 
@@ -37,7 +38,7 @@ def read_sections(text: str) -> dict[str, str]:
 
 SCRIPTS = {
     name: text
-    for path in sorted(FOLDER.glob("*.lua"))
+    for path in sorted((*ROOT.glob("common/broker/*.lua"), *ROOT.glob("api/*/*.lua")))
     for name, text in read_sections(path.read_text()).items()
 }
 """Texts by name, read when the process starts: a version that is installed while it runs may have scripts

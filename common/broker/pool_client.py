@@ -1,5 +1,11 @@
-"""Pool client: the connection to a pool's broker, and what all processes read of the pool."""
+"""Pool client: the connection to a pool's broker, and what all processes read of the pool, its time above
+all.
 
+Whatever several processes compare (deadlines, expiries, ages) is told by the broker's clock: a machine's own
+clock may be wrong. `time.time()` is for logs and traces alone.
+"""
+
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -7,10 +13,28 @@ from typing import NamedTuple
 from redis.asyncio import Redis
 
 from common.broker.client import broker_url, connect
-from common.broker.clock import BrokerClock
 from common.broker.keys import Keys
 from common.broker.lua import Reply, ScriptCall, run_script
 from common.settings.settings import Settings
+
+
+class BrokerClock:
+    """The broker's clock, extrapolated from the last look at it.
+
+    Attributes:
+        offset_s: that clock minus the monotonic one; None before the first look.
+    """
+
+    def __init__(self) -> None:
+        self.offset_s: float | None = None
+
+    def note(self, now_s: float) -> None:
+        """Note what the broker has just said."""
+        self.offset_s = now_s - time.monotonic()
+
+    def now_s(self) -> float:
+        """Unix time; by this machine's clock before the first look."""
+        return time.time() if self.offset_s is None else time.monotonic() + self.offset_s
 
 
 class WorkerLook(NamedTuple):

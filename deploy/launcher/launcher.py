@@ -22,7 +22,7 @@ from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.plan import WorkerDied
 from common.process import logs
-from common.process.parent_death import die_with_parent
+from common.process.launch import die_with_parent
 from common.settings.flags import FlagParser
 from common.settings.settings import SettingError, Settings
 from deploy.launcher import prepare

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from common.messages.kept_answer import HANDLE_VARIABLE
 from common.process.event_loop import run_until_one_ends
-from common.process.preload import ACCEPTED, LOAD_FLAG, READY, encode_variables, shared_handles
+from common.process.launch import ACCEPTED, LOAD_FLAG, READY, encode_variables, shared_handles
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from common import model_files
 from common.broker import client
-from common.model_config import context_length, read_other_tokenizer
+from common.model_files import context_length, read_other_tokenizer
 from common.process import machine
 from common.rank import follows, is_spread, launcher_of
 from common.settings.settings import SettingError, Settings

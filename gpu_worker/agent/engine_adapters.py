@@ -6,12 +6,10 @@ import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from common.adapters.config import AdapterFault
-from common.adapters.files import find_own_folder
-from common.adapters.registry import AdapterChangeError, AdapterRegistry, change_registry, read_newer
+from common.adapter_registry import AdapterChangeError, AdapterRegistry, change_registry, read_newer
+from common.adapters import AdapterFault, HeldAdapters, PoolAdapter, find_own_folder
 from common.broker.client import FailureLog
 from common.broker.pool_client import PoolClient
-from common.messages.adapters import HeldAdapters, PoolAdapter
 from common.process.event_loop import until_beat
 from gpu_worker.agent.engine_client import EngineClient
 from gpu_worker.protocol import AdapterRefused, LoadAdapter, UnloadAdapter

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from common.process.launch import shared_handles
 from common.process.machine import run_delay_s
-from common.process.preload import shared_handles
 from common.rank import RankInfo
 from common.settings.settings import SettingError
 from gpu_worker.agent.metrics import BatchMetrics

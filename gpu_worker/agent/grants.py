@@ -13,7 +13,7 @@ from common.messages.plan import NewRow, Plan
 from common.messages.records import pack_ids, unpack_records
 from common.messages.request import Generate, class_index
 from common.metrics import catalogue
-from common.startup import READY
+from common.process.startup import READY
 from gpu_worker.agent.engine_client import EngineClient
 from gpu_worker.agent.pictures import PictureReader, in_grants
 from gpu_worker.agent.state import AgentState

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.broker import worker_scripts
-from common.broker.fast_client import SerialClient
+from common.broker.client import SerialClient
+from common.broker.heartbeat import TOKEN_COLUMNS_SINCE, WIRE_VERSION
 from common.broker.lua import ScriptCall
 from common.broker.pool_client import PoolClient
 from common.broker.worker_scripts import (
@@ -23,7 +24,6 @@ from common.messages.codec import encode
 from common.messages.events import ChannelSequences, Events, Terminal, terminal_for
 from common.messages.plan import Report
 from common.messages.records import RECORD
-from common.messages.wire_version import TOKEN_COLUMNS_SINCE, WIRE_VERSION
 from common.metrics import catalogue
 from gpu_worker.agent.row_text import RowText, take_columns
 from gpu_worker.agent.state import Outbox

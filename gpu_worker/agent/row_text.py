@@ -8,7 +8,6 @@ from math import inf
 from tokenizers import Tokenizer
 
 from common.detokenize import Detokenizer, StopMatcher
-from common.messages.block_hashes import extend_hashes
 from common.messages.events import TokenColumns, Tokens
 from common.messages.plan import HeldRow, NewRow
 from common.messages.records import (
@@ -20,7 +19,7 @@ from common.messages.records import (
     unpack_ids,
     unpack_records,
 )
-from common.messages.request import Generate
+from common.messages.request import Generate, extend_hashes
 
 
 @dataclass(slots=True, eq=False)
@@ -161,7 +160,7 @@ class RowText:
 
     def generated_hashes(self, kv_len: int) -> bytes:
         """Return the hashes of the first `kv_len` tokens without those of the prompt
-        (common/messages/block_hashes.py).
+        (common/messages/request.py).
         """
         hashes = self.request.block_hashes
         if not hashes or self.request.beams:

@@ -21,8 +21,7 @@ import setproctitle
 
 from common.model_files import no_progress
 from common.process import logs
-from common.process.parent_death import die_with_parent
-from common.process.preload import LOAD_FLAG, PRELOAD_FLAG
+from common.process.launch import LOAD_FLAG, PRELOAD_FLAG, die_with_parent
 from common.rank import RankInfo
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.agent_link import AgentLink

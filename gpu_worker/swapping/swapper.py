@@ -17,12 +17,12 @@ from common.broker.heartbeat import Heartbeat
 from common.broker.keys import SLEEPER
 from common.broker.pool_client import PoolClient
 from common.metrics import catalogue
-from common.metrics.aggregate import publishing_metrics
+from common.metrics.exposition import publishing_metrics
 from common.process.event_loop import run_until_one_ends
 from common.process.logs import next_incarnation
+from common.process.startup import ProcessIdentity
 from common.rank import RankInfo
 from common.settings.settings import SettingError, Settings
-from common.startup import ProcessIdentity
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_client import EngineDied, RankProcess
 from gpu_worker.stay import Stay

@@ -24,7 +24,7 @@ AT_HOME = {
     "numpy": "gpu_worker",
     "fastapi": "api",
     "starlette": "api",
-    "opentelemetry": "common/traces",
+    "opentelemetry": "common/otlp.py",
 }
 
 

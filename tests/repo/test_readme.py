@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from common.key_fields import KeyFields
+from common.api_keys import KeyFields
 from common.settings.help import table_of_tgi, tables
 from common.settings.option import OTHERS
 from common.settings.settings import Settings

@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 from common.model_files import BUNDLED, EXACT_DTYPE, find_local, resolve
-from common.process.parent_death import die_with_parent
+from common.process.launch import die_with_parent
 
 ROOT = Path(__file__).parents[2]
 

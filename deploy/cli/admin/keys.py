@@ -10,12 +10,10 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from common.api_keys import ApiKey
-from common.broker import key_records
+from common import api_keys
+from common.api_keys import ApiKey, IssuedKey, KeyChangeError, KeyFields, read_fields
 from common.broker.client import ERRORS, describe_error
-from common.broker.key_records import IssuedKey, KeyChangeError
 from common.broker.pool_client import PoolClient
-from common.key_fields import KeyFields, read_fields
 from common.settings.flags import FlagParser
 from common.settings.settings import SettingError, Settings
 from deploy.cli.client import PIPE_COLUMNS, ServerError, print_error
@@ -54,20 +52,20 @@ async def run(settings: Settings, flags: argparse.Namespace) -> None:
 
 
 async def add(client: PoolClient, flags: argparse.Namespace) -> None:
-    print_issued(await key_records.add_key(client, fields_of(flags, await client.read_time())))
+    print_issued(await api_keys.add_key(client, fields_of(flags, await client.read_time())))
 
 
 async def rotate(client: PoolClient, flags: argparse.Namespace) -> None:
-    print_issued(await key_records.rotate_key(client, flags.key_id))
+    print_issued(await api_keys.rotate_key(client, flags.key_id))
 
 
 async def revoke(client: PoolClient, flags: argparse.Namespace) -> None:
-    key = await key_records.revoke_key(client, flags.key_id)
+    key = await api_keys.revoke_key(client, flags.key_id)
     print(f"{key.key_id} is revoked since {render_time(key.revoked)}")
 
 
 async def show_all(client: PoolClient, flags: argparse.Namespace) -> None:
-    keys = (await key_records.read_keys(client)).values()
+    keys = (await api_keys.read_keys(client)).values()
     print_table([*keys], await client.read_time())
 
 

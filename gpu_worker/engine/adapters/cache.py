@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.adapters.config import AdapterFault
+from common.adapters import AdapterFault
 from common.settings.settings import Settings
 from gpu_worker.engine.adapters.layers import AdapterLayers
 from gpu_worker.engine.adapters.weights import AdapterWeights, Stamp, read_adapter, stamp_of

@@ -10,7 +10,7 @@ import regex
 import torch
 from safetensors import SafetensorError, safe_open
 
-from common.adapters.config import AdapterConfig, AdapterFault, read_adapter_config
+from common.adapters import AdapterConfig, AdapterFault, read_adapter_config
 from gpu_worker.engine.adapters.targets import LoraTarget, is_elsewhere, names_of
 from gpu_worker.engine.parallel.shards import mixer_prefixes
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from common.messages.beams import num_group_blocks
+from common.messages.records import num_group_blocks
 from gpu_worker.engine.batch.beam_search import Beam, BeamSearch
 from gpu_worker.engine.batch.beam_text import BeamText
 from gpu_worker.engine.batch.row import Row, RowSlice

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.messages.beams import BeamSequence
+from common.messages.records import BeamSequence
 from common.messages.request import BeamParams
 from gpu_worker.engine.batch.beam_text import BeamText
 from gpu_worker.engine.batch.sampling_state import SamplingState

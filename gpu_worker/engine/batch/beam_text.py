@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from common.detokenize import Detokenizer, StopMatcher
 from common.messages.request import StoppingParams
-from common.model_config import read_tokenizer
+from common.model_files import read_tokenizer
 
 
 @dataclass(slots=True, eq=False)

@@ -3,10 +3,10 @@
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from common.prefill_budget import PrefillBudget, StepBudget
 from gpu_worker.engine.batch.beam_group import BeamGroup
 from gpu_worker.engine.batch.encoding import encoding_cost
 from gpu_worker.engine.batch.prefill import num_computable
+from gpu_worker.engine.batch.prefill_budget import PrefillBudget, StepBudget
 from gpu_worker.engine.batch.row import Row
 from gpu_worker.engine.batch.row_pictures import PictureState
 from gpu_worker.protocol import Grant

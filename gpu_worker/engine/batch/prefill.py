@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from common.prefill_budget import StepBudget
+from gpu_worker.engine.batch.prefill_budget import StepBudget
 from gpu_worker.engine.batch.row import Row, RowSlice
 
 PATIENCE = 16

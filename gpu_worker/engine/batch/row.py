@@ -8,8 +8,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from common.messages.pooling import PoolingParams
-from common.messages.request import BeamParams
+from common.messages.request import BeamParams, PoolingParams
 from gpu_worker.engine.batch.adapters import Adapter
 from gpu_worker.engine.batch.proposer import Proposer
 from gpu_worker.engine.batch.row_pictures import RowPictures

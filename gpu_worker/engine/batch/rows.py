@@ -15,9 +15,7 @@ from itertools import islice
 
 import numpy as np
 
-from common.messages.beams import pack_sequences
-from common.messages.records import pack_floats, pack_ids
-from common.prefill_budget import PrefillBudget
+from common.messages.records import pack_floats, pack_ids, pack_sequences
 from gpu_worker.engine.batch.adapters import Adapter, AdapterTurns
 from gpu_worker.engine.batch.beam_group import BeamGroup, BlockCopy
 from gpu_worker.engine.batch.beam_search import Candidate
@@ -25,6 +23,7 @@ from gpu_worker.engine.batch.beam_text import BeamTextFactory, no_texts
 from gpu_worker.engine.batch.encoding import EncodingSchedule
 from gpu_worker.engine.batch.launchable import may_join, micro_batch_size, room, runnable, step_budget
 from gpu_worker.engine.batch.prefill import chunks, line_up, whole_prompts
+from gpu_worker.engine.batch.prefill_budget import PrefillBudget
 from gpu_worker.engine.batch.row import (
     GrammarFactory,
     PicturesFactory,

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from common.model_files import cache_folder, make_cache_folder
-from common.native_kernels import COMPILED, SOURCES, digest, find_compiler, source_key
 from common.process import machine
+from common.process.machine import COMPILED, SOURCES, digest, find_compiler, source_key
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from common.process.preload import shared_handles
+from common.process.launch import shared_handles
 
 HUGE_BYTES = 2**21
 """Size and alignment of large pages; segments are aligned like that."""

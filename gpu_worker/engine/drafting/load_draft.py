@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from common import model_files
-from common.model_config import read_json
-from common.model_files import CONFIG_FILE, TOKENIZER_FILE, Progress
+from common.model_files import CONFIG_FILE, TOKENIZER_FILE, Progress, read_json
 from common.settings.settings import SettingError, Settings
 from common.settings.speculation import (
     CONFIG,

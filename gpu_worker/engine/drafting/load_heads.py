@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from common.model_config import read_json
-from common.model_files import CONFIG_FILE
+from common.model_files import CONFIG_FILE, read_json
 from common.settings.settings import SettingError, Settings
 from common.settings.speculation import CONFIG, EAGLE3, MAX_SPECULATED, MEDUSA, MLP_SPECULATOR, Speculation
 from gpu_worker.engine.attention.choose import choose_backend

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from common import model_files
-from common.messages.pooling import CLASSIFY
+from common.messages.request import CLASSIFY
 from common.pooling import CLS, LAST, MAX, OFFSET_POSITIONS, PoolingConfig
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.cpu.packed_linear import pack_linears

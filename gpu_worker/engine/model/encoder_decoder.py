@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
-from common import model_config, model_files
+from common import model_files
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.attention import backend
 from gpu_worker.engine.attention.encoder_decoder import DecoderAttention
@@ -162,15 +162,15 @@ def load(
         device=device,
         backend=SdpaBackend(geometry, device),
         ropes=[],
-        context=model_config.context_length(path),
-        eos_ids=model_config.eos_ids(path, tokenizer),
+        context=model_files.context_length(path),
+        eos_ids=model_files.eos_ids(path, tokenizer),
         vocab_size=config.vocab_size,
         recompute_length=None,
         stage=WHOLE,
         states=ModelStates(device),
         layers=layers,
         decoder=decoder,
-        num_starting=len(model_config.starting_ids(path)),
+        num_starting=len(model_files.starting_ids(path)),
     )
     table = getattr(model.get_decoder(), "embed_positions", None)
     if table is not None:

@@ -13,7 +13,7 @@ import gguf
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from common.process.parent_death import die_with_parent
+from common.process.launch import die_with_parent
 from gpu_worker.engine.quantization.gguf_blocks import write_blocks
 
 SPARE_WEIGHTS = 1.05

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from common import model_config, model_files
+from common import model_files
 from common.pooling import PoolingConfig, read_pooling
 from common.process import machine
 from common.process.logs import plural
@@ -251,7 +251,7 @@ def assemble(
     read.states.attach()
     block_size = settings.block_size or (BLOCK_SIZES[device.type] if read.layers else STATES_BLOCK_SIZE)
     kv_dtype = FLOATS8.get(settings.kv_cache_dtype, dtype)
-    context = int(model_config.context_length(path) * (settings.rope_factor or 1))
+    context = int(model_files.context_length(path) * (settings.rope_factor or 1))
     tokenizer = model_files.find_tokenizer(settings.tokenizer_name, path)
     geometry = Geometry(list(read.layers.values()), block_size, dtype, kv_dtype)
     max_rows = max_captured_tokens(settings.max_batch_size)
@@ -265,7 +265,7 @@ def assemble(
         backend=backend,
         ropes=rope.replace_ropes(read.model),
         context=context,
-        eos_ids=model_config.eos_ids(path, tokenizer),
+        eos_ids=model_files.eos_ids(path, tokenizer),
         vocab_size=config.vocab_size,
         recompute_length=rope.recompute_length(read.model),
         stage=read.stage,

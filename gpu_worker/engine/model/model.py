@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from common.messages.block_hashes import HASHED_TOKENS
+from common.messages.request import HASHED_TOKENS
 from common.pooling import PoolingConfig
 from gpu_worker.engine.adapters.layers import AdapterLayers
 from gpu_worker.engine.attention.backend import AttentionBackend, attach

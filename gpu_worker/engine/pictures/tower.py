@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from common.pictures.decode import decoded
+from common.pictures import decoded
 from gpu_worker.engine.pictures.families import PictureFamily, Tensors, embeddings_of
 
 GREY_EDGE = 64

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from common.messages.pooling import CLASSIFY
+from common.messages.request import CLASSIFY
 from common.pooling import PoolingConfig
 from gpu_worker.engine.parallel.shards import TpPlan
 from gpu_worker.engine.parallel.stage_model import ModelStage, StageEnd

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from common.model_config import read_json
+from common.model_files import read_json
 from gpu_worker.engine.quantization.checkpoint import file_slices
 from gpu_worker.protocol import UnservableModel
 

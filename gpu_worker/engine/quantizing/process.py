@@ -10,10 +10,10 @@ from typing import NoReturn
 import setproctitle
 
 from common.process import logs
-from common.process.parent_death import die_with_parent
+from common.process.launch import die_with_parent
+from common.process.startup import exit_when_unservable
 from common.quantize_job import QuantizeJob
 from common.settings.settings import Settings
-from common.startup import exit_when_unservable
 from gpu_worker.engine.process import SPIN_COUNT
 
 INTERRUPTED = 130

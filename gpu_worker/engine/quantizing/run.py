@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers.utils import logging as transformers_logging
 
-from common import model_config
+from common import model_files
 from common.quantize_job import QuantizeJob
 from common.rank import RankInfo
 from common.settings.settings import SettingError, Settings
@@ -33,8 +33,8 @@ def run(job: QuantizeJob, settings: Settings) -> Result:
     try:
         model = open_model(source, settings, device)
         size = check_layers(model, job)
-        tokenizer = model_config.read_tokenizer(source)
-        texts = read_calibration(job, tokenizer, model_config.context_length(source), device)
+        tokenizer = model_files.read_tokenizer(source)
+        texts = read_calibration(job, tokenizer, model_files.context_length(source), device)
         check_room(output, bytes_after(model, job))
         quantizer = Quantizer(job, model, texts, size)
         count = sum(ids.shape[1] for ids in texts.sequences)

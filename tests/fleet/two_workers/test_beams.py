@@ -16,10 +16,9 @@ from redis.asyncio import Redis
 from common.broker.committed import read
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
-from common.messages.beams import BeamSequence, unpack_sequences
 from common.messages.codec import decode
 from common.messages.plan import Report
-from common.messages.records import pack_ids
+from common.messages.records import BeamSequence, pack_ids, unpack_sequences
 from common.messages.request import BeamParams, Generate, StoppingParams
 from tests.support.broker_state import admit
 from tests.support.engine.reference import Found, prompt_ids, reference_beams

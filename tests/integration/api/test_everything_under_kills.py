@@ -17,8 +17,8 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
+from common.api_keys import IssuedKey
 from common.broker.client import connect
-from common.broker.key_records import IssuedKey
 from deploy.launcher.embedded_broker import Broker
 from tests.support.batches.killed_batch import line_of
 from tests.support.keys.issued import add_key, bearer

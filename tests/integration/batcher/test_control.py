@@ -6,7 +6,8 @@ import signal
 from redis.asyncio import Redis
 
 from common.broker.keys import Keys
-from common.broker.pool_client import PoolClient, cancel_request
+from common.broker.pool_client import PoolClient
+from common.broker.request_scripts import cancel_request
 from common.messages.codec import encode
 from common.messages.request import Cancel
 from deploy.launcher.embedded_broker import Broker

@@ -8,7 +8,8 @@ import pytest
 from redis.asyncio import Redis
 
 from common.broker.keys import Keys
-from common.broker.pool_client import PoolClient, cancel_request
+from common.broker.pool_client import PoolClient
+from common.broker.request_scripts import cancel_request
 from common.messages.codec import decode, encode
 from common.messages.events import Events
 from common.messages.request import Generate, StoppingParams

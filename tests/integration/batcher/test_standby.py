@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 from redis.asyncio import Redis
 
-from common.broker.pool_client import PoolClient, cancel_request
+from common.broker.pool_client import PoolClient
+from common.broker.request_scripts import cancel_request
 from deploy.launcher.embedded_broker import Broker
 from tests.support.broker_state import KEYS, error_of, queue, result_ids, seal
 from tests.support.fleet.batchers import batcher

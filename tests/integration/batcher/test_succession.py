@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from common.broker.pool_client import PoolClient, cancel_request
+from common.broker.pool_client import PoolClient
+from common.broker.request_scripts import cancel_request
 from common.messages.codec import decode
 from common.messages.events import Events
 from common.messages.records import unpack_ids

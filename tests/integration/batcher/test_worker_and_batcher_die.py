@@ -4,7 +4,8 @@ import pytest
 from redis.asyncio import Redis
 
 from common.broker.keys import Keys
-from common.broker.pool_client import PoolClient, cancel_request
+from common.broker.pool_client import PoolClient
+from common.broker.request_scripts import cancel_request
 from common.messages.codec import encode
 from common.messages.plan import WorkerDied
 from common.messages.records import unpack_records

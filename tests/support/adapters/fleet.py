@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 
 from api.lifecycle import Gateway
-from common.adapters.registry import read_registry
+from common.adapter_registry import read_registry
+from common.adapters import HeldAdapters
 from common.broker.pool_client import PoolClient
-from common.messages.adapters import HeldAdapters
 from tests.support.fleet.gateways import ready, serving
 from tests.support.fleet.scripted_worker import Answer, FakeWorker
 from tests.support.tokenizer import TOKENIZER, ids

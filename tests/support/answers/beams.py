@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from common.messages.beams import BeamSequence, pack_sequences, unpack_sequences
+from common.messages.records import BeamSequence, pack_sequences, unpack_sequences
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.tokenizer import IM_END, TOKENIZER, ids
 

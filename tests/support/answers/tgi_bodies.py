@@ -1,9 +1,9 @@
 """The bodies of TGI's frames, of a stream that no gateway serves."""
 
+from api.answers.answer import Rendering, ResumeTerms
 from api.streams.describe_answer import describe_answer
 from api.streams.stream import Stream
 from api.tgi.render import StreamBodies
-from common.messages.answer import Rendering, ResumeTerms
 
 
 def bodies_of(stream: Stream, with_details: bool = False) -> StreamBodies:

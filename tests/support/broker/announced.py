@@ -6,10 +6,8 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-from common.broker.addresses import address_of
 from common.broker.client import ERRORS, connect
-from common.broker.directory import DirectoryClient
-from common.messages.directory import PoolEntry
+from common.broker.directory import DirectoryClient, PoolEntry, address_of
 
 EVERY_S = 0.1
 

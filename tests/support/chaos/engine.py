@@ -21,7 +21,7 @@ from zlib import crc32
 import setproctitle
 
 from common.messages.records import pack_ids, unpack_ids
-from common.process.parent_death import die_with_parent
+from common.process.launch import die_with_parent
 from common.settings.settings import Settings
 from gpu_worker.engine.agent_link import AgentLink
 from gpu_worker.engine.batch.row import RowSlice, confirmed

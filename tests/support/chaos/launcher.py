@@ -13,9 +13,9 @@ from unittest.mock import patch
 import setproctitle
 
 from common.process import logs
-from common.process.parent_death import die_with_parent
+from common.process.launch import die_with_parent
+from common.process.startup import exit_when_unservable
 from common.settings.settings import Settings
-from common.startup import exit_when_unservable
 from deploy.launcher import launcher
 from deploy.launcher.embedded_broker import Broker
 from deploy.launcher.fleet import LocalFleet, command, new_fleet

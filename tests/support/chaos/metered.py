@@ -16,14 +16,14 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from api.requests.usage import Owner, Used, month_begin, month_name, read_hours
 from common.broker.client import connect
 from common.broker.keys import usage_pending, usage_spent
-from common.broker.pool_client import PoolClient, cancel_request
-from common.broker.usage import Owner, Used, read_hours
+from common.broker.pool_client import PoolClient
+from common.broker.request_scripts import cancel_request
 from common.messages.codec import encode
 from common.messages.records import pack_ids
 from common.messages.request import Generate, StoppingParams, UsageAccount
-from common.months import month_begin, month_name
 from tests.support.machine.killed_pool import KEYS, KilledPool
 from tests.support.scripts import admit_request
 from tests.support.waiting import wait_until

@@ -11,8 +11,8 @@ from pathlib import Path
 import uvloop
 
 from common.messages.records import pack_ids, unpack_ids
+from common.process.startup import ProcessIdentity, configure_process, exit_when_unservable, start_process
 from common.settings.settings import Settings
-from common.startup import ProcessIdentity, configure_process, exit_when_unservable, start_process
 from gpu_worker.agent.row_text import RowTable
 from gpu_worker.agent.state import AgentState
 from gpu_worker.engine.batch.rows import Rows

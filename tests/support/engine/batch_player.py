@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from common.messages.beams import BeamSequence, num_group_blocks, unpack_sequences
-from common.messages.records import unpack_floats
+from common.messages.records import BeamSequence, num_group_blocks, unpack_floats, unpack_sequences
 from gpu_worker.engine.engine import Engine
 from gpu_worker.protocol import Grant, StartRow, StepResult
 from tests.support.engine.start_rows import start_row

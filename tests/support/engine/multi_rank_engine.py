@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from api.grammar.compile import Grammar, compile_unchecked
 from common.messages.request import SamplingParams
-from common.process.parent_death import die_with_parent
+from common.process.launch import die_with_parent
 from common.rank import LOOPBACK, RankInfo, free_port
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine

@@ -23,7 +23,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common import model_files
-from common.process.parent_death import die_with_parent
+from common.process.launch import die_with_parent
 from common.rank import free_port
 from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine

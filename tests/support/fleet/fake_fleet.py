@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from common.process.parent_death import die_with_parent
+from common.process.launch import die_with_parent
 from tests.support.waiting import PATIENCE_S, wait_until_sync
 
 

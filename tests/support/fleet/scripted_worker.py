@@ -13,6 +13,7 @@ from typing import TypeVar
 from redis.asyncio import Redis
 from tokenizers import Tokenizer
 
+from common.adapters import HeldAdapters
 from common.broker import batcher_scripts, worker_scripts
 from common.broker.batcher_scripts import QueuedRequest
 from common.broker.client import ERRORS, connect
@@ -20,12 +21,19 @@ from common.broker.keys import Keys
 from common.broker.lua import ScriptCall, run_script
 from common.broker.worker_scripts import FlushedPrompt, FlushedSpill, FlushedTerminal, FlushReply
 from common.detokenize import Detokenizer
-from common.messages.adapters import HeldAdapters
-from common.messages.beams import BeamSequence, pack_sequences
 from common.messages.codec import decode, encode
 from common.messages.events import ChannelSequences, Events, Terminal, Tokens, pack_tokens
 from common.messages.plan import WorkerCapacity
-from common.messages.records import RECORD, pack_floats, pack_ids, pack_records, unpack_floats, unpack_ids
+from common.messages.records import (
+    RECORD,
+    BeamSequence,
+    pack_floats,
+    pack_ids,
+    pack_records,
+    pack_sequences,
+    unpack_floats,
+    unpack_ids,
+)
 from common.messages.request import Cancel, Generate
 from tests.support.token_columns import as_sent
 

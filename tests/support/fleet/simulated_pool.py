@@ -6,10 +6,9 @@ from batcher.scheduling.plan_builder import PendingPlan
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
-from common.messages.block_hashes import extend_hashes, root_hash
 from common.messages.plan import WorkerCapacity
 from common.messages.records import RECORD, pack_ids
-from common.messages.request import Generate, StoppingParams
+from common.messages.request import Generate, StoppingParams, extend_hashes, root_hash
 from tests.support.fleet.simulated_worker import SimulatedWorker, generated_id
 
 BLOCK_SIZE = 16

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 from zlib import crc32
 
-from common.messages.block_hashes import HASHED_TOKENS, block_names, extend_hashes
 from common.messages.events import INTERRUPTED
 from common.messages.plan import HeldRow, NewRow, Plan, Report
 from common.messages.records import pack_ids, unpack_ids
-from common.messages.request import class_index
-from common.prefill_budget import PrefillBudget, StepBudget
+from common.messages.request import HASHED_TOKENS, block_names, class_index, extend_hashes
 from gpu_worker.engine.batch.prefill import PATIENCE
+from gpu_worker.engine.batch.prefill_budget import PrefillBudget, StepBudget
 from gpu_worker.protocol import Grant
 
 

@@ -8,11 +8,10 @@ from redis.asyncio import Redis
 
 from api.http.key_ring import KeyRing
 from api.lifecycle import Gateway
-from common.broker import key_records
-from common.broker.key_records import IssuedKey
+from common import api_keys
+from common.api_keys import IssuedKey, read_fields
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
-from common.key_fields import read_fields
 from tests.support.waiting import wait_until
 
 
@@ -21,7 +20,7 @@ def client_of(redis: Redis) -> PoolClient:
 
 
 async def add_key(redis: Redis, **fields: Any) -> IssuedKey:
-    return await key_records.add_key(client_of(redis), read_fields(fields))
+    return await api_keys.add_key(client_of(redis), read_fields(fields))
 
 
 def bearer(key: IssuedKey | str) -> dict[str, str]:

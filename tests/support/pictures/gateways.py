@@ -13,7 +13,7 @@ from PIL import Image
 from api.lifecycle import Gateway
 from api.prompts.tokenizer import ModelTokenizer
 from common.messages.request import Generate
-from common.pictures.layout import Size
+from common.pictures import Size
 from tests.support.fleet.gateways import ready, serving
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 

@@ -12,7 +12,7 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from common.pictures.layout import Size
+from common.pictures import Size
 
 SPECIAL = ("<s>", "</s>")
 NEWLINE = "\u010a"

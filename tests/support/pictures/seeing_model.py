@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.pictures.decode import decoded
+from common.pictures import decoded
 from tests.support.engine import tiny_models
 from tests.support.engine.pictures.models import FAMILIES
 from tests.support.pictures.processors import CLASSES, TOKENS, make_processor, tokenizer_for

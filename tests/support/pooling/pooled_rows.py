@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from common.messages.pooling import PoolingParams
+from common.messages.request import PoolingParams
 from tests.support.engine.batch_player import Player
 
 PLAIN = PoolingParams()

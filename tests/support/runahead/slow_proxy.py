@@ -11,7 +11,7 @@ import threading
 import time
 from queue import SimpleQueue
 
-from common.process.parent_death import die_with_parent
+from common.process.launch import die_with_parent
 
 READ_BYTES = 2**18
 

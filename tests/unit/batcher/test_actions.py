@@ -11,7 +11,7 @@ from redis.exceptions import ConnectionError, ResponseError
 from batcher.actions import MAX_BYTES, MAX_CALLS, Action, ActionQueue, ScriptAction
 from common.broker import batcher_scripts
 from common.broker.batcher_scripts import QueuedRequest
-from common.broker.fast_client import FastConnection
+from common.broker.client import FastConnection
 from common.broker.keys import Keys
 from common.broker.lua import ScriptCall
 

@@ -9,9 +9,9 @@ from redis.asyncio import Redis
 from batcher.adapters import LINGER_S, LOAD_TIMEOUT_S, AdapterKeeper
 from batcher.scheduling.replica import WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
-from common.adapters.registry import AdapterRegistry, change_registry, read_registry
+from common.adapter_registry import AdapterRegistry, change_registry, read_registry
+from common.adapters import LEAVING, LOADING, READY, PoolAdapter
 from common.broker.pool_client import PoolClient
-from common.messages.adapters import LEAVING, LOADING, READY, PoolAdapter
 from tests.support.broker_state import KEYS
 from tests.support.fleet.simulated_pool import request
 

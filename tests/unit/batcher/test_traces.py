@@ -5,13 +5,13 @@ from redis.asyncio import Redis
 
 from batcher.timeline import TimelineWriter
 from batcher.traces import spans_of
+from common import tracing
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.messages.events import TimelineEvent
 from common.messages.records import pack_ids
 from common.messages.request import Generate, StoppingParams
-from common.traces import tracing
-from common.traces.span import TraceSpan, ids_of, span_name
+from common.tracing import TraceSpan, ids_of, span_name
 from tests.unit.batcher.test_timeline import NOW_MS, sequence
 
 KEYS = Keys("default")

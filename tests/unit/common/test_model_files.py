@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from common import model_config, model_files
+from common import model_files
 from common.model_files import cache_folder
 from common.settings.settings import SettingError
 from tests.support.engine.reference import prompt_ids
@@ -154,7 +154,7 @@ def test_processes_that_start_together_convert_once(tmp_path: Path) -> None:
 
 def test_the_bundled_model_says_its_context_and_end_of_sequence() -> None:
     path = model_files.resolve("smollm2")
-    assert model_config.context_length(path) == 8192
-    assert model_config.eos_ids(path) == [2]
+    assert model_files.context_length(path) == 8192
+    assert model_files.eos_ids(path) == [2]
     assert prompt_ids(["<|im_end|>"]) == [[2]]
-    assert {0, 1, 2} <= model_config.special_ids(path)
+    assert {0, 1, 2} <= model_files.special_ids(path)

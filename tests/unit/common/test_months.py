@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from common.months import month_begin, month_name, seconds_to_next_month
+from api.requests.usage import month_begin, month_name, seconds_to_next_month
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 REFUSED = """
 from common.process import logs
-from common.startup import exit_when_unservable
+from common.process.startup import exit_when_unservable
 from common.settings.settings import SettingError, Settings
 with exit_when_unservable():
     {before}

@@ -9,11 +9,9 @@ import pytest
 from redis.asyncio import Redis
 
 from api.lifecycle import Gateway
-from common.adapters.config import AdapterFault
-from common.adapters.files import find_adapter
-from common.adapters.registry import AdapterRegistry, change_registry, read_registry
-from common.broker.heartbeat import Heartbeat
-from common.messages.wire_version import ADAPTERS_SINCE
+from common.adapter_registry import AdapterRegistry, change_registry, read_registry
+from common.adapters import AdapterFault, find_adapter
+from common.broker.heartbeat import ADAPTERS_SINCE, Heartbeat
 from common.settings.lora import AdapterSource
 from deploy.launcher.embedded_broker import Broker
 from tests.support.adapters.files import write_adapter

@@ -7,7 +7,7 @@ from redis.asyncio import Redis
 from api.admin import routes_metrics
 from batcher.housekeeping import count_adapters
 from batcher.scheduling.sequence import PlacedRow
-from common.messages.adapters import AdapterLoad
+from common.adapters import AdapterLoad
 from common.messages.codec import encode
 from deploy.launcher.embedded_broker import Broker
 from tests.support.adapters.fleet import adapter_fleet

@@ -7,11 +7,10 @@ import orjson
 import pytest
 from redis.asyncio import Redis
 
-from common.adapters.files import find_adapter
-from common.adapters.registry import change_registry
+from common.adapter_registry import change_registry
+from common.adapters import adapter_name, find_adapter
 from common.broker.pool_client import PoolClient
-from common.messages.adapters import adapter_name
-from common.messages.block_hashes import extend_hashes, prompt_hashes, root_hash
+from common.messages.request import extend_hashes, prompt_hashes, root_hash
 from common.settings.lora import AdapterSource
 from deploy.launcher.embedded_broker import Broker
 from tests.support.adapters.files import write_adapter

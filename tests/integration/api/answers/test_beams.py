@@ -12,10 +12,10 @@ import httpx
 import pytest
 
 from api.http import sse
-from common.messages.beams import BeamSequence
+from common.messages.records import BeamSequence
 from common.messages.request import BeamParams
 from common.metrics import catalogue
-from common.metrics.primitives import TOTAL
+from common.metrics.catalogue import TOTAL
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.resume.test_resume import read_frames, two_gateways
 from tests.support.answers.beams import ANSWER, SEQUENCES, TEXTS, scores, shown_tokens

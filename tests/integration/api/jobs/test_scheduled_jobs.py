@@ -6,13 +6,12 @@ from datetime import UTC, datetime
 
 import pytest
 
+from api.jobs.scripts import LIVE, SCHEDULED, cancel_job
 from api.lifecycle import Gateway
-from common.broker import key_records
+from common import api_keys
+from common.api_keys import KeyFields
 from common.broker.lua import run_script
 from common.broker.pool_client import PoolClient
-from common.jobs.record import LIVE, SCHEDULED
-from common.jobs.scripts import cancel_job
-from common.key_fields import KeyFields
 from common.settings.settings import Settings
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import SETTINGS
@@ -144,12 +143,12 @@ async def test_a_job_whose_key_has_ended_meanwhile_ends_with_that_error(
     service: Service, worker: FakeWorker, broker: Broker
 ) -> None:
     async with PoolClient.connect(Settings(redis_url=broker.url, **SETTINGS)) as client:
-        key = await key_records.add_key(client, KeyFields(tenant="acme"))
+        key = await api_keys.add_key(client, KeyFields(tenant="acme"))
         job = {"id": "a", "inputs": "Count.", "not_before": time.time() + 3600}
         async with running_gateway(broker.url, heartbeat_s=HEARTBEAT_S) as gateway:
             await service.redis.xadd(KEYS.submit, {"job": json.dumps(job), "api_key": key.text})
             await wait_until(lambda: is_scheduled(service, "a"))
-            await key_records.revoke_key(client, key.record.key_id)
+            await api_keys.revoke_key(client, key.record.key_id)
             await wait_until(lambda: gateway.keys.by_id[key.record.key_id].revoked)
             await service.redis.zadd(KEYS.job_set(SCHEDULED), {"a": 1})  # its time has come
             assert (await service.result("a"))["error_type"] == "unauthorized"

@@ -15,9 +15,8 @@ from redis.asyncio import Redis
 from api.errors import ApiError
 from api.http.key_ring import KeyRing
 from api.lifecycle import Gateway
-from common.api_keys import ApiKey, digest_of
-from common.broker import key_records
-from common.broker.key_records import IssuedKey
+from common import api_keys
+from common.api_keys import ApiKey, IssuedKey, digest_of
 from common.settings.settings import SettingError, Settings
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering, ready, serving
@@ -134,7 +133,7 @@ async def test_a_revoked_key_is_refused_at_all_gateways_and_its_streams_end(
         )
         own = await add_key(redis)
         await wait_until(lambda: len(worker.live) == 2)
-        await key_records.revoke_key(client_of(redis), acme.record.key_id)
+        await api_keys.revoke_key(client_of(redis), acme.record.key_id)
         began_s = time.monotonic()
         await gone(gateway.keys, acme.record.key_id)
         await gone(second.keys, acme.record.key_id)
@@ -213,7 +212,7 @@ async def test_a_rotated_key_has_another_text_and_its_streams_go_on(
     worker, gateway, client = served
     reading = asyncio.create_task(client.post("/generate_stream", json=LONG, headers=bearer(acme)))
     await wait_until(lambda: worker.live)
-    rotated = await key_records.rotate_key(client_of(redis), acme.record.key_id)
+    rotated = await api_keys.rotate_key(client_of(redis), acme.record.key_id)
     await wait_until(lambda: gateway.keys.by_id[acme.record.key_id].digest == rotated.record.digest)
     assert [await status(client, key) for key in (rotated, acme)] == [200, 401]
     assert worker.live and not reading.done()

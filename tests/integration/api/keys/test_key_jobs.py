@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from common.broker import key_records
-from common.broker.key_records import IssuedKey
+from common import api_keys
+from common.api_keys import IssuedKey
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.scripted_worker import FakeWorker, working
 from tests.support.jobs import CHAT, KEYS, TEXT, answer, running_gateway
@@ -96,7 +96,7 @@ async def test_the_job_of_a_revoked_key_ends(redis: Redis, worker: FakeWorker, a
         return bool(await redis.xlen(KEYS.requests))
 
     await wait_until(is_queued)
-    await key_records.revoke_key(client_of(redis), acme.record.key_id)
+    await api_keys.revoke_key(client_of(redis), acme.record.key_id)
     failed = await result(redis, "a")
     assert failed["error_type"] == "unauthorized" and "its API key was revoked" in failed["error"]
     worker.going.set()

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from common.broker.key_records import IssuedKey
+from common.api_keys import IssuedKey
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import ready, serving
 from tests.support.fleet.scripted_worker import Answer, FakeWorker

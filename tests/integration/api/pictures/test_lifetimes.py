@@ -8,8 +8,8 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
+from api.pictures.keep import hold_pictures, keep_picture, let_go_pictures
 from common.broker.lua import run_script
-from common.broker.picture_scripts import hold_pictures, keep_picture, let_go_pictures
 from common.messages.request import Generate
 from common.settings.fixed import FixedLimits
 from deploy.launcher.embedded_broker import Broker

@@ -10,7 +10,7 @@ import pytest
 
 from common.messages.records import unpack_ids
 from common.messages.request import Generate
-from common.pictures.layout import Size
+from common.pictures import Size
 from common.settings.fixed import FixedLimits
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.scripted_worker import Answer, FakeWorker

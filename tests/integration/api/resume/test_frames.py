@@ -10,12 +10,12 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
+from api.answers.answer import HttpAnswer
 from api.resume.attach import renderer_of
 from api.streams.fill import Filler, Sources
 from api.streams.stream import Stream
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
-from common.messages.answer import HttpAnswer
 from common.messages.codec import decode
 from deploy.launcher.embedded_broker import Broker
 from tests.support.answers.openai_frames import CHAT

@@ -10,7 +10,8 @@ from api.resume import attach
 from api.resume.attach import read_committed
 from api.streams.stream import Stream
 from common.broker import pool_client
-from common.broker.pool_client import PoolClient, cancel_request
+from common.broker.pool_client import PoolClient
+from common.broker.request_scripts import cancel_request
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.resume.test_resume import LONG, two_gateways
 from tests.support.fleet.gateways import nothing_left

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from api.answers.answer import Reading
 from api.answers.call_formats import CALL_FORMATS
 from api.answers.chat_answer import ChoiceParser, finish_reason, render_deltas, render_message
-from common.messages.answer import Reading
 from tests.support.tool_calls.golden import SCHEMA
 
 CALL = '<tool_call>\n{"name": "%s", "arguments": {"x": 1}}\n</tool_call>\n'

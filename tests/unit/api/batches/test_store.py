@@ -9,7 +9,7 @@ import pytest
 
 from api.batches.store import FileStore, StoredFile, lines_of, open_store
 from api.errors import ApiError
-from common.broker.clock import BrokerClock
+from common.broker.pool_client import BrokerClock
 from common.settings.settings import SettingError, Settings
 
 FILE = StoredFile(f"file-{1:032x}", "acme", "a.jsonl", "batch", 1, 0, None, [(f"{0:09d}", 1)])

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from api.answers.answer import HttpAnswer, Rendering
 from api.openai.render import PLACE_OF_TEXT, ChatCompletionRenderer, CompletionRenderer
 from api.openai.respond import ChunkFeed
-from common.messages.answer import HttpAnswer, Rendering
 from common.messages.events import Terminal
 from tests.support.events import new_stream
 

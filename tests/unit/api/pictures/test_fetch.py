@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from api.pictures.fetch import PictureFetcher
-from common.pictures.layout import PictureError
+from common.pictures import PictureError
 
 CONTENT = b"a picture"
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 import llguidance
 import pytest
 
+from api.answers.answer import Reading
 from api.grammar.check import byte_tokenizer
 from api.grammar.compile import CompiledGrammar, Grammar
 from api.requests.answer_grammar import answer_grammar, reading_beside
 from api.requests.tools import FunctionSchema, ToolChoice, ToolSchema, read_tools
-from common.messages.answer import Reading
 from tests.support.tokenizer import model_tokenizer
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}

@@ -1,8 +1,7 @@
 """What a gateway knows of other pools while the directory changes."""
 
 from api.requests.directory import merge
-from common.broker.directory import TTL_S, KnownPool
-from common.messages.directory import PoolEntry
+from common.broker.directory import TTL_S, KnownPool, PoolEntry
 
 OLD, NEW = PoolEntry("redis://a", num_ready=1), PoolEntry("redis://a", num_ready=2)
 

@@ -7,9 +7,8 @@ import pytest
 from api.errors import ApiError
 from api.requests.logits import accepts_bytes, with_logits
 from api.requests.params import Limits
-from common.messages.logits import LogitsParams
 from common.messages.records import pack_ids
-from common.messages.request import BeamParams, Generate, StoppingParams
+from common.messages.request import BeamParams, Generate, LogitsParams, StoppingParams
 from common.settings.settings import Settings
 from tests.support.generation_params import generation_params
 

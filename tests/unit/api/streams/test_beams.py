@@ -4,9 +4,8 @@ import pytest
 
 from api.streams.beams import BeamSearchStream, all_outputs, is_absent, new_stream
 from api.streams.stream import Stream
-from common.messages.beams import pack_sequences
 from common.messages.events import Terminal
-from common.messages.records import RECORD, pack_ids, unpack_records
+from common.messages.records import RECORD, pack_ids, pack_sequences, unpack_records
 from common.messages.request import BeamParams, Generate, StoppingParams
 from tests.support.answers.beams import SEQUENCES, TEXTS
 from tests.support.tokenizer import model_tokenizer

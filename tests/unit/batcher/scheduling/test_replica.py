@@ -7,11 +7,9 @@ import pytest
 from batcher.scheduling.plan_builder import next_plan, set_lengths
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import Sequence
-from common.messages.beams import num_group_blocks
-from common.messages.block_hashes import prompt_hashes
 from common.messages.plan import WorkerCapacity
-from common.messages.records import pack_ids
-from common.messages.request import BeamParams, Generate, StoppingParams
+from common.messages.records import num_group_blocks, pack_ids
+from common.messages.request import BeamParams, Generate, StoppingParams, prompt_hashes
 
 BLOCK_SIZE = 16
 

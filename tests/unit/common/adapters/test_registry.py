@@ -6,15 +6,15 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
-from common.adapters.registry import (
+from common.adapter_registry import (
     MAX_ADAPTERS,
     AdapterChangeError,
     AdapterRegistry,
     change_registry,
     read_registry,
 )
+from common.adapters import LEAVING, LOADING, READY, HeldAdapters, PoolAdapter, adapter_name
 from common.broker.pool_client import PoolClient
-from common.messages.adapters import LEAVING, LOADING, READY, HeldAdapters, PoolAdapter, adapter_name
 from common.messages.codec import decode, encode
 from tests.support.broker_state import KEYS
 

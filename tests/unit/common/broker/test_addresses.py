@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.broker.addresses import address_of, pool_url, url_at
+from common.broker.directory import address_of, pool_url, url_at
 from common.settings.settings import SettingError, Settings
 
 

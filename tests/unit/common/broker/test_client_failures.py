@@ -7,8 +7,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, OutOfMemoryError, ResponseError
 
 from common.broker import client
-from common.broker.client import FailureLog
-from common.broker.outage import Outage
+from common.broker.client import FailureLog, Outage
 
 NO, FULL = "the broker refused (no)", "the broker is out of memory (full)"
 ERRORS = {NO: ResponseError("no"), FULL: OutOfMemoryError("full")}

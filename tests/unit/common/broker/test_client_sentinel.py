@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 
 from common.broker import client as access
 from common.broker import client as sentinel
-from common.broker.fast_client import SerialClient
+from common.broker.client import SerialClient
 from common.settings.settings import SettingError
 from tests.support.broker.secured import secured
 from tests.support.broker.sentinels import Watched, watched

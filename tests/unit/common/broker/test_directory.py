@@ -2,9 +2,8 @@
 
 from redis.asyncio import Redis
 
-from common.broker.directory import SILENT_S, TTL_S, DirectoryClient, KnownPool
+from common.broker.directory import SILENT_S, TTL_S, DirectoryClient, KnownPool, PoolEntry
 from common.broker.keys import MODEL_SHARES, POOL_ENTRIES, POOLS
-from common.messages.directory import PoolEntry
 
 ENTRY = PoolEntry("redis://a:6379", ["mine"], "org/mine", "", 2, 0, 3, 4, 512)
 

@@ -12,9 +12,7 @@ from redis.asyncio.client import PubSub
 from redis.exceptions import ConnectionError, ResponseError
 
 from common.broker import client as access
-from common.broker import fast_client
-from common.broker.client import ERRORS, connect
-from common.broker.fast_client import FastConnection, SerialClient
+from common.broker.client import ERRORS, FastConnection, SerialClient, connect
 from common.broker.lua import SCRIPTS, ScriptCall
 from deploy.launcher.embedded_broker import Broker
 from tests.support import brokers
@@ -298,7 +296,7 @@ async def test_a_reply_of_which_a_part_has_come_when_it_is_polled_is_taken_as_th
 ) -> None:
     answers: list[Any] = []
     connection = await client.connect()
-    monkeypatch.setattr(fast_client, "RECEIVE_BYTES", 3)
+    monkeypatch.setattr(access, "RECEIVE_BYTES", 3)
     client.start(answers.append, "ECHO", "hello")
     await wait_until(lambda: has_arrived(connection))
     client.poll()

@@ -5,9 +5,8 @@ import logging
 import pytest
 from redis.exceptions import BusyLoadingError
 
-from common.broker import client, outage
-from common.broker.client import FailureLog
-from common.broker.outage import Outage
+from common.broker import client
+from common.broker.client import FailureLog, Outage
 from tests.unit.common.broker.test_client_failures import Clock
 
 AWAY = "no connection to the broker (refused)"
@@ -18,7 +17,7 @@ STEPS = [FailureLog(logging.getLogger(), step) for step in ("reading plans", "a 
 def clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Clock:
     caplog.set_level(logging.INFO)
     clock = Clock()
-    monkeypatch.setattr(outage, "time", clock)
+    monkeypatch.setattr(client, "time", clock)
     monkeypatch.setattr(client, "OUTAGE", Outage())
     return clock
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.broker import client as access
-from common.broker.fast_client import SerialClient
+from common.broker.client import SerialClient
 from common.settings.settings import SettingError
 from deploy.launcher.embedded_broker import Broker
 from tests.support.broker.tls import make_certificate, tls_door

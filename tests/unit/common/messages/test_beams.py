@@ -2,9 +2,8 @@
 
 import pytest
 
-from common.messages.beams import BeamSequence, pack_sequences, unpack_sequences
 from common.messages.codec import WireError
-from common.messages.records import RECORD
+from common.messages.records import RECORD, BeamSequence, pack_sequences, unpack_sequences
 
 SEQUENCES = [
     BeamSequence([5, 6, 7], [-0.5, -0.25, -1.0], -0.5, "eos_token"),

@@ -1,7 +1,7 @@
 """Block hashes: a hash depends on all tokens up to it and on the salt, and on nothing else."""
 
-from common.messages.block_hashes import HASH_BYTES, block_names, extend_hashes, root_hash
 from common.messages.records import pack_ids
+from common.messages.request import HASH_BYTES, block_names, extend_hashes, root_hash
 
 IDS = list(range(70))
 

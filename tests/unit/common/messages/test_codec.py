@@ -5,21 +5,13 @@ from typing import Any
 import msgpack
 import pytest
 
-from common.messages.answer import (
-    AnswerTrace,
-    HttpAnswer,
-    InferOutputs,
-    Reading,
-    Rendering,
-    VectorAnswer,
-)
+from api.answers.answer import AnswerTrace, HttpAnswer, InferOutputs, Reading, Rendering, VectorAnswer
 from common.messages.codec import WireError, decode, encode
 from common.messages.events import Events, Terminal, Timeline, TimelineEvent, TokenColumns, Tokens
 from common.messages.kept_answer import KeeperMessage, KeptAnswer, KeptRequests
 from common.messages.plan import HeldRow, NewRow, Plan, Report, WorkerCapacity, WorkerDied
-from common.messages.pooling import PoolingParams
 from common.messages.records import RECORD, pack_floats, pack_ids, pack_records, unpack_ids
-from common.messages.request import Cancel, Generate, Resume, SamplingParams, StoppingParams
+from common.messages.request import Cancel, Generate, PoolingParams, Resume, SamplingParams, StoppingParams
 
 SAMPLING = SamplingParams(
     0.5,

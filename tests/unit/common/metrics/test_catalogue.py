@@ -14,10 +14,9 @@ from redis.asyncio.client import Pipeline
 
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
-from common.metrics import aggregate, catalogue, exposition
-from common.metrics.aggregate import MetricsPublisher, publishing_metrics
-from common.metrics.exposition import render_fleet
-from common.metrics.primitives import INFINITY, Counter, Histogram
+from common.metrics import catalogue, exposition
+from common.metrics.catalogue import INFINITY, Counter, Histogram
+from common.metrics.exposition import MetricsPublisher, publishing_metrics, render_fleet
 
 KEYS = Keys("default")
 DURATIONS = [
@@ -186,7 +185,7 @@ async def test_sums_add_up_over_processes_and_outlive_them(
 ) -> None:
     """Two publishers stand for two processes: each adds only what is new."""
     mine = {"tgi_request_count|": 10.0}
-    monkeypatch.setattr(aggregate, "own_values", mine.copy)
+    monkeypatch.setattr(exposition, "own_values", mine.copy)
     one, other = MetricsPublisher(PoolClient(redis, KEYS)), MetricsPublisher(PoolClient(redis, KEYS))
     mine |= {"tgi_request_count|": 13.0, "tgi_request_duration|0.1": 1.0}
     await one.add()
@@ -194,41 +193,41 @@ async def test_sums_add_up_over_processes_and_outlive_them(
     await other.add()
     mine["tgi_request_count|"] = 15.0
     await one.add()
-    assert await aggregate.read_totals(PoolClient(redis, KEYS)) == {
+    assert await exposition.read_totals(PoolClient(redis, KEYS)) == {
         "tgi_request_count|": 8.0,
         "tgi_request_duration|0.1": 2.0,
     }
     assert await redis.pttl(KEYS.metrics) > 0
     await redis.hset(KEYS.metrics, mapping={"tgi_request_count|x": "no number", b"\xff": "1"})
-    assert len(await aggregate.read_totals(PoolClient(redis, KEYS))) == 2
+    assert len(await exposition.read_totals(PoolClient(redis, KEYS))) == 2
 
 
 async def test_counts_made_while_the_broker_is_away_are_added_later(
     redis: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine: dict[str, float] = {}
-    monkeypatch.setattr(aggregate, "own_values", mine.copy)
+    monkeypatch.setattr(exposition, "own_values", mine.copy)
     one = MetricsPublisher(PoolClient(redis, KEYS))
     mine["tgi_request_count|"] = 3.0
     await redis.set(KEYS.metrics, "spoilt")
     await one.add()
     await redis.delete(KEYS.metrics)
     await one.add()
-    assert await aggregate.read_totals(PoolClient(redis, KEYS)) == {"tgi_request_count|": 3.0}
+    assert await exposition.read_totals(PoolClient(redis, KEYS)) == {"tgi_request_count|": 3.0}
 
 
 async def test_a_spoilt_field_does_not_hinder_the_others(redis: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mine: dict[str, float] = {}
-    monkeypatch.setattr(aggregate, "own_values", mine.copy)
+    monkeypatch.setattr(exposition, "own_values", mine.copy)
     one = MetricsPublisher(PoolClient(redis, KEYS))
     mine |= {"tgi_request_count|": 3.0, "tgi_request_success|": 2.0}
     await redis.hset(KEYS.metrics, "tgi_request_success|", "spoilt")
     for _ in range(3):
         await one.add()
-    assert await aggregate.read_totals(PoolClient(redis, KEYS)) == {"tgi_request_count|": 3.0}
+    assert await exposition.read_totals(PoolClient(redis, KEYS)) == {"tgi_request_count|": 3.0}
     await redis.hdel(KEYS.metrics, "tgi_request_success|")
     await one.add()
-    assert await aggregate.read_totals(PoolClient(redis, KEYS)) == {
+    assert await exposition.read_totals(PoolClient(redis, KEYS)) == {
         "tgi_request_count|": 3.0,
         "tgi_request_success|": 2.0,
     }
@@ -236,10 +235,10 @@ async def test_a_spoilt_field_does_not_hinder_the_others(redis: Any, monkeypatch
 
 async def test_the_last_counts_are_added_at_the_end(redis: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mine: dict[str, float] = {}
-    monkeypatch.setattr(aggregate, "own_values", mine.copy)
+    monkeypatch.setattr(exposition, "own_values", mine.copy)
     async with publishing_metrics(PoolClient(redis, KEYS)):
         mine["tgi_request_count|"] = 3.0
-    assert await aggregate.read_totals(PoolClient(redis, KEYS)) == {"tgi_request_count|": 3.0}
+    assert await exposition.read_totals(PoolClient(redis, KEYS)) == {"tgi_request_count|": 3.0}
 
 
 async def test_counts_in_flight_at_the_end_are_added_once(
@@ -255,14 +254,14 @@ async def test_counts_in_flight_at_the_end_are_added_once(
         await answered.wait()
         return answer
 
-    monkeypatch.setattr(aggregate, "own_values", mine.copy)
-    monkeypatch.setattr(aggregate, "ADD_S", 0.01)
+    monkeypatch.setattr(exposition, "own_values", mine.copy)
+    monkeypatch.setattr(exposition, "ADD_S", 0.01)
     monkeypatch.setattr(Pipeline, "execute", slow)
     async with publishing_metrics(PoolClient(redis, KEYS)):
         mine["tgi_request_count|"] = 3.0
         await sent.wait()
         asyncio.get_running_loop().call_later(0.05, answered.set)
-    assert await aggregate.read_totals(PoolClient(redis, KEYS)) == {"tgi_request_count|": 3.0}
+    assert await exposition.read_totals(PoolClient(redis, KEYS)) == {"tgi_request_count|": 3.0}
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

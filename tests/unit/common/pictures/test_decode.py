@@ -9,8 +9,7 @@ import pytest
 from PIL import Image
 from transformers.image_utils import load_image
 
-from common.pictures.decode import FORMATS, check_pixels, decoded, read_size
-from common.pictures.layout import PictureError
+from common.pictures import FORMATS, PictureError, check_pixels, decoded, read_size
 
 
 def picture(

@@ -14,7 +14,7 @@ from tests.support.fleet.fleet import have_ended
 from tests.support.waiting import wait_until_sync
 
 GONE_S = 30.0
-BIND = "from common.process.parent_death import die_with_parent; die_with_parent();"
+BIND = "from common.process.launch import die_with_parent; die_with_parent();"
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
 NEST = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BIND + SLEEP!r}])"
 # Three children: a Python process, one with a child of its own, and a program that is not Python.
@@ -26,7 +26,7 @@ children = [
     for command, in_session in (
         ([sys.executable, "-c", {BIND + SLEEP!r}], True),
         ([sys.executable, "-c", {BIND + NEST!r}], True),
-        ([sys.executable, "-m", "common.process.parent_death", "sh", "-c", "echo up; exec sleep 600"], False),
+        ([sys.executable, "-m", "common.process.launch", "sh", "-c", "echo up; exec sleep 600"], False),
     )
 ]
 for child in children:

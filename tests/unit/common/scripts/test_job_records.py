@@ -5,10 +5,8 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from common.broker.keys import JOB_TTL_MS, RESULT_TTL_MS, Keys, request_keys
-from common.broker.lua import run_script
-from common.jobs import scripts as job_scripts
-from common.jobs.record import (
+from api.jobs import scripts as job_scripts
+from api.jobs.scripts import (
     DEAD,
     DONE,
     LIVE,
@@ -20,6 +18,8 @@ from common.jobs.record import (
     release_jobs,
     retry_job,
 )
+from common.broker.keys import JOB_TTL_MS, RESULT_TTL_MS, Keys, request_keys
+from common.broker.lua import run_script
 
 KEYS = Keys("default")
 GROUP = "g"

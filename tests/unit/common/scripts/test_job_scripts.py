@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from api.jobs import scripts as job_scripts
+from api.jobs.scripts import FRAMES_LOST, NOT_A_JOB
 from common.broker.keys import JOB_TTL_MS, RESULT_TTL_MS, Keys
 from common.broker.lua import run_script
-from common.jobs import scripts as job_scripts
-from common.jobs.scripts import FRAMES_LOST, NOT_A_JOB
 from tests.support.broker.listening import listening
 
 KEYS = Keys("default")

@@ -10,9 +10,8 @@ from common.broker.committed import read_logits
 from common.broker.lua import run_script
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
-from common.messages.logits import LogitsParams
 from common.messages.records import pack_ids
-from common.messages.request import Generate, StoppingParams
+from common.messages.request import Generate, LogitsParams, StoppingParams
 from tests.support.scripts import KEYS, REQUEST, admit, admit_request, create_logs, dequeue, forget, seal
 
 ROW = b"01234567"

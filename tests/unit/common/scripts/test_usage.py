@@ -8,17 +8,16 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from api.requests.usage import Owner, Used, month_name, read_hours, read_months
 from common.broker import batcher_scripts, request_scripts
 from common.broker.batcher_scripts import SavedRequest
 from common.broker.keys import USAGE, usage_hour, usage_month, usage_pending
 from common.broker.lua import load_script, run_script
 from common.broker.request_scripts import AdmitReply
-from common.broker.usage import Owner, Used, read_hours, read_months
 from common.broker.worker_scripts import FlushedCount
 from common.messages.events import terminal_for
 from common.messages.records import RECORD, pack_ids
 from common.messages.request import BeamParams, Generate, StoppingParams, UsageAccount
-from common.months import month_name
 from tests.support.scripts import KEYS, admit_request, create_logs, flush, flushed_end, publish_plan, save
 
 ACCOUNT = UsageAccount("m")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from common import model_files, native_kernels
+from common import model_files
 from common.broker import acl
 from common.model_files import cache_folder
 from common.process import machine
@@ -140,12 +140,12 @@ def test_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_native_kernels_are_compiled_at_the_first_start(
     nowhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiler = native_kernels.find_compiler()
+    compiler = machine.find_compiler()
     assert compiler is not None and "at the first start" in found("kernels").found
-    folder = model_files.make_cache_folder(native_kernels.COMPILED)
+    folder = model_files.make_cache_folder(machine.COMPILED)
     (folder / f"{'0' * 24}-{'1' * 24}.so").touch()
     assert "at the first start" in found("kernels").found, "those are of other sources"
-    (folder / f"{native_kernels.source_key(compiler)}-{'1' * 24}.so").touch()
+    (folder / f"{machine.source_key(compiler)}-{'1' * 24}.so").touch()
     assert found("kernels") == Finding("ok", f"native kernels are compiled, by {compiler}")
     monkeypatch.setenv("PATH", "")
     assert found("kernels").level == "warn" and found("kernels").fix == "install g++"

@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from common.broker.client import connect
-from common.broker.directory import DirectoryClient
-from common.messages.directory import PoolEntry
+from common.broker.directory import DirectoryClient, PoolEntry
 from common.settings.settings import SettingError
 from deploy.cli import models
 from deploy.launcher.embedded_broker import Broker

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from common.process import machine
-from common.process.preload import LOAD_FLAG, PRELOAD_FLAG
+from common.process.launch import LOAD_FLAG, PRELOAD_FLAG
 from common.settings.settings import Settings
 from deploy.launcher.fleet import GATEWAY_BYTES, RANK_BYTES, gateway_flags, worker_flags
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from common.process.preload import WEIGHTS_VARIABLE
+from common.process.launch import WEIGHTS_VARIABLE
 from common.settings.settings import Settings
 from deploy.launcher.fleet import new_fleet, sharing_weights
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.process.preload import PRELOAD_FLAG
+from common.process.launch import PRELOAD_FLAG
 from deploy.launcher import preloaded_process
 from deploy.launcher.preloaded_process import ENDS_FIRST, PreloadedProcess, memory_score
 from deploy.launcher.supervised_process import SupervisedProcess
@@ -20,7 +20,7 @@ from tests.support.waiting import wait_until
 FAKE = """
 import os, sys, time
 from pathlib import Path
-from common.process.preload import wait_for_place
+from common.process.launch import wait_for_place
 if "--preload" in sys.argv:
     while Path(os.environ["IMPORTS"]).exists():
         time.sleep(0.01)

@@ -4,10 +4,10 @@ import time
 
 from redis.asyncio import Redis
 
+from api.requests.usage import month_begin, month_name
 from common.broker.keys import usage_spent
 from common.messages.records import unpack_records
 from common.messages.request import UsageAccount
-from common.months import month_begin, month_name
 from gpu_worker.agent.agent import Agent
 from tests.support.agents import KEYS, grants, hset, reports, start, step
 

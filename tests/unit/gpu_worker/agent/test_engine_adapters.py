@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from common.adapters.files import find_adapter
-from common.adapters.registry import change_registry
+from common.adapter_registry import change_registry
+from common.adapters import READY, PoolAdapter, find_adapter
 from common.broker.pool_client import PoolClient
-from common.messages.adapters import READY, PoolAdapter
 from common.settings.lora import AdapterSource
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_adapters import AdapterFollower, EngineAdapters

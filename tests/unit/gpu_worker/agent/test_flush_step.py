@@ -7,10 +7,9 @@ from random import Random
 import pytest
 from redis.asyncio import Redis
 
-from common.broker import fast_client
-from common.broker.client import connect
+from common.broker import client
+from common.broker.client import FastConnection, connect
 from common.broker.committed import read
-from common.broker.fast_client import FastConnection
 from common.broker.pool_client import PoolClient
 from common.messages.records import unpack_records
 from deploy.launcher.embedded_broker import Broker
@@ -164,7 +163,7 @@ async def test_no_answer_is_lost_whatever_is_late_and_in_whatever_parts_it_comes
         monkeypatch.setattr(FastConnection, name, delays.around(getattr(FastConnection, name)))
     redis = flushing.pool.redis
     for index in range(1, NUM_STEPS):
-        monkeypatch.setattr(fast_client, "RECEIVE_BYTES", draw.choice((1, 3, 2**16)))
+        monkeypatch.setattr(client, "RECEIVE_BYTES", draw.choice((1, 3, 2**16)))
         complete(flushing, index)
         await asyncio.sleep(delays.next_s())
         if draw.random() < 1 / 8:

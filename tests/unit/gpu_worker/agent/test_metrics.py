@@ -4,8 +4,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from common.messages.request import StoppingParams
 from common.metrics import catalogue
+from common.metrics.catalogue import TOTAL
 from common.metrics.exposition import own_values, render_fleet
-from common.metrics.primitives import TOTAL
 from gpu_worker.agent.metrics import BatchMetrics
 from gpu_worker.protocol import SAMPLE, Grant, StartRow, StepResult
 

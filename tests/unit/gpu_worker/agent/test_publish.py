@@ -6,12 +6,11 @@ import pytest
 from redis.asyncio import Redis
 
 from common.broker.committed import logged_messages
-from common.broker.heartbeat import Heartbeat, Readers
+from common.broker.heartbeat import TOKEN_COLUMNS_SINCE, WIRE_VERSION, Heartbeat, Readers
 from common.broker.pool_client import PoolClient
 from common.messages.codec import decode
 from common.messages.events import Events
 from common.messages.records import unpack_ids
-from common.messages.wire_version import TOKEN_COLUMNS_SINCE, WIRE_VERSION
 from gpu_worker.agent import publish
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.publish import StreamsGone

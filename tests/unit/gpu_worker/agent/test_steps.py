@@ -9,12 +9,19 @@ from redis.exceptions import ConnectionError
 
 from common.broker.committed import read, read_logits
 from common.broker.pool_client import PoolClient
-from common.messages.beams import BeamSequence, pack_sequences
 from common.messages.codec import decode
 from common.messages.events import Events
-from common.messages.logits import LogitsParams
-from common.messages.records import RECORD, pack_floats, pack_ids, unpack_floats, unpack_ids, unpack_records
-from common.messages.request import BeamParams
+from common.messages.records import (
+    RECORD,
+    BeamSequence,
+    pack_floats,
+    pack_ids,
+    pack_sequences,
+    unpack_floats,
+    unpack_ids,
+    unpack_records,
+)
+from common.messages.request import BeamParams, LogitsParams
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.publish import Publisher
 from tests.support.agents import (

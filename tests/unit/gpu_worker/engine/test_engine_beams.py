@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from api.grammar.compile import Grammar, compile_unchecked
 from common import model_files
-from common.messages.beams import BeamSequence
+from common.messages.records import BeamSequence
 from common.messages.request import BeamParams, SamplingParams
 from gpu_worker.engine.engine import Engine
 from gpu_worker.protocol import Grant, StartRow

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.messages.beams import num_group_blocks
-from common.messages.records import pack_ids
+from common.messages.records import num_group_blocks, pack_ids
 from common.messages.request import BeamParams
 from gpu_worker.engine.batch.beam_group import BeamBlocks
 from gpu_worker.engine.batch.beam_search import BeamToken, Candidate

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from common import native_kernels
 from common.process import machine
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.cpu import native, packed_linear
@@ -79,7 +78,7 @@ def test_an_engine_without_a_compiler_generates_the_same_ids(
     """One line in the log says so."""
     model = tiny_models.save(tmp_path, *FAMILIES["Llama"])
     expected = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
-    monkeypatch.setattr(native_kernels, "COMPILERS", ())
+    monkeypatch.setattr(machine, "COMPILERS", ())
     monkeypatch.setattr(native, "library", native.functools.cache(native.library.__wrapped__))  # type: ignore[attr-defined]
     with caplog.at_level(logging.WARNING):
         engine = engine_of(tmp_path)

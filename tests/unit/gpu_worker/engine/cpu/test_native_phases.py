@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from common.native_kernels import SOURCES
+from common.process.machine import SOURCES
 from gpu_worker.engine.cpu import native
 
 pytestmark = pytest.mark.usefixtures("library")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.messages.pooling import PoolingParams
+from common.messages.request import PoolingParams
 from common.pooling import read_pooling
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.batch.row import RowSlice

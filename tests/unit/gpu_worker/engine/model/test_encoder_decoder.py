@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common.messages.request import BeamParams
-from common.model_config import starting_ids
+from common.model_files import starting_ids
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models

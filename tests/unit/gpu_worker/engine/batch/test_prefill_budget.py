@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from common.messages.plan import Plan
-from common.prefill_budget import MOST_PAUSES, TOKENS_PER_PAUSE, PrefillBudget, even_part
+from gpu_worker.engine.batch.prefill_budget import MOST_PAUSES, TOKENS_PER_PAUSE, PrefillBudget, even_part
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from common.pictures.families import read_layout
-from common.pictures.layout import PictureError, PictureLayout, Size, expanded, placed
+from api.pictures.layouts import PictureLayout, expanded, placed, read_layout
+from common.pictures import PictureError, Size
 from common.settings.settings import SettingError
 from tests.support.pictures.processors import CLASSES, make_processor, processed_ids
 

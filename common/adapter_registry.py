@@ -7,10 +7,10 @@ the keys that LORA_ADAPTERS has added: an adapter that was unloaded since does n
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from common.adapters import LEAVING, LOADING, READY, PoolAdapter
 from common.broker.keys import ADAPTERS_TTL_MS, Keys
 from common.broker.lua import Args, ScriptCall, call_script
 from common.broker.pool_client import PoolClient
-from common.messages.adapters import LEAVING, LOADING, READY, PoolAdapter
 from common.messages.codec import WireError, decode, encode
 
 VERSION, SEEDED = b"version", b"seeded"

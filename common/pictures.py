@@ -9,12 +9,16 @@ from contextlib import contextmanager
 
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from common.pictures.layout import PictureError, Size
-
+Size = tuple[int, int]
+"""Height and width of a picture in pixels, upright."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """What is decoded; of an animation or several pages the first."""
 LYING = range(5, 9)
 """EXIF's orientations of pictures that are turned by a quarter."""
+
+
+class PictureError(ValueError):
+    """A picture cannot be served; the text says why, as the end of a sentence about it."""
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import setproctitle
 
 from common.broker import client
 from common.metrics import exposition
-from common.process import logs, parent_death
+from common.process import launch, logs
 from common.process.logs import new_incarnation
 from common.settings.settings import Settings
 from common.settings.types import SettingError
@@ -70,7 +70,7 @@ def start_process(kind: str, name: str) -> ProcessIdentity:
 
     The launcher gives its name in PROCESS_NAME; without that it is `name`.
     """
-    parent_death.die_with_parent()
+    launch.die_with_parent()
     name = os.environ.get("PROCESS_NAME", name)
     setproctitle.setproctitle(f"tokenfleet {kind} {name}")
     return ProcessIdentity(name, os.environ.get("INCARNATION") or new_incarnation(name))

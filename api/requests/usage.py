@@ -1,4 +1,4 @@
-"""Usage: what API keys, tenants and models have used, as the scripts count it (common/scripts/usage.lua)."""
+"""Usage: what API keys, tenants and models have used, as the scripts count it (common/broker/usage.lua)."""
 
 import contextlib
 from collections import defaultdict
@@ -10,7 +10,6 @@ from typing import Self
 from redis.asyncio import Redis
 
 from common.broker.keys import usage_hour, usage_month
-from common.months import month_begin, month_name
 
 HOUR_S = 3600
 HOURS_KEPT = 90 * 24
@@ -92,3 +91,18 @@ def read_owners(numbers: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[Owner,
             found[Owner(key_id, tenant, model)][name] = int(number)
     for owner, used in found.items():
         yield owner, replace(Used(), **{name: number for name, number in used.items() if name in NUMBERS})
+
+
+def month_begin(time_s: float, later: int = 0) -> datetime:
+    """The beginning of the month of a Unix time, or of one so many months later."""
+    now = datetime.fromtimestamp(time_s, UTC)
+    months = now.year * 12 + now.month - 1 + later
+    return datetime(months // 12, months % 12 + 1, 1, tzinfo=UTC)
+
+
+def month_name(begin: datetime) -> str:
+    return f"{begin:%Y-%m}"
+
+
+def seconds_to_next_month(time_s: float) -> float:
+    return month_begin(time_s, 1).timestamp() - time_s

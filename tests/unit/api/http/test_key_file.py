@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from api.http.key_ring import read_key_file
 from common.api_keys import digest_of
-from common.key_file import read_key_file
 from common.settings.settings import SettingError
 
 KEY = "k" * 32

@@ -1,0 +1,534 @@
+"""Picture layouts: the text that stands in a model's prompt for a picture, from the picture's size alone.
+
+A prompt has one marker for each picture. `expanded` puts the text of a layout in place of each marker, as
+transformers' processor does; tokenized, that text has the picture's placeholders. The engine embeds the
+picture at them. Each family of models has a layout; `read_layout` reads that of a model from its JSON files.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from common.messages.request import Picture
+from common.model_files import added_tokens, read_json
+from common.pictures import PictureError, Size
+from common.settings.settings import SettingError
+
+
+@dataclass(frozen=True, slots=True)
+class PictureText:
+    """What stands in a prompt for one picture.
+
+    Attributes:
+        text: it has `num_placeholders` times the text of the placeholder.
+    """
+
+    text: str
+    num_placeholders: int
+
+
+class PictureLayout(Protocol):
+    """How the pictures of one model stand in its prompts.
+
+    Attributes:
+        marker: the text that stands for a picture until it is expanded; chat templates write it.
+        inline: the text that stands for a picture in a prompt without a chat template; it has one marker.
+        placeholder: text of the placeholder's token.
+        placeholder_id: its id.
+    """
+
+    @property
+    def marker(self) -> str: ...
+
+    @property
+    def inline(self) -> str: ...
+
+    @property
+    def placeholder(self) -> str: ...
+
+    @property
+    def placeholder_id(self) -> int: ...
+
+    def picture_text(self, size: Size, num_pictures: int) -> PictureText:
+        """What stands for a picture in a prompt that has `num_pictures`. Raises PictureError."""
+        ...
+
+
+def expanded(text: str, marker: str, pictures: Sequence[PictureText]) -> str:
+    """A prompt's text with a picture's text in place of each marker. Raises PictureError."""
+    parts = text.split(marker)
+    if (num_markers := len(parts) - 1) != len(pictures):
+        raise PictureError(f"the prompt has {num_markers} times {marker!r} for {len(pictures)} pictures")
+    texts = [picture.text for picture in pictures]
+    return "".join(piece for pair in zip(parts, [*texts, ""], strict=True) for piece in pair)
+
+
+def placed(
+    ids: Sequence[int], placeholder_id: int, digests: Sequence[str], pictures: Sequence[PictureText]
+) -> list[Picture]:
+    """Where the pictures' placeholders are in a prompt's ids. Raises PictureError if there are others."""
+    places = [place for place, token_id in enumerate(ids) if token_id == placeholder_id]
+    num_wanted = sum(picture.num_placeholders for picture in pictures)
+    if len(places) != num_wanted:
+        raise PictureError(f"the prompt has {len(places)} placeholders, and its pictures need {num_wanted}")
+    return [*each_placed(places, digests, pictures)]
+
+
+def each_placed(
+    places: Sequence[int], digests: Sequence[str], pictures: Sequence[PictureText]
+) -> Iterator[Picture]:
+    done = 0
+    for digest, picture in zip(digests, pictures, strict=True):
+        first, last = places[done], places[done + picture.num_placeholders - 1]
+        yield Picture(digest, first, last - first + 1)
+        done += picture.num_placeholders
+
+
+MAX_EDGE = 4096
+"""No resized picture has a longer edge."""
+MAX_TILE_EDGE = 364
+"""Of configs that do not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class TiledLayout:
+    """Idefics3's layout.
+
+    Attributes:
+        tokens_per_tile: placeholders of a tile.
+        longest_edge: of a picture after its first resize; None leaves it as it is.
+        tile_edge: height and width of a tile.
+        splits: whether pictures are cut into tiles.
+    """
+
+    placeholder: str
+    placeholder_id: int
+    around: str
+    whole: str
+    tokens_per_tile: int
+    longest_edge: int | None
+    tile_edge: int
+    splits: bool
+
+    @property
+    def marker(self) -> str:
+        return self.placeholder
+
+    @property
+    def inline(self) -> str:
+        return self.placeholder
+
+    def picture_text(self, size: Size, num_pictures: int) -> PictureText:
+        rows, columns = self.tiles(size)
+        tile = self.placeholder * self.tokens_per_tile
+        lines = [
+            "".join(f"{self.around}<row_{row}_col_{column}>{tile}" for column in range(1, columns + 1)) + "\n"
+            for row in range(1, rows + 1)
+        ]
+        text = "".join(lines) + "\n" * bool(lines) + f"{self.around}{self.whole}{tile}{self.around}"
+        return PictureText(text, (rows * columns + 1) * self.tokens_per_tile)
+
+    def tiles(self, size: Size) -> Size:
+        """Rows and columns; none of a picture that is not cut."""
+        if not self.splits:
+            return 0, 0
+        height, width = size if self.longest_edge is None else resized(size, self.longest_edge)
+        height, width = to_whole_tiles((height, width), self.tile_edge)
+        if max(height, width) <= self.tile_edge:
+            return 0, 0
+        return height // self.tile_edge, width // self.tile_edge
+
+
+def resized(size: Size, longest_edge: int) -> Size:
+    """A size whose longer edge is `longest_edge`, but at most MAX_EDGE; the other one is even first."""
+    height, width = size
+    ratio = width / height
+    if width >= height:
+        height = int(longest_edge / ratio)
+        height, width = height + height % 2, longest_edge
+    else:
+        width = int(longest_edge * ratio)
+        height, width = longest_edge, width + width % 2
+    height, width = max(height, 1), max(width, 1)
+    ratio = width / height
+    if width >= height and width > MAX_EDGE:
+        height, width = int(MAX_EDGE / ratio), MAX_EDGE
+    elif height > width and height > MAX_EDGE:
+        height, width = MAX_EDGE, int(MAX_EDGE * ratio)
+    return max(height, 1), max(width, 1)
+
+
+def to_whole_tiles(size: Size, edge: int) -> Size:
+    """The size that is cut: both edges are multiples of a tile's."""
+    height, width = size
+    ratio = width / height
+    if width >= height:
+        width = math.ceil(width / edge) * edge
+        height = math.ceil(int(width / ratio) / edge) * edge
+    else:
+        height = math.ceil(height / edge) * edge
+        width = math.ceil(int(height * ratio) / edge) * edge
+    return height, width
+
+
+def tiled_layout(
+    placeholder: tuple[str, int],
+    images: Mapping[str, Any],
+    processor: Mapping[str, Any],
+    names: Mapping[str, str],
+) -> TiledLayout:
+    text, token_id = placeholder
+    does_resize = images.get("do_resize", True)
+    size = images.get("size") or {"longest_edge": 4 * MAX_TILE_EDGE}
+    return TiledLayout(
+        placeholder=text,
+        placeholder_id=token_id,
+        around=names.get("fake_image_token", "<fake_token_around_image>"),
+        whole=names.get("global_image_token", "<global-img>"),
+        tokens_per_tile=processor.get("image_seq_len", 169),
+        longest_edge=size["longest_edge"] if does_resize else None,
+        tile_edge=(images.get("max_image_size") or {"longest_edge": MAX_TILE_EDGE})["longest_edge"],
+        splits=images.get("do_image_splitting", True),
+    )
+
+
+Grid = tuple[int, int]
+"""Columns and rows of tiles."""
+
+
+@dataclass(frozen=True, slots=True)
+class CanvasLayout:
+    """InternVL's layout.
+
+    Attributes:
+        tile: height and width of a tile in pixels.
+        min_tiles, max_tiles: of a picture, without the one that shows it whole.
+    """
+
+    placeholder: str
+    placeholder_id: int
+    begin: str
+    end: str
+    tokens_per_tile: int
+    tile: Size
+    min_tiles: int
+    max_tiles: int
+
+    @property
+    def marker(self) -> str:
+        return self.placeholder
+
+    @property
+    def inline(self) -> str:
+        return f"{self.placeholder}\n"
+
+    def picture_text(self, size: Size, num_pictures: int) -> PictureText:
+        number = self.num_tiles(size) * self.tokens_per_tile
+        return PictureText(f"{self.begin}{self.placeholder * number}{self.end}", number)
+
+    def num_tiles(self, size: Size) -> int:
+        if self.max_tiles <= 1:
+            return 1
+        columns, rows = best_grid(size, self.tile, grids(self.min_tiles, self.max_tiles))
+        return columns * rows + 1 if columns * rows > 1 else 1
+
+
+def grids(min_tiles: int, max_tiles: int) -> list[Grid]:
+    """All grids of a number of tiles, those of fewest tiles first."""
+    numbers = range(1, max_tiles + 1)
+    found = [(columns, rows) for columns in numbers for rows in numbers]
+    return sorted(
+        (grid for grid in found if min_tiles <= grid[0] * grid[1] <= max_tiles),
+        key=lambda grid: grid[0] * grid[1],
+    )
+
+
+def best_grid(size: Size, tile: Size, candidates: list[Grid]) -> Grid:
+    """The grid of the closest ratio; of equal ones the largest that the picture fills by more than half."""
+    height, width = size
+    best, least = (1, 1), float("inf")
+    for columns, rows in candidates:
+        difference = abs(width / height - columns / rows)
+        fills = height * width > 0.5 * tile[0] * tile[1] * columns * rows
+        if difference < least or (difference == least and fills):
+            best, least = (columns, rows), difference
+    return best
+
+
+def canvas_layout(
+    placeholder: tuple[str, int],
+    images: Mapping[str, Any],
+    processor: Mapping[str, Any],
+    names: Mapping[str, str],
+) -> CanvasLayout:
+    text, token_id = placeholder
+    size = images.get("size") or {"height": 384, "width": 384}
+    return CanvasLayout(
+        placeholder=text,
+        placeholder_id=token_id,
+        begin=names.get("start_image_token", "<img>"),
+        end=names.get("end_image_token", "</img>"),
+        tokens_per_tile=processor.get("image_seq_length", 256),
+        tile=(size["height"], size["width"]),
+        min_tiles=images.get("min_patches", 1),
+        max_tiles=images.get("max_patches", 12),
+    )
+
+
+DEFAULT_EDGES = range(384, 2305, 384)
+
+
+@dataclass(frozen=True, slots=True)
+class GridLayout:
+    """LLaVA-OneVision's layout ("anyres").
+
+    Attributes:
+        tokens_per_tile: placeholders of a tile, a square number.
+        tile: height and width of a tile in pixels.
+        resolutions: those that a picture may be fit into, (height, width) each.
+        max_tiles: a picture of more tiles is made smaller.
+        num_dropped: of the tile's first placeholders; 1 where the vision tower's class token is one.
+    """
+
+    placeholder: str
+    placeholder_id: int
+    tokens_per_tile: int
+    tile: Size
+    resolutions: Sequence[Size]
+    max_tiles: int
+    num_dropped: int
+
+    @property
+    def marker(self) -> str:
+        return self.placeholder
+
+    @property
+    def inline(self) -> str:
+        return self.placeholder
+
+    def picture_text(self, size: Size, num_pictures: int) -> PictureText:
+        end_of_picture = 1  # the learned token that ends a row ends a picture that is seen whole only
+        number = self.tokens_per_tile + (end_of_picture if num_pictures > 1 else self.num_in_grid(size))
+        number -= self.num_dropped
+        return PictureText(self.placeholder * number, number)
+
+    def num_in_grid(self, size: Size) -> int:
+        """Placeholders of a picture's parts: one for each point within it, and one at the end of each row."""
+        height, width = size
+        best = best_resolution(size, self.resolutions)
+        side = math.isqrt(self.tokens_per_tile)
+        rows, columns = side * (best[0] // self.tile[0]), side * (best[1] // self.tile[1])
+        if width / height > columns / rows:
+            rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+        else:
+            columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+        ratio = math.sqrt(rows * columns / (self.max_tiles * side**2))
+        if ratio > 1.1:
+            rows, columns = int(rows // ratio), int(columns // ratio)
+        return rows * columns + rows
+
+
+def best_resolution(size: Size, resolutions: Sequence[Size]) -> Size:
+    """The resolution that keeps the most of a picture, and of those the smallest."""
+
+    def worth(resolution: Size) -> tuple[int, int]:
+        height, width = resolution
+        scale = min(width / size[1], height / size[0])
+        kept = min(int(size[1] * scale) * int(size[0] * scale), math.prod(size))
+        return kept, -height * width
+
+    return max(resolutions, key=worth)
+
+
+def grid_layout(
+    placeholder: tuple[str, int],
+    images: Mapping[str, Any],
+    processor: Mapping[str, Any],
+    names: Mapping[str, str],
+) -> GridLayout:
+    text, token_id = placeholder
+    size = images.get("size") or {"height": 384, "width": 384}
+    edge = size.get("shortest_edge")
+    pinpoints = images.get("image_grid_pinpoints") or [(y, x) for y in DEFAULT_EDGES for x in DEFAULT_EDGES]
+    aspect = processor.get("vision_aspect_ratio") or "anyres_max_9"
+    return GridLayout(
+        placeholder=text,
+        placeholder_id=token_id,
+        tokens_per_tile=processor["num_image_tokens"],
+        tile=(edge, edge) if edge else (size["height"], size["width"]),
+        resolutions=[(height, width) for height, width in pinpoints],
+        max_tiles=int(aspect.removeprefix("anyres_max_")),
+        num_dropped=int(processor.get("vision_feature_select_strategy") == "default"),
+    )
+
+
+MAX_RATIO = 200
+MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 1280
+"""Of configs that do not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class PatchLayout:
+    """Qwen2-VL's layout.
+
+    Attributes:
+        edge: height and width in pixels of the square of patches that a placeholder stands for.
+        min_pixels, max_pixels: of a resized picture.
+    """
+
+    placeholder: str
+    placeholder_id: int
+    begin: str
+    end: str
+    edge: int
+    min_pixels: int
+    max_pixels: int
+
+    @property
+    def marker(self) -> str:
+        return self.placeholder
+
+    @property
+    def inline(self) -> str:
+        return f"{self.begin}{self.placeholder}{self.end}"
+
+    def picture_text(self, size: Size, num_pictures: int) -> PictureText:
+        height, width = self.resized(size)
+        num_placeholders = (height // self.edge) * (width // self.edge)
+        return PictureText(self.placeholder * num_placeholders, num_placeholders)
+
+    def resized(self, size: Size) -> Size:
+        """The size, in whole squares and within the bounds, that is closest in its ratio."""
+        height, width = size
+        if max(size) / min(size) > MAX_RATIO:
+            raise PictureError(f"has {width} x {height} pixels: no edge may be {MAX_RATIO} times the other")
+        edge = self.edge
+        new = round(height / edge) * edge, round(width / edge) * edge
+        if math.prod(new) > self.max_pixels:
+            ratio = math.sqrt((height * width) / self.max_pixels)
+            new = (
+                max(edge, math.floor(height / ratio / edge) * edge),
+                max(edge, math.floor(width / ratio / edge) * edge),
+            )
+        elif math.prod(new) < self.min_pixels:
+            ratio = math.sqrt(self.min_pixels / (height * width))
+            new = math.ceil(height * ratio / edge) * edge, math.ceil(width * ratio / edge) * edge
+        return new
+
+
+def patch_layout(
+    placeholder: tuple[str, int],
+    images: Mapping[str, Any],
+    processor: Mapping[str, Any],
+    names: Mapping[str, str],
+) -> PatchLayout:
+    text, token_id = placeholder
+    size = {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS} | (images.get("size") or {})
+    return PatchLayout(
+        placeholder=text,
+        placeholder_id=token_id,
+        begin=names.get("vision_start_token", "<|vision_start|>"),
+        end=names.get("vision_end_token", "<|vision_end|>"),
+        edge=images.get("patch_size", 14) * images.get("merge_size", 2),
+        min_pixels=images.get("min_pixels") or size["shortest_edge"],
+        max_pixels=images.get("max_pixels") or size["longest_edge"],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FixedLayout:
+    """Gemma 3's layout: `begin` is the marker, too."""
+
+    placeholder: str
+    placeholder_id: int
+    begin: str
+    end: str
+    num_placeholders: int
+
+    @property
+    def marker(self) -> str:
+        return self.begin
+
+    @property
+    def inline(self) -> str:
+        return self.begin
+
+    def picture_text(self, size: Size, num_pictures: int) -> PictureText:
+        inner = f"{self.begin}{self.placeholder * self.num_placeholders}{self.end}"
+        return PictureText(f"\n\n{inner}\n\n", self.num_placeholders)
+
+
+def fixed_layout(
+    placeholder: tuple[str, int],
+    images: Mapping[str, Any],
+    processor: Mapping[str, Any],
+    names: Mapping[str, str],
+) -> FixedLayout:
+    text, token_id = placeholder
+    return FixedLayout(
+        placeholder=text,
+        placeholder_id=token_id,
+        begin=names.get("boi_token", "<start_of_image>"),
+        end=names.get("eoi_token", "<end_of_image>"),
+        num_placeholders=processor.get("image_seq_length", 256),
+    )
+
+
+MakeLayout = Callable[
+    [tuple[str, int], Mapping[str, Any], Mapping[str, Any], Mapping[str, str]], PictureLayout
+]
+"""Of the placeholder, the configs of image processor and processor, and the tokens that have names."""
+FAMILIES: dict[str, tuple[MakeLayout, str]] = {
+    "idefics3": (tiled_layout, "<image>"),
+    "smolvlm": (tiled_layout, "<image>"),
+    "qwen2_vl": (patch_layout, "<|image_pad|>"),
+    "qwen2_5_vl": (patch_layout, "<|image_pad|>"),
+    "qwen3_vl": (patch_layout, "<|image_pad|>"),
+    "qwen3_vl_moe": (patch_layout, "<|image_pad|>"),
+    "llava_onevision": (grid_layout, "<image>"),
+    "internvl": (canvas_layout, "<IMG_CONTEXT>"),
+    "gemma3": (fixed_layout, "<image_soft_token>"),
+}
+"""Model type → what makes its layout, and the text of its placeholder where no file says its id."""
+
+
+def read_layout(path: Path, tokenizer_path: Path | None = None) -> PictureLayout | None:
+    """The layout of the model in the directory `path`; None if it sees no pictures, or is of no family above.
+    Raises SettingError for files that do not fit each other.
+    """
+    config = read_json(path / "config.json")
+    make_layout, text = FAMILIES.get(config.get("model_type", ""), (None, ""))
+    if make_layout is None:
+        return None
+    processor = read_json(path / "processor_config.json")
+    images = processor.get("image_processor") or read_json(path / "preprocessor_config.json")
+    if not images:
+        return None  # a checkpoint of the text part alone
+    own_path = tokenizer_path or path
+    names = token_names(read_json(own_path / "tokenizer_config.json"))
+    placeholder = find_placeholder(config, names.get("image_token", text), own_path)
+    try:
+        return make_layout(placeholder, images, processor, names)
+    except (KeyError, TypeError, ValueError) as error:
+        raise SettingError("model_id", f"{path} has no usable config of pictures: {error!r:.200}") from error
+
+
+def find_placeholder(config: Mapping[str, Any], text: str, tokenizer_path: Path) -> tuple[str, int]:
+    """Text and id of the placeholder: the id is the config's, or that of the usual text."""
+    texts = {item["id"]: item["content"] for item in added_tokens(tokenizer_path)}
+    token_id = config.get("image_token_id", config.get("image_token_index"))
+    for known_id, known_text in texts.items():
+        if token_id == known_id or (token_id is None and known_text == text):
+            return known_text, known_id
+    wanted = repr(text) if token_id is None else f"the id {token_id}"
+    raise SettingError("model_id", f"{tokenizer_path} has no token for pictures: none has {wanted}")
+
+
+def token_names(config: Mapping[str, Any]) -> dict[str, str]:
+    """Tokens that a tokenizer's config gives a name, as `image_token`: name → text."""
+    extra = config.get("extra_special_tokens")
+    found = {**config, **(extra if isinstance(extra, dict) else {})}
+    texts = {name: one.get("content") if isinstance(one, dict) else one for name, one in found.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str) and name.endswith("_token")}
