@@ -3,17 +3,15 @@
 import ast
 import re
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 
-from common.broker import lua
 from common.broker.lua import SCRIPTS, call_script, load_script, run_script, script_names
 from tests.support.broker_state import KEYS
+from tests.support.source_tree import FILES
 
-BROKER = Path(lua.__file__).parent
 TEXTS = {
     "lib/double": "local function double(x) return 2 * x end\n",
     "lib/inc": "-- needs: lib/double\nlocal function inc(x) return double(x) / 2 + 1 end\n",
@@ -60,10 +58,10 @@ def test_more_than_a_script_takes_is_refused(more: dict[str, Any]) -> None:
 
 
 def called_scripts() -> list[str]:
-    """Names of the scripts that the functions of `common` call."""
+    """Names of the scripts that functions call."""
     calls = [
         node
-        for path in BROKER.parent.rglob("*.py")
+        for path in FILES
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "call_script"
     ]
