@@ -32,7 +32,7 @@ from gpu_worker.engine.cuda.graphs import (
     FixedShapeGraph,
     make_capture,
 )
-from gpu_worker.engine.drafting.acceptance import ProposalCosts
+from gpu_worker.engine.drafting.costs import ProposalCosts
 from gpu_worker.engine.drafting.drafter import Drafter
 from gpu_worker.engine.drafting.load_draft import load_draft
 from gpu_worker.engine.drafting.make_drafter import make_drafter

@@ -14,7 +14,8 @@ import torch
 from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.row import Row, RowSlice, arrange
 from gpu_worker.engine.cuda.graphs import Capture
-from gpu_worker.engine.drafting.draft_model import DraftSampler, ModelSource
+from gpu_worker.engine.drafting.draft_model import ModelSource
+from gpu_worker.engine.drafting.draft_sampler import DraftSampler
 from gpu_worker.engine.drafting.drafter import DraftProposer, DraftRow, draft_proposer_of
 from gpu_worker.engine.drafting.hidden_states import HiddenStates
 from gpu_worker.engine.model.model import LoadedModel

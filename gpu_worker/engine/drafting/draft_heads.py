@@ -8,7 +8,7 @@ import torch
 from gpu_worker.engine.batch.inputs import to_device
 from gpu_worker.engine.batch.row import RowSlice, request_at
 from gpu_worker.engine.cuda.graphs import Capture
-from gpu_worker.engine.drafting.draft_model import DraftSampler
+from gpu_worker.engine.drafting.draft_sampler import DraftSampler
 from gpu_worker.engine.drafting.drafter import DraftProposer, DraftRow, draft_proposer_of
 from gpu_worker.engine.drafting.hidden_states import HiddenStates
 from gpu_worker.engine.model.model import Draft, LoadedModel

@@ -16,7 +16,7 @@ from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.batch.split_step import Forward
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.cuda.graphs import Capture, CudaGraphs
-from gpu_worker.engine.drafting.draft_model import DraftSampler
+from gpu_worker.engine.drafting.draft_sampler import DraftSampler
 from gpu_worker.engine.drafting.drafter import DraftProposer, DraftRow, draft_proposer_of
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.model import LoadedModel

@@ -1,9 +1,10 @@
 """The drafter of an engine, by what was loaded beside its model."""
 
-from gpu_worker.engine.drafting.acceptance import ProposalCosts
+from gpu_worker.engine.drafting.costs import ProposalCosts
 from gpu_worker.engine.drafting.draft_eagle import EagleSource
 from gpu_worker.engine.drafting.draft_heads import HeadSource
-from gpu_worker.engine.drafting.draft_model import DraftSampler, ModelSource
+from gpu_worker.engine.drafting.draft_model import ModelSource
+from gpu_worker.engine.drafting.draft_sampler import DraftSampler
 from gpu_worker.engine.drafting.drafter import Drafter, DraftSource
 from gpu_worker.engine.model.model import Draft, LoadedModel
 from gpu_worker.engine.sampling.grammar import Matchers

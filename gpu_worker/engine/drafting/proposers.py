@@ -9,8 +9,10 @@ from gpu_worker.engine.batch.proposer import ForcedProposer, Proposer
 from gpu_worker.engine.batch.row import ProposerFactory
 from gpu_worker.engine.batch.sampling_state import GrammarMask
 from gpu_worker.engine.batch.step_result import Int32
-from gpu_worker.engine.drafting.acceptance import Acceptance, ProposalCosts, TrialBudget
-from gpu_worker.engine.drafting.proposers import NgramGuesser, RecentAnswers, SuffixGuesser
+from gpu_worker.engine.drafting.acceptance import Acceptance, TrialBudget
+from gpu_worker.engine.drafting.costs import ProposalCosts
+from gpu_worker.engine.drafting.ngrams import NgramGuesser
+from gpu_worker.engine.drafting.suffixes import RecentAnswers, SuffixGuesser
 
 DEFAULT_COSTS = ProposalCosts()
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from gpu_worker.engine.batch.step_result import Int32
-from gpu_worker.engine.drafting.proposers import RowIds
+from gpu_worker.engine.drafting.ngrams import RowIds
 
 MAX_TOKENS = 2**17
 """Tokens of recent answers that are kept, at most; each takes about 150 bytes."""
