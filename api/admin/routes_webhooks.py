@@ -14,12 +14,10 @@ from api.http.openapi import FLEET, ErrorResponses, error_responses, only
 from api.json import fresh_json
 from api.requests.on_pool import own_pool
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
-from api.webhooks.events import type_of
 from common.broker.pool_client import PoolClient
 from common.ids import EVENT_ID
 from common.messages.codec import WireError, decode
-from common.webhooks.scripts import StoredEvent, retry_webhook, stored_event
-from common.webhooks.webhook import Webhook
+from common.webhooks import StoredEvent, Webhook, retry_webhook, type_of
 
 ERRORS: ErrorResponses = only(ERROR_RESPONSES, 401, 403, 422, 503)
 ERRORS |= error_responses(ErrorResponse, {404: "No such event waits or was given up"})
@@ -74,11 +72,10 @@ async def list_events(
 async def retry(request: Request, event_id: Annotated[str, Path(description="Its `id`.")]) -> Response:
     """Sends an event at once that waits or was given up, and tries for as long as if it were new."""
     pool = own_pool(request)
-    ttl_ms = round(1000 * (pool.settings.webhook_retry_s + pool.settings.dead_ttl_s))
     is_there = False
     if EVENT_ID.fullmatch(event_id):
         async with asking_broker():
-            is_there = await pool.client.run(retry_webhook(pool.client.keys, event_id, ttl_ms=ttl_ms))
+            is_there = await pool.client.run(retry_webhook(pool.client.keys, event_id))
     if not is_there:
         raise ApiError(404, "not_found", "No event with this id waits or was given up")
     return fresh_json({"id": event_id, "state": "waiting"})
@@ -94,7 +91,7 @@ async def read_events(client: PoolClient, state: Literal["waiting", "dead"], lim
             pipe.hgetall(client.keys.webhook_event(event_id.decode()))
         total, *hashes = await pipe.execute()
     events = [
-        describe(stored_event(event_id.decode(), fields), state, at_ms)
+        describe(StoredEvent(event_id.decode(), fields), state, at_ms)
         for (event_id, at_ms), fields in zip(found, hashes, strict=True)
         if fields
     ]
@@ -116,7 +113,7 @@ def describe(event: StoredEvent, state: Literal["waiting", "dead"], at_ms: float
 def target_of(event: StoredEvent) -> Mapping[str, Any]:
     """Where an event goes, and what it says; empty texts for one that cannot be read."""
     try:
-        webhook = decode(Webhook, event.fields.get("webhook", b""))
+        webhook = decode(Webhook, event.fields.get(b"webhook", b""))
         event_type = event.text("type") or type_of(webhook, event.ends)
     except (WireError, ValueError):
         return {"type": "", "object_id": "", "url": ""}

@@ -35,7 +35,7 @@ from api.requests.service_terms import tenant_of
 from api.webhooks.field import check_room, find_webhook
 from common.api_keys import ApiKey
 from common.ids import BATCH_ID
-from common.webhooks.webhook import BATCH
+from common.webhooks import BATCH
 
 router = APIRouter(
     responses=ERROR_RESPONSES
@@ -259,7 +259,7 @@ async def webhook_of(asked: BatchRequest, key: ApiKey | None, pool: Pool, batch_
     webhook = find_webhook(asked.webhook, key, pool.settings, BATCH, batch_id)
     if webhook is None:
         return {}
-    await check_room(pool.client, pool.settings)
+    await check_room(pool.client)
     return {"webhook": webhook.text("")}
 
 

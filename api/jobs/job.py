@@ -33,7 +33,7 @@ from common.api_keys import ApiKey
 from common.ids import CHANNEL, ENTRY_ID, JOB_ID, is_job_id
 from common.messages.events import terminal_for
 from common.settings.settings import Settings
-from common.webhooks.webhook import JOB
+from common.webhooks import JOB
 
 ADDRESS = ("id", "reply_to", "reply", "webhook", "traceparent")
 """Fields that are not content: the id, where the answer and the event of the end go, and the trace that the

@@ -143,7 +143,7 @@ class JobRun:
         async with waiting_turn(self.pool, self.job, self.admission_lock):
             await attempt(self.admission.check, self.wait)
             if self.job.webhook:
-                await attempt(lambda: check_room(self.pool.client, self.pool.settings), self.wait)
+                await attempt(lambda: check_room(self.pool.client), self.wait)
             valid = await attempt(
                 lambda: validate_job(self.pool, self.job, self.model_name), self.wait_to_keep
             )

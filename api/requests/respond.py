@@ -30,7 +30,7 @@ from api.streams.stream import Stream
 from api.webhooks.field import WebhookField, check_room, with_webhook
 from common.messages.request import Generate
 from common.settings.settings import Settings
-from common.webhooks.webhook import REQUEST
+from common.webhooks import REQUEST
 
 RESUME_HEADER = "x-resume-seconds"
 MAX_RESUME_S = 3600
@@ -193,7 +193,7 @@ async def submit(pool: Pool, answer: HttpAnswer) -> list[Stream]:
         names = [choice.request_id for choice in answer.choices()]
         await make_room(pool.client, pool.settings, names, kept_ms / 1000)
     if answer.requests[0].webhook:
-        await check_room(pool.client, pool.settings)
+        await check_room(pool.client)
     return await pool.admission.submit_all(answer)
 
 

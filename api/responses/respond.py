@@ -17,7 +17,7 @@ from api.requests.pool import Pool
 from api.requests.respond import first_headers, new_answer, submit, submit_and_respond
 from api.responses.request_schemas import ResponsesRequest
 from common.messages.request import Generate, SamplingParams
-from common.webhooks.webhook import RESPONSE
+from common.webhooks import RESPONSE
 
 SHOWN_TIERS = {"interactive": "priority", "standard": "default", "batch": "flex"}
 """Classes → the service tiers that a response shows."""

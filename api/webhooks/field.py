@@ -1,22 +1,23 @@
 """The field `webhook` of request bodies: where a client wants the event of its request's end."""
 
 import uuid
+from collections.abc import Iterable
 from dataclasses import replace
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from api.errors import asking_broker, invalid, overloaded, quoted
-from api.outbound.addresses import UrlError, read_url
-from api.webhooks.events import types_of
-from api.webhooks.post import check_target
+from api.outbound.addresses import TargetUrl, UrlError, check_literal, is_allowed, read_url
 from common.api_keys import ApiKey
 from common.broker.pool_client import PoolClient
 from common.messages.request import Generate
 from common.settings.settings import Settings
 from common.webhook_secret import key_of_secret
-from common.webhooks.webhook import RESPONSE, Webhook
+from common.webhooks import RESPONSE, Webhook, types_of
 
 MAX_URL = 2048
+MAX_WEBHOOKS = 100_000
+"""Events that wait to be delivered; requests with a webhook are refused beyond it."""
 
 
 class WebhookField(BaseModel):
@@ -82,11 +83,26 @@ def check_url(url: str, settings: Settings, field: str = "webhook.url") -> None:
         raise invalid(f"`{field}` {error}", field) from error
 
 
-async def check_room(client: PoolClient, settings: Settings) -> None:
+def check_target(target: TargetUrl, allowed_hosts: Iterable[str]) -> None:
+    """Raises UrlError for http: and for an address that is not public, unless WEBHOOK_ALLOWED_HOSTS names the
+    host.
+    """
+    if is_named(target, allowed_hosts):
+        return
+    if target.scheme != "https":
+        raise UrlError("must begin with https:, as its host is not in WEBHOOK_ALLOWED_HOSTS")
+    check_literal(target.host)
+
+
+def is_named(target: TargetUrl, allowed_hosts: Iterable[str]) -> bool:
+    return any(is_allowed(target, host) for host in allowed_hosts)
+
+
+async def check_room(client: PoolClient) -> None:
     """Raises ApiError: 429 while too many events wait to be delivered, 503."""
     async with asking_broker():
         num_waiting = await client.redis.zcard(client.keys.webhooks)
-    if num_waiting >= settings.max_webhooks:
+    if num_waiting >= MAX_WEBHOOKS:
         raise overloaded(f": {num_waiting} events of webhooks are not delivered", 60)
 
 

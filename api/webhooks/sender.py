@@ -1,4 +1,4 @@
-"""Webhook sender: delivers the events of the pool that are due.
+"""Webhook sender: delivers the events of the pool that are due, signed as Standard Webhooks says.
 
 Any gateway claims an event for a while; if it dies, the event is due again. So an event arrives at least
 once, and a receiver knows by its id whether it has it. The event leaves the queue with the receiver's answer.
@@ -6,61 +6,64 @@ once, and a receiver knows by its id whether it has it. The event leaves the que
 
 import asyncio
 import logging
-import random
+import ssl
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Mapping
+from datetime import UTC, datetime
+from functools import cache, partial
+from weakref import WeakValueDictionary
+
+import httpcore
+from standardwebhooks import Webhook as Signer
 
 from api.errors import ApiError
 from api.event_loop import attempt, repeat_forever, retry_forever
-from api.outbound.addresses import UrlError, read_url
-from api.webhooks.events import payload_of, signed_headers, type_of
-from api.webhooks.places import BUSY_WAIT_MS, MAX_SENDING, choose
-from api.webhooks.post import Attempt, post
-from api.webhooks.schedule import next_wait_s
+from api.json import to_json
+from api.outbound.addresses import TargetUrl, UrlError, read_url
+from api.outbound.public_hosts import PublicHosts
+from api.webhooks.field import check_target, is_named
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
 from common.metrics.catalogue import WEBHOOKS
 from common.process.event_loop import until_beat
 from common.settings.settings import Settings
-from common.webhooks.scripts import (
+from common.webhooks import (
     DEAD,
     DELIVERED,
     FAILED,
+    RESPONSE,
     UNWANTED,
     StoredEvent,
+    Webhook,
     claim_webhooks,
-    postpone_webhooks,
     settle_webhook,
+    type_of,
 )
-from common.webhooks.webhook import RESPONSE, Webhook
 
 log = logging.getLogger(__name__)
 
+WAITS_S = (5, 300, 1800, 7200, 18_000, 36_000, 21_600)
+"""After each failure, about a day in all; an event that fails once more is dead."""
 POLL_S = 0.5
-LEASE_MS = 30_000
-"""Longer than an attempt may take: while it runs, no other gateway sends the event."""
-MAX_CLAIMED = 128
-"""Events that are looked at, at once."""
-DELIVERED_TTL_MS = 3_600_000
+TIMEOUT_S = 10.0
+"""Of one attempt."""
+LEASE_S = 30.0
+"""While it lasts no other gateway sends the event."""
+MAX_PLACE_WAIT_S = 15.0
+"""An event that got no place within this time is not sent: it is due again when its lease is over."""
+MAX_CLAIMED = 512
+"""Events that are claimed at once."""
+MAX_SENDING = 32
+"""Events that one gateway sends at once."""
+MAX_PER_RECEIVER = 4
+"""Of these, to one host and port: a receiver that is slow to answer holds up no other."""
+MAX_HELD = 1000
+"""Events for one receiver that a gateway sends, or that wait for a place; more wait in the broker."""
+DELIVERED_TTL_S = 3600.0
 """How long a delivered event is known: its end is not noted twice."""
 CLOSE_TIMEOUT_S = 2.0
-
-
-class ReadEvent(NamedTuple):
-    """A claimed event, and to whom it goes."""
-
-    stored: StoredEvent
-    webhook: Webhook
-
-    @property
-    def receiver(self) -> str:
-        """Host and port; empty for a URL that is none."""
-        try:
-            return read_url(self.webhook.url).host_header
-        except UrlError:
-            return ""
+GONE = 410
+"""The status of a receiver that wants no more of these events."""
 
 
 class WebhookSender:
@@ -68,7 +71,8 @@ class WebhookSender:
 
     Attributes:
         read_status: how a response ended, by its id, as long as it is kept; may raise ApiError (503).
-        sending: attempts that run, and their receivers.
+        held: attempts that run or wait for a place, and their receivers.
+        places: of each receiver that has events here.
     """
 
     def __init__(
@@ -77,124 +81,161 @@ class WebhookSender:
         self.client = client
         self.settings = settings
         self.read_status = read_status
-        self.sending: dict[asyncio.Task[None], str] = {}
+        self.held: dict[asyncio.Task[None], str] = {}
+        self.all_places = asyncio.Semaphore(MAX_SENDING)
+        self.places: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def run(self) -> None:
         """Never returns. At the end, attempts that run have a moment to finish."""
         try:
             await repeat_forever(self.look, "looking for webhooks")
         finally:
-            if self.sending:
-                _, unfinished = await asyncio.wait(self.sending, timeout=CLOSE_TIMEOUT_S)
+            if self.held:
+                _, unfinished = await asyncio.wait(self.held, timeout=CLOSE_TIMEOUT_S)
                 for task in unfinished:
                     task.cancel()
 
     async def look(self) -> None:
-        """Begin to send what is due; wait a while if that is not much."""
-        claimed = await self.claim()
-        self.begin(await self.take_places(claimed))
-        if len(self.sending) >= MAX_SENDING:
-            await asyncio.wait(self.sending, return_when=asyncio.FIRST_COMPLETED)
-        elif len(claimed) < MAX_CLAIMED:
-            await asyncio.sleep(until_beat(BUSY_WAIT_MS / 1000 if self.sending else POLL_S))
+        """Claim what is due, and begin to send it; wait a while if that is not much."""
+        keys, lease_ms = self.client.keys, round(1000 * LEASE_S)
+        claimed = await self.client.run(claim_webhooks(keys, max_events=MAX_CLAIMED, lease_ms=lease_ms))
+        until_s, counts = asyncio.get_running_loop().time() + MAX_PLACE_WAIT_S, Counter(self.held.values())
+        for event in claimed:
+            try:
+                webhook = decode(Webhook, event.fields.get(b"webhook", b""))
+                type_of(webhook, event.ends)
+            except (WireError, ValueError) as error:
+                log.error("webhook event %s cannot be read: %s", event.id, error)
+                await self.settle(event, "", DEAD, "the event cannot be read")
+                continue
+            receiver = receiver_of(webhook.url)
+            if counts[receiver] < MAX_HELD:
+                counts[receiver] += 1
+                task = asyncio.create_task(self.deliver_in_turn(event, webhook, receiver, until_s))
+                self.held[task] = receiver
+                task.add_done_callback(self.held.pop)
+        if len(claimed) < MAX_CLAIMED:
+            await asyncio.sleep(until_beat(POLL_S))
 
-    async def claim(self) -> list[StoredEvent]:
-        call = claim_webhooks(self.client.keys, max_events=MAX_CLAIMED, lease_ms=LEASE_MS)
-        return await self.client.run(call)
-
-    async def take_places(self, claimed: Sequence[StoredEvent]) -> list[ReadEvent]:
-        """The events for which there are places; the others are given back."""
-        events = [event for stored in claimed if (event := await self.read(stored)) is not None]
-        chosen = choose([event.receiver for event in events], Counter(self.sending.values()))
-        if chosen.postponed:
-            waits = [(events[i].stored.id, wait_ms) for i, wait_ms in chosen.postponed]
-            await self.client.run(postpone_webhooks(self.client.keys, waits))
-        return [events[i] for i in chosen.sent]
-
-    async def read(self, stored: StoredEvent) -> ReadEvent | None:
-        """The event; None for one that cannot be read, which is dead."""
-        try:
-            webhook = decode(Webhook, stored.fields.get("webhook", b""))
-            type_of(webhook, stored.ends)
-        except (WireError, ValueError) as error:
-            log.error("webhook event %s cannot be read: %s", stored.id, error)
-            await self.settle(stored, "", DEAD, "the event cannot be read")
-            return None
-        return ReadEvent(stored, webhook)
-
-    def begin(self, events: Sequence[ReadEvent]) -> None:
-        for event in events:
-            task = asyncio.create_task(self.deliver_or_fail(event))
-            self.sending[task] = event.receiver
-            task.add_done_callback(self.sending.pop)
-
-    async def deliver_or_fail(self, event: ReadEvent) -> None:
-        """Deliver an event. One that cannot be sent, whatever it is, counts as one that nobody takes, so that
-        its attempts end.
+    async def deliver_in_turn(
+        self, event: StoredEvent, webhook: Webhook, receiver: str, until_s: float
+    ) -> None:
+        """Deliver an event once there is a place. One that cannot be sent, whatever it is, counts as one that
+        nobody takes, so that its attempts end.
         """
-        try:
-            await self.deliver(event)
-        except Exception as error:
-            log.exception("webhook event %s", event.stored.id)
-            made = Attempt(False, f"the event cannot be sent: {type(error).__name__}")
-            await self.settle_attempt(event.stored, event.stored.text("type"), made)
+        places = self.places.setdefault(receiver, asyncio.Semaphore(MAX_PER_RECEIVER))
+        async with places, self.all_places:
+            if asyncio.get_running_loop().time() > until_s:
+                return
+            try:
+                await self.deliver(event, webhook)
+            except Exception as error:
+                log.exception("webhook event %s", event.id)
+                said = f"the event cannot be sent: {type(error).__name__}"
+                await self.settle(event, event.text("type"), FAILED, said)
 
-    async def deliver(self, event: ReadEvent) -> None:
+    async def deliver(self, event: StoredEvent, webhook: Webhook) -> None:
         """Send an event once, and write what became of it."""
-        stored, webhook = event
         try:
-            event_type = stored.text("type") or await self.find_type(event)
+            event_type = event.text("type") or await self.find_type(event, webhook)
         except ApiError as error:  # the event is due again when its lease is over
-            log.warning("webhook event %s waits: %s", stored.id, error)
+            log.warning("webhook event %s waits: %s", event.id, error)
             return
         if webhook.events and event_type not in webhook.events:
-            await self.settle(stored, event_type, UNWANTED, "")
+            await self.settle(event, event_type, UNWANTED, "")
             return
-        made_s = stored.number("made_ms") // 1000
-        payload = payload_of(stored.id, event_type, webhook, made_s)
-        headers = signed_headers(webhook.secret, stored.id, int(self.client.clock.now_s()), payload)
-        made = await post(webhook.url, headers, payload, self.settings.webhook_allowed_hosts)
-        await self.settle_attempt(stored, event_type, made)
+        payload = payload_of(event, event_type, webhook)
+        now = datetime.fromtimestamp(int(self.client.clock.now_s()), UTC)
+        headers = {
+            "content-type": "application/json",
+            "webhook-id": event.id,
+            "webhook-timestamp": str(int(now.timestamp())),
+            "webhook-signature": Signer(webhook.secret).sign(event.id, now, payload.decode()),
+        }
+        outcome, said = await self.post(webhook.url, headers, payload)
+        await self.settle(event, event_type, outcome, said)
 
-    async def find_type(self, event: ReadEvent) -> str:
+    async def find_type(self, event: StoredEvent, webhook: Webhook) -> str:
         """The type of an event that no attempt has sent: what the response says of itself, while it is kept.
         Raises ApiError (503).
         """
-        stored, webhook = event
         status = await self.read_status(webhook.object_id) if webhook.kind == RESPONSE else ""
-        return f"{RESPONSE}.{status}" if status else type_of(webhook, stored.ends)
+        return f"{RESPONSE}.{status}" if status else type_of(webhook, event.ends)
 
-    async def settle_attempt(self, event: StoredEvent, event_type: str, made: Attempt) -> None:
-        if made.is_delivered:
-            await self.settle(event, event_type, DELIVERED, made.said)
-            return
-        since_ms = event.number("retried_ms") or event.number("made_ms")
-        wait_s = next_wait_s(
-            event.number("failures") + 1,
-            self.client.clock.now_s() - since_ms / 1000,
-            self.settings.webhook_retry_s,
-            random.random,
-        )
-        if made.is_gone or wait_s is None:
-            await self.settle(event, event_type, DEAD, made.said)
-        else:
-            await self.settle(event, event_type, FAILED, made.said, wait_s)
+    async def post(self, url: str, headers: Mapping[str, str], payload: bytes) -> tuple[str, str]:
+        """Send an event once; return its outcome, and what the receiver answered or why it did not."""
+        allowed = self.settings.webhook_allowed_hosts
+        try:
+            target = read_url(url)
+            check_target(target, allowed)
+            async with asyncio.timeout(TIMEOUT_S):
+                backend = PublicHosts([target.host] if is_named(target, allowed) else [])
+                status = await post(target, backend, headers, payload)
+        except UrlError as error:
+            return FAILED, f"the URL {error}"
+        except TimeoutError:
+            return FAILED, f"no answer within {TIMEOUT_S:g} s"
+        except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, OSError) as error:
+            return FAILED, f"no answer: {type(error).__name__}"
+        return DELIVERED if 200 <= status < 300 else DEAD if status == GONE else FAILED, f"status {status}"
 
-    async def settle(
-        self, event: StoredEvent, event_type: str, outcome: str, said: str, wait_s: float = 0.0
-    ) -> None:
+    async def settle(self, event: StoredEvent, event_type: str, outcome: str, said: str) -> None:
         """Write what became of an attempt, however long the broker is away."""
-        kept_ms = round(1000 * self.settings.dead_ttl_s) if outcome == DEAD else DELIVERED_TTL_MS
+        failures = event.number("failures")
+        if outcome == FAILED and failures >= len(WAITS_S):
+            outcome = DEAD
         call = settle_webhook(
             self.client.keys,
             event,
             outcome,
             event_type=event_type,
             said=said,
-            wait_ms=round(1000 * wait_s),
-            ttl_ms=kept_ms,
+            wait_ms=1000 * WAITS_S[failures] if outcome == FAILED else 0,
+            ttl_ms=round(1000 * (self.settings.dead_ttl_s if outcome == DEAD else DELIVERED_TTL_S)),
             max_dead=self.settings.max_dead,
         )
         if await attempt(partial(self.client.run, call), retry_forever):
             WEBHOOKS.add(1, outcome)
             log.info("webhook event %s: %s %s", event.id, outcome, said)
+
+
+def payload_of(event: StoredEvent, event_type: str, webhook: Webhook) -> bytes:
+    """What a receiver is sent, in OpenAI's form: ids alone; it fetches the text with its own key."""
+    return to_json(
+        {
+            "id": event.id,
+            "object": "event",
+            "created_at": event.number("made_ms") // 1000,
+            "type": event_type,
+            "data": {"id": webhook.object_id},
+        }
+    )
+
+
+def receiver_of(url: str) -> str:
+    """Host and port; empty for a URL that is none."""
+    try:
+        return read_url(url).host_header
+    except UrlError:
+        return ""
+
+
+@cache
+def tls_context() -> ssl.SSLContext:
+    """Reading the certificates takes some 20 ms."""
+    return httpcore.default_ssl_context()
+
+
+async def post(target: TargetUrl, backend: PublicHosts, headers: Mapping[str, str], payload: bytes) -> int:
+    """The status with which the receiver answers; its body is not read. No redirect is followed: a receiver
+    cannot send the gateway to a service of its own network.
+    """
+    own = {"host": target.host_header, "user-agent": "tokenfleet", "connection": "close"}
+    whole = {**own, **headers} | {"content-length": str(len(payload))}
+    async with (
+        httpcore.AsyncConnectionPool(
+            ssl_context=tls_context(), network_backend=backend, max_connections=1
+        ) as connections,
+        connections.stream("POST", target.url, headers=list(whole.items()), content=payload) as response,
+    ):
+        return response.status

@@ -72,7 +72,7 @@ RIGHTS = {
         " change_key change_adapters heartbeat"
         " keep_picture hold_pictures let_go_pictures"
         " create_batch claim_batch write_batch cancel_batch"
-        " claim_webhooks postpone_webhooks settle_webhook retry_webhook",
+        " claim_webhooks settle_webhook retry_webhook",
         commands=f"{PROCESS} hgetall hexists hset expire set zscore zcount zrank zrevrank lrange xadd xack"
         " xdel xrange xrevrange xpending xclaim xreadgroup xgroup|create xinfo|consumers publish subscribe"
         " unsubscribe",

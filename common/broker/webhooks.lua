@@ -40,17 +40,6 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', webhooks, '-inf', present_ms, 'L
 end
 return claimed
 
---- postpone_webhooks
--- needs: lib/now
--- Give claimed events back, which nobody was sent.
--- KEYS webhooks
--- ARGV ...
--- More arguments: event, ms until it is due.
-local present_ms = now_ms()
-for i = first_arg, #ARGV, 2 do
-  redis.call('ZADD', webhooks, 'XX', present_ms + tonumber(ARGV[i + 1]), ARGV[i])
-end
-
 --- settle_webhook
 -- needs: lib/now
 -- Write what became of an attempt. An event that was delivered leaves the queue, and nobody's secret stays;
@@ -90,18 +79,18 @@ end
 return 1
 
 --- retry_webhook
--- needs: lib/now
+-- needs: lib/webhooks
 -- Send an event that waits or is dead at once, and try for as long as if it were new.
 -- KEYS webhooks, dead_webhooks
--- ARGV event_id, ttl_ms
+-- ARGV event_id
 -- Returns 1, or 0 when there is no such event, or it was delivered.
 local event = webhooks .. ':' .. event_id
 local is_dead = redis.call('ZREM', dead_webhooks, event_id) == 1
 if not is_dead and not redis.call('ZSCORE', webhooks, event_id) then return 0 end
 if redis.call('HEXISTS', event, 'webhook') == 0 then return 0 end
 local present_ms = now_ms()
-redis.call('HSET', event, 'retried_ms', present_ms, 'failures', 0, 'state', 'waiting')
-redis.call('PEXPIRE', event, ttl_ms)
+redis.call('HSET', event, 'failures', 0, 'state', 'waiting')
+redis.call('PEXPIRE', event, EVENT_TTL_MS)
 redis.call('ZADD', webhooks, present_ms, event_id)
-redis.call('PEXPIRE', webhooks, ttl_ms)
+redis.call('PEXPIRE', webhooks, EVENT_TTL_MS)
 return 1

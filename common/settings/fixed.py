@@ -24,10 +24,6 @@ class FixedLimits:
     """largest request body where the model sees pictures, which are sent in it as base64 (bytes)"""
     max_kept_pictures_bytes: ClassVar[int] = 512 * 2**20
     """pictures of all live requests in the broker (bytes); each is there once"""
-    webhook_retry_s: ClassVar[float] = 86400.0
-    """how long an event that its receiver does not take is sent again (s); then it is dead"""
-    max_webhooks: ClassVar[int] = 100_000
-    """events that wait to be delivered; requests with a webhook are refused beyond it"""
     max_batch_lines: ClassVar[int] = 50_000
     """requests of one batch"""
     max_batches: ClassVar[int] = 10_000

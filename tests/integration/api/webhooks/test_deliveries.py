@@ -9,7 +9,6 @@ import pytest
 from standardwebhooks import Webhook
 
 from api.webhooks import sender
-from common.settings.fixed import FixedLimits
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.batches.test_batches import chat_line, jsonl, openai_client
 from tests.support.fleet.gateways import answering
@@ -91,7 +90,7 @@ async def test_an_event_that_cannot_be_sent_is_dead_in_the_end(
         raise RecursionError
 
     monkeypatch.setattr(sender, "payload_of", fail)
-    monkeypatch.setattr(FixedLimits, "webhook_retry_s", 1.0)
+    monkeypatch.setattr(sender, "WAITS_S", ())
     async with (
         receiving() as receiver,
         answering(broker.url, ANSWER, **allowing(receiver)) as (_, _, client),
