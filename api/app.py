@@ -26,7 +26,6 @@ from api.admin.routes_metrics import router as metrics
 from api.admin.routes_timeline import router as timeline
 from api.admin.routes_usage import router as usage
 from api.admin.routes_webhooks import router as webhooks
-from api.anthropic.routes import router as anthropic
 from api.batches.routes import router as batches
 from api.event_loop import Turns
 from api.handover.answer_socket import give_answer_socket
@@ -42,15 +41,20 @@ from api.http.openapi import TAGS, ErrorResponses, build_document, introduction
 from api.http.request_trace import trace_request
 from api.http.sse import keep_raw_send
 from api.http.unread import UNREAD
-from api.kserve.routes import info_router as kserve_info
-from api.kserve.routes import ready_router as kserve_ready
-from api.kserve.routes import router as kserve
 from api.lifecycle import Gateway
 from api.models import router as models
-from api.openai.routes import router as openai
-from api.openai.routes_vllm import router as detokenize
-from api.openai.routes_vllm import version_router as vllm_version
 from api.pooling.routes_openai import router as pooling
+from api.protocols.clouds import router as platforms
+from api.protocols.kserve import info_router as kserve_info
+from api.protocols.kserve import ready_router as kserve_ready
+from api.protocols.kserve import router as kserve
+from api.protocols.messages import router as anthropic
+from api.protocols.openai import router as openai
+from api.protocols.tgi import info_router as info
+from api.protocols.tgi import router as generate
+from api.protocols.tokenize import detokenize_router as detokenize
+from api.protocols.tokenize import router as tokenize
+from api.protocols.tokenize import version_router as vllm_version
 from api.requests.metrics import count_arrival, count_error
 from api.responses.routes import router as responses
 from api.responses.routes import stored_router as stored_responses
@@ -60,10 +64,6 @@ from api.resume.routes_requests import router as requests
 from api.resume.routes_resume import resume_posts
 from api.resume.routes_resume import router as resume
 from api.resume.routes_streams import router as streams
-from api.tgi.routes_clouds import router as platforms
-from api.tgi.routes_generate import info_router as info
-from api.tgi.routes_generate import router as generate
-from api.tgi.routes_tokenize import router as tokenize
 from common import tracing
 from common.metrics.exposition import publishing_metrics
 from common.settings.settings import Settings

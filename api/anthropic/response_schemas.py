@@ -1,4 +1,4 @@
-"""Response bodies of Anthropic's Messages API, described for /docs. `api/anthropic/render.py` makes them."""
+"""Response bodies of Anthropic's Messages API, for /docs. `api/protocols/messages.py` makes them."""
 
 from typing import Any, Literal
 

@@ -12,15 +12,11 @@ from api.event_loop import offload
 from api.http.body import parse_body
 from api.jobs.job import Job
 from api.json import to_json
-from api.openai.params import CHARS_OF_MESSAGE
-from api.openai.responses_items import Item
-from api.openai.responses_object import RENDERER
+from api.protocols.openai_bodies import CHARS_OF_MESSAGE
+from api.protocols.response_object import RENDERER, Item
+from api.protocols.responses import ResponsesRequest, read_items, read_params, response_fields
 from api.requests.pool import Pool
 from api.requests.validate import validate
-from api.responses.chat_request import read_params
-from api.responses.input_items import read_items
-from api.responses.request_schemas import ResponsesRequest
-from api.responses.respond import response_fields
 from api.streams.describe_answer import describe_answer
 from api.streams.stream import Stream
 from common.messages.request import Generate

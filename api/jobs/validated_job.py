@@ -18,21 +18,18 @@ from api.jobs import scripts as job_scripts
 from api.jobs.job import Job, JobBody
 from api.jobs.response_job import ResponseJob, validate_response_job
 from api.json import to_json
-from api.openai.completions import read_completion
-from api.openai.params import read_chat
-from api.openai.render import ChatCompletionRenderer, ChoicesRenderer, CompletionRenderer
-from api.openai.request_schemas import ChatRequest, CompletionRequest
-from api.openai.respond import ChunkFeed
 from api.pooling.readers import Asked, read_embedding, read_rerank
 from api.pooling.render import RENDERER
 from api.pooling.request_schemas import EmbeddingRequest, RerankFields
+from api.protocols import tgi as render
+from api.protocols.openai import ChatCompletionRenderer, ChoicesRenderer, ChunkFeed, CompletionRenderer
+from api.protocols.openai_bodies import ChatRequest, CompletionRequest, read_chat, read_completion
+from api.protocols.tgi import GenerateParameters, GenerateRequest
 from api.requests.logits import FIELDS
 from api.requests.pool import Pool
 from api.requests.validate import validate
 from api.streams.describe_answer import describe_answer
 from api.streams.stream import Stream
-from api.tgi import render
-from api.tgi.request_schemas import GenerateParameters, GenerateRequest
 from common.broker.client import ERRORS
 from common.messages.request import Generate
 

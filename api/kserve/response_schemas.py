@@ -1,4 +1,4 @@
-"""Response bodies of KServe's routes, described for /docs. `api/kserve/render.py` makes them."""
+"""Response bodies of KServe's routes, described for /docs. `api/protocols/kserve.py` makes them."""
 
 from typing import Any
 

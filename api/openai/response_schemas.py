@@ -1,4 +1,4 @@
-"""Response bodies of OpenAI's routes, described for /docs. `api/openai/render.py` makes them."""
+"""Response bodies of OpenAI's routes, described for /docs. `api/protocols/openai.py` makes them."""
 
 from typing import Any, Literal
 

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 from api.answers.answer import VectorAnswer
 from api.errors import invalid, quoted
-from api.openai.params import read_prompts
-from api.openai.request_schemas import Prompt
 from api.pooling import render
 from api.pooling.inputs import PooledInputs, PoolingInput, embedding_of, read_inputs
 from api.pooling.pairs import read_pairs
@@ -16,6 +14,7 @@ from api.pooling.request_schemas import (
     RerankFields,
     ScoreRequest,
 )
+from api.protocols.openai_bodies import Prompt, read_prompts
 from api.requests.pool import Pool
 from common.pooling import PoolingConfig
 

@@ -20,7 +20,7 @@ from api.pooling.vectors import (
     values_of,
 )
 from api.requests.respond import AnswerRenderer, total_headers
-from api.streams.http_response import Whole
+from api.streams.http_response import WholeBody
 from api.streams.stream import Stream
 
 EMBEDDINGS, SCORE, RERANK = "embeddings", "score", "rerank"
@@ -32,7 +32,7 @@ def render_frames(answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[bytes]:
     raise NotImplementedError
 
 
-def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> Whole:
+def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> WholeBody:
     assert answer.vectors is not None
     content = FORMS[answer.vectors.form](answer, answer.vectors, streams)
     return to_json(content), total_headers(answer, streams, 0, arrived_s)

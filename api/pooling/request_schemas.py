@@ -6,8 +6,8 @@ from pydantic import ConfigDict, Field
 
 from api.errors import invalid
 from api.http.body import reject_unsupported
-from api.openai.request_schemas import Prompt
 from api.pooling.inputs import RIGHT, InputOptions
+from api.protocols.openai_bodies import Prompt
 from api.requests.fields import Listed, Strict, Whole, least, with_one_error
 from common.messages.request import SERVICE_CLASSES
 

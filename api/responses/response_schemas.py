@@ -1,4 +1,4 @@
-"""Response bodies of the Responses API, described for /docs. `api/openai/responses_object.py` makes them."""
+"""Response bodies of the Responses API, for /docs. `api/protocols/response_object.py` makes them."""
 
 from typing import Any, Literal
 

@@ -14,18 +14,24 @@ from api.event_loop import offload
 from api.http.openapi import OPENAI, ErrorResponses, ResponseId, error_responses, event_stream, only
 from api.http.sse import SSE_HEADERS, RestOfFeed
 from api.json import to_json
-from api.openai.params import CHARS_OF_MESSAGE
 from api.openai.response_schemas import ERROR_RESPONSES, OpenAIError
-from api.openai.responses_object import ResponseFrames
+from api.protocols.openai_bodies import CHARS_OF_MESSAGE
+from api.protocols.response_object import ResponseFrames
+from api.protocols.responses import (
+    ResponsesRequest,
+    describe_response,
+    has_data,
+    read_conversation,
+    read_items,
+    read_params,
+    resolve_references,
+    respond,
+)
 from api.requests.on_pool import on_pool, read_body
 from api.requests.pool import Pool
 from api.requests.respond import answer_id
 from api.requests.service_terms import generation_body
 from api.requests.validate import validate
-from api.responses.chat_request import read_conversation, read_params, resolve_references
-from api.responses.input_items import has_data, read_items
-from api.responses.request_schemas import ResponsesRequest
-from api.responses.respond import describe_response, respond
 from api.responses.response_schemas import DeletedResponse, ResponseEvent, ResponseItemList, ResponseObject
 from api.responses.stored import (
     StoredResponse,

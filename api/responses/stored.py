@@ -9,8 +9,7 @@ from starlette.requests import Request
 
 from api.errors import asking_broker, unavailable
 from api.event_loop import offload
-from api.openai.responses_items import Item
-from api.openai.responses_object import ResponseObjectRenderer
+from api.protocols.response_object import Item, ResponseObjectRenderer
 from api.resume import attach
 from api.resume.attach import Admitted, find_own
 from api.streams.kept_answers import delete_ended

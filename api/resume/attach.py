@@ -13,7 +13,6 @@ from typing import NamedTuple
 from starlette.requests import Request
 
 from api.answers.answer import HttpAnswer
-from api.anthropic import render as anthropic_render
 from api.errors import (
     ApiError,
     Family,
@@ -30,9 +29,12 @@ from api.errors import (
 )
 from api.http.auth import key_of
 from api.http.sse import Feed, RestOfFeed
-from api.kserve import render as kserve_render
-from api.openai import respond, responses_object
 from api.pooling import render as pooling_render
+from api.protocols import kserve as kserve_render
+from api.protocols import messages as anthropic_render
+from api.protocols import openai as respond
+from api.protocols import response_object as responses_object
+from api.protocols import tgi as tgi_render
 from api.requests.on_pool import pools_of
 from api.requests.pool import Pool
 from api.requests.pool_registry import PoolRegistry
@@ -44,7 +46,6 @@ from api.streams.fill import Filler, Sources
 from api.streams.http_response import TokenStream
 from api.streams.offers import supersede
 from api.streams.stream import Stream
-from api.tgi import render as tgi_render
 from common.broker import request_scripts
 from common.ids import REQUEST_ID
 from common.messages.codec import encode

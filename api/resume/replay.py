@@ -16,7 +16,7 @@ from api.http.body import read_bytes
 from api.http.error_handlers import CountError, handle_api_error, handle_disconnect
 from api.http.idempotency import REPLAYED, Repeated, check_same, idempotency_key, noted_digest
 from api.json import to_json
-from api.openai.responses_object import ResponseObjectRenderer
+from api.protocols.response_object import ResponseObjectRenderer
 from api.requests.on_pool import own_pool
 from api.requests.pool import Pool
 from api.requests.respond import answer_id

@@ -1,7 +1,7 @@
 """Response status: how a response that has ended says that it ended, as long as it is kept."""
 
 from api.event_loop import offload
-from api.openai.responses_object import ResponseObjectRenderer
+from api.protocols.response_object import ResponseObjectRenderer
 from api.requests.pool_registry import PoolRegistry
 from api.resume import attach
 from api.resume.look_up import ask_broker

@@ -30,9 +30,9 @@ from common.process.event_loop import run_until_one_ends
 
 Release = Callable[[Stream, int, float], None]
 """(stream, number of its reader, seconds for which it is kept): `Admission.release`."""
-Whole = tuple[bytes, dict[str, str]]
+WholeBody = tuple[bytes, dict[str, str]]
 """The body of a whole answer, and the headers that are known with it."""
-RenderWhole = Callable[[HttpAnswer, Sequence[Stream], float], Whole]
+RenderWhole = Callable[[HttpAnswer, Sequence[Stream], float], WholeBody]
 """Renders (answer, finished streams of all choices, monotonic time of the request's arrival)."""
 
 # --- socket and streams -------------------------------------------------------------------------------------

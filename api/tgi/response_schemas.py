@@ -1,4 +1,4 @@
-"""Response bodies of TGI's routes, described for /docs. `api/tgi/render.py` makes them."""
+"""Response bodies of TGI's routes, described for /docs. `api/protocols/tgi.py` makes them."""
 
 from typing import Literal
 

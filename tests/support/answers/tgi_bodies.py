@@ -1,9 +1,9 @@
 """The bodies of TGI's frames, of a stream that no gateway serves."""
 
 from api.answers.answer import Rendering, ResumeTerms
+from api.protocols.tgi import StreamBodies
 from api.streams.describe_answer import describe_answer
 from api.streams.stream import Stream
-from api.tgi.render import StreamBodies
 
 
 def bodies_of(stream: Stream, with_details: bool = False) -> StreamBodies:

@@ -97,7 +97,7 @@ async def test_long_work_runs_in_a_thread_and_its_error_comes_back() -> None:
 CHAT = [{"role": "user", "content": "a"}] * 200
 CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("/tokenize", "api.http.body", "parse_body", {"inputs": "a " * LONG_SIZE}),
-    ("/tokenize", "api.tgi.routes_tokenize", "simple_tokens", {"inputs": "a " * LONG_SIZE}),
+    ("/tokenize", "api.protocols.tokenize", "simple_tokens", {"inputs": "a " * LONG_SIZE}),
     (
         "/generate",
         "api.http.body",
@@ -106,13 +106,13 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ),
     (
         "/generate",
-        "api.tgi.render",
+        "api.protocols.tgi",
         "render_response",
         {"inputs": "a", "parameters": {"details": True, "top_n_tokens": 20}},
     ),
     ("/v1/completions", "api.http.body", "parse_body", {"prompt": [1] * LONG_SIZE}),
-    ("/v1/chat/completions", "api.openai.params", "render_prompt", {"messages": CHAT}),
-    ("/chat_tokenize", "api.openai.params", "render_prompt", {"messages": CHAT}),
+    ("/v1/chat/completions", "api.protocols.openai_bodies", "render_prompt", {"messages": CHAT}),
+    ("/chat_tokenize", "api.protocols.openai_bodies", "render_prompt", {"messages": CHAT}),
 ]
 
 

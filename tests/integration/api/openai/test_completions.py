@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from api.openai.render import prompt_offsets
+from api.protocols.openai import prompt_offsets
 from api.streams.describe_answer import FINGERPRINT
 from api.streams.stream import Stream
 from common.messages.records import pack_ids, unpack_ids

@@ -9,9 +9,15 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 from api.models import STARTED_S
-from api.openai.params import note_effort
-from api.openai.request_schemas import OPENAI_FIELDS, TGI_FIELDS, UNSUPPORTED, ChatRequest, CompletionRequest
-from api.tgi.request_schemas import GenerateParameters
+from api.protocols.openai_bodies import (
+    OPENAI_FIELDS,
+    TGI_FIELDS,
+    UNSUPPORTED,
+    ChatRequest,
+    CompletionRequest,
+    note_effort,
+)
+from api.protocols.tgi import GenerateParameters
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from api.openai import completions
 from api.prompts.tokenizer import ModelTokenizer
-from api.tgi import routes_clouds
+from api.protocols import clouds, openai_bodies
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
@@ -62,14 +61,14 @@ async def test_a_long_text_that_is_truncated_is_served(broker: Broker) -> None:
             "/v1/completions",
             {"prompt": ["a"] * 100_000},
             "`prompt` supports up to 1024 prompts. Given: 100000",
-            completions,
+            openai_bodies,
             "from_completion",
         ),
         (
             "/vertex",
             {"instances": [{"inputs": "a"}] * 100_000},
             "`instances` must have 1 to 1024 items. Given: 100000",
-            routes_clouds,
+            clouds,
             "read_instance",
         ),
     ],

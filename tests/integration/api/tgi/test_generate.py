@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from api.protocols.tgi import rank
 from api.streams.stream import Stream
-from api.tgi.render import rank
 from common.messages.events import Terminal, Tokens
 from common.messages.records import pack_floats, pack_ids, unpack_floats
 from common.messages.request import Generate, SamplingParams, StoppingParams

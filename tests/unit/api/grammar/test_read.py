@@ -7,7 +7,7 @@ import pytest
 from api.errors import ApiError
 from api.grammar.compile import Grammar
 from api.grammar.read import ANY_OBJECT, read_response_format, read_structured_outputs
-from api.openai.request_schemas import ChatRequest
+from api.protocols.openai_bodies import ChatRequest
 
 SCHEMA = {"type": "object"}
 TEXT = '{"type": "object"}'

@@ -8,9 +8,9 @@ from pydantic import BaseModel
 
 from api.errors import ApiError
 from api.http.body import parse_body
-from api.openai.request_schemas import ChatRequest
-from api.responses.request_schemas import ResponsesRequest
-from api.tgi.request_schemas import GenerateRequest
+from api.protocols.openai_bodies import ChatRequest
+from api.protocols.responses import ResponsesRequest
+from api.protocols.tgi import GenerateRequest
 
 HI = {"role": "user", "content": "Hi"}
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 3}}]}

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from api.answers.answer import HttpAnswer, Rendering
-from api.openai.render import PLACE_OF_TEXT, ChatCompletionRenderer, CompletionRenderer
-from api.openai.respond import ChunkFeed
+from api.protocols.openai import PLACE_OF_TEXT, ChatCompletionRenderer, ChunkFeed, CompletionRenderer
 from common.messages.events import Terminal
 from tests.support.events import new_stream
 

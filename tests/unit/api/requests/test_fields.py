@@ -9,11 +9,11 @@ import pytest
 from api.errors import ApiError
 from api.http.body import parse_body
 from api.jobs.job import JobBody
-from api.openai.request_schemas import ChatRequest, CompletionRequest
-from api.openai.routes_vllm import DetokenizeRequest
+from api.protocols.openai_bodies import ChatRequest, CompletionRequest
+from api.protocols.responses import ResponsesRequest
+from api.protocols.tgi import GenerateParameters
+from api.protocols.tokenize import DetokenizeRequest
 from api.requests.fields import Listed, SamplingFields, Strict, Whole
-from api.responses.request_schemas import ResponsesRequest
-from api.tgi.request_schemas import GenerateParameters
 from common.messages.request import SamplingParams, StoppingParams
 
 GIVEN: dict[str, Any] = {

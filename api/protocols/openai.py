@@ -1,11 +1,22 @@
-"""Renderers of chat completions and completions: OpenAI's response objects, whole and in chunks."""
+"""Chats and completions: OpenAI's two routes, with the additions of vLLM and TGI."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-from api.answers.answer import HttpAnswer
-from api.answers.chat_answer import ChoiceParser, finish_reason, render_deltas, render_message
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from api.answers.answer import HttpAnswer, Rendering
+from api.answers.chat_answer import (
+    ChoiceParser,
+    finish_reason,
+    is_whole_json,
+    marks_of,
+    render_deltas,
+    render_message,
+)
 from api.answers.logits import LogitsRenderer
 from api.answers.logprobs import (
     LogprobLists,
@@ -15,15 +26,193 @@ from api.answers.logprobs import (
     prompt_logprobs,
     sequence_scores,
 )
+from api.answers.scanner import ContentDelta, Delta
+from api.answers.stop_holdback import StopHoldback
+from api.errors import failed, invalid, openai
+from api.event_loop import offload
+from api.http.openapi import OPENAI
+from api.http.sse import MAX_ITEMS, Change, Feed, MappedFeed, sse_frames
 from api.json import to_json
-from api.openai.choice import Choice, TextPiece, new_choices
-from api.openai.request_schemas import CompletionRequest
-from api.prompts.tokenizer import ModelTokenizer
-from api.requests.params import GenerationParams
+from api.openai.response_schemas import (
+    ERROR_RESPONSES,
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    CompletionChunk,
+    response_or_chunks,
+)
+from api.protocols.openai_bodies import (
+    ChatRequest,
+    CompletionRequest,
+    OpenAIRequest,
+    read_chat,
+    read_completion,
+)
+from api.requests.on_pool import on_pool, read_body
+from api.requests.pool import Pool
+from api.requests.respond import AnswerRenderer, new_answer, submit_and_respond, total_headers
+from api.requests.service_terms import generation_body
+from api.requests.validate import validate
+from api.streams.beams import all_outputs, is_absent
+from api.streams.http_response import WholeBody
 from api.streams.stream import Stream
 from common.detokenize import Detokenizer
-from common.messages.records import unpack_ids
 from common.messages.request import Generate
+
+FINISH_REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
+
+
+class TextPiece(NamedTuple):
+    """A piece of a choice's text, sent in one chunk.
+
+    Attributes:
+        text: new text that may be shown; text that may become a stop string waits for a later piece.
+        tokens: indices of the tokens that the chunk reports.
+    """
+
+    text: str
+    tokens: range
+
+
+class Choice:
+    """A choice: a stream, and how much of it was taken.
+
+    Attributes:
+        text: the stream's text; text that may become a stop string is held back.
+        prefix: text that is sent before the generated text (`echo`).
+        offsets: for each token taken, the number of characters before it.
+        begun: whether the first piece, or a chunk before it, was taken.
+        ended: whether everything was taken.
+        is_absent: whether it does not exist (api/streams/beams.py).
+    """
+
+    is_absent = False
+
+    def __init__(
+        self, index: int, stream: Stream, text: StopHoldback, prefix: str, rendering: Rendering
+    ) -> None:
+        self.index = index
+        self.stream = stream
+        self.text = text
+        self.prefix = prefix
+        self.rendering = rendering
+        self.offsets: list[int] = []
+        self.begun = False
+        self.ended = False
+
+    @property
+    def failed(self) -> bool:
+        return self.stream.terminal is not None and not self.stream.finished
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether a token can be taken now; the last one of a finished choice is taken with its end."""
+        return self.text.num_tokens < self.stream.num_ready and not self.rendering.prompt_only
+
+    @property
+    def has_piece(self) -> bool:
+        return self.has_tokens or (self.stream.finished and not self.ended)
+
+    def take_piece(self) -> TextPiece:
+        """The next piece of a choice that has one: one token, or the end of a finished choice."""
+        self.begun = True
+        if self.stream.terminal is None or self.has_tokens:
+            return self.piece(1)
+        self.ended = True
+        if self.rendering.prompt_only:
+            return TextPiece("", range(0))
+        return self.piece(self.stream.num_tokens - self.text.num_tokens)
+
+    def piece(self, num_tokens: int) -> TextPiece:
+        begin = self.text.num_tokens
+        self.offsets += [len(self.prefix) + self.text.num_chars] * num_tokens
+        return TextPiece(
+            self.text.last() if self.ended else self.text.step(), range(begin, begin + num_tokens)
+        )
+
+    @property
+    def finish_reason(self) -> str | None:
+        """OpenAI's word for the end of the text; None until it ends. A complete JSON ends with `stop`, even
+        at `max_tokens`.
+        """
+        if not self.ended or self.stream.terminal is None:
+            return None
+        reason = FINISH_REASONS[self.stream.terminal.known_reason]
+        return "stop" if reason == "length" and self.is_whole_json else reason
+
+    @property
+    def is_whole_json(self) -> bool:
+        """Whether the client asked for JSON, and the content so far is a complete one."""
+        if not self.rendering.is_json:
+            return False
+        content, reading = self.text.visible_text, self.rendering.reading
+        if reading is not None:
+            parser = ChoiceParser(reading, "")
+            content = render_message(parser, parser.read(content, 0, ended=True))["content"] or ""
+        return is_whole_json(content)
+
+
+class SequenceChoice(Choice):
+    """A sequence of a beam search: its whole text is one piece."""
+
+    @property
+    def is_absent(self) -> bool:  # type: ignore[override]
+        return is_absent(self.stream)
+
+    @property
+    def has_piece(self) -> bool:
+        return self.stream.finished and not self.ended
+
+    def take_piece(self) -> TextPiece:
+        pieces = []
+        while not self.ended:
+            pieces.append(super().take_piece())
+        return TextPiece("".join(piece.text for piece in pieces), range(self.stream.num_tokens))
+
+
+def new_parser(answer: HttpAnswer, index: int = 0) -> ChoiceParser | None:
+    """What finds reasoning and calls in the text of a choice; None if all of it is content."""
+    reading = answer.rendering.reading
+    return ChoiceParser(reading, f"{answer.request_id}.{index}") if reading else None
+
+
+def read_piece(parser: ChoiceParser | None, piece: TextPiece, ended: bool) -> list[Delta]:
+    """The deltas of a piece: none for a token that shows no text of its own. `ended`: it is the last one."""
+    if parser is not None:
+        return parser.read(piece.text, len(piece.tokens), ended)
+    return [ContentDelta(piece.text)] if piece.text else []
+
+
+def new_choices(answer: HttpAnswer, streams: Sequence[Stream]) -> list[Choice]:
+    """The choices of an answer, in order.
+
+    Args:
+        streams: of its requests.
+    """
+    rendering = answer.rendering
+    return [
+        (SequenceChoice if stream.request.beams else Choice)(
+            i,
+            stream,
+            StopHoldback(stream, hidden_ids(answer, stream), rendering.include_stop),
+            answer.prefix(i),
+            rendering,
+        )
+        for i, stream in enumerate(all_outputs(streams))
+    ]
+
+
+def hidden_ids(answer: HttpAnswer, stream: Stream) -> frozenset[int]:
+    """Special tokens that the text leaves out: all but those that mark reasoning and calls in it."""
+    if not answer.rendering.skip_special:
+        return frozenset()
+    marks = marks_of(answer.rendering.reading) if answer.rendering.reading else ()
+    shown = {stream.tokenizer.backend.token_to_id(mark) for mark in marks}
+    return stream.tokenizer.special_ids - shown
+
+
+# --- answers ------------------------------------------------------------------------------------------------
+
 
 NO_FIELDS: Mapping[str, Any] = {}
 NO_ENDING = {"finish_reason": None, "stop_reason": None}
@@ -321,19 +510,6 @@ class CompletionRenderer(ChoicesRenderer):
         return self.echoed.get(choice.index)
 
 
-def echoed_prompt(
-    completion: CompletionRequest, params: GenerationParams, request: Generate, tokenizer: ModelTokenizer
-) -> str:
-    """The text of the prompt, after truncation; empty without `echo`."""
-    if not completion.echo:
-        return ""
-    prompt_ids = unpack_ids(request.prompt_ids)
-    may_be_cut = params.truncate is not None and params.truncate == len(prompt_ids)
-    if params.text is not None and not may_be_cut:
-        return params.text
-    return str(tokenizer.backend.decode(prompt_ids, skip_special_tokens=False))
-
-
 def prompt_offsets(stream: Stream, text: str) -> list[int]:
     """The offset in `text` at which each token of the prompt begins. Special tokens that the tokenizer added
     (begin of sequence) have no characters in it.
@@ -347,3 +523,167 @@ def prompt_offsets(stream: Stream, text: str) -> list[int]:
         ):
             at = min(at + len(detokenizer.step(token_id)), len(text))
     return offsets
+
+
+# --- frames -------------------------------------------------------------------------------------------------
+
+
+NO_CHOICE = -1
+"""Index of chunks that belong to no choice: usage and errors."""
+RENDERERS: dict[str, type[ChoicesRenderer]] = {
+    "/v1/chat/completions": ChatCompletionRenderer,
+    "/v1/completions": CompletionRenderer,
+}
+"""Renderers by route."""
+
+
+class ChunkFeed(Feed[tuple[int, bytes]]):
+    """Chunks, each with the index of its choice, until all choices have ended or one has failed.
+
+    Choices take turns, a piece each: the order of all chunks depends on the tokens alone.
+    """
+
+    def __init__(self, renderer: ChoicesRenderer) -> None:
+        super().__init__(Change())
+        self.renderer = renderer
+        self.turns = list(renderer.choices)
+        for choice in renderer.choices:
+            choice.stream.changed = self.changed
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether all log-probabilities of prompts are rendered."""
+        return all(choice.begun or choice.stream.request.prompt_logprobs is None for choice in self.turns)
+
+    async def prepare(self) -> None:
+        for choice in self.turns:
+            if choice.stream.num_tokens and not choice.begun:
+                num_records = choice.stream.prompt.num_records
+                await offload(num_records, partial(self.renderer.echoed_logprobs, choice))
+
+    def take(self) -> list[tuple[int, bytes]]:
+        new: list[tuple[int, bytes]] = []
+        while self.turns and (choice := self.turns[0]).has_piece:
+            del self.turns[0]
+            new += [(choice.index, chunk) for chunk in self.renderer.render_next_chunks(choice)]
+            if not choice.ended:
+                self.turns.append(choice)
+            if len(new) >= MAX_ITEMS:
+                return new
+        return [*new, *self.take_end()]
+
+    def take_end(self) -> list[tuple[int, bytes]]:
+        """The chunks after the last piece, if that was taken: usage, or an error."""
+        if not self.turns:
+            self.ended = True
+            return [(NO_CHOICE, chunk) for chunk in self.renderer.render_last_chunks()]
+        failure = self.turns[0].stream.terminal if self.turns[0].failed else None
+        if failure is None:
+            return []
+        self.ended = True
+        return [(NO_CHOICE, to_json(openai(failed(failure))[1]))]
+
+
+async def respond(
+    request: Request,
+    pool: Pool,
+    body: OpenAIRequest,
+    requests: list[Generate],
+    num_chars: int,
+    prefixes: Sequence[str],
+    rendering: Rendering,
+) -> Response:
+    """Submit all `requests`, and respond with a stream or with the whole. Raises ApiError.
+
+    Args:
+        num_chars: characters of all prompts.
+        prefixes: for each prompt, the text that its choices begin with.
+    """
+    if len(requests) > (limit := pool.settings.max_concurrent_requests):
+        raise invalid(
+            f"`n` asks for {len(requests)} choices of all prompts: MAX_CONCURRENT_REQUESTS is {limit}", "n"
+        )
+    answer = new_answer(
+        request,
+        pool,
+        requests=requests,
+        prefixes=prefixes,
+        rendering=rendering,
+        streamed=bool(body.stream),
+        resume_s=body.resume_s,
+        detached=body.detached,
+        priority=body.priority,
+        service_tier=body.service_tier,
+        webhook=body.webhook,
+    )
+    return await submit_and_respond(request, pool, answer, num_chars, RENDERER)
+
+
+def render_frames(answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[bytes]:
+    """The frames of all chunks; the last one is `[DONE]`."""
+    chunks = ChunkFeed(RENDERERS[answer.route](answer, streams))
+    return sse_frames(answer, MappedFeed(chunks, lambda chunk: chunk[1], [b"[DONE]"]))
+
+
+def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> WholeBody:
+    renderer = RENDERERS[answer.route](answer, streams)
+    body = renderer.render_whole()
+    headers = total_headers(answer, streams, renderer.usage()["completion_tokens"], arrived_s)
+    return body, renderer.logits.headers | headers
+
+
+RENDERER = AnswerRenderer(render_frames, render_whole)
+
+
+# --- routes -------------------------------------------------------------------------------------------------
+
+
+router = APIRouter(responses=ERROR_RESPONSES, tags=[OPENAI])
+CHAT_EXAMPLE = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 100}
+COMPLETION_EXAMPLE = {"prompt": "The capital of France is", "max_tokens": 20}
+
+
+@router.post(
+    "/v1/chat/completions",
+    summary="Create a chat completion",
+    openapi_extra=generation_body(ChatRequest, CHAT_EXAMPLE),
+    responses=response_or_chunks(ChatCompletion, ChatCompletionChunk),
+)
+async def chat_completions(request: Request) -> Response:
+    """Generates the assistant's next message. With `stream`, it comes as server-sent events, a chunk for each
+    token, and ends with `data: [DONE]`.
+    """
+    body = await read_body(request, ChatRequest)
+    return await on_pool(request, body.model, partial(complete_chat, request, body))
+
+
+async def complete_chat(request: Request, body: ChatRequest, pool: Pool) -> Response:
+    """Validate and submit a chat, and respond. Raises ApiError."""
+    await pool.admission.check()
+    chat = await read_chat(body, pool)
+    requests = await validate(chat.params, pool.workers.limits, pool.tokenizer, pool.pictures)
+    num_chars = len(chat.params.text or "")
+    return await respond(request, pool, body, requests, num_chars, [chat.prefix], chat.rendering)
+
+
+@router.post(
+    "/v1/completions",
+    summary="Create a completion",
+    openapi_extra=generation_body(CompletionRequest, COMPLETION_EXAMPLE),
+    responses=response_or_chunks(Completion, CompletionChunk),
+)
+async def completions(request: Request) -> Response:
+    """Continues one prompt or several. `choices` has the `n` choices of the first prompt, then those of the
+    next. With `stream`, they come as server-sent events, a chunk for each token, and end with `data: [DONE]`.
+    """
+    body = await read_body(request, CompletionRequest)
+    return await on_pool(request, body.model, partial(complete_prompts, request, body))
+
+
+async def complete_prompts(request: Request, completion: CompletionRequest, pool: Pool) -> Response:
+    """Validate and submit the prompts, and respond. Raises ApiError."""
+    await pool.admission.check()
+    read = await read_completion(completion, pool)
+    return await respond(
+        request, pool, completion, read.requests, read.num_chars, read.prefixes, read.rendering
+    )

@@ -17,9 +17,17 @@ from api.errors import ApiError, invalid, quoted
 from api.event_loop import Pace, offload
 from api.http import body
 from api.http.openapi import TGI
-from api.openai.params import read_chat
-from api.openai.request_schemas import ChatRequest
-from api.openai.routes import chat_completions, completions
+from api.protocols.openai import chat_completions, completions
+from api.protocols.openai_bodies import ChatRequest, read_chat
+from api.protocols.tgi import (
+    EVENTS,
+    EXAMPLE,
+    RENDERER,
+    VERTEX,
+    CompatGenerateRequest,
+    GenerateRequest,
+    compat_generate,
+)
 from api.requests.fields import Listed, Strict
 from api.requests.logits import check_no_logits
 from api.requests.on_pool import (
@@ -35,10 +43,7 @@ from api.requests.pool import Pool
 from api.requests.respond import new_answer, read_terms, submit_and_respond, with_adapter
 from api.requests.service_terms import generation_body
 from api.requests.validate import validate
-from api.tgi.render import RENDERER, VERTEX
-from api.tgi.request_schemas import CompatGenerateRequest, GenerateRequest
 from api.tgi.response_schemas import GENERATE_ERRORS, GenerateResponse, Predictions
-from api.tgi.routes_generate import EVENTS, EXAMPLE, compat_generate
 from api.webhooks.field import WebhookField
 
 router = APIRouter(responses=GENERATE_ERRORS, tags=[TGI])

@@ -1,0 +1,548 @@
+"""KServe's API, the open inference protocol: texts, streams and tensors of texts, health and metadata."""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
+from itertools import islice
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Path, Request
+from pydantic import Field, model_validator
+from sse_starlette import EventSourceResponse
+from starlette.responses import Response
+
+from api.answers.answer import HttpAnswer, InferOutputs, Rendering
+from api.errors import failed, invalid, kserve
+from api.event_loop import Pace
+from api.http import body
+from api.http.openapi import KSERVE, event_stream, only
+from api.http.sse import MAX_ITEMS, Feed, sse_frames
+from api.json import to_json
+from api.kserve.response_schemas import (
+    ERRORS,
+    InferResponse,
+    KServeError,
+    LiveResponse,
+    ModelMetadata,
+    ModelReady,
+    ServerMetadata,
+    TextChunk,
+    TextResponse,
+)
+from api.protocols.tgi import (
+    TGI_NAMES,
+    GenerateParameters,
+    GenerateRequest,
+    check_best_of,
+    rank,
+    render_details,
+    render_end,
+    render_token,
+    render_top_tokens,
+    with_own_seeds,
+)
+from api.requests.fields import DETACHED, RESUME_S, Listed, Strict, Whole, ranged
+from api.requests.logits import check_no_logits
+from api.requests.on_pool import on_adapter, own_pool, pools_of
+from api.requests.params import GenerationParams
+from api.requests.pool import Pool
+from api.requests.respond import AnswerRenderer, new_answer, submit_and_respond, total_headers
+from api.requests.service_terms import generation_body
+from api.requests.validate import validate
+from api.streams.http_response import WholeBody
+from api.streams.stream import Stream
+from api.webhooks.field import WebhookField
+from common.messages.request import Generate
+
+TEXT_OUTPUT = "text_output"
+"""The name of an output that the client does not name."""
+ALIASES = {
+    "max_tokens": "max_new_tokens",
+    "min_length": "min_new_tokens",
+    "stop_words": "stop",
+    "random_seed": "seed",
+}
+"""Parameters of the open inference protocol, and of Triton's backends → TGI's names."""
+WITHOUT_PLACE = ("details", "decoder_input_details", "top_n_tokens")
+"""Parameters that ask for what tensors of text have no place for."""
+DATA_SCHEMA: dict[str, Any] = {
+    "items": {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 0, "maximum": 255}]}
+}
+
+
+class KServeParameters(GenerateParameters):
+    """TGI's parameters, some also under the names of the open inference protocol and of Triton."""
+
+    max_tokens: Whole | None = ranged("max_new_tokens", "The same as `max_new_tokens`.")
+    min_length: Whole | None = ranged("min_new_tokens", "The same as `min_new_tokens`.")
+    stop_words: Listed[str] | None = Field(default=None, description="The same as `stop`.")
+    random_seed: Whole | None = ranged("seed", "The same as `seed`.")
+    stream: bool | None = Field(
+        default=None, description="The path says whether tokens are streamed: true on `…/generate_stream`."
+    )
+    exclude_input_in_output: bool | None = Field(
+        default=None, description="False begins the text with the prompt. Default: true."
+    )
+
+    def as_tgi(self) -> tuple[GenerateParameters, dict[str, str]]:
+        """The parameters under TGI's names, and the names that the client used. Raises ApiError (422)."""
+        values: dict[str, Any] = {}
+        used: dict[str, str] = {}
+        for alias, name in ALIASES.items():
+            value = getattr(self, alias)
+            if value is not None and getattr(self, name) is not None:
+                raise invalid(f"`{alias}` means the same as `{name}`, which is given, too", alias)
+            if value is not None:
+                values[name], used[name] = value, alias
+        return self.model_copy(update=values), used
+
+    @property
+    def wants_full_text(self) -> bool:
+        return bool(self.return_full_text) or self.exclude_input_in_output is False
+
+
+def generation_params(text: str, name: str, parameters: KServeParameters, streamed: bool) -> GenerationParams:
+    """The parameters of one prompt, which the client gave in the field `name`. Raises ApiError (422)."""
+    tgi_parameters, used = parameters.as_tgi()
+    params = GenerateRequest(inputs=text, parameters=tgi_parameters).generation_params(streamed)
+    return replace(params, names=TGI_NAMES | used | {"text": name})
+
+
+class KServeGenerateRequest(Strict):
+    """The body of …/generate and …/generate_stream. Parameters may also stand beside `text_input`."""
+
+    text_input: str = Field(description="The prompt.", json_schema_extra={"minLength": 1})
+    parameters: KServeParameters = Field(default_factory=KServeParameters)
+    resume_s: float | None = RESUME_S
+    detached: bool | None = DETACHED
+    webhook: WebhookField | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def gather_parameters(cls, body: Any) -> Any:
+        """Move what is beside `text_input` into `parameters`, as Triton does."""
+        if not isinstance(body, dict) or not isinstance(body.get("parameters") or {}, dict):
+            return body
+        own = {name: value for name, value in body.items() if name in cls.model_fields}
+        others = {name: value for name, value in body.items() if name not in cls.model_fields}
+        return own | {"parameters": others | (body.get("parameters") or {})}
+
+    def generation_params(self, streamed: bool) -> GenerationParams:
+        """Raises ApiError (422)."""
+        if self.parameters.stream not in (None, streamed):
+            word, other = ("true", "generate") if streamed else ("false", "generate_stream")
+            raise invalid(f"`stream` must be {word} on this path: see …/{other}", "stream")
+        return generation_params(self.text_input, "text_input", self.parameters, streamed)
+
+
+class InferTensor(Strict):
+    """An input: one prompt as its bytes (TGI), or a tensor of prompts (KServe)."""
+
+    name: str
+    shape: Listed[Whole] = Field(json_schema_extra={"items": {"minimum": 0}})
+    datatype: Literal["BYTES"]
+    data: list[Any] = Field(
+        description="The bytes of one prompt in UTF-8, as numbers; or prompts, as texts.",
+        json_schema_extra=DATA_SCHEMA,
+    )
+    parameters: dict[str, Any] | None = None
+
+    def texts(self, where: str) -> list[str]:
+        """The prompts. Raises ApiError (422)."""
+        items = [*flatten(self.data)]
+        if self.is_bytes:
+            try:
+                return [bytes(items).decode()]
+            except (TypeError, ValueError) as error:
+                why = f"`{where}.data` must be texts, or the bytes of one text in UTF-8: {error}"
+                raise invalid(why, f"{where}.data") from error
+        if not all(isinstance(item, str) for item in items):
+            raise invalid(f"`{where}.data` must be texts, or the bytes of one text", f"{where}.data")
+        if len(items) != math.prod(self.shape):
+            size = math.prod(self.shape)
+            raise invalid(f"`{where}.shape` means {size} texts. Given: {len(items)}", f"{where}.shape")
+        return items
+
+    @property
+    def is_bytes(self) -> bool:
+        """Whether `data` is TGI's: the bytes of one prompt."""
+        return bool(self.data) and type(self.data[0]) is int
+
+
+def flatten(data: list[Any]) -> Iterator[Any]:
+    """The elements of a tensor in row-major order."""
+    for item in data:
+        if isinstance(item, list):
+            yield from flatten(item)
+        else:
+            yield item
+
+
+class InferOutput(Strict):
+    """An output that the client asks for."""
+
+    name: str
+    parameters: dict[str, Any] | None = None
+
+
+class InferRequest(Strict):
+    """The body of …/infer."""
+
+    id: str | None = Field(default=None, description="It is repeated in the response.")
+    parameters: KServeParameters | None = None
+    inputs: Listed[InferTensor] = Field(json_schema_extra={"minItems": 1})
+    outputs: Listed[InferOutput] | None = Field(
+        default=None,
+        description="A name for the output of each input. Default: `text_output`, if there is one input.",
+    )
+    webhook: WebhookField | None = None
+
+    def prompts(self) -> list[tuple[str, str]]:
+        """The text of each prompt, and its field. Raises ApiError (422)."""
+        self.check()
+        return [
+            (text, f"inputs[{i}].data")
+            for i, tensor in enumerate(self.inputs)
+            for text in tensor.texts(f"inputs[{i}]")
+        ]
+
+    def check(self) -> None:
+        """Raises ApiError (422) for what cannot be answered, or not in tensors of text."""
+        parameters = self.parameters or KServeParameters()
+        if parameters.stream:
+            raise invalid("`stream` must be false on this path: see …/generate_stream", "stream")
+        for name in WITHOUT_PLACE:
+            if getattr(parameters, name):
+                raise invalid(f"`{name}` has no place in an output of text: see …/generate", name)
+        for i, output in enumerate(self.outputs or ()):
+            if (output.parameters or {}).get("binary_data"):
+                field = f"outputs[{i}].parameters.binary_data"
+                raise invalid(f"`{field}` must be false: tensors are JSON", field)
+        if len(self.output_names) != len(self.inputs):
+            raise invalid("Inputs and outputs length mismatch", "outputs")
+
+    @property
+    def output_names(self) -> list[str]:
+        return [TEXT_OUTPUT] if self.outputs is None else [output.name for output in self.outputs]
+
+    def describe_outputs(self) -> InferOutputs:
+        """How the response is written."""
+        named = zip(self.output_names, self.inputs, strict=True)
+        return InferOutputs(self.id, [(name, tensor.is_bytes, tensor.shape) for name, tensor in named])
+
+
+# --- answers ------------------------------------------------------------------------------------------------
+
+
+VERSION = "1"
+"""The version of every model: a pool serves one."""
+MODEL_PATH = re.compile(r"/v2/models/(?P<name>.+?)(/versions/(?P<version>[^/]+))?/(infer|generate(_stream)?)")
+
+
+def model_fields(answer: HttpAnswer) -> dict[str, str]:
+    """Name and version of the model, as the path has them."""
+    path = MODEL_PATH.fullmatch(answer.route)
+    assert path is not None
+    return {"model_name": path["name"], "model_version": path["version"] or VERSION}
+
+
+# --- streams ------------------------------------------------------------------------------------------------
+
+
+def render_frames(answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[bytes]:
+    [stream] = streams
+    return sse_frames(answer, TextOutputs(answer, stream))
+
+
+class TextOutputs(Feed[bytes]):
+    """The JSON bodies of a stream's frames: each has the text that a token adds. Together they are the whole
+    text.
+    """
+
+    def __init__(self, answer: HttpAnswer, stream: Stream) -> None:
+        super().__init__(stream.changed)
+        self.stream = stream
+        self.prefix = answer.prefix(0)
+        self.model = model_fields(answer)
+        self.with_details = answer.rendering.details
+        self.num_shown = 0
+
+    def take(self) -> list[bytes]:
+        stream, num_ready = self.stream, self.stream.num_ready
+        new: list[bytes] = []
+        while self.num_shown < num_ready and len(new) < MAX_ITEMS:
+            new.append(self.render(self.num_shown, self.text_of(self.num_shown)))
+            self.num_shown += 1
+        if stream.terminal and self.num_shown >= num_ready:
+            self.ended = True
+            new.append(self.render_last())
+        return new
+
+    def text_of(self, i: int) -> str:
+        """What a token adds to the text: nothing if it is a control token."""
+        text = "" if self.stream.ids[i] in self.stream.tokenizer.special_ids else self.stream.texts[i]
+        return text if i else self.prefix + text
+
+    def render(self, i: int, text: str, end: dict[str, Any] | None = None) -> bytes:
+        fields: dict[str, Any] = {**self.model, "text_output": text}
+        if self.with_details:
+            tops = {"top_tokens": render_top_tokens(self.stream, i)} if self.stream.tops else {}
+            token = render_token(self.stream, i)
+            fields["details"] = {"finish_reason": None, **(end or {}), "token": token, **tops}
+        return to_json(fields)
+
+    def render_last(self) -> bytes:
+        """The last token with the rest of the text, which may be cut by a stop string; or the error."""
+        stream = self.stream
+        assert stream.terminal is not None
+        if not stream.finished:
+            return to_json(kserve(failed(stream.terminal))[1])
+        if self.num_shown == stream.num_tokens:  # no token is sent twice
+            return to_json({"error": "Incomplete generation stream"})
+        last = stream.num_tokens - 1
+        shown, text = "".join(map(self.text_of, range(last))), stream.text
+        whole = self.prefix + text
+        rest = whole.removeprefix(shown) if whole.startswith(shown) else self.text_of(last)
+        return self.render(last, rest, render_end(stream) | {"input_length": len(stream.prompt_ids)})
+
+
+# --- whole texts --------------------------------------------------------------------------------------------
+
+
+def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> WholeBody:
+    best = [rank(streams[i : i + answer.n])[0] for i in range(0, len(streams), answer.n)]
+    texts = [prefix + stream.text for prefix, stream in zip(answer.prefixes, best, strict=True)]
+    headers = total_headers(answer, best, sum(stream.num_tokens for stream in best), arrived_s)
+    if answer.infer is not None:
+        return to_json(render_tensors(answer, answer.infer, texts)), headers
+    details: dict[str, Any] = {}
+    if answer.rendering.details:
+        details = render_details(best[0])
+        details["logprobs"] = details.pop("tokens")
+        details = {"details": details}
+    return to_json({**model_fields(answer), "text_output": texts[0], **details}), headers
+
+
+def render_tensors(answer: HttpAnswer, outputs: InferOutputs, texts: Sequence[str]) -> dict[str, Any]:
+    """The response of …/infer. A prompt that came as bytes is answered with bytes, as in TGI; its response
+    does not name the model.
+    """
+    own_id = {} if outputs.id is None else {"id": outputs.id}
+    model = {} if all(as_bytes for _, as_bytes, _ in outputs.outputs) else model_fields(answer)
+    return model | own_id | {"outputs": [*render_outputs(outputs, iter(texts))]}
+
+
+def render_outputs(outputs: InferOutputs, texts: Iterator[str]) -> Iterator[dict[str, Any]]:
+    for name, as_bytes, shape in outputs.outputs:
+        data: list[int] | list[str] = (
+            [*next(texts).encode()] if as_bytes else [*islice(texts, math.prod(shape))]
+        )
+        own_shape = [1, len(data)] if as_bytes else shape
+        yield {"name": name, "shape": own_shape, "datatype": "BYTES", "data": data}
+
+
+RENDERER = AnswerRenderer(render_frames, render_whole)
+
+
+# --- routes -------------------------------------------------------------------------------------------------
+
+
+router = APIRouter(
+    responses=only(ERRORS, 400, 401, 403, 404, 408, 413, 415, 422, 424, 429, 500, 503), tags=[KSERVE]
+)
+info_router = APIRouter(responses=only(ERRORS, 404, 503), tags=[KSERVE])
+ready_router = APIRouter(responses=only(ERRORS, 404, 503), tags=[KSERVE])
+
+MODEL = "/v2/models/{model:path}"
+VERSIONED = f"{MODEL}/versions/{{model_version}}"
+"""Its routes come before those of MODEL, and `ready_router` before `info_router`: names may have slashes."""
+ModelName = Annotated[str, Path(description="One that `GET /v1/models` lists.")]
+ModelVersion = Annotated[str, Path(description=f"Any: a model has one version, {VERSION}.")]
+EXTENSIONS = ["infer", "ready", "generate"]
+EXAMPLE = {"text_input": "The capital of France is", "parameters": {"max_tokens": 20}}
+INFER_EXAMPLE: dict[str, Any] = {
+    "id": "1",
+    "inputs": [
+        {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["The capital of France is"]}
+    ],
+    "outputs": [{"name": TEXT_OUTPUT}],
+    "parameters": {"max_new_tokens": 20},
+}
+
+# --- health and metadata ------------------------------------------------------------------------------------
+
+
+@info_router.get("/v2/health/live", summary="Whether this gateway runs")
+async def kserve_live() -> LiveResponse:
+    """Returns 200 as long as the gateway answers."""
+    return LiveResponse(live=True)
+
+
+@ready_router.get("/v2/health/ready", summary="Whether requests would be served")
+async def kserve_ready(request: Request) -> LiveResponse:
+    """Returns 200 if a worker, a batcher and the broker are live, of this gateway's pool or of another one
+    that serves its model; else 503.
+    """
+    await (await pools_of(request).find(None)).check()
+    return LiveResponse(live=True)
+
+
+@info_router.get("/v2", summary="Server metadata")
+async def kserve_server() -> ServerMetadata:
+    """Returns the server's name, its version, and what it offers besides inference."""
+    extensions = ["health", "models", "metrics", "generate"]
+    return ServerMetadata(name="tokenfleet", version=version("tokenfleet"), extensions=extensions)
+
+
+@ready_router.get(f"{VERSIONED}/ready", summary="Whether a version of a model is ready")
+async def kserve_version_ready(
+    request: Request, model: ModelName, model_version: ModelVersion
+) -> LiveResponse:
+    """Returns 200 if a request for the model would be served now, else 503."""
+    await (await pools_of(request).find(model)).check()
+    return LiveResponse(live=True)
+
+
+@info_router.get(VERSIONED, summary="Metadata of a version of a model")
+async def kserve_version(request: Request, model: ModelName, model_version: ModelVersion) -> ServerMetadata:
+    """Returns the model's name and version, and what can be asked of it."""
+    await pools_of(request).find(model)
+    return ServerMetadata(name=model, version=model_version, extensions=EXTENSIONS)
+
+
+@ready_router.get(f"{MODEL}/ready", summary="Whether a model is ready")
+async def kserve_model_ready(request: Request, model: ModelName) -> ModelReady:
+    """Returns 200 if a request for the model would be served now, else 503."""
+    await (await pools_of(request).find(model)).check()
+    return ModelReady(name=model, ready=True)
+
+
+@info_router.get(MODEL, summary="Metadata of a model", responses={200: {"model": ModelMetadata}})
+async def kserve_model(request: Request, model: ModelName) -> Response:
+    """Returns the model's tensors: texts in, texts out."""
+    await pools_of(request).find(model)
+    tensors = [[{"name": name, "datatype": "BYTES", "shape": [-1]}] for name in ("text_input", TEXT_OUTPUT)]
+    fields = {"name": model, "versions": [VERSION], "platform": "pytorch_transformers"}
+    return Response(
+        to_json(fields | {"inputs": tensors[0], "outputs": tensors[1]}), media_type="application/json"
+    )
+
+
+# --- generation ---------------------------------------------------------------------------------------------
+
+
+@router.post(
+    f"{MODEL}/generate",
+    summary="Generate text for KServe",
+    openapi_extra=generation_body(KServeGenerateRequest, EXAMPLE),
+    responses={200: {"model": TextResponse}},
+)
+@router.post(f"{VERSIONED}/generate", include_in_schema=False)
+async def kserve_generate(request: Request, model: ModelName) -> Response:
+    """Returns the whole text when generation has finished."""
+    return await generate(request, model, streamed=False)
+
+
+@router.post(
+    f"{MODEL}/generate_stream",
+    summary="Generate a stream of texts for KServe",
+    openapi_extra=generation_body(KServeGenerateRequest, EXAMPLE),
+    responses={200: {"content": event_stream([TextChunk, KServeError])}},
+    response_class=EventSourceResponse,
+)
+@router.post(f"{VERSIONED}/generate_stream", include_in_schema=False)
+async def kserve_generate_stream(request: Request, model: ModelName) -> Response:
+    """Sends the text that each token adds as a server-sent event. A request that fails midway ends with an
+    event that has `error`.
+    """
+    return await generate(request, model, streamed=True)
+
+
+@router.post(
+    f"{MODEL}/infer",
+    summary="Generate texts for tensors of prompts",
+    openapi_extra=generation_body(InferRequest, INFER_EXAMPLE),
+    responses={200: {"model": InferResponse}},
+)
+@router.post(f"{VERSIONED}/infer", include_in_schema=False)
+async def kserve_infer(request: Request, model: ModelName) -> Response:
+    """Returns an output for each input, in their order."""
+    parsed = await body.read(request, InferRequest, own_pool(request).max_body_bytes)
+    adapter_id = parsed.parameters.adapter_id if parsed.parameters else None
+    return await on_adapter(request, adapter_id, model, partial(infer_on, request, parsed))
+
+
+async def infer_on(request: Request, parsed: InferRequest, pool: Pool) -> Response:
+    """Validate and submit the texts, and respond. Raises ApiError."""
+    await pool.admission.check()
+    parameters = parsed.parameters or KServeParameters()
+    prompts, pace = parsed.prompts(), Pace()
+    check_number(prompts, pool)
+    requests: list[Generate] = []
+    for text, field in prompts:
+        params = generation_params(text, field, parameters, streamed=False)
+        requests += await choices(params, pool, streamed=False)
+        await pace.step()
+    prefixes = [text if parameters.wants_full_text else "" for text, _ in prompts]
+    answer = new_answer(
+        request,
+        pool,
+        requests=requests,
+        prefixes=prefixes,
+        rendering=Rendering(),
+        webhook=parsed.webhook,
+    )
+    answer = replace(answer, infer=parsed.describe_outputs())
+    return await submit_and_respond(request, pool, answer, sum(len(text) for text, _ in prompts), RENDERER)
+
+
+async def generate(request: Request, model: str, streamed: bool) -> Response:
+    """Read, validate, submit and answer a text. Raises ApiError."""
+    parsed = await body.read(request, KServeGenerateRequest, own_pool(request).max_body_bytes)
+    serve = partial(generate_on, request, parsed, streamed)
+    return await on_adapter(request, parsed.parameters.adapter_id, model, serve)
+
+
+async def generate_on(
+    request: Request, parsed: KServeGenerateRequest, streamed: bool, pool: Pool
+) -> Response:
+    """Validate and submit a text, and respond. Raises ApiError."""
+    await pool.admission.check()
+    text, parameters = parsed.text_input, parsed.parameters
+    answer = new_answer(
+        request,
+        pool,
+        requests=await choices(parsed.generation_params(streamed), pool, streamed),
+        prefixes=[text if parameters.wants_full_text else ""],
+        rendering=Rendering(details=parameters.wants_details),
+        streamed=streamed,
+        resume_s=parsed.resume_s,
+        detached=parsed.detached,
+        webhook=parsed.webhook,
+    )
+    return await submit_and_respond(request, pool, answer, len(text), RENDERER)
+
+
+async def choices(params: GenerationParams, pool: Pool, streamed: bool) -> list[Generate]:
+    """The requests of one prompt: several with `best_of`. A beam search returns its best text. Raises
+    ApiError (422).
+    """
+    check_no_logits(params)
+    check_best_of(params, pool.workers.limits, streamed)
+    if params.beams is not None:
+        if streamed:
+            raise invalid(
+                "`beam_width` is served whole on …/generate: its texts come at the end", "beam_width"
+            )
+        params = replace(params, beams=replace(params.beams, num_returned=1))
+    requests = await validate(params, pool.workers.limits, pool.tokenizer, pool.pictures)
+    return with_own_seeds(requests) if params.n > 1 else requests
+
+
+def check_number(prompts: list[tuple[str, str]], pool: Pool) -> None:
+    most = pool.workers.limits.max_client_batch_size
+    if not 0 < len(prompts) <= most:
+        raise invalid(f"`inputs` must have 1 to {most} texts. Given: {len(prompts)}", "inputs")

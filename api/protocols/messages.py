@@ -1,0 +1,761 @@
+"""Anthropic's Messages API: POST /v1/messages, and /v1/messages/count_tokens."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count, groupby
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic_core import from_json
+from starlette.responses import Response
+
+from api.answers.answer import HttpAnswer
+from api.answers.scanner import CallArguments, CallStart, ContentDelta, Delta, ReasoningDelta
+from api.anthropic.response_schemas import ERROR_RESPONSES, MessageEvent, MessageObject, TokenCount
+from api.errors import ApiError, anthropic, failed, invalid, quoted, renamed
+from api.event_loop import offload
+from api.grammar.compile import Grammar
+from api.grammar.read import read_named_schema
+from api.http.body import UnsupportedFields, reject_unsupported, schema_error
+from api.http.middleware import request_id
+from api.http.openapi import ANTHROPIC, event_stream, json_body
+from api.http.sse import MAX_ITEMS, Feed
+from api.json import to_json
+from api.protocols.openai import new_choices, new_parser, read_piece
+from api.protocols.openai_bodies import (
+    CHARS_OF_MESSAGE,
+    CHAT_NAMES,
+    OPENAI_FIELDS,
+    ChatParams,
+    ChatRequest,
+    read_chat,
+)
+from api.protocols.tokenize import shown_prompt
+from api.requests.chat_prompt import REASONING_SWITCHES, ChatMessage
+from api.requests.fields import Listed, SamplingFields, ServedFields, Strict, Whole, with_one_error
+from api.requests.on_pool import on_pool, pool_for, read_body
+from api.requests.pool import Pool
+from api.requests.respond import AnswerRenderer, new_answer, read_terms, submit_and_respond, total_headers
+from api.requests.service_terms import TIERS, generation_body, on_terms
+from api.requests.tools import FunctionSchema, ToolSchema
+from api.requests.validate import validate
+from api.streams.http_response import WholeBody
+from api.streams.stream import Stream
+from api.webhooks.field import WebhookField
+from common.settings.ranges import MAX_STOP_CHARS
+
+UNSUPPORTED: UnsupportedFields = {"container": (), "mcp_servers": ([],)}
+"""Fields that are refused by name."""
+TIERS_OF_ANTHROPIC = {"standard_only": "default"}
+"""Anthropic's service tiers → OpenAI's, where they differ."""
+
+FORMAT_SCHEMA: Any = {
+    "required": ["type", "schema"],
+    "properties": {"type": {"const": "json_schema"}, "schema": {"enum": [{"type": "object"}]}},
+}
+"""The format that /docs proposes."""
+TEXT_BLOCKS = "Input should be a string or a list of blocks, each an object with a `type`"
+
+
+class InputBlock(Strict, extra="allow", json_schema_extra={"required": ["type", "text"]}):
+    """A block of a content. `cache_control` and `citations` have no effect."""
+
+    type: str = Field(json_schema_extra={"enum": ["text"]})
+    text: str | None = Field(default=None, json_schema_extra={"type": "string"})
+    source: dict[str, Any] | None = Field(
+        default=None,
+        description='Of an `image`: `{"type": "base64", "media_type": …, "data": …}` or '
+        '`{"type": "url", "url": …}`; of a `document`: `{"type": "text", "data": …}`.',
+    )
+    id: str | None = Field(default=None, description="Of a `tool_use`, as a message had it.")
+    name: str | None = Field(default=None, description="Of a `tool_use`: the tool.")
+    input: dict[str, Any] | None = Field(default=None, description="Of a `tool_use`: the arguments.")
+    tool_use_id: str | None = Field(default=None, description="Of a `tool_result`: the call's `id`.")
+    content: Any = Field(default=None, description="Of a `tool_result`: a text, or blocks.")
+    thinking: str | None = Field(default=None, description="Of a `thinking` block: the reasoning.")
+
+
+Content = Annotated[str | Listed[InputBlock], with_one_error(TEXT_BLOCKS)]
+
+
+class InputMessage(Strict, extra="allow"):
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+
+class ClientTool(Strict, extra="allow", json_schema_extra={"required": ["name", "input_schema"]}):
+    """A tool. Only those with an `input_schema` can be called: tools that Anthropic's servers run, and those
+    whose schema Anthropic's models have learnt, are left out of the prompt.
+    """
+
+    type: str | None = Field(default=None, json_schema_extra={"enum": ["custom", None]})
+    name: str | None = Field(
+        default=None, json_schema_extra={"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"}
+    )
+    description: str | None = None
+    input_schema: dict[str, Any] | None = Field(
+        default=None,
+        description="JSON schema of the arguments, an object's.",
+        json_schema_extra={"type": "object", "properties": {"type": {"const": "object"}}},
+    )
+    strict: bool | None = Field(
+        default=None, description="Arguments match the schema, whatever `tool_choice` says."
+    )
+
+    @property
+    def is_callable(self) -> bool:
+        return self.type in (None, "custom")
+
+
+class ChosenTool(Strict, extra="allow"):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = Field(
+        default=None, description="Whether there is at most one call. Default: false."
+    )
+
+
+class ThinkingOptions(Strict, extra="allow"):
+    """Whether the model reasons first, if its template can say so. `budget_tokens` has no effect."""
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+
+
+class OutputConfig(Strict, extra="allow"):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
+        default=None, description="How much the model reasons, if its template can say so."
+    )
+    format: dict[str, Any] | None = Field(
+        default=None,
+        description='What the text must look like: `{"type": "json_schema", "schema": …}`.',
+        json_schema_extra=FORMAT_SCHEMA,
+    )
+
+
+class CountTokensRequest(ServedFields):
+    """The body of /v1/messages/count_tokens. Null and absent mean the default.
+
+    `metadata`, `cache_control`, `context_management`, `speed` and other labels and hints have no effect.
+    """
+
+    messages: Listed[InputMessage] = Field(
+        description="The chat so far. Turns of the same role in a row are one turn; a last turn of the "
+        "assistant is continued.",
+        json_schema_extra={"minItems": 1},
+    )
+    system: Content | None = Field(default=None, description="The system prompt: a text, or blocks of it.")
+    tools: Listed[ClientTool] | None = Field(default=None, description="Tools that the model may call.")
+    tool_choice: ChosenTool | None = Field(
+        default=None,
+        description='`{"type": "auto"}` (the default): the model decides. `none`: no calls. `any`: one call '
+        'at least. `{"type": "tool", "name": …}`: one call of this tool.',
+        json_schema_extra={"properties": {"type": {"enum": ["auto", "none"]}}, "required": ["type"]},
+    )
+    thinking: ThinkingOptions | None = None
+    output_config: OutputConfig | None = None
+    stop_sequences: Listed[str] | None = Field(
+        default=None,
+        description="Stop strings: the text ends before the first of them that appears.",
+        json_schema_extra={"items": {"minLength": 1, "maxLength": MAX_STOP_CHARS}},
+    )
+    service_tier: str | None = Field(
+        default=None,
+        description="`auto` and `standard_only` are the class `standard`; OpenAI's names are taken, too.",
+        json_schema_extra={"enum": ["auto", "standard_only", None]},
+    )
+
+    def check(self) -> None:
+        """Raises ApiError for unsupported fields."""
+        reject_unsupported(self.model_extra or {}, UNSUPPORTED, OPENAI_FIELDS - {"max_tokens"})
+
+    @property
+    def tier(self) -> str | None:
+        """The tier by OpenAI's name. Raises ApiError."""
+        given = self.service_tier
+        tier = TIERS_OF_ANTHROPIC.get(given, given) if given is not None else None
+        if tier is not None and tier not in TIERS:
+            allowed = ", ".join((*TIERS_OF_ANTHROPIC, *TIERS))
+            raise invalid(f"`service_tier` must be one of {allowed}", "service_tier")
+        return tier
+
+
+class MessagesRequest(CountTokensRequest):
+    """The body of /v1/messages. Null and absent mean the default.
+
+    `metadata`, `cache_control`, `context_management`, `speed` and other labels and hints have no effect.
+    """
+
+    max_tokens: Whole = Field(
+        description="The most tokens to generate; no more than the model's context leaves.",
+        json_schema_extra={"minimum": 1},
+    )
+    webhook: WebhookField | None = None
+
+
+# --- as a chat ----------------------------------------------------------------------------------------------
+
+
+MESSAGE_NAMES = {**CHAT_NAMES, "stop": "stop_sequences"}
+"""`GenerationParams` → the names of Anthropic's fields, where they differ."""
+FIELD_OF_CHAT = {
+    r"messages.*": "messages",
+    r"tools\.(.*)\.parameters": r"tools.\1.input_schema",
+    r"reasoning_effort": "output_config.effort",
+}
+"""Patterns of fields of a chat → what they are called here."""
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+BILLING_HEADER = re.compile(r"x-anthropic-billing-header:[^\n]*(\n+|$)")
+"""What Claude Code begins its system prompt with: a line, or a block of its own, whose values change with
+each request.
+"""
+BLOCKS: TypeAdapter[list[InputBlock]] = TypeAdapter(Listed[InputBlock])
+
+NamedBlock = tuple[str, InputBlock]
+"""A block with the name of its field."""
+Part = dict[str, Any]
+
+
+async def read_messages(body: CountTokensRequest, pool: Pool) -> ChatParams:
+    """The parameters of the chat that a body asks for. Raises ApiError."""
+    chat = await offload(CHARS_OF_MESSAGE * len(body.messages), lambda: to_chat(body))
+    try:
+        read = await read_chat(chat, pool, text_grammar(body))
+    except ApiError as error:
+        raise renamed(error, FIELD_OF_CHAT) from error
+    pictures = [replace(one, field="messages") for one in read.params.pictures]
+    params = replace(read.params, names=MESSAGE_NAMES, pictures=pictures, cuts_to_room=True)
+    return replace(read, params=params)
+
+
+def to_chat(body: CountTokensRequest) -> ChatRequest:
+    """The body of a chat with the parameters and messages of this one. Raises ApiError."""
+    messages = to_messages(body)
+    choice = body.tool_choice
+    shared = {name: getattr(body, name) for name in SamplingFields.model_fields}
+    continues = bool(messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+    if continues and choice is not None and choice.type in ("any", "tool"):
+        text = "`tool_choice` cannot force a call where the last of `messages` is the assistant's to continue"
+        raise invalid(text, "tool_choice")
+    return ChatRequest(
+        messages=[ChatMessage(**one) for one in messages],
+        max_tokens=body.max_tokens if isinstance(body, MessagesRequest) else None,
+        stop=body.stop_sequences,
+        continue_final_message=continues,
+        tools=to_tools(body.tools or []) or None,
+        tool_choice=to_choice(choice, body.tools or []) if choice is not None else None,
+        parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
+        **reasoning_fields(body),
+        **shared,
+    )
+
+
+def text_grammar(body: CountTokensRequest) -> Grammar | None:
+    """What the text must look like; None for any text. Raises ApiError."""
+    form = body.output_config.format if body.output_config is not None else None
+    if form is None:
+        return None
+    if form.get("type") != "json_schema":
+        name = "output_config.format.type"
+        raise invalid(f"`{name}` must be json_schema. Given: {quoted(form.get('type'))}", name)
+    return read_named_schema(form, "output_config.format")
+
+
+def reasoning_fields(body: CountTokensRequest) -> dict[str, Any]:
+    """The chat's fields for `thinking` and `output_config.effort`; without both the model does as it is
+    used to.
+    """
+    thinking, effort = body.thinking, body.output_config.effort if body.output_config is not None else None
+    if thinking is not None and thinking.type == "disabled":
+        return {"reasoning_effort": "none"}
+    if thinking is None or effort is not None:
+        return {"reasoning_effort": effort}
+    return {"chat_template_kwargs": dict.fromkeys(REASONING_SWITCHES, True)}
+
+
+# --- tools --------------------------------------------------------------------------------------------------
+
+
+def to_tools(tools: Sequence[ClientTool]) -> list[ToolSchema]:
+    """The tools that can be called, in the shape of chats. Raises ApiError."""
+    found = []
+    for i, tool in enumerate(tools):
+        if not tool.is_callable:
+            continue
+        for name, value in (("name", tool.name), ("input_schema", tool.input_schema)):
+            if value is None:
+                raise invalid(f"`tools[{i}].{name}` is required", f"tools[{i}].{name}")
+        function = FunctionSchema(
+            name=tool.name or "",
+            description=tool.description,
+            parameters=tool.input_schema,
+            strict=tool.strict,
+        )
+        found.append(ToolSchema(type="function", function=function))
+    return found
+
+
+def to_choice(choice: ChosenTool, tools: Sequence[ClientTool]) -> str | dict[str, Any]:
+    """The choice in the shape of chats. Raises ApiError if it forces a tool that cannot be called."""
+    if choice.type != "tool":
+        if choice.type == "any" and tools and not any(tool.is_callable for tool in tools):
+            text = "`tool_choice` forces a call, but none of `tools` has an `input_schema` to call it by"
+            raise invalid(text, "tool_choice")
+        return CHOICES[choice.type]
+    if choice.name is None:
+        raise invalid("`tool_choice.name` is required", "tool_choice.name")
+    if any(tool.name == choice.name and not tool.is_callable for tool in tools):
+        text = (
+            f"`tool_choice` forces {quoted(choice.name)}, a tool that cannot be called here: it is built in"
+        )
+        raise invalid(text, "tool_choice")
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+# --- messages -----------------------------------------------------------------------------------------------
+
+
+def to_messages(body: CountTokensRequest) -> list[dict[str, Any]]:
+    """The messages of the chat. Raises ApiError."""
+    system = system_text(named_blocks(body.system or "", "system"))
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    named = [(f"messages[{i}].content", one) for i, one in enumerate(body.messages)]
+    for role, turns in groupby(named, lambda turn: turn[1].role):
+        blocks = [block for name, turn in turns for block in named_blocks(turn.content, name)]
+        match role:
+            case "user":
+                messages += user_messages(blocks)
+            case "assistant":
+                messages.append(assistant_message(blocks))
+            case _:
+                messages.append({"role": "system", "content": system_text(blocks)})
+    return messages
+
+
+def named_blocks(content: str | Sequence[InputBlock], name: str) -> list[NamedBlock]:
+    if isinstance(content, str):
+        return [(name, InputBlock(type="text", text=content))]
+    return [(f"{name}[{i}]", block) for i, block in enumerate(content)]
+
+
+def system_text(blocks: Iterable[NamedBlock]) -> str:
+    """The text of a system prompt, without Claude Code's changing line, so that prompts have a common prefix.
+    Raises ApiError.
+    """
+    texts = []
+    for name, block in blocks:
+        if block.type != "text":
+            raise unknown_block(block, name, "text")
+        text = text_of(block, name)
+        texts.append(BILLING_HEADER.sub("", text, count=1) if starts_with_billing(text) else text)
+    return "\n".join(text for text in texts if text)
+
+
+def starts_with_billing(text: str) -> bool:
+    return BILLING_HEADER.match(text) is not None
+
+
+def user_messages(blocks: Iterable[NamedBlock]) -> list[dict[str, Any]]:
+    """The messages of a user's turn: each result of a tool is one, and so are the blocks between results.
+    Raises ApiError.
+    """
+    messages: list[dict[str, Any]] = []
+    for is_result, run in groupby(blocks, lambda named: named[1].type == "tool_result"):
+        if is_result:
+            messages += [tool_message(block, name) for name, block in run]
+        else:
+            messages.append(
+                {"role": "user", "content": join_parts(to_part(block, name) for name, block in run)}
+            )
+    return messages or [{"role": "user", "content": ""}]
+
+
+def tool_message(block: InputBlock, name: str) -> dict[str, Any]:
+    if block.tool_use_id is None:
+        raise invalid(f"`{name}.tool_use_id` is required", f"{name}.tool_use_id")
+    given = block.content
+    if given is None or isinstance(given, str):
+        return {"role": "tool", "tool_call_id": block.tool_use_id, "content": given or ""}
+    try:
+        inner = BLOCKS.validate_python(given, strict=True)
+    except ValidationError as error:
+        raise invalid(f"`{name}.content`: {schema_error(error).text}", f"{name}.content") from error
+    parts = (to_part(one, inner_name) for inner_name, one in named_blocks(inner, f"{name}.content"))
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": join_parts(parts)}
+
+
+def assistant_message(blocks: Iterable[NamedBlock]) -> dict[str, Any]:
+    """The message of an assistant's turn. Its texts follow each other as the model wrote them. Raises
+    ApiError.
+    """
+    text, thinking, calls = "", "", []
+    for name, block in blocks:
+        match block.type:
+            case "text":
+                text += text_of(block, name)
+            case "thinking":
+                thinking += block.thinking or ""
+            case "redacted_thinking":
+                pass  # only Anthropic can read it
+            case "tool_use":
+                calls.append(to_call(block, name))
+            case _:
+                raise unknown_block(block, name, "text, thinking, redacted_thinking, tool_use")
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if thinking:
+        message["reasoning_content"] = thinking
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def to_call(block: InputBlock, name: str) -> dict[str, Any]:
+    for field in ("id", "name", "input"):
+        if getattr(block, field) is None:
+            raise invalid(f"`{name}.{field}` is required", f"{name}.{field}")
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
+
+
+def to_part(block: InputBlock, name: str) -> Part:
+    """A block of a user's turn, or of a result, as a part of a chat's content. Raises ApiError."""
+    source: Mapping[str, Any] = block.source or {}
+    match block.type, source.get("type"):
+        case "text", _:
+            return {"type": "text", "text": text_of(block, name)}
+        case "document", "text":
+            return {"type": "text", "text": source_value(source, "data", name)}
+        case "image", "url":
+            return {"type": "image_url", "image_url": {"url": source_value(source, "url", name)}}
+        case "image", "base64":
+            kind, data = (source_value(source, key, name) for key in ("media_type", "data"))
+            return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+        case ("image" | "document") as kind, _:
+            allowed = "base64, url" if kind == "image" else "text"
+            field = f"{name}.source.type"
+            raise invalid(f"`{field}` must be one of {allowed}. Given: {quoted(source.get('type'))}", field)
+    raise unknown_block(block, name, "text, image, document, tool_result")
+
+
+def source_value(source: Mapping[str, Any], key: str, name: str) -> str:
+    value = source.get(key)
+    if not isinstance(value, str):
+        raise invalid(f"`{name}.source.{key}` must be a string", f"{name}.source.{key}")
+    return value
+
+
+def join_parts(parts: Iterable[Part]) -> str | list[Part]:
+    """A content: one text, or where there are pictures the parts. Texts in a row are lines of one text."""
+    joined: list[Part] = []
+    for part in parts:
+        if joined and part["type"] == joined[-1]["type"] == "text":
+            joined[-1] = {"type": "text", "text": f"{joined[-1]['text']}\n{part['text']}"}
+        else:
+            joined.append(part)
+    if all(part["type"] == "text" for part in joined):
+        return "".join(part["text"] for part in joined)
+    return joined
+
+
+def text_of(block: InputBlock, name: str) -> str:
+    if block.text is None:
+        raise invalid(f"`{name}.text` is required", f"{name}.text")
+    return block.text
+
+
+def unknown_block(block: InputBlock, name: str, allowed: str) -> ApiError:
+    field = f"{name}.type"
+    return invalid(f"`{field}` must be one of {allowed}. Given: {quoted(block.type)}", field)
+
+
+# --- answers ------------------------------------------------------------------------------------------------
+
+
+Event = dict[str, Any]
+SHOWN_TIERS = {"interactive": "priority", "standard": "standard", "batch": "batch"}
+"""Classes → the service tiers that a message shows."""
+
+
+@dataclass(slots=True)
+class OutputBlock:
+    """A block of a message while it is made.
+
+    Attributes:
+        kind: `text`, `thinking` or `tool_use`.
+        text: so far; of a call, the JSON of its arguments.
+        name, id: of a call.
+        signature: of reasoning. Anthropic's clients send back only reasoning that has one.
+    """
+
+    kind: str
+    text: str = ""
+    name: str = ""
+    id: str = ""
+    signature: str = ""
+
+    def start(self) -> dict[str, Any]:
+        """The block before its first delta."""
+        match self.kind:
+            case "text":
+                return {"type": "text", "text": ""}
+            case "thinking":
+                return {"type": "thinking", "thinking": "", "signature": ""}
+            case _:
+                return {"type": "tool_use", "id": self.id, "name": self.name, "input": {}}
+
+    def delta(self, text: str) -> dict[str, Any]:
+        match self.kind:
+            case "text":
+                return {"type": "text_delta", "text": text}
+            case "thinking":
+                return {"type": "thinking_delta", "thinking": text}
+            case _:
+                return {"type": "input_json_delta", "partial_json": text}
+
+    def render(self) -> dict[str, Any]:
+        """The whole block. Arguments that were cut have what is complete in them."""
+        match self.kind:
+            case "text":
+                return self.start() | {"text": self.text}
+            case "thinking":
+                return self.start() | {"thinking": self.text, "signature": self.signature}
+            case _:
+                return self.start() | {"input": parse_input(self.text)}
+
+
+def parse_input(text: str) -> Any:
+    """The arguments of a call, as Anthropic's own client reads those of a stream."""
+    try:
+        return from_json(text or "{}", allow_partial=True)
+    except ValueError:
+        return {}
+
+
+class MessageRenderer:
+    """Renders one message, piece by piece.
+
+    Attributes:
+        parser: finds reasoning and calls in the text; None if all of it is content.
+        blocks: the last one may go on.
+        ended: whether everything was taken.
+    """
+
+    def __init__(self, answer: HttpAnswer, stream: Stream) -> None:
+        self.answer = answer
+        self.stream = stream
+        [self.choice] = new_choices(answer, [stream])
+        self.parser = new_parser(answer)
+        self.blocks: list[OutputBlock] = []
+        self.ended = False
+
+    # --- events ---------------------------------------------------------------------------------------------
+
+    def first_events(self) -> list[Event]:
+        """The events before the first token."""
+        return [{"type": "message_start", "message": self.render()}, {"type": "ping"}]
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is a piece, or an end, to take."""
+        return not self.ended and (self.choice.has_piece or self.choice.failed)
+
+    def next_events(self) -> list[Event]:
+        """Take the next piece, or the end. Returns its events, which may be none."""
+        if not self.choice.has_piece:
+            self.ended = True
+            assert self.stream.terminal is not None
+            return [anthropic(failed(self.stream.terminal))[1]]
+        piece = self.choice.take_piece()
+        deltas = read_piece(self.parser, piece, self.choice.ended)
+        events = [event for delta in deltas for event in self.add(delta)]
+        if self.choice.ended:
+            self.ended = True
+            events += [*self.stop_block(), *self.last_events()]
+        return events
+
+    def add(self, delta: Delta) -> list[Event]:
+        """Add a delta to the last block if it is of its kind, else to a new one."""
+        match delta:
+            case CallStart(index, name):
+                assert self.parser is not None
+                return self.start_block(OutputBlock("tool_use", name=name, id=self.parser.call_id(index)))
+            case CallArguments(_, text):
+                return self.extend("tool_use", text)
+            case ContentDelta(text):
+                return self.extend("text", text)
+            case ReasoningDelta(text):
+                return self.extend("thinking", text)
+
+    def extend(self, kind: str, text: str) -> list[Event]:
+        is_new = not self.blocks or self.blocks[-1].kind != kind
+        events = self.start_block(OutputBlock(kind)) if is_new else []
+        self.blocks[-1].text += text
+        return [*events, self.delta_event(self.blocks[-1].delta(text))] if text else events
+
+    def start_block(self, block: OutputBlock) -> list[Event]:
+        """Start a block, and stop the one before it."""
+        stopped = self.stop_block()
+        self.blocks.append(block)
+        return [*stopped, self.block_event("content_block_start", content_block=block.start())]
+
+    def stop_block(self) -> list[Event]:
+        """Stop the last block, if there is one."""
+        if not self.blocks:
+            return []
+        signed: list[Event] = []
+        if self.blocks[-1].kind == "thinking":
+            self.blocks[-1].signature = f"{self.answer.request_id}.{len(self.blocks) - 1}"
+            signature = {"type": "signature_delta", "signature": self.blocks[-1].signature}
+            signed = [self.delta_event(signature)]
+        return [*signed, self.block_event("content_block_stop")]
+
+    def delta_event(self, delta: dict[str, Any]) -> Event:
+        return self.block_event("content_block_delta", delta=delta)
+
+    def block_event(self, kind: str, **more: Any) -> Event:
+        return {"type": kind, "index": len(self.blocks) - 1, **more}
+
+    def last_events(self) -> list[Event]:
+        return [
+            {"type": "message_delta", "delta": self.ending(), "usage": self.usage()},
+            {"type": "message_stop"},
+        ]
+
+    # --- the object -----------------------------------------------------------------------------------------
+
+    def render_so_far(self) -> dict[str, Any]:
+        """The message with all that its stream has."""
+        while self.has_more:
+            self.next_events()
+        return self.render()
+
+    def render(self) -> dict[str, Any]:
+        """The message as it is now."""
+        return {
+            "id": f"msg_{self.answer.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.answer.model,
+            "content": [block.render() for block in self.blocks],
+            **self.ending(),
+            "usage": self.usage(),
+        }
+
+    def ending(self) -> dict[str, Any]:
+        """Why the message has ended; null until then."""
+        reason = self.stop_reason()
+        stop = self.choice.text.stop_reason if reason == "stop_sequence" else None
+        return {"stop_reason": reason, "stop_sequence": stop}
+
+    def stop_reason(self) -> str | None:
+        reason, parser = self.choice.finish_reason, self.parser
+        if reason is None:
+            return None
+        is_within_call = parser is not None and parser.is_within_call
+        calls = parser is not None and parser.has_calls and (reason == "stop" or parser.ends_in_call)
+        if calls and not is_within_call:
+            return "tool_use"
+        if isinstance(self.choice.text.stop_reason, str):
+            return "stop_sequence"
+        return "max_tokens" if reason == "length" or is_within_call else "end_turn"
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts; of the generated tokens, only those that were taken. Before the first of them nobody
+        knows what was cached, so a stream that is rendered again does not say it there either.
+        """
+        has_begun = self.ended or self.choice.text.num_tokens
+        num_cached = self.stream.num_cached if has_begun else 0
+        return {
+            "input_tokens": self.answer.num_prompt_tokens - num_cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": num_cached,
+            "output_tokens": self.choice.text.num_tokens,
+            "service_tier": SHOWN_TIERS[self.answer.requests[0].class_name],
+        }
+
+
+class MessageFrames(Feed[bytes]):
+    """All frames of a message; the first ones are ready before the first token."""
+
+    def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
+        [stream] = streams
+        super().__init__(stream.changed)
+        self.renderer = MessageRenderer(answer, stream)
+        self.first = self.renderer.first_events()
+        self.ordinals = count(1) if answer.numbered else None
+
+    def take(self) -> list[bytes]:
+        events, self.first = self.first, []
+        while self.renderer.has_more and len(events) < MAX_ITEMS:
+            events += self.renderer.next_events()
+        self.ended = self.renderer.ended
+        return [self.frame(event) for event in events]
+
+    def frame(self, event: Event) -> bytes:
+        """The frame of an event: its type, its id if frames are numbered, and its data."""
+        numbered = b"" if self.ordinals is None else b"id: %d\n" % next(self.ordinals)
+        return b"event: %b\n%bdata: %b\n\n" % (event["type"].encode(), numbered, to_json(event))
+
+
+def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> WholeBody:
+    [stream] = streams
+    body = to_json(MessageRenderer(answer, stream).render_so_far())
+    return body, total_headers(answer, streams, stream.num_tokens, arrived_s)
+
+
+RENDERER = AnswerRenderer(MessageFrames, render_whole)
+
+
+# --- routes -------------------------------------------------------------------------------------------------
+
+
+router = APIRouter(responses=ERROR_RESPONSES, tags=[ANTHROPIC])
+EXAMPLE = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+
+
+@router.post(
+    "/v1/messages",
+    summary="Create a message",
+    openapi_extra=generation_body(MessagesRequest, {**EXAMPLE, "max_tokens": 100}),
+    responses={200: {"model": MessageObject, "content": event_stream([MessageEvent])}},
+)
+async def create_message(request: Request) -> Response:
+    """Generates the assistant's next turn. With `stream`, it comes as Anthropic's typed events."""
+    body = await read_body(request, MessagesRequest)
+    return await on_pool(request, body.model, partial(create_on, request, body))
+
+
+async def create_on(request: Request, body: MessagesRequest, pool: Pool) -> Response:
+    """Validate and submit the chat, and respond. Raises ApiError."""
+    await pool.admission.check()
+    chat = await read_messages(body, pool)
+    requests = await validate(chat.params, pool.workers.limits, pool.tokenizer, pool.pictures)
+    answer = new_answer(
+        request,
+        pool,
+        requests=requests,
+        prefixes=[chat.prefix],
+        rendering=chat.rendering,
+        streamed=bool(body.stream),
+        resume_s=body.resume_s,
+        priority=body.priority,
+        service_tier=body.tier,
+        webhook=body.webhook,
+    )
+    return await submit_and_respond(request, pool, answer, len(chat.params.text or ""), RENDERER)
+
+
+@router.post(
+    "/v1/messages/count_tokens",
+    summary="Count the tokens of a message",
+    openapi_extra=json_body(CountTokensRequest, EXAMPLE),
+    responses={200: {"model": TokenCount}},
+)
+async def count_tokens(request: Request) -> Response:
+    """Counts the tokens of the prompt that the same body makes at /v1/messages; nothing is generated."""
+    body = await read_body(request, CountTokensRequest)
+    pool = await pool_for(request, body.model)
+    on_terms(request, [], pool.settings, body.priority, body.tier)
+    read_terms(request, request_id(request), True, body.resume_s, None)
+    prompt = await shown_prompt((await read_messages(body, pool)).params, pool)
+    ids = await pool.tokenizer.encode_prompt(prompt, add_special_tokens=False)
+    return Response(to_json({"input_tokens": len(ids)}), media_type="application/json")

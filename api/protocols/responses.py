@@ -1,0 +1,647 @@
+"""OpenAI's Responses API: what a body asks for. The conversation is that of the previous response, then the
+input, in which references are resolved.
+
+Fields that this server does not support are refused by name. Unknown names are ignored.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.answers.answer import HttpAnswer, ResponseParts
+from api.errors import ApiError, cut, invalid, quoted, renamed
+from api.event_loop import offload
+from api.grammar.compile import Grammar
+from api.grammar.read import ANY_OBJECT, read_named_schema
+from api.http.body import UnsupportedFields, reject_unsupported, schema_error
+from api.json import to_json
+from api.pictures.source import is_data, unknown_part
+from api.pictures.source import read_part as picture_source
+from api.protocols.openai_bodies import (
+    CHARS_OF_MESSAGE,
+    CHAT_NAMES,
+    EFFORT,
+    FORMAT_SCHEMA,
+    MAX_TOKENS,
+    ChatParams,
+    ChatRequest,
+    read_chat,
+)
+from api.protocols.response_object import RENDERER, Item, ResponseObjectRenderer, item_id, response_id
+from api.requests.chat_prompt import ChatMessage
+from api.requests.fields import Listed, SamplingFields, ServedFields, Strict, Whole, least, with_one_error
+from api.requests.logits import FIELDS as LOGITS_FIELDS
+from api.requests.pool import Pool
+from api.requests.respond import first_headers, new_answer, submit, submit_and_respond
+from api.requests.tools import ToolSchema
+from api.responses.stored import StoredResponse, find_response, read_response, render_response
+from api.webhooks.field import WebhookField
+from common.ids import ITEM_ID
+from common.messages.request import Generate, SamplingParams
+from common.webhooks import RESPONSE
+
+ROLES = ("user", "system", "developer", "assistant")
+
+LOGPROBS = "message.output_text.logprobs"
+MAX_LABELS, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
+UNSUPPORTED: UnsupportedFields = {
+    "access_programs": (),
+    "background_options": (),
+    "beam_search_diversity_rate": (0.0,),
+    "beam_width": (1,),
+    "context_management": ([],),
+    "conversation": (),
+    "diversity": (0.0,),
+    "early_stopping": (False,),
+    "image": (),
+    "length_penalty": (1.0,),
+    "moderation": (),
+    "prompt": (),
+    "prompt_cache_options": (),
+    "use_beam_search": (False,),
+}
+"""Fields that are refused by name."""
+
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+]
+Input = Annotated[str | Listed[dict[str, Any]], with_one_error("Input should be a string or a list of items")]
+
+TEXT_PART_SCHEMA: Any = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": {"type": "string"}},
+    "description": "For models that see, a part may be a picture: `input_image` with `image_url`, a URL.",
+}
+MESSAGE_SCHEMA: Any = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "id": {"type": ["string", "null"]},
+        "type": {"enum": ["message", None]},
+        "role": {"enum": list(ROLES)},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT_PART_SCHEMA}]},
+    },
+}
+INPUT_SCHEMA: Any = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": MESSAGE_SCHEMA}]}
+TOOL_SCHEMA: Any = {
+    "type": "object",
+    "required": ["type", "name"],
+    "properties": {
+        "type": {"const": "function"},
+        "name": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
+        "description": {"type": ["string", "null"]},
+        "parameters": {"type": ["object", "null"]},
+        "strict": {"type": ["boolean", "null"]},
+    },
+}
+METADATA_SCHEMA: Any = {
+    "maxProperties": MAX_LABELS,
+    "propertyNames": {"maxLength": MAX_KEY_CHARS},
+    "additionalProperties": {"type": "string", "maxLength": MAX_VALUE_CHARS},
+}
+
+
+class ResponseStreamOptions(Strict):
+    include_obfuscation: bool | None = Field(
+        default=None,
+        description="Only false is supported: events have no padding.",
+        json_schema_extra={"const": False},
+    )
+
+
+class TextOptions(Strict):
+    format: dict[str, Any] | None = Field(
+        default=None,
+        description='What the text must look like: `{"type": "json_schema", "name": …, "schema": …}`, '
+        '`{"type": "json_object"}` or `{"type": "text"}`.',
+        json_schema_extra=FORMAT_SCHEMA,
+    )
+    verbosity: str | None = Field(default=None, description="Has no effect.")
+
+
+class ReasoningOptions(Strict):
+    effort: str | None = EFFORT
+    summary: Literal["auto", "concise", "detailed"] | None = Field(
+        default=None,
+        description="With any value, the reasoning is shown as its own summary.",
+    )
+
+
+class ResponsesRequest(ServedFields):
+    """The body of /v1/responses, with the sampling parameters of vLLM. Null and absent mean the default.
+
+    `user`, `safety_identifier`, `prompt_cache_key` and other labels have no effect.
+    """
+
+    input: Input = Field(
+        description="A text, or the items of a conversation: messages, calls of functions and their outputs, "
+        "references to items of stored responses.",
+        json_schema_extra=INPUT_SCHEMA,
+    )
+    instructions: str | None = Field(
+        default=None, description="A system message before the conversation, for this response only."
+    )
+    webhook: WebhookField | None = None
+    max_output_tokens: Whole | None = least(1, MAX_TOKENS)
+    stream_options: ResponseStreamOptions | None = None
+    store: bool | None = Field(
+        default=None,
+        description="Keep the response, so that it can be retrieved and continued. Default: true.",
+    )
+    background: bool | None = Field(
+        default=None,
+        description="Respond at once; the response is made without a client, and retrieved. Default: false.",
+    )
+    previous_response_id: str | None = Field(
+        default=None, description="A stored response whose conversation goes on with `input`."
+    )
+    metadata: dict[str, str] | None = Field(
+        default=None,
+        description="Up to 16 labels; the response has them, too.",
+        json_schema_extra=METADATA_SCHEMA,
+    )
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    tools: Listed[dict[str, Any]] | None = Field(
+        default=None,
+        description='Functions that the model may call: `{"type": "function", "name": …, "parameters": …}`. '
+        "Tools that only OpenAI's servers or models have (`web_search`, `namespace`, …) are left out of the "
+        "prompt.",
+        json_schema_extra={"items": TOOL_SCHEMA},
+    )
+    tool_choice: str | dict[str, Any] | None = Field(
+        default=None,
+        description="`auto` (the default): the model decides. `none`: no calls. `required`: one call at "
+        'least. `{"type": "function", "name": …}`: one call of this function. '
+        '`{"type": "allowed_tools", "mode": "auto", "tools": […]}`: only these.',
+        json_schema_extra={"enum": ["auto", "none", None]},
+    )
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: Whole | None = Field(default=None, description="Has no effect: no tool is built in.")
+    truncation: Literal["disabled"] | None = Field(
+        default=None, description="`disabled`: an input that does not fit into the context is refused."
+    )
+    include: Listed[Included] | None = Field(
+        default=None, description="Additional parts of the output; no tool is built in to have any."
+    )
+    top_logprobs: Whole | None = least(
+        0, f"The number of likeliest tokens to report; `include` must have `{LOGPROBS}`."
+    )
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    user: str | None = None
+
+    @property
+    def is_stored(self) -> bool:
+        return self.store is not False
+
+    @property
+    def has_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or [])
+
+    def check(self) -> None:
+        """Raises ApiError for unsupported fields and contradictions."""
+        reject_unsupported(self.model_extra or {}, UNSUPPORTED, LOGITS_FIELDS)
+        if self.background and not self.is_stored:
+            raise invalid(
+                "`background` needs `store`: true, so that the response can be retrieved", "background"
+            )
+        if self.background and self.resume_s is not None:
+            raise invalid("`background` waits for no client: leave `resume_s` out", "resume_s")
+        if self.stream_options is not None and not self.stream:
+            raise invalid("`stream_options` is only allowed with `stream`: true", "stream_options")
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            name = "stream_options.include_obfuscation"
+            raise invalid(f"`{name}` is not supported yet", name)
+        if self.top_logprobs and not self.has_logprobs:
+            raise invalid(f"`top_logprobs` needs `{LOGPROBS}` in `include`", "top_logprobs")
+        check_metadata(self.metadata or {})
+
+
+def check_metadata(metadata: dict[str, str]) -> None:
+    """Raises ApiError if there are more or longer labels than OpenAI accepts."""
+    if len(metadata) > MAX_LABELS:
+        raise invalid(f"`metadata` has at most {MAX_LABELS} pairs. Given: {len(metadata)}", "metadata")
+    for key, value in metadata.items():
+        if len(key) > MAX_KEY_CHARS or len(value) > MAX_VALUE_CHARS:
+            raise invalid(
+                f"`metadata` has keys of at most {MAX_KEY_CHARS} and values of at most {MAX_VALUE_CHARS} "
+                f"characters. Given: {len(key)} and {len(value)}",
+                "metadata",
+            )
+
+
+# --- input items --------------------------------------------------------------------------------------------
+
+
+TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+"""Types of content parts that have a `text`."""
+ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+"""Types of items → the prefixes of their ids."""
+
+
+def read_items(given: str | Sequence[Mapping[str, Any]], request_id: str, sees: bool = False) -> list[Item]:
+    """The items of `input`, complete; references stay as they are. Raises ApiError.
+
+    Args:
+        sees: whether the model sees pictures.
+    """
+    messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not messages:
+        raise invalid("`input` cannot be empty", "input")
+    return [read_item(one, f"input[{i}]", request_id, i, sees) for i, one in enumerate(messages)]
+
+
+def read_item(given: Mapping[str, Any], name: str, request_id: str, i: int, sees: bool) -> Item:
+    """The item in position `i`. Raises ApiError."""
+    kind = kind_of(given)
+    if kind == "item_reference":
+        return {"type": kind, "id": text_of(given, "id", name)}
+    if kind not in ID_PREFIXES:
+        allowed = ", ".join((*ID_PREFIXES, "item_reference"))
+        raise invalid(f"`{name}.type` must be one of {allowed}. Given: {quoted(kind)}", f"{name}.type")
+    if given.get("id") is not None:
+        text_of(given, "id", name)
+    head = {
+        "id": given.get("id") or item_id(ID_PREFIXES[kind], request_id, f"i{i}"),
+        "type": kind,
+        "status": "completed",
+    }
+    match kind:
+        case "message":
+            return head | read_message(given, name, sees)
+        case "function_call":
+            return head | {key: text_of(given, key, name) for key in ("call_id", "name", "arguments")}
+        case "function_call_output":
+            output = given.get("output")
+            if not isinstance(output, str):
+                output = read_parts(output, f"{name}.output", "input_text", sees)
+            return head | {"call_id": text_of(given, "call_id", name), "output": output}
+        case _:
+            return head | read_reasoning(given, name)
+
+
+def kind_of(given: Mapping[str, Any]) -> str:
+    """The type of an item; messages and references may leave it out."""
+    kind = given.get("type")
+    if kind is None:
+        return "message" if "role" in given or "content" in given else "item_reference"
+    return kind if isinstance(kind, str) else repr(kind)
+
+
+def read_message(given: Mapping[str, Any], name: str, sees: bool) -> Item:
+    role = given.get("role")
+    if role not in ROLES:
+        raise invalid(
+            f"`{name}.role` must be one of {', '.join(ROLES)}. Given: {quoted(role)}", f"{name}.role"
+        )
+    content, kind = given.get("content"), "output_text" if role == "assistant" else "input_text"
+    if isinstance(content, str):
+        return {"role": role, "content": [new_part(content, kind)]}
+    return {"role": role, "content": read_parts(content, f"{name}.content", kind, sees)}
+
+
+def read_reasoning(given: Mapping[str, Any], name: str) -> Item:
+    """Reasoning of an earlier answer, without its encrypted content, which cannot be read here."""
+    lists = {"summary": "summary_text", "content": "reasoning_text"}
+    return {key: read_parts(given.get(key) or [], f"{name}.{key}", kind) for key, kind in lists.items()}
+
+
+def read_parts(given: Any, name: str, kind: str, sees: bool = False) -> list[dict[str, Any]]:
+    """The parts of a content; all texts become parts of the type `kind`. Raises ApiError."""
+    if not isinstance(given, list) or not all(isinstance(part, dict) for part in given):
+        raise invalid(f"`{name}` must be a text or a list of parts", name)
+    return [read_part(part, f"{name}[{i}]", kind, sees) for i, part in enumerate(given)]
+
+
+def read_part(given: Mapping[str, Any], name: str, kind: str, sees: bool) -> dict[str, Any]:
+    if given.get("type") == "refusal":
+        return new_part(text_of(given, "refusal", name), kind)
+    if sees and given.get("type") == "input_image" and kind == "input_text":
+        url = picture_source(given, name).url
+        return {"type": "input_image", "image_url": url, "detail": given.get("detail") or "auto"}
+    if given.get("type") not in TEXT_PARTS:
+        raise unknown_part(given.get("type"), name, f"{name}.type", sees)
+    return new_part(text_of(given, "text", name), kind)
+
+
+def new_part(text: str, kind: str) -> dict[str, Any]:
+    return {"type": kind, "text": text} | ({"annotations": []} if kind == "output_text" else {})
+
+
+def text_of(given: Mapping[str, Any], key: str, name: str) -> str:
+    """A field that must be a string. Raises ApiError."""
+    value = given.get(key)
+    if not isinstance(value, str):
+        raise invalid(f"`{name}.{key}` must be a string", f"{name}.{key}")
+    return value
+
+
+def join_text(content: str | Sequence[Mapping[str, Any]]) -> str:
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def chat_content(content: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
+    """A content as a chat's message has it: a text, or parts where there are pictures."""
+    if isinstance(content, str) or not any(part["type"] == "input_image" for part in content):
+        return join_text(content)
+    return [
+        {"type": "image_url", "image_url": {"url": part["image_url"], "detail": part["detail"]}}
+        if part["type"] == "input_image"
+        else {"type": "text", "text": part["text"]}
+        for part in content
+    ]
+
+
+def has_data(items: Sequence[Item]) -> bool:
+    """Whether items have the bytes of pictures in them."""
+    contents = [item.get("content") or item.get("output") for item in items]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(part["type"] == "input_image" and is_data(part["image_url"]) for part in parts)
+
+
+# --- as a chat ----------------------------------------------------------------------------------------------
+
+
+PREVIOUS = "previous_response_id"
+RESPONSE_NAMES = {**CHAT_NAMES, "text": "input", "max_new_tokens": "max_output_tokens"}
+"""`GenerationParams` → the names of the fields of a response, where they differ."""
+FIELD_OF_CHAT = {
+    r"messages.*": "input",
+    r"(tools\[\d+\])\.function(.*)": r"\1\2",
+    r"reasoning_effort": "reasoning.effort",
+}
+"""Patterns of fields of a chat → what they are called in a response."""
+
+BUILT_IN_TOOLS = (
+    *("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
+    *("image_generation", "code_interpreter", "file_search", "mcp", "namespace", "tool_search", "custom"),
+    *("computer", "computer_use_preview", "local_shell", "shell", "apply_patch"),
+)
+"""Types of tools that no model here can call: OpenAI's servers run them, or its models have learnt them.
+Agents declare them to every model.
+"""
+
+# --- conversation -------------------------------------------------------------------------------------------
+
+
+async def read_conversation(request: Request, previous_id: str | None) -> list[Item]:
+    """The items of the conversation up to the end of the previous response. Raises ApiError."""
+    if previous_id is None:
+        return []
+    stored = await find_response(request, previous_id)
+    if stored is None:
+        text = f"Previous response with id '{cut(previous_id)}' not found."
+        raise ApiError(422, "validation", text, PREVIOUS, "previous_response_not_found")
+    output = await read_output(stored)
+    if output is None:
+        raise invalid(f"`{PREVIOUS}`: that response is not completed", PREVIOUS)
+    return [*stored.input, *output]
+
+
+async def read_output(stored: StoredResponse) -> list[Item] | None:
+    """The output of a response; None if it has not finished, or has failed."""
+    rendered = await render_response(stored, await read_response(stored))
+    return rendered["output"] if rendered["status"] in ("completed", "incomplete") else None
+
+
+async def resolve_references(request: Request, items: list[Item]) -> list[Item]:
+    """The items; each reference is replaced by the item that it names. Raises ApiError."""
+    by_request: dict[str, dict[str, Item]] = {}
+    resolved = []
+    for i, item in enumerate(items):
+        if item["type"] == "item_reference":
+            matched = ITEM_ID.fullmatch(item["id"])
+            request_id = matched[1] if matched else ""
+            if request_id not in by_request:
+                by_request[request_id] = await read_all_items(request, request_id)
+            if item["id"] not in by_request[request_id]:
+                name = f"input[{i}].id"
+                raise invalid(f"`{name}`: there is no stored item {quoted(item['id'])}", name)
+            item = by_request[request_id][item["id"]]
+        resolved.append(item)
+    return resolved
+
+
+async def read_all_items(request: Request, request_id: str) -> dict[str, Item]:
+    """All items of a stored response by id; none if there is no such response. Raises ApiError."""
+    stored = await find_response(request, response_id(request_id))
+    if stored is None:
+        return {}
+    return {item["id"]: item for item in (*stored.input, *(await read_output(stored) or []))}
+
+
+# --- chat ---------------------------------------------------------------------------------------------------
+
+
+async def read_params(body: ResponsesRequest, items: Sequence[Item], pool: Pool) -> ChatParams:
+    """The parameters of a response to the items of a conversation. Raises ApiError."""
+    try:
+        chat = await offload(CHARS_OF_MESSAGE * len(items), lambda: to_chat(body, items))
+        read = await read_chat(chat, pool, text_grammar(body))
+    except ApiError as error:
+        raise renamed(error, FIELD_OF_CHAT) from error
+    pictures = [replace(one, field="input") for one in read.params.pictures]
+    return replace(read, params=replace(read.params, names=RESPONSE_NAMES, pictures=pictures))
+
+
+def to_chat(body: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
+    """The body of a chat with the parameters of a response and these items. Raises ApiError."""
+    shared = {name: getattr(body, name) for name in SamplingFields.model_fields}
+    return ChatRequest(
+        messages=[ChatMessage(**one) for one in to_messages(body.instructions, items)],
+        max_completion_tokens=body.max_output_tokens,
+        logprobs=body.has_logprobs,
+        top_logprobs=body.top_logprobs,
+        add_generation_prompt=True,
+        tools=to_tools(body),
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
+        **shared,
+    )
+
+
+def to_tools(body: ResponsesRequest) -> list[ToolSchema]:
+    """The functions among the tools, in the shape of chats. Raises ApiError, also if another is forced."""
+    named = [(f"tools[{i}]", tool) for i, tool in enumerate(body.tools or [])]
+    functions = [to_tool(tool, name) for name, tool in named if tool.get("type") not in BUILT_IN_TOOLS]
+    if (kind := forced_kind(body.tool_choice)) in BUILT_IN_TOOLS:
+        raise invalid(
+            f"`tool_choice` forces a tool of the type {quoted(kind)}: none is built in", "tool_choice"
+        )
+    if named and not functions and body.tool_choice == "required":
+        raise invalid("`tool_choice` forces a call, but none of `tools` is a function", "tool_choice")
+    return functions
+
+
+def forced_kind(choice: str | Mapping[str, Any] | None) -> object:
+    """The type of the tool that a client chose."""
+    return choice.get("type") if isinstance(choice, Mapping) else None
+
+
+def to_tool(tool: Mapping[str, Any], name: str) -> ToolSchema:
+    """A tool in the shape of chats. Raises ApiError."""
+    if tool.get("type") != "function":
+        kind = tool.get("type")
+        raise invalid(
+            f"`{name}.type` must be function: no tool is built in. Given: {quoted(kind)}", f"{name}.type"
+        )
+    function = {key: tool[key] for key in ("name", "description", "parameters", "strict") if key in tool}
+    try:
+        return ToolSchema.model_validate({"type": "function", "function": function})
+    except ValidationError as error:
+        found = schema_error(error)
+        param = f"{name}.{(found.param or '').removeprefix('function.')}"
+        raise invalid(f"`{param}`: {error.errors()[0]['msg']}", param) from error
+
+
+def to_messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
+    """The messages for the model's template. Reasoning, text and calls of one answer are one message."""
+    messages: list[dict[str, Any]] = []
+    if instructions is not None:
+        messages.append({"role": "system", "content": instructions})
+    for item in items:
+        add_item(messages, item)
+    for message in messages:
+        if message["content"] is None and "tool_calls" not in message:
+            message["content"] = ""
+    return messages
+
+
+def add_item(messages: list[dict[str, Any]], item: Item) -> None:
+    """Add an item to the last message, or as a new one."""
+    match item["type"]:
+        case "function_call_output":
+            content = chat_content(item["output"])
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
+        case "function_call":
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"id": item["call_id"], "type": "function", "function": function}
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": None})
+            messages[-1].setdefault("tool_calls", []).append(call)
+        case "reasoning":
+            text = join_text(item["content"] or item["summary"])
+            messages.append({"role": "assistant", "content": None, "reasoning_content": text})
+        case _ if item["role"] == "assistant" and messages and is_only_reasoning(messages[-1]):
+            messages[-1]["content"] = join_text(item["content"])
+        case _:
+            messages.append({"role": item["role"], "content": chat_content(item["content"])})
+
+
+def is_only_reasoning(message: Mapping[str, Any]) -> bool:
+    return message["content"] is None and "tool_calls" not in message
+
+
+def text_grammar(body: ResponsesRequest) -> Grammar | None:
+    """What the text must look like; None for any text. Raises ApiError."""
+    form = body.text.format if body.text is not None else None
+    if form is None:
+        return None
+    match form.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return Grammar("json", ANY_OBJECT, "text.format")
+        case "json_schema":
+            return read_named_schema(form, "text.format")
+        case kind:
+            name = "text.format.type"
+            allowed = "text, json_object, json_schema"
+            raise invalid(f"`{name}` must be one of {allowed}. Given: {quoted(kind)}", name)
+
+
+# --- frames -------------------------------------------------------------------------------------------------
+
+
+SHOWN_TIERS = {"interactive": "priority", "standard": "default", "batch": "flex"}
+"""Classes → the service tiers that a response shows."""
+
+
+async def respond(request: Request, pool: Pool, answer: HttpAnswer) -> Response:
+    """Submit the request, and respond. Raises ApiError."""
+    if answer.streamed or not answer.terms.detached:
+        return await submit_and_respond(request, pool, answer, 0, RENDERER)
+    [stream] = await submit(pool, answer)
+    rendered = ResponseObjectRenderer(answer, stream).render("queued")
+    pool.admission.release(stream, 0, answer.terms.keep_s)
+    return Response(to_json(rendered), 200, first_headers(pool.settings, 0, [stream]), "application/json")
+
+
+def describe_response(
+    request: Request,
+    pool: Pool,
+    body: ResponsesRequest,
+    chat: ChatParams,
+    requests: list[Generate],
+    before: list[Item],
+    items: list[Item],
+) -> HttpAnswer:
+    """The answer, as it is kept: to the items `before` and the input `items`. Raises ApiError."""
+    streamed, background = bool(body.stream), bool(body.background)
+    answer = new_answer(
+        request,
+        pool,
+        requests=requests,
+        prefixes=[""],
+        rendering=chat.rendering,
+        streamed=streamed or background,
+        resume_s=body.resume_s,
+        detached=background,
+        priority=body.priority,
+        service_tier=body.service_tier,
+        webhook=body.webhook,
+        kind=RESPONSE,
+    )
+    fields = response_fields(body, chat.params.sampling, answer.requests[0].class_name)
+    stored_ms = round(1000 * pool.settings.answer_ttl_s) if body.is_stored else 0
+    return replace(
+        answer,
+        streamed=streamed,
+        terms=replace(answer.terms, stored_ms=stored_ms),
+        response=ResponseParts(to_json(fields), to_json(before), to_json(items)),
+    )
+
+
+def response_fields(body: ResponsesRequest, sampling: SamplingParams, service_class: str) -> dict[str, Any]:
+    """The fields of the response object that say what was requested."""
+    form = body.text.format if body.text is not None else None
+    reasoning = body.reasoning
+    return {
+        "background": bool(body.background),
+        "completed_at": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {
+            "effort": reasoning.effort if reasoning else None,
+            "summary": reasoning.summary if reasoning else None,
+        },
+        "safety_identifier": body.safety_identifier,
+        "service_tier": SHOWN_TIERS[service_class],
+        "store": body.is_stored,
+        "temperature": sampling.temperature,
+        "text": {"format": form or {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": sampling.top_p,
+        "truncation": body.truncation or "disabled",
+        "user": body.user,
+    }

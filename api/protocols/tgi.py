@@ -1,0 +1,600 @@
+"""TGI's API: POST /generate, /generate_stream and / make text of a prompt; GET /info shows the model
+and its limits.
+
+With `best_of`, several texts are sampled, and the most likely one is returned.
+"""
+
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from sse_starlette import EventSourceResponse
+from starlette.responses import Response
+
+from api.answers.answer import HttpAnswer, Rendering
+from api.answers.logits import LogitsRenderer
+from api.answers.logprobs import sequence_scores
+from api.errors import ApiError, failed, invalid, quoted, tgi, unavailable
+from api.grammar.read import GRAMMAR_SCHEMA, read_tgi_grammar
+from api.http import body
+from api.http.body import reject_unsupported
+from api.http.openapi import TGI, error_responses, event_stream
+from api.http.sse import MAX_ITEMS, Change, Feed, sse_frames
+from api.json import to_json
+from api.protocols.openai_bodies import OPENAI_FIELDS
+from api.requests.beams import BeamFields
+from api.requests.fields import (
+    BIAS_SCHEMA,
+    DETACHED,
+    LOGITS_DTYPE,
+    RESUME_S,
+    RETURN_CONTEXT_LOGITS,
+    RETURN_GENERATION_LOGITS,
+    Listed,
+    LogitsDtype,
+    Strict,
+    Whole,
+    ranged,
+)
+from api.requests.logits import check_not_streamed
+from api.requests.on_pool import on_adapter, own_pool
+from api.requests.params import SWITCH_NAMES, GenerationParams, Limits, draws
+from api.requests.pool import Pool
+from api.requests.respond import AnswerRenderer, new_answer, submit_and_respond, time_headers, total_headers
+from api.requests.service_terms import generation_body
+from api.requests.validate import validate
+from api.streams.beams import all_outputs, is_absent
+from api.streams.http_response import WholeBody
+from api.streams.stream import Stream
+from api.tgi.response_schemas import GENERATE_ERRORS, ErrorResponse, GenerateResponse, Info, StreamResponse
+from api.webhooks.field import WebhookField
+from common.messages.request import EMBED, Generate
+from common.settings.ranges import MAX_STOP_CHARS
+
+TGI_NAMES = {
+    "text": "inputs",
+    "stop_ids": "stop_token_ids",
+    "relative_frequency_penalty": "frequency_penalty",
+    "n": "best_of",
+    "prompt_logprobs": "decoder_input_details",
+}
+"""`GenerationParams` → the names of TGI's parameters, where they differ."""
+
+
+class GenerateParameters(BeamFields):
+    """Generation parameters. Null and absent mean the default."""
+
+    max_new_tokens: Whole | None = ranged(
+        "max_new_tokens", "The most tokens to generate. Default: what is left of the model's context."
+    )
+    min_new_tokens: Whole | None = ranged(
+        "min_new_tokens", "The fewest tokens to generate: before them only `max_new_tokens` ends the text."
+    )
+    stop: Listed[str] | None = Field(
+        default=None,
+        description="Stop strings: the text ends with the first of them that appears, and includes it.",
+        json_schema_extra={"items": {"minLength": 1, "maxLength": MAX_STOP_CHARS}},
+    )
+    truncate: Whole | None = ranged("truncate", "The most tokens of the prompt to use: its last ones.")
+
+    do_sample: bool | None = Field(
+        default=None,
+        description=f"Sample tokens. Default: true if any of {SWITCH_NAMES} has an effect; else the most "
+        "likely token is taken.",
+    )
+    frequency_penalty: float | None = ranged(
+        "relative_frequency_penalty",
+        "Penalty for tokens in proportion to their share of prompt and text, as TGI defines it.",
+    )
+    logit_bias: dict[int, float] | None = Field(
+        default=None,
+        description="Numbers to add to the logits, by token id.",
+        json_schema_extra=BIAS_SCHEMA,
+    )
+
+    best_of: Whole | None = Field(
+        default=None,
+        ge=0,
+        json_schema_extra={"minimum": 0},
+        description="The number of texts to generate; the one of highest mean log-probability is returned.",
+    )
+    details: bool | None = Field(
+        default=None,
+        description="Return the tokens with their log-probabilities, the seed and the finish reason.",
+    )
+    decoder_input_details: bool | None = Field(
+        default=None,
+        description="Return `details`, and in `prefill` the prompt's tokens with their log-probabilities. "
+        "Not for streams.",
+    )
+    top_n_tokens: Whole | None = ranged(
+        "top_n_tokens", "The number of most likely tokens to return at each position."
+    )
+    return_context_logits: bool | None = RETURN_CONTEXT_LOGITS
+    return_generation_logits: bool | None = RETURN_GENERATION_LOGITS
+    logits_dtype: LogitsDtype | None = LOGITS_DTYPE
+    return_full_text: bool | None = Field(
+        default=None, description="Begin the text with the prompt. Default: false; on `POST /`, true."
+    )
+
+    grammar: dict[str, Any] | None = Field(
+        default=None,
+        description='What the text must look like: `{"type": "json", "value": …}` with a JSON schema, or '
+        '`{"type": "regex", "value": …}`.',
+        json_schema_extra=GRAMMAR_SCHEMA,
+    )
+
+    watermark: bool | None = Field(
+        default=None,
+        description="Favour tokens that follow from those before them, so that the text can be recognised as "
+        "generated (arXiv:2301.10226); WATERMARK_GAMMA and WATERMARK_DELTA say how much. Default: false.",
+    )
+    adapter_id: str | None = Field(
+        default=None, description="The LoRA adapter to use: one that `GET /v1/models` lists."
+    )
+
+    @property
+    def wants_details(self) -> bool:
+        return bool(self.details or self.decoder_input_details)
+
+
+class GenerateRequest(Strict):
+    """The body of /generate and /generate_stream."""
+
+    inputs: str = Field(description="The prompt.", json_schema_extra={"minLength": 1})
+    parameters: GenerateParameters | None = None
+    resume_s: float | None = RESUME_S
+    detached: bool | None = DETACHED
+    webhook: WebhookField | None = None
+
+    @property
+    def adapter_id(self) -> str | None:
+        """The adapter that its parameters name."""
+        return self.parameters.adapter_id if self.parameters else None
+
+    def generation_params(self, streamed: bool) -> GenerationParams:
+        """Convert the parameters. Raises ApiError (422) for unsupported ones and contradictions."""
+        parameters = self.parameters or GenerateParameters()
+        if parameters.decoder_input_details and streamed:
+            raise invalid(
+                "`decoder_input_details` must be false when tokens are streamed", "decoder_input_details"
+            )
+        check_not_streamed(parameters, streamed)
+        reject_unsupported(
+            parameters.model_extra or {},
+            {},
+            OPENAI_FIELDS,
+        )
+        return GenerationParams(
+            text=self.inputs,
+            has_inline_pictures=True,
+            truncate=parameters.truncate,
+            cache_salt=parameters.salt(),
+            max_new_tokens=parameters.max_new_tokens,
+            stopping=parameters.stopping_params(parameters.min_new_tokens, parameters.stop),
+            do_sample=bool(parameters.do_sample),
+            sampling=parameters.sampling_params(
+                relative_frequency_penalty=parameters.frequency_penalty or 0.0,
+                logit_bias=[*(parameters.logit_bias or {}).items()],
+            ),
+            seed=parameters.seed,
+            bad_words=parameters.bad_words or [],
+            grammar=read_tgi_grammar(parameters.grammar) if parameters.grammar else None,
+            n=parameters.best_of or 1,
+            beams=parameters.beam_params(parameters.beam_width),
+            top_n_tokens=parameters.top_n_tokens or 0,
+            watermark=bool(parameters.watermark),
+            prompt_logprobs=0 if parameters.decoder_input_details else None,
+            context_logits=bool(parameters.return_context_logits),
+            generation_logits=bool(parameters.return_generation_logits),
+            logits_dtype=parameters.logits_dtype,
+            names=TGI_NAMES,
+        )
+
+
+class TokenizeRequest(Strict):
+    """The body of /tokenize."""
+
+    inputs: str = Field(description="The text to tokenize.")
+
+
+class CompatGenerateRequest(GenerateRequest):
+    """The body of POST /."""
+
+    stream: bool | None = Field(default=None, description="Stream the tokens. Default: false.")
+
+
+# --- answers ------------------------------------------------------------------------------------------------
+
+
+VERTEX = "/vertex"
+"""Path of the route whose answers are predictions."""
+
+
+# --- streams ------------------------------------------------------------------------------------------------
+
+
+def render_frames(answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[bytes]:
+    [stream] = streams
+    return sse_frames(answer, stream_bodies(answer, stream))
+
+
+def stream_bodies(answer: HttpAnswer, stream: Stream) -> Feed[bytes]:
+    """The JSON bodies of the frames of a stream, or of a beam search."""
+    if stream.request.beams:
+        return SequenceBodies(stream, answer.prefix(0), answer.rendering.details)
+    return StreamBodies(answer, stream)
+
+
+class StreamBodies(Feed[bytes]):
+    """The JSON bodies of a stream's frames. The last one has the last token, and the whole text, which begins
+    the answer's prefix.
+    """
+
+    def __init__(self, answer: HttpAnswer, stream: Stream) -> None:
+        super().__init__(stream.changed)
+        self.answer = answer
+        self.stream = stream
+        self.num_shown = 0
+
+    def take(self) -> list[bytes]:
+        stream, num_ready, first = self.stream, self.stream.num_ready, self.num_shown
+        new = [render_frame(stream, i) for i in range(first, min(num_ready, first + MAX_ITEMS))]
+        self.num_shown += len(new)
+        if stream.terminal and self.num_shown >= num_ready:
+            self.ended = True
+            new.append(render_last_frame(self.answer, stream, self.num_shown))
+        return new
+
+
+class SequenceBodies(Feed[bytes]):
+    """The JSON bodies of a beam search's frames, one for each sequence, the best first: its last token and
+    its text. A search that fails has the error in one frame.
+    """
+
+    def __init__(self, search: Stream, prefix: str, with_details: bool) -> None:
+        super().__init__(Change())
+        self.left = [*search.outputs]
+        self.prefix = prefix
+        self.with_details = with_details
+        self.num_shown = 0
+        for sequence in self.left:
+            sequence.changed = self.changed
+
+    def take(self) -> list[bytes]:
+        new: list[bytes] = []
+        while self.left and (sequence := self.left[0]).terminal:
+            self.left = self.left[1:] if sequence.finished else []
+            if is_absent(sequence):
+                continue
+            self.num_shown += 1
+            new.append(self.render(sequence))
+        self.ended = not self.left
+        return new
+
+    def render(self, sequence: Stream) -> bytes:
+        if not sequence.finished:
+            return render_failure(sequence)
+        details = render_details(sequence) | {"input_length": len(sequence.prompt_ids)}
+        shown_details = details if self.with_details else None
+        text = self.prefix + sequence.text
+        return render_frame(sequence, sequence.num_tokens - 1, text, shown_details, self.num_shown)
+
+
+def render_frame(
+    stream: Stream,
+    i: int,
+    text: str | None = None,
+    details: dict[str, Any] | None = None,
+    index: int | None = None,
+) -> bytes:
+    """The body of the frame of token `i`; its `index` is by default the token's number."""
+    frame = {"index": i + 1 if index is None else index, "token": render_token(stream, i)}
+    if stream.tops:
+        frame["top_tokens"] = render_top_tokens(stream, i)
+    frame["generated_text"] = text
+    frame["details"] = details
+    return to_json(frame)
+
+
+def render_last_frame(answer: HttpAnswer, stream: Stream, num_shown: int) -> bytes:
+    """The body of the last frame: the last token with the whole text, or the error."""
+    assert stream.terminal is not None
+    if not stream.finished:
+        return render_failure(stream)
+    if num_shown == stream.num_tokens:  # no token is sent twice
+        return to_json(tgi(ApiError(500, "incomplete_generation_stream", "Incomplete generation stream"))[1])
+    details = None
+    if answer.rendering.details:
+        details = render_end(stream) | {"input_length": len(stream.prompt_ids)}
+    return render_frame(stream, stream.num_tokens - 1, answer.prefix(0) + stream.text, details)
+
+
+def render_failure(stream: Stream) -> bytes:
+    assert stream.terminal is not None
+    return to_json(tgi(failed(stream.terminal))[1])
+
+
+def render_end(stream: Stream) -> dict[str, Any]:
+    """The first fields of all `details`."""
+    assert stream.terminal is not None
+    return {
+        "finish_reason": stream.terminal.known_reason,
+        "generated_tokens": stream.num_tokens,
+        "seed": seed_of(stream),
+        **sequence_scores(stream),
+    }
+
+
+# --- whole texts --------------------------------------------------------------------------------------------
+
+
+def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> WholeBody:
+    if answer.route == VERTEX:
+        outputs = all_outputs(streams)
+        body = to_json({"predictions": [output.text for output in outputs]})
+        num_generated = sum(output.num_tokens for output in outputs)
+        return body, total_headers(answer, streams, num_generated, arrived_s)
+    logits = LogitsRenderer(answer.rendering.as_file)
+    response = render_response(answer, streams, logits)
+    body = logits.body(to_json([response] if answer.route == "/" else response))
+    return body, logits.headers | text_headers(answer, streams, arrived_s)
+
+
+def text_headers(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> dict[str, str]:
+    """Headers of the best text; of a beam search, with the tokens of all that are returned."""
+    best, *others = rank(streams)
+    if best.request.beams is None:
+        return time_headers(best, arrived_s)
+    return total_headers(answer, streams, sum(one.num_tokens for one in (best, *others)), arrived_s)
+
+
+def render_response(answer: HttpAnswer, streams: Sequence[Stream], logits: LogitsRenderer) -> dict[str, Any]:
+    """The response with the best text; each text begins with the prefix. Its details have the others; those
+    of a beam search are shown unasked.
+    """
+    best, *others = rank(streams)
+    prefix = answer.prefix(0)
+    response = {"generated_text": prefix + best.text} | logits.fields(best, best.num_tokens)
+    if not answer.rendering.details and not (best.request.beams and others):
+        return response
+    losers = [{"generated_text": prefix + stream.text, **render_details(stream)} for stream in others]
+    details = render_details(best)
+    tops = {"top_tokens": details.pop("top_tokens")} if best.tops else {}
+    return response | {"details": details | ({"best_of_sequences": losers} if losers else {}) | tops}
+
+
+def render_details(stream: Stream) -> dict[str, Any]:
+    """The `details` of a finished text."""
+    tokens = range(stream.num_tokens)
+    tops = {"top_tokens": [render_top_tokens(stream, i) for i in tokens]} if stream.tops else {}
+    all_tokens = {"prefill": render_prefill(stream), "tokens": [render_token(stream, i) for i in tokens]}
+    return render_end(stream) | all_tokens | tops
+
+
+# --- tokens -------------------------------------------------------------------------------------------------
+
+
+def render_token(stream: Stream, i: int) -> dict[str, Any]:
+    token_id = stream.ids[i]
+    return {
+        "id": token_id,
+        "text": stream.texts[i],
+        "logprob": stream.logprobs[i],
+        "special": token_id in stream.tokenizer.special_ids,
+    }
+
+
+def render_top_tokens(stream: Stream, i: int) -> list[dict[str, Any]]:
+    """The most likely tokens at position `i`; the text of each is decoded alone."""
+    decode, special_ids = stream.tokenizer.backend.decode, stream.tokenizer.special_ids
+    return [
+        {
+            "id": token_id,
+            "text": decode([token_id], skip_special_tokens=False),
+            "logprob": logprob,
+            "special": token_id in special_ids,
+        }
+        for token_id, logprob in stream.tops[i]
+    ]
+
+
+def render_prefill(stream: Stream) -> list[dict[str, Any]]:
+    """The prompt's tokens, the text of each decoded alone; empty unless they were requested."""
+    if stream.prompt.records is None:
+        return []
+    tokens, decode = stream.prompt.tokens(), stream.tokenizer.backend.decode_batch
+    texts = decode([[token_id] for token_id, _, _ in tokens], skip_special_tokens=False)
+    return [
+        {"id": token_id, "text": text, "logprob": logprob}
+        for (token_id, logprob, _), text in zip(tokens, texts, strict=True)
+    ]
+
+
+def seed_of(stream: Stream) -> int | None:
+    """The seed of a sampled text; None for greedy decoding."""
+    sampling = stream.request.sampling
+    return sampling.seed if sampling and sampling.temperature else None
+
+
+# --- best_of ------------------------------------------------------------------------------------------------
+
+
+def check_best_of(params: GenerationParams, limits: Limits, streamed: bool) -> None:
+    """Raises ApiError (422) if several texts are not possible, or would all be the same."""
+    if params.n > limits.settings.max_best_of:
+        raise invalid(
+            f"`best_of` must be at most {limits.settings.max_best_of}. Given: {quoted(params.n)}", "best_of"
+        )
+    if params.n > 1 and streamed:
+        raise invalid(f"`best_of` must be 1 when tokens are streamed. Given: {quoted(params.n)}", "best_of")
+    if params.n > 1 and not draws(params):
+        raise invalid(f"`best_of` above 1 needs sampling: set one of `do_sample`, {SWITCH_NAMES}", "best_of")
+    if params.n > 1 and params.seed is not None:
+        raise invalid("`seed` must not be set when `best_of` is above 1", "seed")
+    if params.n > 1 and params.sampling.report_logits:
+        raise invalid(
+            "`best_of` above 1 compares log-probabilities: `logprobs_mode` must not be logits", "best_of"
+        )
+    if params.n > 1 and (params.context_logits or params.generation_logits):
+        raise invalid(f"`best_of` must be 1 when logits are returned. Given: {params.n}", "best_of")
+
+
+def with_own_seeds(requests: Sequence[Generate], seed: int | None = None) -> list[Generate]:
+    """The requests, each with a seed of its own: a random one, or one that follows from `seed`. The seed in
+    the response samples the best text again, without `best_of`.
+    """
+    seeds = [secrets.randbits(63) if seed is None else seed ^ i for i in range(len(requests))]
+    return [
+        replace(request, sampling=replace(request.sampling, seed=own, choice=0))
+        for request, own in zip(requests, seeds, strict=True)
+        if request.sampling
+    ]
+
+
+def rank(streams: Sequence[Stream]) -> list[Stream]:
+    """The streams of all texts, the best first: by mean log-probability, or as a beam search ranks them."""
+    if streams[0].request.beams:
+        return [output for output in all_outputs(streams) if not is_absent(output)]
+    return sorted(streams, key=lambda stream: sum(stream.logprobs) / max(1, stream.num_tokens), reverse=True)
+
+
+RENDERER = AnswerRenderer(render_frames, render_whole)
+
+
+# --- routes -------------------------------------------------------------------------------------------------
+
+
+router = APIRouter(responses=GENERATE_ERRORS, tags=[TGI])
+info_router = APIRouter(
+    responses=error_responses(ErrorResponse, {503: "No worker has been ready yet"}), tags=[TGI]
+)
+EXAMPLE = {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 20}}
+EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": event_stream([StreamResponse, ErrorResponse])}}
+
+
+@router.post(
+    "/generate",
+    summary="Generate text",
+    openapi_extra=generation_body(GenerateRequest, EXAMPLE),
+    responses={200: {"model": GenerateResponse}},
+)
+async def generate(request: Request) -> Response:
+    """Returns the whole text when generation has finished. With `details`, the response has the tokens with
+    their log-probabilities, the seed and the finish reason.
+    """
+    return await respond(request, GenerateRequest, streamed=False)
+
+
+@router.post(
+    "/generate_stream",
+    summary="Generate a stream of tokens",
+    openapi_extra=generation_body(GenerateRequest, EXAMPLE),
+    responses=EVENTS,
+    response_class=EventSourceResponse,
+)
+async def generate_stream(request: Request) -> Response:
+    """Sends each token as a server-sent event (`data: {…}`) as soon as it is generated. The last event has
+    the whole text in `generated_text`. A request that fails midway ends with an event that has `error`.
+    """
+    return await respond(request, GenerateRequest, streamed=True)
+
+
+@router.post(
+    "/",
+    summary="Generate text, or a stream of tokens",
+    openapi_extra=generation_body(CompatGenerateRequest, EXAMPLE),
+    responses={200: {"model": list[GenerateResponse], **EVENTS[200]}},
+)
+async def compat_generate(request: Request) -> Response:
+    """Does what /generate_stream does if `stream` is true, else what /generate does, with the response in an
+    array of one. The text begins with the prompt unless `return_full_text` is false.
+    """
+    return await respond(request, CompatGenerateRequest, full_text=True)
+
+
+async def respond(
+    request: Request, shape: type[GenerateRequest], streamed: bool | None = None, full_text: bool = False
+) -> Response:
+    """Read, validate, submit and answer a request. Raises ApiError.
+
+    Args:
+        streamed: None means that the body's field `stream` decides.
+        full_text: the default of `return_full_text`.
+    """
+    parsed = await body.read(request, shape, own_pool(request).max_body_bytes)
+    if streamed is None:
+        streamed = isinstance(parsed, CompatGenerateRequest) and bool(parsed.stream)
+    serve = partial(generate_on, request, parsed, streamed, full_text)
+    return await on_adapter(request, parsed.adapter_id, None, serve)
+
+
+async def generate_on(
+    request: Request, parsed: GenerateRequest, streamed: bool, full_text: bool, pool: Pool
+) -> Response:
+    """Validate and submit the request, and respond. Raises ApiError."""
+    parameters = parsed.parameters or GenerateParameters()
+    await pool.admission.check()
+    params, limits = parsed.generation_params(streamed), pool.workers.limits
+    check_best_of(params, limits, streamed)
+    requests = await validate(params, limits, pool.tokenizer, pool.pictures)
+    requests = with_own_seeds(requests) if params.n > 1 else requests
+    if parameters.return_full_text is not None:
+        full_text = parameters.return_full_text
+    answer = new_answer(
+        request,
+        pool,
+        requests=requests,
+        prefixes=[parsed.inputs if full_text else ""],
+        rendering=Rendering(details=parameters.wants_details),
+        streamed=streamed,
+        resume_s=parsed.resume_s,
+        detached=parsed.detached,
+        webhook=parsed.webhook,
+    )
+    return await submit_and_respond(request, pool, answer, len(parsed.inputs), RENDERER)
+
+
+@info_router.get("/info", summary="Model and limits", responses={200: {"model": Info}})
+async def info(request: Request) -> Response:
+    """Returns the limits of the smallest worker. Once known, they stay when the workers stop."""
+    pool = own_pool(request)
+    settings, workers = pool.settings, pool.workers
+    if not workers.max_total_tokens:
+        await workers.refresh_unless_fresh()
+    if not workers.max_total_tokens:
+        raise unavailable(workers.last_error or "no worker is ready yet")
+    limits = workers.limits
+    known = Info(
+        model_id=settings.model_name,
+        model_sha=settings.revision,
+        model_pipeline_tag=pipeline_tag(pool),
+        max_concurrent_requests=settings.max_concurrent_requests,
+        max_best_of=settings.max_best_of,
+        max_beam_width=limits.max_beam_width,
+        max_stop_sequences=settings.max_stop_sequences,
+        max_input_tokens=limits.max_input_tokens,
+        max_total_tokens=limits.max_total_tokens,
+        validation_workers=pool.tokenizer.budget.num_threads,
+        max_client_batch_size=limits.max_client_batch_size,
+        router="tokenfleet",
+        version=version("tokenfleet"),
+        sha=None,
+        adapters=[one.name for one in pool.adapters.registry.ready],
+        docker_label=os.environ.get("DOCKER_LABEL"),
+    )
+    return Response(to_json(known.model_dump(exclude_unset=True)), media_type="application/json")
+
+
+def pipeline_tag(pool: Pool) -> str:
+    """The hub's word for what a model makes."""
+    pooling = pool.pooling
+    if pooling is None:
+        return "image-text-to-text" if pool.shows_pictures else "text-generation"
+    return "feature-extraction" if pooling.kind == EMBED else "text-ranking"
