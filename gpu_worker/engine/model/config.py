@@ -20,6 +20,8 @@ TEXT_ONLY = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_tex
 """Model types of text parts → those of the models for text that are equal without images."""
 LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "moe", "mlp"}
 """Types of layers that may be served; the probe looks what they need."""
+LEFT = {"codegen": "StarCoder2", "gptj": "GPT-NeoX", "xglm": "Qwen3 or Gemma 3"}
+"""Model types that were served → models for the same that are."""
 
 
 def read_config(path: Path, settings: Settings) -> Any:
@@ -99,6 +101,10 @@ def refusal_of(config: Any, text: Any) -> str:
     others = sorted({*(getattr(text, "layer_types", None) or ())} - LAYER_TYPES)
     served = ", ".join(sorted(LAYER_TYPES))
     return first_cause(
+        (
+            text.model_type in LEFT,
+            f"is not served any more; {LEFT.get(text.model_type)} is for the same, see docs/models.md",
+        ),
         (
             not has_attention(text) and not has_states(text),
             "has no attention heads, and no states that transformers' cache holds; only decoders with either "

@@ -46,17 +46,6 @@ def attend(
     return output
 
 
-def attend_scaled(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None
-) -> tuple[torch.Tensor, None]:
-    """query, key and value [1, heads, tokens, head_dim]; rotated queries and keys may be float32 → [1, heads,
-    tokens, head_dim] of the values' dtype
-    """
-    query, key = query.to(value.dtype), key.to(value.dtype)
-    output = attend(module, query, key, value, attention_mask, scaling=1 / module.scale_attn)
-    return output.transpose(1, 2), None
-
-
 @functools.cache
 def bloom() -> Replacements:
     from transformers.models.bloom.modeling_bloom import BloomAttention
@@ -126,32 +115,6 @@ def falcon() -> Replacements:
 
 
 @functools.cache
-def gptj() -> Replacements:
-    from transformers.models.gptj import modeling_gptj
-
-    class PagedGPTJAttention(modeling_gptj.GPTJAttention):
-        """GPT-J's own attention but for the products of queries, keys and values."""
-
-        _attn = attend_scaled
-
-    modeling: Any = modeling_gptj
-    modeling.GPTJ_ATTENTION_CLASSES[NAME] = PagedGPTJAttention
-    return {}
-
-
-@functools.cache
-def codegen() -> Replacements:
-    from transformers.models.codegen.modeling_codegen import CodeGenAttention
-
-    class PagedCodeGenAttention(CodeGenAttention):
-        """CodeGen's own attention but for the products of queries, keys and values."""
-
-        _attn = attend_scaled
-
-    return {CodeGenAttention: PagedCodeGenAttention}
-
-
-@functools.cache
 def mpt() -> Replacements:
     from transformers.masking_utils import create_causal_mask
     from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -205,34 +168,9 @@ def mpt_slopes(num_heads: int) -> tuple[float, ...]:
     return tuple((bias[:, 0, 1] - bias[:, 0, 0]).tolist())
 
 
-@functools.cache
-def xglm() -> Replacements:
-    from transformers.models.xglm.modeling_xglm import XGLMAttention
-
-    class PagedXGLMAttention(XGLMAttention):
-        """Attention of a decoder alone. hidden_states [1, tokens, hidden] of the model's dtype → the same
-        shape
-        """
-
-        def forward(  # type: ignore[override]
-            self, hidden_states: torch.Tensor, attention_mask: Any = None, **rest: Any
-        ) -> tuple[torch.Tensor, None]:
-            query, key, value = (
-                part(hidden_states).unflatten(2, (self.num_heads, self.head_dim)).transpose(1, 2)
-                for part in (self.q_proj, self.k_proj, self.v_proj)
-            )
-            output = attend(self, query, key, value, attention_mask, scaling=self.scaling)
-            return self.out_proj(output.flatten(2)), None
-
-    return {XGLMAttention: PagedXGLMAttention}
-
-
 FAMILIES: dict[str, Callable[[], Replacements]] = {
     "bloom": bloom,
-    "codegen": codegen,
     "falcon": falcon,
-    "gptj": gptj,
     "mpt": mpt,
-    "xglm": xglm,
 }
 """By model type."""

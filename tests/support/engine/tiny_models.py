@@ -157,15 +157,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Falcon",
         SIZES | SPREAD | {"alibi": False, "new_decoder_architecture": False, "multi_query": True},
     ),
-    "GPT-J": ("GPTJ", GPT | {"rotary_dim": 8, "initializer_range": 0.8}),
-    "CodeGen": ("CodeGen", GPT | SPREAD | {"rotary_dim": 8}),
-    "XGLM": (
-        "XGLM",
-        SIZES
-        | SPREAD
-        | {"d_model": 64, "num_layers": 3, "attention_heads": 4, "ffn_dim": 128}
-        | {"scale_embedding": False},
-    ),
     "Bloom": ("Bloom", SIZES | {"num_hidden_layers": 2, "initializer_range": 0.1}),
     "MPT": (
         "Mpt",

@@ -22,7 +22,7 @@ from gpu_worker.engine.model import rope as model_rope
 from gpu_worker.engine.model.families import bloom_slopes, mpt_slopes
 from tests.support.engine import tiny_models
 from tests.support.engine.tiny_engine import MANY_NEW_TOKENS, NEW_TOKENS, check_ids, engine_of, play, prompts
-from tests.support.engine.tiny_models import FAMILIES, LATENT, LLAMA, MIXTURE, SEEING, SIZES, VOCAB, rope
+from tests.support.engine.tiny_models import FAMILIES, GPT, LATENT, LLAMA, MIXTURE, SEEING, SIZES, VOCAB, rope
 
 MOST_REPEATED = 0.625
 """Of the ids of an answer; others prove little."""
@@ -47,6 +47,9 @@ COMPRESSED = SIZES | {
 }
 INDEXED = LATENT | {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2, "sliding_window": 16}
 REFUSED = {
+    "GPTJ": (GPT, "is not served any more; GPT-NeoX"),
+    "CodeGen": (GPT, "is not served any more; StarCoder2"),
+    "XGLM": (SIZES | {"d_model": 64, "num_layers": 2, "attention_heads": 4}, "is not served any more; Qwen3"),
     "Mpt": (
         {"vocab_size": VOCAB, "d_model": 64, "n_layers": 2, "n_heads": 4, "attn_config": {"alibi": False}},
         "has no ALiBi",
