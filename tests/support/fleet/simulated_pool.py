@@ -1,6 +1,7 @@
 """A scheduler, and simulated workers that obey its plans, without Redis."""
 
 import random
+from collections import Counter
 
 from batcher.scheduling.plan_builder import PendingPlan
 from batcher.scheduling.replica import Replica, WorkerLimits
@@ -33,6 +34,17 @@ def sharing_request(
     stopping = StoppingParams(max_new_tokens)
     generate = Generate(name, "d", ids, stopping, block_hashes=hashes, num_choices=num_choices)
     return Sequence(generate, f"1000-{entry}", 10**9)
+
+
+def make_replica(num_blocks: int = 10, max_batch_size: int = 4, horizon: int = 32) -> Replica:
+    """Make what the scheduler knows of a worker, without one."""
+    capacity = WorkerCapacity("w1", "w0", "m", "float32", BLOCK_SIZE, num_blocks, 64, 4096)
+    return Replica(capacity, WorkerLimits(max_batch_size, horizon))
+
+
+def make_sequence(num_prompt: int, max_new_tokens: int = 100) -> Sequence:
+    stopping = StoppingParams(max_new_tokens)
+    return Sequence(Generate("r", "d", pack_ids([1] * num_prompt), stopping), "1-0", 10**15)
 
 
 class Pool:
@@ -178,3 +190,15 @@ class Pool:
         for replica in self.scheduler.replicas.values():
             assert replica.pool.num_free == replica.pool.num_blocks
             assert not replica.rows and replica.num_running == 0
+
+    def check_blocks(self) -> None:
+        """Each block is free, cached, or has rows; the blocks before a cached one are cached."""
+        for replica in self.scheduler.replicas.values():
+            pool, cache = replica.pool, replica.pool.cache
+            has = Counter(block for row in replica.rows.values() for block in row.blocks)
+            has += Counter(block for blocks in replica.leaving.values() for block in blocks)
+            assert sorted([*pool.free, *cache.idle, *has]) == list(range(1, pool.num_blocks + 1))
+            assert pool.others == {block: count - 1 for block, count in has.items() if count > 1}
+            assert pool.num_free + len(has) == pool.num_blocks
+            assert {block: name for name, block in cache.blocks.items()} == cache.names
+            assert cache.idle.keys() <= cache.names.keys()

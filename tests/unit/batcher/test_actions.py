@@ -1,7 +1,7 @@
 """ActionQueue: scripts are sent at once, whatever replies are due, and nothing is done out of order."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import pytest
@@ -14,8 +14,6 @@ from common.broker.batcher_scripts import QueuedRequest
 from common.broker.client import FastConnection
 from common.broker.keys import Keys
 from common.broker.lua import ScriptCall
-
-OnReply = Callable[[Any], Iterable[Action | ScriptAction]]
 
 
 class RecordedQueue(ActionQueue):
@@ -88,17 +86,6 @@ async def test_what_is_on_its_way_is_bounded(actions: RecordedQueue) -> None:
     actions.add(script("a", []), long, *(script("b", []) for _ in range(MAX_CALLS + 1)))
     await run_all(actions)
     assert [len(names) for names in actions.names] == [2, MAX_CALLS, 1]
-
-
-async def test_a_script_is_sent_before_the_replies_to_others_are_taken(actions: RecordedQueue) -> None:
-    done: list[Any] = []
-    for name in ("first", "second"):
-        actions.add(script(name, done))
-        assert actions.can_run
-        await actions.run_next()
-    assert (actions.names, done) == ([["first"], ["second"]], [])
-    await run_all(actions)
-    assert done == ["first", "second"]
 
 
 async def test_what_a_reply_decides_comes_before_all_that_is_not_sent(actions: RecordedQueue) -> None:

@@ -1,6 +1,5 @@
 """AdapterKeeper: adapters that were unloaded go once no live request has them."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,14 +8,13 @@ from redis.asyncio import Redis
 from batcher.adapters import LINGER_S, LOAD_TIMEOUT_S, AdapterKeeper
 from batcher.scheduling.replica import WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
-from common.adapter_registry import AdapterRegistry, change_registry, read_registry
+from common.adapter_registry import change_registry, read_registry
 from common.adapters import LEAVING, LOADING, READY, PoolAdapter
 from common.broker.pool_client import PoolClient
 from tests.support.broker_state import KEYS
 from tests.support.fleet.simulated_pool import request
 
 SQL = PoolAdapter("sql", "/sql", "a" * 64)
-Edit = Callable[[AdapterRegistry], AdapterRegistry]
 
 
 @pytest.fixture
@@ -58,15 +56,6 @@ async def test_an_unloaded_adapter_goes_once_nobody_has_used_it_for_a_while(keep
     pass_time(keeper, LINGER_S)
     await keeper.look(scheduler())
     assert await keys(keeper) == []
-
-
-async def test_an_adapter_that_is_loaded_again_stays(keeper: AdapterKeeper) -> None:
-    await put(keeper, LEAVING)
-    await keeper.look(scheduler())
-    await put(keeper, READY)
-    pass_time(keeper, LINGER_S)
-    await keeper.look(scheduler())
-    assert await keys(keeper) == [SQL.key]
 
 
 async def test_an_adapter_whose_gateway_died_while_it_was_loaded_is_taken_back(keeper: AdapterKeeper) -> None:

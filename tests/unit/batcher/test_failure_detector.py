@@ -1,9 +1,22 @@
-"""FailureDetector: who is dead, and when a missing heartbeat is not taken for a death."""
+"""Who is dead, silent or absent, and when a missing heartbeat is not taken for a death."""
+
+import time
+from dataclasses import replace
 
 import pytest
+from redis.asyncio import Redis
 
 from batcher import failure_detector
-from batcher.failure_detector import CLOCK_JUMP_MS, STALL_S, FailureDetector
+from batcher.failure_detector import CLOCK_JUMP_MS, STALL_S, FailureDetector, WorkerAbsence
+from batcher.housekeeping import OrphanTracker
+from batcher.scheduling.replica import Replica, WorkerLimits
+from batcher.scheduling.sequence import Sequence
+from batcher.scheduling.silence import Silence
+from common.broker.heartbeat import Heartbeat
+from common.broker.pool_client import PoolClient
+from tests.support.broker_state import KEYS, make_capacity, make_request
+
+# --- failure detector ---------------------------------------------------------------------------------------
 
 TTL_S = 5.0
 
@@ -41,14 +54,6 @@ def test_the_first_check_pauses(clock: Clock) -> None:
     detector = FailureDetector(TTL_S)
     clock.now_s += TTL_S - 0.1
     detector.check_clock_jump(1_000_000)
-    clock.now_s += TTL_S - 0.1
-    assert not detector.active
-    clock.now_s += 0.1
-    assert detector.active
-
-
-def test_a_pause_lasts_one_ttl(detector: FailureDetector, clock: Clock) -> None:
-    detector.pause()
     clock.now_s += TTL_S - 0.1
     assert not detector.active
     clock.now_s += 0.1
@@ -95,3 +100,113 @@ def test_a_worker_without_a_heartbeat_is_dead_unless_detection_is_paused(
     assert detector.is_dead(has_heartbeat, seen_ms, 1000.0) is is_dead
     detector.pause()
     assert not detector.is_dead(has_heartbeat, seen_ms, 1000.0)
+
+
+# --- failure detector worker absence ------------------------------------------------------------------------
+
+
+async def test_only_a_pool_without_ready_and_starting_workers_waits(redis: Redis) -> None:
+    now_s = 0.0
+    pool = PoolClient(redis, KEYS)
+    absence = WorkerAbsence(pool, 30.0, clock=lambda: now_s)
+    assert not await absence.is_over_grace(False)
+    now_s = 31.0
+    assert await absence.is_over_grace(False)
+    assert not await absence.is_over_grace(True)
+    now_s = 62.0
+    assert not await absence.is_over_grace(False), "it begins anew"
+    now_s = 93.0
+    starting = Heartbeat(pool, "starting", "w0-1", 5.0)
+    await starting.send(doing="loading")
+    assert not await absence.is_over_grace(False)
+    await starting.remove()
+    assert not await absence.is_over_grace(False)
+    now_s = 124.0
+    assert await absence.is_over_grace(False)
+    await Heartbeat(pool, "sleeper", "w0-1", 5.0).send(state="asleep")
+    assert not await absence.is_over_grace(False), "a worker serves other models, and comes"
+
+
+# --- silence ------------------------------------------------------------------------------------------------
+
+REPORTS, PLANS = ("w1", "reports"), ("w1", "plans")
+
+
+def test_a_worker_is_silent_while_nothing_new_is_heard_of_one_of_its_debts() -> None:
+    silence = Silence()
+    silence.look({REPORTS: 3, PLANS: 7, ("w2", "takeover"): 0}, 100.0)
+    silence.look({REPORTS: 4, PLANS: 7}, 105.0)
+    assert silence.workers(5, 105.0) == {"w1"}, "its reports show no newer plan; w2 owes nothing any more"
+    silence.look({REPORTS: 4, PLANS: 8}, 106.0)
+    assert silence.workers(5, 109.9) == set()
+    silence.look({REPORTS: 4}, 110.0)
+    assert silence.workers(5, 110.0) == {"w1"}
+    silence.look({}, 110.0)  # as after a pause: the machine was stopped, the broker was away
+    silence.look({REPORTS: 4}, 200.0)
+    assert silence.workers(5, 200.0) == set()
+
+
+def test_a_worker_owes_reports_while_it_has_rows_and_plans_that_they_do_not_show() -> None:
+    replica = Replica(make_capacity("w1"), WorkerLimits())
+    replica.acknowledged, replica.plan_seen, replica.plan_written = 9, 2, 4
+    assert replica.debts == {}, "without rows it reports nothing"
+    replica.leaving[1] = [5]
+    assert replica.debts == {"reports": 9, "plans": 2}
+    replica.plan_seen = 4
+    assert replica.debts == {"reports": 9}
+
+
+# --- housekeeping -------------------------------------------------------------------------------------------
+
+
+def sequence(request_id: str, gateway: str, grace_ms: int) -> Sequence:
+    request = replace(make_request(request_id), gateway=gateway, grace_ms=grace_ms)
+    return Sequence(request, "1-0", 10**15)
+
+
+async def find(tracker: OrphanTracker, sequences: list[Sequence]) -> list[str]:
+    live = {sequence.request_id: sequence for sequence in sequences}
+    return await tracker.orphans(live, {sequence.request.gateway for sequence in sequences})
+
+
+async def test_requests_of_an_absent_gateway_are_orphans_after_their_grace(redis: Redis) -> None:
+    tracker = OrphanTracker(PoolClient(redis, KEYS))
+    sequences = [
+        sequence("short", "g0", 0),
+        sequence("long", "g0", 60_000),
+        sequence("other", "g1", 0),
+        sequence("job", "", 0),
+    ]
+    await redis.set(KEYS.gateway("g1"), 1)
+    assert await find(tracker, sequences) == ["short"]
+    tracker.absent_since_s["g0"] = time.monotonic() - 60
+    assert await find(tracker, sequences) == ["short", "long"]
+
+
+async def test_a_request_whose_client_came_back_has_another_gateway(redis: Redis) -> None:
+    """Redis says so; that gateway's own death gives it its grace anew."""
+    tracker = OrphanTracker(PoolClient(redis, KEYS))
+    sequences = [sequence("r1", "g0", 30_000), sequence("r2", "g0", 30_000)]
+    await redis.hset(KEYS.request("r1"), "gateway", "g1")  # type: ignore[misc]
+    await redis.hset(KEYS.request("r2"), "gateway", "g0")  # type: ignore[misc]
+    await redis.set(KEYS.gateway("g1"), 1)
+    assert await find(tracker, sequences) == []
+    tracker.absent_since_s["g0"] -= 60
+    assert await find(tracker, sequences) == ["r2"]
+    await redis.delete(KEYS.gateway("g1"))
+    assert await find(tracker, sequences[:1]) == []
+    tracker.absent_since_s["g1"] -= 60
+    assert await find(tracker, sequences[:1]) == ["r1"]
+
+
+async def test_a_gateway_that_returns_has_its_whole_grace_again(redis: Redis) -> None:
+    tracker = OrphanTracker(PoolClient(redis, KEYS))
+    sequences = [sequence("r1", "g0", 600_000)]
+    await find(tracker, sequences)
+    tracker.absent_since_s["g0"] -= 400
+    await redis.set(KEYS.gateway("g0"), 1)
+    assert await find(tracker, sequences) == []
+    await redis.delete(KEYS.gateway("g0"))
+    await find(tracker, sequences)
+    tracker.absent_since_s["g0"] -= 400
+    assert await find(tracker, sequences) == []

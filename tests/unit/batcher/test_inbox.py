@@ -1,13 +1,19 @@
-"""Inbox: entries in order, handled in slices, and how far a stream is done."""
+"""Inbox: entries in order, handled in slices; how far a stream is done; when a time to live began."""
 
 import asyncio
 from functools import partial
 
+import pytest
 from redis.asyncio import Redis
 
+from batcher import inbox
 from batcher.inbox import Inbox, StreamEntry
 from common.broker.keys import parse_stream_id
+from common.messages.codec import encode
+from tests.support.broker_state import make_request
 from tests.support.waiting import wait_until
+
+# --- inbox --------------------------------------------------------------------------------------------------
 
 
 async def read(inbox: Inbox) -> None:
@@ -96,3 +102,22 @@ async def test_what_is_due_long_since_is_no_time_to_read_in(redis: Redis) -> Non
     inbox.read_ahead(-60_000)
     await inbox.fill(waits=True)
     assert [entry.data for entry in inbox.pop_entries(60.0)] == [b"1"]
+
+
+# --- inbox parse --------------------------------------------------------------------------------------------
+
+NOW_MS = 5000
+
+
+@pytest.mark.parametrize(
+    ("clock", "queued_ms"),
+    [({b"clock": b"4000"}, 4000), ({}, NOW_MS), ({b"clock": b"9000"}, NOW_MS), ({b"clock": b"x"}, NOW_MS)],
+)
+def test_a_deadline_counts_from_what_the_pool_s_clock_showed(
+    clock: dict[bytes, bytes], queued_ms: int
+) -> None:
+    """Not from the entry's id, which the broker's own clock makes; and never from the future."""
+    request = make_request("r1")
+    entry = StreamEntry("requests", "99999-0", {b"generate": encode(request), **clock})
+    sequence = inbox.parse_sequence(entry, inbox.parse_queued_ms(entry, NOW_MS))
+    assert sequence.deadline_ms == queued_ms + request.ttl_ms

@@ -1,4 +1,4 @@
-"""Lease: one holder at a time, and epochs that rise."""
+"""Lease: one holder at a time, epochs that rise, and a batcher that leaves when nobody needs it."""
 
 import asyncio
 
@@ -6,11 +6,13 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
-from batcher.lease import Lease, LeaseLost, PoolClock, WritesLost
+from batcher.lease import GatewayState, HeartbeatCount, Lease, LeaseLost, PoolClock, WritesLost, must_stay
 from common.broker.keys import Keys
 from common.broker.lua import Reply, ScriptCall
 from common.broker.pool_client import PoolClient
 from tests.support.waiting import wait_until
+
+# --- lease --------------------------------------------------------------------------------------------------
 
 KEYS = Keys("default")
 LONG_S = 60.0
@@ -35,19 +37,6 @@ async def test_a_released_lease_is_acquired_with_a_higher_epoch(redis: Redis) ->
     waiting = asyncio.create_task(make_lease(redis, "b1", ttl_s=0.1).acquire())
     await first.release()
     assert await asyncio.wait_for(waiting, 10) > first_epoch
-
-
-async def test_an_expired_lease_is_acquired_by_a_standby(redis: Redis) -> None:
-    first_epoch = await make_lease(redis, "b0", ttl_s=0.2).acquire()
-    assert await make_lease(redis, "b1", ttl_s=0.2).acquire() > first_epoch
-
-
-async def test_a_renewed_lease_lasts_longer(redis: Redis) -> None:
-    lease = make_lease(redis, "b0")
-    await lease.acquire()
-    await redis.pexpire(KEYS.batcher, 1000)
-    await lease.renew()
-    assert await redis.pttl(KEYS.batcher) > 1000
 
 
 async def test_an_expired_lease_that_nobody_took_is_renewed(redis: Redis) -> None:
@@ -184,3 +173,35 @@ async def test_of_two_that_saw_the_pool_s_clock_stop_one_takes_the_lease(redis: 
     first.epoch, first.server_id = await first.run_script(LONG_S, stopped_ms)
     assert first.epoch and (await second.run_script(LONG_S, stopped_ms))[0] == ""
     await first.renew()
+
+
+# --- lease departure ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("has_standby", "gateways", "stays"),
+    [
+        (False, [GatewayState("draining", 3, True), GatewayState("ready", 0, True)], True),
+        (True, [GatewayState("draining", 3, True)], False),
+        (False, [GatewayState("draining", 0, False)], False),
+        (False, [GatewayState("ready", 3, True)], False),
+        (False, [GatewayState("died", 3, False)], False),
+        (False, [], False),
+    ],
+)
+def test_it_stays_for_streams_of_gateways_that_end_with_it(
+    has_standby: bool, gateways: list[GatewayState], stays: bool
+) -> None:
+    assert must_stay(has_standby, gateways) is stays
+
+
+def test_at_first_it_waits_for_gateways_to_show_that_they_end() -> None:
+    assert must_stay(True, [GatewayState("ready", 0, False)])
+
+
+def test_a_process_is_believed_by_two_heartbeats_behind_the_first_look() -> None:
+    count = HeartbeatCount()
+    for i, last_ms in enumerate((5.0, 5.0, 6.0, 6.0, 7.0)):
+        count.look({"b1": last_ms, "gone": 1.0} if i < 3 else {"b1": last_ms})
+        assert count.believes("b1") is (last_ms == 7.0)
+    assert not count.believes("gone")

@@ -10,7 +10,6 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
-from api.admin import routes_timeline
 from batcher import failure_detector
 from batcher.housekeeping import Housekeeping
 from batcher.lease import Lease, WritesLost
@@ -18,7 +17,6 @@ from batcher.loop import Batcher
 from common.broker.pool_client import PoolClient
 from common.messages.codec import decode, encode
 from common.messages.plan import Plan, Report, WorkerDied
-from common.messages.request import Cancel
 from common.metrics import catalogue
 from common.settings.settings import Settings
 from tests.support.broker_state import KEYS, admit, make_request, seal, start_worker
@@ -92,20 +90,6 @@ def hold_replies(batcher: Batcher) -> Callable[[], None]:
     return release
 
 
-async def test_a_request_queued_before_this_epoch_is_recorded_as_queued_once(
-    batcher: Batcher, redis: Redis
-) -> None:
-    await admit(redis, make_request("r1"))
-    await batcher.start_epoch()
-    await turns(batcher)
-    batcher.timeline.written_s = 0.0
-    await batcher.timeline.write()
-    assert [
-        happening["what"]
-        for happening in (await routes_timeline.read_timelines(PoolClient(redis, KEYS), "r1"))["r1"]
-    ] == ["queued"]
-
-
 async def test_a_worker_that_seals_its_own_logs_is_counted_as_lost_once(
     batcher: Batcher, redis: Redis
 ) -> None:
@@ -137,23 +121,6 @@ async def test_a_lost_reply_of_publish_plan_loses_no_refused_row(
     assert list(batcher.scheduler.sequences) == ["keep"]
     assert await redis.hget(KEYS.request("gone"), "terminal") == b"cancelled"  # type: ignore[misc]
     assert await redis.xlen(KEYS.requests) == 1
-
-
-async def test_an_entry_between_two_reads_is_not_missed(batcher: Batcher, redis: Redis) -> None:
-    await batcher.start_epoch()
-    await redis.xadd(KEYS.control, {"cancel": encode(Cancel("r1", "client"))})
-    batcher.inbox.read_ahead(50)
-    await batcher.inbox.fill(waits=True)
-    assert [entry.kind for entry in batcher.inbox.unhandled] == ["cancel"]
-
-
-async def test_a_worker_ready_that_is_no_name_is_counted_as_undecodable(
-    batcher: Batcher, redis: Redis
-) -> None:
-    await batcher.start_epoch()
-    await redis.xadd(KEYS.control, {"worker_ready": b"\xff\xfe"})
-    await turns(batcher)
-    assert batcher.undecodable == 1
 
 
 async def test_an_earlier_worker_with_an_unreadable_capacity_delays_no_request(
@@ -220,14 +187,6 @@ async def test_a_batcher_that_was_stopped_declares_nobody_dead(batcher: Batcher,
     assert await batcher.workers.check() == []
     batcher.detector.resumes_s = 0.0
     assert await batcher.workers.check() == ["w1"]
-
-
-async def test_a_jump_of_the_broker_s_clock_pauses_failure_detection(batcher: Batcher, redis: Redis) -> None:
-    batcher.detector.check_clock_jump(1_000_000)
-    batcher.detector.resumes_s = 0.0
-    assert batcher.detector.active
-    batcher.detector.check_clock_jump(1_010_000)
-    assert not batcher.detector.active
 
 
 async def test_a_turn_with_something_to_do_waits_for_no_entry(

@@ -1,4 +1,4 @@
-"""TimelineWriter: events of requests, from the batcher to the gateway that reads them back."""
+"""Events of requests, from the batcher to the gateway that reads them; spans follow from them."""
 
 from typing import Any
 
@@ -11,6 +11,8 @@ from batcher.scheduling.plan_builder import PendingPlan
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import Sequence
 from batcher.timeline import MAX_UNWRITTEN, REQUESTS_PER_ENTRY, WRITE_INTERVAL_S, TimelineWriter
+from batcher.traces import spans_of
+from common import tracing
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
@@ -19,6 +21,9 @@ from common.messages.plan import Plan, Report, WorkerCapacity
 from common.messages.records import RECORD, pack_ids
 from common.messages.request import Generate, StoppingParams
 from common.metrics import catalogue
+from common.tracing import TraceSpan, ids_of, span_name
+
+# --- timeline -----------------------------------------------------------------------------------------------
 
 KEYS = Keys("default")
 NOW_MS = 1_000_000
@@ -69,22 +74,6 @@ async def test_a_timeline_from_queue_to_end(redis: Redis) -> None:
         ("ended", "w0-1", 2, 50, "length"),
     ]
     assert await redis.pttl(KEYS.timeline) > 0
-
-
-async def test_a_request_that_a_new_batcher_finds_is_queued_or_taken_over(redis: Redis) -> None:
-    writer, fresh, placed = make_writer(redis), sequence("fresh"), sequence("placed")
-    placed.attempt = 1
-    for one in (fresh, placed):
-        writer.record_takeover(one)
-    await writer.write()
-    assert [
-        one["what"]
-        for name in ("fresh", "placed")
-        for one in (await read_timelines(PoolClient(redis, KEYS), name))[name]
-    ] == [
-        "queued",
-        "taken_over",
-    ]
 
 
 async def test_events_are_written_at_an_interval_in_bounded_entries(
@@ -147,3 +136,110 @@ async def test_reading_goes_back_as_far_as_needed_and_skips_undecodable_fields(r
         40_000,
     ]
     assert len((await read_timelines(PoolClient(redis, KEYS), "other"))["other"]) == 1200
+
+
+# --- traces -------------------------------------------------------------------------------------------------
+
+PARENT = span_name("ab" * 16, "cd" * 8)
+
+
+class Collector:
+    def __init__(self) -> None:
+        self.spans: list[TraceSpan] = []
+
+    def export(self, span: TraceSpan) -> None:
+        self.spans.append(span)
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Collector:
+    collector = Collector()
+    monkeypatch.setattr(tracing, "exporter", collector)
+    return collector
+
+
+def traced_request() -> Generate:
+    return Generate("r1", "d", pack_ids([1, 2, 3]), StoppingParams(50), traceparent=PARENT)
+
+
+def shown(spans: list[TraceSpan]) -> list[tuple[str, int, int, str]]:
+    ms = 1_000_000
+    return [(span.name, span.start_ns // ms, span.end_ns // ms, span.error) for span in spans]
+
+
+QUEUED = TimelineEvent(0, "queued", num_tokens=3)
+PLACED = TimelineEvent(10, "placed", "w0", 1)
+FIRST = TimelineEvent(20, "prefilled", "w0", 1, 1)
+DIED = TimelineEvent(50, "died", "w0", 1, 8)
+PLACED_AGAIN = TimelineEvent(60, "placed", "w1", 2, 8)
+GOES_ON = TimelineEvent(70, "prefilled", "w1", 2, 9)
+END = TimelineEvent(90, "ended", "w1", 2, 20, "length")
+UNSEEN = TimelineEvent(95, "ended")
+
+
+def test_a_death_is_two_attempts_and_one_decode() -> None:
+    spans = spans_of(traced_request(), [QUEUED, PLACED, FIRST, DIED, PLACED_AGAIN, GOES_ON, END], UNSEEN)
+    assert shown(spans) == [
+        ("queued", 0, 10, ""),
+        ("queued", 50, 60, ""),
+        ("infer", 10, 50, "worker w0 died"),
+        ("prefill", 10, 20, ""),
+        ("infer", 60, 90, ""),
+        ("prefill", 60, 70, ""),
+        ("decode", 20, 90, ""),
+    ]
+    *_, first, _, second, prefill, decode = spans
+    assert second.links == [first.traceparent]
+    assert prefill.parent_id == ids_of(second.traceparent)[1]
+    assert [event.name for event in decode.events] == ["first_token", "died", "resume"]
+    assert decode.attributes["gen_ai.usage.output_tokens"] == 20
+    assert len({span.traceparent for span in spans}) == len(spans)
+    assert {span.parent_id for span in (first, second, decode)} == {"cd" * 8}
+
+
+def test_a_preemption_is_an_event_by_its_reason() -> None:
+    preempted = TimelineEvent(40, "interrupted", "w0", 1, 5, "preempted")
+    *_, decode = spans_of(
+        traced_request(), [QUEUED, PLACED, FIRST, preempted, PLACED_AGAIN, GOES_ON, END], UNSEEN
+    )
+    assert [event.name for event in decode.events] == ["first_token", "preempted", "resume"]
+
+
+def test_what_was_never_written_follows_from_what_came_next() -> None:
+    """A batcher may die before it writes its last events; the end may have no event at all."""
+    spans = spans_of(traced_request(), [QUEUED, FIRST], TimelineEvent(80, "ended"))
+    assert shown(spans) == [
+        ("queued", 0, 20, ""),
+        ("infer", 20, 80, ""),
+        ("prefill", 20, 20, ""),
+        ("decode", 20, 80, ""),
+    ]
+
+
+def test_all_who_export_a_request_give_its_spans_the_same_ids() -> None:
+    events = [QUEUED, PLACED, FIRST, END]
+    one, two = (spans_of(traced_request(), events, TimelineEvent(ms, "ended")) for ms in (95, 99))
+    assert one == two
+
+
+async def test_a_new_batcher_exports_what_its_predecessor_recorded(
+    redis: Redis, collector: Collector
+) -> None:
+    one = sequence()
+    one.request = traced_request()
+    former, later = (TimelineWriter(PoolClient(redis, KEYS), lambda: NOW_MS) for _ in range(2))
+    former.record_queued(one)
+    one.attempt = 1
+    former.record(one, "placed", worker="w0", at_ms=NOW_MS + 1)
+    await former.write()
+    later.traces.note_former([one])
+    later.record(one, "prefilled", worker="w0", num_tokens=1, at_ms=NOW_MS + 2)
+    later.record(one, "ended", worker="w0", num_tokens=9, why="length", at_ms=NOW_MS + 3)
+    later.record_dequeued(one)
+    later.traces.export_ended()
+    assert not collector.spans, "its beginning is not read yet"
+    await later.traces.recall()
+    assert later.is_due
+    await later.write()
+    assert [span.name for span in collector.spans] == ["queued", "infer", "prefill", "decode"]
+    assert not later.traces.live

@@ -141,15 +141,6 @@ async def test_a_removed_worker_is_not_taken_over_again(redis: Redis, workers: W
     assert KEYS.reports("w1") not in workers.inbox.last_ids
 
 
-async def test_a_draining_worker_gets_no_new_rows(redis: Redis, workers: WorkerRegistry) -> None:
-    await start_worker(redis, "w1")
-    await workers.check()
-    answer_takeover(workers, "w1")
-    await send_heartbeat(redis, "w1", state="draining")
-    await workers.check()
-    assert workers.scheduler.replicas["w1"].draining
-
-
 async def test_a_worker_that_drains_at_its_takeover_is_given_no_rows_of_another(
     redis: Redis, workers: WorkerRegistry
 ) -> None:
@@ -160,11 +151,6 @@ async def test_a_worker_that_drains_at_its_takeover_is_given_no_rows_of_another(
     for name in ("w1", "w2"):
         answer_takeover(workers, name)
     assert [replica.draining for replica in workers.scheduler.replicas.values()] == [True, True]
-
-
-async def test_a_name_without_a_heartbeat_is_not_kept(workers: WorkerRegistry) -> None:
-    await workers.send_takeover("nobody")
-    assert workers.workers == {}
 
 
 async def test_the_death_of_a_process_is_that_of_its_last_incarnation(
@@ -188,14 +174,6 @@ async def test_a_worker_may_be_taken_over_while_all_are_checked(
     await asyncio.sleep(0)  # it asks the broker
     workers.workers["w2"] = KnownWorker()
     assert await check == []
-
-
-async def test_a_worker_that_has_left_the_pool_is_sealed_once(redis: Redis, workers: WorkerRegistry) -> None:
-    await start_worker(redis, "w1")
-    await workers.check()
-    await workers.seal("w1")
-    await workers.remove_worker_keys("w1")
-    assert await workers.check() == []
 
 
 async def test_a_worker_that_does_not_answer_a_takeover_is_silent_then_sealed(

@@ -1,15 +1,25 @@
-"""WorkerPace: as many steps are granted as grants take to come, within memory, and stops come at once."""
+"""Pace: how many steps are granted ahead, and how much prefill goes beside decode, from what reports say."""
 
 import math
+import random
+import statistics
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batcher.scheduling.pace import CACHE_PARTS, LAUNCHED_STEPS, LEAST_HORIZON, WorkerPace, horizon
+from batcher.scheduling.pace import CACHE_PARTS, LAUNCHED_STEPS, LEAST_HORIZON, StepTimes, WorkerPace, horizon
+from batcher.scheduling.plan_builder import mixed_prefill_tokens, next_plan, whole_steps_reason
 from batcher.scheduling.replica import WorkerLimits
+from batcher.scheduling.scheduler import Scheduler
+from benchmarks.batcher.timed_pool import Load, StepCosts, TimedPool
 from common.messages.plan import Report
+from tests.support.fleet.simulated_pool import make_replica, make_sequence
 from tests.support.scheduling.late_pool import LatePool
+
+# --- pace ---------------------------------------------------------------------------------------------------
 
 MOST = WorkerLimits().max_horizon
 MANY = 10**6
@@ -33,18 +43,6 @@ def test_half_of_the_steps_granted_last_as_long_as_a_grant_takes(
 ) -> None:
     assert horizon(MOST, trip_steps, slots_per_row) == steps
     assert horizon(5, trip_steps, slots_per_row) == 5, "HORIZON"
-
-
-@given(most=st.integers(1, 10**4), trip_steps=st.integers(0, 10**4), slots_per_row=st.integers(0, 10**6))
-def test_what_is_granted_keeps_within_memory_and_setting(
-    most: int, trip_steps: int, slots_per_row: int
-) -> None:
-    steps = horizon(most, trip_steps, slots_per_row)
-    assert min(most, LEAST_HORIZON) <= steps <= most
-    assert steps <= LEAST_HORIZON or CACHE_PARTS * steps <= slots_per_row
-    assert steps <= horizon(most, trip_steps + 1, slots_per_row)
-    is_bounded = steps == most or CACHE_PARTS * (steps + 1) > slots_per_row
-    assert is_bounded or steps // 2 >= trip_steps + LAUNCHED_STEPS
 
 
 def learnt(*round_trips: float) -> WorkerPace:
@@ -82,12 +80,6 @@ def test_the_engine_is_never_idle_however_late_plans_and_reports_are(late: int) 
     assert 0 not in pool.run(500)
 
 
-def test_a_horizon_that_does_not_follow_leaves_holes() -> None:
-    pool = LatePool(20, WorkerLimits(max_batch_size=16, max_horizon=32), num_blocks=8192)
-    pool.run(500)
-    assert pool.run(500)[0] > 50
-
-
 @settings(max_examples=15)
 @given(late=st.integers(0, 60), num_blocks=st.integers(80, 1500), eos_chance=st.floats(0.002, 0.1))
 def test_blocks_granted_ahead_stay_within_an_eighth_of_the_cache(
@@ -112,3 +104,244 @@ def test_a_cancel_stops_a_row_as_soon_as_its_plan_is_there_however_much_is_grant
     pool.pool.scheduler.cancel(row.start.request.request_id, "client")
     pool.run(late + 1)
     assert number not in pool.worker.rows
+
+
+# --- pace step times ----------------------------------------------------------------------------------------
+
+MOST_TOKENS = 512
+
+
+def learnt_times(*step_times: tuple[int, int, int, float]) -> StepTimes:
+    times = StepTimes()
+    times.add(step_times)
+    return times
+
+
+def test_decode_and_what_each_token_of_a_prompt_adds_are_told_apart() -> None:
+    times = learnt_times((10, 10, 0, 200.0), (4, 4, 100, 130.0), (2, 0, 200, 100.0))
+    assert times.step_ms == pytest.approx(20)
+    assert times.added_ms / times.tokens == pytest.approx(0.5), "beside rows that decode, and alone"
+
+
+@pytest.mark.parametrize(
+    ("target_ms", "tokens"),
+    [
+        (50.0, 120),  # 20 ms decode, 30 ms are left for 0.25 ms each
+        (100.0, 320),
+        (21.0, 20),  # a quarter of that at least
+        (5.0, 20),
+        (1000.0, MOST_TOKENS),
+        (0.0, MOST_TOKENS),
+    ],
+)
+def test_prefill_takes_what_decode_leaves_of_the_target(target_ms: float, tokens: int) -> None:
+    assert learnt_times((1, 1, 0, 20.0), (1, 1, 100, 45.0)).prefill_tokens(target_ms, MOST_TOKENS) == tokens
+
+
+@pytest.mark.parametrize("step_times", [[], [(1, 1, 0, 20.0)], [(1, 0, 100, 50.0)]])
+def test_what_is_not_known_bounds_nothing(step_times: list[tuple[int, int, int, float]]) -> None:
+    assert learnt_times(*step_times).prefill_tokens(25.0, MOST_TOKENS) == MOST_TOKENS
+
+
+def test_sixteen_tokens_go_beside_decode_however_slow_a_worker_is() -> None:
+    times = learnt_times((1, 1, 0, 20.0), (1, 1, 1, 500.0))
+    assert times.prefill_tokens(25.0, MOST_TOKENS) == 16
+    assert times.prefill_tokens(25.0, 8) == 8, "unless a step has fewer at most"
+
+
+def test_noise_does_not_wear_the_budget_down() -> None:
+    """On a loaded machine a step takes up to four times as long, and a few tokens add less than that."""
+    draw, times, budgets = random.Random(1), StepTimes(), []
+    for _ in range(2000):
+        tokens = times.prefill_tokens(2 * times.step_ms, MOST_TOKENS)
+        times.add([(1, 1, 0, 20.0 * draw.uniform(1, 4))])
+        times.add([(1, 1, tokens, (20.0 + 0.25 * tokens) * draw.uniform(1, 4))])
+        budgets.append(tokens)
+    # 50 ms a decode step: as much is left, for 0.625 ms each
+    assert 60 < statistics.median(budgets[200:]) < 110
+
+
+def test_figures_that_cannot_be_are_ignored() -> None:
+    """A report is what another process wrote."""
+    times = learnt_times((1, 1, 0, 20.0), (1, 1, 100, 70.0))
+    before = times.prefill_tokens(50.0, MOST_TOKENS)
+    times.add([(0, 0, 0, 5.0), (-1, 0, 5, 5.0), (1, 1, -5, 5.0), (1, 1, 0, -1.0)])
+    assert times.prefill_tokens(50.0, MOST_TOKENS) == before
+
+
+def test_a_plan_follows_the_target_once_reports_carry_times() -> None:
+    replica = make_replica(num_blocks=100)
+    replica.limits = WorkerLimits(inter_token_target_ms=30.0)
+    scheduler = Scheduler(replica.limits, 1)
+    scheduler.replicas["w1"] = replica
+    replica.start(make_sequence(16))
+    plan = next_plan(replica, 1, [])
+    assert plan and plan.mixed_prefill_tokens == plan.prefill_tokens == 64
+    times = [(5, 5, 0, 100.0), (1, 1, 64, 36.0)]
+    scheduler.apply_report("w1", Report(1, 1, 1, 20, step_times=times))
+    plan = next_plan(replica, 1, [])
+    assert plan and (plan.mixed_prefill_tokens, plan.prefill_tokens) == (40, 64)
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "tokens"),
+    [
+        (10.0, 360),  # 100 ms, of which decode leaves 90, for 0.25 ms each
+        (50.0, 400),  # 150 ms, three times as long as decode
+        (100.0, 800),
+        (600.0, 2048),
+    ],
+)
+def test_a_learnt_target_is_a_tenth_of_a_second_or_three_decode_steps(step_ms: float, tokens: int) -> None:
+    assert learnt_times((1, 1, 0, step_ms), (1, 1, 100, step_ms + 25)).prefill_tokens(None, 2048) == tokens
+
+
+# --- plan builder prefill budget ----------------------------------------------------------------------------
+
+SLOW = StepTimes(decode_steps=10, decode_ms=200.0, tokens=100, added_ms=100.0)
+"""A decode step takes 20 ms, and each token of a prompt 1 ms more."""
+
+
+@pytest.mark.parametrize(
+    ("ratio", "num_prompts", "num_decoding", "whole"),
+    [(0.3, 3, 10, True), (0.3, 2, 10, False), (1.2, 11, 10, False), (1.2, 12, 10, True), (0.0, 1, 9, True)],
+)
+def test_prompts_take_whole_steps_where_they_are_so_many_for_each_row_that_decodes(
+    ratio: float, num_prompts: int, num_decoding: int, whole: bool
+) -> None:
+    limits = WorkerLimits(waiting_served_ratio=ratio)
+    assert whole_steps_reason(limits, [0] * num_prompts, num_decoding) == ("backpressure" if whole else "")
+
+
+@pytest.mark.parametrize(("age", "whole"), [(19, False), (20, True), (90, True)])
+def test_a_prompt_whole_steps_reason_once_it_has_waited_for_so_many(age: int, whole: bool) -> None:
+    assert whole_steps_reason(WorkerLimits(max_waiting_tokens=20), [3, age], 100) == (
+        "wait_exceeded" if whole else ""
+    )
+
+
+def test_without_prompts_or_without_the_settings_nothing_is_whole() -> None:
+    both = WorkerLimits(waiting_served_ratio=0.0, max_waiting_tokens=0)
+    assert not whole_steps_reason(both, [], 5)
+    assert not whole_steps_reason(WorkerLimits(), [1000] * 9, 1)
+
+
+def test_a_prompt_waits_from_when_it_has_a_place() -> None:
+    """Until then rows of its worker decode, and could not have let it in."""
+    replica = make_replica(num_blocks=100)
+    replica.limits = WorkerLimits(max_batch_size=1, inter_token_target_ms=50.0, max_waiting_tokens=20)
+    replica.pace.times = SLOW
+    first = replica.start(make_sequence(16))
+    replica.on_prefilled(first, 16, 1)
+    replica.start(make_sequence(16))
+    other = replica.start(make_sequence(16))
+    replica.step = 100
+    assert mixed_prefill_tokens(replica) == 30
+    replica.end_row(first)
+    replica.limits = replace(replica.limits, max_batch_size=2)
+    replica.on_prefilled(other, 16, 101)
+    budgets = []
+    for replica.step in (119, 120):
+        budgets.append(mixed_prefill_tokens(replica))
+    assert budgets == [30, 64]
+
+
+def test_an_answer_that_was_interrupted_is_computed_again_in_whole_steps() -> None:
+    """Until then it stands still, which is worse than a longer step of those that run."""
+    replica = make_replica(num_blocks=100)
+    replica.limits = WorkerLimits(inter_token_target_ms=50.0)
+    replica.pace.times = SLOW
+    replica.on_prefilled(replica.start(make_sequence(16)), 16, 1)
+    interrupted = make_sequence(16)
+    interrupted.base = 3
+    row = replica.start(interrupted)
+    replica.start(make_sequence(16))
+    assert mixed_prefill_tokens(replica) == 64
+    replica.on_prefilled(row, 19, 2)
+    assert mixed_prefill_tokens(replica) == 30
+
+
+@pytest.mark.parametrize(
+    ("limits", "budgets", "joins"),
+    [
+        (WorkerLimits(inter_token_target_ms=50.0), [30, 30], ["chunking", ""]),
+        (WorkerLimits(inter_token_target_ms=50.0, waiting_served_ratio=1.0), [64, 64], ["backpressure", ""]),
+        (WorkerLimits(inter_token_target_ms=50.0, waiting_served_ratio=1.2), [30, 30], ["chunking", ""]),
+        (
+            WorkerLimits(inter_token_target_ms=50.0, max_waiting_tokens=16),
+            [30, 64],
+            ["chunking", "wait_exceeded"],
+        ),
+    ],
+)
+def test_a_plan_grants_whole_steps_beside_the_target(
+    limits: WorkerLimits, budgets: list[int], joins: list[str]
+) -> None:
+    """One row decodes, another's prompt waits; the second plan comes 16 steps after its start."""
+    replica = make_replica(num_blocks=100)
+    replica.limits, replica.pace.times = limits, SLOW
+    replica.on_prefilled(replica.start(make_sequence(16)), 16, 1)
+    row = replica.start(make_sequence(16))
+    plans, reasons = [next_plan(replica, 1, [row])], [replica.joins]
+    replica.step = 16
+    plans.append(next_plan(replica, 1, []))
+    reasons.append(replica.joins)
+    assert [plan and plan.mixed_prefill_tokens for plan in plans] == budgets
+    assert reasons == joins
+
+
+# --- pace load ----------------------------------------------------------------------------------------------
+
+SLOW_PROMPTS = StepCosts("", step_ms=7.5, row_ms=0.55, token_ms=0.3, prefill_tokens=2048)
+FAST_PROMPTS = StepCosts("", step_ms=6.0, row_ms=0.25, token_ms=0.06, prefill_tokens=2048)
+GPU = StepCosts("", step_ms=5.0, row_ms=0.025, token_ms=0.015, prefill_tokens=8192)
+TOGETHER = Load("", streams=32, requests=64, in_tokens=128)
+APART = Load("", streams=32, requests=96, in_tokens=128, spread=0.5)
+LONG = Load("", streams=8, requests=16, in_tokens=1309)
+MANY_ROWS = Load("", streams=256, requests=300, in_tokens=256, spread=0.8)
+
+
+@pytest.mark.parametrize("load", [TOGETHER, APART, LONG], ids=["together", "apart", "long"])
+@pytest.mark.parametrize("costs", [SLOW_PROMPTS, FAST_PROMPTS], ids=["slow", "fast"])
+def test_no_tail_is_longer_than_without_a_target(costs: StepCosts, load: Load) -> None:
+    learnt = TimedPool(costs, load, None).play()
+    free = TimedPool(costs, load, 0.0).play()
+    assert learnt.first_token_p99_ms <= 1.02 * free.first_token_p99_ms
+    assert learnt.gap_p99_ms <= 1.05 * free.gap_p99_ms
+    assert learnt.tokens_per_s >= 0.97 * free.tokens_per_s
+
+
+def test_where_prompts_come_one_by_one_answers_go_on_evenly() -> None:
+    load = Load("", streams=32, requests=100, in_tokens=400, spread=0.8, per_s=2.0)
+    learnt, free = TimedPool(SLOW_PROMPTS, load, None).play(), TimedPool(SLOW_PROMPTS, load, 0.0).play()
+    assert learnt.gap_p99_ms < 0.8 * free.gap_p99_ms
+    assert learnt.first_token_p99_ms <= 1.02 * free.first_token_p99_ms
+
+
+@pytest.mark.parametrize("costs", [SLOW_PROMPTS], ids=["cpu"])
+def test_neither_prompts_nor_answers_starve_at_256_rows(costs: StepCosts) -> None:
+    pool = TimedPool(costs, MANY_ROWS, None)
+    learnt, free = pool.play(), TimedPool(costs, MANY_ROWS, 0.0).play()
+    assert learnt.first_token_p99_ms <= 1.02 * free.first_token_p99_ms
+    assert learnt.tokens_per_s >= 0.97 * free.tokens_per_s
+    longest = max(decoded for decoded, _ in pool.step_tokens) * costs.row_ms + costs.step_ms
+    longest += costs.prefill_tokens * costs.token_ms
+    gaps = [later - sooner for times in pool.token_ms.values() for sooner, later in pairwise(times)]
+    assert max(gaps) <= longest, "a row that decodes has a token in every step"
+
+
+@pytest.mark.parametrize("target_ms", [60.0])
+@pytest.mark.parametrize("load", [TOGETHER, APART, LONG], ids=["together", "apart", "long"])
+def test_a_target_that_a_user_set_bounds_every_step_once_times_are_known(
+    load: Load, target_ms: float
+) -> None:
+    pool = TimedPool(SLOW_PROMPTS, load, target_ms)
+    pool.play()
+    mixed = [
+        SLOW_PROMPTS.step_ms + SLOW_PROMPTS.row_ms * decoded + SLOW_PROMPTS.token_ms * prefilled
+        for decoded, prefilled in pool.step_tokens[20:]
+        if decoded and prefilled
+    ]
+    assert mixed
+    # the time of decode alone is a mean, of more or fewer rows
+    assert max(mixed) < target_ms + SLOW_PROMPTS.row_ms * load.streams

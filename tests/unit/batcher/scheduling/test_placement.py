@@ -1,4 +1,8 @@
-"""Placement: a request goes to the worker that has its beginning computed, unless that has many more rows."""
+"""Placement: a request goes to the worker that has its beginning computed and its adapter loaded, unless that
+has many more rows.
+"""
+
+from dataclasses import replace
 
 import pytest
 
@@ -8,6 +12,8 @@ from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import PlacedRow, Sequence
 from common.messages.plan import Plan
 from tests.support.fleet.simulated_pool import Pool, request, sharing_request
+
+# --- placement ----------------------------------------------------------------------------------------------
 
 CHAT = list(range(200))
 
@@ -49,47 +55,6 @@ def test_what_is_cached_does_not_gather_all_rows_on_one_worker() -> None:
     assert len({name for name, _ in placed[:3]}) == 3
     rows = [replica.num_running for replica in pool.scheduler.replicas.values()]
     assert min(rows) >= 1 and max(rows) <= 3
-
-
-def test_after_a_death_the_survivors_caches_are_used() -> None:
-    pool = Pool(2, num_blocks=200, seed=1, eos_chance=0)
-    for i in range(2):  # both workers know the chat
-        pool.add(sharing_request(f"r{i}", CHAT, 60, i))
-    run_turns(pool)
-    sequence = sharing_request("r2", CHAT, 60, 2)
-    pool.add(sequence)
-    pool.decide()
-    assert sequence.row is not None
-    home = next(name for name, worker in pool.workers.items() if worker.rows)
-    for _ in range(3):
-        pool.turn()
-    pool.kill(home)
-    pool.decide()
-    assert sequence.row is not None and sequence.row.num_cached > len(CHAT)
-    pool.run()
-    assert pool.committed["r2"] == 60
-
-
-def test_requests_that_share_nothing_go_where_the_fewest_rows_are() -> None:
-    pool = Pool(2, num_blocks=200, seed=1, eos_chance=0)
-    start(pool, "r0", CHAT, new=100)
-    pool.add(request("r1", 10, 50, 1))
-    pool.decide()
-    assert [replica.num_running for replica in pool.scheduler.replicas.values()] == [1, 1]
-
-
-def test_a_worker_that_joins_gets_what_waits_then_what_comes() -> None:
-    pool = Pool(1, num_blocks=400, seed=1, limits=WorkerLimits(max_batch_size=4), eos_chance=0)
-    pool.add(*(request(f"r{i}", 20, 300, i) for i in range(7)))
-    pool.turn()
-    joined = pool.add_worker()
-    pool.decide()
-    assert len(pool.workers[joined].rows) == 3, "those that waited, in the first decision"
-    pool.add(request("r7", 20, 300, 7))
-    pool.decide()
-    assert len(pool.workers[joined].rows) == 4
-    pool.run()
-    assert len(pool.finished) == 8
 
 
 def test_what_fits_is_not_refused_for_one_that_needs_more_at_a_long_horizon() -> None:
@@ -150,3 +115,59 @@ def test_a_decision_costs_what_has_changed_however_many_workers_there_are(
     pool.scheduler.apply_report(home, pool.workers[home].take_report())
     assert calls.during(pool) <= (2, 3)
     assert pool.scheduler.sequences["r60"].row is not None
+
+
+# --- placement adapters -------------------------------------------------------------------------------------
+
+SQL, LEGAL = "sql@1", "legal@2"
+
+
+def make_pool(num_workers: int, **adapters: tuple[str, ...]) -> Pool:
+    """Make workers w0, w1 …, which have loaded these adapters; one of them is on a device at once."""
+    pool = Pool(num_workers, num_blocks=200, seed=1, eos_chance=0)
+    for name, replica in pool.scheduler.replicas.items():
+        replica.capacity = replace(replica.capacity, max_loras=1)
+        pool.scheduler.set_adapters(name, frozenset(adapters.get(name, ())))
+    return pool
+
+
+def ask(pool: Pool, name: str, adapter: str, new: int = 40) -> Sequence:
+    sequence = request(name, 20, new, entry=len(pool.scheduler.sequences))
+    sequence.request = replace(sequence.request, adapter=adapter)
+    pool.add(sequence)
+    pool.decide()
+    return sequence
+
+
+def home(sequence: Sequence) -> str:
+    return sequence.row.worker if sequence.row else ""
+
+
+def test_a_request_starts_only_where_its_adapter_is_loaded() -> None:
+    pool = make_pool(3, w1=(SQL,))
+    assert {home(ask(pool, f"r{i}", SQL)) for i in range(4)} == {"w1"}
+    assert home(ask(pool, "plain", "")) in ("w0", "w2")
+
+
+def test_a_request_waits_for_its_adapter_and_keeps_nobody_else_waiting() -> None:
+    pool = make_pool(1)
+    waiting = ask(pool, "sql", SQL)
+    plain = [ask(pool, f"r{i}", "", new=4) for i in range(40)]
+    for _ in range(60):
+        pool.turn()
+    assert not home(waiting)
+    assert {one.request_id for one in plain} <= set(pool.finished)
+    pool.scheduler.set_adapters("w0", frozenset([SQL]))
+    pool.decide()
+    assert home(waiting) == "w0"
+
+
+def test_a_worker_with_the_adapter_on_its_device_comes_first() -> None:
+    both = (SQL, LEGAL)
+    pool = make_pool(2, w0=both, w1=both)
+    first, other = ask(pool, "r0", SQL), ask(pool, "r1", LEGAL)
+    assert {home(first), home(other)} == {"w0", "w1"}
+    assert home(ask(pool, "r2", SQL)) == home(first)
+    assert home(ask(pool, "r3", LEGAL)) == home(other)
+    many = [home(ask(pool, f"s{i}", SQL)) for i in range(8)]
+    assert set(many) == {"w0", "w1"}, "but not if it has far more rows"

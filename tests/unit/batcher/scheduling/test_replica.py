@@ -7,21 +7,9 @@ import pytest
 from batcher.scheduling.plan_builder import next_plan, set_lengths
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import Sequence
-from common.messages.plan import WorkerCapacity
-from common.messages.records import num_group_blocks, pack_ids
-from common.messages.request import BeamParams, Generate, StoppingParams, prompt_hashes
-
-BLOCK_SIZE = 16
-
-
-def make_replica(num_blocks: int = 10, max_batch_size: int = 4, horizon: int = 32) -> Replica:
-    capacity = WorkerCapacity("w1", "w0", "m", "float32", BLOCK_SIZE, num_blocks, 64, 4096)
-    return Replica(capacity, WorkerLimits(max_batch_size, horizon))
-
-
-def make_sequence(num_prompt: int, max_new_tokens: int = 100, crash_count: int = 0) -> Sequence:
-    request = Generate("r", "d", pack_ids([1] * num_prompt), StoppingParams(max_new_tokens))
-    return Sequence(request, "1-0", 10**15, crash_count=crash_count)
+from common.messages.records import num_group_blocks
+from common.messages.request import BeamParams, prompt_hashes
+from tests.support.fleet.simulated_pool import BLOCK_SIZE, make_replica, make_sequence
 
 
 @pytest.mark.parametrize(
@@ -52,21 +40,6 @@ def test_what_running_rows_may_soon_need_must_be_left() -> None:
     assert replica.reserved == 0
 
 
-def test_no_more_is_left_than_rows_can_ever_need() -> None:
-    replica = make_replica(num_blocks=6)
-    row = replica.start(make_sequence(16, max_new_tokens=49))
-    assert (len(row.blocks), replica.reserved) == (3, 1)
-    assert replica.can_start(make_sequence(16, max_new_tokens=17))
-    row.blocks += replica.pool.allocate(1)
-    replica.reserve(row, replica.horizon)
-    assert replica.reserved == 0
-
-
-def test_a_row_starts_with_a_block_of_progress_however_short_the_horizon_is() -> None:
-    replica = make_replica(horizon=4)
-    assert len(replica.start(make_sequence(16)).blocks) == 2
-
-
 def test_no_row_starts_beyond_the_batch_or_on_a_starved_worker() -> None:
     replica = make_replica(num_blocks=100, max_batch_size=1)
     assert replica.can_start(make_sequence(1))
@@ -75,15 +48,6 @@ def test_no_row_starts_beyond_the_batch_or_on_a_starved_worker() -> None:
     replica.starved = False
     replica.start(make_sequence(1))
     assert not replica.can_start(make_sequence(1))
-
-
-def test_one_suspect_at_a_time_is_in_its_prefill() -> None:
-    replica = make_replica(num_blocks=100)
-    row = replica.start(make_sequence(1, crash_count=1))
-    assert not replica.can_start(make_sequence(1, crash_count=1))
-    assert replica.can_start(make_sequence(1))
-    row.kv_len = 1
-    assert replica.can_start(make_sequence(1, crash_count=1))
 
 
 def test_a_grant_is_needed_when_half_of_the_horizon_is_used() -> None:
@@ -130,23 +94,6 @@ def test_a_starved_worker_needs_a_grant_once_blocks_are_free() -> None:
     assert not replica.needs_grant
     replica.pool.release([3])
     assert replica.needs_grant
-
-
-def test_blocks_stay_in_use_until_the_release() -> None:
-    replica = make_replica()
-    row = replica.start(make_sequence(16))
-    replica.end_row(row)
-    assert (replica.num_running, replica.pool.num_free) == (0, 7) and row.sequence.row is None
-    replica.release(row.number)
-    assert replica.pool.num_free == 10 and not replica.rows
-
-
-def test_a_withdrawn_row_leaves_nothing_behind() -> None:
-    replica = make_replica()
-    row = replica.start(make_sequence(16))
-    replica.withdraw(row)
-    assert (replica.num_running, replica.pool.num_free, replica.rows) == (0, 10, {})
-    assert row.sequence.row is None
 
 
 @pytest.mark.parametrize(

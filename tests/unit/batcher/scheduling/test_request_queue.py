@@ -16,9 +16,6 @@ from common.messages.request import SERVICE_CLASSES
 from tests.support.fleet.simulated_pool import Pool, request
 from tests.support.scheduling.obvious_queue import ObviousQueue
 
-STEP_TOKENS = 64
-"""Prompt tokens of one step of a simulated worker."""
-
 
 def new(
     name: str, arrival: int, priority: str = "", tenant: str = "", prompt: int = 10, most: int = 10
@@ -58,27 +55,6 @@ def test_urgent_classes_start_first_and_an_unknown_class_is_standard() -> None:
     assert start_all(queue) == ["i", "u", "s", "b"]
 
 
-def test_a_large_batch_is_passed_by_the_urgent_but_does_not_starve() -> None:
-    queue = queue_of(*(new(f"b{i}", i, "batch") for i in range(2000)))
-    for i in range(100):
-        queue.add(new(f"i{i}", 20_000 + i, "interactive"))
-    started = start_all(queue, 105)
-    assert [name[0] for name in started[:PATIENCE]] == ["i"] * PATIENCE
-    assert Counter(name[0] for name in started) == {"i": 99, "b": 6}
-
-
-def test_each_class_keeps_its_turn_under_a_flood_of_the_others() -> None:
-    queue, arrival, since = RequestQueue({}), 0, Counter[str]()
-    for turn in range(500):
-        for name in SERVICE_CLASSES:
-            arrival += 1
-            queue.add(new(f"{name}{turn}", arrival, name))
-        [started] = start_all(queue, 1)
-        since = Counter({name: since[name] + 1 for name in SERVICE_CLASSES})
-        since[started.rstrip("0123456789")] = 0
-        assert max(since.values()) <= PATIENCE + len(SERVICE_CLASSES)
-
-
 @settings(max_examples=60)
 @given(
     trace=st.lists(
@@ -97,14 +73,6 @@ def test_no_class_that_waits_is_passed_for_long(trace: list[tuple[int, ...]]) ->
             waiting[class_index] -= 1
             passed = Counter({other: passed[other] + 1 for other in +waiting if other != class_index})
         assert all(most <= PATIENCE + len(SERVICE_CLASSES) for most in passed.values())
-
-
-def test_resumed_requests_start_first_in_their_class_the_shortest_first() -> None:
-    long, short, lowly = new("long", 5, prompt=90), new("short", 6), new("lowly", 7, "batch")
-    for sequence in (long, short, lowly):
-        sequence.resumed = True
-    queue = queue_of(new("new", 0), long, short, lowly, new("urgent", 9, "interactive"))
-    assert start_all(queue) == ["urgent", "short", "long", "new", "lowly"]
 
 
 def test_weights_divide_what_is_computed() -> None:
@@ -207,38 +175,6 @@ def test_an_obvious_queue_starts_the_same_and_each_once(
     assert sorted(started) == sorted(f"r{i}" for i in range(num_added))
 
 
-@settings(max_examples=25)
-@given(
-    sizes=st.lists(
-        st.tuples(st.integers(1, 150), st.integers(1, 80), st.integers(1, 150), st.integers(1, 80)),
-        min_size=5,
-        max_size=25,
-    ),
-    seed=st.integers(0, 10**6),
-)
-def test_two_backlogged_tenants_are_served_alike(sizes: list[tuple[int, int, int, int]], seed: int) -> None:
-    """What a worker with one row computes for them differs by at most twice the largest request and a step's
-    prefill, as long as both wait.
-    """
-    pool = Pool(1, num_blocks=64, seed=seed, limits=WorkerLimits(max_batch_size=1))
-    wanted = {"a": 0, "b": 0}
-    for i, (prompt_a, most_a, prompt_b, most_b) in enumerate(sizes):
-        pool.add(new(f"a{i}", 2 * i, tenant="a", prompt=prompt_a, most=most_a))
-        pool.add(new(f"b{i}", 1000 + i, tenant="b", prompt=prompt_b, most=most_b))
-        wanted["a"] += 1
-        wanted["b"] += 1
-    largest = max(max(a + b, c + d) for a, b, c, d in sizes)
-    prompts = {f"{name}{i}": size[at] for i, size in enumerate(sizes) for name, at in (("a", 0), ("b", 2))}
-    while all(any(one.waiting for one in waiting_of(pool, name)) for name in wanted):
-        pool.turn()
-        served = Counter[str]()
-        for name, num_tokens in pool.committed.items():
-            served[name[0]] += prompts[name] + num_tokens
-        assert abs(served["a"] - served["b"]) <= 2 * (largest + STEP_TOKENS)
-    pool.run()
-    assert sorted(pool.finished) == sorted(prompts)
-
-
 @settings(max_examples=30)
 @given(
     num_new=st.integers(5, 100),
@@ -264,37 +200,3 @@ def test_tenants_are_charged_with_what_was_computed_whichever_rows_stand_by_and_
     accounts = pool.scheduler.queue.classes[1].accounts
     assert {name: round(account.served) for name, account in accounts.items()} == computed
     assert not any(account.num_started for account in accounts.values())
-
-
-@settings(max_examples=15)
-@given(
-    num_new=st.integers(5, 100),
-    prompts=st.lists(st.tuples(st.integers(1, 150), st.integers(1, 50)), min_size=25, max_size=40),
-    join=st.integers(0, 20),
-    seed=st.integers(0, 10**6),
-)
-def test_two_backlogged_tenants_start_alike_whichever_rows_stand_by_and_move(
-    num_new: int, prompts: list[tuple[int, int]], join: int, seed: int
-) -> None:
-    """What their requests take that have started differs by at most twice the largest one."""
-    pool = Pool(1, 1000, seed, WorkerLimits(max_batch_size=16), eos_chance=0, shares=False)
-    for i, of_each in enumerate(prompts):
-        for tenant, first, prompt in zip("ab", (0, 1000), of_each, strict=True):
-            pool.add(new(f"{tenant}{i}", first + i, tenant=tenant, prompt=prompt, most=num_new))
-    accounts = pool.scheduler.queue.classes[1].accounts
-    for turn in count():
-        pool.turn()
-        if not (accounts["a"].first() and accounts["b"].first()):
-            break
-        taken = Counter[str]()
-        for name in pool.attempts:
-            taken[name[0]] += prompts[int(name[1:])]["ab".index(name[0])] + num_new
-        assert abs(taken["a"] - taken["b"]) <= 2 * (max(map(max, prompts)) + num_new)
-        if turn == join:
-            pool.add_worker()
-    pool.run()
-    assert len(pool.finished) == 2 * len(prompts)
-
-
-def waiting_of(pool: Pool, tenant: str) -> list[Sequence]:
-    return [one for one in pool.scheduler.sequences.values() if one.request.tenant == tenant]

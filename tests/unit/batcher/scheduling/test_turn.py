@@ -1,4 +1,8 @@
-"""Turn: rows of the class `batch` make room for requests that are more urgent, and lose no progress."""
+"""Rows that make room: batch rows for more urgent requests, rows of a draining worker, answers that wait for
+a worker that joins.
+"""
+
+from dataclasses import replace
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -6,9 +10,13 @@ from hypothesis import strategies as st
 
 from batcher.scheduling.preemption import may_stand_by
 from batcher.scheduling.replica import WorkerLimits
+from batcher.scheduling.scheduler import CALLERS_MS
 from batcher.scheduling.sequence import Sequence
 from batcher.scheduling.turn import rows_in_the_way
+from common.messages.request import BeamParams
 from tests.support.fleet.simulated_pool import Pool, request, sharing_request
+
+# --- turn ---------------------------------------------------------------------------------------------------
 
 PLACES = 16
 LIMITS = WorkerLimits(max_batch_size=PLACES)
@@ -91,24 +99,6 @@ def test_an_urgent_request_stays_where_it_takes_a_place_though_another_worker_ge
     assert pool.scheduler.replicas[other].num_running < PLACES and not urgent.row.stopping
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_the_urgent_take_places_where_their_beginning_is_known(first: int) -> None:
-    pool = Pool(2, 2000, seed=1, limits=LIMITS, eos_chance=0)
-    chats = [[1000 * i + j for j in range(200)] for i in range(2)]
-    pool.add(*(urgent_sharing(f"c{i}", chat, i) for i, chat in enumerate(chats)))
-    for _ in range(50):
-        pool.turn()
-    pool.add(*(of_class(f"b{i}", 2, entry=10 + i) for i in range(3 * PLACES)))
-    for _ in range(8):
-        pool.turn()
-    again = [urgent_sharing(f"again{i}", [*chat, 7], 100 + i) for i, chat in enumerate(chats)]
-    pool.add(again[first])
-    pool.decide()
-    pool.add(again[1 - first])
-    pool.decide()
-    assert [one.row and one.row.num_cached for one in again] == [192, 192]
-
-
 def urgent_sharing(name: str, prompt: list[int], entry: int, num_choices: int = 1) -> Sequence:
     sequence = sharing_request(name, prompt, 20, entry, num_choices=num_choices)
     sequence.class_index = 0
@@ -149,7 +139,7 @@ def test_batch_rows_give_their_blocks_one_after_the_other() -> None:
     pool.check_blocks_returned()
 
 
-@settings(max_examples=60, phases=[Phase.generate])
+@settings(max_examples=40, phases=[Phase.generate])
 @given(
     num_workers=st.integers(1, 3),
     num_blocks=st.integers(40, 200),
@@ -203,3 +193,236 @@ def check_urgent(pool: Pool) -> None:
     for replica in pool.scheduler.workers.placement.with_batch:
         count, victims = rows_in_the_way(replica)
         assert count > len(victims) or not replica.has_room(sequence), sequence.request_id
+
+
+# --- turn callers -------------------------------------------------------------------------------------------
+
+NUM_WORKERS, NUM_ROWS, PROMPT_TOKENS, TOKENS = 2, 256, 3, 64
+NUM_BATCH = NUM_WORKERS * NUM_ROWS + 100
+TTL_MS = 600_000
+
+
+def asked_of_class(class_name: str, name: str, entry: int) -> Sequence:
+    """Make a request that is queued at 1,000 ms."""
+    made = request(name, PROMPT_TOKENS, TOKENS, entry, ttl_ms=TTL_MS, gateway="g")
+    asked = replace(made.request, class_name=class_name, ttl_ms=TTL_MS)
+    return Sequence(asked, made.entry_id, made.deadline_ms)
+
+
+def full_of_batch() -> Pool:
+    """Workers whose places all have batch rows that have come on, and more of them in the queue."""
+    pool = Pool(
+        NUM_WORKERS, 10**5, seed=1, limits=WorkerLimits(max_batch_size=NUM_ROWS), eos_chance=0, shares=False
+    )
+    pool.add(*(asked_of_class("batch", f"b{number}", number) for number in range(NUM_BATCH)))
+    while min(pool.committed.get(f"b{number}", 0) for number in range(NUM_WORKERS * NUM_ROWS)) < 20:
+        pool.turn()
+    return pool
+
+
+def test_the_first_token_of_a_caller_comes_with_the_next_step_of_a_full_pool() -> None:
+    pool = full_of_batch()
+    names = [f"c{number}" for number in range(NUM_WORKERS)]
+    pool.add(*(asked_of_class("interactive", name, 10**5 + number) for number, name in enumerate(names)))
+    pool.decide()
+    for worker in pool.workers.values():
+        assert worker.run()
+    first = {name for worker in pool.workers.values() for name in worker.committed if name in names}
+    assert first == {*names}
+
+
+def test_plans_bound_prompts_of_batches_for_a_minute_after_the_last_caller() -> None:
+    pool = Pool(1, 1000, seed=1, eos_chance=0)
+    bounds = []
+    for number, now_ms in enumerate((999, 1000, 999 + CALLERS_MS, 1000 + CALLERS_MS)):
+        pool.scheduler.expire(now_ms)
+        pool.add(asked_of_class("batch", f"b{number}", number))
+        if now_ms == 1000:
+            pool.add(asked_of_class("standard", "c0", 10**5))
+        bounds += [pending.plan.bulk_tokens > 0 for pending in pool.scheduler.plans()]
+    assert bounds == [False, True, True, False]
+
+
+# --- hand over ----------------------------------------------------------------------------------------------
+
+PROMPT, NEW = 40, 1000
+
+
+def on(pool: Pool, worker: str) -> int:
+    """Return how many rows a worker has."""
+    return len(pool.workers[worker].rows)
+
+
+def two_workers(num_rows: int, max_batch_size: int = 8, num_blocks: int = 2000, prompt: int = PROMPT) -> Pool:
+    """Return a pool with rows that decode."""
+    limits = WorkerLimits(max_batch_size=max_batch_size)
+    pool = Pool(2, num_blocks, seed=1, limits=limits, eos_chance=0, shares=False)
+    pool.add(*(request(f"r{i}", prompt, NEW, i, gateway="g") for i in range(num_rows)))
+    for _ in range(5 + prompt // 64):
+        pool.turn()
+    return pool
+
+
+def learn_pace(pool: Pool, worker: str, tokens_per_ms: float) -> None:
+    times = pool.scheduler.replicas[worker].pace.times
+    times.tokens, times.added_ms = 1000.0 * tokens_per_ms, 1000.0
+
+
+def test_rows_go_on_where_they_are_until_another_worker_has_a_place() -> None:
+    pool = two_workers(16)
+    assert on(pool, "w0") == on(pool, "w1") == 8
+    pool.scheduler.workers.drain("w0")
+    committed = dict(pool.committed)
+    for _ in range(10):
+        pool.turn()
+    assert on(pool, "w0") == 8, "w1 has no place"
+    assert all(pool.committed[name] > committed[name] for name in committed), "all decode on"
+    for sequence in [row.sequence for row in pool.scheduler.replicas["w1"].running][:3]:
+        pool.scheduler.cancel(sequence.request_id, "client")
+    for _ in range(20):
+        pool.turn()
+    assert (on(pool, "w0"), on(pool, "w1")) == (5, 8), "as many leave as places became free"
+    pool.run()
+    assert len(pool.finished) == 16
+
+
+def test_new_requests_leave_places_to_rows_on_their_way() -> None:
+    """Without that, a row that was stopped for a place that became free would wait for another end."""
+    pool = two_workers(16)
+    pool.scheduler.workers.drain("w0")
+    pool.add(*(request(f"new{i}", 10, NEW, 100 + i, gateway="g") for i in range(4)))
+    pool.turn()
+    scheduler = pool.scheduler
+    ended = next(scheduler.replicas["w1"].running).sequence
+    scheduler.cancel(ended.request_id, "client")
+    for _ in range(20):
+        if not scheduler.hand_over.moves:
+            pool.turn()
+    [moved] = scheduler.hand_over.moves
+    for _ in range(20):
+        if moved.row is not None and moved.row.worker == "w1":
+            break
+        pool.turn()
+        assert not any(pool.attempts.get(f"new{i}") for i in range(4))
+    pool.run()
+    assert len(pool.finished) == 20
+
+
+def test_a_worker_that_joins_gets_all_rows_of_a_full_pool() -> None:
+    pool = two_workers(16)
+    pool.scheduler.workers.drain("w0")
+    joined = pool.add_worker()
+    while on(pool, "w0"):
+        pool.turn()
+    for _ in range(3):
+        pool.turn()
+    assert (on(pool, "w1"), on(pool, joined)) == (8, 8)
+
+
+def test_no_more_tokens_are_on_their_way_than_the_others_compute_at_once() -> None:
+    pool = two_workers(16, max_batch_size=64, prompt=100)
+    pool.scheduler.workers.drain("w0")
+    learn_pace(pool, "w1", tokens_per_ms=4.0)  # 600 tokens at once
+    seen = 0
+    while on(pool, "w0"):
+        pool.turn()
+        learn_pace(pool, "w1", tokens_per_ms=4.0)
+        moves = pool.scheduler.hand_over.moves
+        seen = max(seen, len(moves))
+        assert len(moves) == 1 or sum(move.kv_len for move in moves.values()) <= 600
+    assert seen > 1
+    pool.run()
+    assert len(pool.finished) == 16
+
+
+def test_a_row_longer_than_what_is_computed_at_once_leaves_alone() -> None:
+    pool = two_workers(4, prompt=600)
+    pool.scheduler.workers.drain("w0")
+    for _ in range(40):
+        learn_pace(pool, "w1", tokens_per_ms=0.01)
+        pool.turn()
+        assert len(pool.scheduler.hand_over.moves) <= 1
+    assert (on(pool, "w0"), on(pool, "w1")) == (0, 4)
+
+
+def test_the_shortest_rows_leave_first_and_beam_searches_last() -> None:
+    pool = Pool(1, num_blocks=2000, seed=1, eos_chance=0)
+    search = Sequence(replace(request("beams", 10, NEW).request, beams=BeamParams(2)), "1000-3", 10**9)
+    pool.add(search, request("long", 500, NEW, 0), request("short", 20, NEW, 2))
+    for _ in range(15):
+        pool.turn()
+    pool.add_worker()
+    pool.scheduler.workers.drain("w0")
+    due = [row.sequence.request_id for row, _ in pool.scheduler.hand_over.due()]
+    assert due == ["short", "long", "beams"]
+
+
+def test_rows_do_not_leave_for_a_worker_without_blocks() -> None:
+    pool = two_workers(2, num_blocks=130, prompt=1000)
+    assert on(pool, "w0") == on(pool, "w1") == 1
+    pool.scheduler.workers.drain("w0")
+    for _ in range(10):
+        pool.turn()
+        assert not pool.scheduler.hand_over.moves
+    assert on(pool, "w0") == 1
+    pool.scheduler.cancel(next(pool.scheduler.replicas["w1"].running).sequence.request_id, "client")
+    pool.run()
+    assert (len(pool.finished), pool.workers["w0"].rows) == (2, {})
+
+
+def test_a_request_that_ends_on_its_way_is_forgotten() -> None:
+    pool = two_workers(4)
+    pool.scheduler.workers.drain("w0")
+    learn_pace(pool, "w1", tokens_per_ms=4.0)
+    pool.scheduler.hand_over.stop_rows(pool.scheduler.sequences)
+    assert len(pool.scheduler.hand_over.moves) == 2
+    for name in list(pool.scheduler.sequences):
+        pool.scheduler.cancel(name, "client")
+    pool.run()
+    pool.turn()
+    assert not pool.scheduler.hand_over.moves
+
+
+# --- turn rebalance -----------------------------------------------------------------------------------------
+
+NUM_REQUESTS, NUM_PROMPT, NUM_NEW = 12, 400, 40
+
+
+def pool_after_a_death(num_committed: int) -> Pool:
+    """All rows of two workers are on the one that is left, and none is computed again yet."""
+    pool = Pool(2, num_blocks=1000, seed=3, limits=WorkerLimits(max_batch_size=32), eos_chance=0.0)
+    pool.add(*(request(f"r{i}", NUM_PROMPT + i, NUM_NEW, i) for i in range(NUM_REQUESTS)))
+    pool.committed = dict.fromkeys((f"r{i}" for i in range(NUM_REQUESTS)), num_committed)
+    pool.decide()
+    for name in ("w0", "w1"):
+        pool.kill(name)
+    pool.add_worker()
+    pool.decide()
+    assert rows(pool) == {"w2": NUM_REQUESTS}
+    return pool
+
+
+def rows(pool: Pool) -> dict[str, int]:
+    return {name: replica.num_running for name, replica in pool.scheduler.replicas.items()}
+
+
+def test_a_worker_that_joins_gets_its_share_of_the_interrupted_answers_that_wait() -> None:
+    pool = pool_after_a_death(num_committed=5)
+    longest = {f"r{i}" for i in range(NUM_REQUESTS // 2, NUM_REQUESTS)}
+    pool.add_worker()
+    pool.decide()
+    stopped = [row.sequence.request_id for row in pool.scheduler.replicas["w2"].running if row.stopping]
+    assert {*stopped} == longest, "they would be computed last"
+    for _ in range(3):
+        pool.turn()
+    assert rows(pool) == {"w2": NUM_REQUESTS // 2, "w3": NUM_REQUESTS // 2}
+    pool.run()
+    assert len(pool.finished) == NUM_REQUESTS
+    pool.check_blocks_returned()
+
+
+def test_requests_whose_answers_have_not_begun_stay_where_they_are() -> None:
+    pool = pool_after_a_death(num_committed=0)
+    pool.add_worker()
+    pool.decide()
+    assert not any(row.stopping for row in pool.scheduler.replicas["w2"].running)

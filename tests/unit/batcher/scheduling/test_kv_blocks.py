@@ -1,32 +1,40 @@
-"""Prefix cache: rows start with blocks that others have computed; a block is shared only if it is complete,
-and none that a row has is ever given to another. Simulated workers complain where a block does not hold what
-it should.
+"""KV blocks: each has one owner at most unless it is shared; a block is shared only if it is complete.
+Simulated workers complain where a block does not hold what it should.
 """
 
-from collections import Counter
-
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import random
 
 from batcher.scheduling.kv_blocks import BlockPool, PrefixCache
-from batcher.scheduling.replica import Replica, WorkerLimits
-from common.messages.records import unpack_ids
 from tests.support.fleet.simulated_pool import BLOCK_SIZE, Pool, sharing_request
 from tests.support.fleet.simulated_worker import generated_id
 
+# --- kv blocks block pool -----------------------------------------------------------------------------------
+
+
+def test_the_blocks_released_last_are_allocated_first_in_their_order() -> None:
+    pool = BlockPool(6)
+    first, second = pool.allocate(2), pool.allocate(2)
+    pool.release(first)
+    pool.release(second)
+    assert pool.allocate(3) == [*second, first[0]]
+
+
+def test_no_block_has_two_owners_and_none_is_lost() -> None:
+    pool, draw = BlockPool(20), random.Random(1)
+    owned: list[list[int]] = []
+    for _ in range(500):
+        count = draw.randint(0, 6)
+        if pool.can_allocate(count):
+            owned.append(pool.allocate(count))
+        elif owned:
+            pool.release(owned.pop(draw.randrange(len(owned))))
+        held = [block for blocks in owned for block in blocks]
+        assert sorted(held + pool.free) == list(range(1, 21))
+
+
+# --- kv blocks prefix cache ---------------------------------------------------------------------------------
+
 SYSTEM = list(range(100, 150))
-
-
-def check_blocks(replica: Replica) -> None:
-    """Each block is free, cached, or has rows; the blocks before a cached one are cached."""
-    pool, cache = replica.pool, replica.pool.cache
-    has = Counter(block for row in replica.rows.values() for block in row.blocks)
-    has += Counter(block for blocks in replica.leaving.values() for block in blocks)
-    assert sorted([*pool.free, *cache.idle, *has]) == list(range(1, pool.num_blocks + 1))
-    assert pool.others == {block: count - 1 for block, count in has.items() if count > 1}
-    assert pool.num_free + len(has) == pool.num_blocks
-    assert {block: name for name, block in cache.blocks.items()} == cache.names
-    assert cache.idle.keys() <= cache.names.keys()
 
 
 def run_one(pool: Pool, name: str, prompt: list[int], new: int = 20, salt: str = "") -> int:
@@ -39,14 +47,10 @@ def run_one(pool: Pool, name: str, prompt: list[int], new: int = 20, salt: str =
     pool.run()
     for _ in range(50):
         pool.turn()
+    pool.check_blocks()
     for replica in pool.scheduler.replicas.values():
-        check_blocks(replica)
         assert replica.pool.num_free == replica.pool.num_blocks
     return num_cached
-
-
-def answer(count: int) -> list[int]:
-    return [generated_id(i) for i in range(count)]
 
 
 def test_the_next_turn_of_a_chat_finds_prompt_and_answer_computed() -> None:
@@ -54,7 +58,10 @@ def test_the_next_turn_of_a_chat_finds_prompt_and_answer_computed() -> None:
     prompt = list(range(70))
     assert run_one(pool, "r0", prompt, 40) == 0
     # the KV of the answer's last token was never computed
-    assert run_one(pool, "r1", [*prompt, *answer(40), 7, 8, 9]) == (70 + 39) // BLOCK_SIZE * BLOCK_SIZE
+    assert (
+        run_one(pool, "r1", [*prompt, *map(generated_id, range(40)), 7, 8, 9])
+        == (70 + 39) // BLOCK_SIZE * BLOCK_SIZE
+    )
 
 
 def test_a_prompt_that_is_known_as_a_whole_computes_its_last_block_again() -> None:
@@ -68,13 +75,6 @@ def test_requests_of_different_salts_share_nothing() -> None:
     pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
     prompt = list(range(70))
     assert [run_one(pool, f"r{salt}", prompt, salt=salt) for salt in ("", "a", "b", "a")] == [0, 0, 0, 64]
-
-
-def test_a_prompt_that_differs_in_its_first_block_shares_nothing_behind_it() -> None:
-    pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
-    run_one(pool, "r0", list(range(70)))
-    assert run_one(pool, "r1", [5, *range(1, 70)]) == 0
-    assert run_one(pool, "r2", [*range(40), *range(70)]) == 2 * BLOCK_SIZE
 
 
 def test_a_running_row_shares_its_prompt_once_it_is_computed() -> None:
@@ -131,18 +131,6 @@ def test_cached_blocks_go_before_a_row_is_preempted() -> None:
     assert set(pool.attempts.values()) == {1}
 
 
-def test_a_preempted_request_finds_what_it_computed() -> None:
-    pool = Pool(1, num_blocks=30, seed=1, eos_chance=0)
-    sequences = [sharing_request(f"r{i}", [100 * i + j for j in range(40)], 300, i) for i in range(2)]
-    pool.add(*sequences)
-    while sequences[1].attempt < 2:
-        pool.turn()
-    row = sequences[1].row
-    assert row is not None and row.num_cached > 0
-    pool.run()
-    assert pool.committed == {"r0": 300, "r1": 300}
-
-
 def test_the_least_recently_used_leaf_is_evicted_first() -> None:
     cache = PrefixCache()
     for block, name in enumerate(b"abcd", 1):
@@ -153,69 +141,6 @@ def test_the_least_recently_used_leaf_is_evicted_first() -> None:
     cache.touch(b"a")
     assert [cache.evict() for _ in range(4)] == [4, 3, 2, 1]
     assert not cache.blocks and not cache.names
-
-
-def test_a_new_batcher_knows_which_blocks_rows_share() -> None:
-    pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
-    run_one(pool, "r0", SYSTEM)
-    pool.add(*(sharing_request(f"r{i}", [*SYSTEM, i], 200, i) for i in range(1, 4)))
-    for _ in range(4):
-        pool.turn()
-    pool.succeed()
-    replica = pool.scheduler.replicas["w0"]
-    check_blocks(replica)
-    assert set(replica.pool.others.values()) == {2}
-    late = sharing_request("r4", [*SYSTEM, 4], 20, 4)
-    pool.add(late)
-    pool.decide()
-    assert late.row is not None and late.row.num_cached == 48
-    pool.run()
-    assert len(pool.finished) == 5
-    pool.check_blocks_returned()
-
-
-def test_a_worker_that_cannot_share_blocks_shares_none() -> None:
-    pool = Pool(1, num_blocks=100, seed=1, eos_chance=0, shares=False)
-    assert [run_one(pool, f"r{i}", SYSTEM) for i in range(2)] == [0, 0]
-
-
-prompts = st.builds(
-    lambda family, shared, own: [*range(family, family + shared), *range(own, own + own % 50 + 1)],
-    st.sampled_from([0, 1000]),
-    st.integers(0, 100),
-    st.integers(2000, 2100),
-)
-
-
-@settings(max_examples=200)
-@given(
-    sizes=st.lists(st.tuples(prompts, st.integers(1, 80)), min_size=1, max_size=30),
-    num_workers=st.integers(1, 3),
-    num_blocks=st.integers(20, 60),
-    seed=st.integers(0, 10**6),
-    actions=st.lists(st.sampled_from(["kill", "drain", "cancel", "succeed", "next turn"]), max_size=8),
-)
-def test_blocks_add_up_and_none_is_shared_before_it_is_complete(
-    sizes: list[tuple[list[int], int]], num_workers: int, num_blocks: int, seed: int, actions: list[str]
-) -> None:
-    pool = Pool(num_workers, num_blocks, seed, WorkerLimits(max_batch_size=8))
-    requests = [sharing_request(f"r{i}", prompt, new, i) for i, (prompt, new) in enumerate(sizes)]
-    pool.add(*requests)
-    for action in [*actions, ""]:
-        for _ in range(pool.random.randint(1, 30)):
-            pool.turn()
-            for replica in pool.scheduler.replicas.values():
-                check_blocks(replica)
-        pool.disturb(action, len(sizes))
-        if action == "next turn":
-            before = pool.random.choice(requests).request
-            prompt = unpack_ids(before.prompt_ids) + answer(pool.committed.get(before.request_id, 0))
-            pool.add(sharing_request(f"r{len(requests)}", [*prompt[:180], 1], 20, len(requests)))
-            requests.append(pool.scheduler.sequences[f"r{len(requests)}"])
-    pool.run()
-    ended = [*pool.finished, *(name for name, _ in pool.to_finish)]
-    assert sorted(ended) == sorted(one.request_id for one in requests)
-    pool.check_blocks_returned()
 
 
 def test_rows_with_states_start_at_the_last_snapshot() -> None:
