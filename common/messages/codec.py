@@ -47,7 +47,7 @@ def encode(message: Any) -> bytes:
 
 def to_map(message: Any) -> dict[str, Any]:
     """Return the fields of a message by wire name; nested messages stay as they are."""
-    return mapper(type(message))(message)
+    return mapper(typing.cast(Any, type(message)))(message)
 
 
 PACKER = msgpack.Packer(default=to_map)
@@ -97,7 +97,7 @@ def from_map(cls: type[T], body: Any) -> T:
     Raises WireError: not a map, a field missing or of the wrong type.
     """
     try:
-        message: T = validator(cls).validate_python(body)
+        message: T = validator(typing.cast(Any, cls)).validate_python(body)
     except ValidationError as errors:
         error = errors.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, (cls.__name__, *error["loc"])))
