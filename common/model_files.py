@@ -143,7 +143,7 @@ def read_other_tokenizer(tokenizer_path: Path, path: Path) -> Tokenizer:
 BUNDLED = "smollm2"
 BUNDLED_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 CONVERSION_VERSION = 3
-"""Increased when `gpu_worker.engine.model.gguf_convert` writes something else for the same file."""
+"""Increased when `gpu_worker.engine.quantization.gguf` writes something else for the same file."""
 HEAD_BYTES = 2**20
 """The first and last bytes of a GGUF file identify it, wherever it is mounted."""
 EXACT_DTYPE = "float32"
@@ -456,7 +456,7 @@ def convert(gguf: Path, target: Path, dtype: str) -> None:
             sys.executable,
             "-P",
             "-m",
-            "gpu_worker.engine.model.gguf_convert",
+            "gpu_worker.engine.quantization.gguf",
             str(gguf),
             str(draft),
             dtype,

@@ -13,7 +13,7 @@ from common.model_files import Progress, no_progress
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.adapters.cache import AdapterCache
 from gpu_worker.engine.batch.adapters import AdapterTurns
-from gpu_worker.engine.batch.beam_text import text_factory
+from gpu_worker.engine.batch.beams import BeamScores, score_beams, search_steps, text_factory
 from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.launchable import needed_pictures
 from gpu_worker.engine.batch.row import RowSlice
@@ -32,10 +32,9 @@ from gpu_worker.engine.cuda.graphs import (
     FixedShapeGraph,
     make_capture,
 )
-from gpu_worker.engine.drafting.costs import ProposalCosts
+from gpu_worker.engine.drafting.acceptance import ProposalCosts
 from gpu_worker.engine.drafting.drafter import Drafter
-from gpu_worker.engine.drafting.load_draft import load_draft
-from gpu_worker.engine.drafting.make_drafter import make_drafter
+from gpu_worker.engine.drafting.load_draft import load_draft, make_drafter
 from gpu_worker.engine.drafting.proposers import guessing_factory, proposer_factory
 from gpu_worker.engine.in_flight import InFlightStep, LaunchedStep, LaunchPace, StepSamples, sample_requests
 from gpu_worker.engine.model import warmup
@@ -44,11 +43,9 @@ from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.model.vision import make_encoder
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
 from gpu_worker.engine.preparation import capacity_of, compile_model, make_state_slots, measure_costs
-from gpu_worker.engine.sampling.beam_candidates import BeamScores, score_beams, search_steps
 from gpu_worker.engine.sampling.grammar import Matchers
+from gpu_worker.engine.sampling.logprobs import MAX_LOGITS, copy_logits, score_prompts, select_sample_logits
 from gpu_worker.engine.sampling.multinomial import empty_output
-from gpu_worker.engine.sampling.prompt_logprobs import MAX_LOGITS, score_prompts, select_sample_logits
-from gpu_worker.engine.sampling.raw_logits import copy_logits
 from gpu_worker.engine.sampling.sampler import sample
 from gpu_worker.engine.side_threads import SideThreads
 from gpu_worker.protocol import (

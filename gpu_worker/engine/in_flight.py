@@ -6,13 +6,12 @@ from dataclasses import dataclass, field, replace
 import msgpack
 import torch
 
-from gpu_worker.engine.batch.beam_search import Candidate
+from gpu_worker.engine.batch.beams import BeamScores, Candidate
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.sampling_state import SampleRequest
 from gpu_worker.engine.batch.step_result import PromptLogprobs, TopLogprobs
-from gpu_worker.engine.sampling.beam_candidates import BeamScores
+from gpu_worker.engine.sampling.logprobs import CopiedLogits
 from gpu_worker.engine.sampling.multinomial import SamplerOutput
-from gpu_worker.engine.sampling.raw_logits import CopiedLogits
 
 RAISE_IF_LATE = 1 / 8
 LOWER_IF_IN_TIME = 1 / 512

@@ -11,7 +11,7 @@ from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.split_step import Forward
 from gpu_worker.engine.batch.state_slots import StateSlots
 from gpu_worker.engine.cuda.compile import compile_layers
-from gpu_worker.engine.drafting.costs import ProposalCosts, measure_steps
+from gpu_worker.engine.drafting.acceptance import ProposalCosts, measure_steps
 from gpu_worker.engine.drafting.drafter import Drafter
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.load import name_of

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gpu_worker.engine.parallel.shards import Interval, TensorShards, intervals_of, mixer_prefixes
-from gpu_worker.engine.parallel.stage_model import RemoteEmbedding, RemoteLayer
+from gpu_worker.engine.parallel.stages import RemoteEmbedding, RemoteLayer
 
 NAMES_IN_LARGER = (
     (re.compile(r"^language_model\.(model|lm_head)\b"), r"\1"),

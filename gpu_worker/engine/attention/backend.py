@@ -12,8 +12,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from gpu_worker.engine.attention.kv_cache import Geometry, KVCache
-from gpu_worker.engine.attention.latents import over_latents
+from gpu_worker.engine.attention.kv_cache import Geometry, KVCache, over_latents
 from gpu_worker.engine.batch.inputs import Inputs
 
 NAME = "tokenfleet"

@@ -21,8 +21,13 @@ from gpu_worker.engine.attention import cpu_paged
 from gpu_worker.engine.attention.backend import NAME, AttentionBackend, register
 from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
 from gpu_worker.engine.attention.flashinfer_support import unsupported_because
-from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, LayerSpec
-from gpu_worker.engine.attention.latents import keeps_latents, over_latents
+from gpu_worker.engine.attention.kv_cache import (
+    AttentionSpec,
+    Geometry,
+    LayerSpec,
+    keeps_latents,
+    over_latents,
+)
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.cpu import native
 from gpu_worker.protocol import UnservableModel

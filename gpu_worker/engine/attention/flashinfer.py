@@ -1,5 +1,11 @@
-"""Attention on CUDA, by FlashInfer. Rows that decode use its XQA kernel, which takes all it needs from the
-device. Prompts, and layers that XQA does not serve, use kernels that the host plans.
+"""Attention on CUDA, by FlashInfer: the inputs of its kernels, the plans that some need, and the backend.
+
+Rows that decode use its XQA kernel, which takes all it needs from the device. Prompts, and layers that XQA
+does not serve, use kernels that the host plans before the step is launched.
+
+By itself XQA splits the rows of a step as far as processors are idle, whatever the rows' lengths: a long row
+beside many short ones is one program for each K head, and all other rows wait for it; and the parts of few
+short rows are empty, but must be merged. It is told another number of processors.
 
 Shapes of `attend`: query [1, heads, tokens, dim], key and value [1, kv_heads, tokens, dim], sinks [heads],
 all of the model's dtype; layer int64 [] → [1, tokens, heads, dim].
@@ -7,34 +13,478 @@ all of the model's dtype; layer int64 [] → [1, tokens, heads, dim].
 
 import logging
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import flashinfer
+import numpy as np
+import numpy.typing as npt
 import torch
 from flashinfer import xqa
+from flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
 from torch.nn.functional import pad
 
-from gpu_worker.engine.attention.flashinfer_inputs import (
-    FlashInferStep,
-    scratch_bytes,
-    splits_rows,
-    table_of,
-    told_processors,
-)
-from gpu_worker.engine.attention.flashinfer_plans import (
-    DecodePlans,
-    StepPlans,
-    make_workspace,
-    processors_of,
-)
+from common.settings.settings import SettingError
 from gpu_worker.engine.attention.flashinfer_support import (
     add_ninja_to_path,
+    latent_kernel,
+    planned_heads,
     plans_needed_because,
     with_padded_heads,
+    workspace_bytes,
 )
-from gpu_worker.engine.attention.kv_cache import Geometry, write_kv
-from gpu_worker.engine.batch.inputs import Inputs, to_device
+from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, LayerSpec, write_kv
+from gpu_worker.engine.batch.inputs import Inputs, Span, offsets_of, pinned, to_device
 from gpu_worker.engine.batch.step_result import Int32
+
+OWN_PARTS = 4
+"""Most parts of a row in other steps: on an H200, 16 took a row of 500 tokens twice as long as 2."""
+SPLIT_PARTS = 8
+"""Least parts of a row in a step that is split."""
+TILE_KEYS = 256
+"""Keys that a program of XQA reads at once."""
+EMPTY_PART = 0.5
+"""The cost of each part, in tiles, even if it is empty: results of parts are merged."""
+MERGED_PARTS = 3.0
+"""The time of merging more than OWN_PARTS, in tiles."""
+MAX_SPLIT_SHARE = 0.75
+"""Rows are split if a step is expected to take at most this share of its time without."""
+
+
+def splits_rows(lengths: npt.NDArray[np.integer], kv_heads: int, processors: int) -> bool:
+    """Whether a step takes less time with its rows in more parts: lengths int [rows] in the cache, of each
+    rank's K heads.
+    """
+    tiles = -(-lengths // TILE_KEYS)
+    own, split = (
+        expected_tiles(
+            tiles, parts_of_rows(len(lengths), kv_heads, processors, is_split), kv_heads, processors
+        )
+        for is_split in (False, True)
+    )
+    return split <= MAX_SPLIT_SHARE * own
+
+
+def parts_of_rows(rows: int, kv_heads: int, processors: int, is_split: bool) -> int:
+    """Into how many parts each row is split, at most: XQA makes no more than a row's table has tiles."""
+    idle = processors // (rows * kv_heads)
+    return max(SPLIT_PARTS, idle) if is_split else max(1, min(OWN_PARTS, idle))
+
+
+def expected_tiles(tiles: npt.NDArray[np.integer], parts: int, kv_heads: int, processors: int) -> float:
+    """The time of a step in tiles: of its longest program, or of all programs on all processors. tiles int
+    [rows]
+    """
+    costs = 0.0 if parts == 1 else EMPTY_PART * parts * len(tiles)
+    merged = MERGED_PARTS if parts > OWN_PARTS else 0.0
+    longest = -(-int(tiles.max()) // parts)
+    return max(longest, (int(tiles.sum()) + costs) * kv_heads / processors) + merged
+
+
+def told_processors(rows: int, kv_heads: int, processors: int, is_split: bool) -> int:
+    """The number of processors that XQA is told: it splits rows by it."""
+    return parts_of_rows(rows, kv_heads, processors, is_split) * rows * kv_heads
+
+
+def scratch_bytes(rows: int, kv_heads: int, group: int, dim: int, processors: int) -> int:
+    """What programs that share a row hand to each other: of each query 16-bit outputs, and of up to 32
+    queries the largest score and the sum of the softmax in float32.
+    """
+    programs = max(processors, SPLIT_PARTS * rows * kv_heads)
+    return programs * (group * dim * 2 + 2 * 32 * 4 * -(-group // 32))
+
+
+@dataclass(frozen=True, slots=True)
+class FlashInferStep:
+    """A step's inputs that all layers share.
+
+    Attributes:
+        slots: int [tokens]
+        table: int32 [rows, blocks]; of the first rows of the step, which decode without a plan.
+        lengths: int32 [rows]
+        is_split: rows are split into SPLIT_PARTS.
+    """
+
+    slots: torch.Tensor
+    table: torch.Tensor
+    lengths: torch.Tensor
+    is_split: bool = False
+
+
+class PlanInputs(NamedTuple):
+    """What a plan needs of its rows: int32 tensors, `blocks` on the device, the others pinned on the host,
+    since FlashInfer would copy other tensors and wait for that.
+
+    Attributes:
+        query_ends: where each row's tokens begin, and the last one's end.
+        block_ends: where each row's blocks begin, and the last one's end.
+        last_lengths: tokens in each row's last block.
+        lengths: tokens of each row in the cache.
+        blocks: of all rows, one after the other.
+        longest: the most tokens of a row in this step.
+    """
+
+    query_ends: torch.Tensor
+    block_ends: torch.Tensor
+    last_lengths: torch.Tensor
+    lengths: torch.Tensor
+    blocks: torch.Tensor
+    longest: int
+
+
+def plan_inputs(spans: Sequence[Span], block_size: int, device: torch.device) -> PlanInputs:
+    """What a plan for the rows of these spans needs."""
+    counts = np.concatenate([np.full(len(span.lengths), span.count) for span in spans])
+    lengths = np.concatenate([span.lengths for span in spans])
+    held = -(-lengths // block_size)
+    lines = (line for span in spans for line in span.blocks)
+    blocks = np.concatenate([line[:count] for line, count in zip(lines, held, strict=True)])
+    return inputs_of(counts, lengths, held, blocks, block_size, device)
+
+
+def decode_inputs(positions: Int32, table: Int32, block_size: int, device: torch.device) -> PlanInputs:
+    """What a plan for rows that decode needs: positions int32 [rows], blocks int32 [rows, blocks]."""
+    lengths = positions + 1
+    held = -(-lengths // block_size)
+    blocks = table[np.arange(table.shape[1]) < held[:, None]]
+    return inputs_of(np.ones_like(lengths), lengths, held, blocks, block_size, device)
+
+
+def inputs_of(
+    counts: Any, lengths: Any, held: Any, blocks: Any, block_size: int, device: torch.device
+) -> PlanInputs:
+    """What a plan needs, from the rows' tokens in this step and in the cache, how many blocks they hold, and
+    which, all int [rows] but the last.
+    """
+    query_ends, block_ends, last_lengths, lengths = (
+        pinned(values, device, torch.int32)
+        for values in (offsets_of(counts), offsets_of(held), lengths - (held - 1) * block_size, lengths)
+    )
+    blocks = to_device(blocks, device, torch.int32)
+    return PlanInputs(query_ends, block_ends, last_lengths, lengths, blocks, int(counts.max()))
+
+
+def empty_inputs(rows: int, num_blocks: int, device: torch.device) -> PlanInputs:
+    """Room on the device for the inputs of `rows` rows that decode and have `num_blocks` blocks together."""
+    query_ends, block_ends, last_lengths, lengths, blocks = (
+        torch.zeros(size, dtype=torch.int32, device=device)
+        for size in (rows + 1, rows + 1, rows, rows, num_blocks)
+    )
+    return PlanInputs(query_ends, block_ends, last_lengths, lengths, blocks, 1)
+
+
+def first_rows(inputs: PlanInputs, rows: int) -> PlanInputs:
+    """Views of them, of fewer rows."""
+    return inputs._replace(
+        query_ends=inputs.query_ends[: rows + 1],
+        block_ends=inputs.block_ends[: rows + 1],
+        last_lengths=inputs.last_lengths[:rows],
+        lengths=inputs.lengths[:rows],
+    )
+
+
+def plan_options(geometry: Geometry, spec: AttentionSpec) -> dict[str, Any]:
+    """The options of each plan for a view, by FlashInfer's names."""
+    return {
+        "num_qo_heads": spec.kv_heads * spec.group,
+        "num_kv_heads": spec.kv_heads,
+        "page_size": geometry.block_size,
+        "sm_scale": spec.scaling,
+        "window_left": window_left(spec),
+        "logits_soft_cap": spec.softcap,
+        "q_data_type": geometry.dtype,
+        "kv_data_type": geometry.kv_dtype,
+    }
+
+
+def window_left(spec: AttentionSpec) -> int:
+    """Keys that a query sees before its own, as FlashInfer counts; -1 is all."""
+    return -1 if spec.window is None else spec.window - 1
+
+
+def table_of(spans: Sequence[Span]) -> tuple[Int32, Int32]:
+    """→ blocks int32 [rows, blocks], lengths int32 [rows]"""
+    width = max((span.blocks.shape[1] for span in spans), default=1)
+    tables = [np.pad(span.blocks, ((0, 0), (0, width - span.blocks.shape[1]))) for span in spans]
+    lengths = [span.lengths for span in spans]
+    table = np.concatenate([np.zeros((0, width)), *tables])
+    return table.astype(np.int32), np.concatenate([np.zeros(0), *lengths]).astype(np.int32)
+
+
+LOG2_E = 1.4426950408889634
+MAX_TILES = 16_384
+"""Tiles of a step over latents that FlashInfer has room for, of 128 queries each, some for parts of long
+rows. Its own refusal would name no setting.
+"""
+SPLIT_TILES = 512
+"""Tiles that FlashInfer may need for parts of long rows."""
+SCHEDULE_BYTES = 2**20
+"""Of a captured step: about 20 bytes for each row, and for each program of the kernel."""
+
+
+class StepWrapper:
+    """Kernels of steps that are not captured: prompts, and rows that decode. Query and output [tokens, heads,
+    dim] of the model's dtype, sinks float32 [heads].
+    """
+
+    def __init__(self, workspace: torch.Tensor) -> None:
+        """workspace uint8 [bytes]"""
+        self.wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+
+    def plan(self, inputs: PlanInputs, geometry: Geometry, view: LayerSpec) -> None:
+        self.wrapper.plan(
+            inputs.query_ends,
+            inputs.block_ends,
+            inputs.blocks,
+            inputs.last_lengths,
+            head_dim_qk=view.key_dim,
+            causal=True,
+            seq_lens=inputs.lengths,  # or FlashInfer computes them, in memory that is not pinned
+            max_token_per_sequence=inputs.longest,  # or it looks for it, number by number
+            **plan_options(geometry, view.spec),
+        )
+
+    def run(self, module: Any, query: torch.Tensor, sinks: Any, output: torch.Tensor) -> None:
+        run_over_pages(self.wrapper, module, query, sinks, output)
+
+
+class DecodeWrapper:
+    """Kernels of captured steps of one number of rows, all of which decode. They use tensor cores:
+    FlashInfer's other kernel serves few numbers of queries that share a K head. Query and output [rows,
+    heads, dim] of the model's dtype, sinks float32 [heads].
+    """
+
+    def __init__(self, workspace: torch.Tensor, schedule: torch.Tensor, buffers: PlanInputs) -> None:
+        """workspace and schedule uint8 [bytes]; `buffers` are what the graph reads."""
+        self.wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            workspace,
+            "HND",
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=buffers.block_ends,
+            paged_kv_indices_buffer=buffers.blocks,
+            paged_kv_last_page_len_buffer=buffers.last_lengths,
+        )
+        # else each wrapper would have 8 MiB of its own, on the device and pinned on the host
+        self.wrapper.reset_workspace_buffer(workspace, schedule)
+
+    def plan(self, inputs: PlanInputs, geometry: Geometry, view: LayerSpec) -> None:
+        self.wrapper.plan(
+            inputs.block_ends,
+            inputs.blocks,
+            inputs.last_lengths,
+            head_dim=view.key_dim,
+            seq_lens=inputs.lengths,
+            **plan_options(geometry, view.spec),
+        )
+
+    def run(self, module: Any, query: torch.Tensor, sinks: Any, output: torch.Tensor) -> None:
+        run_over_pages(self.wrapper, module, query, sinks, output)
+
+
+class LatentWrapper:
+    """Kernels of layers that keep latents (AttentionSpec.latent), in steps of either kind. Each has 8 MiB of
+    its own for schedules, on the device and on the host.
+
+    The kernel is named: of the others that FlashInfer would choose among on some GPUs, none is planned anew
+    for a captured step.
+
+    Attributes:
+        heads: of the queries that were planned, see `planned_heads`.
+    """
+
+    def __init__(self, workspace: torch.Tensor, generation: int, buffers: PlanInputs | None = None) -> None:
+        """workspace uint8 [bytes]; `buffers` are what the graph reads of a captured step."""
+        fixed = {} if buffers is None else latent_metadata(buffers)
+        self.heads = 0
+        self.wrapper = BatchMLAPagedAttentionWrapper(
+            workspace, use_cuda_graph=bool(fixed), backend=latent_kernel(generation), **fixed
+        )
+
+    def plan(self, inputs: PlanInputs, geometry: Geometry, view: LayerSpec) -> None:
+        rows, tokens = len(inputs.lengths), int(inputs.query_ends[-1])
+        self.heads = heads = planned_heads(view.spec.group, inputs.longest)
+        if tokens * heads // 128 + 2 * rows + SPLIT_TILES > MAX_TILES:
+            raise SettingError(
+                "max_batch_prefill_tokens", f"{tokens} tokens with {heads} heads are too many for one step"
+            )
+        self.wrapper.plan(
+            metadata=MLAPlanMetadata.csr(**latent_metadata(inputs)),
+            num_heads=heads,
+            head_dim_ckv=view.value_dim,
+            head_dim_kpe=view.key_dim,
+            page_size=geometry.block_size,
+            causal=True,
+            sm_scale=view.spec.scaling,
+            q_data_type=geometry.dtype,
+            kv_data_type=geometry.kv_dtype,
+            query_layout="split",
+            kv_cache_layout="split",
+        )
+
+    def run(self, module: Any, query: torch.Tensor, sinks: None, output: torch.Tensor) -> None:
+        """query [tokens, heads, rank + rotary_dim], output [tokens, heads, rank], of the model's dtype"""
+        rank, heads = module.values.shape[3], query.shape[1]
+        if heads < self.heads:
+            query = pad(query, (0, 0, 0, self.heads - heads))
+        out = output if heads == self.heads else query.new_empty(len(query), self.heads, rank)
+        self.wrapper.run(
+            query=(query[..., :rank], query[..., rank:]),
+            kv_cache=(module.values[:, 0], module.keys[:, 0]),
+            out=out,
+        )
+        if out is not output:
+            output.copy_(out[:, :heads])
+
+
+def latent_metadata(inputs: PlanInputs) -> dict[str, torch.Tensor]:
+    """→ int32 [rows + 1], [rows + 1], [blocks], [rows], by FlashInfer's names"""
+    return {
+        "qo_indptr": inputs.query_ends,
+        "kv_indptr": inputs.block_ends,
+        "kv_indices": inputs.blocks,
+        "kv_len_arr": inputs.lengths,
+    }
+
+
+def run_over_pages(wrapper: Any, module: Any, query: torch.Tensor, sinks: Any, output: torch.Tensor) -> None:
+    """A sink takes its share of a softmax whose sum is known: what is left of the output is `sigmoid(log sum
+    - sink)`. query and output [tokens, heads, dim] of the model's dtype, sinks float32 [heads]
+    """
+    cache = (module.keys, module.values)
+    scales = {"k_scale": module.key_scale, "v_scale": module.value_scale}
+    if sinks is None:
+        wrapper.run(query, cache, out=output, **scales)
+    else:
+        _, log2_sum = wrapper.run(query, cache, out=output, return_lse=True, **scales)
+        output.mul_(torch.sigmoid(log2_sum / LOG2_E - sinks)[..., None])
+
+
+def make_workspace(geometry: Geometry, device: torch.device, max_rows: int) -> torch.Tensor:
+    """→ uint8 [bytes]: where programs that share a row exchange results."""
+    size = workspace_bytes(geometry, processors_of(device), max_rows)
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def processors_of(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+class Uploads:
+    """Copies on their way from a plan's pinned memory to the device: the next plan there must wait for
+    them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> None:
+        if self.copied:
+            self.copied.synchronize()
+
+    def __exit__(self, *error: object) -> None:
+        if self.copied:
+            self.copied.record()
+
+
+class StepPlans:
+    """FlashInfer's wrappers for steps that are not captured, one for each view. Two sets of them take turns:
+    the plan of one step may wait in pinned memory while the next one is made.
+
+    Attributes:
+        planned: by view, whether rows that decode need plans, too.
+    """
+
+    def __init__(
+        self, geometry: Geometry, planned: Sequence[bool], workspace: torch.Tensor, generation: int
+    ) -> None:
+        self.geometry = geometry
+        self.planned = planned
+        self.device = workspace.device
+        self.turns: list[list[Any]] = [
+            [
+                LatentWrapper(workspace, generation) if view.spec.latent else StepWrapper(workspace)
+                for view in geometry.views
+            ]
+            for _ in range(2)
+        ]
+        self.uploads = [Uploads(self.device) for _ in self.turns]
+        self.current = 0
+
+    @property
+    def wrappers(self) -> list[Any]:
+        """The wrappers of the step that was planned last, by view."""
+        return self.turns[self.current]
+
+    def plan(self, spans: Sequence[Span], first: int) -> None:
+        """Plan the rows from span `first` on; in views that are `planned` all rows."""
+        self.current = 1 - self.current
+        with self.uploads[self.current]:
+            for is_planned, part in ((True, spans), (False, spans[first:])):
+                views = [view for view, planned in enumerate(self.planned) if planned == is_planned]
+                if views and part:
+                    self.plan_views(views, part)
+
+    def plan_views(self, views: Sequence[int], spans: Sequence[Span]) -> None:
+        inputs = plan_inputs(spans, self.geometry.block_size, self.device)
+        for view in views:
+            self.wrappers[view].plan(inputs, self.geometry, self.geometry.views[view])
+
+
+class DecodePlans:
+    """FlashInfer's wrappers for captured steps: for each number of rows one of each view that needs plans.
+
+    A captured step reads what its wrappers' tensors hold when it is replayed; `plan`, outside of the graph,
+    copies a step's blocks and schedule there. Steps run one after the other, so all numbers of rows share the
+    tensors.
+
+    Attributes:
+        buffers: on the device, of `max_rows` rows.
+        schedules: by view that needs plans, uint8 [SCHEDULE_BYTES]
+        wrappers: by number of rows, then by view.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        planned: Sequence[bool],
+        workspace: torch.Tensor,
+        generation: int,
+        max_rows: int,
+        max_blocks: int,
+    ) -> None:
+        self.geometry = geometry
+        self.workspace = workspace
+        self.generation = generation
+        self.device = device = workspace.device
+        self.buffers = empty_inputs(max_rows, max_rows * max_blocks if any(planned) else 0, device)
+        self.schedules = {
+            view: torch.zeros(SCHEDULE_BYTES, dtype=torch.uint8, device=device)
+            for view, is_planned in zip(geometry.views, planned, strict=True)
+            if is_planned
+        }
+        self.wrappers: dict[int, dict[LayerSpec, Any]] = {}
+        self.uploads = Uploads(device)
+
+    def plan(self, positions: Int32, table: Int32) -> None:
+        """Plan rows that decode: positions int32 [rows], table int32 [rows, blocks]."""
+        rows = len(positions)
+        if rows not in self.wrappers:
+            self.wrappers[rows] = {view: self.make_wrapper(rows, view) for view in self.schedules}
+        inputs = decode_inputs(positions, table, self.geometry.block_size, self.device)
+        with self.uploads:
+            for view, wrapper in self.wrappers[rows].items():
+                wrapper.plan(inputs, self.geometry, view)
+
+    def make_wrapper(self, rows: int, view: LayerSpec) -> Any:
+        buffers = first_rows(self.buffers, rows)
+        if view.spec.latent:
+            return LatentWrapper(self.workspace, self.generation, buffers)
+        return DecodeWrapper(self.workspace, self.schedules[view], buffers)
+
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from gpu_worker.engine.batch.beam_group import BeamGroup
+from gpu_worker.engine.batch.beams import BeamGroup
 from gpu_worker.engine.batch.encoding import encoding_cost
 from gpu_worker.engine.batch.prefill import num_computable
 from gpu_worker.engine.batch.prefill_budget import PrefillBudget, StepBudget

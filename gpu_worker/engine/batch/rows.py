@@ -17,9 +17,7 @@ import numpy as np
 
 from common.messages.records import pack_floats, pack_ids, pack_sequences
 from gpu_worker.engine.batch.adapters import Adapter, AdapterTurns
-from gpu_worker.engine.batch.beam_group import BeamGroup, BlockCopy
-from gpu_worker.engine.batch.beam_search import Candidate
-from gpu_worker.engine.batch.beam_text import BeamTextFactory, no_texts
+from gpu_worker.engine.batch.beams import BeamGroup, BeamTextFactory, BlockCopy, Candidate, no_texts
 from gpu_worker.engine.batch.encoding import EncodingSchedule
 from gpu_worker.engine.batch.launchable import may_join, micro_batch_size, room, runnable, step_budget
 from gpu_worker.engine.batch.prefill import chunks, line_up, whole_prompts

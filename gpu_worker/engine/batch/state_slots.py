@@ -9,7 +9,7 @@ released, one at the last end that it has reached.
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from gpu_worker.engine.batch.beam_group import SlotCopy
+from gpu_worker.engine.batch.beams import SlotCopy
 from gpu_worker.engine.batch.prefill import last_block_end
 from gpu_worker.engine.batch.row import Row, RowSlice
 

@@ -12,7 +12,7 @@ import torch
 
 from gpu_worker.engine.batch.adapters import AdaptedStep, AdaptedTokens
 from gpu_worker.engine.batch.inputs import to_device
-from gpu_worker.engine.parallel.tp_model import connect
+from gpu_worker.engine.parallel.tensor_parallel import connect
 
 Forward = Callable[..., torch.Tensor]
 

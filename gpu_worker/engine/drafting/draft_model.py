@@ -2,6 +2,7 @@
 
 Its K and V are computed along with prompts, and along with drafts. Where they are missing (rows that paused,
 blocks of rows that paused, tokens of an earlier worker) they are computed before the next draft, in chunks.
+Drafts are sampled as their rows sample tokens.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,10 +17,34 @@ from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.batch.split_step import Forward
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.cuda.graphs import Capture, CudaGraphs
-from gpu_worker.engine.drafting.draft_sampler import DraftSampler
 from gpu_worker.engine.drafting.drafter import DraftProposer, DraftRow, draft_proposer_of
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.model import LoadedModel
+from gpu_worker.engine.sampling.grammar import Matchers
+from gpu_worker.engine.sampling.sampler import sample
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSampler:
+    """Samples with the grammars of the rows, too."""
+
+    matchers: Matchers
+    vocab_size: int
+
+    def sample(self, logits: torch.Tensor, requests: Sequence[SampleRequest | None]) -> list[int]:
+        """logits float [rows, vocabulary of the draft] → an id for each row."""
+        self.matchers.finish_masks(requests)
+        ids: list[int] = sample(fit(logits, self.vocab_size), requests).ids.tolist()
+        return ids
+
+
+def fit(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """logits float [rows, any] → [rows, vocab_size]: tokens that a draft lacks are never likely."""
+    missing = vocab_size - logits.shape[1]
+    if missing > 0:
+        return torch.nn.functional.pad(logits, (0, missing), value=torch.finfo(logits.dtype).min)
+    return logits[:, :vocab_size].contiguous() if missing else logits
+
 
 MAX_CATCH_UP = {"cpu": 128, "cuda": 2048}
 """Tokens that are computed before a draft, at most, of rows whose K and V are missing."""

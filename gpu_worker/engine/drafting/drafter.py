@@ -18,10 +18,14 @@ from gpu_worker.engine.batch.sampling_state import GrammarMask
 from gpu_worker.engine.batch.split_step import is_out_of_memory, release_tensors
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.cuda.graphs import Capture
-from gpu_worker.engine.drafting.acceptance import FIRST_PAUSE, TRIAL_PROPOSALS, Acceptance
-from gpu_worker.engine.drafting.costs import ProposalCosts, measure_steps
-from gpu_worker.engine.drafting.ngrams import RowIds
-from gpu_worker.engine.drafting.proposers import GuidedProposer
+from gpu_worker.engine.drafting.acceptance import (
+    FIRST_PAUSE,
+    TRIAL_PROPOSALS,
+    Acceptance,
+    ProposalCosts,
+    measure_steps,
+)
+from gpu_worker.engine.drafting.proposers import GuidedProposer, RowIds
 
 log = logging.getLogger(__name__)
 

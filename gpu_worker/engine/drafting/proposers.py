@@ -1,18 +1,243 @@
-"""Proposers of rows: guesses that pay, and with a grammar the tokens that it forces before any guess."""
+"""What proposes the next tokens of rows without a model: the tokens that a grammar forces, n-grams, suffixes.
 
-from collections.abc import Sequence
+N-grams: the last ids of a row are looked up in its own ids (prompt look-up).
+
+Suffix decoding (arXiv:2411.04975): what a row writes next is found in its own ids and in the worker's recent
+answers, by the longest suffix that occurs there. How often a token followed says how far a guess goes. An
+index of pairs of ids finds the same places as a suffix tree, with less memory and constant work a token.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Protocol
+
+import numpy as np
 
 from common.settings.speculation import NGRAM, SUFFIX, Speculation
 from gpu_worker.engine.batch.proposer import ForcedProposer, Proposer
 from gpu_worker.engine.batch.row import ProposerFactory
 from gpu_worker.engine.batch.sampling_state import GrammarMask
 from gpu_worker.engine.batch.step_result import Int32
-from gpu_worker.engine.drafting.acceptance import Acceptance, TrialBudget
-from gpu_worker.engine.drafting.costs import ProposalCosts
-from gpu_worker.engine.drafting.ngrams import NgramGuesser
-from gpu_worker.engine.drafting.suffixes import RecentAnswers, SuffixGuesser
+from gpu_worker.engine.drafting.acceptance import Acceptance, ProposalCosts, TrialBudget
+
+MIN_MATCH, MAX_MATCH = 2, 8
+"""How many of the row's last ids are looked up, at least and at most."""
+
+
+class RowIds:
+    """The ids of a row, prompt and generation, as they grow.
+
+    Attributes:
+        known: array whose first `length` ids are those of prompt and generation.
+    """
+
+    def __init__(self, ids: Int32) -> None:
+        self.known = np.array(ids, np.int32)
+        self.length = len(ids)
+
+    @property
+    def last(self) -> int:
+        return int(self.known[self.length - 1])
+
+    def append(self, tokens: Sequence[int]) -> None:
+        end = self.length + len(tokens)
+        if end > len(self.known):
+            self.known = np.concatenate((self.known[: self.length], np.empty(end, np.int32)))
+        self.known[self.length : end] = tokens
+        self.length = end
+
+    def matches(self, min_match: int, max_match: int) -> tuple[list[int], int]:
+        """The places after the longest earlier occurrences of the last ids, oldest first, and how many ids
+        these are; none below `min_match`.
+        """
+        known = self.known[: self.length]
+        ends = np.flatnonzero(known[:-1] == known[-1])
+        num_matched = 1 if ends.size else 0
+        while ends.size and num_matched < min(max_match, self.length - 1):
+            longer = ends[ends >= num_matched]
+            longer = longer[known[longer - num_matched] == known[-1 - num_matched]]
+            if not longer.size:
+                break
+            ends, num_matched = longer, num_matched + 1
+        return ((ends + 1).tolist(), num_matched) if num_matched >= min_match else ([], 0)
+
+
+class NgramGuesser:
+    """Guesses what followed the last ids before: a longer match is preferred to a shorter one, then a newer
+    to an older one.
+    """
+
+    method = "ngram"
+
+    def __init__(self, ids: Int32, min_match: int = MIN_MATCH, max_match: int = MAX_MATCH) -> None:
+        self.text = RowIds(ids)
+        self.min_match = min_match
+        self.max_match = max_match
+
+    def guess(self, count: int) -> list[int]:
+        """What followed the match; past the end of the known ids the guess repeats itself."""
+        places, _ = self.text.matches(self.min_match, self.max_match)
+        if not places:
+            return []
+        place, length = places[-1], self.text.length
+        following: list[int] = self.text.known[place : min(place + count, length)].tolist()
+        while len(following) < count:
+            following.append(following[place + len(following) - length])
+        return following
+
+    def append(self, tokens: Sequence[int]) -> None:
+        self.text.append(tokens)
+
+
+MAX_TOKENS = 2**17
+"""Tokens of recent answers that are kept, at most; each takes about 150 bytes."""
+MAX_PLACES = 64
+"""Places of one pair of ids that are kept, and occurrences that are compared: the newest."""
+MIN_MATCH = 2
+
+Place = tuple[Sequence[int] | Int32, int]
+"""The ids of an answer, and the place of one that follows a match."""
+
+
+@dataclass(slots=True)
+class RecentAnswers:
+    """Answers of the worker's rows, the newest: they grow while their rows run.
+
+    Attributes:
+        max_answers: how many are kept, at most; 0 keeps none.
+        answers: by number, oldest first.
+        places: (id, next id) → (answer, place after the pair), oldest first.
+        num_tokens: of all answers.
+        next_number: of the next answer.
+    """
+
+    max_answers: int
+    max_tokens: int = MAX_TOKENS
+    answers: dict[int, list[int]] = field(default_factory=dict)
+    places: dict[tuple[int, int], list[tuple[int, int]]] = field(default_factory=dict)
+    num_tokens: int = 0
+    next_number: int = 0
+
+    def begin(self) -> int:
+        """The number of a new answer."""
+        self.next_number += 1
+        return self.next_number
+
+    def append(self, number: int, tokens: Iterable[int]) -> None:
+        """Append to an answer. One that was dropped begins anew."""
+        if not self.max_answers:
+            return
+        answer = self.answers.setdefault(number, [])
+        for token in tokens:
+            answer.append(token)
+            if len(answer) > 1:
+                places = self.places.setdefault((answer[-2], token), [])
+                places.append((number, len(answer)))
+                if len(places) > MAX_PLACES:
+                    del places[0]
+            self.num_tokens += 1
+        while len(self.answers) > self.max_answers or self.num_tokens > self.max_tokens:
+            self.drop_oldest()
+
+    def drop_oldest(self) -> None:
+        number = next(iter(self.answers))
+        answer = self.answers.pop(number)
+        self.num_tokens -= len(answer)
+        for pair in {*pairwise(answer)}:
+            kept = [place for place in self.places.get(pair, ()) if place[0] != number]
+            if kept:
+                self.places[pair] = kept
+            else:
+                self.places.pop(pair, None)
+
+    def matches(self, tail: Sequence[int], own: int) -> tuple[list[Place], int]:
+        """The places after the longest occurrences of the end of `tail` in answers but `own`, newest first,
+        and how many ids these are.
+        """
+        if len(tail) < MIN_MATCH:
+            return [], 0
+        found = reversed(self.places.get((tail[-2], tail[-1]), []))
+        places = [(self.answers[number], place) for number, place in found if number != own]
+        lengths = [match_length(tail, answer, place) for answer, place in places]
+        longest = max(lengths, default=0)
+        return [one for one, length in zip(places, lengths, strict=True) if length == longest], longest
+
+
+def match_length(tail: Sequence[int], ids: Sequence[int], place: int) -> int:
+    """How many ids before a place are those at the end of `tail`."""
+    length = 0
+    while length < min(len(tail), place) and tail[-1 - length] == ids[place - 1 - length]:
+        length += 1
+    return length
+
+
+def most_frequent(
+    places: Sequence[Place], count: int, min_prob: float, repeats: bool = False
+) -> tuple[list[int], float]:
+    """The ids that followed most often at the places, at most `count`, as long as their probability is
+    `min_prob`; and the sum of these probabilities: how many are right, as expected. Past the end of the ids a
+    guess that `repeats` goes on with itself.
+    """
+    tokens: list[int] = []
+    expected, probability = 0.0, 1.0
+    for step in range(count):
+        followers = [follower(ids, place + step, tokens if repeats else ()) for ids, place in places]
+        counts = Counter(token for token in followers if token is not None)
+        if not counts:
+            break
+        token, number = counts.most_common(1)[0]
+        probability *= number / len(places)
+        if probability < min_prob:
+            break
+        expected += probability
+        tokens.append(token)
+        places = [one for one, own in zip(places, followers, strict=True) if own == token]
+    return tokens, expected
+
+
+def follower(ids: Sequence[int] | Int32, place: int, guessed: Sequence[int]) -> int | None:
+    """The id at a place; past the end that of the guess; None past the end of both."""
+    if place < len(ids):
+        return int(ids[place])
+    past = place - len(ids)
+    return guessed[past] if past < len(guessed) else None
+
+
+class SuffixGuesser:
+    """Guesses what followed most often after the row's last ids: in its own text, or in recent answers, where
+    more is expected to be right. A guess is as long as the match, times `suffix_decoding_max_spec_factor`.
+    """
+
+    method = "suffix"
+
+    def __init__(self, ids: Int32, answers: RecentAnswers, values: Mapping[str, float]) -> None:
+        self.text = RowIds(ids)
+        self.answers = answers
+        self.number = answers.begin()
+        self.max_match = int(values["suffix_decoding_max_tree_depth"])
+        self.factor = values["suffix_decoding_max_spec_factor"]
+        self.min_prob = values["suffix_decoding_min_token_prob"]
+
+    def guess(self, count: int) -> list[int]:
+        known = self.text.known[: self.text.length]
+        own, own_length = self.text.matches(MIN_MATCH, self.max_match)
+        others, length = self.answers.matches(known[-self.max_match :].tolist(), self.number)
+        places = [(known, place) for place in reversed(own[-MAX_PLACES:])]
+        found = most_frequent(places, min(count, self.longest(own_length)), self.min_prob, repeats=True)
+        other = most_frequent(others, min(count, self.longest(length)), self.min_prob)
+        return found[0] if (found[1], own_length) >= (other[1], length) else other[0]
+
+    def longest(self, match_length: int) -> int:
+        """How long a guess may be after a match of so many ids."""
+        return int(self.factor * match_length)
+
+    def append(self, tokens: Sequence[int]) -> None:
+        self.text.append(tokens)
+        self.answers.append(self.number, tokens)
+
 
 DEFAULT_COSTS = ProposalCosts()
 

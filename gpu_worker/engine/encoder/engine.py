@@ -18,7 +18,7 @@ from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.engine.encoder.model import EncoderModel
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.load import BLOCK_SIZES, name_of
-from gpu_worker.engine.sampling.raw_logits import CopiedLogits
+from gpu_worker.engine.sampling.logprobs import CopiedLogits
 from gpu_worker.engine.side_threads import SideThreads
 from gpu_worker.protocol import (
     AdapterAnswer,

@@ -20,7 +20,7 @@ from gpu_worker.engine.model.config import cannot_serve, quantization_of
 from gpu_worker.engine.model.load import choose_device, choose_dtype, name_of, report_progress, threads_of
 from gpu_worker.engine.model.weights import check_files
 from gpu_worker.engine.parallel.communicator import Communicator
-from gpu_worker.engine.pooling.layers import output_size, read_dense
+from gpu_worker.engine.pooling.head import output_size, read_dense
 from gpu_worker.protocol import UnservableModel
 
 POOLER = "pooler."

@@ -25,7 +25,7 @@ from gpu_worker.engine.batch.inputs import Inputs, to_device
 from gpu_worker.engine.cpu.packed_linear import PackedLinear, pack_linears
 from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.parallel.communicator import Communicator
-from gpu_worker.engine.parallel.stage_model import WHOLE
+from gpu_worker.engine.parallel.stages import WHOLE
 from gpu_worker.engine.states.model_states import ModelStates
 from gpu_worker.protocol import UnservableModel
 

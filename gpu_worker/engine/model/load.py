@@ -20,8 +20,7 @@ from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.adapters.layers import AdapterLayers, make_adapter_layers
 from gpu_worker.engine.attention.choose import PROBE_TOKENS, choose_backend, probe_attention
 from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
-from gpu_worker.engine.attention.kv_cache import FLOATS8, Geometry, LayerSpec
-from gpu_worker.engine.attention.latents import keep_latents
+from gpu_worker.engine.attention.kv_cache import FLOATS8, Geometry, LayerSpec, keep_latents
 from gpu_worker.engine.cpu.fused_layer import fuse_layers, num_trial_blocks
 from gpu_worker.engine.cpu.packed_linear import pack_linears
 from gpu_worker.engine.cuda.linear import fuse_linears
@@ -40,7 +39,6 @@ from gpu_worker.engine.model.quantized_linears import (
     use_fp8,
 )
 from gpu_worker.engine.model.same_model import check_same, describe_model
-from gpu_worker.engine.model.tp_weights import read_shard
 from gpu_worker.engine.model.vision import load_tower
 from gpu_worker.engine.model.warmup import (
     max_captured_tokens,
@@ -51,9 +49,9 @@ from gpu_worker.engine.model.warmup import (
 from gpu_worker.engine.model.weights import read_weights
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.shards import TpPlan
-from gpu_worker.engine.parallel.stage_model import WHOLE, ModelStage, checked_layers, learn_form
-from gpu_worker.engine.parallel.tp_model import connect_shards
-from gpu_worker.engine.pictures.tower import VisionTower
+from gpu_worker.engine.parallel.stages import WHOLE, ModelStage, checked_layers, learn_form
+from gpu_worker.engine.parallel.tensor_parallel import connect_shards, read_shard
+from gpu_worker.engine.pictures.encoder import VisionTower
 from gpu_worker.engine.pooling.head import replace_head
 from gpu_worker.engine.quantization.at_load import ROUNDINGS
 from gpu_worker.engine.quantization.blocks import Blocks

@@ -18,8 +18,8 @@ from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.model.deepstack import DeepStack
 from gpu_worker.engine.model.rope import AxisRope, PerTokenRope
 from gpu_worker.engine.model.sleeping_model import SleepingModel
-from gpu_worker.engine.parallel.stage_model import ModelStage
-from gpu_worker.engine.pictures.tower import VisionTower
+from gpu_worker.engine.parallel.stages import ModelStage
+from gpu_worker.engine.pictures.encoder import VisionTower
 from gpu_worker.engine.states.model_states import ModelStates
 
 

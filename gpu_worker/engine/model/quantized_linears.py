@@ -26,12 +26,12 @@ from gpu_worker.engine.cuda.linear import (
     round_rows,
 )
 from gpu_worker.engine.model.config import FP8_AT_LOAD, quantization_of, quantizes
-from gpu_worker.engine.model.tp_weights import parameter_finder
 from gpu_worker.engine.parallel.shards import TensorShards, intervals_of
+from gpu_worker.engine.parallel.tensor_parallel import parameter_finder
 from gpu_worker.engine.quantization.at_load import ROUNDINGS
 from gpu_worker.engine.quantization.blocks import LARGEST_BLOCK, SMALLEST_BLOCK, Blocks, ReadBlocks
 from gpu_worker.engine.quantization.checkpoint import METHODS, StoredWeight, method_of, read_tensors
-from gpu_worker.engine.quantization.gguf_blocks import converted_blocks
+from gpu_worker.engine.quantization.gguf import converted_blocks
 from gpu_worker.engine.quantization.weight import ScaledFloats, Weight, widen
 
 ROUTERS = {"gate", "router"}

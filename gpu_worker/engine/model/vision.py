@@ -19,9 +19,8 @@ from common.settings.settings import Settings
 from gpu_worker.engine.model.config import cannot_serve, quantization_of
 from gpu_worker.engine.model.weights import check_missing, make_dummy_model, without_quantization
 from gpu_worker.engine.parallel.communicator import Communicator
-from gpu_worker.engine.pictures.encoder import PictureEncoder
+from gpu_worker.engine.pictures.encoder import PictureEncoder, VisionTower
 from gpu_worker.engine.pictures.families import FAMILIES, PictureFamily, Tiles
-from gpu_worker.engine.pictures.tower import VisionTower
 from gpu_worker.engine.quantization.checkpoint import METHODS, method_of, read_tensors
 from gpu_worker.engine.side_threads import SideThreads
 from gpu_worker.protocol import first_cause

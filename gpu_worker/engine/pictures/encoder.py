@@ -1,5 +1,6 @@
 """Picture encoder: processes the pictures of rows in a thread of its own, encodes their units when the
-schedule says so, and keeps the embeddings for later rows.
+schedule says so, and keeps the embeddings for later rows. Tower, projector and processor are transformers'
+own.
 
 Each picture is encoded once as long as its embeddings are kept: those used least recently go first. What rows
 are still to read is never dropped.
@@ -10,10 +11,14 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
+from common.pictures import decoded
 from gpu_worker.engine.batch.encoding import EncodedUnit
 from gpu_worker.engine.batch.row_pictures import (
     PictureState,
@@ -21,10 +26,57 @@ from gpu_worker.engine.batch.row_pictures import (
     RowPictures,
     placeholders_of,
 )
-from gpu_worker.engine.pictures.families import Tensors
-from gpu_worker.engine.pictures.tower import VisionTower
+from gpu_worker.engine.pictures.families import PictureFamily, Tensors, embeddings_of
 from gpu_worker.engine.side_threads import SideThreads
 from gpu_worker.protocol import StartRow
+
+GREY_EDGE = 64
+"""Height and width of the picture on which a tower is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class VisionTower:
+    """The part of a model that sees. `tensors` are float32 and int64, [...] as its family has them.
+
+    Attributes:
+        model: the whole model without its language model; None in a stage that embeds nothing.
+        processor: transformers' processor of pictures, which computes with Pillow.
+        placeholder_id: the id of tokens whose embeddings pictures replace.
+        hidden_size: of an embedding.
+    """
+
+    model: Any
+    processor: Any
+    family: PictureFamily
+    placeholder_id: int
+    hidden_size: int
+    device: torch.device
+    dtype: torch.dtype
+
+    def process(self, data: bytes, num_tokens: int) -> Tensors:
+        """Make the tower's inputs of the bytes of a picture with `num_tokens` placeholders. Any thread may
+        call it. Raises PictureError, and what the processor raises.
+        """
+        return self.family.process(self.processor, decoded(data), num_tokens)
+
+    @torch.inference_mode()
+    def encode(self, tensors: Tensors, number: int) -> torch.Tensor:
+        """Encode one unit of a picture → [embeddings, hidden] of the model's dtype."""
+        unit = self.family.unit(tensors, number)
+        inputs = {name: self.to_device(tensor) for name, tensor in unit.items()}
+        return embeddings_of(self.model.model.get_image_features(**inputs)).to(self.dtype)
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[...] of any dtype → the same on the device, numbers of pixels in the model's dtype."""
+        dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
+        tensor = tensor.pin_memory() if self.device.type == "cuda" else tensor
+        return tensor.to(self.device, dtype, non_blocking=True)
+
+    def try_out(self) -> Callable[[], torch.Tensor]:
+        """What encodes one unit of a grey picture, to measure → as `encode`."""
+        image = Image.fromarray(np.full((GREY_EDGE, GREY_EDGE, 3), 99, np.uint8))
+        return partial(self.encode, self.family.process(self.processor, image, 0), 0)
+
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,16 @@ import torch
 from common.settings.settings import Settings
 from gpu_worker.engine.model.config import read_config
 from gpu_worker.engine.model.families import register_family
-from gpu_worker.engine.model.tp_weights import parameter_finder, stage_tensors, untied
 from gpu_worker.engine.model.weights import check_files, load_pretrained, meta_model, quantization_method
-from gpu_worker.engine.parallel.stage_model import ModelStage, learn_form, make_stage, staged_class
-from gpu_worker.engine.parallel.stages import StagePlan, make_stage_plan
+from gpu_worker.engine.parallel.stages import (
+    ModelStage,
+    StagePlan,
+    learn_form,
+    make_stage,
+    make_stage_plan,
+    staged_class,
+)
+from gpu_worker.engine.parallel.tensor_parallel import parameter_finder, stage_tensors, untied
 from gpu_worker.engine.quantization.checkpoint import read_tensors
 from gpu_worker.protocol import UnservableModel
 

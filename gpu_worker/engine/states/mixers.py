@@ -14,10 +14,8 @@ import torch
 
 from gpu_worker.engine.parallel.shards import is_mixer
 from gpu_worker.engine.states.model_states import StateSpec
-from gpu_worker.engine.states.padded_scan import Padding, heed_padding, padding
 from gpu_worker.engine.states.row_states import RECURRENT, RowStates, StateName
-from gpu_worker.engine.states.selective_scan import continue_scans
-from gpu_worker.engine.states.state_update import update_in_place
+from gpu_worker.engine.states.scans import Padding, continue_scans, heed_padding, padding, update_in_place
 from gpu_worker.protocol import UnservableModel
 
 CACHE_NAMES = {"cache_params", "past_key_values"}

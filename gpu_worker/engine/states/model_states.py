@@ -13,9 +13,8 @@ import torch
 
 from gpu_worker.engine.attention.kv_cache import zeros
 from gpu_worker.engine.batch.inputs import Inputs, to_device
-from gpu_worker.engine.states.padded_scan import padding
-from gpu_worker.engine.states.row_states import RowStates, StateName
-from gpu_worker.engine.states.spans import StateSpan, split_states
+from gpu_worker.engine.states.row_states import RowStates, StateName, StateSpan, split_states
+from gpu_worker.engine.states.scans import padding
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from common.process.launch import die_with_parent
 from common.rank import free_port
 from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.model import tp_weights
+from gpu_worker.engine.parallel import tensor_parallel
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
 from tests.support.engine import multi_rank_engine
 
@@ -100,14 +100,14 @@ def measure(folder: Path, world_size: int) -> list[Taken]:
 
 def load(folder: Path, communicator: Communicator) -> Taken:
     parts: list[Any] = []
-    slices = tp_weights.rank_tensors
+    slices = tensor_parallel.rank_tensors
 
     def noted(*arguments: Any) -> Iterator[tuple[str, Any]]:
         for name, part in slices(*arguments):
             parts.append(part)
             yield name, part
 
-    tp_weights.rank_tensors = noted  # type: ignore[assignment]
+    tensor_parallel.rank_tensors = noted  # type: ignore[assignment]
     before = own_bytes()
     with sampled() as samples:
         engine = Engine(

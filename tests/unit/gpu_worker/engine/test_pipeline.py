@@ -23,7 +23,7 @@ from gpu_worker.engine.batch.step_result import PromptLogprobs, TopLogprobs
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.in_flight import StepSamples, pack_samples, unpack_sent_samples
 from gpu_worker.engine.parallel.communicator import Communicator
-from gpu_worker.engine.parallel.stage_model import ModelStage, checked_layers
+from gpu_worker.engine.parallel.stages import ModelStage, checked_layers
 from gpu_worker.engine.pipeline import PipelineEngine
 from gpu_worker.protocol import UnservableModel
 from tests.support.engine import multi_rank_engine, tiny_models

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gpu_worker.engine.attention.flashinfer_inputs import (
+from gpu_worker.engine.attention.flashinfer import (
     OWN_PARTS,
     SPLIT_PARTS,
     scratch_bytes,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from gpu_worker.engine.attention.latents import keep_latents, keeps_latents
+from gpu_worker.engine.attention.kv_cache import keep_latents, keeps_latents
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models

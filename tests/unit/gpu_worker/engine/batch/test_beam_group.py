@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from common.messages.records import num_group_blocks, pack_ids
 from common.messages.request import BeamParams
-from gpu_worker.engine.batch.beam_group import BeamBlocks
-from gpu_worker.engine.batch.beam_search import BeamToken, Candidate
+from gpu_worker.engine.batch.beams import BeamBlocks, BeamToken, Candidate
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.protocol import Grant

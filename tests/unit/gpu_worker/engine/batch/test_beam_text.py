@@ -1,7 +1,7 @@
 """Beam texts: stop strings in the texts of beams that have their beginning in common."""
 
 from common.detokenize import Detokenizer, StopMatcher
-from gpu_worker.engine.batch.beam_text import BeamText
+from gpu_worker.engine.batch.beams import BeamText
 from tests.support.tokenizer import TOKENIZER
 
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from gpu_worker.engine.drafting.acceptance import PROPOSAL_COST
-from gpu_worker.engine.drafting.costs import ProposalCosts, measure_steps
+from gpu_worker.engine.drafting.acceptance import PROPOSAL_COST, ProposalCosts, measure_steps
 
 
 def test_a_step_is_measured_with_one_row_and_with_many() -> None:

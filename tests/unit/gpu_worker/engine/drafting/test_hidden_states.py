@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from gpu_worker.engine.drafting.hidden_states import HiddenStates
+from gpu_worker.engine.drafting.eagle import HiddenStates
 
 
 def test_the_inputs_of_modules_are_kept_beside_each_other() -> None:

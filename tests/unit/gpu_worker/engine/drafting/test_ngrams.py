@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from gpu_worker.engine.drafting.ngrams import MAX_MATCH, MIN_MATCH, NgramGuesser
+from gpu_worker.engine.drafting.proposers import MAX_MATCH, MIN_MATCH, NgramGuesser
 
 
 def guesser(ids: list[int]) -> NgramGuesser:

@@ -7,10 +7,10 @@ import numpy as np
 
 from common.settings.speculation import read_speculation
 from gpu_worker.engine.batch.proposer import ForcedProposer
-from gpu_worker.engine.drafting.ngrams import NgramGuesser
 from gpu_worker.engine.drafting.proposers import (
     GuessProposer,
     GuidedProposer,
+    NgramGuesser,
     guessing_factory,
     make_proposer,
 )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from common.settings.speculation import read_speculation
-from gpu_worker.engine.drafting.suffixes import MIN_MATCH, RecentAnswers, SuffixGuesser, most_frequent
+from gpu_worker.engine.drafting.proposers import MIN_MATCH, RecentAnswers, SuffixGuesser, most_frequent
 
 VALUES = read_speculation(0, '{"method": "suffix"}').values
 

@@ -16,7 +16,7 @@ from common import model_files
 from common.gguf_check import check_gguf
 from common.process import machine
 from common.settings.settings import SettingError
-from gpu_worker.engine.model import gguf_convert as convert
+from gpu_worker.engine.quantization import gguf as convert
 from tests.support.engine import tiny_models
 from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play, prompts
 from tests.support.gguf.tiny_gguf import TYPES, damage, write

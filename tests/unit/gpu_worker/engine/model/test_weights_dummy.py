@@ -18,9 +18,9 @@ from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import weights as dummy
 from gpu_worker.engine.model.families import register_family
-from gpu_worker.engine.model.tp_weights import equalize_replicas
 from gpu_worker.engine.model.weights import meta_model
 from gpu_worker.engine.parallel.shards import make_tp_plan
+from gpu_worker.engine.parallel.tensor_parallel import equalize_replicas
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player
 

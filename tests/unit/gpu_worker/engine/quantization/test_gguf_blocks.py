@@ -10,9 +10,9 @@ from safetensors import safe_open
 
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.cpu.packed_linear import NativeLinear
-from gpu_worker.engine.model import gguf_convert as convert
+from gpu_worker.engine.quantization import gguf as convert
 from gpu_worker.engine.quantization.blocks import Blocks
-from gpu_worker.engine.quantization.gguf_blocks import BLOCKS_FILE, converted_blocks
+from gpu_worker.engine.quantization.gguf import BLOCKS_FILE, converted_blocks
 from tests.support.engine.quantized_models import keep_blocks_only
 from tests.support.engine.tiny_engine import engine_of, play, prompts
 from tests.support.gguf.tiny_gguf import LAYERS, MATRICES, TYPES, write

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpu_worker.engine.quantization.blocks import Blocks
-from gpu_worker.engine.quantization.gguf_blocks import UNPACK, unpack
+from gpu_worker.engine.quantization.gguf import UNPACK, unpack
 
 ROWS, INPUTS = 6, 768
 FLOAT16_AT = {

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from common.messages.request import BeamParams
-from gpu_worker.engine.batch.beam_search import Beam, BeamSearch, Candidate
-from gpu_worker.engine.sampling.beam_candidates import SearchStep, score_beams
+from gpu_worker.engine.batch.beams import Beam, BeamSearch, Candidate, SearchStep, score_beams
 
 VOCAB = 50
 TOTALS = [-1.0, -1.5, -2.5]

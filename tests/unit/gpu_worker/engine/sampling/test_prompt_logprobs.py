@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from gpu_worker.engine.engine import Engine
+from gpu_worker.engine.sampling import logprobs as module
 from gpu_worker.engine.sampling import native_sampler
-from gpu_worker.engine.sampling import prompt_logprobs as module
+from gpu_worker.engine.sampling.logprobs import score_tokens
 from gpu_worker.engine.sampling.multinomial import raw_logprobs
-from gpu_worker.engine.sampling.prompt_logprobs import score_tokens
 from tests.support.engine.batch_player import Player
 from tests.support.engine.reference import prompt_ids, reference_ids, reference_logprobs
 from tests.support.engine.sampling_reference import log_softmax

@@ -10,7 +10,7 @@ import torch
 
 from common.messages.request import SamplingParams
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.sampling import raw_logits
+from gpu_worker.engine.sampling import logprobs
 from gpu_worker.protocol import StepResult
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player
@@ -143,7 +143,7 @@ def test_logits_have_the_dtype_that_is_asked_for(served: tuple[Engine, Any], dty
 
 def test_pieces_and_frames_are_bounded(served: tuple[Engine, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     engine, model = served
-    monkeypatch.setattr(raw_logits, "MAX_PIECE_BYTES", 3 * 4 * VOCAB)
+    monkeypatch.setattr(logprobs, "MAX_PIECE_BYTES", 3 * 4 * VOCAB)
     ids, played = prompts()[1], player(engine)
     played.run([played.start(0, ids, 2, ignore_eos=True, logits=span(0))])
     assert max(map(len, played.logits[0].values())) == 3 * 4 * VOCAB

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.mamba import modeling_mamba
 
-from gpu_worker.engine.states.selective_scan import FirstStates, continuing
+from gpu_worker.engine.states.scans import FirstStates, continuing
 
 
 @pytest.mark.parametrize("gated", [False, True])

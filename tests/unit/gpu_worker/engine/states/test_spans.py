@@ -8,8 +8,7 @@ import torch
 
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.states.mixers import MixerRecorder, find_mixers
-from gpu_worker.engine.states.row_states import RowStates
-from gpu_worker.engine.states.spans import StateSpan, split_states
+from gpu_worker.engine.states.row_states import RowStates, StateSpan, split_states
 from tests.support.engine import tiny_models
 from tests.support.engine.tiny_engine import engine_of, play
 from tests.support.states.hybrid_models import HYBRIDS

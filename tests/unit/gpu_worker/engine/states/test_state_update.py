@@ -5,7 +5,7 @@ import torch
 from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from gpu_worker.engine.states.state_update import updating_delta_rule, updating_scan
+from gpu_worker.engine.states.scans import updating_delta_rule, updating_scan
 
 ROWS, HEADS, WIDTH, SIZE = 3, 4, 6, 5
 

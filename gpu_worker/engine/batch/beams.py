@@ -1,0 +1,508 @@
+"""Beam search: the text of each beam, the rules of the search, the rows and KV blocks of a group, and the
+best continuations of a step.
+
+The rules are those of transformers' `GenerationMixin._beam_search` for a batch of one. Where several
+continuations of one step end, transformers keeps as many candidates as are needed to go on with `width`
+beams; so does `num_candidates`. Scores are transformers', too: penalties, bans and masks change
+log-probabilities, not logits, in float32.
+
+To the batcher a group is one row. It has `leader`'s number, and its blocks are granted to the leader.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import groupby, islice
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from common.detokenize import Detokenizer, StopMatcher
+from common.messages.records import BeamSequence, num_group_blocks
+from common.messages.request import BeamParams, StoppingParams
+from common.model_files import read_tokenizer
+from gpu_worker.engine.batch.inputs import to_device
+from gpu_worker.engine.batch.row import Row, RowSlice
+from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
+from gpu_worker.engine.batch.step_result import Int32
+from gpu_worker.engine.sampling.penalties import adjust_scores
+
+
+@dataclass(slots=True, eq=False)
+class BeamText:
+    """The text of a beam.
+
+    Attributes:
+        num_free: next tokens whose text is no part of a stop string, by `min_new_tokens`.
+    """
+
+    detokenizer: Detokenizer
+    matcher: StopMatcher
+    num_free: int
+
+    @property
+    def matched(self) -> bool:
+        """Whether a stop string has appeared."""
+        return self.matcher.matched
+
+    def after(self, token: int) -> "BeamText":
+        """A copy that has taken one more token."""
+        other = BeamText(self.detokenizer.copy(), copy(self.matcher), max(0, self.num_free - 1))
+        text = other.detokenizer.step(token)
+        if not self.num_free:
+            other.matcher.step(text)
+        return other
+
+
+BeamTextFactory = Callable[[list[int], StoppingParams], BeamText]
+"""(prompt, stopping params with stop strings) → the text of a beam without tokens."""
+
+
+def text_factory(directory: Path) -> BeamTextFactory:
+    """Make texts with the tokenizer in a model's directory, which is read when the first text is made."""
+
+    @cache
+    def tokenizer() -> Tokenizer:
+        return read_tokenizer(directory)
+
+    def make(prompt: list[int], stopping: StoppingParams) -> BeamText:
+        detokenizer = Detokenizer(tokenizer(), prompt)
+        return BeamText(detokenizer, StopMatcher(stopping.stop), stopping.min_new_tokens)
+
+    return make
+
+
+def no_texts(prompt: list[int], stopping: StoppingParams) -> BeamText:
+    """Raises ValueError: beams of this engine have no stop strings."""
+    raise ValueError("beams with stop strings need a tokenizer")
+
+
+AT_FULL, NEVER = 1, 2
+"""Values of `BeamParams.early_stopping`."""
+LARGEST = float(np.finfo(np.float32).max)
+
+
+class Candidate(NamedTuple):
+    """A beam and a token that may continue it.
+
+    Attributes:
+        parent: place of the beam.
+        logprob: of the token, after penalties.
+        total: the sum of all log-probabilities up to the token.
+    """
+
+    parent: int
+    token: int
+    logprob: float
+    total: float
+
+
+class BeamToken(NamedTuple):
+    """A generated token, and the one before it; None before the first. Beams share what they have in
+    common.
+    """
+
+    previous: "BeamToken | None"
+    token: int
+    logprob: float
+
+
+@dataclass(slots=True, eq=False)
+class Beam:
+    """One open sequence.
+
+    Attributes:
+        parent: the place of the beam, one step ago, that it continues.
+        total: the sum of its log-probabilities.
+        text: None without stop strings.
+    """
+
+    parent: int = 0
+    last: BeamToken | None = None
+    total: float = 0.0
+    state: SamplingState | None = None
+    text: BeamText | None = None
+
+
+@dataclass(slots=True, eq=False)
+class BeamSearch:
+    """The search of one request.
+
+    Attributes:
+        ends: ids that end a sequence → the reason.
+        beams: the open sequences, all of the same length. At first there is one, without tokens.
+        length: tokens of each open sequence.
+        finished: the best sequences that have ended, at most `width`, the best first.
+        failure: why the last beam that died did so.
+        is_over: no better sequence will come.
+    """
+
+    params: BeamParams
+    max_new_tokens: int
+    ends: Mapping[int, str]
+    beams: list[Beam]
+    length: int = 0
+    finished: list[BeamSequence] = field(default_factory=list)
+    failure: str = "grammar"
+    is_over: bool = False
+
+    @property
+    def num_candidates(self) -> int:
+        """How many of the best continuations of all beams a step needs: each beam can end with each of the
+        ids in `ends`, and `width` others are needed to go on.
+        """
+        return max(2, 1 + len(self.ends)) * self.params.width
+
+    @property
+    def totals(self) -> list[float]:
+        return [beam.total for beam in self.beams]
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the request ends: the reason of the best sequence; None while the search goes on."""
+        if not self.is_over:
+            return None
+        return self.finished[0].reason if self.finished else self.failure
+
+    def advance(self, candidates: Iterable[Candidate]) -> None:
+        """Take the best continuations of all beams, the best first.
+
+        Of the first `width`, those that end are sequences; those that do not end, up to `width`, go on. One
+        whose total is -inf, or no number, is no continuation.
+        """
+        self.length += 1
+        children: list[Beam] = []
+        for rank, candidate in enumerate(candidates):
+            if rank >= self.params.width <= len(children):
+                break
+            if candidate.total > -math.inf and (child := self.extend(candidate)):
+                if reason := self.end_of(child, candidate.token):
+                    if rank < self.params.width:
+                        self.finish(child, reason)
+                elif len(children) < self.params.width:
+                    children.append(child)
+        self.beams = children
+        self.is_over = not (children and self.can_improve())
+
+    def extend(self, candidate: Candidate) -> Beam | None:
+        """Return the beam with one more token; None if its grammar refuses the token."""
+        parent, token = self.beams[candidate.parent], candidate.token
+        state = parent.state and parent.state.copy()
+        if state and (failure := state.accept(token)):
+            self.failure = failure
+            return None
+        text = parent.text and parent.text.after(token)
+        last = BeamToken(parent.last, token, candidate.logprob)
+        return Beam(candidate.parent, last, candidate.total, state, text)
+
+    def end_of(self, beam: Beam, token: int) -> str | None:
+        """Why a beam ends with its newest token."""
+        if self.length >= self.max_new_tokens:
+            return "length"
+        return self.ends.get(token) or ("stop_sequence" if beam.text and beam.text.matched else None)
+
+    def finish(self, beam: Beam, reason: str) -> None:
+        """Keep an ended sequence if it is among the best."""
+        ids, logprobs, link = [], [], beam.last
+        while link:
+            ids.append(link.token)
+            logprobs.append(link.logprob)
+            link = link.previous
+        score = normalized(beam.total, self.length, self.params.length_penalty)
+        self.finished.append(BeamSequence(ids[::-1], logprobs[::-1], score, reason))
+        self.finished.sort(key=lambda sequence: -sequence.score)
+        del self.finished[self.params.width :]
+
+    def can_improve(self) -> bool:
+        """Whether an open beam may become a better sequence, by `early_stopping`. With a length penalty above
+        0 a longer sequence has the better score; NEVER takes this into account.
+        """
+        params = self.params
+        if len(self.finished) < params.width:
+            return True
+        if params.early_stopping == AT_FULL:
+            return False
+        to_the_end = params.early_stopping == NEVER and params.length_penalty > 0
+        length = self.max_new_tokens if to_the_end else self.length
+        best = normalized(max(self.totals), length, params.length_penalty)
+        return best > self.finished[-1].score
+
+
+def normalized(total: float, length: int, penalty: float) -> float:
+    """The score of a sequence: the sum of its log-probabilities, divided by its length to the power of
+    `penalty`. Scores travel as float32.
+    """
+    try:
+        score = total / math.pow(length, penalty)
+    except (OverflowError, ZeroDivisionError):
+        score = total * 0.0 if penalty > 0 else total * math.inf
+    return max(-LARGEST, min(LARGEST, score))
+
+
+BlockCopy = tuple[int, int]
+"""(source, target): the KV of the source is to be copied into the target."""
+SlotCopy = tuple[int, int]
+"""The same of slots of states."""
+
+
+class BeamBlocks:
+    """The blocks of a group behind the full blocks of its prompt. Beams share what they have in common: a
+    full block is shared, the last one is copied while it has room.
+
+    `num_group_blocks` blocks always suffice. At most `width` beams have tables, of equal length, so with
+    nothing shared they hold that many. `fork` first drops the tables of beams that no child continues. Of
+    each beam that is continued the first child takes the table as it is, every other child one more block. So
+    at each moment the tables are those of at most `width` children, and the block that a child takes is one
+    of its own. Sources of copies are blocks of first children, targets were free: no block is both.
+
+    Attributes:
+        free: blocks that no beam has.
+        tables: blocks of each beam, in order.
+        uses: block → number of tables that have it.
+    """
+
+    def __init__(self, table: Sequence[int], free: Sequence[int]) -> None:
+        self.tables = [list(table)]
+        self.free = list(free)
+        self.uses = Counter(table)
+
+    def fork(self, parents: Sequence[int], is_full: bool) -> list[BlockCopy]:
+        """Give the next beams the tables of their `parents` → the blocks to copy. `is_full`: the last block
+        of each table is full.
+        """
+        copies: list[BlockCopy] = []
+        for parent in set(range(len(self.tables))).difference(parents):
+            self.drop(self.tables[parent])
+        tables, continued = [], set[int]()
+        for parent in parents:
+            table = self.tables[parent]
+            if parent in continued:
+                table = self.share(table) if is_full else self.share(table[:-1])
+                if not is_full:
+                    copies.append((self.tables[parent][-1], self.append(table)))
+            continued.add(parent)
+            tables.append(table)
+        self.tables = tables
+        return copies
+
+    def share(self, table: list[int]) -> list[int]:
+        self.uses.update(table)
+        return list(table)
+
+    def drop(self, table: list[int]) -> None:
+        for block in table:
+            self.uses[block] -= 1
+            if not self.uses[block]:
+                del self.uses[block]
+                self.free.append(block)
+
+    def append(self, table: list[int]) -> int:
+        """Append a free block to a table → this block."""
+        block = self.free.pop()
+        table.append(block)
+        self.uses[block] = 1
+        return block
+
+
+@dataclass(slots=True, eq=False)
+class BeamGroup:
+    """One beam search in a batch. The leader computes the prompt, as every row does; then each beam has a row
+    of its own.
+
+    Attributes:
+        rows: of the beams that the last launched step computed; none before the second token.
+        blocks: None before that.
+        num_decoded: tokens that the rows have computed together.
+        slots: the beams' slots of states, one each, shared out as their last blocks are; None without states.
+        slot_copies: slots to copy before the next step.
+    """
+
+    leader: Row
+    search: BeamSearch
+    block_size: int
+    rows: list[Row] = field(default_factory=list)
+    blocks: BeamBlocks | None = None
+    num_decoded: int = 0
+    slots: BeamBlocks | None = None
+    slot_copies: list[SlotCopy] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, row: Row, text: BeamText | None, block_size: int) -> "BeamGroup":
+        """The search of a row that starts; `text` follows its stop strings."""
+        assert row.beams and not row.base
+        beams = [Beam(state=row.sampling_state, text=text)]
+        return cls(row, BeamSearch(row.beams, row.max_new_tokens, row.ends, beams), block_size)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Slices of its rows that are launched and not read."""
+        return self.leader.in_flight + sum(row.in_flight for row in self.rows)
+
+    @property
+    def num_shared(self) -> int:
+        """Full blocks of the prompt."""
+        return len(self.leader.ids) // self.block_size
+
+    @property
+    def kv_len(self) -> int:
+        """Tokens that each beam holds: the newest one is not computed yet."""
+        return len(self.leader.ids) + self.search.length - 1
+
+    def add_blocks(self, blocks: Int32) -> None:
+        """Take blocks that are granted to the leader."""
+        if self.blocks:
+            self.blocks.free += blocks.tolist()
+
+    def slices(self) -> tuple[list[RowSlice], list[BlockCopy]]:
+        """Return what the next step computes, and the blocks to copy before that; nothing while a step is
+        not read, or the blocks granted do not suffice.
+        """
+        if self.num_in_flight or not self.has_room:
+            return [], []
+        copies = self.fork()
+        self.num_decoded += len(self.rows)
+        return [RowSlice(row, row.kv_len, 1, samples=True) for row in self.rows], copies
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the blocks granted suffice for one more token of all beams."""
+        width, num_prompt = self.search.params.width, len(self.leader.ids)
+        needed = num_group_blocks(num_prompt, self.kv_len + 1, width, self.block_size)
+        return len(self.leader.blocks) >= needed
+
+    def fork(self) -> list[BlockCopy]:
+        """Make the rows of the search's beams → the blocks to copy."""
+        beams, kv_len = self.search.beams, self.kv_len
+        if self.blocks is None:
+            first, end = self.num_shared, -(-kv_len // self.block_size)
+            table = self.leader.blocks.tolist()
+            self.blocks = BeamBlocks(table[first:end], table[end:])
+            if self.leader.slots:
+                self.slots = BeamBlocks(self.leader.slots[:1], self.leader.slots[1:])
+        is_full = kv_len % self.block_size == 0
+        parents = [beam.parent for beam in beams]
+        copies = self.blocks.fork(parents, is_full)
+        if self.slots:
+            self.slot_copies = self.slots.fork(parents, is_full=False)
+        shared = self.leader.blocks[: self.num_shared]
+        while len(self.rows) < len(beams):
+            self.rows.append(replace(self.leader))
+        del self.rows[len(beams) :]
+        for row, beam, table in zip(self.rows, beams, self.blocks.tables, strict=True):
+            if is_full:
+                self.blocks.append(table)
+            row.blocks = np.concatenate((shared, np.array(table, np.int32)))
+            row.kv_len = kv_len
+            row.last_id = beam.last.token if beam.last else 0
+            row.sampling_state = beam.state
+        for row, slots in zip(self.rows, self.slots.tables if self.slots else (), strict=False):
+            row.slots = slots
+        return copies
+
+    def take_slot_copies(self) -> list[SlotCopy]:
+        """Return the slots to copy before the next step."""
+        copies, self.slot_copies = self.slot_copies, []
+        return copies
+
+
+@dataclass(frozen=True, slots=True)
+class SearchStep:
+    """The samples of one beam search in a step: `begin` to `end` among all samples, one for each beam.
+    `num_found` continuations are looked for.
+    """
+
+    number: int
+    search: BeamSearch
+    begin: int
+    end: int
+    num_found: int
+
+
+def search_steps(
+    slices: Sequence[RowSlice], groups: Mapping[int, BeamGroup], vocab_size: int
+) -> Iterator[SearchStep]:
+    """Yield the searches that sample in a step of these slices. The slices of a search are neighbours. One
+    that has lost a beam, since its forward failed, has ended.
+    """
+    end = 0
+    for number, parts in groupby(slices, lambda row_slice: row_slice.row.number):
+        begin, end = end, end + sum(row_slice.num_samples for row_slice in parts)
+        group = groups.get(number)
+        if group and end - begin == len(group.search.beams):
+            num_found = min(group.search.num_candidates, (end - begin) * vocab_size)
+            yield SearchStep(number, group.search, begin, end, num_found)
+
+
+@dataclass(frozen=True, slots=True)
+class BeamScores:
+    """The best continuations of the searches of a step, one search after the other, the best first.
+
+    Attributes:
+        places: int64 [2, continuations]; place of the beam in its search, and token.
+        scores: float32 [2, continuations]; log-probability of the token, and the sum up to it.
+    """
+
+    steps: Sequence[SearchStep]
+    places: torch.Tensor
+    scores: torch.Tensor
+
+    def to_host(self) -> "BeamScores":
+        """Queue the copy to the host."""
+        columns = (column.to("cpu", non_blocking=True) for column in (self.places, self.scores))
+        return BeamScores(self.steps, *columns)
+
+    def candidates(self) -> dict[int, list[Candidate]]:
+        """Return the continuations on the host, by the number of the search."""
+        found = map(Candidate, *self.places.tolist(), *self.scores.tolist())
+        return {step.number: list(islice(found, step.num_found)) for step in self.steps}
+
+
+@torch.inference_mode()
+def score_beams(
+    logits: torch.Tensor,
+    requests: Sequence[SampleRequest | None],
+    steps: Sequence[SearchStep],
+    samples: bool,
+) -> BeamScores:
+    """logits float [rows, vocabulary] and requests of all samples of a step → the continuations of its
+    searches; room for those of another rank if this one does not sample.
+    """
+    if not samples:
+        size = sum(step.num_found for step in steps)
+        places = torch.zeros((2, size), dtype=torch.int64, device=logits.device)
+        scores = torch.zeros((2, size), dtype=torch.float32, device=logits.device)
+    else:
+        found = [
+            best_continuations(logits[step.begin : step.end], requests[step.begin : step.end], step)
+            for step in steps
+        ]
+        places, scores = (torch.cat(columns, 1) for columns in zip(*found, strict=True))
+    return BeamScores(steps, places, scores)
+
+
+def best_continuations(
+    logits: torch.Tensor, requests: Sequence[SampleRequest | None], step: SearchStep
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits float [beams, vocabulary] → places int64 [2, n], scores float32 [2, n], as BeamScores has them.
+
+    With a diversity rate continuations are ranked by their sum plus the rate times the place of their beam,
+    the best beam's being 0; the sum itself stays. So TensorRT-LLM ranks them by `beamSearchDiversityRate`
+    (beamStage3Kernel in cpp/tensorrt_llm/kernels/beamSearchKernels/beamSearchKernelsTemplate.h).
+    """
+    logprobs = logits.float().log_softmax(-1)
+    known = [request for request in requests if request]
+    if known:
+        adjust_scores(logprobs, [one.state for one in known], [one.index for one in known])
+    totals = logprobs + to_device(step.search.totals, logits.device, torch.float32)[:, None]
+    ranked = totals
+    if diversity := step.search.params.diversity:
+        ranked = totals + diversity * torch.arange(len(totals), device=logits.device)[:, None]
+    best = ranked.flatten().topk(step.num_found).indices
+    places = torch.stack((best // logits.shape[1], best % logits.shape[1]))
+    return places, torch.stack((logprobs.flatten()[best], totals.flatten()[best]))
