@@ -234,7 +234,10 @@ def open_store(settings: Settings, clock: BrokerClock) -> FileStore | None:
     except OSError as error:
         cause = error.strerror or error
         raise SettingError("FILES_DIR", f"{settings.files_dir} cannot be written to: {cause}") from error
-    except (ValueError, ImportError) as error:
+    except ImportError as error:
+        cause = f"needs its store, as `pip install 'tokenfleet[cloud]'` has of gs:// and s3:// ({error})"
+        raise SettingError("FILES_DIR", f"{settings.files_dir} {cause}") from error
+    except ValueError as error:
         raise SettingError("FILES_DIR", f"{settings.files_dir} cannot be used: {error}") from error
 
 
