@@ -9,7 +9,7 @@ from typing import Self
 
 from redis.asyncio import Redis
 
-from common.broker.keys import usage_hour, usage_month
+from common.broker.keys import Keys
 
 HOUR_S = 3600
 HOURS_KEPT = 90 * 24
@@ -57,14 +57,16 @@ async def read_hours(redis: Redis, begin: datetime, end: datetime) -> list[Usage
     first = int(begin.timestamp()) // HOUR_S
     last = -(-int(end.timestamp()) // HOUR_S)
     hours = range(max(first, last - HOURS_KEPT), last)
-    return await read_spans(redis, [(datetime.fromtimestamp(n * HOUR_S, UTC), usage_hour(n)) for n in hours])
+    return await read_spans(
+        redis, [(datetime.fromtimestamp(n * HOUR_S, UTC), Keys.usage_hour(n)) for n in hours]
+    )
 
 
 async def read_months(redis: Redis, begin: datetime, end: datetime) -> list[UsageRow]:
     """Return what was used from one time to another, in whole months (UTC)."""
     spans, month = [], month_begin(max(begin, end - timedelta(days=31 * MONTHS_KEPT)).timestamp())
     while month < end:
-        spans.append((month, usage_month(month_name(month))))
+        spans.append((month, Keys.usage_month(month_name(month))))
         month = month_begin(month.timestamp(), 1)
     return await read_spans(redis, spans)
 

@@ -1,8 +1,9 @@
 """ACL: what each kind of process may do at the broker, as rules of a Redis user.
 
-`RIGHTS` is the one table. The rules follow from it: a kind may call the commands of its scripts and has the
-keys that they name, because Redis checks what a script does against the rights of its caller. An embedded
-broker gives each process the user of its kind; `tokenfleet doctor --acl` prints the rules for another broker.
+The rules follow from two tables: `Keys` says who uses which key, `RIGHTS` what a kind calls and sends. It may
+call the commands of its scripts, because Redis checks what a script does against the rights of its caller. An
+embedded broker gives each process the user of its kind; `tokenfleet doctor --acl` prints the rules for
+another broker.
 """
 
 import functools
@@ -13,8 +14,8 @@ from dataclasses import dataclass
 
 from redis.asyncio import Redis
 
-from common.broker.keys import SLEEPER, STARTING, USAGE, Keys
-from common.broker.lua import load_script, script_names
+from common.broker.keys import Keys, Row, table
+from common.broker.lua import load_script
 
 CALL = re.compile(r"redis\.p?call\('(\w+)'(?:, '([A-Z]+)')?")
 PUBLISHING = ("publish", "subscribe", "unsubscribe")
@@ -22,37 +23,26 @@ PUBLISHING = ("publish", "subscribe", "unsubscribe")
 CONTAINERS = ("xgroup", "xinfo")
 """Commands whose first argument is a command of its own to an ACL."""
 EVERY_POOL = "*"
-ALL_USAGE, ARQ = f"{USAGE}:*", "arq:*"
-"""Keys outside of any pool: what API keys and tenants have used, and those of arq."""
+ARQ, SENTINEL = "~arq:*", "&__sentinel__:*"
+"""Keys of arq, and a channel of Sentinel, which are in no table of ours."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """What users of one kind may do. A key has the name of its method in `Keys`; a word with a colon is a
-    pattern outside of the pool.
+    """What users of one kind may do.
 
     Attributes:
         who: who such a user is.
         scripts: those that it calls; it may do all that they do.
         commands: what it sends itself.
-        keys: those that it reads and writes, beside those of scripts. The broker tries patterns in their
-            order, so those of every token come first.
-        reads, writes: keys that it only reads, and that it only writes.
-        beats: kinds of its own heartbeats.
-        looks: kinds of other heartbeats that it reads.
-        channels: patterns of what it publishes or subscribes to.
+        others: rules of what is in no table of keys.
         in_all_pools: whether it uses every pool of the broker.
     """
 
     who: str
     scripts: str = ""
     commands: str = ""
-    keys: str = ""
-    reads: str = ""
-    writes: str = ""
-    beats: str = ""
-    looks: str = ""
-    channels: str = ""
+    others: str = ""
     in_all_pools: bool = False
 
 
@@ -60,8 +50,6 @@ CONNECT = "ping info select"
 CLIENT = f"{CONNECT} multi exec watch unwatch"
 PROCESS = f"{CLIENT} eval evalsha time exists get hget hmget zrange zcard xlen del zrem hincrbyfloat pexpire"
 """Commands of every process and of what supervises it: heartbeats, counts, and waiting for others."""
-SUPERVISED = "requests batcher workers processes"
-"""Keys that the supervisor of a process reads."""
 
 RIGHTS = {
     "gateway": Rights(
@@ -76,11 +64,6 @@ RIGHTS = {
         commands=f"{PROCESS} hgetall hexists hset expire set zscore zcount zrank zrevrank lrange xadd xack"
         " xdel xrange xrevrange xpending xclaim xreadgroup xgroup|create xinfo|consumers publish subscribe"
         " unsubscribe",
-        keys=f"request tokens tenants metrics key_use picture webhooks* jobs* {ALL_USAGE}",
-        reads=f"{SUPERVISED} state timeline log pools pool_entries model_shares",
-        beats="gateway",
-        looks=f"worker batcher jobworker {STARTING} {SLEEPER}",
-        channels="events:* ext:*",
         in_all_pools=True,
     ),
     "batcher": Rights(
@@ -88,61 +71,43 @@ RIGHTS = {
         scripts="lease publish_plan dequeue finish save_committed publish_state publish_pool seal"
         " read_requests change_adapters heartbeat",
         commands=f"{PROCESS} hgetall smembers srem xread xrange xrevrange xadd publish script|load",
-        keys=f"request plans tokens timeline metrics key_use webhooks* {ALL_USAGE}",
-        beats="batcher",
-        looks=f"gateway worker {STARTING} {SLEEPER}",
-        channels="events:*",
     ),
     "worker": Rights(
         "workers",
         scripts="create_logs worker_heartbeat flush write_logits seal change_adapters heartbeat",
         commands=f"{PROCESS} hgetall set xread xadd publish mget",
-        keys=f"log reports request tokens logits metrics waking key_use webhooks* {ALL_USAGE}",
-        reads=f"{SUPERVISED} state picture",
-        beats=f"{STARTING} {SLEEPER}",
-        looks="gateway batcher",
-        channels="events:*",
     ),
     "jobs": Rights(
         "job workers",
         scripts="heartbeat",
         commands=f"{PROCESS} xadd xrange mget type psetex setex set incrby expire dbsize zadd zscore zincrby"
         " zrangebyscore zremrangebyscore",
-        keys=f"submit arq_queue* metrics {ARQ}",
-        reads=f"{SUPERVISED} result",
-        beats="jobworker",
-        looks=f"worker {STARTING}",
+        others=ARQ,
     ),
     "service": Rights(
         "services that submit jobs (docs/redis.md)",
         commands="ping select xadd xread get subscribe unsubscribe",
-        reads="result reply",
-        writes="submit",
-        channels="ext:*",
     ),
     "arq": Rights(
         "services that enqueue arq jobs",
         commands=f"{CLIENT} exists get psetex zadd zscore dbsize",
-        keys=f"arq_queue {ARQ}",
+        others=ARQ,
     ),
     "dashboard": Rights(
         "scrapers and dashboards: counts, no prompts and no answers",
         commands=f"{CONNECT} time hgetall zrange xlen",
-        reads="state metrics workers processes pools",
-        looks="gateway batcher worker jobworker",
     ),
     "operator": Rights(
         "`tokenfleet drain` and `tokenfleet keys`",
         scripts="drain change_key",
         commands=f"{CONNECT} eval evalsha zrange hget hgetall",
-        reads="workers",
     ),
     "replica": Rights("replicas of the broker", commands="psync replconf ping"),
     "sentinel": Rights(
         "Redis Sentinel",
         commands="multi exec slaveof replicaof ping subscribe publish role info config|rewrite"
         " client|setname client|kill script|kill",
-        channels="__sentinel__:*",
+        others=SENTINEL,
     ),
 }
 PROCESSES = ("gateway", "batcher", "worker", "jobs")
@@ -156,7 +121,7 @@ USERS = {kind: rights.who for kind, rights in RIGHTS.items()} | {
 def rules(kind: str, pools: Sequence[str]) -> list[str]:
     """Return the rules of a user in some pools, as words of ACL SETUSER or of an ACL file; no password."""
     kinds = PROCESSES if kind == FLEET else (kind,)
-    found = [rule for pool in pools for one in kinds for rule in rules_of(RIGHTS[one], pool)]
+    found = [rule for pool in pools for one in kinds for rule in rules_of(one, pool)]
     return ["resetkeys", "resetchannels", "-@all", *dict.fromkeys(found)]
 
 
@@ -207,31 +172,31 @@ async def missing_rights(redis: Redis, kinds: Iterable[str], pools: Sequence[str
     return missing + await lacking(commands)
 
 
-def rules_of(rights: Rights, pool: str) -> Iterable[str]:
-    keys = Keys(EVERY_POOL if rights.in_all_pools else escape(pool))
-    scripts = rights.scripts.split()
-    commands = {*rights.commands.split(), *(one for name in scripts for one in script_commands(name))}
+def rules_of(kind: str, pool: str) -> Iterable[str]:
+    rights = RIGHTS[kind]
+    commands = {
+        *rights.commands.split(),
+        *(c for name in rights.scripts.split() for c in script_commands(name)),
+    }
     yield from (f"+{command}" for command in sorted(commands))
-    named = [key for name in scripts for key in script_names(name)[0].given if key != "process"]
-    whole = [pattern(keys, key) for key in (*rights.keys.split(), *named)]
-    if rights.beats:
-        whole += [keys.processes, *(keys.process(kind, "*") for kind in rights.beats.split())]
-    reads = [pattern(keys, key) for key in rights.reads.split()]
-    reads += [keys.process(kind, "*") for kind in rights.looks.split()]
-    yield from (f"~{key}" for key in dict.fromkeys(whole))
-    yield from (f"%R~{key}" for key in reads if key not in whole)
-    yield from (f"%W~{pattern(keys, key)}" for key in rights.writes.split())
-    for channel in rights.channels.split():
-        yield f"&{channel if channel.startswith('__') else keys.key(channel)}"
+    keys = Keys(EVERY_POOL if rights.in_all_pools else escape(pool))
+    found: dict[str, list[str]] = {"~": [], "%R~": [], "%W~": [], "&": []}
+    for _, row in table():
+        for sign, kinds in (("~", row.uses), ("%R~", row.reads), ("%W~", row.adds)):
+            if kind in kinds.split():
+                found["&" if row.kind == "channel" else sign] += patterns(row, keys)
+    for sign, names in found.items():
+        wide = tuple(name[:-1] for name in names if name.endswith("*"))
+        yield from (
+            f"{sign}{one}" for one in names if not any(one[:-1] != w and one.startswith(w) for w in wide)
+        )
+    yield from rights.others.split()
 
 
-def pattern(keys: Keys, word: str) -> str:
-    """Return the pattern of a key that is named as in `Keys`; of a word with a colon, the word itself."""
-    if ":" in word:
-        return word
-    name = word.removesuffix("*")
-    found = getattr(keys, name)
-    return (found if isinstance(found, str) else str(found("*"))) + word[len(name) :]
+def patterns(row: Row, keys: Keys) -> list[str]:
+    """Return the patterns of a row's keys; of a prefix also those of the names that begin with it."""
+    name = row.name(keys, "*")
+    return [name, f"{name}:*"] if row.kind == "prefix" else [name]
 
 
 def escape(pool: str) -> str:

@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl, urlencode
 from redis.asyncio import Redis
 
 from common.broker.client import connect_setting
-from common.broker.keys import LEASE_S, MODEL_SHARES, POOL_ENTRIES, POOLS, Keys
+from common.broker.keys import LEASE_S, Keys
 from common.broker.lua import Args, ScriptCall, call_script, run_script
 from common.messages.codec import WireError, decode, encode, wire_field
 from common.settings.settings import SettingError, Settings
@@ -165,9 +165,9 @@ class DirectoryClient:
 
     async def read(self) -> DirectoryContent:
         async with self.redis.pipeline(transaction=False) as pipe:
-            pipe.zrange(POOLS, 0, -1, withscores=True)
-            pipe.hgetall(POOL_ENTRIES)
-            pipe.hgetall(MODEL_SHARES)
+            pipe.zrange(Keys.pools, 0, -1, withscores=True)
+            pipe.hgetall(Keys.pool_entries)
+            pipe.hgetall(Keys.model_shares)
             pipe.time()
             seen_s, entries, shares, (seconds, microseconds) = await pipe.execute()
         now_s = seconds + microseconds / 1e6
@@ -180,9 +180,9 @@ class DirectoryClient:
         """Share the requests of a model out by weight; without weights, by queue depth again."""
         if weights:
             shares = encode(ModelShares([*weights.items()]))
-            await self.redis.hset(MODEL_SHARES, mapping={model: shares})  # type: ignore[misc]
+            await self.redis.hset(Keys.model_shares, mapping={model: shares})  # type: ignore[misc]
         else:
-            await self.redis.hdel(MODEL_SHARES, model)  # type: ignore[misc]
+            await self.redis.hdel(Keys.model_shares, model)  # type: ignore[misc]
 
 
 def publish_pool(keys: Keys, entry: PoolEntry, *, silent_s: float, ttl_s: int) -> ScriptCall[str]:

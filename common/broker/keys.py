@@ -1,9 +1,8 @@
-"""Redis keys and channels: all names are built here and nowhere else; and the times after which they expire.
-
-The braces are a Redis Cluster hash tag: all keys of a pool are on one shard.
+"""Redis keys and channels: the one table of their names and of who may use them, and the times after which
+they expire. docs/design/redis.md says what each is for.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 SEALED = "18446744073709551615-18446744073709551615"
@@ -26,285 +25,150 @@ BATCH_TTL_MS = 30 * 86_400_000
 ADAPTERS_TTL_MS = 7 * 86_400_000
 """Of a pool's registry of adapters, after its batcher last looked at it."""
 
-POOLS = "tf:pools"
-"""Sorted set: pool → Redis time at which its batcher last wrote to the directory, in s; members leave after
-an hour. This and the next two are the directory, and belong to no pool.
-"""
-POOL_ENTRIES = "tf:pools:entries"
-"""Hash: pool → what its batcher says of it."""
-MODEL_SHARES = "tf:models"
-"""Hash: model name → the pools that get its requests, with their weights."""
 STARTING = "starting"
 """Kind of the heartbeats of a worker that still loads its model."""
-API_KEYS = "tf:keys"
-"""Hash: key id → record of an API key; `version` changes with each. A key counts in all pools."""
-USAGE = "tf:usage"
-"""How the names of all keys of usage begin: they belong to no pool."""
-
-
-def usage_hour(number: int | str) -> str:
-    """Hash: what was used in an hour, by its number since 1970; `usage.lua` builds the same names."""
-    return f"{USAGE}:hour:{number}"
-
-
-def usage_month(month: str) -> str:
-    """Hash: what was used in a month, by its name, as 2026-11."""
-    return f"{USAGE}:month:{month}"
-
-
-def usage_spent(month: str) -> str:
-    """Hash: tokens that each API key has used in a month."""
-    return f"{USAGE}:spent:{month}"
-
-
-def usage_pending() -> str:
-    """Hash: tokens that live requests of each API key with a budget have set aside."""
-    return f"{USAGE}:pending"
-
-
 SLEEPER = "sleeper"
 """Kind of the heartbeats of a worker that serves several pools in turns, in each of them."""
+OF_NO_POOL = "tf:"
+"""How patterns of keys begin that belong to no pool."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A key or a channel, or many of them with a name in their pattern.
+
+    Attributes:
+        pattern: without the pool, unless it belongs to none.
+        kind: of its value; `channel` is pub/sub, `prefix` how names begin that scripts make.
+        uses: kinds of users (acl.py) that may read and write it.
+        reads: those that may only read it.
+        adds: those that may only write it.
+    """
+
+    pattern: str
+    kind: str
+    uses: str = ""
+    reads: str = ""
+    adds: str = ""
+
+    def name(self, keys: "Keys | None", part: str = "") -> str:
+        """Return the name of a key, with `part` in the place of the name in the pattern."""
+        begin, named, rest = self.pattern.partition("{")
+        name = f"{begin}{part}{rest.partition('}')[2]}" if named else begin
+        if self.pattern.startswith(OF_NO_POOL):
+            return name
+        assert keys is not None, "a key of a pool"
+        return keys.key(name)
+
+
+class Key(Row):
+    """A row of one key."""
+
+    def __get__(self, keys: "Keys | None", owner: type) -> str:
+        return self.name(keys)
+
+
+class KeyOf(Row):
+    """A row of keys that have a name."""
+
+    def __get__(self, keys: "Keys | None", owner: type) -> Callable[[str], str]:
+        return lambda part: self.name(keys, part)
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Keys of one pool. The braces are a Redis Cluster hash tag: all keys of a pool are on one shard. Those
+    that belong to no pool are there without one, too: `Keys.pools`.
+
+    The broker tries the patterns of a user in the order of the table, so those of every token come first.
+    """
+
+    pool: str
+
+    request = KeyOf("request:{request}", "hash", "gateway batcher worker")
+    tokens = KeyOf("tokens:{request}", "string", "gateway batcher worker")
+    log = KeyOf("log:{worker}", "stream", "batcher worker", "gateway")
+    reports = KeyOf("reports:{worker}", "stream", "batcher worker")
+    plans = KeyOf("plans:{worker}", "stream", "batcher worker")
+    key_use = KeyOf("tf:keys:{key}", "hash", "gateway batcher worker")
+    usage = Key("tf:usage", "prefix", "gateway batcher worker")
+    usage_hour = KeyOf("tf:usage:hour:{number}", "hash", "gateway batcher worker")
+    usage_month = KeyOf("tf:usage:month:{month}", "hash", "gateway batcher worker")
+    usage_spent = KeyOf("tf:usage:spent:{month}", "hash", "gateway batcher worker")
+    usage_pending = Key("tf:usage:pending", "hash", "gateway batcher worker")
+    metrics = Key("metrics", "hash", "gateway batcher worker jobs", "dashboard")
+
+    requests = Key("requests", "stream", "gateway batcher", "worker jobs")
+    places = Key("requests:places", "hash", "gateway batcher")
+    tenants = KeyOf("tenants:{class}", "sorted set", "gateway")
+    control = Key("control", "stream", "gateway batcher worker")
+    logits = KeyOf("logits:{request}", "list", "gateway worker")
+    picture = KeyOf("picture:{digest}", "string", "gateway", "worker")
+    picture_holders = KeyOf("picture:{digest}:holders", "sorted set", "gateway")
+    pictures = Key("pictures", "sorted set", "gateway")
+    responses = Key("responses", "sorted set", "gateway")
+    timeline = Key("timeline", "stream", "batcher", "gateway")
+    adapters = Key("adapters", "hash", "gateway batcher worker")
+    api_keys = Key("tf:keys", "hash", "gateway operator")
+
+    workers = Key("workers", "sorted set", "batcher worker", "gateway jobs dashboard operator")
+    sealed = Key("workers:sealed", "set", "batcher worker")
+    worker = KeyOf("worker:{incarnation}", "hash", "batcher worker operator", "gateway jobs dashboard")
+    processes = Key("processes", "sorted set", "gateway batcher worker jobs", "dashboard")
+    gateway = KeyOf("gateway:{id}", "hash", "gateway", "batcher worker dashboard")
+    batchers = KeyOf("batcher:{id}", "hash", "batcher", "gateway worker dashboard")
+    starting = KeyOf("starting:{incarnation}", "hash", "worker", "gateway batcher jobs")
+    sleeper = KeyOf("sleeper:{incarnation}", "hash", "worker", "gateway batcher")
+    jobworkers = KeyOf("jobworker:{id}", "hash", "jobs", "gateway dashboard")
+    waking = Key("waking", "string", "worker")
+    batcher = Key("batcher", "string", "batcher", "gateway worker jobs")
+    epoch = Key("epoch", "string", "batcher")
+    clock = Key("clock", "string", "gateway batcher")
+    state = Key("state", "hash", "batcher", "gateway worker dashboard")
+    pools = Key("tf:pools", "sorted set", "batcher", "gateway dashboard")
+    pool_entries = Key("tf:pools:entries", "hash", "batcher", "gateway")
+    model_shares = Key("tf:models", "hash", reads="gateway")
+
+    submit = Key("submit", "stream", "gateway jobs", adds="service")
+    result = KeyOf("result:{job}", "string", "gateway", "jobs service")
+    reply = KeyOf("reply:{job}", "stream", "gateway", "service")
+    job = KeyOf("job:{job}", "hash", "gateway")
+    jobs = Key("jobs", "prefix", "gateway")
+    job_set = KeyOf("jobs:{set}", "sorted set", "gateway")
+    job_record = KeyOf("jobs:record:{job}", "hash", "gateway")
+    job_entries = KeyOf("jobs:entries:{job}", "hash", "gateway")
+    batch = KeyOf("batch:{batch}", "hash", "gateway")
+    batches = Key("batches", "sorted set", "gateway")
+    live_batches = Key("batches:live", "sorted set", "gateway")
+    webhooks = Key("webhooks", "sorted set", "gateway batcher worker")
+    dead_webhooks = Key("webhooks:dead", "sorted set", "gateway batcher worker")
+    webhook_event = KeyOf("webhooks:{event}", "hash", "gateway batcher worker")
+    arq_queue = Key("arq:queue", "sorted set", "jobs arq")
+    arq_health = KeyOf("arq:queue:{part}", "string", "jobs")
+
+    events = KeyOf("events:{gateway}", "channel", "gateway batcher worker")
+    replies = KeyOf("ext:{name}", "channel", "gateway service")
+
+    def key(self, *parts: str) -> str:
+        return ":".join((f"tf:{{{self.pool}}}", *parts))
+
+    def process(self, kind: str, name: str) -> str:
+        """Return the hash with the last heartbeat of a process of this kind."""
+        return self.key(kind, name)
+
+    def channel(self, name: str) -> str:
+        """Return the channel of another service; `name` begins with `ext:`."""
+        return self.key(name)
+
+
+def table() -> Iterator[tuple[str, Row]]:
+    """Yield the name in `Keys` of each row, and the row."""
+    yield from ((name, row) for name, row in vars(Keys).items() if isinstance(row, Row))
 
 
 def pool_of(key: str) -> str:
     """The pool that a key or a channel belongs to."""
     return key.removeprefix("tf:{").rpartition("}:")[0]
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """Keys of one pool. docs/design/redis.md lists writer, reader, bound and expiry of each."""
-
-    pool: str
-
-    def key(self, *parts: str) -> str:
-        return ":".join((f"tf:{{{self.pool}}}", *parts))
-
-    @property
-    def pools(self) -> str:
-        return POOLS
-
-    @property
-    def pool_entries(self) -> str:
-        return POOL_ENTRIES
-
-    @property
-    def model_shares(self) -> str:
-        return MODEL_SHARES
-
-    @property
-    def api_keys(self) -> str:
-        return API_KEYS
-
-    def key_use(self, key_id: str) -> str:
-        """Hash: live requests of an API key in each pool, and what is left of its rates."""
-        return f"{API_KEYS}:{key_id}"
-
-    @property
-    def usage(self) -> str:
-        """How the names of the keys of usage begin; `usage.lua` adds the rest."""
-        return USAGE
-
-    @property
-    def requests(self) -> str:
-        return self.key("requests")
-
-    @property
-    def places(self) -> str:
-        """Hash: what live requests take: how many of each class and tenant, their tokens and bytes."""
-        return self.key("requests", "places")
-
-    def tenants(self, service_class: str) -> str:
-        """Sorted set: tenants that have asked of late → Redis time, in ms; members begin with a weight."""
-        return self.key("tenants", service_class)
-
-    @property
-    def control(self) -> str:
-        return self.key("control")
-
-    @property
-    def workers(self) -> str:
-        """Sorted set: incarnation → Redis time of its last heartbeat, in ms."""
-        return self.key("workers")
-
-    @property
-    def sealed(self) -> str:
-        """Set: incarnations that are sealed, and whose other keys are not deleted yet."""
-        return self.key("workers", "sealed")
-
-    @property
-    def processes(self) -> str:
-        """Sorted set: kind:name of every process but workers → Redis time of its last heartbeat, in ms."""
-        return self.key("processes")
-
-    @property
-    def batcher(self) -> str:
-        return self.key("batcher")
-
-    @property
-    def state(self) -> str:
-        """Hash: counts of what the active batcher holds, for dashboards and people."""
-        return self.key("state")
-
-    @property
-    def metrics(self) -> str:
-        """Hash: metrics of all processes, dead ones included; `Metric.field` builds the fields."""
-        return self.key("metrics")
-
-    @property
-    def adapters(self) -> str:
-        """Hash: the pool's LoRA adapters by key, `version`, which changes with each, and `seeded`."""
-        return self.key("adapters")
-
-    @property
-    def timeline(self) -> str:
-        """Stream: what happened to requests; the batcher writes it for people."""
-        return self.key("timeline")
-
-    @property
-    def epoch(self) -> str:
-        return self.key("epoch")
-
-    @property
-    def clock(self) -> str:
-        """String: milliseconds that the pool's active batchers have counted; deadlines are told by it."""
-        return self.key("clock")
-
-    def worker(self, incarnation: str) -> str:
-        return self.process("worker", incarnation)
-
-    def process(self, kind: str, name: str) -> str:
-        """Hash: the last heartbeat of a gateway, batcher, worker or job worker."""
-        return self.key(kind, name)
-
-    def gateway(self, gateway: str) -> str:
-        return self.process("gateway", gateway)
-
-    def starting(self, incarnation: str) -> str:
-        return self.process(STARTING, incarnation)
-
-    def sleeper(self, incarnation: str) -> str:
-        """Hash: the model that a worker serves here in its turn, whether it sleeps, and what a swap takes."""
-        return self.process(SLEEPER, incarnation)
-
-    @property
-    def waking(self) -> str:
-        """String: the worker that wakes the pool's model: others leave it to that one."""
-        return self.key("waking")
-
-    def plans(self, incarnation: str) -> str:
-        return self.key("plans", incarnation)
-
-    def reports(self, incarnation: str) -> str:
-        return self.key("reports", incarnation)
-
-    def log(self, incarnation: str) -> str:
-        return self.key("log", incarnation)
-
-    def tokens(self, request_id: str) -> str:
-        return self.key("tokens", request_id)
-
-    def logits(self, request_id: str) -> str:
-        """List: logits of the request's newest attempt, in pieces, in order."""
-        return self.key("logits", request_id)
-
-    def request(self, request_id: str) -> str:
-        """Hash: state of one request: who asked, which worker holds it, its cancel and its terminal."""
-        return self.key("request", request_id)
-
-    def picture(self, digest: str) -> str:
-        """String: the bytes of a picture, for all live requests that have it in their prompts."""
-        return self.key("picture", digest)
-
-    @property
-    def pictures(self) -> str:
-        """Sorted set: digest and size of each picture → Redis time at which it expires, in ms."""
-        return self.key("pictures")
-
-    def picture_holders(self, digest: str) -> str:
-        """Sorted set: live request with the picture → Redis time at which it has ended for sure, in ms."""
-        return self.key("picture", digest, "holders")
-
-    def result(self, job_id: str) -> str:
-        """String: the answer to a job, as JSON."""
-        return self.key("result", job_id)
-
-    @property
-    def responses(self) -> str:
-        """Sorted set: request of each stored response → Redis time at which it has expired, in s."""
-        return self.key("responses")
-
-    @property
-    def submit(self) -> str:
-        """Stream: jobs of other services, as JSON."""
-        return self.key("submit")
-
-    def job(self, job_id: str) -> str:
-        """Hash: state of a job: its digest, its cancel, and how many frames were sent where."""
-        return self.key("job", job_id)
-
-    @property
-    def jobs(self) -> str:
-        """How the names of the keys of jobs' records begin; `job_records.lua` adds the rest."""
-        return self.key("jobs")
-
-    def job_set(self, name: str) -> str:
-        """Sorted set: jobs that are `live`, `scheduled`, `dead` or `ended` → since when, or until when they
-        wait, in ms.
-        """
-        return self.key("jobs", name)
-
-    def job_record(self, job_id: str) -> str:
-        """Hash: what people see of a job."""
-        return self.key("jobs", "record", job_id)
-
-    def job_entries(self, job_id: str) -> str:
-        """Hash: where a job's answer goes → its entry in `submit`, or the fields of one that left it."""
-        return self.key("jobs", "entries", job_id)
-
-    def reply(self, job_id: str) -> str:
-        """Stream: the frames of a job with `"reply": "stream"`."""
-        return self.key("reply", job_id)
-
-    def batch(self, batch_id: str) -> str:
-        """Hash: state of a batch: who may write it, how far it is, and what is committed of its files."""
-        return self.key("batch", batch_id)
-
-    @property
-    def batches(self) -> str:
-        """Sorted set: owner/id of each batch → when it was made, in ms."""
-        return self.key("batches")
-
-    @property
-    def live_batches(self) -> str:
-        """Sorted set: owner/id of each batch that has not ended → its deadline, in ms."""
-        return self.key("batches", "live")
-
-    @property
-    def webhooks(self) -> str:
-        """Sorted set: event of a webhook that is not delivered → when it is sent next, in ms."""
-        return self.key("webhooks")
-
-    @property
-    def dead_webhooks(self) -> str:
-        """Sorted set: event that was given up → since when, in ms."""
-        return self.key("webhooks", "dead")
-
-    def webhook_event(self, event_id: str) -> str:
-        """Hash: to whom an event goes, and what became of it; `webhooks.lua` builds the same name."""
-        return self.key("webhooks", event_id)
-
-    def channel(self, name: str) -> str:
-        """Pub/sub channel of another service; `name` begins with `ext:`."""
-        return self.key(name)
-
-    @property
-    def arq_queue(self) -> str:
-        """Sorted set: arq's queue."""
-        return self.key("arq", "queue")
-
-    def events(self, gateway: str) -> str:
-        return self.key("events", gateway)
 
 
 def request_keys(keys: Keys, request_ids: Iterable[str]) -> list[str]:

@@ -2,7 +2,6 @@
 table of keys is `common/broker/keys.py`.
 """
 
-import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common import ids
-from common.broker.keys import Keys, usage_hour, usage_month, usage_pending, usage_spent
+from common.broker.keys import table as table_of_keys
 from tests.support.source_tree import PACKAGES, ROOT
 
 ARCHITECTURE = ROOT / "ARCHITECTURE.md"
@@ -19,7 +18,6 @@ DESIGN = sorted((ROOT / "docs/design").glob("*.md"))
 NAME = re.compile(r"`([\w./-]+\.(?:py|lua|md|yml|html|toml)|[\w./-]*Dockerfile[\w.]*)`")
 FOLDER = re.compile(r"`([\w./-]+/)`")
 SUFFIXES = {".py", ".lua", ".js", ".h", ".cpp"}
-OF_ARQ = {"arq:queue:health-check"}
 
 
 def name(page: Path) -> str:
@@ -86,37 +84,11 @@ def kind(name: str) -> str:
 
 def kinds_in_the_table() -> set[str]:
     rows = table((ROOT / "docs/design/redis.md").read_text(), "| key | kind |")
-    return {kind(name) for row in rows for name in re.findall(r"`([^`]+)`", row[0])} - OF_ARQ
+    return {kind(name) for row in rows for name in re.findall(r"`([^`]+)`", row[0])}
 
 
 def kinds_in_the_code() -> set[str]:
-    keys = Keys("")
-    own = {
-        name: member
-        for name, member in inspect.getmembers(Keys)
-        if not name.startswith("_") and name not in ("pool", "key", "usage", "jobs")
-    }
-    plain = [str(getattr(keys, name)) for name, member in own.items() if isinstance(member, property)]
-    named = [
-        getattr(keys, name)("{}")
-        for name in own
-        if name not in ("process", "channel") and not isinstance(own[name], property)
-    ]
-    usage = [usage_hour("{}"), usage_month("{}"), usage_spent("{}"), usage_pending()]
-    others = [keys.channel("ext:{}"), *(keys.process(one, "{}") for one in process_kinds())]
-    return {name.removeprefix(keys.key("")) for name in (*plain, *named, *others)} | {*usage}
-
-
-def process_kinds() -> set[str]:
-    """Return the kinds of heartbeats: the word before the name wherever one is made."""
-    sources = "\n".join(
-        path.read_text()
-        for folder in ("api", "batcher", "gpu_worker")
-        for path in (ROOT / folder).rglob("*.py")
-    )
-    found = set(re.findall(r'Heartbeat\([^"\n]*"(\w+)"', sources))
-    assert {"gateway", "batcher"} <= found
-    return found
+    return {kind(row.pattern) for _, row in table_of_keys() if row.kind != "prefix"}
 
 
 def test_the_table_of_keys_is_the_keys() -> None:

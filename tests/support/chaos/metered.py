@@ -18,7 +18,7 @@ from redis.asyncio import Redis
 
 from api.requests.usage import Owner, Used, month_begin, month_name, read_hours
 from common.broker.client import connect
-from common.broker.keys import usage_pending, usage_spent
+from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.broker.request_scripts import cancel_request
 from common.messages.codec import encode
@@ -190,9 +190,9 @@ class MeteredPool:
         for row in rows:
             counted[row.owner] += row.used
         outcome.counted = dict(counted)
-        spent = await self.redis.hget(usage_spent(month_name(begin)), f"{POOR} tokens")  # type: ignore[misc]
+        spent = await self.redis.hget(Keys.usage_spent(month_name(begin)), f"{POOR} tokens")  # type: ignore[misc]
         outcome.spent = int(spent or 0)
-        outcome.pending = await self.redis.hgetall(usage_pending())  # type: ignore[misc]
+        outcome.pending = await self.redis.hgetall(Keys.usage_pending)  # type: ignore[misc]
         return outcome
 
     async def committed(self, request: Generate) -> Used:

@@ -13,7 +13,7 @@ from api.http.protocol import HttpProtocol
 from api.lifecycle import Gateway
 from api.prompts.tokenizer import ModelTokenizer
 from api.server import own_listener
-from common.broker.keys import USAGE
+from common.broker.keys import Keys
 from common.messages.request import Generate
 from common.settings.settings import Settings
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
@@ -114,7 +114,7 @@ async def nothing_left(gateway: Gateway, worker: FakeWorker) -> None:
     )
     assert not gateway.pool.relay.filler.doubtful
     names = [key.decode() for key in await worker.redis.keys("*")]
-    kinds = {name.split(":")[2] for name in names if not name.startswith(USAGE)}
+    kinds = {name.split(":")[2] for name in names if not name.startswith(Keys.usage)}
     assert kinds <= {
         "log",
         "reports",

@@ -8,7 +8,8 @@ import redis
 
 from common.broker import acl
 from common.broker import client as access
-from common.broker.lua import SCRIPTS, call_script, run_script
+from common.broker.keys import table
+from common.broker.lua import SCRIPTS, call_script, run_script, script_names
 from common.settings.settings import SettingError
 from deploy.launcher.embedded_broker import USERS_FILE, Broker, embedded
 from tests.support import brokers
@@ -118,14 +119,22 @@ def test_every_script_is_called_by_somebody() -> None:
     assert called == {name for name in SCRIPTS if not name.startswith("lib/")}
 
 
+@pytest.mark.parametrize("kind", acl.RIGHTS)
+def test_who_calls_a_script_may_use_its_keys(kind: str) -> None:
+    users = {name: row.uses.split() for name, row in table()}
+    called = acl.RIGHTS[kind].scripts.split()
+    needed = {(key, name) for name in called for key in script_names(name)[0].given if key != "process"}
+    assert sorted((key, name) for key, name in needed if kind not in users[key]) == []
+
+
 @pytest.mark.parametrize(
     ("kind", "lost"),
     [
-        ("gateway", "~tf:{*}:webhooks*"),
-        ("batcher", "~tf:{default}:webhooks*"),
+        ("gateway", "~tf:{*}:webhooks:*"),
+        ("batcher", "~tf:{default}:webhooks:*"),
         ("worker", "&tf:{default}:events:*"),
         ("jobs", "+psetex"),
-        (acl.FLEET, "~tf:{*}:jobs*"),
+        (acl.FLEET, "~tf:{*}:jobs:*"),
     ],
 )
 async def test_a_process_that_lacks_a_right_is_told_its_name_at_the_start(

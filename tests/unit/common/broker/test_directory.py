@@ -3,13 +3,13 @@
 from redis.asyncio import Redis
 
 from common.broker.directory import SILENT_S, TTL_S, DirectoryClient, KnownPool, PoolEntry
-from common.broker.keys import MODEL_SHARES, POOL_ENTRIES, POOLS
+from common.broker.keys import Keys
 
 ENTRY = PoolEntry("redis://a:6379", ["mine"], "org/mine", "", 2, 0, 3, 4, 512)
 
 
 async def age(redis: Redis, pool: str, seconds: float) -> None:
-    await redis.zincrby(POOLS, -seconds, pool)
+    await redis.zincrby(Keys.pools, -seconds, pool)
 
 
 async def test_a_pool_is_read_as_it_was_written(redis: Redis) -> None:
@@ -28,7 +28,7 @@ async def test_a_silent_pool_is_not_live_and_leaves_after_an_hour(redis: Redis) 
     await age(redis, "a", TTL_S)
     await directory.publish("b", ENTRY)
     assert (await directory.read()).pools.keys() == {"b"}
-    assert await redis.hkeys(POOL_ENTRIES) == [b"b"]  # type: ignore[misc]
+    assert await redis.hkeys(Keys.pool_entries) == [b"b"]  # type: ignore[misc]
 
 
 async def test_a_name_belongs_to_one_broker_until_that_one_is_silent(redis: Redis) -> None:
@@ -45,9 +45,9 @@ async def test_a_name_belongs_to_one_broker_until_that_one_is_silent(redis: Redi
 async def test_what_cannot_be_read_is_left_out(redis: Redis) -> None:
     directory = DirectoryClient(redis)
     await directory.publish("a", ENTRY)
-    await redis.zadd(POOLS, {"old": 1, "broken": 1})
-    await redis.hset(POOL_ENTRIES, mapping={"broken": b"?"})  # type: ignore[misc]
-    await redis.hset(MODEL_SHARES, mapping={"broken": b"?"})  # type: ignore[misc]
+    await redis.zadd(Keys.pools, {"old": 1, "broken": 1})
+    await redis.hset(Keys.pool_entries, mapping={"broken": b"?"})  # type: ignore[misc]
+    await redis.hset(Keys.model_shares, mapping={"broken": b"?"})  # type: ignore[misc]
     await directory.set_weights("mine", {"a": 9, "b": 0.5})
     content = await directory.read()
     assert content.pools.keys() == {"a"} and content.weights == {"mine": {"a": 9, "b": 0.5}}

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from api.requests.usage import Owner, Used, month_name, read_hours, read_months
 from common.broker import batcher_scripts, request_scripts
 from common.broker.batcher_scripts import SavedRequest
-from common.broker.keys import USAGE, usage_hour, usage_month, usage_pending
+from common.broker.keys import Keys
 from common.broker.lua import load_script, run_script
 from common.broker.request_scripts import AdmitReply
 from common.broker.worker_scripts import FlushedCount
@@ -164,14 +164,14 @@ async def test_tokens_that_were_shown_are_counted_by_a_broker_that_lost_them(red
 
 
 async def test_usage_that_somebody_has_spoilt_keeps_no_token_from_its_client(redis: Redis) -> None:
-    await redis.set(usage_hour(int(time.time()) // 3600), "x")
+    await redis.set(Keys.usage_hour(str(int(time.time()) // 3600)), "x")
     await start(redis, request())
     await end(redis, 1, 5)
     assert await redis.hget(KEYS.request("r1"), "terminal") == b"length"  # type: ignore[misc]
 
 
 async def test_owners_beyond_the_bound_are_counted_together(redis: Redis) -> None:
-    hour = usage_hour(int(time.time()) // 3600)
+    hour = Keys.usage_hour(str(int(time.time()) // 3600))
     others: dict[Any, Any] = {f"a\n{i}\nm\nprompt": 1 for i in range(60_000)}
     await redis.hset(hour, mapping=others)  # type: ignore[misc]
     await start(redis, request())
@@ -186,10 +186,10 @@ async def test_hours_and_months_expire(redis: Redis) -> None:
     now = datetime.now(UTC)
     days = [
         await redis.ttl(key) / 86400
-        for key in (usage_hour(int(now.timestamp()) // 3600), usage_month(month_name(now)))
+        for key in (Keys.usage_hour(str(int(now.timestamp()) // 3600)), Keys.usage_month(month_name(now)))
     ]
     assert days == pytest.approx([90, 400], abs=0.1)
-    assert not [key async for key in redis.scan_iter(f"{USAGE}*") if await redis.ttl(key) < 0]
+    assert not [key async for key in redis.scan_iter(f"{Keys.usage}*") if await redis.ttl(key) < 0]
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ async def test_what_a_request_has_not_used_is_given_back_at_its_end(redis: Redis
     assert (await admit(redis, limited("r2", 30))).outcome == "budget"
     await end(redis, 1, 0, why="client")
     assert (await admit(redis, limited("r2", 30))).outcome == "admitted"
-    assert await redis.hgetall(usage_pending()) == {b"k tokens": b"21"}  # type: ignore[misc]
+    assert await redis.hgetall(Keys.usage_pending) == {b"k tokens": b"21"}  # type: ignore[misc]
 
 
 async def test_each_flush_says_what_the_key_may_still_get(redis: Redis) -> None:

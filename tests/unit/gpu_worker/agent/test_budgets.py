@@ -5,7 +5,7 @@ import time
 from redis.asyncio import Redis
 
 from api.requests.usage import month_begin, month_name
-from common.broker.keys import usage_spent
+from common.broker.keys import Keys
 from common.messages.records import unpack_records
 from common.messages.request import UsageAccount
 from gpu_worker.agent.agent import Agent
@@ -39,7 +39,7 @@ async def ends(redis: Redis, *rows: int) -> list[tuple[bytes | None, bytes | Non
 
 async def spent(redis: Redis) -> int:
     month = month_name(month_begin(time.time()))
-    return int(await redis.hget(usage_spent(month), "k tokens") or 0)  # type: ignore[misc]
+    return int(await redis.hget(Keys.usage_spent(month), "k tokens") or 0)  # type: ignore[misc]
 
 
 async def test_a_row_ends_at_the_budget_with_what_it_has(agent: Agent, redis: Redis) -> None:
