@@ -51,7 +51,7 @@ class Row:
     reads: str = ""
     adds: str = ""
 
-    def name(self, keys: "Keys | None", part: str = "") -> str:
+    def name(self, keys: "Keys | None", part: str | int = "") -> str:
         """Return the name of a key, with `part` in the place of the name in the pattern."""
         begin, named, rest = self.pattern.partition("{")
         name = f"{begin}{part}{rest.partition('}')[2]}" if named else begin
@@ -71,7 +71,7 @@ class Key(Row):
 class KeyOf(Row):
     """A row of keys that have a name."""
 
-    def __get__(self, keys: "Keys | None", owner: type) -> Callable[[str], str]:
+    def __get__(self, keys: "Keys | None", owner: type) -> Callable[[str | int], str]:
         return lambda part: self.name(keys, part)
 
 

@@ -164,14 +164,14 @@ async def test_tokens_that_were_shown_are_counted_by_a_broker_that_lost_them(red
 
 
 async def test_usage_that_somebody_has_spoilt_keeps_no_token_from_its_client(redis: Redis) -> None:
-    await redis.set(Keys.usage_hour(str(int(time.time()) // 3600)), "x")
+    await redis.set(Keys.usage_hour(int(time.time()) // 3600), "x")
     await start(redis, request())
     await end(redis, 1, 5)
     assert await redis.hget(KEYS.request("r1"), "terminal") == b"length"  # type: ignore[misc]
 
 
 async def test_owners_beyond_the_bound_are_counted_together(redis: Redis) -> None:
-    hour = Keys.usage_hour(str(int(time.time()) // 3600))
+    hour = Keys.usage_hour(int(time.time()) // 3600)
     others: dict[Any, Any] = {f"a\n{i}\nm\nprompt": 1 for i in range(60_000)}
     await redis.hset(hour, mapping=others)  # type: ignore[misc]
     await start(redis, request())
@@ -186,7 +186,7 @@ async def test_hours_and_months_expire(redis: Redis) -> None:
     now = datetime.now(UTC)
     days = [
         await redis.ttl(key) / 86400
-        for key in (Keys.usage_hour(str(int(now.timestamp()) // 3600)), Keys.usage_month(month_name(now)))
+        for key in (Keys.usage_hour(int(now.timestamp()) // 3600), Keys.usage_month(month_name(now)))
     ]
     assert days == pytest.approx([90, 400], abs=0.1)
     assert not [key async for key in redis.scan_iter(f"{Keys.usage}*") if await redis.ttl(key) < 0]
