@@ -14,20 +14,6 @@ from common.detokenize import (
     generated_text,
     piece_cache,
 )
-from tests.support.prompts import PROMPTS
-
-AWKWARD = [
-    "🙂",
-    "👩‍👩‍👧‍👦 and 🏳️‍🌈",
-    "e\u0301a\u0308 \u0928\u092e\u0938\u094d\u0924\u0947",
-    "   three spaces, then\n\n\ttabs\r\n",
-    "日本の首都は東京です。",
-    "\u200bzero\u200bwidth\u00a0nbsp",
-    "𝔘𝔫𝔦𝔠𝔬𝔡𝔢 𐍈",
-    "a\ufffdb",
-    "<|im_end|>\n<|im_start|>assistant",
-    "\x00nul",
-]
 
 
 @pytest.fixture(scope="module")
@@ -65,18 +51,7 @@ def texts(tokenizer: Tokenizer, prompt_ids: list[int], ids: list[int]) -> list[s
     return [detokenizer.step(token_id) for token_id in ids]
 
 
-@pytest.mark.parametrize(
-    "prompt", ["A", "Hello wor", "🙂", "", " ends with a space ", "<|im_start|>assistant\n"]
-)
-@pytest.mark.parametrize("text", AWKWARD + PROMPTS)
-def test_the_pieces_of_a_text_are_the_text(smollm2: Tokenizer, prompt: str, text: str) -> None:
-    ids = smollm2.encode(text).ids
-    pieces = texts(smollm2, smollm2.encode(prompt).ids, ids)
-    assert "".join(pieces) == text
-    assert not any("\ufffd" in piece for piece in pieces) or "\ufffd" in text
-
-
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(prompt=st.text(max_size=8), text=st.text(max_size=40))
 def test_the_pieces_of_any_text_are_the_text(smollm2: Tokenizer, prompt: str, text: str) -> None:
     ids = smollm2.encode(text).ids
@@ -105,10 +80,6 @@ def test_endless_invalid_bytes_do_not_wait_for_ever(smollm2: Tokenizer) -> None:
     pieces = texts(smollm2, [], [half] * (2 * MAX_INCOMPLETE_TOKENS))
     assert max(map(len, pieces)) <= MAX_INCOMPLETE_TOKENS
     assert len("".join(pieces)) > MAX_INCOMPLETE_TOKENS
-
-
-def test_an_id_beyond_the_vocabulary_has_no_text(smollm2: Tokenizer) -> None:
-    assert texts(smollm2, [28], [10**6, smollm2.encode("x").ids[0]]) == ["", "x"]
 
 
 def test_the_first_piece_keeps_its_space(llama: Tokenizer) -> None:
@@ -153,18 +124,13 @@ def test_the_text_ends_behind_the_first_stop_string(smollm2: Tokenizer) -> None:
     assert generated_text(smollm2, [], ids, ["two"], "length") == "one two three two"
 
 
-def test_a_stop_string_that_only_the_stream_shows_cuts_nothing(smollm2: Tokenizer) -> None:
-    ids = smollm2.encode("yes<|im_end|>").ids
-    assert generated_text(smollm2, [28], ids, ["<|im_end|>"], "stop_sequence") == "yes"
-
-
 def decoded(tokenizer: Tokenizer, prompt_ids: list[int], ids: list[int]) -> list[str]:
     """What each token adds, without the cache."""
     detokenizer = Detokenizer(tokenizer, prompt_ids)
     return [detokenizer.decode_step(token_id) for token_id in ids]
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(data=st.data())
 @pytest.mark.parametrize("name", ["smollm2", "llama"])
 def test_cached_pieces_are_what_the_tokens_add(
@@ -179,14 +145,6 @@ def test_cached_pieces_are_what_the_tokens_add(
     token = st.sampled_from(some)
     prompt_ids, ids = data.draw(st.lists(token, max_size=7)), data.draw(st.lists(token, max_size=60))
     assert texts(tokenizer, prompt_ids, ids) == decoded(tokenizer, prompt_ids, ids)
-
-
-def test_the_cache_is_not_used_behind_bytes_that_are_no_character(llama: Tokenizer) -> None:
-    """A byte among them is no character either, though it is cached as a letter."""
-    hello, half, letter = (id_of(llama, piece) for piece in ("▁Hello", "<0x80>", "<0x41>"))
-    assert texts(llama, [hello], [letter]) == ["A"] and letter in piece_cache(llama)
-    ids = [half] * MAX_INCOMPLETE_TOKENS + [letter, hello]
-    assert texts(llama, [hello], ids) == decoded(llama, [hello], ids)
 
 
 def test_pieces_are_cached_only_if_the_decoder_concatenates(smollm2: Tokenizer, llama: Tokenizer) -> None:

@@ -1,20 +1,31 @@
-"""Model files: hub ids, directories and GGUF files are found, downloaded, converted."""
+"""Model files: hub ids, folders and GGUF files are found, downloaded, converted; configs are read."""
 
+import errno
 import json
 import os
+import shutil
+import stat
+import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 from common import model_files
-from common.model_files import cache_folder
+from common.gguf_check import check_gguf
+from common.model_files import cache_folder, make_cache_folder
 from common.settings.settings import SettingError
-from tests.support.engine.reference import prompt_ids
 from tests.support.gguf import tiny_gguf
+from tests.support.gguf.tiny_gguf import HIDDEN, LAYERS, TYPES, VOCAB, damage
+
+# --- model files --------------------------------------------------------------------------------------------
 
 STUB = """import pathlib, sys, time
 with open(pathlib.Path(__file__).parent / "conversions", "a") as log: log.write("x")
@@ -85,12 +96,6 @@ def test_another_tokenizer_is_a_directory_a_file_or_a_hub_id(
             model_files.find_tokenizer(name, model)
 
 
-def test_a_file_must_be_gguf(tmp_path: Path) -> None:
-    (tmp_path / "model.bin").write_text("")
-    with pytest.raises(SettingError, match=r"neither a directory nor a \.gguf file"):
-        model_files.resolve(str(tmp_path / "model.bin"))
-
-
 @pytest.mark.slow
 def test_a_broken_gguf_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -152,9 +157,248 @@ def test_processes_that_start_together_convert_once(tmp_path: Path) -> None:
     assert (stub / "conversions").read_text() == "x"
 
 
-def test_the_bundled_model_says_its_context_and_end_of_sequence() -> None:
-    path = model_files.resolve("smollm2")
-    assert model_files.context_length(path) == 8192
-    assert model_files.eos_ids(path) == [2]
-    assert prompt_ids(["<|im_end|>"]) == [[2]]
-    assert {0, 1, 2} <= model_files.special_ids(path)
+# --- model files cache folders ------------------------------------------------------------------------------
+
+GIB = 2**30
+CONVERT = """
+import sys
+from common import model_files
+from common.settings.settings import SettingError
+try:
+    model_files.resolve("smollm2")
+except SettingError as error:
+    print(error)
+"""
+MOUNT = "mount -t tmpfs -o size=1m tmpfs {folder} && mount -o remount,{mode} {folder}"
+ON_DISK = MOUNT + " && exec {python} -c '{code}'"
+HAS_NAMESPACES = shutil.which("unshare") and not subprocess.run(["unshare", "-rm", "true"]).returncode
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_nobody_else_may_write_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int) -> None:
+    """Neither to one that is made, nor to one that an earlier version has made."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    before = os.umask(umask)
+    try:
+        (tmp_path / "cache" / "tokenfleet").mkdir(parents=True)
+        folder = make_cache_folder("native")
+    finally:
+        os.umask(before)
+    assert folder == tmp_path / "cache" / "tokenfleet" / "native"
+    for path in (folder, folder.parent):
+        assert not stat.S_IMODE(path.stat().st_mode) & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+@pytest.mark.skipif(not HAS_NAMESPACES, reason="no user namespaces to mount a disk in")
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        ("ro", "/tokenfleet cannot be written to (Read-only file system): set it to a folder that can be"),
+        (
+            "rw",
+            "/tokenfleet/models has 1 MiB free, and SmolLM2-135M-Instruct.Q4_1.gguf takes 320 MiB when it is",
+        ),
+    ],
+)
+def test_a_read_only_and_a_full_disk_are_told_from_a_bad_model(tmp_path: Path, mode: str, said: str) -> None:
+    words = ON_DISK.format(folder=tmp_path, mode=mode, python=sys.executable, code=CONVERT)
+    environ = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", words], env=environ, capture_output=True, text=True)
+    assert done.stdout.startswith(f"XDG_CACHE_HOME: {tmp_path}{said}"), done.stderr
+
+
+def test_a_disk_that_fills_up_during_the_conversion_is_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As two first starts that write at once may find it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    said = "safetensors: I/O error: No space left on device (os error 28)\n"
+    failed = subprocess.CompletedProcess([], 1, stdout=said)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(SettingError) as refused:
+        model_files.resolve("smollm2", dtype="auto")
+    folder = tmp_path / "tokenfleet" / "models"
+    why = f"{folder} cannot be written to (No space left on device): free some space there"
+    assert str(refused.value) == f"XDG_CACHE_HOME: {why}"
+    assert not [path for path in folder.iterdir() if path.is_dir()], "no draft is left"
+
+
+def test_the_room_that_a_conversion_takes_is_known_before_and_0_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    half, whole = (model_files.bytes_to_convert("smollm2", dtype) for dtype in ("auto", "float32"))
+    assert 0.25 * GIB < half < 0.35 * GIB and 1.7 * half < whole < 2 * half
+    model_files.conversion_path(model_files.bundled_gguf(), "auto").mkdir(parents=True)
+    assert model_files.bytes_to_convert("smollm2", "auto") == 0
+    assert model_files.bytes_to_convert("some/model", "auto") == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "cure"),
+    [(errno.ENOSPC, "free some space there"), (errno.EROFS, "set it to a folder that can be")],
+)
+def test_a_disk_that_takes_no_download_is_not_the_hub_s_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, cure: str
+) -> None:
+    def refuse(*_: object, **__: object) -> str:
+        raise OSError(number, os.strerror(number), str(tmp_path))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(SettingError) as refused:
+        model_files.resolve("some/model")
+    said = f"HUGGINGFACE_HUB_CACHE: {tmp_path} cannot be written to ({os.strerror(number)}): {cure}"
+    assert str(refused.value).startswith(said)
+
+
+# --- model config -------------------------------------------------------------------------------------------
+
+
+def test_eos_ids_come_from_the_first_file_that_knows(tmp_path: Path) -> None:
+    added = [{"id": 5, "content": "</s>", "special": True}, {"id": 6, "content": "<tool>", "special": False}]
+    path = write(
+        tmp_path,
+        config={"max_position_embeddings": 99},
+        tokenizer={"added_tokens": added},
+        tokenizer_config={"eos_token": "</s>"},
+    )
+    assert model_files.eos_ids(path) == [5]
+    write(path, config={"max_position_embeddings": 99, "eos_token_id": 7})
+    assert model_files.eos_ids(path) == [7]
+    write(path, generation_config={"eos_token_id": [8, 9]})
+    assert model_files.eos_ids(path) == [8, 9]
+    other = write(
+        tmp_path / "other", tokenizer={"added_tokens": added}, tokenizer_config={"eos_token": "</s>"}
+    )
+    assert model_files.eos_ids(path, other) == [8, 9, 5]
+    write(path, generation_config={"eos_token_id": 5})
+    assert model_files.eos_ids(path, other) == [5]
+    assert model_files.special_ids(path) == {5}
+    assert model_files.context_length(path) == 99
+
+
+def test_a_config_without_a_context(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="has no max_position_embeddings"):
+        model_files.context_length(write(tmp_path, config={}))
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"model": {"vocab": ', b"\xff\xfe", b"\0" * 9])
+def test_a_damaged_file_is_refused_by_its_name(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(SettingError, match=r"^MODEL_ID: .*tokenizer\.json is no tokenizer, or damaged: "):
+        model_files.read_tokenizer(tmp_path)
+    if content != b"{}":
+        (tmp_path / "config.json").write_bytes(content)
+        with pytest.raises(SettingError, match=r"^MODEL_ID: .*config\.json is (not JSON|no JSON object)"):
+            model_files.eos_ids(tmp_path)
+
+
+# --- gguf check ---------------------------------------------------------------------------------------------
+
+NUM_DAMAGED = 1500
+Change = Callable[[bytes], bytes]
+ALIGNMENT = b"general.alignment"
+ONLY_ALIGNMENT = struct.pack(f"<4sIQQQ{len(ALIGNMENT)}sII", b"GGUF", 3, 0, 1, len(ALIGNMENT), ALIGNMENT, 4, 0)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_gguf.write(tmp_path_factory.mktemp("gguf") / "tiny.gguf", TYPES.F16)
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(SettingError) as refused:
+        check_gguf(path)
+    text = str(refused.value)
+    assert text.startswith(f"MODEL_ID: {path} is damaged, or no GGUF file: ")
+    assert len(text) < 600 and "\n" not in text
+    return text
+
+
+def put(key: str, kind: str, value: object, header: bytes) -> bytes:
+    """A header whose key has another value, of the same size."""
+    at = header.index(key.encode()) + len(key) + 4
+    return header[:at] + struct.pack(f"<{kind}", value) + header[at + struct.calcsize(f"<{kind}") :]
+
+
+def replace(old: bytes, new: bytes, header: bytes) -> bytes:
+    assert old in header
+    return header.replace(old, new, 1)
+
+
+def cut(length: int, header: bytes) -> bytes:
+    return header[:length]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (partial(cut, 0), "it is empty"),
+        (partial(cut, 3), "its head ends after the file's end (3 bytes)"),
+        (partial(cut, 1000), "more than the file has room for"),
+        (partial(cut, -1), "ends at byte"),
+        (partial(replace, b"GGUF", b"GGML"), "it begins with b'GGML', not b'GGUF'"),
+        (partial(replace, b"GGUF\3", b"GGUF\7"), "its version is 7; those read are 2, 3"),
+        (partial(put, "GGUF", "Q", 2**60), f"its head has {2**60} tensors, more than the file has room for"),
+        (
+            partial(put, "llama.block_count", "I", 10**6),
+            f"`llama.block_count` is 1000000, but it has tensors of {LAYERS} blocks",
+        ),
+        (
+            partial(put, "llama.embedding_length", "I", 65),
+            f"`llama.embedding_length` is 65, and `tokenizer.ggml.tokens` has {VOCAB} elements, "
+            f"but `token_embd.weight` has the shape [{HIDDEN}, {VOCAB}]",
+        ),
+        (
+            partial(put, "llama.attention.head_count", "I", 0),
+            "`llama.attention.head_count` is 0; a whole number from 1 to 134217728 is possible",
+        ),
+        (
+            partial(put, "llama.context_length", "I", 2**31),
+            "`llama.context_length` is 2147483648; a whole number from 1 to 134217728 is possible",
+        ),
+        (
+            partial(put, "llama.attention.layer_norm_rms_epsilon", "f", float("nan")),
+            "`llama.attention.layer_norm_rms_epsilon` is nan",
+        ),
+        (
+            partial(put, "tokenizer.ggml.eos_token_id", "I", VOCAB),
+            f"`tokenizer.ggml.eos_token_id` is {VOCAB}; it has the tokens 0 to {VOCAB - 1}",
+        ),
+        (partial(replace, b"gpt2", b"gp\xff2"), "`tokenizer.ggml.model` is no UTF-8: b'"),
+        (lambda _: ONLY_ALIGNMENT, "`general.alignment` is 0, which is no power of two"),
+        (
+            partial(replace, b"blk.1.attn_q", b"blk.0.attn_q"),
+            "`blk.0.attn_q.weight` is there twice",
+        ),
+        (
+            partial(replace, b"general.architecture", b"general.architectura"),
+            "it has no `general.architecture`",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(whole: Path, tmp_path: Path, change: Change, words: str) -> None:
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(change(whole.read_bytes()))
+    assert words in refusal(damaged)
+
+
+@pytest.mark.slow
+def test_whatever_byte_is_damaged_the_file_is_possible_or_refused_in_our_words(
+    whole: Path, tmp_path: Path
+) -> None:
+    damaged, content, draw = tmp_path / "damaged.gguf", whole.read_bytes(), Random(0)
+    num_refused = 0
+    for _ in range(NUM_DAMAGED):
+        damaged.write_bytes(damage(content, draw))
+        try:
+            check_gguf(damaged)
+        except SettingError:
+            num_refused += 1
+            refusal(damaged)
+    assert num_refused > NUM_DAMAGED / 2
+
+
+def test_the_bundled_model_and_a_small_one_are_possible(whole: Path) -> None:
+    check_gguf(whole)
+    check_gguf(model_files.bundled_gguf())

@@ -1,3 +1,5 @@
+"""Brokers that are refused and why, in one line; behind TLS, behind Sentinel."""
+
 import asyncio
 import contextlib
 import errno
@@ -10,21 +12,24 @@ from redis import exceptions
 from redis.asyncio import Redis
 
 from common.broker import client as access
+from common.broker import client as sentinel
+from common.broker.client import SerialClient
 from common.settings.settings import SettingError
 from deploy.launcher.embedded_broker import Broker
 from tests.support import brokers
+from tests.support.broker.secured import secured
+from tests.support.broker.tls import make_certificate, tls_door
+from tests.support.broker_state import KEYS
 from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until
+
+# --- client -------------------------------------------------------------------------------------------------
 
 EVICTING = (
     *(f"{which}-{how}" for which in ("allkeys", "volatile") for how in ("lru", "lfu", "random")),
     "volatile-ttl",
 )
 """Every value of maxmemory-policy but noeviction."""
-
-
-async def test_a_broker_that_answers_passes(broker: Broker) -> None:
-    await access.check_broker(broker.url)
 
 
 @pytest.mark.parametrize(
@@ -45,10 +50,6 @@ async def test_a_broker_without_an_append_only_file_passes_with_a_warning(
         warning = await access.check_broker(own.url)
     assert lost in warning and bool(warning) == bool(lost)
     assert not lost or warning.endswith("set `appendonly yes`")
-
-
-def test_a_user_who_may_not_ask_for_snapshots_is_told_what_may_be_lost() -> None:
-    assert "loses what no snapshot has" in access.describe_losses(has_file=False, has_snapshots=None)
 
 
 async def refusal(url: str) -> str:
@@ -208,3 +209,118 @@ async def test_a_password_may_stand_in_a_file(tmp_path: Path) -> None:
         assert "refused user name or password" in await refusal(url)
         secret.write_text("c&rrect\n")
         await access.check_broker(url)
+
+
+# --- tls ----------------------------------------------------------------------------------------------------
+
+
+async def test_both_clients_work_behind_a_trusted_certificate(broker: Broker, tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    async with tls_door(broker.socket_path, certificate, key) as port:
+        url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificate}"
+        await access.check_broker(url)
+        async with access.connect(url) as redis:
+            await redis.set("key", b"x" * 10**6)
+            fast = SerialClient(redis)
+            assert await fast.execute("GET", "key") == b"x" * 10**6
+            answers: list[bytes] = []
+            fast.start(answers.append, "ECHO", "not held")
+            await wait_until(lambda: answers == [b"not held"])
+            fast.close()
+
+
+async def test_a_certificate_that_is_not_trusted_is_called_that(broker: Broker, tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    async with tls_door(broker.socket_path, certificate, key) as port:
+        line = await refusal(f"rediss://:secret@127.0.0.1:{port}")
+        assert "its certificate is not trusted; ssl_ca_certs=FILE in REDIS_URL names whom to trust" in line
+        assert f"127.0.0.1:{port}" in line and "not permitted" not in line and "secret" not in line
+
+
+async def test_a_certificate_of_another_host_is_called_that(broker: Broker, tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path, "127.0.0.9")
+    async with tls_door(broker.socket_path, certificate, key) as port:
+        url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificate}"
+        assert "its certificate names another host" in await refusal(url)
+        await access.check_broker(f"{url}&ssl_check_hostname=no")
+
+
+async def test_a_broker_without_tls_is_called_that(broker: Broker, tmp_path: Path) -> None:
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"-ERR unknown command\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        assert "no TLS with the broker" in await refusal(f"rediss://127.0.0.1:{port}")
+
+
+# --- client sentinel ----------------------------------------------------------------------------------------
+
+NEWS = KEYS.events("g")
+TLS_OPTIONS = "ssl_ca_certs=/ca.pem&sentinel_password=watch"
+
+
+async def test_its_url_names_sentinels_service_database_and_options() -> None:
+    url = f"rediss+sentinel://me:p%40ss@a,[::1]:7000/fleet/3?{TLS_OPTIONS}"
+    client = sentinel.connect_to_primary(url)
+    pool = client.connection_pool
+    assert isinstance(pool, sentinel.SentinelPool)
+    given = {
+        name: pool.connection_kwargs.get(name) for name in ("username", "password", "db", "ssl_ca_certs")
+    }
+    assert given == {"username": "me", "password": "p@ss", "db": 3, "ssl_ca_certs": "/ca.pem"}
+    assert pool.service_name == "fleet"
+    watchers = [one.connection_pool.connection_kwargs for one in pool.sentinel_manager.sentinels]
+    assert [(one["host"], one["port"]) for one in watchers] == [("a", 26379), ("::1", 7000)]
+    assert {(one["username"], one["password"], one["ssl_ca_certs"]) for one in watchers} == {
+        (None, "watch", "/ca.pem")
+    }
+
+
+@pytest.mark.parametrize("rest", ["", "host", "/fleet", "host:x/fleet", "a,/fleet"])
+async def test_a_url_without_sentinel_or_service_is_refused(rest: str) -> None:
+    with pytest.raises(SettingError, match="is not a URL like"):
+        await access.check_broker(f"redis+sentinel://:secret@{rest}")
+
+
+async def set_at_last(client: Redis, fast: SerialClient, value: str) -> bool:
+    """Whether both clients have written."""
+    with contextlib.suppress(*access.ERRORS):
+        await client.hset(KEYS.metrics, "slow", value)  # type: ignore[misc]
+        return await fast.execute("HSET", KEYS.metrics, "fast", value) is not None
+    return False
+
+
+async def test_both_clients_go_to_the_new_primary_after_a_failover() -> None:
+    """With TLS, certificates of clients and users, too."""
+    with secured() as service:
+        await access.check_broker(service.url)
+        async with access.connect(service.url) as client, client.pubsub() as pubsub:
+            fast = SerialClient(client)
+            await pubsub.subscribe(NEWS)
+            await wait_until(lambda: set_at_last(client, fast, "before"))
+            await wait_until(lambda: replicated(client))
+            service.fail_over()
+            await wait_until(lambda: set_at_last(client, fast, "after"))
+            assert (await client.info("replication"))["role"] == "master"
+            await wait_until(lambda: heard(client, pubsub))
+            fast.close()
+
+
+async def replicated(client: Redis) -> bool:
+    """Whether the replica has all. A primary that the machine has stopped for a second is no primary any
+    more, and has none.
+    """
+    with contextlib.suppress(*access.ERRORS, KeyError):
+        found = await client.info("replication")
+        return bool(found["slave0"]["offset"] >= found["master_repl_offset"])
+    return False
+
+
+async def heard(client: Redis, pubsub: object) -> bool:
+    with contextlib.suppress(*access.ERRORS):
+        await client.publish(NEWS, "x")
+        message = await pubsub.get_message(timeout=0.1)  # type: ignore[attr-defined]
+        return message is not None and message["data"] == b"x"
+    return False

@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
-from redis.exceptions import ConnectionError, ResponseError
 
 from common.broker import committed
-from common.broker.committed import Committed, read, skip_wrong_type
+from common.broker.committed import Committed, read
 from common.broker.pool_client import PoolClient
 from common.messages.records import RECORD, unpack_records
 from tests.support.broker_state import (
@@ -49,16 +48,6 @@ def test_append_adds_what_follows(index: int, new: list[int], expected: list[int
     assert ids(state) == expected
 
 
-def test_a_token_has_a_record_for_each_of_the_likeliest() -> None:
-    state = Committed(width=3, records=records(*range(6)))
-    assert (state.token_bytes, state.num_tokens) == (24, 2)
-
-
-async def test_an_unknown_request_is_not_known(redis: Redis) -> None:
-    state = await read_one(redis, "nobody")
-    assert (state.known, state.records, state.worker) == (False, b"", "")
-
-
 async def test_fields_of_the_request_are_read(redis: Redis) -> None:
     await admit(redis, make_request("r1", width=3))
     await place(redis, "r1", "w1", attempt=2, base=5)
@@ -70,18 +59,6 @@ async def test_fields_of_the_request_are_read(redis: Redis) -> None:
     assert (state.cancelled, state.terminal, state.crash_count) == (True, "error", 1)
     assert (state.num_final, state.error, state.error_type) == (7, "gone", "generation")
     assert (state.width, state.prompt) == (3, b"p")
-
-
-async def test_string_and_log_are_joined(redis: Redis) -> None:
-    await start_worker(redis, "w1")
-    await admit(redis, make_request("r1"))
-    await place(redis, "r1", "w1")
-    await redis.set(KEYS.tokens("r1"), records(1, 2))
-    await write_log(redis, "w1", make_tokens("r1", 1, [2, 3]), make_tokens("other", 0, [9]))
-    await write_log(redis, "w1", make_tokens("r1", 3, [4]))
-    state = await read_one(redis, "r1")
-    assert ids(state) == [1, 2, 3, 4]
-    assert state.spilled_bytes == 2 * RECORD.size
 
 
 async def test_half_a_token_in_the_string_is_ignored(redis: Redis) -> None:
@@ -143,9 +120,3 @@ async def test_a_key_of_another_type_spoils_its_own_request_only(redis: Redis) -
     await redis.rpush(KEYS.tokens("good"), "x")  # type: ignore[misc]
     states = await read(PoolClient(redis, KEYS), ["spoiled", "good"])
     assert [states[name].known for name in ("spoiled", "good")] == [False, True]
-
-
-@pytest.mark.parametrize("error", [ResponseError("OOM command not allowed"), ConnectionError("away")])
-def test_other_errors_are_raised(error: Exception) -> None:
-    with pytest.raises(type(error)):
-        skip_wrong_type(error)

@@ -2,7 +2,7 @@
 
 from redis.asyncio import Redis
 
-from common.broker.directory import SILENT_S, TTL_S, DirectoryClient, KnownPool, PoolEntry
+from common.broker.directory import SILENT_S, TTL_S, DirectoryClient, PoolEntry
 from common.broker.keys import Keys
 
 ENTRY = PoolEntry("redis://a:6379", ["mine"], "org/mine", "", 2, 0, 3, 4, 512)
@@ -53,7 +53,3 @@ async def test_what_cannot_be_read_is_left_out(redis: Redis) -> None:
     assert content.pools.keys() == {"a"} and content.weights == {"mine": {"a": 9, "b": 0.5}}
     await directory.set_weights("mine", {})
     assert (await directory.read()).weights == {}
-
-
-def test_a_pool_without_a_worker_is_not_live() -> None:
-    assert not KnownPool(PoolEntry("redis://a"), 0.0).is_live

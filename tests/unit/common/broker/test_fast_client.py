@@ -20,9 +20,9 @@ from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until
 
 
-@pytest.fixture(params=["unix", "tcp"])
-def url(broker: Broker, request: pytest.FixtureRequest) -> str:
-    return brokers.open_port(broker.url) if request.param == "tcp" else broker.url
+@pytest.fixture
+def url(broker: Broker) -> str:
+    return brokers.open_port(broker.url)
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_a_connection_that_ends_while_it_opens_is_a_lost_connection(name: str) -
 
     async def try_often() -> set[str]:
         heard = set()
-        for _ in range(60):
+        for _ in range(20):
             client = SerialClient(connect(url.format(server.getsockname()[1])))
             with pytest.raises(ERRORS) as lost:
                 await asyncio.wait_for(client.execute("PING"), timeout=10)
@@ -228,14 +228,6 @@ async def test_a_broker_that_returns_is_connected_again() -> None:
             again.kill()
 
 
-async def test_the_password_of_the_url_is_sent() -> None:
-    with brokers.running("--requirepass", "correct") as locked:
-        async with connect(brokers.with_password(locked.url, "correct")) as redis:
-            client = SerialClient(redis)
-            assert await client.execute("PING") == b"PONG"
-            client.close()
-
-
 async def test_scripts_survive_a_broker_that_forgot_them(
     client: SerialClient, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,19 +237,6 @@ async def test_scripts_survive_a_broker_that_forgot_them(
     assert await client.run(ScriptCall("twice", ["a"], [4], list)) == [b"a", 8]
 
 
-async def test_a_connection_receives_messages_without_a_command(redis: Redis) -> None:
-    heard: asyncio.Queue[list[bytes]] = asyncio.Queue()
-    connection = await FastConnection.connect(redis, heard.put_nowait)
-    connection.send("SUBSCRIBE", "here")
-    assert await heard.get() == [b"subscribe", b"here", 1]
-    await redis.publish("here", b"\0one")
-    assert await heard.get() == [b"message", b"here", b"\0one"]
-    connection.close()
-    with pytest.raises(ERRORS):
-        await connection.closed
-
-
-@pytest.mark.parametrize("url", ["tcp"], indirect=True)
 async def test_a_held_reply_wakes_nobody_until_it_is_polled(client: SerialClient) -> None:
     answers: list[Any] = []
     connection = await client.connect()
@@ -290,7 +269,6 @@ async def test_a_reply_that_has_not_come_when_it_is_polled_is_taken_as_it_comes(
     await wait_until(lambda: answers == [[b"late", b"now"]])
 
 
-@pytest.mark.parametrize("url", ["tcp"], indirect=True)
 async def test_a_reply_of_which_a_part_has_come_when_it_is_polled_is_taken_as_the_rest_comes(
     client: SerialClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 import ast
 import re
 from collections import Counter
-from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -44,19 +43,6 @@ async def test_a_script_has_what_it_needs_and_its_names_whether_or_not_the_broke
         await redis.script_flush()
 
 
-@pytest.mark.usefixtures("texts")
-@pytest.mark.parametrize("args", [{"left": 1}, {"left": 1, "wrong": 2}, {"left": 1, "right": 2, "third": 3}])
-def test_other_names_than_the_scripts_are_refused(args: dict[str, int]) -> None:
-    with pytest.raises((TypeError, KeyError)):
-        call_script("sum", list, KEYS, "a", args=args)
-
-
-@pytest.mark.parametrize("more", [{"more_keys": ["b"]}, {"more_args": ["b"]}])
-def test_more_than_a_script_takes_is_refused(more: dict[str, Any]) -> None:
-    with pytest.raises(TypeError):
-        call_script("drain", list, KEYS, "a", **more)
-
-
 def called_scripts() -> list[str]:
     """Names of the scripts that functions call."""
     calls = [
@@ -66,10 +52,6 @@ def called_scripts() -> list[str]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "call_script"
     ]
     return [ast.literal_eval(call.args[0]) for call in calls]
-
-
-def test_each_script_has_one_function() -> None:
-    assert Counter(called_scripts()) == Counter(name for name in SCRIPTS if not name.startswith("lib/"))
 
 
 @pytest.mark.parametrize("name", sorted(called_scripts()))

@@ -1,16 +1,28 @@
-"""What a process says of an outage of its broker, whatever number of its steps fail."""
+"""What a process says of an outage of its broker, and of a step that fails again and again."""
 
 import logging
 
 import pytest
-from redis.exceptions import BusyLoadingError
+from redis.asyncio import Redis
+from redis.exceptions import BusyLoadingError, ConnectionError, ResponseError
 
 from common.broker import client
 from common.broker.client import FailureLog, Outage
-from tests.unit.common.broker.test_client_failures import Clock
 
 AWAY = "no connection to the broker (refused)"
 STEPS = [FailureLog(logging.getLogger(), step) for step in ("reading plans", "a flush", "a heartbeat")]
+
+
+NO = "the broker refused (no)"
+
+
+class Clock:
+    """Stands for the module `time`."""
+
+    now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
 
 
 @pytest.fixture
@@ -18,72 +30,77 @@ def clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
     caplog.set_level(logging.INFO)
     clock = Clock()
     monkeypatch.setattr(client, "time", clock)
-    monkeypatch.setattr(client, "OUTAGE", Outage())
+    monkeypatch.setattr(client, "OUTAGE", Outage())  # not that of tests before
     return clock
 
 
-def fail(clock: Clock, seconds: float, error: Exception | None = None) -> None:
-    """Each step fails four times a second."""
-    for _ in range(round(seconds * 4)):
-        for step in STEPS:
+def fail(clock: Clock, seconds: float, steps: list[FailureLog], error: Exception) -> None:
+    """Each step fails sixteen times a second."""
+    for _ in range(round(seconds * 16)):
+        for step in steps:
             with step.caught():
-                raise error or OSError("refused")
-        clock.now_s += 1 / 4
+                raise error
+        clock.now_s += 1 / 16
 
 
-def succeed() -> None:
-    for step in STEPS:
+def succeed(*steps: FailureLog) -> None:
+    """Leave the context by `return`, as most steps do."""
+    for step in steps:
         with step.caught():
-            pass
+            continue
 
 
 def test_an_outage_has_one_line_at_its_beginning_and_one_at_its_end(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    succeed()
-    fail(clock, 4.0)
-    fail(clock, 0.5, BusyLoadingError())
-    succeed()
+    succeed(*STEPS)
+    fail(clock, 4.0, STEPS, OSError("refused"))
+    fail(clock, 0.5, STEPS, BusyLoadingError())
+    succeed(*STEPS)
     clock.now_s += 1.0
-    succeed()
-    succeed()
+    succeed(*STEPS)
+    succeed(*STEPS)
     assert caplog.messages == [
         f"outage of the broker, everything is tried again: reading plans: {AWAY}",
-        "outage of the broker is over after 4.2 s, 54 failures",
+        "outage of the broker is over after 4.4 s, 216 failures",
     ]
 
 
-def test_a_long_outage_is_counted_at_growing_intervals_of_at_most_a_minute(
+def test_a_repeated_cause_is_said_at_growing_intervals_and_its_end_is_said(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fail(clock, 11.0)
-    assert caplog.messages[1:] == [
-        f"outage of the broker for {age} s, {count} failures: reading plans: {AWAY}"
-        for age, count in ((5, 61), (10, 121))
+    failing = FailureLog(logging.getLogger(), "a flush")
+    succeed(failing)
+    fail(clock, 9.0, [failing], ResponseError("no"))
+    succeed(failing)
+    succeed(failing)
+    assert caplog.messages == [
+        f"a flush failed, trying again: {NO}",
+        f"a flush has failed 17 times in 1 s: {NO}",
+        f"a flush has failed 33 times in 2 s: {NO}",
+        f"a flush has failed 65 times in 4 s: {NO}",
+        f"a flush has failed 129 times in 8 s: {NO}",
+        "a flush has succeeded again, after 144 failures in 9.0 s",
     ]
-    fail(clock, 600.0)
-    assert len(caplog.messages) == 1 + 5 + 8, "after 5, 10, 20, 40 and 80 seconds, then each minute"
 
 
-def test_where_one_step_fails_and_others_succeed_the_outage_goes_on(
-    clock: Clock, caplog: pytest.LogCaptureFixture
+def test_only_errors_of_the_broker_are_caught(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    failing = FailureLog(logging.getLogger(), "a flush")
+    with pytest.raises(LookupError), failing.caught():
+        raise LookupError
+    assert caplog.messages == []
+
+
+async def test_a_write_to_a_closed_transport_is_a_lost_connection(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if the broker had no room for one more connection."""
-    for _ in range(16):
-        with STEPS[0].caught():
-            raise OSError("refused")
-        with STEPS[1].caught():
-            pass
-        clock.now_s += 1 / 4
-    assert len(caplog.messages) == 1
+    await redis.ping()
+    (connection,) = redis.connection_pool._available_connections
 
+    def fail(_: list[bytes]) -> None:
+        raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
 
-def test_a_failure_long_after_the_last_one_begins_another_outage(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
-    for _ in range(2):
-        fail(clock, 1 / 4)
-        clock.now_s += 3600
-    assert [line.split(":")[0] for line in caplog.messages] == [
-        "outage of the broker, everything is tried again"
-    ] * 2
+    monkeypatch.setattr(connection._writer, "writelines", fail)  # as uvloop's does
+    with pytest.raises(ConnectionError):
+        await connection.send_command("PING")
+    assert await redis.ping()

@@ -15,7 +15,7 @@ from redis.asyncio.client import Pipeline
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.metrics import catalogue, exposition
-from common.metrics.catalogue import INFINITY, Counter, Histogram
+from common.metrics.catalogue import INFINITY, Histogram
 from common.metrics.exposition import MetricsPublisher, publishing_metrics, render_fleet
 
 KEYS = Keys("default")
@@ -104,12 +104,6 @@ def test_tgi_histograms_have_tgi_s_buckets() -> None:
     assert bounds("tgi_request_input_length") == [*range(10, 1001, 10), INFINITY]
 
 
-def test_our_own_metrics_have_the_label_pool() -> None:
-    lines = [line for line in whole_text().splitlines() if line.startswith("tokenfleet_")]
-    assert len({line.split("{")[0] for line in lines}) >= 12
-    assert all('pool="p"' in line for line in lines)
-
-
 def test_every_metric_of_ours_is_in_the_docs_with_its_type_and_labels() -> None:
     text = (Path(__file__).parents[4] / "docs/metrics.md").read_text()
     rows = re.findall(r"^\| `(tokenfleet_\w+)` \| (\w+) \| ([\w, ]*?) ?\|", text, re.MULTILINE)
@@ -118,15 +112,6 @@ def test_every_metric_of_ours_is_in_the_docs_with_its_type_and_labels() -> None:
         (metric.name + "_total" * (metric.kind == "counter"), metric.kind, ", ".join(metric.labels))
         for metric in ours
     )
-
-
-def test_every_help_text_is_a_noun_phrase_and_durations_name_their_unit() -> None:
-    for metric in catalogue.TABLE:
-        assert re.match(
-            r"(Number|Time|Mean|Maximum|Prompt|Tokens|Capacity|Fraction|Whether|Accepted) ", metric.help
-        )
-        if metric.name.endswith(("_duration", "_seconds")):
-            assert metric.help.endswith(", in seconds")
 
 
 def test_a_histogram_counts_values_and_its_buckets_are_cumulative() -> None:
@@ -175,11 +160,6 @@ def test_unknown_fields_are_left_out() -> None:
     assert numbers(whole_text(values))["tgi_request_count"] == 2
 
 
-def test_counters_are_left_out_without_a_broker() -> None:
-    text = render_fleet("p", None, {"tokenfleet_broker_up": {(): 0.0}}).decode()
-    assert numbers(text) == {'tokenfleet_broker_up{pool="p"}': 0.0}
-
-
 async def test_sums_add_up_over_processes_and_outlive_them(
     redis: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,20 +182,6 @@ async def test_sums_add_up_over_processes_and_outlive_them(
     assert len(await exposition.read_totals(PoolClient(redis, KEYS))) == 2
 
 
-async def test_counts_made_while_the_broker_is_away_are_added_later(
-    redis: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mine: dict[str, float] = {}
-    monkeypatch.setattr(exposition, "own_values", mine.copy)
-    one = MetricsPublisher(PoolClient(redis, KEYS))
-    mine["tgi_request_count|"] = 3.0
-    await redis.set(KEYS.metrics, "spoilt")
-    await one.add()
-    await redis.delete(KEYS.metrics)
-    await one.add()
-    assert await exposition.read_totals(PoolClient(redis, KEYS)) == {"tgi_request_count|": 3.0}
-
-
 async def test_a_spoilt_field_does_not_hinder_the_others(redis: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mine: dict[str, float] = {}
     monkeypatch.setattr(exposition, "own_values", mine.copy)
@@ -231,14 +197,6 @@ async def test_a_spoilt_field_does_not_hinder_the_others(redis: Any, monkeypatch
         "tgi_request_count|": 3.0,
         "tgi_request_success|": 2.0,
     }
-
-
-async def test_the_last_counts_are_added_at_the_end(redis: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine: dict[str, float] = {}
-    monkeypatch.setattr(exposition, "own_values", mine.copy)
-    async with publishing_metrics(PoolClient(redis, KEYS)):
-        mine["tgi_request_count|"] = 3.0
-    assert await exposition.read_totals(PoolClient(redis, KEYS)) == {"tgi_request_count|": 3.0}
 
 
 async def test_counts_in_flight_at_the_end_are_added_once(
@@ -298,13 +256,3 @@ def test_promtool_complains_about_tgi_s_names_only() -> None:
     faults = (done.stdout + done.stderr).splitlines()
     names = {fault.split()[0] for fault in faults}
     assert names <= set(TGI), faults
-
-
-def test_a_counter_s_fields_are_read_back() -> None:
-    one = Counter("tgi_request_failure", "", {"err": ()})
-    one.add(1, "dropped")
-    one.add(2, "dropped")
-    assert list(one.fields()) == [("tgi_request_failure|dropped|", 3)]
-    assert exposition.by_metric({"tgi_request_failure|dropped|": 3.0}) == {
-        "tgi_request_failure": {("dropped",): {"": 3.0}}
-    }

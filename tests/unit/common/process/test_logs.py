@@ -1,4 +1,4 @@
-"""Logs: text lines and JSON lines."""
+"""Logs: JSON lines, names of processes and of their lives."""
 
 import json
 import logging
@@ -7,18 +7,23 @@ import subprocess
 import sys
 from datetime import datetime
 
-from common.process.logs import REQUEST_ID, TRACEPARENT, JsonFormatter, TextFormatter, for_request
+from common.process.logs import (
+    TRACEPARENT,
+    JsonFormatter,
+    TextFormatter,
+    first_incarnation,
+    for_request,
+    new_incarnation,
+    next_incarnation,
+)
+
+# --- logs ---------------------------------------------------------------------------------------------------
 
 
 def record(message: str, *args: object, **extra: str) -> logging.LogRecord:
     return logging.getLogger("api.server").makeRecord(
         "api.server", logging.WARNING, "", 0, message, args, None, extra=extra
     )
-
-
-def test_a_text_line_has_level_process_and_message() -> None:
-    text = TextFormatter("g0").format(record("hello %s", "you"))
-    assert text.endswith(" W g0 hello you") and "\n" not in text
 
 
 def test_a_json_line_has_the_fields_of_its_record() -> None:
@@ -50,18 +55,6 @@ def test_lines_about_a_traced_request_have_its_trace() -> None:
     assert "trace_id" not in JsonFormatter("g0").format(record("x"))
 
 
-def test_lines_of_a_task_that_serves_a_request_have_its_id() -> None:
-    token = REQUEST_ID.set("r2")
-    try:
-        assert json.loads(JsonFormatter("g0").format(record("x")))["request_id"] == "r2"
-        assert (
-            json.loads(JsonFormatter("g0").format(record("x", **for_request("r2.1"))))["request_id"] == "r2.1"
-        )
-    finally:
-        REQUEST_ID.reset(token)
-    assert "request_id" not in json.loads(JsonFormatter("g0").format(record("x")))
-
-
 def test_every_line_of_a_process_is_json_tracebacks_and_libraries_included() -> None:
     code = """
 import logging, warnings
@@ -84,3 +77,14 @@ raise ValueError("the end")
     assert "UserWarning: old" in old["message"]
     assert crash["message"] == "crash" and "ZeroDivisionError" in crash["exception"]
     assert end["level"] == "CRITICAL" and "the end" in end["message"] and "ValueError" in end["exception"]
+
+
+# --- logs incarnations --------------------------------------------------------------------------------------
+
+
+def test_the_lives_of_a_process_are_numbered_and_no_two_processes_share_a_name() -> None:
+    first = new_incarnation("w0")
+    assert first != new_incarnation("w0")
+    assert next_incarnation(first) == f"{first}.2"
+    assert next_incarnation(f"{first}.9") == f"{first}.10"
+    assert {first_incarnation(name) for name in (first, f"{first}.2", f"{first}.10")} == {first}

@@ -1,20 +1,21 @@
-"""Scripts of requests, workers and the lease, one by one, against a real broker."""
+"""Scripts of requests, workers and the batcher, one by one, against a real broker."""
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 
-from common.broker import batcher_scripts, worker_scripts
-from common.broker.batcher_scripts import SavedRequest
-from common.broker.committed import read
+from common.broker import batcher_scripts, request_scripts, worker_scripts
+from common.broker.batcher_scripts import PlanReply, SavedRequest
+from common.broker.committed import Committed, read, read_saved, read_tails
 from common.broker.keys import SEALED
 from common.broker.lua import run_script
 from common.broker.pool_client import PoolClient
-from common.broker.request_scripts import AdmitReply
+from common.broker.request_scripts import AdmitReply, AttachReply
 from common.broker.worker_scripts import FlushedPrompt, FlushedTerminal
 from common.messages.codec import encode
-from common.messages.events import Events, Terminal, Tokens, pack_tokens
+from common.messages.events import Events, Terminal, Tokens, pack_tokens, terminal_for
 from common.messages.records import RECORD, pack_floats, pack_ids, unpack_records
 from tests.support.broker.listening import Published, listening
 from tests.support.scripts import (
@@ -26,10 +27,13 @@ from tests.support.scripts import (
     entry,
     flush,
     flushed_end,
+    forget,
     publish_plan,
     save,
     seal,
 )
+
+# --- scripts ------------------------------------------------------------------------------------------------
 
 ANSWER = RECORD.pack(7, -1.0)
 """What is kept of an answer of one token."""
@@ -51,32 +55,11 @@ async def published(redis: Redis) -> AsyncIterator[Published]:
         yield heard
 
 
-async def test_admission_counts_bytes_and_entries(redis: Redis) -> None:
-    assert (await admit(redis, "r1")).outcome == "admitted"
-    assert (await admit(redis, "r2", b"y" * 89)).outcome == "admitted"
-    assert await taken(redis) == (2, 99)
-    assert await admit(redis, "r3") == AdmitReply("requests", num_counted=2, wait_ms=1000)
-    assert await redis.exists(KEYS.request("r3")) == 0
-    assert await admit(redis, "r3", max_count=3) == AdmitReply("bytes", num_counted=99, wait_ms=1000)
-
-
 async def test_the_same_id_attaches_or_conflicts(redis: Redis) -> None:
     await admit(redis, "r1")
     assert await admit(redis, "r1") == AdmitReply("attached")
     assert await admit(redis, "r1", digest="other") == AdmitReply("conflict")
     assert await redis.xlen(KEYS.requests) == 1
-
-
-async def test_dequeue_frees_count_and_bytes_once(redis: Redis) -> None:
-    entry_id = (await admit(redis, "r1")).entry_id
-    await admit(redis, "r2")
-    assert not await dequeue(redis, "r1", entry_id), "it has not ended"
-    assert await taken(redis) == (2, 20)
-    await redis.hset(KEYS.request("r1"), "terminal", "length")  # type: ignore[misc]
-    for _ in range(2):
-        assert await dequeue(redis, "r1", entry_id)
-    assert await taken(redis) == (1, 10)
-    assert (await admit(redis, "r3")).outcome == "admitted"
 
 
 async def test_a_flush_appends_then_publishes(redis: Redis, published: Published) -> None:
@@ -250,3 +233,216 @@ async def test_two_processes_never_share_an_incarnation(redis: Redis) -> None:
     assert await create_logs(redis, owner="first")  # its answer was lost
     assert not await create_logs(redis, owner="second")
     assert await redis.xlen(KEYS.log("w1")) == await redis.xlen(KEYS.reports("w1")) == 1
+
+
+# --- batcher scripts ----------------------------------------------------------------------------------------
+
+
+async def test_publish_plan_writes_plan_and_requests_together(redis: Redis) -> None:
+    await admit(redis, "r1")
+    await create_logs(redis)
+    assert await publish_plan(redis, "5-1", [("r1", 1, 0)]) == PlanReply("OK")
+    assert await redis.hmget(KEYS.request("r1"), ["worker", "attempt", "base"]) == [b"w1", b"1", b"0"]  # type: ignore[misc]
+    assert await publish_plan(redis, "5-1", [("r1", 1, 0)]) == PlanReply("OK"), "a repeated write is harmless"
+    assert await redis.xlen(KEYS.plans("w1")) == 1
+
+
+async def test_the_run_that_makes_the_first_token_says_how_much_of_the_prompt_was_cached(
+    redis: Redis,
+) -> None:
+    """Another that began before there was a token takes its place; one behind a token does not."""
+    await admit(redis, "r1")
+    await create_logs(redis)
+    for number, (attempt, base, cached) in enumerate([(1, 0, b"16"), (2, 0, b"32"), (3, 1, b"32")], 1):
+        await publish_plan(redis, f"5-{number}", [("r1", attempt, base)])
+        assert await redis.hget(KEYS.request("r1"), "cached") == cached  # type: ignore[misc]
+
+
+async def test_publish_plan_with_cancelled_rows_writes_nothing(redis: Redis) -> None:
+    for name in ("r1", "r2"):
+        await admit(redis, name)
+    await create_logs(redis)
+    await cancel(redis, "r2")
+    rows = [("r1", 1, 0), ("r2", 1, 0), ("gone", 1, 0)]
+    assert await publish_plan(redis, "5-1", rows) == PlanReply("refused", [1, 2])
+    assert await redis.exists(KEYS.plans("w1")) == 0
+    assert await redis.hget(KEYS.request("r1"), "worker") is None  # type: ignore[misc]
+
+
+async def test_publish_plan_to_a_sealed_or_missing_worker_is_refused(redis: Redis) -> None:
+    assert await publish_plan(redis, "5-1") == PlanReply("MISSING")
+    await create_logs(redis)
+    await seal(redis)
+    assert await publish_plan(redis, "5-1") == PlanReply("SEALED")
+
+
+async def test_an_earlier_epoch_publishes_and_saves_nothing(redis: Redis) -> None:
+    await create_logs(redis)
+    await admit(redis, "r1")
+    await redis.set(KEYS.epoch, 6)
+    assert (await publish_plan(redis, "5-1", [("r1", 1, 0)])).status == "FENCED"
+    assert await save(redis, SavedRequest("r1", "w1", 1, 1, 0, b"x" * 8)) == "FENCED"
+    assert await redis.exists(KEYS.plans("w1"), KEYS.tokens("r1")) == 0
+    assert (await publish_plan(redis, "6-1", [("r1", 1, 0)])).status == "OK"
+
+
+async def test_saving_leaves_the_holder_of_a_request_that_went_on_elsewhere(redis: Redis) -> None:
+    await create_logs(redis)
+    await admit(redis, "r1")
+    await publish_plan(redis, "5-1", [("r1", 2, 0)])
+    assert await save(redis, SavedRequest("r1", "w0", 2, 1, 0, b"x" * 8)) == "OK"
+    assert await redis.hmget(KEYS.request("r1"), ["worker", "crash_count"]) == [b"w1", b"0"]  # type: ignore[misc]
+    assert await redis.get(KEYS.tokens("r1")) == b"x" * 8
+
+
+async def test_saving_leaves_a_request_that_has_another_attempt_than_was_read(redis: Redis) -> None:
+    """A gateway has offered meanwhile what it showed, which ends where the string does that was read."""
+    await create_logs(redis)
+    await admit(redis, "r1")
+    await publish_plan(redis, "5-1", [("r1", 2, 0)])
+    await redis.set(KEYS.tokens("r1"), b"y" * 8)
+    assert await save(redis, SavedRequest("r1", "w1", 1, 1, 8, b"x" * 8)) == "OK"
+    assert await redis.get(KEYS.tokens("r1")) == b"y" * 8
+    assert await redis.hget(KEYS.request("r1"), "worker") == b"w1"  # type: ignore[misc]
+
+
+async def test_a_request_of_another_type_is_read_as_absent(redis: Redis) -> None:
+    await admit(redis, "r1", width=3)
+    await redis.set(KEYS.tokens("r1"), b"x" * 8)
+    await redis.set(KEYS.request("r2"), "x")
+    await redis.lpush(KEYS.tokens("r2"), "x")  # type: ignore[misc]
+
+    async def read(offsets: dict[str, int | None], *fields: str, of_ended: bool = False) -> Any:
+        call = request_scripts.read_requests(KEYS, offsets, fields=fields, of_ended=of_ended)
+        return await run_script(redis, call)
+
+    assert await read({"r1": 0, "r2": 0, "r3": 0}, "digest", "width") == [
+        ([b"d", b"3"], b"x" * 8),
+        ([None, None], b""),
+        ([None, None], b""),
+    ]
+    assert await read({"r1": None}, "digest") == [([b"d"], b"")]
+    assert await read({"r1": 6}, "digest", of_ended=True) == [([b"d"], b"xx")]
+
+
+async def test_a_foreign_entry_is_not_taken_for_the_plan(redis: Redis) -> None:
+    """A plan of a later epoch is published behind it."""
+    await create_logs(redis)
+    assert await publish_plan(redis, "5-1") == PlanReply("OK")
+    await redis.xadd(KEYS.plans("w1"), {"a": "foreign"}, id="5-2")
+    assert (await publish_plan(redis, "5-2")).status == "FENCED"
+    assert await publish_plan(redis, "6-1") == PlanReply("OK")
+
+
+# --- terminal scripts ---------------------------------------------------------------------------------------
+
+RECORDS = b"".join(RECORD.pack(token_id, -1.0) for token_id in range(200))
+OWN = [KEYS.request("r1"), KEYS.tokens("r1")]
+
+
+async def end(redis: Redis, why: str, spilled: bytes = b"") -> None:
+    """Have a worker end a request of 200 tokens, of which it has spilled some."""
+    await create_logs(redis)
+    await admit(redis, "r1")
+    await publish_plan(redis, "5-1", [("r1", 1, 0)])
+    await flush(redis, 1, spills=[("r1", 0, spilled)])
+    terminals = [flushed_end(terminal_for("r1", why, 200), RECORDS)]
+    assert await flush(redis, 2, terminals=terminals) == ("OK", [])
+
+
+async def read_end(redis: Redis) -> Committed:
+    return (await read_tails(PoolClient(redis, KEYS), {"r1": 0}))["r1"]
+
+
+async def own_keys(redis: Redis) -> list[bytes]:
+    return sorted(await redis.keys(KEYS.key("*r1*")))
+
+
+async def test_an_answer_is_its_tokens_and_no_second_object(redis: Redis) -> None:
+    """Spilled or not: eight bytes a token, and what a string takes besides."""
+    for spilled in (b"", RECORDS[:800], RECORDS):
+        await redis.flushdb()
+        await end(redis, "length", spilled)
+        assert await own_keys(redis) == sorted(key.encode() for key in OWN)
+        state = await read_end(redis)
+        assert (state.terminal, state.num_final, state.error, state.records) == ("length", 200, "", RECORDS)
+        assert await redis.memory_usage(KEYS.tokens("r1")) <= len(RECORDS) * 1.25 + 200
+        for key in OWN:
+            assert 0 < await redis.pttl(key) <= 60_000
+
+
+async def test_a_failure_keeps_its_words_and_no_token(redis: Redis) -> None:
+    await end(redis, "timeout", RECORDS[:800])
+    state = await read_end(redis)
+    assert (state.terminal, state.error_type, state.records) == ("error", "timeout", b"") and state.error
+    assert await own_keys(redis) == [KEYS.request("r1").encode()]
+
+
+async def test_an_answer_outlives_its_entry_and_goes_with_its_request(redis: Redis) -> None:
+    await end(redis, "length")
+    entry_id = await redis.hget(KEYS.request("r1"), "entry")  # type: ignore[misc]
+    assert await dequeue(redis, "r1", entry_id)
+    assert (await read_end(redis)).records == RECORDS
+    assert await forget(redis, "r1", reader=0)
+    assert await own_keys(redis) == []
+
+
+async def test_tokens_of_a_request_that_is_gone_go_with_its_entry(redis: Redis) -> None:
+    await redis.set(KEYS.tokens("r1"), RECORDS)
+    assert await dequeue(redis, "r1", "1-1")
+    assert await own_keys(redis) == []
+
+
+async def test_of_an_ended_request_all_tokens_are_read_or_none(redis: Redis) -> None:
+    """A gateway compares them with what it has shown; recovery needs none."""
+    await end(redis, "length")
+    states: list[Any] = [
+        (await read_tails(PoolClient(redis, KEYS), {"r1": 800}))["r1"],
+        (await read(PoolClient(redis, KEYS), ["r1"]))["r1"],
+        (await read_saved(PoolClient(redis, KEYS), ["r1"]))["r1"],
+    ]
+    assert [state.records for state in states] == [RECORDS, RECORDS, b""]
+
+
+# --- reader scripts -----------------------------------------------------------------------------------------
+
+
+async def attach(redis: Redis, *request_ids: str, gateway: str, inherited: int | None = None) -> AttachReply:
+    call = request_scripts.attach(KEYS, request_ids, gateway=gateway, inherited=inherited)
+    return await run_script(redis, call)
+
+
+def attached(reader: int, num_requests: int = 1) -> AttachReply:
+    """The reply of requests that `admit` has admitted."""
+    return AttachReply("attached", reader, ["d"] * num_requests)
+
+
+async def test_only_the_newest_reader_cancels_and_forgets(redis: Redis) -> None:
+    await admit(redis, "r1")
+    await admit(redis, "r2")
+    assert await attach(redis, "r1", "r2", gateway="g2") == attached(1, 2)
+    for name in ("r1", "r2"):
+        assert await redis.hmget(KEYS.request(name), ["reader", "gateway"]) == [b"1", b"g2"]  # type: ignore[misc]
+    assert not await cancel(redis, "r1", reader=0)
+    assert not await forget(redis, "r1", reader=0)
+    assert await forget(redis, "r1", reader=1)
+    assert await attach(redis, "r1", "r2", gateway="g3") == AttachReply("gone")
+    assert await cancel(redis, "r2", reader=1)
+    assert await attach(redis, "r2", gateway="g3") == AttachReply("cancelled")
+
+
+async def test_a_detached_request_has_no_gateway_whoever_reads(redis: Redis) -> None:
+    await admit(redis, "r1")
+    await redis.hset(KEYS.request("r1"), "gateway", "")  # type: ignore[misc]
+    assert await attach(redis, "r1", gateway="g2") == attached(1)
+    assert await redis.hget(KEYS.request("r1"), "gateway") == b""  # type: ignore[misc]
+
+
+async def test_an_inherited_connection_yields_to_the_one_on_which_its_client_came_back(redis: Redis) -> None:
+    """Heirs follow each other on one connection; one whose client has another is superseded."""
+    await admit(redis, "r1")
+    assert await attach(redis, "r1", gateway="g2", inherited=0) == attached(1)
+    assert await attach(redis, "r1", gateway="g3", inherited=0) == attached(2)
+    assert await attach(redis, "r1", gateway="g4") == attached(3)
+    assert await attach(redis, "r1", gateway="g2", inherited=0) == AttachReply("superseded")
+    assert await attach(redis, "r1", gateway="g2", inherited=3) == attached(4)

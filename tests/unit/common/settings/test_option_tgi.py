@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from common.settings.flags import flag_parser
 from common.settings.help import options_of_tgi
 from common.settings.option import OTHERS
 from common.settings.settings import SettingError, Settings
@@ -94,49 +93,12 @@ LAUNCHER = """
 """The lines of `text-generation-launcher --help` with values that they name; after a colon the reason why one
 is refused.
 """
-ROUTER = """
---max-concurrent-requests 128
---max-best-of 2
---max-stop-sequences 4
---max-top-n-tokens 5
---max-input-tokens 1024
---max-total-tokens 2048
+OTHERS_PAGES = """
 --waiting-served-ratio 1.2
---max-batch-prefill-tokens 4096
---max-batch-total-tokens 16000
---max-waiting-tokens 20
---max-batch-size 64
---hostname 0.0.0.0
--p 3000
---port 3000
---prometheus-port 9000
 --master-shard-uds-path /tmp/text-generation-server-0
 --tokenizer-name bigscience/bloom
---tokenizer-config-path /some/tokenizer_config.json
---revision main
---trust-remote-code
---validation-workers 2
---api-key secret
---json-output
---otlp-endpoint http://collector:4317
---otlp-service-name text-generation-inference.router
---cors-allow-origin https://a.example
---ngrok : tunnels are not built
---ngrok-authtoken secret : tunnels are not built
---ngrok-edge edge : tunnels are not built
 --messages-api-enabled
---disable-grammar-support
---max-client-batch-size 4
---usage-stats on
---payload-limit 2000000
 --max-image-fetch-size 1073741824
--h
---help
--V
---version
-"""
-"""The lines of `text-generation-router --help`; `--messages-api-enabled` is that of 2.0."""
-SERVER = """
 --uds-path /tmp/text-generation-server
 --logger-level INFO
 --otlp-service-name text-generation-inference.server
@@ -145,7 +107,7 @@ SERVER = """
 --no-trust-remote-code
 --no-json-output
 """
-"""Lines of `text-generation-server serve --help` that the other pages do not have."""
+"""Lines that the pages of `text-generation-router` and `text-generation-server serve` have besides."""
 SHOWN = ("-h", "--help", "-V", "--version")
 WITHOUT_VARIABLE = ("-p", "-e", "--env", "-g", "--logger-level", *SHOWN)
 
@@ -192,41 +154,39 @@ def variables_of(words: list[str]) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("line", dict.fromkeys(lines_of(LAUNCHER) + lines_of(ROUTER) + lines_of(SERVER)))
-def test_a_line_of_a_help_page_is_served_or_refused_by_its_name(
-    line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words, _, reason = line.partition(" : ")
-    argv = words.split()
-    if line in SHOWN:
-        with pytest.raises(SystemExit, match="0"):
-            Settings.read(argv, {})
-        assert capsys.readouterr().out
-        return
-    inputs: list[tuple[list[str], dict[str, str]]] = [(argv, {})]
-    if argv[0] not in WITHOUT_VARIABLE and not argv[0].startswith("--no-"):
-        inputs.append(([], variables_of(argv)))
-    for given in inputs:
+@pytest.mark.parametrize("page", [LAUNCHER, OTHERS_PAGES], ids=["launcher", "others"])
+def test_each_line_of_a_help_page_is_served_or_refused_by_its_name(page: str) -> None:
+    """So is its variable, which means the same."""
+    for line in lines_of(page):
+        words, _, reason = line.partition(" : ")
+        argv = words.split()
+        has_variable = argv[0] not in WITHOUT_VARIABLE and not argv[0].startswith("--no-")
+        if line in SHOWN:
+            continue
         if not reason:
-            Settings.read(*given)
+            found = Settings.read(argv, {})
+            assert not has_variable or found == Settings.read([], variables_of(argv)), line
             continue
         name = argv[0].removeprefix("--").upper().replace("-", "_")
-        with pytest.raises(SettingError, match=f"^{name}: .* is not served: {re.escape(reason)}") as refusal:
-            Settings.read(*given)
-        assert "\n" not in str(refusal.value)
+        inputs: list[tuple[list[str], dict[str, str]]] = [(argv, {}), ([], variables_of(argv))]
+        for given in inputs:
+            with pytest.raises(
+                SettingError, match=f"^{name}: .* is not served: {re.escape(reason)}"
+            ) as refusal:
+                Settings.read(*given)
+            assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("line", [line for line in lines_of(LAUNCHER + ROUTER) if " : " not in line])
-def test_a_flag_and_its_variable_mean_the_same(line: str) -> None:
-    argv = line.split()
-    if argv and argv[0] not in WITHOUT_VARIABLE:
-        assert Settings.read(argv, {}) == Settings.read([], variables_of(argv))
-        assert len(argv) != 2 or Settings.read(argv, {}) == Settings.read(["=".join(argv)], {})
+@pytest.mark.parametrize("word", SHOWN)
+def test_help_and_version_are_shown(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        Settings.read([word], {})
+    assert capsys.readouterr().out
 
 
 def test_the_table_of_options_has_every_flag_of_the_help_pages() -> None:
     listed = {name for names, _ in options_of_tgi() for name in names}
-    pages = flags_in(LAUNCHER) | flags_in(ROUTER) | flags_in(SERVER)
+    pages = flags_in(LAUNCHER) | flags_in(OTHERS_PAGES)
     own_help = {"--help", "--version"}
     assert {flag for flag in pages - listed - own_help if not flag.startswith("--no-")} == set()
     assert {flag for flag in listed if flag.startswith("--")} - pages == set()
@@ -248,36 +208,21 @@ def test_a_flag_has_tgis_meaning(argv: list[str], name: str, value: Any) -> None
     assert getattr(Settings.read(argv, {}), name) == value
 
 
-def test_old_names_of_variables_are_known() -> None:
-    assert Settings.read([], {"USE_PREFIX_CACHING": "0"}).prefix_caching is False
-    assert Settings.read([], {"AIP_HTTP_PORT": "8080"}).port == 8080
-
-
-@pytest.mark.parametrize("pair", VARIABLES)
-def test_a_variable_without_a_flag_is_served(pair: str) -> None:
-    name, _, value = pair.partition("=")
-    assert name.lower() in {
-        *Settings.model_fields,
-        *OTHERS.variables,
-        *(option.name for option in OTHERS.options.values() if option.variable),
-    }
-    Settings.read([], {name: value})
-
-
-@pytest.mark.parametrize("pair", VARIABLES_NOT_SERVED)
-def test_a_variable_that_is_not_served_is_refused_with_the_reason(pair: str) -> None:
-    name, _, value = pair.partition("=")
-    with pytest.raises(SettingError, match=rf"^{name}: {value} is not served: \w+"):
+def test_variables_without_a_flag_are_served() -> None:
+    known = {option.name for option in OTHERS.options.values() if option.variable}
+    for pair in VARIABLES:
+        name, _, value = pair.partition("=")
+        assert name.lower() in {*Settings.model_fields, *OTHERS.variables, *known}
         Settings.read([], {name: value})
+
+
+def test_variables_that_are_not_served_are_refused_with_the_reason() -> None:
+    for pair in VARIABLES_NOT_SERVED:
+        name, _, value = pair.partition("=")
+        with pytest.raises(SettingError, match=rf"^{name}: {value} is not served: \w+"):
+            Settings.read([], {name: value})
 
 
 def test_a_secret_is_not_repeated() -> None:
     with pytest.raises(SettingError, match=r"^NGROK_AUTHTOKEN: … is not served: tunnels are not built"):
         Settings.read([], {"NGROK_AUTHTOKEN": "secret"})
-
-
-def test_the_help_says_what_becomes_of_each() -> None:
-    text = " ".join(flag_parser("tokenfleet serve", everything=True).format_help().split())
-    assert "--max-image-fetch-size X see --max-picture-bytes" in text
-    assert "--ngrok-edge X refused: tunnels are not built" in text
-    assert "--messages-api-enabled [X] accepted: /invocations takes" in text

@@ -1,14 +1,16 @@
-import os
-import subprocess
-import sys
+"""Settings: flags, variables, defaults; models, adapters, speculation; what is refused is named."""
+
 from pathlib import Path
 
 import pytest
 
 from common.settings.flags import flag_parser
 from common.settings.help import help_texts
+from common.settings.lora import AdapterSource
 from common.settings.settings import SettingError, Settings
-from tests.support.forks.client import ForkedProcess
+from common.settings.speculation import FIELDS
+
+# --- settings -----------------------------------------------------------------------------------------------
 
 
 def test_a_flag_wins_over_its_variable_and_a_variable_over_the_default() -> None:
@@ -44,11 +46,6 @@ def test_sizes_may_have_units(text: str, number: int) -> None:
 )
 def test_a_switch_stands_alone_or_has_a_value(argv: list[str], expected: bool) -> None:
     assert Settings.read(argv, {}).debug_kv is expected
-
-
-def test_a_number_that_is_not_given_may_be_none() -> None:
-    assert Settings.read(["--threads=2"], {}).threads == 2
-    assert Settings.read([], {}).threads is None
 
 
 WEIGHT = "is not a tenant and a weight of 0.01 to 1000, as alice=4"
@@ -93,7 +90,7 @@ WEIGHT = "is not a tenant and a weight of 0.01 to 1000, as alice=4"
         ),
         *[
             ([], {"TENANT_WEIGHTS": f"bob=2,{word}"}, f"TENANT_WEIGHTS: {word!r} {WEIGHT}")
-            for word in ("alice", "alice=", "alice=0", "alice=some", "=2", "alice=1e9")
+            for word in ("alice", "alice=0", "=2", "alice=1e9")
         ],
         (
             ["--port", "80", "org/model", "other"],
@@ -119,35 +116,17 @@ def test_what_cannot_be_read_is_refused_by_name(argv: list[str], environ: dict[s
     [
         ("PORT", "0", "less than 1"),
         ("PORT", "70000", "more than 65535"),
-        ("GATEWAY_PORT", "65536", "more than 65535"),
-        ("PAYLOAD_LIMIT", "0", "less than 1"),
-        ("MAX_CONCURRENT_REQUESTS", "0", "less than 1"),
-        ("MAX_QUEUED_BYTES", "0", "less than 1"),
         ("MAX_STOP_SEQUENCES", "-1", "less than 0"),
         ("REQUEST_TIMEOUT_S", "0", "less than 0.1"),
         ("REQUEST_TIMEOUT_S", "inf", "more than 604800"),
         ("WORKER_GRACE_S", "-0.5", "less than 0"),
-        ("NUM_GATEWAYS", "0", "less than 1"),
-        ("NUM_BATCHERS", "0", "less than 1"),
         ("NUM_WORKERS", "1025", "more than 1024"),
-        ("MAX_INPUT_TOKENS", "0", "less than 1"),
         ("MAX_TOTAL_TOKENS", "1", "less than 2"),
-        ("MAX_BATCH_PREFILL_TOKENS", "0", "less than 1"),
-        ("MAX_BATCH_TOTAL_TOKENS", "0", "less than 1"),
         ("MAX_BATCH_SIZE", "0", "less than 1"),
         ("MAX_BATCH_SIZE", "1" + 18 * "0", "more than 9007199254740992"),
-        ("HORIZON", "0", "less than 1"),
-        ("METRICS_PORT", "65536", "more than 65535"),
         ("CUDA_MEMORY_FRACTION", "0", "less than 0.01"),
         ("CUDA_MEMORY_FRACTION", "1.5", "more than 1"),
-        ("ROPE_FACTOR", "0.5", "less than 1"),
-        ("NUM_JOBS", "1025", "more than 1024"),
-        ("MAX_BEST_OF", "0", "less than 1"),
-        ("THREADS", "0", "less than 1"),
         ("KV_CACHE_BYTES", "0", "less than 1"),
-        ("BLOCK_SIZE", "0", "less than 1"),
-        ("STEP_TIMEOUT_S", "0", "less than 1"),
-        ("HEARTBEAT_S", "0", "less than 0.01"),
         ("WORKER_TTL_S", "0.9", "less than twice HEARTBEAT_S (0.5)"),
     ],
 )
@@ -167,19 +146,6 @@ def test_limits_themselves_are_served() -> None:
         "--request-timeout-s=604800",
     ]
     assert Settings.read([*limits, "--worker-ttl-s=2", "--heartbeat-s=1"], {}).horizon == 1
-
-
-def test_defaults_are_in_range() -> None:
-    assert Settings.read([], Settings().environ()) == Settings()
-
-
-@pytest.mark.parametrize("module", ["api", "batcher", "gpu_worker"])
-def test_a_process_that_cannot_serve_a_setting_says_so_in_one_line(module: str) -> None:
-    environ = os.environ | {"KV_CACHE_BYTES": "0", "REDIS_URL": "redis://127.0.0.1:1"}
-    words = [sys.executable, "-P", "-m", module]
-    process = ForkedProcess(words, env=environ, stderr=subprocess.PIPE)
-    assert process.communicate() == (None, b"tokenfleet: KV_CACHE_BYTES: 0 is less than 1\n")
-    assert process.returncode == os.EX_CONFIG
 
 
 @pytest.mark.parametrize(
@@ -227,3 +193,186 @@ def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(key: str) -> No
         Settings.read([], {"API_KEY": key})
     assert str(refused.value).startswith("API_KEY: cannot be sent as a header: it must be printable ASCII")
     assert key.strip() not in str(refused.value)
+
+
+# --- ranges -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", r"'{' is not JSON"),
+        ("[]", r"\[\] must be an object with some of temperature"),
+        ('{"eos_token_id": 1}', ".* must be an object with some of temperature"),
+        (
+            '{"max_new_tokens": 0}',
+            "max_new_tokens in the object must be a whole number, at least 1",
+        ),
+        ('{"temperature": NaN}', "temperature in the object must be a number, at least 0 and at most 100"),
+    ],
+)
+def test_what_cannot_replace_a_default_is_refused(text: str, words: str) -> None:
+    with pytest.raises(SettingError, match=f"^OVERRIDE_GENERATION_CONFIG: {words}"):
+        Settings.read(["--override-generation-config", text], {})
+
+
+def test_null_replaces_nothing() -> None:
+    settings = Settings.read([], {"OVERRIDE_GENERATION_CONFIG": '{"top_k": 5, "top_p": null}'})
+    assert settings.sampling_overrides == {"top_k": 5}
+
+
+# --- settings models ----------------------------------------------------------------------------------------
+
+
+def read(*words: str) -> Settings:
+    return Settings.read(words, {})
+
+
+def test_models_are_pools_by_their_names() -> None:
+    settings = read("--models", "Qwen/Qwen3-0.6B", "small=/models/tiny", "/models/x.gguf")
+    assert settings.model_id == "Qwen/Qwen3-0.6B"
+    assert settings.pools == ("default", "small", "x")
+    assert settings.other_models == {"small": "/models/tiny", "x": "/models/x.gguf"}
+    assert settings.scale_to_zero
+
+
+def test_a_name_of_the_first_model_is_one_that_requests_may_use() -> None:
+    assert read("--models", "fast=smollm2", "b=x/z").served_model_name == ("fast",)
+
+
+def test_another_model_has_its_own_settings() -> None:
+    """What belongs to MODEL_ID does not reach it, in a child process either."""
+    settings = read("--models", "smollm2", "b=x/z", "--max-total-tokens", "512", "--num-workers", "2")
+    other = settings.of_pool("b")
+    assert (other.pool, other.model_id, other.served_model_name) == ("b", "x/z", ("b",))
+    assert other.max_total_tokens is None and other.models == () and other.num_workers == 2
+    assert Settings.read([], settings.environ() | other.environ()) == other
+    assert settings.of_pool("default") is settings
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("a=x/y", "b=x/z", "b=x/w"), "MODELS: 'b' is the name of two models: give one another name"),
+        (("smollm2", "default=x/z"), "MODELS: 'default' is the name of two models"),
+        (("smollm2", "b="), "MODELS: 'b=' is not a model, or a name and a model"),
+        (("smollm2", "b{}=x"), "MODELS: 'b{}=x' is not a model"),
+        (("smollm2", "b=x", "--nnodes", "2"), "MODELS: a worker on several machines (NNODES 2) serves one"),
+    ],
+)
+def test_models_that_cannot_be_served_are_refused_by_name(words: tuple[str, ...], line: str) -> None:
+    with pytest.raises(SettingError) as error:
+        read("--models", *words)
+    assert str(error.value).startswith(line)
+
+
+# --- lora ---------------------------------------------------------------------------------------------------
+
+SQL, HUB = AdapterSource("sql", "/adapters/sql"), AdapterSource("org/legal", "org/legal@main")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--lora-adapters", "sql=/adapters/sql,org/legal@main"],
+        ["--lora-modules", "sql=/adapters/sql", "org/legal@main"],
+        [
+            "--lora-modules",
+            '{"name": "sql", "path": "/adapters/sql", "base_model_name": "m"}',
+            '{"name": "org/legal", "path": "org/legal@main"}',
+        ],
+    ],
+)
+def test_adapters_are_named_as_in_tgi_and_in_vllm(words: list[str]) -> None:
+    settings = Settings.read(words, {})
+    assert settings.adapters == [SQL, HUB]
+    assert Settings.read([], settings.environ()).adapters == [SQL, HUB], "and so by child processes"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a b=/x", "'a b=/x' is not an adapter, as sql=/adapters/sql"),
+        ("sql=", "'sql=' is not an adapter"),
+        ("org/a@", "'org/a@' has no revision after the @"),
+        ("a@b@c", "'a@b@c' has no revision after the @"),
+        ("a=/x,a=/y", "'a' is the name of two adapters"),
+    ],
+)
+def test_a_text_that_is_no_adapter_is_refused(text: str, words: str) -> None:
+    with pytest.raises(SettingError, match=f"^LORA_ADAPTERS: {words}"):
+        Settings.read(["--lora-adapters", text], {})
+
+
+def test_memory_of_the_host_has_room_for_the_adapters_of_a_step() -> None:
+    assert Settings.read(["--max-cpu-loras", "16"], {}).max_cpu_loras == 16
+    with pytest.raises(SettingError, match=r"^MAX_CPU_LORAS: 3 is less than MAX_LORAS \(4\)"):
+        Settings.read(["--max-cpu-loras", "3", "--max-loras", "4"], {})
+
+
+def test_vllms_variable_lets_requests_load_adapters() -> None:
+    assert Settings.read([], {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}).allow_runtime_lora_updating
+    assert Settings.read([], {}).allow_runtime_lora_updating is None
+
+
+# --- speculation --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", ("", 0, "")),
+        ("--speculate 3", ("ngram", 3, "")),
+        ('--speculative-config {"method":"ngram","num_speculative_tokens":5}', ("ngram", 5, "")),
+        ('-sc {"model":"[ngram]","num_speculative_tokens":5}', ("ngram", 5, "")),
+        ('--speculative-config {"method":"suffix"}', ("suffix", 15, "")),
+        ('--speculate 3 --speculative-config {"method":"suffix"}', ("suffix", 3, "")),
+        ('--speculative-config {"model":"tiny","num_speculative_tokens":4}', ("", 4, "tiny")),
+        ('--speculative-config {"method":"medusa","model":"heads"}', ("medusa", 0, "heads")),
+        ("-sc.method suffix --speculative-config.num_speculative_tokens=5", ("suffix", 5, "")),
+        ('--speculative-config {"model":"tiny","method":null}', ("", 0, "tiny")),
+    ],
+)
+def test_both_spellings_are_read(words: str, expected: tuple[str, int, str]) -> None:
+    found = Settings.read(words.split(), {}).speculation
+    assert (found.method, found.num_tokens, found.model) == expected
+    assert bool(found) == bool(words)
+
+
+def test_a_value_of_vllm_replaces_its_default() -> None:
+    config = '{"method":"suffix","suffix_decoding_max_tree_depth":9,"suffix_decoding_min_token_prob":0.5}'
+    values = Settings.read(["--speculative-config", config], {}).speculation.values
+    changed = {"suffix_decoding_max_tree_depth": 9.0, "suffix_decoding_min_token_prob": 0.5}
+    assert values == {name: field.default for name, field in FIELDS.items()} | changed
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        ("--speculative-config {", "'{' is not JSON"),
+        ("--speculative-config []", "must be an object with some of method, model"),
+        ('--speculative-config {"tokens":3}', "must be an object with some of method, model"),
+        ('--speculative-config {"method":"mtp","model":"m"}', "method mtp is not served; these are: ngram"),
+        ('--speculative-config {"method":"eagle3"}', "eagle3 needs a model"),
+        ('--speculative-config {"method":"ngram","model":"m"}', "ngram has no model"),
+        ("--speculative-config {}", "an object without a method needs a model"),
+        ('--speculative-config {"method":"ngram"}', "ngram needs num_speculative_tokens, 1 to 15"),
+        ('--speculative-config {"model":3}', "model must be a text"),
+        ('-sc {"method":"suffix","num_speculative_tokens":16}', "must be a whole number, 1 to 15. Given: 16"),
+        ('-sc {"method":"suffix","suffix_decoding_min_token_prob":2}', "must be a number, 0 to 1. Given: 2"),
+        ('-sc {"method":"suffix","num_speculative_tokens":true}', "must be a whole number"),
+        ('--speculate 3 -sc {"model":"m","num_speculative_tokens":4}', "is 4, and SPECULATE is 3"),
+        (
+            '-sc {"method":"ngram","num_speculative_tokens":4,"prompt_lookup_min":9}',
+            "prompt_lookup_min is more than prompt_lookup_max",
+        ),
+        (
+            '-sc {"model":"m"} --pipeline-parallel-size 2',
+            "cannot be combined with PIPELINE_PARALLEL_SIZE",
+        ),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(words: str, cause: str) -> None:
+    with pytest.raises(SettingError, match=r"(?i)speculative_config") as error:
+        Settings.read(words.split(), {})
+    assert cause in str(error.value)

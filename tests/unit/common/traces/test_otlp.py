@@ -141,17 +141,6 @@ def test_the_decision_of_traceparent_holds_as_the_sampler_says(
     exporter.close()
 
 
-def test_a_ratio_of_own_traces_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
-    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.25")
-    exporter = make("http://127.0.0.1:1")
-    wrong = {"traceparent": "ff-zz-01"}
-    found = [exporter.sample(wrong, derive_trace_id(f"r{i}"), "x", "SERVER", {}) for i in range(2000)]
-    assert 400 < sum(one is not None for one in found) < 600
-    assert {parent_id for _, parent_id in filter(None, found)} == {""}
-    exporter.close()
-
-
 @pytest.mark.parametrize(
     ("name", "value", "what"),
     [
@@ -192,16 +181,6 @@ def test_what_turns_traces_on(endpoint: str | None, environ: dict[str, str], is_
 def test_an_endpoint_that_is_no_url_is_refused(given: str) -> None:
     with pytest.raises(SettingError, match="is no URL"):
         Settings.read(["--otlp-endpoint", given], {})
-
-
-def test_vllm_spells_an_endpoint_otherwise() -> None:
-    settings = Settings.read(["--otlp-traces-endpoint", "grpc://collector:4317"], {})
-    assert settings.otlp_endpoint == "http://collector:4317"
-
-
-def test_an_exporter_of_another_kind_is_refused() -> None:
-    with pytest.raises(SettingError, match="OTEL_TRACES_EXPORTER"):
-        tracing.is_wanted(Settings(), {"OTEL_TRACES_EXPORTER": "zipkin"})
 
 
 def test_spans_of_a_task_are_parts_of_each_other(receiver: Receiver) -> None:

@@ -1,4 +1,4 @@
-"""Refusal: one line says which setting, in the form that the log has, and the exit code is EX_CONFIG."""
+"""Every process refuses to start with a setting it cannot serve: one line, which names it."""
 
 import json
 import os
@@ -6,6 +6,21 @@ import subprocess
 import sys
 
 import pytest
+
+from tests.support.forks.client import ForkedProcess
+
+# --- startup ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", ["api", "batcher", "gpu_worker", "api.jobs.arq_worker"])
+def test_a_process_without_a_broker_names_the_setting(module: str) -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
+    process = ForkedProcess([sys.executable, "-P", "-m", module], env=environ, stderr=subprocess.PIPE)
+    _, said = process.communicate()
+    assert process.returncode == os.EX_CONFIG and said.startswith(b"tokenfleet: REDIS_URL: is not set"), said
+
+
+# --- startup refusal ----------------------------------------------------------------------------------------
 
 REFUSED = """
 from common.process import logs
@@ -34,7 +49,6 @@ def test_a_refused_setting_is_one_line() -> None:
     ("before", "variables", "process"),
     [
         ("pass", {"INCARNATION": "w0-1", "PROCESS_NAME": "w0"}, "w0"),
-        ("pass", {}, "tokenfleet"),
         ('logs.set_up("supervisor of w0", "info", as_json=True)', {}, "supervisor of w0"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Usage: each committed token is counted once, and the prompt with the first; budgets of API keys."""
+"""Usage: each committed token is counted once, and the prompt with the first; budgets of API keys; months."""
 
 import time
 from dataclasses import replace
@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from api.requests.usage import Owner, Used, month_name, read_hours, read_months
+from api.requests.usage import (
+    Owner,
+    Used,
+    month_begin,
+    month_name,
+    read_hours,
+    read_months,
+    seconds_to_next_month,
+)
 from common.broker import batcher_scripts, request_scripts
 from common.broker.batcher_scripts import SavedRequest
 from common.broker.keys import Keys
@@ -20,8 +28,9 @@ from common.messages.records import RECORD, pack_ids
 from common.messages.request import BeamParams, Generate, StoppingParams, UsageAccount
 from tests.support.scripts import KEYS, admit_request, create_logs, flush, flushed_end, publish_plan, save
 
+# --- usage --------------------------------------------------------------------------------------------------
+
 ACCOUNT = UsageAccount("m")
-MOST = 2**31 - 1
 
 
 def request(
@@ -123,12 +132,6 @@ async def test_who_holds_a_request_no_more_counts_nothing(redis: Redis) -> None:
     assert (await total(redis)).generated == 2
 
 
-async def test_a_request_without_a_token_costs_nothing(redis: Redis) -> None:
-    await start(redis, request())
-    await end(redis, 1, 0, why="client")
-    assert await used(redis) == {}
-
-
 async def test_of_several_choices_one_pays_for_the_prompt(redis: Redis) -> None:
     for i in range(3):
         await start(redis, request(f"r{i}", account=replace(ACCOUNT, pays_prompt=i == 0)), i + 1)
@@ -192,9 +195,7 @@ async def test_hours_and_months_expire(redis: Redis) -> None:
     assert not [key async for key in redis.scan_iter(f"{Keys.usage}*") if await redis.ttl(key) < 0]
 
 
-@pytest.mark.parametrize(
-    "day", ["1970-01-01", "2000-02-29", "2026-11-30", "2026-12-31", "2028-02-29", "2028-03-01", "2100-02-28"]
-)
+@pytest.mark.parametrize("day", ["2000-02-29", "2026-12-31", "2028-03-01", "2100-02-28"])
 async def test_months_are_those_of_the_calendar(redis: Redis, day: str) -> None:
     time_s = datetime.fromisoformat(day).replace(tzinfo=UTC).timestamp() + 86_399
     script = load_script("lib/usage") + "return load_usage().month_of(tonumber(ARGV[1]))"
@@ -236,14 +237,25 @@ async def test_each_flush_says_what_the_key_may_still_get(redis: Redis) -> None:
     assert (await total(redis)).generated == 12
 
 
-async def test_without_a_budget_or_a_holder_as_many_are_left_as_there_can_be(redis: Redis) -> None:
-    await start(redis, request())
-    assert (await flush(redis, 1, counts=[FlushedCount("k", "r1", 1, 0, 1)])).results == [MOST]
-    assert (await flush(redis, 2, counts=[FlushedCount("k", "gone", 1, 0, 1)])).results == [MOST]
-
-
 async def test_a_beam_search_sets_all_that_it_may_make_aside(redis: Redis) -> None:
     beams = replace(limited("r1", 2050), beams=BeamParams(2, num_returned=2))
     assert (await admit(redis, beams)).outcome == "admitted"
     assert (await admit(redis, limited("r2", 2050))).outcome == "admitted"
     assert (await admit(redis, limited("r3", 2050))).outcome == "budget"
+
+
+# --- months -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("now", "begin", "following"),
+    [
+        ("2026-11-30T23:59:59", "2026-11", "2026-12"),
+        ("2026-12-01T00:00:00", "2026-12", "2027-01"),
+        ("2028-02-29T12:00:00", "2028-02", "2028-03"),
+    ],
+)
+def test_a_month_ends_where_the_next_begins(now: str, begin: str, following: str) -> None:
+    time_s = datetime.fromisoformat(now).replace(tzinfo=UTC).timestamp()
+    assert [month_name(month_begin(time_s, later)) for later in (0, 1)] == [begin, following]
+    assert month_begin(time_s + seconds_to_next_month(time_s)) == month_begin(time_s, 1)
