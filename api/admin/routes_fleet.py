@@ -31,7 +31,7 @@ COMMAND_LINES = {
     "gateway": "tokenfleet api",
     "batcher": "tokenfleet batcher",
     "worker": "tokenfleet worker",
-    "jobworker": "tokenfleet jobs",
+    "jobworker": "tokenfleet jobworker",
     "broker": "valkey-server",
 }
 """Kinds of processes → what their command lines contain."""

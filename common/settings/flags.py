@@ -20,6 +20,12 @@ from common.settings.types import SettingError
 
 OBJECTS = ("-sc", "--speculative-config")
 """Flags of an object whose parts may be flags, too."""
+FIRST_WEEK = (
+    *("model_id", "served_model_name", "lora_adapters", "quantize", "hostname", "port", "api_key"),
+    *("max_input_tokens", "max_total_tokens", "redis_url", "num_workers", "num_shard", "max_batch_size"),
+    *("device", "kv_cache_bytes"),
+)
+"""Settings that `--help` shows; `--help-all` shows all."""
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -226,11 +232,11 @@ def unheeded(argv: Sequence[str]) -> list[str]:
 
 
 def flag_parser(prog: str, everything: bool, description: str = "") -> FlagParser:
-    """The parser of all flags. Its help has the options of other servers only with `everything`."""
+    """The parser of all flags. Its help has more than those of a first week only with `everything`."""
     parser = FlagParser(
         prog=prog, usage="%(prog)s [MODEL] [--setting X …]", description=description, allow_abbrev=False
     )
-    parser.add_argument("--help-all", action="help", help=f"show this help and the {OF_OTHERS}")
+    parser.add_argument("--help-all", action="help", help=f"show all flags, with {OF_OTHERS}")
     own = f"tokenfleet {version('tokenfleet')}"
     parser.add_argument("-V", "--version", action="version", version=own, help="show the version")
     texts = help_texts()
@@ -239,7 +245,8 @@ def flag_parser(prog: str, everything: bool, description: str = "") -> FlagParse
             section = parser.add_argument_group(SECTIONS[name])
         default = "" if field.default in (None, ()) else f", default {str(field.default).lower()}"
         nargs = "+" if is_list(name) else "?" if is_switch(name) else None
-        add(section, name, f"{texts[name]} [{name.upper()}{default}]", nargs)
+        help = f"{texts[name]} [{name.upper()}{default}]" if everything or name in FIRST_WEEK else None
+        add(section, name, help, nargs)
     others = parser.add_argument_group(f"Understood, too: {OF_OTHERS}")
     for option in OTHERS.options.values():
         if option.flag:

@@ -123,11 +123,11 @@ def process_command(word: str, help: str) -> Command:
     return Command("", help, functools.partial(replace_process, word))
 
 
-def manage_or_start_jobs(argv: list[str]) -> int:
-    """List and change jobs if the first word says so; else start a job worker."""
-    if argv and argv[0] in JOB_WORDS:
-        return run_module("deploy.cli.admin.jobs", argv)
-    replace_process("jobs", argv)
+def admin_command(word: str, operand: str, help: str) -> Command:
+    def run_admin(argv: list[str]) -> int:
+        return run_module("deploy.cli.admin", [word, *argv])
+
+    return Command(operand, help, run_admin)
 
 
 GONE_COMMANDS = {
@@ -136,7 +136,6 @@ GONE_COMMANDS = {
     "replay": "the same request with the same `seed` gives the same tokens",
 }
 """Commands that have left → what serves in their place."""
-JOB_WORDS = ("list", "show", "cancel", "retry", "dead")
 SECTIONS = {
     "Start a fleet": {
         "serve": Command(
@@ -163,30 +162,18 @@ SECTIONS = {
             "REQUEST_ID", "show what happened to one request, and when", "deploy.cli.explain"
         ),
         "batch": module_command(
-            "run FILE", "answer the requests of a file, beside other work", "deploy.cli.batch.run"
+            "FILE", "answer the requests of a file, beside other work", "deploy.cli.batch"
         ),
-        "usage": module_command("", "show what API keys, tenants and models have used", "deploy.cli.usage"),
-        "drain": module_command(
-            "WORKER", "make a worker hand its requests to others and leave", "deploy.cli.drain"
+        "usage": admin_command("usage", "", "show what API keys, tenants and models have used"),
+        "drain": admin_command("drain", "WORKER", "make a worker hand its requests to others and leave"),
+        "models": admin_command("models", "list|set|unset", "share the requests of a model out over pools"),
+        "adapters": admin_command("adapters", "list|load|…", "list, load and unload LoRA adapters"),
+        "roll": admin_command(
+            "roll", "", "replace the processes of the fleet on this machine one by one, without a cut"
         ),
-        "models": module_command(
-            "list|set|unset", "share the requests of a model out over pools", "deploy.cli.models"
-        ),
-        "adapters": module_command(
-            "list|load|…", "list, load and unload LoRA adapters", "deploy.cli.adapters"
-        ),
-        "roll": module_command(
-            "",
-            "replace the processes of the fleet on this machine one by one, without a cut",
-            "deploy.cli.roll",
-        ),
-        "keys": module_command(
-            "add|list|…", "make, list, revoke and rotate API keys", "deploy.cli.admin.keys"
-        ),
-        "jobs": Command("list|dead|…", "list, search, cancel and retry jobs", manage_or_start_jobs),
-        "webhooks": module_command(
-            "list|dead|…", "list events of webhooks, and send them again", "deploy.cli.admin.webhooks"
-        ),
+        "keys": admin_command("keys", "add|list|…", "make, list, revoke and rotate API keys"),
+        "jobs": admin_command("jobs", "list|dead|…", "list, search, cancel and retry jobs"),
+        "webhooks": admin_command("webhooks", "list|dead|…", "list events of webhooks, and send them again"),
         "bench": module_command(
             "", "measure speed for a minute, beside another server", "deploy.bench.command"
         ),
@@ -195,9 +182,9 @@ SECTIONS = {
         "api": process_command("api", "a gateway"),
         "batcher": process_command("batcher", "a batcher"),
         "worker": process_command("worker", "a worker"),
-        "jobs": Command("", "a job worker: the arq jobs `generate` and `chat`", manage_or_start_jobs),
+        "jobworker": process_command("jobworker", "a job worker: the arq jobs `generate` and `chat`"),
         "supervise": module_command(
-            "KIND", "one of these (api, batcher, worker, jobs), kept alive", "deploy.launcher.launcher"
+            "KIND", "one of these (api, batcher, worker, jobworker), kept alive", "deploy.launcher.launcher"
         ),
     },
 }
@@ -210,5 +197,5 @@ def usage() -> str:
         lines += ["", f"{title}:"]
         lines += [f"  {f'{word} {it.operand}':<27} {it.help}" for word, it in section.items()]
     lines += ["", "Options:", "  --help", "  --version", ""]
-    lines += ["A setting is a flag (--port 8080) or a variable (PORT=8080): `tokenfleet serve --help`."]
+    lines += ["A setting is a flag (--port 8080) or a variable (PORT=8080): `tokenfleet serve --help-all`."]
     return "\n".join(lines)

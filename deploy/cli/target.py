@@ -14,12 +14,9 @@ import sys
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-import httpx
-import setproctitle
-
 from common.broker.directory import address_of
 from common.settings.settings import SettingError, Settings
-from deploy.cli.client import ServerError, api_key, new_client, parse_url, print_error
+from deploy.cli.client import parse_url
 from deploy.launcher import prepare
 from deploy.launcher.control_socket import RunningFleet, current_folder, running_fleets
 
@@ -54,15 +51,12 @@ def find_server(flags: argparse.Namespace, changes: bool = False) -> str:
     return url
 
 
-def find_broker(command: str, changes: bool, redis_url: str | None, pool: str | None = None) -> Settings:
+def find_broker(changes: bool, redis_url: str | None, pool: str | None = None) -> Settings:
     """Settings with the URL of the fleet's broker, which answers, and with its pool. Raises SettingError.
 
     Args:
-        command: shown to other users of the machine from now on, in place of the command line: a password may
-            be in it.
         redis_url, pool: from flags.
     """
-    setproctitle.setproctitle(command)
     given = {"REDIS_URL": redis_url or os.environ.get("REDIS_URL", "")}
     given |= {"POOL": pool or os.environ.get("POOL", "")}
     settings = Settings.read([], given)
@@ -130,20 +124,6 @@ def choose(flag: str, fleets: Mapping[str, RunningFleet], changes: bool) -> Runn
             announce(name, f"the fleet of {fleet.folder}; this folder runs none")
         return fleet
     return None
-
-
-def run_for(flags: argparse.Namespace, read_s: float) -> int:
-    """Run the command that was chosen, `flags.run`, at a server. Returns the exit code. Raises SettingError.
-
-    Its parser sets `changes`, if it changes something.
-    """
-    url = find_server(flags, getattr(flags, "changes", False))
-    try:
-        with new_client(httpx.Client, url, read_s, api_key()) as client:
-            flags.run(client, flags)
-    except ServerError as error:
-        return print_error(error)
-    return 0
 
 
 def announce(address: str, why: str) -> None:

@@ -20,7 +20,7 @@ from deploy.launcher.socket_keeper import SocketKeeper
 from deploy.launcher.supervised_process import SupervisedProcess
 
 MODULES = {"batcher": "batcher", "worker": "gpu_worker", "gateway": "api", "jobs": "api.jobs.arq_worker"}
-KINDS = {"api": "gateway", "batcher": "batcher", "worker": "worker", "jobs": "jobs"}
+KINDS = {"api": "gateway", "batcher": "batcher", "worker": "worker", "jobworker": "jobs"}
 """Words of the command line → kinds of processes."""
 RANK_BYTES = 512 * 2**20
 """Memory of an engine's process with torch and transformers, a little more than was measured."""

@@ -8,7 +8,7 @@ import itertools
 import httpx
 import pytest
 
-from deploy.cli import models
+from deploy.cli import admin
 from tests.support.fleet.fleet import Fleet
 from tests.support.waiting import wait_until
 
@@ -62,7 +62,7 @@ async def grows(client: httpx.AsyncClient, pool: str) -> None:
 
 
 async def share(url: str, *words: str) -> None:
-    assert await asyncio.to_thread(models.main, ["set", "mine", *words, "--directory-url", url]) == 0
+    assert await asyncio.to_thread(admin.main, ["models", "set", "mine", *words, "--directory-url", url]) == 0
 
 
 async def test_requests_shift_between_two_fleets_and_outlive_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,7 +88,7 @@ async def test_an_arq_job_outlives_the_process_and_the_container_of_its_worker(s
     clients = Clients(serving)
     [want, *_] = await clients.run()
     kills: dict[str, Callable[[], None]] = {
-        "process": lambda: serving.kill_process("jobs", "tokenfleet jobs"),
+        "process": lambda: serving.kill_process("jobs", "tokenfleet jobworker"),
         "container": lambda: serving.kill_container("jobs"),
     }
     for name, kill in kills.items():

@@ -88,7 +88,7 @@ def test_a_missing_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["batcher", "jobs"])
+@pytest.mark.parametrize("command", ["batcher", "jobworker"])
 def test_batcher_and_job_worker_start_without_the_model(command: str) -> None:
     """So they do in images without torch, before a worker has converted the model."""
     environ = os.environ | {"MODEL_ID": "/no/such/model", "METRICS_PORT": str(free_port())}
@@ -158,6 +158,8 @@ def test_a_wrong_broker_password_is_refused() -> None:
     ("argv", "words"),
     [
         (["serv"], "COMMAND: 'serv' is not a command; the nearest is serve"),
+        (["jobs"], "LIST|SHOW|CANCEL|RETRY|DEAD: is missing; `tokenfleet jobs --help` says what it is"),
+        (["batch", "run", "x", "-o", "y"], "RUN: is no word of `tokenfleet batch` any more"),
         (["replay", "r1"], "COMMAND: 'replay' is not a command; the same request with the same `seed` gives"),
         (["plan"], "COMMAND: 'plan' is not a command; measure with `tokenfleet bench`"),
         (["chaos"], "COMMAND: 'chaos' is not a command; `python -m benchmarks.chaos`, in a checkout, kills"),
@@ -175,7 +177,7 @@ def test_a_wrong_broker_password_is_refused() -> None:
         (["serve", "--hostname", "203.0.113.1"], "HOSTNAME: cannot listen"),
         (["worker"], "REDIS_URL: is not set"),
         (["worker", "--name"], "tokenfleet: --name: expected one argument"),
-        (["supervise"], "KIND: is missing; one of api, batcher, worker, jobs"),
+        (["supervise"], "KIND: is missing; one of api, batcher, worker, jobworker"),
         (["drain"], "WORKER: is missing; `tokenfleet drain --help` says what it is"),
         (["status", "--jsn"], "--jsn: unknown flag; the nearest is --json"),
         (["chat", "--seed", "x"], "--seed: invalid int value: 'x'"),
@@ -238,15 +240,16 @@ def says(*argv: str, run: Run = forked, **variables: str) -> str:
 
 def test_help_lists_commands_and_settings() -> None:
     assert "serve [MODEL]" in says("--help")
-    assert "KIND is api, batcher, worker, jobs" in says("supervise", "--help")
+    assert "KIND is api, batcher, worker, jobworker" in says("supervise", "--help")
     text = says("serve", "--help")
     assert text.startswith(
         "usage: tokenfleet serve [MODEL] [--setting X …]\n\nStart everything on this machine:"
     )
     assert "It needs REDIS_URL. --name X (default w0)" in " ".join(says("worker", "--help").split())
-    assert "\nBatching:\n" in text and "--max-batch-prefill-tokens" in text
-    assert "--uds-path" not in text
+    shown = {line.split()[0] for line in text.splitlines() if line.startswith("  --")}
+    assert len(shown) <= 17 and {"--port", "--num-workers", "--help-all"} <= shown
     everything = says("serve", "--help-all")
+    assert "\nBatching:\n" in everything and "--max-batch-prefill-tokens" in everything
     assert "--tokenizer X see --tokenizer-name" in " ".join(everything.split())
     in_ascii = says("serve", "--help", run=tokenfleet, PYTHONIOENCODING="ascii")
     assert in_ascii.startswith("usage: tokenfleet serve [MODEL] [--setting X ?]")

@@ -24,7 +24,7 @@ from api.jobs.job import Job
 from common.broker.keys import Keys
 from common.messages.request import Generate
 from common.settings.fixed import FixedLimits
-from deploy.cli.batch.run import main as batch_command
+from deploy.cli.batch import main as batch_command
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering, ready, serving
 from tests.support.fleet.scripted_worker import Answer, working
@@ -619,7 +619,7 @@ async def test_the_command_answers_a_file(broker: Broker, tmp_path: Path) -> Non
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(jsonl([chat_line(0), chat_line(1, temperature=-1), chat_line(2)]))
     async with answering(broker.url, answer, files_dir=f"{tmp_path}/files") as (_, _, http):
-        words = ["run", "-i", str(source), "-o", str(output), "--url", str(http.base_url)]
+        words = ["-i", str(source), "-o", str(output), "--url", str(http.base_url)]
         code = await asyncio.to_thread(batch_command, words)
     found = [json.loads(line)["custom_id"] for line in output.read_text().splitlines()]
     failed = (tmp_path / "out.errors.jsonl").read_text().splitlines()

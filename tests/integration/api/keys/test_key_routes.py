@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.api_keys import ApiKey
-from deploy.cli.admin.keys import print_table
+from deploy.cli.admin import show_keys
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering, serving
 from tests.support.fleet.scripted_worker import Answer
@@ -64,6 +64,6 @@ async def test_the_first_key_is_not_made_by_whoever_comes(broker: Broker) -> Non
 
 
 def test_the_list_of_the_command_has_what_a_key_may_use(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table([ApiKey("k1", "", models=["llama"], adapters=["legal", "sql"])], now_s=0)
+    show_keys([ApiKey("k1", "", models=["llama"], adapters=["legal", "sql"])], now_s=0)
     head, row = capsys.readouterr().out.splitlines()
     assert row[head.index("adapters") :].startswith("legal, sql") and "llama" in row

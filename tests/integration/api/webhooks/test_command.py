@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from deploy.cli.admin.webhooks import main
+from deploy.cli.admin import main
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.webhooks.test_deliveries import ANSWER, allowing
 from tests.support.fleet.gateways import answering
@@ -24,7 +24,7 @@ async def test_dead_events_are_shown_and_sent_again(
         url = str(client.base_url)
 
         async def run(*words: str) -> str:
-            assert await asyncio.to_thread(main, [*words, "--url", url]) == 0
+            assert await asyncio.to_thread(main, ["webhooks", *words, "--url", url]) == 0
             return capsys.readouterr().out
 
         assert await run("list") == "no events are waiting\n"
@@ -40,5 +40,5 @@ async def test_dead_events_are_shown_and_sent_again(
         assert "response.completed" in line and receiver.url in line
         assert await run("retry", event_id) == f"{event_id} is sent now\n"
         await wait_until(lambda: len(receiver.deliveries) == 2)
-        assert await asyncio.to_thread(main, ["retry", "evt_unknown", "--url", url]) == 1
+        assert await asyncio.to_thread(main, ["webhooks", "retry", "evt_unknown", "--url", url]) == 1
         assert "No event with this id" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 from standardwebhooks import Webhook
 
 from common.settings.settings import SettingError
-from deploy.cli.admin.keys import fields_of, new_parser
+from deploy.cli.admin import fields_of, new_parser
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.batches.test_batches import chat_line, jsonl, openai_client
 from tests.integration.api.webhooks.test_deliveries import ANSWER
@@ -71,12 +71,12 @@ async def test_all_that_a_key_asks_for_is_told(broker: Broker, redis: Redis, tmp
     ],
 )
 def test_a_fault_of_a_keys_webhook_is_named(words: list[str], why: str) -> None:
-    flags: Any = new_parser().parse_args(["add", *words])
+    flags: Any = new_parser("keys").parse_args(["add", *words])
     with pytest.raises(SettingError, match=why):
         fields_of(flags, 0)
 
 
 def test_the_flags_make_a_webhook() -> None:
     words = ["add", "--webhook", "https://example.org/hooks", "--webhook-secret", SECRET]
-    fields = fields_of(new_parser().parse_args(words), 0)
+    fields = fields_of(new_parser("keys").parse_args(words), 0)
     assert (fields.webhook, fields.webhook_secret) == ("https://example.org/hooks", SECRET)

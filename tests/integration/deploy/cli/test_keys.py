@@ -5,7 +5,7 @@ import re
 import pytest
 
 from common.settings.settings import SettingError
-from deploy.cli.admin import keys
+from deploy.cli import admin
 from deploy.launcher.embedded_broker import Broker
 
 
@@ -15,7 +15,7 @@ def broker_url(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
-    assert keys.main(words) == 0
+    assert admin.main(["keys", *words]) == 0
     captured = capsys.readouterr()
     return captured.out, captured.err
 
@@ -33,8 +33,8 @@ def test_a_key_lives_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
     assert other != text
     assert "is revoked since" in said(capsys, "revoke", key_id)[0]
     assert "revoked" in said(capsys, "list")[0]
-    assert keys.main(["rotate", key_id]) == 1
-    assert keys.main(["revoke", "nobody"]) == 1
+    assert admin.main(["keys", "rotate", key_id]) == 1
+    assert admin.main(["keys", "revoke", "nobody"]) == 1
     assert "there is no key 'nobody'" in capsys.readouterr().err
 
 
@@ -50,5 +50,5 @@ def test_a_key_lives_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_what_is_wrong_is_refused_by_name(words: tuple[str, ...], named: str) -> None:
     with pytest.raises(SettingError) as error:
-        keys.main(["add", *words])
+        admin.main(["keys", "add", *words])
     assert named in str(error.value)

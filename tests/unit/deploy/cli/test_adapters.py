@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from common.settings.settings import SettingError
-from deploy.cli import adapters, target
+from deploy.cli import admin
 
 Ask = Callable[..., tuple[int, list[tuple[str, Any]]]]
 LISTED = {
@@ -40,10 +40,10 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Ask:
 
         transport = httpx.MockTransport(answer)
         monkeypatch.setattr(
-            target, "new_client", lambda *_: httpx.Client(base_url="http://fleet", transport=transport)
+            admin, "new_client", lambda *_: httpx.Client(base_url="http://fleet", transport=transport)
         )
         word, *rest = words
-        return adapters.main([word, "--url", "http://fleet", *rest]), asked
+        return admin.main(["adapters", word, "--url", "http://fleet", *rest]), asked
 
     return run
 

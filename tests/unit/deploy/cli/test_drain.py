@@ -2,8 +2,8 @@
 
 import pytest
 
+from deploy.cli.admin import check_return, choose_worker
 from deploy.cli.client import ServerError
-from deploy.cli.drain import check_return, choose_worker
 
 WORKERS = ["w0-1f", "w0-2e.2", "w1-3d"]
 

@@ -7,7 +7,7 @@ import pytest
 from common.broker.client import connect
 from common.broker.directory import DirectoryClient, PoolEntry
 from common.settings.settings import SettingError
-from deploy.cli import models
+from deploy.cli import admin
 from deploy.launcher.embedded_broker import Broker
 
 
@@ -33,7 +33,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
 
 
 def test_pools_and_their_queues_are_listed(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert models.main(["list", "--directory-url", url]) == 0
+    assert admin.main(["models", "list", "--directory-url", url]) == 0
     assert lines(capsys) == [
         ["mine", "a", "live", "2", "3", "4", "redis://a:6379"],
         ["mine", "b", "no", "worker", "0", "0", "0", "redis://b:6379"],
@@ -45,12 +45,12 @@ def test_weights_are_set_changed_and_forgotten(
 ) -> None:
     monkeypatch.setenv("REDIS_URL", url)
     for words, shares in ((["a=90", "b=10"], ["90%", "10%"]), (["b=1", "a=0"], ["100%", "0%"])):
-        assert models.main(["set", "new", *words]) == 0
+        assert admin.main(["models", "set", "new", *words]) == 0
         assert [line[2] for line in lines(capsys) if line[0] == "new"] == shares
-    models.main(["unset", "new"])
+    admin.main(["models", "unset", "new"])
     assert all(line[0] == "mine" for line in lines(capsys))
     with pytest.raises(SettingError, match="has no weights"):
-        models.main(["unset", "new"])
+        admin.main(["models", "unset", "new"])
 
 
 @pytest.mark.parametrize(
@@ -70,11 +70,11 @@ def test_weights_are_set_changed_and_forgotten(
 )
 def test_what_cannot_be_set_is_refused(url: str, words: list[str], why: str) -> None:
     with pytest.raises(SettingError, match=why):
-        models.main(["set", *words, "--directory-url", url])
+        admin.main(["models", "set", *words, "--directory-url", url])
 
 
 def test_a_broker_that_does_not_answer_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert models.main(["list", "--directory-url", "redis://127.0.0.1:1"]) == 1
+    assert admin.main(["models", "list", "--directory-url", "redis://127.0.0.1:1"]) == 1
     assert "no connection to the broker" in capsys.readouterr().err
     with pytest.raises(SettingError, match="DIRECTORY_URL: is not a URL"):
-        models.main(["list", "--directory-url", "secret"])
+        admin.main(["models", "list", "--directory-url", "secret"])

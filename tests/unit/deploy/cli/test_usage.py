@@ -2,8 +2,8 @@
 
 import pytest
 
+from deploy.cli.admin import usage_table
 from deploy.cli.client import print_lines
-from deploy.cli.usage import usage_table
 
 NUMBERS = {
     "requests": 2,

@@ -1,4 +1,4 @@
-"""`tokenfleet batch run`: answers the requests of a file, by the server's Files and Batch API."""
+"""`tokenfleet batch FILE`: answers the requests of a file, by the server's Files and Batch API."""
 
 import argparse
 import contextlib
@@ -39,6 +39,8 @@ Writes the answers in the order of the requests. Those that fail are written to 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command. Returns 1 if a request has failed, or the server refuses. Raises SettingError."""
+    if argv[:1] == ["run"] and not Path("run").exists():
+        raise SettingError("run", "is no word of `tokenfleet batch` any more: `tokenfleet batch FILE -o OUT`")
     flags = new_parser().parse_args(list(argv))
     source: Path | None = flags.input or flags.file
     if (source is None) == (flags.id is None):
@@ -54,7 +56,6 @@ def main(argv: Sequence[str]) -> int:
 
 def new_parser() -> argparse.ArgumentParser:
     parser = FlagParser(prog="tokenfleet batch", description=DESCRIPTION)
-    parser.add_argument("action", choices=["run"], help="what to do")
     parser.add_argument("file", nargs="?", type=Path, help="the requests")
     parser.add_argument("-i", "--input-file", dest="input", type=Path, help="the requests, too")
     parser.add_argument("-o", "--output-file", dest="output", type=Path, required=True, help="the answers")
