@@ -246,8 +246,7 @@ def test_help_lists_commands_and_settings() -> None:
         "usage: tokenfleet serve [MODEL] [--setting X …]\n\nStart everything on this machine:"
     )
     assert "It needs REDIS_URL. --name X (default w0)" in " ".join(says("worker", "--help").split())
-    shown = {line.split()[0] for line in text.splitlines() if line.startswith("  --")}
-    assert len(shown) <= 17 and {"--port", "--num-workers", "--help-all"} <= shown
+    assert "--port X" in text and "--uds-path" not in text and "\nRecovery:\n" not in text
     everything = says("serve", "--help-all")
     assert "\nBatching:\n" in everything and "--max-batch-prefill-tokens" in everything
     assert "--tokenizer X see --tokenizer-name" in " ".join(everything.split())

@@ -180,7 +180,7 @@ def test_a_child_whose_model_was_found_takes_the_variables_that_named_it() -> No
 
 
 def test_every_setting_has_a_flag_and_a_help_text() -> None:
-    text = flag_parser("tokenfleet", everything=False).format_help()
+    text = flag_parser("tokenfleet", everything=True).format_help()
     texts = help_texts()
     for name in Settings.model_fields:
         assert f"--{name.replace('_', '-')} " in text
