@@ -16,7 +16,7 @@ import pytest
 from common.messages.records import unpack_ids
 from common.messages.request import Generate
 from deploy.launcher.embedded_broker import Broker
-from tests.integration.api.openai.test_tools import HERMES
+from tests.integration.api.test_tools import HERMES
 from tests.support.fleet.gateways import ready, serving
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, at_work
 from tests.support.tokenizer import TOKENIZER, ids

@@ -1,21 +1,49 @@
-"""What stands around every answer: the request's id, the key, and what browsers of other origins may."""
+"""What stands around every answer: the request's id, the key, and what browsers of other origins may.
+
+/health, /metrics and /fleet while the batcher is stopped, hangs or is absent, or a worker is down.
+
+Gateway processes: their listeners, their names and their ends.
+"""
 
 import asyncio
 import logging
+import os
 import re
+import signal
 import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import httpx
+import psutil
 import pytest
 from openai import AsyncOpenAI, AuthenticationError
+from redis.asyncio import Redis
 
+from api.admin.processes import ProcessList, judge_processes
 from api.event_loop import background_task
+from api.http.sse import KEEP_ALIVE_S
+from api.requests import monitors
+from api.requests.monitors import SILENT_S
+from api.server import lossy, shared_listener
+from api.streams.http_response import TokenStream
+from batcher.loop import Batcher
+from batcher.process import serve
+from common.broker.keys import Keys
 from common.process.logs import REQUEST_ID
+from common.settings.settings import SettingError, Settings
 from deploy.launcher.embedded_broker import Broker
-from tests.support.fleet.gateways import answering, serving
+from tests.support.api_errors import tgi_error
+from tests.support.fleet.batchers import batcher
+from tests.support.fleet.gateways import answering, serving, stream
 from tests.support.fleet.scripted_batcher import batching
-from tests.support.fleet.scripted_worker import Answer
-from tests.support.tokenizer import ids
+from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
+from tests.support.forks.client import ForkedProcess
+from tests.support.machine.ports import free_port
+from tests.support.tokenizer import TOKENIZER, ids
 from tests.support.waiting import wait_until
 
 BODY = {"inputs": "a"}
@@ -297,3 +325,272 @@ async def test_docs_load_nothing_from_other_hosts(broker: Broker) -> None:
         assert "https://" not in page and "//cdn" not in page
         for path in re.findall(r'(?:src|href)="([^"]+)"', page):
             assert (await client.get(path)).status_code == 200, path
+
+
+KEYS = Keys("default")
+
+
+async def status_code(client: httpx.AsyncClient) -> int:
+    return (await client.get("/health")).status_code
+
+
+async def is_healthy(client: httpx.AsyncClient) -> bool:
+    return await status_code(client) == 200
+
+
+async def is_unhealthy(client: httpx.AsyncClient) -> bool:
+    return await status_code(client) == 503
+
+
+async def batchers(client: httpx.AsyncClient) -> dict[str, float]:
+    """The gauge of batchers, by state."""
+    lines = (await client.get("/metrics")).text.splitlines()
+    return {
+        line.split('state="')[1].split('"')[0]: float(line.split()[-1])
+        for line in lines
+        if line.startswith("tokenfleet_batchers{")
+    }
+
+
+async def health(client: httpx.AsyncClient, *workers: FakeWorker) -> dict[str, str]:
+    """Return what is said of the fleet right after a heartbeat of these workers."""
+    for worker in workers:
+        await worker.announce()
+    found: dict[str, str] = (await client.get("/fleet")).json()["health"]
+    return found
+
+
+async def test_a_stopped_batcher_is_503_and_named_until_it_goes_on(broker: Broker) -> None:
+    """It is not named before two leases are over: until then a standby may take over."""
+    async with answering(broker.url, Answer([11]), heartbeat_s=0.5) as (worker, gateway, client):
+        refused = await client.get("/health")
+        assert tgi_error(refused) == (503, "healthcheck") and "no batcher is active yet" in refused.text
+        with batcher(broker.url, WORKER_TTL_S="60") as process:
+            await wait_until(lambda: is_healthy(client))
+            assert await batchers(client) == {"active": 1, "standby": 0}
+            assert await health(client, worker) == {"state": "good", "text": "1 worker ready"}
+            os.kill(process.pid, signal.SIGSTOP)
+            await wait_until(lambda: is_unhealthy(client))
+            assert gateway.pool.batcher.gone_s >= SILENT_S
+            refused = await client.get("/health")
+            assert tgi_error(refused) == (503, "healthcheck")
+            assert "no batcher is active: none has worked for" in refused.text
+            assert (await batchers(client))["active"] == 0
+            found = await health(client)
+            assert found["state"] == "bad" and "none has worked for" in found["text"]
+            os.kill(process.pid, signal.SIGCONT)
+            await wait_until(lambda: is_healthy(client))
+            assert await batchers(client) == {"active": 1, "standby": 0}
+
+
+async def test_a_batcher_whose_loop_hangs_keeps_the_lease_and_is_503(
+    broker: Broker, redis: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task of its own renews the lease; only the loop's heartbeat shows that the loop runs."""
+    turns = asyncio.Event()
+    run_pending = Batcher.run_pending
+
+    async def hang(batcher: Batcher) -> bool:
+        await turns.wait()
+        return await run_pending(batcher)
+
+    monkeypatch.setattr(Batcher, "run_pending", hang)
+    monkeypatch.setattr(monitors, "SILENT_S", 1.0)
+    settings = Settings(redis_url=broker.url, heartbeat_s=0.1, worker_ttl_s=60.0)
+    async with answering(broker.url, Answer([11])) as (_, _, client):
+        turns.set()
+        running = asyncio.create_task(serve(settings, "b0-1"))
+        await wait_until(lambda: is_healthy(client))
+        turns.clear()
+        await wait_until(lambda: is_unhealthy(client))
+        assert await redis.get(KEYS.batcher) == b"b0-1"
+        assert "the active batcher b0-1 hangs" in (await client.get("/health")).text
+        assert (await batchers(client))["active"] == 0
+        turns.set()
+        await wait_until(lambda: is_healthy(client))
+        os.kill(os.getpid(), signal.SIGTERM)
+        await running
+
+
+async def test_a_standby_is_counted_and_keeps_the_fleet_healthy(broker: Broker) -> None:
+    async with answering(broker.url, Answer([11])) as (_, _, client):
+        with batcher(broker.url, "b0") as first, batcher(broker.url, "b1"):
+            await wait_until(lambda: counts(client, active=1, standby=1))
+            first.kill()
+            first.wait()
+            await wait_until(lambda: counts(client, active=1, standby=0))
+            await wait_until(lambda: is_healthy(client))
+
+
+async def counts(client: httpx.AsyncClient, **expected: int) -> bool:
+    found = await batchers(client)
+    return all(found[state] == count for state, count in expected.items())
+
+
+async def test_a_missing_worker_is_a_warning(broker: Broker) -> None:
+    """`serve` tells its gateways how many workers there are."""
+    async with batching(broker.url), answering(broker.url, Answer([11]), num_workers=2) as (one, _, client):
+        await wait_until(lambda: is_healthy(client))
+        assert await health(client, one) == {"state": "warn", "text": "1 of 2 workers ready"}
+        async with working(broker.url, TOKENIZER, lambda _: Answer([11])) as other:
+            assert await health(client, one, other) == {"state": "good", "text": "2 workers ready"}
+
+
+async def test_workers_that_do_not_answer_the_batcher_are_named(broker: Broker, redis: Redis) -> None:
+    async with batching(broker.url), answering(broker.url, Answer([11])) as (one, _, client):
+        await wait_until(lambda: is_healthy(client))
+        await redis.hset(KEYS.state, "silent", one.incarnation)  # type: ignore[misc]
+        await wait_until(lambda: is_unhealthy(client))
+        text = f"no worker answers the batcher: {one.incarnation}"
+        assert text in (await client.get("/health")).text
+        assert await health(client, one) == {"state": "bad", "text": f"Service unavailable: {text}"}
+        async with working(broker.url, TOKENIZER, lambda _: Answer([11])) as other:
+            await wait_until(lambda: is_healthy(client))
+            assert await health(client, one, other) == {"state": "warn", "text": "1 of 2 workers ready"}
+
+
+def worker(state: str = "ready", age_s: float = 0.1) -> dict[str, Any]:
+    return {"kind": "worker", "state": state, "age_s": age_s}
+
+
+ACTIVE = {"kind": "batcher", "active": True}
+
+
+@pytest.mark.parametrize(
+    ("processes", "num_workers", "expected"),
+    [
+        ([ACTIVE, worker()], 1, ("good", "1 worker ready")),
+        ([ACTIVE, worker(), worker()], 1, ("good", "2 workers ready")),
+        ([ACTIVE, worker(), worker("starting")], 1, ("warn", "1 of 2 workers ready")),
+        ([ACTIVE, worker(), worker(age_s=4.5)], 1, ("warn", "1 of 2 workers ready")),
+        ([ACTIVE, worker(), worker("draining")], 2, ("warn", "1 of 2 workers ready")),
+        ([ACTIVE, worker()], 3, ("warn", "1 of 3 workers ready")),
+        ([{**ACTIVE, "active": False}, worker()], 1, ("warn", "no batcher is active")),
+        ([ACTIVE, worker("asleep")], 1, ("good", "1 worker, asleep until a request comes")),
+        ([ACTIVE, worker("starting")], 1, ("bad", "no worker is ready")),
+        ([], 1, ("bad", "no worker is ready")),
+    ],
+)
+def test_processes_are_judged(
+    processes: list[dict[str, Any]], num_workers: int, expected: tuple[str, str]
+) -> None:
+    assert judge_processes(ProcessList(0.0, 0, processes), num_workers) == expected
+
+
+def start(broker: Broker, name: str, port: int, **variables: str) -> subprocess.Popen[str]:
+    own = {
+        "PROCESS_NAME": name,
+        "REDIS_URL": broker.url,
+        "PORT": str(port),
+        "HOSTNAME": "127.0.0.1",
+        "PYTHONPATH": os.getcwd(),
+        "WORKER_GRACE_S": "3600",  # a scripted worker shows itself once
+    }
+    environ = {key: value for key, value in os.environ.items() if key != "INCARNATION"} | own | variables
+    return ForkedProcess([sys.executable, "-m", "api"], env=environ, stderr=subprocess.PIPE, text=True)
+
+
+@dataclass
+class Pair:
+    """Two gateways that share a port; each has one of its own. The second one's relay loses messages."""
+
+    url: str
+    own_urls: list[str]
+    processes: list[subprocess.Popen[str]]
+
+
+@pytest.fixture
+def pair(broker: Broker) -> Iterator[Pair]:
+    port, first, second = free_port(), str(free_port()), str(free_port())
+    processes = [
+        start(broker, "g0", port, GATEWAY_PORT=first),
+        start(broker, "g1", port, GATEWAY_PORT=second, TOKENFLEET_TEST_LOSE="0.2:7"),
+    ]
+    yield Pair(
+        f"http://127.0.0.1:{port}", [f"http://127.0.0.1:{first}", f"http://127.0.0.1:{second}"], processes
+    )
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+async def test_gateways_share_a_port_and_drain_at_sigterm(broker: Broker, pair: Pair) -> None:
+    ids = TOKENIZER.encode(" one two three four five six seven eight").ids
+
+    async def talk() -> bytes:
+        async with httpx.AsyncClient(base_url=pair.url, timeout=90) as client:
+            return await stream(client, {"inputs": "count", "parameters": {"max_new_tokens": len(ids)}})
+
+    async with (
+        batching(broker.url),
+        working(broker.url, TOKENIZER, lambda _: Answer(ids), step_s=0.05) as worker,
+    ):
+        for url in pair.own_urls:
+            await wait_until(lambda url=url: healthy(url))  # type: ignore[misc]
+        titles = {" ".join(psutil.Process(process.pid).cmdline()).strip() for process in pair.processes}
+        assert titles == {"tokenfleet api g0", "tokenfleet api g1"}
+        talks = [asyncio.create_task(talk()) for _ in range(16)]
+        await wait_until(lambda: len(worker.seen) == 16)
+        assert {request.gateway.split("-")[0] for request in worker.seen} == {"g0", "g1"}
+        for process in pair.processes:
+            process.send_signal(signal.SIGTERM)
+        contents = await asyncio.gather(*talks)
+        assert len(set(contents)) == 1 and contents[0].count(b"data: ") == len(ids)
+        assert [await asyncio.to_thread(process.wait, 20) for process in pair.processes] == [0, 0]
+        assert not await worker.redis.keys("*:gateway:*") and not await worker.redis.keys("*:request:*")
+
+
+async def healthy(url: str) -> bool:
+    try:
+        async with httpx.AsyncClient() as client:
+            return (await client.get(f"{url}/health")).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_a_taken_port_is_one_error_line_and_ex_config(broker: Broker) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        process = start(broker, "g0", taken.getsockname()[1])
+        error = process.communicate(timeout=60)[1]
+    assert process.returncode == os.EX_CONFIG
+    assert "PORT: cannot listen on 127.0.0.1:" in error and len(error.splitlines()) == 1
+
+
+def test_gateways_listen_on_listen_host_or_name_the_error() -> None:
+    for host in ("0.0.0.0", "127.0.0.1", "::1"):
+        with shared_listener(host, 0) as one:
+            assert one.getsockname()[0] == host
+    with pytest.raises(SettingError, match=r"PORT: cannot listen on 192\.0\.2\.1:"):
+        shared_listener("192.0.2.1", 0)
+
+
+def test_lossy_drops_its_share_of_messages() -> None:
+    lose = lossy("0.25:3")
+    assert lose is not None and lossy("") is None
+    assert 200 < sum(lose() for _ in range(1000)) < 300
+
+
+async def test_a_silent_stream_gets_keep_alive_comments(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert KEEP_ALIVE_S == 15
+    init = TokenStream.__init__
+
+    def hasty(self: TokenStream, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.ping_interval = 0.05
+
+    monkeypatch.setattr(TokenStream, "__init__", hasty)
+    async with (
+        answering(broker.url, Answer([], ends=False)) as (_, _, client),
+        client.stream("POST", "/generate_stream", json={"inputs": "a"}) as response,
+    ):
+        seen = b""
+        async for chunk in response.aiter_raw():
+            seen += chunk
+            if len(seen) >= 8:
+                break
+    assert seen.startswith(b": \n\n: \n\n")

@@ -1,21 +1,48 @@
-"""Errors that are not about a request's parameters: each has the error object of its API family."""
+"""Errors that are not about a request's parameters: each has the error object of its API family.
+
+docs/not-built.md is the one list of what is missing: requests and settings for it are refused by name.
+
+The OpenAPI document: complete, resolvable, in plain words, and true of what routes return.
+
+A request leaves no garbage for a full collection, which would hold the event loop.
+
+Every route is as the OpenAPI document describes it, by schemathesis.
+"""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import re
+import shlex
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+from jsonschema_rs import Draft202012Validator
 
+from api.app import build
 from api.errors import ApiError, conflict, failed, invalid, overloaded, unavailable
 from api.http.error_handlers import error_response
+from api.lifecycle import Gateway
 from api.models import STARTED_S
 from common.messages.events import Terminal, terminal_for
+from common.messages.request import Generate
+from common.settings.settings import SettingError, Settings
 from deploy.launcher.embedded_broker import Broker
+from tests.integration.api.test_tgi import tgi_frames
+from tests.support import brokers
 from tests.support.api_errors import openai_error, tgi_error
-from tests.support.fleet.gateways import answering, ready, serving
+from tests.support.fleet.gateways import answering, nothing_left, ready, serving
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working
-from tests.support.tokenizer import TOKENIZER
+from tests.support.pooling.pooling_gateway import pooling_gateway
+from tests.support.pooling.tiny_encoders import save_encoder
+from tests.support.tokenizer import TOKENIZER, ids, model_tokenizer
+from tests.support.waiting import PATIENCE_S, wait_until
 
 BODY = {"inputs": "a"}
 
@@ -178,3 +205,481 @@ async def test_health_is_503_until_a_worker_is_ready(broker: Broker) -> None:
                 assert (health.status_code, health.content) == (200, b"")
                 assert (await client.head(path)).status_code == 200
         assert "/generate_stream" in (await client.get("/api-doc/openapi.json")).json()["paths"]
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "not-built.md"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+
+
+def user(content: object) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+SEARCH = {"type": "web_search"}
+
+
+def beams(**fields: object) -> dict[str, Any]:
+    return {"prompt": "Hi", "max_tokens": 4, "beam_width": 2, **fields}
+
+
+def logits(**fields: object) -> dict[str, Any]:
+    return {"prompt": "Hi", "max_tokens": 4, "return_generation_logits": True, **fields}
+
+
+def schema(keyword: str, value: object) -> dict[str, Any]:
+    json_schema = {"name": "s", "schema": {"type": "array", keyword: value}}
+    return user("Hi") | {"response_format": {"type": "json_schema", "json_schema": json_schema}}
+
+
+def tag(tag_format: dict[str, Any]) -> dict[str, Any]:
+    return user("Hi") | {"response_format": {"type": "structural_tag", "format": tag_format}}
+
+
+REQUESTS: dict[str, list[tuple[str, dict[str, Any], str]]] = {
+    "receipts and replays": [
+        (COMPLETIONS, {"prompt": "a", "receipt": True}, "`receipt`"),
+        (CHAT, user("a") | {"receipt": True}, "`receipt`"),
+        (RESPONSES, {"input": "a", "receipt": True}, "`receipt`"),
+        ("/v1/messages", user("a") | {"max_tokens": 4, "receipt": True}, "`receipt`"),
+        ("/generate", {"inputs": "a", "parameters": {"receipt": True}}, "`receipt`"),
+        ("/requests/r1/replay", {}, "the same `seed` gives the same tokens"),
+    ],
+    "audio, video and files": [
+        (CHAT, user([{"type": kind}]), kind) for kind in ("input_audio", "video_url", "file", "input_file")
+    ],
+    "drawing among beams": [(COMPLETIONS, beams(temperature=0.5), "`temperature`")],
+    "beside it": [
+        (COMPLETIONS, beams(logprobs=2), "`logprobs`"),
+        (COMPLETIONS, beams(prompt_logprobs=1), "`prompt_logprobs`"),
+        (COMPLETIONS, beams(return_context_logits=True), "`return_context_logits`"),
+        ("/generate", {"inputs": "a", "parameters": {"beam_width": 2, "watermark": True}}, "`watermark`"),
+    ],
+    "in a stream": [(COMPLETIONS, logits(stream=True), "`return_generation_logits`")],
+    "(`best_of`)": [
+        (
+            "/generate",
+            {
+                "inputs": "a",
+                "parameters": {"best_of": 2, "do_sample": True, "return_context_logits": True},
+            },
+            "`best_of`",
+        )
+    ],
+    "on `/v1/responses`": [
+        (RESPONSES, {"input": "a", "beam_width": 2}, "beam_width"),
+        (RESPONSES, {"input": "a", "return_generation_logits": True}, "return_generation_logits"),
+    ],
+    "running built-in tools": [
+        (RESPONSES, {"input": "a", "tools": [SEARCH], "tool_choice": SEARCH}, "web_search")
+    ],
+    "`conversation`": [(RESPONSES, {"input": "a", "conversation": "c"}, "`conversation`")],
+    "`prompt`": [(RESPONSES, {"input": "a", "prompt": {"id": "p"}}, "`prompt`")],
+    "`truncation: auto`": [(RESPONSES, {"input": "a", "truncation": "auto"}, "`truncation`")],
+    "`context_management`": [
+        (RESPONSES, {"input": "a", "context_management": [{"type": "compaction"}]}, "`context_management`")
+    ],
+    "styles of single models": [(CHAT, tag({"type": "qwen_xml", "json_schema": {}}), "qwen_xml")],
+    "formats that": [(CHAT, tag({"type": "dispatch", "rules": []}), "dispatch")],
+    "keywords that llguidance lacks": [
+        (CHAT, schema("not", {}), "not"),
+        (CHAT, schema("uniqueItems", True), "uniqueItems"),
+        (CHAT, schema("if", {}), "if"),
+    ],
+}
+"""Words of the page → route, body, and words of the error."""
+SETTINGS: dict[str, list[tuple[list[str], str]]] = {
+    "prices and budgets of money": [(["--model-prices", "m=1/2"], "LiteLLM")],
+}
+"""Words of the page → command line, and words of the error."""
+NOT_ASKED = {
+    "a load pauses its worker": "it is slower, not refused",
+    "which adapter answered": "nothing there asks for it",
+    "functions within": "they are left out",
+    "`custom` tools": "they are left out",
+    "`mcp_servers`": "tests/integration/api/anthropic",
+    "`container`": "tests/integration/api/anthropic",
+    "files as sources": "tests/integration/api/anthropic",
+    "documents": "tests/integration/api/anthropic",
+    "Anthropic's built-in tools": "tests/integration/api/anthropic",
+    "`budget_tokens`": "they are accepted",
+    "batches of messages": "there is no such route",
+    "in lines for": "tests/integration/api/batches",
+    "`/v1/uploads`": "there is no such route",
+    "batches of other pools": "no request can ask for it",
+    "a time before which": "no request can ask for it",
+    "a list of jobs": "there is no such route",
+    "fewer batch rows": "callers wait longer, nothing is refused",
+    "moving a scheduled job": "no request can ask for it",
+    "chains of jobs": "no request can ask for it",
+    "`file_id`": "tests/integration/api/pictures asks a model that sees",
+    "storing responses": "tests/integration/api/pictures asks a model that sees",
+    "the rank of a token": "null stands in its place",
+    "any_order": "a field inside a format: tests/unit/api/grammar",
+    "a regex that could go on": "tests/unit/api/grammar",
+    "retrieving as a stream": "tests/integration/api/responses",
+    "`standard`": "no request can ask for it",
+    "only one gateway knew": "no request can ask for it",
+    "actions on the command line": "they write no line",
+    "budgets while Redis is away": "no request can ask for it",
+    "limits over pools on several brokers": "docs/several-brokers.md says so",
+    "a row that moves": "it is slower, not refused",
+    "vLLM's `/sleep`": "there is no such route",
+    "sleep in memory with several ranks": "they sleep on disk",
+    "jobs for further models": "docs/many-models.md says so",
+    "balance of jobs": "no request can ask for it",
+    "the page does not list": "nothing there asks for it",
+    "cloud metadata": "docs/runbook.md says so",
+    "a gateway that inherits": "it is slower, not refused",
+    "digests of third-party images": "they are names in docker-compose.yml",
+    "one Redis password": "docs/kubernetes.md says so",
+    "Redis Cluster": "tests/fleet and tests/unit/common/broker ask a node",
+    "the image for CUDA": "it needs a GPU",
+    "what never ran on a GPU": "it needs a GPU",
+    "the tokens of a row that are checked in one step": "it is slower, not refused",
+    "whose heads FlashInfer does not serve": "it needs a GPU",
+    "latents of other sizes": "it needs a GPU",
+    "ALiBi": "it needs a GPU",
+    "dynamic rotary frequencies": "it needs a GPU",
+    "prompts over latents": "it needs a GPU",
+    "captured graphs in a pipeline": "it is slower, not refused",
+    "a worker on several machines over NCCL": "it needs a GPU",
+    "the manifests for several machines": "they need several machines",
+    "another `logprobs_mode`": "prompts show the raw one",
+    "KServe over gRPC": "no port of this server speaks it",
+    "its binary tensors": "tests/integration/api/kserve",
+    "`tracestate`": "spans go without it",
+    "SIGTERM to one machine": "no request can ask for it",
+    "vLLM's metrics of single steps": "/metrics lacks their names",
+    "a pool that is scaled to zero": "docs/kubernetes.md says so",
+    "int8 activations": "no setting asks for it",
+    "the matrix unit for float16 and float32": "it is slower, not refused",
+    "a preloaded worker's KV cache": "it is memory, not refused",
+    "Its compiler came": "it says how an image was built",
+    "All are refused by name": "it says how",
+    "quantised experts": "dequantised at load",
+    "DoRA, QA-LoRA": "tests/unit/gpu_worker/engine/adapters",
+    "`adapter_model.bin`": "tests/unit/common/adapters",
+    "merging at download": "tests/unit/deploy/cli",
+    "adapters of the mixers": "tests/unit/gpu_worker/engine/states",
+    "DETERMINISTIC on CUDA beside them": "it needs a GPU",
+    "PaliGemma's": "a model of that family is needed",
+    "Gemma 3's with FlashInfer": "it needs a GPU",
+    "of GGUF files": "the model is served for text",
+    "with DETERMINISTIC on CUDA": "it needs a GPU",
+    "a tile is encoded": "it is slower, not refused",
+    "by heads or EAGLE-3": "tests/unit/gpu_worker/engine/drafting",
+    "by models with PIPELINE": "tests/unit/common/settings",
+    "EAGLE-3 without": "tests/unit/gpu_worker/engine/drafting",
+    "MTP layers": "tests/unit/gpu_worker/engine/drafting",
+    "a repository of heads": "it is refused as a model",
+    "trees of proposals": "no setting asks for it",
+    "encoding a long prompt in parts": "it is slower, not refused",
+    "`forced_eos_token_id`": "docs/models.md says so",
+    "logits of their prompts": "tests/unit/api/requests",
+    "reuse of a system prompt alone": "it is slower, not refused",
+    "DETERMINISTIC with states": "tests/unit/gpu_worker/engine/states",
+    "sparse vectors": "there is no such route",
+    "chats or pictures as input": "tests/integration/api/pooling",
+    "pooled otherwise than": "tests/unit/gpu_worker/engine/pooling",
+    "encoders with relative positions": "tests/unit/gpu_worker/engine/encoder",
+    "encoders that are quantised": "tests/unit/gpu_worker/engine/encoder",
+    "score templates": "docs/embeddings.md says so",
+    "several ranks": "tests/unit/gpu_worker/engine/model",
+    "quantised weights and caches": "tests/unit/gpu_worker/engine/model",
+    "proposals": "they are off, with a line in the log",
+}
+"""Words of the page → why no test here asks for it."""
+
+
+def missing_things() -> list[str]:
+    """What the page's table lists, each thing by itself."""
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("|")][2:]
+    return [thing for row in rows for thing in re.split(r"[;.] ", row.split("|")[2].strip()) if thing]
+
+
+def test_each_missing_thing_is_asked_for() -> None:
+    """A thing that the page names has a request or a setting here, or a reason why none can ask."""
+    known = [*REQUESTS, *SETTINGS, *NOT_ASKED]
+    text = PAGE.read_text()
+    assert [words for words in known if words not in text] == []
+    assert [thing for thing in missing_things() if not any(words in thing for words in known)] == []
+
+
+@pytest.mark.parametrize("words", REQUESTS)
+async def test_a_request_for_it_is_refused_by_name(broker: Broker, words: str) -> None:
+    async with answering(broker.url, Answer(ids("x"))) as (worker, _, client):
+        for path, body, name in REQUESTS[words]:
+            response = await client.post(path, json=body)
+            assert response.status_code in (400, 404, 422), response.text
+            assert name in response.text
+        assert not worker.seen
+
+
+@pytest.mark.parametrize("words", SETTINGS)
+def test_a_setting_for_it_is_refused_by_name(words: str) -> None:
+    for arguments, name in SETTINGS[words]:
+        with pytest.raises(SettingError, match=name):
+            Settings.read(arguments, {})
+
+
+TAKES_BODY = [
+    "/",
+    "/generate",
+    "/generate_stream",
+    "/tokenize",
+    "/chat_tokenize",
+    "/v1/chat/completions",
+    "/v1/completions",
+]
+EVERYTHING = {"details": True, "best_of": 2, "do_sample": True, "top_n_tokens": 2, "max_new_tokens": 4}
+
+
+def nodes(node: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(node, dict):
+        yield node
+    for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from nodes(child)
+
+
+async def test_every_body_is_described_and_every_reference_leads_somewhere(broker: Broker) -> None:
+    async with serving(broker.url) as (_, client):
+        document = (await client.get("/api-doc/openapi.json")).json()
+        assert "/api-doc/openapi.json" in (await client.get("/docs")).text
+    known = {f"#/components/schemas/{name}" for name in document["components"]["schemas"]}
+    assert {node["$ref"] for node in nodes(document) if isinstance(node.get("$ref"), str)} <= known
+    assert not any("$defs" in node for node in nodes(document))
+    for path in TAKES_BODY:
+        operation = document["paths"][path]["post"]
+        assert operation["requestBody"]["content"]["application/json"]["schema"]["properties"]
+        assert {"200", "400", "401", "413", "415"} <= set(operation["responses"])
+    assert "securitySchemes" not in document["components"]
+    assert operation_ids(document) == sorted(set(operation_ids(document)))
+
+
+async def test_every_route_that_takes_an_idempotency_key_describes_it_and_its_conflict(
+    broker: Broker,
+) -> None:
+    async with serving(broker.url) as (_, client):
+        document = (await client.get("/api-doc/openapi.json")).json()
+    posts = {path: methods["post"] for path, methods in document["paths"].items() if "post" in methods}
+    taking = {path for path, operation in posts.items() if takes_key(operation)}
+    assert taking == {path for path, operation in posts.items() if "x-priority" in headers_of(operation)}
+    assert {"/generate", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/rerank", "/vertex"} <= taking
+    assert not {"/tokenize", "/v1/batches"} & taking
+    for path in taking:
+        shape = posts[path]["responses"]["503"]["content"]
+        assert posts[path]["responses"]["409"]["content"] == shape, path
+
+
+def takes_key(operation: dict[str, Any]) -> bool:
+    return "idempotency-key" in headers_of(operation)
+
+
+def headers_of(operation: dict[str, Any]) -> set[str]:
+    return {one["name"].lower() for one in operation.get("parameters", []) if one["in"] == "header"}
+
+
+def operation_ids(document: dict[str, Any]) -> list[str]:
+    return sorted(
+        operation["operationId"] for methods in document["paths"].values() for operation in methods.values()
+    )
+
+
+async def test_the_api_key_is_described_if_it_is_set(broker: Broker) -> None:
+    async with serving(broker.url, api_key="sesame") as (_, client):
+        document = (await client.get("/api-doc/openapi.json")).json()
+    assert document["components"]["securitySchemes"] == {"HTTPBearer": {"type": "http", "scheme": "bearer"}}
+    assert all(document["paths"][path]["post"]["security"] == [{"HTTPBearer": []}] for path in TAKES_BODY)
+    assert "security" not in document["paths"]["/health"]["get"]
+
+
+async def test_every_operation_has_a_tag_a_summary_a_description_and_a_plain_id(broker: Broker) -> None:
+    async with serving(broker.url) as (_, client):
+        document = (await client.get("/api-doc/openapi.json")).json()
+    tags = {tag["name"]: tag["description"] for tag in document["tags"]}
+    used, summaries = set[str](), list[str]()
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            [tag] = operation["tags"]
+            used.add(tag)
+            summaries.append(operation["summary"])
+            assert re.fullmatch(r"[A-Z][a-z]+[\w ,'()/]+", operation["summary"]), path
+            assert operation["description"].endswith("."), path
+            assert re.fullmatch(r"[a-z]+(_[a-z]+)*", operation["operationId"]), path
+    assert used == set(tags)
+    assert len(set(summaries)) == len(summaries)
+
+
+async def test_every_part_of_a_path_is_described_and_no_error_has_another_shape_than_ours(
+    broker: Broker,
+) -> None:
+    async with serving(broker.url) as (_, client):
+        document = (await client.get("/api-doc/openapi.json")).json()
+        wrong = await client.get("/v1/responses/resp_1/input_items", params={"limit": "many"})
+    assert wrong.status_code == 400
+    described = document["paths"]["/v1/responses/{response_id}/input_items"]["get"]["responses"]
+    assert "400" in described and "422" not in described
+    assert "422" in document["paths"]["/requests/{request_id}/stream"]["get"]["responses"]
+    assert not any("HTTPValidationError" in str(node) for node in document["components"]["schemas"])
+    for node in nodes(document["paths"]):
+        assert node.get("in") != "path" or node["description"].endswith("."), node
+
+
+async def test_the_introduction_s_commands_work(broker: Broker) -> None:
+    async with answering(broker.url, Answer([5, 6]), api_key="sesame") as (_, pool, client):
+        description = (await client.get("/api-doc/openapi.json")).json()["info"]["description"]
+        commands = [shlex.split(one) for one in re.findall(r"```shell\n(.*?)```", description, re.DOTALL)]
+        assert len(commands) == 2
+        for curl, url, *flags in commands:
+            assert curl == "curl" and url.startswith(f"http://localhost:{pool.settings.port}/")
+            values = [value for flag, value in pairwise(flags) if flag in ("-H", "-d")]
+            *lines, data = [value.replace("$API_KEY", "sesame") for value in values]
+            headers = dict(line.split(": ") for line in lines)
+            path = "/" + url.split("/", 3)[3]
+            response = await client.post(path, headers=headers, content=data)
+            assert response.status_code == 200, response.text
+            assert ("data: [DONE]" in response.text) == bool(json.loads(data).get("stream"))
+
+
+async def test_answers_are_as_described(broker: Broker) -> None:
+    """Answers have everything in them, and no field that the description lacks."""
+    async with answering(broker.url, Answer([5, 6])) as (_, _, client):
+        document = (await client.get("/api-doc/openapi.json")).json()
+
+        def check(path: str, method: str, status: int, answer: Any) -> None:
+            content = document["paths"][path][method]["responses"][str(status)]["content"]["application/json"]
+            Draft202012Validator(content["schema"] | {"components": document["components"]}).validate(answer)
+
+        for path, method, body in [
+            ("/generate", "post", {"inputs": "a", "parameters": EVERYTHING}),
+            ("/generate", "post", {"inputs": "a"}),
+            ("/generate", "post", {"inputs": ""}),
+            ("/", "post", {"inputs": "a", "parameters": EVERYTHING}),
+            ("/tokenize", "post", {"inputs": "a b"}),
+            ("/chat_tokenize", "post", {"messages": [{"role": "user", "content": "a"}]}),
+            ("/info", "get", None),
+        ]:
+            response = await client.request(method, path, json=body)
+            check(path, method, response.status_code, response.json())
+        parameters = EVERYTHING | {"best_of": 1}
+        shown = tgi_frames(
+            (await client.post("/generate_stream", json={"inputs": "a", "parameters": parameters})).content
+        )
+    event = document["paths"]["/generate_stream"]["post"]["responses"]["200"]["content"]["text/event-stream"][
+        "schema"
+    ]
+    frame = event["properties"]["data"]["contentSchema"] | {"components": document["components"]}
+    for one in shown:
+        Draft202012Validator(frame).validate(one)
+    assert shown[-1]["details"] and shown[-1]["top_tokens"]
+
+
+async def test_the_errors_of_requests_that_end_late_are_described(broker: Broker) -> None:
+    """They are described as a response, and as the last event of a stream."""
+    async with serving(broker.url) as (_, client):
+        document = (await client.get("/api-doc/openapi.json")).json()
+    for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses"):
+        assert "408" in document["paths"][path]["post"]["responses"]
+    for path, shape in [("/generate_stream", "ErrorResponse"), ("/v1/chat/completions", "OpenAIError")]:
+        answer = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
+        assert shape in [node.get("title") for node in nodes(answer)]
+
+
+IDS = ids(" one two three four five six")
+GENERATE = {"inputs": "x", "parameters": {"max_new_tokens": 40, "ignore_eos": True}}
+GARBAGE_CHAT = {
+    "messages": [{"role": "user", "content": "x"}],
+    "max_tokens": 40,
+    "n": 2,
+    "stream": True,
+    "ignore_eos": True,
+}
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/generate_stream", GENERATE), ("/generate", GENERATE), ("/v1/chat/completions", GARBAGE_CHAT)],
+)
+async def test_a_stream_is_freed_when_it_is_released(
+    broker: Broker, path: str, body: dict[str, object], leaves: bool
+) -> None:
+    async with answering(broker.url, Answer(IDS * 10), step_s=0.02) as (worker, gateway, client):
+        host, port = client.base_url.host, client.base_url.port
+        reader, writer = await asyncio.open_connection(host, port)
+        data = json.dumps(body).encode()
+        head = [
+            f"POST {path} HTTP/1.1",
+            "host: x",
+            "content-type: application/json",
+            f"content-length: {len(data)}",
+            "connection: close",
+        ]
+        writer.write("\r\n".join([*head, "", ""]).encode() + data)
+        await wait_until(lambda: gateway.pool.relay.streams)
+        streams = weakref.WeakSet(gateway.pool.relay.streams.values())
+        if not leaves:
+            await reader.read()
+        writer.close()
+        await nothing_left(gateway, worker)
+        await wait_until(lambda: not streams)
+
+
+async def document() -> Any:
+    """The OpenAPI document of a gateway; it needs no broker."""
+    app = build(Gateway(Settings(redis_url="redis://127.0.0.1:1"), "g0-test", model_tokenizer()))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
+        return (await client.get("/api-doc/openapi.json")).json()
+
+
+def answer(request: Generate) -> Answer:
+    """Three tokens, or as many as the request allows where the end-of-sequence token does not end it."""
+    return Answer([5, 6] * (request.stopping.max_new_tokens if request.stopping.ignore_eos else 1))
+
+
+EMBED_PATHS = ("/v1/embeddings",)
+SCORE_PATHS = ("/v1/rerank", "/v1/score")
+
+
+@pytest.fixture(scope="module")
+def base_urls(
+    shared_broker: Broker, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], str]]:
+    """Gateways with fake workers: of a model that generates, one that embeds and one that classifies. They
+    serve in another thread, because schemathesis blocks this one.
+    """
+    brokers.empty(shared_broker)  # of what the module before has left
+    started, urls, stops = threading.Event(), dict[str, str](), list[Any]()
+    url, embeds, scores = shared_broker.url, *(tmp_path_factory.mktemp(name) for name in ("embeds", "scores"))
+    encoder, classifier = save_encoder(embeds, "BERT"), save_encoder(scores, "BERT", num_labels=1)
+
+    async def serve() -> None:
+        stopped, loop = asyncio.Event(), asyncio.get_running_loop()
+        async with (
+            batching(url),
+            answering(url, answer, files_dir=str(tmp_path_factory.mktemp("files"))) as (_, _, client),
+            pooling_gateway(url, embeds, encoder, pool="embeds") as (_, _, embedder),
+            pooling_gateway(url, scores, classifier, "classify", pool="scores") as (_, _, scorer),
+        ):
+            urls.update(dict.fromkeys(EMBED_PATHS, str(embedder.base_url)))
+            urls.update(dict.fromkeys(SCORE_PATHS, str(scorer.base_url)))
+            urls[""] = str(client.base_url)
+            stops.append(lambda: loop.call_soon_threadsafe(stopped.set))
+            started.set()
+            await stopped.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert started.wait(PATIENCE_S)
+    yield lambda path: urls.get(path, urls[""])
+    stops[0]()
+    thread.join()
+
+
+@pytest.mark.parametrize("thoroughly", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "all"])
+def test_every_route_is_as_described(
+    base_urls: Callable[[str], str], thoroughly: bool, subtests: pytest.Subtests
+) -> None:
+    from tests.support.clients import described_routes  # a second, in each of the processes that collect
+
+    described_routes.try_routes(asyncio.run(document()), base_urls, thoroughly, subtests.test)

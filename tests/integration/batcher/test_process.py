@@ -1,21 +1,36 @@
-"""The batcher process and a broker, without workers: requests get their terminals."""
+"""The batcher process and a broker, without workers: requests get their terminals.
+
+The stream `control`: a batcher that was stopped obeys every cancel, and keeps the stream short.
+
+The batcher process and a broker whose clock jumps: no deadline moves, nothing that is live is lost.
+
+Workers, batchers and gateways are killed, clients hang up: each committed token is counted once.
+"""
 
 import asyncio
+import os
+import signal
 import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import msgpack
 import pytest
 from redis.asyncio import Redis
 
+from common.broker.client import connect
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.broker.request_scripts import cancel_request
 from common.messages.codec import decode, encode
 from common.messages.events import Events
-from common.messages.request import Generate, StoppingParams
+from common.messages.request import Cancel, Generate, StoppingParams
 from deploy.launcher.embedded_broker import Broker
 from tests.support.broker.listening import listening
+from tests.support.broker.shifted_clock import JumpingBroker, jumping_broker
 from tests.support.broker_state import queue
+from tests.support.chaos.metered import MeteringPlan, run
 from tests.support.fleet.batchers import CHANNEL, admit, batcher, ended, waiting
 from tests.support.fleet.modeless_worker import modeless_worker
 from tests.support.waiting import PATIENCE_S, wait_until
@@ -173,3 +188,118 @@ async def test_requests_of_the_last_worker_end_with_an_error_after_worker_grace_
         end = await ended(redis, "r1")
     assert (end.error_type, "WORKER_GRACE_S" in end.error) == ("unavailable", True)
     assert 0 < end.num_final < 4000
+
+
+MANY = 11_000
+SHORT = 500
+
+
+async def cancel_many(redis: Redis) -> None:
+    """Cancel as the script does for requests that are not known any more, in one message."""
+    async with redis.pipeline(transaction=False) as pipe:
+        for i in range(MANY):
+            pipe.xadd(KEYS.control, {"cancel": encode(Cancel(f"gone{i}", "client"))})
+        await pipe.execute()
+
+
+async def test_a_stopped_batcher_obeys_a_cancel_that_thousands_followed(broker: Broker, redis: Redis) -> None:
+    await redis.set(KEYS.gateway("g"), 1)
+    with batcher(broker.url) as process:
+        await admit(redis, "first")
+        await wait_until(lambda: waiting(redis, 1))
+        os.kill(process.pid, signal.SIGSTOP)
+        await cancel_request(PoolClient(redis, KEYS), "first")
+        await cancel_many(redis)
+        await cancel_request(PoolClient(redis, KEYS), "gone")
+        os.kill(process.pid, signal.SIGCONT)
+        assert (await ended(redis, "first")).error_type == "cancelled"
+        await wait_until(lambda: is_short(redis))
+
+
+async def is_short(redis: Redis) -> bool:
+    return int(await redis.xlen(KEYS.control)) < SHORT
+
+
+QUARTER_S = 900
+DECADES_S = 56 * 365 * 86_400  # a machine that starts in 1970 and then asks for the time
+CENTURY_MS = 100 * 365 * 86_400_000
+"""Results of ended requests must outlive a jump, too: on a slow machine a request ends before it."""
+
+
+@pytest.fixture
+def jumping(tmp_path: Path) -> Iterator[JumpingBroker]:
+    with jumping_broker(tmp_path) as broker:
+        yield broker
+
+
+@pytest.fixture
+async def redis(jumping: JumpingBroker) -> AsyncIterator[Redis]:
+    async with connect(jumping.url) as client:
+        await client.set(KEYS.gateway("g"), 1)
+        yield client
+
+
+async def admit_two(redis: Redis, short_ms: int) -> None:
+    """Admit a request with much time, and one with little. Returns when the batcher has, or has had, both."""
+    await admit(redis, "long", ttl_ms=600_000)
+    await admit(redis, "short", ttl_ms=short_ms, result_ttl_ms=CENTURY_MS)
+
+    async def taken() -> bool:
+        return await waiting(redis, 2) or bool(await redis.hexists(KEYS.request("short"), "terminal"))  # type: ignore[misc]
+
+    await wait_until(taken)
+
+
+async def two_rounds(redis: Redis) -> None:
+    """Wait until the active batcher has done its housekeeping twice."""
+    for _ in range(2):
+        await redis.delete(KEYS.state)
+        await wait_until(lambda: redis.exists(KEYS.state))
+
+
+@pytest.mark.parametrize("jump_s", [DECADES_S, -QUARTER_S])
+async def test_a_jump_of_the_broker_s_clock_moves_no_deadline(
+    jumping: JumpingBroker, redis: Redis, jump_s: int
+) -> None:
+    with batcher(jumping.url):
+        await wait_until(lambda: redis.exists(KEYS.state))
+        await admit_two(redis, 1000)
+        jumping.jump(jump_s)
+        await two_rounds(redis)
+        assert await redis.hget(KEYS.request("long"), "terminal") is None  # type: ignore[misc]
+        assert await redis.hget(KEYS.request("long"), "channel") == CHANNEL.encode()  # type: ignore[misc]
+        assert (await ended(redis, "short")).error_type == "timeout"
+        await admit(redis, "next", ttl_ms=300)
+        assert (await ended(redis, "next")).error_type == "timeout"
+        await wait_until(lambda: waiting(redis, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jump_s", [QUARTER_S, -QUARTER_S])
+async def test_a_deadline_goes_on_at_a_takeover_with_the_time_that_was_left(
+    jumping: JumpingBroker, redis: Redis, jump_s: int
+) -> None:
+    """After a jump back, the lease of the dead batcher would last for a quarter of an hour by the broker's
+    clock.
+    """
+    with batcher(jumping.url, "b0"):
+        await wait_until(lambda: redis.exists(KEYS.state))
+        await admit_two(redis, 2500)
+    jumping.jump(jump_s)
+    await redis.delete(KEYS.state)
+    with batcher(jumping.url, "b1"):
+        assert (await ended(redis, "short")).error_type == "timeout"
+        await wait_until(lambda: waiting(redis, 1))
+
+
+PLAN = MeteringPlan(seed=33, kills=25)
+
+
+@pytest.mark.parametrize("kills", [25, pytest.param(1000, marks=pytest.mark.slow)])
+async def test_what_is_counted_is_what_is_committed(broker: Broker, kills: int) -> None:
+    plan = replace(PLAN, kills=kills)
+    outcome = await run(plan, broker.url)
+    assert outcome.kills.total() == kills and sum(used.generated for used in outcome.committed.values()) > 100
+    assert outcome.drift == 0, (outcome.counted, outcome.committed)
+    assert outcome.wrong == [] and outcome.pending == {}
+    assert outcome.spent <= plan.budget + plan.num_clients, "one token of each row"

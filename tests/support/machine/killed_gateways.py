@@ -4,8 +4,9 @@ import itertools
 from collections.abc import Callable
 from subprocess import Popen
 
-from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_server import healthy, start
+
+from deploy.launcher.embedded_broker import Broker
 from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until
 

@@ -1,13 +1,44 @@
-"""Jobs of other services: what a plain client of Redis gets."""
+"""Jobs of other services: what a plain client of Redis gets.
 
+Beam searches as jobs of other services.
+
+Logits in the answers of jobs.
+
+Entries and keys that others have written wrongly: they are answered with errors and harm no other job.
+
+Jobs that are submitted twice, or run by several gateways because one died or only seemed dead.
+
+Jobs at a broker that has lost its last writes, as one restored from its file may have.
+"""
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from api.jobs import validated_job
+from api.jobs.arq_client import ArqClient
+from api.jobs.consumer import submit_lost
+from api.jobs.job import Job, read_job
+from api.jobs.reply import Reply
+from api.jobs.runner import JobRun
 from api.lifecycle import Gateway
+from api.requests.pool import Pool
+from common.broker.client import connect
+from common.broker.pool_client import PoolClient
 from common.settings.settings import Settings
 from deploy.launcher.embedded_broker import Broker
-from tests.support.fleet.gateways import SETTINGS
+from tests.support.answers.beams import ANSWER, SEQUENCES, TEXTS, scores
+from tests.support.answers.logits import first_part, positions
+from tests.support.answers.openai_frames import CHAT_PATH
+from tests.support.fleet.gateways import SETTINGS, answering
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
-from tests.support.jobs import CHAT, IDS, KEYS, TEXT, Service, answer, running_gateway
-from tests.support.tokenizer import TOKENIZER, model_tokenizer
-from tests.support.waiting import wait_until
+from tests.support.jobs import CHAT, IDS, KEYS, TEXT, Service, answer, killed_gateway, running_gateway
+from tests.support.tokenizer import TOKENIZER, ids, model_tokenizer
+from tests.support.waiting import PATIENCE_S, wait_until
 
 
 async def test_a_job_gets_the_answer_of_http(service: Service, worker: FakeWorker, broker: Broker) -> None:
@@ -208,3 +239,437 @@ async def test_a_job_that_waits_beyond_its_deadline_never_starts(
         worker.going.set()
         assert await service.result("first") == {"generated_text": TEXT}
     assert len(worker.seen) == 1
+
+
+GENERATE = {"inputs": "Hi", "parameters": {"beam_width": 4, "stop": ["zzz"], "details": True}}
+BEAMS = {"parameters": {"beam_width": 4, "stop": ["zzz"]}}
+
+
+async def test_a_job_has_a_frame_for_each_sequence(service: Service, broker: Broker) -> None:
+    async with working(broker.url, TOKENIZER, lambda _: ANSWER), running_gateway(broker.url):
+        await service.submit(id="a", **GENERATE, reply="stream")
+        found = await service.result("a")
+        frames = await service.stream("a")
+    details = found["details"]
+    assert [one["generated_text"] for one in (found, *details["best_of_sequences"])] == [*TEXTS]
+    assert details.items() >= scores(0).items()
+    assert [frame["generated_text"] for frame in frames] == [*TEXTS]
+    assert [frame["details"]["beam_score"] for frame in frames] == [one.score for one in SEQUENCES]
+
+
+async def test_a_chat_job_has_a_choice_for_each_sequence(service: Service, broker: Broker) -> None:
+    async with working(broker.url, TOKENIZER, lambda _: ANSWER), running_gateway(broker.url):
+        received = await service.listen("ext:me")
+        await service.submit(id="c", **CHAT, **BEAMS, reply_to="ext:me")
+        found = await service.result("c")
+        await wait_until(lambda: len(received) == 8)
+    assert [choice["message"]["content"] for choice in found["choices"]] == [
+        TEXTS[0],
+        TEXTS[1],
+        " four ",
+        TEXTS[3],
+    ]
+    ends = [frame["choices"][0] for frame in received if frame["choices"][0]["finish_reason"]]
+    assert all(end.items() >= scores(i).items() for i, end in enumerate(ends)) and len(ends) == 4
+
+
+async def test_another_gateway_answers_the_job_of_one_that_was_killed(
+    service: Service, broker: Broker
+) -> None:
+    async with working(broker.url, TOKENIZER, lambda _: Answer([], ends=False)) as worker:
+        async with killed_gateway(broker.url):
+            await service.submit(id="a", **GENERATE, reply="stream")
+            await wait_until(lambda: worker.live)
+        async with running_gateway(broker.url, "g1"):
+            [live] = worker.live.values()
+            live.beams = SEQUENCES
+            found = await service.result("a")
+            assert found["generated_text"] == TEXTS[0]
+            assert len(await service.stream("a")) == 4
+            await service.settled()
+    assert len(worker.seen) == 1
+
+
+async def test_a_job_that_cannot_be_a_search_is_answered_with_the_reason(
+    service: Service, broker: Broker
+) -> None:
+    async with working(broker.url, TOKENIZER, lambda _: ANSWER), running_gateway(broker.url):
+        await service.submit(id="a", inputs="Hi", parameters={"beam_width": 4, "top_p": 0.5})
+        assert "`top_p` and a beam search exclude each other" in (await service.result("a"))["error"]
+        assert not await service.redis.exists(KEYS.reply("a"))
+
+
+GENERATION = {"return_generation_logits": True}
+BOTH = {"return_context_logits": True} | GENERATION
+
+
+async def test_a_job_has_logits_in_its_answer_only(service: Service, broker: Broker, redis: Redis) -> None:
+    async with answering(broker.url, Answer(ids(" x y"))) as (_, _, client):
+        for job, path, body in (
+            ({"inputs": "a b", "parameters": BOTH}, "/generate", {"inputs": "a b", "parameters": BOTH}),
+            ({**CHAT, "parameters": BOTH}, CHAT_PATH, CHAT | BOTH),
+        ):
+            job_id = await service.submit(**job)
+            result = first_part(await service.result(job_id))
+            assert result == first_part((await client.post(path, json=body)).json())
+            assert positions(result["context_logits"])
+            assert 0 < await redis.pttl(KEYS.logits(f"{job_id}#0")) <= 60_000
+            refused = await service.result(await service.submit(**job, reply="stream"))
+            assert "`return_context_logits` must be false when tokens are streamed" in str(refused)
+
+
+async def test_a_job_s_gateway_is_not_needed_for_its_logits(service: Service, broker: Broker) -> None:
+    """Another one claims the job, and reads them."""
+    async with answering(broker.url, Answer(ids(" x y"))) as (worker, _, _):
+        await worker.pause()
+        job_id = await service.submit(inputs="a b", parameters=GENERATION)
+        await wait_until(lambda: service.redis.exists(KEYS.request(f"{job_id}#0")))
+    async with running_gateway(broker.url), answering(broker.url, Answer(ids(" x y"))):
+        result = await service.result(job_id)
+    assert positions(result["generation_logits"]) == [*range(len(ids("a b")) - 1, len(ids("a b")) + 2)]
+
+
+GARBAGE: list[tuple[str, dict[Any, Any], str]] = [  # name, fields, what the error says
+    ("no job", {"jobs": "{}"}, "no field `job`"),
+    ("job and cancel", {"job": json.dumps({"inputs": "a"}), "cancel": "x"}, "`job` or `cancel`, not both"),
+    ("binary", {b"\xff\xfe": b"\x00\xff"}, "no field `job`"),
+    ("not UTF-8", {"job": b"\xff\xfe"}, "not JSON"),
+    ("not JSON", {"job": "{"}, "not JSON"),
+    ("no object", {"job": "[1]"}, "must be an object"),
+    ("no prompt", {"job": "{}"}, "either `inputs` or `messages`"),
+    ("two prompts", {"job": json.dumps({"inputs": "a", **CHAT})}, "either `inputs` or `messages`"),
+    ("unknown field", {"job": json.dumps({"inputs": "a", "replyto": "ext:x"})}, "replyto"),
+    ("wrong type", {"job": json.dumps({"inputs": 5})}, "`inputs`"),
+    ("wrong id", {"job": json.dumps({"inputs": "a", "id": "a#0"})}, "`id`"),
+    ("long id", {"job": json.dumps({"inputs": "a", "id": "a" * 129})}, "`id`"),
+    ("a batch's line", {"job": json.dumps({"inputs": "a", "id": f"batch_{0:032x}/1"})}, "a batch's line"),
+    ("wrong parameters", {"job": json.dumps({"inputs": "a", "parameters": [1]})}, "`parameters`"),
+    ("not ours", {"job": json.dumps({"inputs": "a", "reply_to": "events:g0"})}, "`reply_to`"),
+    ("wrong reply", {"job": json.dumps({"inputs": "a", "reply": "mail"})}, "`reply`"),
+    (
+        "limit",
+        {"job": json.dumps({"inputs": "a", "parameters": {"max_new_tokens": 10**6}})},
+        "`max_new_tokens`",
+    ),
+    ("not served", {"job": json.dumps({"inputs": "a", "parameters": {"adapter_id": "a"}})}, "`adapter_id`"),
+    ("another model", {"job": json.dumps({"inputs": "a", "model": "gpt-4"})}, "gpt-4"),
+    ("too large", {"job": json.dumps({"inputs": "a" * 3000})}, "larger than 2000 bytes"),
+    ("deep", {"job": '{"inputs":' + "[" * 201 + "]" * 201 + "}"}, "more than 201 levels deep"),
+    ("too deep", {"job": "[" * 1900}, "not JSON"),
+    ("chat of nothing", {"job": json.dumps({"messages": []})}, "`messages`"),
+    ("chat with a stream", {"job": json.dumps({**CHAT, "parameters": {"stream": True}})}, "`stream`"),
+]
+
+
+async def test_malformed_entries_are_answered_with_errors(
+    service: Service, worker: FakeWorker, broker: Broker
+) -> None:
+    async with running_gateway(broker.url, payload_limit=2000):
+        entries = [
+            (name, (await service.redis.xadd(KEYS.submit, fields)).decode(), words)
+            for name, fields, words in GARBAGE
+        ]
+        for name, entry_id, words in entries:
+            error = (await service.result(entry_id))["error"]
+            assert words in (error if isinstance(error, str) else error["message"]), name
+        await service.submit(id="good", inputs="Count.")
+        assert await service.result("good") == {"generated_text": TEXT}
+        await service.settled()
+
+
+async def test_overwritten_keys_harm_no_other_job(
+    service: Service, worker: FakeWorker, broker: Broker
+) -> None:
+    await service.redis.set(KEYS.submit, "mine")
+    await service.redis.set(KEYS.job("spoiled"), "mine")
+    await service.redis.set(KEYS.reply("fine"), "mine")
+    await service.redis.rpush(KEYS.result("fine"), "mine")  # type: ignore[misc]
+    async with running_gateway(broker.url) as gateway:
+        await service.redis.delete(KEYS.submit)
+        await service.submit(id="spoiled", inputs="Count.")
+        assert "overwritten" in (await service.result("spoiled"))["error"]
+        await service.redis.delete(KEYS.submit)
+        await wait_until(lambda: service.redis.exists(KEYS.submit))
+        await service.redis.delete(KEYS.result("fine"))
+        await service.submit(id="fine", inputs="Count.", reply="stream")
+        assert await service.result("fine") == {"generated_text": TEXT}
+        await service.settled()
+        await wait_until(lambda: not gateway.job_consumer.held and not gateway.pool.relay.streams)
+
+
+async def test_an_entry_that_comes_while_the_run_detaches_is_answered(
+    service: Service, worker: FakeWorker, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The entry is read while the job is registered as live, and joins a run that has sent its last frame."""
+    tidy, tidying, go_on = JobRun.detach, asyncio.Event(), asyncio.Event()
+
+    async def slowly(self: JobRun) -> None:
+        tidying.set()
+        await go_on.wait()
+        await tidy(self)
+
+    async def live(self: Reply) -> str:
+        return "live"
+
+    async with running_gateway(broker.url):
+        monkeypatch.setattr(JobRun, "detach", slowly)
+        await service.submit(id="a", inputs="Count.")
+        await tidying.wait()
+        monkeypatch.setattr(Reply, "register", live)
+        received = await service.listen("ext:me")
+        await service.submit(id="a", inputs="Count.", reply_to="ext:me")
+        await wait_until(lambda: len(received) == len(IDS) + 1)
+        go_on.set()
+        await service.settled()
+
+
+async def test_the_same_job_joins_and_another_with_its_id_conflicts(
+    service: Service, worker: FakeWorker, broker: Broker
+) -> None:
+    first, second, third = [await service.listen(f"ext:{i}") for i in range(3)]
+    async with running_gateway(broker.url, "g0") as gateway, running_gateway(broker.url, "g1") as other:
+        await worker.pause()
+        for i in range(2):
+            await service.submit(id="a", inputs="Count.", reply_to=f"ext:{i}")
+        await wait_until(
+            lambda: (
+                sum(len(run.replies) for each in (gateway, other) for run in each.job_consumer.runs.values())
+                == 2
+            )
+        )
+        entry_id = await service.submit(id="a", inputs="Count again.", reply_to="ext:2")
+        await wait_until(lambda: third)
+        worker.going.set()
+        assert await service.result("a") == {"generated_text": TEXT}
+        assert (
+            third
+            == [await service.result(entry_id)]
+            == [{"error": "another job has this id", "error_type": "conflict"}]
+        )
+        await wait_until(lambda: len(first) == len(second) == len(IDS) + 1)
+        await service.settled()
+        await service.submit(id="a", inputs="Count.", reply_to="ext:2", reply="stream")
+        await wait_until(lambda: len(third) == 2)
+        assert first == second
+        assert third[1] == first[-1]
+        assert await service.stream("a") == third[1:]
+        assert len(worker.seen) == 1
+
+
+async def test_another_gateway_continues_the_jobs_of_a_dead_one(
+    service: Service, worker: FakeWorker, broker: Broker
+) -> None:
+    """Each frame comes once, on the channel and in the stream, with the text of one generation."""
+    received = await service.listen("ext:me")
+    worker.step_s, worker.most_tokens = 0.01, 5  # no job ends before its gateway
+    async with killed_gateway(broker.url):
+        await service.submit(id="a", inputs="Count.", reply_to="ext:me", reply="stream")
+        await service.submit(id="c", **CHAT, parameters={"n": 2}, reply="stream")
+        await wait_until(lambda: len(received) >= 3)
+    async with running_gateway(broker.url, "g1", worker_ttl_s=0.3) as other:
+        await wait_until(lambda: other.pool.relay.followed == {KEYS.events("g0"): 3})
+        worker.most_tokens = sys.maxsize
+        assert await service.result("a") == {"generated_text": TEXT}
+        assert [choice["message"]["content"] for choice in (await service.result("c"))["choices"]] == [
+            TEXT
+        ] * 2
+        await service.settled()
+        await wait_until(lambda: len(received) == len(IDS) + 1)
+        assert not other.pool.relay.followed and not other.pool.relay.streams
+    assert [frame["token"]["id"] for frame in received] == [*IDS, 2]
+    assert await service.stream("a") == received
+    chunks = await service.stream("c")
+    for i in range(2):
+        deltas = [
+            choice["delta"].get("content") or ""
+            for chunk in chunks
+            for choice in chunk["choices"]
+            if choice["index"] == i
+        ]
+        assert "".join(deltas) == TEXT
+    assert len(worker.seen) == 3
+
+
+async def test_a_job_that_ended_two_gateways_is_failed_by_name(
+    service: Service, worker: FakeWorker, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gateways that stop in order while they validate it do not count."""
+    validating, validate = asyncio.Event(), validated_job.validate_generate_job
+
+    async def validate_or_hang(pool: Pool, job: Job, model: str) -> Any:
+        if pool.gateway == "last":
+            return await validate(pool, job, model)
+        validating.set()
+        return await asyncio.Future()
+
+    async def send_nothing(*_: Any) -> None:
+        raise ConnectionError
+
+    monkeypatch.setattr(validated_job, "validate_generate_job", validate_or_hang)
+    await service.submit(id="slow", inputs="Count.")
+    for i in range(3):
+        async with running_gateway(broker.url, f"g{i}", worker_ttl_s=0.3):
+            await validating.wait()
+            validating.clear()
+    await service.submit(id="waits", inputs="Count.")
+    async with killed_gateway(broker.url, "k0"):
+        await validating.wait()
+    async with running_gateway(broker.url, "last", worker_ttl_s=0.3):
+        assert await service.result("slow") == await service.result("waits") == {"generated_text": TEXT}
+    await service.submit(id="fatal", inputs="Count.")
+    for i in range(2):
+        with monkeypatch.context() as patch:
+            async with killed_gateway(broker.url, f"f{i}"):
+                validating.clear()
+                await validating.wait()
+                if i == 1:
+                    await service.submit(id="waits-too", inputs="Count.")
+                patch.setattr(Redis, "hdel", send_nothing)
+    async with running_gateway(broker.url, "last", worker_ttl_s=0.3):
+        assert "2 gateways ended while they validated" in (await service.result("fatal"))["error"]
+        assert await service.result("waits-too") == {"generated_text": TEXT}
+
+
+async def test_cut_connections_lose_and_repeat_no_frame(
+    service: Service, worker: FakeWorker, broker: Broker
+) -> None:
+    """Connections are cut while jobs are read, admitted, streamed and answered."""
+    received = await service.listen("ext:me")
+    worker.step_s = 0.02
+    async with running_gateway(f"{broker.url}?client_name=gateway") as gateway:
+        for i in range(12):
+            await service.submit(
+                id=f"j{i}", inputs="Count.", reply="stream", **({"reply_to": "ext:me"} if i == 0 else {})
+            )
+            for client in await service.redis.client_list():
+                if client["name"] == "gateway":
+                    await service.redis.client_kill_filter(_id=client["id"])
+            await wait_until(gateway.pool.relay.subscribed.is_set)
+        assert [await service.result(f"j{i}") for i in range(12)] == [{"generated_text": TEXT}] * 12
+        await service.settled()
+    for i in range(12):
+        assert [frame["token"]["id"] for frame in await service.stream(f"j{i}")] == [*IDS, 2]
+    await wait_until(lambda: len(received) == len(IDS) + 1)
+    assert received == await service.stream("j0")
+    assert len(worker.seen) == 12
+
+
+async def test_two_gateways_with_one_job_send_each_frame_once(
+    service: Service, worker: FakeWorker, broker: Broker
+) -> None:
+    """One of them sends no heartbeats any more, but still works."""
+    received = await service.listen("ext:me")
+    worker.step_s, worker.most_tokens = 0.01, 5  # the job does not end before both have it
+    silent = Gateway(Settings(redis_url=broker.url, **SETTINGS, worker_ttl_s=0.3), "g0", model_tokenizer())
+    life = [asyncio.create_task(loop) for loop in (silent.pool.relay.run(), silent.job_consumer.run())]
+    await silent.pool.workers.refresh()
+    await silent.keys.refresh(silent.keys.source(silent.pool.client))
+    await service.submit(id="a", inputs="Count.", reply_to="ext:me", reply="stream")
+    await wait_until(lambda: received)
+    async with running_gateway(broker.url, "g1", worker_ttl_s=0.3) as other:
+        await wait_until(lambda: "a" in other.job_consumer.runs and "a" in silent.job_consumer.runs)
+        worker.most_tokens = sys.maxsize
+        assert await service.result("a") == {"generated_text": TEXT}
+        await wait_until(lambda: not other.job_consumer.runs and not silent.job_consumer.runs)
+    assert [frame["token"]["id"] for frame in received] == [*IDS, 2]
+    assert await service.stream("a") == received
+    assert len(worker.seen) == 1
+    for task in life:
+        task.cancel()
+    await asyncio.wait(life)
+    await silent.pool.client.redis.aclose()
+
+
+async def test_lost_frames_are_offered_again(service: Service, worker: FakeWorker, broker: Broker) -> None:
+    """The stream of frames is whole, and the channel hears none twice."""
+    received = await service.listen("ext:me")
+    worker.step_s, worker.most_tokens = 0.01, 6  # the job does not end before it is disturbed
+    async with running_gateway(broker.url):
+        await service.submit(id="a", inputs="Count.", reply_to="ext:me", reply="stream")
+        await wait_until(lambda: len(received) == 6)
+        await worker.pause()
+        job, channel = KEYS.job("a"), KEYS.channel("ext:me")
+        kept = {"stream:0": 2, f"{channel}:0": 3, "entries": 2}
+        async with service.redis.pipeline() as pipe:
+            pipe.hset(job, mapping=kept)
+            pipe.delete(KEYS.reply("a"))
+            for i, frame in enumerate(received[:2], 1):
+                pipe.xadd(KEYS.reply("a"), {"frame": frame["token"]["text"]}, id=f"{i}-0")
+            await pipe.execute()
+        worker.most_tokens = sys.maxsize
+        worker.going.set()
+        assert await service.result("a") == {"generated_text": TEXT}
+        await wait_until(lambda: len(received) == len(IDS) + 1)
+        again = [fields for _, fields in await service.redis.xrange(KEYS.reply("a"), "3")]
+        assert len(again) == len(IDS) - 1
+        await service.settled()
+    assert [frame["token"]["id"] for frame in received] == [*IDS, 2]
+
+
+async def test_a_job_whose_entry_was_lost_outlives_its_gateway(
+    service: Service, worker: FakeWorker, broker: Broker
+) -> None:
+    """The gateway submits the job again; another one goes on with it, without a missing or repeated frame."""
+    received = await service.listen("ext:me")
+    worker.step_s, worker.most_tokens = 0.01, 5  # the job does not end before its gateway
+    async with killed_gateway(broker.url):
+        job_id = await service.submit(**CHAT, reply_to="ext:me", reply="stream")
+        await wait_until(lambda: len(received) >= 3)
+        await worker.pause()
+        await service.redis.delete(KEYS.submit)
+        await wait_until(lambda: service.redis.xlen(KEYS.submit))
+    async with running_gateway(broker.url, "g1", worker_ttl_s=0.3):
+        worker.most_tokens = sys.maxsize
+        worker.going.set()
+        await service.settled()
+        await wait_until(lambda: received[-1]["choices"][0]["finish_reason"])
+    assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in received) == TEXT
+    assert await service.stream(job_id) == received
+    assert len(worker.seen) == 1
+
+
+async def test_a_job_that_another_gateway_has_answered_is_not_submitted_again(
+    service: Service, worker: FakeWorker, broker: Broker
+) -> None:
+    """A gateway that was stopped until its entries were claimed finds them gone."""
+    async with running_gateway(broker.url):
+        job_id = await service.submit(inputs="Count.")
+        await service.result(job_id)
+        await service.settled()
+    ended = read_job(job_id, {b"job": b'{"inputs": "Count."}'}, 2**20)
+    await submit_lost(service.redis, KEYS, {job_id: ended})
+    assert not await service.redis.xlen(KEYS.submit)
+
+
+async def test_a_job_that_is_submitted_again_keeps_its_content_and_its_time(
+    service: Service, broker: Broker
+) -> None:
+    """Its deadline and the `created` of its chunks count from the first of its entries."""
+    fields = {
+        b"job": b'{"inputs": "\\u00e9", "parameters": {"top_p": 1e-7}, "tenant": null, "reply": "stream"}'
+    }
+    job = lost = read_job("5000-0", fields, 2**20)
+    for _ in range(2):  # the entry in its place is lost, too
+        await submit_lost(service.redis, KEYS, {job.entry_id: job})
+        [[entry_id, fields]] = await service.redis.xrevrange(KEYS.submit, count=1)
+        job = read_job(entry_id.decode(), fields, 2**20)
+        await service.redis.xdel(KEYS.submit, entry_id)
+    assert job.entry_id != "5000-0"
+    assert (job.id, job.digest, job.in_stream, job.entry_ms) == ("5000-0", lost.digest, True, 5000)
+
+
+async def test_a_job_worker_submits_a_lost_job_again(
+    service: Service, worker: FakeWorker, broker: Broker
+) -> None:
+    redis = connect(broker.url)
+    client = ArqClient(PoolClient(redis, KEYS))
+    polling = asyncio.create_task(client.run())
+    answer = asyncio.create_task(client.run_job("a", {"inputs": "Count."}, {}))
+    await wait_until(lambda: client.waiting)
+    await redis.delete(KEYS.submit)
+    async with running_gateway(broker.url):
+        assert await asyncio.wait_for(answer, PATIENCE_S) == {"generated_text": TEXT}
+        await service.settled()
+    assert not client.waiting
+    polling.cancel()
+    await redis.aclose()

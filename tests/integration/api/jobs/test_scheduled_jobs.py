@@ -1,22 +1,39 @@
-"""Jobs that may not run before a time."""
+"""Jobs that may not run before a time.
 
+Gateways, batchers and workers are killed all the while: each scheduled job runs once, and not before its
+time.
+
+What people see and change of jobs: `tokenfleet jobs list|show|cancel|retry|dead`, at a gateway.
+"""
+
+import asyncio
 import json
+import random
 import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from datetime import UTC, datetime
+from typing import Any
 
+import httpx
 import pytest
 
 from api.jobs.scripts import LIVE, SCHEDULED, cancel_job
 from api.lifecycle import Gateway
 from common import api_keys
 from common.api_keys import KeyFields
+from common.broker.client import connect
 from common.broker.lua import run_script
 from common.broker.pool_client import PoolClient
+from common.messages.request import Generate
 from common.settings.settings import Settings
+from deploy.cli.command_line import run as run_command
 from deploy.launcher.embedded_broker import Broker
-from tests.support.fleet.gateways import SETTINGS
-from tests.support.fleet.scripted_worker import FakeWorker, working
-from tests.support.jobs import KEYS, TEXT, Service, answer, killed_gateway, running_gateway
+from tests.support.fleet.gateways import SETTINGS, answering
+from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
+from tests.support.jobs import IDS, KEYS, TEXT, Service, answer, killed_gateway, running_gateway
+from tests.support.machine.killed_gateways import KilledGateways
+from tests.support.machine.killed_pool import KilledPool
 from tests.support.tokenizer import TOKENIZER, model_tokenizer
 from tests.support.waiting import wait_until
 
@@ -175,3 +192,184 @@ async def test_jobs_that_wait_for_others_are_seen_and_cancelled(
         async with working(broker.url, TOKENIZER, answer):
             assert [await service.result(f"j{i}") for i in range(3)] == [{"generated_text": TEXT}] * 3
             assert (await service.result("j3"))["error_type"] == "cancelled"
+
+
+NUM_JOBS, NUM_TOKENS = 300, 20
+SPREAD_S = 45.0
+NUM_KILLS = 20
+
+
+@pytest.mark.slow
+async def test_each_scheduled_job_runs_once(broker: Broker) -> None:
+    draw = random.Random(1)
+    begun_s: dict[str, float] = {}
+    async with connect(broker.url) as redis:
+        gateways = KilledGateways(broker, 0, lambda: 0, LOG_LEVEL="error", WORKER_TTL_S="2")
+        pool = KilledPool(broker.url, redis, num_workers=2, step_s=0.02, num_blocks=2000)
+        try:
+            async with pool.running(), httpx.AsyncClient(timeout=30) as client:
+                await gateways.until_healthy()
+                begin_s = time.time()
+                due_s = {f"j{i}": begin_s + draw.uniform(0, SPREAD_S) for i in range(NUM_JOBS)}
+                for job_id, at_s in due_s.items():
+                    await redis.xadd(KEYS.submit, {"job": describe(job_id, at_s)})
+
+                async def kill() -> None:
+                    for _ in range(NUM_KILLS):
+                        await gateways.until_healthy()
+                        await asyncio.sleep(draw.uniform(0, 1))
+                        drawn = draw.random()
+                        if drawn < 0.7:
+                            await asyncio.to_thread(gateways.kill, draw.randrange(2))
+                        elif drawn < 0.8:
+                            await pool.kill_batcher(draw.choice(list(pool.batchers)))
+                        else:
+                            await pool.kill_worker(draw.choice(list(pool.workers)))
+
+                async def all_ended() -> bool:
+                    return await redis.exists(*map(KEYS.result, due_s)) == NUM_JOBS  # type: ignore[no-any-return]
+
+                watching = asyncio.create_task(watch(redis, due_s, begun_s))
+                await kill()
+                await wait_until(all_ended)
+                await wait_until(lambda: len(begun_s) == NUM_JOBS)
+                watching.cancel()
+
+                async def no_entry_is_left() -> bool:
+                    return await redis.xlen(KEYS.submit) == 0  # type: ignore[no-any-return]
+
+                await wait_until(no_entry_is_left)
+                await gateways.until_healthy()
+                used = (await client.get(f"{gateways.urls[0]}/usage")).json()["total"]
+                listed = (await client.get(f"{gateways.urls[0]}/admin/jobs")).json()["counts"]
+            frames = [await redis.xlen(KEYS.reply(job_id)) for job_id in due_s]
+        finally:
+            gateways.stop()
+    assert [job_id for job_id in due_s if begun_s[job_id] < due_s[job_id]] == []
+    assert Counter(frames) == {NUM_TOKENS: NUM_JOBS}
+    assert (used["requests"], used["completion_tokens"]) == (NUM_JOBS, NUM_JOBS * NUM_TOKENS)
+    assert listed == {"live": 0, "scheduled": 0, "dead": 0, "ended": NUM_JOBS}
+    late = sorted(begun_s[job_id] - due_s[job_id] for job_id in due_s)
+    kills = dict(pool.kills + Counter(gateway=gateways.num_kills))
+    print(
+        f"{kills} kills; a job begins {late[NUM_JOBS // 2]:.2f} s late in the median, {late[-1]:.2f} at most"
+    )
+
+
+def describe(job_id: str, at_s: float) -> str:
+    parameters = {"max_new_tokens": NUM_TOKENS}
+    job = {"id": job_id, "inputs": f"Number {job_id}", "parameters": parameters, "not_before": at_s}
+    return json.dumps(job | {"reply": "stream"})
+
+
+async def watch(redis: Any, job_ids: Iterable[str], begun_s: dict[str, float]) -> None:
+    """Note when each job's first frame is seen; never returns."""
+    while True:
+        for job_id in [one for one in job_ids if one not in begun_s]:
+            if await redis.exists(KEYS.reply(job_id)):
+                begun_s[job_id] = time.time()
+        await asyncio.sleep(0.05)
+
+
+Run = Callable[..., Awaitable[str]]
+TIMES = (3, 1, 1, 1)
+
+
+class BrokenEngine:
+    """Answers of a worker whose engine fails until it is mended."""
+
+    def __init__(self) -> None:
+        self.is_broken = True
+
+    def __call__(self, _: Generate) -> Answer:
+        return Answer(IDS[:3], error="the engine broke") if self.is_broken else Answer(IDS)
+
+
+@pytest.fixture
+def engine() -> BrokenEngine:
+    return BrokenEngine()
+
+
+@pytest.fixture
+async def run(
+    broker: Broker, engine: BrokenEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Run]:
+    """Runs `tokenfleet jobs` at a gateway → what it prints."""
+    monkeypatch.setenv("COLUMNS", "300")
+    async with answering(broker.url, engine, heartbeat_s=0.05) as (_, _, client):
+
+        async def run(*words: str, code: int = 0) -> str:
+            assert (
+                await asyncio.to_thread(run_command, ["jobs", *words, "--url", str(client.base_url)]) == code
+            )
+            captured = capsys.readouterr()
+            return captured.err if code else captured.out
+
+        yield run
+
+
+async def test_a_dead_job_is_kept_with_its_reason_and_tried_again(
+    service: Service, run: Run, engine: BrokenEngine
+) -> None:
+    job = {"id": "team/a", "inputs": "Count.", "tenant": "acme", "reply": "stream"}
+    await service.submit(**job)
+    assert (await service.result("team/a"))["error_type"] == "generation"
+    await service.settled()
+    line = (await run("dead")).splitlines()[1]
+    assert line.split()[:4] == ["team/a", "dead", "generate", "acme"]
+    assert "generation: Request failed during generation: the engine broke" in line
+    shown = json.loads(await run("show", "team/a"))
+    assert (shown["state"], shown["status"], shown["job"]) == ("dead", 424, job)
+    engine.is_broken = False
+    assert await run("retry", "team/a") == "team/a is tried again\n"
+
+    async def is_mended() -> bool:
+        return bool(await service.result("team/a") == {"generated_text": TEXT})
+
+    await wait_until(is_mended)
+    await service.settled()
+    assert [frame["generated_text"] for frame in await service.stream("team/a")][-1] == TEXT
+    assert json.loads(await run("show", "team/a"))["retries"] == 1
+    assert await run("dead") == "there are no such jobs\n"
+    assert (await run("list", "--status", "done")).splitlines()[1].split()[:2] == ["team/a", "done"]
+    assert "is not dead" in await run("retry", "team/a", code=1)
+
+
+async def test_jobs_are_listed_by_state_tenant_and_a_part_of_their_ids(
+    service: Service, run: Run, engine: BrokenEngine
+) -> None:
+    engine.is_broken = False
+    await service.submit(id="done-1", inputs="Count.", tenant="acme")
+    await service.submit(id="done-2", inputs="Count.")
+    await service.submit(id="faulty", inputs="a", parameters={"top_p": 7})
+    for i in range(3):
+        await service.submit(id=f"later-{i}", inputs="Count.", not_before=time.time() + 3600 - i)
+    await wait_until(lambda: service.redis.zscore(KEYS.job_set("scheduled"), "later-2"))
+    await service.settled()
+
+    async def listed(*words: str) -> list[str]:
+        return [line.split()[0] for line in (await run("list", *words)).splitlines()[1:]]
+
+    assert {*await listed()} == {"later-2", "later-1", "later-0", "faulty", "done-1", "done-2"}
+    assert await listed("--status", "scheduled") == ["later-2", "later-1", "later-0"]
+    assert await listed("--status", "failed") == ["faulty"]
+    assert await listed("--tenant", "acme") == ["done-1"]
+    assert {*await listed("--search", "done")} == {"done-1", "done-2"}
+    first = (await run("list", "--limit", "2")).splitlines()
+    assert [line.split()[0] for line in first[1:]] == ["later-2", "later-1", "more"]
+    cursor = first[-1].split("'")[1]
+    assert (await listed("--cursor", cursor))[0] == "later-0"
+    assert await run("cancel", "later-0") == "later-0 is cancelled\n"
+    assert (await service.result("later-0"))["error_type"] == "cancelled"
+    await service.settled()
+    assert await listed("--status", "cancelled") == ["later-0"]
+    assert "The job has ended" in await run("cancel", "later-0", code=1)
+    assert "There is no job 'nobody'" in await run("cancel", "nobody", code=1)
+    assert "`cursor` must be" in await run("list", "--cursor", "x", code=1)
+
+
+async def test_a_job_that_misses_its_deadline_is_dead(service: Service, run: Run) -> None:
+    await service.submit(id="late", inputs="Count.", deadline_ms=1)
+    assert (await service.result("late"))["error_type"] == "timeout"
+    await service.settled()
+    assert "timeout: Request failed" in await run("dead")

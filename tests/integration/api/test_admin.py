@@ -1,0 +1,533 @@
+"""GET /fleet, and the kill button of a demonstration; processes of the test play those of a fleet.
+
+What a gateway counts, and what it answers to Prometheus.
+
+GET /usage, and budgets, over HTTP: what is counted is what answers say that was used.
+"""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+import redis
+from redis.asyncio import Redis
+
+from common.api_keys import IssuedKey
+from common.broker.heartbeat import Heartbeat, process_fields
+from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
+from common.messages.codec import encode
+from common.messages.events import Timeline, TimelineEvent
+from common.messages.request import Generate
+from common.settings.settings import SettingError, Settings
+from deploy.launcher.embedded_broker import Broker
+from tests.support import brokers
+from tests.support.fleet.batchers import batcher
+from tests.support.fleet.gateways import answering, ready, serving, stream
+from tests.support.fleet.scripted_batcher import batching
+from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
+from tests.support.keys.issued import add_key, bearer, known
+from tests.support.tokenizer import TOKENIZER, ids
+from tests.support.waiting import PATIENCE_S, wait_until
+
+KEYS = Keys("default")
+DEMO: dict[str, Any] = {"demo": True, "hostname": "127.0.0.1"}
+
+
+@contextlib.contextmanager
+def bystander(title: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A child of this process, as the gateway of `serving` calls it a sibling, that looks like one of the
+    fleet.
+    """
+    code = (
+        f"import setproctitle, time; setproctitle.setproctitle({title!r}); print(flush=True); time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def sibling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes this process the launcher of the gateway that it serves itself."""
+    own = os.getpid()
+    monkeypatch.setattr("api.admin.routes_fleet.os.getppid", lambda: own)
+
+
+async def show(redis: Any, name: str, **figures: Any) -> None:
+    await Heartbeat(PoolClient(redis, KEYS), "batcher", name, 60.0).send(**figures)
+
+
+async def test_live_processes_are_listed(broker: Broker, redis: Any) -> None:
+    async with answering(broker.url, Answer([])) as (worker, _, client):
+        await show(redis, "b0-1", waiting=4, rows=2)
+        await show(redis, "b1-1", waiting=0, rows=0)
+        await redis.set(KEYS.batcher, "b0-1")
+        fleet = (await client.get("/fleet")).json()
+        by_id = {one["id"]: one for one in fleet["processes"]}
+        assert set(by_id) == {worker.incarnation, "g0-test", "b0-1", "b1-1", "broker"}
+        assert {name: fleet[name] for name in ("pool", "model", "demo")} == {
+            "pool": "default",
+            "model": "smollm2",
+            "demo": False,
+        }
+        assert fleet["requests"] == {"live": 0, "waiting": 4, "running": 2, "limit": 1024}
+        one = by_id[worker.incarnation]
+        assert (one["kind"], one["state"], one["num_blocks"], one["dtype"], one["rows"]) == (
+            "worker",
+            "ready",
+            64,
+            "float32",
+            0,
+        )
+        assert (by_id["b0-1"]["state"], by_id["b1-1"]["state"], by_id["b1-1"]["active"]) == (
+            "active",
+            "standby",
+            False,
+        )
+        own = process_fields()
+        assert {name: by_id["g0-test"][name] for name in ("pid", "host")} == {
+            name: own[name] for name in ("pid", "host")
+        }
+        assert all(0 <= one["age_s"] < PATIENCE_S for one in fleet["processes"])
+
+
+async def test_a_process_without_heartbeats_is_not_listed(broker: Broker, redis: Any) -> None:
+    async with serving(broker.url) as (_, client):
+
+        async def names() -> set[str]:
+            return {one["id"] for one in (await client.get("/fleet")).json()["processes"]}
+
+        async def shows_itself() -> bool:
+            return "g0-test" in await names()
+
+        await wait_until(shows_itself)
+        await show(redis, "b0-1", rows=1)
+        assert await names() == {"broker", "g0-test", "b0-1"}
+        await redis.pexpire(KEYS.process("batcher", "b0-1"), 1)
+        await wait_until(lambda: gone(redis))
+        assert await names() == {"broker", "g0-test"}
+    assert not await redis.exists(KEYS.gateway("g0-test")), "a gateway that leaves removes its heartbeat"
+    assert await redis.zrange(KEYS.processes, 0, -1) in ([], [b"batcher:b0-1"])
+
+
+async def gone(redis: Any) -> bool:
+    return not await redis.exists(KEYS.process("batcher", "b0-1"))
+
+
+async def test_a_worker_that_loads_its_model_is_listed(broker: Broker, redis: Any) -> None:
+    async with serving(broker.url) as (_, client):
+
+        async def workers() -> list[str]:
+            return [
+                one["state"]
+                for one in (await client.get("/fleet")).json()["processes"]
+                if one["kind"] == "worker"
+            ]
+
+        async with Heartbeat(PoolClient(redis, KEYS), "starting", "w0-1", 5.0).sending(0.05):
+            await wait_until(workers)
+            assert await workers() == ["starting"]
+        assert await workers() == []
+
+
+async def test_of_two_batchers_the_one_with_the_lease_is_active(broker: Broker, redis: Any) -> None:
+    with batcher(broker.url, "b0") as first, batcher(broker.url, "b1") as second:
+        async with serving(broker.url) as (_, client):
+
+            async def both() -> list[dict[str, Any]]:
+                found = [
+                    one
+                    for one in (await client.get("/fleet")).json()["processes"]
+                    if one["kind"] == "batcher"
+                ]
+                return found if {one["state"] for one in found} == {"active", "standby"} else []
+
+            found = await wait_until(both)
+            holder = (await redis.get(KEYS.batcher)).decode()
+            assert {one["id"] for one in found if one["active"]} == {holder}
+            assert {one["pid"] for one in found} == {first.pid, second.pid}
+
+
+async def test_without_a_batcher_all_requests_are_waiting(broker: Broker, redis: Any) -> None:
+    await redis.xadd(KEYS.requests, {"generate": b"?"})
+    async with serving(broker.url) as (_, client):
+        assert (await client.get("/fleet")).json()["requests"] == {
+            "live": 1,
+            "waiting": 1,
+            "running": 0,
+            "limit": 1024,
+        }
+
+
+async def test_the_kill_button_kills_a_process_of_the_same_launcher(
+    broker: Broker, redis: Any, sibling: Any
+) -> None:
+    with bystander("tokenfleet batcher b0") as process:
+        async with serving(broker.url, **DEMO) as (_, client):
+            await show(redis, "b0-1", pid=process.pid)
+            assert (await client.get("/fleet")).json()["demo"] is True
+            answer = await client.post(
+                "/fleet/processes/b0-1/kill", headers={"origin": str(client.base_url).rstrip("/")}
+            )
+            assert (answer.status_code, answer.json()) == (202, {"killed": "b0-1"})
+            assert await asyncio.to_thread(process.wait, 10) == -9
+
+
+async def refused(client: Any, name: str = "b0-1", **headers: str) -> tuple[int, str]:
+    answer = await client.post(f"/fleet/processes/{name}/kill", headers=headers)
+    return answer.status_code, answer.json()["error"]
+
+
+async def test_the_kill_button_kills_no_other_process(
+    broker: Broker, redis: Any, sibling: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with bystander("tokenfleet batcher b0") as process, bystander("somebody's editor") as other:
+        async with serving(broker.url) as (_, client):
+            await show(redis, "b0-1", pid=process.pid)
+            assert await refused(client) == (403, "Not killed: DEMO is not on")
+        async with serving(broker.url, **DEMO) as (_, client):
+            assert (await refused(client, "b7-1"))[0] == 404
+            assert (await refused(client, origin="http://evil.example"))[0] == 403
+        async with serving(broker.url, **DEMO, cors_allow_origin=("*",)) as (_, client):
+            assert (
+                "origin 'http://evil.example' is not ours"
+                in (await refused(client, origin="http://evil.example"))[1]
+            )
+            assert (await refused(client, origin="null"))[0] == 403
+            assert (
+                "'evil.example:80' is not a loopback"
+                in (await refused(client, host="evil.example:80", origin="http://evil.example:80"))[1]
+            )
+            await show(redis, "b0-1", pid=process.pid, host="elsewhere")
+            assert await refused(client) == (403, "Not killed: it runs on elsewhere")
+            await show(redis, "b0-1", pid=other.pid)
+            assert await refused(client) == (403, f"Not killed: process {other.pid} is not one of this fleet")
+            await show(redis, "b0-1", pid=2**22 + 1)
+            assert (await refused(client))[0] == 404
+            monkeypatch.setattr("api.admin.routes_fleet.os.getppid", lambda: 1)
+            await show(redis, "b0-1", pid=process.pid)
+            assert await refused(client) == (
+                403,
+                f"Not killed: process {process.pid} is not one of this fleet",
+            )
+        assert process.poll() is None and other.poll() is None
+
+
+@pytest.mark.parametrize("hostname", ["0.0.0.0", "192.0.2.1", "some-machine"])
+def test_demo_needs_a_local_hostname(hostname: Any) -> None:
+    with pytest.raises(SettingError, match=r"DEMO: .*HOSTNAME=127\.0\.0\.1"):
+        Settings.read(["--demo"], {"HOSTNAME": hostname})
+    assert Settings.read(["--demo", "--hostname", "127.0.0.1"], {}).demo
+
+
+async def test_browsers_get_the_page_and_other_clients_the_health(broker: Broker) -> None:
+    async with batching(broker.url), answering(broker.url, Answer([])) as (_, _, client):
+        page = await client.get("/", headers={"accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
+        assert (
+            page.headers["content-type"] == "text/html; charset=utf-8"
+            and "<title>Tokenfleet</title>" in page.text
+        )
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        assert (await client.get("/")).content == b"", "TGI's health has no body"
+        for name, kind in {
+            "page.js": "text/javascript",
+            "styles/base.css": "text/css",
+            "icon.svg": "image/svg+xml",
+        }.items():
+            assert (await client.get(f"/page/{name}")).headers["content-type"].startswith(kind)
+        for name in ("nothing.js", "..%2froll.py", "%2e%2e/roll.py"):
+            assert (await client.get(f"/page/{name}")).status_code == 404
+
+
+# --- lives of requests --------------------------------------------------------------------------------------
+
+
+async def test_the_timeline_of_a_job_with_any_id(broker: Broker) -> None:
+    async with serving(broker.url) as (gateway, client):
+        life = encode(Timeline([TimelineEvent(5, "queued", num_tokens=3)]))
+        await gateway.pool.client.redis.xadd(KEYS.timeline, {"team/a=1+2#0": life, "team/b": life})
+        found = await client.get(f"/fleet/requests/{quote('team/a=1+2', safe='')}")
+        assert found.status_code == 200 and list(found.json()["timelines"]) == ["team/a=1+2#0"]
+        assert (await client.get("/fleet/requests/team")).status_code == 404
+
+
+IDS = ids(" the sea is so blue")
+
+
+def scripted(request: Generate) -> Answer:
+    return Answer(IDS, error="" if request.stopping.max_new_tokens != 13 else "the worker says no")
+
+
+def body(**parameters: Any) -> dict[str, Any]:
+    return {"inputs": "The sky", "parameters": parameters}
+
+
+class Figures:
+    """Values of /metrics at the start; a call returns what has been added to a series since."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self.client = client
+        self.before: dict[str, float] = {}
+
+    async def read(self) -> dict[str, float]:
+        response = await self.client.get("/metrics")
+        assert response.status_code == 200
+        assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+        lines = [line.rsplit(" ", 1) for line in response.text.splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, value in lines}
+
+    async def begin(self) -> "Figures":
+        self.before = await self.read()
+        return self
+
+    async def added(self, name: str) -> float:
+        return (await self.read())[name] - self.before.get(name, 0.0)
+
+    async def until(self, name: str, value: float) -> None:
+        async def reached() -> bool:
+            return await self.added(name) == value
+
+        await wait_until(reached)
+
+
+async def test_counts_durations_and_lengths_of_requests(broker: Broker) -> None:
+    async with answering(broker.url, scripted, step_s=0.02) as (_, _, client):
+        figures = await Figures(client).begin()
+        await stream(client, body())
+        assert (await client.post("/generate", json=body(max_new_tokens=3))).status_code == 200
+        await figures.until("tgi_request_success", 2)
+        await figures.until("tgi_request_count", 2)
+        for name in (
+            "request",
+            "request_validation",
+            "request_queue",
+            "request_inference",
+            "request_mean_time_per_token",
+        ):
+            await figures.until(f"tgi_{name}_duration_count", 2)
+        await figures.until("tgi_request_generated_tokens_sum", len(IDS) + 1 + 3)
+        await figures.until("tgi_request_input_length_sum", 2 * len(ids("The sky")))
+        assert 0.02 * len(IDS) <= await figures.added("tgi_request_duration_sum") <= 20
+        ours = 'class="standard",pool="default"'
+        await figures.until(f"tokenfleet_time_to_first_token_seconds_count{{{ours}}}", 2)
+        await figures.until(f"tokenfleet_inter_token_latency_seconds_count{{{ours}}}", len(IDS) + 2)
+        await figures.until(f'tokenfleet_requests_total{{{ours},reason="length"}}', 1)
+
+
+async def test_failures_are_counted_by_cause(broker: Broker) -> None:
+    async with answering(broker.url, scripted, max_concurrent_requests=1) as (worker, _, client):
+        figures = await Figures(client).begin()
+        assert (await client.post("/generate", json={"inputs": ""})).status_code == 422
+        assert (await client.post("/v1/completions", json={"prompt": 5.5})).status_code == 400
+        assert (await client.post("/generate", json=body(max_new_tokens=13))).status_code == 424
+        assert (await client.post("/fleet/processes/x/kill")).status_code == 403
+        await is_gone(client, worker)
+        await figures.until('tgi_request_failure{err="dropped"}', 1)
+        await overload(client, worker)
+        await figures.until('tgi_request_failure{err="overloaded"}', 1)
+        await figures.until('tgi_request_failure{err="validation"}', 2)
+        await figures.until('tgi_request_failure{err="generation"}', 1)
+        await figures.until("tgi_request_count", 6)
+
+
+async def is_gone(client: httpx.AsyncClient, worker: FakeWorker) -> None:
+    """Send a request, and disconnect before its answer comes."""
+    await worker.pause()
+    posting = asyncio.create_task(client.post("/generate", json=body()))
+    await wait_until(lambda: worker.redis.xlen(worker.keys.requests))
+    num_before = await worker.redis.xlen(worker.keys.control)
+    posting.cancel()
+    await asyncio.wait([posting])
+    await wait_until(lambda: is_longer(worker, num_before))
+    worker.going.set()
+    await wait_until(lambda: not worker.live)
+
+
+async def is_longer(worker: FakeWorker, num_before: int) -> bool:
+    """Whether a cancel has come."""
+    length: int = await worker.redis.xlen(worker.keys.control)
+    return length > num_before
+
+
+async def overload(client: httpx.AsyncClient, worker: FakeWorker) -> None:
+    """Send one request more than may be live."""
+    await worker.pause()
+    async with client.stream("POST", "/generate_stream", json=body()) as first:
+        assert (await client.post("/generate", json=body())).status_code == 429
+        worker.going.set()
+        await first.aread()
+
+
+async def test_gauges_of_queue_and_workers(broker: Broker) -> None:
+    async with answering(broker.url, scripted) as (worker, _, client):
+        await worker.pause()
+        async with client.stream("POST", "/generate_stream", json=body()):
+            found = await Figures(client).read()
+            assert found['tokenfleet_workers{pool="default",state="ready"}'] == 1
+            assert found["tgi_queue_size"] == found['tokenfleet_live_requests{pool="default"}'] == 1
+            assert found["tgi_batch_max_total_tokens"] == 64 * 16
+            assert found['tokenfleet_kv_cache_usage_ratio{pool="default"}'] == 0
+            assert found['tokenfleet_broker_up{pool="default"}'] == 1
+            worker.going.set()
+        await worker.announce("draining")
+        assert (await Figures(client).read())['tokenfleet_workers{pool="default",state="draining"}'] == 1
+
+
+async def test_without_a_broker_only_broker_up_is_reported() -> None:
+    with brokers.running() as own:
+        async with serving(own.url) as (_, client):
+            assert (await Figures(client).read())['tokenfleet_broker_up{pool="default"}'] == 1
+            shut(own)
+            found = await Figures(client).read()
+            assert found == {'tokenfleet_broker_up{pool="default"}': 0}
+
+
+def shut(own: Broker) -> None:
+    with redis.Redis.from_url(own.url) as client:
+        client.shutdown(nosave=True)
+
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "full": {"tenant": "acme"},
+    "poor": {"tenant": "guest", "budget_tokens": 12},
+    "admin": {"tenant": "acme", "admin": True},
+}
+"""API keys by the names that the tests give them."""
+
+
+@dataclass(frozen=True)
+class Clients:
+    """A client of a gateway, and its keys."""
+
+    http: httpx.AsyncClient
+    keys: dict[str, IssuedKey]
+
+    def key_id(self, name: str) -> str:
+        return self.keys[name].record.key_id
+
+    async def ask(self, name: str = "admin", **fields: Any) -> httpx.Response:
+        body = {"prompt": "one two three four five", "max_tokens": 3} | fields
+        return await self.http.post("/v1/completions", json=body, headers=bearer(self.keys[name]))
+
+    async def get(self, path: str, name: str = "admin", **headers: str) -> httpx.Response:
+        return await self.http.get(path, headers=bearer(self.keys[name]) | headers)
+
+    async def report(self, name: str = "admin", **params: Any) -> dict[str, Any]:
+        response = await self.get(f"/usage?{httpx.QueryParams(params)}", name)
+        assert response.status_code == 200, response.text
+        found: dict[str, Any] = response.json()
+        return found
+
+
+@pytest.fixture
+async def clients(broker: Broker, redis: Redis) -> AsyncIterator[Clients]:
+    keys = {name: await add_key(redis, name=name, **fields) for name, fields in FIELDS.items()}
+    answer = Answer(ids(" one two three"), num_cached=2)
+    async with (
+        working(broker.url, TOKENIZER, lambda _: answer),
+        serving(broker.url, served_model_name=("m",)) as (gateway, client),
+    ):
+        await ready(gateway)
+        for key in keys.values():
+            await known([gateway], key)
+        yield Clients(client, keys)
+
+
+async def test_what_is_counted_is_what_answers_say(clients: Clients) -> None:
+    """A prompt of several choices counts once, two prompts of one request twice."""
+    used = [
+        (await clients.ask(**fields)).json()["usage"]
+        for fields in ({}, {"n": 3}, {"prompt": ["one two", "three four"], "n": 2}, {"stream": False})
+    ]
+    total = (await clients.report())["total"]
+    assert total["requests"] == 5, "prompts"
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert total[name] == sum(one[name] for one in used)
+    assert total["cached_tokens"] == sum(one["prompt_tokens_details"]["cached_tokens"] for one in used)
+
+
+async def test_a_client_that_hangs_up_or_asks_for_no_usage_is_counted(clients: Clients) -> None:
+    body, headers = {"prompt": "one", "stream": True}, bearer(clients.keys["full"])
+    async with clients.http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+        await anext(response.aiter_lines())
+
+    async def is_counted() -> bool:
+        return bool((await clients.report())["total"]["requests"] == 1)
+
+    await wait_until(is_counted)
+
+
+async def test_prometheus_has_tokens_by_tenant_and_model(clients: Clients) -> None:
+    used = (await clients.ask("full")).json()["usage"]
+    lines = (await clients.get("/metrics")).text.splitlines()
+    labels = 'model="m",pool="default",tenant="acme"'
+    for kind in ("prompt", "completion"):
+        number = used[f"{kind}_tokens"]
+        assert f'tokenfleet_used_tokens_total{{kind="{kind}",{labels}}} {number}.0' in lines
+
+
+async def test_usage_is_grouped_and_filtered(clients: Clients) -> None:
+    await clients.ask("full")
+    await clients.ask("full")
+    await clients.ask("admin")
+    groups = (await clients.report(group_by="key,month"))["data"]
+    requests = {clients.key_id("full"): 2, clients.key_id("admin"): 1}
+    assert [(one["key"], one["requests"]) for one in groups] == sorted(requests.items())
+    assert list(groups[0])[:3] == ["month", "key", "requests"]
+    [hour] = (await clients.report(group_by="hour", tenant="acme"))["data"]
+    assert hour["requests"] == 3 and hour["hour"].endswith(":00:00Z")
+    assert (await clients.report(model="other"))["data"] == []
+    assert (await clients.report(key=clients.key_id("admin")))["total"]["requests"] == 1
+
+
+async def test_a_tenant_sees_its_own_usage(clients: Clients) -> None:
+    await clients.ask("full")
+    await clients.ask("poor")
+    assert [one["tenant"] for one in (await clients.report("poor"))["data"]] == ["guest"]
+    assert {one["tenant"] for one in (await clients.report("admin"))["data"]} == {"acme", "guest"}
+    refused = await clients.get("/usage?tenant=acme", "poor")
+    assert refused.status_code == 422 and "`tenant` must be 'guest'" in refused.text
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"from": "yesterday"}, "`from` must be a time"),
+        ({"from": "2026-02-01", "to": "2026-01-01"}, "`to` must not be before `from`"),
+        ({"from": "2020-01-02"}, "`from` must be within 90 days"),
+        ({"group_by": "key,owner"}, "`group_by` must be some of"),
+        ({"format": "csv"}, "`format` must be json"),
+    ],
+)
+async def test_what_cannot_be_reported_is_refused(
+    clients: Clients, params: dict[str, str], words: str
+) -> None:
+    response = await clients.get(f"/usage?{httpx.QueryParams(params)}")
+    assert response.status_code == 422 and words in response.text
+
+
+async def test_a_key_at_its_budget_is_refused_until_the_next_month(clients: Clients) -> None:
+    """A budget of 12 tokens has room for one prompt of 5 with an answer of 3, and for no second one."""
+    assert (await clients.ask("poor")).status_code == 200
+    refused = await clients.ask("poor")
+    error = refused.json()["error"]
+    assert (refused.status_code, error["type"], error["code"]) == (429, *["insufficient_quota"] * 2)
+    assert 0 < int(refused.headers["retry-after"]) <= 31 * 86400
+    long = await clients.ask("poor", prompt="one " * 20)
+    assert (long.status_code, "retry-after" in long.headers) == (429, False)
+    assert "12 tokens are fewer than a prompt of 21 needs" in long.json()["error"]["message"]
+    assert (await clients.ask("full")).status_code == 200

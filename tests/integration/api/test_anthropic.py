@@ -1,0 +1,391 @@
+"""POST /v1/messages and /v1/messages/count_tokens: the object, the events, and what reaches the model.
+
+GET /v1/models and /v1/models/{id} with the header `anthropic-version`.
+"""
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+import httpx
+import pytest
+from tests.integration.api.openai.test_tools import ARGUMENTS, CALLS, HERMES, PARAMETERS
+
+from api.anthropic.models import VERSION_HEADER, page
+from api.models import STARTED_S
+from common.messages.records import unpack_ids
+from deploy.launcher.embedded_broker import Broker
+from tests.support.answers.openai_frames import streamed
+from tests.support.fleet.gateways import answering, ready, serving
+from tests.support.fleet.scripted_worker import Answer, FakeWorker
+from tests.support.tokenizer import TOKENIZER, ids
+
+PATH = "/v1/messages"
+BODY: dict[str, Any] = {"max_tokens": 200, "messages": [{"role": "user", "content": "Hi"}]}
+TOOLS: list[dict[str, Any]] = [
+    {"name": "get_weather", "description": "Weather", "input_schema": PARAMETERS},
+    {"name": "get_time", "input_schema": {"type": "object", "properties": {}}, "type": "custom"},
+]
+ASKED = BODY | {"tools": TOOLS}
+THOUGHT = "<think>\nHm, 7.\n</think>\n\n"
+BILLING = "x-anthropic-billing-header: cc_version=2.1.37.fbe; cc_entrypoint=cli; cch={};"
+
+
+def events_of(content: bytes) -> list[dict[str, Any]]:
+    """The events of a stream; the name of each is its type."""
+    found = []
+    for frame in content.decode().strip().split("\n\n"):
+        lines = dict(line.split(": ", 1) for line in frame.split("\n"))
+        found.append(json.loads(lines["data"]))
+        assert lines["event"] == found[-1]["type"]
+    return found
+
+
+def accumulated(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message that events make, as a client puts it together."""
+    start, ping, *middle, delta, stop = events
+    assert (start["type"], ping["type"], stop["type"]) == ("message_start", "ping", "message_stop")
+    blocks: list[dict[str, Any]] = []
+    for event in middle:
+        match event["type"]:
+            case "content_block_start":
+                blocks.append(dict(event["content_block"]) | {"json": ""})
+            case "content_block_delta":
+                assert event["index"] == len(blocks) - 1
+                kind = event["delta"].pop("type").removesuffix("_delta")
+                [(name, text)] = event["delta"].items()
+                if kind == "input_json":
+                    blocks[-1]["json"] += text
+                else:
+                    blocks[-1][name] += text
+            case kind:
+                assert (kind, event["index"]) == ("content_block_stop", len(blocks) - 1)
+    for block in blocks:
+        if (text := block.pop("json")) and block["type"] == "tool_use":
+            block["input"] = json.loads(text)
+    message: dict[str, Any] = start["message"]
+    return message | {"content": blocks, "usage": delta["usage"], **delta["delta"]}
+
+
+async def ask(client: httpx.AsyncClient, path: str = PATH, **fields: Any) -> dict[str, Any]:
+    response = await client.post(path, json=ASKED | fields)
+    content: dict[str, Any] = response.json()
+    assert response.status_code == 200, content
+    return content
+
+
+def prompts(worker: FakeWorker) -> list[str]:
+    return [TOKENIZER.decode(unpack_ids(one.prompt_ids), skip_special_tokens=False) for one in worker.seen]
+
+
+def anonymous(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without what differs between two requests."""
+    content = [
+        block | {key: "" for key in ("id", "signature") if key in block} for block in message["content"]
+    ]
+    return message | {"id": "", "content": content}
+
+
+async def test_a_message_is_the_same_streamed_and_whole(broker: Broker) -> None:
+    answer = Answer(ids(" one two é🙂 three"), num_cached=16)
+    async with answering(broker.url, answer) as (_, _, client):
+        response = await client.post(PATH, json=BODY)
+        whole = response.json()
+        events = events_of(await streamed(client, PATH, BODY))
+    assert response.headers["request-id"] == response.headers["x-request-id"]
+    assert whole["id"] == f"msg_{response.headers['request-id']}"
+    assert (whole["type"], whole["role"], whole["stop_reason"]) == ("message", "assistant", "end_turn")
+    assert whole["content"] == [{"type": "text", "text": " one two é🙂 three"}]
+    usage = whole["usage"]
+    assert usage["cache_read_input_tokens"] == 16 and usage["output_tokens"] == len(answer.ids) + 1
+    assert anonymous(accumulated(events)) == anonymous(whole)
+    assert events[0]["message"]["stop_reason"] is None and events[0]["message"]["content"] == []
+
+
+async def test_reasoning_text_and_calls_are_blocks_of_their_own(broker: Broker) -> None:
+    async with answering(broker.url, Answer(ids(THOUGHT + CALLS)), **HERMES) as (_, _, client):
+        whole = await ask(client)
+        made = accumulated(events_of(await streamed(client, PATH, ASKED)))
+        one = await ask(client, tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+        none = await ask(client, tool_choice={"type": "none"})
+    assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use", "tool_use"]
+    thought, text, *calls = whole["content"]
+    assert thought["thinking"] == "Hm, 7." and thought["signature"] and text["text"] == "Let me see."
+    assert [(call["name"], call["input"]) for call in calls] == [
+        ("get_weather", json.loads(ARGUMENTS[0])),
+        ("get_time", {}),
+    ]
+    assert whole["stop_reason"] == "tool_use" and len({call["id"] for call in calls}) == 2
+    assert anonymous(made) == anonymous(whole)
+    assert [block["type"] for block in one["content"]] == ["thinking", "text", "tool_use"]
+    assert [block["type"] for block in none["content"]] == ["thinking", "text"]
+
+
+async def test_why_a_message_ends(broker: Broker) -> None:
+    async with answering(broker.url, Answer(ids(" one two three")), **HERMES) as (_, _, client):
+        cut = await ask(client, max_tokens=2)
+        stopped = await ask(client, stop_sequences=["two", "nowhere"])
+    assert (cut["stop_reason"], cut["stop_sequence"]) == ("max_tokens", None)
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "two")
+    assert stopped["content"] == [{"type": "text", "text": " one "}]
+
+
+async def test_a_call_that_is_cut_is_no_reason_to_run_it(broker: Broker) -> None:
+    """It has the arguments that are complete, as Anthropic's client reads them from a stream."""
+    text = '<tool_call>\n{"name": "get_weather", "arguments": {"place": "Rome", "unit": "Cel'
+    async with answering(broker.url, Answer(ids(text)), **HERMES) as (_, _, client):
+        cut = await ask(client, max_tokens=len(ids(text)) - 1)
+        ended = await ask(client)
+    for message in (cut, ended):
+        assert message["stop_reason"] == "max_tokens"
+        assert message["content"][0]["input"] == {"place": "Rome"}
+
+
+async def test_calls_and_results_are_in_the_next_prompt(broker: Broker) -> None:
+    """The prompt is the one that the same chat has on OpenAI's route."""
+    async with answering(broker.url, Answer(ids(CALLS)), **HERMES) as (worker, _, client):
+        first = await ask(client)
+        calls = [block for block in first["content"] if block["type"] == "tool_use"]
+        results: list[dict[str, Any]] = [
+            {"type": "tool_result", "tool_use_id": calls[0]["id"], "content": "31 degrees"},
+            {
+                "type": "tool_result",
+                "tool_use_id": calls[1]["id"],
+                "content": [{"type": "text", "text": "noon", "cache_control": {"type": "ephemeral"}}],
+                "is_error": False,
+            },
+        ]
+        turns = [*BODY["messages"], {"role": "assistant", "content": first["content"]}]
+        await ask(
+            client,
+            messages=[*turns, {"role": "user", "content": [*results, {"type": "text", "text": "So?"}]}],
+        )
+        messages = [
+            {"role": "user", "content": "Hi"},
+            {
+                "role": "assistant",
+                "content": "Let me see.",
+                "tool_calls": [
+                    {
+                        "id": one["id"],
+                        "type": "function",
+                        "function": {"name": one["name"], "arguments": one["input"]},
+                    }
+                    for one in calls
+                ],
+            },
+            {"role": "tool", "tool_call_id": calls[0]["id"], "content": "31 degrees"},
+            {"role": "tool", "tool_call_id": calls[1]["id"], "content": "noon"},
+            {"role": "user", "content": "So?"},
+        ]
+        tools = [
+            {
+                "type": "function",
+                "function": {
+                    "name": one["name"],
+                    "parameters": one["input_schema"],
+                    **({"description": one["description"]} if "description" in one else {}),
+                },
+            }
+            for one in TOOLS
+        ]
+        (
+            await client.post("/v1/chat/completions", json={"messages": messages, "tools": tools})
+        ).raise_for_status()
+    own, chat = prompts(worker)[1:]
+    assert own == chat and "31 degrees" in own and "noon" in own
+
+
+async def test_turns_of_one_role_are_one_and_blocks_are_lines(broker: Broker) -> None:
+    blocks = [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Be kind."}]
+    turns = [
+        {"role": "user", "content": "One"},
+        {"role": "user", "content": [{"type": "text", "text": "Two"}]},
+        {"role": "assistant", "content": "The"},
+    ]
+    async with answering(broker.url, Answer(ids(" answer"))) as (worker, _, client):
+        message = await ask(client, tools=None, system=blocks, messages=turns)
+        await ask(client, tools=None, system="Be brief.\nBe kind.", messages=turns)
+    first, second = prompts(worker)
+    assert first == second and "Be brief.\nBe kind." in first and "One\nTwo" in first
+    assert first.endswith("The") and message["content"] == [{"type": "text", "text": " answer"}]
+
+
+async def test_claude_codes_changing_line_is_left_out_of_the_prompt(broker: Broker) -> None:
+    """As a block, as the first line of a text, and only there."""
+    block = {"type": "text", "text": "You are an agent."}
+    systems: list[Any] = [
+        [{"type": "text", "text": BILLING.format("aaaaa")}, block],
+        [{"type": "text", "text": BILLING.format("bbbbb")}, block],
+        BILLING.format("ccccc") + "\nYou are an agent.",
+        "You are an agent.",
+    ]
+    quoted = "About it:\n" + BILLING.format("ddddd")
+    async with answering(broker.url, Answer(ids(" one"))) as (worker, _, client):
+        for system in (*systems, quoted):
+            await ask(client, system=system)
+        *same, other = prompts(worker)
+    assert len(set(same)) == 1 and "x-anthropic" not in same[0] and "cch=ddddd" in other
+
+
+async def test_tokens_are_counted_as_the_prompt_has_them(broker: Broker) -> None:
+    async with answering(broker.url, Answer(ids(" one")), **HERMES) as (worker, _, client):
+        message = await ask(client, system="Be brief.")
+        body = {key: value for key, value in ASKED.items() if key != "max_tokens"}
+        counted = (await client.post(f"{PATH}/count_tokens", json=body | {"system": "Be brief."})).json()
+        assert len(worker.seen) == 1
+    assert counted == {"input_tokens": message["usage"]["input_tokens"]}
+
+
+async def test_tools_of_anthropics_servers_are_left_out_unless_they_are_forced(broker: Broker) -> None:
+    built_in = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+    async with answering(broker.url, Answer(ids(" one")), **HERMES) as (worker, _, client):
+        await ask(client, tools=[*TOOLS, built_in])
+        await ask(client)
+        with_it, without = prompts(worker)
+        assert with_it == without
+        for tools, choice in (
+            ([*TOOLS, built_in], {"type": "tool", "name": "web_search"}),
+            ([built_in], {"type": "any"}),
+        ):
+            refused = await client.post(PATH, json=ASKED | {"tools": tools, "tool_choice": choice})
+            assert refused.status_code == 400 and "`tool_choice` forces" in refused.text
+
+
+async def test_hints_are_accepted_and_max_tokens_is_what_fits(broker: Broker) -> None:
+    hints = {
+        "metadata": {"user_id": "u"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "output_config": {"effort": "high"},
+        "cache_control": {"type": "ephemeral"},
+        "service_tier": "standard_only",
+        "top_k": 5,
+        "top_p": 0.9,
+        "temperature": 0.0,
+    }
+    async with answering(broker.url, Answer(ids(" one")), **HERMES) as (worker, _, client):
+        await ask(client, f"{PATH}?beta=true", max_tokens=1_000_000, **hints)
+        [request] = worker.seen
+    num_prompt = len(unpack_ids(request.prompt_ids))
+    assert 0 < request.stopping.max_new_tokens < 1_000_000 - num_prompt
+
+
+async def test_an_answer_that_fails_ends_with_an_error_event(broker: Broker) -> None:
+    async with answering(broker.url, Answer(ids(" one"), error="the deadline"), **HERMES) as (_, _, client):
+        whole = await client.post(PATH, json=BODY)
+        events = events_of(await streamed(client, PATH, BODY))
+    assert whole.status_code == 500 and whole.json()["error"]["type"] == "api_error"
+    assert events[-1] == whole.json() and whole.json()["type"] == "error"
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": None}, "`max_tokens`"),
+    ({"max_tokens": 0}, "`max_tokens` must be"),
+    ({"messages": []}, "`messages` cannot be empty"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "`messages[0].content[0].text` is required",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "video"}]}]},
+        "`messages[0].content[0].type` must be one",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "file"}}]}]},
+        "source.type`",
+    ),
+    ({"system": [{"type": "image"}]}, "`system[0].type` must be one of text"),
+    ({"tools": [{"name": "a"}]}, "`tools[0].input_schema` is required"),
+    ({"tools": [{"name": "a", "input_schema": {"type": "array"}}]}, "`tools.a.input_schema` must be"),
+    ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "b"}}, "`tool_choice` names 'b'"),
+    ({"stop_sequences": [""]}, "`stop_sequences` must not have an empty"),
+    ({"temperature": -1}, "`temperature` must be"),
+    ({"mcp_servers": [{}]}, "`mcp_servers` is not supported yet"),
+    ({"stop": "a"}, "`stop` is not a field of this route"),
+    ({"output_config": {"format": {"type": "regex"}}}, "`output_config.format.type` must be json_schema"),
+    ({"service_tier": "gold"}, "`service_tier` must be one of"),
+]
+
+
+async def test_wrong_requests_are_refused_by_the_names_of_their_fields(broker: Broker) -> None:
+    async with answering(broker.url, Answer(ids(" one"))) as (worker, _, client):
+        for fields, words in REFUSED:
+            response = await client.post(PATH, json=BODY | fields)
+            assert response.status_code == 400, (fields, response.text)
+            body = response.json()
+            assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
+            assert words in body["error"]["message"], body
+        assert worker.seen == []
+
+
+@pytest.mark.parametrize("name", ["authorization", "x-api-key"])
+async def test_a_key_is_taken_from_both_headers(broker: Broker, name: str) -> None:
+    async with answering(broker.url, Answer(ids(" one")), api_key="secret") as (_, _, client):
+        prefix = "Bearer " if name == "authorization" else ""
+        assert (await client.post(PATH, json=BODY, headers={name: f"{prefix}secret"})).status_code == 200
+        wrong = await client.post(PATH, json=BODY, headers={name: f"{prefix}other"})
+        none = await client.post(PATH, json=BODY, headers={"anthropic-version": "2023-06-01"})
+    for refused in (wrong, none):
+        assert refused.status_code == 401 and refused.json()["error"]["type"] == "authentication_error"
+
+
+async def test_a_stream_goes_on_at_another_gateway(broker: Broker) -> None:
+    """The events are byte for byte those of the first connection."""
+    body = ASKED | {"resume_s": 60, "stream": True}
+    scripted = Answer(ids(THOUGHT + CALLS), num_cached=16)
+    async with answering(broker.url, scripted, **HERMES) as (_, _, client):
+        first = await client.post(PATH, json=body)
+        headers = {"last-event-id": "3", "x-request-id": first.headers["x-request-id"]}
+        async with serving(broker.url, name="g1-test", **HERMES) as (gateway, other):
+            await ready(gateway)
+            again = await other.post(PATH, json=body, headers=headers)
+    frames = first.content.split(b"\n\n")
+    assert first.status_code == again.status_code == 200 and b"id: 4\n" in frames[3]
+    assert again.content.split(b"\n\n") == frames[3:]
+
+
+async def test_a_stream_that_is_asked_for_again_has_the_same_bytes(broker: Broker) -> None:
+    """The first event comes before anybody knows what was cached of the prompt."""
+    async with answering(broker.url, Answer(ids(" one two"), num_cached=16)) as (_, _, client):
+        body, headers = BODY | {"stream": True}, {"idempotency-key": "again"}
+        first, again = [await client.post(PATH, json=body, headers=headers) for _ in range(2)]
+    assert again.headers["idempotency-replayed"] == "true"
+    assert again.content == first.content
+    usage = events_of(first.content)[0]["message"]["usage"]
+    assert usage["cache_read_input_tokens"] == 0 and b'"cache_read_input_tokens":16' in first.content
+
+
+MODELS_ASKED = {VERSION_HEADER: "2023-06-01"}
+CREATED = datetime.fromtimestamp(STARTED_S, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+MODELS: list[dict[str, Any]] = [{"id": name, "created": 0} for name in "abcde"]
+
+
+def shown(found: dict[str, Any]) -> tuple[str, bool]:
+    return "".join(model["id"] for model in found["data"]), found["has_more"]
+
+
+async def test_anthropics_clients_get_its_list(broker: Broker) -> None:
+    async with answering(broker.url, Answer([]), served_model_name=("one", "two")) as (_, _, client):
+        listed = await client.get("/v1/models", headers=MODELS_ASKED)
+        first = await client.get("/v1/models?limit=1", headers=MODELS_ASKED)
+        found = await client.get("/v1/models/one", headers=MODELS_ASKED)
+        missing: httpx.Response = await client.get("/v1/models/three", headers=MODELS_ASKED)
+        wrong = await client.get("/v1/models?after_id=three", headers=MODELS_ASKED)
+        plain = await client.get("/v1/models?limit=1&after_id=three")
+    one, two = (
+        {"type": "model", "id": name, "display_name": name, "created_at": CREATED} for name in ("one", "two")
+    )
+    assert listed.json() == {"data": [one, two], "first_id": "one", "last_id": "two", "has_more": False}
+    assert first.json() == {"data": [one], "first_id": "one", "last_id": "one", "has_more": True}
+    assert found.json() == one and missing.status_code == 404
+    assert wrong.status_code == 400 and "`after_id` must be a model of the list" in wrong.text
+    assert [model["id"] for model in plain.json()["data"]] == ["one", "two"]
+
+
+def test_pages_go_forwards_and_backwards() -> None:
+    assert shown(page(MODELS, 2, None, None)) == ("ab", True)
+    assert shown(page(MODELS, 3, "b", None)) == ("cde", False)
+    assert shown(page(MODELS, 2, None, "d")) == ("bc", True)
+    assert shown(page(MODELS, 9, None, "d")) == ("abc", False)
+    assert page(MODELS, 2, "e", None) == {"data": [], "first_id": None, "last_id": None, "has_more": False}

@@ -1,0 +1,394 @@
+"""Beam searches through every API: whole answers, streams, what becomes of them when something fails, and
+what is refused.
+"""
+
+import asyncio
+import json
+import signal
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from tests.integration.api.resume.test_resume import read_frames, two_gateways
+
+from api.http import sse
+from common.messages.records import BeamSequence
+from common.messages.request import BeamParams
+from common.metrics import catalogue
+from common.metrics.catalogue import TOTAL
+from deploy.launcher.embedded_broker import Broker
+from tests.support.answers.beams import ANSWER, SEQUENCES, TEXTS, scores, shown_tokens
+from tests.support.answers.openai_frames import CHAT, CHAT_PATH, frames, streamed
+from tests.support.clients.talk import Talk
+from tests.support.fleet.gateways import answering, nothing_left
+from tests.support.fleet.kept_gateways import kept_gateways
+from tests.support.fleet.scripted_batcher import batching
+from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.sse import data_of, numbered
+from tests.support.tokenizer import TOKENIZER, ids
+from tests.support.waiting import wait_until
+
+PATH = "/v1/completions"
+BEAMS = {"beam_width": 4, "stop": ["zzz"]}
+SHOWN = [" one two é🙂", " three", " four ", " five six seven"]
+"""What OpenAI's routes show: the text ends before its stop string."""
+FINISH = ["stop", "length", "stop", "length"]
+UNENDING = Answer([], ends=False)
+NUM_TOKENS = sum(len(one.ids) for one in SEQUENCES)
+
+
+async def test_completions_have_every_sequence_the_best_first(broker: Broker) -> None:
+    fields = {"length_penalty": 0.5, "early_stopping": "never", "diversity": 2.0, "max_tokens": 9}
+    body = {"prompt": ["Hi", "Oh"], "return_token_ids": True, "logprobs": 0} | BEAMS | fields
+    async with answering(broker.url, ANSWER) as (worker, _, client):
+        response = await client.post(PATH, json=body)
+    assert response.status_code == 200, response.text
+    choices = response.json()["choices"]
+    assert [choice["index"] for choice in choices] == [*range(8)]
+    assert [choice["text"] for choice in choices] == SHOWN * 2
+    assert [choice["finish_reason"] for choice in choices] == FINISH * 2
+    assert [choice["token_ids"] for choice in choices[:4]] == [one.ids for one in SEQUENCES]
+    assert choices[1]["logprobs"]["token_logprobs"] == SEQUENCES[1].logprobs
+    for i, choice in enumerate(choices):
+        assert choice.items() >= scores(i % 4).items()
+    assert response.json()["usage"]["completion_tokens"] == 2 * NUM_TOKENS
+    assert response.headers["x-generated-tokens"] == str(2 * NUM_TOKENS)
+    assert [request.beams for request in worker.seen] == [BeamParams(4, 0.5, 2, 2.0, 4)] * 2
+    assert worker.seen[0].sampling is None and worker.seen[0].stopping.max_new_tokens == 9
+
+
+async def test_n_of_the_sequences_are_returned(broker: Broker) -> None:
+    async with answering(broker.url, ANSWER) as (worker, _, client):
+        for fields in ({"beam_width": 4}, {"use_beam_search": True, "best_of": 4}):
+            body = CHAT | {"n": 2, "stop": "zzz"} | fields
+            chat = (await client.post(CHAT_PATH, json=body)).json()
+            assert [one["message"]["content"] for one in chat["choices"]] == SHOWN[:2]
+            assert chat["usage"]["completion_tokens"] == sum(len(one.ids) for one in SEQUENCES[:2])
+        await client.post(CHAT_PATH, json=CHAT | {"use_beam_search": True, "n": 3})
+    assert [request.beams for request in worker.seen] == [
+        BeamParams(4, num_returned=2),
+        BeamParams(4, num_returned=2),
+        BeamParams(3, num_returned=3),
+    ]
+
+
+async def test_a_search_of_one_sequence_is_greedy(broker: Broker) -> None:
+    async with answering(broker.url, Answer(SEQUENCES[1].ids)) as (worker, _, client):
+        answer = (await client.post(PATH, json={"prompt": "Hi", "use_beam_search": True})).json()
+    assert [one["text"] for one in answer["choices"]] == [TEXTS[1]]
+    assert worker.seen[0].beams is None and worker.seen[0].sampling is None
+
+
+async def test_generate_has_the_best_text_and_the_others_in_its_details(broker: Broker) -> None:
+    parameters = BEAMS | {"details": True, "return_full_text": True}
+    async with answering(broker.url, ANSWER) as (_, _, client):
+        response = await client.post("/generate", json={"inputs": "Hi", "parameters": parameters})
+        plain = await client.post("/generate", json={"inputs": "Hi", "parameters": BEAMS})
+    assert plain.json()["generated_text"] == TEXTS[0]
+    shown = plain.json()["details"]["best_of_sequences"]
+    assert [one["generated_text"] for one in shown] == [*TEXTS[1:]], "also where nobody asks for details"
+    found = response.json()
+    assert found["generated_text"] == f"Hi{TEXTS[0]}"
+    best, others = found["details"], found["details"].pop("best_of_sequences")
+    assert [one["generated_text"] for one in others] == [f"Hi{text}" for text in TEXTS[1:]]
+    for i, details in enumerate([best, *others]):
+        assert details.items() >= scores(i).items()
+        assert details["finish_reason"] == SEQUENCES[i].reason and details["seed"] is None
+        assert details["generated_tokens"] == len(SEQUENCES[i].ids)
+        without_text = [{**token, "text": None} for token in details["tokens"]]
+        assert without_text == [{**token, "text": None} for token in shown_tokens(i)]
+    assert response.headers["x-generated-tokens"] == str(NUM_TOKENS)
+
+
+async def test_a_stream_has_one_chunk_for_each_choice(broker: Broker) -> None:
+    usage = {"stream_options": {"include_usage": True}}
+    async with answering(broker.url, ANSWER) as (_, _, client):
+        *chunks, last = frames(await streamed(client, PATH, {"prompt": "Hi"} | BEAMS | usage))
+        chat = frames(await streamed(client, CHAT_PATH, CHAT | BEAMS))
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert [choice["text"] for choice in choices] == SHOWN
+    assert [choice["finish_reason"] for choice in choices] == FINISH
+    assert all(choice.items() >= scores(i).items() for i, choice in enumerate(choices))
+    assert last["usage"]["completion_tokens"] == NUM_TOKENS
+    deltas = [chunk["choices"][0] for chunk in chat]
+    assert [one["delta"] for one in deltas[:4]] == [{"role": "assistant", "content": ""}] * 4
+    assert [(one["index"], one["delta"]["content"]) for one in deltas[4:]] == [*enumerate(SHOWN)]
+    assert "beam_score" not in deltas[0] and deltas[4]["beam_score"] == SEQUENCES[0].score
+
+
+async def test_generate_stream_has_one_event_for_each_sequence(broker: Broker) -> None:
+    body = {"inputs": "Hi", "parameters": BEAMS | {"details": True}}
+    async with (
+        answering(broker.url, ANSWER) as (_, _, client),
+        client.stream("POST", "/generate_stream", json=body) as response,
+    ):
+        events = [json.loads(data) for data in data_of(await response.aread())]
+    assert [event["index"] for event in events] == [1, 2, 3, 4]
+    assert [event["generated_text"] for event in events] == [*TEXTS]
+    for i, event in enumerate(events):
+        assert event["token"]["id"] == SEQUENCES[i].ids[-1]
+        assert event["details"].items() >= scores(i).items()
+        assert [token["id"] for token in event["details"]["tokens"]] == SEQUENCES[i].ids
+        assert event["details"]["input_length"] == 1
+
+
+async def test_other_routes_of_tgi_have_the_best_text(broker: Broker) -> None:
+    prompt = {"inputs": "Hi", "parameters": BEAMS}
+    async with answering(broker.url, ANSWER) as (_, _, client):
+        compat = (
+            await client.post("/", json=prompt | {"parameters": BEAMS | {"return_full_text": False}})
+        ).json()
+        invoked = (await client.post("/invocations", json={"prompt": "Hi"} | BEAMS)).json()
+        vertex = await client.post("/vertex", json={"instances": [prompt, CHAT | BEAMS]})
+    assert [one["generated_text"] for one in compat] == [TEXTS[0]]
+    assert [one["text"] for one in invoked["choices"]] == SHOWN
+    assert vertex.json() == {"predictions": [TEXTS[0]] * 2}
+    assert vertex.headers["x-generated-tokens"] == str(2 * len(SEQUENCES[0].ids))
+
+
+async def test_calls_are_read_in_each_sequence(broker: Broker) -> None:
+    tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+    texts = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', " none"
+    found = [BeamSequence(ids(text), [-1.0] * len(ids(text)), -1.0, "length") for text in texts]
+    async with answering(broker.url, Answer([], beams=found), tool_call_parser="hermes") as (_, _, client):
+        body = CHAT | tools | {"beam_width": 2}
+        called, other = (await client.post(CHAT_PATH, json=body)).json()["choices"]
+        chunks = frames(await streamed(client, CHAT_PATH, body))
+    assert called["finish_reason"] == "tool_calls" and called["beam_score"] == -1.0
+    assert called["message"]["tool_calls"][0]["function"]["name"] == "f"
+    assert other["message"]["content"] == " none"
+    ends = [choice for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
+    assert [end["finish_reason"] for end in ends] == ["tool_calls", "length"]
+
+
+async def test_a_stream_has_comments_until_its_end(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.02)
+    seen = bytearray()
+    async with answering(broker.url, UNENDING) as (worker, _, client):
+        reading = asyncio.create_task(read_into(seen, client, PATH, {"prompt": "Hi", "stream": True} | BEAMS))
+        await wait_until(lambda: seen.count(sse.COMMENT) > 2)
+        assert b"data" not in seen
+        [live] = worker.live.values()
+        live.beams = SEQUENCES
+        await reading
+    assert [one["choices"][0]["text"] for one in frames(bytes(seen).replace(sse.COMMENT, b""))] == SHOWN
+
+
+async def read_into(seen: bytearray, client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> None:
+    async with client.stream("POST", path, json=body) as response:
+        async for part in response.aiter_raw():
+            seen += part
+
+
+async def test_a_search_whose_client_has_left_is_cancelled(broker: Broker) -> None:
+    async with answering(broker.url, UNENDING) as (worker, gateway, client):
+        for body in ({"prompt": "Hi"}, {"prompt": "Hi", "stream": True}):
+            leaving = asyncio.create_task(read_into(bytearray(), client, PATH, body | BEAMS))
+            await wait_until(lambda: worker.live)
+            leaving.cancel()
+            await wait_until(lambda: not worker.live)
+        await nothing_left(gateway, worker)
+
+
+async def test_a_search_that_fails_has_one_error(broker: Broker) -> None:
+    async with answering(broker.url, Answer([], error="a cause")) as (_, _, client):
+        whole = await client.post(PATH, json={"prompt": "Hi"} | BEAMS)
+        streamed_whole = await streamed(client, PATH, {"prompt": "Hi"} | BEAMS)
+        tgi = await client.post("/generate", json={"inputs": "Hi", "parameters": BEAMS})
+        body = {"inputs": "Hi", "parameters": BEAMS}
+        async with client.stream("POST", "/generate_stream", json=body) as response:
+            [event] = data_of(await response.aread())
+    assert whole.status_code == 500 and "a cause" in whole.text
+    [chunk] = frames(streamed_whole)
+    assert "a cause" in chunk["error"]["message"]
+    assert tgi.status_code == 424 and tgi.json()["error"] == json.loads(event)["error"]
+
+
+async def test_a_search_may_find_fewer_sequences_than_were_asked_for(broker: Broker) -> None:
+    """As with a grammar of two texts."""
+    prompts, usage = {"prompt": ["Hi", "Oh"]} | BEAMS, {"stream_options": {"include_usage": True}}
+    tgi = {"inputs": "Hi", "parameters": BEAMS | {"details": True}}
+    async with answering(broker.url, Answer([], beams=SEQUENCES[:2])) as (_, _, client):
+        whole = (await client.post(PATH, json=prompts)).json()
+        chunks = frames(await streamed(client, PATH, prompts | usage))
+        chat = frames(await streamed(client, CHAT_PATH, CHAT | BEAMS))
+        found = (await client.post("/generate", json=tgi)).json()
+        async with client.stream("POST", "/generate_stream", json=tgi) as response:
+            events = [json.loads(data) for data in data_of(await response.aread())]
+    assert [(one["index"], one["text"]) for one in whole["choices"]] == [
+        *zip((0, 1, 4, 5), SHOWN[:2] * 2, strict=True)
+    ]
+    assert sorted(one["index"] for chunk in chunks for one in chunk["choices"]) == [0, 1, 4, 5]
+    assert chunks[-1]["usage"] == whole["usage"]
+    assert [one["choices"][0]["index"] for one in chat] == [0, 1, 0, 1]
+    assert len(found["details"]["best_of_sequences"]) == 1
+    assert [event["generated_text"] for event in events] == [*TEXTS[:2]]
+
+
+async def test_another_gateway_goes_on_with_the_next_sequence(broker: Broker) -> None:
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/generate_stream", {"inputs": "Hi", "parameters": BEAMS | {"details": True}}),
+        (PATH, {"prompt": ["Hi", "Oh"], "stream": True} | BEAMS),
+        (CHAT_PATH, CHAT | {"stream": True} | BEAMS),
+    ]
+    async with two_gateways(broker.url, ANSWER) as (worker, _, client, other):
+        for path, body in bodies:
+            first, place = await read_frames(client, path, body | {"resume_s": 600}, 2)
+            rest, _ = await read_frames(other, place, None, last_id=2)
+            whole, _ = await read_frames(client, place, None)
+            assert first + rest == whole and len(numbered(whole)) >= 4
+            state = (await other.get(place.removesuffix("/stream"))).json()
+            assert state["state"] == "finished"
+            tokens = [choice["generated_tokens"] for choice in state["choices"]]
+            assert tokens[:4] == [len(one.ids) for one in SEQUENCES]
+    assert len(worker.seen) == 4
+
+
+async def test_a_killed_gateway_does_not_cost_a_search(broker: Broker) -> None:
+    requests: list[tuple[str, dict[str, Any]]] = [
+        ("/generate_stream", {"inputs": "Hi", "parameters": BEAMS | {"details": True}}),
+        ("/generate", {"inputs": "Hi", "parameters": BEAMS | {"details": True}}),
+        (PATH, {"prompt": ["Hi", "Oh"], "stream": True} | BEAMS),
+        (CHAT_PATH, CHAT | {"n": 2} | BEAMS),
+    ]
+    answer = [ANSWER]
+    async with (
+        working(broker.url, TOKENIZER, lambda _: answer[0]) as worker,
+        batching(broker.url),
+        kept_gateways(broker.url, 1) as gateways,
+    ):
+        undisturbed = [await Talk(gateways.port, *one).run() for one in requests]
+        answer[0] = UNENDING
+        running = [asyncio.create_task(Talk(gateways.port, *one).run()) for one in requests]
+        await wait_until(lambda: len(gateways.keeper.kept) == 4 and len(worker.live) == 5)
+        await gateways.end(gateways.processes[0], signal.SIGKILL)
+        await gateways.all_ready()
+        for live in worker.live.values():
+            live.beams = SEQUENCES
+        assert await asyncio.gather(*running) == undisturbed
+
+
+async def test_tokens_of_all_sequences_are_counted(broker: Broker) -> None:
+    counted = catalogue.GENERATED_TOKENS.series[()]
+    before = counted[TOTAL]
+    async with answering(broker.url, ANSWER) as (worker, gateway, client):
+        await client.post(PATH, json={"prompt": "Hi"} | BEAMS)
+        await nothing_left(gateway, worker)
+    assert counted[TOTAL] - before == NUM_TOKENS
+
+
+async def test_a_model_s_own_defaults_do_not_forbid_a_search(broker: Broker) -> None:
+    defaults = {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.5}
+    async with answering(broker.url, ANSWER) as (worker, gateway, client):
+        gateway.pool.tokenizer = replace(gateway.pool.tokenizer, sampling_defaults=defaults)
+        response = await client.post(PATH, json={"prompt": "Hi"} | BEAMS)
+    assert response.status_code == 200, response.text
+    sampling = worker.seen[0].sampling
+    assert sampling is not None and (sampling.temperature, sampling.top_p) == (0.0, 1.0)
+    assert sampling.repetition_penalty == 1.5
+
+
+REFUSED_BY_BOTH: list[tuple[dict[str, Any], str]] = [
+    ({"beam_width": 0}, "`beam_width` must be at least 1 and at most 8 (MAX_BEAM_WIDTH). Given: 0"),
+    ({"beam_width": 9}, "`beam_width` must be at least 1 and at most 8 (MAX_BEAM_WIDTH). Given: 9"),
+    ({"beam_width": 2, "length_penalty": 1e999}, "`length_penalty` must be at least -5 and at most 5"),
+    (
+        {"beam_width": 2, "length_penalty": -6},
+        "`length_penalty` must be at least -5 and at most 5. Given: -6",
+    ),
+    ({"beam_width": 2, "diversity": -1}, "`diversity` must be at least 0 and at most 100. Given: -1"),
+    ({"beam_width": 2, "early_stopping": -1}, "`early_stopping` must be at least 0. Given: -1"),
+    ({"beam_width": 2, "early_stopping": "often"}, 'early_stopping`: Input should be true, false, "never"'),
+    ({"beam_width": 2, "temperature": 0.5}, "`temperature` and a beam search exclude each other: it draws"),
+    ({"beam_width": 2, "top_k": 5}, "`top_k` and a beam search exclude each other"),
+    ({"beam_width": 2, "top_p": 0.5}, "`top_p` and a beam search exclude each other"),
+    ({"beam_width": 2, "min_p": 0.5}, "`min_p` and a beam search exclude each other"),
+    ({"beam_width": 2, "typical_p": 0.5}, "`typical_p` and a beam search exclude each other"),
+    ({"length_penalty": 2}, "`length_penalty` needs a beam search: set `beam_width`"),
+    ({"early_stopping": True}, "`early_stopping` needs a beam search: set `beam_width`"),
+    ({"beam_search_diversity_rate": 0.5}, "`beam_search_diversity_rate` needs a beam search"),
+    ({"diversity": 0, "beam_search_diversity_rate": 0.5}, "exclude each other"),
+]
+REFUSED_BY_TGI: list[tuple[dict[str, Any], str]] = [
+    ({"beam_width": 2, "do_sample": True}, "`do_sample` and a beam search exclude each other"),
+    ({"beam_width": 2, "best_of": 2}, "`best_of`"),
+    ({"beam_width": 2, "top_n_tokens": 1}, "`top_n_tokens` and a beam search exclude each other"),
+    ({"beam_width": 2, "decoder_input_details": True}, "`decoder_input_details` and a beam search"),
+    ({"beam_width": 2, "watermark": True}, "`watermark` and a beam search exclude each other"),
+    ({"use_beam_search": True}, "`use_beam_search` is not a field of this route"),
+    (
+        {"beam_width": 8, "max_new_tokens": 1000},
+        "`max_new_tokens` must be at most 128 with this prompt and `beam_width`: a worker's KV cache holds "
+        "the prompt once, and the new tokens of each sequence. Given: 1000",
+    ),
+]
+REFUSED_BY_OPENAI: list[tuple[str, dict[str, Any], str]] = [
+    (PATH, {"beam_width": 2, "n": 3}, "`n` must be at least 1 and at most 2 (the beam width). Given: 3"),
+    (PATH, {"beam_width": 2, "best_of": 3}, "`best_of` must be equal to `beam_width` in a beam search"),
+    (PATH, {"beam_width": 2, "use_beam_search": False}, "`use_beam_search`: false and `beam_width` exclude"),
+    (PATH, {"use_beam_search": True, "best_of": 2, "n": 3}, "`n` must be at least 1 and at most 2"),
+    (PATH, {"use_beam_search": True, "n": 9}, "`n` must be at least 1 and at most 8 (MAX_BEAM_WIDTH)"),
+    (PATH, {"beam_width": 2, "logprobs": 1}, "`logprobs` and a beam search exclude each other"),
+    (PATH, {"beam_width": 2, "prompt_logprobs": 0}, "`prompt_logprobs` and a beam search exclude each other"),
+    (PATH, {"beam_width": 2, "echo": True, "max_tokens": 0}, "`max_tokens` must be at least 1"),
+    (CHAT_PATH, {"beam_width": 2, "logprobs": True, "top_logprobs": 1}, "`top_logprobs` and a beam search"),
+    ("/v1/responses", {"beam_width": 2}, "`beam_width` is not supported yet"),
+    ("/v1/responses", {"length_penalty": 2}, "`length_penalty` is not supported yet"),
+]
+
+
+async def test_what_cannot_be_combined_is_refused_by_name(broker: Broker, subtests: pytest.Subtests) -> None:
+    prompts: dict[str, dict[str, Any]] = {
+        PATH: {"prompt": "Hi"},
+        CHAT_PATH: CHAT,
+        "/v1/responses": {"input": "Hi"},
+    }
+    refused = [(path, prompts[path] | fields, text) for path, fields, text in REFUSED_BY_OPENAI]
+    refused += [(PATH, prompts[PATH] | fields, text) for fields, text in REFUSED_BY_BOTH]
+    refused += [
+        ("/generate", {"inputs": "Hi", "parameters": fields}, text)
+        for fields, text in REFUSED_BY_BOTH + REFUSED_BY_TGI
+    ]
+    long = {"prompt": [[28] * 1000], "max_tokens": 1, "use_beam_search": True, "n": 4}
+    refused += [
+        (PATH, long, "`n` must be at most 2 with this prompt: a worker's KV cache"),
+        ("/vertex", {"instances": [CHAT | {"beam_width": 2, "n": 2}]}, "`n` must be 1"),
+    ]
+    async with answering(broker.url, ANSWER) as (worker, _, client):
+        for path, body, text in refused:
+            with subtests.test(path=path, body=body):
+                content = json.dumps(body).replace("Infinity", "1e999")
+                response = await client.post(
+                    path, content=content, headers={"content-type": "application/json"}
+                )
+                assert response.status_code in (400, 422), response.text
+                error = response.json()["error"]
+                assert text in (error if isinstance(error, str) else error["message"])
+        assert not worker.seen
+
+
+async def test_what_means_nothing_without_a_search_may_have_its_default(broker: Broker) -> None:
+    neutral = {"length_penalty": 1.0, "early_stopping": False, "diversity": 0}
+    async with answering(broker.url, Answer(ids(" one"))) as (worker, _, client):
+        vllm = await client.post(PATH, json={"prompt": "Hi", "use_beam_search": False} | neutral)
+        tgi = await client.post("/generate", json={"inputs": "Hi", "parameters": neutral})
+    assert (vllm.status_code, tgi.status_code) == (200, 200)
+    assert [request.beams for request in worker.seen] == [None, None]
+
+
+async def test_a_search_is_by_default_as_long_as_a_cache_holds(broker: Broker) -> None:
+    async with answering(broker.url, ANSWER) as (worker, _, client):
+        await client.post("/generate", json={"inputs": "Hi", "parameters": {"beam_width": 4}})
+        await client.post(
+            "/generate", json={"inputs": "Hi", "parameters": {"beam_width": 4, "max_new_tokens": 255}}
+        )
+    assert [request.stopping.max_new_tokens for request in worker.seen] == [256, 255]
+
+
+async def test_a_batch_may_be_smaller_than_a_search(broker: Broker) -> None:
+    async with answering(broker.url, ANSWER, max_batch_size=3) as (_, _, client):
+        response = await client.post("/generate", json={"inputs": "Hi", "parameters": {"beam_width": 4}})
+        info = (await client.get("/info")).json()
+    assert "`beam_width` must be at least 1 and at most 3 (MAX_BATCH_SIZE). Given: 4" in response.text
+    assert info["max_beam_width"] == 3

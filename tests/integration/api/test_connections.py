@@ -1,0 +1,421 @@
+"""Clients that disconnect: their requests are cancelled, and nothing of them is left.
+
+Clients on bare sockets: those that speak HTTP/1.0 or close their half of the connection get their answer;
+those that hold connections without using them lose these, and no other client notices.
+
+Clients that do not read: they are cut off in time, and what they hold is bounded.
+"""
+
+import asyncio
+import contextlib
+import json
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from api.http import unread as unread_module
+from api.http.connection_limits import NUM_RESERVED
+from api.lifecycle import Gateway
+from common.messages.records import unpack_ids
+from common.messages.request import Generate
+from common.metrics import catalogue
+from common.settings.fixed import FixedLimits
+from deploy.launcher.embedded_broker import Broker
+from tests.support.events import IDS, KEYS
+from tests.support.fleet.gateways import answering, nothing_left, serving
+from tests.support.fleet.scripted_batcher import batching
+from tests.support.fleet.scripted_worker import Answer
+from tests.support.tokenizer import TOKENIZER
+from tests.support.waiting import wait_until
+
+
+async def test_requests_of_clients_that_disconnect_are_cancelled(broker: Broker) -> None:
+    """They disconnect in the middle of a stream, before its first token, during a whole answer, or before any
+    token was sent.
+    """
+    answers = {
+        "text 0": Answer(IDS, ends=False),
+        "text 1": Answer([], ends=False),
+        "text 2": Answer(IDS, ends=False),
+        "text 3": Answer(IDS, ends=False),
+    }
+
+    def answer(request: Generate) -> Answer:
+        return answers[TOKENIZER.decode(unpack_ids(request.prompt_ids))]
+
+    async def read_some() -> None:
+        async with client.stream("POST", "/generate_stream", json={"inputs": "text 0"}) as response:
+            async for _ in response.aiter_raw():
+                return
+
+    async with answering(broker.url, answer) as (worker, gateway, client):
+        await read_some()
+        for path, text in (("/generate_stream", "text 1"), ("/generate", "text 2")):
+            task = asyncio.create_task(client.post(path, json={"inputs": text}))
+            await wait_until(
+                lambda text=text: (  # type: ignore[misc]
+                    worker.seen and TOKENIZER.decode(unpack_ids(worker.seen[-1].prompt_ids)) == text
+                )
+            )
+            task.cancel()
+            await asyncio.wait([task])
+        await nothing_left(gateway, worker)
+        await worker.pause()
+        task = asyncio.create_task(client.post("/generate", json={"inputs": "text 3"}))
+        await wait_until(lambda: worker.redis.xlen(KEYS.requests))
+        task.cancel()
+        await wait_until(
+            lambda: worker.redis.hexists(KEYS.request(list(gateway.pool.relay.streams)[-1]), "cancel")
+        )
+        worker.going.set()
+        await wait_until(lambda: len(worker.seen) == 4)
+        await nothing_left(gateway, worker)
+
+
+async def test_a_cancel_is_retried_until_the_broker_accepts_it(broker: Broker) -> None:
+    async with answering(broker.url, Answer(IDS, ends=False)) as (worker, gateway, client):
+        task = asyncio.create_task(client.post("/generate", json={"inputs": "a"}))
+        await wait_until(lambda: worker.seen)
+        await worker.redis.config_set("maxmemory", 1)
+        try:
+            task.cancel()
+            await wait_until(lambda: gateway.pool.admission.cleanups)
+        finally:
+            await worker.redis.config_set("maxmemory", 0)
+        await nothing_left(gateway, worker)
+
+
+RAW_CLIENTS_IDS: list[int] = TOKENIZER.encode(" one two three four five six").ids
+TEXT = " one two three four five six"
+ANSWER = Answer(RAW_CLIENTS_IDS)
+KEEP_ALIVE_S = 4.0
+"""Less than the time that any other connection is kept."""
+ENDLESS = Answer(RAW_CLIENTS_IDS * 1000)
+
+
+def request(path: str, version: str = "1.1", **parameters: Any) -> bytes:
+    body = json.dumps({"inputs": "x", "parameters": {"max_new_tokens": 400, **parameters}}).encode()
+    head = f"POST {path} HTTP/{version}\r\nhost: x\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+
+
+class RawClient:
+    """A connection, and all bytes that come on it."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    @classmethod
+    async def connect(cls, base_url: Any, address: str = "127.0.0.1") -> "RawClient":
+        place = (base_url.host, base_url.port)
+        return cls(*await asyncio.open_connection(*place, local_addr=(address, 0)))
+
+    async def send(self, *parts: bytes, ends: bool = False) -> "RawClient":
+        self.writer.writelines(parts)
+        await self.writer.drain()
+        if ends:
+            self.writer.write_eof()
+        return self
+
+    async def rest(self) -> bytes:
+        """Return what comes until the connection ends."""
+        async with asyncio.timeout(30):
+            with contextlib.suppress(ConnectionResetError):
+                return await self.reader.read()
+        return b""
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+def cut(reason: str) -> float:
+    return catalogue.CONNECTIONS_CUT.values[(reason,)]
+
+
+def text_of(body: bytes) -> str:
+    """Return the text of a stream of frames, or of a whole answer."""
+    if body.startswith(b"{"):
+        text: str = json.loads(body)["generated_text"]
+        return text
+    frames = [json.loads(line[5:]) for line in body.split(b"\n") if line.startswith(b"data:")]
+    return "".join(frame["token"]["text"] for frame in frames if not frame["token"]["special"])
+
+
+# --- answers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
+async def test_version_1_0_gets_a_body_until_the_connection_ends(broker: Broker, path: str) -> None:
+    async with answering(broker.url, ANSWER) as (_, _, http):
+        client = await RawClient.connect(http.base_url)
+        await client.send(request(path, "1.0"))
+        head, _, body = (await client.rest()).partition(b"\r\n\r\n")
+        fields = head.lower().split(b"\r\n")
+        assert b"connection: close" in fields and b"connection: keep-alive" not in fields
+        assert b"transfer-encoding: chunked" not in fields
+        assert text_of(body) == TEXT
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
+async def test_a_client_that_sends_no_more_gets_its_answer(broker: Broker, path: str, version: str) -> None:
+    async with answering(broker.url, ANSWER, step_s=0.02) as (_, _, http):
+        client = await RawClient.connect(http.base_url)
+        await client.send(request(path, version), ends=True)
+        answer = await client.rest()
+        assert answer.count(b" 200 OK\r\n") == 1
+        assert all(word.encode() in answer for word in TEXT.split())
+
+
+async def test_requests_that_were_sent_before_the_end_are_all_answered(broker: Broker) -> None:
+    async with answering(broker.url, ANSWER) as (_, _, http):
+        client = await RawClient.connect(http.base_url)
+        await client.send(*[request("/generate")] * 3, ends=True)
+        assert (await client.rest()).count(b" 200 OK\r\n") == 3
+
+
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
+@pytest.mark.parametrize(("num_tokens", "waits"), [(0, False), (0, True), (5, True)])
+async def test_a_client_that_vanishes_is_noticed(
+    broker: Broker, path: str, num_tokens: int, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks like a client that only stopped sending, until its kernel refuses what is written. One that
+    has left before anything waits for it is noticed, too.
+    """
+    monkeypatch.setattr(unread_module, "CHECK_S", 0.05)
+    async with answering(broker.url, ENDLESS, step_s=0.02) as (worker, gateway, http):
+        worker.most_tokens = num_tokens
+        client = await RawClient.connect(http.base_url)
+        await client.send(request(path))
+        if waits:
+            await wait_until(lambda: worker.seen and gateway.pool.relay.streams)
+        client.close()
+        await wait_until(lambda: worker.seen)
+        await nothing_left(gateway, worker)
+
+
+# --- limits -------------------------------------------------------------------------------------------------
+
+HALF_HEAD = b"POST /generate HTTP/1.1\r\nhost: x\r\n"
+HALF_BODY = request("/generate")[:-1]
+
+
+@pytest.mark.parametrize(("part", "half"), [("head", HALF_HEAD), ("body", HALF_BODY)])
+async def test_a_request_that_does_not_end_is_refused_in_time(
+    broker: Broker, part: str, half: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    num_cut = cut(part)
+    monkeypatch.setattr(FixedLimits, f"{part}_timeout_s", 0.2)
+    async with serving(broker.url) as (gateway, http):
+        client = await RawClient.connect(http.base_url)
+        trickling = asyncio.create_task(trickle(client, half))
+        answer = await client.rest()
+        trickling.cancel()
+        assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n") and b"connection: close" in answer
+        assert f"The {part} did not come within 0.2 s" in answer.decode()
+        client.close()
+        await wait_until(lambda: not gateway.limits.regular)
+    assert cut(part) == num_cut + 1
+    assert f"for the {part} of a request" in caplog.text
+
+
+async def trickle(client: RawClient, half: bytes) -> None:
+    """Send a text byte by byte: progress does not extend the time limit."""
+    for i in range(len(half)):
+        await client.send(half[i : i + 1])
+        await asyncio.sleep(0.001)
+
+
+async def test_a_connection_between_two_requests_may_wait_longer_than_a_head(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FixedLimits, "head_timeout_s", 0.2)
+    async with serving(broker.url) as (_, http):
+        used, silent = [await RawClient.connect(http.base_url) for _ in range(2)]
+        await used.send(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"version" in await used.reader.readuntil(b"}")
+        later = await RawClient.connect(http.base_url)
+        assert await silent.rest() == await later.rest() == b"", "they are closed without a word"
+        await used.send(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n", ends=True)
+        assert b"version" in await used.rest()
+
+
+@pytest.mark.slow
+async def test_thousands_of_half_requests_cost_nobody_else_a_connection(
+    broker: Broker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.http.connection_limits.LOG_INTERVAL_S", 3600.0)
+    async with batching(broker.url), answering(broker.url, ANSWER, max_connections=64) as (_, gateway, http):
+        flood = []
+        for i in range(2000):
+            flood.append(await RawClient.connect(http.base_url, f"127.0.1.{1 + i % 4}"))
+            await flood[-1].send(HALF_HEAD if i % 2 else b"")
+            if i % 200 == 0:
+                assert (await http.get("/health")).status_code == 200
+                answer = await http.post("/generate", json={"inputs": "x"})
+                assert answer.json()["generated_text"] == TEXT
+        assert len(gateway.limits.regular) <= 64 and not gateway.limits.reserved
+        for client in flood:
+            client.close()
+        await wait_until(lambda: not gateway.limits.num_by_address.keys() - {"127.0.0.1"})
+        assert len(gateway.limits.idle.connections) == len(gateway.limits.regular)
+    assert caplog.text.count("MAX_CONNECTIONS;") == 1, "a flood is one line"
+
+
+async def test_where_all_connections_have_requests_health_and_metrics_are_served(broker: Broker) -> None:
+    async with (
+        batching(broker.url),
+        answering(broker.url, ENDLESS, max_connections=4, step_s=0.05) as (worker, gateway, http),
+    ):
+        busy = [await RawClient.connect(http.base_url, f"127.0.1.{1 + i}") for i in range(4)]
+        for client in busy:
+            await client.send(request("/generate_stream"))
+        await wait_until(lambda: len(gateway.pool.relay.streams) == 4)
+        for path in ("/health", "/ping", "/livez", "/readyz", "/load", "/metrics"):
+            assert (await http.get(path)).status_code == 200
+        refused = await http.post("/v1/completions", json={"prompt": "x"})
+        assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+        assert "MAX_CONNECTIONS" in refused.json()["error"]["message"]
+        reserved = await RawClient.connect(http.base_url)
+        await reserved.send(b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n")
+        async with asyncio.timeout(KEEP_ALIVE_S):
+            assert b" 200 OK" in await reserved.rest(), "it is closed after its only request"
+        waiting = [await RawClient.connect(http.base_url) for _ in range(2 * NUM_RESERVED)]
+        assert (await http.get("/health")).status_code == 200
+        assert len(gateway.limits.reserved) <= NUM_RESERVED
+        for client in (*busy, *waiting):
+            client.close()
+        await wait_until(lambda: not worker.live and not gateway.limits.reserved)
+        assert (await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})).status_code == 200
+
+
+async def test_an_address_has_its_share_of_the_connections(broker: Broker) -> None:
+    async with answering(broker.url, ENDLESS, max_connections=8, step_s=0.05) as (_, gateway, http):
+        greedy = [await RawClient.connect(http.base_url, "127.0.1.1") for _ in range(4)]
+        for client in greedy:
+            await client.send(request("/generate_stream"))
+        await wait_until(lambda: len(gateway.pool.relay.streams) == 4)
+        fifth = await RawClient.connect(http.base_url, "127.0.1.1")
+        await fifth.send(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await fifth.rest()).startswith(b"HTTP/1.1 503 ")
+        assert (await http.get("/version")).status_code == 200
+        for client in greedy:
+            client.close()
+
+
+UNREAD_IDS: list[int] = TOKENIZER.encode(" one two three four five six").ids
+NUM_TOKENS = 240
+SMALL = 4096
+"""Bytes of a socket's buffers: small, so that they fill soon."""
+STREAM = "/generate_stream"
+
+
+def body(num_tokens: int = NUM_TOKENS) -> bytes:
+    parameters = {"max_new_tokens": num_tokens, "ignore_eos": True, "top_n_tokens": 5, "details": True}
+    return json.dumps({"inputs": "x", "parameters": parameters}).encode()
+
+
+class DeafClient:
+    """A client that sends a request and reads only when it is told to."""
+
+    def __init__(self, base_url: Any) -> None:
+        self.socket = socket.socket()
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL)
+        self.socket.connect((base_url.host, base_url.port))
+        self.socket.setblocking(False)
+
+    async def post(self, path: str, content: bytes) -> None:
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        data = f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
+        await asyncio.get_running_loop().sock_sendall(self.socket, data)
+
+    async def read(self, num_bytes: int) -> bytes:
+        return await asyncio.get_running_loop().sock_recv(self.socket, num_bytes)
+
+
+async def deaf_clients(gateway: Gateway, base_url: Any, num_clients: int) -> list[DeafClient]:
+    """Clients whose connections have small buffers on both sides."""
+    clients = [DeafClient(base_url) for _ in range(num_clients)]
+    await wait_until(lambda: len(gateway.unread.connections) == num_clients)
+    for unread in gateway.unread.connections:
+        own = unread.transport.get_extra_info("socket")
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL)
+    return clients
+
+
+def held(gateway: Gateway) -> int:
+    return sum(unread.num_bytes for unread in gateway.unread.connections)
+
+
+def num_cut(reason: str) -> float:
+    return catalogue.UNREAD_CUT.values[(reason,)]
+
+
+@pytest.mark.parametrize(
+    ("path", "ends"),
+    [(STREAM, True), (STREAM, False), ("/generate", True)],
+    ids=["a stream that ended", "a stream that goes on", "a whole answer"],
+)
+async def test_a_client_that_reads_nothing_is_cut_off_and_its_request_cancelled(
+    broker: Broker, path: str, ends: bool
+) -> None:
+    answer = Answer(UNREAD_IDS * (NUM_TOKENS // 6), ends=False)  # beyond NUM_TOKENS it goes on without an end
+    num_tokens = NUM_TOKENS if ends else NUM_TOKENS + 1
+    before = num_cut("timeout")
+    async with answering(broker.url, answer, write_timeout_s=1) as (worker, gateway, client):
+        [deaf] = await deaf_clients(gateway, client.base_url, 1)
+        await deaf.post(path, body(num_tokens))
+        await wait_until(lambda: num_cut("timeout") == before + 1)
+        assert not gateway.unread.connections
+        await nothing_left(gateway, worker)
+        assert worker.seen
+
+
+async def test_a_client_that_reads_slowly_is_not_cut_off(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads a little at a time. All of it takes longer than the limit."""
+    now_s = 1000.0
+    monkeypatch.setattr(unread_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    async with answering(broker.url, Answer(UNREAD_IDS * 200), write_timeout_s=1.5) as (
+        worker,
+        gateway,
+        client,
+    ):
+        [deaf] = await deaf_clients(gateway, client.base_url, 1)
+        [unread] = gateway.unread.connections
+        await deaf.post(STREAM, body())
+        await wait_until(lambda: worker.seen and not worker.live)
+        content = b""
+        for _ in range(5):
+            taken = unread_module.bytes_taken(unread.transport)
+            while unread_module.bytes_taken(unread.transport) == taken:
+                content += await deaf.read(SMALL)
+            now_s += 1.0
+            await gateway.unread.check_time()
+        assert unread.num_bytes and unread in gateway.unread.connections
+        while b"generated_tokens" not in content:
+            new = await deaf.read(2**20)
+            assert new, "cut off"
+            content += new
+        assert content.count(b"\ndata: ") + 1 >= NUM_TOKENS
+
+
+async def test_the_answer_that_waited_longest_goes_when_too_much_is_unread(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, limit = num_cut("bytes"), 600_000
+    monkeypatch.setattr(FixedLimits, "max_unread_bytes", limit)
+    async with answering(broker.url, Answer(UNREAD_IDS * 200)) as (worker, gateway, client):
+        clients = await deaf_clients(gateway, client.base_url, 3)
+        for deaf in clients:
+            await deaf.post(STREAM, body())
+        await wait_until(lambda: len(worker.seen) == 3 and not worker.live)
+        await wait_until(lambda: num_cut("bytes") > before)
+        await wait_until(lambda: held(gateway) <= limit)
+        assert held(gateway) > 0, "not all of them are cut off"
+        for deaf in clients:
+            deaf.socket.close()  # or the gateway would wait for them at its end

@@ -1,0 +1,325 @@
+"""A gateway dies in the middle of its answers, and no client notices: another gateway, or its own successor,
+goes on with each at the next byte.
+
+64 clients ask without a pause while gateways are killed: no answer is cut, and none is wrong.
+"""
+
+import asyncio
+import json
+import random
+import re
+import signal
+import sys
+import time
+from asyncio.subprocess import PIPE
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+import httpx
+import pytest
+from huggingface_hub import AsyncInferenceClient
+from openai import AsyncOpenAI
+from redis.asyncio import Redis
+
+from api.streams.http_response import TokenStream
+from deploy.launcher.embedded_broker import Broker
+from deploy.launcher.socket_keeper import SocketKeeper
+from tests.support.answers.openai_frames import CHAT
+from tests.support.broker_state import KEYS
+from tests.support.clients.talk import DIFFERS, Talk
+from tests.support.fleet.kept_gateways import KeptGateways, keeping, kept_gateways
+from tests.support.fleet.kept_requests import STREAMED, WHOLE
+from tests.support.fleet.scripted_batcher import batching
+from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.sse import data_of
+from tests.support.tokenizer import TOKENIZER, ids
+from tests.support.waiting import wait_until
+
+COMMENT_CHUNK = b"4\r\n: \n\n\r\n"
+ANSWER = Answer(ids(" one two é🙂 three four five" * 6))
+
+
+@dataclass
+class Curl:
+    """The command `curl -sN`, and what it prints."""
+
+    port: int
+    path: str
+    body: dict[str, Any]
+
+    async def run(self) -> bytes:
+        headers = ["-H", "content-type: application/json"]
+        url = f"http://127.0.0.1:{self.port}{self.path}"
+        process = await asyncio.create_subprocess_exec(
+            "curl", "-sSNi", url, *headers, "-d", json.dumps(self.body), stdout=PIPE
+        )
+        printed, _ = await process.communicate()
+        assert process.returncode == 0
+        return DIFFERS.sub(b"", printed)
+
+
+async def openai_text(port: int) -> str:
+    """Return the text of a stream through the `openai` package."""
+    async with AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+        chunks = await client.chat.completions.create(model="smollm2", **CHAT, stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+
+
+async def hub_text(port: int) -> str:
+    """Return the text of a stream through TGI's client."""
+    async with AsyncInferenceClient(f"http://127.0.0.1:{port}") as client:
+        return "".join([text async for text in await client.text_generation("Hi", stream=True)])
+
+
+Run = Callable[[], Coroutine[Any, Any, bytes | str]]
+
+
+@pytest.mark.slow
+async def test_no_client_notices_the_end_of_its_gateway(broker: Broker, redis: Redis) -> None:
+    """One gateway gets SIGKILL, the other SIGTERM, in the middle of all routes' answers, streamed and whole.
+    Each answer is byte for byte as without the signals, and responses are stored. Half of the sockets are
+    read slowly.
+    """
+    async with (
+        working(broker.url, TOKENIZER, lambda _: ANSWER, step_s=0.15) as worker,
+        batching(broker.url),
+        kept_gateways(broker.url, 2) as gateways,
+    ):
+        port = gateways.port
+        clients: list[Run] = [
+            partial(openai_text, port),
+            partial(hub_text, port),
+            Curl(port, *STREAMED[0]).run,
+        ]
+        talks = [Talk(port, *one, slow=i % 2 == 0) for i, one in enumerate([*STREAMED, *WHOLE] * 2)]
+        for one in (STREAMED[0], WHOLE[0]):
+            talks += [Talk(port, *one, version="1.0"), Talk(port, *one, sends_no_more=True)]
+        clients += [talk.run for talk in talks]
+        worker.step_s = 0.0
+        undisturbed = await asyncio.gather(*(run() for run in clients))
+        worker.step_s, seen = 0.15, len(worker.seen)
+        worker.most_tokens = 3  # clients take long to start on a busy machine
+        running = [asyncio.create_task(run()) for run in clients]
+        for process, number in zip(gateways.processes, (signal.SIGKILL, signal.SIGTERM), strict=True):
+            await wait_until(lambda: len(gateways.keeper.kept) == len(running))
+            await wait_until(lambda: len(worker.seen) - seen == seen)
+            worker.most_tokens = sys.maxsize
+            done = [live.done for live in worker.live.values()]
+            await wait_until(
+                lambda done=done: all(  # type: ignore[misc]
+                    live.done > before + 3 for live, before in zip(worker.live.values(), done, strict=True)
+                )
+            )
+            worker.step_s = 0.5  # a gateway takes long to end on a busy machine
+            await gateways.end(process, number)
+            assert not any(task.done() for task in running), "nothing was in its middle"
+            worker.step_s = 0.15
+        worker.step_s = 0.0
+        assert await asyncio.gather(*running) == undisturbed
+        await wait_until(lambda: not gateways.keeper.kept)
+        for talk in talks:
+            for stored in re.findall(rb"resp_([0-9a-f]{32})", talk.seen):
+                assert await redis.exists(KEYS.request(stored.decode()))
+
+
+async def test_comments_stay_at_their_places(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three gateways in turn write one stream, with keep-alive comments between its frames."""
+    make_hasty(monkeypatch)
+    keeper = SocketKeeper()
+    async with (
+        working(broker.url, TOKENIZER, lambda _: Answer(ids(" one two three four five"))) as worker,
+        keeping(broker.url, keeper, "g0") as (first, port),
+        keeping(broker.url, keeper, "g1") as (second, _),
+        keeping(broker.url, keeper, "g2"),
+    ):
+        undisturbed = await Talk(port, "/generate_stream", {"inputs": "Hi"}).run()
+        worker.step_s = 0.4
+        talk = Talk(port, "/generate_stream", {"inputs": "Hi"})
+        running = asyncio.create_task(talk.run())
+        for i, server in enumerate((first, second), 1):
+            await wait_until(lambda i=i: talk.seen.count(b"data: ") > i and talk.seen.endswith(COMMENT_CHUNK))  # type: ignore[misc]
+            server.handle_exit(signal.SIGTERM, None)
+        answer = await running
+        assert answer == undisturbed
+        assert talk.seen.count(COMMENT_CHUNK) > 4
+        assert not talk.seen.endswith(COMMENT_CHUNK)
+    keeper.close()
+
+
+def make_hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    init = TokenStream.__init__
+
+    def hasty(self: TokenStream, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        self.ping_interval = 0.03
+
+    monkeypatch.setattr(TokenStream, "__init__", hasty)
+
+
+async def test_a_client_that_leaves_while_no_gateway_lives_is_noticed(broker: Broker) -> None:
+    """The successor of the only gateway cancels its request. Another connection, on which a second request
+    already waits, gets the whole first answer, and is then closed.
+    """
+    body = {"inputs": "Hi"}
+    async with (
+        working(broker.url, TOKENIZER, lambda _: ANSWER) as worker,
+        batching(broker.url),
+        kept_gateways(broker.url, 1) as gateways,
+    ):
+        undisturbed = await Talk(gateways.port, "/generate_stream", body).run()
+        worker.step_s = 0.15
+        leaving = Talk(gateways.port, "/generate_stream", body)
+        staying = Talk(gateways.port, "/generate_stream", body, pipelined=True)
+        tasks = [asyncio.create_task(talk.run()) for talk in (leaving, staying)]
+        await wait_until(lambda: leaving.seen.count(b"data: ") > 3 and staying.seen.count(b"data: ") > 3)
+        await worker.pause()
+        gateways.processes[0].kill()
+        tasks[0].cancel()
+        await wait_until(lambda: not any(channel.takes for channel in gateways.keeper.channels))
+        await gateways.all_ready()
+        worker.going.set()
+        await wait_until(lambda: len(worker.live) == 1)
+        assert not tasks[1].done()
+        worker.step_s = 0.0
+        assert await tasks[1] == undisturbed
+        await wait_until(lambda: not gateways.keeper.kept)
+
+
+@pytest.mark.slow
+async def test_answers_go_on_that_the_broker_lost_with_their_gateway(broker: Broker, redis: Redis) -> None:
+    """Then only the keeper knows of them. Their requests are queued again and give the same bytes, even if
+    the client has left.
+    """
+    async with (
+        working(broker.url, TOKENIZER, lambda _: ANSWER) as worker,
+        batching(broker.url),
+        kept_gateways(broker.url, 1) as gateways,
+        httpx.AsyncClient(base_url=gateways.url, timeout=None) as http,
+    ):
+        gateways.keeper.left_s = 3600.0
+        talks = [Talk(gateways.port, *request) for request in (STREAMED[2], WHOLE[0])]
+        undisturbed = [await talk.run() for talk in talks]
+        worker.step_s, worker.most_tokens = 0.05, 10  # none ends before its gateway does
+        async with http.stream("POST", "/generate_stream", json={"inputs": "Hi", "detached": True}) as left:
+            await anext(left.aiter_raw())
+        tasks = [asyncio.create_task(talk.run()) for talk in talks]
+        await wait_until(lambda: talks[0].seen.count(b"data: ") > 6 and len(worker.live) == 4)
+        await wait_until(
+            lambda: sorted(kept.has_left for kept in gateways.keeper.kept.values()) == [False, False, True]
+        )
+        await worker.pause()
+        gateways.processes[0].kill()
+        for request_id, live in worker.live.items():
+            await redis.delete(KEYS.request(request_id), KEYS.tokens(request_id))
+            await redis.xdel(KEYS.requests, live.entry_id)
+        worker.live.clear()
+        worker.most_tokens = sys.maxsize
+        worker.going.set()
+        assert [await task for task in tasks] == undisturbed
+        detached = await http.get(left.headers["content-location"])
+        assert len(data_of(detached.content)) == len(ANSWER.ids) + 1
+        await wait_until(lambda: not worker.live)
+
+
+LONG_ANSWER = Answer(ids(" one two é🙂 three four five" * 20))
+NUM_CLIENTS, NUM_KILLS = 64, 40
+SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM)
+Request = tuple[str, dict[str, Any]]
+REFUSAL = re.compile(rb"HTTP/1.1 (429|503) ")
+
+
+class Clients:
+    """Clients that send one request after another.
+
+    Attributes:
+        outcomes: counts of answers: whole, wrong, cut; and of requests that were not admitted.
+        undisturbed: what each kind of request is answered.
+    """
+
+    def __init__(self, port: int, count: int, draw: random.Random) -> None:
+        self.port, self.count, self.draw = port, count, draw
+        self.requests: Iterator[Request] = cycle([*STREAMED, *WHOLE])
+        self.outcomes: Counter[str] = Counter()
+        self.undisturbed: dict[str, bytes] = {}
+        self.talks: set[Talk] = set()
+        self.ended = False
+
+    async def learn(self) -> None:
+        for request in [*STREAMED, *WHOLE]:
+            self.undisturbed[str(request)] = await Talk(self.port, *request).run()
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for i in range(self.count):
+                tasks.create_task(self.ask_forever(slow=i % 3 == 0))
+
+    async def ask_forever(self, slow: bool) -> None:
+        while not self.ended:
+            request = next(self.requests)
+            talk = Talk(self.port, *request, slow=slow)
+            self.talks.add(talk)
+            try:
+                self.note(request, await talk.run())
+            except OSError as error:
+                self.outcomes[f"not taken: {type(error).__name__}" if not talk.seen else "cut"] += 1
+            except AssertionError:
+                self.outcomes["cut" if talk.seen else "not taken: closed"] += 1
+            self.talks.discard(talk)
+
+    def note(self, request: Request, answer: bytes) -> None:
+        refusal = REFUSAL.match(answer)
+        if answer == self.undisturbed[str(request)]:
+            self.outcomes["whole"] += 1
+        elif refusal:
+            self.outcomes[f"refused: {refusal[1].decode()}"] += 1
+        else:
+            self.outcomes["wrong"] += 1
+            print(f"WRONG {request}: {answer[-600:]!r}", flush=True)
+
+    @property
+    def num_in_their_middle(self) -> int:
+        return sum(bool(talk.seen) for talk in self.talks)
+
+
+async def kill_some(gateways: KeptGateways, clients: Clients) -> None:
+    kinds: Counter[str] = Counter()
+    hit, began_s = 0, time.monotonic()
+    for _ in range(NUM_KILLS):
+        number = clients.draw.choice(SIGNALS)
+        hit += clients.num_in_their_middle
+        await gateways.end(clients.draw.choice(gateways.processes), number)
+        kinds[number.name] += 1
+        await gateways.all_ready()
+        await asyncio.sleep(clients.draw.random())
+    clients.ended = True
+    described = ", ".join(f"{count} {name}" for name, count in kinds.items())
+    print(
+        f"{described} in {time.monotonic() - began_s:.0f} s; {hit} times an answer was in its middle at one"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+async def test_no_answer_is_cut_by_any_number_of_kills(broker: Broker) -> None:
+    """A third of the clients read slowly. Only connections that no gateway has taken yet, and requests that
+    are not admitted yet, are lost with a gateway.
+    """
+    async with (
+        working(broker.url, TOKENIZER, lambda _: LONG_ANSWER, step_s=0.0) as worker,
+        batching(broker.url),
+        kept_gateways(broker.url, 3, MAX_CONCURRENT_REQUESTS="1000") as gateways,
+    ):
+        clients = Clients(gateways.port, NUM_CLIENTS, random.Random(5))
+        await clients.learn()
+        worker.step_s = 0.05
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(clients.run())
+            tasks.create_task(kill_some(gateways, clients))
+        print(f"{NUM_CLIENTS} clients, answers: {dict(clients.outcomes)}")
+        assert clients.outcomes["whole"] > NUM_CLIENTS
+        assert not clients.outcomes["cut"] and not clients.outcomes["wrong"]
+        await wait_until(lambda: not gateways.keeper.kept)

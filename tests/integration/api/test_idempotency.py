@@ -1,0 +1,249 @@
+"""A request that is sent again with its `Idempotency-Key` is computed once, whichever gateway gets it.
+
+Vectors and scores that are asked for again with their `Idempotency-Key` are computed once.
+
+Clients that send each request many times, to two gateways that are killed all the while: each request is
+computed once, and all its answers are equal. RETRY_KEYS is the number of requests.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+from tests.integration.api.resume.test_resume import LONG, num_choices, two_gateways
+
+from common.broker.keys import Keys
+from deploy.launcher.embedded_broker import Broker
+from tests.support.answers.openai_frames import CHAT
+from tests.support.fleet.gateways import answering
+from tests.support.fleet.scripted_batcher import batching
+from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.machine.killed_gateways import KilledGateways
+from tests.support.pooling.pooling_gateway import pooling_gateway
+from tests.support.pooling.tiny_encoders import save_encoder
+from tests.support.tokenizer import TOKENIZER, ids
+from tests.support.waiting import wait_until
+
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("/generate", {"inputs": "Hi", "parameters": {"details": True}}),
+    ("/", {"inputs": "Hi"}),
+    ("/generate_stream", {"inputs": "Hi"}),
+    ("/invocations", {"inputs": "Hi"}),
+    ("/vertex", {"instances": [{"inputs": "Hi"}, {"inputs": "Ho"}]}),
+    ("/v1/completions", {"prompt": ["a", "b"], "n": 2}),
+    ("/v1/completions", {"prompt": "a", "stream": True}),
+    ("/v1/chat/completions", CHAT | {"n": 2}),
+    ("/v1/chat/completions", CHAT | {"stream": True}),
+    ("/v1/responses", {"input": "Hi"}),
+    ("/v1/responses", {"input": "Hi", "store": False}),
+    ("/v1/responses", {"input": "Hi", "stream": True}),
+    ("/v2/models/tgi/generate", {"text_input": "Hi"}),
+    ("/v1/messages", CHAT | {"max_tokens": 9}),
+    ("/generate", {"inputs": "Hi", "parameters": {"return_context_logits": True}}),
+    ("/v1/completions", {"prompt": "a", "return_generation_logits": True}),
+]
+BODY = {"inputs": "Hi"}
+
+
+def keyed(key: str) -> dict[str, str]:
+    return {"idempotency-key": key}
+
+
+async def test_a_repetition_gets_the_same_answer_at_any_gateway(
+    broker: Broker, subtests: pytest.Subtests
+) -> None:
+    async with two_gateways(broker.url) as (worker, _, client, other):
+        for number, (path, body) in enumerate(REQUESTS):
+            with subtests.test(path=path, body=body):
+                before, headers = len(worker.seen), keyed(f"key-{number}")
+                first = await client.post(path, json=body, headers=headers)
+                again = [await each.post(path, json=body, headers=headers) for each in (other, client)]
+                assert first.status_code == 200 and "idempotency-replayed" not in first.headers
+                for replayed in again:
+                    assert (replayed.status_code, replayed.content) == (200, first.content)
+                    assert replayed.headers["idempotency-replayed"] == "true"
+                    assert replayed.headers["content-type"] == first.headers["content-type"]
+                assert len(worker.seen) - before == num_texts(body)
+
+
+def num_texts(body: dict[str, Any]) -> int:
+    return len(body["instances"]) if "instances" in body else num_choices(body)
+
+
+async def test_the_order_of_fields_does_not_count_and_another_body_is_409(broker: Broker) -> None:
+    async with two_gateways(broker.url) as (worker, _, client, other):
+        headers = keyed('"k1"') | {"content-type": "application/json"}
+        body = b'{"inputs": "Hi", "parameters": {"seed": 1, "do_sample": true}}'
+        same = b'{"parameters":{"do_sample":true,"seed":1},"inputs":"Hi"}'
+        first = await client.post("/generate", content=body, headers=headers)
+        again = await other.post("/generate", content=same, headers=headers | keyed("k1"))
+        assert again.content == first.content
+        deep = b'{"inputs": "Hi", "x": ' + b"[" * 260 + b"]" * 260 + b"}"
+        refused = await client.post("/generate", content=deep, headers=headers | keyed("k2"))
+        assert refused.status_code == 400 and "more than 201 levels deep" in refused.json()["error"]
+        differs = await other.post("/generate", json=BODY, headers=keyed("k1"))
+        other_route = await other.post("/", content=body, headers=headers)
+        openai = await other.post("/v1/completions", json={"prompt": "a"}, headers=keyed("k1"))
+        assert [one.status_code for one in (differs, other_route, openai)] == [409, 409, 409]
+        assert "same route and body" in differs.json()["error"]
+        assert openai.json()["error"]["code"] == "idempotency_key_reused"
+        assert len(worker.seen) == 1
+
+
+async def test_repetitions_wait_for_a_request_that_runs(broker: Broker) -> None:
+    """The client that asked first has its answer, too; and if it leaves, the request goes on."""
+    async with two_gateways(broker.url, LONG) as (worker, _, client, other):
+        worker.most_tokens = 3
+        posts = [
+            asyncio.create_task(each.post("/generate", json=BODY, headers=keyed("k")))
+            for each in (client, other) * 5
+        ]
+        await wait_until(lambda: worker.live)
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/generate", json=BODY, headers=keyed("k"), timeout=0.3)
+        worker.most_tokens = 10**6
+        answers = await asyncio.gather(*posts)
+        assert {one.status_code for one in answers} == {200} and len({one.content for one in answers}) == 1
+        assert sum("idempotency-replayed" not in one.headers for one in answers) == 1
+        assert len(worker.seen) == 1
+
+
+async def test_a_request_whose_client_left_is_there_for_its_repetition(broker: Broker) -> None:
+    async with two_gateways(broker.url, LONG) as (worker, one, client, other):
+        worker.most_tokens = 3
+        for path, key in (("/generate", "a"), ("/generate_stream", "b")):
+            with pytest.raises(httpx.ReadTimeout):
+                await client.post(path, json=BODY, headers=keyed(key), timeout=0.3)
+        worker.most_tokens = 10**6
+        await wait_until(lambda: not one.pool.relay.streams)
+        for path, key in (("/generate", "a"), ("/generate_stream", "b")):
+            answer = await other.post(path, json=BODY, headers=keyed(key))
+            assert answer.status_code == 200 and "five" in answer.text
+        assert len(worker.seen) == 2
+
+
+async def test_what_was_refused_or_failed_does_not_take_the_key(broker: Broker) -> None:
+    script = [Answer(ids(" one two"), error="broken"), Answer(ids(" one two"))]
+    async with two_gateways(broker.url, max_total_tokens=64) as (worker, _, client, other):
+        worker.answer = lambda _: script[min(1, len(worker.seen) - 1)]
+        invalid = await client.post("/generate", json={"inputs": ""}, headers=keyed("k"))
+        failed = await client.post("/generate", json=BODY, headers=keyed("k"))
+        served = await other.post("/generate", json=BODY, headers=keyed("k"))
+        assert [one.status_code for one in (invalid, failed, served)] == [422, 424, 200]
+        assert "idempotency-replayed" not in served.headers
+
+
+async def test_a_key_belongs_to_its_tenant_and_has_a_form(broker: Broker) -> None:
+    async with two_gateways(broker.url) as (worker, _, client, _):
+        for tenant in ("one", "two"):
+            answer = await client.post("/generate", json=BODY, headers=keyed("k") | bearer(tenant))
+            assert answer.status_code == 200 and "idempotency-replayed" not in answer.headers
+        assert len(worker.seen) == 2
+        for wrong in ("", "a b", "x" * 256):
+            refused = await client.post("/generate", json=BODY, headers=keyed(wrong))
+            assert refused.status_code == 400 and "idempotency-key" in refused.json()["error"]
+        assert len(worker.seen) == 2
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+async def test_kept_answers_are_bounded_and_expire(broker: Broker, redis: Redis) -> None:
+    settings = {"max_stored_responses": 2, "answer_ttl_s": 7200}
+    async with answering(broker.url, Answer(ids(" one")), **settings) as (worker, _, client):
+        for number in range(4):
+            await client.post("/generate", json=BODY, headers=keyed(str(number)))
+        kept = await redis.keys(Keys("default").request("*"))
+        assert len(kept) == 2
+        assert [7_000 < await redis.ttl(key) <= 7_200 for key in kept] == [True, True]
+        newest, oldest = [
+            await client.post("/generate", json=BODY, headers=keyed(number)) for number in ("3", "0")
+        ]
+        assert "idempotency-replayed" in newest.headers and "idempotency-replayed" not in oldest.headers
+        assert len(worker.seen) == 5
+
+
+VECTORS_REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/embeddings", {"input": ["hi", "The sky"], "dimensions": 4}),
+    ("/v1/embeddings", {"input": "hi", "encoding_format": "base64"}),
+    ("/v1/rerank", {"query": "sky", "documents": ["hi", "The sky"]}),
+    ("/v1/score", {"text_1": "sky", "text_2": ["hi", "The sky"]}),
+]
+
+
+async def test_a_repetition_gets_the_same_vectors(
+    broker: Broker, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    async with pooling_gateway(broker.url, tmp_path, save_encoder(tmp_path, "BERT")) as (worker, _, client):
+        for number, (path, body) in enumerate(VECTORS_REQUESTS):
+            with subtests.test(path=path, body=body):
+                first = await client.post(path, json=body, headers=keyed(f"key-{number}"))
+                assert first.status_code == 200, first.text
+                num_seen = len(worker.seen)
+                again = await client.post(path, json=body, headers=keyed(f"key-{number}"))
+                assert (again.status_code, again.content) == (200, first.content)
+                assert again.headers["idempotency-replayed"] == "true" and len(worker.seen) == num_seen
+                other = await client.post(path, json=body | {"user": "b"}, headers=keyed(f"key-{number}"))
+                assert other.status_code == 409
+                assert "keys for idempotent requests" in other.text
+
+
+NUM_KEYS = int(os.environ.get("RETRY_KEYS", "1000"))
+ANSWERS_EACH = 4
+NUM_CLIENTS = 32
+ANSWERS_BETWEEN_KILLS = 100
+
+
+async def send_until_served(client: httpx.AsyncClient, urls: list[str], key: str, count: int) -> list[bytes]:
+    """Send a request until it was answered `count` times. Returns the answers."""
+    answers: list[bytes] = []
+    for url in itertools.cycle(urls):
+        if len(answers) == count:
+            break
+        with contextlib.suppress(httpx.TransportError):
+            sent = await client.post(
+                f"{url}/generate", json={"inputs": key}, headers={"idempotency-key": key}
+            )
+            if sent.status_code == 200:
+                answers.append(sent.content)
+            else:
+                assert sent.status_code == 503, sent.text
+    return answers
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+async def test_no_request_is_computed_twice(broker: Broker) -> None:
+    answered = list[bytes]()
+    gateways = KilledGateways(broker, ANSWERS_BETWEEN_KILLS, lambda: len(answered))
+    try:
+        async with (
+            working(broker.url, TOKENIZER, lambda _: Answer(ids(" one two three")), step_s=0.01) as worker,
+            batching(broker.url),
+            httpx.AsyncClient(timeout=30) as client,
+        ):
+            await gateways.until_healthy()
+            keys = iter(range(NUM_KEYS))
+
+            async def send_some() -> None:
+                for key in keys:
+                    answers = await send_until_served(client, gateways.urls, f"key-{key}", ANSWERS_EACH)
+                    assert len({*answers}) == 1
+                    answered.extend(answers)
+
+            kills = asyncio.create_task(gateways.kill_in_turns())
+            await asyncio.gather(*(send_some() for _ in range(NUM_CLIENTS)))
+            kills.cancel()
+            assert gateways.num_kills > 2
+            prompts = [request.prompt_ids for request in worker.seen]
+            assert len(prompts) == len({*prompts}) == NUM_KEYS
+            print(f"{len(answered)} answers of {NUM_KEYS} requests, {gateways.num_kills} kills")
+    finally:
+        gateways.stop()

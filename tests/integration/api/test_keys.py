@@ -1,0 +1,706 @@
+"""API keys over HTTP: who may ask, for which model and route, and whose requests are whose.
+
+Admin routes: keys are listed, added, revoked and rotated over HTTP, by admins.
+
+Limits of an API key over several gateways: live requests, requests and tokens a minute; and what a client
+is told of them.
+
+API keys of jobs: an entry carries one where there are keys, and a job belongs to its tenant.
+
+Many keys at their limits over three gateways: none ever has more than its limits.
+"""
+
+import asyncio
+import contextlib
+import json
+import time
+from base64 import b64encode
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+
+from api.errors import ApiError
+from api.http.key_limits import limit_headers
+from api.http.key_ring import KeyRing
+from api.lifecycle import Gateway
+from common import api_keys
+from common.api_keys import ApiKey, IssuedKey, digest_of
+from common.broker.request_scripts import LeftOfRates
+from common.settings.settings import SettingError, Settings
+from deploy.cli.admin import show_keys
+from deploy.launcher.embedded_broker import Broker
+from tests.support.fleet.gateways import answering, ready, serving
+from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
+from tests.support.jobs import CHAT, KEYS, TEXT, answer, running_gateway
+from tests.support.keys.issued import add_key, bearer, client_of, gone, known, status
+from tests.support.tokenizer import TOKENIZER, ids
+from tests.support.waiting import wait_until
+
+LONG = {"inputs": "a", "parameters": {"max_new_tokens": 900, "ignore_eos": True}}
+KEY_ACCESS_CHAT = {
+    "messages": [{"role": "user", "content": "Hi"}],
+    "max_tokens": 900,
+    "ignore_eos": True,
+    "stream": True,
+}
+TEXTS = ids(" one two three") * 1000
+REVOKED_S = 5.0
+
+
+@pytest.fixture
+async def acme(redis: Redis) -> IssuedKey:
+    return await add_key(redis, tenant="acme", name="reports", service_class="batch", weight=2.5)
+
+
+@pytest.fixture
+async def served(
+    broker: Broker, acme: IssuedKey
+) -> AsyncIterator[tuple[FakeWorker, Gateway, httpx.AsyncClient]]:
+    async with answering(broker.url, Answer(TEXTS), step_s=0.02, api_key="sesame") as found:
+        yield found
+
+
+async def test_only_keys_that_count_are_served(
+    served: tuple[FakeWorker, Gateway, httpx.AsyncClient], acme: IssuedKey, redis: Redis
+) -> None:
+    worker, gateway, client = served
+    old = await add_key(redis, expires_at=int(time.time()) - 1)
+    await known([gateway], old)
+    assert [await status(client, key) for key in (acme, "sesame", old, "wrong")] == [200, 200, 401, 401]
+    assert (worker.seen[0].key_id, worker.seen[1].key_id) == (acme.record.key_id, "api_key")
+    unnamed = await client.post("/v1/chat/completions", json=KEY_ACCESS_CHAT)
+    assert unnamed.json()["error"]["code"] == "invalid_api_key"
+    assert unnamed.headers["www-authenticate"] == "Bearer"
+    expired = await client.post("/generate", json=LONG, headers=bearer(old))
+    assert expired.json() == {
+        "error": f"The API key {old.record.key_id} has expired",
+        "error_type": "unauthorized",
+    }
+    for path in ("/health", "/livez", "/metrics", "/v1/models", "/info"):
+        assert (await client.get(path)).status_code not in (401, 403), path
+
+
+async def test_a_key_has_a_tenant_a_class_and_a_weight(
+    served: tuple[FakeWorker, Gateway, httpx.AsyncClient], acme: IssuedKey
+) -> None:
+    worker, _, client = served
+    await status(client, acme)
+    request = worker.seen[-1]
+    assert (request.tenant, request.class_name, request.weight) == ("acme", "batch", 2.5)
+    other = {"x-tenant": "other", "x-priority": "interactive"}
+    refused = await client.post("/generate", json=LONG, headers=bearer(acme) | other)
+    assert (refused.status_code, "`x-tenant`" in refused.text) == (403, True)
+    body = {"inputs": "a", "parameters": {"max_new_tokens": 1}}
+    assert (await client.post("/generate", json=body, headers=bearer("sesame") | other)).status_code == 200
+    assert (worker.seen[-1].tenant, worker.seen[-1].class_name) == ("other", "interactive")
+
+
+async def test_a_key_may_use_its_models_and_no_route_of_admins(
+    served: tuple[FakeWorker, Gateway, httpx.AsyncClient], acme: IssuedKey, redis: Redis
+) -> None:
+    _, gateway, client = served
+    elsewhere, here = await add_key(redis, models=["llama"]), await add_key(redis, models=["smollm2"])
+    await known([gateway], here)
+    texts: dict[str, dict[str, Any]] = {
+        "/generate": {"inputs": "a", "parameters": {"max_new_tokens": 1}},
+        "/v1/completions": {"prompt": "a", "max_tokens": 1},
+        "/v1/responses": {"input": "a", "max_output_tokens": 1},
+        "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+        "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
+        "/tokenize": {"inputs": "a"},
+        "/detokenize": {"tokens": [1]},
+        "/v2/models/smollm2/generate": {"text_input": "a", "parameters": {"max_new_tokens": 1}},
+        "/vertex": {"instances": [{"inputs": "a", "parameters": {"max_new_tokens": 1}}]},
+    }
+    for path, body in texts.items():
+        given = [(await client.post(path, json=body, headers=bearer(key))) for key in (elsewhere, here)]
+        assert [one.status_code for one in given] == [403, 200], path
+    error = (await client.post("/v1/completions", json={"prompt": "a"}, headers=bearer(elsewhere))).json()
+    assert error["error"]["type"] == "permission_error" and error["error"]["param"] == "model"
+    posts = ("/admin/jobs/a/retry", "/admin/webhooks/dead/retry", "/fleet/processes/a/kill")
+    gets = ("/fleet", "/fleet/requests/a", "/admin/jobs/a", "/admin/jobs/a%23b")
+    for method, path in (*(("GET", path) for path in gets), *(("POST", path) for path in posts)):
+        assert (await client.request(method, path, headers=bearer(acme))).status_code == 403
+        asked = await client.request(method, path, headers=bearer("sesame"))
+        assert asked.status_code in (200, 404) or "DEMO" in asked.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/generate_stream", LONG), ("/v1/chat/completions", KEY_ACCESS_CHAT)]
+)
+async def test_a_revoked_key_is_refused_at_all_gateways_and_its_streams_end(
+    served: tuple[FakeWorker, Gateway, httpx.AsyncClient],
+    broker: Broker,
+    acme: IssuedKey,
+    redis: Redis,
+    path: str,
+    body: dict[str, Any],
+) -> None:
+    worker, gateway, client = served
+    async with serving(broker.url, name="g1-test", api_key="sesame") as (second, other):
+        await ready(second)
+        assert (await status(client, acme), await status(other, acme)) == (200, 200)
+        reading = asyncio.create_task(other.post(path, json=body, headers=bearer(acme)))
+        kept = await client.post(
+            "/v1/responses", json={"input": "a", "background": True}, headers=bearer(acme)
+        )
+        own = await add_key(redis)
+        await wait_until(lambda: len(worker.live) == 2)
+        await api_keys.revoke_key(client_of(redis), acme.record.key_id)
+        began_s = time.monotonic()
+        await gone(gateway.keys, acme.record.key_id)
+        await gone(second.keys, acme.record.key_id)
+        assert time.monotonic() - began_s < REVOKED_S
+        assert (await status(client, acme), await status(other, acme)) == (401, 401)
+        answer = await reading
+        last = json.loads([line for line in answer.text.splitlines() if line.startswith("data: {")][-1][6:])
+        text = "Request failed during generation: its API key was revoked or has expired"
+        error = last["error"]
+        assert (error if isinstance(error, str) else error["message"]) == text
+        await wait_until(lambda: not worker.live)  # also the one that nobody reads
+        assert await status(client, own) == 200
+        assert kept.status_code == 200
+
+
+async def test_requests_and_responses_belong_to_their_tenant(
+    served: tuple[FakeWorker, Gateway, httpx.AsyncClient], acme: IssuedKey, redis: Redis
+) -> None:
+    _, gateway, client = served
+    colleague, stranger = await add_key(redis, tenant="acme"), await add_key(redis, tenant="other")
+    await known([gateway], stranger)
+    made = await client.post("/v1/responses", json={"input": "a", "background": True}, headers=bearer(acme))
+    response_id = made.json()["id"]
+    paths = (f"/v1/responses/{response_id}", f"/requests/{response_id.removeprefix('resp_')}")
+    for path in paths:
+        found = [
+            (await client.get(path, headers=bearer(key))).status_code
+            for key in (acme, colleague, "sesame", stranger)
+        ]
+        assert found == [200, 200, 200, 404], path
+    again = {"input": "b", "previous_response_id": response_id}
+    assert (await client.post("/v1/responses", json=again, headers=bearer(stranger))).status_code in (
+        400,
+        404,
+    )
+    assert (await client.delete(paths[1], headers=bearer(stranger))).status_code == 404
+    assert (await client.delete(paths[0], headers=bearer(stranger))).status_code == 404
+    assert (await client.delete(paths[1], headers=bearer(colleague))).status_code == 200
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_revoked_key_is_lost_although_the_clock_went_forward_and_back(is_used: bool) -> None:
+    """So the requests end that were admitted since."""
+    ring = KeyRing(Settings())
+    key = ApiKey("k1", digest_of("k1"), expires_at=1000)
+    ring.take([key])
+    lost = []
+    for now_s in (900, 8000, 900):
+        ring.clock.note(now_s)
+        lost.append(ring.take_time())
+    if is_used:
+        assert ring.find(b"k1") == key
+    ring.take([replace(key, revoked=900)])
+    assert [*lost, ring.take_time()] == [set(), {"k1"}, set(), {"k1"}]
+    with pytest.raises(ApiError, match="revoked"):
+        ring.find(b"k1")
+
+
+async def test_without_keys_nobody_needs_one_and_with_the_first_everybody(
+    broker: Broker, redis: Redis
+) -> None:
+    async with answering(broker.url, Answer([11])) as (worker, gateway, client):
+        assert await status(client, "anything") == 200
+        assert (worker.seen[-1].key_id, len(worker.seen[-1].tenant)) == ("", 16)
+        own = await add_key(redis)
+        await known([gateway], own)
+        assert [await status(client, key) for key in (own, "anything")] == [200, 401]
+        await redis.delete(client_of(redis).keys.api_keys)  # a broker that has lost all opens nothing
+        await wait_until(lambda: not gateway.keys.by_id)
+        assert await status(client, own) == 401
+
+
+async def test_a_rotated_key_has_another_text_and_its_streams_go_on(
+    served: tuple[FakeWorker, Gateway, httpx.AsyncClient], acme: IssuedKey, redis: Redis
+) -> None:
+    worker, gateway, client = served
+    reading = asyncio.create_task(client.post("/generate_stream", json=LONG, headers=bearer(acme)))
+    await wait_until(lambda: worker.live)
+    rotated = await api_keys.rotate_key(client_of(redis), acme.record.key_id)
+    await wait_until(lambda: gateway.keys.by_id[acme.record.key_id].digest == rotated.record.digest)
+    assert [await status(client, key) for key in (rotated, acme)] == [200, 401]
+    assert worker.live and not reading.done()
+    reading.cancel()
+
+
+# --- a file -------------------------------------------------------------------------------------------------
+
+
+async def test_keys_in_a_file_count_and_are_read_again(broker: Broker, tmp_path: Path) -> None:
+    path, key = tmp_path / "keys.yaml", "k" * 40
+    entry = f"keys:\n- key_id: one\n  digest: {digest_of(key)}\n  tenant: acme\n"
+    path.write_text(entry)
+    async with answering(broker.url, Answer([11]), api_keys_file=str(path)) as (worker, gateway, client):
+        assert [await status(client, sent) for sent in (key, "wrong")] == [200, 401]
+        assert (worker.seen[-1].tenant, worker.seen[-1].key_id) == ("acme", "one")
+        path.write_text(f"{entry}- key_id: two\n  key: {'z' * 16}\n")
+        await wait_until(lambda: "two" in gateway.keys.active)
+        assert await status(client, "z" * 16) == 200
+        path.write_text("keys: [")
+        await asyncio.to_thread(path.unlink)
+        path.write_text("keys:\n- key_id: two\n  key: too short\n")
+        assert await status(client, key) == 200
+        path.write_text("keys: []")
+        await wait_until(lambda: not gateway.keys.active)
+        assert await status(client, key) == 401
+
+
+async def test_a_gateway_does_not_start_with_a_faulty_file(broker: Broker, tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"API_KEYS_FILE: .*keys\.yaml cannot be read: No such file"):
+        async with serving(broker.url, api_keys_file=str(tmp_path / "keys.yaml")):
+            pass
+
+
+ADMIN = bearer("sesame")
+
+
+async def test_an_admin_manages_keys(broker: Broker) -> None:
+    async with answering(broker.url, Answer([11]), api_key="sesame") as (_, gateway, client):
+        made = await client.post("/admin/keys", json={"name": "reports", "tenant": "acme"}, headers=ADMIN)
+        key = made.json()
+        assert made.headers["cache-control"] == "no-store" and key["key"].startswith("tf-")
+        await wait_until(lambda: key["key_id"] in gateway.keys.active)
+        assert await status(client, key["key"]) == 200
+        rotated = (await client.post(f"/admin/keys/{key['key_id']}/rotate", headers=ADMIN)).json()
+        listed = (await client.get("/admin/keys", headers=ADMIN)).json()["keys"]
+        assert listed == [{name: value for name, value in rotated.items() if name != "key"}]
+        assert (listed[0]["tenant"], listed[0]["state"], listed[0]["name"]) == ("acme", "active", "reports")
+        hook = {"webhook": "https://10.0.0.1/", "webhook_secret": f"whsec_{b64encode(bytes(24)).decode()}"}
+        refused = await client.post("/admin/keys", json=hook, headers=ADMIN)
+        assert refused.status_code == 422 and "`webhook` is at 10.0.0.1" in refused.json()["error"]
+        assert "digest" not in listed[0] and rotated["key"] != key["key"]
+        revoked = (await client.post(f"/admin/keys/{key['key_id']}/revoke", headers=ADMIN)).json()
+        assert revoked["state"] == "revoked"
+        await gone(gateway.keys, key["key_id"])
+        assert await status(client, rotated["key"]) == 401
+        assert (await client.post(f"/admin/keys/{key['key_id']}/rotate", headers=ADMIN)).status_code == 409
+        assert (await client.post("/admin/keys/none/revoke", headers=ADMIN)).status_code == 404
+        wrong = await client.post("/admin/keys", json={"weight": 0}, headers=ADMIN)
+        assert (wrong.status_code, "`weight`" in wrong.text) == (422, True)
+
+
+async def test_nobody_else_does(broker: Broker, tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    entries = "- {key_id: one, key: aaaaaaaaaaaaaaaa}\n- {key_id: two, key: bbbbbbbbbbbbbbbb, admin: true}"
+    path.write_text(f"keys:\n{entries}\n")
+    async with serving(broker.url, api_keys_file=str(path)) as (_, client):
+        one, two = bearer("a" * 16), bearer("b" * 16)
+        assert [(await client.get("/admin/keys", headers=key)).status_code for key in (one, two)] == [
+            403,
+            200,
+        ]
+        assert (await client.get("/admin/keys")).status_code == 401
+        refused = await client.post("/admin/keys", json={}, headers=two)
+        assert (refused.status_code, "API_KEYS_FILE" in refused.text) == (409, True)
+
+
+async def test_the_first_key_is_not_made_by_whoever_comes(broker: Broker) -> None:
+    async with serving(broker.url) as (_, client):
+        refused = await client.post("/admin/keys", json={"admin": True})
+        assert (refused.status_code, "API_KEY" in refused.text) == (403, True)
+        assert (await client.get("/admin/keys")).status_code == 403
+
+
+def test_the_list_of_the_command_has_what_a_key_may_use(capsys: pytest.CaptureFixture[str]) -> None:
+    show_keys([ApiKey("k1", "", models=["llama"], adapters=["legal", "sql"])], now_s=0)
+    head, row = capsys.readouterr().out.splitlines()
+    assert row[head.index("adapters") :].startswith("legal, sql") and "llama" in row
+
+
+SHORT = {"prompt": "a", "max_tokens": 1}
+Fleet = tuple[FakeWorker, list[httpx.AsyncClient]]
+
+
+def body(max_new_tokens: int = 1) -> dict[str, Any]:
+    return {"inputs": "a", "parameters": {"max_new_tokens": max_new_tokens, "ignore_eos": True}}
+
+
+@contextlib.asynccontextmanager
+async def two_gateways(broker: Broker) -> AsyncIterator[Fleet]:
+    async with (
+        working(broker.url, TOKENIZER, lambda _: Answer(ids(" one") * 1000)) as worker,
+        serving(broker.url, name="g0-test") as (first, one),
+        serving(broker.url, name="g1-test") as (second, other),
+    ):
+        await ready(first)
+        await ready(second)
+        yield worker, [one, other]
+
+
+async def live_of(redis: Redis, key: ApiKey) -> dict[bytes, bytes]:
+    used = await redis.hgetall(KEYS.key_use(key.key_id))  # type: ignore[misc]
+    return {name: value for name, value in used.items() if name.startswith(b"live:")}
+
+
+async def test_a_key_has_exactly_its_live_requests_over_all_gateways(broker: Broker, redis: Redis) -> None:
+    key, free = await add_key(redis, max_concurrent=3), await add_key(redis)
+    async with two_gateways(broker) as (worker, clients):
+        await worker.pause()
+        posts = [
+            asyncio.create_task(clients[i % 2].post("/generate", json=body(), headers=bearer(key)))
+            for i in range(20)
+        ]
+        await wait_until(lambda: sum(post.done() for post in posts) == 17)
+        assert await live_of(redis, key.record) == {f"live:{KEYS.places}".encode(): b"3"}
+        worker.going.set()
+        answers = await asyncio.gather(*posts)
+        assert Counter(answer.status_code for answer in answers) == {200: 3, 429: 17}
+        refused = next(answer for answer in answers if answer.status_code == 429)
+        assert refused.json()["error_type"] == "rate_limit" and int(refused.headers["retry-after"]) >= 1
+        assert (await clients[0].post("/generate", json=body(), headers=bearer(free))).status_code == 200
+
+        async def has_none() -> bool:
+            return not await live_of(redis, key.record)
+
+        await wait_until(has_none)
+
+
+async def test_more_choices_than_a_key_may_have_at_once_are_refused_for_that(
+    broker: Broker, redis: Redis
+) -> None:
+    key = await add_key(redis, max_concurrent=2)
+    async with two_gateways(broker) as (worker, clients):
+        for more in ({"n": 3}, {"prompt": ["a", "b", "c"]}):
+            refused = await clients[0].post("/v1/completions", json=SHORT | more, headers=bearer(key))
+            assert refused.status_code == 400
+            error = refused.json()["error"]
+            assert error["param"] == "max_concurrent" and "3 choices" in error["message"]
+        assert not worker.seen
+
+
+async def test_live_requests_are_counted_anew_where_the_sum_is_lost(broker: Broker, redis: Redis) -> None:
+    key = await add_key(redis, max_concurrent=2)
+    async with two_gateways(broker) as (worker, clients):
+        await worker.pause()
+        post = asyncio.create_task(clients[0].post("/generate", json=body(), headers=bearer(key)))
+
+        async def is_queued() -> bool:
+            return bool(await redis.xlen(KEYS.requests))
+
+        await wait_until(is_queued)
+        await redis.delete(KEYS.places, KEYS.key_use(key.record.key_id))
+        second = asyncio.create_task(clients[1].post("/generate", json=body(), headers=bearer(key)))
+
+        async def both() -> bool:
+            return (await live_of(redis, key.record)) == {f"live:{KEYS.places}".encode(): b"2"}
+
+        await wait_until(both)
+        refused = await clients[1].post("/generate", json=body(), headers=bearer(key))
+        assert refused.status_code == 429
+        worker.going.set()
+        assert [(await one).status_code for one in (post, second)] == [200, 200]
+
+
+async def test_requests_a_minute_are_a_burst_and_then_come_evenly(broker: Broker, redis: Redis) -> None:
+    key = await add_key(redis, requests_per_minute=5)
+    async with two_gateways(broker) as (_, clients):
+        began_s = time.time()
+        answers = [
+            await clients[i % 2].post("/v1/completions", json=SHORT, headers=bearer(key)) for i in range(7)
+        ]
+        assert time.time() - began_s < 12, "one comes back every 12 s"
+        assert [answer.status_code for answer in answers] == [200] * 5 + [429] * 2
+        told = [answer.headers["x-ratelimit-remaining-requests"] for answer in answers]
+        assert told == ["4", "3", "2", "1", "0", "0", "0"]
+        last = answers[-1]
+        assert last.headers["x-ratelimit-limit-requests"] == "5"
+        assert 40 < int(last.headers["x-ratelimit-reset-requests"].removesuffix("s").replace("1m", "6")) <= 60
+        assert 1 <= int(last.headers["retry-after"]) <= 12
+        error = last.json()["error"]
+        assert (error["code"], error["param"]) == ("rate_limit_exceeded", "requests_per_minute")
+        assert key.record.key_id in error["message"] and key.text not in error["message"]
+        assert "x-ratelimit-limit-tokens" not in last.headers
+        use = KEYS.key_use(key.record.key_id)
+        since_ms = int(await redis.hget(use, "at_ms"))  # type: ignore[misc]
+        await redis.hset(use, "at_ms", str(since_ms - 13_000))  # type: ignore[misc]
+        assert (await clients[0].post("/generate", json=body(), headers=bearer(key))).status_code == 200
+
+
+async def test_tokens_that_were_not_needed_come_back(broker: Broker, redis: Redis) -> None:
+    key = await add_key(redis, tokens_per_minute=300)
+    async with two_gateways(broker) as (worker, clients):
+        answer = await clients[0].post("/generate", json=body(200), headers=bearer(key))
+        assert answer.status_code == 200
+        num_prompt = worker.seen[-1].num_prompt
+        assert answer.headers["x-ratelimit-remaining-tokens"] == str(300 - 200 - num_prompt)
+        assert (await clients[1].post("/generate", json=body(200), headers=bearer(key))).status_code == 429
+        stopped = {"inputs": "a", "parameters": {"max_new_tokens": 60, "stop": [" one"]}}
+        assert (await clients[1].post("/generate", json=stopped, headers=bearer(key))).status_code == 200
+        left = float(await redis.hget(KEYS.key_use(key.record.key_id), "tokens"))  # type: ignore[misc]
+        assert left >= 300 - 200 - 2 * num_prompt - 1
+
+
+async def test_a_request_of_more_than_a_minute_takes_all_and_leaves_a_debt(
+    broker: Broker, redis: Redis
+) -> None:
+    key = await add_key(redis, tokens_per_minute=50)
+    async with two_gateways(broker) as (_, clients):
+        answer = await clients[0].post("/generate", json=body(100), headers=bearer(key))
+        assert (answer.status_code, answer.headers["x-ratelimit-remaining-tokens"]) == (200, "0")
+        left = float(await redis.hget(KEYS.key_use(key.record.key_id), "tokens"))  # type: ignore[misc]
+        assert left < -45
+        refused = await clients[1].post("/generate", json=body(1), headers=bearer(key))
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) > 50
+
+
+async def test_choices_are_one_request_and_share_their_prompt(broker: Broker, redis: Redis) -> None:
+    key = await add_key(redis, requests_per_minute=10, tokens_per_minute=1000)
+    async with two_gateways(broker) as (worker, clients):
+        asked = {"prompt": ["a", "b"], "n": 2, "max_tokens": 10, "temperature": 1, "stream": True}
+        answer = await clients[0].post("/v1/completions", json=asked, headers=bearer(key))
+        assert answer.status_code == 200
+        assert answer.headers["x-ratelimit-remaining-requests"] == "9"
+        num_prompts = worker.seen[0].num_prompt + worker.seen[-1].num_prompt
+        # a few tokens come back while the four choices are admitted
+        left = int(answer.headers["x-ratelimit-remaining-tokens"])
+        assert 1000 - 40 - num_prompts <= left <= 1000 - num_prompts
+
+
+@pytest.mark.parametrize(
+    ("limit", "left", "reset"),
+    [
+        (60, 59, "1s"),
+        (60, 59.9, "100ms"),
+        (60, 60, "0ms"),
+        (10, -50, "6m0s"),
+        (1, -60, "1h1m0s"),
+        (60, 29.5, "31s"),
+    ],
+)
+def test_a_reset_is_written_as_by_openai(limit: int, left: float, reset: str) -> None:
+    key = ApiKey("k", "", requests_per_minute=limit)
+    headers = limit_headers(key, LeftOfRates(left, 0))
+    assert headers["x-ratelimit-reset-requests"] == reset
+
+
+async def test_nothing_is_told_or_stored_without_keys(broker: Broker, redis: Redis) -> None:
+    async with two_gateways(broker) as (_, clients):
+        answer = await clients[0].post("/generate", json=body())
+        assert not [name for name in answer.headers if name.startswith("x-ratelimit")]
+        assert not await redis.keys("tf:keys*")
+        assert client_of(redis).keys.api_keys == "tf:keys"
+
+
+COUNT = {"inputs": "Count."}
+ANSWER = {"generated_text": TEXT}
+
+
+@pytest.fixture
+async def acme_of(redis: Redis) -> IssuedKey:
+    return await add_key(redis, tenant="acme", service_class="standard")
+
+
+@pytest.fixture
+async def worker(broker: Broker, acme_of: IssuedKey) -> AsyncIterator[FakeWorker]:
+    async with (
+        working(broker.url, TOKENIZER, answer) as worker,
+        running_gateway(broker.url, api_key="sesame"),
+    ):
+        yield worker
+
+
+async def submit(redis: Redis, key: str | None, **job: Any) -> None:
+    sent: dict[Any, Any] = {} if key is None else {"api_key": key}
+    await redis.xadd(KEYS.submit, {"job": json.dumps(job), **sent})
+
+
+async def result(redis: Redis, job_id: str) -> Any:
+    return json.loads(await wait_until(lambda: redis.get(KEYS.result(job_id))))
+
+
+async def test_a_job_is_served_for_its_key_alone(
+    redis: Redis, worker: FakeWorker, acme_of: IssuedKey
+) -> None:
+    await submit(redis, acme_of.text, id="a", **COUNT)
+    assert await result(redis, "a") == ANSWER
+    request = worker.seen[-1]
+    assert (request.key_id, request.tenant, request.class_name) == (
+        acme_of.record.key_id,
+        "acme",
+        "standard",
+    )
+    await submit(redis, None, id="b", **COUNT)
+    await submit(redis, "wrong", id="c", **CHAT)
+    await submit(redis, acme_of.text, id="d", tenant="other", **COUNT)
+    await submit(redis, "sesame", id="e", tenant="other", priority="interactive", **COUNT)
+    assert (await result(redis, "b"))["error_type"] == "unauthorized"
+    assert (await result(redis, "c"))["error"]["code"] == "invalid_api_key"
+    assert "`tenant`" in (await result(redis, "d"))["error"]
+    assert await result(redis, "e") == ANSWER
+    assert (worker.seen[-1].tenant, worker.seen[-1].class_name) == ("other", "interactive")
+
+
+async def test_nobody_reads_or_cancels_the_job_of_another_tenant(
+    redis: Redis, worker: FakeWorker, acme_of: IssuedKey
+) -> None:
+    other = await add_key(redis, tenant="other")
+    await worker.pause()
+    await submit(redis, acme_of.text, id="a", **COUNT)
+
+    async def is_queued() -> bool:
+        return bool(await redis.xlen(KEYS.requests))
+
+    await wait_until(is_queued)
+    before = {entry for entry, _ in await redis.xrange(KEYS.submit)}
+    await submit(redis, None, id="a", **COUNT)
+    await submit(redis, other.text, id="a", **COUNT)
+    stolen = [entry.decode() for entry, _ in await redis.xrange(KEYS.submit) if entry not in before]
+    assert [(await result(redis, entry))["error_type"] for entry in stolen] == ["unauthorized", "conflict"]
+    keys: list[dict[Any, Any]] = [{}, {"api_key": other.text}]
+    for key in keys:
+        await redis.xadd(KEYS.submit, {"cancel": "a"} | key)
+
+    async def are_read() -> bool:
+        return await redis.xlen(KEYS.submit) == 1  # type: ignore[no-any-return]
+
+    await wait_until(are_read)
+    assert not await redis.hexists(KEYS.job("a"), "cancel")  # type: ignore[misc]
+    worker.going.set()
+    assert await result(redis, "a") == ANSWER
+
+
+async def test_the_job_of_a_revoked_key_ends(redis: Redis, worker: FakeWorker, acme_of: IssuedKey) -> None:
+    await worker.pause()
+    await submit(redis, acme_of.text, id="a", **COUNT)
+
+    async def is_queued() -> bool:
+        return bool(await redis.xlen(KEYS.requests))
+
+    await wait_until(is_queued)
+    await api_keys.revoke_key(client_of(redis), acme_of.record.key_id)
+    failed = await result(redis, "a")
+    assert failed["error_type"] == "unauthorized" and "its API key was revoked" in failed["error"]
+    worker.going.set()
+    await wait_until(lambda: not worker.live)
+
+
+async def test_a_job_waits_for_its_key_and_holds_up_no_other(
+    redis: Redis, worker: FakeWorker, acme_of: IssuedKey
+) -> None:
+    slow = await add_key(redis, requests_per_minute=1, service_class="standard")
+    for job_id in ("a", "b"):
+        await submit(redis, slow.text, id=job_id, **COUNT)
+    await submit(redis, acme_of.text, id="c", **COUNT)
+    assert await result(redis, "c") == ANSWER
+
+    async def num_results() -> int:
+        return await redis.exists(KEYS.result("a"), KEYS.result("b"))  # type: ignore[no-any-return]
+
+    await wait_until(num_results)
+    assert await num_results() == 1
+    use = KEYS.key_use(slow.record.key_id)
+    await redis.hset(use, "at_ms", str(int(await redis.hget(use, "at_ms")) - 60_000))  # type: ignore[misc]
+    assert [await result(redis, job_id) for job_id in ("a", "b")] == [ANSWER] * 2
+
+
+MAX_LIVE, NUM_TOKENS = 3, 4
+BODY: dict[str, Any] = {"inputs": "a", "parameters": {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}}
+
+
+class Load(NamedTuple):
+    num_keys: int
+    num_requests: int
+    num_clients: int
+    """Of each key."""
+    rate: int
+    """Requests a minute that each key may have."""
+
+
+class Watched(FakeWorker):
+    """A worker that notes the most requests of each key that were live at once."""
+
+    most: Counter[str]
+
+    async def flush(self) -> None:
+        live = Counter(one.request.key_id for one in self.live.values())
+        self.most |= live
+        await super().flush()
+
+
+async def ask(
+    clients: list[httpx.AsyncClient], key: IssuedKey, first: int, numbers: list[int]
+) -> list[tuple[int, float]]:
+    """Send requests one after the other, each to the next gateway. Returns status and time of each."""
+    answers = []
+    for number in numbers:
+        client = clients[(first + number) % len(clients)]
+        answer = await client.post("/generate", json=BODY, headers=bearer(key))
+        answers.append((answer.status_code, time.monotonic()))
+    return answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "load",
+    [
+        pytest.param(Load(4, 240, 5, 20), id="few"),
+        pytest.param(Load(50, 10_000, 5, 60), id="ten_thousand", marks=pytest.mark.slow),
+    ],
+)
+async def test_no_key_ever_has_more_than_its_limits(broker: Broker, redis: Redis, load: Load) -> None:
+    made = [
+        await add_key(redis, max_concurrent=MAX_LIVE, requests_per_minute=load.rate)
+        for _ in range(load.num_keys)
+    ]
+    each = load.num_requests // (load.num_keys * load.num_clients)
+    async with contextlib.AsyncExitStack() as stack:
+        worker = Watched(broker.url, TOKENIZER, lambda _: Answer(ids(" one") * NUM_TOKENS))
+        worker.most = Counter()
+        await stack.enter_async_context(running(worker))
+        clients = []
+        for i in range(3):
+            gateway, client = await stack.enter_async_context(serving(broker.url, name=f"g{i}-test"))
+            await ready(gateway)
+            clients.append(client)
+        began_s = time.monotonic()
+        asked = [
+            (key, asyncio.create_task(ask(clients, key, i, [*range(each)])))
+            for key in made
+            for i in range(load.num_clients)
+        ]
+        answers: dict[str, list[tuple[int, float]]] = {key.record.key_id: [] for key in made}
+        for key, task in asked:
+            answers[key.record.key_id] += await task
+        took_s = time.monotonic() - began_s
+        statuses = Counter(status for given in answers.values() for status, _ in given)
+        assert set(statuses) == {200, 429} and sum(statuses.values()) == load.num_requests
+        assert max(worker.most.values()) <= MAX_LIVE
+        allowed = load.rate + load.rate * took_s / 60
+        served = {key_id: sum(status == 200 for status, _ in given) for key_id, given in answers.items()}
+        assert max(served.values()) <= allowed, served
+        print(f"{load}: {took_s:.1f} s, {statuses}, most live {max(worker.most.values())}")
+
+        async def all_is_back() -> bool:
+            return not await redis.xlen("tf:{default}:requests")
+
+        await wait_until(all_is_back)
+        for key in made:
+            used = await redis.hgetall(f"tf:keys:{key.record.key_id}")  # type: ignore[misc]
+            assert not [name for name in used if name.startswith(b"live:")]
+
+
+@contextlib.asynccontextmanager
+async def running(worker: FakeWorker) -> AsyncIterator[None]:
+    await worker.open()
+    task = asyncio.create_task(worker.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        await worker.redis.aclose()

@@ -1,0 +1,289 @@
+"""Vectors over HTTP: OpenAI's /v1/embeddings, and scores of an embedding model.
+
+Scores of a reranker over HTTP, in Cohere's shape and vLLM's.
+
+Vectors and scores as jobs over Redis: with the answers of /v1/embeddings and /v1/rerank.
+"""
+
+import base64
+import json
+import struct
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from common.messages.request import Generate
+from deploy.launcher.embedded_broker import Broker
+from tests.support.fleet.gateways import nothing_left
+from tests.support.jobs import KEYS
+from tests.support.pooling.pooling_gateway import VectorWorker, pooling_gateway
+from tests.support.pooling.tiny_encoders import MAX_TOKENS, save_encoder, save_modules
+from tests.support.waiting import wait_until
+
+TEXTS = ["The sky is blue.", "hi", "Grass is green, and water is wet."]
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("encoder")
+    model = save_encoder(folder, "BERT")
+    save_modules(folder)
+    return folder, model
+
+
+@pytest.fixture
+async def served(
+    broker: Broker, encoder: tuple[Path, Any]
+) -> AsyncIterator[tuple[VectorWorker, httpx.AsyncClient]]:
+    async with pooling_gateway(broker.url, *encoder) as (worker, gateway, client):
+        yield worker, client
+        await nothing_left(gateway, worker)
+
+
+def expected(worker: VectorWorker, text: str, normalized: bool = True) -> torch.Tensor:
+    """The mean of the last hidden states, by transformers."""
+    ids = worker.tokenizer.encode(text).ids
+    with torch.inference_mode():
+        vector: torch.Tensor = worker.model(input_ids=torch.tensor([ids])).last_hidden_state[0].mean(0)
+    return torch.nn.functional.normalize(vector, dim=0) if normalized else vector
+
+
+def check(found: Any, vector: torch.Tensor) -> None:
+    torch.testing.assert_close(torch.tensor(found), vector, rtol=1e-5, atol=1e-6)
+
+
+async def test_openai_gets_a_vector_for_each_input_in_order(served: Any) -> None:
+    worker, client = served
+    worker.tokenizer.no_truncation()
+    answer = (await client.post("/v1/embeddings", json={"input": TEXTS, "user": "me"})).json()
+    assert [item["index"] for item in answer["data"]] == [0, 1, 2]
+    for text, item in zip(TEXTS, answer["data"], strict=True):
+        check(item["embedding"], expected(worker, text))
+    num_tokens = sum(len(worker.tokenizer.encode(text).ids) for text in TEXTS)
+    assert answer["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    assert (answer["object"], answer["model"], answer["data"][0]["object"]) == ("list", "tiny", "embedding")
+
+
+async def test_base64_is_of_little_endian_floats_and_dimensions_are_normalised_again(served: Any) -> None:
+    worker, client = served
+    body = {"input": TEXTS[0], "encoding_format": "base64", "dimensions": 5}
+    [item] = (await client.post("/v1/embeddings", json=body)).json()["data"]
+    found = struct.unpack("<5f", base64.b64decode(item["embedding"]))
+    whole = expected(worker, TEXTS[0], normalized=False)
+    check(found, torch.nn.functional.normalize(whole[:5], dim=0))
+
+
+async def test_token_ids_are_taken_as_they_are(served: Any) -> None:
+    worker, client = served
+    ids = [worker.tokenizer.encode(text).ids for text in TEXTS]
+    several = (await client.post("/v1/embeddings", json={"input": ids})).json()["data"]
+    one = (await client.post("/v1/embeddings", json={"input": ids[1]})).json()["data"]
+    assert [item["embedding"] for item in one] == [several[1]["embedding"]]
+    check(several[2]["embedding"], expected(worker, TEXTS[2]))
+
+
+async def test_a_vector_is_not_normalised_and_a_prompt_is_put_before_where_asked(served: Any) -> None:
+    worker, client = served
+    body = {"input": TEXTS[0], "normalize": False, "prompt_name": "query"}
+    [item] = (await client.post("/v1/embeddings", json=body)).json()["data"]
+    check(item["embedding"], expected(worker, "search for: " + TEXTS[0], normalized=False))
+
+
+async def test_scores_of_an_embedding_model_are_cosines(served: Any) -> None:
+    worker, client = served
+    query, *documents = TEXTS
+    source = expected(worker, query)
+    cosines = [float(expected(worker, text) @ source) for text in documents]
+    body = {"text_1": query, "text_2": documents}
+    scores = (await client.post("/v1/score", json=body)).json()["data"]
+    check([item["score"] for item in scores], torch.tensor(cosines))
+    answer = (
+        await client.post("/v1/rerank", json={"query": query, "documents": documents, "top_n": 1})
+    ).json()
+    best = max(range(2), key=cosines.__getitem__)
+    [result] = answer["results"]
+    assert (result["index"], result["document"]) == (best, {"text": documents[best]})
+    assert len(worker.seen) == 2 * len(TEXTS), "each text is computed once"
+
+
+async def test_models_and_info_say_what_it_makes(served: Any) -> None:
+    _, client = served
+    [model, *_] = (await client.get("/v1/models")).json()["data"]
+    assert (model["id"], model["task"]) == ("tiny", "embed")
+    assert (await client.get("/v1/models/tiny")).json()["task"] == "embed"
+    info = (await client.get("/info")).json()
+    assert (info["model_pipeline_tag"], info["max_input_tokens"]) == ("feature-extraction", MAX_TOKENS)
+
+
+async def test_long_inputs_are_cut_where_the_client_says_so(served: Any) -> None:
+    worker, client = served
+    text = "word " * 100
+    refused = await client.post("/v1/embeddings", json={"input": ["hi", text]})
+    assert refused.status_code == 400
+    assert f"`input[1]` must have at most {MAX_TOKENS} tokens" in refused.json()["error"]["message"]
+    for path, body in (
+        ("/v1/embeddings", {"input": text, "truncate_prompt_tokens": -1}),
+        ("/v1/embeddings", {"input": text, "truncate_prompt_tokens": 9}),
+        (
+            "/v1/embeddings",
+            {"input": "first " + text, "truncate_prompt_tokens": 9, "truncation_side": "left"},
+        ),
+    ):
+        assert (await client.post(path, json=body)).status_code == 200
+    [first, second] = worker.tokenizer.encode("", add_special_tokens=True).ids
+    prompts = [torch.frombuffer(bytearray(one.prompt_ids), dtype=torch.int32).tolist() for one in worker.seen]
+    assert [len(ids) for ids in prompts] == [MAX_TOKENS, 9, 9]
+    assert all((ids[0], ids[-1]) == (first, second) for ids in prompts), "with the tokens around a text"
+    assert prompts[1] == prompts[2]
+
+
+@pytest.mark.parametrize(
+    "path, body, status, words",
+    [
+        ("/v1/embeddings", {"input": []}, 400, "`input` cannot be empty"),
+        ("/v1/embeddings", {"input": ["hi", ""]}, 400, "`input[1]` cannot be empty"),
+        ("/v1/embeddings", {"input": [[5, 99_999]]}, 400, "`input[0]` must have token ids of at least 0"),
+        ("/v1/embeddings", {"input": "hi", "dimensions": 33}, 400, "`dimensions` must be 1 to 32. Given: 33"),
+        ("/v1/embeddings", {"input": "hi", "messages": []}, 400, "`messages` is not supported"),
+        ("/v1/embeddings", {"input": ["hi"] * 5}, 400, "`input` supports up to 4 inputs. Given: 5"),
+        ("/v1/rerank", {"query": "hi", "documents": []}, 400, "`documents` cannot be empty"),
+        ("/v1/embeddings", {"input": "hi", "prompt_name": "x"}, 400, "`prompt_name` must be a prompt of the"),
+        ("/v1/embeddings", {"input": "hi", "task": "token_embed"}, 400, "`task` is not supported"),
+        ("/rerank", {"query": "hi", "texts": ["a"]}, 400, "`documents`: Field required"),
+        ("/embed", {"inputs": "hi"}, 404, "Vectors are made by /v1/embeddings, scores by /v1/rerank"),
+        ("/pooling", {"input": "hi"}, 404, "Vectors are made by /v1/embeddings, scores by /v1/rerank"),
+        ("/classify", {"input": "hi"}, 404, "Vectors are made by /v1/embeddings, scores by /v1/rerank"),
+        ("/v1/score", {"text_1": ["a", "b"], "text_2": "c"}, 400, "`text_1` must be one text, or as many as"),
+        ("/v1/completions", {"prompt": "hi"}, 400, "`tiny` is an embedding model: it generates no text"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, 400, "generates no text"),
+        ("/generate", {"inputs": "hi"}, 422, "`tiny` is an embedding model: it generates no text"),
+    ],
+)
+async def test_what_cannot_be_served_is_named(
+    broker: Broker, encoder: tuple[Path, Any], path: str, body: dict[str, Any], status: int, words: str
+) -> None:
+    async with pooling_gateway(broker.url, *encoder, max_client_batch_size=4) as (worker, _, client):
+        answer = await client.post(path, json=body)
+    assert (answer.status_code, not worker.seen) == (status, True)
+    assert words in answer.text
+
+
+async def test_a_vector_is_never_asked_of_a_worker_that_only_generates(
+    broker: Broker, encoder: tuple[Path, Any]
+) -> None:
+    async with pooling_gateway(broker.url, *encoder, pooling="") as (worker, _, client):
+        answer = await client.post("/v1/embeddings", json={"input": "hi"})
+    assert answer.status_code == 503
+    assert "no worker that is ready makes vectors" in answer.text
+    assert worker.seen == list[Generate]()
+
+
+QUERY, RERANK_TEXTS = "What is blue?", ["The sky is blue.", "hi", "Grass is green."]
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("reranker")
+    return folder, save_encoder(folder, "BERT", num_labels=1)
+
+
+def scores_of(worker: VectorWorker, text: str, pair: str | None = None) -> torch.Tensor:
+    """What transformers' classifier makes of a text or a pair: float32 [labels]"""
+    encoding = worker.tokenizer.encode(text, pair)
+    with torch.inference_mode():
+        output = worker.model(
+            input_ids=torch.tensor([encoding.ids]), token_type_ids=torch.tensor([encoding.type_ids])
+        )
+    scores: torch.Tensor = output.logits[0]
+    return scores
+
+
+def check_rerank(found: Sequence[float], scores: torch.Tensor) -> None:
+    torch.testing.assert_close(torch.tensor(found), scores, rtol=1e-5, atol=1e-6)
+
+
+async def test_a_reranker_scores_each_pair(broker: Broker, reranker: tuple[Path, Any]) -> None:
+    async with pooling_gateway(broker.url, *reranker, pooling="classify") as (worker, _, client):
+        worker.tokenizer.no_truncation()
+        raw = torch.cat([scores_of(worker, QUERY, text) for text in RERANK_TEXTS])
+        order = raw.argsort(descending=True).tolist()
+        cohere = {
+            "query": QUERY,
+            "documents": [RERANK_TEXTS[0], {"text": RERANK_TEXTS[1]}, RERANK_TEXTS[2]],
+            "top_n": 2,
+        }
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+            answer = (await client.post(path, json=cohere)).json()
+            assert [item["index"] for item in answer["results"]] == order[:2]
+            check_rerank([item["relevance_score"] for item in answer["results"]], raw.sigmoid()[order[:2]])
+            assert answer["results"][0]["document"] == {"text": RERANK_TEXTS[order[0]]}
+        pairs = {"text_1": [QUERY] * 3, "text_2": RERANK_TEXTS}
+        scores = (await client.post("/v1/score", json=pairs)).json()["data"]
+        check_rerank([item["score"] for item in scores], raw.sigmoid())
+        refused = await client.post("/v1/embeddings", json={"input": "hi"})
+        assert "`tiny` is a reranker, and /v1/embeddings needs an embedding model" in refused.text
+
+
+async def test_of_a_pair_the_longer_text_is_cut_first(broker: Broker, reranker: tuple[Path, Any]) -> None:
+    async with pooling_gateway(broker.url, *reranker, pooling="classify") as (worker, _, client):
+        worker.tokenizer.no_truncation()
+        long = "green " * 100
+        body = {"query": QUERY, "documents": [long]}
+        assert (await client.post("/rerank", json=body)).status_code == 400
+        cut = body | {"truncate_prompt_tokens": -1}
+        assert (await client.post("/rerank", json=cut)).status_code == 200
+        [request] = worker.seen
+        worker.tokenizer.enable_truncation(60, strategy="longest_first")
+        expected = worker.tokenizer.encode(QUERY, long)
+        assert request.num_prompt == len(expected.ids) == 60
+        assert request.pooling is not None
+        assert request.pooling.pair_start == expected.type_ids.index(1)
+
+
+async def result(redis: Any, job_id: str) -> Any:
+    await wait_until(lambda: redis.exists(KEYS.result(job_id)))
+    return json.loads(await redis.get(KEYS.result(job_id)))
+
+
+async def test_a_job_is_answered_as_http_answers(broker: Broker, tmp_path: Path) -> None:
+    model = save_encoder(tmp_path, "BERT")
+    async with pooling_gateway(broker.url, tmp_path, model) as (worker, _, client):
+        job = {
+            "id": "vectors",
+            "input": ["hi", "The sky"],
+            "parameters": {"dimensions": 4},
+            "reply": "stream",
+        }
+        await worker.redis.xadd(KEYS.submit, {"job": json.dumps(job)})
+        found = await result(worker.redis, "vectors")
+        body = {"input": job["input"], "dimensions": 4}
+        assert found == (await client.post("/v1/embeddings", json=body)).json()
+        [(_, frame)] = await worker.redis.xrange(KEYS.reply("vectors"))
+        assert json.loads(frame[b"frame"]) == found
+        rank = {"query": "sky", "documents": ["hi", "The sky"]}
+        await worker.redis.xadd(KEYS.submit, {"job": json.dumps({"id": "ranks", **rank})})
+        answer = (await client.post("/v1/rerank", json=rank)).json()
+        assert (await result(worker.redis, "ranks"))["results"] == answer["results"]
+
+
+@pytest.mark.parametrize(
+    "job, words",
+    [
+        ({"input": "hi", "parameters": {"dimensions": 99}}, "`dimensions` must be 1 to 32"),
+        (
+            {"input": "hi", "messages": []},
+            "either `inputs` or `messages` must be given, or `prompt`, or for vectors",
+        ),
+        ({"query": "hi"}, "`documents`: Input should be a valid array"),
+        ({"inputs": "hi"}, "is an embedding model: it generates no text"),
+    ],
+)
+async def test_a_wrong_job_is_told_why(broker: Broker, tmp_path: Path, job: Any, words: str) -> None:
+    model = save_encoder(tmp_path, "BERT")
+    async with pooling_gateway(broker.url, tmp_path, model) as (worker, _, _):
+        await worker.redis.xadd(KEYS.submit, {"job": json.dumps({"id": "wrong", **job})})
+        assert words in json.dumps(await result(worker.redis, "wrong"))

@@ -1,0 +1,518 @@
+"""POST /v1/responses: the object, the events, and what is refused.
+
+Stored responses: retrieved, continued, followed, cancelled and deleted, at any gateway, by their owner.
+
+Calls of functions and reasoning of responses, whole and as events, and as input of the next one.
+"""
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+from tests.integration.api.openai.test_tools import ARGUMENTS, CALLS, HERMES, PARAMETERS
+from tests.integration.api.resume.test_resume import two_gateways
+
+from common.messages.records import unpack_ids
+from deploy.launcher.embedded_broker import Broker
+from tests.support.answers.openai_frames import streamed
+from tests.support.fleet.gateways import answering, nothing_left
+from tests.support.fleet.scripted_worker import Answer
+from tests.support.responses.events import BODY, PATH, check_response, read_events, text_of
+from tests.support.tokenizer import TOKENIZER, ids
+from tests.support.waiting import wait_until
+
+ANSWER = Answer(ids(" one two é🙂 three"), num_cached=16)
+KINDS = [
+    "response.created",
+    "response.in_progress",
+    "response.output_item.added",
+    "response.content_part.added",
+    "response.output_text.delta",
+    "response.output_text.done",
+    "response.content_part.done",
+    "response.output_item.done",
+    "response.completed",
+]
+
+
+async def test_a_response_is_the_same_streamed_and_whole(broker: Broker) -> None:
+    async with answering(broker.url, ANSWER) as (worker, _, client):
+        whole = (await client.post(PATH, json=BODY | {"cache_salt": "s"})).raise_for_status().json()
+        assert [request.cache_salt for request in worker.seen] == ["s"]
+        events = read_events(await streamed(client, PATH, BODY))
+    parsed = check_response(whole)
+    assert parsed.output_text == " one two é🙂 three" == text_of(events)
+    assert parsed.status == "completed" and parsed.usage is not None
+    assert parsed.usage.total_tokens == parsed.usage.input_tokens + parsed.usage.output_tokens
+    assert parsed.usage.input_tokens_details.cached_tokens == ANSWER.num_cached > 0
+    assert list(dict.fromkeys(one["type"] for one in events)) == KINDS
+    assert [one["sequence_number"] for one in events] == [*range(len(events))]
+    assert without_ids(events[-1]["response"]) == without_ids(whole)
+    assert events[-1]["response"]["output"] == [events[-2]["item"]]
+    assert {one["item_id"] for one in events if "item_id" in one} == {events[-2]["item"]["id"]}
+
+
+def without_ids(response: dict[str, Any]) -> dict[str, Any]:
+    content = [item["content"] for item in response["output"]]
+    return response | {"id": None, "created_at": 0, "output": content}
+
+
+async def test_an_answer_that_is_cut_is_incomplete(broker: Broker) -> None:
+    async with answering(broker.url, Answer(ids(" one two three four"))) as (_, _, client):
+        body = BODY | {"max_output_tokens": 3}
+        whole = (await client.post(PATH, json=body)).json()
+        events = read_events(await streamed(client, PATH, body))
+    assert whole["status"] == "incomplete" and whole["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert whole["output"][0]["status"] == "incomplete" and whole["max_output_tokens"] == 3
+    assert events[-1]["type"] == "response.incomplete"
+
+
+async def test_an_empty_answer_has_an_empty_message(broker: Broker) -> None:
+    async with answering(broker.url, Answer([])) as (_, _, client):
+        whole = (await client.post(PATH, json=BODY)).json()
+    assert check_response(whole).output_text == "" and len(whole["output"]) == 1
+
+
+async def test_nothing_is_left_of_a_response_that_is_not_stored(broker: Broker) -> None:
+    async with answering(broker.url, ANSWER) as (worker, gateway, client):
+        whole = (await client.post(PATH, json=BODY | {"store": False})).json()
+        assert (await client.get(f"{PATH}/{whole['id']}")).status_code == 404
+        refused = await client.post(PATH, json=BODY | {"previous_response_id": whole["id"]})
+        assert refused.json()["error"]["code"] == "previous_response_not_found"
+        await streamed(client, PATH, BODY | {"store": False})
+        await nothing_left(gateway, worker)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"background": True, "store": False}, "background"),
+    ({"conversation": "conv_1"}, "conversation"),
+    ({"prompt": {"id": "p"}}, "prompt"),
+    ({"include": ["message.input_image.image_url"]}, "include[0]"),
+    ({"input": []}, "input"),
+    ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
+    ({"input": [{"role": "critic", "content": "x"}]}, "input[0].role"),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        "input[0].content[0].type",
+    ),
+    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+    ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
+    ({"metadata": {"k": "v" * 513}}, "metadata"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"temperature": -1}, "temperature"),
+    ({"max_output_tokens": 10**6}, "max_output_tokens"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"stream_options": {"include_obfuscation": True}, "stream": True}, "stream_options.include_obfuscation"),
+]
+
+
+async def test_unsupported_fields_are_refused_by_name(broker: Broker) -> None:
+    async with answering(broker.url, ANSWER) as (worker, _, client):
+        for fields, param in REFUSED:
+            response = await client.post(PATH, json=BODY | fields)
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, param), error
+        assert not worker.seen
+
+
+@pytest.mark.parametrize("path", ["resp_1", f"resp_{'0' * 32}", "x"])
+async def test_unknown_responses_are_not_found(broker: Broker, path: str) -> None:
+    async with answering(broker.url, ANSWER) as (_, _, client):
+        calls = [
+            client.get(f"{PATH}/{path}"),
+            client.delete(f"{PATH}/{path}"),
+            client.post(f"{PATH}/{path}/cancel"),
+            client.get(f"{PATH}/{path}/input_items"),
+        ]
+        found: list[httpx.Response] = [await call for call in calls]
+        assert [one.status_code for one in found] == [404] * 4
+        assert {one.json()["error"]["type"] for one in found} == {"invalid_request_error"}
+
+
+async def test_whole_numbers_beyond_64_bits_are_served(broker: Broker) -> None:
+    """A tool's schema comes back as it was read: such a number as a float."""
+    tool = '{"type": "function", "name": "f", "parameters": {"maximum": 1%s}}' % ("0" * 25)
+    content = f'{{"input": "a", "tools": [{tool}]}}'
+    async with answering(broker.url, ANSWER) as (_, _, client):
+        answer = await client.post(PATH, content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["tools"][0]["parameters"] == {"maximum": 1e25}
+
+
+STORED_ANSWER = Answer(ids(" one two é🙂 three"))
+LONG = Answer(ids(" one two é🙂 three four five" * 8))
+BACKGROUND = BODY | {"background": True}
+
+
+async def get(client: httpx.AsyncClient, response_id: str, **options: Any) -> dict[str, Any]:
+    response = await client.get(f"{PATH}/{response_id}", **options)
+    content: dict[str, Any] = response.json()
+    assert response.status_code == 200, content
+    return content
+
+
+async def ended(client: httpx.AsyncClient, response_id: str) -> dict[str, Any]:
+    """The response, once it has ended."""
+
+    async def has_ended() -> bool:
+        return (await get(client, response_id))["status"] not in ("queued", "in_progress")
+
+    await wait_until(has_ended)
+    return await get(client, response_id)
+
+
+async def follow(client: httpx.AsyncClient, response_id: str, after: int | None = None) -> bytes:
+    params = {"stream": "true"} | ({} if after is None else {"starting_after": str(after)})
+    response = await client.get(f"{PATH}/{response_id}", params=params)
+    assert response.status_code == 200, response.content
+    return response.content
+
+
+async def test_a_response_is_retrieved_as_it_was_at_another_gateway(broker: Broker) -> None:
+    async with two_gateways(broker.url, STORED_ANSWER) as (_, _, client, other):
+        whole = (await client.post(PATH, json=BODY)).json()
+        assert await get(other, whole["id"]) == whole
+        sent = await streamed(client, PATH, BODY)
+        events = read_events(sent)
+        last = events[-1]["response"]
+        assert await get(other, last["id"]) == last
+        assert await follow(other, last["id"]) == sent
+        for after in (0, 4, len(events) - 2):
+            assert read_events(await follow(other, last["id"], after)) == events[after + 1 :]
+        assert await follow(other, last["id"], len(events) - 1) == b""
+        wrong = await other.get(f"{PATH}/{last['id']}", params={"stream": "true", "starting_after": "999"})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "starting_after")
+
+
+async def test_a_conversation_goes_on_after_a_response(broker: Broker) -> None:
+    async with answering(broker.url, STORED_ANSWER) as (worker, _, client):
+
+        async def ask(**fields: Any) -> dict[str, Any]:
+            content: dict[str, Any] = (await client.post(PATH, json=fields)).raise_for_status().json()
+            return content
+
+        first = await ask(input="Hi", instructions="Be kind.")
+        second = await ask(input="And?", previous_response_id=first["id"])
+        item_id = second["output"][0]["id"]
+        third = await ask(input=[{"type": "item_reference", "id": item_id}, {"role": "user", "content": "X"}])
+        await client.delete(f"{PATH}/{first['id']}")
+        fourth = await ask(input="Now?", previous_response_id=second["id"], instructions="Be short.")
+        prompts = [
+            TOKENIZER.decode(unpack_ids(one.prompt_ids), skip_special_tokens=False) for one in worker.seen
+        ]
+        items = (await client.get(f"{PATH}/{fourth['id']}/input_items", params={"order": "asc"})).json()
+        page = (await client.get(f"{PATH}/{fourth['id']}/input_items", params={"limit": 2})).json()
+    turn = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>\n"
+    text = " one two é🙂 three"
+    assert "Be kind." in prompts[0] and "Be kind." not in prompts[1]
+    assert turn.format("Hi", text) in prompts[1] and "user\nAnd?<|im_end|>" in prompts[1]
+    assert f"assistant\n{text}<|im_end|>\n<|im_start|>user\nX<|im_end|>" in prompts[2]
+    assert turn.format("Hi", text) + turn.format("And?", text) in prompts[3] and "Be short." in prompts[3]
+    assert (third["previous_response_id"], fourth["previous_response_id"]) == (None, second["id"])
+    roles = [item["role"] for item in items["data"]]
+    assert roles == ["user", "assistant", "user", "assistant", "user"] and not items["has_more"]
+    assert [item["id"] for item in page["data"]] == [item["id"] for item in items["data"]][:2:-1]
+    assert page["has_more"] and page["last_id"] == page["data"][-1]["id"]
+
+
+async def test_a_background_response_needs_no_client(broker: Broker) -> None:
+    async with two_gateways(broker.url, LONG) as (worker, _, client, other):
+        queued = (await client.post(PATH, json=BACKGROUND)).raise_for_status().json()
+        assert queued["status"] == "queued" and queued["output"] == []
+        check_response(queued)
+        done = await ended(other, queued["id"])
+        assert done["status"] == "completed"
+        assert check_response(done).output_text == TOKENIZER.decode(LONG.ids)
+        await wait_until(lambda: not worker.live)
+
+
+async def test_another_gateway_follows_a_background_stream_after_any_event(broker: Broker) -> None:
+    async with two_gateways(broker.url, LONG, step_s=0.02) as (_, _, client, other):
+        async with client.stream("POST", PATH, json=BACKGROUND | {"stream": True}) as response:
+            seen = b""
+            async for chunk in response.aiter_raw():
+                seen += chunk
+                if seen.count(b"\n\n") > 8:
+                    break
+        first = read_events(seen)
+        assert [one["type"] for one in first[:3]] == [
+            f"response.{kind}" for kind in ("created", "queued", "in_progress")
+        ]
+        rest = read_events(await follow(other, first[0]["response"]["id"], first[-1]["sequence_number"]))
+        assert text_of(first + rest) == TOKENIZER.decode(LONG.ids)
+        assert [one["sequence_number"] for one in first + rest] == [*range(len(first + rest))]
+        assert rest[-1]["type"] == "response.completed"
+        assert rest[-1]["response"] == await get(client, first[0]["response"]["id"])
+
+
+async def test_only_a_background_response_is_cancelled(broker: Broker) -> None:
+    async with two_gateways(broker.url, LONG, step_s=0.1) as (worker, _, client, other):
+        queued = (await client.post(PATH, json=BACKGROUND | {"stream": False})).json()
+        await wait_until(lambda: worker.live)
+        cancelled = (await other.post(f"{PATH}/{queued['id']}/cancel")).raise_for_status().json()
+        assert cancelled["status"] == "cancelled" and check_response(cancelled).usage is None
+        assert (await other.post(f"{PATH}/{queued['id']}/cancel")).json() == cancelled
+        assert await get(client, queued["id"]) == cancelled
+        refused = await client.post(PATH, json=BODY | {"previous_response_id": queued["id"]})
+        assert refused.json()["error"]["param"] == "previous_response_id"
+    async with answering(broker.url, STORED_ANSWER) as (_, _, client):
+        whole = (await client.post(PATH, json=BODY)).json()
+        assert (await client.post(f"{PATH}/{whole['id']}/cancel")).status_code == 400
+
+
+async def test_a_response_can_be_deleted_before_it_has_ended(broker: Broker) -> None:
+    async with two_gateways(broker.url, LONG, step_s=0.1) as (worker, one, client, other):
+        done = (await client.post(PATH, json=BODY | {"max_output_tokens": 1})).json()
+        queued = (await client.post(PATH, json=BACKGROUND)).json()
+        for response in (done, queued):
+            deleted = await other.delete(f"{PATH}/{response['id']}")
+            assert deleted.json() == {"id": response["id"], "object": "response", "deleted": True}
+            assert (await client.get(f"{PATH}/{response['id']}")).status_code == 404
+        await wait_until(lambda: not worker.live and not one.pool.relay.streams)
+        left = [worker.keys.request(response["id"][5:]) for response in (done, queued)]
+
+        async def nothing_is_left() -> bool:
+            return not await worker.redis.exists(*left)
+
+        await wait_until(nothing_is_left)
+
+
+async def test_a_response_belongs_to_a_key(broker: Broker) -> None:
+    own = {"authorization": "Bearer one"}
+    async with answering(broker.url, STORED_ANSWER) as (_, _, client):
+        whole = (await client.post(PATH, json=BODY, headers=own)).json()
+        path = f"{PATH}/{whole['id']}"
+        for headers in ({"authorization": "Bearer two"}, {}):
+            calls = (
+                client.get(path, headers=headers),
+                client.delete(path, headers=headers),
+                client.post(f"{path}/cancel", headers=headers),
+                client.get(f"{path}/input_items", headers=headers),
+            )
+            assert [(await call).status_code for call in calls] == [404] * 4
+            body = BODY | {"previous_response_id": whole["id"]}
+            assert (await client.post(PATH, json=body, headers=headers)).status_code == 400
+            reference = {"type": "item_reference", "id": whole["output"][0]["id"]}
+            assert (await client.post(PATH, json={"input": [reference]}, headers=headers)).status_code == 400
+        assert await get(client, whole["id"], headers=own) == whole
+
+
+async def test_a_client_that_leaves_cancels_its_response_which_stays(
+    broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with answering(broker.url, LONG) as (worker, _, client):
+        worker.step_s = 0.1
+        body = BODY | {"stream": True, "instructions": "Be terse today."}
+        async with client.stream("POST", PATH, json=body) as response:
+            async for _ in response.aiter_raw():
+                break
+            request_id = response.headers["x-request-id"]
+        await wait_until(lambda: worker.seen and not worker.live)
+        await asyncio.sleep(0)
+        left = await ended(client, f"resp_{request_id}")
+        assert left["status"] == "cancelled"
+        events = read_events(await follow(client, left["id"]))
+        assert events[-1]["response"] == left and left["instructions"] == "Be terse today."
+        for after in (0, len(events) - 2, len(events) - 1):
+            assert read_events(await follow(client, left["id"], after)) == events[after + 1 :]
+    assert "terse" not in caplog.text
+
+
+async def test_a_stored_response_expires(broker: Broker) -> None:
+    async with answering(broker.url, STORED_ANSWER, answer_ttl_s=4000.0) as (worker, _, client):
+        whole = (await client.post(PATH, json=BODY)).json()
+        request_id = whole["id"].removeprefix("resp_")
+        for key in (worker.keys.request(request_id), worker.keys.tokens(request_id)):
+            assert 3900_000 < await worker.redis.pttl(key) <= 4000_000
+
+
+async def test_of_too_many_stored_responses_the_oldest_are_deleted(broker: Broker) -> None:
+    async with answering(broker.url, STORED_ANSWER, max_stored_responses=2) as (worker, _, client):
+        made = [(await client.post(PATH, json=BODY)).json()["id"] for _ in range(3)]
+        await client.post(PATH, json=BODY | {"store": False})
+        found = [(await client.get(f"{PATH}/{one}")).status_code for one in made]
+        assert found == [404, 200, 200]
+        await client.delete(f"{PATH}/{made[1]}")
+        assert await worker.redis.zcard(worker.keys.responses) == 1
+        assert not await worker.redis.exists(worker.keys.tokens(made[0].removeprefix("resp_")))
+
+
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "name": "get_weather", "description": "Weather", "parameters": PARAMETERS},
+    {"type": "function", "name": "get_time"},
+]
+CODEX_TOOLS: list[dict[str, Any]] = [
+    {"type": "web_search", "external_web_access": False},
+    {"type": "image_generation", "output_format": "png"},
+    {
+        "type": "namespace",
+        "name": "mcp__files",
+        "description": "",
+        "tools": [{"type": "function", "name": "read"}],
+    },
+    {
+        "type": "custom",
+        "name": "apply_patch",
+        "format": {"type": "grammar", "syntax": "lark", "definition": ""},
+    },
+]
+ASKED = BODY | {"tools": TOOLS}
+THOUGHT = "<think>\nHm, 7.\n</think>\n\n"
+
+
+async def ask(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+    response = await client.post(PATH, json=ASKED | fields)
+    content: dict[str, Any] = response.json()
+    assert response.status_code == 200, content
+    check_response(content)
+    return content
+
+
+async def test_reasoning_text_and_calls_are_items_of_their_own(broker: Broker) -> None:
+    async with answering(broker.url, Answer(ids(THOUGHT + CALLS)), **HERMES) as (_, _, client):
+        whole = await ask(client)
+        events = read_events(await streamed(client, PATH, ASKED))
+        stored = (await client.get(f"{PATH}/{events[0]['response']['id']}")).json()
+        one = await ask(client, parallel_tool_calls=False)
+        none = await ask(client, tool_choice="none", tools=TOOLS[:1])
+    kinds = ["reasoning", "message", "function_call", "function_call"]
+    assert [item["type"] for item in whole["output"]] == kinds
+    thought, message, *calls = whole["output"]
+    assert [part["text"] for part in thought["content"]] == ["Hm, 7."] and thought["summary"] == []
+    assert message["content"][0]["text"] == "Let me see."
+    assert [(call["name"], call["arguments"]) for call in calls] == [
+        ("get_weather", ARGUMENTS[0]),
+        ("get_time", ARGUMENTS[1]),
+    ]
+    assert len({call["call_id"] for call in calls}) == 2 and whole["tools"] == TOOLS
+    assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] > 3
+    last = events[-1]["response"]
+    assert stored == last
+    assert [item["type"] for item in last["output"]] == kinds and text_of(events) == "Let me see."
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == last["output"] and {item["status"] for item in done} == {"completed"}
+    for i, arguments in enumerate(ARGUMENTS, 2):
+        own = [event for event in events if event.get("output_index") == i]
+        deltas = [one["delta"] for one in own if one["type"] == "response.function_call_arguments.delta"]
+        assert "".join(deltas) == arguments == own[-2]["arguments"]
+        assert own[0]["item"]["name"] and own[0]["item"]["arguments"] == ""
+    assert [item["type"] for item in one["output"]] == kinds[:3]
+    assert [item["type"] for item in none["output"]] == kinds[:2]
+
+
+@pytest.mark.parametrize("tail", ["", '{"place": "Z'])
+async def test_a_call_that_is_cut_is_incomplete_and_never_done(broker: Broker, tail: str) -> None:
+    """Here the model ends within the call, as it does at a stop string of another API."""
+    text = CALLS[: CALLS.rindex("{}")] + tail
+    async with answering(broker.url, Answer(ids(text)), **HERMES) as (_, _, client):
+        whole = await ask(client)
+        events = read_events(await streamed(client, PATH, ASKED))
+    last = events[-1]["response"]
+    for response in (whole, last):
+        statuses = [item["status"] for item in response["output"]]
+        expected = ["completed", "completed", "incomplete"] if tail else ["completed", "completed"]
+        assert statuses[: len(expected)] == expected
+        assert response["status"] == ("incomplete" if tail else "completed")
+    done = [one for one in events if one["type"] == "response.function_call_arguments.done"]
+    assert [one["arguments"] for one in done] == ARGUMENTS[:1]
+
+
+async def test_reasoning_is_its_own_summary_if_one_is_requested(broker: Broker) -> None:
+    async with answering(broker.url, Answer(ids(THOUGHT + "Odd.")), **HERMES) as (_, _, client):
+        events = read_events(await streamed(client, PATH, BODY | {"reasoning": {"summary": "auto"}}))
+    thought, message = events[-1]["response"]["output"]
+    assert thought["summary"] == [{"type": "summary_text", "text": "Hm, 7."}] and thought["content"] == []
+    deltas = [one["delta"] for one in events if one["type"] == "response.reasoning_summary_text.delta"]
+    assert "".join(deltas) == "Hm, 7." and message["content"][0]["text"] == "Odd."
+
+
+async def test_calls_and_their_outputs_are_in_the_next_prompt(broker: Broker) -> None:
+    """The prompt is the same whether they are given by the id of the response, by repeated items, or by
+    references.
+    """
+    async with answering(broker.url, Answer(ids(THOUGHT + CALLS)), **HERMES) as (worker, _, client):
+        first = await ask(client)
+        outputs = [
+            {"type": "function_call_output", "call_id": item["call_id"], "output": "fine"}
+            for item in first["output"]
+            if item["type"] == "function_call"
+        ]
+        question = {"role": "user", "content": BODY["input"]}
+        named = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+        await ask(client, input=outputs, previous_response_id=first["id"])
+        await ask(client, input=[question, *first["output"], *outputs])
+        last = await ask(client, input=[question, *named, *outputs])
+        items = (await client.get(f"{PATH}/{last['id']}/input_items")).json()["data"]
+    prompts = [TOKENIZER.decode(unpack_ids(one.prompt_ids), skip_special_tokens=False) for one in worker.seen]
+    assert prompts[1] == prompts[2] == prompts[3]
+    assert prompts[1].count("fine") == 2 and "get_weather" in prompts[1] and "Let me see." in prompts[1]
+    assert [item["type"] for item in items] == [
+        *["function_call_output"] * 2,
+        *["function_call"] * 2,
+        "message",
+        "reasoning",
+        "message",
+    ]
+
+
+async def test_tools_that_no_model_here_can_call_are_left_out(broker: Broker) -> None:
+    """The prompt is the same without them, and the answer shows them, as Codex sent them."""
+    fields = {
+        "tools": [*CODEX_TOOLS, *TOOLS],
+        "include": ["reasoning.encrypted_content", "web_search_call.action.sources"],
+        "store": False,
+        "tool_choice": "auto",
+        "prompt_cache_key": "k",
+        "client_metadata": {"x": "y"},
+        "text": {"verbosity": "low"},
+        "reasoning": {"effort": "medium", "summary": "auto"},
+    }
+    async with answering(broker.url, Answer(ids(CALLS)), **HERMES) as (worker, _, client):
+        with_them = await ask(client, **fields)
+        await ask(client, **(fields | {"tools": TOOLS}))
+        await ask(client, **(fields | {"tools": CODEX_TOOLS}))
+        listed = (await client.get("/v1/models")).json()
+    prompts = [one.prompt_ids for one in worker.seen]
+    assert prompts[0] == prompts[1] != prompts[2]
+    assert with_them["tools"] == fields["tools"]
+    assert [item["type"] for item in with_them["output"]] == ["message", *["function_call"] * 2]
+    assert listed["models"] == [] and [one["object"] for one in listed["data"]] == ["model"]
+
+
+async def test_a_stream_with_calls_adds_up_in_openai_s_package(broker: Broker) -> None:
+    async with answering(broker.url, Answer(ids(THOUGHT + CALLS)), **HERMES) as (_, _, client):
+        own = AsyncOpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0)
+        body: Any = ASKED | {"model": "tgi"}
+        async with own, own.responses.stream(**body) as stream:
+            async for _ in stream:
+                pass
+            final = await stream.get_final_response()
+    calls = [item for item in final.output if item.type == "function_call"]
+    assert [json.loads(call.arguments) for call in calls] == [json.loads(text) for text in ARGUMENTS]
+    assert final.output_text == "Let me see."
+
+
+async def test_errors_name_the_field_of_a_tool(broker: Broker) -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"tools": [{"type": "functoin"}]}, "tools[0].type"),
+        ({"tools": [*TOOLS, *CODEX_TOOLS], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tools": CODEX_TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "no"}}, "tool_choice"),
+        ({"tools": None, "tool_choice": "required"}, "tool_choice"),
+        ({"reasoning": {"effort": "vast"}}, "reasoning.effort"),
+        ({"reasoning": {"summary": "vast"}}, "reasoning.summary"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": 5}]}, "input[0].output"),
+    ]
+    async with answering(broker.url, Answer(ids("x")), **HERMES) as (_, _, client):
+        for fields, param in refused:
+            error = (await client.post(PATH, json=ASKED | fields)).json()["error"]
+            assert error["param"] == param, error

@@ -1,0 +1,628 @@
+"""A client that comes back with `Last-Event-ID`, at any gateway, misses nothing and gets nothing twice.
+
+POST /requests/streams: several answers on one connection, which do not wait for each other.
+
+Frames are a function of the request as admitted and of its tokens: what a gateway sends, any other renders
+again byte for byte, from nothing but Redis.
+
+The state of a request, and its cancel, at any gateway, for its owner alone.
+
+A broker that lost a request, or its reader, is told; the answer still goes on at any gateway.
+"""
+
+import asyncio
+import contextlib
+import math
+import re
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+from tests.integration.api.test_server import healthy, start
+
+from api.answers.answer import HttpAnswer
+from api.lifecycle import Gateway
+from api.requests import admission
+from api.resume import attach
+from api.resume.attach import read_committed, renderer_of
+from api.streams.fill import Filler, Sources
+from api.streams.stream import Stream
+from common.broker import pool_client
+from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
+from common.broker.request_scripts import cancel_request
+from common.messages.codec import decode
+from deploy.launcher.embedded_broker import Broker
+from tests.support.answers.openai_frames import CHAT
+from tests.support.fleet.gateways import answering, nothing_left, ready, serving
+from tests.support.fleet.resuming import ResumingClient
+from tests.support.fleet.scripted_batcher import batching
+from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
+from tests.support.machine.ports import free_port
+from tests.support.sse import data_of, numbered
+from tests.support.tokenizer import TOKENIZER, ids, model_tokenizer
+from tests.support.waiting import PATIENCE_S, wait_until
+
+ANSWER = Answer(ids(" one two é🙂 three four five six seven eight nine ten"))
+LONG = Answer(ids(" one two é🙂 three four five" * 8))
+BODY: dict[str, Any] = {"inputs": "Hi", "resume_s": 600}
+
+
+@contextlib.asynccontextmanager
+async def two_gateways(
+    url: str, answer: Answer = ANSWER, step_s: float = 0.01, **settings: Any
+) -> AsyncIterator[tuple[FakeWorker, Gateway, httpx.AsyncClient, httpx.AsyncClient]]:
+    async with (
+        working(url, TOKENIZER, lambda _: answer, step_s=step_s) as worker,
+        serving(url, **settings) as (one, client),
+        serving(url, name="g1-test", **settings) as (other, other_client),
+    ):
+        await ready(one)
+        await ready(other)
+        yield worker, one, client, other_client
+
+
+async def read_frames(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any] | None, count: int = 10**6, last_id: int = 0
+) -> tuple[bytes, str]:
+    """Return the first frames of a stream, and where it goes on; then close the connection."""
+    method, headers = ("GET" if body is None else "POST"), {"last-event-id": str(last_id)} if last_id else {}
+    async with client.stream(method, path, json=body, headers=headers) as response:
+        if response.status_code != 200:
+            raise AssertionError(f"{response.status_code} {await response.aread()!r}")
+        seen = b""
+        async for chunk in response.aiter_raw():
+            seen += chunk
+            if seen.count(b"\n\n") >= count:
+                break
+        frames = seen.split(b"\n\n")[:-1][:count]
+        return b"".join(frame + b"\n\n" for frame in frames), response.headers["content-location"]
+
+
+async def test_another_gateway_goes_on_after_the_last_frame(
+    broker: Broker, subtests: pytest.Subtests
+) -> None:
+    async with two_gateways(broker.url) as (worker, _, client, other):
+        for path, asked in REQUESTS:
+            with subtests.test(path=path, asked=asked):
+                body, num_seen = asked | {"stream": True, "resume_s": 600}, len(worker.seen)
+                first, place = await read_frames(client, path, body, 5)
+                rest, same_place = await read_frames(other, place, None, last_id=5)
+                whole, _ = await read_frames(client, place, None)
+                done = await other.get(place, headers={"last-event-id": str(len(numbered(whole)))})
+                assert first + rest == whole and place == same_place
+                ordinals = [ordinal for ordinal, _ in numbered(whole)]
+                assert ordinals == [*range(1, len(ordinals) + 1)]
+                assert done.status_code == 204
+                assert len(worker.seen) - num_seen == num_choices(body)
+
+
+async def test_an_attached_stream_is_offered_to_a_broker_that_returns(broker: Broker) -> None:
+    async with two_gateways(broker.url, LONG, step_s=0.05) as (worker, one, client, other):
+        first, place = await read_frames(other, "/generate_stream", BODY, 3)
+        reader = asyncio.create_task(read_frames(client, place, None, last_id=3))
+        relay = one.pool.relay
+        await wait_until(lambda: relay.streams)
+        relay.filler.offers.request_offer(relay.streams.values())
+        await wait_until(lambda: relay.filler.offers.num_offers)
+        worker.step_s = 0.0
+        rest, _ = await reader
+        whole, _ = await read_frames(client, place, None)
+        assert first + rest == whole
+
+
+async def test_tokens_that_move_while_they_are_read_are_read_again(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log is trimmed after the string is read: neither has the tokens."""
+    async with two_gateways(broker.url) as (_, _, client, other):
+        first, place = await read_frames(client, "/generate_stream", BODY, 5)
+        read, reads = attach.read_committed, 0
+
+        async def read_badly(*args: Any) -> list[Stream]:
+            nonlocal reads
+            reads += 1
+            streams = await read(*args)
+            return [Stream(one.request, model_tokenizer()) for one in streams] if reads == 1 else streams
+
+        monkeypatch.setattr(attach, "read_committed", read_badly)
+        rest, _ = await read_frames(other, place, None, last_id=5)
+        assert reads == 2
+        whole, _ = await read_frames(other, place, None)
+        assert first + rest == whole
+
+
+async def test_a_killed_gateway_costs_its_streams_a_reconnect(broker: Broker) -> None:
+    """In the middle of every kind of stream; the other gateway goes on with all of them."""
+    ports = free_port(), free_port()
+    own = [f"http://127.0.0.1:{port}" for port in ports]
+    processes = [start(broker, f"g{i}", free_port(), GATEWAY_PORT=str(port)) for i, port in enumerate(ports)]
+    try:
+        async with (
+            working(broker.url, TOKENIZER, lambda _: LONG, step_s=0.02) as worker,
+            batching(broker.url),
+        ):
+            for url in own:
+                await wait_until(lambda url=url: healthy(url))  # type: ignore[misc]
+            worker.most_tokens = 10  # none ends before its gateway does
+            clients = [ResumingClient(*own) for _ in range(2 * len(REQUESTS))]
+            reads = [
+                asyncio.create_task(client.read(path, body | {"stream": True}))
+                for client, (path, body) in zip(clients, 2 * REQUESTS, strict=True)
+            ]
+            await wait_until(lambda: all(client.num_frames > 3 for client in clients))
+            processes[0].kill()
+            await wait_until(lambda: all(client.num_returns for client in clients))
+            worker.most_tokens = sys.maxsize
+            worker.step_s = 0.0
+            contents = await asyncio.gather(*reads)
+            assert len(worker.seen) == 2 * sum(num_choices(body) for _, body in REQUESTS)
+            whole = [
+                await ResumingClient(own[1]).read(path, body | {"stream": True}) for path, body in REQUESTS
+            ]
+        differ = [
+            i
+            for i, (content, expected) in enumerate(zip(contents, 2 * whole, strict=True))
+            if without_names(content) != without_names(expected)
+        ]
+        assert differ == []
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def without_names(content: bytes) -> bytes:
+    """Without request ids, times and seeds: they differ between two requests of the same content."""
+    return re.sub(rb'"(id":"\w+-[0-9a-f]{32}"|created":\d+|seed":\d+)', b"", content)
+
+
+def num_choices(body: dict[str, Any]) -> int:
+    return len(body.get("prompt", "x")) * int(body.get("n", 1))
+
+
+async def test_a_disconnect_cancels_unless_the_client_may_come_back(broker: Broker) -> None:
+    endless = Answer(LONG.ids * 20, ends=False)
+    async with two_gateways(broker.url, endless) as (worker, gateway, client, other):
+        _, place = await read_frames(client, "/generate_stream", {"inputs": "Hi"}, 3)
+        await nothing_left(gateway, worker)
+        assert (await other.get(place)).status_code == 404
+        headers = {"x-resume-seconds": "0.3"}
+        async with client.stream("POST", "/generate_stream", json={"inputs": "Hi"}, headers=headers) as first:
+            place = first.headers["content-location"]
+            await anext(first.aiter_raw())
+        await wait_until(lambda: not worker.live)
+        gone = await other.get(place, headers={"last-event-id": "1"})
+        assert gone.status_code == 410 and "nobody came back" in gone.json()["error"]
+
+
+async def test_a_gateway_that_ends_waits_for_no_client(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request goes on without it."""
+    monkeypatch.setattr(admission, "CLOSE_TIMEOUT_S", 10 * PATIENCE_S)
+    async with working(broker.url, TOKENIZER, lambda _: Answer(LONG.ids, ends=False)) as worker:
+        async with asyncio.timeout(PATIENCE_S), serving(broker.url) as (gateway, client):
+            await ready(gateway)
+            await read_frames(client, "/generate_stream", BODY, 3)
+            await wait_until(lambda: gateway.pool.admission.waits)
+        assert len(worker.live) == 1
+
+
+async def test_the_time_stops_when_the_client_is_back(broker: Broker) -> None:
+    """At any gateway: the gateway that it left counts no longer."""
+    async with two_gateways(broker.url, LONG, step_s=0.05) as (_, _, client, other):
+        _, place = await read_frames(client, "/generate_stream", {"inputs": "Hi", "resume_s": 2}, 3)
+        rest, _ = await read_frames(other, place, None, last_id=3)
+    assert numbered(rest)[-1][0] == len(LONG.ids) + 1
+
+
+async def test_a_finished_answer_waits_for_its_client(broker: Broker) -> None:
+    async with two_gateways(broker.url) as (worker, gateway, client, other):
+        whole, place = await read_frames(client, "/generate_stream", BODY)
+        await wait_until(lambda: not gateway.pool.admission.cleanups)
+        rest, _ = await read_frames(other, place, None, last_id=4)
+        assert whole.endswith(rest) and numbered(rest)[0][0] == 5
+        request_id = place.split("/")[2]
+        for key in (worker.keys.request(request_id), worker.keys.tokens(request_id)):
+            assert 0 < await worker.redis.pttl(key) <= 600_000
+
+
+async def test_a_detached_request_needs_no_client(broker: Broker) -> None:
+    async with two_gateways(broker.url, gateway_grace_s=0) as (worker, gateway, client, other):
+        _, place = await read_frames(
+            client, "/v1/completions", {"prompt": "a", "stream": True, "detached": True}, 1
+        )
+        await wait_until(lambda: not worker.live and not gateway.pool.admission.cleanups)
+        assert worker.seen[0].gateway == "" and worker.seen[0].result_ttl_ms == 3_600_000
+        content, _ = await read_frames(other, place, None)
+        assert numbered(content)[-1][1] == "[DONE]"
+
+
+async def test_an_answer_belongs_to_the_key_that_made_it(broker: Broker) -> None:
+    mine = {"authorization": "Bearer mine"}
+    async with two_gateways(broker.url, api_key=None) as (worker, _, client, other):
+        client.headers.update(mine)
+        _, place = await read_frames(client, "/generate_stream", BODY, 2)
+        for headers in ({}, {"authorization": "Bearer other"}):
+            refused = await other.get(place, headers=headers)
+            assert refused.status_code == 404 and "There is no streamed answer" in refused.json()["error"]
+        assert (await other.get(place, headers=mine)).status_code == 200
+        unknown = [f"/requests/{'0' * 32}/stream", "/requests/x/stream", "/requests/*/stream"]
+        assert [(await other.get(path)).status_code for path in unknown] == [404] * 3
+        assert b"mine" not in b"".join([await worker.redis.dump(key) for key in await worker.redis.keys("*")])
+
+
+async def test_a_wrong_last_event_id_is_refused_by_name(broker: Broker) -> None:
+    endless = Answer(LONG.ids, ends=False)
+    async with two_gateways(broker.url, endless) as (_, _, client, other):
+        _, place = await read_frames(client, "/generate_stream", BODY, 2)
+        for wrong in ("-1", "x", "1.5", "", "999999", "9" * 40):
+            refused = await other.get(place, headers={"last-event-id": wrong})
+            assert refused.status_code == 422 and "`Last-Event-ID`" in refused.json()["error"], wrong
+        bare = await other.post("/v1/completions", json={"prompt": "a"}, headers={"last-event-id": "3"})
+        assert bare.status_code == 400 and bare.json()["error"]["param"] == "Last-Event-ID"
+
+
+async def test_the_same_post_with_last_event_id_goes_on(broker: Broker) -> None:
+    body = {"prompt": "a", "stream": True, "resume_s": 60}
+    async with two_gateways(broker.url) as (worker, _, client, other):
+        first, place = await read_frames(client, "/v1/completions", body, 2)
+        headers = {"last-event-id": "2", "x-request-id": place.split("/")[2]}
+        rest = await other.post("/v1/completions", json=body, headers=headers)
+        frames = numbered(first + rest.content)
+        assert [ordinal for ordinal, _ in frames] == [*range(1, len(frames) + 1)]
+        assert frames[-1][1] == "[DONE]"
+        assert len(worker.seen) == 1
+
+
+async def test_the_newest_connection_has_the_answer(broker: Broker) -> None:
+    """An older connection, whose client has gone unnoticed, neither cancels nor deletes the request."""
+    async with two_gateways(broker.url, LONG) as (worker, gateway, client, _):
+        async with client.stream("POST", "/generate_stream", json={"inputs": "Hi"}) as former:
+            chunks = former.aiter_raw()
+            await anext(chunks)
+            place = former.headers["content-location"]
+            content, _ = await read_frames(client, place, None)
+            left = b"".join([chunk async for chunk in chunks])
+        assert b'"error_type":"superseded"' in left
+        assert len(data_of(content)) == len(LONG.ids) + 1
+        await nothing_left(gateway, worker)
+
+
+async def test_wrong_terms_are_refused_by_name(broker: Broker) -> None:
+    wrong: list[tuple[dict[str, str], dict[str, Any], str]] = [
+        ({"x-resume-seconds": "nan"}, {}, "x-resume-seconds"),
+        ({"x-resume-seconds": "3601"}, {}, "x-resume-seconds"),
+        ({"x-resume-seconds": "5"}, {"resume_s": 5}, "resume_s"),
+        ({}, {"resume_s": -1}, "resume_s"),
+        ({}, {"resume_s": 5, "detached": True}, "detached"),
+        ({}, {"detached": True, "stream": False}, "detached"),
+        ({}, {"resume_s": 5, "stream": False}, "resume_s"),
+    ]
+    async with two_gateways(broker.url) as (_, _, client, _):
+        for headers, terms, name in wrong:
+            body = {"prompt": "a", "stream": True} | terms
+            refused = await client.post("/v1/completions", json=body, headers=headers)
+            assert refused.status_code == 400, name
+            assert f"`{name}`" in refused.json()["error"]["message"]
+
+
+NUM_STREAMS = 8
+"""More than the connections that a browser opens."""
+
+
+async def begin(client: httpx.AsyncClient, count: int = 0, **fields: Any) -> tuple[str, bytes]:
+    """Begin an answer, and hang up after `count` frames. Returns its id and the frames."""
+    frames, place = await read_frames(client, "/generate_stream", BODY | fields, count)
+    return place.split("/")[2], frames
+
+
+def by_answer(merged: bytes) -> dict[str, bytes]:
+    """The frames of each answer, with their own ids again."""
+    frames: dict[str, bytes] = {}
+    for frame in merged.split(b"\n\n")[:-1]:
+        found = re.fullmatch(rb"id: ([0-9a-f]{32})/(.*)", frame, re.DOTALL)
+        assert found is not None, frame
+        frames[found[1].decode()] = frames.get(found[1].decode(), b"") + b"id: " + found[2] + b"\n\n"
+    return frames
+
+
+async def test_each_answer_goes_on_after_its_last_frame_at_any_gateway(broker: Broker) -> None:
+    async with two_gateways(broker.url) as (worker, gateway, client, other):
+        begun = [await begin(client if i % 2 else other, i) for i in range(NUM_STREAMS)]
+        places = [f"{answer_id}/{i}" if i else answer_id for i, (answer_id, _) in enumerate(begun)]
+        merged = await other.post("/requests/streams", json={"streams": places})
+        assert merged.headers["content-type"].startswith("text/event-stream")
+        rests = by_answer(merged.content)
+        for answer_id, first in begun:
+            whole, _ = await read_frames(client, f"/requests/{answer_id}/stream", None)
+            assert first + rests[answer_id] == whole
+        seen = [f"{answer_id}/{len(numbered(first + rests[answer_id]))}" for answer_id, first in begun]
+        assert (await client.post("/requests/streams", json={"streams": seen})).status_code == 204
+        assert len(worker.seen) == NUM_STREAMS
+        await wait_until(lambda: not gateway.pool.relay.streams)
+
+
+async def test_an_answer_that_pauses_holds_up_no_other(broker: Broker) -> None:
+    """Unlike the choices of one answer."""
+    text = ids(" one two three four")
+    async with (
+        serving(broker.url) as (gateway, client),
+        working(broker.url, TOKENIZER, lambda asked: Answer(text, ends=asked.stopping.max_new_tokens > 50)),
+    ):
+        await ready(gateway)
+        paused, _ = await begin(client, parameters={"max_new_tokens": 50})
+        other, _ = await begin(client)
+        async with client.stream("POST", "/requests/streams", json={"streams": [paused, other]}) as response:
+            seen = b""
+            async for chunk in response.aiter_raw():
+                seen += chunk
+                if b'"generated_text":" one two three four"' in seen:
+                    break
+        assert len(numbered(by_answer(seen)[paused])) == len(text)
+
+
+async def test_a_client_that_leaves_cancels_nothing_that_waits_for_it(broker: Broker) -> None:
+    async with two_gateways(broker.url, LONG, step_s=0.05) as (worker, gateway, client, other):
+        begun = [await begin(client) for _ in range(2)]
+        ids_of_answers = [answer_id for answer_id, _ in begun]
+        async with other.stream("POST", "/requests/streams", json={"streams": ids_of_answers}) as response:
+            await anext(response.aiter_raw())
+        worker.step_s = 0.0
+        merged = by_answer((await client.post("/requests/streams", json={"streams": ids_of_answers})).content)
+        assert len({len(numbered(frames)) for frames in merged.values()}) == 1
+        await wait_until(lambda: not gateway.pool.relay.streams)
+
+
+async def test_what_cannot_be_read_is_refused_by_name(broker: Broker) -> None:
+    async with two_gateways(broker.url) as (_, _, client, _):
+        known, _ = await begin(client)
+        _, place = await read_frames(client, "/generate_stream", {"inputs": "Hi"}, 1)
+        wrong: list[tuple[Any, int, str]] = [
+            ([], 422, "`streams`"),
+            (["5"], 422, "`streams`"),
+            ([known, f"{known}/1"], 422, "twice"),
+            ([known, f"{known[:-1]}{'1' if known[-1] == '0' else '0'}"], 404, "no streamed answer"),
+            ([f"{known}/99999"], 422, "Last-Event-ID"),
+            ([known] * 65, 422, "64"),
+        ]
+        for streams, status, words in wrong:
+            refused = await client.post("/requests/streams", json={"streams": streams})
+            assert (refused.status_code, words in refused.json()["error"]) == (status, True), refused.text
+        assert place
+
+
+USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+TEXT_OF_CALL = ' one\n<tool_call>\n{"name": "f", "arguments": {"text": "two é🙂 three four five"}}'
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("/generate_stream", {"inputs": "Hi", "parameters": {"details": True, "top_n_tokens": 2}}),
+    ("/", {"inputs": "Hi", "stream": True, "parameters": {"seed": 3, "do_sample": True}}),
+    ("/v1/chat/completions", CHAT | {"n": 2, "logprobs": True, "top_logprobs": 2} | USAGE),
+    ("/v1/chat/completions", CHAT | {"stop": ["zzz", " six"], "skip_special_tokens": False}),
+    ("/v1/chat/completions", CHAT | {"n": 2, "tools": TOOLS} | USAGE),
+    ("/v1/chat/completions", CHAT | {"tools": TOOLS, "logprobs": True} | IDS | USAGE),
+    ("/v1/completions", {"prompt": ["a é", "b"], "logprobs": 1} | IDS),
+    ("/v1/completions", {"prompt": ["a é", "b"], "n": 2, "echo": True, "logprobs": 1} | USAGE),
+]
+
+
+async def collect(client: httpx.AsyncClient, path: str, body: dict[str, Any], seen: bytearray) -> None:
+    async with client.stream("POST", path, json=body | {"stream": True}) as response:
+        async for chunk in response.aiter_raw():
+            seen += chunk
+
+
+@pytest.mark.parametrize(("path", "body"), REQUESTS)
+async def test_another_gateway_renders_the_same_bytes(
+    broker: Broker, redis: Redis, path: str, body: dict[str, Any]
+) -> None:
+    text = TEXT_OF_CALL if "tools" in body else " one two é🙂 three four five"
+    answer = Answer(ids(text), ends=False)
+    async with answering(broker.url, answer, step_s=0.01, tool_call_parser="hermes") as (
+        worker,
+        gateway,
+        client,
+    ):
+        keys = Keys(gateway.pool.settings.pool)
+        seen = bytearray()
+        reader = asyncio.create_task(collect(client, path, body, seen))
+        await wait_until(lambda: seen.count(b"\n\n") >= 6 * len(worker.live) > 0)
+        hashes = [await redis.hgetall(key) for key in await redis.keys(keys.request("*"))]  # type: ignore[misc]
+        [kept] = [found[b"answer"] for found in hashes if b"answer" in found]
+        described = decode(HttpAnswer, kept)
+        streams = [Stream(request, model_tokenizer()) for request in described.choices()]
+        by_id = {stream.request.request_id: stream for stream in streams}
+        await Filler(PoolClient(redis, keys), Sources(), by_id).fill({}, dict.fromkeys(by_id, math.inf))
+        rendered = b"".join(await anext(renderer_of(described).frames(described, streams)))
+        reader.cancel()
+    common = min(len(seen), len(rendered))
+    assert rendered.count(b"\n\n") >= 6 and seen[:common] == rendered[:common]
+
+
+OWN = {"authorization": "Bearer own", "x-priority": "interactive", "x-tenant": "acme"}
+OTHER = {"authorization": "Bearer other"}
+REQUESTS_BODY = {"prompt": "Hi", "stream": True, "n": 2}
+ENDLESS = Answer(ids(" one two three" * 500), ends=False)
+
+
+async def states(client: httpx.AsyncClient, request_id: str) -> list[str]:
+    """Return the states of the request and of its choices."""
+    found = (await client.get(f"/requests/{request_id}", headers=OWN)).json()
+    return [found["state"], *(choice["state"] for choice in found["choices"])]
+
+
+async def test_a_request_is_shown_and_cancelled_at_any_gateway(broker: Broker) -> None:
+    async with two_gateways(broker.url, ENDLESS) as (worker, gateway, client, other):
+        async with client.stream("POST", "/v1/completions", json=REQUESTS_BODY, headers=OWN) as response:
+            request_id = response.headers["content-location"].split("/")[2]
+            lines = response.aiter_lines()
+            await anext(lines)
+            path = f"/requests/{request_id}"
+            shown = (await other.get(path, headers=OWN)).json()
+            assert (shown["id"], shown["priority"], shown["tenant"]) == (request_id, "interactive", "acme")
+            assert shown["prompt_tokens"] > 0 and len(shown["choices"]) == 2
+            for method in ("GET", "DELETE"):
+                assert (await other.request(method, path, headers=OTHER)).status_code == 404
+                assert (await other.request(method, path)).status_code == 404
+            assert "cancelled" not in await states(other, request_id), "another key cancels nothing"
+            cancelled = await other.delete(path, headers=OWN)
+            assert cancelled.json()["state"] == "cancelled"
+            rest = [line async for line in lines]
+        assert any("cancelled" in line for line in rest)
+        await nothing_left(gateway, worker)
+
+
+async def test_a_cancelled_request_is_shown_although_its_reader_has_deleted_it(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def cancel_and_wait(pool: PoolClient, request_id: str) -> bool:
+        is_cancelled = await cancel_request(pool, request_id)
+        await wait_until(lambda: is_gone(pool, request_id))
+        return is_cancelled
+
+    monkeypatch.setattr(pool_client, "cancel_request", cancel_and_wait)
+    async with two_gateways(broker.url, ENDLESS) as (worker, gateway, client, other):
+        async with client.stream(
+            "POST", "/v1/completions", json=REQUESTS_BODY | {"n": 1}, headers=OWN
+        ) as response:
+            path = f"/requests/{response.headers['content-location'].split('/')[2]}"
+            await wait_until(lambda: worker.live and next(iter(worker.live.values())).done > 2)
+            cancelled = (await other.delete(path, headers=OWN)).json()
+        assert cancelled["state"] == "cancelled"
+        assert [choice["state"] for choice in cancelled["choices"]] == ["cancelled"]
+        assert cancelled["choices"][0]["generated_tokens"] >= 2
+        assert (await other.get(path, headers=OWN)).status_code == 404
+        await nothing_left(gateway, worker)
+
+
+async def is_gone(pool: PoolClient, request_id: str) -> bool:
+    return not await pool.redis.exists(pool.keys.request(request_id))
+
+
+async def test_a_request_that_is_answered_while_it_is_looked_up_is_not_found(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def read_late(*admitted: Any) -> list[Stream]:
+        streams = await read_committed(*admitted)
+        worker.going.set()
+        await asking
+        await wait_until(lambda: is_gone(gateway.pool.client, request_id))
+        return streams
+
+    async with two_gateways(broker.url, LONG) as (worker, gateway, client, other):
+        await worker.pause()
+        asking = asyncio.create_task(client.post("/generate", json={"inputs": "Hi"}, headers=OWN))
+        await wait_until(lambda: gateway.pool.relay.streams)
+        [request_id] = gateway.pool.relay.streams
+        await wait_until(lambda: gateway.pool.relay.streams[request_id].admitted)
+        monkeypatch.setattr(attach, "read_committed", read_late)
+        gone = await other.get(f"/requests/{request_id}", headers=OWN)
+        assert gone.status_code == 404 and "it was answered" in gone.text
+
+
+async def test_a_request_waits_then_runs_then_has_finished(broker: Broker) -> None:
+    body = {"inputs": "Hi", "resume_s": 600}
+    async with two_gateways(broker.url, LONG) as (worker, gateway, client, other):
+        await worker.pause()
+        asking = asyncio.create_task(client.post("/generate_stream", json=body, headers=OWN))
+        await wait_until(lambda: gateway.pool.relay.streams)
+        [request_id] = gateway.pool.relay.streams
+        await wait_until(lambda: gateway.pool.relay.streams[request_id].admitted)
+        assert await states(other, request_id) == ["queued", "queued"]
+        worker.going.set()
+        await asking
+        assert (await client.get("/requests/nothing")).status_code == 404
+        assert (await client.delete("/requests/" + "0" * 32)).status_code == 404
+
+
+KEYS = Keys("default")
+FIELDS = ["digest", "channel", "gateway", "answer", "reader", "connection"]
+HI: dict[str, Any] = {"prompt": "Hi", "stream": True}
+Lose = Callable[[Redis, str], Awaitable[None]]
+
+
+async def lose_request(redis: Redis, request_id: str) -> None:
+    await redis.delete(KEYS.request(request_id), KEYS.tokens(request_id))
+
+
+async def lose_reader(redis: Redis, request_id: str) -> None:
+    """Set the request back to what it was before its client came back."""
+    await redis.hdel(KEYS.request(request_id), "reader", "connection")  # type: ignore[misc]
+    await redis.hset(KEYS.request(request_id), "gateway", "g1-test")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("returns", "lose"), [(False, lose_request), (True, lose_request), (True, lose_reader)]
+)
+async def test_an_answer_goes_on_at_any_gateway_after_the_broker_lost_writes(
+    broker: Broker, returns: bool, lose: Lose
+) -> None:
+    """`returns`: the client came back once before."""
+    async with two_gateways(broker.url, LONG, step_s=0.05) as (worker, gateway, client, other):
+        seen, place, method, headers = b"", "/generate_stream", "POST", {}
+        if returns:
+            seen, place = await read_frames(other, place, BODY, 3)
+            method, headers = "GET", {"last-event-id": "3"}
+        body = None if returns else BODY
+        async with client.stream(method, place, json=body, headers=headers) as response:
+            chunks, place = response.aiter_raw(), response.headers["content-location"]
+            while len(numbered(seen)) < 5:
+                seen += await anext(chunks)
+            await worker.pause()
+            request_id, relay = place.split("/")[2], gateway.pool.relay
+            before = await worker.redis.hmget(KEYS.request(request_id), FIELDS)  # type: ignore[misc]
+            await lose(worker.redis, request_id)
+            relay.filler.offers.request_offer(relay.streams.values())
+            await wait_until(lambda: relay.filler.offers.num_offers)
+            assert await worker.redis.hmget(KEYS.request(request_id), FIELDS) == before  # type: ignore[misc]
+            worker.step_s = 0.0
+            worker.going.set()
+            seen += await anext(chunks)
+            assert b"error" not in seen
+            seen = seen[: seen.rindex(b"\n\n") + 2]
+        rest, _ = await read_frames(other, place, None, last_id=len(numbered(seen)))
+        frames = numbered(seen + rest)
+        assert [ordinal for ordinal, _ in frames] == [*range(1, len(LONG.ids) + 2)]
+
+
+@pytest.mark.parametrize("terms", [{"detached": True}, {"resume_s": 600}])
+async def test_a_request_whose_client_has_left_is_offered_by_its_gateway(
+    broker: Broker, terms: dict[str, Any]
+) -> None:
+    """Also after a token that the client has seen, and that must not change."""
+    async with two_gateways(broker.url, LONG, step_s=0.05) as (worker, gateway, client, other):
+        first, place = await read_frames(client, "/v1/completions", HI | terms, 3)
+        request_id, relay = place.split("/")[2], gateway.pool.relay
+        await wait_until(lambda: relay.streams[request_id].left)
+        await worker.pause()
+        before = await worker.redis.hmget(KEYS.request(request_id), FIELDS)  # type: ignore[misc]
+        await lose_request(worker.redis, request_id)
+        relay.filler.offers.request_offer(relay.streams.values())
+        await wait_until(lambda: relay.filler.offers.num_offers)
+        assert await worker.redis.hmget(KEYS.request(request_id), FIELDS) == before  # type: ignore[misc]
+        worker.step_s = 0.0
+        worker.going.set()
+        rest, _ = await read_frames(other, place, None, last_id=3)
+        assert [ordinal for ordinal, _ in numbered(first + rest)] == [
+            *range(1, len(numbered(first + rest)) + 1)
+        ]
+        assert numbered(rest)[-1][1] == "[DONE]"
+        await wait_until(lambda: not relay.streams and not gateway.pool.admission.waits)
+
+
+async def test_a_gateway_that_ends_gives_up_no_request_whose_client_may_come_back(broker: Broker) -> None:
+    endless = Answer(LONG.ids, ends=False)
+    async with two_gateways(broker.url, endless) as (worker, gateway, client, _):
+        await read_frames(client, "/generate_stream", BODY, 3)
+        await wait_until(lambda: gateway.pool.admission.waits)
+        num_said = await worker.redis.xlen(KEYS.control)
+        gateway.fail_streams()
+        await gateway.pool.admission.close()
+        await wait_until(lambda: not gateway.pool.relay.streams)
+        assert await worker.redis.xlen(KEYS.control) == num_said

@@ -1,0 +1,674 @@
+"""What TGI's routes do beyond plain text: several answers, the likeliest tokens, seeds, the prompt before the
+text, POST /.
+
+TGI's answers, through real HTTP and a real broker, from a worker whose tokens are scripted.
+
+Shapes that text-generation-inference's own integration tests compare: paths of answers, with types.
+
+Of its 203 snapshots those of text models have 30 shapes, many of which differ only in what its Python client
+adds as null. Ours may have more paths. Five differ on purpose: an id of an answer is not empty, functions
+that are called have no `description`, a delta has no null `tool_calls`, the first and the last chunk of a
+stream with tools have neither text nor a call, and a streamed completion says its usage only where that is
+wished.
+
+POST /invocations: each body is answered as by the route that it is meant for.
+
+POST /vertex: a prediction for each instance, a prompt or a chat.
+"""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from api.protocols.tgi import rank
+from api.streams.stream import Stream
+from common.messages.events import Terminal, Tokens
+from common.messages.records import pack_floats, pack_ids, unpack_floats, unpack_ids
+from common.messages.request import Generate, SamplingParams, StoppingParams
+from deploy.launcher.embedded_broker import Broker
+from tests.support.answers.openai_frames import CHAT, CHAT_PATH, frames, streamed
+from tests.support.answers.tgi_bodies import bodies_of
+from tests.support.fleet.gateways import answering, nothing_left, stream
+from tests.support.fleet.scripted_worker import EOS, Answer
+from tests.support.sse import data_of
+from tests.support.tokenizer import IM_END, TOKENIZER, ids, model_tokenizer
+from tests.support.waiting import wait_until
+
+
+def described(token_id: int, logprob: float) -> dict[str, Any]:
+    """Return a token as TGI shows it."""
+    logprob = unpack_floats(pack_floats([logprob]))[0]
+    return {
+        "id": token_id,
+        "text": TOKENIZER.decode([token_id], skip_special_tokens=False),
+        "logprob": logprob,
+        "special": token_id in model_tokenizer().special_ids,
+    }
+
+
+async def test_top_tokens_are_in_frames_and_details(broker: Broker) -> None:
+    """In a stream they are in each frame, otherwise in the details."""
+    body = {"inputs": "Hi", "parameters": {"details": True, "top_n_tokens": 2, "do_sample": True, "seed": 7}}
+    async with answering(broker.url, Answer(ids("one two"))) as (_, _, client):
+        whole = (await client.post("/generate", json=body)).json()
+        shown = tgi_frames((await client.post("/generate_stream", json=body)).content)
+    tokens = [described(token_id, -0.1 - i / 7) for i, token_id in enumerate([*ids("one two"), EOS])]
+    tops = [[token, described(token["id"] + 1, token["logprob"] - 1)] for token in tokens]
+    about = {"finish_reason": "eos_token", "generated_tokens": 3, "seed": 7}
+    assert whole == {
+        "generated_text": "one two",
+        "details": about | {"prefill": [], "tokens": tokens, "top_tokens": tops},
+    }
+    assert list(whole["details"]) == [
+        "finish_reason",
+        "generated_tokens",
+        "seed",
+        "prefill",
+        "tokens",
+        "top_tokens",
+    ]
+    assert [frame["top_tokens"] for frame in shown] == tops
+    assert list(shown[0]) == ["index", "token", "top_tokens", "generated_text", "details"]
+    assert shown[-1]["details"] == about | {"input_length": 1}
+
+
+async def test_decoder_input_details_are_in_the_answer(broker: Broker) -> None:
+    """Ids and log-probabilities of the prompt; the first token has no log-probability, and streams have none
+    at all. `details` need not be set.
+    """
+    common = {"do_sample": True, "top_n_tokens": 2, "decoder_input_details": True}
+    prompt = ids("one two three")
+    texts = ["one", " two", " three"]
+    prefill = [{"id": prompt[i], "text": texts[i], "logprob": -0.5 * i if i else None} for i in range(3)]
+    async with answering(broker.url, Answer(ids(" x"))) as (worker, _, client):
+
+        async def generate(inputs: str, path: str = "/generate", **parameters: Any) -> Any:
+            return (
+                await client.post(path, json={"inputs": inputs, "parameters": common | parameters})
+            ).json()
+
+        answer = await generate("one two three")
+        assert list(answer["details"]) == [
+            "finish_reason",
+            "generated_tokens",
+            "seed",
+            "prefill",
+            "tokens",
+            "top_tokens",
+        ]
+        assert answer["details"]["prefill"] == prefill and len(answer["details"]["tokens"]) == 2
+        assert (await generate("one two three", truncate=2))["details"]["prefill"] == [
+            {"id": token_id, "text": text, "logprob": logprob}
+            for token_id, text, logprob in zip(prompt[1:], texts[1:], [None, -0.5], strict=True)
+        ]
+        assert (await generate("one"))["details"]["prefill"] == [prefill[0]]
+        best = (await generate("one two three", best_of=2))["details"]
+        assert best["prefill"] == best["best_of_sequences"][0]["prefill"] == prefill
+        assert (await generate("one two three", "/"))[0]["details"]["prefill"] == prefill
+        assert "details" not in await generate("one two three", decoder_input_details=False)
+        assert (await generate("one two", decoder_input_details=None, details=True))["details"][
+            "prefill"
+        ] == []
+        assert [request.prompt_logprobs for request in worker.seen] == [0] * 6 + [None, None]
+        for path, fields in (("/generate_stream", {}), ("/", {"stream": True})):
+            refused = await client.post(path, json={"inputs": "one", "parameters": common, **fields})
+            error = "Input validation error: `decoder_input_details` must be false when tokens are streamed"
+            assert (refused.status_code, refused.json()) == (
+                422,
+                {"error": error, "error_type": "validation"},
+            )
+
+
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
+async def test_details_have_a_seed_if_tokens_were_sampled(broker: Broker, path: str) -> None:
+    async def seed(client: httpx.AsyncClient, parameters: dict[str, Any]) -> Any:
+        response = await client.post(
+            path, json={"inputs": "Hi", "parameters": {"details": True} | parameters}
+        )
+        answer = tgi_frames(response.content)[-1] if path == "/generate_stream" else response.json()
+        return answer["details"]["seed"]
+
+    async with answering(broker.url, Answer(ids("one"))) as (worker, _, client):
+        assert await seed(client, {"temperature": 0.5, "seed": 2**64 - 1}) == 2**64 - 1
+        assert await seed(client, {"seed": 5}) is None
+        assert await seed(client, {"repetition_penalty": 1.5, "seed": 5}) is None
+        drawn = await seed(client, {"top_k": 3})
+        assert drawn == worker.seen[-1].sampling.seed and 0 <= drawn < 2**63  # type: ignore[union-attr]
+
+
+async def test_best_of_returns_the_likeliest_answer(broker: Broker) -> None:
+    """Here the shorter one is the likelier. Each has a seed of its own, which is in its details."""
+    texts = iter(["one two three", "one"])
+    body = {
+        "inputs": "Hi",
+        "parameters": {"details": True, "best_of": 2, "temperature": 0.7, "return_full_text": True},
+    }
+    async with answering(broker.url, lambda _: Answer(ids(next(texts)))) as (worker, _, client):
+        response = await client.post("/generate", json=body)
+    answer = response.json()
+    assert answer["generated_text"] == "Hione"
+    assert list(answer["details"]) == [
+        "finish_reason",
+        "generated_tokens",
+        "seed",
+        "prefill",
+        "tokens",
+        "best_of_sequences",
+    ]
+    [other] = answer["details"]["best_of_sequences"]
+    assert list(other) == ["generated_text", "finish_reason", "generated_tokens", "seed", "prefill", "tokens"]
+    assert (other["generated_text"], other["generated_tokens"]) == ("Hione two three", 4)
+    assert [request.sampling.seed for request in worker.seen] == [other["seed"], answer["details"]["seed"]]  # type: ignore[union-attr]
+    assert [request.sampling.choice for request in worker.seen] == [0, 0] and other["seed"] != answer[  # type: ignore[union-attr]
+        "details"
+    ]["seed"]
+    assert [request.request_id for request in worker.seen] == [
+        f"{response.headers['x-request-id']}.{i}" for i in (0, 1)
+    ]
+    assert response.headers["x-generated-tokens"] == "2"
+
+
+async def test_one_failed_answer_fails_the_request(broker: Broker) -> None:
+    answers = iter([Answer(ids("one")), Answer([], error="two workers died")])
+    async with answering(broker.url, lambda _: next(answers)) as (_, gateway, client):
+        response = await client.post(
+            "/generate", json={"inputs": "Hi", "parameters": {"best_of": 2, "do_sample": True}}
+        )
+        assert (response.status_code, response.json()["error_type"]) == (424, "generation")
+        await wait_until(lambda: not gateway.pool.relay.streams)
+
+
+async def test_best_of_admits_all_requests_or_none(broker: Broker) -> None:
+    body = {"inputs": "Hi", "parameters": {"best_of": 2, "do_sample": True}}
+    endless = Answer(ids("one") * 200, ends=False)
+    async with answering(broker.url, endless, max_concurrent_requests=1) as (worker, gateway, client):
+        await worker.pause()
+        response = await client.post("/generate", json=body)
+        assert (response.status_code, response.json()["error_type"]) == (429, "overloaded")
+        worker.going.set()
+
+        async def nothing_is_left() -> bool:
+            return not gateway.pool.relay.streams and not await worker.redis.xlen(worker.keys.requests)
+
+        await wait_until(nothing_is_left)
+
+
+async def test_post_to_the_root_returns_an_array_or_a_stream(broker: Broker) -> None:
+    """The text begins with the prompt unless `return_full_text` is false."""
+    async with answering(broker.url, Answer(ids(" one"))) as (_, _, client):
+
+        async def text(**fields: Any) -> Any:
+            return (await client.post("/", json={"inputs": "Hi"} | fields)).json()
+
+        assert await text() == [{"generated_text": "Hi one"}]
+        assert await text(stream=None, parameters={"return_full_text": None}) == [
+            {"generated_text": "Hi one"}
+        ]
+        assert await text(parameters={"return_full_text": False}) == [{"generated_text": " one"}]
+        streamed = await client.post("/", json={"inputs": "Hi", "stream": True})
+        assert streamed.headers["content-type"] == "text/event-stream"
+        assert [frame["generated_text"] for frame in tgi_frames(streamed.content)] == [None, "Hi one"]
+        same = await client.post(
+            "/generate_stream", json={"inputs": "Hi", "parameters": {"return_full_text": True}}
+        )
+        assert same.content == streamed.content
+        for path in ("/generate", "/generate_stream"):
+            plain = await client.post(path, json={"inputs": "Hi"})
+            assert b'"generated_text":" one"' in plain.content
+
+
+async def test_a_stop_id_ends_an_answer_and_is_part_of_it(broker: Broker) -> None:
+    two = ids(" two")[0]
+    body = {"inputs": "Hi", "parameters": {"stop_token_ids": [two], "details": True}}
+    async with answering(broker.url, Answer(ids("one two three"))) as (_, _, client):
+        whole = (await client.post("/generate", json=body)).json()
+        last = tgi_frames((await client.post("/generate_stream", json=body)).content)[-1]
+    assert (whole["generated_text"], whole["details"]["finish_reason"]) == ("one two", "stop_sequence")
+    assert (last["generated_text"], last["details"]["finish_reason"], last["token"]["id"]) == (
+        "one two",
+        "stop_sequence",
+        two,
+    )
+
+
+def ended(logprobs: list[float]) -> Stream:
+    one = Stream(
+        Generate("r", "", pack_ids([1]), StoppingParams(9), sampling=SamplingParams(temperature=1.0, seed=3)),
+        model_tokenizer(),
+    )
+    one.add_event(
+        Tokens("r", 1, 0, pack_ids([5] * len(logprobs)), pack_floats(logprobs), ["x"] * len(logprobs))
+    )
+    one.end(Terminal("r", "length", len(logprobs)))
+    return one
+
+
+def test_the_best_has_the_highest_mean_log_probability() -> None:
+    """Not the highest sum: here the longer answer is the better one."""
+    short, long = ended([-1.0]), ended([-0.5, -0.6, -0.7])
+    assert rank([short, long]) == [long, short]
+
+
+async def test_the_last_frame_has_details_if_they_are_requested() -> None:
+    for with_details in (True, False):
+        [[body]] = [one async for one in bodies_of(ended([-1.0]), with_details)]
+        assert (json.loads(body)["details"] is not None) is with_details
+
+
+def tgi_frames(content: bytes) -> list[dict[str, Any]]:
+    return [json.loads(data) for data in data_of(content)]
+
+
+async def test_a_stream_has_exactly_tgis_bytes(broker: Broker) -> None:
+    answer = Answer(ids(" é🙂"))
+    expected_ids = [*answer.ids, IM_END]
+    async with answering(broker.url, answer) as (worker, _, client):
+        content = await stream(client, {"inputs": "Hi", "parameters": {"max_new_tokens": 9, "details": True}})
+    assert worker.seen[0].stopping.max_new_tokens == 9
+    whole = [
+        {"id": token_id, "text": text, "logprob": logprob, "special": token_id == IM_END}
+        for token_id, text, logprob in zip(
+            expected_ids, pieces(expected_ids), logprobs(len(expected_ids)), strict=True
+        )
+    ]
+    details = {
+        "finish_reason": "eos_token",
+        "generated_tokens": len(expected_ids),
+        "seed": None,
+        "input_length": len(ids("Hi")),
+    }
+    bodies = [
+        {"index": i + 1, "token": token, "generated_text": None, "details": None}
+        for i, token in enumerate(whole)
+    ]
+    bodies[-1] |= {"generated_text": " é🙂", "details": details}  # type: ignore[dict-item]
+    expected = "".join(
+        f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n" for body in bodies
+    )
+    assert content == expected.encode()
+
+
+def logprobs(count: int) -> list[float]:
+    """As the fake worker has them, in float32."""
+    return unpack_floats(pack_floats([-0.1 - i / 7 for i in range(count)]))
+
+
+def pieces(token_ids: list[int]) -> list[str]:
+    """The texts, by hand: every character appears whole, with its last byte."""
+    shown, found = "", []
+    for i in range(1, len(token_ids) + 1):
+        text = TOKENIZER.decode(token_ids[:i], skip_special_tokens=False)
+        found.append("" if text.endswith("\ufffd") else text[len(shown) :])
+        shown = shown + found[-1]
+    return found
+
+
+async def test_a_stream_has_tgis_headers(broker: Broker) -> None:
+    async with (
+        answering(broker.url, Answer(ids("a b")), compute_type="cpu") as (_, _, client),
+        client.stream("POST", "/generate_stream", json={"inputs": "Hé"}) as response,
+    ):
+        assert response.headers["content-type"] == "text/event-stream"
+        assert response.headers["cache-control"] == "no-cache"
+        assert response.headers["x-accel-buffering"] == "no"
+        assert response.headers["x-compute-type"] == "cpu"
+        assert response.headers["x-compute-characters"] == "2"
+        last = tgi_frames(await response.aread())[-1]
+    assert last["details"] is None
+    assert last["generated_text"] == "a b"
+
+
+async def test_a_frame_is_sent_as_soon_as_its_token_comes(broker: Broker) -> None:
+    """A frame does not wait for the token after it, unless it may be the last."""
+    answer = Answer(ids("one two three four"), ends=False)
+    async with (
+        answering(broker.url, answer) as (_, _, client),
+        client.stream(
+            "POST", "/generate_stream", json={"inputs": "count", "parameters": {"max_new_tokens": 9}}
+        ) as response,
+    ):
+        seen = b""
+        async for chunk in response.aiter_raw():
+            seen += chunk
+            if len(tgi_frames(seen)) == len(answer.ids):
+                break
+    assert [frame["index"] for frame in tgi_frames(seen)] == [1, 2, 3, 4]
+
+
+async def test_generate_returns_the_whole_answer(broker: Broker) -> None:
+    answers = Answer(ids("one two three"))
+    async with answering(broker.url, answers) as (_, _, client):
+        body = {"inputs": "Hi", "parameters": {"details": True, "stop": ["x", "tw"]}}
+        response = await client.post("/generate", json=body)
+        short = await client.post("/generate", json=body | {"parameters": {"stop": ["x", "tw"]}})
+    assert short.json() == {"generated_text": "one tw"}
+    answer = response.json()
+    assert list(answer) == ["generated_text", "details"]
+    assert list(answer["details"]) == ["finish_reason", "generated_tokens", "seed", "prefill", "tokens"]
+    assert answer["details"]["finish_reason"] == "stop_sequence"
+    assert [token["text"] for token in answer["details"]["tokens"]] == ["one", " two"]
+    assert answer["details"]["prefill"] == []
+    times = [
+        response.headers[f"x-{name}"]
+        for name in ("total-time", "validation-time", "queue-time", "inference-time", "time-per-token")
+    ]
+    assert all(time.isdecimal() for time in times)
+    assert abs(int(times[0]) - sum(map(int, times[1:4]))) <= 3
+    assert 0 < float(response.headers["x-compute-time"]) < 20
+    assert response.headers["x-prompt-tokens"] == str(len(ids("Hi")))
+    assert response.headers["x-generated-tokens"] == "2"
+    assert response.headers["x-compute-characters"] == "2"
+    assert "x-compute-type" not in response.headers
+
+
+async def test_parameters_become_fields_of_the_queued_request(broker: Broker) -> None:
+    parameters = {
+        "truncate": 2,
+        "stop": ["x", "yy"],
+        "ignore_eos": True,
+        "temperature": 1.0,
+        "do_sample": False,
+        "unknown": [1],
+    }
+    async with answering(broker.url, Answer(ids("x"))) as (worker, gateway, client):
+        await stream(client, {"inputs": "one two three four", "parameters": parameters, "model": "any"})
+        await stream(client, {"inputs": "one two three four", "parameters": None})
+    first, second = worker.seen
+    assert first.prompt_ids == b"".join(i.to_bytes(4, "little") for i in ids("one two three four")[-2:])
+    assert first.stopping == StoppingParams(1024 - 2, stop=["x", "yy"], ignore_eos=True)
+    assert second.stopping == StoppingParams(1024 - 4)
+    assert (
+        first.channel == gateway.pool.relay.channel
+        and first.gateway == "g0-test"
+        and first.request_id != second.request_id
+    )
+
+
+async def test_end_of_sequence_tokens_are_shown_at_once_when_ignored(broker: Broker) -> None:
+    answer = Answer([IM_END, IM_END], ends=False)
+    async with (
+        answering(broker.url, answer) as (_, _, client),
+        client.stream(
+            "POST", "/generate_stream", json={"inputs": "a", "parameters": {"ignore_eos": True}}
+        ) as response,
+    ):
+        seen = b""
+        async for chunk in response.aiter_raw():
+            seen += chunk
+            if len(tgi_frames(seen)) == 2:
+                break
+
+
+@pytest.mark.parametrize("shown", [0, 2])
+async def test_a_failed_stream_ends_with_the_error(broker: Broker, shown: int) -> None:
+    answer = Answer(ids("a b")[:shown], error="two workers died")
+    async with answering(broker.url, answer) as (_, _, client):
+        found = tgi_frames(await stream(client, {"inputs": "a", "parameters": {"max_new_tokens": 2}}))
+        once = await client.post("/generate", json={"inputs": "a", "parameters": {"max_new_tokens": 2}})
+    error = {"error": "Request failed during generation: two workers died", "error_type": "generation"}
+    assert len(found) == shown + 1 and found[-1] == error
+    assert (once.status_code, once.json()) == (424, error)
+
+
+async def test_100_streams_are_not_mixed_up(broker: Broker) -> None:
+    def answer(request: Generate) -> Answer:
+        return Answer(
+            ids(TOKENIZER.decode([token_id[0] for token_id in [[i] for i in prompt(request)]]) + " and so on")
+        )
+
+    def prompt(request: Generate) -> list[int]:
+        data = request.prompt_ids
+        return [int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data), 4)]
+
+    async with answering(broker.url, answer) as (_, _, client):
+        all_content = await asyncio.gather(*(stream(client, {"inputs": f"number {i}"}) for i in range(100)))
+    for i, content in enumerate(all_content):
+        assert tgi_frames(content)[-1]["generated_text"] == f"number {i} and so on"
+
+
+async def test_frames_are_json_whatever_a_token_holds() -> None:
+    text = "".join(map(chr, range(0x100))) + "\u2028\ufffd🙂"
+    logprobs = unpack_floats(pack_floats([-1e-9, -3e-5, -20.5, float("-inf"), float("nan")]))
+    one = Stream(Generate("r", "", pack_ids([1]), StoppingParams(9)), model_tokenizer())
+    one.add_event(Tokens("r", 1, 0, pack_ids(ids("a") * 5), pack_floats(logprobs), [text] * 5))
+    shown = await anext(bodies_of(one))
+    assert [json.loads(body)["token"]["logprob"] for body in shown] == [*logprobs[:3], None, None]
+    assert all(json.dumps(text, ensure_ascii=False).encode() in body for body in shown)
+
+
+async def test_an_unexpected_end_repeats_no_token() -> None:
+    one = Stream(Generate("r", "", pack_ids([1]), StoppingParams(9)), model_tokenizer())
+    found = bodies_of(one)
+    one.add_event(Tokens("r", 1, 0, pack_ids(ids("a")), pack_floats([-1.0]), ["a"]))
+    assert [json.loads(body)["index"] for body in await anext(found)] == [1]
+    one.end(Terminal("r", "length", 1))
+    assert [json.loads(body) for body in await anext(found)] == [
+        {"error": "Incomplete generation stream", "error_type": "incomplete_generation_stream"}
+    ]
+    with pytest.raises(StopAsyncIteration):
+        await anext(found)
+
+
+KNOWN = "id:str object:str created:int model:str system_fingerprint:str"
+CHOICE = "choices[].index:int choices[].logprobs:null choices[].finish_reason:str"
+USAGE = "usage.prompt_tokens:int usage.completion_tokens:int usage.total_tokens:int"
+MESSAGE = "choices[].message.role:str choices[].message.content:str"
+TOKEN = (
+    "details.tokens[].id:int details.tokens[].text:str details.tokens[].special:bool "
+    "details.tokens[].logprob:float"
+)
+DETAILS = "details.finish_reason:str details.generated_tokens:int details.seed:int details.prefill[]"
+CALL = "choices[].message.tool_calls[]"
+CALLED = f"{CALL}.id:str {CALL}.type:str {CALL}.function.name:str {CALL}.function.arguments:str"
+DELTA = "choices[].delta.tool_calls[]"
+DELTAS = f"{DELTA}.index:int {DELTA}.id:str {DELTA}.type:str {DELTA}.function.name:str"
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+ASKED = {"name": "f", "arguments": "{}"}
+NO_CALL = {"tools": TOOLS, "tool_choice": "none"}
+NAMED = {"tools": TOOLS, "tool_choice": "f"}
+CONTINUED = {"messages": [*CHAT["messages"], {"role": "assistant", "content": "Oh,"}]}
+RESULT = {
+    "messages": [
+        *CHAT["messages"],
+        {"role": "assistant", "tool_calls": [{"id": "0", "type": "function", "function": ASKED}]},
+        {"role": "tool", "tool_call_id": "0", "content": "sunny"},
+    ]
+}
+PARAMETERS = {
+    "max_new_tokens": 10,
+    "return_full_text": True,
+    "stop": ["zzz"],
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 10,
+    "truncate": 5,
+    "typical_p": 0.9,
+    "watermark": True,
+    "details": True,
+    "seed": 0,
+}
+SCORED = {"decoder_input_details": True, "max_new_tokens": 4, "top_n_tokens": 2}
+BEST = {"best_of": 2, "do_sample": True, "details": True, "max_new_tokens": 4}
+PREFILL = (
+    "details.prefill[].id:int details.prefill[].text:str details.prefill[].logprob:float "
+    "details.prefill[].logprob:null"
+)
+GREEDY = "details.finish_reason:str details.generated_tokens:int details.seed:null details.prefill[]"
+TOPS = "details.top_tokens[][].id:int details.top_tokens[][].text:str details.top_tokens[][].logprob:float"
+OTHER = "details.best_of_sequences[]"
+OTHERS = f"{OTHER}.generated_text:str {OTHER}.finish_reason:str {OTHER}.seed:int {OTHER}.tokens[].id:int"
+REGEX = {"grammar": {"type": "regex", "value": " one two"}, "max_new_tokens": 4, "details": True}
+WEATHER = {"type": "object", "properties": {"unit": {"type": "string"}}, "required": ["unit"]}
+SHAPED = {"response_format": {"type": "json_schema", "value": {"name": "w", "schema": WEATHER}}}
+WHOLE: list[tuple[str, dict[str, Any], str]] = [
+    ("/generate", {"inputs": "Hi", "parameters": PARAMETERS}, f"generated_text:str {DETAILS} {TOKEN}"),
+    ("/generate", {"inputs": "Hi", "parameters": {"details": True}}, f"generated_text:str {GREEDY} {TOKEN}"),
+    ("/v1/completions", {"prompt": ["a", "b"]}, f"{KNOWN} {CHOICE} choices[].text:str {USAGE}"),
+    ("/v1/completions", {"prompt": "Hi", "temperature": 0.0}, f"{KNOWN} {CHOICE} choices[].text:str {USAGE}"),
+    (CHAT_PATH, CHAT | {"seed": 1337}, f"{KNOWN} {CHOICE} {MESSAGE} {USAGE}"),
+    (CHAT_PATH, CONTINUED, f"{KNOWN} {CHOICE} {MESSAGE} {USAGE}"),
+    (CHAT_PATH, RESULT, f"{KNOWN} {CHOICE} {MESSAGE} {USAGE}"),
+    (CHAT_PATH, CHAT | NO_CALL, f"{KNOWN} {CHOICE} {MESSAGE} {USAGE}"),
+    (CHAT_PATH, CHAT | NAMED, f"{KNOWN} {CHOICE} {CALLED} choices[].message.content:null {USAGE}"),
+    (CHAT_PATH, CHAT | {"tools": TOOLS}, f"{KNOWN} {CHOICE} {CALLED} choices[].message.content:null {USAGE}"),
+    ("/generate", {"inputs": "Hi there you", "parameters": SCORED}, f"generated_text:str {PREFILL} {TOPS}"),
+    ("/generate", {"inputs": "Hi", "parameters": BEST}, f"generated_text:str {OTHERS} {TOKEN}"),
+    ("/generate", {"inputs": "Hi", "parameters": REGEX}, f"generated_text:str {TOKEN}"),
+    *(
+        (CHAT_PATH, CHAT | {"response_format": {"type": kind, "value": value}}, f"{KNOWN} {CHOICE} {MESSAGE}")
+        for kind, value in (
+            ("json", WEATHER),
+            ("json_object", WEATHER),
+            ("json_schema", {"name": "weather", "strict": True, "schema": WEATHER}),
+        )
+    ),
+]
+CHUNK = f"{KNOWN} choices[].index:int choices[].logprobs:null choices[].finish_reason:null"
+STREAMED: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/completions", {"prompt": ["a", "b"]}, f"{CHUNK} choices[].text:str choices[].finish_reason:str"),
+    (CHAT_PATH, CHAT, f"{CHUNK} choices[].delta.role:str choices[].delta.content:str"),
+    (CHAT_PATH, CHAT | {"stream_options": {"include_usage": True}}, f"{CHUNK} choices[] usage:null {USAGE}"),
+    (CHAT_PATH, CHAT | NO_CALL, f"{CHUNK} choices[].delta.role:str choices[].delta.content:str"),
+    (CHAT_PATH, CHAT | SHAPED, f"{CHUNK} choices[].delta.role:str choices[].delta.content:str"),
+    (CHAT_PATH, CHAT | NAMED, f"{CHUNK} {DELTAS} {DELTA}.function.arguments:str"),
+    (CHAT_PATH, CHAT | {"tools": TOOLS}, f"{CHUNK} {DELTAS} {DELTA}.function.arguments:str"),
+]
+
+
+def paths(value: Any, before: str = "") -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from paths(inner, f"{before}.{name}" if before else name)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from paths(inner, f"{before}[]")
+        if not value:
+            yield f"{before}[]"
+    else:
+        yield f"{before}:{'null' if value is None else type(value).__name__}"
+
+
+def calls(body: dict[str, Any]) -> bool:
+    return "tools" in body and body.get("tool_choice") != "none"
+
+
+async def test_answers_have_the_shapes_of_tgi(broker: Broker) -> None:
+    text, call = Answer(ids(" one two")), Answer(ids('{"name": "f", "parameters": {"a": "b c d"}}'))
+    for answer, with_tools in ((text, False), (call, True)):
+        async with answering(broker.url, answer) as (worker, _, client):
+            for path, body, expected in WHOLE:
+                if calls(body) is with_tools:
+                    response = await client.post(path, json={"model": "tgi"} | body)
+                    assert response.status_code == 200, response.text
+                    assert set(expected.split()) - {*paths(response.json())} == set(), path
+            for path, body, expected in STREAMED:
+                if calls(body) is with_tools:
+                    chunks = frames(await streamed(client, path, {"model": "tgi"} | body))
+                    found = {place for chunk in chunks for place in paths(chunk)}
+                    assert set(expected.split()) - found == set(), path
+        if not with_tools:
+            sampling = worker.seen[0].sampling
+            assert sampling is not None and sampling.watermark_delta == 2.0
+
+
+async def test_without_stream_options_each_chunk_has_one_choice_and_no_usage(broker: Broker) -> None:
+    async with answering(broker.url, Answer(ids(" one two"))) as (_, _, client):
+        plain = frames(await streamed(client, CHAT_PATH, CHAT))
+        wished = frames(await streamed(client, CHAT_PATH, CHAT | {"stream_options": {"include_usage": True}}))
+    assert all(len(chunk["choices"]) == 1 and chunk.get("usage") is None for chunk in plain)
+    assert [bool(chunk["usage"]) for chunk in wished] == [False] * (len(wished) - 1) + [True]
+    assert wished[-1]["choices"] == []
+
+
+PATH = "/invocations"
+
+
+async def test_each_body_is_answered_as_by_its_route(broker: Broker) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "/": {"inputs": "Hi"},
+        "/v1/chat/completions": CHAT,
+        "/v1/completions": {"prompt": "Hi"},
+    }
+    async with answering(broker.url, Answer(ids("one two"))) as (worker, gateway, client):
+
+        async def answer(path: str, body: dict[str, Any]) -> Any:
+            found = (await client.post(path, json=body)).json()
+            return found if isinstance(found, list) else found["choices"]
+
+        for path, body in bodies.items():
+            assert await answer(PATH, body) == await answer(path, body)
+        chunks = frames(await streamed(client, PATH, CHAT))
+        assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == "one two"
+        assert data_of(await streamed(client, PATH, {"inputs": "Hi"}))
+        wrong = await client.post(PATH, json={"prompt": ""})
+        empty = await client.post(PATH, json={})
+        await nothing_left(gateway, worker)
+    assert (wrong.status_code, wrong.json()["error_type"]) == (422, "validation")
+    assert (empty.status_code, "`inputs`" in empty.json()["error"]) == (422, True)
+
+
+async def test_a_wrong_key_and_a_large_body_are_refused(broker: Broker) -> None:
+    async with answering(broker.url, Answer([11]), api_key="sesame", payload_limit=100) as (_, _, client):
+        assert (await client.post(PATH, json=CHAT)).status_code == 401
+        client.headers["authorization"] = "Bearer sesame"
+        assert (await client.post(PATH, json=CHAT)).status_code == 200
+        assert (await client.post(PATH, json={"prompt": "x" * 100})).status_code == 413
+
+
+VERTEX_PATH = "/vertex"
+
+
+def repeat(request: Generate) -> Answer:
+    """The end of the prompt."""
+    words = str(TOKENIZER.decode(unpack_ids(request.prompt_ids))).split()
+    return Answer(ids(f"about {words[-1]}"))
+
+
+async def test_each_instance_has_its_prediction(broker: Broker) -> None:
+    instances: list[dict[str, Any]] = [
+        {"inputs": "one two"},
+        CHAT | {"max_tokens": 3},
+        {"inputs": "three", "parameters": {"max_new_tokens": 1, "seed": 7}},
+        {"inputs": "four", "parameters": {"do_sample": False}},
+    ]
+    async with answering(broker.url, repeat) as (worker, gateway, client):
+        answer = await client.post(VERTEX_PATH, json={"instances": instances})
+        await nothing_left(gateway, worker)
+    assert answer.status_code == 200, answer.text
+    assert answer.json() == {"predictions": ["about two", "about assistant", "about", "about four"]}
+    assert answer.headers["x-generated-tokens"] == str(3 + 3 + 1 + 3)
+    drawn = {one.request_id[-1]: one.sampling for one in worker.seen}
+    assert [drawn[i] is not None for i in "0123"] == [True, True, True, False]
+    assert drawn["2"] is not None and (drawn["2"].seed, drawn["2"].temperature) == (7, 1.0)
+
+
+async def test_an_error_names_its_instance(broker: Broker) -> None:
+    good = {"inputs": "a"}
+    wrong: list[tuple[Any, str]] = [
+        ([], "1 to 2 items. Given: 0"),
+        ([good] * 3, "Given: 3"),
+        ([good, {"inputs": ""}], "`inputs` cannot be empty"),
+        ([good, {"parameters": {}}], "instances[1].prompt.inputs"),
+        ([good, {"inputs": "a", "parameters": {"best_of": 2}}], "`instances[1]`: `best_of` must be 1"),
+        ([good | {"resume_s": 5}], "`instances[0]`: `resume_s` needs a stream"),
+        ([CHAT | {"stream": True}], "`instances[0]`: `stream` must be false"),
+        ([CHAT | {"model": "gpt-5"}], "`instances[0]`: The model `gpt-5` does not exist"),
+    ]
+    async with answering(broker.url, Answer([11]), max_client_batch_size=2) as (worker, _, client):
+        for instances, words in wrong:
+            answer = await client.post(VERTEX_PATH, json={"instances": instances})
+            assert answer.status_code in (404, 422) and words in answer.json()["error"], answer.text
+    assert not worker.seen
+
+
+async def test_a_wrong_key_is_refused_and_a_failed_request_fails_the_answer(broker: Broker) -> None:
+    body = {"instances": [{"inputs": "a"}, {"inputs": "b"}]}
+    async with answering(broker.url, Answer([11], error="gone"), api_key="sesame") as (_, _, client):
+        assert (await client.post(VERTEX_PATH, json=body)).status_code == 401
+        client.headers["authorization"] = "Bearer sesame"
+        failed = await client.post(VERTEX_PATH, json=body)
+    assert (failed.status_code, failed.json()["error_type"]) == (424, "generation")

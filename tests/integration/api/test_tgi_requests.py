@@ -1,0 +1,580 @@
+"""Parameters that TGI's routes refuse: the error names field and limit, and nothing reaches the queue.
+
+Parameters that TGI's routes accept: what reaches the worker.
+
+POST /tokenize, POST /chat_tokenize and GET /info.
+
+The cases with pictures of text-generation-inference's own integration tests, by their names: each request
+as its test sends it, with pictures of ours, and the shape of the answer. What a model says of a picture is
+tested where engines are (tests/unit/gpu_worker/engine/pictures, tests/fleet/pictures).
+
+`test_flash_gemma3` and `test_exceed_window` have no picture. Those of Llama 4 are comments at TGI.
+
+The cases with LoRA of text-generation-inference's own integration tests, by their names: each request as
+its test sends it, and the shape of the answer. That an adapter changes the ids as PEFT does is tested where
+engines are (tests/unit/gpu_worker/engine/adapters, tests/fleet/adapters).
+"""
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image
+from tests.integration.api.tgi.test_shapes import (
+    CHOICE,
+    CHUNK,
+    GREEDY,
+    KNOWN,
+    MESSAGE,
+    PARAMETERS,
+    PREFILL,
+    TOKEN,
+    USAGE,
+    paths,
+)
+
+from common.messages.request import SamplingParams, StoppingParams
+from deploy.launcher.embedded_broker import Broker
+from tests.support.adapters.files import write_adapter
+from tests.support.adapters.fleet import adapter_fleet
+from tests.support.answers.openai_frames import CHAT_PATH, frames, streamed
+from tests.support.fleet.gateways import answering, ready, serving
+from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
+from tests.support.pictures.gateways import data_url, image_part, png, showing, user
+from tests.support.pictures.processors import make_processor
+from tests.support.tokenizer import TOKENIZER, ids, model_tokenizer
+from tests.support.waiting import wait_until
+
+SIZE = model_tokenizer().size
+
+
+CASES: list[
+    tuple[Any, int, str]
+] = [  # parameters, or a whole body with `inputs`; status; words of the answer
+    ({"max_new_tokens": 0}, 422, "`max_new_tokens` must be at least 1. Given: 0"),
+    ({"max_new_tokens": -1}, 422, "`max_new_tokens` must be at least 1. Given: -1"),
+    ({"max_new_tokens": 1.5}, 422, "`parameters.max_new_tokens`"),
+    ({"max_new_tokens": "5"}, 422, "`parameters.max_new_tokens`"),
+    ({"max_new_tokens": True}, 422, "`parameters.max_new_tokens`"),
+    (
+        {"max_new_tokens": 1024},
+        422,
+        "must be at most 1024. Given: 1 `inputs` tokens and 1024 `max_new_tokens`",
+    ),
+    ({"max_new_tokens": 10**400}, 422, "`max_new_tokens`"),
+    ({"min_new_tokens": 5, "max_new_tokens": 4}, 422, "`min_new_tokens` must be at most 4. Given: 5"),
+    ({"stop": ["a"] * 5}, 422, "`stop` supports up to 4 stop sequences. Given: 5"),
+    ({"stop": [""]}, 422, "`stop`"),
+    ({"stop": "a"}, 422, "`parameters.stop`"),
+    ({"stop": [1]}, 422, "`parameters.stop[0]`"),
+    (
+        {"stop_token_ids": [1, SIZE]},
+        422,
+        f"`stop_token_ids` must have token ids of at least 0 and below {SIZE}. Given: {SIZE}",
+    ),
+    ({"stop_token_ids": [-1]}, 422, "`stop_token_ids` must have token ids of at least 0"),
+    ({"stop_token_ids": [1] * 129}, 422, "`stop_token_ids` supports up to 128 token ids. Given: 129"),
+    ({"truncate": 0}, 422, "`truncate` must be at least 1. Given: 0"),
+    ({"truncate": 1024}, 422, "`truncate` must be at most 1023. Given: 1024"),
+    ({"details": "yes"}, 422, "`parameters.details`"),
+    ({"temperature": -0.5}, 422, "`temperature` must be at least 0 and at most 100. Given: -0.5"),
+    ({"temperature": 101}, 422, "`temperature` must be at least 0 and at most 100. Given: 101"),
+    ({"temperature": "hot"}, 422, "`parameters.temperature`"),
+    ({"repetition_penalty": 0}, 422, "`repetition_penalty` must be above 0 and at most 100. Given: 0"),
+    ({"frequency_penalty": 2.1}, 422, "`frequency_penalty` must be at least -2 and at most 2. Given: 2.1"),
+    ({"presence_penalty": -2.1}, 422, "`presence_penalty` must be at least -2 and at most 2. Given: -2.1"),
+    ({"top_k": -2}, 422, "`top_k` must be at least -1. Given: -2"),
+    ({"top_k": 1.5}, 422, "`parameters.top_k`"),
+    ({"top_p": 1.1}, 422, "`top_p` must be at least 0 and at most 1. Given: 1.1"),
+    ({"top_p_decay": 0}, 422, "`top_p_decay` must be above 0 and at most 1. Given: 0"),
+    ({"top_p_reset_ids": [-1]}, 422, "`top_p_reset_ids` must have token ids of at least 0"),
+    ({"min_p": -0.1}, 422, "`min_p` must be at least 0 and at most 1. Given: -0.1"),
+    ({"typical_p": 0}, 422, "`typical_p` must be above 0 and at most 1. Given: 0"),
+    ({"do_sample": 1}, 422, "`parameters.do_sample`"),
+    ({"seed": 2**64}, 422, "`seed` must be"),
+    ({"seed": "1"}, 422, "`parameters.seed`"),
+    (
+        {"logit_bias": {"5": 101}},
+        422,
+        "`logit_bias` must have values of at least -100 and at most 100. Given: 101",
+    ),
+    (
+        {"logit_bias": {str(SIZE): 1}},
+        422,
+        f"`logit_bias` must have token ids of at least 0 and below {SIZE}. Given: {SIZE}",
+    ),
+    (
+        {"logit_bias": {str(i): 1 for i in range(1025)}},
+        422,
+        "`logit_bias` supports up to 1024 token ids. Given: 1025",
+    ),
+    ({"logit_bias": {"five": 1}}, 422, "`parameters.logit_bias.five"),
+    ({"logit_bias": [1.0]}, 422, "`parameters.logit_bias`"),
+    ({"bad_words": [" "]}, 422, "`bad_words` must have words of 1 to 200 characters. Given: 0"),
+    ({"bad_words": ["a" * 201]}, 422, "`bad_words` must have words of 1 to 200 characters. Given: 201"),
+    ({"bad_words": ["a"] * 129}, 422, "`bad_words` supports up to 128 words. Given: 129"),
+    ({"best_of": 3, "do_sample": True}, 422, "`best_of` must be at most 2. Given: 3"),
+    ({"best_of": -1}, 422, "`parameters.best_of`"),
+    ({"best_of": 2}, 422, "`best_of`"),
+    ({"top_n_tokens": 21}, 422, "`top_n_tokens` must be at most 20. Given: 21"),
+    ({"adapter_id": "a"}, 422, "`adapter_id`: there is no adapter 'a'"),
+    ({"watermark": "yes"}, 422, "`parameters.watermark`"),
+    ({"allowed_token_ids": []}, 422, "`allowed_token_ids` cannot be empty"),
+    ({"allowed_token_ids": [10**6]}, 422, "`allowed_token_ids` must have token ids"),
+    ({"decoder_input_details": 1}, 422, "`parameters.decoder_input_details`"),
+    ({"grammar": {"type": "json_object"}}, 422, "`grammar.value` is required"),
+    ({"grammar": {"type": "regex", "value": "("}}, 422, "`grammar.value` cannot be compiled: "),
+    ({"stop_token_ids": ["a", "b"]}, 422, "`parameters.stop_token_ids[0]`: Input should be a valid integer"),
+    ({"adapter_id": 1}, 422, "`parameters.adapter_id`"),
+    ({"max_tokens": 5}, 422, "`max_tokens` is not a field of this route"),
+    ({"response_format": {"type": "json_object"}}, 422, "`response_format` is not a field of this route"),
+    (
+        {"stop": ["a", "b" * 1001]},
+        422,
+        "`stop` must have stop sequences of at most 1000 characters. Given: 1001",
+    ),
+    (b'{"inputs":"a","parameters":{"temperature":NaN}}', 422, "`temperature` must be"),
+    (b'{"inputs":"a","parameters":{"temperature":1e999}}', 422, "`temperature` must be"),
+    (b'{"inputs":"a","parameters":{"logit_bias":{"1":NaN}}}', 422, "`logit_bias` must have values"),
+    (b'{"inputs":"a","parameters":{"max_new_tokens":NaN}}', 422, "`parameters.max_new_tokens`"),
+    (b'{"inputs":"a","parameters":{"max_new_tokens":1' + b"0" * 5000 + b"}}", 400, "out of range"),
+    ({"inputs": ""}, 422, "`inputs` cannot be empty"),
+    ({"inputs": "word " * 2000}, 422, "`inputs` must have at most 1023 tokens. Given: 200"),
+    ({"inputs": None}, 422, "`inputs`"),
+    ({"inputs": ["a"]}, 422, "`inputs`"),
+    ({"inputs": "a", "parameters": []}, 422, "`parameters`"),
+    (b"{}", 422, "`inputs`: Field required"),
+    (b"[]", 422, "`body`"),
+    (b"null", 422, "`body`"),
+    (b"", 400, "Invalid JSON"),
+    (b"{", 400, "Invalid JSON"),
+    (b'{"inputs":"a"} b', 400, "Invalid JSON"),
+    (b'{"inputs":"\xff"}', 400, "Invalid JSON"),
+    (b'{"inputs":"\\ud800"}', 400, "Invalid JSON"),
+    (b"[" * 100_000, 400, "Invalid JSON"),
+]
+
+
+async def post(client: httpx.AsyncClient, case: Any, path: str = "/generate") -> httpx.Response:
+    body = (
+        case
+        if isinstance(case, bytes)
+        else json.dumps(case if "inputs" in case else {"inputs": "a", "parameters": case}).encode()
+    )
+    return await client.post(path, content=body, headers={"content-type": "application/json"})
+
+
+@pytest.mark.parametrize(
+    ("path", "cases"), [("/generate", CASES), ("/generate_stream", CASES[::6]), ("/", CASES[::6])]
+)
+async def test_refusals_name_the_field_and_the_limit(
+    broker: Broker, path: str, cases: list[tuple[Any, int, str]]
+) -> None:
+    async with answering(broker.url, Answer([])) as (worker, _, client):
+        wrong = []
+        for case, status, words in cases:
+            response = await post(client, case, path)
+            error_type = "validation" if status == 422 else "invalid_json"
+            prefix = "Input validation error: " if status == 422 else ""
+            answer = response.json()
+            if (
+                response.status_code != status
+                or set(answer) != {"error", "error_type"}
+                or answer["error_type"] != error_type
+            ):
+                wrong.append((case, response.status_code, answer))
+            elif words not in answer["error"] or not answer["error"].startswith(prefix):
+                wrong.append((case, words, answer))  # type: ignore[arg-type]
+        assert not wrong
+        assert not worker.seen
+
+
+async def test_best_of_needs_sampling_without_a_seed_or_stream(broker: Broker) -> None:
+    cases = [
+        ("/generate", {"best_of": 2}, "`best_of` above 1 needs sampling"),
+        (
+            "/generate",
+            {"best_of": 2, "temperature": 0, "do_sample": True},
+            "`best_of` above 1 needs sampling",
+        ),
+        (
+            "/generate",
+            {"best_of": 2, "do_sample": True, "seed": 1},
+            "`seed` must not be set when `best_of` is above 1",
+        ),
+        (
+            "/generate_stream",
+            {"best_of": 2, "do_sample": True},
+            "`best_of` must be 1 when tokens are streamed. Given: 2",
+        ),
+    ]
+    async with answering(broker.url, Answer([])) as (_, _, client):
+        for path, parameters, words in cases:
+            response = await post(client, parameters, path)
+            assert response.status_code == 422 and words in response.json()["error"], response.text
+        both = {"inputs": "a", "stream": True, "parameters": {"best_of": 2, "do_sample": True}}
+        assert "when tokens are streamed" in (await post(client, both, "/")).text
+
+
+async def test_settings_lower_the_limits(broker: Broker) -> None:
+    settings: dict[str, Any] = {
+        "max_total_tokens": 20,
+        "max_input_tokens": 3,
+        "max_stop_sequences": 1,
+        "max_best_of": 1,
+        "max_top_n_tokens": 0,
+    }
+    async with answering(broker.url, Answer([]), **settings) as (_, _, client):
+        assert "at most 3 tokens. Given: 4" in (await post(client, {"inputs": "one two three four"})).text
+        assert "at most 20. Given: 1" in (await post(client, {"max_new_tokens": 20})).text
+        assert "up to 1 stop" in (await post(client, {"stop": ["a", "b"]})).text
+        assert "`best_of` must be at most 1" in (await post(client, {"best_of": 2, "do_sample": True})).text
+        assert "`top_n_tokens` must be at most 0" in (await post(client, {"top_n_tokens": 1})).text
+
+
+async def generate(
+    client: httpx.AsyncClient, parameters: dict[str, Any], inputs: str = "a"
+) -> httpx.Response:
+    return await client.post("/generate", json={"inputs": inputs, "parameters": parameters})
+
+
+NEUTRAL: dict[str, Any] = {
+    "best_of": 1,
+    "temperature": 1,
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0,
+    "typical_p": 1.0,
+    "do_sample": False,
+    "logit_bias": {},
+    "bad_words": [],
+    "min_new_tokens": 0,
+    "stop_token_ids": [],
+    "return_full_text": False,
+    "watermark": False,
+    "decoder_input_details": False,
+    "top_n_tokens": 0,
+}
+
+
+async def test_neutral_values_and_null_are_accepted(broker: Broker) -> None:
+    one = Answer(ids("a"))
+    async with answering(broker.url, one) as (worker, _, client):
+        absent = dict.fromkeys(
+            [*NEUTRAL, "seed", "grammar", "adapter_id", "stop", "truncate", "max_new_tokens"]
+        )
+        for parameters in (NEUTRAL, absent, {"temperature": 0, "top_k": -1}):
+            response = await generate(client, parameters)
+            assert (response.status_code, response.text) == (200, '{"generated_text":"a"}')
+    assert [request.sampling for request in worker.seen] == [None] * 3
+
+
+async def test_odd_but_valid_inputs_are_served(broker: Broker) -> None:
+    one = Answer(ids("a"))
+    async with answering(broker.url, one) as (worker, _, client):
+        for inputs in ("a\x00b", "\ufffd", "\u2028", "  ", "👩‍👩‍👧‍👦"):
+            assert (await generate(client, {"stop": [inputs]}, inputs)).status_code == 200
+        assert worker.seen[0].stopping.stop == ["a\x00b"]
+
+
+async def test_long_prompts_can_be_truncated(broker: Broker) -> None:
+    one = Answer(ids("a"))
+    async with answering(broker.url, one) as (worker, _, client):
+        assert (await generate(client, {"truncate": 1000}, "word " * 3000)).status_code == 200
+        assert (len(worker.seen[0].prompt_ids) // 4, worker.seen[0].stopping.max_new_tokens) == (1000, 24)
+
+
+async def test_every_parameter_reaches_the_worker(broker: Broker) -> None:
+    parameters = {
+        "temperature": 0.5,
+        "top_k": 7,
+        "top_p": 0.9,
+        "top_p_decay": 0.75,
+        "top_p_min": 0.25,
+        "top_p_reset_ids": [6, 9],
+        "min_p": 0.1,
+        "typical_p": 0.8,
+        "repetition_penalty": 1.5,
+        "frequency_penalty": 0.5,
+        "presence_penalty": 0.25,
+        "seed": 2**63 - 1,
+        "logit_bias": {"5": -100, "7": 1.5},
+        "bad_words": ["dog"],
+        "min_new_tokens": 2,
+        "stop_token_ids": [3, 4],
+        "ignore_eos": True,
+        "top_n_tokens": 5,
+        "max_new_tokens": 3,
+    }
+    answer = Answer(ids("a b c"))
+    async with answering(broker.url, answer) as (worker, _, client):
+        response = await generate(client, parameters | {"top_n_tokens": 0})
+        assert response.status_code == 200, response.text
+    [request] = worker.seen
+    assert request.sampling == SamplingParams(
+        temperature=0.5,
+        top_k=7,
+        top_p=0.9,
+        top_p_decay=0.75,
+        top_p_min=0.25,
+        top_p_reset_ids=[6, 9],
+        min_p=0.1,
+        typical_p=0.8,
+        repetition_penalty=1.5,
+        relative_frequency_penalty=0.5,
+        presence_penalty=0.25,
+        seed=2**63 - 1,
+        logit_bias=[(5, -100.0), (7, 1.5)],
+        bad_words=[ids(text) for text in ("dog", " dog")],
+    )
+    assert request.stopping == StoppingParams(3, 2, stop_ids=[3, 4], ignore_eos=True)
+
+
+async def test_requests_share_blocks_with_those_of_their_salt_only(broker: Broker) -> None:
+    one = Answer(ids("a"))
+    async with answering(broker.url, one) as (worker, _, client):
+        prompt = "a " * 20
+        for salt in ({}, {"cache_salt": "x"}, {"cache_salt": "y"}):
+            assert (await generate(client, salt, prompt)).status_code == 200
+        refused = await generate(client, {"cache_salt": ""}, prompt)
+    assert [request.cache_salt for request in worker.seen] == ["", "x", "y"]
+    assert len({request.block_hashes for request in worker.seen}) == 3
+    assert refused.status_code == 422 and "`cache_salt`" in refused.json()["error"]
+
+
+async def post_tokenize(client: httpx.AsyncClient, path: str, body: Any) -> Any:
+    response = await client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def test_offsets_are_bytes_of_the_text(broker: Broker) -> None:
+    """No worker is needed. Special tokens stand for themselves; a character of several tokens is in each of
+    them.
+    """
+    text = "Hé 🙂🙃 wörld<|im_end|> 👩‍👩‍👧 漢字\n\n" + "long é " * 1000
+    async with serving(broker.url) as (_, client):
+        tokens = await post_tokenize(client, "/tokenize", {"inputs": text, "parameters": {"truncate": 1}})
+        assert await post_tokenize(client, "/tokenize", {"inputs": "", "parameters": None}) == []
+    assert [token["id"] for token in tokens] == TOKENIZER.encode(text).ids
+    content = text.encode()
+    assert all(content[token["start"] : token["stop"]].decode() == token["text"] for token in tokens)
+    assert tokens[0] == {"id": TOKENIZER.token_to_id("H"), "text": "H", "start": 0, "stop": 1}
+    covered = {i for token in tokens for i in range(token["start"], token["stop"])}
+    assert covered == set(range(len(content)))
+    assert {
+        "id": TOKENIZER.token_to_id("<|im_end|>"),
+        "text": "<|im_end|>",
+        "start": 19,
+        "stop": 29,
+    } in tokens
+
+
+async def test_chat_tokenize_has_the_tokens_of_a_chat_request(broker: Broker) -> None:
+    chat = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hé?"}]}
+    async with answering(broker.url, Answer([11])) as (worker, _, client):
+        found = await post_tokenize(client, "/chat_tokenize", chat)
+        await post_tokenize(client, "/v1/chat/completions", chat)
+        refused = await client.post("/chat_tokenize", json={"messages": []})
+        assert (refused.status_code, set(refused.json())) == (422, {"error", "error_type"})
+    text = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHé?<|im_end|>\n<|im_start|>assistant\n"
+    assert found["templated_text"] == text
+    ids = [token["id"] for token in found["tokenize_response"]]
+    assert b"".join(i.to_bytes(4, "little") for i in ids) == worker.seen[0].prompt_ids
+    assert found["tokenize_response"][-1]["stop"] == len(text.encode())
+
+
+@pytest.mark.parametrize(
+    ("settings", "longest"),
+    [({}, (1023, 1024)), ({"max_total_tokens": 50, "max_input_tokens": 20}, (20, 50))],
+)
+async def test_info_has_the_limits(
+    broker: Broker, settings: dict[str, Any], longest: tuple[int, int]
+) -> None:
+    """The limits of the workers, or lower ones of settings; they stay known when the workers stop."""
+    async with serving(broker.url, max_best_of=7, **settings) as (gateway, client):
+        early = await client.get("/info")
+        assert (early.status_code, early.json()["error_type"]) == (503, "unavailable")
+        async with working(broker.url, TOKENIZER, lambda _: Answer([])):
+            await ready(gateway)
+        known = (await client.get("/info")).json()
+    assert (known["max_input_tokens"], known["max_total_tokens"], known["max_best_of"]) == (*longest, 7)
+    assert (known["model_id"], known["max_concurrent_requests"], known["max_stop_sequences"]) == (
+        "smollm2",
+        1024,
+        4,
+    )
+    assert list(known) == [
+        "model_id",
+        "model_sha",
+        "model_pipeline_tag",
+        "max_concurrent_requests",
+        "max_best_of",
+        "max_beam_width",
+        "max_stop_sequences",
+        "max_input_tokens",
+        "max_total_tokens",
+        "validation_workers",
+        "max_client_batch_size",
+        "router",
+        "version",
+        "sha",
+        "docker_label",
+        "adapters",
+    ]
+
+
+Seeing = tuple[FakeWorker, httpx.AsyncClient]
+CHICKEN, COW = data_url(png()), data_url(png(color="brown"))
+WHOLE_ANSWER = f"generated_text:str details.finish_reason:str details.generated_tokens:int {TOKEN}"
+WHOLE_CHAT = f"{KNOWN} {CHOICE} {MESSAGE} {USAGE}"
+LOAD = 4
+
+
+def opaque(mode: str, kind: str) -> str:
+    """An empty picture of 100 x 100 pixels, as TGI's tests make it."""
+    target = io.BytesIO()
+    Image.new(mode, (100, 100), (0, 0, 0, 0) if mode == "RGBA" else (255, 255, 255)).save(target, kind)
+    return data_url(target.getvalue(), f"image/{kind.lower()}")
+
+
+SHORT = {"max_new_tokens": 10}
+URL_PROMPT = f"<|begin_of_text|><|begin_of_text|>User:![]({CHICKEN})What is in this image?<end_of_utterance>"
+STORY = f"User:![]({CHICKEN})Write me a short story<end_of_utterance> \nAssistant:"
+BOTH = f"User:![]({CHICKEN})![]({COW})Where are the cow and chicken?<end_of_utterance> \nAssistant:"
+TALE = f"User:![]({CHICKEN})Can you tell me a very short story based on the image?"
+STANDING = f"![]({COW})Where is the cow standing?\n"
+PROMPTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "test_idefics": (STORY, 1, SHORT),
+    "test_idefics_two_images": (BOTH, 2, SHORT),
+    "test_idefics_load": (STORY, 1, SHORT),
+    "test_flash_idefics2_next_simple": (STORY, 1, SHORT),
+    "test_flash_idefics2_two_images": (BOTH, 2, {"max_new_tokens": 20}),
+    "test_flash_idefics2_next_all_params": ("Test request", 0, PARAMETERS),
+    "test_flash_idefics2_next_load": (STORY, 1, SHORT),
+    "test_flash_idefics3_next_simple_url": (f"{URL_PROMPT}\nAssistant:", 1, SHORT | {"seed": 1337}),
+    "test_flash_smolvlm_next_simple_url": (f"{URL_PROMPT}\nAssistant:", 1, SHORT | {"seed": 1337}),
+    "test_flash_llava_next_simple": (TALE, 1, SHORT),
+    "test_flash_llava_next_all_params": ("Test request", 0, PARAMETERS),
+    "test_flash_llava_next_load": (TALE, 1, SHORT),
+    "test_flash_pali_gemma": (STANDING, 1, {"max_new_tokens": 20}),
+    "test_flash_pali_gemma_two_images": (f"caption![]({CHICKEN})![]({COW})\n", 2, {"max_new_tokens": 20}),
+    "test_flash_pali_gemma_image": (f"![]({COW})caption es", 1, {"max_new_tokens": 20}),
+}
+"""Case → its prompt with pictures as Markdown, how many, and its parameters."""
+
+AFTER = {"seed": 42}
+CHATS: dict[str, tuple[list[Any], dict[str, Any]]] = {
+    "test_flash_qwen2_vl_simple": ([image_part(CHICKEN), "Describe this image."], AFTER),
+    "test_flash_qwen2_vl_simple_streaming": ([image_part(CHICKEN), "Describe this image."], AFTER),
+    "test_flash_qwen2_vl_bay": ([image_part(COW), "Describe the image"], AFTER),
+    "test_flash_qwen2_vl_inpaint": ([image_part(COW), "Describe the image"], AFTER),
+    "test_flash_qwen2_5_vl_simple": ([image_part(CHICKEN), "Describe the image"], AFTER),
+    "test_flash_qwen2_5_vl_simple_streaming": ([image_part(CHICKEN), "Describe the image"], AFTER),
+    "test_flash_qwen2_5_vl_bay": ([image_part(COW), "Describe the image"], AFTER),
+    "test_flash_qwen2_5_vl_inpaint": ([image_part(COW), "Describe the image"], AFTER),
+    "test_flash_gemma3_image_cow_dog": ([image_part(COW), "What is the breed of the dog?"], AFTER),
+    "test_flash_gemma3_image_cow": ([image_part(COW), "What is shown in this image?"], AFTER),
+    "test_flash_gemma3_image_base64_rgba": ([image_part(opaque("RGBA", "PNG")), "What do you see?"], AFTER),
+    "test_flash_gemma3_image_base64_rgb_png": ([image_part(opaque("RGB", "PNG")), "What do you see?"], AFTER),
+    "test_flash_gemma3_image_base64_rgb_jpg": (
+        [image_part(opaque("RGB", "JPEG")), "What do you see?"],
+        AFTER,
+    ),
+    "test_mllama_simpl": (["Describe the image in 10 words.", image_part(CHICKEN)], {"temperature": 0.0}),
+    "test_mllama_load": (["Describe the image in 10 words.", image_part(CHICKEN)], {"temperature": 0.0}),
+}
+"""Case → the parts of its message, and its parameters."""
+
+
+@pytest.fixture
+async def seeing(broker: Broker, tmp_path: Path) -> AsyncIterator[Seeing]:
+    make_processor("idefics3", tmp_path)
+    async with showing(broker.url, tmp_path, Answer([40, 41])) as (worker, _, client):
+        yield worker, client
+
+
+def check_shape(name: str, expected: str, value: Any) -> None:
+    assert set(expected.split()) - {*paths(value)} == set(), name
+
+
+async def test_prompts_with_pictures(seeing: Seeing) -> None:
+    worker, client = seeing
+    for name, (prompt, num_pictures, parameters) in PROMPTS.items():
+        body = {"inputs": prompt, "parameters": {"details": True, **parameters}}
+        times = LOAD if name.endswith("_load") else 1
+        answers = await asyncio.gather(*(client.post("/generate", json=body) for _ in range(times)))
+        for answer in answers:
+            assert answer.status_code == 200, answer.text
+            check_shape(name, WHOLE_ANSWER, answer.json())
+        assert len({answer.json()["generated_text"] for answer in answers}) == 1, name
+        assert [len(one.pictures) for one in worker.seen[-times:]] == times * [num_pictures], name
+
+
+async def test_chats_with_pictures(seeing: Seeing) -> None:
+    worker, client = seeing
+    for name, (parts, parameters) in CHATS.items():
+        body = {"model": "tgi", "messages": user(*parts), "max_tokens": 100, **parameters}
+        if name.endswith("_streaming"):
+            chunks = frames(await streamed(client, CHAT_PATH, body))
+            found = {place for chunk in chunks for place in paths(chunk)}
+            assert set(f"{CHUNK} choices[].delta.content:str".split()) - found == set(), name
+        else:
+            times = LOAD if name.endswith("_load") else 1
+            for answer in await asyncio.gather(*(client.post(CHAT_PATH, json=body) for _ in range(times))):
+                assert answer.status_code == 200, answer.text
+                check_shape(name, WHOLE_CHAT, answer.json())
+        assert len(worker.seen[-1].pictures) == 1, name
+
+
+DBPEDIA, SUPPORT, HUGCODE = (
+    "predibase/dbpedia",
+    "predibase/customer_support",
+    "smangrul/starcoder-3b-hugcoder",
+)
+ARTICLE = (
+    "You are given the title and the body of an article below.\n### Title: Great White Whale\n\n### Type:"
+)
+WORDS = "What are 3 unique words that describe you?"
+CODE = "def print_hello"
+SCORED = {"max_new_tokens": 10, "decoder_input_details": True}
+LONG = {"max_new_tokens": 40, "details": True}
+SAMPLED = {"max_new_tokens": 60, "temperature": 0.6, "top_p": 0.95, "seed": 0, "details": True}
+LORA_CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "test_lora_mistral": ("Test request", SCORED, ""),
+    "test_lora_mistral_without_adapter": (ARTICLE, LONG, ""),
+    "test_lora_mistral_with_dbpedia_adapter": (ARTICLE, LONG, DBPEDIA),
+    "test_lora_mistral_with_customer_support_adapter": (WORDS, LONG, SUPPORT),
+    "test_lora_mistral_without_customer_support_adapter": (WORDS, LONG, ""),
+    "test_flash_starcoder2": (CODE, SCORED, ""),
+    "test_flash_starcoder2_default_params": ("who are you?", SAMPLED, ""),
+    "test_flash_starcoder2_load": ("who are you?", {"max_new_tokens": 10, "details": True}, ""),
+    "test_flash_starcoder2_with_hugcode_adapter": (CODE, {"max_new_tokens": 10, "details": True}, HUGCODE),
+}
+"""Case → its prompt, its parameters, and its `adapter_id`."""
+
+
+async def test_prompts_with_adapters(broker: Broker, tmp_path: Path) -> None:
+    names = (DBPEDIA, SUPPORT, HUGCODE)
+    words = tuple(f"{name}={write_adapter(tmp_path / name.replace('/', '-'))}" for name in names)
+    async with adapter_fleet(broker.url, lora_adapters=words) as (worker, _, client):
+        await wait_until(lambda: len(worker.held.loaded) == len(names))
+        for case, (prompt, parameters, adapter) in LORA_CASES.items():
+            given = parameters | ({"adapter_id": adapter} if adapter else {})
+            body, times = {"inputs": prompt, "parameters": given}, LOAD if case.endswith("_load") else 1
+            answers = await asyncio.gather(*(client.post("/generate", json=body) for _ in range(times)))
+            expected = PREFILL if "decoder_input_details" in given else f"{GREEDY} {TOKEN}"
+            expected = expected.replace("details.seed:null", "details.seed:int" if "seed" in given else "")
+            for answer in answers:
+                assert answer.status_code == 200, answer.text
+                found = {*paths(answer.json())}
+                assert {"generated_text:str", *expected.split()} - found == set(), case
+            assert [one.adapter.partition("@")[0] for one in worker.seen[-times:]] == times * [adapter], case

@@ -1,0 +1,287 @@
+"""Batches, webhooks, idempotency keys, API keys and usage at once, while gateways, batchers and workers are
+killed all the while: each promise holds beside the others.
+
+Whole answers while messages are lost or connections are cut: not a byte differs.
+
+Many streams at one gateway while messages are lost: every token of each, once.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+
+from api.streams import relay as relay_module
+from common.api_keys import IssuedKey
+from common.broker.client import connect
+from common.messages.records import unpack_ids
+from common.messages.request import Generate
+from deploy.launcher.embedded_broker import Broker
+from tests.support.batches.killed_batch import line_of
+from tests.support.fleet.gateways import answering, nothing_left, ready, serving, stream
+from tests.support.fleet.scripted_fleet import count_wrong, scripted_fleet
+from tests.support.fleet.scripted_worker import Answer
+from tests.support.keys.issued import add_key, bearer
+from tests.support.machine.killed_gateways import KilledGateways
+from tests.support.machine.killed_pool import KilledPool
+from tests.support.tokenizer import TOKENIZER
+from tests.support.waiting import wait_until
+from tests.support.webhooks.receiver import Receiver, receiving
+
+NUM_LINES, NUM_RESPONSES, NUM_CHATS, NUM_CLIENTS = 1500, 120, 240, 4
+NUM_KILLS, EVERY_S = 40, 0.8
+ADMIN = "sesame"
+BATCHES, CALLERS = "batches", "callers"
+RUNNING = ("queued", "validating", "in_progress", "finalizing")
+PATIENCE_S = 300
+
+
+@dataclass
+class Served:
+    """What two tenants asked for and got.
+
+    Attributes:
+        told: ids that a webhook must tell of.
+        tokens: that answers have, by tenant.
+        wrong: what was not as promised.
+    """
+
+    keys: dict[str, IssuedKey]
+    gateways: KilledGateways
+    receiver: Receiver
+    client: httpx.AsyncClient
+    told: list[str] = field(default_factory=list)
+    tokens: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+    async def ask(self, method: str, path: str, key: IssuedKey | str, **arguments: Any) -> httpx.Response:
+        """Ask one gateway after the other until one serves it."""
+        headers = bearer(key) | arguments.pop("headers", {})
+        for url in itertools.cycle(self.gateways.urls):
+            with contextlib.suppress(httpx.TransportError):
+                sent = await self.client.request(method, url + path, headers=headers, **arguments)
+                if sent.status_code == 200:
+                    return sent
+                assert sent.status_code == 503, sent.text
+            await asyncio.sleep(0.05)
+        raise AssertionError
+
+    async def post(self, path: str, tenant: str, key: str, body: dict[str, Any]) -> Any:
+        """An answer to a request that is sent twice: both times it is the same one."""
+        sent = [
+            await self.ask("POST", path, self.keys[tenant], json=body, headers={"idempotency-key": key})
+            for _ in range(2)
+        ]
+        answers = [one.json() for one in sent]
+        if answers[0]["id"] != answers[1]["id"]:
+            self.wrong.append(f"{key} was computed twice")
+        return answers[0]
+
+    async def ended(self, path: str, tenant: str) -> Any:
+        """The object at `path`, when it has ended."""
+        found: dict[str, Any] = {}
+
+        async def has_ended() -> bool:
+            found.update((await self.ask("GET", path, self.keys[tenant])).json())
+            return found["status"] not in RUNNING
+
+        await wait_until(has_ended, PATIENCE_S)
+        return found
+
+    async def chat(self, number: int) -> None:
+        answer = await self.post(
+            "/v1/chat/completions", CALLERS, f"chat-{number}", line_of(number)["body"] | {"max_tokens": 20}
+        )
+        self.tokens[CALLERS] += answer["usage"]["completion_tokens"]
+
+    async def respond(self, number: int) -> None:
+        body = {"input": f"Number {number}", "background": True, "max_output_tokens": 30}
+        hook = {"webhook": self.receiver.hook()}
+        answer = await self.post("/v1/responses", CALLERS, f"response-{number}", body | hook)
+        self.told.append(answer["id"])
+        found = await self.ended(f"/v1/responses/{answer['id']}", CALLERS)
+        self.tokens[CALLERS] += found["usage"]["output_tokens"]
+
+    async def batch(self) -> None:
+        content = b"\n".join(json.dumps(line_of(number)).encode() for number in range(NUM_LINES))
+        key = self.keys[BATCHES]
+        form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": ("in.jsonl", content)}}
+        file = (await self.ask("POST", "/v1/files", key, **form)).json()
+        body = {
+            "input_file_id": file["id"],
+            "endpoint": "/v1/chat/completions",
+            "completion_window": "24h",
+            "webhook": self.receiver.hook(),
+        }
+        asked = await self.post("/v1/batches", BATCHES, "batch-1", body)
+        self.told.append(asked["id"])
+        batch = await self.ended(f"/v1/batches/{asked['id']}", BATCHES)
+        output = (await self.ask("GET", f"/v1/files/{batch['output_file_id']}/content", key)).text
+        answers = [json.loads(line) for line in output.splitlines()]
+        if [one["custom_id"] for one in answers] != [
+            line_of(number)["custom_id"] for number in range(NUM_LINES)
+        ]:
+            self.wrong.append(f"the batch has {len(answers)} lines, or they are in another order")
+        self.tokens[BATCHES] += sum(one["response"]["body"]["usage"]["completion_tokens"] for one in answers)
+
+    async def counted(self) -> dict[str, int]:
+        groups = (await self.ask("GET", "/usage?group_by=tenant", ADMIN)).json()["data"]
+        return {group["tenant"]: group["completion_tokens"] for group in groups}
+
+
+@contextlib.asynccontextmanager
+async def served(broker: Broker, redis: Redis, files: Path) -> AsyncIterator[tuple[Served, KilledPool]]:
+    async with receiving(*[500] * 5) as receiver, httpx.AsyncClient(timeout=60) as client:
+        keys = {
+            BATCHES: await add_key(redis, tenant=BATCHES, service_class="batch"),
+            CALLERS: await add_key(redis, tenant=CALLERS),
+        }
+        settings = {
+            "API_KEY": ADMIN,
+            "FILES_DIR": str(files),
+            "WEBHOOK_ALLOWED_HOSTS": receiver.host,
+            "LOG_LEVEL": "error",
+        }
+        gateways = KilledGateways(broker, 0, lambda: 0, **settings)
+        pool = KilledPool(broker.url, redis, num_workers=2, step_s=0.01, num_blocks=4000)
+        try:
+            async with pool.running():
+                await gateways.until_healthy()
+                yield Served(keys, gateways, receiver, client), pool
+        finally:
+            gateways.stop()
+
+
+async def kill(gateways: KilledGateways, pool: KilledPool) -> None:
+    draw = random.Random(1)
+    for _ in range(NUM_KILLS):
+        await asyncio.sleep(draw.uniform(0.0, 2 * EVERY_S))
+        drawn = draw.random()
+        if drawn < 0.4:
+            await asyncio.to_thread(gateways.kill, draw.randrange(2))
+        elif drawn < 0.6:
+            await pool.kill_batcher(draw.choice(list(pool.batchers)))
+        else:
+            await pool.kill_worker(draw.choice(list(pool.workers)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_promises_hold_beside_each_other(broker: Broker, tmp_path: Path) -> None:
+    async with connect(broker.url) as redis, served(broker, redis, tmp_path) as (asked, pool):
+        chats, responses = iter(range(NUM_CHATS)), iter(range(NUM_RESPONSES))
+
+        async def each(numbers: Any, act: Any) -> None:
+            for number in numbers:
+                await act(number)
+
+        clients: list[Coroutine[Any, Any, None]] = [
+            each(*one)
+            for one in ((chats, asked.chat), (responses, asked.respond))
+            for _ in range(NUM_CLIENTS)
+        ]
+        await asyncio.gather(asked.batch(), kill(asked.gateways, pool), *clients)
+        await wait_until(lambda: asked.receiver.told >= {*asked.told})
+        assert await asked.counted() == dict(asked.tokens)
+    events = {one.id: one.event["data"]["id"] for one in asked.receiver.deliveries}
+    assert sorted(events.values()) == sorted(asked.told)
+    assert not asked.wrong
+    print(
+        f"kills {dict(pool.kills + Counter(gateway=asked.gateways.num_kills))}; tokens {dict(asked.tokens)}"
+    )
+
+
+TEXTS = [
+    "The lighthouse keeper counted the ships every evening, one by one, "
+    "and wrote their names in a blue book.",
+    "🙂🚀🎉 emoji party: 👩‍👩‍👧‍👦 🏳️‍🌈 and नमस्ते, आप कैसे हैं? 日本の首都は東京です。",
+    "def main():\n\tpass\n\n\n   # e\u0301 \u200b end",
+]
+
+
+def scripted(request: Generate) -> Answer:
+    """The prompt is the number of the text."""
+    number = int(TOKENIZER.decode(unpack_ids(request.prompt_ids)).split()[-1])
+    return Answer(TOKENIZER.encode(TEXTS[number % len(TEXTS)]).ids)
+
+
+async def converse(client: httpx.AsyncClient, count: int) -> list[bytes]:
+    bodies = [{"inputs": f"text {i}", "parameters": {"details": True}} for i in range(count)]
+    return await asyncio.gather(*(stream(client, body) for body in bodies))
+
+
+async def undisturbed(broker: Broker, count: int) -> list[bytes]:
+    async with answering(broker.url, scripted) as (worker, gateway, client):
+        answers = await converse(client, count)
+        await nothing_left(gateway, worker)
+        return answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+async def test_lost_messages_change_no_byte(broker: Broker, seed: int) -> None:
+    expected = await undisturbed(broker, 12)
+    chance = random.Random(seed)
+    lossy = answering(broker.url, scripted, step_s=0.005, lose=lambda: chance.random() < 0.1)
+    async with lossy as (worker, gateway, client):
+        assert await converse(client, 12) == expected
+        assert gateway.pool.relay.filler.num_fills > 1
+        await nothing_left(gateway, worker)
+
+
+async def test_streams_finish_with_all_messages_lost(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_module, "SILENCE_S", 0.2)
+    monkeypatch.setattr(relay_module, "AUDIT_S", 0.1)
+    expected = await undisturbed(broker, 3)
+    async with answering(broker.url, scripted, lose=lambda: True) as (worker, gateway, client):
+        assert await converse(client, 3) == expected
+        await nothing_left(gateway, worker)
+
+
+async def test_cut_connections_change_no_byte(broker: Broker) -> None:
+    expected = await undisturbed(broker, 6)
+    async with answering(broker.url, scripted, step_s=0.01) as (worker, gateway, client):
+        worker.most_tokens = 5  # none ends before all have begun
+        talk = asyncio.create_task(converse(client, 6))
+        await wait_until(lambda: len(worker.live) == 6)
+        worker.most_tokens = sys.maxsize
+        for _ in range(3):
+            await worker.redis.client_kill_filter(_type="pubsub")
+            await wait_until(lambda: not gateway.pool.relay.subscribed.is_set())
+            await wait_until(gateway.pool.relay.subscribed.is_set)
+        assert await talk == expected
+        await nothing_left(gateway, worker)
+
+
+@pytest.mark.parametrize(
+    ("num_streams", "num_workers", "num_tokens", "step_s"),
+    [
+        (60, 8, 30, 0.05),
+        pytest.param(3000, 64, 40, 1.0, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+    ],
+)
+async def test_each_stream_gets_each_token_once(
+    broker: Broker, num_streams: int, num_workers: int, num_tokens: int, step_s: float
+) -> None:
+    chance = random.Random(7)
+    async with (
+        scripted_fleet(broker.url, num_workers, step_s),
+        serving(broker.url, lambda: chance.random() < 0.05, max_concurrent_requests=num_streams) as (
+            gateway,
+            client,
+        ),
+    ):
+        await ready(gateway)
+        assert await count_wrong(str(client.base_url), num_streams, num_tokens) == 0
+        assert gateway.pool.relay.filler.num_fills > 1

@@ -1,0 +1,561 @@
+"""Events of webhooks: each end is told once, signed, to whom the request named, until it is heard.
+
+Every route that generates takes `webhook`, and tells the end of its request.
+
+What an event must not do: reach a network that is none of its receiver's, or hold up other events.
+
+Jobs over Redis tell their ends, also those that no worker has seen.
+
+A webhook of an API key: it is told the end of all that its key asks for.
+
+`tokenfleet webhooks`, at a gateway.
+
+Gateways, batchers and workers are killed all the while, and each response tells its end.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import random
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from redis.asyncio import Redis
+from standardwebhooks import Webhook
+from tests.integration.api.batches.test_batches import chat_line, jsonl, openai_client
+from tests.integration.api.openai.test_tools import CALLS, HERMES
+from tests.integration.api.responses.test_tools import TOOLS
+
+from api.webhooks import field, sender
+from api.webhooks.sender import MAX_PER_RECEIVER, MAX_SENDING, WAITS_S
+from common.broker.client import connect
+from common.settings.settings import SettingError
+from deploy.cli.admin import fields_of, main, new_parser
+from deploy.launcher.embedded_broker import Broker
+from tests.support.fleet.gateways import answering
+from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
+from tests.support.jobs import CHAT, KEYS, answer, running_gateway
+from tests.support.keys.issued import add_key, bearer
+from tests.support.machine.killed_gateways import KilledGateways
+from tests.support.machine.killed_pool import KilledPool
+from tests.support.responses.events import BODY, PATH
+from tests.support.tokenizer import TOKENIZER, ids
+from tests.support.waiting import wait_until
+from tests.support.webhooks.receiver import SECRET, Receiver, receiving
+
+ANSWER = Answer(ids(" one two three"))
+
+
+def allowing(receiver: Receiver, **settings: Any) -> dict[str, Any]:
+    return {"webhook_allowed_hosts": (receiver.host,)} | settings
+
+
+async def test_a_background_response_tells_its_end_to_the_openai_package(broker: Broker) -> None:
+    async with receiving() as receiver, answering(broker.url, ANSWER, **allowing(receiver)) as (_, _, client):
+        body = BODY | {"background": True, "webhook": receiver.hook()}
+        queued = (await client.post(PATH, json=body)).raise_for_status().json()
+        await wait_until(lambda: receiver.deliveries)
+        [delivery] = receiver.deliveries
+        unwrapped: Any = openai.OpenAI(api_key="x", webhook_secret=SECRET).webhooks.unwrap(
+            delivery.body, delivery.headers
+        )
+        assert (unwrapped.type, unwrapped.data.id) == ("response.completed", queued["id"])
+        assert unwrapped.id == delivery.id
+        Webhook(SECRET).verify(delivery.body, delivery.headers)
+        assert "secret" not in queued and SECRET not in str(queued)
+
+
+async def test_a_batch_tells_its_end(broker: Broker, tmp_path: Path) -> None:
+    async with (
+        receiving() as receiver,
+        answering(broker.url, ANSWER, files_dir=str(tmp_path), **allowing(receiver)) as (_, _, http),
+    ):
+        client = openai_client(http)
+        good = await client.files.create(file=("in.jsonl", jsonl([chat_line(0)])), purpose="batch")
+        bad = await client.files.create(file=("in.jsonl", b"{no\n"), purpose="batch")
+        for file in (good, bad):
+            await client.batches.create(
+                input_file_id=file.id,
+                endpoint="/v1/chat/completions",
+                completion_window="24h",
+                extra_body={"webhook": receiver.hook()},
+            )
+        await wait_until(lambda: len(receiver.deliveries) == 2)
+        assert sorted(receiver.types) == ["batch.completed", "batch.failed"]
+
+
+async def test_an_event_that_nobody_takes_is_dead_is_listed_and_is_sent_again(broker: Broker) -> None:
+    """410 ends it at once. Then the receiver has thought better of it."""
+    async with (
+        receiving(410) as receiver,
+        answering(broker.url, ANSWER, **allowing(receiver)) as (_, _, client),
+    ):
+        body = BODY | {"background": True, "webhook": receiver.hook()}
+        queued = (await client.post(PATH, json=body)).raise_for_status().json()
+
+        async def dead() -> Any:
+            return (await client.get("/admin/webhooks?state=dead")).raise_for_status().json()["events"]
+
+        [event] = await wait_until(dead)
+        assert (event["type"], event["object_id"]) == ("response.completed", queued["id"])
+        assert (event["url"], event["said"], event["failures"]) == (receiver.url, "status 410", 1)
+        assert SECRET not in str(event)
+        path = f"/admin/webhooks/{event['id']}/retry"
+        assert (await client.post(path)).json() == {"id": event["id"], "state": "waiting"}
+        await wait_until(lambda: len(receiver.deliveries) == 2)
+        assert receiver.ids == [event["id"]] * 2
+        await wait_until(lambda: is_empty(client))
+        assert (await client.post(path)).status_code == 404
+
+
+async def test_an_event_that_cannot_be_sent_is_dead_in_the_end(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> bytes:
+        raise RecursionError
+
+    monkeypatch.setattr(sender, "payload_of", fail)
+    monkeypatch.setattr(sender, "WAITS_S", ())
+    async with (
+        receiving() as receiver,
+        answering(broker.url, ANSWER, **allowing(receiver)) as (_, _, client),
+    ):
+        (
+            await client.post(PATH, json=BODY | {"background": True, "webhook": receiver.hook()})
+        ).raise_for_status()
+
+        async def dead() -> Any:
+            return (await client.get("/admin/webhooks?state=dead")).json()["events"]
+
+        [event] = await wait_until(dead)
+        assert event["said"] == "the event cannot be sent: RecursionError"
+
+
+async def is_empty(client: httpx.AsyncClient) -> bool:
+    states = [(await client.get(f"/admin/webhooks?state={state}")).json() for state in ("waiting", "dead")]
+    return all(content == {"events": [], "total": 0} for content in states)
+
+
+PROMPT: dict[str, Any] = {"inputs": "Say it", "parameters": {"max_new_tokens": 2}}
+ROUTES_CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Say it"}], "max_tokens": 2}
+TEXT: dict[str, Any] = {"text_input": "Say it", "max_tokens": 2}
+TENSOR = {"name": "text_input", "shape": [2], "datatype": "BYTES", "data": ["one", "two"]}
+ROUTES: list[tuple[str, dict[str, Any]]] = [
+    ("/generate", PROMPT),
+    ("/generate_stream", PROMPT),
+    ("/", PROMPT),
+    ("/invocations", PROMPT),
+    ("/vertex", {"instances": [PROMPT, ROUTES_CHAT]}),
+    ("/v1/completions", {"prompt": ["Say it", "twice"], "max_tokens": 2}),
+    ("/v1/chat/completions", ROUTES_CHAT | {"n": 2}),
+    ("/v1/messages", ROUTES_CHAT),
+    ("/v2/models/tgi/generate", TEXT),
+    ("/v2/models/tgi/generate_stream", TEXT),
+    ("/v2/models/tgi/infer", {"inputs": [TENSOR], "parameters": {"max_tokens": 2}}),
+]
+
+
+async def test_each_route_tells_the_end_of_its_request_once(broker: Broker) -> None:
+    async with receiving() as receiver, answering(broker.url, ANSWER, **allowing(receiver)) as (_, _, client):
+        expected = {}
+        for path, body in ROUTES:
+            answer = await client.post(path, json=body | {"webhook": receiver.hook()})
+            assert answer.status_code == 200, (path, answer.text)
+            expected[answer.headers["x-request-id"]] = "request.completed"
+        await wait_until(lambda: len(receiver.deliveries) >= len(ROUTES))
+        assert told_by(receiver) == expected
+        assert len(receiver.deliveries) == len(ROUTES)
+
+
+async def test_a_failure_and_a_cancel_are_told_by_their_names(broker: Broker) -> None:
+    def script(request: Any) -> Answer:
+        return Answer(ids(" one"), error="broken" if request.stopping.max_new_tokens == 3 else "", ends=False)
+
+    async with receiving() as receiver, answering(broker.url, script, **allowing(receiver)) as (_, _, client):
+        failed = await client.post(
+            "/v1/chat/completions", json=with_hook(ROUTES_CHAT | {"max_tokens": 3}, receiver)
+        )
+        assert failed.status_code >= 400
+        cancelled = await cancelled_chat(client, receiver)
+        await wait_until(lambda: len(receiver.deliveries) >= 2)
+        assert told_by(receiver) == {
+            failed.headers["x-request-id"]: "request.failed",
+            cancelled: "request.cancelled",
+        }
+
+
+async def cancelled_chat(client: httpx.AsyncClient, receiver: Receiver) -> str:
+    """The id of a chat that was cancelled after its first chunk."""
+    body = with_hook(ROUTES_CHAT | {"max_tokens": 50, "stream": True}, receiver)
+    async with client.stream("POST", "/v1/chat/completions", json=body) as stream:
+        lines = stream.aiter_lines()
+        assert (await anext(lines)).startswith("data:")
+        request_id = stream.headers["x-request-id"]
+        (await client.delete(f"/requests/{request_id}")).raise_for_status()
+    return request_id
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/messages", "/v2/models/tgi/infer"])
+async def test_a_webhook_at_fault_is_named(broker: Broker, path: str) -> None:
+    body = dict(ROUTES)[path]
+    async with receiving() as receiver, answering(broker.url, ANSWER, **allowing(receiver)) as (_, _, client):
+        wrong = await client.post(path, json=with_hook(body, receiver, events=["response.completed"]))
+        assert wrong.status_code in (400, 422)
+        assert "`webhook.events` must be some of request.completed" in wrong.text
+
+
+async def test_an_instance_has_no_webhook_of_its_own(broker: Broker) -> None:
+    async with receiving() as receiver, answering(broker.url, ANSWER, **allowing(receiver)) as (_, _, client):
+        wrong = await client.post("/vertex", json={"instances": [with_hook(PROMPT, receiver)]})
+        assert wrong.status_code == 422
+        assert "`webhook` stands beside `instances`" in wrong.text
+
+
+def with_hook(body: dict[str, Any], receiver: Receiver, **fields: Any) -> dict[str, Any]:
+    return body | {"webhook": receiver.hook(**fields)}
+
+
+def told_by(receiver: Receiver) -> dict[str, str]:
+    """Request → the type of its event."""
+    return {one.event["data"]["id"]: one.event["type"] for one in receiver.deliveries}
+
+
+async def tell(client: httpx.AsyncClient, receiver: Receiver, **fields: Any) -> None:
+    answer = await client.post("/generate", json=PROMPT | {"webhook": receiver.hook(**fields)})
+    assert answer.status_code == 200, answer.text
+
+
+async def failed_event(client: httpx.AsyncClient) -> Any:
+    """The first event that waits after a failure."""
+
+    async def failed() -> list[Any]:
+        events = (await client.get("/admin/webhooks")).raise_for_status().json()["events"]
+        return [event for event in events if event["failures"]]
+
+    [event] = await wait_until(failed)
+    return event
+
+
+async def test_a_redirect_is_a_failure_and_is_not_followed(broker: Broker) -> None:
+    async with (
+        receiving(302) as receiver,
+        receiving() as inner,
+        answering(broker.url, ANSWER, webhook_allowed_hosts=(receiver.host, inner.host)) as served,
+    ):
+        receiver.location = inner.url
+        await tell(served[2], receiver)
+        event = await failed_event(served[2])
+        assert (event["said"], event["failures"]) == ("status 302", 1)
+        wait_s = event["at"] - event["created_at"]
+        assert WAITS_S[0] - 1 <= wait_s
+        assert len(receiver.deliveries) == 1 and not inner.deliveries
+
+
+async def test_a_private_address_is_refused_by_name_and_a_name_when_the_connection_is_made(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the host that a setting names may be private; https: alone does not open the way."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 1))]
+    asked, known = socket.getaddrinfo, {"inner.example": found}
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *more, **words: known.get(host) or asked(host, *more, **words)
+    )
+    async with (
+        receiving() as receiver,
+        receiving() as inner,
+        answering(broker.url, ANSWER, **allowing(receiver)) as (_, _, client),
+    ):
+        for host in (
+            "127.0.0.1:8443",
+            "[::1]",
+            "10.1.2.3",
+            "127.1",
+            "0x7f000001",
+            "localhost",
+            "a.localhost",
+        ):
+            hook = receiver.hook(url=f"https://{host}/hooks")
+            refused = await client.post("/generate", json=PROMPT | {"webhook": hook})
+            assert refused.status_code == 422 and "`webhook.url` is at" in refused.json()["error"], host
+        await tell(client, receiver, url=f"https://inner.example:{inner.host.rpartition(':')[2]}/hooks")
+        said = (await failed_event(client))["said"]
+        assert said == "the URL is at inner.example, which is no host of the public internet"
+        assert not inner.deliveries
+
+
+async def test_a_webhook_is_refused_while_too_many_events_wait(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(field, "MAX_WEBHOOKS", 1)
+    async with (
+        receiving(500) as receiver,
+        answering(broker.url, ANSWER, **allowing(receiver)) as (_, _, client),
+    ):
+        await tell(client, receiver)
+        await failed_event(client)
+        refused = await client.post("/generate", json=PROMPT | {"webhook": receiver.hook()})
+        assert (refused.status_code, refused.json()["error_type"]) == (429, "overloaded")
+        assert (
+            "events of webhooks are not delivered" in refused.json()["error"]
+            and "retry-after" in refused.headers
+        )
+        assert (await client.post("/generate", json=PROMPT)).status_code == 200
+
+
+async def test_a_receiver_that_does_not_answer_holds_up_no_other(broker: Broker) -> None:
+    async with (
+        receiving() as slow,
+        receiving() as fast,
+        answering(broker.url, ANSWER, webhook_allowed_hosts=(slow.host, fast.host)) as (_, _, client),
+    ):
+        slow.answers.clear()
+        for _ in range(MAX_SENDING + 1):
+            await tell(client, slow)
+        await wait_until(lambda: len(slow.deliveries) >= MAX_PER_RECEIVER)
+        await tell(client, fast)
+        await wait_until(lambda: fast.deliveries)
+        assert len(slow.deliveries) < MAX_SENDING
+        slow.answers.set()
+        await wait_until(lambda: len({*slow.ids}) > MAX_PER_RECEIVER)
+
+
+async def test_a_response_is_told_as_it_says_of_itself(broker: Broker) -> None:
+    """The model ends within a call, so its response is incomplete, although its last token is no cut."""
+    cut = CALLS[: CALLS.rindex("{}")] + '{"place": "Z'
+    async with (
+        receiving(500) as receiver,
+        answering(broker.url, Answer(ids(cut)), **HERMES, **allowing(receiver)) as (_, _, client),
+    ):
+        body = BODY | {"tools": TOOLS, "webhook": receiver.hook()}
+        response = (await client.post(PATH, json=body)).raise_for_status().json()
+        assert response["status"] == "incomplete"
+        event = await failed_event(client)
+        assert (event["type"], event["object_id"]) == ("response.incomplete", response["id"])
+        (await client.delete(f"{PATH}/{response['id']}")).raise_for_status()
+        (await client.post(f"/admin/webhooks/{event['id']}/retry")).raise_for_status()
+        await wait_until(lambda: len(receiver.deliveries) == 2)
+        assert receiver.types == ["response.incomplete"] * 2, "an event says the same each time"
+
+
+@pytest.fixture
+async def receiver(broker: Broker) -> AsyncIterator[Receiver]:
+    async with receiving() as receiver:
+        yield receiver
+
+
+@pytest.fixture
+async def worker(broker: Broker, receiver: Receiver) -> AsyncIterator[FakeWorker]:
+    async with (
+        working(broker.url, TOKENIZER, answer) as worker,
+        running_gateway(broker.url, **allowing(receiver)),
+    ):
+        yield worker
+
+
+async def submit(redis: Redis, receiver: Receiver, job_id: str, **job: Any) -> None:
+    await redis.xadd(KEYS.submit, {"job": json.dumps({"id": job_id, "webhook": receiver.hook()} | job)})
+
+
+async def result(redis: Redis, job_id: str) -> Any:
+    return json.loads(await wait_until(lambda: redis.get(KEYS.result(job_id))))
+
+
+async def test_each_end_of_a_job_is_told_once(redis: Redis, worker: FakeWorker, receiver: Receiver) -> None:
+    await redis.xadd(KEYS.submit, {"cancel": "cancelled"})
+    await submit(redis, receiver, "prompt", inputs="Count.")
+    await submit(redis, receiver, "chat", **CHAT, parameters={"n": 2})
+    await submit(redis, receiver, "faulty", inputs="Count.", prioritty=1)
+    await submit(redis, receiver, "cancelled", inputs="Count.")
+    await wait_until(lambda: len(receiver.deliveries) >= 4)
+    assert told_by(receiver) == {
+        "prompt": "job.completed",
+        "chat": "job.completed",
+        "faulty": "job.failed",
+        "cancelled": "job.cancelled",
+    }
+    await submit(redis, receiver, "prompt", inputs="Count.")
+    await wait_until(lambda: is_answered(redis))
+    assert len(receiver.deliveries) == 4
+    kept = await redis.hgetall(KEYS.job("prompt"))  # type: ignore[misc]
+    assert SECRET not in str(kept)
+
+
+async def is_answered(redis: Redis) -> bool:
+    return not await redis.xlen(KEYS.submit) and not await redis.zcard(KEYS.webhooks)
+
+
+async def test_a_webhook_at_fault_is_the_fault_of_its_job(
+    redis: Redis, worker: FakeWorker, receiver: Receiver
+) -> None:
+    await submit(redis, receiver, "http", inputs="Count.", webhook=receiver.hook(url="http://example.org"))
+    await submit(redis, receiver, "type", inputs="Count.", webhook=receiver.hook(events=["request.failed"]))
+    await submit(redis, receiver, "extra", inputs="Count.", webhook=receiver.hook(secrett="a"))
+    assert "`webhook.url` must begin with https:" in (await result(redis, "http"))["error"]
+    assert "`webhook.events` must be some of job.completed" in (await result(redis, "type"))["error"]
+    assert "`webhook.secrett`" in (await result(redis, "extra"))["error"]
+    assert not receiver.deliveries and not worker.seen
+
+
+async def test_all_that_a_key_asks_for_is_told(broker: Broker, redis: Redis, tmp_path: Path) -> None:
+    async with receiving() as receiver, receiving() as named:
+        told = await add_key(redis, tenant="acme", webhook=receiver.url, webhook_secret=SECRET)
+        quiet, admin = await add_key(redis), await add_key(redis, admin=True)
+        hosts = (receiver.host, named.host)
+        async with answering(broker.url, ANSWER, files_dir=str(tmp_path), webhook_allowed_hosts=hosts) as (
+            _,
+            _,
+            client,
+        ):
+            chat = await client.post("/v1/chat/completions", json=CHAT, headers=bearer(told))
+            response = await client.post(PATH, json=BODY, headers=bearer(told))
+            await redis.xadd(
+                KEYS.submit, {"job": json.dumps({"id": "mine", "inputs": "a"}), "api_key": told.text}
+            )
+            client.headers.update(bearer(told))
+            files = openai_client(client).with_options(api_key=told.text)
+            file = await files.files.create(file=("in.jsonl", jsonl([chat_line(0)])), purpose="batch")
+            batch = await files.batches.create(
+                input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+            )
+            own = await client.post("/generate", json=PROMPT | {"webhook": named.hook()})
+            await client.post("/generate", json=PROMPT, headers=bearer(quiet))
+            await wait_until(lambda: len(receiver.deliveries) >= 4 and named.deliveries)
+            listed = (await client.get("/admin/keys", headers=bearer(admin))).json()["keys"]
+        assert told_by(receiver) == {
+            chat.headers["x-request-id"]: "request.completed",
+            response.json()["id"]: "response.completed",
+            "mine": "job.completed",
+            batch.id: "batch.completed",
+        }
+        assert told_by(named) == {own.headers["x-request-id"]: "request.completed"}
+        assert len(receiver.deliveries) == 4, "a line of a batch is no event"
+        Webhook(SECRET).verify(receiver.deliveries[0].body, receiver.deliveries[0].headers)
+        assert sorted(key["webhook"] for key in listed) == ["", "", receiver.url] and SECRET not in str(
+            listed
+        )
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--webhook", "ftp://example.org", "--webhook-secret", SECRET], "`webhook`"),
+        (["--webhook", "https://example.org"], "`webhook` and `webhook_secret` need each other"),
+        (["--webhook-secret", SECRET], "`webhook` and `webhook_secret` need each other"),
+        (["--webhook", "https://example.org", "--webhook-secret", "whsec_a"], "`webhook_secret`"),
+    ],
+)
+def test_a_fault_of_a_keys_webhook_is_named(words: list[str], why: str) -> None:
+    flags: Any = new_parser("keys").parse_args(["add", *words])
+    with pytest.raises(SettingError, match=why):
+        fields_of(flags, 0)
+
+
+def test_the_flags_make_a_webhook() -> None:
+    words = ["add", "--webhook", "https://example.org/hooks", "--webhook-secret", SECRET]
+    fields = fields_of(new_parser("keys").parse_args(words), 0)
+    assert (fields.webhook, fields.webhook_secret) == ("https://example.org/hooks", SECRET)
+
+
+async def test_dead_events_are_shown_and_sent_again(
+    broker: Broker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    async with (
+        receiving(410) as receiver,
+        answering(broker.url, ANSWER, **allowing(receiver)) as (_, _, client),
+    ):
+        url = str(client.base_url)
+
+        async def run(*words: str) -> str:
+            assert await asyncio.to_thread(main, ["webhooks", *words, "--url", url]) == 0
+            return capsys.readouterr().out
+
+        assert await run("list") == "no events are waiting\n"
+        body = BODY | {"background": True, "webhook": receiver.hook()}
+        (await client.post(PATH, json=body)).raise_for_status()
+
+        async def dead() -> bool:
+            return "status 410" in await run("dead")
+
+        await wait_until(dead)
+        line = (await run("dead")).splitlines()[1]
+        event_id = line.split()[0]
+        assert "response.completed" in line and receiver.url in line
+        assert await run("retry", event_id) == f"{event_id} is sent now\n"
+        await wait_until(lambda: len(receiver.deliveries) == 2)
+        assert await asyncio.to_thread(main, ["webhooks", "retry", "evt_unknown", "--url", url]) == 1
+        assert "No event with this id" in capsys.readouterr().err
+
+
+NUM_RESPONSES = 300
+NUM_CLIENTS = 16
+NUM_KILLS = 30
+EVERY_S = 0.7
+
+
+async def ask(client: httpx.AsyncClient, urls: list[str], receiver: Receiver, number: int) -> str:
+    """Ask for a response until a gateway has it; return its id. Its key makes a repetition the same."""
+    body = {"input": f"Number {number}", "background": True, "max_output_tokens": 30}
+    headers = {"idempotency-key": f"response-{number}"}
+    for url in itertools.cycle(urls):
+        with contextlib.suppress(httpx.TransportError):
+            sent = await client.post(url + PATH, json=body | {"webhook": receiver.hook()}, headers=headers)
+            if sent.status_code == 200:
+                found: str = sent.json()["id"]
+                return found
+        await asyncio.sleep(0.05)
+    raise AssertionError
+
+
+@pytest.mark.slow
+async def test_each_response_tells_its_end(broker: Broker) -> None:
+    """At least once on the wire, and by its id once; the first answers of the receiver are failures."""
+    draw = random.Random(1)
+    async with receiving(*[500] * 5) as receiver, connect(broker.url) as redis:
+        settings = {"WEBHOOK_ALLOWED_HOSTS": receiver.host, "LOG_LEVEL": "error"}
+        gateways = KilledGateways(broker, 0, lambda: 0, **settings)
+        pool = KilledPool(broker.url, redis, num_workers=2, step_s=0.02, num_blocks=2000)
+        try:
+            async with pool.running(), httpx.AsyncClient(timeout=30) as client:
+                await gateways.until_healthy()
+                numbers, asked = iter(range(NUM_RESPONSES)), list[str]()
+
+                async def ask_some() -> None:
+                    for number in numbers:
+                        asked.append(await ask(client, gateways.urls, receiver, number))
+                        await asyncio.sleep(0.3)
+
+                async def kill() -> None:
+                    for _ in range(NUM_KILLS):
+                        await asyncio.sleep(draw.uniform(0.0, 2 * EVERY_S))
+                        drawn = draw.random()
+                        if drawn < 0.5:
+                            await asyncio.to_thread(gateways.kill, draw.randrange(2))
+                        elif drawn < 0.7:
+                            await pool.kill_batcher(draw.choice(list(pool.batchers)))
+                        else:
+                            await pool.kill_worker(draw.choice(list(pool.workers)))
+
+                await asyncio.gather(kill(), *(ask_some() for _ in range(NUM_CLIENTS)))
+                await wait_until(lambda: {one.event["data"]["id"] for one in receiver.deliveries} >= {*asked})
+                await wait_until(lambda: is_empty_under_kills(client, gateways.urls[0]))
+        finally:
+            gateways.stop()
+    events = {one.id: one.event["data"]["id"] for one in receiver.deliveries}
+    assert sorted(events.values()) == sorted(asked) and len({*asked}) == NUM_RESPONSES
+    assert {*receiver.types} <= {"response.completed", "response.incomplete"}
+    again = len(receiver.deliveries) - NUM_RESPONSES
+    print(f"{dict(pool.kills + Counter(gateway=gateways.num_kills))} kills, {again} deliveries again")
+
+
+async def is_empty_under_kills(client: httpx.AsyncClient, url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return bool((await client.get(f"{url}/admin/webhooks")).json() == {"events": [], "total": 0})
+    return False

@@ -1,0 +1,406 @@
+"""`tokenfleet chat` as a user sees it: through a pipe, and in a terminal of its own.
+
+A conversation outlives the gateway that answers it.
+
+`tokenfleet keys`: a key is made, listed, rotated and revoked, and printed once.
+"""
+
+import asyncio
+import codecs
+import contextlib
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+from tests.integration.api.test_server import healthy, start
+
+from common.settings.settings import SettingError
+from deploy.cli import admin
+from deploy.cli.chat import ChatAnswer, Conversation
+from deploy.cli.client import SseDecoder, error_message, parse_url
+from deploy.launcher.embedded_broker import Broker
+from tests.support.fleet.gateways import answering
+from tests.support.fleet.scripted_batcher import batching
+from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.fleet.scripted_worker import Answer as Answered
+from tests.support.forks.command import tokenfleet
+from tests.support.machine.ports import free_port
+from tests.support.other_servers import WORDS, Server, running
+from tests.support.tokenizer import TOKENIZER, ids
+from tests.support.waiting import wait_until, wait_until_sync
+
+COMMAND = [
+    sys.executable,
+    "-P",
+    "-c",
+    "import sys; from deploy.cli import chat; sys.exit(chat.main(sys.argv[1:]))",
+]
+ENVIRON = {name: value for name, value in os.environ.items() if name not in ("API_KEY", "PORT")} | {
+    "TERM": "xterm"
+}
+TEXT = " ".join(WORDS)
+
+
+def piped(server_url: str, text: bytes, *flags: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
+    return tokenfleet("chat", "--url", server_url, *flags, environ=ENVIRON | variables, content=text)
+
+
+@dataclass
+class Terminal:
+    """A program in a terminal; `seen` is its output that no call has waited for yet."""
+
+    process: subprocess.Popen[bytes]
+    screen: int
+    seen: str = ""
+    decoder: codecs.IncrementalDecoder = field(default_factory=codecs.getincrementaldecoder("utf-8"))
+
+    def waits_for(self, text: str) -> None:
+        """Wait until the program has written `text`; the next call looks only at what follows it."""
+
+        def found() -> bool:
+            with contextlib.suppress(BlockingIOError, OSError):
+                self.seen += self.decoder.decode(os.read(self.screen, 65_536))
+            return text in self.seen
+
+        wait_until_sync(found)
+        self.seen = self.seen.split(text, 1)[1]
+
+    def types(self, text: str) -> None:
+        os.write(self.screen, text.encode())
+
+
+def heed_ctrl_c() -> None:
+    """Restore Ctrl-C, as in a terminal: a program that a script starts in the background inherits that SIGINT
+    is ignored.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def terminal(server: Server, *flags: str) -> Iterator[Terminal]:
+    screen, theirs = pty.openpty()
+    os.set_blocking(screen, False)
+    command = [*COMMAND, "--url", server.url, *flags]
+    process = subprocess.Popen(
+        command,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=ENVIRON,
+        start_new_session=True,
+        preexec_fn=heed_ctrl_c,
+    )
+    os.close(theirs)
+    try:
+        person = Terminal(process, screen)
+        person.waits_for("Ctrl-D ends")
+        person.waits_for("› ")
+        yield person
+    finally:
+        process.kill()
+        process.wait()
+        os.close(screen)
+
+
+def test_stdout_of_a_pipe_is_the_answer_only() -> None:
+    flags = ["--system", "Be brief.", "--temperature", "0", "--max-tokens", str(len(WORDS)), "--seed", "7"]
+    with running("tokenfleet") as server:
+        done = piped(server.url, b"Why is\nthe sky blue?\n", *flags, API_KEY="sk-1")
+        assert (done.stdout.decode(), done.stderr) == (TEXT + " \n", b"")
+        assert done.returncode == 0
+        [body] = server.bodies
+        assert body["messages"] == [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Why is\nthe sky blue?"},
+        ]
+        asked = {name: body[name] for name in ("model", "temperature", "max_tokens", "seed", "stream")}
+        assert asked == {
+            "model": "tiny",
+            "temperature": 0,
+            "max_tokens": len(WORDS),
+            "seed": 7,
+            "stream": True,
+        }
+        assert server.keys == ["Bearer sk-1"]
+
+
+def test_invalid_utf8_on_stdin_is_replaced() -> None:
+    with running("openai") as server:
+        assert piped(server.url + "/v1/", b"Hi \xe9").returncode == 0
+        assert server.bodies[0]["messages"] == [{"role": "user", "content": "Hi \ufffd"}]
+        assert "temperature" not in server.bodies[0]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"error": {"message": "temperature: 9 is too much", "type": "invalid_request_error"}},
+        {"error": "temperature: 9 is too much"},
+    ],
+)
+def test_the_servers_own_message_is_shown(said: object) -> None:
+    with running("tokenfleet", refusal=(422, said)) as server:
+        done = piped(server.url, b"Hi")
+    assert (done.stdout, done.returncode) == (b"", 1)
+    assert done.stderr == b"tokenfleet: the server answers 422: temperature: 9 is too much\n"
+
+
+def test_an_error_after_the_first_token_is_shown() -> None:
+    with running("tokenfleet", late_error={"error": {"message": "the worker is gone"}}) as server:
+        done = piped(server.url, b"Hi")
+    assert done.stdout.startswith(WORDS[0].encode())
+    assert done.stderr == b"tokenfleet: the server ends the answer: the worker is gone\n"
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize(
+    "frame", [{"choices": ["?"]}, {"choices": {}}, {"choices": [{"delta": "?"}]}, {"usage": 5, "choices": []}]
+)
+def test_a_frame_of_an_unknown_shape_is_shown(frame: object) -> None:
+    with running("openai", late_error=frame) as server:
+        done = piped(server.url, b"Hi")
+    assert done.stderr.startswith(b"tokenfleet: the server sent a frame of an unknown shape: {'") == (
+        frame != {"choices": {}}
+    )
+    assert done.stderr.count(b"\n") <= 1
+
+
+def test_a_key_that_is_not_ascii_is_refused() -> None:
+    with running("openai") as server:
+        done = piped(server.url, b"Hi", API_KEY="\u043a\u043b\u044e\u0447")
+    assert (
+        done.stderr
+        == b"tokenfleet: API_KEY has characters that are not ASCII, which no HTTP header can carry\n"
+    )
+
+
+def test_an_unusable_proxy_is_one_error_line() -> None:
+    done = piped("http://models.invalid", b"Hi", ALL_PROXY="ftp://somewhere")
+    assert done.stderr.startswith(b"tokenfleet: http://models.invalid cannot be used: ")
+    assert (done.stderr.count(b"\n"), done.returncode) == (1, 1)
+
+
+def test_an_unreachable_server_is_one_error_line() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    done = piped(url, b"Hi")
+    assert done.returncode == 1
+    assert done.stderr.decode().startswith(f"tokenfleet: no server answers at {url}")
+    assert done.stderr.count(b"\n") == 1
+
+
+def test_a_closed_stdout_is_not_an_error() -> None:
+    with running("tokenfleet", endless=True) as server:
+        process = subprocess.Popen(
+            [*COMMAND, "--url", server.url],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert process.stdin and process.stdout and process.stderr
+        process.stdin.write(b"Hi")
+        process.stdin.close()
+        assert process.stdout.read(3) == b"The"
+        process.stdout.close()
+        assert process.wait(60) == 0
+        assert process.stderr.read() == b""
+        process.stderr.close()
+
+
+def test_a_conversation_in_a_terminal() -> None:
+    with running("tokenfleet") as server, terminal(server, "--system", "Be brief.") as person:
+        person.types("Hello\r")
+        person.waits_for("any sign.")
+        person.waits_for(f"{len(WORDS)} tokens · first token ")
+        person.types("And more\r")
+        person.waits_for(f"{len(WORDS)} tokens")
+        assert [one["role"] for one in server.bodies[1]["messages"]] == [
+            "system",
+            "user",
+            "assistant",
+            "user",
+        ]
+        assert server.bodies[1]["messages"][2]["content"] == TEXT + " "
+        person.types("/reset\r/system Be long.\r/rest\r")
+        person.waits_for("forgotten")
+        person.waits_for("system prompt set")
+        person.waits_for("/rest is not a command")
+        person.types("Again\r")
+        person.waits_for(f"{len(WORDS)} tokens")
+        assert server.bodies[2]["messages"] == [
+            {"role": "system", "content": "Be long."},
+            {"role": "user", "content": "Again"},
+        ]
+        person.types("/exit\r")
+        assert person.process.wait(60) == 0
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program() -> None:
+    with running("tokenfleet", endless=True, pause_s=0.01) as server, terminal(server) as person:
+        person.types("Hello\r")
+        person.waits_for("The sky")
+        person.process.send_signal(signal.SIGINT)
+        person.waits_for("stopped")
+        wait_until_sync(lambda: server.num_closed == 1)
+        person.waits_for("› ")
+        server.endless = False
+        person.types("Go on\r")
+        person.waits_for(f"{len(WORDS)} tokens")
+        assert server.bodies[1]["messages"][1]["content"].startswith("The sky")
+        person.waits_for("› ")
+        person.process.send_signal(signal.SIGINT)
+        person.waits_for("/exit ends")
+        person.waits_for("› ")  # before that a Ctrl-D would be the terminal's own
+        person.types("\x04")
+        assert person.process.wait(60) == 0
+
+
+def test_an_error_leaves_the_conversation_as_it_was() -> None:
+    with (
+        running("tokenfleet", refusal=(429, {"error": "Model is overloaded"})) as server,
+        terminal(server) as person,
+    ):
+        person.types("Hello\r")
+        person.waits_for("the server answers 429: Model is overloaded")
+        server.refusal = None
+        person.types("Hello again\r")
+        person.waits_for(f"{len(WORDS)} tokens")
+        assert server.bodies[1]["messages"] == [{"role": "user", "content": "Hello again"}]
+
+
+def test_frames_in_pieces_are_decoded() -> None:
+    stream = 'data: {"a": "\u2028 \u00e9"}\r\n\r\n: alive\n\ndata:{"b":2}\n\ndata: [DONE]\n\n'.encode()
+    for size in (1, 2, 7, 1000):
+        frames = SseDecoder()
+        found = [frame for i in range(0, len(stream), size) for frame in frames.feed(stream[i : i + size])]
+        assert found == [{"a": "\u2028 \u00e9"}, {"b": 2}]
+
+
+def test_an_answers_figures_count_from_its_first_token() -> None:
+    answer = ChatAnswer(sent_s=10.0)
+    assert answer.figures == "no text"
+    for i in range(5):
+        answer.add("x", 10.5 + i / 4)
+    assert answer.figures == "4.0 tokens/s · 5 tokens · first token 0.50 s"
+
+
+async def test_a_real_gateway_gets_the_flags_and_its_error_is_shown(broker: Broker) -> None:
+    """Both sides of the contract are real; only the worker is scripted."""
+    async with answering(broker.url, Answered(ids(" It scatters light."))) as (worker, _, client):
+        done = await asyncio.to_thread(
+            piped, str(client.base_url), b"Why?", "--seed", "7", "--temperature", "0.5", "--max-tokens", "30"
+        )
+        assert (done.stdout, done.stderr, done.returncode) == (b" It scatters light.\n", b"", 0)
+        assert (worker.seen[0].stopping.max_new_tokens, worker.seen[0].prompt_ids != b"") == (30, True)
+        done = await asyncio.to_thread(piped, str(client.base_url), b"Why?", "--temperature", "-1")
+        assert done.stderr.startswith(b"tokenfleet: the server answers 400: `temperature` must be at least 0")
+
+
+@pytest.mark.parametrize(
+    "text", ["localhost:80", "http://localhost:80/", "http://localhost:80/v1", "http://localhost:80/v1/"]
+)
+def test_a_servers_url_may_have_v1_and_slashes_at_its_end(text: str) -> None:
+    assert parse_url(text) == "http://localhost:80"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"error":{"message":"a"}}', "a"),
+        (b'{"error":"b","error_type":"x"}', "b"),
+        (b'{"detail":"c"}', "c"),
+        (b"<html>\n\x1b[2J no</html>", "<html> [2J no</html>"),
+        (b"", "(an empty answer)"),
+        (b"[]", "[]"),
+    ],
+)
+def test_an_error_of_any_servers_shape_is_one_line(body: bytes, words: str) -> None:
+    assert error_message(body) == words
+
+
+def test_a_loopback_url_is_reached_without_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free_port()}")
+    with running("tokenfleet") as server:
+        assert piped(server.url, b"Hi", HTTP_PROXY=os.environ["HTTP_PROXY"]).returncode == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(server.url)
+
+
+CONVERSATION_TEXT = "one two three four five six seven eight nine ten " * 6
+
+
+@pytest.mark.slow
+async def test_an_answer_goes_on_when_its_gateway_is_killed(broker: Broker) -> None:
+    port, own = free_port(), [free_port(), free_port()]
+    processes = {f"g{i}": start(broker, f"g{i}", port, GATEWAY_PORT=str(one)) for i, one in enumerate(own)}
+    try:
+        async with (
+            working(broker.url, TOKENIZER, lambda _: Answer(ids(CONVERSATION_TEXT)), step_s=0.03) as worker,
+            batching(broker.url),
+        ):
+            for one in own:
+                await wait_until(lambda one=one: healthy(f"http://127.0.0.1:{one}"))  # type: ignore[misc]
+            pieces: list[str] = []
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=90) as client:
+                conversation = Conversation(client, {"model": "tgi"})
+                sent = asyncio.create_task(asyncio.to_thread(conversation.send, "Count.", pieces.append))
+                await wait_until(lambda: len(pieces) > 5)
+                processes[worker.seen[0].gateway.split("-")[0]].kill()
+                answer = await sent
+        assert "".join(pieces) == answer.text == CONVERSATION_TEXT
+        assert len(worker.seen) == 1
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture(autouse=True)
+def broker_url(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDIS_URL", broker.url)
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
+    assert admin.main(["keys", *words]) == 0
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+def test_a_key_lives_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "list")[0] == "there are no API keys\n"
+    words = ("--tenant", "acme", "--name", "reports", "--requests-per-minute", "60", "--expires", "30d")
+    text, about = said(capsys, "add", *words, "--models", "a", "b")
+    key_id = about.splitlines()[-1].split()[0]
+    assert re.fullmatch(r"tf-[\w-]{43}\n", text) and "acme" in about
+    table = said(capsys, "list")[0]
+    assert all(word in table for word in (key_id, "reports", "acme", "active", "60 requests/min", "a, b"))
+    assert text.strip() not in table
+    other, _ = said(capsys, "rotate", key_id)
+    assert other != text
+    assert "is revoked since" in said(capsys, "revoke", key_id)[0]
+    assert "revoked" in said(capsys, "list")[0]
+    assert admin.main(["keys", "rotate", key_id]) == 1
+    assert admin.main(["keys", "revoke", "nobody"]) == 1
+    assert "there is no key 'nobody'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--tenant", "a b"), "`tenant`"),
+        (("--class", "urgent"), "`service_class`"),
+        (("--weight", "0"), "`weight`"),
+        (("--max-concurrent", "-1"), "`max_concurrent`"),
+        (("--expires", "soon"), "`expires_at`"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(words: tuple[str, ...], named: str) -> None:
+    with pytest.raises(SettingError) as error:
+        admin.main(["keys", "add", *words])
+    assert named in str(error.value)
