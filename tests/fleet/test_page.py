@@ -12,9 +12,9 @@ from typing import Any, Literal
 import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect
-from tests.integration.api.test_server import start
 
 from deploy.launcher.embedded_broker import Broker
+from tests.integration.api.test_app import start
 from tests.support.fleet.fleet import Fleet
 from tests.support.machine.ports import free_port
 from tests.support.page.browser import CHROMIUM, browsing, opened

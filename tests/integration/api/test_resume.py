@@ -21,7 +21,6 @@ from typing import Any
 import httpx
 import pytest
 from redis.asyncio import Redis
-from tests.integration.api.test_server import healthy, start
 
 from api.answers.answer import HttpAnswer
 from api.lifecycle import Gateway
@@ -36,6 +35,7 @@ from common.broker.pool_client import PoolClient
 from common.broker.request_scripts import cancel_request
 from common.messages.codec import decode
 from deploy.launcher.embedded_broker import Broker
+from tests.integration.api.test_app import healthy, start
 from tests.support.answers.openai_frames import CHAT
 from tests.support.fleet.gateways import answering, nothing_left, ready, serving
 from tests.support.fleet.resuming import ResumingClient

@@ -25,7 +25,10 @@ from typing import Any
 import httpx
 import pytest
 from PIL import Image
-from tests.integration.api.tgi.test_shapes import (
+
+from common.messages.request import SamplingParams, StoppingParams
+from deploy.launcher.embedded_broker import Broker
+from tests.integration.api.test_tgi import (
     CHOICE,
     CHUNK,
     GREEDY,
@@ -37,9 +40,6 @@ from tests.integration.api.tgi.test_shapes import (
     USAGE,
     paths,
 )
-
-from common.messages.request import SamplingParams, StoppingParams
-from deploy.launcher.embedded_broker import Broker
 from tests.support.adapters.files import write_adapter
 from tests.support.adapters.fleet import adapter_fleet
 from tests.support.answers.openai_frames import CHAT_PATH, frames, streamed

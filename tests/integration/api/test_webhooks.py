@@ -29,9 +29,6 @@ import openai
 import pytest
 from redis.asyncio import Redis
 from standardwebhooks import Webhook
-from tests.integration.api.batches.test_batches import chat_line, jsonl, openai_client
-from tests.integration.api.openai.test_tools import CALLS, HERMES
-from tests.integration.api.responses.test_tools import TOOLS
 
 from api.webhooks import field, sender
 from api.webhooks.sender import MAX_PER_RECEIVER, MAX_SENDING, WAITS_S
@@ -39,6 +36,9 @@ from common.broker.client import connect
 from common.settings.settings import SettingError
 from deploy.cli.admin import fields_of, main, new_parser
 from deploy.launcher.embedded_broker import Broker
+from tests.integration.api.test_batches import chat_line, jsonl, openai_client
+from tests.integration.api.test_responses import TOOLS
+from tests.integration.api.test_tools import CALLS, HERMES
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.jobs import CHAT, KEYS, answer, running_gateway

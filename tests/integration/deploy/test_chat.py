@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 
 import httpx
 import pytest
-from tests.integration.api.test_server import healthy, start
 
 from common.settings.settings import SettingError
 from deploy.cli import admin
 from deploy.cli.chat import ChatAnswer, Conversation
 from deploy.cli.client import SseDecoder, error_message, parse_url
 from deploy.launcher.embedded_broker import Broker
+from tests.integration.api.test_app import healthy, start
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working

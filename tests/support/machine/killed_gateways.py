@@ -4,9 +4,8 @@ import itertools
 from collections.abc import Callable
 from subprocess import Popen
 
-from tests.integration.api.test_server import healthy, start
-
 from deploy.launcher.embedded_broker import Broker
+from tests.integration.api.test_app import healthy, start
 from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until
 

@@ -1,5 +1,5 @@
 """What validation makes of parameters, and what it refuses; how the routes refuse is in
-tests/integration/api/tgi/test_validate.py.
+tests/integration/api/test_tgi_requests.py.
 """
 
 from dataclasses import replace
