@@ -15,10 +15,7 @@ from api.anthropic.models import VERSION_HEADER, page
 from api.models import STARTED_S
 from common.messages.records import unpack_ids
 from deploy.launcher.embedded_broker import Broker
-<<<<<<< HEAD
-=======
 from tests.integration.api.test_tools import ARGUMENTS, CALLS, HERMES, PARAMETERS
->>>>>>> c8470f27 (Imports and pages follow the joined integration tests)
 from tests.support.answers.openai_frames import streamed
 from tests.support.fleet.gateways import answering, ready, serving
 from tests.support.fleet.scripted_worker import Answer, FakeWorker

@@ -18,10 +18,7 @@ from common.messages.request import BeamParams
 from common.metrics import catalogue
 from common.metrics.catalogue import TOTAL
 from deploy.launcher.embedded_broker import Broker
-<<<<<<< HEAD
-=======
 from tests.integration.api.test_resume import read_frames, two_gateways
->>>>>>> c8470f27 (Imports and pages follow the joined integration tests)
 from tests.support.answers.beams import ANSWER, SEQUENCES, TEXTS, scores, shown_tokens
 from tests.support.answers.openai_frames import CHAT, CHAT_PATH, frames, streamed
 from tests.support.clients.talk import Talk

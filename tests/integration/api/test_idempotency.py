@@ -20,10 +20,7 @@ from tests.integration.api.resume.test_resume import LONG, num_choices, two_gate
 
 from common.broker.keys import Keys
 from deploy.launcher.embedded_broker import Broker
-<<<<<<< HEAD
-=======
 from tests.integration.api.test_resume import LONG, num_choices, two_gateways
->>>>>>> c8470f27 (Imports and pages follow the joined integration tests)
 from tests.support.answers.openai_frames import CHAT
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_batcher import batching

@@ -13,19 +13,11 @@ from typing import Any
 import httpx
 import pytest
 from openai import AsyncOpenAI
-<<<<<<< HEAD
-from tests.integration.api.openai.test_tools import ARGUMENTS, CALLS, HERMES, PARAMETERS
-from tests.integration.api.resume.test_resume import two_gateways
-
-from common.messages.records import unpack_ids
-from deploy.launcher.embedded_broker import Broker
-=======
 
 from common.messages.records import unpack_ids
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_resume import two_gateways
 from tests.integration.api.test_tools import ARGUMENTS, CALLS, HERMES, PARAMETERS
->>>>>>> c8470f27 (Imports and pages follow the joined integration tests)
 from tests.support.answers.openai_frames import streamed
 from tests.support.fleet.gateways import answering, nothing_left
 from tests.support.fleet.scripted_worker import Answer
