@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.integration.api.openai.test_tools import ARGUMENTS, CALLS, HERMES, PARAMETERS
 
 from api.anthropic.models import VERSION_HEADER, page
 from api.models import STARTED_S

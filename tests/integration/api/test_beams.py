@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.integration.api.resume.test_resume import read_frames, two_gateways
 
 from api.http import sse
 from common.messages.records import BeamSequence

@@ -16,7 +16,6 @@ from typing import Any
 import httpx
 import pytest
 from redis.asyncio import Redis
-from tests.integration.api.resume.test_resume import LONG, num_choices, two_gateways
 
 from common.broker.keys import Keys
 from deploy.launcher.embedded_broker import Broker
