@@ -1,13 +1,18 @@
-"""Failure detector: which workers are dead, and for how long the pool has had none.
+"""Failure detector: which workers are dead, which are silent, and for how long the pool has had none.
 
 A worker without a heartbeat is dead. But heartbeats are also missing after the broker was away or slow, after
 its clock jumped, and after this process was stopped. Then no worker is declared dead until each has had time
 for a new heartbeat.
+
+A worker that has a heartbeat is silent if it does not say what it owes: an answer to a takeover and, while it
+has rows, reports, at least one a second however long a step takes, which show the plans that it has seen. Its
+agent says all that, not its engine: for an engine that hangs, or computes or compiles for long, there is the
+agent's own watchdog.
 """
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from common.broker.keys import SLEEPER, STARTING
 from common.broker.pool_client import PoolClient
@@ -102,3 +107,38 @@ class WorkerAbsence:
             for name in await self.pool.processes(kind)
         ]
         return bool(keys) and bool(await self.pool.redis.exists(*keys))
+
+
+Debt = tuple[str, str]
+"""A worker, and what it owes."""
+SILENT_S = 10.0
+"""A worker that has been silent for so long is called that."""
+LOST_S = 60.0
+"""One that has been silent for so long is sealed. Its agent gives a connection that hangs up before that, and
+may write the logits of many tokens before the next report.
+"""
+
+
+class Silence:
+    """For how long each worker has been silent.
+
+    Attributes:
+        since: each debt, with what was last heard of it, and when.
+    """
+
+    def __init__(self) -> None:
+        self.since: dict[Debt, tuple[int, float]] = {}
+
+    def look(self, debts: Mapping[Debt, int], now_s: float) -> None:
+        """Note what is owed now, with what was last heard of it. A debt of which something else was heard
+        begins anew.
+        """
+        last = self.since
+        self.since = {
+            debt: last[debt] if debt in last and last[debt][0] == heard else (heard, now_s)
+            for debt, heard in debts.items()
+        }
+
+    def workers(self, seconds: float, now_s: float) -> set[str]:
+        """Return the workers that have been silent for so long."""
+        return {worker for (worker, _), (_, since_s) in self.since.items() if now_s - since_s >= seconds}

@@ -1,30 +1,307 @@
-"""TimelineWriter: records what happens to requests, for people, in the stream `timeline` and in traces; and
-counts it.
+"""Timeline: records what happens to requests, for people, in the stream `timeline` and in traces; and counts
+it. Nothing depends on it.
 
-Nothing depends on it.
+The spans of a request follow from its timeline alone, and are exported when it has ended. The timeline is in
+Redis, so a new batcher reads what its predecessor had recorded, and the trace of a request has no hole.
 """
 
 import logging
 import math
 import time
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
+from dataclasses import replace
 from itertools import islice
 
 from batcher.scheduling.plan_builder import PendingPlan
 from batcher.scheduling.replica import Replica
 from batcher.scheduling.sequence import Sequence
-from batcher.traces import RequestTraces
+from common import tracing
 from common.broker.client import ERRORS, describe_error
 from common.broker.committed import Committed
 from common.broker.keys import parse_stream_id
 from common.broker.pool_client import PoolClient
-from common.messages.codec import encode
-from common.messages.events import INTERRUPTED, Timeline, TimelineEvent
+from common.messages.codec import WireError, decode, encode
+from common.messages.events import FINISHED, INTERRUPTED, Timeline, TimelineEvent
 from common.messages.plan import Report
+from common.messages.request import Generate
 from common.metrics import catalogue
 from common.process.logs import plural
+from common.tracing import NS_PER_MS, SpanEvent, TraceSpan, Value, derive_span, ids_of
 
 log = logging.getLogger(__name__)
+
+CHUNK = 500
+"""Entries of the timeline in one read."""
+ENDED, PLACED, QUEUED, PREFILLED = "ended", "placed", "queued", "prefilled"
+DECODE_EVENTS = ("interrupted", "died", "taken_over")
+
+
+class RequestTraces:
+    """Collects the events of live requests that are traced.
+
+    Attributes:
+        live: requests and their events, by request id.
+        over: of them, those that have left the queue: their spans are due.
+        ends: what is known of their ends without an event.
+        unread: ids of requests whose events from before this epoch are not read yet.
+    """
+
+    def __init__(self, pool: PoolClient) -> None:
+        self.pool = pool
+        self.live: dict[str, tuple[Generate, list[TimelineEvent]]] = {}
+        self.over: set[str] = set()
+        self.ends: dict[str, TimelineEvent] = {}
+        self.unread: set[str] = set()
+
+    def add(self, request: Generate, event: TimelineEvent) -> None:
+        if request.traceparent and tracing.is_on():
+            self.live.setdefault(request.request_id, (request, []))[1].append(event)
+
+    def end(self, request_id: str, now_ms: int) -> None:
+        """Note that a request has left the queue."""
+        if request_id in self.live:
+            self.over.add(request_id)
+            self.ends.setdefault(request_id, TimelineEvent(now_ms, ENDED))
+
+    def export_ended(self) -> None:
+        """Export the spans of requests that have ended. Those of an earlier epoch wait for its events."""
+        for request_id in self.over - self.unread:
+            request, events = self.live.pop(request_id)
+            tracing.export(*spans_of(request, events, self.ends.pop(request_id)))
+        self.over &= self.unread
+
+    # --- events from before this epoch ----------------------------------------------------------------------
+
+    def note_former(self, sequences: Iterable[Sequence]) -> None:
+        """Note requests from before this epoch, whose events `recall` will read."""
+        for sequence in sequences:
+            if sequence.request.traceparent and tracing.is_on():
+                at_ms = parse_stream_id(sequence.entry_id)[0]
+                queued = TimelineEvent(at_ms, QUEUED, num_tokens=sequence.num_prompt)
+                self.live[sequence.request_id] = sequence.request, [queued]
+                self.unread.add(sequence.request_id)
+
+    def note_unseen_end(self, sequence: Sequence, state: Committed, now_ms: int) -> None:
+        """Note the end of a request that ended while no batcher was active."""
+        if sequence.request_id in self.live:
+            num_tokens = max(0, state.num_final)
+            end = TimelineEvent(now_ms, ENDED, state.worker, state.attempt, num_tokens, state.terminal)
+            self.ends[sequence.request_id] = end
+
+    async def recall(self) -> None:
+        """Read the former events of requests from before this epoch. Nothing depends on it."""
+        try:
+            found = await self.read_former(self.unread)
+        except ERRORS as error:
+            log.warning("timelines of an earlier epoch are not in traces: %s", describe_error(error))
+            found = {}
+        for request_id, former in found.items():
+            request, (queued, *later) = self.live[request_id]
+            self.live[request_id] = request, [*dict.fromkeys((queued, *former, *later))]
+        self.unread.clear()
+
+    async def read_former(self, request_ids: set[str]) -> dict[str, list[TimelineEvent]]:
+        """Events by request id, oldest first. The stream is read backwards until all beginnings are there."""
+        found: dict[str, list[TimelineEvent]] = {}
+        newest, unfinished = "+", {name.encode(): name for name in request_ids}
+        while unfinished and (
+            entries := await self.pool.redis.xrevrange(self.pool.keys.timeline, newest, "-", count=CHUNK)
+        ):
+            for _, fields in entries:
+                for key in unfinished.keys() & fields.keys():
+                    events = read_events(fields[key])
+                    found[unfinished[key]] = events + found.get(unfinished[key], [])
+                    if events and events[0].what == QUEUED:
+                        del unfinished[key]
+            newest = f"({entries[-1][0].decode()}"
+        return found
+
+
+def read_events(data: bytes) -> list[TimelineEvent]:
+    """Events of one entry; none if another program has written it."""
+    try:
+        return decode(Timeline, data).events
+    except WireError:
+        return []
+
+
+# --- spans of events ----------------------------------------------------------------------------------------
+
+
+def spans_of(request: Generate, events: Iterable[TimelineEvent], end: TimelineEvent) -> list[TraceSpan]:
+    """The spans of a request that has ended: each wait in the queue, each attempt with its prefill, and one
+    decode over all attempts. `end` stands for an end that is no event.
+    """
+    happened = complete(events, end)
+    attempts = [event for event in happened if event.what == PLACED]
+    return [
+        *(queued_span(request, *wait) for wait in waits_of(happened)),
+        *(span for placed in attempts for span in attempt_spans(request, placed, happened)),
+        *decode_spans(request, happened),
+    ]
+
+
+def complete(events: Iterable[TimelineEvent], end: TimelineEvent) -> list[TimelineEvent]:
+    """The events in the order of their record, the end last; times of two clocks need not show that order. A
+    batcher may die before it writes its last events: then an attempt was placed when it is first heard of.
+    """
+    events = [*events]
+    end = next((event for event in events if event.what == ENDED), end)
+    placed = {event.attempt for event in events if event.what == PLACED} | {0}
+    happened: list[TimelineEvent] = []
+    for event in (*(event for event in events if event.what != ENDED), end):
+        if event.attempt not in placed and (event.worker or event is end):
+            placed.add(event.attempt)
+            at_ms = happened[-1].at_ms if event is end and happened else event.at_ms
+            happened.append(replace(event, at_ms=at_ms, what=PLACED, num_tokens=0, why=""))
+        happened.append(event)
+    return happened
+
+
+def waits_of(events: Items[TimelineEvent]) -> list[tuple[TimelineEvent, TimelineEvent]]:
+    """From what let a request wait to what ended that, for each wait."""
+    waits: list[tuple[TimelineEvent, TimelineEvent]] = []
+    began: TimelineEvent | None = None
+    for event in events:
+        if event.what in (PLACED, ENDED) and began is not None:
+            waits.append((began, event))
+            began = None
+        elif event.what in (QUEUED, *DECODE_EVENTS) and began is None:
+            began = event
+    return waits
+
+
+def queued_span(request: Generate, began: TimelineEvent, ended: TimelineEvent) -> TraceSpan:
+    return make_span(
+        request,
+        "queued",
+        str(began.at_ms),
+        began.at_ms,
+        ended.at_ms,
+        {"tokenfleet.cause": began.why or began.what, "tokenfleet.service_class": request.service_class},
+    )
+
+
+def attempt_spans(request: Generate, placed: TimelineEvent, events: Items[TimelineEvent]) -> list[TraceSpan]:
+    """The span `infer` of one attempt, from its placing to its end, with a link to the attempt before it; and
+    its `prefill`.
+    """
+    later = events[events.index(placed) + 1 :]
+    over = next(event for event in later if event.what in (PLACED, ENDED, *DECODE_EVENTS))
+    own = attempt_name(request, placed.attempt)
+    known: dict[str, Value] = {"tokenfleet.attempt": placed.attempt, "tokenfleet.worker": placed.worker}
+    cause = over.why or over.what
+    infer = make_span(
+        request,
+        "infer",
+        "",
+        placed.at_ms,
+        over.at_ms,
+        known | {"tokenfleet.end": cause, "tokenfleet.base": placed.num_tokens},
+        traceparent=own,
+        links=[attempt_name(request, placed.attempt - 1)] if placed.attempt > 1 else [],
+        error=f"worker {placed.worker} died" if over.what == "died" else failure_of(over),
+    )
+    first = next((event for event in later[: later.index(over)] if event.what == PREFILLED), None)
+    if first is None:
+        return [infer]
+    cached = {"tokenfleet.cached_tokens": placed.num_cached, "gen_ai.usage.input_tokens": request.num_prompt}
+    prefill = TraceSpan(
+        derive_span(own, "prefill"),
+        "prefill",
+        NS_PER_MS * placed.at_ms,
+        NS_PER_MS * first.at_ms,
+        ids_of(own)[1],
+        attributes=known | cached,
+    )
+    return [infer, prefill]
+
+
+def attempt_name(request: Generate, attempt: int) -> str:
+    """The name of the span of an attempt: all who know the request and the attempt's number know it."""
+    return derive_span(request.traceparent, request.request_id, "infer", str(attempt))
+
+
+def decode_spans(request: Generate, events: Items[TimelineEvent]) -> list[TraceSpan]:
+    """One span from the first token to the end, over all attempts; none for a request without a token. If the
+    event of the first token is lost, it begins with the first attempt.
+    """
+    [*before, end] = events
+    firsts = [i for i, event in enumerate(before) if event.what == PREFILLED]
+    if not firsts and end.num_tokens:
+        firsts = [i for i, event in enumerate(before) if event.what == PLACED]
+    if not firsts:
+        return []
+    first, *between = before[firsts[0] :]
+    marks = [mark(first, "first_token")] if first.what == PREFILLED else []
+    marks += [mark(event, name) for event in between if (name := name_of(event))]
+    known: dict[str, Value] = {
+        "gen_ai.usage.input_tokens": request.num_prompt,
+        "gen_ai.usage.output_tokens": end.num_tokens,
+        "gen_ai.response.finish_reasons": [end.why or "unknown"],
+        "tokenfleet.attempts": max(event.attempt for event in events),
+    }
+    return [
+        make_span(
+            request,
+            "decode",
+            "",
+            first.at_ms,
+            end.at_ms,
+            known,
+            links=[attempt_name(request, n) for n in sorted({e.attempt for e in events if e.what == PLACED})],
+            events=marks,
+            error=failure_of(end),
+        )
+    ]
+
+
+def name_of(event: TimelineEvent) -> str:
+    """The name of an event of `decode`; empty for one that it does not show."""
+    return {PREFILLED: "resume", "interrupted": event.why, "died": "died", "taken_over": "taken_over"}.get(
+        event.what, ""
+    )
+
+
+def mark(event: TimelineEvent, name: str) -> SpanEvent:
+    known: dict[str, Value] = {"tokenfleet.attempt": event.attempt, "tokenfleet.tokens": event.num_tokens}
+    if event.worker:
+        known["tokenfleet.worker"] = event.worker
+    return SpanEvent(NS_PER_MS * event.at_ms, name, known)
+
+
+def failure_of(event: TimelineEvent) -> str:
+    """Why a request failed at this event; empty if it did not."""
+    return event.why if event.what == ENDED and event.why not in (*FINISHED, "") else ""
+
+
+def make_span(
+    request: Generate,
+    name: str,
+    word: str,
+    began_ms: int,
+    ended_ms: int,
+    attributes: dict[str, Value],
+    *,
+    traceparent: str = "",
+    links: Items[str] = (),
+    events: Items[SpanEvent] = (),
+    error: str = "",
+) -> TraceSpan:
+    """A span of a request, with its id. `word` tells it from others of its name."""
+    return TraceSpan(
+        traceparent or derive_span(request.traceparent, request.request_id, name, word),
+        name,
+        NS_PER_MS * began_ms,
+        NS_PER_MS * ended_ms,
+        ids_of(request.traceparent)[1],
+        attributes={"tokenfleet.request.id": request.request_id} | attributes,
+        events=events,
+        links=links,
+        error=error,
+    )
+
 
 MAX_TIMELINE_ENTRIES = 20_000
 REQUESTS_PER_ENTRY = 10

@@ -7,12 +7,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from batcher.failure_detector import FailureDetector
+from batcher.failure_detector import LOST_S, SILENT_S, FailureDetector, Silence
 from batcher.inbox import Inbox
 from batcher.scheduling.plan_builder import PendingPlan
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
-from batcher.scheduling.silence import LOST_S, SILENT_S, Silence
 from common.adapters import HeldAdapters
 from common.broker import batcher_scripts, worker_scripts
 from common.broker.batcher_scripts import PlanReply, StartedRow

@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterator
 from itertools import islice
 
 from batcher.scheduling.kv_blocks import PrefixCache, PrefixIndex
-from batcher.scheduling.pace import LEAST_HORIZON
-from batcher.scheduling.replica import Replica, WorkerLimits
+from batcher.scheduling.replica import LEAST_HORIZON, Replica, WorkerLimits
 from batcher.scheduling.sequence import PlacedRow, Sequence
 from common.messages.request import HASHED_TOKENS
 

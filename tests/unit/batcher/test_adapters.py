@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
-from batcher.adapters import LINGER_S, LOAD_TIMEOUT_S, AdapterKeeper
+from batcher.housekeeping import LINGER_S, LOAD_TIMEOUT_S, AdapterKeeper
 from batcher.scheduling.replica import WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
 from common.adapter_registry import change_registry, read_registry

@@ -10,8 +10,7 @@ from batcher import timeline
 from batcher.scheduling.plan_builder import PendingPlan
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import Sequence
-from batcher.timeline import MAX_UNWRITTEN, REQUESTS_PER_ENTRY, WRITE_INTERVAL_S, TimelineWriter
-from batcher.traces import spans_of
+from batcher.timeline import MAX_UNWRITTEN, REQUESTS_PER_ENTRY, WRITE_INTERVAL_S, TimelineWriter, spans_of
 from common import tracing
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient

@@ -7,11 +7,10 @@ import pytest
 from redis.asyncio import Redis
 
 from batcher import failure_detector
-from batcher.failure_detector import FailureDetector
+from batcher.failure_detector import LOST_S, SILENT_S, FailureDetector
 from batcher.inbox import Inbox, StreamEntry
 from batcher.scheduling.replica import WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
-from batcher.scheduling.silence import LOST_S, SILENT_S
 from batcher.worker_registry import KnownWorker, WorkerRegistry, WorkerState
 from common.broker.pool_client import PoolClient
 from common.messages.codec import decode

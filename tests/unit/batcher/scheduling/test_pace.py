@@ -10,9 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batcher.scheduling.pace import CACHE_PARTS, LAUNCHED_STEPS, LEAST_HORIZON, StepTimes, WorkerPace, horizon
 from batcher.scheduling.plan_builder import mixed_prefill_tokens, next_plan, whole_steps_reason
-from batcher.scheduling.replica import WorkerLimits
+from batcher.scheduling.replica import (
+    CACHE_PARTS,
+    LAUNCHED_STEPS,
+    LEAST_HORIZON,
+    StepTimes,
+    WorkerLimits,
+    WorkerPace,
+    horizon,
+)
 from batcher.scheduling.scheduler import Scheduler
 from benchmarks.batcher.timed_pool import Load, StepCosts, TimedPool
 from common.messages.plan import Report

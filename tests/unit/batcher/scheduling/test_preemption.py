@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batcher.scheduling.plan_builder import next_plan
-from batcher.scheduling.preemption import importance, max_standby, standby_rows
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import PREEMPT, PlacedRow
+from batcher.scheduling.turn import importance, max_standby, standby_rows
 from tests.support.fleet.simulated_pool import (
     BLOCK_SIZE,
     Pool,
