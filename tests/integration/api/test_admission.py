@@ -131,12 +131,13 @@ def first_only(request: Generate) -> Answer:
     return Answer(IDS, ends=request.request_id.endswith(".0"))
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_module, "AUDIT_S", 0.05)
     monkeypatch.setattr(relay_module, "LATE_S", 0.1)
 
 
+@pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize(("answer", "streamed"), [(endless, True), (first_only, False)])
 async def test_all_choices_end_with_a_timeout_and_are_cancelled(
     broker: Broker, answer: Any, streamed: bool
@@ -148,6 +149,7 @@ async def test_all_choices_end_with_a_timeout_and_are_cancelled(
         await nothing_left(gateway, worker)
 
 
+@pytest.mark.usefixtures("soon")
 async def test_a_request_whose_keys_have_expired_is_told_that_it_timed_out(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -233,7 +233,7 @@ def jumping(tmp_path: Path) -> Iterator[JumpingBroker]:
 
 
 @pytest.fixture
-async def redis(jumping: JumpingBroker) -> AsyncIterator[Redis]:
+async def jumping_redis(jumping: JumpingBroker) -> AsyncIterator[Redis]:
     async with connect(jumping.url) as client:
         await client.set(KEYS.gateway("g"), 1)
         yield client
@@ -259,37 +259,37 @@ async def two_rounds(redis: Redis) -> None:
 
 @pytest.mark.parametrize("jump_s", [DECADES_S, -QUARTER_S])
 async def test_a_jump_of_the_broker_s_clock_moves_no_deadline(
-    jumping: JumpingBroker, redis: Redis, jump_s: int
+    jumping: JumpingBroker, jumping_redis: Redis, jump_s: int
 ) -> None:
     with batcher(jumping.url):
-        await wait_until(lambda: redis.exists(KEYS.state))
-        await admit_two(redis, 1000)
+        await wait_until(lambda: jumping_redis.exists(KEYS.state))
+        await admit_two(jumping_redis, 1000)
         jumping.jump(jump_s)
-        await two_rounds(redis)
-        assert await redis.hget(KEYS.request("long"), "terminal") is None  # type: ignore[misc]
-        assert await redis.hget(KEYS.request("long"), "channel") == CHANNEL.encode()  # type: ignore[misc]
-        assert (await ended(redis, "short")).error_type == "timeout"
-        await admit(redis, "next", ttl_ms=300)
-        assert (await ended(redis, "next")).error_type == "timeout"
-        await wait_until(lambda: waiting(redis, 1))
+        await two_rounds(jumping_redis)
+        assert await jumping_redis.hget(KEYS.request("long"), "terminal") is None  # type: ignore[misc]
+        assert await jumping_redis.hget(KEYS.request("long"), "channel") == CHANNEL.encode()  # type: ignore[misc]
+        assert (await ended(jumping_redis, "short")).error_type == "timeout"
+        await admit(jumping_redis, "next", ttl_ms=300)
+        assert (await ended(jumping_redis, "next")).error_type == "timeout"
+        await wait_until(lambda: waiting(jumping_redis, 1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("jump_s", [QUARTER_S, -QUARTER_S])
 async def test_a_deadline_goes_on_at_a_takeover_with_the_time_that_was_left(
-    jumping: JumpingBroker, redis: Redis, jump_s: int
+    jumping: JumpingBroker, jumping_redis: Redis, jump_s: int
 ) -> None:
     """After a jump back, the lease of the dead batcher would last for a quarter of an hour by the broker's
     clock.
     """
     with batcher(jumping.url, "b0"):
-        await wait_until(lambda: redis.exists(KEYS.state))
-        await admit_two(redis, 2500)
+        await wait_until(lambda: jumping_redis.exists(KEYS.state))
+        await admit_two(jumping_redis, 2500)
     jumping.jump(jump_s)
-    await redis.delete(KEYS.state)
+    await jumping_redis.delete(KEYS.state)
     with batcher(jumping.url, "b1"):
-        assert (await ended(redis, "short")).error_type == "timeout"
-        await wait_until(lambda: waiting(redis, 1))
+        assert (await ended(jumping_redis, "short")).error_type == "timeout"
+        await wait_until(lambda: waiting(jumping_redis, 1))
 
 
 PLAN = MeteringPlan(seed=33, kills=25)

@@ -361,7 +361,7 @@ async def test_an_answer_goes_on_when_its_gateway_is_killed(broker: Broker) -> N
             process.communicate()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def broker_url(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDIS_URL", broker.url)
 
@@ -372,6 +372,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
     return captured.out, captured.err
 
 
+@pytest.mark.usefixtures("broker_url")
 def test_a_key_lives_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, "list")[0] == "there are no API keys\n"
     words = ("--tenant", "acme", "--name", "reports", "--requests-per-minute", "60", "--expires", "30d")
@@ -390,6 +391,7 @@ def test_a_key_lives_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no key 'nobody'" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("broker_url")
 @pytest.mark.parametrize(
     ("words", "named"),
     [
