@@ -1,4 +1,4 @@
-"""Who may import what, without circles; and that nobody else's `api` or `common` is taken for ours."""
+"""Who may import what, without circles; how files are written where ruff and mypy do not check it."""
 
 import ast
 import json
@@ -6,10 +6,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-
 import pytest
-
 from tests.support.source_tree import FILES, PACKAGES, ROOT, circle, module_graph, parse
+import ast
+import re
+from tests.support.source_tree import FILES, PACKAGES, ROOT, parse
+
+# --- imports ------------------------------------------------------------------------------------------------
 
 ALLOWED = {
     "api": {"api", "common"},
@@ -56,11 +59,6 @@ def test_no_import_is_for_type_checkers_only() -> None:
     assert [path for path in FILES if "TYPE_CHECKING" in path.read_text()] == []
 
 
-def test_init_files_are_empty() -> None:
-    """A module's name says where its code is."""
-    assert [path for path in FILES if path.name == "__init__.py" and path.read_text()] == []
-
-
 def test_threads_of_an_engine_wake_its_loop() -> None:
     """Nobody makes another thread there than `SideThread`, but for the one that hears of lost ranks."""
     folder = ROOT / "gpu_worker" / "engine"
@@ -70,17 +68,6 @@ def test_threads_of_an_engine_wake_its_loop() -> None:
         if path.is_relative_to(folder) and path not in homes:
             names = {getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(parse(path))}
             assert not names & makers, f"{path}: use SideThreads"
-
-
-@pytest.mark.parametrize(
-    "path",
-    [path for path in FILES if path.name == "__main__.py"],
-    ids=lambda path: str(path.relative_to(ROOT)),
-)
-def test_main_modules_define_nothing(path: Path) -> None:
-    """A child process cannot find what `__main__` defines."""
-    defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
-    assert not [node for node in ast.walk(parse(path)) if isinstance(node, defined)]
 
 
 def test_the_packages_come_from_this_checkout(tmp_path: Path) -> None:
@@ -112,3 +99,52 @@ def test_processes_start_without_torch_and_opentelemetry() -> None:
     """
     done = subprocess.run([sys.executable, "-c", IMPORT_ALL], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+# --- style --------------------------------------------------------------------------------------------------
+
+MAX_LINE = 110
+WAIT_FOR = "asyncio.wait_for"
+OWN_CLOCK = re.compile(r"(datetime\.)?(datetime|date)\.(now|utcnow|today)|time\.(time|time_ns)")
+USES_OWN_CLOCK = {
+    "common/broker/pool_client.py",  # before the first look at the broker's
+    *("common/tracing.py", "api/http/request_trace.py", "api/streams/answer_trace.py"),
+    *("api/http/audit_log.py", "api/models.py", "common/adapters.py"),  # for people
+    "api/prompts/chat_template.py",  # today's date in a prompt, as transformers has it
+    "deploy/launcher/embedded_broker.py",  # beside the time of a file of this machine
+}
+"""Logs, traces, and what no other process compares."""
+
+
+def test_lines_of_other_languages_are_as_short() -> None:
+    """Ruff reads Python only."""
+    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*"))]
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for path in paths
+        if path.suffix in (".lua", ".h", ".cpp", ".js")
+        if any(len(line) > MAX_LINE for line in path.read_text().splitlines())
+    }
+    assert found == set()
+
+
+def test_no_wait_is_bounded_by_wait_for() -> None:
+    """In Python 3.11 it loses the cancellation of a task whose wait has just ended, so that the task goes on.
+    asyncio.timeout does not.
+    """
+    assert users_of(re.compile(WAIT_FOR)) == set()
+
+
+def test_what_processes_compare_is_told_by_the_brokers_clock() -> None:
+    """A machine's own clock may be hours wrong: `PoolClient.clock` and `read_time` tell the broker's."""
+    assert users_of(OWN_CLOCK) == USES_OWN_CLOCK
+
+
+def users_of(pattern: re.Pattern[str]) -> set[str]:
+    """The files of the packages in which an attribute such as `time.time` is named."""
+    return {
+        path.relative_to(ROOT).as_posix()
+        for path in FILES
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Attribute) and pattern.fullmatch(ast.unparse(node))
+    }

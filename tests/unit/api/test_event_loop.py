@@ -10,30 +10,13 @@ from typing import Any
 import pytest
 
 from api import event_loop
-from api.event_loop import LONG_SIZE, Pace, PacedQueue, Turns, offload
+from api.event_loop import LONG_SIZE, PacedQueue, Turns, offload
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.tokenizer import TOKENIZER
 
 # --- slices and turns ---------------------------------------------------------------------------------------
-
-
-async def count_turns(counts: list[int]) -> None:
-    while True:
-        counts[0] += 1
-        await asyncio.sleep(0)
-
-
-async def test_other_tasks_have_their_turn_after_each_slice() -> None:
-    counts, paced = [0], Pace()
-    others = asyncio.create_task(count_turns(counts))
-    for _ in range(10 * event_loop.SLICE_UNITS):
-        await paced.step()
-    assert counts[0] >= 10
-    await paced.step(5 * event_loop.SLICE_UNITS)
-    assert counts[0] >= 11
-    others.cancel()
 
 
 async def test_parts_are_done_at_once_as_far_as_a_slice_goes_and_all_in_order(

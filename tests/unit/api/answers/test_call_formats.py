@@ -1,17 +1,12 @@
 """Formats are found from a model's chat template and its vocabulary. Reasoning is apart from content."""
 
-from typing import get_args
-
 import pytest
 
 from api.answers.call_formats import (
-    CALL_FORMATS,
     REASONING_FORMATS,
     find_call_format,
     find_reasoning_format,
 )
-from common.settings.settings import Settings
-from common.settings.types import CALL_FORMAT_ALIASES, ReasoningParser, ToolCallParser
 from tests.support.tool_calls.answers import Answer, Reading
 from tests.support.tool_calls.golden import check
 
@@ -59,10 +54,6 @@ def test_the_vocabulary_shows_it_where_the_template_does_not() -> None:
     assert find_call_format("{{ tools }}", {"a": 0}.get) is None
 
 
-def test_a_template_without_tools_has_no_calls() -> None:
-    assert find_call_format("{{ messages }} <tool_call>", NO_TOKENS.get) is None
-
-
 @pytest.mark.parametrize("name", REASONING)
 def test_a_template_shows_how_a_model_thinks(name: str) -> None:
     found = find_reasoning_format(REASONING[name])
@@ -73,16 +64,6 @@ def test_a_template_that_thinks_otherwise_or_not_at_all() -> None:
     assert find_reasoning_format("{{ messages }}") is None
     assert find_reasoning_format("<think></think> <response></response>") is None
     assert find_reasoning_format(CALLS["openai"] + "<think>") is None
-
-
-def test_call_formats_are_the_values_of_tool_call_parser() -> None:
-    names, *_ = get_args(ToolCallParser)
-    assert set(get_args(names)) == CALL_FORMATS.keys()
-
-
-def test_formats_have_other_names() -> None:
-    assert not CALL_FORMAT_ALIASES.keys() & CALL_FORMATS.keys()
-    assert Settings.read(["--tool-call-parser", "qwen3_xml"], {}).tool_call_parser == "qwen3_coder"
 
 
 # --- reasoning ----------------------------------------------------------------------------------------------
@@ -114,22 +95,8 @@ def test_a_prompt_may_begin_thinking(prompt: str) -> None:
     )
 
 
-@pytest.mark.parametrize("prompt", ["", "<think>\n\n</think>\n\n", "What is <think>?<|assistant|>"])
-def test_a_prompt_that_does_not_begin_thinking(prompt: str) -> None:
-    check(Reading(reasoning=QWEN, prompt=prompt), {"It": Answer("It")})
-
-
 def test_some_models_begin_thinking_without_a_mark() -> None:
     check(
         Reading(reasoning=R1), {"So</think>It": Answer("It", "So"), "<think>So</think>It": Answer("It", "So")}
     )
     check(Reading(reasoning=R1, prompt="<think>\n</think>\n"), {"It": Answer("It")})
-
-
-def test_mistral_has_marks_of_its_own() -> None:
-    check(Reading(reasoning=REASONING_FORMATS["mistral"]), {"[THINK]So[/THINK]It": Answer("It", "So")})
-
-
-def test_reasoning_formats_are_the_values_of_reasoning_parser() -> None:
-    names, *_ = get_args(ReasoningParser)
-    assert set(get_args(names)) == {*REASONING_FORMATS, "none"}

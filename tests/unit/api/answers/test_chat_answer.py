@@ -1,13 +1,19 @@
-"""Answers as content, reasoning and calls."""
+"""Answers as content, reasoning and calls: whatever a model writes is read, and no text is lost."""
 
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from api.answers.answer import Reading
-from api.answers.call_formats import CALL_FORMATS
-from api.answers.chat_answer import ChoiceParser, finish_reason, render_deltas, render_message
-from tests.support.tool_calls.golden import SCHEMA
+from api.answers.call_formats import CALL_FORMATS, REASONING_FORMATS, CallFormat
+from api.answers.chat_answer import AnswerParser, ChoiceParser, finish_reason, render_deltas, render_message
+from api.answers.scanner import ContentDelta
+from tests.support.tool_calls.answers import Reading as ReadingOf
+from tests.support.tool_calls.golden import SCHEMA, TOOLS
+
+# --- chat answer --------------------------------------------------------------------------------------------
 
 CALL = '<tool_call>\n{"name": "%s", "arguments": {"x": 1}}\n</tool_call>\n'
 READING = Reading(calls="hermes", reasoning="qwen3", tools=[("f", "{}"), ("g", "{}")])
@@ -66,13 +72,6 @@ def test_an_answer_that_max_tokens_cuts_behind_its_last_call_is_whole() -> None:
         assert finish_reason(parser, "length") == expected, text
 
 
-def test_what_the_client_did_not_ask_for_is_left_out() -> None:
-    parser = ChoiceParser(Reading("hermes", "qwen3", parallel=False, shows_reasoning=False), "r.0")
-    message = render_message(parser, parser.read(TEXT, 9, True))
-    assert "reasoning" not in message and message["content"] == "So:"
-    assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
-
-
 ARGUMENTS = {"city": "Oslo", "days": 3}
 JSON = json.dumps(ARGUMENTS)
 BY_NAME = f'{{"name": "weather", "arguments": {JSON}}}'
@@ -128,3 +127,60 @@ def test_only_a_complete_call_counts_wherever_the_text_ends(form: str) -> None:
             [call] = message["tool_calls"]
             assert json.loads(call["function"]["arguments"]) == ARGUMENTS, CALLS[form][:end]
     assert reasons == sorted(reasons) and reasons[-1] == "tool_calls"
+
+
+# --- chat answer parser -------------------------------------------------------------------------------------
+
+PIECES = (
+    '{"name": "weather", "arguments": {"city": "Oslo"}}',
+    '{"function": {"_name": "now", "a": 1}}',
+    "<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>",
+    "weather\n<arg_key>city</arg_key>\n<arg_value>",
+    "</arg_value>",
+    '[weather(city="Oslo")]',
+    "weather[ARGS]{",
+    "commentary to=functions.weather",
+    "<think>",
+    "</think>",
+    *'{}[](),:;"\\=\n ',
+    "'",
+    "é😀",
+    "text",
+    "name",
+    "1e",
+    "nul",
+)
+MARKS = {
+    form.name: st.sampled_from([*form.marks, *PIECES]) | st.text(max_size=3) for form in CALL_FORMATS.values()
+}
+EVERY_FORMAT = pytest.mark.parametrize("form", CALL_FORMATS.values(), ids=lambda form: form.name)
+
+
+@EVERY_FORMAT
+@given(data=st.data())
+@settings(max_examples=15)
+def test_nonsense_is_read(form: CallFormat, data: st.DataObject) -> None:
+    pieces = data.draw(st.lists(MARKS[form.name], max_size=12))
+    reading = ReadingOf(form, REASONING_FORMATS["qwen3"] if data.draw(st.booleans()) else None, TOOLS)
+    text = "".join(pieces)
+    whole = reading.read(text)
+    assert reading.read(*pieces) == whole
+    assert reading.read(*text) == whole
+    is_plain = form.name != "openai" and not text.lstrip().startswith("<think>")
+    if is_plain and not whole.calls and not whole.reasoning:
+        assert whole.content == text
+
+
+@EVERY_FORMAT
+def test_an_answer_of_the_clients_form_is_no_call_behind_its_beginning(form: CallFormat) -> None:
+    """Only its first text says whether an answer is calls, where another form was asked for."""
+    texts = [
+        '{"a": [\n{"name": "now", "parameters": {}}]}',
+        '{"a": "<tool_call>{\\"name\\": \\"now\\"}"}',
+        "12",
+    ]
+    for text in [*texts, *(f'"{mark}\n' + '{"name": "now", "arguments": {}}"' for mark in form.marks)]:
+        parser = AnswerParser(TOOLS, form, is_either=True)
+        read = [*(delta for char in text for delta in parser.feed(char)), *parser.finish()]
+        content = "".join(one.text for one in read if isinstance(one, ContentDelta))
+        assert (content, parser.scanner.num_calls) == (text, 0) or form.name == "openai"

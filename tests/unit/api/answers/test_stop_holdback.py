@@ -100,12 +100,6 @@ def test_a_token_that_ends_the_answer_is_not_shown() -> None:
         assert shown(stream, include_stop=True)[0] == ["one", " two"]
 
 
-def test_the_end_releases_the_text_that_was_held_back() -> None:
-    stream = generated(["one", " t"], [" two"])
-    text = StopHoldback(stream, {IM_END}, False)
-    assert [text.step(), text.step(), text.last()] == ["one", "", " t"]
-
-
 def test_bytes_of_tokens_add_up_to_the_text() -> None:
     for text in ("é", " naïve", "🙂", "日本の", "\n\t x", "a<0x41>"):
         assert b"".join(token_bytes(TOKENIZER, token_id) for token_id in ids(text)) == text.encode()

@@ -7,10 +7,9 @@ from pathlib import Path
 import orjson
 import pytest
 
-from api.batches.store import FileStore, StoredFile, lines_of, open_store
+from api.batches.store import FileStore, StoredFile, lines_of
 from api.errors import ApiError
 from common.broker.pool_client import BrokerClock
-from common.settings.settings import SettingError, Settings
 
 FILE = StoredFile(f"file-{1:032x}", "acme", "a.jsonl", "batch", 1, 0, None, [(f"{0:09d}", 1)])
 
@@ -65,11 +64,3 @@ async def test_the_store_makes_no_path_of_what_is_no_id(tmp_path: Path, file_id:
     with pytest.raises(ApiError):
         await FileStore(str(tmp_path), BrokerClock()).put_part("acme", file_id, part, b"x")
     assert list(tmp_path.rglob("*")) == []
-
-
-def test_a_folder_that_cannot_be_written_to_is_refused_at_the_start(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for path in (tmp_path / "file", tmp_path / "file" / "folder", Path("/proc/x")):
-        with pytest.raises(SettingError, match=f"^FILES_DIR: {path} cannot be written to: "):
-            open_store(Settings(files_dir=str(path)), BrokerClock())
-    assert open_store(Settings(files_dir=str(tmp_path / "new")), BrokerClock()) is not None

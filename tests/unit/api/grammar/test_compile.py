@@ -1,22 +1,30 @@
-"""Grammars are compiled, or refused with the keyword at fault and its place."""
+"""Grammars are compiled, or refused with the keyword at fault and its place; dead ends are found."""
 
 import ctypes
 import json
+from random import Random
 from typing import Any
 
 import llguidance
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from api.errors import ApiError
 from api.grammar.apart import run_apart
-from api.grammar.check import byte_tokenizer
+from api.grammar.check import byte_tokenizer, find_dead_end, tokens_to_try
 from api.grammar.compile import (
     MAX_GRAMMAR_BYTES,
     MAX_SCHEMA_DEPTH,
     Grammar,
+    compile_checked,
     compile_grammar,
+    compile_unchecked,
 )
+from api.grammar.json_schema import close_objects, list_names
 from tests.support.deep_grammars import DEEP
+
+# --- compile ------------------------------------------------------------------------------------------------
 
 
 def schema(value: Any) -> Grammar:
@@ -154,14 +162,6 @@ async def test_a_grammar_that_cannot_be_served_is_refused_with_the_reason(text: 
     assert (refusal.value.status, refusal.value.param) == (422, "f")
 
 
-@pytest.mark.parametrize("closed", [False, True])
-async def test_other_properties_are_allowed_unless_objects_are_closed(closed: bool) -> None:
-    schema = {"properties": {"a": {"type": "object", "properties": {"b": {}}}}}
-    source = await compile_grammar(Grammar("json", json.dumps(schema), "f", closed=closed))
-    accepted = [accepts(source, text) for text in ('{"a": {"b": 1}}', '{"a": {"c": 1}}', '{"c": 1}')]
-    assert accepted == [True, not closed, not closed]
-
-
 async def test_white_space_between_the_tokens_of_json_is_bounded() -> None:
     source = await compile_grammar(schema({"type": "object"}))
     spaces = {"": True, " ": True, "  ": False, "\t": False, "\n" + 32 * " ": True, "\n" + 33 * " ": False}
@@ -175,17 +175,168 @@ def accepts(source: str, text: str) -> bool:
     return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
 
 
-LONG = {
-    "regex": Grammar("regex", "(" + "a" * 20_000, "f"),
-    "lark": Grammar("grammar", 'start: "' + "a" * 20_000, "f"),
-    "pattern": schema({"type": "string", "pattern": "(" + "a" * 20_000}),
-    "keyword": schema({"properties": {"a" * 20_000: {"not": {}}}}),
-    "type": schema({"type": "a" * 20_000}),
+# --- check --------------------------------------------------------------------------------------------------
+
+CLOSED = {"type": "object", "additionalProperties": False}
+TWO: Any = [
+    CLOSED | {"properties": {"a": {}}, "patternProperties": {"^[ab]$": {}}},
+    {"properties": {"b": {}}, "required": ["b"]},
+]
+NESTED: Any = CLOSED | {
+    "properties": {"x": CLOSED | {"required": ["y"], "properties": {"y": {"allOf": TWO}}}}
+}
+JSON: dict[str, tuple[Any, str]] = {
+    "names of two schemas": ({"allOf": TWO}, '{"a":"","b":"",'),
+    "within what is required": (NESTED, '{"x":{"y":{"a":"","b":"",'),
+    "in a list": ({"type": "array", "items": {"allOf": TWO}}, '[{"a":"","b":"",'),
+    "one of two": ({"anyOf": [{"type": "null"}, {"allOf": TWO}]}, '{"a":"","b":"",'),
+    "none": ({"type": "object"}, ""),
+    "none, with patterns": (CLOSED | {"properties": {"ab": {}}, "patternProperties": {"^a": {}}}, ""),
+    "none that may come": (CLOSED | {"properties": {"a": {"type": "string", "maxLength": 0}}}, ""),
+}
+LARK = {
+    'start: "a" (B | C)\nB: /[a-z]/ & /[0-9]/\nC: /x/ & /y/': "a",
+    'start: /[a-z]{9}/ item*\nitem: "," NAME\nNAME: /[a-z]/ & /[0-9]/': "aaaaaaaaa,",
+    'start: /a+/ "a"': "",
+    'start: "a" start | "b"': "",
 }
 
 
-@pytest.mark.parametrize("name", LONG)
-async def test_a_refusal_repeats_the_beginning_of_a_grammar_alone(name: str) -> None:
-    with pytest.raises(ApiError) as refusal:
-        await compile_grammar(LONG[name])
-    assert len(str(refusal.value)) < 300
+def text_before(grammar: Grammar) -> str:
+    """The text before the dead end that is found, without the space that may stand there; "" for none."""
+    matcher = llguidance.LLMatcher(byte_tokenizer(), compile_unchecked(grammar), log_level=0)
+    way = find_dead_end(matcher, byte_tokenizer().eos_token)
+    return bytes(way.text).decode().rstrip() if way else ""
+
+
+@pytest.mark.parametrize("name", JSON)
+def test_dead_ends_of_json_are_found(name: str) -> None:
+    schema, text = JSON[name]
+    assert text_before(Grammar("json", json.dumps(schema), "f")) == text
+
+
+@pytest.mark.parametrize("rules", LARK)
+def test_dead_ends_of_rules_are_found(rules: str) -> None:
+    assert text_before(Grammar("grammar", rules, "f")) == LARK[rules]
+
+
+VALUES = st.sampled_from([{"type": "integer"}, {"type": "null"}, {"enum": ["x", 1]}, {"maxLength": 1}, False])
+NAMES = st.sampled_from(["a", "b", "ab", "é", 'q"'])
+PATTERNS = st.sampled_from(["^a", "^a$", "b$", "^[ab]$", "^(a|ab)$", "^.$", "^é", '"', ""])
+OBJECTS = st.fixed_dictionaries(
+    {"type": st.just("object"), "properties": st.dictionaries(NAMES, VALUES, max_size=3)},
+    optional={
+        "patternProperties": st.dictionaries(PATTERNS, VALUES, min_size=1, max_size=2),
+        "required": st.lists(NAMES, max_size=2),
+        "additionalProperties": st.just(False) | VALUES,
+        "minProperties": st.integers(0, 2),
+    },
+)
+SCHEMAS = OBJECTS | st.lists(OBJECTS, min_size=2, max_size=2).map(lambda parts: {"allOf": parts})
+
+
+@settings(max_examples=30)
+@given(SCHEMAS, st.randoms(use_true_random=False))
+def test_no_way_into_an_object_that_is_served_leads_nowhere(schema: Any, random: Random) -> None:
+    try:
+        source = compile_checked(Grammar("json", json.dumps(schema), "f"))
+    except ApiError:
+        return
+    for _ in range(10):
+        matcher, text = llguidance.LLMatcher(byte_tokenizer(), source, log_level=0), b""
+        while not matcher.is_stopped() and len(text) < 80:
+            bytes_ = tokens_to_try(matcher.compute_bitmask(), byte_tokenizer().eos_token)
+            assert not matcher.is_error(), (schema, text)
+            if not bytes_:
+                break
+            text += bytes([random.choice(bytes_)])
+            matcher.consume_token(text[-1])
+
+
+# --- json schema --------------------------------------------------------------------------------------------
+
+NAME: dict[str, Any] = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+SHUT = NAME | {"additionalProperties": False}
+DEFS: dict[str, Any] = {"$defs": {"P": NAME}}
+
+CLOSED_SCHEMAS = [
+    (NAME, SHUT),
+    ({"type": "array", "items": NAME}, {"type": "array", "items": SHUT}),
+    ({"anyOf": [NAME, {"type": "null"}]}, {"anyOf": [SHUT, {"type": "null"}]}),
+    (DEFS | {"$ref": "#/$defs/P"}, {"$defs": {"P": SHUT}, "$ref": "#/$defs/P"}),
+    ({"properties": {"allOf": NAME}}, {"properties": {"allOf": SHUT}, "additionalProperties": False}),
+]
+LEFT: list[Any] = [
+    True,
+    {"type": "object"},
+    NAME | {"additionalProperties": True},
+    NAME | {"patternProperties": {"^x": {}}},
+    NAME | {"required": ["other"]},
+    NAME | {"required": [[]]},
+    NAME | {"required": 3},
+    NAME | {"minProperties": 2},
+    {"allOf": [NAME, {"properties": {"age": {"type": "integer"}}}]},
+    {"oneOf": [NAME, {"properties": {"age": {"type": "integer"}}}]},
+    DEFS | NAME | {"$ref": "#/$defs/P"},
+    {"required": ["age"], "anyOf": [NAME]},
+    {"const": NAME, "enum": [NAME], "default": NAME, "examples": [NAME]},
+    {"items": {"not": NAME}},
+]
+
+
+@pytest.mark.parametrize(("schema", "closed"), CLOSED_SCHEMAS)
+def test_objects_that_list_their_properties_get_no_others(schema: Any, closed: Any) -> None:
+    assert close_objects(schema) == closed
+    assert close_objects(closed) == closed
+
+
+@pytest.mark.parametrize("schema", LEFT)
+def test_a_schema_that_says_more_is_left_as_it_is(schema: Any) -> None:
+    assert close_objects(schema) == schema
+
+
+# --- patterns -----------------------------------------------------------------------------------------------
+
+INTEGER, SMALL = {"type": "integer"}, {"maximum": 9}
+LISTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a listed name": (
+        {"properties": {"a": INTEGER}, "patternProperties": {"^a$": SMALL}},
+        {"properties": {"a": {"allOf": [INTEGER, SMALL]}}, "patternProperties": {}},
+    ),
+    "a required name": (
+        {"required": ["a"], "patternProperties": {"^a$": SMALL, "^x": {}}},
+        {"required": ["a"], "properties": {"a": SMALL}, "patternProperties": {"^x": {}}},
+    ),
+    "some of the listed": (
+        {"properties": {"a": {}, "b": {}, "c": {}}, "patternProperties": {"^[ab]$": SMALL}},
+        {
+            "properties": {"a": {"allOf": [{}, SMALL]}, "b": {"allOf": [{}, SMALL]}, "c": {}},
+            "patternProperties": {},
+        },
+    ),
+    "a name that is escaped": (
+        {"properties": {'"é\\': {}}, "patternProperties": {'^"é\\\\$': SMALL}},
+        {"properties": {'"é\\': {"allOf": [{}, SMALL]}}, "patternProperties": {}},
+    ),
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "others, too": {"properties": {"ab": {}}, "patternProperties": {"^a": SMALL}},
+    "no listed name": {"patternProperties": {"^a$": SMALL}},
+    "not a pattern": {"properties": {"a": {}}, "patternProperties": {"(": SMALL}},
+    "not objects": {"properties": ["a"], "patternProperties": {"^a$": SMALL}, "required": "a"},
+    "too many": {
+        "properties": {str(number): {} for number in range(2000)},
+        "patternProperties": {"^1$": SMALL},
+    },
+}
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_a_pattern_of_listed_names_is_gone(name: str) -> None:
+    schema, expected = LISTED[name]
+    assert list_names(schema) == expected
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_patterns_stay(name: str) -> None:
+    assert list_names(OTHERS[name]) == OTHERS[name]

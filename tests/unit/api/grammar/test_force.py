@@ -99,11 +99,6 @@ def accepts(source: str, text: str, marks: tuple[str, ...] = ()) -> bool:
     return bool(matcher.try_consume_tokens(tokens) == len(tokens))
 
 
-def test_nothing_is_forced_without_need_where_calls_have_no_mark() -> None:
-    for name in ("llama3_json", "pythonic", "tgi", "openai"):
-        assert grammar(name, CallChoice(is_required=False), {}, TOOLS[1:]) == ""
-
-
 def test_nothing_is_forced_without_need_where_a_call_cannot_be_written() -> None:
     spaced = Tool("f", {"type": "object", "properties": {"my name": {"type": "string"}}})
     assert grammar("pythonic", CallChoice(is_required=False), {}, (spaced,)) == ""
@@ -134,12 +129,6 @@ def test_arguments_are_an_object_whatever_their_schema_refers_to() -> None:
     source = grammar("hermes", ONE, {}, (listed,))
     assert not accepts(source, '<tool_call>\n{"name": "f", "arguments": [')
     assert accepts(source, '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>')
-
-
-def test_the_arguments_of_others_are_any_object_where_their_schema_cannot_be_forced() -> None:
-    loose = Tool("f", {"type": "object", "properties": {"a": {"not": {}}}})
-    source = grammar("hermes", ONE, {}, (loose,))
-    assert accepts(source, '<tool_call>\n{"name": "f", "arguments": {"b": [1]}}\n</tool_call>')
 
 
 @pytest.mark.parametrize(
@@ -198,14 +187,6 @@ def test_structured_output_begins_after_thinking(kind: Grammar) -> None:
     assert accepts(after_thinking(source, QWEN, "", {}), '{"a":null}')
     assert after_thinking(source, QWEN, "<think></think>", {}) == source
     assert after_thinking(source, None, "", {}) == source
-
-
-def test_special_marks_of_thinking_are_tokens() -> None:
-    source = asyncio.run(compile_grammar(JSON))
-    ids = special_ids("<think>", "</think>")
-    text = Walker(DIRECTORY, ids).walk(after_thinking(source, QWEN, "<think>\n", ids), 0)
-    answer = Reading(reasoning=QWEN, prompt="<think>\n").read(text)
-    assert isinstance(json.loads(answer.content), dict)
 
 
 def test_in_harmony_structured_output_is_the_final_message() -> None:

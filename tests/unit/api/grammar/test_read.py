@@ -49,10 +49,6 @@ def test_openais_strict_mode_and_tgis_shapes_close_objects(value: dict[str, Any]
     assert grammar is not None and grammar.closed == closed
 
 
-def test_the_format_text_is_no_grammar() -> None:
-    assert read_response_format({"type": "text"}) is None
-
-
 @pytest.mark.parametrize(
     ("value", "text", "param"),
     [
@@ -159,8 +155,3 @@ def test_a_pattern_for_white_space_is_that_of_every_shape_with_json_and_refused_
     for fields in ({"guided_regex": "a"}, {"guided_choice": ["a"]}, {"guided_grammar": "start: A"}, {}):
         with pytest.raises(ApiError, match="`guided_whitespace_pattern` can only be used for JSON"):
             chat(guided_whitespace_pattern=" ", **fields).grammar()
-
-
-def test_two_fields_that_ask_for_structure_exclude_each_other() -> None:
-    with pytest.raises(ApiError, match="`guided_regex` and `response_format` exclude each other"):
-        chat(guided_regex="a", response_format={"type": "json_object"}).grammar()

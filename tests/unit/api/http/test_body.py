@@ -1,16 +1,24 @@
-"""Bodies of wrong types: one error for each field, by the name that a client knows it by."""
+"""Bodies, keys of idempotency and files of API keys: an error names the field."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from starlette.requests import Request
 
 from api.errors import ApiError
 from api.http.body import parse_body
+from api.http.idempotency import digest_of, idempotency_key
+from api.http.key_ring import read_key_file
 from api.protocols.openai_bodies import ChatRequest
 from api.protocols.responses import ResponsesRequest
 from api.protocols.tgi import GenerateRequest
+from common.api_keys import digest_of as digest_of_key
+from common.settings.settings import SettingError
+
+# --- body ---------------------------------------------------------------------------------------------------
 
 HI = {"role": "user", "content": "Hi"}
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 3}}]}
@@ -49,3 +57,95 @@ def test_a_field_of_a_wrong_type_is_named_once(schema: type[BaseModel], body: An
         parse_body(schema, json.dumps(body).encode())
     assert refusal.value.text.removeprefix("Input validation error: ") == line
     assert refusal.value.param == line.split("`")[1]
+
+
+# --- idempotency --------------------------------------------------------------------------------------------
+
+
+def request_with(*values: str) -> Request:
+    headers = [(b"idempotency-key", value.encode("latin-1")) for value in values]
+    return Request({"type": "http", "method": "POST", "path": "/", "headers": headers})
+
+
+def test_spaces_and_the_order_of_fields_do_not_count() -> None:
+    digest = digest_of("/", b'{"a": 1, "b": [1, 2]}')
+    assert digest == digest_of("/", b'{"b":[1,2],"a":1}')
+    others = [b'{"a": 1, "b": [2, 1]}', b'{"a": true, "b": [1, 2]}', b'{"a": "1", "b": [1, 2]}', b"no json"]
+    assert (
+        len({digest, digest_of("/generate", b'{"a": 1, "b": [1, 2]}'), *(digest_of("/", x) for x in others)})
+        == 6
+    )
+
+
+@pytest.mark.parametrize("given", ["key", '"key"', " key "])
+def test_quotes_of_a_key_do_not_count(given: str) -> None:
+    assert idempotency_key(request_with(given)) == "key"
+    assert idempotency_key(request_with()) == ""
+
+
+@pytest.mark.parametrize("given", ["", '""', "a b", "x" * 256, "schl\xfcssel"])
+def test_a_key_that_cannot_be_used_is_refused_by_name(given: str) -> None:
+    with pytest.raises(ApiError, match=r"idempotency-key.*1 to 255") as refused:
+        idempotency_key(request_with(given))
+    assert refused.value.status == 400
+
+
+# --- key file -----------------------------------------------------------------------------------------------
+
+KEY = "k" * 32
+GOOD = f"- key_id: one\n  digest: {digest_of_key(KEY)}\n"
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "keys.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_all_fields_are_read(tmp_path: Path) -> None:
+    text = f"""
+keys:
+  - key_id: reports
+    key: {KEY}
+    name: nightly reports
+    tenant: acme
+    service_class: batch
+    weight: 2
+    max_concurrent: 3
+    requests_per_minute: 60
+    tokens_per_minute: 1000
+    budget_tokens: 5000
+    models: [smollm2]
+    adapters: [legal]
+    expires_at: 2027-01-31
+    admin: true
+  - key_id: other
+    digest: {digest_of_key("z")}
+    expires_at: 2027-01-31T12:00:00+01:00
+"""
+    reports, other = read_key_file(write(tmp_path, text))
+    assert (reports.digest, reports.tenant, reports.weight) == (digest_of_key(KEY), "acme", 2.0)
+    assert (reports.models, reports.adapters) == (["smollm2"], ["legal"])
+    assert (reports.expires_at, other.expires_at) == (1801353600, 1801393200)
+    assert (other.tenant, other.admin, other.max_concurrent) == ("other", False, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("keys: [", "is not YAML: while parsing"),
+        ("", "line 1, `the file`: Input should be"),
+        (f"keys:\n{GOOD}\n  rpm: 2\n", "line 5, `keys[0].rpm`: Extra inputs are not permitted"),
+        (f"keys:\n{GOOD}  weight: 0\n", "line 4, `keys[0].weight`: Input should be greater than"),
+        (f"keys:\n{GOOD}  max_concurrent: many\n", "line 4, `keys[0].max_concurrent`: Input should be a"),
+        (f"keys:\n{GOOD}  expires_at: soon\n", "line 4, `keys[0].expires_at`: must be a date"),
+        ("keys:\n- key_id: one\n", "line 2, `keys[0]`: give either `key` or `digest`"),
+        (f"keys:\n{GOOD}- key_id: one\n  key: {'z' * 16}\n", "line 4, `keys[1].key_id`: 'one' is the name"),
+        (f"keys:\n{GOOD}- key_id: two\n  key: {KEY}\n", "line 4, `keys[1]`: another entry has the same key"),
+        (f"keys:\n{GOOD}- key_id: api_key\n  key: {'z' * 16}\n", "`keys[1].key_id`: 'api_key' is the name"),
+    ],
+)
+def test_an_error_names_its_place(tmp_path: Path, text: str, why: str) -> None:
+    with pytest.raises(SettingError) as error:
+        read_key_file(write(tmp_path, text))
+    assert why in str(error.value) and KEY not in str(error.value)

@@ -1,22 +1,29 @@
-"""HTTP as clients really speak it: a corpus of requests, each cut at every byte, is read as RFC 9110 and 9112
-say, and as h11 alone reads it.
-"""
+"""HTTP as clients really speak it, each request cut at every byte; floods of connections; unread bytes."""
 
 import asyncio
-from collections.abc import Iterator
+import random
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import h11
 import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
+from api.http import acceptor as acceptor_module
+from api.http.acceptor import MAX_BEGUN, Acceptor
 from api.http.connection_limits import LIMITS, ConnectionLimits
 from api.http.protocol import FREE_CHUNKS, MAX_HEADERS, HttpProtocol
-from api.http.unread import UNREAD, UnreadAnswers
+from api.http.unread import UNREAD, UnreadAnswers, bytes_written
+from api.server import own_listener
 from common.settings.settings import Settings
+from tests.support.waiting import wait_until
+
+# --- protocol -----------------------------------------------------------------------------------------------
 
 Read = tuple[str, str, bytes]
 """Method, target and body of a request, as the application sees it."""
@@ -88,10 +95,6 @@ REFUSED: dict[str, tuple[bytes, int]] = {
     "another scheme": (b"GET ftp://x/a HTTP/1.1\r\n" + HOST + b"\r\n", 400),
     "many headers": (b"GET /a HTTP/1.1\r\n" + HOST + b"a:\r\n" * MAX_HEADERS + b"\r\n", 431),
 }
-
-
-OUR_OWN = {"empty lines first", "a whole URL", "a URL without a path"}
-"""What h11 leaves to servers."""
 
 
 class Memory(asyncio.Transport):
@@ -189,24 +192,6 @@ def cuts(data: bytes) -> Iterator[tuple[bytes, ...]]:
     yield tuple(bytes((byte,)) for byte in data)
 
 
-def read_by_h11(data: bytes) -> list[Read]:
-    """The requests of a connection, as h11 alone reads them."""
-    connection = h11.Connection(h11.SERVER)
-    connection.receive_data(data)
-    requests: list[Read] = []
-    while isinstance(request := connection.next_event(), h11.Request):
-        body = b""
-        while isinstance(part := connection.next_event(), h11.Data):
-            body += part.data
-        requests.append((request.method.decode(), request.target.decode(), body))
-        connection.send(h11.Response(status_code=200, headers=[("content-length", "0")]))
-        connection.send(h11.EndOfMessage())
-        if connection.our_state is h11.MUST_CLOSE:
-            break
-        connection.start_next_cycle()
-    return requests
-
-
 @pytest.mark.parametrize("name", SERVED)
 async def test_a_request_reads_the_same_however_its_bytes_are_split(name: str) -> None:
     data, expected = SERVED[name]
@@ -217,12 +202,6 @@ async def test_a_request_reads_the_same_however_its_bytes_are_split(name: str) -
         assert served.statuses == [200] * len(expected)
         assert not served.protocol.is_refused
         served.close()
-
-
-@pytest.mark.parametrize("name", sorted(SERVED.keys() - OUR_OWN))
-def test_h11_alone_reads_the_same(name: str) -> None:
-    data, expected = SERVED[name]
-    assert read_by_h11(data) == expected
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -255,14 +234,6 @@ async def test_a_body_of_tiny_chunks_is_refused() -> None:
         await served.receive(post(CHUNKED, chunk * num_chunks + b"0\r\n\r\n"))
         assert served.statuses == [status]
         served.close()
-
-
-async def test_an_answer_to_version_1_0_has_no_chunks() -> None:
-    served = Served()
-    await served.receive(sized(b"abc", version=b"1.0"))
-    head, _, body = served.transport.written.partition(b"\r\n\r\n")
-    assert body == b"abc" and b"transfer-encoding" not in head.lower()
-    assert served.transport.ended, "the body ends with the connection"
 
 
 async def test_a_client_that_expects_it_is_told_to_continue() -> None:
@@ -306,3 +277,110 @@ async def test_invalid_bytes_after_an_answer_get_no_second_answer() -> None:
     served.protocol.app = impatient
     await served.receive(post(CHUNKED, b"3\r\nabc\r\n"), b"no size\r\n", SMUGGLED)
     assert served.statuses == [413] and served.transport.ended
+
+
+# --- acceptor -----------------------------------------------------------------------------------------------
+
+
+class Begun:
+    """Notes the addresses of connections in the order in which they begin."""
+
+    def __init__(self) -> None:
+        self.addresses: list[str] = []
+
+    async def begin(self, connection: socket.socket) -> None:
+        self.addresses.append(connection.getpeername()[0])
+        connection.close()
+
+
+@pytest.fixture
+def begun() -> Begun:
+    return Begun()
+
+
+@pytest.fixture
+async def acceptor(begun: Begun) -> AsyncIterator[Acceptor]:
+    acceptor = Acceptor([own_listener(0)], begun.begin)
+    acceptor.open()
+    yield acceptor
+    acceptor.close()
+
+
+def connect(acceptor: Acceptor, address: str, number: int = 1) -> list[socket.socket]:
+    """Connections that the kernel accepts while the event loop does something else."""
+    place = acceptor.listeners[0].getsockname()
+    return [socket.create_connection(place, source_address=(address, 0)) for _ in range(number)]
+
+
+async def test_an_address_begins_while_hundreds_of_another_wait(acceptor: Acceptor, begun: Begun) -> None:
+    flood = connect(acceptor, "127.0.1.1", 500)
+    other = connect(acceptor, "127.0.0.1", 2)
+    await wait_until(lambda: len(begun.addresses) == 502)
+    last = max(i for i, address in enumerate(begun.addresses) if address == "127.0.0.1")
+    assert last < 256 + 2 * MAX_BEGUN, "it is taken in the second turn, and begins soon after that"
+    assert not acceptor.waiting and acceptor.num_waiting == 0
+    for connection in (*flood, *other):
+        connection.close()
+
+
+async def test_waiting_connections_are_bounded_and_the_longest_queue_loses(
+    acceptor: Acceptor, begun: Begun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(acceptor_module, "MAX_WAITING", 50)
+    other = connect(acceptor, "127.0.0.1", 10)
+    flood = connect(acceptor, "127.0.1.1", 200)
+    await wait_until(lambda: begun.addresses and not acceptor.num_waiting and not acceptor.beginning)
+    assert begun.addresses.count("127.0.0.1") == 10 and len(begun.addresses) < 100
+    for connection in (*flood, *other):
+        connection.close()
+
+
+# --- unread -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[socket.AF_INET, socket.AF_INET6], ids=["IPv4", "IPv6"])
+def connection(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Both ends of a connection."""
+    loopback = "127.0.0.1" if request.param == socket.AF_INET else "::1"
+    with (
+        socket.create_server((loopback, 0), family=request.param) as listener,
+        socket.create_connection(listener.getsockname()[:2]) as client,
+        listener.accept()[0] as server,
+    ):
+        yield server, client
+
+
+def test_every_byte_that_the_kernel_took_is_counted(
+    connection: tuple[socket.socket, socket.socket],
+) -> None:
+    server, client = connection
+    server.setblocking(False)
+    base, count, draw = bytes_written(server), 0, random.Random(3)
+    reader = threading.Thread(target=read_slowly, args=(client,))
+    reader.start()
+    for _ in range(2000):
+        try:
+            count += server.send(bytes(draw.randrange(1, 9000)))
+        except BlockingIOError:
+            time.sleep(0.0005)
+        assert bytes_written(server) - base == count
+    server.close()
+    reader.join()
+
+
+def read_slowly(client: socket.socket) -> None:
+    while client.recv(3000):
+        time.sleep(0.0001)
+
+
+def test_another_process_counts_the_same_bytes(
+    connection: tuple[socket.socket, socket.socket],
+) -> None:
+    server, client = connection
+    base = bytes_written(server)
+    copy = server.dup()
+    server.sendall(b"abc")
+    server.close()
+    client.recv(2)
+    with copy:
+        assert bytes_written(copy) - base == 3

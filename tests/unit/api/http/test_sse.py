@@ -23,7 +23,6 @@ from api.http.sse import (
     Change,
     Feed,
     FeedResponse,
-    MappedFeed,
     RestOfFeed,
 )
 from tests.support.sse import frames_of
@@ -48,29 +47,11 @@ class Letters(Feed[str]):
         self.changed.set()
 
 
-async def test_an_iteration_waits_for_items_up_to_the_last() -> None:
-    letters = Letters("abc")
-    found = MappedFeed(letters, str.upper, ["end"])
-    assert [await anext(found), await anext(found)] == [["A", "B"], ["C"]]
-    waiting = asyncio.ensure_future(anext(found))
-    await asyncio.sleep(0)
-    letters.put("d.")
-    assert await waiting == ["D", ".", "end"]
-    assert [new async for new in found] == []
-
-
 async def test_items_that_were_seen_are_skipped_however_they_are_grouped() -> None:
     for num_seen in range(6):
         letters = RestOfFeed(Letters("abcd."), num_seen)
         assert not letters.is_prepared or not num_seen
         assert "".join([letter async for new in letters for letter in new]) == "abcd."[num_seen:]
-
-
-async def test_a_listener_is_called_at_once_in_place_of_a_waiting_task() -> None:
-    letters, seen = Letters(), list[str]()
-    letters.changed.listener = lambda: seen.extend(letters.take())
-    letters.put("ab")
-    assert seen == ["a", "b"] and not letters.changed.is_set()
 
 
 # --- writing ------------------------------------------------------------------------------------------------
@@ -240,12 +221,3 @@ def test_openai_reads_no_event_from_a_comment_between_frames(stream: bytes) -> N
     """Its decoder dispatches an event without data at every empty line after the first `id`."""
     assert [event.data for event in SSEDecoder().iter_bytes(iter([stream]))] == BODIES
     assert [data for _, data in frames_of(stream)] == BODIES
-
-
-def test_clients_that_cut_streams_at_empty_lines_have_every_frame() -> None:
-    """As `vllm bench serve` does: a piece that begins with a colon is left out, the others are `data:` and
-    JSON.
-    """
-    pieces = content(PLAIN, COMMENT).decode().split("\n\n")
-    texts = [piece.strip() for piece in pieces if piece.strip() and not piece.startswith(":")]
-    assert [text.removeprefix("data: ") for text in texts] == BODIES

@@ -112,11 +112,6 @@ def test_errors_of_a_template_are_422(source: str, words: str) -> None:
     )
 
 
-def test_a_template_that_drops_the_last_message_cannot_continue_it() -> None:
-    with pytest.raises(ApiError, match="cannot be continued"):
-        ChatTemplate("{{ messages[0].content }}", {}).render_open(CHAT, {})
-
-
 def test_files_that_hold_the_template(tmp_path: Path) -> None:
     assert ChatTemplate.load(tmp_path) is None
     eos = {"content": "</s>", "lstrip": False}
@@ -133,14 +128,6 @@ def test_files_that_hold_the_template(tmp_path: Path) -> None:
     assert rendered(tmp_path) == "of a processor"
     (tmp_path / "chat_template.jinja").write_text("of its own file é")
     assert rendered(tmp_path) == "of its own file é"
-
-
-def test_tokenizer_config_path_overrides_the_models_template(tmp_path: Path) -> None:
-    (tmp_path / "chat_template.jinja").write_text("of its own file")
-    write(tmp_path, "tokenizer_config.json", {"bos_token": "<s>"})
-    write(tmp_path, "other.json", {"chat_template": "other{{ bos_token }}"})
-    template = ChatTemplate.load(tmp_path, str(tmp_path / "other.json"))
-    assert template is not None and template.render(CHAT, True, {}) == "other<s>"
 
 
 def test_a_template_in_a_file_overrides_all_others(tmp_path: Path) -> None:

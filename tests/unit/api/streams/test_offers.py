@@ -6,11 +6,9 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from api.streams import offers
 from api.streams.relay import Relay
 from api.streams.stream import Stream
 from common.broker import batcher_scripts
-from common.broker.client import read_server_id
 from common.broker.committed import Committed, read
 from common.broker.lua import run_script
 from common.broker.pool_client import PoolClient
@@ -126,14 +124,6 @@ async def test_a_placement_that_was_lost_is_named_again(redis: Redis, relay: Rel
     assert (state.worker, state.attempt, await resumes(redis)) == ("w2", 2, [])
 
 
-async def test_other_tokens_in_the_string_give_way(redis: Redis, relay: Relay) -> None:
-    stream = await shown(relay, 3)
-    await put(redis, 0, "w2", attempt=2, base=4)
-    await redis.set(KEYS.tokens("r"), pack_tokens(tokens(0, 4, attempt=2)))
-    await offer(relay, stream)
-    assert (await ids(redis), await resumes(redis)) == (IDS[:3], ["r"])
-
-
 async def test_a_result_with_other_tokens_is_withdrawn(redis: Redis, relay: Relay) -> None:
     stream = await shown(relay, 3)
     await put(redis, 0, "w2", attempt=2)
@@ -151,15 +141,6 @@ async def test_a_result_with_other_tokens_is_withdrawn(redis: Redis, relay: Rela
     assert (state.terminal, state.num_final, state.worker) == ("", 0, "")
     assert (await ids(redis), await redis.xlen(KEYS.requests)) == (IDS[:3], 1)
     assert not stream.terminal and not stream.has_gap
-
-
-async def test_an_undisturbed_request_is_left_as_it_is(redis: Redis, relay: Relay) -> None:
-    stream = await shown(relay, 3)
-    await put(redis, 3)
-    before = await redis.hgetall(KEYS.request("r"))  # type: ignore[misc]
-    await offer(relay, stream)
-    assert await redis.hgetall(KEYS.request("r")) == before  # type: ignore[misc]
-    assert await redis.keys(KEYS.control) == await redis.keys(KEYS.requests) == []
 
 
 async def test_tokens_of_a_former_reader_give_way(redis: Redis, relay: Relay) -> None:
@@ -181,24 +162,6 @@ async def test_all_streams_are_offered_to_another_server(redis: Redis, relay: Re
     await redis.client_kill_filter(_type="pubsub")
     await wait_until(lambda: relay.filler.offers.num_offers)
     assert await ids(redis) == IDS[:3] and not stream.terminal
-
-
-async def test_cut_connections_offer_nothing(
-    redis: Redis, relay: Relay, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await put(redis, 3)
-    await shown(relay, 3)
-    await wait_until(lambda: relay.filler.offers.server_id)
-    seen = []
-
-    async def look(redis: Redis) -> str:
-        seen.append(await read_server_id(redis))
-        return seen[-1]
-
-    monkeypatch.setattr(offers, "read_server_id", look)
-    await redis.client_kill_filter(_type="pubsub")
-    await wait_until(lambda: seen)
-    assert not relay.filler.offers.pending and not relay.filler.offers.num_offers
 
 
 async def test_a_request_past_its_deadline_is_not_queued_again(redis: Redis, relay: Relay) -> None:

@@ -1,15 +1,21 @@
-"""A stream takes events that come in order, twice, late, or with gaps."""
+"""A stream takes events in order, twice, late, or with gaps; that of a beam search in any slices."""
 
 from typing import Any
 
 import pytest
 
-from api.streams.stream import LateText
+from api.streams.beams import all_outputs, is_absent
+from api.streams.beams import new_stream as new_stream_of
+from api.streams.stream import LateText, Stream
 from common.detokenize import Detokenizer
 from common.messages.events import Terminal, Tokens
-from common.messages.records import pack_floats, pack_ids
+from common.messages.records import RECORD, pack_floats, pack_ids, pack_sequences, unpack_records
+from common.messages.request import BeamParams, Generate, StoppingParams
+from tests.support.answers.beams import SEQUENCES, TEXTS
 from tests.support.events import IDS, end, new_stream, tokens
-from tests.support.tokenizer import TOKENIZER, ids
+from tests.support.tokenizer import TOKENIZER, ids, model_tokenizer
+
+# --- stream -------------------------------------------------------------------------------------------------
 
 START: int = TOKENIZER.token_to_id("<|im_start|>")  # type: ignore[assignment]
 
@@ -99,8 +105,54 @@ def test_texts_are_those_of_the_worker(num_known: int) -> None:
     assert late.texts(TEXT_IDS[:num_known], TEXT_IDS[num_known:]) == texts[num_known:]
 
 
-def test_known_tokens_are_followed_in_steps() -> None:
-    late = LateText(TOKENIZER, [28])
-    assert [late.see(TEXT_IDS[:5], 2) for _ in range(3)] == [True, True, False]
-    late.texts(TEXT_IDS[:5], TEXT_IDS[5:7])
-    assert not late.see(TEXT_IDS[:7], 1)
+# --- beams --------------------------------------------------------------------------------------------------
+
+RECORDS = pack_sequences(SEQUENCES)
+NUM_RECORDS = len(RECORDS) // RECORD.size
+
+
+def new_search(num_returned: int = 4) -> Stream:
+    beams = BeamParams(4, num_returned=num_returned)
+    return new_stream_of(
+        Generate("r", "d", pack_ids([28]), StoppingParams(99, stop=["zzz"]), beams=beams), model_tokenizer()
+    )
+
+
+def feed(search: Stream, num_records: int, slice_size: int) -> None:
+    ids, logprobs, _ = unpack_records(RECORDS)
+    for begin in range(0, num_records, slice_size):
+        end = min(begin + slice_size, num_records)
+        search.add_committed(begin, ids[begin:end], logprobs[begin:end], [])
+
+
+@pytest.mark.parametrize("slice_size", [1, 2, 5, NUM_RECORDS])
+@pytest.mark.parametrize("num_returned", [1, 3, 4])
+def test_each_sequence_is_an_answer_of_its_own(slice_size: int, num_returned: int) -> None:
+    search = new_search(num_returned)
+    assert not search.end(Terminal("r", "eos_token", NUM_RECORDS)), "its records are read first"
+    feed(search, NUM_RECORDS, slice_size)
+    assert search.finished and search.ended.is_set()
+    outputs = all_outputs([search])
+    assert len(outputs) == num_returned
+    for output, expected, text in zip(outputs, SEQUENCES, TEXTS, strict=False):
+        assert (output.ids, output.logprobs) == (expected.ids, expected.logprobs)
+        assert output.terminal and output.terminal.reason == expected.reason
+        assert output.text == text and "".join(output.texts).startswith(text)
+        assert not is_absent(output)
+
+
+@pytest.mark.parametrize("num_records", [0, 3, NUM_RECORDS - 1])
+def test_a_sequence_that_is_cut_fails_the_search(num_records: int) -> None:
+    search = new_search()
+    feed(search, num_records, 2)
+    assert search.end(Terminal("r", "length", num_records))
+    assert search.terminal and not search.finished and "cannot be read" in search.terminal.error
+    assert all(output.terminal for output in all_outputs([search]))
+
+
+def test_sequences_that_were_not_found_are_absent() -> None:
+    search = new_search()
+    num_records = len(SEQUENCES[0].ids) + 1
+    feed(search, num_records, 2)
+    assert search.end(Terminal("r", "eos_token", num_records)) and search.finished
+    assert [is_absent(output) for output in all_outputs([search])] == [False, True, True, True]

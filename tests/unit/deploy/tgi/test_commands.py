@@ -1,12 +1,21 @@
-"""What TGI's commands become."""
+"""What TGI's commands become, and a model's folder in a cloud's storage."""
 
 from collections.abc import Sequence
 from pathlib import Path
-
 import pytest
-
 from common.settings.settings import SettingError
 from deploy.tgi import commands
+import datetime
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+import fsspec
+import pytest
+from common.settings.settings import SettingError
+from deploy.tgi import cloud_storage
+
+# --- commands -----------------------------------------------------------------------------------------------
 
 CLOUD = ("MODEL_ID", "HF_MODEL_ID", "AIP_STORAGE_URI", "SAGEMAKER_BIND_TO_PORT", "AIP_HTTP_PORT")
 
@@ -53,10 +62,6 @@ def test_a_cloud_s_port_goes_before_the_image_s(
     assert "8081" not in commands.launcher_words(["-p", "1"])
 
 
-def test_the_router_has_no_worker() -> None:
-    assert commands.router_words(["--port", "1"]) == ["serve", "--num-workers", "0", "--port", "1"]
-
-
 @pytest.mark.parametrize(
     ("words", "becomes"),
     [
@@ -92,14 +97,75 @@ def test_a_model_that_a_cloud_has_put_there_is_served(
     assert commands.launcher_words([]) == ["serve"]
 
 
-def test_a_folder_that_vertex_names_goes_before_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MODEL_ID", "X")
-    monkeypatch.setenv("AIP_STORAGE_URI", "ftp://bucket/model")
-    with pytest.raises(SettingError, match=r"AIP_STORAGE_URI: .* is no folder of Cloud Storage"):
-        commands.launcher_words([])
-    assert commands.launcher_words(["--model-id", "Y"]) == ["serve", "--model-id", "Y"]
-
-
 def test_the_benchmark_is_refused_by_name() -> None:
     with pytest.raises(SettingError, match=r"text-generation-benchmark is not served: .* guidellm or aiperf"):
         commands.benchmark_words(["--tokenizer-name", "org/model"])
+
+
+# --- cloud storage ------------------------------------------------------------------------------------------
+
+MODEL = {"config.json": b"{}", "model.safetensors": b"w" * 3000, "original/params.json": b"[]"}
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cloud_storage, "SCHEMES", ("gs://", "memory://"))
+    store = fsspec.filesystem("memory")
+    store.store.clear()
+    yield store
+    store.store.clear()
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_folder_is_fetched_once_and_what_has_changed_again(
+    store: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, data in MODEL.items():
+        store.pipe_file(f"/b/x/{name}", data)
+    store.pipe_file("/b/xy/config.json", b"other")
+    folder = cloud_storage.fetch_folder("memory://b/x/")
+    assert files(folder) == MODEL
+    assert capsys.readouterr().err.count("fetching") == len(MODEL)
+    store.pipe_file("/b/x/config.json", b"[]")
+    store.store["/b/x/config.json"].modified += datetime.timedelta(seconds=2)
+    assert cloud_storage.fetch_folder("memory://b/x/") == folder
+    assert files(folder)["config.json"] == b"[]"
+    assert capsys.readouterr().err.count("fetching") == 1
+
+
+def test_a_file_that_is_cut_is_refused_and_not_kept(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.pipe_file("/b/x/config.json", b"{}")
+    with monkeypatch.context() as cut:
+        cut.setattr(type(store), "get_file", lambda self, name, path: Path(path).write_bytes(b"{"))
+        with pytest.raises(SettingError, match=r"config\.json did not arrive whole: 1 bytes"):
+            cloud_storage.fetch_folder("memory://b/x")
+    assert files(cloud_storage.fetch_folder("memory://b/x")) == {"config.json": b"{}"}
+
+
+@pytest.mark.parametrize(
+    ("uri", "cause"),
+    [
+        ("ftp://b/x", "is no folder of Cloud Storage"),
+        ("memory://", "is no folder of Cloud Storage"),
+        ("memory://b/empty", "has no files"),
+        ("memory://b/bad", "is no name of a file in a folder"),
+    ],
+)
+def test_what_cannot_be_fetched_is_refused_by_name(store: Any, uri: str, cause: str) -> None:
+    store.pipe_file("/b/bad/../x", b"")
+    with pytest.raises(SettingError, match=f"^AIP_STORAGE_URI: .*{cause}"):
+        cloud_storage.fetch_folder(uri)
+
+
+@pytest.mark.usefixtures("store")
+def test_a_store_that_is_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["fsspec.registry"], "registry", {})  # stores that were found before
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(
+        SettingError, match=r"AIP_STORAGE_URI: gs:// is not installed here: .*tokenfleet\[cloud"
+    ):
+        cloud_storage.fetch_folder("gs://b/x")

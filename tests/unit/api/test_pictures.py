@@ -1,4 +1,4 @@
-"""Layouts: the prompt of a picture of any size is the one that transformers' processor makes."""
+"""Pictures in texts, and the prompt of a picture of any size: the one that transformers makes."""
 
 import json
 import random
@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from api.pictures.layouts import PictureLayout, expanded, placed, read_layout
+from api.pictures.source import split_text
 from common.pictures import PictureError, Size
 from common.settings.settings import SettingError
 from tests.support.pictures.processors import CLASSES, make_processor, processed_ids
+
+# --- layouts ------------------------------------------------------------------------------------------------
 
 NUM_SIZES = 30
 Made = tuple[Any, PictureLayout]
@@ -83,13 +86,6 @@ def test_options_of_hub_models(made: Callable[..., Made], family: str) -> None:
         ), size
 
 
-def test_pictures_that_are_not_cut_into_tiles(made: Callable[..., Made]) -> None:
-    processor, layout = made("idefics3", '{"do_image_splitting": false}')
-    assert our_ids(processor, layout, "<image>", [(90, 100)]) == processed_ids(
-        processor, "<image>", [(90, 100)]
-    )
-
-
 def test_a_picture_that_is_too_narrow_is_refused(made: Callable[..., Made]) -> None:
     _, layout = made("qwen2_vl")
     with pytest.raises(PictureError, match="has 10 x 2010 pixels: no edge may be 200 times the other"):
@@ -106,13 +102,6 @@ def test_a_prompt_has_a_marker_for_each_picture_and_no_other_placeholder(made: C
         placed(ids, layout.placeholder_id, ["digest"], [picture])
 
 
-def test_models_without_pictures_have_no_layout(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    assert read_layout(tmp_path) is None
-    (tmp_path / "config.json").write_text('{"model_type": "gemma3"}')  # without a config of pictures
-    assert read_layout(tmp_path) is None
-
-
 def test_the_placeholder_is_the_one_of_the_config_or_has_the_usual_text(tmp_path: Path) -> None:
     make_processor("qwen2_vl", tmp_path)
     known = read_layout(tmp_path)
@@ -121,3 +110,28 @@ def test_the_placeholder_is_the_one_of_the_config_or_has_the_usual_text(tmp_path
     (tmp_path / "config.json").write_text('{"model_type": "qwen2_vl", "image_token_id": 99999}')
     with pytest.raises(SettingError, match="has no token for pictures: none has the id 99999"):
         read_layout(tmp_path)
+
+
+# --- source -------------------------------------------------------------------------------------------------
+
+DATA = "data:image/png;base64,AAAA"
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("a", [("a", "")]),
+        (f"![]({DATA})", [("", DATA), ("", "")]),
+        (f"a ![]({DATA})![](https://x/y) b", [("a ", DATA), ("", "https://x/y"), (" b", "")]),
+        ("![a](https://x/y) ![](x/y) ![]", [("![a](https://x/y) ![](x/y) ![]", "")]),
+        (f"![](x ![]({DATA}) ![](http://x", [("![](x ", DATA), (" ![](http://x", "")]),
+    ],
+)
+def test_pictures_of_a_text(text: str, parts: list[tuple[str, str]]) -> None:
+    assert [*split_text(text)] == parts
+
+
+def test_a_text_of_beginnings_takes_no_longer_than_another() -> None:
+    """Looking for each one's end to the end of the text would take minutes."""
+    text = "![](data:" * 500_000
+    assert [*split_text(text)] == [(text, "")]

@@ -1,14 +1,70 @@
-"""Whether a batcher works is decided by changes of its heartbeat and this gateway's own clock."""
+"""What a gateway knows of pools and their batchers, and which pools a request tries."""
 
+import random
+from collections import Counter
 from typing import Any
 
 import pytest
 
 from api.requests import monitors
+from api.requests.directory import merge
 from api.requests.monitors import SILENT_S, BatcherMonitor
+from api.requests.pool_choice import pick_by_depth, rank_by_weight
+from common.broker.directory import TTL_S, KnownPool, PoolEntry
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.settings.settings import Settings
+
+# --- pool choice --------------------------------------------------------------------------------------------
+
+KEYS = [f"request {number}" for number in range(4000)]
+
+
+def firsts(weights: dict[str, float]) -> dict[str, str]:
+    return {key: rank_by_weight(weights, key)[0] for key in KEYS}
+
+
+def test_two_pools_are_picked_at_random_and_the_shorter_queue_comes_first() -> None:
+    depths = {"a": 0.1, "b": 0.5, "c": 2.0}
+    picks = [tuple(pick_by_depth(depths, random.Random(seed))) for seed in range(300)]
+    assert {*picks} == {("a", "b"), ("a", "c"), ("b", "c")}
+    assert min(Counter(picks).values()) > 60
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
+def test_a_pool_gets_the_share_of_its_weight(share: float) -> None:
+    counts = Counter(firsts({"a": 100 - 100 * share, "b": 100 * share}).values())
+    assert counts["b"] / len(KEYS) == pytest.approx(share, abs=0.02)
+
+
+def test_a_request_goes_the_same_way_each_time_and_weights_are_relative() -> None:
+    assert firsts({"a": 9, "b": 1}) == firsts({"b": 10, "a": 90})
+
+
+def test_without_a_pool_only_its_requests_move() -> None:
+    before, after = firsts({"a": 1, "b": 1, "c": 1}), firsts({"a": 1, "b": 1})
+    assert all(before[key] == after[key] for key in KEYS if before[key] != "c")
+    assert Counter(after[key] for key in KEYS if before[key] == "c").keys() == {"a", "b"}
+
+
+# --- directory ----------------------------------------------------------------------------------------------
+
+OLD, NEW = PoolEntry("redis://a", num_ready=1), PoolEntry("redis://a", num_ready=2)
+
+
+def test_what_is_found_replaces_what_was_known() -> None:
+    found = {"a": KnownPool(NEW, 0.1)}
+    assert merge({"a": KnownPool(OLD, 0.2)}, found, 0.5) == found
+
+
+def test_a_pool_that_a_new_directory_lacks_is_known_until_it_is_silent_for_too_long() -> None:
+    known = merge({"a": KnownPool(OLD, 0.2)}, {}, 0.5)
+    assert known == {"a": KnownPool(OLD, 0.7)} and known["a"].is_live
+    assert not merge(known, {}, 10)["a"].is_live
+    assert merge(known, {}, TTL_S) == {}
+
+
+# --- monitors -----------------------------------------------------------------------------------------------
 
 HOUR_MS = 3_600_000.0
 

@@ -1,4 +1,4 @@
-"""Calls in JSON are read as they come, and the same for every cut of the text."""
+"""Calls in every format are read as they come, and the same for every cut of the text."""
 
 import pytest
 
@@ -6,6 +6,8 @@ from api.answers.call_formats import CALL_FORMATS, REASONING_FORMATS
 from api.answers.scanner import CallArguments, CallStart
 from tests.support.tool_calls.answers import Answer, Reading, cuts
 from tests.support.tool_calls.golden import TOOLS, check
+
+# --- json calls ---------------------------------------------------------------------------------------------
 
 CITY = '{"city": "Oslo"}'
 READ = ("weather", CITY)
@@ -152,5 +154,129 @@ def test_every_cut_of_tgis_calls_says_the_same() -> None:
             '{"function": "now"}': Answer('{"function": "now"}'),
             " It rains. ": Answer(" It rains. "),
             '{"function":{"_name":"now", "a": ': Answer(calls=[("now", '{"a": ')]),
+        },
+    )
+
+
+# --- tagged arguments ---------------------------------------------------------------------------------------
+
+QWEN = "<tool_call>\n<function=weather>\n"
+END_OF_QWEN = "</function>\n</tool_call>"
+TYPED = '{"city": "Oslo \\"x\\"\\nN", "days": 3, "units": "c", "when": null, "places": ["a"], "exact": true}'
+QUOTED = '"</parameter>"'
+MARK = f'{{"when": {QUOTED}}}'
+
+
+def parameter(name: str, value: str) -> str:
+    return f"<parameter={name}>\n{value}\n</parameter>\n"
+
+
+def argument(name: str, value: str) -> str:
+    return f"<arg_key>{name}</arg_key>\n<arg_value>{value}</arg_value>\n"
+
+
+def test_every_cut_of_qwens_calls_says_the_same() -> None:
+    values = [
+        parameter("city", 'Oslo "x"\nN'),
+        parameter("days", "3"),
+        parameter("units", "c"),
+        parameter("when", "null"),
+        parameter("places", '["a"]'),
+        parameter("exact", "True"),
+    ]
+    city = parameter("city", "Oslo")
+    check(
+        Reading(CALL_FORMATS["qwen3_coder"], tools=TOOLS),
+        {
+            f"Yes.\n{QWEN}{''.join(values)}{END_OF_QWEN}": Answer("Yes.", calls=[("weather", TYPED)]),
+            f"<function=now>\n</function>\n{QWEN}{city}{END_OF_QWEN}": Answer(
+                calls=[("now", "{}"), ("weather", '{"city": "Oslo"}')]
+            ),
+            f"{QWEN}{parameter('days', 'many')}{END_OF_QWEN}": Answer(
+                calls=[("weather", '{"days": "many"}')]
+            ),
+            f"{QWEN}{parameter('when', QUOTED)}{END_OF_QWEN}": Answer(calls=[("weather", MARK)]),
+            f"{QWEN}{city}</tool_call>": Answer("</tool_call>", calls=[("weather", '{"city": "Oslo"}')]),
+            f"{QWEN}<parameter=city>\nOs": Answer(calls=[("weather", '{"city": "Os')]),
+            f"{QWEN}what?": Answer(f"{QWEN}what?"),
+            "<tool_call>\n<parameter=a>": Answer("<tool_call>\n<parameter=a>"),
+        },
+    )
+
+
+def test_every_cut_of_glms_calls_says_the_same() -> None:
+    values = [
+        argument("city", 'Oslo "x"\nN'),
+        argument("days", "3"),
+        argument("units", "c"),
+        argument("when", "null"),
+        argument("places", '["a"]'),
+        argument("exact", "true"),
+    ]
+    check(
+        Reading(CALL_FORMATS["glm45"], tools=TOOLS),
+        {
+            f"Yes.\n<tool_call>weather\n{''.join(values)}</tool_call>": Answer(
+                "Yes.", "", [("weather", TYPED)]
+            ),
+            "<tool_call>now\n</tool_call>\n<tool_call>now</tool_call>": Answer(calls=[("now", "{}")] * 2),
+            "<tool_call>now or never</tool_call>": Answer("<tool_call>now or never</tool_call>"),
+        },
+    )
+
+
+# --- harmony ------------------------------------------------------------------------------------------------
+
+ANALYSIS = "<|channel|>analysis<|message|>They ask.<|end|>"
+HARMONY_CALL = (
+    f"<|start|>assistant<|channel|>commentary to=functions.weather<|constrain|>json<|message|>{CITY}<|call|>"
+)
+OTHER = f"<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{CITY}"
+FINAL = "<|start|>assistant<|channel|>final<|message|>It rains.\n<|return|>"
+PREAMBLE = "<|channel|>commentary<|message|>I look.<|end|>"
+
+
+def test_every_cut_of_harmony_says_the_same() -> None:
+    check(
+        Reading(CALL_FORMATS["openai"]),
+        {
+            ANALYSIS + HARMONY_CALL: Answer("", "They ask.", [("weather", CITY)]),
+            ANALYSIS + FINAL: Answer("It rains.", "They ask."),
+            ANALYSIS + OTHER: Answer("", "They ask.", [("weather", CITY)]),
+            f"{PREAMBLE}<|start|>assistant{ANALYSIS}{FINAL}": Answer("I look.\n\nIt rains.", "They ask."),
+            "<|channel|>analysis<|message|>They": Answer("", "They"),
+            "<|channel|>commentary to=python<|message|>1 + 1<|call|>": Answer("", "1 + 1"),
+            "<|channel|>commentary to=functions.now<|message|><|call|>": Answer(calls=[("now", "{}")]),
+            "It rains.": Answer("It rains."),
+            '<|channel|>commentary to=functions.now<|message|>{"a" 1}<|call|>' + FINAL: Answer(
+                "1}It rains.", calls=[("now", '{"a" ')]
+            ),
+        },
+    )
+
+
+# --- python calls -------------------------------------------------------------------------------------------
+
+LITERALS = "<|python_start|>[weather(places=['a, (b', \"it's\\n\"], exact=True, when=None)]<|python_end|>"
+
+
+def test_every_cut_of_calls_as_python_says_the_same() -> None:
+    check(
+        Reading(CALL_FORMATS["llama4_pythonic"], tools=TOOLS),
+        {
+            '[weather(city="Oslo", days=3), now()]': Answer(
+                calls=[("weather", '{"city": "Oslo", "days": 3}'), ("now", "{}")]
+            ),
+            LITERALS: Answer(
+                calls=[("weather", '{"places": ["a, (b", "it\'s\\n"], "exact": true, "when": null}')]
+            ),
+            '[weather(city={"a": [true, null]}, days=-1.5,)]': Answer(
+                calls=[("weather", '{"city": {"a": [true, null]}, "days": -1.5}')]
+            ),
+            "I look:\n[ now( ) ]\nDone.": Answer("I look:Done.", calls=[("now", "{}")]),
+            "[1] says [now()].": Answer("[1] says [now()]."),
+            "[weather(x) for x in y]": Answer("[weather(x) for x in y]"),
+            "[later()]": Answer("[later()]"),
+            '[weather(city="Oslo", days=date(1))]': Answer(")]", calls=[("weather", '{"city": "Oslo"')]),
         },
     )

@@ -1,0 +1,262 @@
+"""A draining gateway ends with the last of its requests; the client of each answer has every byte once."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.types import Receive, Scope, Send
+
+from api.app import build
+from api.handover.draining import Draining, DrainingServer
+from api.handover.keeper_channel import KeeperChannel, inherited_channel
+from api.handover.rest_of_answer import RestOfAnswer
+from api.lifecycle import Gateway
+from api.server import own_listener
+from common.messages.codec import decode
+from common.messages.kept_answer import HANDLE_VARIABLE, MAX_DATAGRAM_BYTES, KeeperMessage, KeptAnswer
+from common.settings.settings import Settings
+from tests.support.tokenizer import model_tokenizer
+from tests.support.waiting import wait_until
+
+# --- draining -----------------------------------------------------------------------------------------------
+
+END_S = 30.0
+
+
+class SlowApp:
+    """Answers /slow when `finished` is set, any other path at once."""
+
+    def __init__(self) -> None:
+        self.finished = asyncio.Event()
+        self.num_slow = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/slow":
+            self.num_slow += 1
+            await self.finished.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"done"})
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    app: SlowApp, timeout_s: float, is_last: bool = False
+) -> AsyncIterator[tuple[DrainingServer, asyncio.Task[None], str]]:
+    listener = own_listener(0)
+    config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
+    server = DrainingServer(config, Draining(is_last=is_last), timeout_s, KeeperChannel(None))
+    task = asyncio.create_task(server.serve([listener]))
+    await wait_until(lambda: server.started)
+    host, port = listener.getsockname()
+    try:
+        yield server, task, f"http://{host}:{port}"
+    finally:
+        server.should_exit = True
+        server.signalled.set()
+        await task
+
+
+def request_on(url: str) -> socket.socket:
+    """A connection with a request on it, which the server's loop had no turn to take."""
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    connection.sendall(b"GET /other HTTP/1.1\r\nhost: x\r\n\r\n")
+    connection.setblocking(False)
+    return connection
+
+
+async def test_a_draining_server_serves_what_the_kernel_has_accepted_and_no_more() -> None:
+    app, loop = SlowApp(), asyncio.get_running_loop()
+    async with serving(app, 60) as (server, task, url), httpx.AsyncClient() as client:
+        slow = asyncio.create_task(client.get(f"{url}/slow"))
+        await wait_until(lambda: app.num_slow == 1)
+        waiting = [request_on(url) for _ in range(5)]
+        server.handle_exit(signal.SIGTERM, None)
+        assert not await server.on_tick(1)
+        with pytest.raises(httpx.ConnectError):
+            await client.get(f"{url}/other")
+        for connection in waiting:
+            assert (await loop.sock_recv(connection, 1000)).startswith(b"HTTP/1.1 200")
+            connection.close()
+        assert not task.done()
+        app.finished.set()
+        assert (await slow).text == "done"
+        await asyncio.wait_for(asyncio.shield(task), END_S)
+
+
+async def test_the_last_server_listens_until_its_last_request_is_finished() -> None:
+    app = SlowApp()
+    async with serving(app, 60, is_last=True) as (server, task, url), httpx.AsyncClient() as client:
+        slow = asyncio.create_task(client.get(f"{url}/slow"))
+        await wait_until(lambda: app.num_slow == 1)
+        server.handle_exit(signal.SIGTERM, None)
+        await wait_until(lambda: server.draining.refuses)
+        assert (await client.get(f"{url}/other")).text == "done"
+        assert not task.done()
+        app.finished.set()
+        assert (await slow).text == "done"
+        await asyncio.wait_for(asyncio.shield(task), END_S)
+
+
+@pytest.mark.parametrize(("number", "ends"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
+async def test_a_second_ctrl_c_ends_the_drain_and_a_second_sigterm_does_not(
+    number: signal.Signals, ends: bool
+) -> None:
+    """A machine that shuts down sends one, and the launcher another."""
+    server = DrainingServer(uvicorn.Config(SlowApp()), Draining(), 60, KeeperChannel(None))
+    for _ in range(2):
+        assert not server.should_exit
+        server.handle_exit(number, None)
+    assert server.should_exit is ends
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/generate"), ("POST", "/v1/completions"), ("GET", "/health")]
+)
+async def test_a_draining_gateway_refuses_new_prompts(method: str, path: str) -> None:
+    draining = Draining()
+    draining.refuses = True
+    gateway = Gateway(Settings(redis_url="redis://127.0.0.1:1"), "g0-test", model_tokenizer())
+    transport = httpx.ASGITransport(build(gateway, draining))
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        refused = await client.request(method, path, json={"inputs": "a", "prompt": "a"})
+        assert refused.status_code == 503
+        assert "this gateway is shutting down" in refused.text
+        assert (await client.get("/readyz")).status_code == 503
+        assert (await client.get("/docs")).status_code == (await client.get("/livez")).status_code == 200
+
+
+# --- keeper channel -----------------------------------------------------------------------------------------
+
+ANSWER = KeptAnswer("r0", 0, "1", head=bytes(9000))
+
+
+def pair() -> tuple[KeeperChannel, socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return KeeperChannel(ours), theirs
+
+
+async def test_messages_that_find_no_room_are_sent_later_in_order() -> None:
+    channel, keeper = pair()
+    futures = [channel.post(KeeperMessage(keep=ANSWER, drop=str(i))) for i in range(100)]
+    assert not futures[-1].done()
+    assert not channel.send_now(KeeperMessage(drop="now"))
+    received = [
+        decode(KeeperMessage, await asyncio.to_thread(keeper.recv, MAX_DATAGRAM_BYTES)) for _ in futures
+    ]
+    assert [message.drop for message in received] == [str(i) for i in range(100)]
+    await asyncio.gather(*futures)
+    assert channel.send_now(KeeperMessage(drop="now"))
+    assert decode(KeeperMessage, keeper.recv(MAX_DATAGRAM_BYTES)).drop == "now"
+    channel.close()
+    keeper.close()
+
+
+async def test_without_a_keeper_every_message_fails() -> None:
+    channel, keeper = pair()
+    keeper.close()
+    waiting = KeeperChannel(None)
+    for one in (channel, waiting):
+        with pytest.raises(OSError):
+            await one.post(KeeperMessage(drop="r0"))
+        assert not one.is_open and not one.is_kept() and not one.send_now(KeeperMessage(drop="r0"))
+
+
+async def test_a_message_that_is_too_long_fails_alone() -> None:
+    channel, keeper = pair()
+    with pytest.raises(OSError, match="too long"):
+        await channel.post(KeeperMessage(drop="x" * MAX_DATAGRAM_BYTES))
+    await channel.post(KeeperMessage(drop="r0"))
+    channel.close()
+    keeper.close()
+
+
+async def test_the_channel_is_found_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, keeper = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    monkeypatch.setenv(HANDLE_VARIABLE, str(ours.detach()))
+    channel = inherited_channel()
+    assert channel.is_open and HANDLE_VARIABLE not in os.environ
+    channel.close()
+    keeper.close()
+    assert not inherited_channel().is_open
+
+
+# --- rest of answer -----------------------------------------------------------------------------------------
+
+COMMENT_CHUNK = b"4\r\n: \n\n\r\n"
+CHUNKS = st.lists(st.binary(min_size=1, max_size=20), min_size=1, max_size=12)
+
+
+class Transport:
+    """Keeps what is written to it."""
+
+    def __init__(self) -> None:
+        self.data = b""
+        self.is_aborted = self.is_closed = False
+
+    def write(self, data: bytes) -> None:
+        assert data
+        self.data += data
+
+    def is_closing(self) -> bool:
+        return self.is_aborted
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@given(CHUNKS, st.data())
+def test_the_client_has_every_byte_once(chunks: list[bytes], data: Any) -> None:
+    """Comments may be between any two chunks, several at one place; the last may not have been written."""
+    sent, comments = b"", []
+    for chunk in chunks:
+        sent += chunk
+        for _ in range(data.draw(st.integers(0, 2))):
+            comments.append(len(sent))
+            sent += COMMENT_CHUNK
+    num_written = data.draw(st.integers(0, len(sent)))
+    known = [offset for offset in comments if offset <= num_written]
+    transport = Transport()
+    rest = RestOfAnswer(transport, num_written, COMMENT_CHUNK, known)
+    for chunk in chunks:
+        rest.write(chunk)
+    rest.insert_comments()
+    rest.close()
+    without_later = b"".join(whole(chunks, known))
+    assert sent[:num_written] + transport.data == without_later
+    assert transport.is_closed and not transport.is_aborted and not rest.is_behind
+
+
+def whole(chunks: list[bytes], comments: list[int]) -> list[bytes]:
+    pieces: list[bytes] = []
+    left = [*comments]
+    for chunk in chunks:
+        pieces.append(chunk)
+        while left and left[0] == sum(map(len, pieces)):
+            left.pop(0)
+            pieces.append(COMMENT_CHUNK)
+    return pieces
+
+
+def test_an_answer_that_is_rendered_otherwise_is_cut() -> None:
+    """A comment within a chunk, or fewer bytes than were written: nothing may follow them."""
+    for num_written, comments in ((0, [2]), (99, [])):
+        transport = Transport()
+        rest = RestOfAnswer(transport, num_written, COMMENT_CHUNK, comments)
+        rest.write(b"head")
+        rest.write(b"body")
+        rest.close()
+        assert transport.is_aborted
+        assert transport.data in (b"", b"head")
