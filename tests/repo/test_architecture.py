@@ -3,21 +3,16 @@ table of keys is `common/broker/keys.py`.
 """
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from common import ids
 from common.broker.keys import table as table_of_keys
-from tests.support.source_tree import PACKAGES, ROOT
+from tests.support.source_tree import ROOT
 
 ARCHITECTURE = ROOT / "ARCHITECTURE.md"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 DESIGN = sorted((ROOT / "docs/design").glob("*.md"))
 NAME = re.compile(r"`([\w./-]+\.(?:py|lua|md|yml|html|toml)|[\w./-]*Dockerfile[\w.]*)`")
-FOLDER = re.compile(r"`([\w./-]+/)`")
-SUFFIXES = {".py", ".lua", ".js", ".h", ".cpp"}
 
 
 def name(page: Path) -> str:
@@ -30,38 +25,10 @@ def table(text: str, head: str) -> list[list[str]]:
     return [row.split("|")[1:-1] for row in rows]
 
 
-@pytest.mark.parametrize("page", [ARCHITECTURE, CONTRIBUTING, *DESIGN], ids=name)
-def test_every_file_that_is_named_exists(page: Path) -> None:
-    named = set(NAME.findall(page.read_text()))
-    assert named
-    assert sorted(one for one in named if not (ROOT / one).is_file()) == []
-
-
-@pytest.mark.parametrize("page", [CONTRIBUTING, *DESIGN], ids=name)
-def test_every_folder_that_is_named_exists(page: Path) -> None:
-    assert [one for one in sorted(FOLDER.findall(page.read_text())) if not (ROOT / one).is_dir()] == []
-
-
-def test_the_table_of_folders_is_the_folders() -> None:
-    """A row is a folder and its rooms. Folders with code are all named, down to the second level."""
-    named = set(folders_in_the_table())
-    assert sorted(one for one in named if not (ROOT / one).is_dir()) == []
-    assert sorted(folders_with_code() - named) == []
-
-
-def folders_in_the_table() -> Iterator[str]:
-    for first, rooms in table(ARCHITECTURE.read_text(), "| folder |"):
-        (folder,) = FOLDER.findall(first)
-        yield folder
-        yield from (folder + room for room in FOLDER.findall(rooms))
-
-
-def folders_with_code() -> set[str]:
-    """Return folders that hold code, down to the second level: `api/http/` for a file in it or below it."""
-    sources = [path for one in PACKAGES for path in (ROOT / one).rglob("*") if path.suffix in SUFFIXES]
-    folders = {path.parent.relative_to(ROOT).parts[:2] for path in sources if path.name != "__init__.py"}
-    assert len(folders) > 10
-    return {"/".join(parts) + "/" for parts in folders}
+def test_every_file_that_is_named_exists() -> None:
+    for page in (ARCHITECTURE, CONTRIBUTING, *DESIGN):
+        named = set(NAME.findall(page.read_text()))
+        assert named and [one for one in sorted(named) if not (ROOT / one).is_file()] == [], page
 
 
 def test_the_table_of_ids_is_the_ids() -> None:

@@ -3,7 +3,6 @@ environments of the services are started as processes, the lines of the Dockerfi
 folders.
 """
 
-import contextlib
 import json
 import os
 import re
@@ -12,26 +11,20 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
-import redis
 import yaml
 from fastapi.routing import APIRoute
 
 from api.app import ROUTERS
 from common.broker import acl
-from common.broker.keys import Keys
 from common.rank import machine_ranks
 from common.settings.fields import SettingFields
 from common.settings.settings import Settings
-from tests.support.machine.ports import free_port
-from tests.support.waiting import wait_until_sync
 
 ROOT = Path(__file__).parents[2]
 DEPLOYED = {"NNODES": "2", "NODE_RANK": "1", "NUM_SHARD": "16", "MASTER_ADDR": "10.0.0.1"}
@@ -39,7 +32,6 @@ COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES = COMPOSE["services"]
 OURS = {"api", "batcher", "jobs", "gpu_worker", "cpu_worker"}
 FILES = ["deploy/Dockerfile", "deploy/Dockerfile.worker"]
-START_S = 120
 FIXED = {
     *("HOSTNAME", "GATEWAY_PORT", "GPU_LOCKS"),  # of the container
     *("NUM_GATEWAYS", "NUM_BATCHERS", "NUM_JOBS"),  # `--scale` says it
@@ -130,12 +122,6 @@ def test_images_of_others_have_exact_versions_and_can_be_replaced() -> None:
         )
 
 
-def test_grafana_knows_its_users() -> None:
-    environ = SERVICES["grafana"]["environment"]
-    assert environ["GF_SECURITY_ADMIN_PASSWORD__FILE"] == "/run/secrets/grafana_admin"
-    assert environ["GF_AUTH_ANONYMOUS_ENABLED"] == environ["GF_USERS_ALLOW_SIGN_UP"] == "false"
-
-
 def test_the_proxy_passes_on_what_is_public() -> None:
     """Routes of `api/admin` are not, but for health and the page."""
     [listed] = re.findall(r"@internal path (.*)", (ROOT / "deploy/Caddyfile").read_text())
@@ -184,12 +170,6 @@ def test_every_setting_may_come_from_the_shell() -> None:
         }
 
 
-def test_cpu_workers_divide_the_cores() -> None:
-    worker = SERVICES["cpu_worker"]
-    assert worker["environment"]["NUM_WORKERS"] == worker["deploy"]["replicas"] == "${CPU_WORKERS:-1}"
-    assert SERVICES["gpu_worker"]["environment"]["NUM_WORKERS"] == "1", "each has its own GPU"
-
-
 @pytest.mark.parametrize(
     ("extras", "torch", "flashinfer"),
     [([], False, False), (["worker"], True, False), (["worker", "cuda"], True, True)],
@@ -209,100 +189,10 @@ def test_only_workers_have_torch(extras: list[str], torch: bool, flashinfer: boo
 # --- the services as processes ------------------------------------------------------------------------------
 
 
-def filled(text: str, environ: dict[str, str]) -> str:
-    """Fill in `${NAME:-default}` as compose does."""
-    return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda match: environ.get(match[1]) or match[2], text)
-
-
-class Composed:
-    """Services of the compose file, each started as one or more processes on this machine."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.port, self.redis_port = folder, free_port(), free_port()
-        self.children: list[subprocess.Popen[bytes]] = []
-
-    def start(self, name: str, **extra: str) -> None:
-        service = SERVICES[name]
-        fixed = {
-            "PORT": str(self.port),
-            "METRICS_PORT": str(free_port()),
-        }
-        if name in OURS:
-            user = urlsplit(service["environment"]["REDIS_URL"]).username
-            fixed["REDIS_URL"] = f"redis://{user}@127.0.0.1:{self.redis_port}/0"
-        environ = (
-            {
-                key: filled(value, {})
-                for key, value in service.get("environment", {}).items()
-                if value is not None
-            }
-            | fixed
-            | extra
-        )
-        words = ["tokenfleet", *service["command"]] if name in OURS else service["command"]
-        if name == "redis":
-            users = (ROOT / "deploy/users.acl").read_text().replace(" on ", " on nopass ")
-            (self.folder / "users.acl").write_text(users)
-            words = [filled(word, {}).replace("/tmp/", f"{self.folder}/") for word in words]
-            words = [*words, "--port", str(self.redis_port), "--dir", str(self.folder)]
-        log = (self.folder / f"{name}-{len(self.children)}.log").open("wb")
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        self.children.append(
-            subprocess.Popen(words, env=os.environ | environ | {"PATH": path}, stdout=log, stderr=log)
-        )
-
-    def logs(self) -> str:
-        return "\n".join(path.read_text()[-3000:] for path in self.folder.glob("*.log"))
-
-
 def test_the_file_of_users_is_what_doctor_prints() -> None:
     """`tokenfleet doctor --acl --pool '*' > deploy/users.acl` writes it anew."""
     lines = [f"user {kind} on {' '.join(acl.rules(kind, [acl.EVERY_POOL]))}" for kind in acl.USERS]
     assert (ROOT / "deploy/users.acl").read_text().splitlines() == lines
-
-
-@pytest.fixture
-def composed(tmp_path: Path) -> Iterator[Composed]:
-    one = Composed(tmp_path)
-    try:
-        yield one
-    finally:
-        for child in reversed(one.children):
-            child.terminate()
-        for child in one.children:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(60)
-            child.kill()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("redis-server"), reason="Debian's redis-server is not installed")
-def test_the_services_serve_together(composed: Composed) -> None:
-    """The one entry of the CPU worker is started three times."""
-    composed.start("redis")
-    client = redis.Redis(port=composed.redis_port)
-    wait_until_sync(lambda: contextlib.suppress(redis.ConnectionError) and answers(client))
-    for name in ("batcher", "api", "jobs", "cpu_worker", "cpu_worker", "cpu_worker"):
-        composed.start(name, **({"THREADS": "1", "KV_CACHE_BYTES": "128MiB"} if name == "cpu_worker" else {}))
-    wait_until_sync(lambda: client.zcard(Keys("default").workers) == 3, START_S)
-    body = {"inputs": "The sky is", "parameters": {"max_new_tokens": 5, "details": True}}
-    url = f"http://127.0.0.1:{composed.port}"
-    wait_until_sync(lambda: health(url) == 200)
-    answer = httpx.post(f"{url}/generate", json=body, timeout=60)
-    assert answer.status_code == 200, composed.logs()
-    assert answer.json()["details"]["generated_tokens"] == 5
-    assert httpx.get(f"{url}/metrics").status_code == 200
-    incarnations: Any = client.zrange(Keys("default").workers, 0, -1)
-    assert len(set(incarnations)) == 3
-    log = next(composed.folder.glob("api-*.log")).read_text().splitlines()
-    assert log and all(json.loads(line)["level"] for line in log), "JSON_OUTPUT holds for every line"
-
-
-def answers(client: Any) -> bool:
-    try:
-        return bool(client.ping())
-    except redis.ConnectionError:
-        return False
 
 
 def health(url: str) -> int:

@@ -1,6 +1,5 @@
 """Prometheus' and Grafana's files: they are valid, and ask for nothing that is not there."""
 
-import json
 import re
 import shutil
 import subprocess
@@ -73,36 +72,6 @@ def test_vllm_s_dashboard_finds_its_names() -> None:
     recorded = {rule["record"].removeprefix("vllm:") for rule in group["rules"]}
     assert {*OF_VLLM} <= recorded
     assert all(set(rule["labels"]) == {"model_name", "engine"} for rule in group["rules"])
-
-
-def test_every_panel_has_a_position_and_a_data_source() -> None:
-    dashboard = json.loads((GRAFANA / "dashboards" / "tokenfleet.json").read_text())
-    panels = dashboard["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    cells = [
-        (x, y)
-        for panel in panels
-        for x in range(*span(panel, "x", "w"))
-        for y in range(*span(panel, "y", "h"))
-    ]
-    assert len(set(cells)) == len(cells) and max(x for x, _ in cells) == 23, "panels overlap"
-    source = yaml.safe_load((GRAFANA / "provisioning" / "datasources" / "prometheus.yml").read_text())[
-        "datasources"
-    ][0]
-    assert dashboard["templating"]["list"][0]["current"]["value"] == source["uid"]
-
-
-def span(panel: dict[str, Any], start: str, size: str) -> tuple[int, int]:
-    place = panel["gridPos"]
-    return place[start], place[start] + place[size]
-
-
-def test_the_service_of_the_dashboards_is_scraped() -> None:
-    [fleet, processes] = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["scrape_configs"]
-    assert fleet["static_configs"][0]["labels"] == {"container": "tokenfleet"}
-    assert "container" not in json.dumps(processes), (
-        "figures of single processes must not be added to those of the fleet"
-    )
 
 
 def test_an_alert_fires_within_30_s_of_the_last_turn_of_a_batcher() -> None:

@@ -7,12 +7,10 @@ import sys
 from pathlib import Path
 
 import psutil
-import pytest
 
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.batchers import batcher
-from tests.support.fleet.fleet import have_ended, is_alive
-from tests.support.forks.client import ForkedProcess, can_fork, create_subprocess_exec
+from tests.support.forks.client import ForkedProcess, can_fork
 from tests.support.waiting import wait_until_sync
 
 BATCHER = [sys.executable, "-P", "-m", "batcher"]
@@ -37,24 +35,3 @@ def test_a_forked_process_has_the_given_variables_files_session_and_exit_code(tm
     started = subprocess.run(BATCHER, env=environ, capture_output=True)
     assert forked.communicate() == (None, started.stderr) and b"MAX_BATCH_SIZE" in started.stderr
     assert forked.returncode == started.returncode == os.EX_CONFIG
-
-
-def test_a_forked_process_dies_with_the_process_that_asked_for_it(broker: Broker) -> None:
-    """Fork servers of processes that have died end, too."""
-    code = "import os, time; from tests.support.fleet.batchers import batcher\n"
-    code += f"with batcher({broker.url!r}) as process: print(process.pid, flush=True); time.sleep(600)"
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert parent.stdout is not None
-    parent.stdout.readline()
-    family = [process for process in psutil.Process(parent.pid).children(recursive=True) if is_alive(process)]
-    assert len(family) == 2
-    parent.kill()
-    parent.communicate()
-    wait_until_sync(lambda: have_ended(family))
-
-
-@pytest.mark.parametrize("words", [["-c", "pass"], ["-m", "json.tool", "--help"]])
-async def test_the_interpreter_starts_processes_that_are_not_of_the_fleet(words: list[str]) -> None:
-    process = await create_subprocess_exec(sys.executable, *words, stdout=subprocess.DEVNULL)
-    assert await process.wait() == 0
-    assert not hasattr(process, "process")

@@ -2,15 +2,13 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-import pytest
+
 from tests.support.source_tree import FILES, PACKAGES, ROOT, circle, module_graph, parse
-import ast
-import re
-from tests.support.source_tree import FILES, PACKAGES, ROOT, parse
 
 # --- imports ------------------------------------------------------------------------------------------------
 
@@ -41,13 +39,12 @@ def imported(path: Path) -> Iterator[str]:
             yield (node.module or "").split(".")[0]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_process_imports_common_and_itself_only(path: Path) -> None:
-    place = path.relative_to(ROOT)
-    found = set(imported(path))
-    assert found & set(PACKAGES) <= ALLOWED[place.parts[0]]
-    for module, home in AT_HOME.items():
-        assert module not in found or place.is_relative_to(home), f"{module} belongs to {home}"
+def test_a_process_imports_common_and_itself_only() -> None:
+    for path in FILES:
+        place, found = path.relative_to(ROOT), set(imported(path))
+        assert found & set(PACKAGES) <= ALLOWED[place.parts[0]], place
+        for module, home in AT_HOME.items():
+            assert module not in found or place.is_relative_to(home), f"{place}: {module} belongs to {home}"
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

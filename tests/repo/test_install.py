@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-import zipfile
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import pytest
 from packaging.requirements import Requirement
 
 from deploy.requirements import normalize, read_lock
-from tests.support.machine.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ("sh", "dirname", "sed", "mkdir", "rm", "cp", "chmod", "grep")
@@ -127,21 +125,6 @@ def test_a_gpu_installs_torch_from_pypi_and_flashinfer(tmp_path: Path) -> None:
     assert machine.asked() == WITH_GPU
 
 
-def test_only_workers_get_flashinfer(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, gpu=True)
-    command = ["sh", "deploy/install.sh", "dev"]
-    subprocess.run(
-        command, cwd=machine.path, env=machine.environ, check=True, capture_output=True, timeout=60
-    )
-    assert machine.asked()[0].endswith("-e .[dev]")
-
-
-def test_a_mac_installs_torch_from_pypi(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, MAC)
-    assert machine.install().returncode == 0
-    assert machine.asked() == ORDINARY
-
-
 def test_torch_index_overrides_the_choice(tmp_path: Path) -> None:
     machine = Machine(tmp_path, gpu=True)
     assert machine.install(TORCH_INDEX="https://mirror/cu126").returncode == 0
@@ -154,34 +137,6 @@ def test_torch_index_overrides_the_choice(tmp_path: Path) -> None:
 def test_a_torch_index_that_does_not_answer_is_named(tmp_path: Path) -> None:
     done = Machine(tmp_path, gpu=True, fails="*versions*").install(TORCH_INDEX="https://mirror/cu126")
     assert done.returncode == 1 and "TORCH_INDEX: https://mirror/cu126 does not answer" in done.stderr
-
-
-@pytest.mark.slow
-def test_a_dead_torch_index_beside_a_folder_of_wheels_is_named(tmp_path: Path) -> None:
-    """The real pip finds a torch in the folder, and would take that one."""
-    pinned = torch().partition("==")[2]
-    folder = f"torch-{pinned}.dist-info"
-    with zipfile.ZipFile(tmp_path / f"torch-{pinned}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(f"{folder}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {pinned}\n")
-        wheel.writestr(f"{folder}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{folder}/RECORD", "")
-    site = tmp_path / "site"
-    environ = {
-        **os.environ,
-        "PIP": str(Path(sys.executable).with_name("pip")),
-        "PIP_FIND_LINKS": str(tmp_path),
-        "PIP_TARGET": str(site),
-    }
-
-    def install(**variables: str) -> subprocess.CompletedProcess[str]:
-        command = ["sh", str(ROOT / "deploy/install_torch.sh"), "cpu"]
-        return subprocess.run(command, env=environ | variables, capture_output=True, text=True)
-
-    index = f"http://user:password@127.0.0.1:{free_port()}/simple"
-    done = install(TORCH_INDEX=index)
-    assert done.returncode == 1 and f"TORCH_INDEX: {index} does not answer" in done.stderr
-    assert not site.exists()
-    assert install().returncode == 0 and (site / folder).exists(), "without it, the folder's is taken"
 
 
 def test_the_lock_has_a_version_in_range_for_every_dependency() -> None:
@@ -264,9 +219,3 @@ def test_without_a_suitable_python_the_ways_to_install_one_are_named(tmp_path: P
     assert done.returncode == 1
     assert "python3-venv" in done.stderr and "brew" in done.stderr
     assert not (tmp_path / ".venv").exists()
-
-
-def test_a_failure_of_pip_is_explained(tmp_path: Path) -> None:
-    done = Machine(tmp_path, MAC, fails="*-e*").install()
-    assert done.returncode == 1
-    assert "pip: no luck" in done.stderr and "PIP_INDEX_URL" in done.stderr

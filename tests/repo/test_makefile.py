@@ -74,14 +74,6 @@ def test_a_killed_make_leaves_no_process(make: subprocess.Popen[str]) -> None:
     wait_until_sync(lambda: have_ended(processes), GONE_S)
 
 
-def test_sigterm_to_make_drains(make: subprocess.Popen[str], tmp_path: Path) -> None:
-    processes = descendants(make)
-    make.terminate()
-    make.wait(60)
-    wait_until_sync(lambda: have_ended(processes), GONE_S)
-    assert {"g0 end", "b0 end", "w0 end"} <= set((tmp_path / "notes").read_text().splitlines())
-
-
 @pytest.mark.slow
 def test_sigterm_to_the_whole_group_counts_as_one_signal(make: subprocess.Popen[str], tmp_path: Path) -> None:
     """Make passes the signal on to the launcher, which already has it."""

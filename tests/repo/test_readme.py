@@ -23,7 +23,6 @@ from common.settings.option import OTHERS
 from common.settings.settings import Settings
 from tests.support import brokers
 from tests.support.fleet.fleet import Fleet
-from tests.support.source_tree import FILES
 from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -31,13 +30,6 @@ README = (ROOT / "README.md").read_text()
 TOOLS = (ROOT / "docs/tools.md").read_text()
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-HARDWARE = re.compile(
-    r"(?:not|never|nothing)\b[^.|\n]{0,30}\b(?:run|ran|measured|tried)\b[^.|\n]{0,15}\b(?:GPU|card|CUDA|H\d00)\b"
-    r"|\b(?:GPU|card|CUDA)\b[^.|\n]{0,15}\b(?:not|never) (?:run|ran|measured)"
-    r"|nothing on a GPU|run on CPU only",
-    re.IGNORECASE,
-)
-"""Words by which a page says what ran on a GPU, or did not."""
 FLAGS_OF_ENGINES = {"gpus", "shm-size", "profile", "scale", "wait", "no-recreate", "no-deps", "rm"}
 FLAGS_OF_LAUNCHERS = {"nproc-per-node", "max-restarts", "ntasks-per-node", "gpus-per-node"}
 FLAGS_OF_OTHERS = {*FLAGS_OF_ENGINES, *FLAGS_OF_LAUNCHERS, "help", "help-all", "config", "no-", "schema"}
@@ -88,27 +80,6 @@ def test_the_table_of_tgis_options_is_what_the_command_line_knows() -> None:
     assert found[1] == table_of_tgi(), f"docs/from-tgi.md should say:\n{table_of_tgi()}"
 
 
-def test_flags_of_vllm_mean_what_the_table_says() -> None:
-    pairs = re.findall(
-        r"^\| `--([a-z-]+)` \| `--([a-z-]+)` \|$", (ROOT / "docs/from-vllm.md").read_text(), re.MULTILINE
-    )
-    assert len(pairs) >= 8
-    for theirs, ours in pairs:
-        assert OTHERS.flags[theirs.replace("-", "_")] == ours.replace("-", "_")
-
-
-def test_the_glossary_names_what_exists() -> None:
-    """A term has one line, and what stands in backticks before the last column is a file, or in the code."""
-    rows = [
-        row.split(" | ") for row in (ROOT / "docs/glossary.md").read_text().splitlines() if row[:2] == "| "
-    ]
-    terms = [term.strip("| ") for term, *_ in rows if term != "| term"]
-    assert len({*terms}) == len(terms) > 40
-    named = [name for _, meaning, *_ in rows for name in re.findall(r"`([\w./-]+)", meaning)]
-    code = "\n".join(path.read_text() for path in FILES)
-    assert [name for name in named if not (ROOT / name).is_file() and name not in code] == []
-
-
 def test_every_link_has_a_target() -> None:
     """A link leads to a page, and to its heading if it names one."""
     for page in PAGES:
@@ -118,18 +89,6 @@ def test_every_link_has_a_target() -> None:
         assert [
             (target, anchor) for target, anchor in targets if anchor and anchor not in anchors(target)
         ] == []
-
-
-def test_only_one_table_says_what_ran_on_which_hardware() -> None:
-    """That of docs/models.md, so that no page is left behind by the next card. Others link to it."""
-    claims = {page.name: HARDWARE.findall(outside_of_the_table(page)) for page in PAGES}
-    del claims["CHANGELOG.md"]  # says what held when it was written
-    assert {name: found for name, found in claims.items() if found} == {}
-
-
-def outside_of_the_table(page: Path) -> str:
-    text = re.sub(r"\[[^]]*\]\([^)]*#hardware\)", "", page.read_text())
-    return re.sub(r"^## Hardware$.*?^## ", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def anchors(page: Path) -> list[str]:

@@ -103,6 +103,7 @@ def test_users_have_the_rights_of_their_kinds_and_their_own_passwords(entry: Ent
     assert set(names) == {"default", *acl.PROCESSES}, "no user without a password"
 
 
+@pytest.mark.slow
 def test_redis_stays_while_a_gateway_drains(entry: Entry) -> None:
     entry.show("ready")
     entry.process.send_signal(signal.SIGTERM)
@@ -112,6 +113,7 @@ def test_redis_stays_while_a_gateway_drains(entry: Entry) -> None:
     assert entry.ends_within(LATE_S)
 
 
+@pytest.mark.slow
 def test_redis_ends_at_once_without_a_fleet_and_soon_with_one_that_does_not_drain(entry: Entry) -> None:
     entry.show("ready")
     begun_s = time.monotonic()

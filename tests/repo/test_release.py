@@ -98,6 +98,7 @@ def test_the_stack_starts_from_its_archive(files: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_sums_are_those_of_the_files(files: Path) -> None:
     done = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=files, capture_output=True, text=True)
     assert done.returncode == 0 and len(done.stdout.splitlines()) == 2, done.stderr
@@ -114,17 +115,3 @@ def test_actions_are_pinned_and_have_few_rights(path: Path) -> None:
     assert workflow["permissions"] == {"contents": "read"}
     for job in workflow["jobs"].values():
         assert "uses" in job or job["timeout-minutes"]
-
-
-def test_images_are_published_with_sbom_and_provenance() -> None:
-    jobs = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
-    steps = {
-        step["uses"].split("@")[0]: step.get("with", {}) for step in jobs["images"]["steps"] if "uses" in step
-    }
-    build = steps["docker/build-push-action"]
-    assert build["sbom"] is True and build["provenance"] == "mode=max" and build["push"] is True
-    assert steps["actions/attest-build-provenance"]["push-to-registry"] is True
-    built = {one["image"] for one in jobs["images"]["strategy"]["matrix"]["include"]}
-    assert built == {"tokenfleet", "tokenfleet-worker", "tokenfleet-worker-cpu"}
-    for one in jobs["images"]["strategy"]["matrix"]["include"]:
-        assert (ROOT / one["file"]).exists()

@@ -1,19 +1,21 @@
 """Floors of a step, counted as the weights are stored; waits that stand in for its event."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+
 from benchmarks.step_times.floors import Ceilings, Matrix, Weights, floor_ms, weights_of
+from benchmarks.step_times.waits import Waits
 from gpu_worker.engine.cpu import native, packed_linear
 from gpu_worker.engine.cpu.packed_linear import LargePages, NativeLinear
-from gpu_worker.engine.quantization.blocks import Blocks
-from types import SimpleNamespace
-from typing import Any
-import torch
-from benchmarks.step_times.waits import Waits
 from gpu_worker.engine.in_flight import InFlightStep
+from gpu_worker.engine.quantization.blocks import Blocks
 
 # --- floors -------------------------------------------------------------------------------------------------
+
 
 class Model(nn.Module):
     """An embedding, a norm, a layer and a head."""
@@ -62,6 +64,7 @@ def test_weights_in_blocks_count_as_they_are_stored(beside: bool) -> None:
 
 
 # --- waits --------------------------------------------------------------------------------------------------
+
 
 class Event:
     """Has happened."""

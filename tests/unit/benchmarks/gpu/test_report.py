@@ -3,6 +3,7 @@ cut off goes on: benchmarks/gpu/run.sh.
 """
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -126,3 +127,10 @@ def test_an_item_that_the_budget_cuts_off_is_not_done(tmp_path: Path, python: Pa
     out = tmp_path / "out"
     assert run(out, python, BUDGET_S="20") == 3 and not (out / "machine.done").exists()
     assert run(out, python) == 0 and (out / "machine.done").exists()
+
+
+def test_the_script_runs_all_files_of_tests() -> None:
+    script = (ROOT / "benchmarks/gpu/run.sh").read_text()
+    [names] = re.findall(r"for file in ([\w ]+); do", script)
+    files = [file.stem.removeprefix("test_") for file in (ROOT / "tests/gpu").glob("test_*.py")]
+    assert sorted(names.split()) == sorted(files)

@@ -1,29 +1,22 @@
 """Commands that ask a gateway or a directory: what they ask for, and what they print."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
 import httpx
 import pytest
-from common.settings.settings import SettingError
-from deploy.cli import adapters, target
-import asyncio
-import pytest
+from rich.table import Table
+
 from common.broker.client import connect
 from common.broker.directory import DirectoryClient, PoolEntry
 from common.settings.settings import SettingError
-from deploy.cli import models
+from deploy.cli import admin
+from deploy.cli.admin import check_return, choose_worker, usage_table
+from deploy.cli.client import ServerError, print_lines
 from deploy.launcher.embedded_broker import Broker
-import pytest
-from deploy.cli.client import ServerError
-from deploy.cli.drain import check_return, choose_worker
-import pytest
-from deploy.cli.client import print_lines
-from deploy.cli.usage import usage_table
-import pytest
-from rich.table import Table
-from deploy.cli.client import print_lines
 
 # --- adapters -----------------------------------------------------------------------------------------------
 
@@ -56,10 +49,10 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Ask:
 
         transport = httpx.MockTransport(answer)
         monkeypatch.setattr(
-            target, "new_client", lambda *_: httpx.Client(base_url="http://fleet", transport=transport)
+            admin, "new_client", lambda *_: httpx.Client(base_url="http://fleet", transport=transport)
         )
         word, *rest = words
-        return adapters.main([word, "--url", "http://fleet", *rest]), asked
+        return admin.main(["adapters", word, "--url", "http://fleet", *rest]), asked
 
     return run
 
@@ -98,6 +91,7 @@ def test_a_refusal_is_one_line(ask: Ask, capsys: pytest.CaptureFixture[str]) -> 
 
 # --- models -------------------------------------------------------------------------------------------------
 
+
 @pytest.fixture
 def url(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> str:
     """A directory with pools `a` and `b`."""
@@ -120,7 +114,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
 
 
 def test_pools_and_their_queues_are_listed(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert models.main(["list", "--directory-url", url]) == 0
+    assert admin.main(["models", "list", "--directory-url", url]) == 0
     assert lines(capsys) == [
         ["mine", "a", "live", "2", "3", "4", "redis://a:6379"],
         ["mine", "b", "no", "worker", "0", "0", "0", "redis://b:6379"],
@@ -132,12 +126,12 @@ def test_weights_are_set_changed_and_forgotten(
 ) -> None:
     monkeypatch.setenv("REDIS_URL", url)
     for words, shares in ((["a=90", "b=10"], ["90%", "10%"]), (["b=1", "a=0"], ["100%", "0%"])):
-        assert models.main(["set", "new", *words]) == 0
+        assert admin.main(["models", "set", "new", *words]) == 0
         assert [line[2] for line in lines(capsys) if line[0] == "new"] == shares
-    models.main(["unset", "new"])
+    admin.main(["models", "unset", "new"])
     assert all(line[0] == "mine" for line in lines(capsys))
     with pytest.raises(SettingError, match="has no weights"):
-        models.main(["unset", "new"])
+        admin.main(["models", "unset", "new"])
 
 
 @pytest.mark.parametrize(
@@ -157,14 +151,14 @@ def test_weights_are_set_changed_and_forgotten(
 )
 def test_what_cannot_be_set_is_refused(url: str, words: list[str], why: str) -> None:
     with pytest.raises(SettingError, match=why):
-        models.main(["set", *words, "--directory-url", url])
+        admin.main(["models", "set", *words, "--directory-url", url])
 
 
 def test_a_broker_that_does_not_answer_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert models.main(["list", "--directory-url", "redis://127.0.0.1:1"]) == 1
+    assert admin.main(["models", "list", "--directory-url", "redis://127.0.0.1:1"]) == 1
     assert "no connection to the broker" in capsys.readouterr().err
     with pytest.raises(SettingError, match="DIRECTORY_URL: is not a URL"):
-        models.main(["list", "--directory-url", "secret"])
+        admin.main(["models", "list", "--directory-url", "secret"])
 
 
 # --- drain --------------------------------------------------------------------------------------------------
@@ -218,6 +212,7 @@ def test_a_line_for_each_group_and_one_for_all(capsys: pytest.CaptureFixture[str
 
 
 # --- client -------------------------------------------------------------------------------------------------
+
 
 def test_lines_for_a_pipe_are_not_folded_and_have_no_spaces_at_their_ends(
     capsys: pytest.CaptureFixture[str],

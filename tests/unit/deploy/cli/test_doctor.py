@@ -3,7 +3,6 @@ import re
 import resource
 import shutil
 import socket
-from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from common import model_files
 from common.broker import acl
-from common.model_files import cache_folder
 from common.process import machine
 from common.settings.settings import Settings
 from deploy.cli import doctor
@@ -22,7 +19,6 @@ from deploy.launcher import prepare
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.deploy.test_cli import tokenfleet
 from tests.support import brokers
-from tests.support.machine import fake_nvml
 from tests.support.machine.ports import free_port
 
 GIB = 2**30
@@ -68,10 +64,6 @@ def test_a_failure_is_printed_with_its_fix() -> None:
     assert "no NVIDIA driver, but DEVICE=cuda" in failed["GPU"]
 
 
-def test_invalid_settings_are_refused_as_by_serve() -> None:
-    assert "DEMO" in tokenfleet("doctor", "--demo").stderr
-
-
 def test_caches_that_do_not_fit_in_memory_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "available_bytes", lambda: 2 * GIB)
     assert found("memory", num_workers=1).level == "ok"
@@ -81,13 +73,6 @@ def test_caches_that_do_not_fit_in_memory_fail(monkeypatch: pytest.MonkeyPatch) 
         and "1024 MiB for each of 3" in too_much.found
         and "KV_CACHE_BYTES" in too_much.fix
     )
-
-
-def test_weights_of_every_worker_count_as_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "available_bytes", lambda: 2 * GIB)
-    with (model(tmp_path) / "model.safetensors").open("wb") as weights:
-        weights.truncate(GIB + 1)
-    assert found("memory", model_id=str(tmp_path), num_workers=1).level == "warn"
 
 
 def test_a_model_without_all_of_its_weights(tmp_path: Path) -> None:
@@ -109,46 +94,12 @@ def model(folder: Path) -> Path:
     return folder
 
 
-def test_a_model_that_is_not_downloaded() -> None:
-    for model_id in ("smollm2", "an-organisation/a-model"):
-        assert found("model", model_id=model_id).fix == f"tokenfleet download-weights {model_id}"
-
-
-def test_missing_torch_is_a_warning_with_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(name: str) -> str:
-        if name == "torch":
-            raise PackageNotFoundError(name)
-        return "1"
-
-    monkeypatch.setattr(doctor, "version", version)
-    assert found("torch").level == "warn" and "pip install" in found("torch").fix
-
-
 def test_torch_for_cpu_beside_a_gpu_is_a_warning(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "version", lambda name: "2.13.0+cpu")
     assert found("torch").level == "ok"
     prepare.NVIDIA.touch()
     assert found("torch").level == "warn"
     assert "driver does not answer" in found("GPU").found
-
-
-def test_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_nvml.install(monkeypatch, "GPU-a")
-    assert doctor.check_gpu(Settings(device="cuda")) == Finding("ok", "NVIDIA H200, 143771 MiB, 570.1")
-
-
-def test_native_kernels_are_compiled_at_the_first_start(
-    nowhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiler = machine.find_compiler()
-    assert compiler is not None and "at the first start" in found("kernels").found
-    folder = model_files.make_cache_folder(machine.COMPILED)
-    (folder / f"{'0' * 24}-{'1' * 24}.so").touch()
-    assert "at the first start" in found("kernels").found, "those are of other sources"
-    (folder / f"{machine.source_key(compiler)}-{'1' * 24}.so").touch()
-    assert found("kernels") == Finding("ok", f"native kernels are compiled, by {compiler}")
-    monkeypatch.setenv("PATH", "")
-    assert found("kernels").level == "warn" and found("kernels").fix == "install g++"
 
 
 def test_a_gpu_needs_flashinfer_nvcc_and_compilers(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,24 +148,11 @@ def program(path: Path) -> None:
     path.chmod(0o755)
 
 
-def test_a_processor_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "has_bfloat16", lambda: False)
-    assert found("bfloat16").level == "ok"
-    assert found("bfloat16", dtype="bfloat16").fix == "set DTYPE=float32 or DTYPE=auto"
-
-
 def test_a_limit_of_open_files_that_is_too_low(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     assert found("open files", max_concurrent_requests=100).level == "ok"
     assert found("open files", max_concurrent_requests=2000).fix == f"ulimit -n {2000 + doctor.SPARE_FILES}"
     assert found("open files", max_concurrent_requests=5000).fix.startswith("raise the hard limit")
-
-
-def test_no_compiler_and_little_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(doctor, "LITTLE_DISK_BYTES", 2**60)
-    assert (found("compiler").level, found("disk").level) == ("warn", "warn")
-    assert str(cache_folder(model_files.CONVERTED).parents[1]) in found("disk").found
 
 
 def test_a_disk_without_room_for_the_model_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,13 +188,6 @@ def test_a_broker_that_keeps_nothing_is_a_warning() -> None:
     with brokers.running("--appendonly", "no") as own:
         assert found("broker", redis_url=own.url).level == "warn"
         assert "appendonly yes" in found("broker", redis_url=own.url).fix
-
-
-def test_an_old_broker_is_too_old(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.broker.client.MIN_VERSION", (99, 0))
-    assert found("broker", redis_url=broker.url).level == "fail"
-    with Redis.from_url(broker.url) as client:
-        assert client.ping()
 
 
 def test_it_prints_the_users_that_a_pools_processes_need_as_an_acl_file() -> None:

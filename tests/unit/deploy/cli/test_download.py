@@ -118,16 +118,6 @@ def test_a_download_writes_its_steps_and_the_directory_alone(cache: Path) -> Non
     assert folder.is_relative_to(cache) and (folder / "model.safetensors").read_bytes() == b"weights"
 
 
-def test_bars_of_what_takes_long_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_files, "PROGRESS_S", 0.0)
-    lines: list[str] = []
-    with model_files.progress_lines(lines.append)(total=3 * 10**9, unit_scale=True, desc="Bytes") as bar:
-        bar.update(10**9)
-        bar.refresh()
-        bar.set_description("Done")
-    assert {"Bytes: 1.00G of 3.00G", "Done: 1.00G of 3.00G"} <= {*lines}
-
-
 def test_a_model_without_safetensors_is_refused(tmp_path: Path) -> None:
     (model(tmp_path) / "pytorch_model.bin").write_bytes(b"")
     done = tokenfleet("download-weights", str(tmp_path))
@@ -159,14 +149,3 @@ def test_progress_outside_a_terminal_is_one_line_a_step(capsys: pytest.CaptureFi
         show("looking up this")
         show("[converting] that")
     assert capsys.readouterr().err == "looking up this\n[converting] that\n"
-
-
-def test_progress_is_one_live_line_in_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm")
-    with prepare.progress() as show:
-        show("[converting] that")
-    error = capsys.readouterr().err
-    assert "[converting] that" in error and "0:00:00" in error and "\x1b[2K" in error

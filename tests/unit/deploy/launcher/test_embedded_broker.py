@@ -129,17 +129,3 @@ def test_abandoned_directories_are_removed_at_the_next_start(
         with embedded() as second:
             assert set(folder.iterdir()) == {fresh, first.directory, second.directory}
     assert list(folder.iterdir()) == [fresh]
-
-
-def test_a_broker_of_a_test_dies_with_the_test() -> None:
-    killed = "import os, signal\nfrom tests.support import brokers\n"
-    killed += (
-        "with brokers.running() as own: print(own.url, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    words, environ = [sys.executable, "-c", killed], os.environ | {"PARENT_PID": "0"}
-    url = subprocess.run(words, env=environ, capture_output=True, text=True).stdout.strip()
-    try:
-        wait_until_sync(lambda: not brokers.answers(url))
-    finally:
-        with contextlib.suppress(redis.ConnectionError), redis.Redis.from_url(url) as client:
-            client.shutdown(nosave=True)

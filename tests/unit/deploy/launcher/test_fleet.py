@@ -1,54 +1,42 @@
-"""The processes of a fleet: their ports, what is preloaded, what is said of starts, deaths, stops and the end."""
+"""The processes of a fleet: their ports, what is preloaded, what is said of starts, deaths and the end."""
 
-from typing import Any
-import pytest
-from common.settings.settings import SettingError, Settings
-from deploy.launcher.fleet import new_fleet
-from typing import Any
-import pytest
-from common.process import machine
-from common.process.launch import LOAD_FLAG, PRELOAD_FLAG
-from common.settings.settings import Settings
-from deploy.launcher.fleet import GATEWAY_BYTES, RANK_BYTES, gateway_flags, worker_flags
-import os
-import sys
-from typing import Any
-import pytest
-from common.process.launch import WEIGHTS_VARIABLE
-from common.settings.settings import Settings
-from deploy.launcher.fleet import new_fleet, sharing_weights
-from collections.abc import Iterator
-import pytest
-from redis.asyncio import Redis
-from common.broker.heartbeat import Heartbeat
-from common.broker.pool_client import PoolClient
-from common.settings.settings import Settings
-from deploy.launcher.embedded_broker import Broker
-from deploy.launcher.fleet import LocalFleet, new_fleet
-from deploy.launcher.startup import describe_wait, last_lines
-import pytest
-from deploy.launcher.shutdown import waits_for
-from deploy.launcher.supervised_process import Restarts
-import pytest
-from redis.asyncio import Redis
-from batcher.lease import Lease
-from common.broker.keys import Keys
-from common.broker.pool_client import PoolClient
-from common.settings.settings import Settings
-from deploy.launcher.embedded_broker import Broker
-from deploy.launcher.launcher import report_death
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
+
 import psutil
 import pytest
-from deploy.launcher.launcher import Stop, read_stop
+from redis.asyncio import Redis
+
+from batcher.lease import Lease
+from common.broker.heartbeat import Heartbeat
+from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
+from common.process import machine
+from common.process.launch import LOAD_FLAG, PRELOAD_FLAG, WEIGHTS_VARIABLE
+from common.settings.settings import SettingError, Settings
+from deploy.launcher.embedded_broker import Broker
+from deploy.launcher.fleet import (
+    GATEWAY_BYTES,
+    RANK_BYTES,
+    LocalFleet,
+    gateway_flags,
+    new_fleet,
+    sharing_weights,
+    worker_flags,
+)
+from deploy.launcher.launcher import Stop, read_stop, report_death
 from deploy.launcher.preloaded_process import family
+from deploy.launcher.shutdown import waits_for
+from deploy.launcher.startup import describe_wait, last_lines
+from deploy.launcher.supervised_process import Restarts
 from tests.support.waiting import wait_until_sync
 
 # --- fleet --------------------------------------------------------------------------------------------------
+
 
 def test_each_process_gets_its_own_ports() -> None:
     fleet = new_fleet(
@@ -151,6 +139,7 @@ def test_workers_on_cpu_inherit_the_same_memory(device: Any, shares: bool) -> No
 
 # --- startup ------------------------------------------------------------------------------------------------
 
+
 @pytest.fixture
 def fleet(broker: Broker) -> Iterator[LocalFleet]:
     settings = Settings(redis_url=broker.url, num_workers=2, preload_gateway=False, preload_worker=False)
@@ -200,6 +189,7 @@ def test_the_shutdown_says_what_it_waits_for(num_requests: int | None, text: str
 
 
 # --- supervised process -------------------------------------------------------------------------------------
+
 
 def test_the_first_restart_is_immediate_and_the_next_ones_wait_longer() -> None:
     restarts = Restarts()

@@ -120,17 +120,6 @@ async def test_a_process_that_still_imports_is_used_and_replaced(tmp_path: Path)
         assert await shop.ready() != pid
 
 
-async def test_a_process_that_is_killed_while_it_imports_as_the_worker_ends_as_one(tmp_path: Path) -> None:
-    async with workshop(tmp_path, PRELOAD_FLAG) as shop:
-        shop.imports.touch()
-        await wait_until(lambda: shop.preloaded.waiting)
-        running = asyncio.create_task(shop.worker.run_once())
-        os.kill(await wait_until(lambda: shop.worker.pid) or 0, signal.SIGKILL)
-        assert (await running)[0] == -signal.SIGKILL
-        shop.imports.unlink()
-        assert await shop.ready()
-
-
 async def test_a_process_that_does_not_answer_is_ended_and_a_worker_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,15 +129,6 @@ async def test_a_process_that_does_not_answer_is_ended_and_a_worker_starts(
         os.kill(pid, signal.SIGSTOP)
         assert (await shop.start())[1] == "alone"
         assert not psutil.pid_exists(pid)
-
-
-async def test_a_killed_process_is_replaced_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preloaded_process, "FIRST_RETRY_S", 0.01)
-    async with workshop(tmp_path, PRELOAD_FLAG) as shop:
-        first = await shop.ready()
-        os.kill(first, signal.SIGKILL)
-        assert (await shop.start())[1] in ("alone", "preloaded")
-        assert await shop.ready() != first
 
 
 async def test_a_worker_starts_if_the_preloaded_process_dies_while_it_is_asked(tmp_path: Path) -> None:
@@ -170,12 +150,3 @@ async def test_a_worker_starts_if_the_preloaded_command_is_missing(tmp_path: Pat
         shop.preloaded.command = ["/nowhere/python"]
         assert (await shop.start())[1] == "preloaded"
         assert (await shop.start())[1] == "alone"
-
-
-async def test_without_memory_no_process_is_preloaded(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", preloaded_process.__name__)
-    async with workshop(tmp_path) as shop:
-        await wait_until(lambda: "no worker is preloaded: memory is short" in caplog.text)
-        assert shop.preloaded.waiting is None

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from common.model_files import NotConverted
 from common.process import machine
 from common.settings.settings import SettingError, Settings
 from deploy.launcher import prepare
@@ -38,19 +37,6 @@ def test_caches_on_a_gpu_are_not_checked_by_the_launcher(
         prepare.check_memory(Settings(device="cpu"))
 
 
-def test_auto_dtype_is_float32_on_a_processor_without_bfloat16(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that `serve` converts a GGUF file once, as its workers will load it."""
-    monkeypatch.setattr(prepare, "NVIDIA", tmp_path / "nvidiactl")
-    monkeypatch.setattr(machine, "has_bfloat16", lambda: False)
-    assert prepare.weights_dtype(Settings()) == prepare.weights_dtype(Settings(device="cpu")) == "float32"
-    assert prepare.weights_dtype(Settings(dtype="bfloat16")) == "bfloat16"
-    assert prepare.weights_dtype(Settings(device="cuda")) == "auto"
-    monkeypatch.setattr(machine, "has_bfloat16", lambda: True)
-    assert prepare.weights_dtype(Settings()) == "auto"
-
-
 def test_serve_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
     prepare.check_ranks(Settings())
@@ -68,25 +54,6 @@ def test_a_fleet_on_several_machines_has_one_worker_and_machine_0() -> None:
         prepare.check_ranks(Settings(nnodes=2, num_shard=2, node_rank=1))
     with pytest.raises(SettingError, match="NUM_WORKERS: 2, but only one worker may run on several machines"):
         prepare.check_ranks(Settings(nnodes=2, num_shard=2, num_workers=2))
-
-
-def test_a_gateway_waits_for_the_model_that_a_worker_converts(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    monkeypatch.setattr(prepare, "POLL_S", 0.0)
-    answers = [NotConverted("model_id", "x.gguf is converted by a worker first")] * 2
-
-    def with_model(settings: Settings) -> Settings:
-        if answers:
-            raise answers.pop()
-        return settings
-
-    monkeypatch.setattr(prepare, "with_model", with_model)
-    assert prepare.wait_for_model(Settings()) == Settings()
-    assert [line for line in caplog.messages if "converted by a worker" in line] == [
-        "waiting for the model: MODEL_ID: x.gguf is converted by a worker first"
-    ]
 
 
 def test_the_tokenizer_is_found_and_must_fit_the_model(tmp_path: Path) -> None:
@@ -109,31 +76,6 @@ def test_the_tokenizer_is_found_and_must_fit_the_model(tmp_path: Path) -> None:
     (tokenizer / "tokenizer.json").write_text("{")
     with pytest.raises(SettingError, match=r"^TOKENIZER_NAME: .*tokenizer.json is no tokenizer, or damaged"):
         prepare.with_model(settings)
-
-
-def test_who_may_send_requests_is_said_without_the_key() -> None:
-    assert "need no key" in prepare.describe_access(Settings())
-    said = prepare.describe_access(Settings(api_key="secret"))
-    assert "must carry the key" in said and "secret" not in said
-    assert "must carry a key of API_KEYS_FILE" in prepare.describe_access(Settings(api_keys_file="keys.yaml"))
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({}, "only the fleet's own and those of this machine may"),
-        ({"api_key": "secret"}, "any may"),
-        ({"cors_allow_origin": ("*",)}, "any may"),
-        (
-            {"cors_allow_origin": ("https://a.example", "https://b.example")},
-            "only the fleet's own and https://a.example and https://b.example may",
-        ),
-    ],
-)
-def test_the_pages_that_may_call_are_named(settings: dict[str, Any], said: str) -> None:
-    assert f"of web pages, {said} send them (CORS_ALLOW_ORIGIN)" in prepare.describe_access(
-        Settings(**settings)
-    )
 
 
 def test_limits_beyond_the_context_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:

@@ -71,19 +71,6 @@ def close_all(*sockets: socket.socket) -> None:
         one.close()
 
 
-async def test_a_dropped_answer_closes_its_connection() -> None:
-    keeper = SocketKeeper()
-    gateway = FakeGateway(keeper)
-    first, second = await keep_some(gateway, keeper, ANSWERS[:2])
-    gateway.send(KeeperMessage(drop="r0/0"))
-    gateway.send(KeeperMessage(drop="unknown"))
-    assert await asyncio.to_thread(first.recv, 1) == b""
-    assert [*keeper.kept] == ["r1/0"]
-    keeper.close()
-    assert second.recv(1) == b""
-    close_all(first, second, gateway.channel)
-
-
 async def test_an_answer_whose_client_has_left_is_kept_a_little_longer() -> None:
     """A gateway that ends in that time has an heir; else it is dropped."""
     keeper = SocketKeeper()
@@ -196,18 +183,6 @@ async def keep_more_than_a_channel_holds(victim: FakeGateway, keeper: SocketKeep
     return clients
 
 
-async def test_a_slow_heir_gets_everything_in_time() -> None:
-    keeper = SocketKeeper()
-    victim, heir = FakeGateway(keeper), FakeGateway(keeper)
-    clients = await keep_more_than_a_channel_holds(victim, keeper)
-    heir.send(KeeperMessage(takes=True))
-    victim.channel.close()
-    await wait_until(lambda: any(channel.outgoing for channel in keeper.channels))
-    found = await heir.inherited(NUM_MORE)
-    keeper.close()
-    close_all(*clients, heir.channel, *(connection for _, connection in found.values()))
-
-
 async def test_the_end_of_an_heir_ends_the_wait_for_dropped_answers() -> None:
     keeper = SocketKeeper()
     victim, heir = FakeGateway(keeper), FakeGateway(keeper)
@@ -237,15 +212,3 @@ async def test_sockets_beyond_the_limit_are_not_kept() -> None:
     assert [*keeper.kept] == ["r0/0", "r1/0"]
     keeper.close()
     close_all(*clients, gateway.channel)
-
-
-async def test_an_undecodable_message_is_skipped() -> None:
-    keeper = SocketKeeper()
-    gateway = FakeGateway(keeper)
-    ours, theirs = socket.socketpair()
-    socket.send_fds(gateway.channel, [b"garbage"], [ours.fileno()])
-    [client] = await keep_some(gateway, keeper, ANSWERS[:1])
-    ours.close()
-    assert theirs.recv(1) == b""
-    keeper.close()
-    close_all(client, theirs, gateway.channel)

@@ -1,19 +1,16 @@
 """What TGI's commands become, and a model's folder in a cloud's storage."""
 
-from collections.abc import Sequence
-from pathlib import Path
-import pytest
-from common.settings.settings import SettingError
-from deploy.tgi import commands
 import datetime
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
 import fsspec
 import pytest
+
 from common.settings.settings import SettingError
-from deploy.tgi import cloud_storage
+from deploy.tgi import cloud_storage, commands
 
 # --- commands -----------------------------------------------------------------------------------------------
 
