@@ -15,7 +15,6 @@ SIGINT and SIGTERM end the run: what was counted so far is printed, and the flee
 import argparse
 import asyncio
 import math
-import random
 import shutil
 import signal
 import sys
@@ -30,46 +29,41 @@ from typing import Any
 import uvloop
 
 from common.broker.client import connect
-from tests.support.chaos.attack import Attack
-from tests.support.chaos.cases import make_cases, make_reader
-from tests.support.chaos.chaos_fleet import ChaosFleet
-from tests.support.chaos.crowd import Crowd, Tally
-from tests.support.chaos.figures import (
-    MIB,
-    Holdings,
-    count_keys,
+from tests.support.chaos.attack import BROKER_WAYS, KINDS, Attack, draw_strikes, targets_of
+from tests.support.chaos.clients import Crowd, Tally, make_cases, make_reader
+from tests.support.chaos.launcher import ChaosFleet
+from tests.support.chaos.outcome import (
+    Outcome,
+    Plan,
     count_resumes,
+    describe,
     describe_busy,
+    holdings,
     is_idle,
 )
-from tests.support.chaos.outcome import Outcome, Plan, describe
-from tests.support.chaos.proxy import LossyProxy
-from tests.support.chaos.strikes import BROKER_WAYS, KINDS, Targets, draw_strikes
 from tests.support.waiting import wait_until
 
 IDLE_S = 120.0
-MOST_HANDLES, MOST_MEMORY = 64, 96 * MIB
-"""How much more memory a process may hold afterwards than one of its kind held before."""
+MOST_MORE = (64, "handles"), (96, "MiB")
+"""How much more a process may hold afterwards than one of its kind held before."""
 
 
 async def run(plan: Plan) -> Outcome:
     """Runs a fleet, its clients and the strikes. A failure or a cancel ends it; what was counted remains."""
-    draw = random.Random(plan.seed)
-    async with started(plan) as fleet, fleet.proxy(draw) as proxy:
+    async with started(plan) as fleet:
         await asyncio.to_thread(fleet.ready)
         outcome = Outcome(Tally(), Attack(fleet, fleet.directory, Path(fleet.broker["files"])))
         try:
-            await play(plan, fleet, proxy, outcome)
+            await play(plan, fleet, outcome)
         except asyncio.CancelledError:
             outcome.interrupted = True
         except Exception as error:
             traceback.print_exc()
             outcome.left_over.append(f"the run ended early: {error!r}")
-        outcome.num_dropped = proxy.num_dropped
     return outcome
 
 
-async def play(plan: Plan, fleet: ChaosFleet, proxy: LossyProxy, outcome: Outcome) -> None:
+async def play(plan: Plan, fleet: ChaosFleet, outcome: Outcome) -> None:
     # not those of now: the fleet answers before the last of them has its name
     num_processes = 1 + sum(count for kind, count in plan.counts.items() if kind != "engine")
     async with make_reader(fleet.base_url, fleet.redis_url, str(plan.seed)) as reader:
@@ -77,8 +71,7 @@ async def play(plan: Plan, fleet: ChaosFleet, proxy: LossyProxy, outcome: Outcom
         crowd = Crowd(reader, cases, plan.seed, outcome.tally)
         log("undisturbed answers")
         await crowd.learn(plan.num_streams)
-        outcome.before = Holdings.of(fleet)
-        proxy.share = plan.loss
+        outcome.before = holdings(fleet)
         await strike_under_load(plan, crowd, outcome.attack)
         log("all processes are back")
         await outcome.attack.settled(num_processes, plan.counts["agent"])
@@ -94,7 +87,7 @@ async def started(plan: Plan) -> AsyncIterator[ChaosFleet]:
         for kind in ("gateway", "batcher", "jobs")
     }
     counts |= {"num_workers": plan.counts["agent"], "speculate": plan.speculate}
-    counts |= {"stopped_grace_s": plan.stopped_grace_s}
+    counts |= {"stopped_grace_s": plan.stopped_grace_s, "tokenfleet_test_lose": f"{plan.loss}:{plan.seed}"}
     fleet = ChaosFleet(plan.step_ms, plan.num_blocks, kv_cache_bytes="256MiB", **counts)
     try:
         fleet.start()
@@ -120,7 +113,7 @@ async def strike_under_load(plan: Plan, crowd: Crowd, attack: Attack) -> None:
 
 
 async def strike_often(plan: Plan, crowd: Crowd, attack: Attack, running: asyncio.Task[None]) -> None:
-    strikes = draw_strikes(plan.seed, Targets.of(plan.counts), plan.every_s, plan.spared)
+    strikes = draw_strikes(plan.seed, targets_of(plan.counts), plan.every_s, plan.spared)
     while attack.hits.total() < plan.kills and not running.done():
         [strike] = islice(strikes, 1)
         await asyncio.sleep(strike.pause_s)
@@ -139,16 +132,12 @@ async def look_for_leftovers(outcome: Outcome, fleet: ChaosFleet) -> None:
             await wait_until(lambda: is_idle(redis), IDLE_S)
         except TimeoutError:
             outcome.left_over.append(f"not idle after {IDLE_S:.0f} s: {await describe_busy(redis)}")
-        outcome.keys = await count_keys(redis)
     outcome.resumes = await count_resumes(fleet.base_url)
-    outcome.after = after = Holdings.of(fleet)
-    assert outcome.before
-    for kind, count in after.handles.items():
-        if count > outcome.before.handles.get(kind, count) + MOST_HANDLES:
-            outcome.left_over.append(f"{kind} has {count} handles")
-    for kind, size in after.memory.items():
-        if size > outcome.before.memory.get(kind, size) + MOST_MEMORY:
-            outcome.left_over.append(f"{kind} has {size // MIB} MiB")
+    outcome.after = holdings(fleet)
+    for kind, held in outcome.after.items():
+        for before, now, (most, unit) in zip(outcome.before.get(kind, held), held, MOST_MORE, strict=True):
+            if now > before + most:
+                outcome.left_over.append(f"{kind} has {now} {unit}")
 
 
 def log(text: str) -> None:

@@ -31,8 +31,8 @@ from common.messages.records import pack_ids
 from common.messages.request import StoppingParams
 from gpu_worker.frames import FrameDecoder, encode
 from gpu_worker.protocol import Frame, Grant, Ready, StartRow, StepResult
-from tests.support.chaos.chaos_fleet import ChaosFleet
 from tests.support.chaos.engine import STEP_MS
+from tests.support.chaos.launcher import ChaosFleet
 from tests.support.fleet.fleet import Fleet
 
 
@@ -116,7 +116,7 @@ def scripted(step_ms: float | None) -> dict[str, str]:
 
 
 def fleet_of(step_ms: float | None) -> Fleet:
-    return Fleet() if step_ms is None else ChaosFleet(step_ms, has_proxy=False)
+    return Fleet() if step_ms is None else ChaosFleet(step_ms)
 
 
 def main(runs: int, step_ms: float | None) -> None:

@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from deploy.cli.command_line import run
-from tests.support.chaos.chaos_fleet import ChaosFleet
 from tests.support.chaos.dashboard import panel_queries
+from tests.support.chaos.launcher import ChaosFleet
 from tests.support.fleet.fleet import Fleet
 from tests.support.machine import ports
 from tests.support.machine.ports import free_port, is_free
@@ -40,7 +40,7 @@ def fleet() -> Iterator[Fleet]:
         "port": (port := free_ports(1 + NUM_PROCESSES)),
         "metrics_port": port + 1,
     }
-    with ChaosFleet(step_ms=20.0, has_proxy=False, **settings) as fleet:
+    with ChaosFleet(step_ms=20.0, **settings) as fleet:
         wait_until_sync(lambda: fleet.workers_ready() == 2)
         yield fleet
 

@@ -19,7 +19,7 @@ from common.messages.events import Events
 from common.messages.records import pack_ids
 from common.messages.request import Generate, StoppingParams
 from tests.support.broker_state import admit
-from tests.support.chaos.chaos_fleet import ChaosFleet
+from tests.support.chaos.launcher import ChaosFleet
 from tests.support.fleet.fleet import Fleet
 from tests.support.waiting import wait_until
 
@@ -125,7 +125,7 @@ async def race(new_fleet: Fleet, count: int, kill_every: int) -> None:
 @pytest.mark.slow
 async def test_each_request_gets_one_terminal() -> None:
     """Engines have no model, but rows as in the real engine."""
-    fleet = ChaosFleet(step_ms=10.0, num_blocks=NUM_BLOCKS, has_proxy=False, **SETTINGS)
+    fleet = ChaosFleet(step_ms=10.0, num_blocks=NUM_BLOCKS, **SETTINGS)
     await race(fleet, 60, kill_every=25)
 
 

@@ -14,7 +14,7 @@ import jsonschema
 import psutil
 import pytest
 
-from tests.support.chaos.figures import count_resumes
+from tests.support.chaos.outcome import count_resumes
 from tests.support.engine import tiny_models
 from tests.support.fleet.fleet import Fleet
 from tests.support.waiting import wait_until

@@ -18,7 +18,7 @@ from redis.asyncio import Redis
 from api.admin.routes_timeline import read_timelines
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
-from tests.support.chaos.chaos_fleet import ChaosFleet
+from tests.support.chaos.launcher import ChaosFleet
 from tests.support.fleet.fleet import Fleet
 from tests.support.traces import CLIENT_SPAN, ReceivedSpan, Receiver, traceparent
 from tests.support.waiting import wait_until, wait_until_sync
@@ -50,7 +50,7 @@ def fleet(receiver: Receiver) -> Iterator[Fleet]:
         "otel_bsp_schedule_delay": 50,
         "worker_ttl_s": 3,
     }
-    with ChaosFleet(step_ms=10.0, has_proxy=False, **settings) as fleet:
+    with ChaosFleet(step_ms=10.0, **settings) as fleet:
         wait_until_sync(lambda: fleet.workers_ready() == 2)
         yield fleet
 

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from deploy.launcher.embedded_broker import Broker
-from tests.support.chaos.chaos_fleet import ChaosFleet
 from tests.support.chaos.engine import WAKE_MS
+from tests.support.chaos.launcher import ChaosFleet
 from tests.support.engine import tiny_models
 from tests.support.fleet.fleet import Fleet
 from tests.support.waiting import wait_until_sync
@@ -65,7 +65,6 @@ def swapping(broker: Broker) -> Iterator[ChaosFleet]:
 def chaos_fleet(broker: Broker) -> ChaosFleet:
     return ChaosFleet(
         step_ms=2,
-        has_proxy=False,
         redis_url=broker.url,
         models=",".join(f"{name}=smollm2" for name in NAMES),
         **{WAKE_MS: 500},

@@ -10,7 +10,7 @@ import redis
 
 from benchmarks.client import Stream, stream
 from common.broker.keys import Keys
-from tests.support.chaos.chaos_fleet import ChaosFleet
+from tests.support.chaos.launcher import ChaosFleet
 from tests.support.fleet.fleet import Fleet
 from tests.support.forks.command import tokenfleet
 from tests.support.releases.mixed_pool import expected_ids
@@ -24,7 +24,7 @@ PROMPTS = [f"number {number}, and what follows it" for number in range(NUM_STREA
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
     """Two workers that have room for the streams together, and for those of one of them not beside."""
-    with ChaosFleet(20.0, has_proxy=False, num_workers=2, max_batch_size=NUM_STREAMS // 2) as fleet:
+    with ChaosFleet(20.0, num_workers=2, max_batch_size=NUM_STREAMS // 2) as fleet:
         yield fleet
 
 

@@ -22,8 +22,7 @@ from common.messages.codec import decode
 from common.messages.events import Events
 from common.process.logs import next_incarnation
 from tests.support.chaos.attack import Attack
-from tests.support.chaos.cases import make_cases, make_reader
-from tests.support.chaos.crowd import Crowd, Tally
+from tests.support.chaos.clients import Crowd, Tally, make_cases, make_reader
 from tests.support.chaos.outcome import Plan
 from tests.support.fleet.fleet import Fleet
 from tests.support.fleet.http_calls import PROMPT

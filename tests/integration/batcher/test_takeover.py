@@ -32,8 +32,9 @@ from common.messages.events import Events
 from common.messages.records import unpack_ids
 from deploy.launcher.embedded_broker import Broker
 from tests.support.broker_state import error_of, queue, result_ids, seal
+from tests.support.chaos.engine import generate
 from tests.support.fleet.batchers import KEYS, active_batcher, batcher
-from tests.support.fleet.modeless_worker import ModelessEngine, generate, modeless_worker
+from tests.support.fleet.modeless_worker import ModelessEngine, modeless_worker
 from tests.support.forks.client import ForkedProcess
 from tests.support.forks.command import tokenfleet
 from tests.support.machine.ports import free_port
@@ -89,7 +90,7 @@ async def test_a_row_that_stands_by_is_adopted_by_the_next_batcher(broker: Broke
         with batcher(broker.url, "b1", MAX_BATCH_SIZE=str(PLACES)):
             await check_answers(redis, range(NUM_REQUESTS))
             assert await states(redis, "attempt") == [1] * NUM_REQUESTS, "nobody went elsewhere"
-            await wait_until(lambda: not w0.owners)
+            await wait_until(lambda: not w0.rows.rows)
         assert w0.most_rows == PLACES and w0.num_starts == NUM_REQUESTS
 
 
@@ -104,7 +105,7 @@ async def test_a_row_that_stands_by_goes_on_elsewhere_when_its_worker_dies(
         async with modeless_worker(broker.url, "w1", step_s=STEP_S) as w1:
             await check_answers(redis, range(NUM_REQUESTS))
             assert max(await states(redis, "crash_count")) <= 1
-            await wait_until(lambda: not w1.owners)
+            await wait_until(lambda: not w1.rows.rows)
         assert w1.most_rows == PLACES
 
 
@@ -112,7 +113,8 @@ async def test_a_row_that_stands_by_can_be_cancelled(broker: Broker, redis: Redi
     async with modeless_worker(broker.url, "w0", step_s=10 * STEP_S) as w0:
         await send(redis)
         with batcher(broker.url, "b0", MAX_BATCH_SIZE=str(PLACES)):
-            name = f"r{w0.ids[await stands_by(w0)][0] - 1000}"
+            row = await stands_by(w0)
+            name = f"r{unpack_ids(w0.ids[row])[0] - 1000}"
             await cancel_request(PoolClient(redis, KEYS), name)
             assert b"cancelled" in await wait_until(lambda: error_of(redis, name))
 
@@ -203,7 +205,7 @@ async def test_rows_stay_in_place_when_batchers_are_killed_suspended_and_drained
             assert await attempts(redis) == {b"1"}, "no request went elsewhere"
             await client.progress(SUCCESSION_NUM_TOKENS)
             assert [client.shown[f"r{n}"] for n in range(SUCCESSION_NUM_REQUESTS)] == expected
-            await wait_until(lambda: not one.owners and not other.owners)
+            await wait_until(lambda: not one.rows.rows and not other.rows.rows)
             await wait_until(lambda: no_blocks_in_use(redis))
     assert one.num_starts + other.num_starts == SUCCESSION_NUM_REQUESTS
 
@@ -246,7 +248,7 @@ async def test_cancels_deaths_and_new_requests_between_two_batchers(broker: Brok
         assert one.num_starts == SUCCESSION_NUM_REQUESTS, (
             "those of the dead worker came, and none started twice"
         )
-        assert not one.owners
+        assert not one.rows.rows
 
 
 async def has_both_workers(redis: Redis) -> bool:
@@ -314,7 +316,7 @@ async def test_rows_of_a_drained_worker_go_on_elsewhere_and_it_gets_no_others(
             assert done.returncode == 0
             assert done.stdout.splitlines()[-1].startswith(b"w0-1 is gone; it was last ")
             await wait_until(lambda: has_left(w0))
-            assert not w0.owners, "it left empty"
+            assert not w0.rows.rows, "it left empty"
             await send_drain(redis, range(8, 10))
             await check_answers_drain(redis, range(10))
             assert w0.num_starts == before, "it got no other row"

@@ -1,14 +1,17 @@
-"""Engine process without a model: `python -m tests.support.chaos.engine --fd N`.
+"""The one engine without a model, with the real engine's rows: as a process (`python -m
+tests.support.chaos.engine --fd N`), or under an agent in a test's own process
+(tests/support/fleet/modeless_worker.py).
 
-Its rows are the real engine's. Each id is a function of all ids before it, and of seed and choice: a row that
-resumes with a token too few or too many goes on with other ids, and so does one that starts with blocks in
-which other ids were computed. An adapter gives other ids, too.
+Each id is a function of all ids before it, and of seed and choice: a row that resumes with a token too few or
+too many goes on with other ids. So does one that starts with blocks in which other ids were computed, or
+whose blocks another row fills. An adapter gives other ids, too.
 
 With SPECULATE rows propose what they will sample, and sometimes other ids.
 """
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -16,6 +19,7 @@ import struct
 import time
 from collections.abc import Sequence
 from itertools import accumulate
+from pathlib import Path
 from zlib import crc32
 
 import setproctitle
@@ -24,11 +28,26 @@ from common.messages.records import pack_ids, unpack_ids
 from common.process.launch import die_with_parent
 from common.settings.settings import Settings
 from gpu_worker.engine.agent_link import AgentLink
+from gpu_worker.engine.batch.adapters import Adapter
 from gpu_worker.engine.batch.row import RowSlice, confirmed
 from gpu_worker.engine.batch.rows import Rows
-from gpu_worker.protocol import Grant, LoadProgress, PeerClosed, Ready, StartRow, StepResult
-from tests.support.adapters.scripted import MAX_CPU_LORAS, MAX_LORA_RANK, MAX_LORAS, ScriptedAdapters
-from tests.support.chaos.engine_loop import run
+from gpu_worker.protocol import (
+    AdapterAnswer,
+    AdapterLoaded,
+    AdapterRefused,
+    AdapterUnloaded,
+    Asleep,
+    Grant,
+    LoadAdapter,
+    LoadProgress,
+    ModelSleeps,
+    PeerClosed,
+    Ready,
+    StartRow,
+    StepResult,
+    UnloadAdapter,
+    WakeUp,
+)
 
 STEP_MS = "CHAOS_STEP_MS"
 """Variable: duration of a step."""
@@ -40,62 +59,85 @@ BLOCKS = "CHAOS_NUM_BLOCKS"
 """Variable: number of KV blocks, in place of the default."""
 BLOCK_SIZE, NUM_BLOCKS, CONTEXT = 16, 8192, 2048
 MAX_BATCH_PREFILL_TOKENS = 256
+MAX_LORAS, MAX_LORA_RANK, MAX_CPU_LORAS = 4, 64, 16
 FIRST_ID, NUM_IDS = 1_000, 1_000
+KEEPALIVE_S = 5.0
 
 
 class ScriptedEngine:
-    """An engine without a model, with the interface that the engine's loop needs.
+    """An engine without a model.
 
     Attributes:
         chains: checksum of seed, choice and ids of each row.
         ids: packed ids of each row.
         contents: checksum of the ids that were computed up to the end of a block, of full blocks.
+        num_starts: rows that ever started; `last_row`: the newest; `most_rows`: in one step.
     """
 
-    def __init__(self, step_s: float, num_speculated: int = 0) -> None:
+    def __init__(
+        self, step_s: float, num_speculated: int = 0, eos_ids: Sequence[int] = (), prefix_caching: bool = True
+    ) -> None:
         self.step_s = step_s
         self.token_s = float(os.environ.get(TOKEN_US, 0)) / 1e6
         self.num_speculated = num_speculated
-        self.adapters = ScriptedAdapters()
-        self.rows = Rows(BLOCK_SIZE, eos_ids=(), prefix_caching=True, adapters=self.adapters.loaded)
+        self.adapters: dict[str, Adapter] = {}
+        self.rows = Rows(BLOCK_SIZE, eos_ids, prefix_caching=prefix_caching, adapters=self.adapters)
         self.chains: dict[int, int] = {}
         self.ids: dict[int, bytes] = {}
         self.contents: dict[int, int] = {}
+        self.num_starts = self.most_rows = self.last_row = 0
 
     def apply(self, grant: Grant) -> None:
         granted = self.rows.apply(grant)
         for block in (number for blocks in granted for number in blocks.tolist()):
             self.contents.pop(block, None)
         for start in grant.starts:
-            self.chains[start.row] = first_chain(start) ^ self.check_cached(start)
+            assert start.row > self.last_row, "row numbers go on"
+            self.last_row = start.row
+            self.num_starts += 1
+            cached = unpack_ids(start.blocks)[: start.num_cached // BLOCK_SIZE]
+            wrong = any(self.holds_others(block, start.ids, place) for place, block in enumerate(cached))
+            self.chains[start.row] = first_chain(start) ^ wrong
             self.ids[start.row] = start.ids
             if self.num_speculated and start.row in self.rows.rows:
                 self.rows.rows[start.row].proposer = Guesser(self, start.row)
 
-    def check_cached(self, start: StartRow) -> int:
-        """Return 0 if the blocks with which a row starts hold the right ids."""
-        cached = unpack_ids(start.blocks)[: start.num_cached // BLOCK_SIZE]
-        return any(
-            self.contents.get(block) != checksum(start.ids, place) for place, block in enumerate(cached)
-        )
+    def holds_others(self, block: int, ids: bytes, place: int) -> bool:
+        """Whether other ids than a row's were computed up to the end of its block at this place."""
+        return self.contents.get(block) != checksum(ids, place)
 
     def fill_blocks(self, slices: Sequence[RowSlice]) -> None:
         for one in slices:
-            ids = self.ids[one.row.number] + pack_ids(one.proposed)
+            ids, blocks = self.ids[one.row.number] + pack_ids(one.proposed), one.row.blocks.tolist()
             for place in range(one.begin // BLOCK_SIZE, one.kv_len // BLOCK_SIZE):
-                self.contents[int(one.row.blocks[place])] = checksum(ids, place)
+                wrong = place > 0 and self.holds_others(blocks[place - 1], ids, place - 1)
+                self.chains[one.row.number] ^= wrong
+                self.contents[blocks[place]] = checksum(ids, place)
 
-    def slack_s(self) -> float:
-        """A step is launched when the one before it is read."""
-        return 0.0
+    def obey(self, command: LoadAdapter | UnloadAdapter) -> AdapterAnswer:
+        """Load or unload an adapter. A folder without an `adapter_config.json` is refused, and so is a rank
+        that is too large.
+        """
+        if isinstance(command, UnloadAdapter):
+            self.adapters.pop(command.name, None)
+            return AdapterUnloaded(command.name)
+        path = Path(command.path)
+        try:
+            rank = json.loads((path / "adapter_config.json").read_text())["r"]
+        except FileNotFoundError:
+            return AdapterRefused(command.name, f"{path} has no adapter_config.json")
+        if rank > MAX_LORA_RANK:
+            return AdapterRefused(command.name, f"its rank is {rank}; MAX_LORA_RANK is {MAX_LORA_RANK}")
+        self.adapters[command.name] = Adapter(command.name)
+        return AdapterLoaded(command.name, rank, 1024 * rank)
 
     def step(self) -> StepResult | None:
         slices = self.rows.launch()
-        duration_s = self.step_s + self.token_s * sum(
-            one.kv_len - one.begin for one in slices if not one.decodes
-        )
+        self.most_rows = max(self.most_rows, len(slices))
+        num_prompt = sum(one.kv_len - one.begin for one in slices if not one.decodes)
+        duration_s = self.step_s + self.token_s * num_prompt
         if slices:
-            time.sleep(duration_s)
+            self.compute(duration_s)
             self.fill_blocks(slices)
             ids = [token for one in slices if one.samples for token in self.sample(one)]
             self.rows.collect(slices, ids, [-0.5] * len(ids))
@@ -103,6 +145,10 @@ class ScriptedEngine:
         self.chains = {row: chain for row, chain in self.chains.items() if row in self.rows.rows}
         self.ids = {row: ids for row, ids in self.ids.items() if row in self.rows.rows}
         return result.build(self.rows.step, duration_s * 1e3) if slices or result else None
+
+    def compute(self, duration_s: float) -> None:
+        """Take the time of a step."""
+        time.sleep(duration_s)
 
     def sample(self, one: RowSlice) -> list[int]:
         """Sample for a slice, and after its proposals, too. The row goes on with what is confirmed. A
@@ -154,6 +200,14 @@ def id_of(chain: int) -> int:
     return FIRST_ID + chain % NUM_IDS
 
 
+def generate(prompt: Sequence[int], count: int) -> list[int]:
+    """Return the ids of a greedy request that nothing interrupts."""
+    chains = accumulate(
+        range(count - 1), lambda chain, _: extend(chain, id_of(chain)), initial=crc32(pack_ids(prompt))
+    )
+    return [*map(id_of, chains)]
+
+
 def checksum(ids: bytes, place: int) -> int:
     """Return the checksum of the ids up to the end of a row's block."""
     return crc32(ids[: 4 * BLOCK_SIZE * (place + 1)])
@@ -163,6 +217,36 @@ def first_chain(start: StartRow) -> int:
     sampling, adapter = start.sampling, crc32(start.adapter.encode())
     seed = crc32(struct.pack("<qi", sampling.seed, sampling.choice)) if sampling else 0
     return crc32(start.ids, seed ^ adapter)
+
+
+def run(engine: ScriptedEngine, link: AgentLink, ready: Ready, wake_s: float) -> None:
+    """Run steps, and sleep when told to, until the agent closes the socket (raises PeerClosed): what
+    gpu_worker/engine/loop.py does, without torch.
+    """
+    while True:
+        with contextlib.suppress(ModelSleeps):
+            run_steps(engine, link)
+        assert not engine.rows.rows
+        link.send(Asleep())
+        link.receive(WakeUp)
+        time.sleep(wake_s)
+        link.send(ready)
+
+
+def run_steps(engine: ScriptedEngine, link: AgentLink) -> None:
+    wait_s = 0.0
+    while True:
+        for command in link.commands(wait_s):
+            if isinstance(command, Grant):
+                engine.apply(command)
+            else:
+                link.send(engine.obey(command))
+        step = engine.step()
+        if step is not None:
+            link.send(step)
+        elif wait_s and engine.rows.rows:
+            link.send(StepResult(engine.rows.step))
+        wait_s = 0.0 if step else KEEPALIVE_S
 
 
 def main() -> None:

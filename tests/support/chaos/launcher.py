@@ -1,13 +1,12 @@
-"""Launcher of a fleet for chaos: `tokenfleet serve` whose gateways reach the broker through a proxy if there
-is one, whose broker can be set back, and whose workers have no model where CHAOS_STEP_MS is set.
-
-It writes socket and directory of the broker to DIRECTORY/broker.
+"""A fleet for chaos, and its launcher: `tokenfleet serve` whose broker can be set back, and whose workers
+have no model where CHAOS_STEP_MS is set. It writes URL and files of the broker to DIRECTORY/broker.json.
 """
 
 import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import setproctitle
@@ -20,24 +19,45 @@ from deploy.launcher import launcher
 from deploy.launcher.embedded_broker import Broker
 from deploy.launcher.fleet import LocalFleet, command, new_fleet
 from tests.support.chaos.broker import CUT_TO
-from tests.support.chaos.engine import STEP_MS
+from tests.support.chaos.engine import BLOCKS, NUM_BLOCKS, STEP_MS
+from tests.support.fleet.fleet import Fleet
 
-DIRECTORY, PROXY_URL = "CHAOS_DIRECTORY", "CHAOS_PROXY_URL"
+ROOT = Path(__file__).parents[3]
+DIRECTORY = "CHAOS_DIRECTORY"
 ADDRESS = "broker.json"
+
+
+class ChaosFleet(Fleet):
+    """`step_ms`, `num_blocks`: of engines without a model; None runs the real ones."""
+
+    command = ("tests.support.chaos.launcher",)
+
+    def __init__(self, step_ms: float | None, num_blocks: int = NUM_BLOCKS, **settings: Any) -> None:
+        preload_worker = None if step_ms is None else False
+        preloads = {"preload_worker": preload_worker, "preload_gateway": None}
+        super().__init__(**{"pythonpath": ROOT} | preloads | settings)
+        self.settings |= {DIRECTORY: self.directory, STEP_MS: step_ms, BLOCKS: num_blocks}
+
+    @property
+    def broker(self) -> dict[str, Any]:
+        """Return URL and files of the broker."""
+        found: dict[str, Any] = json.loads((self.directory / ADDRESS).read_text())
+        return found
+
+    @property
+    def redis_url(self) -> str:
+        """The URL of the broker itself, whether or not it runs."""
+        return str(self.settings.get("redis_url") or self.broker["url"])
 
 
 def chaos_fleet(settings: Settings, broker: Broker | None) -> LocalFleet:
     directory = Path(os.environ[DIRECTORY])
     if broker is not None:
         files = broker.directory / "appendonlydir"
-        (directory / ADDRESS).write_text(
-            json.dumps({"url": broker.url, "socket": str(broker.socket_path), "files": str(files)})
-        )
+        (directory / ADDRESS).write_text(json.dumps({"url": broker.url, "files": str(files)}))
     fleet = new_fleet(settings, broker)
     for process in fleet.brokers:
         process.command = [*command("tests.support.chaos.broker"), str(directory / CUT_TO), *process.command]
-    for process in fleet.gateways if PROXY_URL in os.environ else ():
-        process.environ = process.environ | {"REDIS_URL": os.environ[PROXY_URL]}
     if STEP_MS in os.environ:
         for process in fleet.workers:
             process.command = command("tests.support.chaos.worker")

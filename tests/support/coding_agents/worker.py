@@ -4,7 +4,6 @@ agents. The launcher runs it in place of `gpu_worker`.
 
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +14,13 @@ from common.process.startup import ProcessIdentity, configure_process, exit_when
 from common.settings.settings import Settings
 from gpu_worker.agent.row_text import RowTable
 from gpu_worker.agent.state import AgentState
-from gpu_worker.engine.batch.rows import Rows
+from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.loading import capacity, find_tokenizer, resolve
 from gpu_worker.process import serve_engine
 from gpu_worker.protocol import Grant, Ready
+from tests.support.chaos.engine import BLOCK_SIZE
 from tests.support.coding_agents.script import ASIDE, ScriptFolder
-from tests.support.fleet.modeless_worker import BLOCK_SIZE, ModelessEngine
+from tests.support.fleet.modeless_worker import ModelessEngine
 from tests.support.tokenizer import TOKENIZER, ids
 
 SCRIPT_VARIABLE = "AGENT_SCRIPT"
@@ -31,19 +31,18 @@ HELD_INDEX = 2
 READY = Ready("scripted", "float32", "cpu", BLOCK_SIZE, 20_000, 4096, 200_000, pack_ids([EOS]), 1, 1.0, True)
 
 
-class ScriptedEngine(ModelessEngine):
+class AnsweringEngine(ModelessEngine):
     """An engine that answers as a script says.
 
     Attributes:
         answers: the ids of each row's answer, with the end.
         turns: of each row that answers in the task.
-        bases: tokens of an answer that a row had when it started.
+        num_prompt: tokens of each row's prompt.
     """
 
     def __init__(self, folder: ScriptFolder, name: str) -> None:
-        super().__init__(STEP_S)
+        super().__init__(STEP_S, eos_ids=(EOS,))
         self.folder, self.name = folder, name
-        self.rows = Rows(BLOCK_SIZE, eos_ids=(EOS,))
         self.answers: dict[int, list[int]] = {}
         self.turns: dict[int, int] = {}
         self.num_prompt: dict[int, int] = {}
@@ -62,16 +61,16 @@ class ScriptedEngine(ModelessEngine):
         starts = [replace(start, sampling=None) for start in grant.starts]  # a grammar needs a vocabulary
         super().send(replace(grant, starts=starts))
 
-    def own(self, row: int, blocks: Sequence[int]) -> None:
-        """Rows share the blocks of their prefixes."""
-
-    def sample(self, row: int) -> int:
+    def sample(self, one: RowSlice) -> list[int]:
+        row = one.row.number
         answer = self.answers[row]
-        return answer[min(self.index(row), len(answer) - 1)]
+        token = answer[min(self.index(row), len(answer) - 1)]
+        self.ids[row] += pack_ids([token])
+        return [token]
 
     def index(self, row: int) -> int:
         """The index of a row's next token."""
-        return len(self.ids[row]) - self.num_prompt[row]
+        return len(self.ids[row]) // 4 - self.num_prompt[row]
 
     async def pause(self) -> None:
         """Wait while a turn waits for its strike, too."""
@@ -89,7 +88,7 @@ async def run(settings: Settings, own: ProcessIdentity) -> int:
     configure_process(own, settings)
     directory = resolve(settings, READY.dtype)
     table = RowTable(find_tokenizer(settings, directory))
-    engine = ScriptedEngine(ScriptFolder(Path(os.environ[SCRIPT_VARIABLE])), own.name)
+    engine = AnsweringEngine(ScriptFolder(Path(os.environ[SCRIPT_VARIABLE])), own.name)
     worker = capacity(settings, READY, own.name, own.incarnation, directory)
     return await serve_engine(settings, engine, AgentState(table), worker)
 

@@ -16,26 +16,9 @@ from tests.support.waiting import wait_until
 KEYS = Keys("default")
 NUM_LOOKS, LOOK_S = 4, 0.3
 STANDING = {
-    "workers",
-    "processes",
-    "batcher",
-    "epoch",
-    "clock",
-    "control",
-    "state",
-    "requests",
-    "worker",
-    "gateway",
-    "plans",
-    "reports",
-    "log",
-} | {
-    "metrics",
-    "timeline",
-    "submit",
-    "tenants",
-    "jobworker",
-    "arq",
+    *("workers", "processes", "batcher", "epoch", "clock", "control", "state", "requests", "worker"),
+    *("gateway", "plans", "reports", "log", "metrics", "timeline", "submit", "tenants", "jobworker"),
+    *("arq", "jobs"),
 }
 """Keys of an idle fleet: all but those of requests and jobs."""
 KEPT = [build("job-*") for build in (KEYS.job, KEYS.result, KEYS.reply, KEYS.request, KEYS.tokens)]

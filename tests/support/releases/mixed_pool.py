@@ -4,17 +4,14 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
-from zlib import crc32
 
 import httpx
 
 from benchmarks.client import Stream, stream
-from common.messages.records import pack_ids
-from tests.support.chaos.engine import STEP_MS, extend, id_of
+from tests.support.chaos.engine import STEP_MS, generate
 from tests.support.machine.ports import free_port
 from tests.support.tokenizer import ids
 from tests.support.waiting import wait_until
@@ -93,11 +90,6 @@ async def mixed_pool(url: str, pool: str, step_ms: int) -> AsyncIterator[MixedPo
             mixed.kill(name)
 
 
-def expected_ids(prompt: str, num_tokens: int) -> Sequence[int]:
+def expected_ids(prompt: str, num_tokens: int) -> list[int]:
     """Return what workers without a model answer."""
-    chains = accumulate(
-        range(num_tokens - 1),
-        lambda chain, _: extend(chain, id_of(chain)),
-        initial=crc32(pack_ids(ids(prompt))),
-    )
-    return [*map(id_of, chains)]
+    return generate(ids(prompt), num_tokens)
