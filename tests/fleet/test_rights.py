@@ -1,6 +1,6 @@
 """A whole fleet whose processes have only the rights of their kinds at the broker: streams, jobs, batches,
 webhooks and API keys need no others, nor does the death of any process. The fleet itself checks at its end
-that the broker has refused nothing (`tests/support/fleet/fleet.py`).
+that the broker has refused nothing (`tests/support/fleet/fleet.py`). Its engine has no model.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ from redis.asyncio import Redis
 
 from common.broker.client import connect
 from common.broker.keys import Keys
+from tests.support.chaos.launcher import ChaosFleet
 from tests.support.clients.arq import arq_client
-from tests.support.fleet.fleet import Fleet
 from tests.support.keys.issued import add_key, bearer, status
 from tests.support.waiting import PATIENCE_S, wait_until
 from tests.support.webhooks.receiver import SECRET, receiving
@@ -34,10 +34,9 @@ LINE = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "The sea"
 async def test_all_work_goes_on_through_the_death_of_each_kind_of_process(tmp_path: Path) -> None:
     async with receiving() as receiver, contextlib.AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(
-            Fleet(
+            ChaosFleet(
+                step_ms=20.0,
                 num_jobs=1,
-                threads=1,
-                kv_cache_bytes="128MiB",
                 files_dir=tmp_path,
                 webhook_allowed_hosts=receiver.host,
                 worker_ttl_s=3,
