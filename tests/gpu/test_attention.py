@@ -14,14 +14,12 @@ from gpu_worker.engine.attention.kv_cache import (
     Geometry,
     KVCache,
     LayerSpec,
-    fill_kv,
-    write_kv,
 )
 from gpu_worker.engine.attention.sdpa import SdpaBackend
-from gpu_worker.engine.batch.inputs import build_inputs, to_device
+from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.row import arrange
 from tests.support.engine.attention_steps import BLOCKS, CPU, STEPS, chunk, rows
-from tests.support.engine.on_cuda import ANYWHERE, ON_GPUS, backend_of, needs_flash
+from tests.support.engine.on_cuda import ANYWHERE, backend_of, needs_flash
 
 ERRORS = {torch.float16: 5e-3, torch.bfloat16: 4e-2}
 KV_HEADS = 2
@@ -33,10 +31,15 @@ SERVED: list[Shape] = [(torch.bfloat16, 64, 128, 4), (torch.bfloat16, 64, 64, 3)
 """(dtype, block size, dimension, group) of the shapes that are timed. FlashInfer compiles each for itself,
 with and without a window.
 """
-OTHERS = [
-    one
-    for one in itertools.product((torch.bfloat16, torch.float16), (16, 64), (64, 80, 128, 256), (1, 3, 4, 8))
-    if one not in SERVED
+SHAPES: list[Any] = [
+    *SERVED,
+    *(
+        pytest.param(one, marks=pytest.mark.slow)
+        for one in itertools.product(
+            (torch.bfloat16, torch.float16), (16, 64), (64, 80, 128, 256), (1, 3, 4, 8)
+        )
+        if one not in SERVED
+    ),
 ]
 FEATURES = list(itertools.product((None, 20), (None, 5.0), (False, True)))
 """(window, softcap, sinks)"""
@@ -124,7 +127,12 @@ def check_steps(pair: Pair, lines: Any, sinks: torch.Tensor | None) -> None:
         pair.check(pair.attend(slices, given, sinks), step)
 
 
-def check_shape(device: str, shape: Shape, window: int | None, softcap: float | None, sinks: bool) -> None:
+@ANYWHERE
+@pytest.mark.parametrize(("window", "softcap", "sinks"), FEATURES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_outputs_equal_those_of_torch(
+    device: str, shape: Shape, window: int | None, softcap: float | None, sinks: bool
+) -> None:
     """Prompts, rows that decode beside them, rows that decode. Blocks that nobody owns are NaN, others begin
     as zeros, as in the engine.
     """
@@ -134,35 +142,6 @@ def check_shape(device: str, shape: Shape, window: int | None, softcap: float | 
     owned = {int(block) for line in lines for block in line.blocks}
     pair.caches[1].fill([block for block in range(BLOCKS + 1) if block not in owned], math.nan)
     check_steps(pair, lines, torch.randn(KV_HEADS * group) if sinks else None)
-
-
-@ANYWHERE
-@pytest.mark.parametrize(("window", "softcap", "sinks"), FEATURES)
-@pytest.mark.parametrize("shape", SERVED, ids=str)
-def test_outputs_equal_those_of_torch(
-    device: str, shape: Shape, window: int | None, softcap: float | None, sinks: bool
-) -> None:
-    check_shape(device, shape, window, softcap, sinks)
-
-
-@ON_GPUS
-@pytest.mark.slow
-@pytest.mark.parametrize(("window", "softcap", "sinks"), FEATURES)
-@pytest.mark.parametrize("shape", OTHERS, ids=str)
-def test_outputs_of_other_shapes_equal_those_of_torch(
-    device: str, shape: Shape, window: int | None, softcap: float | None, sinks: bool
-) -> None:
-    check_shape(device, shape, window, softcap, sinks)
-
-
-@ANYWHERE
-@pytest.mark.parametrize("window", [None, 20])
-def test_unwritten_slots_do_not_matter(device: str, window: int | None) -> None:
-    """More than the engine needs, which fills blocks with zeros when they are granted."""
-    torch.manual_seed(0)
-    pair = pair_of(device, SERVED[1], window, None)
-    pair.caches[1].fill(list(range(BLOCKS + 1)), math.nan)
-    check_steps(pair, rows(64, LENGTHS), None)
 
 
 @ANYWHERE
@@ -203,48 +182,3 @@ def test_split_rows_equal_those_of_torch(device: str, shape: Shape, sinks: bool)
     tensors = [None if one is None else one.to(pair.device) for one in (*given, own)]
     for _ in range(2):  # the counters are left as they were
         pair.check([exact, pair.flash.attend(pair.modules[1], *tensors)], "split")
-
-
-@ANYWHERE
-@pytest.mark.parametrize("value", [0.0, math.nan])
-def test_blocks_are_filled(device: str, value: float) -> None:
-    """The kernel against torch's assignment, in pages of sizes that no program of the kernel fills evenly."""
-    for page, blocks in (((2, 16, 64), [3, 1]), ((3, 5, 24), [0, 7, 4]), ((8, 64, 128), [7])):
-        store = torch.randn(6, 8, *page).bfloat16()
-        found, where = store.to(device, copy=True), torch.device(device)
-        store[:, blocks] = value
-        fill_kv(found, to_device(blocks, where), value)
-        torch.testing.assert_close(found.cpu(), store, rtol=0, atol=0, equal_nan=True)
-
-
-@ANYWHERE
-@pytest.mark.parametrize("int_type", [torch.int32, torch.int64])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (128, 128), (24, 18), (192, 128)])
-def test_keys_and_values_are_written_to_their_slots(
-    device: str, dtype: torch.dtype, int_type: torch.dtype, key_dim: int, value_dim: int
-) -> None:
-    """The kernel against torch's assignments, with strides of all kinds; what is not written stays."""
-    torch.manual_seed(0)
-    heads, block_size, blocks, where = 3, 16, 40, torch.device(device)
-    for tokens, kind in itertools.product((1, 5, 200), range(3)):
-        slots = torch.randperm(blocks * block_size)[:tokens].to(int_type)
-        wide = [torch.randn(tokens, heads, 2 * dim).to(dtype) for dim in (key_dim, value_dim)]
-        views = (
-            lambda tensor, dim: tensor[..., :dim].transpose(0, 1),
-            lambda tensor, dim: tensor[..., :dim].transpose(0, 1).contiguous(),
-            lambda tensor, dim: tensor[..., ::2].transpose(0, 1),
-        )
-        key, value = (
-            views[kind](tensor, dim) for tensor, dim in zip(wide, (key_dim, value_dim), strict=True)
-        )
-        caches = [torch.randn(blocks, heads, block_size, dim).to(dtype) for dim in (key_dim, value_dim)]
-        expected = [cache.clone() for cache in caches]
-        write_kv(expected[0], expected[1], key, value, slots)
-        found = [cache.to(where) for cache in caches]
-        on_device = (key.to(where), value.to(where), to_device(slots.numpy(), where))
-        write_kv(found[0], found[1], *on_device)
-        assert all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True)), (
-            tokens,
-            kind,
-        )

@@ -18,7 +18,7 @@ from tests.support.engine.on_cuda import (  # noqa: F401
     nothing_is_left,
 )
 from tests.support.engine.tiny_engine import prompts
-from tests.unit.gpu_worker.engine.cuda.test_graphs_deterministic import bits
+from tests.unit.gpu_worker.engine.test_deterministic import bits
 
 WIDE = FLASH_FAMILIES["Llama"][1] | {"hidden_size": 960, "intermediate_size": 4096}
 """Products of a size at which cuBLAS splits sums."""

@@ -39,13 +39,6 @@ def check_float32(device: str, family: str, tmp_path: Path, monkeypatch: pytest.
     check_ids(engine_on(device, tmp_path, monkeypatch, dtype="float32"), expected)
 
 
-@ANYWHERE
-def test_float32_gives_the_ids_of_generate(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_float32(device, "Llama", tmp_path, monkeypatch)
-
-
 @ON_GPUS
 @pytest.mark.parametrize(
     "family", ["Llama-dynamic", "Mistral", "Gemma2", "Qwen3-MoE", "GPT2", "DeepSeek-V3", "gpt-oss"]

@@ -11,11 +11,10 @@ from common.messages.request import SamplingParams
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.in_flight import InFlightStep, LaunchedStep
 from tests.support.engine import tiny_models
-from tests.support.engine.batch_player import Player
+from tests.support.engine.batch_player import Player, player
 from tests.support.engine.on_cuda import (
     DEVICES,
     FLASH_FAMILIES,
-    SETTINGS,
     engine_on,
     needs_flash,
 )
@@ -76,9 +75,7 @@ def compile_on(device: str) -> Callable[..., int]:
 
 def play(engine: Engine, prefill_tokens: int, options: list[dict[str, Any]]) -> Player:
     """One row for each of `options`."""
-    played = Player(
-        engine, list(range(1, engine.ready.num_blocks + 1)), prefill_tokens, until=engine.rows.step
-    )
+    played = player(engine, prefill_tokens)
     lines = prompts()
     played.run(
         [
@@ -158,9 +155,3 @@ def test_no_launch_waits_for_the_device(
     assert [len(ids) for ids in played.ids.values()] == [NEW_TOKENS] * 3 and waited == []
     played = play(engine, 7, rows)  # rows that decode beside chunks of prompts
     assert [len(ids) for ids in played.ids.values()] == [NEW_TOKENS] * 3 and waited == []
-
-
-def test_more_rows_than_the_largest_graph_has(device: str, engine: Engine) -> None:
-    """They run without one."""
-    played = play(engine, 1000, [{}] * (SETTINGS["max_batch_size"] + 2))
-    assert all(len(ids) == NEW_TOKENS for ids in played.ids.values())

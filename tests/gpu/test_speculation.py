@@ -12,7 +12,7 @@ from common.settings.settings import SettingError
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import load, warmup
 from tests.support.engine import tiny_models
-from tests.support.engine.batch_player import Player
+from tests.support.engine.batch_player import Player, player
 from tests.support.engine.on_cuda import (  # noqa: F401
     ANYWHERE,
     FLASH_FAMILIES,
@@ -25,7 +25,6 @@ from tests.support.engine.on_cuda import (  # noqa: F401
 )
 from tests.support.engine.reference import prompt_ids
 from tests.support.engine.tiny_engine import NEW_TOKENS, prompts
-from tests.support.engine.tiny_models import FAMILIES
 from tests.support.prompts import FEW, PROMPTS
 from tests.support.speculation.counting_models import SIZE, right_heads, save_counting_model, save_heads
 from tests.support.speculation.knowing_proposer import KnowingProposers
@@ -61,21 +60,6 @@ def proposers(played: Player, wrong: float, is_sure: bool) -> KnowingProposers:
 
 @ANYWHERE
 @pytest.mark.parametrize("is_sure", [False, True])
-def test_float32_gives_the_ids_of_the_plain_way(
-    device: str, is_sure: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By torch's attention, without graphs."""
-    tiny_models.save(tmp_path, *FAMILIES["Llama"])
-    engine = engine_on(device, tmp_path, monkeypatch, dtype="float32")
-    plain = play(engine, ROWS)
-    engine.rows.make_proposer = made = proposers(plain, 0.3, is_sure)
-    assert play(engine, ROWS).ids == plain.ids
-    assert play(engine, ROWS, prefill_tokens=7).ids == plain.ids, "beside chunks of prompts"
-    assert max(made.steps) > 1
-
-
-@ANYWHERE
-@pytest.mark.parametrize("is_sure", [False, True])
 def test_deterministic_gives_the_ids_of_the_plain_way(
     device: str, is_sure: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +83,7 @@ def test_proposals_come_from_graphs(device: str, tmp_path: Path, monkeypatch: py
     model = tiny_models.save(tmp_path, *FLASH_FAMILIES["Llama"])
     engine = engine_on(device, tmp_path, monkeypatch, dtype="bfloat16", speculate=3)
     lines = {row: [8 + row, *[5, 6] * 9] for row in range(4)}
-    played = Player(engine, list(range(1, 1 + engine.ready.num_blocks)), until=engine.rows.step)
+    played = player(engine)
     with noted(engine) as (computed, replayed):
         played.run([played.start(row, ids, NEW_TOKENS, ignore_eos=True) for row, ids in lines.items()])
     assert len(replayed) == len(computed) > 0
@@ -117,7 +101,7 @@ def test_what_a_grammar_forces_comes_in_few_steps(device: str, monkeypatch: pyte
     settings = {"dtype": "bfloat16", "kv_cache_bytes": 2**28}
     engine = engine_on(device, "smollm2", monkeypatch, **settings)
     monkeypatch.setattr(engine.matchers, "waits", True)
-    played = Player(engine, list(range(1, 1 + engine.ready.num_blocks)), until=engine.rows.step)
+    played = player(engine)
     prompts = enumerate(prompt_ids([PROMPTS[place] for place in FEW[:2]]))
     sampling = SamplingParams(grammar=SENTENCE, temperature=1.4, seed=7)
     played.run([played.start(row, prompt, 60, sampling=sampling) for row, prompt in prompts])
@@ -162,7 +146,7 @@ def test_hidden_states_come_from_captured_steps(
     config = json.dumps({"model": str(folder)})
     engine = engine_on(device, tmp_path / "model", monkeypatch, dtype="bfloat16", speculative_config=config)
     engine.costs.set(1.0, 0.01, 0.0, 0.0)
-    played = Player(engine, list(range(1, 1 + engine.ready.num_blocks)), until=engine.rows.step)
+    played = player(engine)
     with noted(engine) as (computed, replayed):
         played.run([played.start(row, [5 + row], NEW_TOKENS, ignore_eos=True) for row in range(3)], lead=64)
     assert len(replayed) == sum(computed) > 0

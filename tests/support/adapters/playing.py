@@ -5,7 +5,7 @@ from typing import Any
 
 from gpu_worker.protocol import AdapterLoaded, LoadAdapter
 from tests.support.adapters.tiny_adapters import expected_ids
-from tests.support.engine.batch_player import Player
+from tests.support.engine.batch_player import player
 from tests.support.engine.tiny_engine import prompts
 
 COUNT = 12
@@ -21,8 +21,7 @@ def play(
     engine: Any, rows: dict[int, tuple[list[int], str]], prefill_tokens: int = 1000, base: int = 0
 ) -> dict[int, list[int]]:
     """The ids of rows, each a prompt and an adapter's name, beyond their first `base`."""
-    free = list(range(1, engine.ready.num_blocks + 1))
-    played = Player(engine, free, prefill_tokens, until=engine.rows.step)
+    played = player(engine, prefill_tokens)
     starts = [
         played.start(row, ids, COUNT, base, ignore_eos=True, adapter=name)
         for row, (ids, name) in rows.items()

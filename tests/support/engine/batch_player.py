@@ -185,3 +185,10 @@ class Player:
         width = len(top_ids) // len(logprobs)
         pairs = list(zip(top_ids, top_logprobs, strict=True))
         tops += [dict(pairs[i * width : (i + 1) * width]) for i in range(len(logprobs))]
+
+
+def player(engine: Any, prefill_tokens: int = 1000, **options: Any) -> Player:
+    """A player with all blocks of an engine; rows of earlier tests have all ended."""
+    assert not engine.rows.rows
+    free = list(range(1, engine.ready.num_blocks + 1))
+    return Player(engine, free, prefill_tokens, until=engine.rows.step, **options)

@@ -6,20 +6,15 @@ takes part in one engine after the other.
 """
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from tokenizers import Tokenizer
 
-from api.grammar.compile import Grammar, compile_unchecked
-from common.messages.request import SamplingParams
 from common.process.launch import die_with_parent
 from common.rank import LOOPBACK, RankInfo, free_port
 from common.settings.settings import SettingError, Settings
@@ -29,7 +24,7 @@ from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.pipeline import PipelineEngine
 from gpu_worker.protocol import AdapterAnswer, Command, Grant, StepResult
 from tests.support.engine import tiny_models
-from tests.support.engine.batch_player import Player
+from tests.support.engine.batch_player import player
 from tests.support.forks.client import ForkedProcess
 
 OVER = Grant(-1, 0)
@@ -119,11 +114,6 @@ def prompts(vocab_size: int) -> list[list[int]]:
     return [torch.randint(3, vocab_size, (length,)).tolist() for length in LENGTHS]
 
 
-def player(engine: Any, prefill_tokens: int = 1000) -> Player:
-    free = list(range(1, engine.ready.num_blocks + 1))
-    return Player(engine, free, prefill_tokens, until=engine.rows.step)
-
-
 def play(
     engine: Any, rows: dict[int, list[int]], prefill_tokens: int = 1000, base: int = 0, **options: Any
 ) -> dict[int, list[int]]:
@@ -158,45 +148,6 @@ def check_ids(ranks: Communicator, family: tuple[str, dict[str, Any]], folder: P
         assert resumed == {row: ids[9:] for row, ids in expected.items()}, "resumed"
         if engine.ready.prefix_caching:
             assert play_behind(engine, fresh) == resumed, "behind blocks of others"
-
-
-def check_grammar(ranks: Communicator, folder: Path) -> None:
-    """Rows with a grammar have the ids of one rank, whole and resumed."""
-    sizes = tiny_models.LLAMA | {"vocab_size": 49_152, "eos_token_id": 2, "tie_word_embeddings": True}
-    tiny_models.save_with_tokenizer(folder, "Llama", sizes)
-    source = compile_unchecked(Grammar("regex", r'\{"word": "[a-z]{2,9}"\}', "f"))
-    sampling: dict[str, Any] = {"sampling": SamplingParams(grammar=source, temperature=1.2, seed=5)}
-    settings = SETTINGS | {"model_id": str(folder), "threads": 1}
-    alone, rows = Engine(Settings(**settings)), dict(enumerate(prompts(tiny_models.VOCAB)))
-    alone.matchers.waits = True
-    expected = play(alone, rows, **sampling)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    words = [next(iter(json.loads(tokenizer.decode(ids)))) for ids in expected.values()]
-    assert words == ["word"] * len(rows)
-    with Led(ranks, **settings) as engine:
-        assert play(engine, rows, **sampling) == expected
-        behind = {row: prompt + expected[row][:7] for row, prompt in rows.items()}
-        resumed = play(engine, behind, base=7, **sampling)
-        assert resumed == {row: ids[7:] for row, ids in expected.items()}
-
-
-def check_prompt_logprobs(ranks: Communicator, folder: Path) -> None:
-    """Log-probabilities of prompts are those of one rank."""
-
-    def logprobs_of(engine: Any) -> dict[int, list[float]]:
-        played = player(engine, 7)
-        numbered = enumerate(prompts(tiny_models.VOCAB))
-        played.run([played.start(row, ids, 2, ignore_eos=True, prompt_logprobs=1) for row, ids in numbered])
-        return played.prompt_logprobs
-
-    tiny_models.save(folder, *tiny_models.FAMILIES["Llama"])
-    settings = SETTINGS | {"model_id": str(folder), "threads": 1}
-    expected = logprobs_of(Engine(Settings(**settings)))
-    assert [len(expected[row]) for row in expected] == [19, 69]
-    with Led(ranks, **settings) as engine:
-        assert logprobs_of(engine) == {
-            row: pytest.approx(logprobs, abs=1e-4) for row, logprobs in expected.items()
-        }
 
 
 def main(rank: int, world_size: int, port: int, num_stages: int) -> None:

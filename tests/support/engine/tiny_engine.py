@@ -9,7 +9,7 @@ import torch
 from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
-from tests.support.engine.batch_player import Player
+from tests.support.engine.batch_player import player
 from tests.support.engine.tiny_models import VOCAB
 
 NEW_TOKENS, MANY_NEW_TOKENS = 16, 40
@@ -46,9 +46,7 @@ def play(
     new_tokens: int = NEW_TOKENS,
 ) -> dict[int, list[int]]:
     """Return the new ids of rows that start with `base` tokens generated before."""
-    played = Player(
-        engine, list(range(1, engine.ready.num_blocks + 1)), prefill_tokens, until=engine.rows.step
-    )
+    played = player(engine, prefill_tokens)
     return played.run(
         [played.start(row, ids, new_tokens, base, ignore_eos=True) for row, ids in prefixes.items()]
     )

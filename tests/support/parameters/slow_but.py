@@ -8,4 +8,9 @@ import pytest
 
 def slow_but(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
     """Return the values as parameters; those that are not in `quick` are slow."""
-    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
+    return [
+        value
+        if value in quick
+        else pytest.param(*(value if isinstance(value, tuple) else [value]), marks=pytest.mark.slow)
+        for value in values
+    ]

@@ -74,16 +74,6 @@ def test_frames_arrive_whole_wherever_their_bytes_are_cut(sent: list[Frame], dat
     assert received == sent
 
 
-def test_a_frame_is_decoded_with_its_last_byte_and_not_before() -> None:
-    for frame in FRAMES:
-        frames, whole = FrameDecoder(), encode(frame)
-        for i in range(len(whole) - 1):
-            frames.feed(whole[i : i + 1])
-            assert next(frames, None) is None
-        frames.feed(whole[-1:])
-        assert [*frames] == [frame]
-
-
 def test_samples_are_packed_and_unpacked() -> None:
     samples = [(1, 0, 504, -0.5), (2**31 - 1, 8191, 151_935, float("-inf")), (0, 3, 0, 0.0)]
     step = StepResult(1, b"".join(SAMPLE.pack(*sample) for sample in samples))

@@ -1,22 +1,24 @@
-"""What a flush writes to the broker."""
+"""What the agent writes to the broker: one flush commits, logs, reports and publishes; what a broker has lost
+is written again.
+"""
 
-import logging
+from dataclasses import replace
 
 import pytest
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
-from common.broker.committed import read
+from common.broker.committed import Committed, logged_messages, read
+from common.broker.heartbeat import TOKEN_COLUMNS_SINCE, WIRE_VERSION, Heartbeat, Readers
 from common.broker.pool_client import PoolClient
-from common.broker.worker_scripts import FlushReply
 from common.messages.codec import decode
 from common.messages.events import Events
-from common.messages.records import unpack_ids, unpack_records
-from gpu_worker.agent import flush
+from common.messages.records import RECORD, unpack_ids, unpack_records
 from gpu_worker.agent.agent import Agent
-from gpu_worker.agent.publish import Flush, Sealed
-from tests.support.agents import CHANNEL, KEYS, reports, start, step
+from gpu_worker.agent.publish import Sealed, StreamsGone
+from gpu_worker.agent.state import Outbox
+from tests.support.agents import CHANNEL, KEYS, grants, hset, reports, start, step
 from tests.support.broker.listening import listening
+from tests.support.broker.rollback import Snapshot
 from tests.support.broker_state import seal
 from tests.support.tokenizer import ids as ids_of
 
@@ -59,26 +61,6 @@ async def test_a_report_says_how_long_steps_of_each_kind_took(agent: Agent, redi
     assert second.step_times == []
 
 
-async def test_a_preempted_row_is_spilled_and_has_no_terminal(agent: Agent, redis: Redis) -> None:
-    await start(agent)
-    step(agent, {1: (0, 5)})
-    await agent.flusher.flush()
-    step(agent, {1: (1, 6)}, ended=[(1, "preempted", 2)], released=[(1, 3)])
-    await agent.flusher.flush()
-    assert unpack_records(await redis.get(KEYS.tokens("r1")))[0] == [5, 6]
-    assert not await redis.hexists(KEYS.request("r1"), "terminal")  # type: ignore[misc]
-
-
-async def test_the_log_is_bounded_and_loses_no_token(agent: Agent, redis: Redis) -> None:
-    await start(agent, max_new_tokens=1000)
-    for index in range(200):
-        step(agent, {1: (index, index)})
-        await agent.flusher.flush()
-    assert await redis.xlen(KEYS.log("w0-1")) <= 65
-    committed = (await read(PoolClient(redis, KEYS), ["r1"]))["r1"]
-    assert unpack_records(committed.records)[0] == list(range(200))
-
-
 async def test_a_sealed_agent_publishes_nothing(agent: Agent, redis: Redis) -> None:
     await start(agent)
     await seal(redis, "w0-1")
@@ -100,23 +82,222 @@ async def test_a_key_of_the_wrong_type_does_not_stop_other_terminals(agent: Agen
     assert unpack_records(await redis.get(KEYS.tokens("r2")))[0] == [6]
 
 
-async def test_a_flush_that_fails_for_long_is_said_once_and_so_is_its_end(
-    agent: Agent, redis: Redis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    write, failures = agent.publisher.write, [RedisError("away")] * 5
+async def test_the_log_has_what_is_published_and_tokens_that_nobody_reads(agent: Agent, redis: Redis) -> None:
+    await start(agent, row=1)
+    await start(agent, row=2)
+    agent.state.table.rows[2].request = replace(agent.state.table.rows[2].request, channel="")
+    step(agent, {1: (0, 5), 2: (0, 6)})
+    flush = agent.publisher.build(agent.state.outbox, None, 0, [])
+    assert await agent.publisher.write(flush) == ("OK", [])
+    [(_, fields)] = await redis.xrange(KEYS.log("w0-1"), min="1")
+    logged = [decode(Events, message) for message in logged_messages(fields)]
+    assert {(unpack_ids(one.all_tokens[0].ids)[0], one.sequence) for one in logged} == {(5, 1), (6, 0)}
+    assert [message for _, message in flush.messages] == [*logged_messages(fields)]
+    assert [*agent.publisher.channels.last_number] == [CHANNEL]
 
-    async def fail_first(flush: Flush) -> FlushReply:
-        if failures:
-            raise failures.pop()
-        return await write(flush)
 
-    caplog.set_level(logging.INFO)
-    monkeypatch.setattr(agent.publisher, "write", fail_first)
-    monkeypatch.setattr(flush, "RETRY_S", 0.0)
+async def test_single_tokens_after_the_first_are_published_in_columns(agent: Agent) -> None:
+    await start(agent, row=1)
+    await start(agent, row=2)
+    step(agent, {1: (0, 5)})
+    events = [decode_only_message(agent)]
+    step(agent, {1: (1, 6), 2: (0, 7)})
+    events.append(decode_only_message(agent))
+    step(agent, {1: (2, 8), 2: (1, 9)})
+    step(agent, {2: (2, 10)})
+    events.append(decode_only_message(agent))
+    sent = [([one.request_id for one in event.tokens], event.columns) for event in events]
+    assert [others for others, _ in sent] == [["r1"], ["r2"], ["r2"]]
+    assert [columns and (columns.request_ids, columns.indices) for _, columns in sent] == [
+        None,
+        (["r1"], [1]),
+        (["r1"], [2]),
+    ]
+    ids = {(one.request_id, one.index): unpack_ids(one.ids) for event in events for one in event.all_tokens}
+    assert ids == {("r1", 0): [5], ("r1", 1): [6], ("r2", 0): [7], ("r1", 2): [8], ("r2", 1): [9, 10]}
+
+
+def decode_only_message(agent: Agent) -> Events:
+    outbox, agent.state.outbox = agent.state.outbox, Outbox()
+    [(_, message)] = agent.publisher.build(outbox, None, 0, []).messages
+    return decode(Events, message)
+
+
+async def test_a_flush_may_be_written_twice(agent: Agent, redis: Redis) -> None:
     await start(agent)
     step(agent, {1: (0, 5)})
+    flush = agent.publisher.build(agent.state.outbox, None, 0, [])
+    await agent.publisher.write(flush)
+    await agent.publisher.write(flush)
+    assert await redis.xlen(KEYS.log("w0-1")) == 2, "the entry that creates the stream, and the flush"
+
+
+async def test_a_flush_without_streams_is_refused(agent: Agent, redis: Redis) -> None:
+    flush = agent.publisher.build(Outbox(), None, 0, [])
+    await redis.delete(KEYS.log("w0-1"), KEYS.reports("w0-1"))
+    with pytest.raises(StreamsGone):
+        await agent.publisher.write(flush)
+
+
+async def test_the_oldest_reader_that_is_alive_counts(redis: Redis) -> None:
+    pool = PoolClient(redis, KEYS)
+    readers = Readers(pool)
+    assert await readers.lowest_version() == WIRE_VERSION, "nobody reads yet"
+    await Heartbeat(pool, "gateway", "g0-a", 60).send()
+    await Heartbeat(pool, "worker", "w9-a", 60).send(wire=1)
+    assert await readers.lowest_version() == WIRE_VERSION, "no worker reads what others write"
+    for kind, name in (("batcher", "b0-old"), ("gateway", "g1-old")):
+        old = Heartbeat(pool, kind, name, 60)
+        await old.send()
+        await redis.hdel(KEYS.process(kind, name), "wire")  # type: ignore[misc]
+        assert await readers.lowest_version() == 1
+        await redis.delete(KEYS.process(kind, name))
+        assert await readers.lowest_version() == WIRE_VERSION, "it has died, and its name stays in the list"
+
+
+async def test_a_worker_writes_no_columns_while_an_old_reader_lives(agent: Agent, redis: Redis) -> None:
+    await start(agent, row=1)
+    step(agent, {1: (0, 5)})
+    assert has_columns(agent) is False, "first tokens never are"
+    step(agent, {1: (1, 6)})
+    assert has_columns(agent)
+    agent.publisher.set_wire_version(TOKEN_COLUMNS_SINCE - 1)
+    step(agent, {1: (2, 7)})
+    rows = [*agent.state.table.rows.values()]
+    outbox, agent.state.outbox = agent.state.outbox, Outbox()
+    flush = agent.publisher.build(outbox, None, 0, rows)
+    [(_, message)] = flush.messages
+    assert decode(Events, message).columns is None
+    assert flush.mode == "trim" and [spill.num_tokens for spill in flush.spills] == [3], (
+        "columns leave the log"
+    )
+    agent.publisher.set_wire_version(WIRE_VERSION)
+    step(agent, {1: (3, 8)})
+    assert has_columns(agent)
+
+
+def has_columns(agent: Agent) -> bool:
+    outbox, agent.state.outbox = agent.state.outbox, Outbox()
+    [(_, message)] = agent.publisher.build(outbox, None, 0, []).messages
+    return decode(Events, message).columns is not None
+
+
+async def run_steps(agent: Agent, begin: int, end: int, row: int = 1) -> None:
+    """Steps and flushes in which the row's token at each index is that index."""
+    for index in range(begin, end):
+        step(agent, {row: (index, index)})
+        await agent.flusher.flush()
+
+
+async def committed(redis: Redis, name: str = "r1") -> Committed:
+    return (await read(PoolClient(redis, KEYS), [name]))[name]
+
+
+async def ids(redis: Redis, name: str = "r1") -> list[int]:
+    return unpack_records((await committed(redis, name)).records)[0]
+
+
+async def test_tokens_of_lost_flushes_are_committed_again(agent: Agent, redis: Redis) -> None:
+    await start(agent, max_new_tokens=1000)
+    await run_steps(agent, 0, 60)
+    snapshot = await Snapshot.of(redis)
+    await run_steps(agent, 60, 130)
+    await snapshot.restore(redis)
+    await run_steps(agent, 130, 131)
+    assert await ids(redis) == list(range(131))
+    await run_steps(agent, 131, 300)
+    assert await ids(redis) == list(range(300))
+    assert await redis.xlen(KEYS.log("w0-1")) <= 65
+
+
+async def test_a_log_that_lost_flushes_is_kept_until_the_batcher_had_time_to_save_it(
+    agent: Agent, redis: Redis
+) -> None:
+    """It may have tokens of a request whose end is lost."""
+    await start(agent, max_new_tokens=1000)
+    await run_steps(agent, 0, 50)
+    snapshot = await Snapshot.of(redis)
+    await run_steps(agent, 50, 60)
+    await snapshot.restore(redis)
+    await run_steps(agent, 60, 120)
+    assert await redis.xrange(KEYS.log("w0-1"), "50-0", "50-0")
+    await run_steps(agent, 120, 130)
+    assert await redis.xlen(KEYS.log("w0-1")) <= 65
+
+
+async def test_the_batcher_is_told_that_reports_are_lost(agent: Agent, redis: Redis) -> None:
+    await start(agent, max_new_tokens=1000)
+    snapshot = await Snapshot.of(redis)
+    await run_steps(agent, 0, 3)
+    await snapshot.restore(redis)
+    await run_steps(agent, 3, 5)
+    assert [(report.sequence, report.reports_lost) for report in await reports(redis)] == [(4, True)]
+
+
+async def test_a_row_that_ends_in_a_lost_flush_is_spilled_whole(agent: Agent, redis: Redis) -> None:
+    await start(agent, max_new_tokens=1000)
+    await run_steps(agent, 0, 70)
+    snapshot = await Snapshot.of(redis)
+    await run_steps(agent, 70, 75)
+    await snapshot.restore(redis)
+    step(agent, {1: (75, 75)}, ended=[(1, "preempted", 76)], released=[(1, 77)])
     await agent.flusher.flush()
-    said, over = [message for message in caplog.messages if message.startswith("a flush")]
-    assert said == "a flush failed, trying again: the broker refused (away)"
-    assert over.startswith("a flush has succeeded again, after 5 failures in ")
-    assert (await read(PoolClient(redis, KEYS), ["r1"]))["r1"].records
+    assert unpack_records(await redis.get(KEYS.tokens("r1")))[0] == list(range(76))
+
+
+async def test_the_broker_is_told_of_a_placement_that_it_lost(agent: Agent, redis: Redis) -> None:
+    await hset(redis, KEYS.request("r1"), {"digest": "d", "worker": "w9", "attempt": 0, "base": 0})
+    snapshot = await Snapshot.of(redis)
+    await start(agent, max_new_tokens=1000)
+    await run_steps(agent, 0, 3)
+    await snapshot.restore(redis)
+    await run_steps(agent, 3, 6)
+    state = await committed(redis)
+    assert (state.worker, state.attempt, state.num_tokens) == ("w0-1", 1, 6)
+
+
+async def test_a_request_that_goes_on_elsewhere_is_dropped(agent: Agent, redis: Redis) -> None:
+    for row in (1, 2):
+        await start(agent, row=row, max_new_tokens=1000)
+    snapshot = await Snapshot.of(redis)
+    await run_steps(agent, 0, 3)
+    await snapshot.restore(redis)
+    await hset(redis, KEYS.request("r1"), {"worker": "w2", "attempt": 2, "base": 0})
+    await run_steps(agent, 3, 4)
+    assert grants(agent)[-1].stops == [(1, "preempted")]
+    assert await redis.exists(KEYS.tokens("r1")) == 0
+    step(agent, {1: (4, 4), 2: (0, 0)}, released=[(1, 5)])
+    await agent.flusher.flush()
+    *_, report = await reports(redis)
+    assert (report.ended, report.released) == ([(1, "preempted", 4)], [(1, 5)])
+    assert await ids(redis, "r2") == [0]
+
+
+async def test_an_end_that_is_not_this_workers_to_say_is_not_said(agent: Agent, redis: Redis) -> None:
+    await start(agent, max_new_tokens=1)
+    await hset(redis, KEYS.request("r1"), {"worker": "", "attempt": 2, "base": 0})
+    step(agent, {1: (0, 5)}, ended=[(1, "length", 1)])
+    await agent.flusher.flush()
+    assert not (await committed(redis)).terminal
+    assert not await redis.hexists(KEYS.request("r1"), "terminal")  # type: ignore[misc]
+
+
+async def test_tokens_that_differ_from_the_committed_ones_are_dropped(agent: Agent, redis: Redis) -> None:
+    await start(agent, max_new_tokens=1000)
+    shown = b"".join(RECORD.pack(token_id, -1.0) for token_id in (0, 1, 99))
+    await redis.set(KEYS.tokens("r1"), shown)
+    await run_steps(agent, 0, 64)
+    assert await redis.get(KEYS.tokens("r1")) == shown
+    assert grants(agent)[-1].stops == [(1, "preempted")]
+
+
+async def test_a_string_that_was_deleted_is_written_again_with_the_next_flush(
+    agent: Agent, redis: Redis
+) -> None:
+    await start(agent, max_new_tokens=1000)
+    await run_steps(agent, 0, 70)
+    await redis.delete(KEYS.tokens("r1"))
+    await run_steps(agent, 70, 128)
+    assert await ids(redis) == []
+    await run_steps(agent, 128, 129)
+    assert await ids(redis) == list(range(129))

@@ -1,15 +1,15 @@
-"""Plans as grants, with a broker and an engine that only records. The stream of plans: every entry once, in
-order, and a read that waits before it is asked for.
-"""
+"""Plans as grants, their stream, when reports are due, and the agent as a whole with its watchdog."""
 
 import asyncio
 import random
 import threading
+from dataclasses import dataclass, replace
 
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
+from common.broker import worker_scripts
 from common.broker.committed import read
 from common.broker.keys import parse_stream_id
 from common.broker.pool_client import PoolClient
@@ -20,6 +20,8 @@ from common.metrics import catalogue
 from gpu_worker.agent import grants as grants_module
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.grants import Entry, PlanStream, StreamId
+from gpu_worker.agent.state import ReportClock
+from gpu_worker.agent.watchdog import EngineStuck, Watchdog
 from tests.support.agents import (
     KEYS,
     grants,
@@ -28,7 +30,7 @@ from tests.support.agents import (
     start,
     step,
 )
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 
 async def test_every_grant_has_the_budgets_of_the_newest_plan(agent: Agent) -> None:
@@ -107,14 +109,6 @@ async def test_a_takeover_is_answered_with_all_rows_as_they_are_and_they_go_on(
     assert (await read(PoolClient(redis, KEYS), ["r4"]))["r4"].num_tokens == 3
 
 
-async def test_the_agent_is_idle_when_it_holds_no_rows(agent: Agent) -> None:
-    assert agent.state.idle.is_set()
-    agent.plans.apply(plan(agent, blocks=[(5, pack_ids([3]))]))
-    assert agent.state.idle.is_set(), "blocks for a row that has just ended"
-    await start(agent)
-    assert not agent.state.idle.is_set()
-
-
 # --- the stream of plans -----------------------------------------------------------------------------------
 
 
@@ -141,22 +135,6 @@ async def test_every_entry_comes_once_and_in_order_whatever_epochs_begin(redis: 
     stream.close()
 
 
-async def test_a_read_waits_for_the_next_entry_before_the_last_one_is_taken(redis: Redis) -> None:
-    stream = PlanStream(redis, "s")
-    await redis.xadd("s", {"plan": b""}, id="1-1")
-    await redis.xadd("s", {"plan": b""}, id="1-2")
-    await read_to(stream, (1, 2))
-    following = asyncio.create_task(read_to(stream, (1, 3)))
-    await wait_until(lambda: len(stream.reads) == 2 and min(stream.reads) == (1, 2))
-    await redis.xadd("s", {"plan": b""}, id="1-3")
-    assert await following == [(1, 3)]
-    waiting = stream.reads[1, 3]
-    await redis.xadd("s", {"plan": b""}, id="1-4")
-    assert [entry_id for entry_id, _ in await waiting] == [b"1-4"]
-    assert await read_to(stream, (1, 4)) == [(1, 4)]
-    stream.close()
-
-
 async def test_a_lost_connection_fails_one_read_only(redis: Redis) -> None:
     """Else the error of the read ahead would hold up a later plan."""
     stream = PlanStream(redis, "s")
@@ -172,3 +150,186 @@ async def test_a_lost_connection_fails_one_read_only(redis: Redis) -> None:
 
 async def fail() -> list[Entry]:
     raise ConnectionError("cut")
+
+
+@pytest.fixture
+def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now_s = [100.0]
+    monkeypatch.setattr("gpu_worker.agent.state.time.monotonic", lambda: now_s[0])
+    return now_s
+
+
+def run_to(clock: ReportClock, step: int, now_s: list[float]) -> None:
+    clock.on_step(step)
+    now_s[0] += 0.002
+
+
+def test_a_round_trip_begins_at_the_step_at_which_a_report_is_due(now_s: list[float]) -> None:
+    clock = ReportClock()
+    clock.on_grant(16)
+    for number in range(1, 20):
+        run_to(clock, number, now_s)
+    assert clock.is_due(19)
+    assert clock.on_report(19) == [] and not clock.is_due(20)
+    clock.on_grant(16)  # a plan that was on its way, without a grant
+    assert clock.on_report(20) == [] and not clock.is_due(21)
+    clock.on_grant(35)
+    assert clock.on_report(21) == [pytest.approx(8.0)], "from step 16 on"
+    assert clock.on_report(22) == [], "once"
+    clock.on_grant(60)
+    assert clock.on_report(23) == [], "nobody had waited for this one"
+
+
+async def run_empty_steps(agent: Agent, count: int) -> None:
+    """Each with a flush."""
+    for _ in range(count):
+        step(agent)
+        await agent.flusher.flush()
+
+
+async def test_a_report_is_due_where_the_plan_says(agent: Agent, redis: Redis) -> None:
+    await start(agent)
+    agent.plans.apply(plan(agent, report_at=3))
+    await run_empty_steps(agent, 5)
+    agent.plans.apply(plan(agent, report_at=9))
+    await run_empty_steps(agent, 5)
+    first, second = await reports(redis)
+    assert (first.step, first.round_trips) == (3, [])
+    assert second.step == 9 and len(second.round_trips) == 1
+
+
+async def test_a_batcher_of_an_earlier_version_hears_when_half_of_the_steps_are_made(
+    agent: Agent, redis: Redis
+) -> None:
+    await start(agent)
+    agent.plans.apply(Plan(7, 9, until=40, prefill_tokens=64))
+    await run_empty_steps(agent, 24)
+    assert [report.step for report in await reports(redis)] == [20]
+
+
+async def test_a_report_is_sent_where_a_plan_says_that_it_was_due_at_a_step_that_is_made(
+    agent: Agent, redis: Redis
+) -> None:
+    """An engine that has made all its steps wakes nobody: a batcher that took over grants fewer than the one
+    before it, and the engine has made them when its plan comes.
+    """
+    await start(agent)
+    agent.plans.apply(plan(agent, report_at=16))
+    await run_empty_steps(agent, 20)
+    agent.state.wake.clear()
+    agent.plans.apply(plan(agent, report_at=16))
+    assert not agent.state.wake.is_set(), "a report has told of that step"
+    agent.plans.apply(plan(agent, report_at=18))
+    assert agent.state.wake.is_set()
+    await agent.flusher.flush()
+    assert [report.step for report in await reports(redis)] == [16, 20]
+
+
+# --- outbox ----------------------------------------------------------------------------------------------
+
+
+async def test_step_timeout_is_twenty_times_the_expected_time_of_a_step(agent: Agent) -> None:
+    assert agent.step_timeout_s() == agent.settings.step_timeout_s == 60
+    await start(agent)
+    agent.state.granted = replace(agent.state.granted, prefill_tokens=9999)
+    assert agent.step_timeout_s() == 20 * 10_000 * 0.5 / 1000
+
+
+async def test_the_watchdog_watches_while_rows_may_run(agent: Agent) -> None:
+    assert not agent.is_busy()
+    await start(agent)
+    assert agent.is_busy()
+    agent.state.step = agent.state.until
+    assert not agent.is_busy()
+
+
+async def test_a_worker_that_was_asked_to_drain_says_so_and_leaves(agent: Agent, redis: Redis) -> None:
+    agent.state.idle.clear()  # as with a row: an idle one may leave before it has said so
+    running = asyncio.create_task(agent.run())
+    keys, name = agent.pool.keys, agent.worker.incarnation
+    await wait_until(lambda: agent.pool.run(worker_scripts.drain(keys, name)))
+    await wait_until(lambda: is_draining(redis, keys.worker(name)))
+    assert not agent.state.signalled.is_set(), "its rows have all the time they need"
+    agent.state.idle.set()
+    assert await asyncio.wait_for(running, PATIENCE_S)
+
+
+async def is_draining(redis: Redis, worker: str) -> bool:
+    return bool(await redis.hget(worker, "state") == b"draining")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("ticks", range(12))
+async def test_heartbeats_end_whenever_they_are_cancelled(agent: Agent, ticks: int) -> None:
+    """Also in the moment in which they are asked to send one now: else a drained worker stays for ever."""
+    await agent.create_streams()
+    heartbeats = asyncio.create_task(agent.send_heartbeats())
+    await wait_until(lambda: agent.pool.redis.exists(agent.pool.keys.worker(agent.worker.incarnation)))
+    await asyncio.sleep(0)
+    agent.heartbeat_now.set()
+    for _ in range(ticks):
+        await asyncio.sleep(0)
+    heartbeats.cancel()
+    done, _ = await asyncio.wait([heartbeats], timeout=PATIENCE_S)
+    assert done and heartbeats.cancelled()
+
+
+@dataclass
+class Machine:
+    """A clock, and how long the engine waited for a core."""
+
+    now_s: float = 100.0
+    delay_s: float = 0.0
+    timeout_s: float = 60.0
+    is_busy: bool = True
+
+    def watchdog(self) -> Watchdog:
+        return Watchdog(lambda: self.timeout_s, lambda: self.is_busy, lambda: self.delay_s)
+
+    def run(self, watchdog: Watchdog, seconds: int, starved: float = 0.0) -> None:
+        """Checks once a second; of each, the engine waits `starved` for a core."""
+        for _ in range(seconds):
+            self.now_s += 1
+            self.delay_s += starved
+            watchdog.check()
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine()
+    monkeypatch.setattr("time.monotonic", lambda: made.now_s)
+    return made
+
+
+def test_no_step_for_longer_than_the_timeout_raises(machine: Machine) -> None:
+    watchdog = machine.watchdog()
+    machine.run(watchdog, 60)
+    with pytest.raises(EngineStuck, match="no step and no answer for 61 s"):
+        machine.run(watchdog, 1)
+
+
+def test_a_step_resets_the_time(machine: Machine) -> None:
+    watchdog = machine.watchdog()
+    machine.run(watchdog, 59)
+    watchdog.reset()
+    machine.run(watchdog, 59)
+
+
+def test_the_time_without_work_does_not_count_once_there_is_some(machine: Machine) -> None:
+    watchdog = machine.watchdog()
+    machine.is_busy = False
+    machine.run(watchdog, 1000)
+    machine.is_busy = True
+    machine.run(watchdog, 60)
+
+
+def test_an_engine_that_waits_for_a_core_is_not_stuck(machine: Machine) -> None:
+    watchdog = machine.watchdog()
+    machine.run(watchdog, 500, starved=0.95)
+    with pytest.raises(EngineStuck):
+        machine.run(watchdog, 101, starved=0.95)
+
+
+def test_an_agent_that_was_stopped_reads_its_steps_first(machine: Machine) -> None:
+    watchdog = machine.watchdog()
+    machine.now_s += 600
+    watchdog.check()

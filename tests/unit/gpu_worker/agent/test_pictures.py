@@ -84,28 +84,6 @@ async def test_a_row_whose_picture_is_lost_never_starts_and_its_request_fails(re
     assert [*agent.state.table.rows] == [2]
 
 
-async def test_pictures_are_read_once_while_there_is_room_to_keep_them(
-    redis: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    agent = await make_agent(redis)
-    await keep(redis, aa=b"red", bb=b"blue")
-    await start(agent, new_row())
-    await redis.delete(KEYS.picture("aa"), KEYS.picture("bb"))
-    assert len(await start(agent, new_row(2))) == 1
-    monkeypatch.setattr(pictures, "MAX_CACHED_BYTES", 0)
-    other = NewRow(
-        3,
-        1,
-        0,
-        b"",
-        b"",
-        Generate("r3", "d", pack_ids([5] * 9), StoppingParams(4), pictures=[Picture("cc", 0, 2)]),
-    )
-    await keep(redis, cc=b"green")
-    await start(agent, other)
-    assert [*agent.plans.pictures.contents] == ["cc"]
-
-
 async def test_rows_with_large_pictures_are_granted_one_after_the_other(
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,16 +1,22 @@
-"""Steps as text, terminals, log entries and logits."""
+"""Steps as text, ends, log-probabilities, logits, beams, budgets of API keys and counts."""
 
-from collections.abc import Awaitable
-from typing import cast
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
+from api.requests.usage import month_begin, month_name
 from common.broker.committed import read, read_logits
+from common.broker.keys import usage_spent
 from common.broker.pool_client import PoolClient
 from common.messages.codec import decode
 from common.messages.events import Events
+from common.messages.plan import NewRow
 from common.messages.records import (
     RECORD,
     BeamSequence,
@@ -21,21 +27,29 @@ from common.messages.records import (
     unpack_ids,
     unpack_records,
 )
-from common.messages.request import BeamParams, LogitsParams
+from common.messages.request import BeamParams, Generate, LogitsParams, StoppingParams, UsageAccount
+from common.metrics import catalogue
+from common.metrics.catalogue import TOTAL
+from common.metrics.exposition import own_values, render_fleet
 from gpu_worker.agent.agent import Agent
+from gpu_worker.agent.metrics import BatchMetrics
 from gpu_worker.agent.publish import Publisher
+from gpu_worker.agent.row_text import RowTable, RowText
+from gpu_worker.protocol import SAMPLE, Grant, StartRow, StepResult
 from tests.support.agents import (
     CHANNEL,
     KEYS,
     PROMPT,
     grants,
     hset,
+    plan,
     prompt_logprobs,
     reports,
     start,
     step,
 )
 from tests.support.broker.listening import listening
+from tests.support.tokenizer import TOKENIZER
 from tests.support.tokenizer import ids as ids_of
 
 LOGITS = LogitsParams(True, True, "float32", 2)
@@ -118,13 +132,6 @@ async def test_prompt_logprobs_are_committed_with_the_first_token(agent: Agent, 
     assert unpack_records(state.prompt or b"", 2) == ([4, 5, 6], [-1.0, -2.0, -3.0], [[(7, -0.25)]] * 3)
 
 
-async def test_a_prompt_of_one_token_has_no_logprobs(agent: Agent, redis: Redis) -> None:
-    await start(agent, prompt_logprobs=0, prompt_ids=pack_ids([3]))
-    step(agent, {1: (0, 9)}, prefilled=[(1, 1)])
-    await agent.flusher.flush()
-    assert (await read(PoolClient(redis, KEYS), ["r1"]))["r1"].prompt == b""
-
-
 async def test_prompt_logprobs_are_committed_once(agent: Agent, redis: Redis) -> None:
     """By the attempt that samples the first token; a row that ends before that writes none."""
     await start(agent, prompt_logprobs=0)
@@ -136,14 +143,6 @@ async def test_prompt_logprobs_are_committed_once(agent: Agent, redis: Redis) ->
     step(agent, {2: (1, 6)}, prefilled=[(2, 3)])
     await agent.flusher.flush()
     assert (await read(PoolClient(redis, KEYS), ["r2"]))["r2"].prompt is None
-
-
-async def test_rows_that_do_not_ask_for_prompt_logprobs_get_none(agent: Agent, redis: Redis) -> None:
-    await start(agent)
-    assert grants(agent)[-1].starts[0].prompt_logprobs is None
-    step(agent, {1: (0, 9)}, prefilled=[(1, 2)])
-    await agent.flusher.flush()
-    assert b"prompt" not in await cast(Awaitable[dict[bytes, bytes]], redis.hgetall(KEYS.request("r1")))
 
 
 # --- logits -------------------------------------------------------------------------------------------------
@@ -177,17 +176,6 @@ async def test_logits_are_written_before_their_tokens(agent: Agent, redis: Redis
     await agent.flusher.flush()
     assert await written(redis, 4) == [0, 1, 2, 3] and await written(redis, 5) is None
     assert (await read(PoolClient(redis, KEYS), ["r1"]))["r1"].terminal == "length"
-
-
-async def test_logits_of_the_generation_alone_begin_at_the_last_token_of_the_prompt(
-    agent: Agent, redis: Redis
-) -> None:
-    logits = LogitsParams(False, True, "bfloat16", 4)
-    await start(agent, logits=logits, prompt_ids=pack_ids([3, 4, 5]), committed=RECORD.pack(7, -1.0))
-    assert grants(agent)[-1].starts[0].logits == (2, 12, "bfloat16")
-    step(agent, {1: (1, 9)}, logits=[rows(2, 2)], prefilled=[(1, 4)])
-    await agent.flusher.flush()
-    assert await written(redis, 2) == [2, 3]
 
 
 async def test_pieces_are_written_once_although_a_call_fails(
@@ -224,21 +212,6 @@ async def test_a_row_whose_logits_are_lost_is_preempted(agent: Agent, redis: Red
     assert len(await redis.get(KEYS.tokens("r1"))) == 2 * RECORD.size
 
 
-async def test_a_row_of_another_worker_is_dropped(agent: Agent, redis: Redis) -> None:
-    await start(agent, logits=LOGITS, prompt_ids=pack_ids([3, 4]))
-    await redis.hset(KEYS.request("r1"), mapping={"worker": "w1-1", "attempt": 2})  # type: ignore[misc]
-    step(agent, logits=[rows(0, 1)])
-    await agent.flusher.flush()
-    assert grants(agent)[-1].stops == [(1, "preempted")] and not await redis.exists(KEYS.logits("r1"))
-
-
-async def test_rows_without_logits_write_none(agent: Agent, redis: Redis) -> None:
-    await start(agent)
-    assert grants(agent)[-1].starts[0].logits is None
-    step(agent, {1: (0, 9)}, prefilled=[(1, 2)])
-    assert not agent.state.outbox.logits
-
-
 async def test_a_beam_search_publishes_its_sequences_with_its_end_and_nothing_before(
     agent: Agent, redis: Redis
 ) -> None:
@@ -264,3 +237,214 @@ async def test_a_beam_search_publishes_its_sequences_with_its_end_and_nothing_be
     assert (end.reason, end.num_tokens) == ("eos_token", 5)
     (_, report) = await reports(redis)
     assert (report.ended, report.released, report.hashes) == ([(1, "eos_token", 2)], [(1, 6)], [])
+
+
+def start_row(table: RowTable, row: int = 1, blocks: Sequence[int] = (1,), **fields: Any) -> RowText:
+    request = Generate(f"r{row}", "d", pack_ids(PROMPT), StoppingParams(10, **fields))
+    return table.start(NewRow(row, 1, 0, b"", pack_ids(blocks), request))
+
+
+def test_a_stop_string_within_min_new_tokens_is_ignored() -> None:
+    row = start_row(RowTable(TOKENIZER), stop=["the"], min_new_tokens=1)
+    assert [row.matches_stop_string(row.add(token, -0.5)) for token in ids_of(" the sea")] == [False, False]
+
+
+def test_blocks_are_counted_for_prompt_and_tokens_those_that_rows_share_once() -> None:
+    table = RowTable(TOKENIZER)
+    row = start_row(table, blocks=[1, 2, 3])
+    assert table.num_blocks(block_size=2) == 1
+    row.add(5, -0.5)
+    start_row(table, 2, blocks=[4])
+    assert table.num_blocks(block_size=2) == 3
+    start_row(table, 3, blocks=[1])
+    assert table.num_blocks(block_size=2) == 3
+
+
+def step_of(agent: Agent, row: int, first: int, tokens: list[int], **fields: object) -> None:
+    """One step that sampled several tokens of a row."""
+    samples = b"".join(SAMPLE.pack(row, first + i, token, -0.5) for i, token in enumerate(tokens))
+    agent.steps.apply(StepResult(agent.state.step + 1, samples, **fields))  # type: ignore[arg-type]
+
+
+async def prefilled(agent: Agent, row: int = 1) -> None:
+    await start(agent, row, max_new_tokens=100)
+    step(agent, {row: (0, 5)}, prefilled=[(row, len(PROMPT))])
+
+
+async def test_reports_say_how_long_a_row_is_that_is_ahead(agent: Agent, redis: Redis) -> None:
+    await prefilled(agent, 1)
+    await prefilled(agent, 2)
+    await agent.flusher.flush()
+    step_of(agent, 1, 1, [6, 7, 8])
+    step_of(agent, 2, 1, [6])
+    step_of(agent, 2, 2, [7])
+    agent.flusher.reported_s = -math.inf
+    await agent.flusher.flush()
+    agent.flusher.reported_s = -math.inf
+    await agent.flusher.flush()
+    _, second, third = await reports(redis)
+    assert second.lengths == [(1, len(PROMPT) + 3, 5)] and third.lengths == []
+    agent.plans.apply(plan(agent, takeover=True))
+    step_of(agent, 1, 4, [6, 7])
+    await agent.flusher.flush()
+    held = {row.row: (row.kv_len, row.step) for row in (await reports(redis))[-1].held}
+    assert held == {1: (len(PROMPT) + 5, 6), 2: (len(PROMPT), 2)}
+
+
+async def test_a_report_is_due_when_a_row_that_is_ahead_has_filled_half_of_its_blocks(
+    agent: Agent, redis: Redis
+) -> None:
+    await prefilled(agent)
+    agent.plans.apply(plan(agent, blocks=[(1, pack_ids([2]))]))
+    await agent.flusher.flush()
+    assert len(await reports(redis)) == 1
+    step_of(agent, 1, 1, [5] * 13)
+    await agent.flusher.flush()
+    assert len(await reports(redis)) == 1, "17 slots are left for 31 steps, of which half may go on"
+    step_of(agent, 1, 14, [5, 5])
+    await agent.flusher.flush()
+    assert (await reports(redis))[-1].lengths == [(1, len(PROMPT) + 15, 3)]
+
+
+async def test_a_stop_string_comes_before_an_end_that_the_same_step_brought_behind_it(
+    agent: Agent, redis: Redis
+) -> None:
+    await start(agent, stop=["sea"])
+    the, sea = ids_of(" the sea")
+    step_of(agent, 1, 0, [the, sea, the, 2], ended=[(1, "eos_token", 4)], released=[(1, 5)])
+    await agent.flusher.flush()
+    assert unpack_records(await redis.get(KEYS.tokens("r1")))[0] == [the, sea]
+    (report,) = await reports(redis)
+    assert report.ended == [(1, "stop_sequence", 2)] and report.lengths == []
+    assert grants(agent)[-1].stops == [(1, "stop_sequence")]
+
+
+async def start_rows(agent: Agent, budget: int, *rows: int) -> None:
+    """Start rows with prompts of two tokens; their one API key has this budget."""
+    account = UsageAccount("m", budget_tokens=budget)
+    for row in rows:
+        await start(agent, row, account=account, key_id="k", max_new_tokens=100)
+        request = agent.state.table.rows[row].request
+        await hset(agent.pool.redis, KEYS.request(f"r{row}"), {"account": request.account_text})
+
+
+async def publish_step(agent: Agent, index: int, *rows: int) -> None:
+    step(agent, dict.fromkeys(rows, (index, 5 + index)))
+    await agent.flusher.flush()
+
+
+async def ends(redis: Redis, *rows: int) -> list[tuple[bytes | None, bytes | None, int]]:
+    """Reason, number of tokens, and tokens kept, of each request."""
+    return [
+        (
+            *(await redis.hmget(KEYS.request(f"r{row}"), ["terminal", "num_tokens"])),  # type: ignore[misc]
+            len(unpack_records(await redis.get(KEYS.tokens(f"r{row}")) or b"")[0]),
+        )
+        for row in rows
+    ]
+
+
+async def spent(redis: Redis) -> int:
+    month = month_name(month_begin(time.time()))
+    return int(await redis.hget(usage_spent(month), "k tokens") or 0)  # type: ignore[misc]
+
+
+async def test_a_row_ends_at_the_budget_with_what_it_has(agent: Agent, redis: Redis) -> None:
+    """The prompt and three tokens are the budget. The token of the next step is dropped."""
+    await start_rows(agent, 5, 1)
+    for index in range(4):
+        await publish_step(agent, index, 1)
+    assert await ends(redis, 1) == [(b"budget", b"3", 3)]
+    assert await spent(redis) == 5
+    assert grants(agent)[-1].stops == [(1, "budget")]
+    assert [report.ended for report in await reports(redis)][-1] == [(1, "budget", 3)]
+    assert not agent.state.budgets.num_rows
+
+
+async def test_all_rows_of_a_key_share_what_is_left(agent: Agent, redis: Redis) -> None:
+    """Two prompts and two first tokens are 6. Of three more, the first row gets two."""
+    await start_rows(agent, 9, 1, 2)
+    for index in range(4):
+        await publish_step(agent, index, 1, 2)
+    assert await spent(redis) == 9
+    assert await ends(redis, 1, 2) == [(b"budget", b"3", 3), (b"budget", b"2", 2)]
+
+
+async def test_a_row_that_ends_beyond_the_budget_ends_at_it(agent: Agent, redis: Redis) -> None:
+    await start_rows(agent, 4, 1)
+    await publish_step(agent, 0, 1)
+    step(agent, {1: (1, 6)})
+    step(agent, {1: (2, 7)}, ended=[(1, "eos_token", 3)])
+    await agent.flusher.flush()
+    assert await ends(redis, 1) == [(b"budget", b"2", 2)]
+    assert [report.ended for report in await reports(redis)][-1] == [(1, "budget", 2)]
+
+
+async def test_the_first_token_was_set_aside_at_admission(agent: Agent, redis: Redis) -> None:
+    """A request that was admitted in time gets it, although others have used the budget since."""
+    await start_rows(agent, 5, 1, 2)
+    for index in range(3):
+        await publish_step(agent, index, 1)
+    await publish_step(agent, 0, 2)
+    await publish_step(agent, 1, 2)
+    assert await ends(redis, 2) == [(b"budget", b"1", 1)]
+
+
+async def test_rows_of_keys_without_a_budget_go_on(agent: Agent, redis: Redis) -> None:
+    await start_rows(agent, 3, 1)
+    await start(agent, 2, key_id="k", max_new_tokens=100)
+    for index in range(3):
+        await publish_step(agent, index, 1, 2)
+    assert await ends(redis, 1, 2) == [(b"budget", b"1", 1), (None, None, 0)]
+    assert agent.state.table.rows[2].num_tokens == 3
+
+
+NAME = catalogue.SKIPPED_TOKENS.name
+
+
+def test_steps_beside_a_row_that_stands_by_are_those_that_they_are() -> None:
+    counts = catalogue.BATCH_COUNT.values
+    before = {method: counts[method,] for method in ("prefill", "decode")}
+    metrics = BatchMetrics()
+    starts = [StartRow(number, bytes(8), 0, bytes(4), StoppingParams(9)) for number in (1, 2)]
+    metrics.on_grant(Grant(9, 8, starts, max_rows=1), 0.0)
+    chunk = StepResult(1, prefill_tokens=7, duration_ms=2.0)
+    last = StepResult(2, prefilled=[(1, 8)], duration_ms=2.0)
+    metrics.on_steps([chunk, last, *(StepResult(step, duration_ms=2.0) for step in (3, 4, 5))], 0.005)
+    assert counts["decode",] == before["decode"], "a step costs nothing by itself"
+    metrics.count_steps()
+    metrics.count_steps()
+    assert {method: counts[method,] - before[method] for method in before} == {"prefill": 2, "decode": 3}
+
+
+def test_each_row_of_a_step_counts_what_speculation_gave_it() -> None:
+    metrics, skipped = BatchMetrics(), catalogue.SKIPPED_TOKENS.series[()]
+    before = dict(skipped)
+    accepted, proposed = (
+        metric.values["suffix",] for metric in (catalogue.ACCEPTED_TOKENS, catalogue.PROPOSED_TOKENS)
+    )
+    second = catalogue.ACCEPTED_AT.values["1",]
+    plain = StepResult(1, samples=packed([(1, 1), (2, 1)]))
+    guessed = packed([(1, 2), (1, 3), (1, 4), (2, 2)])
+    metrics.on_steps(
+        [plain, StepResult(2, samples=guessed, proposals=[("suffix", 3, 2), ("suffix", 1, 0)])], 0.0
+    )
+    metrics.count_steps()
+    changed = {bound: number - before.get(bound, 0) for bound, number in skipped.items()}
+    assert {bound: number for bound, number in changed.items() if number} == {0.0: 3, 2.0: 1, TOTAL: 2}
+    assert catalogue.ACCEPTED_TOKENS.values["suffix",] == accepted + 2
+    assert catalogue.PROPOSED_TOKENS.values["suffix",] == proposed + 4
+    assert catalogue.ACCEPTED_AT.values["1",] == second + 1
+    [shown] = [family for family in text_string_to_metric_families(exposed()) if family.name == NAME]
+    values = {sample.labels.get("le", sample.name): sample.value for sample in shown.samples}
+    assert values["2.0"] - values["1.0"] == changed[2.0] + before.get(2.0, 0)
+    assert values["0.0"] == skipped[0.0]
+
+
+def exposed() -> str:
+    return render_fleet("p", own_values(), {}).decode()
+
+
+def packed(places: list[tuple[int, int]]) -> bytes:
+    """Samples of (row, index)."""
+    return b"".join(SAMPLE.pack(row, index, 5, -0.5) for row, index in places)

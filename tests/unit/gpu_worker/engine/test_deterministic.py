@@ -1,25 +1,28 @@
-"""DETERMINISTIC: in bfloat16 too, the bits of a row are its own, whatever else runs, however its prompt is
-cut, and after a resume.
+"""DETERMINISTIC: the bits of a row are its own, whatever else runs, however its prompt is cut, and after a
+resume; on CUDA every step goes through one graph of a fixed shape.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from common.messages.request import SamplingParams
 from common.settings.settings import SettingError, Settings
+from gpu_worker.engine.cuda.graphs import FixedShapeGraph
 from gpu_worker.engine.engine import Engine
 from gpu_worker.protocol import StartRow
 from tests.support.engine import tiny_models
-from tests.support.engine.batch_player import Player
+from tests.support.engine.batch_player import Player, player
 from tests.support.engine.reference import prompt_ids
+from tests.support.engine.tiny_engine import NEW_TOKENS, prompts
+from tests.support.engine.tiny_models import FAMILIES
 from tests.support.prompts import FEW, PROMPTS
+from tests.support.speculation.knowing_proposer import KnowingProposers
 
-NEW_TOKENS = 12
+NUM_NEW = 12
 SETTINGS: dict[str, Any] = {
     "dtype": "bfloat16",
     "kv_cache_bytes": 2**27,
@@ -43,17 +46,13 @@ def engine() -> Iterator[Engine]:
     yield Engine(Settings(**SETTINGS))
 
 
-def player(engine: Engine, prefill_tokens: int = 1000) -> Player:
-    return Player(engine, list(range(1, 1 + engine.ready.num_blocks)), prefill_tokens, until=engine.rows.step)
-
-
 def start(played: Player, rows: Sequence[int], shown: dict[int, list[int]] | None = None) -> list[StartRow]:
     prompts, shown = prompt_ids([PROMPTS[place] for place in FEW]), shown or {}
     return [
         played.start(
             row,
             prompts[row] + shown.get(row, []),
-            NEW_TOKENS,
+            NUM_NEW,
             len(shown.get(row, [])),
             ignore_eos=True,
             sampling=SAMPLINGS[row % len(SAMPLINGS)],
@@ -95,23 +94,11 @@ def test_bits_do_not_depend_on_who_computed_the_blocks(engine: Engine) -> None:
     played = player(engine, prefill_tokens=7)
     played.kept = set(played.free)
     firsts = tell(played, start(played, ROWS))
-    behind = played.start_resumed(ROWS, NEW_TOKENS, base=9, by=100)
+    behind = played.start_resumed(ROWS, NUM_NEW, base=9, by=100)
     assert any(one.num_cached > len(one.ids) // 4 - 9 for one in behind), "blocks with answers, too"
     assert tell(played, behind) == {
         100 + row: (ids[9:], bits[4 * 9 :]) for row, (ids, bits) in firsts.items()
     }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("threads", [1, 3])
-def test_bits_do_not_depend_on_the_number_of_threads(engine: Engine, threads: int) -> None:
-    before, expected = torch.get_num_threads(), play(engine, ROWS)
-    try:
-        other = Engine(Settings(**SETTINGS, threads=threads))
-        assert torch.get_num_threads() == threads
-        assert play(other, ROWS) == expected
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("family", ["Gemma2", "GPT2"])
@@ -124,3 +111,52 @@ def test_models_that_cannot_be_deterministic_are_refused(family: str, tmp_path: 
             )
         )
     assert "\n" not in str(caught.value)
+
+
+def bits(
+    engine: Engine, rows: list[int], prefill_tokens: int, resumed: dict[int, list[int]]
+) -> dict[int, tuple[list[int], bytes]]:
+    """The ids of rows that draw, and the bits of their log-probabilities."""
+    played = player(engine, prefill_tokens)
+    sampling = [
+        None,
+        SamplingParams(temperature=1.0, seed=3),
+        SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.2, seed=4),
+        None,
+    ]
+    options = {
+        row: {"base": len(resumed.get(row, [])), "ignore_eos": True, "sampling": sampling[row]}
+        for row in rows
+    }
+    starts = [
+        played.start(row, prompts()[row] + resumed.get(row, []), NEW_TOKENS, **options[row])  # type: ignore[arg-type]
+        for row in rows
+    ]
+    ids, logprobs = played.run(starts), dict.fromkeys(rows, b"")
+    for step in played.steps:
+        for row, _, _, logprob in step.sampled:
+            logprobs[row] += np.float32(logprob).tobytes()
+    return {row: (ids[row], logprobs[row]) for row in rows}
+
+
+@pytest.mark.slow
+def test_bits_of_a_graph_of_a_fixed_shape_do_not_depend_on_the_batch(
+    tmp_path: Path, like_cuda: Callable[..., Engine]
+) -> None:
+    """All tokens go through one graph of 12, which rows and chunks do not fill: ids are right, and bits of a
+    row do not depend on other rows.
+    """
+    model = tiny_models.save(tmp_path, *FAMILIES["Qwen2"])
+    engine, rows = like_cuda(tmp_path, deterministic=True), list(range(len(prompts())))
+    assert isinstance(engine.graphs, FixedShapeGraph) and list(engine.graphs.graphs.graphs) == [12]
+    alone = {row: bits(engine, [row], 1000, {})[row] for row in rows}
+    assert alone[0][0] == tiny_models.generate(model, prompts()[0], NEW_TOKENS)
+    assert bits(engine, rows, 1000, {}) == alone, "batched"
+    assert bits(engine, rows[::-1], 7, {}) == alone, "chunked, in another order"
+    answers = {tuple(prompts()[row]): alone[row][0] for row in rows}
+    engine.rows.make_proposer = KnowingProposers(answers, 0.3)
+    assert bits(engine, rows, 1000, {}) == alone, "with proposals"
+    resumed = bits(engine, rows, 1000, {row: alone[row][0][: 5 + row] for row in rows})
+    assert resumed == {
+        row: (ids[5 + row :], logprobs[4 * (5 + row) :]) for row, (ids, logprobs) in alone.items()
+    }, "resumed"

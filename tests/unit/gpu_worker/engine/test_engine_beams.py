@@ -21,7 +21,7 @@ from common.messages.request import BeamParams, SamplingParams
 from gpu_worker.engine.engine import Engine
 from gpu_worker.protocol import Grant, StartRow
 from tests.support.engine import reference, tiny_models
-from tests.support.engine.batch_player import Player
+from tests.support.engine.batch_player import Player, player
 from tests.support.engine.reference import Found
 from tests.support.engine.tiny_engine import engine_of, prompts
 from tests.support.engine.tiny_models import FAMILIES, LLAMA, VOCAB
@@ -188,24 +188,6 @@ def test_a_search_that_is_stopped_gives_its_blocks_back_and_finds_the_same_again
     check_all(played, {1: llama.expected(prompt, beams)})
 
 
-def test_a_search_whose_blocks_come_one_after_the_other_waits_for_them(llama: Tiny) -> None:
-    prompt, beams = prompts()[2], SEARCHES[1]
-    played = llama.player()
-    row = start(played, 1, prompt, beams)
-    llama.engine.apply(Grant(llama.engine.rows.step + 1000, 1000, [row]))
-    played.until = llama.engine.rows.grant.until
-    while played.rows:
-        while (step := llama.engine.step()) is not None:
-            played.collect(step)
-        blocks = played.take(1)
-        if played.rows:
-            played.rows[1].blocks += blocks
-        llama.engine.apply(
-            Grant(played.until, 1000, blocks=[(1, torch.tensor(blocks).int().numpy().tobytes())])
-        )
-    check_all(played, {1: llama.expected(prompt, beams)})
-
-
 def test_a_search_across_the_length_that_needs_all_keys_anew_ends_at_once(tmp_path: Path) -> None:
     tiny = Tiny(tmp_path, "Phi3-longrope")
     played = tiny.player()
@@ -234,26 +216,6 @@ def test_a_search_with_allowed_ids_ends_when_none_is_left(llama: Tiny) -> None:
     assert played.ended[2][0] == "grammar" and not played.sequences[2]
 
 
-def test_one_failing_row_of_a_search_ends_all_of_it(llama: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other rows of the step go on."""
-    alone = llama.player()
-    [expected] = alone.run([alone.start(1, prompts()[1], 20)]).values()
-    compute = llama.engine.compute
-
-    def failing(slices: Any, previous: Any) -> torch.Tensor:
-        members = [part.row for part in slices if part.row.beams and part.decodes]
-        if any(row.kv_len > 53 and row.number == 2 and row is members[0] for row in members):
-            raise ValueError("broken")
-        return compute(slices, previous)
-
-    monkeypatch.setattr(llama.engine, "compute", failing)
-    played = llama.player()
-    starts = [played.start(1, prompts()[1], 20), start(played, 2, prompts()[2], BeamParams(4))]
-    ids = played.run(starts)
-    assert ids[1] == expected and played.ended[2][0] == "forward"
-    assert len(played.free) == llama.engine.ready.num_blocks
-
-
 @pytest.fixture(scope="module")
 def speaking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Tokenizer]]:
     """A tiny model with a real tokenizer."""
@@ -268,7 +230,7 @@ def speaking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine,
 
 
 def find(engine: Engine, end: int, **params: Any) -> Player:
-    played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), until=engine.rows.step)
+    played = player(engine)
     played.run([played.start(1, prompts()[1], end, beams=BeamParams(4), **params)])
     return played
 

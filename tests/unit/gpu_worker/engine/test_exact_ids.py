@@ -11,7 +11,7 @@ from common import model_files
 from gpu_worker.engine.engine import Engine
 from gpu_worker.protocol import Grant, StepResult
 from tests.support.engine import reference
-from tests.support.engine.batch_player import Player, packed
+from tests.support.engine.batch_player import Player, player
 from tests.support.engine.reference import prompt_ids, reference_ids
 from tests.support.prompts import FEW, PROMPTS
 from tests.support.runahead.each_way import AHEAD
@@ -38,32 +38,12 @@ def expected(prompts: list[list[int]], indices: list[int]) -> dict[int, list[int
     return {index: answer[:count] for index, answer in zip(indices, answers, strict=True)}
 
 
-def player(engine: Engine, num_blocks: int | None = None, prefill_tokens: int = 10_000) -> Player:
-    """Rows of earlier tests have all ended: numbers are free again, steps are not."""
-    assert not engine.rows.rows
-    free = list(range(1, 1 + (num_blocks or engine.ready.num_blocks)))
-    return Player(engine, free, prefill_tokens, until=engine.rows.step)
-
-
 def check_ends(played: Player, answers: dict[int, list[int]]) -> None:
     whys = {
         index: ("length" if len(ids) == new_tokens(answers) else "eos_token", len(ids))
         for index, ids in answers.items()
     }
     assert played.ended == whys
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("indices", INDICES)
-def test_ids_of_rows_alone_equal_generate(
-    engine: Engine, prompts: list[list[int]], indices: list[int]
-) -> None:
-    answers = expected(prompts, indices)
-    for index in indices:
-        played = player(engine)
-        assert played.run([played.start(index, prompts[index], new_tokens(indices))]) == {
-            index: answers[index]
-        }
 
 
 @AHEAD
@@ -90,24 +70,6 @@ def test_ids_with_chunked_prefill_equal_generate(
         played.run([played.start(index, prompts[index], new_tokens(indices)) for index in indices]) == answers
     )
     assert len(played.steps) >= sum(len(prompts[index]) for index in indices) / 7
-
-
-@pytest.mark.slow
-@AHEAD
-@pytest.mark.parametrize("indices", FEWER)
-def test_ids_with_scarce_blocks_equal_generate(
-    engine: Engine, prompts: list[list[int]], indices: list[int]
-) -> None:
-    """Blocks for the longest row and one for each other: all start at once, all but the oldest wait, each
-    continues in blocks just freed.
-    """
-    answers = expected(prompts, indices)
-    longest = max(len(prompts[index]) + new_tokens(indices) for index in indices)
-    played = player(engine, num_blocks=-(-longest // engine.block_size) + len(indices))
-    starts = [played.start(index, prompts[index], new_tokens(indices)) for index in indices]
-    assert played.run(starts, lead=1, served=1) == answers
-    check_ends(played, answers)
-    assert len(played.steps) > 3 * new_tokens(indices)
 
 
 @AHEAD
@@ -177,11 +139,6 @@ def test_freed_blocks_are_nan_unless_they_are_full(engine: Engine, prompts: list
     assert engine.step() == StepResult(
         played.steps[-1].step, ended=((1, "cancelled", 0),), released=((1, 0),)
     )
-    assert engine.step() is None
-
-
-def test_a_grant_with_only_blocks_for_an_ended_row_is_applied(engine: Engine) -> None:
-    engine.apply(Grant(engine.rows.step, 16, blocks=[(99, packed([1, 2]))], stops=[(99, "cancelled")]))
     assert engine.step() is None
 
 

@@ -1,26 +1,210 @@
-"""The real engine process behind its socket."""
+"""The leader's loop, whose waits end by events, never by their time; and the real engine process behind its
+socket.
+"""
 
 import contextlib
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
-from gpu_worker.engine import process
+from api.grammar.compile import Grammar, compile_unchecked
+from common.messages.request import BeamParams, SamplingParams
+from common.settings.settings import Settings
+from gpu_worker.engine import loop, process
+from gpu_worker.engine.agent_link import AgentLink
+from gpu_worker.engine.engine import Engine
+from gpu_worker.engine.parallel.communicator import SINGLE_RANK
 from gpu_worker.frames import FrameDecoder, encode
-from gpu_worker.protocol import Begin, EngineFailure, Frame, Grant, LoadProgress, Ready, StepResult
-from tests.support.engine.batch_player import unpacked
-from tests.support.engine.reference import prompt_ids, reference_ids
+from gpu_worker.protocol import (
+    Begin,
+    EngineFailure,
+    Frame,
+    Grant,
+    LoadProgress,
+    PeerClosed,
+    Ready,
+    StartRow,
+    StepResult,
+)
+from tests.support.engine.pictures.models import picture, save
+from tests.support.engine.pictures.seeing import SETTINGS
+from tests.support.engine.reference import prompt_ids
 from tests.support.engine.start_rows import start_row
 from tests.support.forks.client import ForkedProcess
-from tests.support.prompts import PROMPTS
+from tests.support.prompts import FEW, PROMPTS
+from tests.support.runahead.each_way import IN_TURN
+from tests.support.waiting import PATIENCE_S
+
+FOR_EVER_S = 3600.0
+
+
+@dataclass
+class Agent:
+    """The other end of the socket of an engine whose loop runs in a thread."""
+
+    engine: Engine
+    channel: socket.socket
+    frames: FrameDecoder = field(default_factory=FrameDecoder)
+    number: int = 0
+
+    def send(self, frame: Frame) -> None:
+        self.channel.sendall(encode(frame))
+
+    def start_one(self, start: StartRow) -> None:
+        self.send(Grant(self.engine.rows.step + 1000, 1000, [start]))
+        self.wait_for([start.row])
+
+    def start(self, *sources: str) -> list[int]:
+        """Start rows of one token, one for each grammar → their numbers."""
+        [prompt] = prompt_ids([PROMPTS[FEW[0]]])
+        numbers = [self.number + place for place in range(1, 1 + len(sources))]
+        self.number = numbers[-1]
+        starts = [
+            start_row(number, prompt, 1, blocks=blocks(number), sampling=SamplingParams(grammar=source))
+            for number, source in zip(numbers, sources, strict=True)
+        ]
+        self.send(Grant(self.engine.rows.step + 1000, 1000, starts))
+        return numbers
+
+    def result(self) -> StepResult:
+        while (frame := next(self.frames, None)) is None:
+            data = self.channel.recv(2**16)
+            assert data, "the engine is gone"
+            self.frames.feed(data)
+        assert isinstance(frame, StepResult)
+        return frame
+
+    def wait_for(self, numbers: Sequence[int]) -> None:
+        """Return when these rows have ended. Raises TimeoutError."""
+        left = set(numbers)
+        while left:
+            left -= {number for number, _ in self.result().released}
+
+
+def blocks(number: int) -> list[int]:
+    """Blocks that no other row has of those that live with this one."""
+    first = 1 + 8 * (number % 8)
+    return list(range(first, first + 8))
+
+
+@pytest.fixture
+def keepalive_s() -> float:
+    return FOR_EVER_S
+
+
+@pytest.fixture
+def agent(engine: Engine, keepalive_s: float, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
+    monkeypatch.setattr(loop, "KEEPALIVE_S", keepalive_s)
+    with agent_of(engine) as agent:
+        yield agent
+
+
+@contextlib.contextmanager
+def agent_of(engine: Any) -> Iterator[Agent]:
+    ours, theirs = socket.socketpair()
+    ours.settimeout(PATIENCE_S)
+    thread = threading.Thread(target=run, args=(engine, theirs))
+    thread.start()
+    with ours, theirs:
+        yield Agent(engine, ours)
+        ours.shutdown(socket.SHUT_RDWR)
+        thread.join(PATIENCE_S)
+    assert not thread.is_alive() and not engine.rows.rows
+
+
+def run(engine: Engine, channel: socket.socket) -> None:
+    with pytest.raises(PeerClosed):
+        loop.run_leader(engine, SINGLE_RANK, AgentLink(channel))
+
+
+def fresh(number: int) -> str:
+    """A grammar that nobody has compiled."""
+    return compile_unchecked(Grammar("regex", f"[0-9]{{2}}-{number}", "f"))
+
+
+def gated(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> threading.Event:
+    """What must be set before a compilation ends."""
+    gate, compile = threading.Event(), engine.matchers.compile
+
+    def compile_behind_gate(source: str, tokens: list[int]) -> object:
+        assert gate.wait(PATIENCE_S)
+        return compile(source, tokens)
+
+    monkeypatch.setattr(engine.matchers, "compile", compile_behind_gate)
+    return gate
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "text": {},
+    "sampled": {"sampling": SamplingParams(temperature=1.0, top_p=0.9), "top_n_tokens": 2},
+    "grammar": {"sampling": SamplingParams(grammar=compile_unchecked(Grammar("regex", "[0-9]{2}", "f")))},
+    "allowed": {"sampling": SamplingParams(allowed_token_ids=[7, 8])},
+    "prompt_logprobs": {"prompt_logprobs": 1},
+    "logits": {"logits": (0, 3, "float32")},
+    "beams": {"beams": BeamParams(2)},
+    "beams_with_stop": {"beams": BeamParams(2), "stop": [" the"]},
+    "bad_adapter": {"adapter": "none"},
+}
+
+
+@IN_TURN
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_request_to_an_idle_engine_waits_for_the_keep_alive(agent: Agent, kind: str) -> None:
+    [prompt] = prompt_ids([PROMPTS[FEW[0]]])
+    agent.start_one(start_row(1, prompt, 3, blocks=blocks(1), **KINDS[kind]))
+
+
+def test_no_picture_waits_for_the_keep_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row waits for its pictures, of which two are processed at a time, then proposes tokens."""
+    monkeypatch.setattr(loop, "KEEPALIVE_S", FOR_EVER_S)
+    model = save(tmp_path, "Qwen2-VL")
+    pictures = [part for seed in range(5) for part in (picture(seed), [5, 6])]
+    prompt = model.prompt(*pictures)
+    with agent_of(Engine(Settings(model_id=str(tmp_path), speculate=3, **SETTINGS))) as agent:
+        agent.start_one(start_row(1, prompt.ids, 8, blocks=range(1, 20), pictures=prompt.pictures))
+
+
+@IN_TURN
+def test_a_compilation_that_ends_between_a_step_and_the_wait_behind_it_ends_the_wait(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = agent.engine
+    gate, step = gated(monkeypatch, engine), engine.step
+
+    def step_then_compile() -> StepResult | None:
+        result = step()
+        if result is None and engine.rows.rows:
+            gate.set()
+            for row in engine.rows.rows.values():
+                assert row.sampling_state
+                row.sampling_state.grammar.compiled.result(PATIENCE_S)  # type: ignore[union-attr]
+        return result
+
+    monkeypatch.setattr(engine, "step", step_then_compile)
+    agent.wait_for(agent.start(fresh(0)))
+
+
+@IN_TURN
+@pytest.mark.parametrize("keepalive_s", [0.001])
+def test_an_engine_whose_rows_wait_for_a_grammar_says_that_it_lives(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = gated(monkeypatch, agent.engine)
+    numbers = agent.start(fresh(1))
+    assert not agent.result().released and not agent.result().released
+    gate.set()
+    agent.wait_for(numbers)
+
 
 TIMEOUT_S = 240.0
 ENVIRON = {
@@ -82,46 +266,6 @@ def child(request: pytest.FixtureRequest) -> Iterator[Child]:
     end(child)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "child",
-    [{}, pytest.param({"start": subprocess.Popen}, marks=pytest.mark.slow)],
-    ids=["forked", "started"],
-    indirect=True,
-)
-def test_tokens_arrive_through_the_socket(child: Child) -> None:
-    """Signals are ignored, two grants that arrive together
-    are both applied, a stop without a step has a result, and a crash of the engine itself is reported: a row
-    for which the forward raises only fails alone.
-    """
-    index = 4
-    prompt = prompt_ids(PROMPTS)[index]
-    ready = child.ready()
-    assert isinstance(ready, Ready)
-    assert (ready.block_size, ready.context, unpacked(ready.eos_ids), ready.dtype) == (
-        16,
-        8192,
-        [2],
-        "float32",
-    )
-    child.process.terminate()
-    child.send(Grant(3, 64, [start_row(7, prompt, 40, blocks=[1, 2, 3, 4])]))
-    child.send(Grant(5, 64))
-    ids: list[int] = []
-    while len(ids) < 5:
-        step = child.receive()
-        assert isinstance(step, StepResult) and step.duration_ms > 0
-        ids += [token for _, _, token, _ in step.sampled]
-    assert ids == reference_ids([prompt], 40)[0][:5]
-    child.send(Grant(5, 64, stops=[(7, "cancelled")]))
-    assert child.receive() == StepResult(5, ended=((7, "cancelled", 5),), released=((7, len(prompt) + 4),))
-    assert Path(f"/proc/{child.process.pid}/cmdline").read_text().startswith("tokenfleet engine")
-    child.send(Grant(6, 64, [replace(start_row(1, [1], 40, blocks=[1]), ids=b"no ids")]))
-    failure = child.receive()
-    assert isinstance(failure, EngineFailure) and failure.setting == "" and "ValueError" in failure.cause
-    assert child.process.wait(TIMEOUT_S) == 1
-
-
 @pytest.mark.parametrize(
     ("child", "setting", "words"),
     [
@@ -161,27 +305,6 @@ def test_a_preloaded_engine_imports_only_and_loads_with_the_variables_it_is_give
         ready = child.ready()
         assert isinstance(ready, Ready) and ready.block_size == 32
         assert " ".join(psutil.Process(child.process.pid).cmdline()).strip() == "tokenfleet engine w3"
-    finally:
-        assert end(child) == 0
-
-
-@pytest.mark.slow
-def test_a_preloaded_engine_with_its_model_loads_nothing_when_it_is_used() -> None:
-    index = 4
-    prompt = prompt_ids(PROMPTS)[index]
-    child = start_child("--preload", "--load")
-    try:
-        assert child.receive() == LoadProgress("preloaded")
-        child.send(Begin({"WORKER_NAME": "w3"}))
-        assert child.receive() == LoadProgress("measuring its speed")
-        assert isinstance(child.ready(), Ready)
-        child.send(Grant(3, 64, [start_row(7, prompt, 3, blocks=[1, 2, 3, 4])]))
-        ids: list[int] = []
-        while len(ids) < 3:
-            step = child.receive()
-            assert isinstance(step, StepResult)
-            ids += [token for _, _, token, _ in step.sampled]
-        assert ids == reference_ids([prompt], 40)[0][:3]
     finally:
         assert end(child) == 0
 

@@ -13,10 +13,11 @@ from common.settings.speculation import read_speculation
 from gpu_worker.engine.drafting.proposers import guessing_factory
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models
-from tests.support.engine.batch_player import Player
+from tests.support.engine.batch_player import Player, player
 from tests.support.engine.reference import prompt_ids, reference_ids
 from tests.support.engine.tiny_engine import engine_of, prompts
 from tests.support.engine.tiny_models import FAMILIES
+from tests.support.parameters.slow_but import slow_but
 from tests.support.prompts import FEW, PROMPTS
 from tests.support.speculation.knowing_proposer import KnowingProposers
 
@@ -108,7 +109,7 @@ WAYS = {
 """Which share of proposals is wrong, whether steps are launched ahead, also behind proposals."""
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=slow_but(["mixed", "ahead-sure"], WAYS))
 def proposers(request: pytest.FixtureRequest, engine: Engine, plain: Told) -> Iterator[KnowingProposers]:
     wrong, engine.runs_ahead, is_sure = WAYS[request.param]
     answers = {tuple(ids_of(row)): ids for row, (ids, _) in plain.items()}
@@ -118,10 +119,6 @@ def proposers(request: pytest.FixtureRequest, engine: Engine, plain: Told) -> It
     assert (max(made.steps) > 1) == (wrong < 1)
     if not wrong:
         assert max(made.steps) == 1 + made.num_speculated
-
-
-def test_ids_are_those_of_the_plain_way(engine: Engine, plain: Told, proposers: KnowingProposers) -> None:
-    assert play(engine) == plain
 
 
 def test_ids_are_those_of_the_plain_way_in_chunks_and_scarce_blocks(
@@ -145,9 +142,7 @@ def test_rows_that_resume_have_the_ids_of_rows_that_ran_through(
 SLOW = ["Llama-dynamic", "Gemma2", "Gemma3-longrope", "Mixtral", "gpt-oss", "MPT", "DeepSeek-V3"]
 
 
-@pytest.mark.parametrize(
-    "family", ["Phi3-longrope", "Bloom", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
-)
+@pytest.mark.parametrize("family", slow_but(["Phi3-longrope"], ["Phi3-longrope", "Bloom", *SLOW]))
 def test_speculation_changes_no_id_of_other_models(family: str, tmp_path: Path) -> None:
     """Attention with windows, soft-caps and ALiBi, and over latents; frequencies that depend on the length,
     for which a row stops.
@@ -161,37 +156,6 @@ def test_speculation_changes_no_id_of_other_models(family: str, tmp_path: Path) 
     assert max(proposers.steps) > 1
 
 
-def second_turns(engine: Engine, plain: Told, prefix: int) -> dict[int, list[int]]:
-    """What rows answer that start with the blocks of rows before them, and with the answers of these."""
-    free = list(range(1, 1 + engine.ready.num_blocks))
-    played = Player(engine, free, until=engine.rows.step, kept=set(free))
-    rows = [row for row in plain if row % 2 == 0]
-    first = [
-        played.start(row, ids_of(row), NEW_TOKENS, sampling=ROWS[row], min_new_tokens=9, ignore_eos=True)
-        for row in rows
-    ]
-    tables = {row: played.rows[row].blocks for row in rows}
-    played.run(first)
-    engine.rows.make_proposer = None
-    turns = {row: [*ids_of(row), *plain[row][0], 5] for row in rows}
-    cached = {row: tables[row][: (len(ids) - 2) // engine.block_size] for row, ids in turns.items()}
-    second = [
-        played.start_behind(cached[row], prefix + row, ids, NEW_TOKENS, ignore_eos=True)
-        for row, ids in turns.items()
-    ]
-    ids = played.run(second)
-    return {row: ids[prefix + row] for row in rows}
-
-
-@pytest.mark.slow
-def test_blocks_that_others_start_with_hold_what_was_confirmed(
-    engine: Engine, plain: Told, proposers: KnowingProposers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine.rows, "prefix_caching", True)
-    speculated = second_turns(engine, plain, 100)
-    assert speculated == second_turns(engine, plain, 200)
-
-
 def test_ids_of_the_small_model_are_those_of_transformers(
     loaded: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,8 +163,7 @@ def test_ids_of_the_small_model_are_those_of_transformers(
     indices = [*FEW[1:4], PROMPTS.index("na " * 40 + "Batman")]
     ids = prompt_ids([PROMPTS[index] for index in indices])
     answers = dict(zip(indices, reference_ids(ids, 40), strict=True))
-    free = list(range(1, 1 + loaded.ready.num_blocks))
-    played = Player(loaded, free, until=loaded.rows.step)
+    played = player(loaded)
     loaded.runs_ahead = False
     monkeypatch.setattr(loaded.rows, "make_proposer", guessing_factory(read_speculation(3, None)))
     played.run([played.start(index, ids[place], 40) for place, index in enumerate(indices)], lead=64)
@@ -219,6 +182,6 @@ def test_speculate_is_how_many_an_engine_proposes(tmp_path: Path) -> None:
         "threads": 1,
     }
     engine = Engine(Settings(model_id=str(tmp_path), speculate=2, **settings))
-    played = Player(engine, list(range(1, 1 + engine.ready.num_blocks)))
+    played = player(engine)
     played.run([played.start(0, [5, 6] * 9, 60, ignore_eos=True)])
     assert max(step.num_samples for step in played.steps) == 3

@@ -165,15 +165,6 @@ def test_a_large_swap_waits_for_a_client_that_asks_again_at_once() -> None:
     assert choose(ModelTurn(own, lasted_s=20.0, idle_s=6.1), [other]) == "other"
 
 
-def test_models_that_are_asked_in_turns_do_not_make_the_worker_swap_for_each_request() -> None:
-    """Two chats, one for each model: with a swap of 20 s far fewer swaps than requests."""
-    pools = [SimulatedPool(name, rate=0.5, work_s=1.0, swap_s=20.0) for name in ("a", "b")]
-    worker = SimulatedWorker(pools, seed=3)
-    worker.run(4000)
-    assert sum(len(pool.waits) for pool in pools) > 10 * worker.num_swaps
-    assert worker.swapping_s < 0.25 * worker.now_s
-
-
 def test_a_deadline_ends_a_turn_early() -> None:
     """But not sooner than the swaps for it take, and not if it passes all the same."""
     own = PoolDemand("own", num_waiting=3, waiting_tokens=300, num_rows=1, swap_s=5.0)
@@ -186,20 +177,6 @@ def test_a_deadline_ends_a_turn_early() -> None:
     assert next_after(12, due_s=20) == "other"
     assert next_after(9, due_s=20) is None
     assert next_after(12, due_s=4) is None
-
-
-def test_deadlines_are_met_that_a_whole_turn_would_miss() -> None:
-    urgent = SimulatedPool("urgent", rate=0.01, work_s=0.5, swap_s=3.0, ttl_s=15.0)
-    worker = SimulatedWorker([busy("busy", 3.0), urgent], seed=4)
-    worker.run(4000)
-    assert urgent.num_late <= 0.1 * len(urgent.waits)
-
-
-def test_of_two_models_the_one_whose_deadline_would_pass_is_first() -> None:
-    own = PoolDemand("own", num_rows=1, swap_s=1.0)
-    patient = PoolDemand("patient", num_waiting=1, waited_s=8.0, due_s=600, swap_s=1.0)
-    urgent = PoolDemand("urgent", num_waiting=1, waited_s=1.0, due_s=8.0, swap_s=1.0)
-    assert choose(ModelTurn(own, 9.0, 0.0), [patient, urgent]) == "urgent"
 
 
 def test_deadlines_of_others_do_not_starve_a_model_without_any() -> None:

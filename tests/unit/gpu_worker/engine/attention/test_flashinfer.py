@@ -1,8 +1,12 @@
-"""FlashInfer's attention, computed by torch on CPU, against torch's own."""
+"""FlashInfer's attention, computed by torch on CPU, against torch's own; what its kernels support, what they
+need plans for, and when the rows of a step are split.
+"""
 
 import itertools
 import math
-from collections.abc import Callable
+import os
+import shutil
+import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,20 +16,33 @@ import pytest
 import torch
 
 from gpu_worker.engine.attention import backend as attention
+from gpu_worker.engine.attention import choose
+from gpu_worker.engine.attention.flashinfer_support import (
+    add_ninja_to_path,
+    planned_heads,
+    plans_needed_because,
+    unsupported_because,
+    workspace_bytes,
+)
 from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, KVCache, LayerSpec
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.row import arrange
-from gpu_worker.engine.engine import Engine
-from tests.support.engine import tiny_models
 from tests.support.engine.attention_steps import BLOCKS, CPU, STEPS, chunk, rows
 from tests.support.engine.fake_flashinfer import kernels
 from tests.support.engine.fake_flashinfer.install import install
-from tests.support.engine.tiny_models import FAMILIES
+from tests.support.parameters.slow_but import slow_but
 
 if not install():
     pytest.skip("where there is a GPU, the tests marked gpu try the real parts", allow_module_level=True)
-from gpu_worker.engine.attention.flashinfer import FlashInferBackend
+from gpu_worker.engine.attention.flashinfer import (
+    OWN_PARTS,
+    SPLIT_PARTS,
+    FlashInferBackend,
+    scratch_bytes,
+    splits_rows,
+    told_processors,
+)
 
 HOPPER = 9
 
@@ -35,10 +52,7 @@ HOPPER = 9
     [
         (16, HOPPER, torch.float32, 64),
         (5, HOPPER, torch.float32, 64),
-        (16, 8, torch.float32, 64),
-        (16, HOPPER, torch.float8_e4m3fn, 64),
         (16, HOPPER, torch.float8_e5m2, 64),
-        (16, HOPPER, torch.float32, 80),
         (16, 8, torch.float32, 96),
         (16, HOPPER, torch.float8_e4m3fn, 96),
     ],
@@ -82,46 +96,6 @@ def test_outputs_equal_those_of_torch(
             torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e5m2], ids=str)
-@pytest.mark.parametrize("generation", [8, HOPPER])
-def test_each_layer_of_a_captured_step_has_its_own_kernel(generation: int, kv_dtype: torch.dtype) -> None:
-    """XQA or a planned one, with sinks and without, beside rows that only fill the graph: what `begin` of the
-    same rows gives.
-    """
-    torch.manual_seed(0)
-    specs = [
-        AttentionSpec(2, 3, None, 0.2),
-        AttentionSpec(2, 3, 20, 0.2, 5.0),
-        AttentionSpec(1, 71, None, 0.2),
-    ]
-    geometry = Geometry([LayerSpec(spec, 64, 64, 0.7, 0.5) for spec in specs], 16, torch.float32, kv_dtype)
-    flash = FlashInferBackend(geometry, CPU, generation, 8, BLOCKS)
-    xqa = [(generation, kv_dtype) == (HOPPER, torch.float32), False, False]
-    assert flash.planned == [not served for served in xqa]
-    cache, modules = KVCache(geometry, BLOCKS, CPU), [SimpleNamespace() for _ in specs]
-    cache.fill(list(range(BLOCKS + 1)), 0.5)
-    attention.attach(modules, geometry, cache, flash)
-    lines = rows(16, (70, 1, 33, 90))
-    slices = arrange([chunk(lines[row], begin, 1) for row, begin in ((0, 71), (1, 3), (3, 91))])
-    positions, table = np.zeros(5, np.int32), np.zeros((5, BLOCKS), np.int32)
-    for place, row_slice in enumerate(slices):
-        positions[place] = row_slice.begin
-        table[place, : len(row_slice.row.blocks)] = row_slice.row.blocks
-    for module, sinks in itertools.product(modules, (False, True)):
-        heads = module.spec.kv_heads * module.spec.group
-        given = [torch.randn(1, num, 3, 64) for num in (heads, module.spec.kv_heads, module.spec.kv_heads)]
-        own = torch.randn(heads) if sinks else None
-        flash.prepare_forward(build_inputs(slices, 16, CPU))
-        query, key, value = given
-        expected = flash.attend(module, query, key, value, own)
-        flash.plan_decode(positions, table)
-        flash.prepare_decode(torch.from_numpy(positions), torch.from_numpy(table))
-        assert (flash.decoders[module.view_number] is None) == xqa[module.view_number]
-        query, key, value = (torch.cat((tensor, tensor[:, :, :2]), 2) for tensor in given)
-        found = flash.attend(module, query, key, value, own)
-        torch.testing.assert_close(found[:, :3], expected, rtol=0, atol=2e-5)
-
-
 def test_split_rows_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """XQA is told of more processors, so that it splits each row into 8, but not those of a window."""
     torch.manual_seed(0)
@@ -148,7 +122,7 @@ def test_split_rows_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told == [3 * 2, 8 * 3 * 2, 3 * 2, 3 * 2]
 
 
-@pytest.mark.parametrize("generation", [8, HOPPER])
+@pytest.mark.parametrize("generation", slow_but([HOPPER], [8, HOPPER]))
 def test_layers_have_heads_of_their_own_size(generation: int) -> None:
     """Of 96, padded to 128, beside 64: in a step with prompts, and in a captured one."""
     torch.manual_seed(0)
@@ -213,17 +187,6 @@ def test_outputs_over_latents_equal_those_of_torch(block_size: int, heads: int) 
         torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=2e-5)
 
 
-def test_padded_heads_take_room_in_the_cache(tmp_path: Path, like_cuda: Callable[[Path], Engine]) -> None:
-    """Of 16 numbers each, padded to 64, in a cache of 8 MiB."""
-    tiny_models.save(tmp_path, *FAMILIES["Mistral"])
-    engine = like_cuda(tmp_path)
-    cache, geometry = engine.loaded.cache, engine.loaded.geometry
-    assert {layer.key_dim for layer in geometry.layers} == {64}
-    held_bytes = sum(store.nbytes for store in cache.stores.values())
-    assert held_bytes == (engine.ready.num_blocks + 1) * geometry.block_bytes
-    assert 2**23 - geometry.block_bytes < held_bytes - geometry.block_bytes <= 2**23
-
-
 def test_all_ranks_split_the_rows_of_the_same_steps() -> None:
     """Though one has more K heads than the other, and would decide otherwise."""
     ranks = []
@@ -239,3 +202,142 @@ def test_all_ranks_split_the_rows_of_the_same_steps() -> None:
         rank.agree(lambda number: fewest.get(number, number))
     assert all(ranks[0].splits_rows(step) == ranks[1].splits_rows(step) for step in steps)
     assert any(ranks[0].splits_rows(step) for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("dims", "dtype", "why"),
+    [
+        ((128, 128), torch.bfloat16, ""),
+        ((256, 256), torch.float16, ""),
+        ((128, 128), torch.float32, "not for torch.float32"),
+        ((192, 128), torch.bfloat16, "these have 128, 192"),
+        ((80, 80), torch.float16, ""),
+        ((96, 96), torch.bfloat16, ""),
+        ((160, 160), torch.bfloat16, "these have 160"),
+    ],
+)
+def test_unsupported_models_use_torch(
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    geometry = Geometry([LayerSpec(AttentionSpec(2, 1, None, 1.0), *dims)], 64, dtype, dtype)
+    found = unsupported_because(geometry)
+    assert why in found and bool(found) == bool(why)
+    monkeypatch.setattr(choose, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (HOPPER, 0))
+    assert (
+        isinstance(choose.choose_cuda_backend(geometry, CPU, 8, 4), SdpaBackend if why else FlashInferBackend)
+        and found in caplog.text
+    )
+
+
+@pytest.mark.parametrize(
+    ("dims", "kv_dtype", "why"),
+    [
+        ((64, 512), torch.bfloat16, ""),
+        ((64, 512), torch.float8_e4m3fn, "8-bit floats (KV_CACHE_DTYPE)"),
+        ((32, 256), torch.bfloat16, "latents of 64, 512 numbers, these have 32, 256"),
+    ],
+)
+def test_latents_of_other_sizes_use_torch(dims: tuple[int, int], kv_dtype: torch.dtype, why: str) -> None:
+    """For those of DeepSeek's size a plan is needed on every card, and no more room than FlashInfer asks."""
+    layer = LayerSpec(AttentionSpec(1, 128, None, 1.0, latent=True), *dims)
+    geometry = Geometry([layer], 64, torch.bfloat16, kv_dtype)
+    found = unsupported_because(geometry)
+    assert why in found and bool(found) == bool(why)
+    assert "latents" in plans_needed_because(geometry, layer.spec, HOPPER)
+    assert workspace_bytes(geometry, 132, 256) == 2**27
+
+
+@pytest.mark.parametrize(("heads", "planned"), [(1, 1), (16, 16), (20, 32), (96, 128), (128, 128)])
+def test_tiles_of_latents_end_between_tokens(heads: int, planned: int) -> None:
+    """Of 64 and 128 pairs of token and head; where no row has two tokens, heads stay as they are."""
+    assert planned_heads(heads, longest=2) == planned
+    assert planned_heads(heads, longest=1) == heads
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(4096, None), (None, 30.0)])
+def test_latents_under_windows_and_soft_caps_use_torch(window: int | None, softcap: float | None) -> None:
+    """FlashInfer's kernel for latents would leave them out."""
+    spec = AttentionSpec(1, 128, window, 1.0, softcap, latent=True)
+    geometry = Geometry([LayerSpec(spec, 64, 512)], 64, torch.bfloat16, torch.bfloat16)
+    assert "no sliding windows and no soft caps" in unsupported_because(geometry)
+
+
+@pytest.mark.parametrize(
+    ("group", "softcap", "block_size", "generation", "why"),
+    [
+        (32, None, 64, HOPPER, ""),
+        (71, None, 64, HOPPER, "71 query heads"),
+        (1, 30.0, 64, HOPPER, "soft-capped"),
+        (1, None, 48, HOPPER, "48 tokens (BLOCK_SIZE)"),
+        (1, None, 64, 8, "capability is 8"),
+    ],
+)
+def test_plans_are_needed_where_a_kernel_lacks_a_feature(
+    group: int,
+    softcap: float | None,
+    block_size: int,
+    generation: int,
+    why: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    layer = LayerSpec(AttentionSpec(2, group, None, 1.0, softcap), 64, 64)
+    geometry = Geometry([layer], block_size, torch.bfloat16, torch.bfloat16)
+    found = plans_needed_because(geometry, layer.spec, generation)
+    assert why in found and bool(found) == bool(why)
+    backend = FlashInferBackend(geometry, CPU, generation, 8, 4)
+    assert backend.plan_free == (not why) and found in caplog.text
+
+
+def test_ninja_is_found_where_no_environment_was_activated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
+    program = tmp_path / "scripts/ninja"
+    program.parent.mkdir()
+    program.touch(0o755)
+    for _ in range(2):
+        add_ninja_to_path()
+        assert shutil.which("ninja") == str(program)
+    assert os.environ["PATH"] == f"{tmp_path}/bin:{tmp_path}/scripts", "once"
+
+
+H200 = 132
+
+
+@pytest.mark.parametrize(
+    ("lengths", "kv_heads", "is_split"),
+    [
+        ([32_000] + [500] * 64, 8, True),
+        ([32_000] * 65, 8, False),
+        ([500] * 65, 8, False),
+        ([32_000], 8, True),
+        ([2_000], 8, False),
+        ([32_000] + [500] * 2, 8, True),
+        ([8_000] + [500] * 255, 8, False),
+        ([32_000] + [500] * 64, 1, True),
+        ([1] * 256, 8, False),
+    ],
+    ids=["one long", "all long", "all short", "alone", "one short", "few", "many", "one K head", "nothing"],
+)
+def test_rows_are_split_for_the_sake_of_a_long_one(lengths: list[int], kv_heads: int, is_split: bool) -> None:
+    assert splits_rows(np.array(lengths, np.int32), kv_heads, H200) == is_split
+
+
+def test_xqa_splits_by_the_processors_that_it_is_told_of() -> None:
+    """It gives each row and K head as many programs as there are processors for it."""
+    assert told_processors(65, 8, H200, False) // (65 * 8) == 1
+    assert told_processors(65, 8, H200, True) // (65 * 8) == SPLIT_PARTS
+    assert told_processors(1, 8, H200, False) // 8 == OWN_PARTS, "short rows have no empty parts to merge"
+    assert told_processors(1, 1, H200, True) == H200, "a long one has all processors"
+
+
+def test_scratch_has_room_for_all_parts() -> None:
+    """Of 256 rows of Llama-8B in MiB; where XQA splits by itself there are no more parts than processors."""
+    assert scratch_bytes(256, 8, 4, 128, H200) // 2**20 == 20
+    assert scratch_bytes(1, 1, 32, 256, H200) == H200 * (32 * 256 * 2 + 256)

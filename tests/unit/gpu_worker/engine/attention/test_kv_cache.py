@@ -1,4 +1,6 @@
-"""KV caches of 8-bit floats: the ids of a plain implementation that rounds K and V alike."""
+"""Caches: 8-bit floats give the ids of a plain implementation that rounds K and V alike; latents (MLA);
+scales.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,15 +9,25 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.attention.kv_cache import FLOATS8, AttentionSpec, Geometry, KVCache, LayerSpec, raw
+from gpu_worker.engine.attention.kv_cache import (
+    FLOATS8,
+    AttentionSpec,
+    Geometry,
+    KVCache,
+    LayerSpec,
+    keep_latents,
+    keeps_latents,
+    raw,
+)
 from gpu_worker.engine.engine import Engine
+from gpu_worker.engine.model.kv_budget import scale_layers
 from tests.support.engine import tiny_models
-from tests.support.engine.batch_player import Player
-from tests.support.engine.tiny_engine import NEW_TOKENS, play, prompts
-from tests.support.engine.tiny_models import FAMILIES
+from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play, prompts
+from tests.support.engine.tiny_models import FAMILIES, LATENT
 
 Scales = Mapping[int, tuple[float, float]]
 """By layer: of K and of V."""
@@ -63,7 +75,7 @@ SCALES = {0: (0.03, 0.002), 2: (1.5, 4.0)}
 """Of some layers: K and V that are saturated, and such as lie among the smallest numbers."""
 
 
-def engine_of(folder: Path, kv_cache_dtype: str, block_size: int = 16, **settings: Any) -> Engine:
+def engine_with_cache(folder: Path, kv_cache_dtype: str, block_size: int = 16, **settings: Any) -> Engine:
     options: dict[str, Any] = {
         "kv_cache_bytes": 2**20,
         "threads": 1,
@@ -101,37 +113,16 @@ def test_ids_are_those_of_a_plain_implementation(folder: Path, kv_cache_dtype: s
     rows = dict(enumerate(prompts()))
     dtype = FLOATS8[kv_cache_dtype]
     expected = {row: quantized_ids(folder, ids, NEW_TOKENS, dtype, SCALES)[0] for row, ids in rows.items()}
-    engine = engine_of(folder, kv_cache_dtype)
+    engine = engine_with_cache(folder, kv_cache_dtype)
     assert play(engine, rows) == expected
     assert play(engine, rows, prefill_tokens=7) == expected
     resumed = {row: [*ids, *expected[row][:9]] for row, ids in rows.items()}
     assert play(engine, resumed, base=9) == {row: ids[9:] for row, ids in expected.items()}
-    assert play(engine_of(folder, kv_cache_dtype, block_size=8), rows) == expected
-
-
-def test_rows_that_start_with_blocks_of_others_have_the_same_ids(folder: Path) -> None:
-    engine, prompt = engine_of(folder, "fp8_e4m3"), prompts()[-1]
-    played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), 1000)
-    played.kept = set(played.free)
-    first = played.start(0, prompt, 20, ignore_eos=True)
-    known = played.rows[0].blocks[: (len(prompt) - 1) // engine.block_size]
-    expected = played.run([first])[0]
-    twin = played.start_behind(known, 1, prompt, 20, ignore_eos=True)
-    assert twin.num_cached == len(known) * engine.block_size
-    assert played.run([twin])[1] == expected
-
-
-@pytest.mark.parametrize("kv_cache_dtype", FLOATS8)
-def test_logits_are_near_those_of_a_cache_that_is_not_rounded(folder: Path, kv_cache_dtype: str) -> None:
-    """The plain implementation against itself, so that what is compared with it above is worth something."""
-    prompt, largest = prompts()[2], {"fp8_e4m3": 0.3, "fp8_e5m2": 0.6}
-    _, exact = quantized_ids(folder, prompt, 1, torch.float32, {})
-    _, rounded = quantized_ids(folder, prompt, 1, FLOATS8[kv_cache_dtype], {})
-    assert 0 < (rounded - exact).norm() / exact.norm() < largest[kv_cache_dtype]
+    assert play(engine_with_cache(folder, kv_cache_dtype, block_size=8), rows) == expected
 
 
 def test_a_cache_has_room_for_four_times_the_tokens_of_float32(folder: Path) -> None:
-    engines = [engine_of(folder, name) for name in ("auto", "fp8_e5m2")]
+    engines = [engine_with_cache(folder, name) for name in ("auto", "fp8_e5m2")]
     assert engines[1].ready.num_blocks // 4 == engines[0].ready.num_blocks
     for tensor in (*engines[1].loaded.cache.keys, *engines[1].loaded.cache.values):
         assert tensor.dtype == torch.float8_e5m2
@@ -148,8 +139,8 @@ def test_other_scales_are_refused(scale: torch.Tensor, line: str, tmp_path: Path
     tiny_models.save(tmp_path, *FAMILIES["Llama"])
     rewrite(tmp_path, {1: (scale, torch.tensor(1.0))})
     with pytest.raises(SettingError, match=rf"model\.layers\.1\.self_attn\.{line}"):
-        engine_of(tmp_path, "fp8_e4m3")
-    engine_of(tmp_path, "auto")
+        engine_with_cache(tmp_path, "fp8_e4m3")
+    engine_with_cache(tmp_path, "auto")
 
 
 def test_latents_have_the_scale_of_k(tmp_path: Path) -> None:
@@ -162,7 +153,7 @@ def test_latents_have_the_scale_of_k(tmp_path: Path) -> None:
         row: quantized_ids(tmp_path, ids, NEW_TOKENS, FLOATS8["fp8_e4m3"], scales)[0]
         for row, ids in rows.items()
     }
-    engine = engine_of(tmp_path, "fp8_e4m3")
+    engine = engine_with_cache(tmp_path, "fp8_e4m3")
     assert play(engine, rows) == expected
     assert play(engine, rows, prefill_tokens=7) == expected
 
@@ -179,3 +170,65 @@ def test_blocks_are_copied_in_all_layers(dtype: torch.dtype) -> None:
     for tensor, old in zip((*cache.keys, *cache.values), before, strict=True):
         assert torch.equal(raw(tensor)[[5, 1, 2]], old[[3, 3, 7]])
         assert torch.equal(raw(tensor)[[0, 3, 4, 6, 7, 8, 9]], old[[0, 3, 4, 6, 7, 8, 9]])
+
+
+LAYERS = 3
+ROOM = 2**23
+RANK, ROTARY_DIM = LATENT["kv_lora_rank"], LATENT["qk_rope_head_dim"]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder = tmp_path_factory.mktemp("latent")
+    tiny_models.save(folder, *FAMILIES["DeepSeek-V3"])
+    return engine_of(folder, block_size=16)
+
+
+def test_a_token_takes_one_latent_and_one_rotary_part(engine: Engine) -> None:
+    """In float32, whatever number of heads; K and V of four heads would take 4 * (24 + 12) numbers."""
+    token_bytes = LAYERS * (RANK + ROTARY_DIM) * 4
+    block_bytes = token_bytes * engine.block_size
+    assert engine.loaded.geometry.block_bytes == block_bytes
+    assert engine.ready.num_blocks == ROOM // block_bytes
+    held = sum(store.nbytes for store in engine.loaded.cache.stores.values())
+    assert held == (engine.ready.num_blocks + 1) * block_bytes
+
+
+class Quantized(nn.Linear):
+    """Stands for a layer of one of transformers' quantizers."""
+
+
+def test_weights_of_other_kinds_are_left_alone(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    model = tiny_models.save(tmp_path, *FAMILIES["DeepSeek-V3"])
+    attention = model.model.layers[1].self_attn
+    attention.kv_b_proj = Quantized(RANK, 112, bias=False)
+    keep_latents(model)
+    assert [keeps_latents(layer.self_attn) for layer in model.model.layers] == [True, False, True]
+    assert "model.layers.1.self_attn keeps K and V, not latents" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("names", "scales"),
+    [
+        (("k_scale", "v_scale"), (0.25, 0.5)),
+        (("k_proj.k_scale", "v_proj.v_scale"), (0.25, 0.5)),
+        (("qkv_proj.k_scale", "qkv_proj.v_scale"), (0.25, 0.5)),
+        (("k_proj.output_scale", "v_proj.output_scale"), (0.25, 0.5)),
+        (("kv_scale", "q_scale"), (0.25, 0.25)),
+        (("k_proj.weight_scale", "v_proj.input_scale"), (1.0, 1.0)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("prefix", ["model.", "language_model.model.", "model.language_model."])
+def test_scales_are_found(
+    prefix: str, names: tuple[str, str], scales: tuple[float, float], tmp_path: Path
+) -> None:
+    """Also of the text part of a model that sees images; a layer without any has 1."""
+    layers = [nn.ModuleDict({"self_attn": nn.Module()}) for _ in range(2)]
+    model = nn.ModuleDict({"model": nn.ModuleDict({"layers": nn.ModuleList(layers)})})
+    numbers = zip(names, (0.25, 0.5), strict=True)
+    tensors = {f"{prefix}layers.1.self_attn.{name}": torch.tensor(number) for name, number in numbers}
+    save_file(tensors, tmp_path / "model.safetensors")
+    spec = LayerSpec(AttentionSpec(2, 1, None, 1.0), 16, 16)
+    found = scale_layers(model, tmp_path, {layer["self_attn"]: spec for layer in layers})
+    assert [(layer.key_scale, layer.value_scale) for layer in found.values()] == [(1.0, 1.0), scales]

@@ -1,10 +1,23 @@
-"""Which prompts a step computes, and how much of each."""
+"""Which prompts a step computes, how much of each, and which units of pictures."""
 
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.messages.plan import Plan
+from gpu_worker.engine.batch.encoding import EncodingSchedule
 from gpu_worker.engine.batch.prefill import PATIENCE
+from gpu_worker.engine.batch.prefill_budget import TOKENS_PER_PAUSE, PrefillBudget, even_part
+from gpu_worker.engine.batch.row import Row
+from gpu_worker.engine.batch.row_pictures import PictureShape, PictureState, PlacedPicture, RowPictures
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.engine.batch.step_result import PromptLogprobs
-from gpu_worker.protocol import Grant
+from gpu_worker.protocol import Grant, StartRow
 from tests.support.engine.row_steps import BLOCK, EOS, TEXT, rows_with, run_step, sampled_indices, start
+from tests.support.engine.start_rows import start_row
 
 NO_LOGPROBS = PromptLogprobs(b"", b"", b"")
 
@@ -47,33 +60,6 @@ def test_a_prompt_that_others_pass_for_long_has_a_step_of_its_own_now_and_then()
         2 * PATIENCE - 1: [(0, 8, 8)],
         3 * PATIENCE - 1: [(0, 16, 4)],
     }
-
-
-def test_a_long_prompt_gets_more_than_what_others_leave_over() -> None:
-    rows = rows_with(start(0, 400), prefill_tokens=64)
-    for number in range(1, 4 * PATIENCE + 1):
-        rows.apply(Grant(1000, 64, [start(number, 63, end=1)]))
-        run_step(rows)
-    assert rows.rows[0].kv_len >= 4 * 64
-
-
-def test_long_prompts_that_have_waited_hold_up_an_urgent_one_for_a_step_at_most() -> None:
-    waiting = [start(number, 200, class_index=2) for number in range(2 * PATIENCE)]
-    rows = rows_with(*waiting, prefill_tokens=8)
-    for _ in range(3 * PATIENCE):
-        run_step(rows)
-    for number in range(100, 100 + PATIENCE):
-        rows.apply(Grant(1000, 8, [start(number, 8, end=1)]))
-        steps = [run_step(rows)[0], run_step(rows)[0]]
-        assert [one[:3] for step in steps for one in step if one[0] == number] == [(number, 0, 8)]
-
-
-def test_of_prompts_that_wait_alike_each_has_its_turn() -> None:
-    rows = rows_with(*[start(number, 1000, class_index=2) for number in range(5)], prefill_tokens=8)
-    for number in range(100, 100 + 7 * PATIENCE):
-        rows.apply(Grant(1000, 8, [start(number, 8, end=1)]))
-        run_step(rows)
-    assert min(rows.rows[number].kv_len for number in range(5)) >= 8
 
 
 def test_fewer_tokens_of_prompts_go_beside_rows_that_decode() -> None:
@@ -150,3 +136,149 @@ def test_rows_of_batches_wait_for_a_callers_prompt_for_one_step_and_go_on() -> N
     rows.apply(Grant(1000, 64, [start(4, 20, class_index=0), start(5, 30, class_index=2)], may_exceed=True))
     steps = [[one[:3] for one in run_step(rows)[0]] for _ in range(2)]
     assert steps == [[(4, 0, 20)], [(4, 20, 1), (0, 3, 1), (1, 3, 1), (2, 3, 1), (3, 3, 1), (5, 0, 30)]]
+
+
+@pytest.mark.parametrize(
+    ("waiting", "most", "part"), [(128, 100, 64), (250, 246, 125), (90, 100, 90), (300, 100, 100), (0, 8, 0)]
+)
+def test_prompts_that_take_several_steps_take_equal_ones(waiting: int, most: int, part: int) -> None:
+    assert even_part(waiting, most) == part
+
+
+def grant(may_exceed: bool = True, mixed: int = 100) -> Plan:
+    return Plan(1, 1, 1000, 1000, mixed_prefill_tokens=mixed, may_exceed=may_exceed)
+
+
+def test_a_bound_that_a_user_set_is_never_exceeded() -> None:
+    budget = PrefillBudget()
+    assert [budget.tokens(grant(may_exceed=False), 4, waiting, waiting) for waiting in (150, 400, 9000)] == [
+        75,
+        100,
+        100,
+    ]
+    assert budget.tokens(grant(may_exceed=False), 0, 9000, 9000) == 1000, "where no row waits"
+
+
+def test_prompts_have_a_whole_step_while_pauses_are_left() -> None:
+    budget = PrefillBudget(pauses=1.0)
+    assert budget.tokens(grant(), 8, 900, 900) == 1000
+    assert budget.tokens(grant(), 8, 900, 900) == 113, "each of eight rows has paused"
+    assert budget.pauses == pytest.approx(1 - 8 + 8 / TOKENS_PER_PAUSE)
+
+
+def test_fewer_than_one_gap_in_a_hundred_is_a_pause() -> None:
+    """However many rows decode, and though prompts wait in every step."""
+    for num_decoding in (1, 8, 256):
+        budget = PrefillBudget(pauses=0.0)
+        paused = [budget.tokens(grant(), num_decoding, 900, 900) == 1000 for _ in range(5000)]
+        assert 0 < sum(paused) < len(paused) / 100
+
+
+INTERACTIVE, BATCH = 0, 2
+
+
+def callers_grant(bulk_tokens: int = 50) -> Plan:
+    return replace(grant(), bulk_tokens=bulk_tokens)
+
+
+def test_a_callers_prompt_has_a_step_without_bulk_prompts_and_bulk_rows_that_would_make_it_long() -> None:
+    """Of two such steps in a row the second one has them."""
+    budget, prompts = PrefillBudget(), [(INTERACTIVE, 128), (BATCH, 500)]
+    steps = [budget.plan(callers_grant(), [BATCH] * 32, prompts) for _ in range(4)]
+    assert [(step.left(INTERACTIVE), step.left(BATCH), step.decodes(BATCH)) for step in steps] == [
+        (1000, 0, False),
+        (1000, 50, True),
+    ] * 2
+    assert all(step.decodes(INTERACTIVE) for step in steps)
+
+
+def test_a_bulk_prompt_that_has_waited_long_enough_is_not_left_out() -> None:
+    step = PrefillBudget().plan(callers_grant(), [BATCH] * 32, [(BATCH, 500), (INTERACTIVE, 128)])
+    assert (step.left(BATCH), step.decodes(BATCH)) == (50, True)
+
+
+def test_bulk_prompts_are_spread_while_callers_are_about_and_a_backlog_is_worked_off() -> None:
+    budget, left, steps = PrefillBudget(), 4000, []
+    while left:
+        step = budget.plan(callers_grant(), [BATCH] * 8, [(BATCH, left)])
+        steps.append(step.left(BATCH))
+        left -= steps[-1]
+    assert steps[0] == 50 and max(steps) <= 2 * 50 + 50
+    assert len(steps) < 4000 / 50, "the more of them wait, the more a step has"
+
+
+PICTURE_BLOCK = 16
+TILE = 8
+"""Placeholders of a tile, and what its encoding costs."""
+
+
+def row_of(num_tiles: int, before: int = 4, after: int = 4, blocks: int = 100, cost: float = 1.0) -> Row:
+    """A prompt of `before` tokens, a picture, and `after` tokens."""
+    shape: Future[PictureShape] = Future()
+    shape.set_result(PictureShape(num_tiles * TILE, num_tiles))
+    picture = PictureState(num_tiles * TILE, shape, token_cost=cost)
+    places = np.arange(before, before + num_tiles * TILE)
+    ids = np.zeros(before + num_tiles * TILE + after, np.int32)
+    row = Row(0, ids, 0, 9, np.arange(1, 1 + blocks, dtype=np.int32))
+    row.pictures = RowPictures([PlacedPicture(picture, places)])
+    return row
+
+
+def scheduled(
+    schedule: EncodingSchedule, row: Row, budget: int, is_mixed: bool = True
+) -> tuple[list[int], int]:
+    """Numbers of the units of a step, and what is left of the budget."""
+    left = schedule.schedule([row], PICTURE_BLOCK, budget, is_mixed)
+    return [unit.number for unit in schedule.take()], left
+
+
+def test_units_share_the_budget_with_tokens() -> None:
+    schedule, row = EncodingSchedule(), row_of(num_tiles=4)
+    assert scheduled(schedule, row, 20) == ([0, 1], 4)
+    row.kv_len = 8
+    assert scheduled(schedule, row, 20) == ([2, 3], 4)
+    assert scheduled(schedule, row, 20) == ([], 20)
+
+
+def test_a_unit_larger_than_a_budget_is_made_up_for_beside_rows_that_decode() -> None:
+    schedule, row = EncodingSchedule(), row_of(num_tiles=2, cost=5.0)  # 40 tokens a unit
+    assert scheduled(schedule, row, 16) == ([0], 0)
+    assert scheduled(schedule, row, 16) == ([], 0)
+    assert scheduled(schedule, row, 16) == ([], 8)
+    assert scheduled(schedule, row, 16) == ([1], 0)
+    assert scheduled(schedule, row, 16, is_mixed=False) == ([], 16)  # nobody decodes: nothing to make up for
+
+
+def test_a_row_is_computed_up_to_the_first_placeholder_that_is_not_encoded() -> None:
+    row = row_of(num_tiles=3)
+
+    def pictures_of(start: Any) -> RowPictures | None:
+        return row.pictures
+
+    rows = Rows(block_size=PICTURE_BLOCK, eos_ids=[], make_pictures=pictures_of)
+    start = start_row(0, row.ids.tolist(), 9, blocks=list(range(1, 9)))
+    rows.apply(Grant(100, 14, [start]))
+    chunks: list[tuple[int, int, list[int]]] = []
+    while not chunks or chunks[-1][1] < len(row.ids):
+        slices = rows.launch()
+        units = [unit.number for unit in rows.encoding.take()]
+        chunks += [(one.begin, one.kv_len, units) for one in slices]
+        rows.collect(slices, [0] * sum(one.num_samples for one in slices), [0.0] * len(slices))
+    # 14 tokens a step: a tile costs 8 of them
+    assert chunks == [(0, 6, [0]), (6, 12, [1]), (12, 18, [2]), (18, 32, [])]
+
+
+def test_rows_of_batches_decode_while_a_callers_picture_takes_the_whole_step() -> None:
+    """A step without any row would be taken for the end of all work."""
+    picture = row_of(num_tiles=1, before=0, cost=5.0)
+
+    def pictures_of(start: StartRow) -> RowPictures | None:
+        return picture.pictures if start.class_index == 0 else None
+
+    rows = Rows(block_size=PICTURE_BLOCK, eos_ids=[], make_pictures=pictures_of)
+    bulk = [start_row(number, range(3), 9, blocks=[number + 1], class_index=2) for number in range(8)]
+    rows.apply(Grant(100, 24, bulk))
+    run_step(rows)
+    rows.apply(Grant(100, 24, [start_row(8, picture.ids.tolist(), 9, blocks=[9, 10], class_index=0)]))
+    assert [one[0] for one in run_step(rows)[0]] == [*range(9)]
+    assert [one[0] for one in run_step(rows)[0]] == [8]

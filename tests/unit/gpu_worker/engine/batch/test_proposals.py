@@ -1,15 +1,20 @@
-"""Proposals on a device on which a step is launched before the one before it is read. What it samples is a
-function of what its cache holds, so a wrong place, a wrong input or a lost token shows in all ids behind.
+"""Proposals on a device on which a step is launched before the one before it is read, and beams whose blocks
+always suffice: a wrong place, a wrong input or a lost block shows in all ids behind.
 """
 
 import random
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.messages.records import num_group_blocks, pack_ids
+from common.messages.request import BeamParams
+from gpu_worker.engine.batch.beams import BeamBlocks, BeamToken, Candidate
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.protocol import Grant
@@ -144,65 +149,97 @@ def test_ids_are_those_of_one_token_a_step(
     assert list(ids.values()) == answers[1:]
 
 
-class Fixed:
-    """Proposes three of these ids at a time."""
-
-    is_sure = True
-    waits = False
-    method = "fixed"
-
-    def __init__(self, ids: list[int]) -> None:
-        self.ids = ids
-
-    def propose(self, most: int, skipped: int = 0) -> list[int]:
-        return self.ids[skipped : skipped + min(most, 3)]
-
-    def learn(self, tokens: Sequence[int], num_proposed: int) -> None:
-        self.ids = self.ids[len(tokens) :]
+WIDTH = 4
 
 
-@pytest.mark.parametrize("wrong", [False, True])
-def test_a_row_goes_on_behind_sure_proposals_that_are_not_read(wrong: bool) -> None:
-    """It proposes what no step in flight samples. Behind a wrong one the step in flight is void."""
-    rows = Rows(BLOCK, [])
-    rows.apply(Grant(STEPS, 7, [start(0, 3, end=30)]))
-    answer = answer_of(range(3), 30)
-    assert len(answer) == 13
-    device, row = Device(rows), rows.rows[0]
-    prompt = device.launch()
-    row.proposer = Fixed([answer[0], answer[1], 99 if wrong else answer[2], *answer[3:]])
-    steps = [prompt, device.launch(), device.launch()]
-    for step in steps[:2]:
-        assert step
-        rows.collect(step.slices, step.sampled, [0.0] * len(step.sampled))
-    steps.append(device.launch())
-    slices = [step.slices[0] for step in steps if step]
-    assert [(one.begin, one.count, one.source_place) for one in slices[:3]] == [
-        (0, 3, None),
-        (3, 4, 0),
-        (7, 4, 3),
-    ]
-    assert (slices[2].is_void, slices[3].begin, slices[3].source_place) == (
-        (True, 5, None) if wrong else (False, 11, 3)
-    )
-    assert [token for _, _, token, _ in rows.take_result().samples] == answer[: 3 if wrong else 5]
+class Memory:
+    """What each block holds, by its offsets: a hash of all tokens up to there."""
+
+    def __init__(self) -> None:
+        self.pages: dict[int, list[int]] = {}
+
+    def copy(self, copies: list[tuple[int, int]]) -> None:
+        assert not {source for source, _ in copies} & {target for _, target in copies}
+        for source, target in copies:
+            self.pages[target] = list(self.pages[source])
+
+    def write(self, row_slice: RowSlice, ids: list[int]) -> None:
+        """Write a slice of a row with these ids, and check what it reads."""
+        blocks = row_slice.row.blocks.tolist()
+        for position in range(row_slice.begin, row_slice.kv_len):
+            page = self.pages.setdefault(blocks[position // BLOCK], [0] * BLOCK)
+            page[position % BLOCK] = hash(tuple(ids[: position + 1]))
+        for position in range(row_slice.kv_len):
+            page = self.pages[blocks[position // BLOCK]]
+            assert page[position % BLOCK] == hash(tuple(ids[: position + 1])), position
 
 
-def test_a_row_does_not_go_on_behind_guesses_that_are_not_read() -> None:
-    rows = Rows(BLOCK, [])
-    rows.apply(Grant(STEPS, 7, [start(0, 3), start(1, 3)]))
-    for row in rows.rows.values():
-        row.proposer = Guesser([7] * 20, 0.0, False, random.Random(3))
-    device = Device(rows)
-    steps = [device.launch() for _ in range(2)]
-    assert [step and step.is_unsure for step in steps] == [False, True]
+def run_search(num_prompt: int, max_new_tokens: int, seed: int, num_blocks_at_once: int) -> None:
+    """Run a search whose candidates are random; blocks are granted as they are needed, few at a time."""
+    random, memory = np.random.default_rng(seed), Memory()
+    free = list(range(1, 1 + num_group_blocks(num_prompt, num_prompt + max_new_tokens - 1, WIDTH, BLOCK)))
+    first = -(-num_prompt // BLOCK)
+    beams = BeamParams(WIDTH, early_stopping=int(random.integers(3)))
+    rows = Rows(BLOCK, [EOS])
+    row = start(1, num_prompt, 0, end=max_new_tokens, beams=beams)
+    rows.apply(Grant(10_000, 1000, [replace(row, blocks=pack_ids(free[:first]))]))
+    rest = free[first:]
+    while 1 in rows.rows:
+        slices = rows.launch()
+        if not slices:
+            assert rest, "the blocks do not suffice"
+            more, rest = rest[:num_blocks_at_once], rest[num_blocks_at_once:]
+            rows.apply(Grant(10_000, 1000, blocks=[(1, pack_ids(more))]))
+            continue
+        memory.copy(rows.take_copies())
+        group = rows.groups[1]
+        texts = [texts_of(beam.last) for beam in group.search.beams]
+        for row_slice, text in zip(slices, texts, strict=True):
+            memory.write(row_slice, [*range(num_prompt), *text])
+        candidates = [
+            Candidate(int(parent), int(token), -1.0, -float(total))
+            for parent, token, total in zip(
+                random.integers(len(texts), size=12),
+                random.choice([EOS, *range(10, 200)], 12),
+                np.sort(random.random(12)) + group.search.length,
+                strict=True,
+            )
+        ]
+        num_samples = len(slices)
+        rows.collect(slices, [7] * num_samples, [-1.0] * num_samples, candidates={1: candidates})
+        check_blocks(group.blocks)
+    result = rows.take_result()
+    assert [row for row, _ in result.released] == [1] and not rows.groups and not rows.copies
+    assert len(result.sequences) == 1
 
 
-def test_proposals_leave_room_for_the_tokens_of_other_rows() -> None:
-    rows = Rows(BLOCK, [], max_decoded=5)
-    rows.apply(Grant(STEPS, 100, [start(row, 3) for row in range(3)]))
-    for row in rows.rows.values():
-        row.proposer = Fixed([7] * 20)
-    rows.collect(slices := rows.launch(), [7] * 3, [0.0] * 3)
-    assert [row_slice.count for row_slice in slices] == [3, 3, 3]
-    assert [row_slice.count for row_slice in rows.launch()] == [3, 1, 1]
+def texts_of(last: BeamToken | None) -> list[int]:
+    return [*texts_of(last.previous), last.token] if last else []
+
+
+def check_blocks(blocks: BeamBlocks | None) -> None:
+    """Each block is free, or counted as often as beams have it."""
+    if blocks is not None:
+        uses = Counter(block for table in blocks.tables for block in table)
+        assert uses == blocks.uses and not set(uses) & set(blocks.free)
+        assert len(set(blocks.free)) == len(blocks.free)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(1, 3 * BLOCK),
+    st.integers(1, 4 * BLOCK),
+    st.integers(0, 2**32),
+    st.sampled_from([1, 3, 100]),
+)
+def test_beams_read_their_own_tokens_from_blocks_that_suffice(
+    num_prompt: int, max_new_tokens: int, seed: int, num_blocks_at_once: int
+) -> None:
+    run_search(num_prompt, max_new_tokens, seed, num_blocks_at_once)
+
+
+@pytest.mark.slow
+def test_thousands_of_searches_lose_no_block() -> None:
+    random = np.random.default_rng(0)
+    for seed in range(3000):
+        run_search(int(random.integers(1, 20)), int(random.integers(1, 30)), seed, 1 + seed % 5)

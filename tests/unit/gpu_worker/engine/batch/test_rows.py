@@ -1,16 +1,22 @@
-"""The row table alone: which rows take part in a step, which wait, and when rows are released."""
+"""Rows of a step, without an engine: which take part, in what parts, which wait or stand by, when they end
+and are released; their inputs.
+"""
 
-from collections.abc import Sequence
+from collections import deque
 
+import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.messages.records import pack_floats
-from common.messages.request import SamplingParams
-from gpu_worker.engine.batch.row import RowSlice
+from common.messages.request import BeamParams, SamplingParams
+from gpu_worker.engine.batch.adapters import TURN_STEPS, AdaptedTokens, Adapter, AdapterTurns
+from gpu_worker.engine.batch.inputs import MAX_PADDING, build_inputs
+from gpu_worker.engine.batch.row import Row, RowSlice
 from gpu_worker.engine.batch.rows import Rows
-from gpu_worker.engine.batch.step_result import PromptLogprobs, TopLogprobs
-from gpu_worker.protocol import Grant
+from gpu_worker.engine.batch.state_slots import Snapshots
+from gpu_worker.protocol import Grant, StartRow
 from tests.support.engine.batch_player import packed
 from tests.support.engine.row_steps import (
     BLOCK,
@@ -24,39 +30,6 @@ from tests.support.engine.row_steps import (
     start,
 )
 from tests.support.engine.start_rows import start_row
-
-EMPTY_LOGPROBS = PromptLogprobs(b"", b"", b"")
-
-
-def test_a_row_that_has_ended_reports_no_logprobs_of_its_prompt() -> None:
-    rows = rows_with(start(0, 6, prompt_logprobs=0), prefill_tokens=4)
-    slices = rows.launch()
-    rows.apply(Grant(1000, 4, stops=[(0, "client")]))
-    rows.collect(slices, [], [], prompt_logprobs=[EMPTY_LOGPROBS])
-    assert rows.take_result().prompt_logprobs == []
-
-
-def test_a_row_in_flight_continues_from_a_sample_that_is_not_collected_yet() -> None:
-    """Its input has a place among the samples of that step; once it is collected, the host knows the id."""
-    rows = rows_with(start(0, 2), start(1, 10), start(2, 3, class_index=1), prefill_tokens=8)
-    steps = [rows.launch()]
-    for _ in range(4):
-        steps.append(rows.launch())
-        collect(rows, steps[-2])
-    assert [[(row_slice.row.number, row_slice.source_place) for row_slice in slices] for slices in steps] == [
-        [(0, None), (1, None)],
-        [(0, 0), (1, None), (2, None)],
-        [(1, 1), (0, 0), (2, 2)],
-        [(1, 0), (0, 1), (2, 2)],
-        [(1, 0), (0, 1), (2, 2)],
-    ]
-    collect(rows, steps[-1])
-    assert [row_slice.source_place for row_slice in rows.launch()] == [None] * 3
-
-
-def test_the_end_of_prefill_is_reported_once() -> None:
-    rows = rows_with(start(0, 6), prefill_tokens=4)
-    assert [run_step(rows)[1].prefilled for _ in range(4)] == [[], [(0, 6)], [], []]
 
 
 def test_no_step_runs_beyond_the_grant() -> None:
@@ -81,24 +54,6 @@ def test_a_prompt_is_computed_as_far_as_its_blocks_reach() -> None:
     rows = rows_with(start(0, 10, num_blocks=2), start(1, 3, class_index=1), prefill_tokens=12)
     assert run_step(rows)[0] == [(0, 0, 8, False), (1, 0, 3, True)]
     assert run_step(rows)[0] == [(1, 3, 1, True)]
-
-
-def test_top_logprobs_have_the_place_of_their_sample() -> None:
-    """The token of a row that was stopped meanwhile is dropped: those after it move up."""
-    rows = rows_with(start(0, 3), start(1, 3), start(2, 3))
-    slices = rows.launch()
-    rows.apply(Grant(1000, 1000, stops=[(1, "cancelled")]))
-    rows.collect(
-        slices,
-        [TEXT] * 3,
-        [-0.5] * 3,
-        {1: TopLogprobs([8], [-1.0]), 2: TopLogprobs([7, 9], [-0.5, float("-inf")])},
-    )
-    result = rows.take_result()
-    assert (sampled_rows(result), result.top_logprobs) == (
-        [0, 2],
-        [(1, packed([7, 9]), pack_floats([-0.5, float("-inf")]))],
-    )
 
 
 def test_a_stopped_row_is_released_at_the_boundary() -> None:
@@ -144,13 +99,6 @@ def test_a_row_is_released_after_the_last_launched_step_that_held_it() -> None:
         [(1, "cancelled", 1)],
         [(0, 4), (1, 4)],
     )
-
-
-def test_no_step_is_launched_for_a_row_whose_last_token_is_in_flight() -> None:
-    rows = rows_with(start(0, 3, end=1))
-    first = rows.launch()
-    assert rows.launch() == []
-    assert collect(rows, first).released == [(0, 3)]
 
 
 @given(
@@ -201,43 +149,207 @@ def test_every_row_ends_once_and_within_its_blocks(
         assert reason == ("length" if end == lengths[row][1] else "eos_token")
 
 
-class SlowGrammar:
-    """A grammar that is compiled when the test says so, and allows one token."""
-
-    ready = False
-
-    def is_ready(self) -> bool:
-        return self.ready
-
-    def must_end(self) -> bool:
-        return False
-
-    def accept(self, token: int) -> str:
-        return "" if token == TEXT else "grammar"
-
-    def copy(self) -> "SlowGrammar":
-        return self
-
-    def after(self, token: int) -> "SlowGrammar":
-        return self
-
-    def forced(self, most: int) -> list[int]:
-        return []
-
-    def num_allowed(self, tokens: Sequence[int]) -> int:
-        return len(tokens)
-
-    def mask(self) -> None:
-        return None
+def test_length_comes_before_eos() -> None:
+    rows = rows_with(start(0, 3, end=2), start(1, 3, end=1))
+    assert run_step(rows, EOS)[1].ended == [(0, "eos_token", 1), (1, "length", 1)]
+    assert rows.launch() == []
 
 
-def test_a_row_waits_for_its_grammar_and_fails_at_a_token_that_it_forbids() -> None:
-    grammar = SlowGrammar()
-    rows = Rows(BLOCK, [EOS], lambda source, tokens: grammar)
-    guided = start(0, 2, sampling=SamplingParams(grammar="g"))
-    rows.apply(Grant(1000, 1000, [guided, start(1, 2)]))
-    assert run_step(rows)[0] == [(1, 0, 2, True)]
-    grammar.ready = True
-    assert run_step(rows)[0] == [(1, 2, 1, True), (0, 0, 2, True)]
-    _, result = run_step(rows, token=TEXT + 1)
-    assert sampled_rows(result) == [1] and result.ended == [(0, "grammar", 1)]
+def test_stop_ids_end_a_row_after_length_and_eos() -> None:
+    stops = {"stop_ids": [TEXT, EOS]}
+    rows = rows_with(start(0, 3, **stops), start(1, 3, end=1, **stops))  # type: ignore[arg-type]
+    assert run_step(rows)[1].ended == [(0, "stop_sequence", 1), (1, "length", 1)]
+    rows = rows_with(start(0, 3, **stops), start(1, 3, ignore_eos=True, **stops))  # type: ignore[arg-type]
+    assert run_step(rows, EOS)[1].ended == [(0, "eos_token", 1), (1, "stop_sequence", 1)]
+
+
+def test_only_rows_that_are_not_plainly_greedy_have_a_sample_request() -> None:
+    """Row 0 is greedy; row 1 has one until `min_new_tokens`, those before its start included; row 2 has stop
+    ids but no `min_new_tokens`; row 3 samples.
+    """
+    sampling = SamplingParams(temperature=1.0)
+    rows = rows_with(
+        start(0, 3),
+        start(1, 9, base=4, min_new_tokens=6),
+        start(2, 3, stop_ids=[1]),
+        start(3, 3, sampling=sampling, class_index=1),
+        prefill_tokens=15,
+    )
+    requests = []
+    for _ in range(4):
+        slices = rows.launch()
+        requests.append(
+            [
+                (row_slice.row.number, row_slice.sample_request.index)
+                for row_slice in slices
+                if row_slice.samples and row_slice.sample_request
+            ]
+        )
+        collect(rows, slices)
+    assert requests == [[(1, 4)], [(1, 5), (3, 0)], [(3, 1)], [(3, 2)]]
+
+
+def three_rows(end: int = 10, max_rows: int = 2) -> Rows:
+    rows = Rows(BLOCK, [EOS])
+    starts = [start(0, 2, end=3), start(1, 2), start(2, 5, end=end)]
+    rows.apply(Grant(1000, 1000, starts, max_rows=max_rows))
+    return rows
+
+
+def ran(rows: Rows) -> list[int]:
+    return sorted(number for number, *_ in run_step(rows)[0])
+
+
+def test_the_first_that_stands_by_takes_the_place_of_a_row_that_ends_in_the_next_step() -> None:
+    rows = three_rows()
+    assert [ran(rows) for _ in range(4)] == [[0, 1], [0, 1], [0, 1], [1, 2]]
+
+
+def test_a_row_whose_last_token_is_in_flight_has_left_its_place() -> None:
+    rows = three_rows()
+    for _ in range(2):
+        run_step(rows)
+    last = rows.launch()
+    following = rows.launch()
+    assert [number for number, *_ in spans_of(following)] == [1, 2]
+    assert collect(rows, last).ended == [(0, "length", 3)]
+    assert not collect(rows, following).ended
+
+
+def test_a_row_that_is_stopped_leaves_its_place_and_one_that_stands_by_can_be_stopped() -> None:
+    rows = three_rows()
+    run_step(rows)
+    rows.apply(Grant(1000, 1000, stops=[(2, "preempted")], max_rows=2))
+    result = rows.take_result()
+    assert (result.ended, result.released) == ([(2, "preempted", 0)], [(2, 0)])
+    rows.apply(Grant(1000, 1000, [start(3, 5)], stops=[(1, "client")], max_rows=2))
+    assert ran(rows) == [0, 3]
+
+
+def test_a_row_that_waits_for_blocks_keeps_its_place() -> None:
+    rows = Rows(BLOCK, [EOS])
+    rows.apply(Grant(1000, 1000, [start(0, BLOCK, num_blocks=1), start(1, 2)], max_rows=1))
+    assert ran(rows) == [0]
+    assert ran(rows) == []
+
+
+def rows_in_parts(
+    *starts: StartRow, num_micro_batches: int = 2, until: int = 1000, budget: int = 1000
+) -> Rows:
+    rows = Rows(BLOCK, [EOS], num_micro_batches=num_micro_batches)
+    rows.apply(Grant(until, budget, list(starts)))
+    return rows
+
+
+def numbers(slices: list[RowSlice]) -> list[int]:
+    return sorted(row_slice.row.number for row_slice in slices)
+
+
+@pytest.mark.parametrize(("num_micro_batches", "num_rows"), [(2, 1), (2, 5), (3, 7), (4, 3)])
+def test_each_row_is_in_each_step_once(num_micro_batches: int, num_rows: int) -> None:
+    """So a row gets one token a step, whatever the size of the parts."""
+    starts = [start(row, 1, end=6) for row in range(num_rows)]
+    rows = rows_in_parts(*starts, num_micro_batches=num_micro_batches)
+    pending, launched, tokens = deque[list[RowSlice]](), list[tuple[int, int]](), 0
+    while rows.rows:
+        while len(pending) < num_micro_batches and (slices := rows.launch()):
+            assert all(row_slice.source_place is None for row_slice in slices), "its last token is read"
+            launched += [(rows.step, number) for number in numbers(slices)]
+            pending.append(slices)
+        tokens += len(collect(rows, pending.popleft()).samples)
+    assert tokens == 6 * num_rows
+    assert sorted(launched) == [(step, row) for step in range(1, 7) for row in range(num_rows)]
+
+
+def test_a_row_that_starts_joins_the_step_that_runs() -> None:
+    rows = rows_in_parts(*(start(row, 1) for row in range(2)))
+    collect(rows, rows.launch())
+    assert numbers(rows.launch()) == [0]
+    rows.apply(Grant(1000, 1000, [start(2, 3)]))
+    assert (numbers(rows.launch()), rows.step) == ([1, 2], 2)
+
+
+def test_chunks_of_one_prompt_follow_each_other_without_waiting() -> None:
+    rows = rows_in_parts(start(0, 10), budget=4)
+    first, second = rows.launch(), rows.launch()
+    assert spans_of(first) + spans_of(second) == [(0, 0, 4, False), (0, 4, 4, False)]
+    third = rows.launch()
+    assert spans_of(third) == [(0, 8, 2, True)]
+    assert not rows.launch(), "its first token is not read"
+    for slices in (first, second, third):
+        collect(rows, slices, TEXT)
+    assert numbers(rows.launch()) == [0]
+
+
+def test_a_stopped_row_is_released_once_its_part_is_read() -> None:
+    rows = rows_in_parts(*(start(row, 1) for row in range(2)))
+    collect(rows, rows.launch())
+    first, second = rows.launch(), rows.launch()
+    rows.apply(Grant(1000, 1000, stops=[(1, "cancelled")]))
+    assert not rows.take_result().released
+    assert not collect(rows, first).released
+    assert collect(rows, second).released == [(1, 2)]
+
+
+def test_a_span_pads_no_row_to_far_beyond_its_length() -> None:
+    lengths = [2 * MAX_PADDING + 40, MAX_PADDING + 20, 20, 10]
+    decoding = []
+    for number, length in enumerate(lengths):
+        row = Row.of(start(number, 3, num_blocks=-(-length // BLOCK)), [EOS])
+        row.last_id = TEXT
+        decoding.append(RowSlice(row, length - 1, 1, True))
+    inputs = build_inputs(decoding, BLOCK, torch.device("cpu"))
+    assert [span.lengths.tolist() for span in inputs.spans] == [lengths[:2], lengths[2:]]
+
+
+def row(number: int, width: int = 0) -> Row:
+    ids = np.zeros(4, np.int32)
+    return Row(number, ids, 0, 9, ids, beams=BeamParams(width) if width else None)
+
+
+def test_the_least_recently_used_snapshot_makes_room() -> None:
+    snapshots = Snapshots([12, 11])
+    for block in (5, 6):
+        snapshots.put(block, snapshots.take())
+    assert snapshots.find(5) == 11 and snapshots.find(7) == 0
+    snapshots.put(8, snapshots.take())
+    assert (snapshots.find(5), snapshots.find(6), snapshots.find(8)) == (11, 0, 12)
+    assert snapshots.take_changes() == [5, 6, -6, 8] and snapshots.take_changes() == []
+
+
+def test_a_block_that_gets_other_tokens_frees_its_snapshot() -> None:
+    snapshots = Snapshots([1])
+    snapshots.put(5, snapshots.take())
+    assert snapshots.take() == 1  # of block 5, which lost it
+    snapshots.put(6, 1)
+    snapshots.forget([5, 6])
+    assert snapshots.free == [1] and not snapshots.slots
+
+
+FOUR = [Adapter(name) for name in "abcd"]
+
+
+def test_one_that_waits_takes_the_place_of_one_whose_rows_have_ended_at_once() -> None:
+    turns = AdapterTurns(2)
+    assert turns.choose(FOUR[:3]) == set(FOUR[:2])
+    assert turns.choose(FOUR[1:3]) == set(FOUR[1:3])
+
+
+@given(st.integers(1, 3), st.integers(2, 4))
+def test_each_adapter_comes_to_its_turn_and_keeps_it_for_a_while(most: int, wanted: int) -> None:
+    turns = AdapterTurns(most)
+    steps = [turns.choose(FOUR[:wanted]) for _ in range(8 * TURN_STEPS)]
+    assert {len(step) for step in steps} == {min(most, wanted)}
+    for adapter in FOUR[:wanted]:
+        places = [place for place, step in enumerate(steps) if adapter in step]
+        assert len(places) >= TURN_STEPS
+        assert max(np.diff(places), default=1) <= wanted * TURN_STEPS + 1
+
+
+@given(st.lists(st.integers(-1, 3), max_size=20))
+def test_tokens_are_grouped_by_the_slots_of_their_adapters(slots: list[int]) -> None:
+    tokens = AdaptedTokens.of(np.array(slots, np.int32))
+    found = {slot: tokens.order[first:end].tolist() for slot, first, end in tokens.groups}
+    assert found == {
+        slot: [place for place, own in enumerate(slots) if own == slot] for slot in {*slots} - {-1}
+    }

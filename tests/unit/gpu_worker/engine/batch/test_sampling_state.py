@@ -1,68 +1,19 @@
-"""Sampling states: bans, top-p decay and penalties of a row's next token."""
-
-from collections.abc import Sequence
-from typing import Any
+"""What a row's next token depends on: counts, bans and top-p as if never interrupted; random numbers of
+Philox-4x64, a function of seed, choice and index.
+"""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.messages.request import SamplingParams
-from gpu_worker.engine.batch.sampling_state import SamplingState
+from gpu_worker.engine.batch.sampling_state import (
+    BUFFERED_NUMBERS,
+    PhiloxStream,
+    SamplingState,
+    philox_uniforms,
+)
 from tests.support.engine.start_rows import start_row
-
-PROMPT = [1, 2, 3]
-
-
-def state_of(
-    sampling: SamplingParams, generated: Sequence[int] = (), end_ids: Sequence[int] = (), **params: Any
-) -> SamplingState:
-    start = start_row(0, [*PROMPT, *generated], 999, len(generated), sampling=sampling, **params)
-    state = SamplingState.of(start, list(end_ids))
-    assert state
-    return state
-
-
-def test_a_plainly_greedy_row_has_no_state() -> None:
-    assert SamplingState.of(start_row(0, PROMPT, 999), [8]) is None
-    assert SamplingState.of(start_row(0, [*PROMPT, 4], 999, 1, min_new_tokens=1), [8]) is None
-
-
-def test_a_bad_word_bans_its_last_id_where_the_rest_precedes() -> None:
-    """Words may begin in the prompt."""
-    state = state_of(SamplingParams(bad_words=[[11], [3, 12], [2, 3, 4, 13]]))
-    assert state.banned_ids_at(0) == [11, 12]
-    state.accept(4)
-    assert state.banned_ids_at(1) == [11, 13]
-    state.accept(3)
-    assert state.banned_ids_at(2) == [11, 12]
-
-
-def test_end_ids_are_banned_before_min_new_tokens() -> None:
-    state = state_of(SamplingParams(), end_ids=[8, 9], min_new_tokens=2)
-    assert [state.banned_ids_at(index) for index in range(4)] == [[8, 9], [8, 9], [], []]
-    assert [state.applies_at(index) for index in range(4)] == [True, True, False, False]
-
-
-def test_a_row_that_samples_applies_beyond_min_new_tokens() -> None:
-    state = state_of(SamplingParams(temperature=1.0), end_ids=[8], min_new_tokens=1)
-    assert [state.applies_at(index) for index in range(3)] == [True, True, True]
-
-
-def test_top_p_decays_to_its_minimum_until_it_is_reset() -> None:
-    sampling = SamplingParams(temperature=1.0, top_p=0.8, top_p_decay=0.5, top_p_min=0.3, top_p_reset_ids=[5])
-    state = state_of(sampling)
-    top_ps = [state.top_p]
-    for token in (6, 6, 6, 5, 6):
-        state.accept(token)
-        top_ps.append(state.top_p)
-    assert top_ps == pytest.approx([0.8, 0.4, 0.3, 0.3, 0.8, 0.4])
-
-
-def test_top_p_without_decay_is_constant() -> None:
-    state = state_of(SamplingParams(temperature=1.0, top_p=0.8))
-    state.accept(6)
-    assert state.top_p == 0.8
 
 
 @given(
@@ -107,3 +58,55 @@ def test_a_resumed_row_has_the_state_of_one_that_was_never_interrupted(
 def penalties_of(state: SamplingState | None) -> dict[int, float]:
     assert state and state.token_counts
     return dict(zip(state.token_counts.ids.tolist(), state.penalty().tolist(), strict=True))
+
+
+PINNED = [0.8824668302545412, 0.3690383346754841, 0.5170696944527113]
+WORD = 2**64
+
+
+def philox_4x64(counter: list[int], key: list[int]) -> list[int]:
+    """Ten rounds of Philox-4x64, as in the paper (Salmon et al. 2011)."""
+    first, second, third, fourth = counter
+    for number in range(10):
+        low_key = (key[0] + number * 0x9E3779B97F4A7C15) % WORD
+        high_key = (key[1] + number * 0xBB67AE8584CAA73B) % WORD
+        high, low = divmod(0xD2E7470EE14C6C93 * first, WORD)
+        other_high, other_low = divmod(0xCA5A826395121157 * third, WORD)
+        first, second, third, fourth = other_high ^ second ^ low_key, other_low, high ^ fourth ^ high_key, low
+    return [first, second, third, fourth]
+
+
+def test_the_reference_gives_the_known_answers_of_random123() -> None:
+    assert philox_4x64([0] * 4, [0] * 2) == [
+        0x16554D9ECA36314C,
+        0xDB20FE9D672D0FDC,
+        0xD7E772CEE186176B,
+        0x7E68B68AEC7BA23B,
+    ]
+    assert philox_4x64([WORD - 1] * 4, [WORD - 1] * 2) == [
+        0x87B092C3013FE90B,
+        0x438C3C67BE8D0224,
+        0x9CC7D7C69CD777B6,
+        0xA09CAEBF594F0BA0,
+    ]
+
+
+def test_numbers_are_the_upper_53_bits_of_philox_4x64() -> None:
+    """Four numbers for each value of the counter, which is 1 for the first block."""
+    seed, choice = 2**63 + 11, 3
+    words = [word for block in range(1, 17) for word in philox_4x64([block, 0, 0, 0], [seed, choice])]
+    assert philox_uniforms(seed, choice, 0, 64).tolist() == [(word >> 11) / 2**53 for word in words]
+
+
+def test_numbers_are_a_function_of_seed_choice_and_index() -> None:
+    """Pinned: another library, machine or version must not change what a seed means."""
+    assert philox_uniforms(7, 1, 0, 3).tolist() == PINNED
+    assert philox_uniforms(7, 1, 64, 8).tolist() == philox_uniforms(7, 1, 0, 128)[64:72].tolist()
+    expected = philox_uniforms(7, 1, 0, 1200).tolist()
+    for begin in (0, 1, BUFFERED_NUMBERS - 1, BUFFERED_NUMBERS, 1000):
+        row = PhiloxStream(7, 1)
+        assert [row.at(index) for index in range(begin, begin + 200)] == expected[begin : begin + 200]
+
+
+def test_a_seed_is_taken_modulo_2_to_the_64() -> None:
+    assert PhiloxStream(2**64 - 1, 0).at(5) == PhiloxStream(-1, 0).at(5) != PhiloxStream(0, 0).at(5)

@@ -1,7 +1,8 @@
-"""The native library: builds for other processors, the cache of builds, and engines without a compiler."""
+"""The native library: builds, phases of work, which layers are fused, and an engine without a compiler."""
 
 import logging
 import platform
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,14 @@ import torch
 from torch import nn
 
 from common.process import machine
+from common.process.machine import SOURCES
 from gpu_worker.engine.attention.sdpa import SdpaBackend
-from gpu_worker.engine.cpu import native, packed_linear
+from gpu_worker.engine.cpu import fused_layer, native, packed_linear
 from gpu_worker.engine.cpu.packed_linear import LargePages, OneDnnLinear
+from gpu_worker.engine.engine import Engine
+from gpu_worker.engine.model import load
 from tests.support.engine import tiny_models
+from tests.support.engine.batch_player import player
 from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play, prompts
 from tests.support.engine.tiny_models import FAMILIES
 from tests.unit.gpu_worker.engine.attention import test_cpu_paged as attention
@@ -62,7 +67,6 @@ def test_builds_for_other_processors_compute_the_same(
             attention.test_outputs_equal_those_of_torch(dtype, 16, stored, built)
         for size in (60, 3000):
             choice.test_kernels_sample_the_same_ids_as_torch(size, dtype, 3, built)
-            choice.test_kernels_score_prompts_as_torch_does(size, dtype, built)
         if built.tf_multiplies(native.TYPE_CODES[dtype]):
             for inputs, outputs, bias in products.SHAPES:
                 products.test_products_do_not_depend_on_the_batch(dtype, True, inputs, outputs, bias, built)
@@ -91,27 +95,144 @@ def test_an_engine_without_a_compiler_generates_the_same_ids(
     assert play(engine, dict(enumerate(prompts()))) == expected
 
 
-@pytest.mark.slow
-def test_the_library_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And its folder holds nothing but the library and a lock."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native.subprocess, "run", calls := Recorded(native.subprocess.run))  # type: ignore[attr-defined]
-    first = native.build_library()
-    assert native.build_library() == first and calls.count == 3, "version, compilation, version"
-    assert {path.name for path in first.parent.iterdir()} == {first.name, "lock"}
-
-
-class Recorded:
-    def __init__(self, run: Any) -> None:
-        self.run = run
-        self.count = 0
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        self.count += 1
-        return self.run(*arguments, **options)
-
-
 def test_without_permission_nothing_is_multiplied_by_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """A container's rules may forbid their registers, whose use would end the process."""
     monkeypatch.setattr(machine, "permits_tiles", lambda: False)
     assert "-DNO_AMX" in native.compile_command()
+
+
+TIMEOUT_S = 60
+PROGRAM = """
+#include "phases.h"
+#include <cstdio>
+#include <cstdlib>
+
+// The last thread comes once the others have done everything, as if it had lost its core meanwhile.
+int main(int, char** arguments) {
+    int threads = atoi(arguments[1]), units = atoi(arguments[2]), phases = atoi(arguments[3]);
+    std::vector<std::atomic<int>> runs(units);
+    std::atomic<int> unfinished{0};
+    std::atomic<bool> over{threads == 1};
+    Progress progress(threads);
+    #pragma omp parallel num_threads(threads)
+    {
+        Phases shared(progress);
+        if (threads > 1 && this_thread() == threads - 1)
+            while (!over) std::this_thread::yield();
+        for (int phase = 0; phase < phases; phase++)
+            shared.run(units, [&](int unit) {
+                if (runs[unit]++ != phase || runs[(unit + 1) % units] < phase) unfinished++;
+            });
+        over = true;
+    }
+    for (auto& one : runs) if (one != phases) unfinished++;
+    printf("%d", unfinished.load());
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("phases")
+    (folder / "phases.cpp").write_text(PROGRAM)
+    source = str(SOURCES / "kernels.cpp")
+    words = [word for word in native.compile_command() if word not in ("-shared", "-fPIC", "-O3")]
+    words = [str(folder / "phases.cpp") if word == source else word for word in words]
+    command = [*words, f"-I{SOURCES}", "-o", str(folder / "phases")]
+    subprocess.run(command, check=True, timeout=TIMEOUT_S)
+    return folder / "phases"
+
+
+@pytest.mark.parametrize(("threads", "units"), [(1, 3), (2, 1), (5, 100)])
+def test_every_unit_runs_once_a_phase_while_a_thread_is_away(program: Path, threads: int, units: int) -> None:
+    command = [str(program), str(threads), str(units), "300"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
+    assert found.stdout == "0"
+
+
+def num_fused(monkeypatch: pytest.MonkeyPatch, folder: Path, family: str, **sizes: float) -> int:
+    if not native.library().tf_multiplies(native.TYPE_CODES[torch.float32]):  # type: ignore[union-attr]
+        pytest.skip("torch's products are used on this processor")
+    counts: list[int] = []
+
+    def fuse_layers(*arguments: Any) -> int:
+        counts.append(fused_layer.fuse_layers(*arguments))
+        return counts[-1]
+
+    monkeypatch.setattr(load, "fuse_layers", fuse_layers)
+    tiny_models.save(folder, FAMILIES[family][0], FAMILIES[family][1] | sizes)
+    engine_of(folder)
+    return counts[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("Llama", 3),
+        ("Qwen3", 3),
+        ("SmolLM3", 3),
+        ("Gemma2", 0),
+        ("Ministral3", 0),
+    ],
+)
+def test_layers_are_fused(
+    family: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert num_fused(monkeypatch, tmp_path, family) == expected
+
+
+def test_layers_that_read_positions_are_not_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However near they come on the trial inputs."""
+    monkeypatch.setattr(fused_layer, "is_close", lambda *tensors: True)
+    assert num_fused(monkeypatch, tmp_path / "far", "Ministral3") == 0
+    assert num_fused(monkeypatch, tmp_path / "plain", "Llama") == 3
+
+
+def test_layers_with_scaled_residuals_are_not_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert num_fused(monkeypatch, tmp_path, "Granite", residual_multiplier=0.95) == 0
+
+
+def test_layers_with_other_code_are_not_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same parts, put together in another way."""
+    import transformers.models.llama.modeling_llama as llama
+
+    class Louder(llama.LlamaMLP):
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            return super().forward(states) * 1.01  # type: ignore[no-any-return, no-untyped-call]
+
+    monkeypatch.setattr(llama, "LlamaMLP", Louder)
+    assert num_fused(monkeypatch, tmp_path, "Llama") == 0
+
+
+@pytest.mark.parametrize(("between", "joined"), [(1, True), (2, False)])
+def test_layers_are_joined_where_nothing_is_between(
+    between: int, joined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = nn.Identity(), nn.Identity()
+    fused = {first: lambda states: states * 3, second: lambda states: states + 5}
+    for layer, forward in fused.items():
+        layer.forward = forward  # type: ignore[method-assign]
+    monkeypatch.setattr(
+        fused_layer.FusedLayers, "joined", lambda parts: lambda states: parts[1](parts[0](states))
+    )
+    fused_layer.join_layers(fused, lambda: second(first(torch.ones(2)) * between))  # type: ignore[arg-type]
+    assert (second.forward is fused_layer.pass_through) == joined == (first.forward is not fused[first])  # type: ignore[comparison-overlap]
+
+
+def logprobs(engine: Engine, prefixes: dict[int, list[int]], prefill_tokens: int) -> dict[int, list[float]]:
+    played = player(engine, prefill_tokens)
+    played.run([played.start(row, ids, 20, ignore_eos=True) for row, ids in prefixes.items()])
+    found: dict[int, list[float]] = {row: [] for row in prefixes}
+    for step in played.steps:
+        for row, _, _, logprob in step.sampled:
+            found[row].append(logprob)
+    return found
+
+
+def test_logprobs_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    """Alone, with others, in chunks."""
+    tiny_models.save(tmp_path, *FAMILIES["Mistral"])
+    engine, rows_of = engine_of(tmp_path), dict(enumerate(prompts()))
+    together = logprobs(engine, rows_of, 1000)
+    assert logprobs(engine, rows_of, 7) == together
+    assert {row: logprobs(engine, {row: prompt}, 1000)[row] for row, prompt in rows_of.items()} == together

@@ -1,5 +1,15 @@
-"""Products of packed weights against torch's."""
+"""Products of packed weights against torch's, and the memory of weights: in large pages, and shared by
+engines where their bytes are equal.
+"""
 
+import ctypes
+import fcntl
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,8 +17,9 @@ import torch
 from torch import nn
 
 from common.process import machine
-from gpu_worker.engine.cpu import native, packed_linear
+from gpu_worker.engine.cpu import native, packed_linear, weight_store
 from gpu_worker.engine.cpu.packed_linear import LargePages, NativeLinear
+from gpu_worker.engine.cpu.weight_store import HUGE_BYTES, WeightStore, aligned_address, private_memory
 from gpu_worker.engine.quantization.blocks import Blocks
 
 SHAPES = [(96, 144, False), (50, 7, True), (64, 100, True), (30, 16, False), (34, 49, True)]
@@ -127,3 +138,152 @@ class Headless(nn.Module):
 
     def get_output_embeddings(self) -> None:
         return None
+
+
+@pytest.fixture
+def small_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_linear, "REGION_BYTES", 4 * HUGE_BYTES)
+
+
+@pytest.mark.usefixtures("small_regions")
+def test_tensors_do_not_overlap() -> None:
+    pages, counts = LargePages(), (1, 3, 64, 1000, packed_linear.REGION_BYTES // 2, 7)
+    tensors = [pages.allocate(count, dtype) for count in counts for dtype in (torch.float32, torch.bfloat16)]
+    for number, tensor in enumerate(tensors):
+        assert not tensor.any() and tensor.data_ptr() % packed_linear.ALIGNED_BYTES == 0
+        tensor.fill_(number)
+    assert [len(tensor) for tensor in tensors[::2]] == list(counts)
+    assert all((tensor == number).all() for number, tensor in enumerate(tensors))
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="the system has no large pages"
+)
+def test_the_system_is_advised_to_use_large_pages() -> None:
+    tensor = LargePages().allocate(10**6, torch.float32)
+    assert "hg" in flags_of(tensor.data_ptr())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
+@pytest.mark.usefixtures("small_regions")
+def test_tensors_of_several_regions_are_shared() -> None:
+    """Those of two engines, of which the second finds those of the first."""
+    store = WeightStore(os.memfd_create("weights"))
+    counts = (1000, packed_linear.REGION_BYTES - 10**6, packed_linear.REGION_BYTES + 10, 10**6)
+    for _ in range(2):
+        pages = LargePages()
+        tensors = [pages.allocate(count, torch.uint8).fill_(number) for number, count in enumerate(counts)]
+        pages.share(store)
+        assert all((tensor == number).all() for number, tensor in enumerate(tensors))
+        assert [len(tensor) for tensor in tensors] == list(counts)
+        if "sh" not in flags_of(tensors[0].data_ptr()):
+            pytest.skip("shared memory has no large pages here")
+    used = sum(-(-size // HUGE_BYTES) * HUGE_BYTES for _, size in store.segments())
+    assert os.fstat(store.handle).st_size == HUGE_BYTES + used < 1.2 * (HUGE_BYTES + sum(counts))
+    os.close(store.handle)
+
+
+def flags_of(address: int) -> list[str]:
+    """Of the mapping that holds the address (man 5 proc, smaps)."""
+    for mapping in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())[1:]:
+        begin, end = (int(word, 16) for word in mapping.split()[0].split("-"))
+        if begin <= address < end:
+            return mapping.rpartition("VmFlags:")[2].split()
+    raise AssertionError("no such mapping")
+
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
+
+NUM_BYTES = 2 * HUGE_BYTES
+
+
+class PrivateMemory:
+    """Two large pages of a process's own."""
+
+    def __init__(self, content: bytes) -> None:
+        self.memory = private_memory(NUM_BYTES)
+        self.address = aligned_address(self.memory)
+        ctypes.memmove(self.address, content * (NUM_BYTES // len(content)), NUM_BYTES)
+
+    @property
+    def content(self) -> bytes:
+        return ctypes.string_at(self.address, NUM_BYTES)
+
+    @property
+    def offset(self) -> int | None:
+        """Where in the store this memory is mapped from; None if it is private."""
+        with open("/proc/self/maps") as maps:
+            for words in map(str.split, maps):
+                first, end = (int(word, 16) for word in words[0].split("-"))
+                if first <= self.address < end:
+                    return int(words[2], 16) + self.address - first if "weights" in words[-2] else None
+        raise AssertionError("not mapped")
+
+
+@pytest.fixture
+def store() -> Iterator[WeightStore]:
+    handle = os.memfd_create("weights")
+    store = WeightStore(handle)
+    try:
+        store.begin()
+    except OSError:
+        pytest.skip("shared memory has no large pages here")
+    yield store
+    os.close(handle)
+
+
+def test_the_store_stays_locked_while_a_segment_is_compared(store: WeightStore) -> None:
+    """Without the lock two engines would write at the same place, and compute with each other's weights."""
+    memory = PrivateMemory(b"ab")
+    store.share(memory.address, NUM_BYTES)
+    with store.locked():
+        assert store.find(memory.address, NUM_BYTES) is not None
+        if (child := os.fork()) == 0:
+            try:
+                fcntl.lockf(store.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def test_equal_bytes_are_there_once(store: WeightStore) -> None:
+    first, second, other = PrivateMemory(b"ab"), PrivateMemory(b"ab"), PrivateMemory(b"ac")
+    for memory in (first, other, second):
+        assert memory.offset is None
+        store.share(memory.address, NUM_BYTES)
+    assert first.offset == second.offset and other.offset not in (None, first.offset)
+    assert first.content == second.content == b"ab" * HUGE_BYTES and other.content == b"ac" * HUGE_BYTES
+    assert os.fstat(store.handle).st_size == HUGE_BYTES + 2 * NUM_BYTES
+
+
+def test_an_engine_that_is_killed_while_it_adds_weights_leaves_none(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (child := os.fork()) == 0:
+        write, count = weight_store.write, [0]
+
+        def write_once(handle: int, data: bytes | memoryview, offset: int) -> None:
+            count[0] += 1
+            if count[0] == 2:  # the bytes are there, and not their size
+                os.kill(os.getpid(), signal.SIGKILL)
+            write(handle, data, offset)
+
+        monkeypatch.setattr(weight_store, "write", write_once)
+        memory = PrivateMemory(b"dead")
+        store.share(memory.address, NUM_BYTES)
+        os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    memory = PrivateMemory(b"live")
+    store.share(memory.address, NUM_BYTES)  # the system has unlocked the store
+    assert memory.offset == HUGE_BYTES and memory.content == b"live" * (NUM_BYTES // 4)
+
+
+def test_weights_stay_private_where_memory_is_short(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = PrivateMemory(b"ab")
+    monkeypatch.setattr(os, "pwrite", lambda *_: 0)
+    with pytest.raises(OSError, match="memory for shared weights is short"):
+        store.share(memory.address, NUM_BYTES)
+    assert memory.offset is None and memory.content == b"ab" * HUGE_BYTES

@@ -1,56 +1,53 @@
-"""Captured steps, on CPU: FlashInfer's attention is computed by torch, and a graph is captured by calling
-again.
+"""Captured and compiled steps, on CPU: FlashInfer's attention is computed by torch, and a graph is captured
+by calling again.
 """
 
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from common.model_files import no_progress
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine import engine as engine_module
-from gpu_worker.engine.cuda import graphs as graphs_module
+from gpu_worker.engine import preparation
+from gpu_worker.engine.cuda import compile as compiling
+from gpu_worker.engine.cuda.compile import compile_layers, stop_compiling
 from gpu_worker.engine.cuda.graphs import CudaGraphs, graph_sizes, run_without_sync
 from gpu_worker.engine.engine import Engine
-from tests.support.engine import tiny_models
-from tests.support.engine.batch_player import Player
+from gpu_worker.engine.model import warmup
+from gpu_worker.engine.model.warmup import max_captured_tokens
+from tests.support.engine import on_cuda, tiny_models
+from tests.support.engine.batch_player import player
 from tests.support.engine.fake_flashinfer import kernels
 from tests.support.engine.fake_flashinfer.install import install
-from tests.support.engine.on_cuda import noted
-from tests.support.engine.tiny_engine import NEW_TOKENS, check_ids, play, prompts
-from tests.support.engine.tiny_models import FAMILIES
-from tests.support.speculation.knowing_proposer import KnowingProposers
-from tests.unit.gpu_worker.engine.batch.test_split_step import limit
+from tests.support.engine.on_cuda import again, noted
+from tests.support.engine.tiny_engine import NEW_TOKENS, check_ids, engine_of, play, prompts
+from tests.support.engine.tiny_models import FAMILIES, VOCAB
+from tests.support.parameters.slow_but import slow_but
 
 if not install():
     pytest.skip("where there is a GPU, the tests marked gpu try the real parts", allow_module_level=True)
 from gpu_worker.engine.attention.flashinfer import FlashInferBackend
 
 AMPERE, HOPPER = 8, 9
-QUICKLY = [("Qwen2", HOPPER), ("gpt-oss", AMPERE)]
-SLOWLY = [
-    (family, HOPPER)
-    for family in (
-        "Phi3-longrope",
-        "DeepSeek-V3",
-        "Llama",
-        "Mistral",
-        "Gemma2",
-        "gpt-oss",
-        "Qwen3-MoE",
-        "GPT2",
-        "Llama-longrope",
-        "Gemma3-longrope",
-        "DeepSeek-V2",
-        "MiniCPM3",
-    )
-] + [(family, AMPERE) for family in ("Qwen2", "Mistral", "Gemma2", "Phi3-longrope")]
+GENERATIONS = {
+    HOPPER: "Qwen2 Phi3-longrope DeepSeek-V3 Llama Mistral Gemma2 gpt-oss Qwen3-MoE GPT2 Llama-longrope "
+    "Gemma3-longrope DeepSeek-V2 MiniCPM3",
+    AMPERE: "gpt-oss Qwen2 Mistral Gemma2 Phi3-longrope",
+}
+"""Families by the generation of the card; XQA serves Hopper."""
 
 
 @pytest.mark.parametrize(
-    ("family", "generation"), [*QUICKLY, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOWLY)]
+    ("family", "generation"),
+    slow_but(
+        [("gpt-oss", AMPERE)],
+        [(family, card) for card, names in GENERATIONS.items() for family in names.split()],
+    ),
 )
 def test_ids_are_those_of_generate(
     family: str, generation: int, tmp_path: Path, like_cuda: Callable[..., Engine]
@@ -85,20 +82,6 @@ def test_steps_of_few_tokens_come_from_graphs(tmp_path: Path, like_cuda: Callabl
     assert len(replayed) == len(computed) > sum(computed)
 
 
-def test_long_prompts_do_not_come_from_graphs(
-    tmp_path: Path, like_cuda: Callable[[Path], Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each of their tokens would read all keys before it."""
-    model = tiny_models.save(tmp_path, *FAMILIES["Llama"])
-    engine, some = like_cuda(tmp_path), dict(enumerate(prompts()[:2]))
-    monkeypatch.setattr(graphs_module, "MAX_SEEN_TOKENS", 3)
-    with noted(engine) as (computed, replayed):
-        assert play(engine, some) == {
-            row: tiny_models.generate(model, ids, NEW_TOKENS) for row, ids in some.items()
-        }
-    assert len(replayed) == sum(computed) < len(computed)
-
-
 def test_logits_that_a_graph_wrote_are_copied_before_the_next_step(
     tmp_path: Path, like_cuda: Callable[[Path], Engine]
 ) -> None:
@@ -106,32 +89,13 @@ def test_logits_that_a_graph_wrote_are_copied_before_the_next_step(
     model = tiny_models.save(tmp_path, *FAMILIES["Llama"])
     engine, ids = like_cuda(tmp_path), prompts()[1]
     engine.runs_ahead = True
-    played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), until=engine.rows.step)
+    played = player(engine)
     span = (len(ids) - 1, 1000, "float32")
     played.run([played.start(0, ids, NEW_TOKENS, ignore_eos=True, logits=span)])
     with torch.inference_mode():
         expected = model(torch.tensor([ids + played.ids[0]])).logits[0, len(ids) - 1 : -1]
     found = [torch.frombuffer(bytearray(values), dtype=torch.float32) for values in played.logits[0].values()]
     torch.testing.assert_close(torch.stack(found), expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("generation", [AMPERE, HOPPER])
-def test_proposals_come_from_graphs(
-    generation: int, tmp_path: Path, like_cuda: Callable[..., Engine]
-) -> None:
-    """A proposal is a row of its own there: steps that check some take a larger graph, and give the ids of
-    those that check none, whether they are launched behind what is checked or not.
-    """
-    tiny_models.save(tmp_path, *FAMILIES["Mistral"])
-    engine, fresh = like_cuda(tmp_path, generation=generation), dict(enumerate(prompts()))
-    expected = play(engine, fresh)
-    answers = {tuple(ids): expected[row] for row, ids in fresh.items()}
-    for is_sure in (False, True):
-        engine.rows.make_proposer = made = KnowingProposers(answers, 0.3, is_sure=is_sure)
-        with noted(engine) as (computed, replayed):
-            assert play(engine, fresh) == expected
-        assert len(replayed) == sum(computed) > 0 and max(made.steps) > 1
 
 
 def test_planned_steps_are_planned_before_they_are_replayed(
@@ -199,18 +163,6 @@ def test_steps_that_wait_for_the_device_are_not_captured(
 
 
 @pytest.mark.slow
-def test_halves_of_a_step_use_graphs(tmp_path: Path, like_cuda: Callable[[Path], Engine]) -> None:
-    """A step with a chunk does not fit into memory; its rows that decode come from graphs, all of which write
-    the same logits.
-    """
-    tiny_models.save(tmp_path, *FAMILIES["Llama"])
-    engine, fresh = like_cuda(tmp_path), dict(enumerate(prompts()))
-    expected = play(engine, fresh, prefill_tokens=7)
-    scarce = limit(engine, room=2, since=1, error=torch.OutOfMemoryError("CUDA out of memory"))
-    assert play(engine, fresh, prefill_tokens=7) == expected and scarce.num_raised
-
-
-@pytest.mark.slow
 def test_a_long_row_is_split_in_a_graph_of_its_own(
     tmp_path: Path, like_cuda: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,3 +194,139 @@ def test_sizes_of_graphs_double_while_they_are_small() -> None:
     assert graph_sizes(20, 256) == [1, 2, 4, 8, 16, 20, 40, 80, 144, 208, 256]
     assert graph_sizes(2, 5) == [1, 2, 4, 5]
     assert graph_sizes(256, 256)[-3:] == [240, 248, 256] and len(graph_sizes(256, 256)) == 35
+
+
+@pytest.fixture
+def dynamo() -> Iterator[Any]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield torch._dynamo.utils.counters
+    torch.compiler.set_stance("default")
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("Llama", {}), ("DeepSeek-V3", {"first_k_dense_replace": 3})],
+    ids=["Llama", "latents"],
+)
+def test_one_compilation_serves_all_layers(
+    family: str,
+    changes: dict[str, Any],
+    tmp_path: Path,
+    like_cuda: Callable[[Path], Engine],
+    dynamo: Any,
+) -> None:
+    """One for one token, one for any number; and the ids are the same."""
+    kind, options = FAMILIES[family]
+    model = tiny_models.save(tmp_path, kind, options | changes)
+    expected = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
+    engine = like_cuda(tmp_path)
+    engine.graphs = None
+
+    def try_out() -> None:
+        warmup.run_all_shapes(engine.forward, VOCAB, engine.block_size)
+
+    assert compile_layers(engine.loaded.model, engine.loaded.attentions, try_out) == 3
+    stop_compiling()
+    compiled = dynamo["stats"]["unique_graphs"]
+    assert 1 <= compiled <= 3 and not dynamo["graph_break"]
+    assert play(engine, dict(enumerate(prompts()))) == expected
+    assert dynamo["stats"]["unique_graphs"] == compiled
+
+
+def test_what_torch_compiles_is_kept_where_nobody_else_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself torch takes a folder in /tmp whose name anybody can guess."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compiling.compiled_folder() == tmp_path / "tokenfleet" / "inductor"
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    folder = compiling.compiled_folder()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and not [*folder.iterdir()]
+    folder.rmdir()
+
+
+PEAK_BYTES = 12_345
+MAX_ROWS = 3
+SIZES = graph_sizes(MAX_ROWS, max_captured_tokens(MAX_ROWS))
+
+
+@pytest.mark.slow
+def test_plans_and_logits_of_all_sizes_are_made_while_memory_is_measured(
+    tmp_path: Path, like_cuda: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each size is computed once, the largest first; plans stay, and captures use them. On a card whose plans
+    the host makes.
+    """
+    tiny_models.save(tmp_path, *FAMILIES["Mistral"])
+    engine, computed = like_cuda(tmp_path, generation=AMPERE), list[int]()
+    loaded = engine.loaded
+    loaded.adapters = None  # as on CUDA without LORA_ADAPTERS
+    plans: Any = loaded.backend.decode_plans  # type: ignore[attr-defined]
+    plans.wrappers.clear()
+    num_blocks = loaded.cache.num_blocks
+    loaded.attach(0)
+    decode = type(loaded).decode
+
+    def note(own: Any, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        computed.append(ids.shape[1])
+        return decode(own, ids, *rest)
+
+    def measure(device: torch.device, run: Callable[[], object]) -> int:
+        run()
+        return PEAK_BYTES
+
+    monkeypatch.setattr(type(loaded), "decode", note)
+    monkeypatch.setattr(warmup, "measure_peak", measure)
+    assert warmup.captured_bytes(loaded, Settings(max_batch_size=MAX_ROWS)) == PEAK_BYTES
+    assert computed == SIZES[::-1] and sorted(plans.wrappers) == SIZES
+    made = dict(plans.wrappers)
+    loaded.attach(num_blocks)
+    engine.capture(again, MAX_ROWS, False)
+    assert all(plans.wrappers[size] is made[size] for size in SIZES)
+
+
+CUDA_GRAPHS_OFF = Settings.read([], {"CUDA_GRAPHS": "0"})
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What an engine does to speed up its steps."""
+    done: list[str] = []
+
+    def compile_layers(*arguments: Any) -> int:
+        done.append("compile")
+        return 0
+
+    monkeypatch.setattr(preparation, "compile_layers", compile_layers)
+    monkeypatch.setattr(engine_module, "stop_compiling", lambda: None)
+    monkeypatch.setattr(engine_module, "make_capture", lambda device: on_cuda.again)
+    return done
+
+
+def engine_with_graphs(folder: Path) -> Engine:
+    """An engine whose attention can be compiled and captured."""
+    engine = engine_of(folder)
+    engine.loaded.backend.compilable = True
+    engine.loaded.backend.capturable = True
+    engine.loaded.backend.plan_free = True
+    return engine
+
+
+@pytest.mark.parametrize("settings", [Settings(enforce_eager=True), CUDA_GRAPHS_OFF], ids=["eager", "TGI"])
+def test_an_eager_engine_compiles_and_captures_nothing(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: list[str]
+) -> None:
+    tiny_models.save(tmp_path, *FAMILIES["Llama"])
+    engine = engine_with_graphs(tmp_path)
+    fresh = dict(enumerate(prompts()))
+    expected = play(engine, fresh)
+    monkeypatch.setattr(engine, "capture", lambda *arguments: steps.append("capture"))
+    engine.compile_and_capture(settings, no_progress)
+    assert steps == [] and engine.graphs is None
+    assert play(engine, fresh) == expected
+    engine.compile_and_capture(Settings(), no_progress)
+    assert steps == ["compile", "capture"]

@@ -1,5 +1,5 @@
-"""Medusa heads and MLP speculators: what they propose is what their formulas say of the model's last hidden
-state; right proposals are accepted, and no proposal changes an id.
+"""Medusa heads, MLP speculators and EAGLE-3: what they propose is what their formulas say of the model's
+hidden states; right proposals are accepted, and no proposal changes an id.
 """
 
 import json
@@ -10,13 +10,20 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from common.settings.settings import SettingError
+from gpu_worker.engine.cpu import native
+from gpu_worker.engine.cpu.fused_layer import FusedLayers
+from gpu_worker.engine.drafting.eagle import HiddenStates
+from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models
 from tests.support.engine.tiny_models import FAMILIES, VOCAB
 from tests.support.parameters.slow_but import slow_but
 from tests.support.speculation.counting_models import (
     SIZE,
+    counting_eagle_tensors,
+    eagle_tensors,
     medusa_tensors,
     mlp_tensors,
     right_heads,
@@ -84,7 +91,7 @@ def mlp_ids(tensors: Tensors, state: torch.Tensor, token: int, tied: bool) -> li
     return ids
 
 
-@pytest.mark.parametrize("kind", slow_but(["medusa", "mlp-tied"], KINDS))
+@pytest.mark.parametrize("kind", slow_but(["mlp-tied"], KINDS))
 def test_heads_propose_what_their_formula_says(kind: str, tmp_path: Path) -> None:
     """Whatever the way to a state: batched, in chunks, resumed. The ids are those of the plain way."""
     config, tensors = KINDS[kind]
@@ -152,13 +159,159 @@ def test_heads_that_do_not_fit_are_refused_by_name(
     assert error.value.name == "speculative_config" and cause in error.value.cause
 
 
-def test_more_tokens_than_heads_are_refused(tmp_path: Path) -> None:
+EAGLE_INNER, DRAFT_VOCAB, HEADS, KV_HEADS = 96, 100, 4, 2
+HEAD_DIM, EPSILON, NUM_DRAFTED = 16, 1e-6, 3
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": EAGLE_INNER,
+    "num_hidden_layers": 1,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "vocab_size": VOCAB,
+    "draft_vocab_size": DRAFT_VOCAB,
+    "rms_norm_eps": EPSILON,
+    "max_position_embeddings": 256,
+}
+
+
+def offsets() -> torch.Tensor:
+    """int64 [DRAFT_VOCAB]: each fifth token of the model."""
+    return torch.arange(DRAFT_VOCAB) * 4
+
+
+def rms(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return weight * states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + EPSILON)
+
+
+def layer(
+    tensors: Tensors, embedded: torch.Tensor, states: torch.Tensor, rotary: Any, before: bool
+) -> torch.Tensor:
+    """EAGLE-3's layer over all positions at once: embedded and states [tokens, hidden] → states."""
+    normed = rms(states, tensors["midlayer.hidden_norm.weight"])
+    mixed = torch.cat((rms(embedded, tensors["midlayer.input_layernorm.weight"]), normed), -1)
+    query, key, value = (
+        (mixed @ tensors[f"midlayer.self_attn.{name}_proj.weight"].T).view(1, len(mixed), -1, HEAD_DIM)
+        for name in "qkv"
+    )
+    rotation = rotary(mixed, torch.arange(len(mixed))[None])
+    query, key = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), *rotation)
+    key, value = (one.repeat_interleave(HEADS // KV_HEADS, 1) for one in (key, value.transpose(1, 2)))
+    attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    output = attended.transpose(1, 2).reshape(len(mixed), -1)
+    residual = (normed if before else states) + output @ tensors["midlayer.self_attn.o_proj.weight"].T
+    inner = rms(residual, tensors["midlayer.post_attention_layernorm.weight"])
+    gate = functional.silu(inner @ tensors["midlayer.mlp.gate_proj.weight"].T)
+    up = inner @ tensors["midlayer.mlp.up_proj.weight"].T
+    return residual + (gate * up) @ tensors["midlayer.mlp.down_proj.weight"].T
+
+
+@torch.inference_mode()
+def expected_drafts(
+    model: Any, tensors: Tensors, ids: list[int], count: int, layers: tuple[int, ...], before: bool
+) -> list[int]:
+    """What the layer proposes after these ids, computed without a cache."""
+    hidden = model(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
+    states = torch.cat([hidden[number][0] for number in layers], -1) @ tensors["fc.weight"].T
+    known, drafts = list(ids), list[int]()
+    for _ in range(count):
+        embedded = model.get_input_embeddings()(torch.tensor(known[1:]))
+        given = layer(tensors, embedded, states, model.model.rotary_emb, before)
+        scores = rms(given[-1], tensors["norm.weight"]) @ tensors["lm_head.weight"].T
+        place = int(scores.argmax())
+        drafts.append(place + int(offsets()[place]))
+        known.append(drafts[-1])
+        states = torch.cat((states, given[-1:]))
+    return drafts
+
+
+WAYS: dict[str, tuple[dict[str, Any], tuple[int, ...], bool]] = {
+    "eagle": ({}, (2, 1, 0), False),
+    "named-layers": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}, (0, 1, 2), False),
+    "norm-before": ({"norm_before_residual": True}, (2, 1, 0), True),
+}
+
+
+@pytest.mark.parametrize("way", slow_but(["norm-before"], WAYS))
+def test_the_layer_proposes_what_its_formula_says(way: str, tmp_path: Path) -> None:
+    """Whatever the way to a state: batched, in chunks, resumed. The ids are those of the plain way."""
+    changed, layers, before = WAYS[way]
+    tensors = eagle_tensors(HIDDEN, EAGLE_INNER, DRAFT_VOCAB) | {"d2t": offsets()}
+    model = tiny_models.save(tmp_path / "model", *FAMILIES["Llama"])
+    head = save_heads(tmp_path / "head", CONFIG | changed, tensors)
+    speculative = {"model": str(head), "num_speculative_tokens": NUM_DRAFTED}
+    engine = drafting_engine(tmp_path / "model", speculative)
+    engine.costs.set(1.0, 0.0, 0.0, 0.0)
+    noted = noted_drafts(engine)
+    plain = play_rows(drafting_engine(tmp_path / "model", None))
+    assert play_rows(engine).answer == plain.answer
+    assert play_rows(engine, prefill_tokens=7, lead=1, horizon=2).answer == plain.answer
+    shown = {row: ids[:9] for row, ids in plain.ids.items()}
+    resumed = play_rows(engine, shown).ids
+    assert {row: shown[row] + ids for row, ids in resumed.items()} == plain.ids
+    assert len(noted) > 40
+    fused = [isinstance(one.forward, FusedLayers) for one in engine.loaded.model.model.layers]
+    assert not native.library() or fused == [True] * 3, "each captured layer begins a native call"
+    for ids, drafts in noted[:: len(noted) // 20]:
+        assert drafts == expected_drafts(model, tensors, ids, len(drafts), layers, before)
+
+
+def save_counting(folder: Path) -> Path:
+    """A model, and in `head` a layer that is always right about it."""
+    save_counting_model(folder)
+    sizes = {"intermediate_size": SIZE, "vocab_size": SIZE, "draft_vocab_size": None}
+    return save_heads(folder / "head", CONFIG | sizes, counting_eagle_tensors())
+
+
+@pytest.fixture(scope="module")
+def counting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Engine]:
+    folder = tmp_path_factory.mktemp("counting")
+    head = save_counting(folder)
+    return folder, drafting_engine(folder, {"model": str(head), "num_speculative_tokens": NUM_DRAFTED})
+
+
+def test_a_right_layer_is_nearly_always_accepted(counting: tuple[Path, Engine]) -> None:
+    folder, engine = counting
+    plain = play_rows(drafting_engine(folder, None), rows=dict.fromkeys(ROWS), vocab_size=SIZE)
+    for prefill_tokens in (1000, 7):
+        drafted = play_rows(
+            engine, rows=dict.fromkeys(ROWS), vocab_size=SIZE, prefill_tokens=prefill_tokens, lead=64
+        )
+        assert drafted.answer == plain.answer
+        assert drafted.num_proposed > 60 and drafted.share_right > 0.95
+
+
+@pytest.mark.parametrize(
+    ("config", "changed", "cause"),
+    [
+        ({}, {"fc.weight": None}, "there are no weights fc.weight"),
+        ({}, {"d2t": torch.arange(DRAFT_VOCAB) * 9}, "d2t does not name 100 of the model's 500 tokens"),
+        ({"num_hidden_layers": 2}, {}, "its num_hidden_layers is 2, and only 1 is served for EAGLE-3"),
+        ({"target_hidden_size": 32}, {}, "its target_hidden_size is 32, and the model's 64"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}, {}, "it takes states of layers [0, 1, 9]"),
+    ],
+)
+def test_a_layer_that_does_not_fit_is_refused_by_name(
+    config: dict[str, Any], changed: dict[str, torch.Tensor | None], cause: str, tmp_path: Path
+) -> None:
     tiny_models.save(tmp_path / "model", *FAMILIES["Llama"])
-    heads = str(save_heads(tmp_path / "heads", *KINDS["medusa"]))
-    for speculative, cause in (
-        ({"model": heads, "num_speculative_tokens": 4}, "is 4, but it has 3 heads"),
-        ({"model": heads, "method": "eagle3"}, "method is eagle3, but"),
-    ):
-        with pytest.raises(SettingError) as error:
-            drafting_engine(tmp_path / "model", speculative)
-        assert cause in error.value.cause
+    tensors = {**eagle_tensors(HIDDEN, EAGLE_INNER, DRAFT_VOCAB), "d2t": offsets(), **changed}
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    head = save_heads(tmp_path / "head", CONFIG | config, given)
+    with pytest.raises(SettingError) as error:
+        drafting_engine(tmp_path / "model", {"model": str(head), "num_speculative_tokens": 2})
+    assert error.value.name == "speculative_config" and cause in error.value.cause
+
+
+def test_on_cuda_they_are_copied_to_a_place_that_stays() -> None:
+    states = HiddenStates([], 4, torch.device("cuda"))
+    states.recorded = [torch.empty(0)]
+    rows = [torch.rand(size, 3) for size in (2, 4, 6)]
+    states.record(0, rows[0])
+    place = states.recorded[0].data_ptr()
+    assert torch.equal(states.newest(2), rows[0])
+    for one in rows[1:]:  # of the last only as many as there is room for: it belongs to no step of rows
+        states.record(0, one)
+        assert torch.equal(states.newest(4), one[:4])
+    assert states.recorded[0].data_ptr() == place

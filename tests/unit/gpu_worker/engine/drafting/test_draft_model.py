@@ -1,22 +1,26 @@
 """A draft model: ids are those of the plain way whatever it proposes, and of a model that equals the target
-nearly all proposals are right.
+nearly all proposals are right; with a grammar, too.
 """
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from api.grammar.compile import Grammar, compile_unchecked
+from common.messages.request import SamplingParams
 from common.settings.settings import SettingError
 from gpu_worker.engine.drafting.acceptance import FIRST_PAUSE
 from gpu_worker.engine.drafting.draft_model import BlockTable
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models
-from tests.support.engine.batch_player import Player
+from tests.support.engine.batch_player import Player, player
 from tests.support.engine.tiny_engine import prompts
 from tests.support.engine.tiny_models import FAMILIES, LLAMA
+from tests.support.parameters.slow_but import slow_but
 from tests.support.speculation.drafts import (
     NEW_TOKENS,
     NUM_DRAFTED,
@@ -63,13 +67,6 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     engine.runs_ahead = False
 
 
-def test_greedy_ids_are_those_of_transformers(engine: Engine, folder: Path) -> None:
-    expected = dict(enumerate(json.loads((folder / "expected.json").read_text())))
-    greedy = dict.fromkeys(expected)
-    assert {row: play_rows(engine, rows={row: None}).ids[row] for row in greedy} == expected, "alone"
-    assert play_rows(engine, rows=greedy).ids == expected, "batched"
-
-
 def test_ids_are_those_of_the_plain_way(engine: Engine, plain: Drafted) -> None:
     """Batched, in chunks, with few blocks, where steps may be launched ahead, and resumed."""
     assert play_rows(engine).answer == plain.answer
@@ -82,7 +79,9 @@ def test_ids_are_those_of_the_plain_way(engine: Engine, plain: Drafted) -> None:
     assert {row: shown[row] + ids for row, ids in resumed.items()} == plain.ids
 
 
-@pytest.mark.parametrize("way", ["batched", "chunked", "ahead", "resumed", "scarce"])
+@pytest.mark.parametrize(
+    "way", slow_but(["chunked", "resumed"], ["batched", "chunked", "ahead", "resumed", "scarce"])
+)
 def test_an_equal_model_is_nearly_always_right(equal: Engine, plain: Drafted, way: str) -> None:
     """Greedy and sampled, with penalties, too. A few proposals go beyond the end of their answer."""
     equal.runs_ahead = way == "ahead"
@@ -116,12 +115,12 @@ def second_turn(engine: Engine, plain: Drafted) -> tuple[Drafted, Drafted]:
     steps = played.steps[done:]
     num_steps = sum(len({row for row, *_ in step.sampled}) for step in steps)
     found = {row: played.ids[100 + row] for row in rows}
-    anew = Player(engine, list(range(1, 1 + engine.ready.num_blocks)), until=engine.rows.step)
+    anew = player(engine)
     ids = anew.run([anew.start(row, turns[row], NEW_TOKENS, ignore_eos=True) for row in rows])
     return Drafted(found, {}, num_steps, sum(step.proposed_tokens for step in steps)), Drafted(ids)
 
 
-@pytest.mark.parametrize("paused", [False, True])
+@pytest.mark.parametrize("paused", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_rows_that_start_with_blocks_of_others_draft_as_well(
     equal: Engine, plain: Drafted, paused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,13 +141,6 @@ def test_a_row_whose_drafts_do_not_pay_pauses(other: Engine) -> None:
     played = play_rows(other, new_tokens=100)
     assert played.num_proposed < sum(map(len, played.ids.values())) / 2
     assert other.drafter.worker.next_pause > FIRST_PAUSE
-
-
-def test_the_cache_of_the_draft_is_counted(folder: Path, equal: Engine) -> None:
-    alone = drafting_engine(folder, None)
-    assert abs(alone.ready.num_blocks - 2 * equal.ready.num_blocks) <= 1
-    draft = equal.loaded.draft
-    assert draft and draft.cached and draft.cached.cache.num_blocks == equal.ready.num_blocks
 
 
 def test_it_drafts_again_after_a_sleep(equal: Engine, plain: Drafted) -> None:
@@ -188,3 +180,52 @@ def test_a_draft_model_that_cannot_serve_is_refused_by_name(folder: Path, tmp_pa
     weights.write_bytes(weights.read_bytes()[:-100])
     assert "model.safetensors is damaged" in refusal({"model": str(tmp_path / "damaged")})
     assert "does not exist" in refusal({"model": str(tmp_path / "missing")})
+
+
+WORDS = compile_unchecked(Grammar("regex", r'\{"name": "[a-z ]{60,90}"\}', "f"))
+HOT = SamplingParams(temperature=1.3, seed=5, grammar=WORDS)
+GUIDED: dict[int, SamplingParams | None] = {0: SamplingParams(grammar=WORDS), 1: HOT, 2: HOT, 3: None}
+
+
+def play_guided(engine: Engine, **run: Any) -> Drafted:
+    engine.matchers.waits = True
+    return play_rows(engine, rows=GUIDED, lead=64, **run)
+
+
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = tiny_models.LLAMA | {"vocab_size": 49_152, "eos_token_id": 2, "tie_word_embeddings": True}
+    return tiny_models.save_with_tokenizer(tmp_path_factory.mktemp("model"), "Llama", sizes)
+
+
+@pytest.fixture(scope="module")
+def plain_words(speaking: Path) -> Drafted:
+    engine = drafting_engine(speaking, None)
+    engine.rows.make_proposer = None
+    return play_guided(engine)
+
+
+@pytest.mark.parametrize(
+    ("config", "is_right"),
+    [
+        ({"model": ""}, True),
+        pytest.param({"method": "ngram"}, False, marks=pytest.mark.slow),
+        pytest.param({"method": "suffix"}, False, marks=pytest.mark.slow),
+    ],
+)
+def test_rows_with_a_grammar_have_the_ids_of_the_plain_way(
+    speaking: Path, plain_words: Drafted, config: dict[str, Any], is_right: bool
+) -> None:
+    """An equal model is nearly always right: its drafts are masked, too. Guesses are cut."""
+    if "model" in config:
+        config = {"model": str(speaking)}
+    engine = drafting_engine(speaking, config | {"num_speculative_tokens": 4})
+    drafted = play_guided(engine)
+    assert drafted.answer == plain_words.answer
+    assert drafted.num_proposed > 0
+    if is_right:
+        assert drafted.share_right > 0.95
+        assert drafted.num_steps < plain_words.num_steps / 2
+    shown = {row: ids[: 7 + row] for row, ids in plain_words.ids.items()}
+    resumed = play_guided(engine, shown=shown).ids
+    assert {row: shown[row] + ids for row, ids in resumed.items()} == plain_words.ids

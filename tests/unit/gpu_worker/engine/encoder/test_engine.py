@@ -1,21 +1,23 @@
-"""Encoders: vectors and scores are those of transformers' own model and of the pooling's formula."""
+"""Models that pool: encoders' vectors and scores are those of transformers, a decoder's of its last token."""
 
 import json
-from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from common.messages.request import PoolingParams
 from common.pooling import read_pooling
 from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.encoder.engine import EncoderEngine
+from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK
 from gpu_worker.engine.start import make_engine
+from tests.support.engine.tiny_engine import prompts
+from tests.support.engine.tiny_models import LLAMA
+from tests.support.engine.tiny_tokenizers import byte_level
 from tests.support.pooling.pooled_rows import pool_rows
 from tests.support.pooling.tiny_encoders import ENCODERS, save_encoder, save_modules
 
@@ -31,7 +33,7 @@ def engine_of(folder: Path, **settings: Any) -> EncoderEngine:
     return made
 
 
-def prompts() -> dict[int, list[int]]:
+def lines() -> dict[int, list[int]]:
     torch.manual_seed(1)
     return {row: torch.randint(4, 480, (length,)).tolist() for row, length in enumerate(LENGTHS, 1)}
 
@@ -48,8 +50,8 @@ def test_mean_of_a_packed_batch_is_that_of_each_sequence_alone(tmp_path: Path, n
     model = save_encoder(tmp_path, name)
     save_modules(tmp_path)
     engine = engine_of(tmp_path)
-    expected = {row: states_of(model, ids).mean(0) for row, ids in prompts().items()}
-    for batch in (prompts(), *({row: ids} for row, ids in prompts().items())):
+    expected = {row: states_of(model, ids).mean(0) for row, ids in lines().items()}
+    for batch in (lines(), *({row: ids} for row, ids in lines().items())):
         found = pool_rows(engine, batch, prefill_tokens=64)
         for row in batch:
             torch.testing.assert_close(found[row], expected[row], rtol=1e-5, atol=1e-5)
@@ -63,10 +65,10 @@ def test_mean_of_a_packed_batch_is_that_of_each_sequence_alone(tmp_path: Path, n
 def test_other_ways_to_pool_and_a_dense_layer(tmp_path: Path, mode: str) -> None:
     model = save_encoder(tmp_path, "BERT")
     save_modules(tmp_path, mode, dense=True)
-    found = pool_rows(engine_of(tmp_path), prompts())
+    found = pool_rows(engine_of(tmp_path), lines())
     torch.manual_seed(3)
     weight, bias = torch.randn(24, 32), torch.randn(24)
-    for row, ids in prompts().items():
+    for row, ids in lines().items():
         states = states_of(model, ids)
         pooled = {"cls": states[0], "las": states[-1], "max": states.amax(0)}[mode[13:16]]
         torch.testing.assert_close(found[row], (weight @ pooled + bias).tanh(), rtol=1e-5, atol=1e-5)
@@ -78,8 +80,8 @@ def test_scores_of_pairs_are_those_of_the_classifier(tmp_path: Path, name: str) 
     model = save_encoder(tmp_path, name, num_labels=1, **config)
     engine = engine_of(tmp_path)
     has_types = name == "BERT"
-    found = pool_rows(engine, prompts(), {row: PoolingParams(pair_start=4) for row in prompts()})
-    for row, ids in prompts().items():
+    found = pool_rows(engine, lines(), {row: PoolingParams(pair_start=4) for row in lines()})
+    for row, ids in lines().items():
         types = (
             {"token_type_ids": torch.tensor([[int(i >= 4) for i in range(len(ids))]])} if has_types else {}
         )
@@ -90,41 +92,23 @@ def test_scores_of_pairs_are_those_of_the_classifier(tmp_path: Path, name: str) 
     assert engine.ready.vocab_size == 1
 
 
-def test_a_step_has_no_more_tokens_than_granted_unless_one_prompt_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_encoder(tmp_path, "BERT")
-    engine = engine_of(tmp_path)
-    steps: list[list[int]] = []
-    forward = engine.vectors
-
-    def note(slices: Sequence[RowSlice]) -> torch.Tensor:
-        steps.append([row_slice.count for row_slice in slices])
-        return forward(slices)
-
-    monkeypatch.setattr(engine, "vectors", note)
-    pool_rows(engine, prompts(), prefill_tokens=40)
-    assert sorted(chain(*steps)) == sorted(LENGTHS)
-    assert all(sum(step) <= 40 or len(step) == 1 for step in steps)
-
-
 def test_a_prompt_that_fails_leaves_the_others_alone(tmp_path: Path) -> None:
     model = save_encoder(tmp_path, "BERT")
     engine = engine_of(tmp_path)
-    bad = prompts() | {9: [10_000]}  # beyond the embedding
+    bad = lines() | {9: [10_000]}  # beyond the embedding
     with pytest.raises(AssertionError, match="forward"):
         pool_rows(engine, bad)
-    found = pool_rows(engine, {20: prompts()[2]})
-    torch.testing.assert_close(found[20], states_of(model, prompts()[2]).mean(0), rtol=1e-5, atol=1e-5)
+    found = pool_rows(engine, {20: lines()[2]})
+    torch.testing.assert_close(found[20], states_of(model, lines()[2]).mean(0), rtol=1e-5, atol=1e-5)
 
 
 def test_it_gives_its_memory_up_and_takes_it_back(tmp_path: Path) -> None:
     save_encoder(tmp_path, "BERT")
     engine = engine_of(tmp_path)
-    before = pool_rows(engine, {1: prompts()[3]})[1]
+    before = pool_rows(engine, {1: lines()[3]})[1]
     engine.sleep()
     assert engine.wake_up(lambda _: None) == engine.ready
-    assert torch.equal(pool_rows(engine, {2: prompts()[3]})[2], before)
+    assert torch.equal(pool_rows(engine, {2: lines()[3]})[2], before)
 
 
 @pytest.mark.parametrize(
@@ -160,3 +144,89 @@ def test_a_classifier_of_several_labels_is_refused(tmp_path: Path) -> None:
     save_encoder(tmp_path, "BERT", num_labels=3)
     with pytest.raises(SettingError, match=r"has 3 labels: only models with one score \(rerankers\)"):
         read_pooling(tmp_path, Settings(model_id=str(tmp_path)))
+
+
+DECODER_SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "kv_cache_bytes": 2**23,
+    "max_batch_prefill_tokens": 64,
+    "block_size": 8,
+    "debug_kv": True,
+    "threads": 1,
+}
+SIZES = LLAMA | {"initializer_range": 0.2}
+
+
+def decoder_of(folder: Path, **settings: Any) -> Engine:
+    made = make_engine(
+        Settings(model_id=str(folder), **(DECODER_SETTINGS | settings)), lambda _: None, SINGLE_RANK, None
+    )
+    assert isinstance(made, Engine)
+    return made
+
+
+def rows() -> dict[int, list[int]]:
+    return dict(enumerate(prompts(), 1))
+
+
+@torch.inference_mode()
+def last_states(model: Any, ids: list[int]) -> torch.Tensor:
+    """The states that the head gets, [tokens, hidden]."""
+    states: torch.Tensor = model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0]
+    return states
+
+
+def check_vectors(engine: Engine, expected: dict[int, torch.Tensor]) -> None:
+    for batch, prefill_tokens in (
+        (rows(), 1000),
+        (rows(), 7),
+        *(({row: ids}, 1000) for row, ids in rows().items()),
+    ):
+        found = pool_rows(engine, batch, prefill_tokens=prefill_tokens)
+        for row in batch:
+            torch.testing.assert_close(found[row], expected[row], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Cohere"])
+def test_the_vector_is_the_last_state_of_the_last_token(tmp_path: Path, family: str) -> None:
+    """Gemma 2 and Cohere change logits after their head."""
+    changes = {"Gemma2": {"head_dim": 16, "final_logit_softcapping": 2.0}, "Cohere": {"logit_scale": 0.1}}
+    model = save(tmp_path, family, SIZES | changes.get(family, {}))
+    engine = decoder_of(tmp_path, runner="pooling")
+    check_vectors(engine, {row: last_states(model, ids)[-1] for row, ids in rows().items()})
+    assert (engine.ready.pooling, engine.ready.vocab_size) == ("embed", 64)
+
+
+def test_files_of_sentence_transformers_make_a_decoder_pool(tmp_path: Path) -> None:
+    """As of Qwen3-Embedding: its weights are those of the model without a head."""
+    model = save(tmp_path, "Llama", SIZES, kind="Model")
+    save_modules(tmp_path, "pooling_mode_lasttoken")
+    check_vectors(decoder_of(tmp_path), {row: last_states(model, ids)[-1] for row, ids in rows().items()})
+
+
+def test_scores_are_those_of_the_classifier(tmp_path: Path) -> None:
+    """As of Qwen3-Reranker in its converted form."""
+    model = save(tmp_path, "Llama", SIZES | {"num_labels": 1}, kind="ForSequenceClassification")
+    expected = {}
+    for row, ids in rows().items():
+        with torch.inference_mode():
+            expected[row] = model(input_ids=torch.tensor([ids])).logits[0]
+    engine = decoder_of(tmp_path)
+    check_vectors(engine, expected)
+    assert (engine.ready.pooling, engine.ready.vocab_size) == ("classify", 1)
+
+
+def test_a_decoder_that_pools_by_the_mean_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, "Llama", SIZES)
+    save_modules(tmp_path)
+    with pytest.raises(SettingError, match=r"pools by mean: of a decoder, .* only lasttoken is served"):
+        decoder_of(tmp_path)
+
+
+def save(folder: Path, family: str, sizes: dict[str, Any], kind: str = "ForCausalLM") -> Any:
+    torch.manual_seed(5)
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    model = getattr(transformers, family + kind)(config).eval()
+    model.save_pretrained(folder)
+    byte_level(folder)
+    return model

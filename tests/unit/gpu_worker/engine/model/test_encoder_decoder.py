@@ -15,7 +15,7 @@ from common.model_files import starting_ids
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models
-from tests.support.engine.batch_player import Player
+from tests.support.engine.batch_player import player
 from tests.support.engine.tiny_engine import NEW_TOKENS, check_ids, engine_of
 from tests.support.parameters.slow_but import slow_but
 
@@ -77,7 +77,7 @@ def prompts() -> dict[int, list[int]]:
 
 @pytest.mark.parametrize(
     "name",
-    slow_but(["T5", "BART-forced"], ["T5", "mT5", "BART-forced", "mBART", "BART", "Pegasus"]),
+    slow_but(["BART-forced"], ["T5", "mT5", "BART-forced", "mBART", "BART", "Pegasus"]),
 )
 def test_ids_are_those_of_generate(name: str, tmp_path: Path) -> None:
     model = make(tmp_path, name)
@@ -91,7 +91,7 @@ def test_beams_are_those_of_generate(tmp_path: Path) -> None:
     model, engine = make(tmp_path, "mT5"), engine_of(tmp_path)
     prompt, beams = prompts()[2], BeamParams(3, length_penalty=1.0, num_returned=1)
     best = expected(model, prompt, NEW_TOKENS, num_beams=3, early_stopping=False)
-    played = Player(engine, list(range(1, engine.ready.num_blocks + 1)))
+    played = player(engine)
     played.run([played.start(1, [*prompt, 0], NEW_TOKENS, beams=beams, ignore_eos=True)])
     assert list(played.sequences[1][0].ids) == best
     assert best != expected(model, prompt, NEW_TOKENS), "greedy finds another"
@@ -100,8 +100,6 @@ def test_beams_are_those_of_generate(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "cause"),
     [
-        ({"quantize": "fp8"}, "QUANTIZE: is not served with an encoder-decoder model"),
-        ({"deterministic": True}, "DETERMINISTIC: is not served with an encoder-decoder model"),
         ({"kv_cache_dtype": "fp8_e4m3fn"}, "KV_CACHE_DTYPE: is not served with an encoder-decoder model"),
     ],
 )

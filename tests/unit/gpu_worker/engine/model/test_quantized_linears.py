@@ -117,15 +117,6 @@ def test_cards_and_types_without_such_products_are_refused(monkeypatch: pytest.M
     check_fp8(plain, settings, torch.device("cpu"), torch.float32)
 
 
-def test_8_bit_floats_of_a_checkpoint_are_served_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where QUANTIZE names them: they are dequantised where the card has no products of them."""
-    own: Any = LlamaConfig()
-    own.quantization_config = {"quant_method": "fp8"}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    settings = Settings(quantize="fp8", dtype="float16")
-    check_fp8(own, settings, torch.device("cuda", 0), torch.float16)
-
-
 @torch.inference_mode()
 def test_routers_stay_plain_also_within_a_module_of_their_own(tmp_path: Path) -> None:
     name, sizes = tiny_models.FAMILIES["HunYuan-MoE"]

@@ -1,24 +1,44 @@
-"""A quantised checkpoint has the ids that transformers gives it, or is refused with what to install; never
-served by guess.
+"""Checkpoints: served with the ids of transformers or refused with the cause; QUANTIZE, LOAD_FORMAT=dummy,
+sleep and the threads of a worker.
 """
 
 import json
+import math
+import re
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
-from transformers.utils.quantization_config import QuantizationMethod
 
-from common import model_files
+from common.process import machine
+from common.rank import RankInfo
 from common.settings.settings import SettingError, Settings
+from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.model.config import read_config
-from gpu_worker.engine.quantization.checkpoint import METHODS
+from gpu_worker.engine.model import warmup
+from gpu_worker.engine.model import weights as dummy
+from gpu_worker.engine.model.config import check_quantize
+from gpu_worker.engine.model.families import register_family
+from gpu_worker.engine.model.load import threads_of
+from gpu_worker.engine.model.sleeping_model import SleepingModel, unique_storages
+from gpu_worker.engine.model.weights import meta_model
+from gpu_worker.engine.parallel.communicator import Communicator
+from gpu_worker.engine.parallel.shards import make_tp_plan
+from gpu_worker.engine.parallel.tensor_parallel import equalize_replicas
 from tests.support.engine import tiny_models
-from tests.support.engine.batch_player import Player
+from tests.support.engine.batch_player import player
+from tests.support.engine.tiny_engine import engine_of, play, prompts
+from tests.support.engine.tiny_models import FAMILIES, save
 
 BLOCK = 32
 NEW_TOKENS = 12
@@ -31,7 +51,7 @@ FP8 = {
 }
 
 
-def engine_of(folder: Path, **settings: Any) -> Engine:
+def engine_with(folder: Path, **settings: Any) -> Engine:
     return Engine(
         Settings(
             model_id=str(folder),
@@ -45,7 +65,7 @@ def engine_of(folder: Path, **settings: Any) -> Engine:
 
 
 def ids_of(engine: Engine) -> list[list[int]]:
-    played = Player(engine, list(range(1, engine.ready.num_blocks + 1)))
+    played = player(engine)
     found = played.run(
         [played.start(row, prompt, NEW_TOKENS, ignore_eos=True) for row, prompt in enumerate(PROMPTS)]
     )
@@ -75,7 +95,7 @@ def test_8_bit_floats_give_the_ids_of_transformers(tmp_path: Path) -> None:
     configure(tmp_path, quantization_config=FP8)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     expected = [tiny_models.generate(reference, prompt, NEW_TOKENS) for prompt in PROMPTS]
-    assert ids_of(engine_of(tmp_path)) == expected
+    assert ids_of(engine_with(tmp_path)) == expected
     assert expected != [tiny_models.generate(plain, prompt, NEW_TOKENS) for prompt in PROMPTS]
 
 
@@ -130,26 +150,6 @@ def test_a_quantisation_method_that_is_not_read_is_refused(
     refused(tmp_path, words)
 
 
-def test_quantize_is_what_the_checkpoint_says(tmp_path: Path) -> None:
-    """Names of vLLM's kernels are those of their method; plain weights do not become AWQ's or GPTQ's."""
-    tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
-    given = {name: Settings.read(["--quantize", name], {}) for name in ("awq", "awq_marlin", "gptq", "fp8")}
-    for name in ("awq", "gptq"):
-        with pytest.raises(SettingError, match=rf"^QUANTIZE: {name} is not served: .* weights are plain"):
-            read_config(tmp_path, given[name])
-    read_config(tmp_path, given["fp8"])
-    configure(tmp_path, quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128})
-    for name in ("awq", "awq_marlin"):
-        read_config(tmp_path, given[name])
-    with pytest.raises(SettingError, match=r"^QUANTIZE: gptq is not served: .* \(awq\)"):
-        read_config(tmp_path, given["gptq"])
-
-
-def test_every_method_that_can_be_read_is_a_value_of_quantize() -> None:
-    for method in (*METHODS, *(method.value for method in QuantizationMethod)):
-        assert Settings.read(["--quantize", method], {}).quantize == method.replace("_", "-")
-
-
 def test_8_bit_weights_without_a_quantisation_config_are_refused(tmp_path: Path) -> None:
     tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
     quantize(tmp_path)
@@ -157,15 +157,6 @@ def test_8_bit_weights_without_a_quantisation_config_are_refused(tmp_path: Path)
         tmp_path,
         r"has weights of type F8_E4M3 \(model\.layers\.0\.\S+\), and its config\.json says nothing of them",
     )
-
-
-def test_8_bit_experts_without_a_quantisation_config_are_refused(tmp_path: Path) -> None:
-    tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
-    tensors = load_file(tmp_path / "model.safetensors")
-    name = "model.layers.0.mlp.experts.down_proj"
-    tensors |= {name: torch.ones(4, 2, 2).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(4)}
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    refused(tmp_path, rf"weights of type F8_E4M3 \({name}\), and its config\.json says nothing of them")
 
 
 def test_missing_weights_are_refused(tmp_path: Path) -> None:
@@ -178,27 +169,15 @@ def test_missing_weights_are_refused(tmp_path: Path) -> None:
 
 def refused(folder: Path, words: str) -> None:
     with pytest.raises(SettingError, match=words) as caught:
-        engine_of(folder)
+        engine_with(folder)
     assert caught.value.name == "model_id" and "\n" not in str(caught.value)
 
 
-def test_long_loading_reports_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_files, "PROGRESS_S", 0.0)
-    model = tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
-    lines: list[str] = []
-    Engine(
-        Settings(model_id=str(tmp_path), kv_cache_bytes=2**22, max_batch_prefill_tokens=64, threads=1),
-        lines.append,
-    )
-    total = len(list(model.parameters()))
-    assert f"Loading weights: {total} of {total}" in lines
-
-
-@pytest.mark.parametrize("kind", [None, "linear", "dynamic"])
+@pytest.mark.parametrize("kind", [None, "dynamic"])
 def test_rope_scaling_serves_longer_prompts(kind: str | None, tmp_path: Path) -> None:
     """One prompt is longer than the model was trained for."""
     tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA | {"max_position_embeddings": 32})
-    engine = engine_of(tmp_path, rope_scaling=kind, rope_factor=2.0)
+    engine = engine_with(tmp_path, rope_scaling=kind, rope_factor=2.0)
     config: LlamaConfig = AutoConfig.from_pretrained(tmp_path)
     config.rope_parameters |= {"rope_type": kind or "linear", "factor": 2.0}  # type: ignore[operator]
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, config=config, dtype=torch.float32)
@@ -211,7 +190,7 @@ def test_rope_scaling_needs_plain_rotary_positions(family: str, kind: str, tmp_p
     """None at all, or others for each type of layer."""
     tiny_models.save(tmp_path, *tiny_models.FAMILIES[family])
     with pytest.raises(SettingError, match=f"ROPE_FACTOR: {kind} has no plain rotary positions to stretch"):
-        engine_of(tmp_path, rope_factor=2.0)
+        engine_with(tmp_path, rope_factor=2.0)
 
 
 def test_code_of_a_checkpoint_runs_only_when_trusted(tmp_path: Path) -> None:
@@ -227,7 +206,7 @@ def test_code_of_a_checkpoint_runs_only_when_trusted(tmp_path: Path) -> None:
         "class Model(LlamaForCausalLM):\n    config_class = Config\n"
     )
     refused(tmp_path, "Python code along, which is run with TRUST_REMOTE_CODE only")
-    engine = engine_of(tmp_path, trust_remote_code=True)
+    engine = engine_with(tmp_path, trust_remote_code=True)
     assert type(engine.loaded.model).__name__ == "Model"
 
 
@@ -245,6 +224,235 @@ def test_a_damaged_file_ends_the_start_with_its_name(damage: str, tmp_path: Path
     }[damage]
     file.write_bytes(damaged)
     with pytest.raises(SettingError) as caught:
-        engine_of(tmp_path)
+        engine_with(tmp_path)
     assert str(caught.value).startswith(f"MODEL_ID: {tmp_path} cannot be served: {file} {fault}")
     assert "\n" not in str(caught.value)
+
+
+ONE_OR_ZERO = re.compile(r"norm|bias$")
+"""Of norms and biases, before any training."""
+SETTINGS: dict[str, Any] = {
+    "kv_cache_bytes": 2**22,
+    "max_batch_prefill_tokens": 64,
+    "block_size": 16,
+    "threads": 1,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model's folder without weights."""
+    tiny_models.save(tmp_path / "whole", "Llama", tiny_models.LLAMA | {"vocab_size": 501})
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(tmp_path / "whole" / name, tmp_path)
+    return tmp_path
+
+
+def outputs_of(engine: Any) -> tuple[dict[int, list[int]], list[float]]:
+    """New ids, and their log-probabilities."""
+    played = player(engine)
+    ids = played.run(
+        [played.start(row, prompt, NEW_TOKENS, ignore_eos=True) for row, prompt in enumerate(PROMPTS)]
+    )
+    return ids, [logprob for step in played.steps for *_, logprob in step.sampled]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16"])
+def test_a_config_suffices_and_all_workers_make_the_same_weights(folder: Path, dtype: str) -> None:
+    engines = [
+        Engine(Settings(model_id=str(folder), load_format="dummy", dtype=dtype, **SETTINGS))  # type: ignore[arg-type]
+        for _ in range(2)
+    ]
+    (ids, logprobs), again = (outputs_of(engine) for engine in engines)
+    assert {parameter.dtype for parameter in engines[0].loaded.model.parameters()} == {getattr(torch, dtype)}
+    assert [len(ids[row]) for row in range(len(PROMPTS))] == [NEW_TOKENS] * len(PROMPTS)
+    assert all(math.isfinite(logprob) for logprob in logprobs)
+    assert (ids, logprobs) == again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_every_weight_is_initialised(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left of what stood in the memory before."""
+    name, sizes = tiny_models.FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    register_family(config.model_type)
+    whole = meta_model(config, Settings())
+    for allocate in (torch.empty_like, torch.empty):
+        monkeypatch.setattr(torch, allocate.__name__, partial(spoiled, allocate))
+    model = dummy.make_dummy_model(type(whole), config, torch.bfloat16, torch.device("cpu"), Settings())
+    assert [
+        name
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if not torch.isfinite(tensor).all()
+    ] == []
+    weights = {
+        name: weight
+        for name, weight in model.named_parameters()
+        if weight.dim() > 1 and not ONE_OR_ZERO.search(name)
+    }
+    assert [name for name, weight in weights.items() if not 0 < weight.float().std() < 1] == []
+
+
+def spoiled(allocate: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
+    tensor = allocate(*args, **options)
+    return tensor.fill_(math.nan) if tensor.is_floating_point() and not tensor.is_meta else tensor
+
+
+def test_ranks_use_the_first_ones_values() -> None:
+    config = transformers.Qwen3MoeConfig(**tiny_models.FAMILIES["Qwen3-MoE"][1])
+    whole = meta_model(config, Settings())
+    plan, sent = make_tp_plan(whole, 2), list[torch.Tensor]()
+    equalize_replicas(whole, plan, SimpleNamespace(broadcast_tensor=sent.append))  # type: ignore[arg-type]
+    names = {id(parameter): name for name, parameter in whole.named_parameters()}
+    shared = {name for name in names.values() if name not in plan.shards}
+    assert len(sent) == len(shared) and "model.layers.0.mlp.gate.weight" in shared
+
+
+def test_without_dummy_weights_are_required(folder: Path) -> None:
+    (folder / "pytorch_model.bin").write_bytes(b"pickled")
+    with pytest.raises(
+        SettingError, match=r"has no whole set of \.safetensors files .*LOAD_FORMAT=dummy"
+    ) as caught:
+        Engine(Settings(model_id=str(folder), **SETTINGS))
+    assert caught.value.name == "model_id" and "\n" not in str(caught.value)
+
+
+def test_a_quantised_model_is_refused(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(SettingError, match=r"LOAD_FORMAT: dummy makes plain weights, but .* is quantised"):
+        Engine(Settings(model_id=str(folder), load_format="dummy", **SETTINGS))
+
+
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "asked"),
+    [
+        (NF4, "bitsandbytes-nf4"),
+        (NF4, "bitsandbytes"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes-fp4"),
+        (INT8, "bitsandbytes"),
+        ({"quant_method": "fbgemm_fp8"}, "fbgemm-fp8"),
+        (NF4, None),
+        (None, None),
+        (None, "fp8"),
+        (None, "bitsandbytes"),
+        (None, "eetq"),
+    ],
+)
+def test_the_checkpoints_own_method_is_served(quantization: dict[str, Any] | None, asked: str | None) -> None:
+    check_quantize(quantization, Settings.read([], {"QUANTIZE": asked} if asked else {}))
+
+
+@pytest.mark.parametrize(
+    ("quantization", "asked", "cause"),
+    [
+        (NF4, "bitsandbytes-fp4", "weights are loaded as the checkpoint has them (bitsandbytes-nf4)"),
+        (INT8, "bitsandbytes-nf4", "weights are loaded as the checkpoint has them (bitsandbytes)"),
+        (NF4, "awq", "weights are loaded as the checkpoint has them (bitsandbytes-nf4)"),
+        (
+            None,
+            "gptq",
+            "this checkpoint's weights are plain; `tokenfleet quantize MODEL OUT --method gptq` makes such a "
+            "checkpoint",
+        ),
+        (
+            None,
+            "hqq",
+            "this checkpoint's weights are plain; fp8, bitsandbytes, bitsandbytes-nf4, bitsandbytes-fp4, "
+            "eetq are made of such at load",
+        ),
+    ],
+)
+def test_another_method_is_refused(quantization: dict[str, Any] | None, asked: str, cause: str) -> None:
+    with pytest.raises(SettingError) as refusal:
+        check_quantize(quantization, Settings.read([], {"QUANTIZE": asked}))
+    assert str(refusal.value) == f"QUANTIZE: {asked} is not served: {cause}"
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "ranks_of_each", "threads"), [(1, 1, 16), (3, 1, 5), (3, 2, 2), (40, 1, 1)]
+)
+def test_workers_and_their_ranks_divide_the_cores(
+    num_workers: int, ranks_of_each: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "num_cores", lambda: 16)
+    communicator = Communicator(RankInfo(local_world_size=ranks_of_each))
+    assert threads_of(Settings(num_workers=num_workers), communicator) == threads
+
+
+def test_weights_go_and_come_back_into_the_same_tensors_and_views() -> None:
+    """Tied weights are kept once. A view of a weight, as fused layers have, sees what came back."""
+    first, second = nn.Linear(4, 6), nn.Linear(6, 4, bias=False)
+    model = nn.Sequential(first, second)
+    second.weight = nn.Parameter(first.weight.detach().T)
+    model.register_buffer("table", torch.arange(5))
+    view = first.weight.detach()[2:4]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    rows = view.clone()
+    storages = unique_storages([*model.parameters(), *model.buffers()])
+    assert len(storages) == 3
+    asleep = SleepingModel(torch.device("cpu"), storages, num_blocks=7, spare_bytes=0)
+    asleep.offload()
+    assert [storage.nbytes() for storage in storages] == [0, 0, 0]
+    asleep.reload()
+    assert not asleep.copies
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    assert torch.equal(view, rows)
+
+
+@pytest.mark.parametrize("family", ["Gemma2"])
+def test_an_engine_wakes_as_it_fell_asleep(tmp_path: Path, family: str) -> None:
+    save(tmp_path, *FAMILIES[family])
+    engine = engine_of(tmp_path)
+    rows = dict(enumerate(prompts()))
+    expected, num_blocks = play(engine, rows), engine.ready.num_blocks
+    engine.sleep()
+    assert engine.loaded.cache.num_blocks == 0
+    assert engine.wake_up(print).num_blocks == num_blocks == engine.loaded.cache.num_blocks
+    later = {row + len(rows): ids for row, ids in rows.items()}
+    assert [*play(engine, later).values()] == [*expected.values()]
+
+
+VOCAB = 10
+
+
+@pytest.mark.parametrize(
+    ("took_s", "cpu_s", "delay_s", "expected_s"),
+    [
+        pytest.param(1.0, 1.6, 0.0, 1.0, id="undisturbed, one thread has less to do"),
+        pytest.param(3.0, 1.6, 2.0, 1.0, id="one of two threads waited"),
+        pytest.param(3.0, 2.0, 4.0, 1.0, id="both waited at once"),
+        pytest.param(1.0, 2.2, 0.0, 1.0, id="other threads computed, too"),
+    ],
+)
+def test_a_step_is_timed_without_what_other_processes_took(
+    took_s: float, cpu_s: float, delay_s: float, expected_s: float
+) -> None:
+    assert warmup.undisturbed_s(took_s, cpu_s, delay_s, num_threads=2) == expected_s
+
+
+def test_the_budget_of_an_engine_that_starts_on_a_busy_machine_is_that_of_a_quiet_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its clocks go as those of a process that has a core for a tenth of the time."""
+    clocks = {"took": 0.0, "delay": 0.0, "cpu": 0.0}
+
+    def forward(slices: Sequence[RowSlice]) -> None:
+        clocks["took"] += 1.28
+        clocks["delay"] += 1.28 - 0.128
+        clocks["cpu"] += 0.128
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clocks["took"])
+    monkeypatch.setattr(time, "process_time", lambda: clocks["cpu"])
+    monkeypatch.setattr(warmup, "run_delay_s", lambda pid: clocks["delay"])
+    token_ms = warmup.token_ms(forward, 1024, VOCAB, 16, torch.device("cpu"))  # type: ignore[arg-type]
+    assert token_ms == pytest.approx(1.0)
+    assert warmup.max_batch_prefill_tokens(token_ms, torch.device("cpu")) == 1184
+    assert warmup.max_batch_prefill_tokens(token_ms / 100, torch.device("cpu")) == 2048
+    assert warmup.max_batch_prefill_tokens(token_ms, torch.device("cuda")) == 128

@@ -12,10 +12,11 @@ from common.messages.request import SamplingParams
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.sampling import native_sampler
-from gpu_worker.engine.sampling.multinomial import SamplerOutput, raw_logprobs
+from gpu_worker.engine.sampling.multinomial import SamplerOutput
 from gpu_worker.engine.sampling.sampler import sample_in_groups
 from tests.support.engine.fixed_grammar import FixedGrammar
 from tests.support.engine.start_rows import start_row
+from tests.support.parameters.slow_but import slow_but
 
 ENDS = [2, 9]
 SIZES = (1, 15, 60, 3000, 49152)
@@ -97,7 +98,7 @@ def compare(found: SamplerOutput, expected: SamplerOutput, requests: list[Sample
 
 @pytest.mark.parametrize("share", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", native.TYPE_CODES, ids=str)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", slow_but([60, 3000], SIZES))
 def test_kernels_sample_the_same_ids_as_torch(
     size: int, dtype: torch.dtype, share: int, library: ctypes.CDLL
 ) -> None:
@@ -113,37 +114,6 @@ def test_kernels_sample_the_same_ids_as_torch(
             sample_in_groups(logits, requests),
             requests,
         )
-
-
-@pytest.mark.parametrize("dtype", native.TYPE_CODES, ids=str)
-@pytest.mark.parametrize("size", SIZES)
-def test_kernels_score_prompts_as_torch_does(size: int, dtype: torch.dtype, library: ctypes.CDLL) -> None:
-    random = np.random.default_rng(size)
-    for shape in SHAPES:
-        logits, ids = logits_of(shape, random, 9, size, dtype), torch.from_numpy(random.integers(0, size, 9))
-        for num_tops in (0, min(size, 4)):
-            for found, expected in zip(
-                native_sampler.score_natively(library, logits, ids, num_tops),
-                raw_logprobs(logits, ids, num_tops),
-                strict=True,
-            ):
-                torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("dtype", native.TYPE_CODES, ids=str)
-@pytest.mark.parametrize("size", SIZES)
-def test_plainly_greedy_rows_get_the_likeliest_token(
-    dtype: torch.dtype, size: int, library: ctypes.CDLL
-) -> None:
-    """In one row many tokens are the likeliest."""
-    torch.manual_seed(0)
-    logits = (torch.randn(5, size) * 8).to(dtype)
-    logits[0, size // 2 :] = 40.0
-    logits[1, : size // 2] = -math.inf
-    found = native_sampler.sample_natively(library, logits, [None] * 5)
-    assert found.ids.tolist() == [size // 2, *logits[1:].max(-1).indices.tolist()]
-    expected = torch.log_softmax(logits.double(), -1).gather(1, found.ids[:, None])[:, 0]
-    torch.testing.assert_close(found.logprobs.double(), expected, rtol=0, atol=1e-5)
 
 
 def test_rows_of_nan_or_inf_do_not_disturb_others(library: ctypes.CDLL) -> None:

@@ -1,17 +1,24 @@
-"""The sampler: every parameter against a float64 reference, and rows against each other."""
+"""The sampler: every parameter, mask and watermark against a float64 reference, rows against each other, and
+tokens against their probabilities.
+"""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.messages.request import SamplingParams
+from common.messages.request import BeamParams, SamplingParams
+from gpu_worker.engine.batch.beams import Beam, BeamSearch, Candidate, SearchStep, score_beams
+from gpu_worker.engine.batch.sampling_state import BUFFERED_NUMBERS
 from gpu_worker.engine.in_flight import StepSamples
 from gpu_worker.engine.sampling import native_sampler, sampler
+from tests.support.engine.fixed_grammar import FixedGrammar
 from tests.support.engine.sample_requests import (
     BAD_WORDS,
     CASES,
@@ -25,7 +32,8 @@ from tests.support.engine.sample_requests import (
     request,
     sample,
 )
-from tests.support.engine.sampling_reference import log_softmax, penalised, processed
+from tests.support.engine.sampling_reference import fits, log_softmax, penalised, processed
+from tests.support.parameters.slow_but import slow_but
 
 pytestmark = pytest.mark.usefixtures("each_sampler")
 
@@ -66,8 +74,7 @@ def top_logprobs_of(sampled: StepSamples, row: int, size: int = VOCABULARY) -> A
     return logprobs
 
 
-@pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize(("raw", "ties"), [(False, True), (True, False)])
 @pytest.mark.parametrize("name", CASES)
 def test_each_parameter_gives_the_distribution_of_the_reference(name: str, raw: bool, ties: bool) -> None:
     sampling = SamplingParams(**CASES[name], raw_logprobs=raw)
@@ -80,7 +87,7 @@ def test_each_parameter_gives_the_distribution_of_the_reference(name: str, raw: 
         )
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["top_p", "repetition", "all"])
 def test_rows_may_report_logits_in_place_of_log_probabilities(name: str) -> None:
     """Raw ones as the model computed them; processed ones after penalties and temperature, and -inf for
     tokens that truncation excludes. Tokens are those of rows that report log-probabilities.
@@ -99,14 +106,6 @@ def test_rows_may_report_logits_in_place_of_log_probabilities(name: str) -> None
     for row, expected in ((1, raw), (2, np.where(kept, scores, -np.inf))):
         np.testing.assert_allclose(top_logprobs_of(found, row), expected, rtol=1e-5, atol=1e-5)
         assert found.logprobs[row] == pytest.approx(expected[found.ids[row]], rel=1e-5, abs=1e-5)
-
-
-def test_a_greedy_row_may_report_logits() -> None:
-    logits = logits_of(1, 2)
-    [row] = [request(SamplingParams(report_logits=True, raw_logprobs=True))]
-    found = sample(logits, [row, None])
-    assert found.ids == logits.argmax(-1).tolist() and found.logprobs[0] == logits[0].max()
-    assert found.logprobs[1] < 0
 
 
 @settings(max_examples=50)
@@ -162,3 +161,146 @@ def test_rows_without_effective_parameters_are_plainly_greedy(monkeypatch: pytes
     monkeypatch.setattr(native_sampler, "native_request", None)
     logits = logits_of(5, 2)
     assert sample(logits, [None, None]).ids == logits.argmax(-1).tolist()
+
+
+KEEPS_ALL = [{}, {"top_k": 1}, {"top_p": 0.9999}, {"typical_p": 0.9999}]
+"""Each keeps all tokens that are as likely as the likeliest, even 4,096."""
+
+
+@pytest.mark.parametrize(
+    "each_sampler", ["kernels", pytest.param("torch", marks=pytest.mark.slow)], indirect=True
+)
+@pytest.mark.parametrize(
+    "name", slow_but(["top_k", "typical_p", "all"], [name for name in CASES if "temperature" in CASES[name]])
+)
+def test_choices_follow_the_distribution(name: str) -> None:
+    """One row for each of 2000 tokens, with two seeds and two choices; rare tokens are counted together.
+
+    Torch samples the same ids as the kernels, which is tested apart (test_native_sampler.py).
+    """
+    num, logits = 2000, logits_of(2)
+    requests = [
+        request(SamplingParams(**CASES[name], seed=row % 2, choice=row // 2 % 2), index=row // 4)
+        for row in range(num)
+    ]
+    sampled = sample(logits.expand(num, -1), requests)
+    expected = num * np.exp(processed(logits[0].numpy(), SamplingParams(**CASES[name]), PROMPT, GENERATED))
+    counts = np.bincount(sampled.ids, minlength=VOCABULARY)
+    assert not counts[expected == 0].any()
+    often = expected >= 5
+    observed = np.append(counts[often], counts[~often].sum())
+    expected = np.append(expected[often], expected[~often].sum())
+    filled = expected > 0
+    assert len(observed[filled]) == 1 or fits(observed[filled], expected[filled])
+
+
+def sample_with(logits: torch.Tensor, uniforms: Sequence[float], params: dict[str, Any]) -> list[int]:
+    """Samples rows of the same logits by these random numbers."""
+    requests = [request(SamplingParams(temperature=1.0, **params)) for _ in uniforms]
+    for uniform, sample_request in zip(uniforms, requests, strict=True):
+        assert sample_request
+        sample_request.state.random.begin = 0
+        sample_request.state.random.values = [uniform] * BUFFERED_NUMBERS
+    return sample(logits.expand(len(uniforms), -1), requests).ids
+
+
+@pytest.mark.parametrize("params", KEEPS_ALL)
+def test_a_token_of_probability_0_is_never_sampled(params: dict[str, Any]) -> None:
+    """Four tokens share the numbers equally; a number at a border belongs to the next one."""
+    logits = torch.tensor([-math.inf, 1.0, 1.0, -math.inf, 1.0, 1.0, -math.inf])
+    uniforms = [0.0, 0.2499, 0.25, 0.5, 0.7499, 0.75, 1 - 2**-53]
+    assert sample_with(logits, uniforms, params) == [1, 1, 2, 4, 4, 5, 5]
+
+
+@pytest.mark.parametrize("params", KEEPS_ALL)
+def test_equally_likely_tokens_share_the_numbers(params: dict[str, Any]) -> None:
+    uniforms = [part / 32 for part in range(32)]
+    assert sample_with(torch.zeros(4096), uniforms, params) == list(range(0, 4096, 128))
+
+
+def test_of_equally_likely_tokens_the_lower_ids_are_kept() -> None:
+    """Top-p keeps the lower ids, top-k keeps all, and the lowest id is the likeliest."""
+    logits = torch.zeros(1, 8)
+    logits[0, 3] = -9.0
+    cases = {
+        "top_p": ({"top_p": 0.4}, [0, 1, 2]),
+        "top_k": ({"top_k": 2}, [0, 1, 2, 4, 5, 6, 7]),
+        "greedy": ({"temperature": 0.0}, [0]),
+    }
+    for params, kept in cases.values():
+        requests = [
+            request(SamplingParams(**{"temperature": 1.0, "seed": seed, **params}))  # type: ignore[arg-type, dict-item]
+            for seed in range(100)
+        ]
+        assert sorted(set(sample(logits.expand(100, -1), requests).ids)) == kept
+    top = sample(
+        torch.tensor([[-1.0, -3.0, -4.0, -2.0, -3.0]]), [request(None, top_n_tokens=3)]
+    ).top_logprobs[0]
+    assert top.ids == [0, 3, 1]
+
+
+def test_a_single_token_that_is_left_has_logprob_0() -> None:
+    """As in TGI: in the processed distribution; not in the model's own, which `raw_logprobs` reports."""
+    for params in ({"top_k": 1}, {"top_p": 0.01}, {"min_p": 1.0}):
+        for raw in (False, True):
+            sampled = sample(
+                logits_of(4),
+                [request(SamplingParams(temperature=1.0, raw_logprobs=raw, **params), top_n_tokens=2)],
+            )
+            assert (sampled.logprobs[0] == 0.0) == (not raw)
+            assert math.isfinite(sampled.top_logprobs[0].logprobs[1]) == raw
+
+
+def fixed(allowed: Sequence[int]) -> FixedGrammar:
+    bits = np.zeros(-(-VOCABULARY // 32) * 32, np.uint8)
+    bits[list(allowed)] = 1
+    return FixedGrammar(np.packbits(bits, bitorder="little").view(np.int32))
+
+
+def test_a_mask_applies_to_its_row_alone() -> None:
+    """It comes before truncation, as logit biases and banned ids do; an id outside the vocabulary is none."""
+    logits = logits_of(6, 5)
+    top_p = SamplingParams(temperature=1.0, top_p=0.9, seed=1)
+    listed = replace(top_p, allowed_token_ids=[9, 10, 59, 10**6])
+    params = [top_p, top_p, listed, None, top_p]  # row 3 is greedy but for its grammar
+    allowed = [None, [3, 31, 32, 59], None, [4], [9, 10, 11]]
+    sampled = sample(
+        logits,
+        [
+            request(sampling, VOCABULARY, grammar=fixed(ids) if ids else None)
+            for sampling, ids in zip(params, allowed, strict=True)
+        ],
+    )
+    for row, ids in enumerate(allowed):
+        banned = sorted(set(range(VOCABULARY)) - set(ids or range(VOCABULARY)))
+        check_row(sampled, row, logits[row], params[row] or SamplingParams(), banned)
+    assert sampled.ids[2] in (9, 10, 59)
+    assert sampled.ids[3] == 4
+
+
+VOCAB = 50
+TOTALS = [-1.0, -1.5, -2.5]
+
+
+def candidates(diversity: float) -> tuple[list[Candidate], torch.Tensor]:
+    """The continuations of three beams, and the sums float64 [3, vocabulary] of all."""
+    torch.manual_seed(0)
+    logits = torch.randn(3, VOCAB) * 3
+    search = BeamSearch(
+        BeamParams(3, diversity=diversity), 9, {2: "eos_token"}, [Beam(total=total) for total in TOTALS]
+    )
+    step = SearchStep(7, search, 0, 3, search.num_candidates)
+    found = score_beams(logits, [None] * 3, [step], samples=True).to_host().candidates()
+    return found[7], logits.double().log_softmax(-1) + torch.tensor(TOTALS).double()[:, None]
+
+
+@pytest.mark.parametrize("diversity", [0.0, 0.7, 3.0])
+def test_the_best_are_found_by_their_sum_and_the_place_of_their_beam(diversity: float) -> None:
+    """A rate above 0 favours continuations of the worse beams; their sums stay what they are."""
+    found, totals = candidates(diversity)
+    ranked = totals + diversity * torch.arange(3)[:, None]
+    best = ranked.flatten().topk(6).indices.tolist()
+    assert [(one.parent, one.token) for one in found] == [divmod(place, VOCAB) for place in best]
+    for one in found:
+        assert one.total == pytest.approx(float(totals[one.parent, one.token]), abs=1e-5)
+        assert one.logprob == pytest.approx(one.total - TOTALS[one.parent], abs=1e-5)

@@ -2,16 +2,12 @@
 ordered and resumed.
 """
 
-from dataclasses import replace
-
-import numpy as np
 import pytest
 
 from common.messages.request import SamplingParams
 from gpu_worker.engine.engine import Engine
-from tests.support.engine.batch_player import Player
-from tests.support.engine.reference import prompt_ids, reference_ids
-from tests.support.engine.sampling_reference import fits
+from tests.support.engine.batch_player import player
+from tests.support.engine.reference import prompt_ids
 from tests.support.prompts import PROMPTS
 from tests.support.runahead.each_way import AHEAD
 
@@ -46,10 +42,6 @@ def all_ids(loaded: Engine, prompts: list[list[int]]) -> dict[int, list[int]]:
     """The ids of all rows in one batch."""
     loaded.runs_ahead = False
     return play(loaded, prompts, list(ROWS))
-
-
-def player(engine: Engine, prefill_tokens: int = 10_000) -> Player:
-    return Player(engine, list(range(1, 1 + engine.ready.num_blocks)), prefill_tokens, until=engine.rows.step)
 
 
 def play(
@@ -92,14 +84,6 @@ def test_sampled_ids_depend_on_choice_and_parameters(all_ids: dict[int, list[int
 
 
 @AHEAD
-def test_a_row_alone_has_the_same_ids(
-    engine: Engine, prompts: list[list[int]], all_ids: dict[int, list[int]]
-) -> None:
-    for row in (0, 6):
-        assert play(engine, prompts, [row]) == {row: all_ids[row]}
-
-
-@AHEAD
 def test_chunked_prefill_and_another_order_give_the_same_ids(
     engine: Engine, prompts: list[list[int]], all_ids: dict[int, list[int]]
 ) -> None:
@@ -112,49 +96,3 @@ def test_resumed_rows_have_the_same_ids(
 ) -> None:
     generated = {row: all_ids[row][: 1 + row] for row in ROWS}
     assert play(engine, prompts, list(ROWS), generated=generated) == all_ids
-
-
-def test_greedy_rows_beside_others_stay_greedy(
-    engine: Engine, prompts: list[list[int]], all_ids: dict[int, list[int]]
-) -> None:
-    expected = reference_ids([prompts[2]], NEW_TOKENS)[0]
-    assert all_ids[2][: len(expected)] == expected
-
-
-@pytest.mark.slow
-def test_sampled_ids_follow_the_reported_logprobs(engine: Engine, prompts: list[list[int]]) -> None:
-    """The first token of many rows that differ in their seed, against the log-probabilities reported with the
-    first row.
-    """
-    num, top_k = 250, 8
-    played, sampling = player(engine), SamplingParams(temperature=1.0, top_k=top_k)
-    prompt = prompts[0][:1]
-    played.run(
-        [
-            played.start(
-                row, prompt, 1, ignore_eos=True, sampling=replace(sampling, seed=row), top_n_tokens=top_k
-            )
-            for row in range(num)
-        ]
-    )
-    reported = played.top_logprobs[0, 0]
-    expected = num * np.exp(list(reported.values()))
-    counts = np.array([sum(ids == [token] for ids in played.ids.values()) for token in reported])
-    assert counts.sum() == num == pytest.approx(expected.sum(), rel=1e-5)
-    assert expected.min() > 4 and fits(counts, expected)
-
-
-@AHEAD
-def test_no_stop_id_comes_before_min_new_tokens(engine: Engine, prompts: list[list[int]]) -> None:
-    """The stop ids are the tokens that greedy sampling gives: one ends the row from `min_new_tokens` on."""
-    greedy = play(engine, prompts, [2])[2]
-    played = player(engine)
-    played.run(
-        [
-            played.start(0, prompts[2], NEW_TOKENS, min_new_tokens=5, stop_ids=greedy),
-            played.start(1, prompts[2], NEW_TOKENS, stop_ids=greedy),
-        ]
-    )
-    assert not set(played.ids[0][:5]) & set(greedy)
-    assert played.ended[1] == ("stop_sequence", 1) and played.ids[1] == greedy[:1]
-    assert played.ended[0][1] >= 5

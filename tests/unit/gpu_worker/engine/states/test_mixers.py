@@ -1,5 +1,5 @@
-"""Models with states, tiny and random: served with the ids of transformers' `generate`, or refused with the
-cause.
+"""Models with states: the ids of transformers' generate, or a refusal; their scans and updates are
+transformers'.
 """
 
 from pathlib import Path
@@ -8,14 +8,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.models.mamba import modeling_mamba
+from transformers.models.mamba2 import modeling_mamba2
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from common.settings.settings import SettingError
+from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.states import mixers
 from gpu_worker.engine.states.mixers import MixerRecorder, check_parts, find_mixers
-from gpu_worker.engine.states.row_states import CONV, RECURRENT, RowStates
+from gpu_worker.engine.states.row_states import StateSpan, split_states
+from gpu_worker.engine.states.scans import FirstStates, continuing, updating_delta_rule, updating_scan
 from gpu_worker.protocol import UnservableModel
 from tests.support.engine import tiny_models
-from tests.support.engine.tiny_engine import MANY_NEW_TOKENS, NEW_TOKENS, check_ids, engine_of, prompts
+from tests.support.engine.tiny_engine import MANY_NEW_TOKENS, NEW_TOKENS, check_ids, engine_of, play, prompts
 from tests.support.states.hybrid_models import HYBRIDS
 
 QUICK = ("LFM2", "Mamba2")
@@ -88,17 +93,6 @@ def test_a_mixer_that_is_used_twice_is_refused() -> None:
         recorder.mix(mixer, torch.zeros(1, 8, 4))
 
 
-def test_a_probe_lets_no_token_see_another() -> None:
-    recorder, mixer = MixerRecorder(), Forgetful(remembers=True)
-    find_mixers(mixer)
-    hidden = torch.ones(1, 8, 4)
-    hidden[:, 0] = torch.nan
-    output = recorder.mix(mixer, hidden)
-    assert output[0].isnan().all(-1).tolist() == [True] + [False] * 7
-    [specs] = recorder.kept.values()
-    assert [(name.kind, spec.shape) for name, spec in specs.items()] == [(CONV, (4, 1))]
-
-
 def test_scans_that_forget_are_found_at_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mamba 1's scan begins with zeros in transformers, whatever its rows' states are."""
     monkeypatch.setattr(mixers, "continue_scans", lambda mixer: None)
@@ -107,11 +101,123 @@ def test_scans_that_forget_are_found_at_load(tmp_path: Path, monkeypatch: pytest
         engine_of(tmp_path)
 
 
-def test_rows_that_begin_have_no_states() -> None:
-    states = RowStates()
-    assert states.get_conv_state(0) is None and states.get_recurrent_state(0) is None
-    assert states.update_conv_state(torch.ones(2, 3, 2), 0, conv_kernel_size=4).shape == (2, 3, 4)
-    assert states.get_conv_state(0).tolist() == [[[0, 0, 1, 1]] * 3] * 2  # type: ignore[union-attr]
-    state = torch.ones(2, 5)
-    assert states.update_recurrent_state(state, 0) is state is states.get_recurrent_state(0)
-    assert {name.kind for name in states.states} == {CONV, RECURRENT}
+LENGTHS = (40, 3, 300, 41, 1)
+"""Of prompts: a row of 300 is longer than the others by too much."""
+
+
+@pytest.fixture(scope="module")
+def lfm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Engine]:
+    folder: Path = tmp_path_factory.mktemp("lfm2")
+    return tiny_models.save(folder, *HYBRIDS["LFM2"]), engine_of(folder)
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> list[list[StateSpan]]:
+    """Of the steps that run."""
+    seen = list[list[StateSpan]]()
+
+    def noted(*arguments: Any) -> list[StateSpan]:
+        seen.append(split_states(*arguments))
+        return seen[-1]
+
+    monkeypatch.setattr("gpu_worker.engine.states.model_states.split_states", noted)
+    return seen
+
+
+def test_prompts_of_like_lengths_are_one_span(lfm2: tuple[Any, Engine], spans: list[list[StateSpan]]) -> None:
+    """Their ids are those of `generate`, though shorter ones are padded."""
+    model, engine = lfm2
+    prompts = {row: [5 + row] * length for row, length in enumerate(LENGTHS)}
+    found = play(engine, prompts, new_tokens=4)
+    assert found == {row: tiny_models.generate(model, prompt, 4) for row, prompt in prompts.items()}
+    counts = [None if one.counts is None else one.counts.tolist() for one in spans[0]]
+    assert counts == [None, [41, 40], [3, 1]]
+    assert [one.decodes for one in spans[-1]] == [True]
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_two_scans_are_one(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut after 5 of 300 tokens, more than are carried at a time."""
+    torch.manual_seed(1)
+    rows, channels, size, tokens = 2, 6, 4, 300
+    hidden, dt, gate = (torch.randn(rows, channels, tokens) for _ in range(3))
+    decays = -torch.rand(channels, size)
+    inputs, outputs = (torch.randn(rows, size, tokens) for _ in range(2))
+    modeling: object = modeling_mamba
+    scan = continuing(getattr(modeling, "mamba_selective_scan"))  # noqa: B009
+
+    def part(begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        moving = (tensor[..., begin:end] for tensor in (hidden, dt))
+        around = (decays, inputs[..., begin:end], outputs[..., begin:end])
+        result: tuple[torch.Tensor, torch.Tensor] = scan(
+            *moving,
+            *around,
+            D=torch.ones(channels),
+            z=gate[..., begin:end] if gated else None,
+            delta_bias=torch.full((channels,), 0.5),
+            delta_softplus=True,
+            return_last_state=True,
+        )
+        return result
+
+    whole, last = part(0, tokens)
+    first, state = part(0, 5)
+    monkeypatch.setattr(FirstStates, "left", iter([state]))
+    rest, end = part(5, tokens)
+    torch.testing.assert_close(torch.cat((first, rest), -1), whole, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(end, last, rtol=1e-4, atol=1e-4)
+
+
+ROWS, HEADS, WIDTH, SIZE = 3, 4, 6, 5
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("shared", [True, False], ids=["a decay for each head", "decays within a head"])
+def test_an_update_is_that_of_transformers(gated: bool, groups: int, shared: bool) -> None:
+    torch.manual_seed(1)
+    modeling: object = modeling_mamba2
+    own, called = getattr(modeling, "mamba2_selective_state_update"), list[int]()  # noqa: B009
+
+    def noted(*arguments: object, **options: object) -> object:
+        called.append(1)
+        return own(*arguments, **options)
+
+    state, hidden = torch.randn(ROWS, HEADS, WIDTH, SIZE), torch.randn(ROWS, HEADS, WIDTH)
+    widths = (1,) if shared else (WIDTH,)
+    dt = torch.randn(ROWS, HEADS, *widths).expand(-1, -1, WIDTH)
+    decays = (-torch.rand(HEADS, *widths, 1)).expand(-1, WIDTH, SIZE)
+    inputs, outputs = (torch.randn(ROWS, groups, SIZE) for _ in range(2))
+    options = {
+        "dt_bias": torch.rand(HEADS, 1).expand(-1, WIDTH),
+        "dt_softplus": True,
+        "z": torch.randn(ROWS, HEADS, WIDTH) if gated else None,
+    }
+    skip, expected = torch.rand(HEADS, 1).expand(-1, WIDTH), state.clone()
+    output = own(expected, hidden, dt, decays, inputs, outputs, skip, **options)
+    found = updating_scan(noted)(state, hidden, dt, decays, inputs, outputs, skip, **options)
+    torch.testing.assert_close(found, output, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state, expected, rtol=1e-5, atol=1e-5)
+    assert bool(called) is not shared
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_delta_rule_is_that_of_transformers(normed: bool, tokens: int) -> None:
+    """Two heads of queries and keys for four of values. More tokens than one are left to transformers."""
+    torch.manual_seed(1)
+    modeling: object = modeling_qwen3_next
+    own, called = getattr(modeling, "torch_recurrent_gated_delta_rule"), list[int]()  # noqa: B009
+
+    def noted(*arguments: object, **options: object) -> object:
+        called.append(1)
+        return own(*arguments, **options)
+
+    query, key = (torch.randn(ROWS, tokens, HEADS // 2, WIDTH) for _ in range(2))
+    value, state = torch.randn(ROWS, tokens, HEADS, SIZE), torch.randn(ROWS, HEADS, WIDTH, SIZE)
+    gates = {"g": -torch.rand(ROWS, tokens, HEADS), "beta": torch.rand(ROWS, tokens, HEADS)}
+    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": normed}
+    expected = own(query, key, value, **gates, initial_state=state.clone(), **options)
+    found = updating_delta_rule(noted)(query, key, value, **gates, initial_state=state, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert bool(called) is (tokens > 1) and (found[1] is state) is (tokens == 1)

@@ -1,17 +1,29 @@
-"""Log-probabilities of prompts: the function against a float64 reference, the engine against transformers."""
+"""Log-probabilities of prompts against a float64 reference and transformers; raw logits are those of
+transformers, however rows are batched, chunked, split or resumed.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
+from common.messages.request import SamplingParams
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.sampling import logprobs as module
 from gpu_worker.engine.sampling import native_sampler
 from gpu_worker.engine.sampling.logprobs import score_tokens
 from gpu_worker.engine.sampling.multinomial import raw_logprobs
-from tests.support.engine.batch_player import Player
+from gpu_worker.protocol import StepResult
+from tests.support.engine import tiny_models
+from tests.support.engine.batch_player import Player, player
 from tests.support.engine.reference import prompt_ids, reference_ids, reference_logprobs
 from tests.support.engine.sampling_reference import log_softmax
+from tests.support.engine.tiny_engine import engine_of
+from tests.support.engine.tiny_engine import prompts as tiny_prompts
+from tests.support.engine.tiny_models import FAMILIES, VOCAB
 from tests.support.prompts import FEW, PROMPTS
 from tests.support.runahead.each_way import AHEAD, IN_TURN
 
@@ -31,8 +43,10 @@ def random_logits(num_tokens: int, size: int, dtype: torch.dtype) -> tuple[torch
 
 
 @pytest.mark.usefixtures("each_sampler")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("num_tokens", "size"), [(1, 5), (37, 1000), (23, 49152)])
+@pytest.mark.parametrize(
+    ("num_tokens", "size", "dtype"),
+    [(1, 5, torch.float32), (37, 1000, torch.float16), (23, 49152, torch.bfloat16)],
+)
 def test_logprobs_equal_a_float64_reference(num_tokens: int, size: int, dtype: torch.dtype) -> None:
     """In one chunk and in several; -inf for impossible tokens; of equally likely ones the lower id first."""
     logits, ids = random_logits(num_tokens, size, dtype)
@@ -47,14 +61,6 @@ def test_logprobs_equal_a_float64_reference(num_tokens: int, size: int, dtype: t
     np.testing.assert_allclose(
         found.top_logprobs.numpy(), np.take_along_axis(expected, tops, -1), rtol=1e-6, atol=2e-6
     )
-
-
-@pytest.mark.usefixtures("each_sampler")
-def test_no_top_tokens_are_returned_unless_requested() -> None:
-    logits, ids = random_logits(6, 50, torch.float32)
-    found = score_tokens(logits, ids, 0)
-    assert found.top_ids.shape == found.top_logprobs.shape == (6, 0)
-    assert torch.equal(found.logprobs, score_tokens(logits, ids, 5).logprobs)
 
 
 @pytest.mark.usefixtures("each_sampler")
@@ -91,11 +97,7 @@ def prompts() -> list[list[int]]:
     return prompt_ids(PROMPTS)
 
 
-def player(engine: Engine, prefill_tokens: int = 10_000) -> Player:
-    return Player(engine, list(range(1, 1 + engine.ready.num_blocks)), prefill_tokens, until=engine.rows.step)
-
-
-def check(played: Player, prompts: list[list[int]], indices: list[int]) -> None:
+def check_scored(played: Player, prompts: list[list[int]], indices: list[int]) -> None:
     """Prompt log-probabilities are those of transformers, and the generated ids are as without them."""
     answers = dict(zip(indices, reference_ids([prompts[index] for index in indices], 40), strict=True))
     for index, expected in zip(
@@ -113,18 +115,7 @@ def check(played: Player, prompts: list[list[int]], indices: list[int]) -> None:
 
 
 @AHEAD
-@pytest.mark.parametrize("indices", INDICES)
-def test_a_prompt_alone_has_its_logprobs(
-    engine: Engine, prompts: list[list[int]], indices: list[int]
-) -> None:
-    for index in indices:
-        played = player(engine)
-        played.run([played.start(index, prompts[index], NEW_TOKENS, prompt_logprobs=TOPS)])
-        check(played, prompts, [index])
-
-
-@AHEAD
-@pytest.mark.parametrize("prefill_tokens", [10_000, 7])
+@pytest.mark.parametrize("prefill_tokens", [7, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("indices", INDICES)
 def test_only_rows_that_request_logprobs_get_them(
     engine: Engine, prompts: list[list[int]], indices: list[int], prefill_tokens: int
@@ -137,7 +128,7 @@ def test_only_rows_that_request_logprobs_get_them(
         for index in indices
     ]
     played.run(starts)
-    check(played, prompts, scored)
+    check_scored(played, prompts, scored)
     assert played.prompt_logprobs.keys() == {index for index in scored if len(prompts[index]) > 1}
     assert all(
         len(logprobs) <= 4 * prefill_tokens
@@ -149,7 +140,7 @@ def test_only_rows_that_request_logprobs_get_them(
 @IN_TURN
 def test_rows_of_one_batch_may_request_different_logprobs(engine: Engine, prompts: list[list[int]]) -> None:
     """One without top tokens, one with top tokens of its samples too, one that resumes and gets none."""
-    played = player(engine)
+    played = player(engine, 10_000)
     ids = prompts[20]
     [answer] = reference_ids([ids], 40)
     played.run(
@@ -178,14 +169,132 @@ def test_scored_tokens_of_a_step_are_bounded(
 ) -> None:
     """Rows without prompt log-probabilities are not delayed by that."""
     monkeypatch.setattr(engine.rows, "max_scored_tokens", 16)
-    played, scored = player(engine), [15, 20]
+    played, scored = player(engine, 10_000), [15, 20]
     played.run(
         [played.start(index, prompts[index], NEW_TOKENS, prompt_logprobs=TOPS) for index in scored]
         + [played.start(4, prompts[4], 1)]
     )
-    check(played, prompts, scored)
+    check_scored(played, prompts, scored)
     assert (
         max(sum(len(logprobs) // 4 for _, _, logprobs, _, _ in step.prompt_logprobs) for step in played.steps)
         <= 16
     )
     assert any(row == 4 for step in played.steps[:2] for row, *_ in step.sampled)
+
+
+NUM_NEW = 6
+TRIED = [
+    "Llama",
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("Qwen3", "Gemma2", "GPT2", "Phi3", "Qwen3-MoE")
+    ),
+]
+PENALISED = SamplingParams(
+    temperature=1.3, top_k=7, seed=5, repetition_penalty=1.4, frequency_penalty=0.5, logit_bias=[(9, 4.0)]
+)
+Floats = npt.NDArray[np.float32]
+
+
+@pytest.fixture(scope="module", params=TRIED)
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Engine, Any]]:
+    folder = tmp_path_factory.mktemp("model")
+    model = tiny_models.save(folder, *FAMILIES[request.param])
+    yield engine_of(folder), model
+
+
+def rows_of(played: Player, row: int, first: int, dtype: str = "<f4") -> Floats:
+    """The logits that a row returned, from position `first` on, without a gap."""
+    found: list[Floats] = []
+    for begin, values in sorted(played.logits[row].items()):
+        assert begin == first + len(found)
+        found += [*np.frombuffer(values, dtype).reshape(-1, VOCAB)]
+    return np.array(found)
+
+
+def expected(model: Any, ids: Sequence[int], first: int) -> Floats:
+    """transformers' logits of all positions but the last token's, from `first` on."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([ids])).logits[0, first:-1].float().numpy()
+    return np.asarray(logits)
+
+
+def check(played: Player, model: Any, known: dict[int, list[int]], firsts: dict[int, int]) -> None:
+    for row, first in firsts.items():
+        found, wanted = rows_of(played, row, first), expected(model, known[row] + played.ids[row], first)
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4, err_msg=f"row {row}")
+
+
+@pytest.mark.parametrize(("prefill_tokens", "ahead"), [(1000, False), (7, True)])
+def test_logits_are_those_of_transformers(
+    served: tuple[Engine, Any], prefill_tokens: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of context and generation, of the generation alone, with penalties, and beside rows without."""
+    engine, model = served
+    monkeypatch.setattr(engine, "runs_ahead", ahead)
+    played, known = player(engine, prefill_tokens), dict(enumerate(tiny_prompts()))
+    firsts = {0: 0, 1: len(known[1]) - 1, 2: 0}
+    played.run(
+        [
+            played.start(row, ids, NUM_NEW, ignore_eos=True, logits=span(firsts.get(row)), sampling=how)
+            for (row, ids), how in zip(known.items(), (None, None, PENALISED, PENALISED), strict=True)
+        ]
+    )
+    check(played, model, known, firsts)
+    assert played.logits.keys() == firsts.keys()
+
+
+def span(first: int | None, end: int = 1000, dtype: str = "float32") -> tuple[int, int, str] | None:
+    return None if first is None else (first, end, dtype)
+
+
+def test_logits_of_the_context_end_with_the_prompt(served: tuple[Engine, Any]) -> None:
+    """Also where earlier tokens are computed as a prefill."""
+    engine, model = served
+    ids, played = tiny_prompts()[1], player(engine, 13)
+    played.run([played.start(0, ids, 3, ignore_eos=True, logits=span(0, len(ids)))])
+    first = rows_of(played, 0, 0)
+    np.testing.assert_allclose(first, expected(model, [*ids, 0], 0), rtol=1e-4, atol=1e-4)
+    again, shown = player(engine, 13), played.ids[0][:2]
+    again.run([again.start(0, ids + shown, 3, base=2, ignore_eos=True, logits=span(0, len(ids)))])
+    np.testing.assert_allclose(rows_of(again, 0, 0), first, rtol=1e-4, atol=1e-4)
+    assert again.ids[0] == played.ids[0][2:]
+
+
+def test_a_resumed_row_returns_the_logits_of_earlier_tokens(
+    served: tuple[Engine, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few of them a step, while rows that ask for none go on."""
+    engine, model = served
+    monkeypatch.setattr(engine.rows, "max_scored_tokens", 3)
+    ids = tiny_prompts()[1]
+    whole = player(engine)
+    whole.run([whole.start(0, ids, NUM_NEW, ignore_eos=True)])
+    played, shown = player(engine), whole.ids[0][:4]
+    known = {0: ids + shown, 1: ids + shown}
+    firsts = {0: 0, 1: len(ids) - 1}
+    played.run(
+        [
+            played.start(row, known[row], NUM_NEW, base=4, ignore_eos=True, logits=span(first))
+            for row, first in firsts.items()
+        ]
+        + [played.start(2, ids, 1)]
+    )
+    check(played, model, known, firsts)
+    assert played.ids[0] == played.ids[1] == whole.ids[0][4:]
+    assert any(row == 2 for row, *_ in played.steps[0].sampled)
+
+
+def test_most_logits_come_in_frames_before_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu_worker.protocol.MAX_FRAME_LOGITS", 10)
+    pieces = [(1, 0, b"123456"), (2, 5, b"1234"), (1, 3, b"123456789012"), (3, 0, b"1")]
+    frames = list(StepResult(7, b"samples", logits=tuple(pieces)).frames)
+    assert [(frame.step, [*frame.logits], frame.samples) for frame in frames] == [
+        (6, pieces[:2], b""),
+        (6, pieces[2:3], b""),
+        (7, pieces[3:], b"samples"),
+    ]
+    [alone] = StepResult(7, b"samples").frames
+    assert alone == StepResult(7, b"samples", logits=[])

@@ -1,4 +1,4 @@
-"""Linear layers whose weights stay in blocks: they multiply what dequantising gives, merged, and on ranks."""
+"""Linear layers of a GPU: weights that stay in blocks, 8-bit floats, and layers with one input, merged."""
 
 import copy
 import json
@@ -13,18 +13,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from gpu_worker.engine.cuda import linear as block_linear
 from gpu_worker.engine.cuda.linear import (
     BlockLinear,
+    Fp8Linear,
     FusedLinearSlice,
     fits_block_kernel,
     fuse_linears,
     has_fp8,
     multiplies_blocks,
+    round_rows,
 )
 from gpu_worker.engine.model.quantized_linears import blocks_of, find_blocks, replace_linears, shard_blocks
 from gpu_worker.engine.parallel.shards import make_tp_plan
 from gpu_worker.engine.quantization.blocks import Blocks
 from gpu_worker.engine.quantization.weight import ScaledFloats
 from tests.support.engine import fake_products, quantized_models
-from tests.support.engine.quantized_models import FORMATS
+from tests.support.engine.quantized_models import FORMATS, multiplies_floats
 
 CUDA = torch.device("cuda", 0)
 SLOW = ["gptq", "gptq-3", "gptq-8", "w4a16", "w4a16-asymmetric", "w8a8-int8", "bitsandbytes-8"]
@@ -107,3 +109,76 @@ def test_cards_that_convert_no_floats_dequantise_them(monkeypatch: pytest.Monkey
     assert blocks_of(weight, has_fp8(CUDA)) is not None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     assert blocks_of(weight, has_fp8(CUDA)) is None
+
+
+NEEDS_PRODUCTS = pytest.mark.skipif(
+    not multiplies_floats(),
+    reason="this torch has such products on CUDA only",
+)
+
+
+def make_floats(outputs: int, seed: int) -> Fp8Linear:
+    torch.manual_seed(seed)
+    values, scales = round_rows(torch.randn(outputs, 64))
+    return Fp8Linear(values, scales, torch.randn(outputs).bfloat16())
+
+
+class FloatGroup(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = make_floats(32, 0)
+        self.k_proj = make_floats(16, 1)
+        self.v_proj = make_floats(16, 2)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat((self.q_proj(rows), self.k_proj(rows), self.v_proj(rows), self.k_proj(2 * rows)), -1)
+
+
+@NEEDS_PRODUCTS
+def test_products_are_those_of_the_rounded_numbers() -> None:
+    linear, rows = make_floats(32, 0), torch.randn(2, 3, 64).bfloat16()
+    values, scales = round_rows(rows.view(6, 64))
+    assert linear.bias is not None
+    weight = linear.weight.float() * linear.scales
+    expected = (values.float() * scales) @ weight.T + linear.bias.float()
+    torch.testing.assert_close(linear(rows).float(), expected.view(2, 3, 32), rtol=2**-7, atol=2**-5)
+
+
+@NEEDS_PRODUCTS
+def test_merged_products_of_8_bit_floats_equal_those_of_the_parts() -> None:
+    model, rows = FloatGroup(), torch.randn(5, 64).bfloat16()
+    expected = model(rows)
+    fuse_linears(model)
+    assert isinstance(model.q_proj, FusedLinearSlice) and model.q_proj.weight.dtype == torch.float8_e4m3fn
+    torch.testing.assert_close(model(rows), expected)
+
+
+class Odd(nn.Module):
+    """Calls q after k, and v with another input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(8, size) for size in (6, 4, 4))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat((self.k_proj(rows), self.q_proj(rows), self.v_proj(2 * rows), self.k_proj(rows)), -1)
+
+
+def test_merged_products_of_plain_weights_equal_those_of_the_parts() -> None:
+    model, inputs = Odd(), torch.randn(3, 8)
+    expected = model(inputs)
+    fuse_linears(model)
+    assert isinstance(model.q_proj, FusedLinearSlice)
+    for _ in range(2):
+        torch.testing.assert_close(model(inputs), expected)
+
+
+def test_changed_or_different_layers_are_not_merged() -> None:
+    model = Odd()
+    model.v_proj = nn.Linear(8, 4, bias=False)
+    fuse_linears(model)
+    assert type(model.q_proj) is nn.Linear
+    model = Odd()
+    model.v_proj.forward = model.v_proj.forward  # type: ignore[method-assign]
+    fuse_linears(model)
+    assert type(model.q_proj) is nn.Linear

@@ -1,0 +1,272 @@
+"""Rows with LoRA adapters do what rows of PEFT's merged models do; the cache of adapters."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.messages.request import BeamParams, SamplingParams
+from common.settings.settings import Settings
+from gpu_worker.engine.engine import Engine
+from gpu_worker.protocol import (
+    AdapterLoaded,
+    AdapterRefused,
+    AdapterUnloaded,
+    Grant,
+    LoadAdapter,
+    UnloadAdapter,
+)
+from tests.support.adapters import fake_kernels
+from tests.support.adapters.playing import COUNT, check_adapters, load_adapters, play
+from tests.support.adapters.tiny_adapters import LINEARS, change_config, expected_ids, merged, save_adapter
+from tests.support.engine import tiny_models
+from tests.support.engine.batch_player import Player, player
+from tests.support.engine.quantized_models import AWQ, GPTQ, awq, gptq
+from tests.support.engine.quantized_models import save as save_quantised
+from tests.support.engine.start_rows import start_row
+from tests.support.engine.tiny_engine import engine_of
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "attention": {"target_modules": ["q_proj", "v_proj"], "r": 8},
+    "stable": {"use_rslora": True, "r": 6, "target_modules": "all-linear"},
+    "patterns": {
+        "rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 5},
+        "alpha_pattern": {"o_proj": 3, "^model.layers.0.mlp.down_proj": 20},
+        "target_modules": r".*\.[02]\..*_proj|.*layers\.1\.mlp\.up_proj",
+    },
+    "vocabulary": {"target_modules": [*LINEARS, "embed_tokens", "lm_head"]},
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    folder = tmp_path_factory.mktemp("llama")
+    return tiny_models.save(folder, *tiny_models.FAMILIES["Llama"]), folder
+
+
+@pytest.fixture(scope="module")
+def folders(llama: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        name: save_adapter(llama[0], tmp_path_factory.mktemp(name), seed, **config)
+        for seed, (name, config) in enumerate(ADAPTERS.items())
+    }
+
+
+def test_ids_of_rows_of_many_adapters_equal_those_of_merged_models(
+    llama: tuple[Any, Path], folders: dict[str, Path]
+) -> None:
+    model, path = llama
+    engine = engine_of(path)
+    load_adapters(engine, folders)
+    check_adapters(engine, model, folders, ["", *ADAPTERS])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_kernels", [True, False])
+def test_layers_that_are_captured_and_fused_as_on_cuda_give_the_same_ids(
+    llama: tuple[Any, Path],
+    folders: dict[str, Path],
+    like_cuda: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    by_kernels: bool,
+) -> None:
+    """By kernels that read buffers of a fixed place, and by torch, one adapter after the other."""
+    if by_kernels:
+        fake_kernels.install(monkeypatch)
+    model, path = llama
+    engine = like_cuda(path)
+    load_adapters(engine, folders)
+    check_adapters(engine, model, folders, ["", "all", "vocabulary"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("write", "config"), [(gptq(4), GPTQ), (awq, AWQ)], ids=["gptq", "awq"])
+def test_an_adapter_of_a_quantised_model_is_added_to_its_products(
+    write: Any, config: dict[str, Any], tmp_path: Path
+) -> None:
+    model = save_quantised(tmp_path / "model", write, config)
+    folders = {"all": save_adapter(model, tmp_path / "all", 1)}
+    engine = engine_of(tmp_path / "model")
+    load_adapters(engine, folders)
+    check_adapters(engine, model, folders, ["all"])
+
+
+PROMPTS: Sequence[list[int]] = ([5, 6, 7, 8] * 6, list(range(40, 70)))
+NUM_NEW = 12
+FEATURES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded": {"sampling": SamplingParams(temperature=0.9, top_p=0.9, seed=3)},
+    "scored prompt": {"prompt_logprobs": 2},
+    "beams": {"beams": BeamParams(3)},
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """Folders of a model, an adapter, and of both merged."""
+    model, adapter, both = (tmp_path_factory.mktemp(name) for name in ("model", "adapter", "both"))
+    base = tiny_models.save(model, *tiny_models.FAMILIES["Llama"])
+    save_adapter(base, adapter, 1)
+    tiny_models.save(both, *tiny_models.FAMILIES["Llama"])
+    merged(base, adapter).save_pretrained(both)
+    return model, adapter, both
+
+
+def engine_with(folder: Path, **settings: Any) -> Engine:
+    common: dict[str, Any] = {
+        "dtype": "float32",
+        "kv_cache_bytes": 2**22,
+        "block_size": 8,
+        "threads": 1,
+        "max_batch_prefill_tokens": 64,
+    }
+    return Engine(Settings(model_id=str(folder), **common, **settings))
+
+
+def play_beside(engine: Engine, adapter: str, **params: Any) -> Player:
+    """Rows of the prompts, and beside them one without an adapter."""
+    played = player(engine, 20)
+    names = [adapter] * len(PROMPTS)
+    starts = [
+        played.start(row, prompt, NUM_NEW, ignore_eos=True, adapter=name, **params)
+        for row, (prompt, name) in enumerate(zip(PROMPTS, names, strict=True))
+    ]
+    played.run([*starts, played.start(9, PROMPTS[0], NUM_NEW, ignore_eos=True)])
+    return played
+
+
+def check_equal(found: Player, expected: Player) -> None:
+    for row in range(len(PROMPTS)):
+        assert found.ids[row] == expected.ids[row]
+        ids, wanted = (
+            [sequence.ids for sequence in played.sequences.get(row, ())] for played in (found, expected)
+        )
+        assert ids == wanted
+        scores = expected.prompt_logprobs.get(row, [])
+        assert found.prompt_logprobs.get(row, []) == pytest.approx(scores, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("speculate", [0, 3])
+def test_rows_with_an_adapter_do_what_rows_of_the_merged_model_do(
+    made: tuple[Path, Path, Path], speculate: int
+) -> None:
+    model, adapter, both = made
+    engine, other = engine_with(model, speculate=speculate), engine_with(both, speculate=speculate)
+    load_adapters(engine, {"a": adapter})
+    for params in FEATURES.values():
+        check_equal(play_beside(engine, "a", **params), play_beside(other, "", **params))
+    if speculate:
+        assert sum(step.proposed_tokens for step in play_beside(engine, "a").steps) > 0
+
+
+def test_adapters_are_there_when_a_model_wakes(made: tuple[Path, Path, Path]) -> None:
+    model, adapter, _ = made
+    engine = engine_with(model)
+    load_adapters(engine, {"a": adapter})
+    before = play_beside(engine, "a").ids
+    engine.sleep()
+    engine.wake_up(lambda text: None)
+    assert play_beside(engine, "a").ids == before
+
+
+NAMES = ["a", "b", "c", "d", "e"]
+PROMPT = list(range(3, 23))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    folder = tmp_path_factory.mktemp("model")
+    return tiny_models.save(folder, *tiny_models.FAMILIES["Llama-tied"]), folder
+
+
+@pytest.fixture
+def named(model: tuple[Any, Path], tmp_path: Path) -> dict[str, Path]:
+    return {name: save_adapter(model[0], tmp_path / name, seed) for seed, name in enumerate(NAMES)}
+
+
+def ids_of(model: Any, folder: Path | None) -> list[int]:
+    return expected_ids(model, folder, [PROMPT], COUNT)[0]
+
+
+@pytest.mark.slow
+def test_rows_of_more_adapters_than_slots_all_end_with_their_own_ids(
+    model: tuple[Any, Path], named: dict[str, Path]
+) -> None:
+    engine = engine_with(model[1], max_loras=2, max_cpu_loras=3)
+    load_adapters(engine, named)
+    rows = {number: (PROMPT, name) for number, name in enumerate([*NAMES, "", *NAMES])}
+    expected = {name: ids_of(model[0], named.get(name)) for name in ["", *NAMES]}
+    assert play(engine, rows) == {number: expected[name] for number, (_, name) in rows.items()}
+    assert engine.adapters and len(engine.adapters.host) == 3, "two of the five were read again"
+    assert sorted(adapter.slot for adapter in engine.adapters.used) == [0, 1]
+
+
+def test_an_adapter_that_is_unloaded_while_rows_have_it_serves_them_and_no_others(
+    model: tuple[Any, Path], named: dict[str, Path]
+) -> None:
+    engine = engine_with(model[1])
+    load_adapters(engine, {"a": named["a"]})
+    played = Player(engine, list(range(1, 50)), until=100)
+    start = played.start(1, PROMPT, COUNT, ignore_eos=True, adapter="a")
+    engine.apply(Grant(100, 64, [start]))
+    engine.apply(Grant(100, 64, blocks=played.grow(COUNT, 1)))
+    first = engine.step()
+    assert first and first.num_samples == 1
+    assert engine.obey(UnloadAdapter("a")) == AdapterUnloaded("a")
+    answer = engine.obey(LoadAdapter("a", str(named["b"])))
+    assert isinstance(answer, AdapterLoaded)
+    later = played.start(2, PROMPT, COUNT, ignore_eos=True, adapter="a")
+    engine.apply(Grant(100, 64, [later]))
+    engine.apply(Grant(100, 64, blocks=played.grow(COUNT, 2)))
+    for step in [first, *iter(engine.step, None)]:
+        played.collect(step)
+    assert played.ids[1] == ids_of(model[0], named["a"])
+    assert played.ids[2] == ids_of(model[0], named["b"])
+    engine.obey(UnloadAdapter("other"))
+    assert engine.adapters and len(engine.adapters.sources) == 1, "nothing is left of the first"
+
+
+def test_a_row_whose_adapter_is_not_loaded_ends(model: tuple[Any, Path]) -> None:
+    engine = engine_with(model[1])
+    engine.apply(Grant(9, 64, [start_row(1, PROMPT, COUNT, blocks=[1, 2, 3, 4], adapter="gone")]))
+    step = engine.step()
+    assert step and [*step.ended, *step.released] == [(1, "adapter", 0), (1, 0)]
+
+
+def test_rows_of_an_adapter_whose_files_have_changed_end_and_others_go_on(
+    model: tuple[Any, Path], named: dict[str, Path]
+) -> None:
+    engine = engine_with(model[1], max_loras=1, max_cpu_loras=1)
+    load_adapters(engine, {"a": named["a"], "b": named["b"]})
+    save_adapter(model[0], named["a"], 9)
+    played = Player(engine, list(range(1, 50)), until=engine.rows.step)
+    starts = [
+        played.start(number, PROMPT, COUNT, ignore_eos=True, adapter=name)
+        for number, name in enumerate(["a", "b", ""])
+    ]
+    ids = played.run(starts)
+    assert played.ended[0] == ("adapter", 0) and not ids[0]
+    assert ids[1] == ids_of(model[0], named["b"]) and ids[2] == ids_of(model[0], None)
+
+
+def test_an_engine_that_takes_no_adapters_says_so(model: tuple[Any, Path]) -> None:
+    engine = engine_with(model[1], enable_lora=False)
+    assert engine.ready.max_loras == 0
+    answer = engine.obey(LoadAdapter("a", "/nowhere"))
+    assert answer == AdapterRefused("a", "this worker takes no adapters (ENABLE_LORA)")
+    assert engine.obey(UnloadAdapter("a")) == AdapterUnloaded("a")
+
+
+def test_what_is_loaded_stays_where_its_successor_is_refused(
+    model: tuple[Any, Path], named: dict[str, Path]
+) -> None:
+    engine = engine_with(model[1], max_loras=3, max_lora_rank=16)
+    assert (engine.ready.max_loras, engine.ready.max_lora_rank, engine.ready.max_cpu_loras) == (3, 16, 12)
+    answer = engine.obey(LoadAdapter("a", str(named["a"])))
+    assert isinstance(answer, AdapterLoaded) and answer.rank == 4 and answer.num_bytes > 0
+    change_config(named["b"], use_dora=True)
+    assert isinstance(engine.obey(LoadAdapter("a", str(named["b"]))), AdapterRefused)
+    assert play(engine, {1: (PROMPT, "a")})[1] == ids_of(model[0], named["a"])

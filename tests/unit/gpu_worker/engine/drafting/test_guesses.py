@@ -1,0 +1,266 @@
+"""What is guessed from a row's own text and from recent answers, and how much of it, by what it costs and how
+much was right.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.settings.speculation import read_speculation
+from gpu_worker.engine.batch.proposer import ForcedProposer
+from gpu_worker.engine.drafting.acceptance import (
+    FIRST_LOSS,
+    FIRST_PAUSE,
+    LOSS_SHARE,
+    PROPOSAL_COST,
+    TRIAL_PROPOSALS,
+    Acceptance,
+    ProposalCosts,
+    TrialBudget,
+)
+from gpu_worker.engine.drafting.proposers import (
+    MAX_MATCH,
+    MIN_MATCH,
+    GuessProposer,
+    GuidedProposer,
+    NgramGuesser,
+    RecentAnswers,
+    SuffixGuesser,
+    guessing_factory,
+    make_proposer,
+    most_frequent,
+)
+from gpu_worker.engine.drafting.proposers import MIN_MATCH as MIN_SUFFIX
+from tests.support.engine.fixed_grammar import FixedGrammar
+
+
+def guesser(ids: list[int]) -> NgramGuesser:
+    return NgramGuesser(np.array(ids, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("ids", "guessed"),
+    [
+        ([5], []),
+        ([5, 6, 7], []),
+        ([5, 6, 9, 5], []),  # one id is no match
+        ([5, 6, 9, 8, 5, 6], [9, 8, 5, 6]),
+        ([5, 6, 9, 8, 7, 4, 5, 6], [9, 8, 7, 4]),
+        ([5, 6, 1, 5, 6, 2, 5, 6], [2, 5, 6, 2]),  # the newer of two
+        ([4, 5, 6, 1, 3, 5, 6, 2, 4, 5, 6], [1, 3, 5, 6]),  # the longer of two
+        ([7, 7, 7], [7, 7, 7, 7]),
+        ([1, 2, 3, 1, 2, 3], [1, 2, 3, 1]),  # a repetition repeats itself
+    ],
+)
+def test_what_followed_the_last_ids_before_is_guessed(ids: list[int], guessed: list[int]) -> None:
+    assert guesser(ids).guess(4) == guessed
+    assert guesser(ids).guess(2) == guessed[:2]
+
+
+def expected_place(ids: list[int]) -> list[int]:
+    """Where the longest, newest match ends, by trying all."""
+    for length in range(min(MAX_MATCH, len(ids) - 1), MIN_MATCH - 1, -1):
+        for place in range(len(ids) - 1, length - 1, -1):
+            if ids[place - length : place] == ids[-length:]:
+                return [place]
+    return []
+
+
+def test_the_match_is_the_longest_and_of_these_the_newest() -> None:
+    draw = random.Random(1)
+    for _ in range(500):
+        ids = [draw.randrange(3) for _ in range(draw.randrange(1, 40))]
+        places, _ = guesser(ids).text.matches(MIN_MATCH, MAX_MATCH)
+        assert places[-1:] == expected_place(ids)
+
+
+VALUES = read_speculation(0, '{"method": "suffix"}').values
+
+
+def suffix_guesser(ids: Sequence[int], answers: RecentAnswers | None = None, **values: Any) -> SuffixGuesser:
+    return SuffixGuesser(np.array(ids, np.int32), answers or RecentAnswers(100), {**VALUES, **values})
+
+
+@pytest.mark.parametrize(
+    ("ids", "guessed"),
+    [
+        ([5], []),
+        ([5, 6, 7], []),
+        ([5, 6, 9, 8, 5, 6], [9, 8]),  # as long as the match
+        ([5, 6, 1, 8, 5, 6, 2, 9, 5, 6, 1, 3, 5, 6], [1, 3]),  # what followed more often
+        ([4, 5, 6, 1, 3, 5, 6, 2, 5, 6, 2, 4, 5, 6], [1, 3, 5]),  # the longest match
+        ([7, 7, 7, 7], [7, 7, 7]),
+    ],
+)
+def test_what_followed_most_often_is_guessed(ids: list[int], guessed: list[int]) -> None:
+    assert suffix_guesser(ids).guess(9) == guessed
+
+
+def test_a_guess_ends_where_it_becomes_unlikely() -> None:
+    places = [([1, 2, 3], 0), ([1, 2, 4], 0), ([1, 5, 6], 0), ([7, 8, 9], 0)]
+    assert most_frequent(places, 9, 0.3) == ([1, 2], 3 / 4 + 2 / 4)
+    assert most_frequent(places, 9, 0.6) == ([1], 3 / 4)
+    assert most_frequent(places, 9, 0.8) == ([], 0)
+
+
+def test_answers_of_other_rows_are_found() -> None:
+    answers = RecentAnswers(100)
+    first = suffix_guesser([1, 2], answers)
+    first.append([20, 21, 22, 23, 24])
+    other = suffix_guesser([9, 20, 21, 22], answers)
+    assert other.guess(9) == [23, 24]
+    assert suffix_guesser([9, 20, 21, 22], RecentAnswers(0)).guess(9) == []
+    first.append([25])  # it still runs
+    assert other.guess(9) == [23, 24, 25]
+
+
+def expected_matches(answers: dict[int, list[int]], tail: list[int]) -> tuple[set[tuple[int, int]], int]:
+    found = {
+        (number, place): next(
+            (n for n in range(place, 0, -1) if tail[-n:] == ids[place - n : place] and n <= len(tail)), 0
+        )
+        for number, ids in answers.items()
+        for place in range(1, len(ids) + 1)
+    }
+    longest = max(found.values(), default=0)
+    longest = longest if longest >= MIN_SUFFIX else 0
+    return {place for place, length in found.items() if length == longest and longest}, longest
+
+
+def test_matches_are_the_longest_whatever_was_dropped() -> None:
+    draw = random.Random(2)
+    for _ in range(100):
+        answers = RecentAnswers(max_answers=3, max_tokens=30)
+        kept: dict[int, list[int]] = {}
+        for _ in range(draw.randrange(1, 6)):
+            number, ids = answers.begin(), [draw.randrange(3) for _ in range(draw.randrange(1, 15))]
+            kept[number] = ids
+            answers.append(number, ids)
+            while len(kept) > 3 or sum(map(len, kept.values())) > 30:
+                del kept[next(iter(kept))]
+        assert answers.answers == kept
+        tail = [draw.randrange(3) for _ in range(6)]
+        places, longest = answers.matches(tail, own=0)
+        numbers = {id(ids): number for number, ids in answers.answers.items()}
+        found = {(numbers[id(ids)], place) for ids, place in places}
+        assert (found, longest) == expected_matches(kept, tail)
+        assert sum(map(len, answers.places.values())) == sum(max(0, len(ids) - 1) for ids in kept.values())
+
+
+IDS = np.array([5, 6, 9, 8, 7, 4, 5, 6], np.int32)
+
+
+@dataclass
+class Forcing(FixedGrammar):
+    """Forces some tokens, and allows some."""
+
+    forces: list[int] = field(default_factory=list)
+    allows: int = 0
+
+    def forced(self, most: int) -> list[int]:
+        return self.forces[:most]
+
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        return min(len(tokens), self.allows)
+
+
+def test_a_grammar_forces_tokens_or_cuts_guesses() -> None:
+    grammar = Forcing(None, forces=[1, 2], allows=2)
+    proposer = GuidedProposer(grammar, GuessProposer(3, NgramGuesser(IDS)))
+    assert (proposer.propose(9), proposer.is_sure, proposer.method) == ([1, 2], True, "grammar")
+    grammar.forces = []
+    assert (proposer.propose(9), proposer.is_sure, proposer.method) == ([9, 8], False, "ngram")
+    grammar.allows = 0
+    assert proposer.propose(9) == []
+
+
+def test_what_proposes_is_what_the_settings_say() -> None:
+    grammar = Forcing(None)
+    none = guessing_factory(read_speculation(0, None))
+    assert make_proposer(none, IDS, None) is None
+    assert isinstance(make_proposer(none, IDS, grammar), ForcedProposer)
+    for config, method in ((None, "ngram"), ('{"method": "suffix"}', "suffix")):
+        guessing = guessing_factory(read_speculation(3, config))
+        proposer = make_proposer(guessing, IDS, None)
+        assert proposer and proposer.method == method
+        assert isinstance(make_proposer(guessing, IDS, grammar), GuidedProposer)
+
+
+MOST = 4
+CHEAP = 0.15
+
+
+def test_proposals_that_are_wrong_are_not_tried_for_a_while_and_then_again() -> None:
+    acceptance, pauses = Acceptance(), []
+    for _ in range(3):
+        tried = 0
+        while count := acceptance.num_worth(MOST, CHEAP):
+            acceptance.learn(1, count, CHEAP)
+            tried += count
+        assert TRIAL_PROPOSALS <= tried < TRIAL_PROPOSALS + 8  # earlier ones count less
+        acceptance.budget, paused = TrialBudget(), 0
+        while not acceptance.num_worth(MOST, CHEAP):
+            acceptance.learn(1, 0, CHEAP)
+            paused += 1
+        pauses.append(paused)
+    assert pauses == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE]
+
+
+@pytest.mark.parametrize("cost", [0.1, 0.4, 0.9])
+@pytest.mark.parametrize("judged_together", [False, True])
+def test_wrong_proposals_of_all_rows_lose_a_small_share(cost: float, judged_together: bool) -> None:
+    """Whatever one costs, and if new rows come all the time; trials go on for ever."""
+    num_rows, budget = 8, TrialBudget()
+    gate = Acceptance(budget=budget) if judged_together else None
+    num_tokens, lost, late = 0, 0.0, 0
+    for step in range(4000):
+        if step % 100 == 0:
+            rows = [Acceptance(budget=budget, gate=gate) for _ in range(num_rows)]
+        counts = [row.num_worth(MOST, cost) for row in rows]
+        for row, count in zip(rows, counts, strict=True):
+            row.learn(1, count, cost)
+        num_tokens, lost = num_tokens + num_rows, lost + cost * sum(counts)
+        late += sum(counts) * (step > 3000)
+        assert lost < FIRST_LOSS + LOSS_SHARE * num_tokens + num_rows * MOST * cost
+    assert late, "what was wrong once is tried again"
+
+
+def test_proposals_that_cannot_pay_are_not_tried() -> None:
+    assert Acceptance().num_worth(MOST, 1.0) == 0 and Acceptance().num_worth(MOST, 0.9) == MOST
+
+
+@pytest.mark.parametrize(("right", "expected"), [(0, 0), (1, 1), (2, 2), (8, 8)])
+def test_as_many_are_proposed_as_are_right(right: int, expected: int) -> None:
+    """After some steps, of which each confirms the first `right` proposals, at most."""
+    acceptance = Acceptance()
+    for _ in range(40):
+        count = acceptance.num_worth(8)
+        acceptance.learn(1 + min(right, count), count)
+    assert acceptance.num_worth(8) in range(expected, min(8, 2 * expected) + 1)
+
+
+def test_a_gate_judges_rows_that_have_not_proposed_much() -> None:
+    """Where proposals of no row pay, none is made, until all rows together have come so far as a pause lasts;
+    then a trial follows.
+    """
+    gate = Acceptance()
+    while count := Acceptance(gate=gate).num_worth(MOST):
+        Acceptance(gate=gate).learn(1, count)
+    first, second = Acceptance(gate=gate), Acceptance(gate=gate)
+    assert first.is_paused and gate.pause == FIRST_PAUSE
+    for row in (first, second):
+        row.learn(FIRST_PAUSE // 2, 0)
+    assert not first.is_paused and first.is_on_trial and first.num_worth(MOST) == MOST
+
+
+def test_proposals_cost_more_the_more_rows_there_are() -> None:
+    costs = ProposalCosts()
+    assert costs.of_one == PROPOSAL_COST
+    costs.set(10, 1, 2, 0.5)
+    assert costs.of_one == pytest.approx((1 + 2) / 10)
+    costs.num_rows = 11
+    assert costs.of_one == pytest.approx((11 * 1 + 2 + 10 * 0.5) / 20)

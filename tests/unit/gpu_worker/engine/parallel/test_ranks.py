@@ -1,0 +1,400 @@
+"""One model on several ranks, which share each layer or have some of the layers each: the ids of
+transformers' `generate` and of one rank, whatever is asked of the rows; or a refusal.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoConfig
+
+from api.grammar.compile import Grammar, compile_unchecked
+from common.messages.records import unpack_floats
+from common.messages.request import BeamParams, SamplingParams
+from common.rank import RankInfo
+from common.settings.settings import SettingError, Settings
+from gpu_worker.engine.attention.choose import check_probe
+from gpu_worker.engine.attention.kv_cache import AttentionSpec, LayerSpec
+from gpu_worker.engine.engine import Engine
+from gpu_worker.engine.parallel.communicator import Communicator
+from gpu_worker.engine.parallel.stages import ModelStage, checked_layers
+from gpu_worker.engine.pipeline import PipelineEngine
+from gpu_worker.protocol import AdapterRefused, LoadAdapter, UnservableModel
+from tests.support.adapters.playing import check_adapters, load_adapters
+from tests.support.adapters.tiny_adapters import LINEARS, change_config, save_adapter
+from tests.support.engine import multi_rank_engine, quantized_models, tiny_models
+from tests.support.engine.batch_player import Player, player
+from tests.support.engine.multi_rank_engine import NEW_TOKENS, SETTINGS, Led, check_ids, play, prompts
+from tests.support.engine.pictures.seeing import SETTINGS as SEEING_SETTINGS
+from tests.support.engine.pictures.seeing import Seeing
+from tests.support.engine.quantized_models import FORMATS, keeps_blocks
+from tests.support.engine.tiny_models import FAMILIES, LLAMA, SEEING, VOCAB
+from tests.support.pooling.pooled_rows import pool_rows
+from tests.support.speculation.drafts import drafting_engine, engine_settings, play_rows
+from tests.support.states.hybrid_models import HYBRIDS
+
+THREE_HEADS = LLAMA | {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "hidden_size": 96,
+    "tie_word_embeddings": True,
+    "vocab_size": 99,
+}
+MODELS = (
+    FAMILIES
+    | SEEING
+    | HYBRIDS
+    | {
+        "one K head": ("Llama", LLAMA | {"num_key_value_heads": 1, "vocab_size": VOCAB + 1}),
+        "three K heads": ("Llama", THREE_HEADS),
+        "biases": ("Llama", LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    }
+)
+QUICK = ("three K heads",)
+PLANNED = (
+    *("one K head", "biases", "Llama", "Llama-dynamic", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3-MoE"),
+    *("Gemma2", "Gemma3", "Gemma3-images", "Phi", "Phi3", "GPT-NeoX", "StarCoder2", "OLMo2", "Cohere"),
+    *("Cohere2", "Granite", "SmolLM3", "DeepSeek-V3", "LFM2-MoE", "Granite4", "Jamba", "Nemotron-H"),
+    *("Qwen3-Next", "Qwen3.5", "Qwen3.5-MoE", "OLMo-Hybrid", "Kimi-Linear"),
+)
+"""Ranks can share their layers."""
+STAGED = (*PLANNED, "GPT2", "gpt-oss", "Bloom", "OPT", "Falcon", "MPT", "Mamba2", "LFM2", "Mamba")
+SPECULATED = SamplingParams(allowed_token_ids=[5, 6, 7])
+"""With three tokens to choose from, many proposals are right, and many are wrong."""
+SHARDS, STAGES = pytest.param((2, 1), id="shards"), pytest.param((2, 2), id="stages")
+SHARDED = pytest.mark.parametrize("ranks", [SHARDS], indirect=True)
+IN_STAGES = pytest.mark.parametrize("ranks", [STAGES], indirect=True)
+
+
+@pytest.fixture(scope="module", params=[SHARDS, STAGES])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Communicator]:
+    """So many ranks in so many stages."""
+    with multi_rank_engine.running(*request.param) as ranks:
+        yield ranks
+
+
+def settings_of(folder: Path, **settings: Any) -> dict[str, Any]:
+    return SETTINGS | {"model_id": str(folder), "threads": 1} | settings
+
+
+def on_both(
+    ranks: Communicator, folder: Path, run: Callable[[Any], Any], alone: Any = None, **settings: Any
+) -> tuple[Any, Any]:
+    """What `run` makes of a tiny Llama on one rank, and on several."""
+    if not (folder / "config.json").exists():
+        tiny_models.save(folder, *FAMILIES["Llama"])
+    expected = run(Engine(Settings(**settings_of(folder, **(settings if alone is None else alone)))))
+    with Led(ranks, **settings_of(folder, **settings)) as engine:
+        return run(engine), expected
+
+
+@pytest.mark.parametrize(
+    "family", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in STAGED if name not in QUICK)]
+)
+def test_ids_equal_generate(ranks: Communicator, family: str, tmp_path: Path) -> None:
+    if ranks.num_stages == 1 and family not in (*QUICK, *PLANNED):
+        tiny_models.save(tmp_path, *MODELS[family])
+        with pytest.raises(SettingError, match="no plan for") as caught:
+            Led(ranks, **settings_of(tmp_path))
+        assert caught.value.name == "model_id"
+    else:
+        check_ids(ranks, MODELS[family], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(3, 1), (4, 1), (4, 2), (3, 3)], indirect=True)
+def test_ids_of_more_ranks(ranks: Communicator, tmp_path: Path) -> None:
+    for family in ("Llama", "one K head", "three K heads", "Qwen3-MoE", "Gemma2", "GPT-NeoX"):
+        check_ids(ranks, MODELS[family], tmp_path / family)
+
+
+def test_rows_sample_as_on_one_rank(ranks: Communicator, tmp_path: Path) -> None:
+    """Sampled with seeds and penalties, with log-probabilities; with proposals; and greedy with both."""
+    sampled = SamplingParams(temperature=1.0, top_p=0.95, seed=7, repetition_penalty=1.1)
+
+    def run(engine: Any) -> list[Player]:
+        played = []
+        for sampling in (sampled, SPECULATED, replace(SPECULATED, temperature=1.0, seed=3)):
+            played.append(player(engine))
+            params: dict[str, Any] = {"ignore_eos": True, "sampling": sampling, "top_n_tokens": 2}
+            lines = enumerate(prompts(VOCAB))
+            played[-1].run([played[-1].start(row, ids, NEW_TOKENS, **params) for row, ids in lines])
+        return played
+
+    found, expected = on_both(ranks, tmp_path, run, {}, speculate=3)
+    for own, other in zip(found, expected, strict=True):
+        assert own.ids == other.ids and own.top_logprobs.keys() == other.top_logprobs.keys()
+        for place, tops in other.top_logprobs.items():
+            assert own.top_logprobs[place] == pytest.approx(tops, abs=1e-4)
+    assert sum(step.proposed_tokens for own in found for step in own.steps) > 20
+
+
+@pytest.mark.parametrize("ranks", [SHARDS, pytest.param((2, 2), marks=pytest.mark.slow)], indirect=True)
+def test_rows_with_a_grammar_have_the_ids_of_one_rank(ranks: Communicator, tmp_path: Path) -> None:
+    """Whole and resumed."""
+    sizes = LLAMA | {"vocab_size": 49_152, "eos_token_id": 2, "tie_word_embeddings": True}
+    tiny_models.save_with_tokenizer(tmp_path, "Llama", sizes)
+    source = compile_unchecked(Grammar("regex", r'\{"word": "[a-z]{2,9}"\}', "f"))
+    sampling = SamplingParams(grammar=source, temperature=1.2, seed=5)
+    alone, rows = Engine(Settings(**settings_of(tmp_path))), dict(enumerate(prompts(VOCAB)))
+    alone.matchers.waits = True
+    expected = play(alone, rows, sampling=sampling)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    words = [next(iter(json.loads(tokenizer.decode(ids)))) for ids in expected.values()]
+    assert words == ["word"] * len(rows)
+    with Led(ranks, **settings_of(tmp_path)) as engine:
+        assert play(engine, rows, sampling=sampling) == expected
+        behind = {row: prompt + expected[row][:7] for row, prompt in rows.items()}
+        resumed = play(engine, behind, base=7, sampling=sampling)
+        assert resumed == {row: ids[7:] for row, ids in expected.items()}
+
+
+@torch.inference_mode()
+def test_vectors_are_those_of_the_whole_model(ranks: Communicator, tmp_path: Path) -> None:
+    model = tiny_models.save(tmp_path, *FAMILIES["Llama"])
+    rows = dict(enumerate(prompts(VOCAB), 1))
+    with Led(ranks, **settings_of(tmp_path, runner="pooling")) as engine:
+        for prefill_tokens in (1000, 7):
+            for row, vector in pool_rows(engine, rows, prefill_tokens=prefill_tokens).items():
+                states = model.base_model(input_ids=torch.tensor([rows[row]])).last_hidden_state
+                torch.testing.assert_close(vector, states[0, -1], rtol=1e-4, atol=1e-4)
+
+
+def test_beams_logits_and_prompt_logprobs_are_those_of_one_rank(ranks: Communicator, tmp_path: Path) -> None:
+    """Beside each other, and beside a plain row."""
+
+    def run(engine: Any) -> Player:
+        played: Player = player(engine, 7)
+        first, second, third = prompts(VOCAB)
+        played.run(
+            [
+                played.start(1, first, 12, beams=BeamParams(3, 0.6), stop_ids=[5, 9, 30], ignore_eos=True),
+                played.start(2, second, 12, beams=BeamParams(2), ignore_eos=True),
+                played.start(3, third, 5, logits=(0, len(third) + 4, "float32"), ignore_eos=True),
+                played.start(4, second, 12, prompt_logprobs=1, ignore_eos=True),
+            ]
+        )
+        return played
+
+    found, expected = on_both(ranks, tmp_path, run)
+    assert found.ids[4] == expected.ids[4] and len(found.free) == len(expected.free)
+    assert found.prompt_logprobs[4] == pytest.approx(expected.prompt_logprobs[4], abs=1e-4)
+    for number in (1, 2):
+        own, wanted = found.sequences[number], expected.sequences[number]
+        assert [one.ids for one in own] == [one.ids for one in wanted]
+        assert [one.score for one in own] == pytest.approx([one.score for one in wanted], abs=1e-4)
+    values, others = (
+        unpack_floats(b"".join(one.logits[3][first] for first in sorted(one.logits[3])))
+        for one in (found, expected)
+    )
+    assert values == pytest.approx(others, abs=1e-4)
+
+
+def test_a_cache_of_8_bit_floats_gives_the_ids_of_one_rank(ranks: Communicator, tmp_path: Path) -> None:
+    """In stages also with weights that are rounded at load; shares would be rounded otherwise."""
+    rows = dict(enumerate(prompts(VOCAB)))
+    settings = {"kv_cache_dtype": "fp8_e4m3"} | ({"quantize": "fp8"} if ranks.num_stages > 1 else {})
+    found, expected = on_both(ranks, tmp_path, lambda engine: play(engine, rows), **settings)
+    assert found == expected
+
+
+def test_each_rank_makes_its_part_of_dummy_weights(ranks: Communicator, tmp_path: Path) -> None:
+    tiny_models.save(tmp_path, *FAMILIES["Mixtral"])
+    (tmp_path / "model.safetensors").unlink()
+    with Led(ranks, **settings_of(tmp_path, load_format="dummy")) as engine:
+        rows = dict(enumerate(prompts(VOCAB)))
+        found = play(engine, rows)
+        assert [len(ids) for ids in found.values()] == [NEW_TOKENS] * len(rows)
+        assert play(engine, rows) == found
+
+
+@SHARDED
+def test_a_rank_holds_half_of_the_split_parameters(ranks: Communicator, tmp_path: Path) -> None:
+    """Half of the matrices of layers, experts and vocabulary; only the router's and the norms' weights are
+    whole.
+    """
+    whole = tiny_models.save(tmp_path, *FAMILIES["Mixtral"])
+    with Led(ranks, **settings_of(tmp_path)) as engine:
+        held = {name: weight.numel() for name, weight in engine.engine.loaded.model.named_parameters()}
+    for name, weight in whole.named_parameters():
+        if name in held:  # packed ones have their own names
+            halved = weight.dim() > 1 and not name.endswith("gate.weight")
+            embedding = weight.numel() * 192 // VOCAB
+            assert held[name] == (embedding if "embed" in name else weight.numel() // (1 + halved)), name
+    assert [name for name in held if "experts" in name]
+
+
+@IN_STAGES
+def test_a_stage_has_its_part_of_weights_and_cache(ranks: Communicator, tmp_path: Path) -> None:
+    """KV_CACHE_BYTES is for all stages, each has room for equally many tokens, and as many micro-batches as
+    stages are in flight.
+    """
+    tiny_models.save(tmp_path, *FAMILIES["Llama-tied"])
+    whole = Engine(Settings(**settings_of(tmp_path)))
+    with Led(ranks, **settings_of(tmp_path)) as led:
+        engine = led.engine
+        assert isinstance(engine, PipelineEngine)
+        assert led.ready.num_blocks == pytest.approx(whole.ready.num_blocks, abs=2)
+        stage, loaded = engine.loaded.stage, engine.loaded
+        assert (stage.begin, stage.is_first, stage.is_last) == (0, True, False)
+        assert 0 < len(loaded.geometry.layers) == stage.end < len(whole.loaded.geometry.layers)
+        held = {name.partition(".weight")[0] for name, _ in loaded.model.named_parameters()}
+        assert "model.embed_tokens" in held
+        assert not {name for name in held if "lm_head" in name or name == "model.norm"}
+        seen: list[list[list[int]]] = []
+        read = engine.read
+
+        def noted(batch: Any) -> float:
+            pending = [batch, *engine.pending]
+            seen.append([[part.row.number for part in one.launched.slices] for one in pending])
+            return read(batch)
+
+        engine.read = noted  # type: ignore[method-assign]
+        play(led, dict(enumerate(prompts(VOCAB) + prompts(VOCAB)[:1])))
+    both = [batches for batches in seen if len(batches) == 2]
+    assert len(both) > 20 and all(len(batches) <= 2 for batches in seen)
+    assert all(not {*first} & {*second} or first[0] == second[0] for first, second in both)
+    assert sum(sorted(map(len, batches)) == [2, 2] for batches in both) > 10
+
+
+def test_models_that_cannot_be_split_are_refused(ranks: Communicator, tmp_path: Path) -> None:
+    sizes, words = (
+        ({"num_hidden_layers": 1}, r"1 layers, fewer than PIPELINE_PARALLEL_SIZE \(2\)")
+        if ranks.num_stages > 1
+        else ({"num_attention_heads": 1, "num_key_value_heads": 1}, "1 attention heads, fewer than NUM_SHARD")
+    )
+    tiny_models.save(tmp_path / "small", "Llama", LLAMA | sizes)
+    with pytest.raises(SettingError, match=words) as caught:
+        Led(ranks, **settings_of(tmp_path / "small"))
+    assert caught.value.name == "model_id" and "\n" not in str(caught.value)
+    tiny_models.save(tmp_path, *FAMILIES["Llama"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "hqq"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    setting = "PIPELINE_PARALLEL_SIZE" if ranks.num_stages > 1 else "NUM_SHARD"
+    with pytest.raises(SettingError, match=rf"{setting}: 2, but .* is quantised \(hqq\)"):
+        Led(ranks, **settings_of(tmp_path))
+
+
+class Passing(torch.nn.Module):
+    """A layer that gives the next one its own input, too: [1, tokens, hidden]."""
+
+    def forward(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return states + 1, states
+
+
+def test_models_whose_layers_need_more_than_hidden_states_are_refused() -> None:
+    """By what a layer returns, or by what a later stage computes without the embeddings."""
+    layer = Passing()
+    with (
+        checked_layers(ModelStage(0, 2, 0, 1, 2, layer)),
+        pytest.raises(UnservableModel, match="hand on more"),
+    ):
+        layer(torch.zeros(1, 2, 3))
+    assert len(layer(torch.zeros(1, 2, 3))) == 2, "the check is over"
+    config = AutoConfig.for_model("llama", **LLAMA)
+    spec = LayerSpec(AttentionSpec(2, 2, None, 1.0), 16, 16)
+    states = torch.full((1, 8, 64), torch.nan)
+    with pytest.raises(UnservableModel, match=r"take more than hidden states.*PIPELINE_PARALLEL_SIZE"):
+        check_probe(SimpleNamespace(config=config), {Passing(): spec}, states, slice(2, 3))
+    with pytest.raises(SettingError, match="PIPELINE_PARALLEL_SIZE: 2 does not divide the 3 ranks"):
+        Communicator(RankInfo(0, 3), num_stages=2)
+
+
+# --- what rows may have besides -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_adapters(ranks: Communicator, tmp_path: Path) -> None:
+    """Each rank has its part of the matrices: the ids of PEFT's merged model."""
+    family = "Llama" if ranks.num_stages > 1 else "one K head"
+    model = tiny_models.save(tmp_path / "model", *MODELS[family])
+    targets = [*LINEARS, "embed_tokens", "lm_head"]
+    folders = {
+        "all": save_adapter(model, tmp_path / "all", 1, target_modules=targets),
+        "few": save_adapter(model, tmp_path / "few", 2, target_modules=["q_proj", "down_proj"], r=8),
+    }
+    damaged = save_adapter(model, tmp_path / "damaged", 3, target_modules=["q_proj"])
+    change_config(damaged, r=5)
+    with Led(ranks, **settings_of(tmp_path / "model")) as engine:
+        refusal = engine.obey(LoadAdapter("damaged", str(damaged)))
+        assert isinstance(refusal, AdapterRefused) and "rank 5" in refusal.cause
+        load_adapters(engine, folders)
+        check_adapters(engine, model, folders, ["", "all", "few"])
+
+
+@pytest.mark.slow
+@SHARDED
+def test_both_ranks_check_the_drafts_of_one(ranks: Communicator, tmp_path: Path) -> None:
+    tiny_models.save(tmp_path, *FAMILIES["Llama"])
+    expected = play_rows(drafting_engine(tmp_path, None))
+    speculative = {"model": str(tmp_path), "num_speculative_tokens": 4}
+    with Led(ranks, **engine_settings(tmp_path, speculative, max_batch_size=4)) as engine:
+        drafted = play_rows(engine, lead=64)
+    assert drafted.ids == expected.ids
+    assert drafted.num_proposed > 20 and drafted.share_right > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SmolVLM", "Qwen2-VL"])
+def test_pictures(ranks: Communicator, name: str, tmp_path: Path) -> None:
+    """Each rank, or the first stage, has the tower; a bad picture ends its own row only."""
+    seeing = Seeing(tmp_path, name)
+    with Led(ranks, model_id=str(seeing.model.folder), **SEEING_SETTINGS) as engine:
+        seeing.engine = engine
+        assert engine.ready.pictures
+        assert seeing.play(seeing.prompts) == seeing.answers
+        assert seeing.play(seeing.prompts, prefill_tokens=7) == seeing.answers
+        played = seeing.player()
+        bad = [(start, count, "bad", b"no picture") for start, count, *_ in seeing.prompts[3].pictures]
+        played.run([played.start(3, seeing.prompts[3].ids, 4, pictures=bad)])
+        assert played.ended[3] == ("picture", 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMATS)
+def test_quantised_weights(ranks: Communicator, form: str, tmp_path: Path) -> None:
+    """Ids are those of `generate`; in bfloat16 blocks have the bits of plain weights."""
+    reference = quantized_models.save(tmp_path, *FORMATS[form])
+    rows = {0: [5, 6, 7], 1: list(range(3, 40))}
+    expected = {row: tiny_models.generate(reference, prompt, NEW_TOKENS) for row, prompt in rows.items()}
+    with Led(ranks, **settings_of(tmp_path)) as engine:
+        assert play(engine, rows) == expected
+    if form not in ("awq", "w4a16"):
+        return
+    found = []
+    for folder in (tmp_path, tmp_path / "plain"):
+        with Led(ranks, **settings_of(folder, dtype="bfloat16")) as engine:
+            found.append(play(engine, rows))
+            layer = engine.engine.loaded.model.model.layers[0]
+            linears = (layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.down_proj)
+            in_blocks = [linear.blocks is not None for linear in linears if keeps_blocks()]
+            assert {*in_blocks} <= {folder == tmp_path}
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_ranks_keep_and_use_snapshots_of_states_alike(ranks: Communicator, tmp_path: Path) -> None:
+    """A second turn starts where the first ended, on all ranks. A model whose code looks into other stages is
+    refused.
+    """
+    model = tiny_models.save(tmp_path / "next", *HYBRIDS["Qwen3-Next"])
+    with Led(ranks, **settings_of(tmp_path / "next", block_size=16)) as led:
+        played, prompt = player(led), list(range(5, 45))
+        played.kept = {*played.free}
+        answer = played.run([played.start(1, prompt, 20, ignore_eos=True)])[1]
+        later, cached, slots = [*prompt, *answer, 7, 8], played.tables[1][:3], led.rows.state_slots
+        assert slots and cached[-1] in slots.snapshots.slots
+        found = played.run([played.start_behind(cached, 2, later, 8, ignore_eos=True)])[2]
+        assert found == tiny_models.generate(model, later, 8)
+        assert sum(step.prefill_tokens for step in played.steps) == len(prompt) + len(later) - 48
+    tiny_models.save(tmp_path / "h1", *HYBRIDS["FalconH1"])
+    cause = "layers that other stages have" if ranks.num_stages > 1 else "no plan for"
+    with pytest.raises(SettingError, match=cause):
+        Led(ranks, **settings_of(tmp_path / "h1"))

@@ -1,0 +1,325 @@
+"""Rows with a grammar: texts satisfy it, however they are batched and resumed, forced tokens come in one
+step, and a model without sense writes valid calls.
+"""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import pytest
+from tokenizers import Tokenizer
+
+from api.answers import harmony
+from api.answers.call_formats import CALL_FORMATS
+from api.answers.scanner import Tool
+from api.grammar.compile import Grammar, compile_unchecked
+from api.grammar.force import CallChoice, after_thinking, call_grammar
+from common import model_files
+from common.messages.request import SamplingParams
+from common.settings.settings import Settings
+from gpu_worker.engine.engine import Engine
+from tests.support.engine import tiny_models
+from tests.support.engine.batch_player import Player, player
+from tests.support.engine.reference import prompt_ids, reference_ids
+from tests.support.prompts import FEW, PROMPTS
+from tests.support.runahead.each_way import AHEAD, IN_TURN
+from tests.support.tool_calls.answers import Reading
+
+MAX_TOKENS = 120
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "kind": {"enum": ["cat", "dog", "été"]},
+        "age": {"type": "integer", "minimum": 3, "maximum": 120},
+        "tags": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{2,4}$"}, "maxItems": 2},
+        "owner": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/owner"}]},
+    },
+    "required": ["name", "kind", "age", "tags", "owner"],
+    "additionalProperties": False,
+    "$defs": {"owner": {"type": "object", "properties": {"id": {"type": "boolean"}}, "required": ["id"]}},
+}
+SHORT_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {name: SCHEMA["properties"][name] for name in ("name", "age")},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+JSON = compile_unchecked(Grammar("json", json.dumps(SCHEMA), "f"))
+SHORT = compile_unchecked(Grammar("json", json.dumps(SHORT_SCHEMA), "f"))
+REGEX = compile_unchecked(Grammar("regex", r"[0-9]{2}-[a-f]{3}", "f"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(model_files.resolve("smollm2") / "tokenizer.json"))
+
+
+@pytest.fixture
+def guided(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Player:
+    """Plays an engine that compiles a row's grammar before the row starts."""
+    monkeypatch.setattr(engine.matchers, "waits", True)
+    assert not engine.rows.rows
+    return player(engine)
+
+
+def grammar(source: str, **params: Any) -> SamplingParams:
+    return SamplingParams(grammar=source, **params)
+
+
+HOT = {"temperature": 1.4, "seed": 7, "top_p": 0.95, "frequency_penalty": 0.3}
+EACH_WAY = pytest.mark.parametrize(
+    ("engine", "params"),
+    [
+        pytest.param(False, {}, id="greedy"),
+        pytest.param(True, HOT, id="ahead-hot"),
+        pytest.param(True, {}, id="ahead-greedy", marks=pytest.mark.slow),
+        pytest.param(False, HOT, id="hot", marks=pytest.mark.slow),
+    ],
+    indirect=["engine"],
+)
+
+
+@AHEAD
+def test_every_row_satisfies_its_own_grammar_beside_rows_without_one(
+    guided: Player, tokenizer: Tokenizer
+) -> None:
+    prompts = prompt_ids([PROMPTS[index] for index in FEW])
+    sampling = [grammar(SHORT), grammar(JSON, **HOT), grammar(REGEX), grammar(REGEX, temperature=2.0, seed=1)]
+    starts = [
+        guided.start(row, prompts[row % len(prompts)], MAX_TOKENS, sampling=params)
+        for row, params in enumerate(sampling)
+    ]
+    starts.append(guided.start(9, prompts[0], 30))
+    ids = guided.run(starts)
+    texts = [tokenizer.decode(ids[row]) for row in range(len(sampling))]
+    assert [guided.ended[row][0] for row in range(len(sampling))] == ["eos_token"] * len(sampling), texts
+    for text, schema in zip(texts, (SHORT_SCHEMA, SCHEMA), strict=False):
+        jsonschema.validate(json.loads(text), schema)
+    for text in texts[2:]:
+        assert len(text) == 6 and text[:2].isdigit() and set(text[3:]) <= set("abcdef")
+    assert ids[9] == reference_ids([prompts[0]], 30)[0]
+
+
+@pytest.mark.slow
+@EACH_WAY
+def test_a_resumed_row_gives_the_ids_of_an_undisturbed_one(guided: Player, params: dict[str, Any]) -> None:
+    [prompt] = prompt_ids([PROMPTS[FEW[0]]])
+    sampling = grammar(SHORT, **params)
+    whole = guided.run([guided.start(0, prompt, MAX_TOKENS, sampling=sampling)])[0]
+    bases = (1, len(whole) // 2, len(whole) - 1)
+    starts = [
+        guided.start(row, [*prompt, *whole[:base]], MAX_TOKENS, base, sampling=sampling)
+        for row, base in enumerate(bases, start=1)
+    ]
+    ids = guided.run(starts)
+    assert [ids[start.row] for start in starts] == [whole[base:] for base in bases]
+
+
+@IN_TURN
+def test_a_row_ends_with_its_grammar_whatever_else_it_asks_for(guided: Player, tokenizer: Tokenizer) -> None:
+    [prompt] = prompt_ids([PROMPTS[FEW[0]]])
+    start = guided.start(0, prompt, 40, sampling=grammar(REGEX), min_new_tokens=30, ignore_eos=True)
+    text = tokenizer.decode(guided.run([start])[0])
+    assert guided.ended[0][0] == "eos_token" and len(text) == 6
+
+
+@IN_TURN
+def test_max_tokens_cuts_a_row_before_its_grammar_ends(guided: Player) -> None:
+    [prompt] = prompt_ids([PROMPTS[FEW[0]]])
+    guided.run([guided.start(0, prompt, 3, sampling=grammar(JSON))])
+    assert guided.ended[0] == ("length", 3)
+
+
+@IN_TURN
+def test_a_row_whose_grammar_allows_no_token_fails_alone(guided: Player) -> None:
+    prompts = prompt_ids([PROMPTS[index] for index in FEW[:2]])
+    starts = [
+        guided.start(0, prompts[0], 20, sampling=grammar("this is no grammar")),
+        guided.start(1, prompts[1], 20),
+    ]
+    ids = guided.run(starts)
+    assert guided.ended[0] == ("grammar", 0) and ids[0] == []
+    assert ids[1] == reference_ids([prompts[1]], 20)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", [r"(a?){300}a{300}", r"((\w+\s?){1,2000}\.)+"], ids=["token", "mask"])
+def test_a_row_whose_grammar_proves_too_complex_fails_alone_and_says_so(guided: Player, pattern: str) -> None:
+    """Where a mask takes too much work, llguidance allows the end of the text alone, valid or not."""
+    prompts = prompt_ids([PROMPTS[index] for index in FEW[:2]])
+    sampling = grammar(compile_unchecked(Grammar("regex", pattern, "f")), temperature=2.0, seed=1)
+    starts = [guided.start(0, prompts[0], 60, sampling=sampling), guided.start(1, prompts[1], 20)]
+    ids = guided.run(starts)
+    assert guided.ended[0][0] == "grammar_limit"
+    assert ids[1] == reference_ids([prompts[1]], 20)[0]
+
+
+MAX_FORCED = 30
+FORCED_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "identification": {"type": "integer", "maximum": 99},
+        "kind": {"const": "a quiet harbour, an old library"},
+        "notes": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["identification", "kind", "notes"],
+}
+SENTENCE = compile_unchecked(
+    Grammar("regex", r"The quick brown fox jumps over the lazy dog and [a-z]{3,9}\.", "f")
+)
+OBJECT = compile_unchecked(Grammar("json", json.dumps(FORCED_SCHEMA), "f"))
+HOT_ROW = SamplingParams(temperature=1.4, seed=7, top_p=0.95, frequency_penalty=0.3, raw_logprobs=True)
+SAMPLING = [
+    replace(params, grammar=source) for source in (SENTENCE, OBJECT) for params in (SamplingParams(), HOT_ROW)
+]
+Told = tuple[dict[int, list[int]], dict[Any, dict[int, float]], dict[int, tuple[str, int]]]
+
+
+@pytest.fixture
+def in_turn(loaded: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """An in_turn that compiles a row's grammar before the row starts."""
+    monkeypatch.setattr(loaded.matchers, "waits", True)
+    monkeypatch.setattr(loaded, "runs_ahead", False)
+    return loaded
+
+
+def play(
+    in_turn: Engine,
+    rows: Sequence[SamplingParams | None],
+    shown: dict[int, list[int]] | None = None,
+    **run: Any,
+) -> Told:
+    """Ids, the likeliest tokens and ends of rows behind what was `shown` of them."""
+    shown = shown or {}
+    played = player(in_turn)
+    prompts = prompt_ids([PROMPTS[index] for index in FEW[:2]])
+    starts = [
+        played.start(
+            row,
+            prompts[row % 2] + shown.get(row, []),
+            MAX_FORCED,
+            len(shown.get(row, [])),
+            sampling=sampling,
+            top_n_tokens=2 * (row % 2),
+        )
+        for row, sampling in enumerate(rows)
+    ]
+    played.run(starts, **run)
+    return played.ids, played.top_logprobs, played.ended
+
+
+@pytest.mark.slow
+def test_tokens_are_those_of_the_plain_way(in_turn: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probabilities and ends, too; also of rows that resume within what is forced, or get few blocks, and
+    where steps are launched ahead.
+    """
+    sampling = [*SAMPLING, None]
+    with monkeypatch.context() as patch:
+        patch.setattr(in_turn.rows, "make_proposer", None)
+        ids, tops, ended = play(in_turn, sampling)
+    assert play(in_turn, sampling) == (ids, tops, ended)
+    assert play(in_turn, sampling, lead=1, horizon=2) == (ids, tops, ended)
+    shown = {row: tokens[: 3 + row] for row, tokens in ids.items()}
+    resumed = play(in_turn, sampling, shown)[0]
+    assert {row: shown[row] + tokens for row, tokens in resumed.items()} == ids
+    monkeypatch.setattr(in_turn, "runs_ahead", True)
+    assert play(in_turn, sampling) == (ids, tops, ended)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_forced_tokens_come_in_one_step(
+    in_turn: Engine, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_turn, "runs_ahead", ahead)
+    [prompt] = prompt_ids([PROMPTS[FEW[0]]])
+    played = player(in_turn)
+    played.run([played.start(0, prompt, MAX_FORCED, sampling=SAMPLING[0])])
+    counts = [step.num_samples for step in played.steps if step.num_samples]
+    assert max(counts) >= 9 and sum(counts) == len(played.ids[0])
+
+
+VOCAB = 49_152
+FIRST_SPECIAL = 3
+"""The id of the first special token of the bundled vocabulary that stands for a mark."""
+MAX_CALL = 160
+CALL_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Oslo", "Orléans"]},
+        "days": {"type": "integer", "minimum": 0, "maximum": 99},
+        "units": {"enum": ["c", "f"]},
+        "names": {"type": "array", "items": {"type": "string", "maxLength": 6}, "maxItems": 2},
+    },
+    "required": ["city", "names"],
+    "additionalProperties": False,
+}
+TOOLS = (Tool("weather", CALL_SCHEMA), Tool("now", {"type": "object", "additionalProperties": False}))
+"""No text of their arguments is long: a model without sense ends each before `MAX_CALL`."""
+SCHEMAS = {tool.name: tool.parameters for tool in TOOLS}
+
+
+@pytest.fixture(scope="module")
+def senseless(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_models.save(folder, "Llama", tiny_models.LLAMA | {"vocab_size": VOCAB, "tie_word_embeddings": True})
+    shutil.copy(model_files.resolve("smollm2") / "tokenizer.json", folder)
+    settings = {"dtype": "float32", "kv_cache_bytes": 2**23, "threads": 1}
+    senseless = Engine(Settings(model_id=str(folder), **settings))  # type: ignore[arg-type]
+    senseless.matchers.waits = True
+    return senseless
+
+
+def special_ids(name: str) -> Mapping[str, int]:
+    """Marks of Harmony are tokens; others are text here."""
+    marks = CALL_FORMATS[name].marks if name == "openai" else ()
+    return {mark: FIRST_SPECIAL + i for i, mark in enumerate(marks)}
+
+
+def text_of(senseless: Engine, tokens: Sequence[int], special_ids: Mapping[str, int]) -> str:
+    marks = {token: mark.encode() for mark, token in special_ids.items()}
+    decode = senseless.matchers.vocabulary.decode_bytes
+    return b"".join(marks.get(token) or decode([token]) for token in tokens).decode(errors="replace")
+
+
+@pytest.mark.slow
+def test_a_model_without_sense_writes_valid_calls(senseless: Engine) -> None:
+    played = player(senseless)
+    names = [name for name in CALL_FORMATS for _ in range(2)]
+    starts = []
+    for row, name in enumerate(names):
+        choice = CallChoice(is_required=True, is_parallel=False)
+        source = asyncio.run(call_grammar(CALL_FORMATS[name], TOOLS, choice, special_ids(name)))
+        sampling = SamplingParams(grammar=source, temperature=1.5 * (row % 2), seed=row)
+        starts.append(played.start(row, [5 + row, 7], MAX_CALL, sampling=sampling))
+    ids = played.run(starts)
+    assert {row: why for row, (why, _) in played.ended.items()} == dict.fromkeys(ids, "eos_token")
+    for row, name in enumerate(names):
+        text = text_of(senseless, ids[row][:-1], special_ids(name))
+        answer = Reading(CALL_FORMATS[name], tools=TOOLS).read(text)
+        assert len(answer.calls) == 1 and not answer.content, (name, text)
+        [(function, arguments)] = answer.calls
+        jsonschema.validate(json.loads(arguments), SCHEMAS[function])
+
+
+def test_a_model_without_sense_writes_a_valid_answer_after_harmonys_analysis(senseless: Engine) -> None:
+    played = player(senseless)
+    form, ids_of = CALL_FORMATS["openai"], special_ids("openai")
+    source = after_thinking(
+        compile_unchecked(Grammar("json", json.dumps(CALL_SCHEMA), "f")), None, "", ids_of, form
+    )
+    ends = [(ids_of[mark], 12.0) for mark in harmony.ENDS]  # one of them comes after about twenty tokens
+    params = [SamplingParams(grammar=source, temperature=1.5, seed=row, logit_bias=ends) for row in range(4)]
+    starts = [
+        played.start(row, [5 + row, 7], MAX_CALL, sampling=sampling) for row, sampling in enumerate(params)
+    ]
+    written = played.run(starts).values()
+    assert {why for why, _ in played.ended.values()} == {"eos_token"}
+    answers = [Reading(form).read(text_of(senseless, ids[:-1], ids_of)) for ids in written]
+    assert any(answer.reasoning for answer in answers)
+    for answer in answers:
+        jsonschema.validate(json.loads(answer.content), CALL_SCHEMA)
