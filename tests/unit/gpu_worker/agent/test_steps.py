@@ -12,7 +12,7 @@ from redis.exceptions import ConnectionError
 
 from api.requests.usage import month_begin, month_name
 from common.broker.committed import read, read_logits
-from common.broker.keys import usage_spent
+from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.messages.codec import decode
 from common.messages.events import Events
@@ -346,7 +346,7 @@ async def ends(redis: Redis, *rows: int) -> list[tuple[bytes | None, bytes | Non
 
 async def spent(redis: Redis) -> int:
     month = month_name(month_begin(time.time()))
-    return int(await redis.hget(usage_spent(month), "k tokens") or 0)  # type: ignore[misc]
+    return int(await redis.hget(Keys.usage_spent(month), "k tokens") or 0)  # type: ignore[misc]
 
 
 async def test_a_row_ends_at_the_budget_with_what_it_has(agent: Agent, redis: Redis) -> None:
