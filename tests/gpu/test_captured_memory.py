@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.settings.settings import Settings
-from gpu_worker.engine.cuda.graphs import CudaGraphs, make_capture
+from gpu_worker.engine.cuda.graphs import CaptureError, CudaGraphs, make_capture
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.model import LoadedModel
@@ -76,6 +76,34 @@ def test_replays_are_the_same_whatever_is_allocated_between_them(
         noise = [torch.full((number * 1000,), float("nan"), device=device) for number in range(1, 60)]
         assert torch.equal(replay(graphs, size), first[size]), f"{size} rows"
         del noise
+
+
+@ANYWHERE
+def test_a_step_that_waits_is_refused_before_its_capture_begins(device: str) -> None:
+    """The allocator and other captures go on."""
+    if device == "cpu":
+        pytest.skip("a CPU does not wait for itself: test_graphs.py has an imitation of this")
+    capture, numbers = make_capture(torch.device(device)), torch.arange(8.0, device=device)
+
+    def waits() -> None:
+        numbers.add_(numbers.sum().item())
+
+    with pytest.raises(CaptureError, match="synchroniz"):
+        capture(waits)
+
+    def copies() -> None:
+        numbers.copy_(torch.ones(8))  # from memory that is not pinned
+
+    with pytest.raises(CaptureError, match="synchroniz"):
+        capture(copies)
+
+    def adds() -> None:
+        numbers.add_(1)
+
+    again = capture(adds)
+    before = numbers.clone()
+    again()
+    assert torch.equal(numbers, before + 1)
 
 
 @ON_GPUS

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker.engine.attention.kv_cache import AttentionSpec
+from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, KVCache, LayerSpec
 from gpu_worker.engine.batch.inputs import build_inputs, to_device
 from gpu_worker.engine.cuda.graphs import CudaGraphs
 from gpu_worker.engine.in_flight import InFlightStep, LaunchedStep
 from gpu_worker.engine.sampling.multinomial import SamplerOutput
 from tests.gpu.test_attention import LENGTHS, Pair, parts_of
 from tests.support.engine import tiny_models
-from tests.support.engine.attention_steps import rows
+from tests.support.engine.attention_steps import BLOCKS, CPU, rows
 from tests.support.engine.on_cuda import (  # noqa: F401
     ANYWHERE,
     FLASH_FAMILIES,
@@ -147,3 +147,21 @@ def test_captured_plans_are_those_of_their_own_replay(
             for one, other in zip(alone, together, strict=True):
                 assert torch.equal(one, other.cpu())
     assert not torch.equal(alone[0], alone[1])
+
+
+@ANYWHERE
+def test_blocks_are_copied_and_filled_in_the_order_of_the_calls(device: str) -> None:
+    where = torch.device(device)
+    geometry = Geometry(
+        [LayerSpec(AttentionSpec(2, 1, None, 1.0), 64, 64)] * 2, 16, torch.bfloat16, torch.bfloat16
+    )
+    cache = KVCache(geometry, BLOCKS, where)
+    cache.fill(range(BLOCKS + 1), 1.0)
+    keep_busy(device)
+    cache.copy([(1, 2), (3, 4)])
+    cache.fill([1], 2.0)
+    cache.copy([(1, 3)])
+    cache.fill([1], 0.0)
+    for tensor in (*cache.keys, *cache.values):
+        means = tensor[:6].to(CPU, torch.float32).mean((1, 2, 3)).tolist()
+        assert means == [1.0, 0.0, 1.0, 2.0, 1.0, 1.0]
