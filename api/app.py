@@ -35,29 +35,24 @@ from api.http.access_log import AccessLog
 from api.http.auth import LOCAL_ORIGINS, check_admin, check_key
 from api.http.connection_limits import LIMITS
 from api.http.error_handlers import error_handlers
-from api.http.idempotency import KEY_REUSED, Repeated
+from api.http.idempotency import Repeated
 from api.http.middleware import MAX_ARRIVALS, Middleware, around, give_request_id, note_arrival
-from api.http.openapi import TAGS, ErrorResponses, build_document, introduction
+from api.http.openapi import TAGS, build_document, introduction
 from api.http.request_trace import trace_request
 from api.http.sse import keep_raw_send
 from api.http.unread import UNREAD
 from api.lifecycle import Gateway
 from api.models import router as models
-from api.pooling.routes_openai import router as pooling
-from api.protocols.clouds import router as platforms
 from api.protocols.kserve import info_router as kserve_info
 from api.protocols.kserve import ready_router as kserve_ready
-from api.protocols.kserve import router as kserve
-from api.protocols.messages import router as anthropic
-from api.protocols.openai import router as openai
+from api.protocols.messages import router as count_tokens
+from api.protocols.stored_responses import router as stored_responses
+from api.protocols.table import make_router, protocol_at
 from api.protocols.tgi import info_router as info
-from api.protocols.tgi import router as generate
 from api.protocols.tokenize import detokenize_router as detokenize
 from api.protocols.tokenize import router as tokenize
 from api.protocols.tokenize import version_router as vllm_version
 from api.requests.metrics import count_arrival, count_error
-from api.responses.routes import router as responses
-from api.responses.routes import stored_router as stored_responses
 from api.resume.inherit import write_inherited
 from api.resume.replay import check_repeated, replay
 from api.resume.routes_requests import router as requests
@@ -68,41 +63,14 @@ from common import tracing
 from common.metrics.exposition import publishing_metrics
 from common.settings.settings import Settings
 
+protocols = make_router()
 ROUTERS = (
-    generate,
-    platforms,
-    tokenize,
-    kserve,
-    openai,
-    responses,
-    stored_responses,
-    anthropic,
-    resume,
-    streams,
-    requests,
-    health,
-    live,
-    kserve_ready,
-    info,
-    kserve_info,
-    vllm_version,
-    models,
-    detokenize,
-    pooling,
-    batches,
-    fleet,
-    page,
-    metrics,
-    timeline,
-    usage,
-    keys,
-    jobs,
-    webhooks,
-    adapters,
+    *(protocols, tokenize, stored_responses, count_tokens, resume, streams, requests),
+    *(health, live, kserve_ready, info, kserve_info, vllm_version, models, detokenize, batches),
+    *(fleet, page, metrics, timeline, usage, keys, jobs, webhooks, adapters),
 )
 REFUSED_WHILE_DRAINING = (
-    *(generate, platforms, kserve, openai, responses, stored_responses, resume, streams),
-    *(anthropic, pooling, batches),
+    *(protocols, stored_responses, count_tokens, resume, streams, batches),
     *(health, kserve_ready),
 )
 PATHS = {
@@ -113,7 +81,6 @@ PATHS = {
 }
 """Described paths, in order."""
 WITHOUT_KEY = (health, live, kserve_ready, info, kserve_info, vllm_version, models, page, metrics)
-MAKE_ANSWERS = (generate, platforms, kserve, openai, responses, anthropic, pooling)
 FOR_ADMINS = (fleet, timeline, keys, jobs, webhooks, adapters)
 
 
@@ -158,7 +125,12 @@ def build(
 
 
 def wrap(app: ASGIApp, channel: KeeperChannel, access: AccessLog, *inner: Middleware) -> ASGIApp:
-    outer = (keep_raw_send, partial(give_answer_socket, channel), give_request_id, access.log_request)
+    outer = (
+        keep_raw_send,
+        partial(give_answer_socket, channel),
+        partial(give_request_id, protocol_at),
+        access.log_request,
+    )
     return around(app, *outer, *inner)
 
 
@@ -170,16 +142,14 @@ def checked_routes(has_keys: bool) -> list[BaseRoute]:
     described = [Depends(HTTPBearer(auto_error=False))] if has_keys else []
     parent = APIRouter(generate_unique_id_function=lambda route: route.name)
     for router in ROUTERS:
-        responses: ErrorResponses = {}
         dependencies = [Depends(check_serving)] if router in REFUSED_WHILE_DRAINING else []
         if router not in WITHOUT_KEY:
             dependencies += [Depends(check_key), *described]
         if router in FOR_ADMINS:
             dependencies.append(Depends(check_admin))
-        if router in MAKE_ANSWERS:
+        if router is protocols:
             dependencies.append(Depends(check_repeated))
-            responses = {409: {**router.responses[503], "description": KEY_REUSED}}
-        parent.include_router(router, dependencies=dependencies, responses=responses)
+        parent.include_router(router, dependencies=dependencies)
     nothing = {"type": "http", "method": "GET", "path": "", "headers": []}
     assert all(route.matches(nothing)[0] is Match.NONE for route in parent.routes)
     return parent.routes

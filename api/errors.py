@@ -19,7 +19,6 @@ PREFIXES = {
     "tool_error": "Tool error: ",
 }
 """TGI's prefixes of an error's text, by its type."""
-VLLM_PATHS = ("/detokenize", "/score", "/rerank", "/v2/rerank")
 OPENAI_STATUS = {422: 400, 424: 500}
 OPENAI_TYPES = {
     401: "authentication_error",
@@ -27,7 +26,6 @@ OPENAI_TYPES = {
     408: "timeout",
     429: "rate_limit_exceeded",
 }
-ANTHROPIC_PATH = "/v1/messages"
 ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -116,19 +114,6 @@ def anthropic(error: ApiError) -> tuple[int, dict[str, Any]]:
     status = OPENAI_STATUS.get(error.status, error.status)
     kind = ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     return status, {"type": "error", "error": {"type": kind, "message": error.text}}
-
-
-def is_anthropic(path: str) -> bool:
-    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
-
-
-def family_of(path: str) -> Family:
-    """The API family of the route with this path."""
-    if is_anthropic(path):
-        return anthropic
-    if path in ("/v1", *VLLM_PATHS) or path.startswith("/v1/"):
-        return openai
-    return kserve if path == "/v2" or path.startswith("/v2/") else tgi
 
 
 # --- causes -------------------------------------------------------------------------------------------------

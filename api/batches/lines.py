@@ -12,15 +12,9 @@ import orjson
 from api.errors import INSUFFICIENT_QUOTA, OPENAI_TYPES, ApiError
 from api.jobs.job import Job, JobBody, digest_of
 from api.json import TooDeep, is_too_deep
+from api.protocols.table import protocol_of
 from api.requests.service_terms import ServiceTerms
 
-PROMPTS = {
-    "/v1/chat/completions": "messages",
-    "/v1/completions": "prompt",
-    "/v1/responses": "input",
-    "/v1/embeddings": "input",
-}
-"""Endpoints of batches → the field of their bodies that has the prompt."""
 LINE_FIELDS = {"custom_id", "method", "url", "body"}
 MAX_CUSTOM_ID = 512
 STATUS_OF_TYPE = {kind: status for status, kind in OPENAI_TYPES.items()}
@@ -82,18 +76,16 @@ def read_line(text: bytes, endpoint: str, max_bytes: int) -> BatchLine:
 
 def make_job(line: BatchLine, job_id: str, entry_ms: int, number: int, terms: ServiceTerms, url: str) -> Job:
     """The job of a line. Its id and times are the same at every gateway and at every attempt."""
-    prompt = PROMPTS[url]
-    given = {name: value for name, value in line.body.items() if name not in (prompt, "model", "stream")}
+    protocol = protocol_of(url)
+    own = {name: line.body.get(name) for name in protocol.prompt}
+    given = {name: value for name, value in line.body.items() if name not in (*own, "model", "stream")}
     model = line.body.get("model")
-    fields: dict[str, Any] = {prompt: line.body.get(prompt), "parameters": given, "model": model}
+    fields: dict[str, Any] = {**own, "parameters": given, "model": model}
     return Job(
         id=job_id,
         entry_id=f"{entry_ms}-{number}",
         digest=digest_of(fields),
-        is_chat=prompt == "messages",
-        is_completion=prompt == "prompt",
-        is_vector=url == "/v1/embeddings",
-        is_response=url == "/v1/responses",
+        protocol=protocol,
         body=JobBody.model_construct(**fields),
         terms=terms,
         fault=line.fault or (None if model is None or isinstance(model, str) else bad_model()),

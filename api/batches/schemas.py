@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from api.http.openapi import ApiObject
+from api.protocols.table import BATCHES
 from api.webhooks.field import WebhookField
 
 MAX_METADATA, MAX_NAME, MAX_VALUE = 16, 64, 512
@@ -25,7 +26,7 @@ class BatchRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     input_file_id: str
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
+    endpoint: Literal[BATCHES]  # type: ignore[valid-type]
     completion_window: Literal["1h", "24h", "best_effort"]
     metadata: dict[str, str] | None = None
     output_expires_after: OutputExpiry | None = None

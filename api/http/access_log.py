@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api.errors import cut
 from api.http.audit_log import AuditLog
 from api.http.auth import API_KEY
-from api.http.middleware import asks_for_tokens
+from api.protocols.protocol import asks_for_tokens
 
 log = logging.getLogger(__name__)
 

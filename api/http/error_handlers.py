@@ -10,9 +10,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match
 
-from api.errors import ADMITTED, ApiError, cut, family_of, internal_error, invalid
+from api.errors import ADMITTED, ApiError, Family, cut, internal_error, invalid
 from api.http.access_log import note_refusal
 from api.json import to_json
+from api.protocols.protocol import errors_of
 
 CLIENT_CLOSED_REQUEST = 499
 CountError = Callable[[int, str], None]
@@ -22,9 +23,9 @@ NOT_SERVED = ("/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity"
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 
 
-def error_response(error: ApiError, path: str, headers: Mapping[str, str] | None = None) -> Response:
-    """An error as the response of the route with this path."""
-    status, body = family_of(path)(error)
+def error_response(error: ApiError, family: Family, headers: Mapping[str, str] | None = None) -> Response:
+    """An error as the response of a route whose errors have this form."""
+    status, body = family(error)
     all_headers = {**error.headers, **(headers or {})}
     if error.status == 401:
         all_headers["www-authenticate"] = "Bearer"
@@ -40,7 +41,7 @@ def error_response(error: ApiError, path: str, headers: Mapping[str, str] | None
 async def handle_api_error(count: CountError, request: Request, error: ApiError) -> Response:
     count(error.status, error.error_type)
     note_refusal(request.scope, error.error_type)
-    return error_response(error, request.url.path)
+    return error_response(error, errors_of(request.scope))
 
 
 async def handle_query(count: CountError, request: Request, exception: RequestValidationError) -> Response:
@@ -58,7 +59,7 @@ async def handle_http_exception(request: Request, exception: HTTPException) -> R
     asked = f"{cut(request.method)} {cut(request.url.path)}"
     error = ApiError(status, error_type, f"{exception.detail}: {asked}{hint}")
     headers = {"allow": allowed_methods(request)} if status == 405 else exception.headers
-    return error_response(error, request.url.path, headers)
+    return error_response(error, errors_of(request.scope), headers)
 
 
 def allowed_methods(request: Request) -> str:
@@ -95,7 +96,7 @@ async def handle_disconnect(request: Request, error: Exception) -> Response:
 
 async def handle_crash(request: Request, error: Exception) -> Response:
     """Answer 500. Starlette raises the error again, so the log has the traceback, and the connection ends."""
-    return error_response(internal_error(), request.url.path, {"connection": "close"})
+    return error_response(internal_error(), errors_of(request.scope), {"connection": "close"})
 
 
 def error_handlers(count: CountError) -> dict[int | type[Exception], Any]:

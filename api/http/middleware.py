@@ -15,9 +15,10 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.errors import is_anthropic
+from api.errors import anthropic
 from api.event_loop import Turns
 from api.http.idempotency import idempotency_key
+from api.protocols.protocol import ROW, Protocol, asks_for_tokens, errors_of
 from common.ids import CLIENTS_REQUEST_ID
 from common.process.logs import REQUEST_ID
 
@@ -26,29 +27,12 @@ log = logging.getLogger(__name__)
 Middleware = Callable[[ASGIApp, Scope, Receive, Send], Awaitable[None]]
 """Handles an HTTP request by calling the application that it is given."""
 REQUEST_ID_HEADER = "x-request-id"
-ANTHROPIC_ID_HEADER = "request-id"
+ID_HEADERS = (REQUEST_ID_HEADER, "request-id")
+"""Of responses; the second one has Anthropic's API alone."""
 MAX_ARRIVALS = 4
 """Requests that begin in one turn of the event loop; each takes up to a millisecond until it waits for the
 broker.
 """
-COUNTED_ROUTES = (
-    "/",
-    "/generate",
-    "/generate_stream",
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/invocations",
-    "/vertex",
-)
-COUNTED_PREFIX = "/v2/models/"
-
-
-def asks_for_tokens(scope: Scope) -> bool:
-    """Whether a request is for tokens: it is counted, and traced."""
-    path: str = scope["path"]
-    return scope["method"] == "POST" and (path in COUNTED_ROUTES or path.startswith(COUNTED_PREFIX))
 
 
 def client_request_id(scope: Scope) -> str:
@@ -83,9 +67,17 @@ def around(app: ASGIApp, *middlewares: Middleware) -> ASGIApp:
     return serve
 
 
-async def give_request_id(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Give a request an id, and its response the header."""
+async def give_request_id(
+    protocol_at: Callable[[str], Protocol | None],
+    app: ASGIApp,
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+) -> None:
+    """Give a request an id and the row of its protocol, and its response the header."""
     state = scope["state"]
+    state[ROW] = protocol_at(scope["path"])
+    names = ID_HEADERS if errors_of(scope) is anthropic else ID_HEADERS[:1]
     ours, theirs = state.setdefault("request_id", uuid.uuid4().hex), client_request_id(scope)
     REQUEST_ID.set(ours)
     if theirs:
@@ -94,9 +86,8 @@ async def give_request_id(app: ASGIApp, scope: Scope, receive: Receive, send: Se
     async def send_with_id(message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
-            headers[REQUEST_ID_HEADER] = theirs or ours
-            if is_anthropic(scope["path"]):
-                headers[ANTHROPIC_ID_HEADER] = theirs or ours
+            for name in names:
+                headers[name] = theirs or ours
         await send(message)
 
     try:

@@ -9,7 +9,7 @@ from typing import Self
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.answers.answer import AnswerTrace, HttpAnswer
-from api.http.middleware import asks_for_tokens
+from api.protocols.protocol import asks_for_tokens, row_of
 from common import tracing
 from common.process.logs import TRACEPARENT
 from common.tracing import (
@@ -28,18 +28,6 @@ TRACE = "trace"
 """Key of a request's state: its RequestTrace."""
 ROOT, GENERATION = "request", "generation"
 """What the two spans are about, for their ids."""
-NAMES = {
-    "/": "compat_generate",
-    "/generate": "generate",
-    "/generate_stream": "generate_stream",
-    "/v1/chat/completions": "chat_completions",
-    "/v1/completions": "completions",
-    "/v1/responses": "responses",
-    "/v1/messages": "messages",
-    "/invocations": "generate",
-    "/vertex": "vertex_compatibility",
-}
-"""Routes → TGI's names of their spans."""
 
 
 class RequestTrace:
@@ -130,7 +118,8 @@ def trace_of(scope: Scope) -> RequestTrace | None:
 
 async def trace_request(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """Trace a request for tokens, from here to the last byte of its answer."""
-    trace = begin_http(scope) if asks_for_tokens(scope) else None
+    row = row_of(scope)
+    trace = begin_http(scope, row.span) if row is not None and asks_for_tokens(scope) else None
     if trace is None:
         await app(scope, receive, send)
         return
@@ -152,12 +141,14 @@ async def trace_request(app: ASGIApp, scope: Scope, receive: Receive, send: Send
         trace.finish()
 
 
-def inherit_trace(scope: Scope, answer: HttpAnswer) -> None:
-    """Go on with the trace of an answer of a gateway that has ended; its two spans are ended here."""
+def inherit_trace(scope: Scope, answer: HttpAnswer, span: str) -> None:
+    """Go on with the trace of an answer of a gateway that has ended; its two spans are ended here. `span` is
+    the name of the inner one.
+    """
     if answer.trace is None or not tracing.is_on():
         return
     route = answer.route
-    trace = RequestTrace(answer.trace, f"POST {route}", "SERVER", NAMES.get(route, "generate"))
+    trace = RequestTrace(answer.trace, f"POST {route}", "SERVER", span)
     trace.attributes |= http_attributes({**scope, "path": route}, {})
     trace.add_event("inherited", {})
     note_status(trace, 200)
@@ -165,14 +156,14 @@ def inherit_trace(scope: Scope, answer: HttpAnswer) -> None:
     TRACEPARENT.set(trace.generation)
 
 
-def begin_http(scope: Scope) -> RequestTrace | None:
+def begin_http(scope: Scope, span: str) -> RequestTrace | None:
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     return RequestTrace.begin(
         scope["state"]["request_id"],
         headers,
         name=f"POST {scope['path']}",
         kind="SERVER",
-        inner_name=NAMES.get(scope["path"], "generate"),
+        inner_name=span,
         attributes=http_attributes(scope, headers),
     )
 

@@ -47,8 +47,9 @@ async def find_job_adapter(pool: Pool, job: Job) -> PoolAdapter | None:
     ApiError (422).
     """
     assert job.body is not None
-    is_named = job.is_chat or job.is_completion or job.is_response
-    adapter_id = None if is_named else (job.body.parameters or {}).get("adapter_id")
+    assert job.protocol is not None
+    has_parameters = "parameters" in job.protocol.body.model_fields
+    adapter_id = (job.body.parameters or {}).get("adapter_id") if has_parameters else None
     name = job.body.model if adapter_id is None else adapter_id
     if not isinstance(name, str) or (adapter_id is None and names_own(name, pool.settings)):
         return None  # the fields of `parameters` are checked later

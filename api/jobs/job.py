@@ -12,10 +12,12 @@ from typing import Any, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
-from api.errors import ApiError, Family, failed, invalid, openai, tgi
+from api.errors import ApiError, Family, failed, invalid, quoted, tgi
 from api.http.body import parse_body
 from api.jobs.not_before import read_not_before
 from api.json import parse_bytes
+from api.protocols.protocol import Protocol
+from api.protocols.table import JOBS, PROTOCOLS, protocol_at
 from api.requests.fields import Whole
 from api.requests.pool import Pool
 from api.requests.service_terms import (
@@ -39,13 +41,16 @@ ADDRESS = ("id", "reply_to", "reply", "webhook", "traceparent")
 """Fields that are not content: the id, where the answer and the event of the end go, and the trace that the
 job is part of.
 """
+NOT_PARAMETERS = ("model", "stream", "resume_s", "detached", "webhook", "not_before", "url", *JOBS)
+"""Fields of bodies that a job has beside its `parameters`, or does not have."""
 TRACEPARENT = r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$"
 """Pattern of W3C's name of a span."""
 
 
 class JobBody(BaseModel):
-    """The field `job` of an entry. Unknown fields are refused, unlike those of HTTP bodies: a service that
-    misspells `reply_to` would wait for ever.
+    """The field `job` of an entry. The prompt says of which route it has the parameters, and gets the answer;
+    `url` names another route that takes such a prompt. Unknown fields are refused, unlike those of HTTP
+    bodies: a service that misspells `reply_to` would wait for ever.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -57,6 +62,9 @@ class JobBody(BaseModel):
     input: Any = None
     query: Any = None
     documents: Any = None
+    text_1: Any = None
+    text_2: Any = None
+    url: str | None = None
     parameters: dict[str, Any] | None = None
     model: str | None = None
     priority: Whole | str | None = None
@@ -77,9 +85,7 @@ class Job:
         digest: of the content; the same id with another digest is a conflict.
         reply_to: channel for the frames; empty if there is none.
         in_stream: whether frames are kept in a stream.
-        is_completion: it has the fields of /v1/completions.
-        is_vector: its answer is vectors or scores.
-        is_response: it has the fields of /v1/responses, as lines of batches may.
+        protocol: the route of which it has the fields; None if they name none.
         body: None if the job has a `fault`.
         first_entry_id: of the entry that this one replaces, because the broker lost it; empty if there is
             none.
@@ -94,10 +100,7 @@ class Job:
     digest: str = ""
     reply_to: str = ""
     in_stream: bool = False
-    is_chat: bool = False
-    is_completion: bool = False
-    is_vector: bool = False
-    is_response: bool = False
+    protocol: Protocol | None = None
     body: JobBody | None = None
     terms: ServiceTerms = field(default_factory=ServiceTerms)
     fault: ApiError | None = None
@@ -110,17 +113,12 @@ class Job:
     @property
     def kind(self) -> str:
         """What it asks for, in a word."""
-        if self.is_vector:
-            return "vectors"
-        if self.is_response:
-            return "response"
-        return "chat" if self.is_chat else "completion" if self.is_completion else "generate"
+        return self.protocol.job if self.protocol else "generate"
 
     @property
     def family(self) -> Family:
-        """The API family of the job's errors."""
-        is_openai = self.is_chat or self.is_completion or self.is_vector or self.is_response
-        return openai if is_openai else tgi
+        """The form of the job's errors."""
+        return self.protocol.error if self.protocol else tgi
 
     @property
     def has_listeners(self) -> bool:
@@ -192,9 +190,7 @@ def read_job(entry_id: str, fields: Mapping[bytes, bytes], max_bytes: int) -> Jo
         digest=digest_of(parsed),
         reply_to=reply_to if isinstance(reply_to, str) and CHANNEL.fullmatch(reply_to) else "",
         in_stream=parsed.get("reply") == "stream",
-        is_chat="messages" in parsed,
-        is_completion="prompt" in parsed,
-        is_vector="input" in parsed or "query" in parsed,
+        protocol=find_protocol(parsed),
         first_entry_id=first_entry[0].decode() if first_entry else "",
         api_key=fields.get(b"api_key", b""),
         webhook_field=read_webhook_field(parsed),
@@ -203,14 +199,51 @@ def read_job(entry_id: str, fields: Mapping[bytes, bytes], max_bytes: int) -> Jo
         body = parse_body(JobBody, orjson.dumps(parsed))
         if body.id is not None and not is_job_id(body.id):
             raise invalid("`id` must not be that of a batch's line, which is the fleet's own", "id")
-        prompts = (body.inputs, body.messages, body.prompt, body.input, body.query)
-        if sum(prompt is not None for prompt in prompts) != 1:
-            others = "or `prompt`, or for vectors and scores `input`, or `query` with `documents`"
-            raise invalid(f"either `inputs` or `messages` must be given, {others}", "inputs")
+        check_prompt(body, job.protocol)
         not_before_ms = 0 if body.not_before is None else read_not_before(body.not_before, job.entry_ms)
         return replace(job, body=body, terms=read_job_terms(body), not_before_ms=not_before_ms)
     except ApiError as error:
         return replace(job, fault=error)
+
+
+def find_protocol(parsed: Mapping[str, Any]) -> Protocol | None:
+    """The route that a job names, or else the last one that takes a prompt that it has."""
+    url = parsed.get("url")
+    if url is not None:
+        return protocol_at(url) if isinstance(url, str) else None
+    return next((row for prompt, row in reversed(JOBS.items()) if prompt in parsed), None)
+
+
+def check_prompt(body: JobBody, protocol: Protocol | None) -> None:
+    """Raises ApiError (422) for a job that has not one prompt, that of its route."""
+    if body.url is not None and (protocol is None or not protocol.prompt):
+        known = ", ".join(row.path for row in PROTOCOLS if row.prompt)
+        raise invalid(f"`url` must be one of {known}. Given: {quoted(body.url)}", "url")
+    given = [name for name in JOBS if getattr(body, name) is not None]
+    if len(given) != 1:
+        others = "or `prompt`, or for vectors and scores `input`, or `query` with `documents`"
+        raise invalid(f"either `inputs` or `messages` must be given, {others}", "inputs")
+    assert protocol is not None
+    if given[0] not in protocol.prompt:
+        raise invalid(f"`{given[0]}` is no prompt of {protocol.path}: give `{protocol.prompt[0]}`", given[0])
+
+
+def content_of(job: Job) -> dict[str, Any]:
+    """The body that the job's route would be sent. Raises ApiError (422) for a parameter that is a field of
+    the job, or that jobs do not have.
+    """
+    assert job.body is not None
+    assert job.protocol is not None
+    known = job.protocol.body.model_fields
+    prompt = {name: getattr(job.body, name) for name in job.protocol.prompt}
+    if "parameters" in known:
+        return prompt | {"parameters": job.body.parameters}
+    given = job.body.parameters or {}
+    for name in NOT_PARAMETERS:
+        if given.get(name) is not None:
+            raise invalid(f"`{name}` is no parameter of a job", name)
+    streamed = {"stream": job.has_listeners or "stream_options" in given} if "stream" in known else {}
+    return given | prompt | streamed
 
 
 def read_webhook_field(parsed: Mapping[str, Any]) -> WebhookField | None:
@@ -254,7 +287,7 @@ def read_job_terms(body: JobBody) -> ServiceTerms:
 
 def openai_parameters(body: JobBody) -> dict[str, Any]:
     """Parameters that may name a class: those of a chat or of a completion."""
-    is_openai = body.messages is not None or body.prompt is not None
+    is_openai = body.url is None and (body.messages is not None or body.prompt is not None)
     return (body.parameters or {}) if is_openai else {}
 
 

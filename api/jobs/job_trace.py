@@ -21,7 +21,7 @@ def begin_job_trace(pool: Pool, job: Job) -> RequestTrace | None:
         {"traceparent": given} if given else {},
         name="process submit",
         kind="CONSUMER",
-        inner_name="chat_completions" if job.is_chat else "generate",
+        inner_name=job.protocol.span if job.protocol else "generate",
         attributes={
             "messaging.system": "redis",
             "messaging.operation.name": "process",
@@ -38,9 +38,8 @@ def begin_job_trace(pool: Pool, job: Job) -> RequestTrace | None:
 
 def note_job(trace: RequestTrace | None, job: Job, requests: Sequence[Generate], model: str) -> None:
     """Note what a valid job asks for."""
-    if trace is not None:
-        operation = "embeddings" if job.is_vector else "chat" if job.is_chat else "text_completion"
-        trace.generation_attributes |= generation_attributes(requests[0], operation, model)
+    if trace is not None and job.protocol is not None:
+        trace.generation_attributes |= generation_attributes(requests[0], job.protocol.operation, model)
         trace.generation_attributes |= {"gen_ai.request.choice.count": len(requests)}
 
 

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from api.answers.logits import Logits
 from api.answers.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
-from api.http.openapi import Absent, ApiObject, error_responses, event_stream
+from api.http.openapi import Absent, ApiObject, error_responses
 
 FinishReason = Literal["stop", "length", "tool_calls", "function_call"]
 
@@ -246,10 +246,3 @@ ERROR_RESPONSES = error_responses(
     },
 )
 """All error responses by status."""
-
-
-def response_or_chunks(
-    whole: type[CompletionObject], chunk: type[CompletionObject]
-) -> dict[int | str, dict[str, Any]]:
-    """A route's `responses`: the field `stream` decides between the whole and chunks."""
-    return {200: {"model": whole, "content": event_stream([chunk, OpenAIError], "[DONE]")}}

@@ -2,7 +2,7 @@
 requests, and what the answer shows of them.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from api.answers.answer import VectorAnswer
 from api.errors import invalid, quoted
@@ -15,20 +15,15 @@ from api.pooling.request_schemas import (
     ScoreRequest,
 )
 from api.protocols.openai_bodies import Prompt, read_prompts
+from api.protocols.protocol import Asked, Context
 from api.requests.pool import Pool
 from common.pooling import PoolingConfig
 
 
-class Asked(NamedTuple):
-    """What a body asks for."""
-
-    inputs: PooledInputs
-    shown: VectorAnswer
-
-
-async def read_embedding(pool: Pool, parsed: EmbeddingRequest, route: str) -> Asked:
+async def read_embedding(parsed: EmbeddingRequest, context: Context) -> Asked:
     """Raises ApiError."""
-    own = embedding_of(pool, route)
+    pool = context.pool
+    own = embedding_of(pool, context.route)
     options = parsed.options(prompt_of(own, parsed.prompt_name))
     inputs = await read_inputs(pool, listed_inputs(parsed.input, "input"), options, "input")
     shown = VectorAnswer(
@@ -37,15 +32,17 @@ async def read_embedding(pool: Pool, parsed: EmbeddingRequest, route: str) -> As
         dimensions=checked_dimensions(own, parsed.dimensions),
         normalized=parsed.normalize is not False,
     )
-    return Asked(inputs, shown)
+    return asked(inputs, shown)
 
 
-async def read_rerank(pool: Pool, parsed: RerankFields, route: str) -> Asked:
+async def read_rerank(parsed: RerankFields, context: Context) -> Asked:
     """Raises ApiError."""
     if parsed.top_n is not None and parsed.top_n < 0:
         raise invalid(f"`top_n` must be at least 0. Given: {parsed.top_n}", "top_n")
-    texts, names = parsed.texts, ("query", "documents")
-    inputs, num_queries = await read_pairs(pool, route, [parsed.query], texts, names, parsed.options())
+    pool, texts, names = context.pool, parsed.texts, ("query", "documents")
+    inputs, num_queries = await read_pairs(
+        pool, context.route, [parsed.query], texts, names, parsed.options()
+    )
     shown = VectorAnswer(
         render.RERANK,
         num_queries=num_queries,
@@ -53,11 +50,12 @@ async def read_rerank(pool: Pool, parsed: RerankFields, route: str) -> Asked:
         top_n=parsed.top_n or 0,
         texts=[] if parsed.return_documents is False else texts,
     )
-    return Asked(inputs, shown)
+    return asked(inputs, shown)
 
 
-async def read_score(pool: Pool, parsed: ScoreRequest, route: str) -> Asked:
+async def read_score(parsed: ScoreRequest, context: Context) -> Asked:
     """Raises ApiError."""
+    pool = context.pool
     first, second = ([one] if isinstance(one, str) else list(one) for one in (parsed.text_1, parsed.text_2))
     if len(first) not in (1, len(second)):
         raise invalid(
@@ -65,8 +63,13 @@ async def read_score(pool: Pool, parsed: ScoreRequest, route: str) -> Asked:
             "text_1",
         )
     names = ("text_1", "text_2")
-    inputs, num_queries = await read_pairs(pool, route, first, second, names, parsed.options())
-    return Asked(inputs, VectorAnswer(render.SCORE, num_queries=num_queries, raw=is_raw(pool)))
+    inputs, num_queries = await read_pairs(pool, context.route, first, second, names, parsed.options())
+    return asked(inputs, VectorAnswer(render.SCORE, num_queries=num_queries, raw=is_raw(pool)))
+
+
+def asked(inputs: PooledInputs, shown: VectorAnswer) -> Asked:
+    requests = inputs.requests
+    return Asked(requests, [""] * len(requests), num_chars=inputs.num_chars, parts={"vectors": shown})
 
 
 def is_raw(pool: Pool) -> bool:

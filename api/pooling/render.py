@@ -9,7 +9,6 @@ from typing import Any
 import orjson
 
 from api.answers.answer import HttpAnswer, VectorAnswer
-from api.http.sse import Feed
 from api.json import to_json
 from api.pooling.vectors import (
     Vector,
@@ -19,17 +18,12 @@ from api.pooling.vectors import (
     to_base64,
     values_of,
 )
-from api.requests.respond import AnswerRenderer, total_headers
-from api.streams.http_response import WholeBody
+from api.protocols.protocol import AnswerRenderer, WholeBody
+from api.requests.respond import total_headers
 from api.streams.stream import Stream
 
 EMBEDDINGS, SCORE, RERANK = "embeddings", "score", "rerank"
 RenderForm = Callable[[HttpAnswer, VectorAnswer, Sequence[Stream]], Any]
-
-
-def render_frames(answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[bytes]:
-    """Never called: no route streams vectors."""
-    raise NotImplementedError
 
 
 def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> WholeBody:
@@ -105,4 +99,4 @@ FORMS: dict[str, RenderForm] = {
     SCORE: render_score,
     RERANK: render_rerank,
 }
-RENDERER = AnswerRenderer(render_frames, render_whole)
+RENDERER = AnswerRenderer(None, render_whole)

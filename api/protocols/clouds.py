@@ -2,86 +2,38 @@
 which Vertex AI sends to TGI: several prompts or chats.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
 from pydantic import Discriminator, Field, Tag
-from starlette.responses import Response
-from starlette.types import Message
+from starlette.requests import Request
 
-from api.answers.answer import Rendering
-from api.errors import ApiError, invalid, quoted
+from api.answers.answer import HttpAnswer
+from api.errors import ApiError, invalid, quoted, tgi
 from api.event_loop import Pace, offload
-from api.http import body
+from api.http.body import parse_body
 from api.http.openapi import TGI
-from api.protocols.openai import chat_completions, completions
+from api.json import to_json
+from api.protocols.openai import CHAT_COMPLETIONS, COMPLETIONS
 from api.protocols.openai_bodies import ChatRequest, read_chat
-from api.protocols.tgi import (
-    EVENTS,
-    EXAMPLE,
-    RENDERER,
-    VERTEX,
-    CompatGenerateRequest,
-    GenerateRequest,
-    compat_generate,
-)
+from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, WholeBody, described
+from api.protocols.tgi import COMPAT_GENERATE, EVENTS, EXAMPLE, CompatGenerateRequest, GenerateRequest
 from api.requests.fields import Listed, Strict
 from api.requests.logits import check_no_logits
-from api.requests.on_pool import (
-    adapter_of,
-    allowed_adapter,
-    check_adapter_id,
-    on_pool,
-    own_pool,
-    pools_of,
-)
+from api.requests.on_pool import adapter_of, allowed_adapter, check_adapter_id, pools_of
 from api.requests.params import GenerationParams, Limits
 from api.requests.pool import Pool
-from api.requests.respond import new_answer, read_terms, submit_and_respond, with_adapter
-from api.requests.service_terms import generation_body
-from api.requests.validate import validate
+from api.requests.respond import read_terms, total_headers, with_adapter
+from api.streams.beams import all_outputs
+from api.streams.stream import Stream
 from api.tgi.response_schemas import GENERATE_ERRORS, GenerateResponse, Predictions
 from api.webhooks.field import WebhookField
 
-router = APIRouter(responses=GENERATE_ERRORS, tags=[TGI])
-Route = Callable[[Request], Awaitable[Response]]
-ROUTES: dict[str, tuple[str, Route]] = {
-    "inputs": ("/", compat_generate),
-    "messages": ("/v1/chat/completions", chat_completions),
-    "prompt": ("/v1/completions", completions),
-}
-"""For /invocations: the field by which a body is recognised → the path and the route that answer it."""
+INSTANCE_BYTES = 1000
+"""Validating an instance takes about as long as reading this many bytes."""
 VERTEX_EXAMPLE = {"instances": [{"inputs": "The capital of France is", "parameters": {"max_new_tokens": 20}}]}
 Instance = GenerateRequest | ChatRequest
-
-
-@router.post(
-    "/invocations",
-    summary="Generate as another route does",
-    openapi_extra=generation_body(CompatGenerateRequest, EXAMPLE),
-    responses={200: {"model": list[GenerateResponse], **EVENTS[200]}},
-)
-async def invocations(request: Request) -> Response:
-    """A body with `inputs` is answered as by `/`, one with `messages` as by `/v1/chat/completions`, one with
-    `prompt` as by `/v1/completions`. Errors are TGI's.
-    """
-    data = await body.read_json(request, own_pool(request).max_body_bytes)
-    names = await body.names_in(data)
-    path, route = next((ROUTES[name] for name in ROUTES if name in names), ROUTES["inputs"])
-    return await route(readdressed(request, path, data))
-
-
-def readdressed(request: Request, path: str, data: bytes) -> Request:
-    """The request at another path; its body, which has been read, can be read again."""
-    unread: list[Message] = [{"type": "http.request", "body": data, "more_body": False}]
-
-    async def receive() -> Message:
-        return unread.pop() if unread else await request.receive()
-
-    return Request({**request.scope, "path": path, "raw_path": path.encode()}, receive)
 
 
 def kind_of(instance: Any) -> str:
@@ -109,44 +61,37 @@ class UninspectedInstances(Strict):
     """
 
     instances: list[Any]
+    webhook: WebhookField | None = None
 
 
-@router.post(
-    VERTEX,
-    summary="Generate several texts",
-    openapi_extra=generation_body(VertexRequest, VERTEX_EXAMPLE),
-    responses={200: {"model": Predictions}},
-)
-async def vertex(request: Request) -> Response:
-    """Returns a text for each instance. Prompts are sampled, unless `do_sample` is false, as in TGI."""
-    data = await body.read_json(request, own_pool(request).max_body_bytes)
-    return await on_pool(request, None, partial(predict_on, request, data))
-
-
-async def predict_on(request: Request, data: bytes, pool: Pool) -> Response:
-    """Validate and submit the instances, and respond. Raises ApiError."""
-    await pool.admission.check()
-    limits = pool.workers.limits
-    uninspected = await offload(len(data), lambda: body.parse_body(UninspectedInstances, data))
-    check_number(uninspected.instances, limits)
-    parsed = await offload(len(data), lambda: body.parse_body(VertexRequest, data))
+async def read_vertex(body: UninspectedInstances, context: Context) -> Asked:
+    """What the instances ask for. Prompts are sampled, unless `do_sample` is false, as in TGI. Raises
+    ApiError.
+    """
+    request = context.request
+    assert request is not None
+    check_number(body.instances, context.pool.workers.limits)
+    parsed = await offload(INSTANCE_BYTES * len(body.instances), lambda: inspect(body))
     all_params, requests, pace = [], [], Pace()
     for i, one in enumerate(parsed.instances):
-        params, adapter = await read_instance(request, pool, one, i)
+        params, adapter = await read_instance(request, context.pool, one, i)
         all_params.append(params)
-        found = await validate(params, limits, pool.tokenizer, pool.pictures)
-        requests += with_adapter(found, adapter)
+        requests += with_adapter(await context.validate(params), adapter)
         await pace.step()
-    answer = new_answer(
-        request,
-        pool,
-        requests=requests,
-        prefixes=[""] * len(requests),
-        rendering=Rendering(),
-        webhook=parsed.webhook,
-    )
     num_chars = sum(len(params.text or "") for params in all_params)
-    return await submit_and_respond(request, pool, answer, num_chars, RENDERER)
+    return Asked(requests, [""] * len(requests), num_chars=num_chars)
+
+
+def inspect(body: UninspectedInstances) -> VertexRequest:
+    """Raises ApiError."""
+    return parse_body(VertexRequest, to_json({"instances": body.instances}))
+
+
+def render_predictions(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> WholeBody:
+    outputs = all_outputs(streams)
+    num_generated = sum(output.num_tokens for output in outputs)
+    body = to_json({"predictions": [output.text for output in outputs]})
+    return body, total_headers(answer, streams, num_generated, arrived_s)
 
 
 def check_number(instances: Sequence[object], limits: Limits) -> None:
@@ -210,3 +155,43 @@ async def read_messages(request: Request, pool: Pool, chat: ChatRequest) -> Gene
         await pools.find(chat.model)  # raises, if there is no such model
         raise invalid(f"`model` must be this fleet's own. Given: {quoted(chat.model)}", "model")
     return (await read_chat(chat, pool)).params
+
+
+VERTEX = Protocol(
+    path="/vertex",
+    name="vertex",
+    span="vertex_compatibility",
+    body=UninspectedInstances,
+    read=read_vertex,
+    renderer=AnswerRenderer(None, render_predictions),
+    error=tgi,
+    streams=False,
+    docs=described(
+        TGI,
+        GENERATE_ERRORS,
+        VertexRequest,
+        VERTEX_EXAMPLE,
+        "Generate several texts",
+        "Returns a text for each instance. Prompts are sampled, unless `do_sample` is false, as in TGI.",
+        Predictions,
+    ),
+)
+INVOCATIONS = COMPAT_GENERATE._replace(
+    path="/invocations",
+    name="invocations",
+    span="generate",
+    resumable=False,
+    by_field={"inputs": COMPAT_GENERATE, "messages": CHAT_COMPLETIONS, "prompt": COMPLETIONS},
+    docs=described(
+        TGI,
+        GENERATE_ERRORS,
+        CompatGenerateRequest,
+        EXAMPLE,
+        "Generate as another route does",
+        "A body with `inputs` is answered as by `/`, one with `messages` as by `/v1/chat/completions`, "
+        "one with "
+        "`prompt` as by `/v1/completions`. Errors are TGI's.",
+        list[GenerateResponse],
+        EVENTS,
+    ),
+)

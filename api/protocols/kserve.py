@@ -4,20 +4,17 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
 from itertools import islice
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Request
 from pydantic import Field, model_validator
-from sse_starlette import EventSourceResponse
 from starlette.responses import Response
 
 from api.answers.answer import HttpAnswer, InferOutputs, Rendering
 from api.errors import failed, invalid, kserve
 from api.event_loop import Pace
-from api.http import body
 from api.http.openapi import KSERVE, event_stream, only
 from api.http.sse import MAX_ITEMS, Feed, sse_frames
 from api.json import to_json
@@ -32,6 +29,7 @@ from api.kserve.response_schemas import (
     TextChunk,
     TextResponse,
 )
+from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, WholeBody, described
 from api.protocols.tgi import (
     TGI_NAMES,
     GenerateParameters,
@@ -46,13 +44,10 @@ from api.protocols.tgi import (
 )
 from api.requests.fields import DETACHED, RESUME_S, Listed, Strict, Whole, ranged
 from api.requests.logits import check_no_logits
-from api.requests.on_pool import on_adapter, own_pool, pools_of
+from api.requests.on_pool import pools_of
 from api.requests.params import GenerationParams
 from api.requests.pool import Pool
-from api.requests.respond import AnswerRenderer, new_answer, submit_and_respond, total_headers
-from api.requests.service_terms import generation_body
-from api.requests.validate import validate
-from api.streams.http_response import WholeBody
+from api.requests.respond import total_headers
 from api.streams.stream import Stream
 from api.webhooks.field import WebhookField
 from common.messages.request import Generate
@@ -130,6 +125,11 @@ class KServeGenerateRequest(Strict):
         others = {name: value for name, value in body.items() if name not in cls.model_fields}
         return own | {"parameters": others | (body.get("parameters") or {})}
 
+    @property
+    def adapter_id(self) -> str | None:
+        """The adapter that its parameters name."""
+        return self.parameters.adapter_id
+
     def generation_params(self, streamed: bool) -> GenerationParams:
         """Raises ApiError (422)."""
         if self.parameters.stream not in (None, streamed):
@@ -200,9 +200,13 @@ class InferRequest(Strict):
     )
     webhook: WebhookField | None = None
 
+    @property
+    def adapter_id(self) -> str | None:
+        """The adapter that its parameters name."""
+        return self.parameters.adapter_id if self.parameters else None
+
     def prompts(self) -> list[tuple[str, str]]:
         """The text of each prompt, and its field. Raises ApiError (422)."""
-        self.check()
         return [
             (text, f"inputs[{i}].data")
             for i, tensor in enumerate(self.inputs)
@@ -344,22 +348,18 @@ def render_outputs(outputs: InferOutputs, texts: Iterator[str]) -> Iterator[dict
         yield {"name": name, "shape": own_shape, "datatype": "BYTES", "data": data}
 
 
-RENDERER = AnswerRenderer(render_frames, render_whole)
-
-
 # --- routes -------------------------------------------------------------------------------------------------
 
 
-router = APIRouter(
-    responses=only(ERRORS, 400, 401, 403, 404, 408, 413, 415, 422, 424, 429, 500, 503), tags=[KSERVE]
-)
+GENERATE_ERRORS = only(ERRORS, 400, 401, 403, 404, 408, 413, 415, 422, 424, 429, 500, 503)
 info_router = APIRouter(responses=only(ERRORS, 404, 503), tags=[KSERVE])
 ready_router = APIRouter(responses=only(ERRORS, 404, 503), tags=[KSERVE])
 
 MODEL = "/v2/models/{model:path}"
 VERSIONED = f"{MODEL}/versions/{{model_version}}"
 """Its routes come before those of MODEL, and `ready_router` before `info_router`: names may have slashes."""
-ModelName = Annotated[str, Path(description="One that `GET /v1/models` lists.")]
+OF_MODELS = "One that `GET /v1/models` lists."
+ModelName = Annotated[str, Path(description=OF_MODELS)]
 ModelVersion = Annotated[str, Path(description=f"Any: a model has one version, {VERSION}.")]
 EXTENSIONS = ["infer", "ready", "generate"]
 EXAMPLE = {"text_input": "The capital of France is", "parameters": {"max_tokens": 20}}
@@ -434,115 +434,110 @@ async def kserve_model(request: Request, model: ModelName) -> Response:
 # --- generation ---------------------------------------------------------------------------------------------
 
 
-@router.post(
-    f"{MODEL}/generate",
-    summary="Generate text for KServe",
-    openapi_extra=generation_body(KServeGenerateRequest, EXAMPLE),
-    responses={200: {"model": TextResponse}},
-)
-@router.post(f"{VERSIONED}/generate", include_in_schema=False)
-async def kserve_generate(request: Request, model: ModelName) -> Response:
-    """Returns the whole text when generation has finished."""
-    return await generate(request, model, streamed=False)
-
-
-@router.post(
-    f"{MODEL}/generate_stream",
-    summary="Generate a stream of texts for KServe",
-    openapi_extra=generation_body(KServeGenerateRequest, EXAMPLE),
-    responses={200: {"content": event_stream([TextChunk, KServeError])}},
-    response_class=EventSourceResponse,
-)
-@router.post(f"{VERSIONED}/generate_stream", include_in_schema=False)
-async def kserve_generate_stream(request: Request, model: ModelName) -> Response:
-    """Sends the text that each token adds as a server-sent event. A request that fails midway ends with an
-    event that has `error`.
-    """
-    return await generate(request, model, streamed=True)
-
-
-@router.post(
-    f"{MODEL}/infer",
-    summary="Generate texts for tensors of prompts",
-    openapi_extra=generation_body(InferRequest, INFER_EXAMPLE),
-    responses={200: {"model": InferResponse}},
-)
-@router.post(f"{VERSIONED}/infer", include_in_schema=False)
-async def kserve_infer(request: Request, model: ModelName) -> Response:
-    """Returns an output for each input, in their order."""
-    parsed = await body.read(request, InferRequest, own_pool(request).max_body_bytes)
-    adapter_id = parsed.parameters.adapter_id if parsed.parameters else None
-    return await on_adapter(request, adapter_id, model, partial(infer_on, request, parsed))
-
-
-async def infer_on(request: Request, parsed: InferRequest, pool: Pool) -> Response:
-    """Validate and submit the texts, and respond. Raises ApiError."""
-    await pool.admission.check()
-    parameters = parsed.parameters or KServeParameters()
-    prompts, pace = parsed.prompts(), Pace()
-    check_number(prompts, pool)
+async def read_infer(body: InferRequest, context: Context) -> Asked:
+    """What the tensors of prompts ask for. Raises ApiError."""
+    parameters = body.parameters or KServeParameters()
+    prompts, pace = body.prompts(), Pace()
+    check_number(prompts, context.pool)
     requests: list[Generate] = []
     for text, field in prompts:
-        params = generation_params(text, field, parameters, streamed=False)
-        requests += await choices(params, pool, streamed=False)
+        requests += await choices(generation_params(text, field, parameters, streamed=False), context)
         await pace.step()
     prefixes = [text if parameters.wants_full_text else "" for text, _ in prompts]
-    answer = new_answer(
-        request,
-        pool,
-        requests=requests,
-        prefixes=prefixes,
-        rendering=Rendering(),
-        webhook=parsed.webhook,
-    )
-    answer = replace(answer, infer=parsed.describe_outputs())
-    return await submit_and_respond(request, pool, answer, sum(len(text) for text, _ in prompts), RENDERER)
+    num_chars = sum(len(text) for text, _ in prompts)
+    return Asked(requests, prefixes, num_chars=num_chars, parts={"infer": body.describe_outputs()})
 
 
-async def generate(request: Request, model: str, streamed: bool) -> Response:
-    """Read, validate, submit and answer a text. Raises ApiError."""
-    parsed = await body.read(request, KServeGenerateRequest, own_pool(request).max_body_bytes)
-    serve = partial(generate_on, request, parsed, streamed)
-    return await on_adapter(request, parsed.parameters.adapter_id, model, serve)
+async def read_generate(body: KServeGenerateRequest, context: Context) -> Asked:
+    """What a text asks for. Raises ApiError."""
+    text, parameters = body.text_input, body.parameters
+    requests = await choices(body.generation_params(context.streamed), context)
+    rendering = Rendering(details=parameters.wants_details)
+    return Asked(requests, [text if parameters.wants_full_text else ""], rendering, len(text))
 
 
-async def generate_on(
-    request: Request, parsed: KServeGenerateRequest, streamed: bool, pool: Pool
-) -> Response:
-    """Validate and submit a text, and respond. Raises ApiError."""
-    await pool.admission.check()
-    text, parameters = parsed.text_input, parsed.parameters
-    answer = new_answer(
-        request,
-        pool,
-        requests=await choices(parsed.generation_params(streamed), pool, streamed),
-        prefixes=[text if parameters.wants_full_text else ""],
-        rendering=Rendering(details=parameters.wants_details),
-        streamed=streamed,
-        resume_s=parsed.resume_s,
-        detached=parsed.detached,
-        webhook=parsed.webhook,
-    )
-    return await submit_and_respond(request, pool, answer, len(text), RENDERER)
-
-
-async def choices(params: GenerationParams, pool: Pool, streamed: bool) -> list[Generate]:
+async def choices(params: GenerationParams, context: Context) -> list[Generate]:
     """The requests of one prompt: several with `best_of`. A beam search returns its best text. Raises
     ApiError (422).
     """
     check_no_logits(params)
-    check_best_of(params, pool.workers.limits, streamed)
+    check_best_of(params, context.pool.workers.limits, context.streamed)
     if params.beams is not None:
-        if streamed:
+        if context.streamed:
             raise invalid(
                 "`beam_width` is served whole on …/generate: its texts come at the end", "beam_width"
             )
         params = replace(params, beams=replace(params.beams, num_returned=1))
-    requests = await validate(params, pool.workers.limits, pool.tokenizer, pool.pictures)
-    return with_own_seeds(requests) if params.n > 1 else requests
+    requests = await context.validate(params)
+    return with_own_seeds(requests, context.seed) if params.n > 1 else requests
 
 
 def check_number(prompts: list[tuple[str, str]], pool: Pool) -> None:
     most = pool.workers.limits.max_client_batch_size
     if not 0 < len(prompts) <= most:
         raise invalid(f"`inputs` must have 1 to {most} texts. Given: {len(prompts)}", "inputs")
+
+
+MODEL_PARAMETER = {
+    "name": "model",
+    "in": "path",
+    "required": True,
+    "description": OF_MODELS,
+    "schema": {"type": "string", "title": "Model", "description": OF_MODELS},
+}
+KSERVE_GENERATE = Protocol(
+    path=f"{MODEL}/generate",
+    name="kserve_generate",
+    aliases=[f"{VERSIONED}/generate"],
+    body=KServeGenerateRequest,
+    read=read_generate,
+    renderer=AnswerRenderer(render_frames, render_whole),
+    error=kserve,
+    streams=False,
+    docs=described(
+        KSERVE,
+        GENERATE_ERRORS,
+        KServeGenerateRequest,
+        EXAMPLE,
+        "Generate text for KServe",
+        "Returns the whole text when generation has finished.",
+        TextResponse,
+        parameters=[MODEL_PARAMETER],
+    ),
+)
+KSERVE_GENERATE_STREAM = KSERVE_GENERATE._replace(
+    path=f"{MODEL}/generate_stream",
+    name="kserve_generate_stream",
+    aliases=[f"{VERSIONED}/generate_stream"],
+    streams=True,
+    resumable=True,
+    docs=described(
+        KSERVE,
+        GENERATE_ERRORS,
+        KServeGenerateRequest,
+        EXAMPLE,
+        "Generate a stream of texts for KServe",
+        "Sends the text that each token adds as a server-sent event. A request that fails midway ends "
+        "with an "
+        "event that has `error`.",
+        events=event_stream([TextChunk, KServeError]),
+        parameters=[MODEL_PARAMETER],
+    ),
+)
+KSERVE_INFER = KSERVE_GENERATE._replace(
+    path=f"{MODEL}/infer",
+    name="kserve_infer",
+    aliases=[f"{VERSIONED}/infer"],
+    body=InferRequest,
+    read=read_infer,
+    docs=described(
+        KSERVE,
+        GENERATE_ERRORS,
+        InferRequest,
+        INFER_EXAMPLE,
+        "Generate texts for tensors of prompts",
+        "Returns an output for each input, in their order.",
+        InferResponse,
+        parameters=[MODEL_PARAMETER],
+    ),
+)

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count, groupby
 from typing import Annotated, Any, Literal
 
@@ -33,16 +32,15 @@ from api.protocols.openai_bodies import (
     ChatRequest,
     read_chat,
 )
+from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, WholeBody, described
 from api.protocols.tokenize import shown_prompt
 from api.requests.chat_prompt import REASONING_SWITCHES, ChatMessage
 from api.requests.fields import Listed, SamplingFields, ServedFields, Strict, Whole, with_one_error
-from api.requests.on_pool import on_pool, pool_for, read_body
+from api.requests.on_pool import pool_for, read_body
 from api.requests.pool import Pool
-from api.requests.respond import AnswerRenderer, new_answer, read_terms, submit_and_respond, total_headers
-from api.requests.service_terms import TIERS, generation_body, on_terms
+from api.requests.respond import read_terms, total_headers
+from api.requests.service_terms import TIERS, on_terms
 from api.requests.tools import FunctionSchema, ToolSchema
-from api.requests.validate import validate
-from api.streams.http_response import WholeBody
 from api.streams.stream import Stream
 from api.webhooks.field import WebhookField
 from common.settings.ranges import MAX_STOP_CHARS
@@ -702,9 +700,6 @@ def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float
     return body, total_headers(answer, streams, stream.num_tokens, arrived_s)
 
 
-RENDERER = AnswerRenderer(MessageFrames, render_whole)
-
-
 # --- routes -------------------------------------------------------------------------------------------------
 
 
@@ -712,36 +707,36 @@ router = APIRouter(responses=ERROR_RESPONSES, tags=[ANTHROPIC])
 EXAMPLE = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
 
 
-@router.post(
-    "/v1/messages",
-    summary="Create a message",
-    openapi_extra=generation_body(MessagesRequest, {**EXAMPLE, "max_tokens": 100}),
-    responses={200: {"model": MessageObject, "content": event_stream([MessageEvent])}},
+async def read_message(body: MessagesRequest, context: Context) -> Asked:
+    """What a body asks for. Raises ApiError."""
+    chat = await read_messages(body, context.pool)
+    requests = await context.validate(chat.params)
+    return Asked(requests, [chat.prefix], chat.rendering, len(chat.params.text or ""))
+
+
+MESSAGES = Protocol(
+    path="/v1/messages",
+    name="create_message",
+    span="messages",
+    operation="chat",
+    body=MessagesRequest,
+    read=read_message,
+    renderer=AnswerRenderer(MessageFrames, render_whole),
+    error=anthropic,
+    resumable=True,
+    job="message",
+    prompt=["messages"],
+    docs=described(
+        ANTHROPIC,
+        ERROR_RESPONSES,
+        MessagesRequest,
+        {**EXAMPLE, "max_tokens": 100},
+        "Create a message",
+        "Generates the assistant's next turn. With `stream`, it comes as Anthropic's typed events.",
+        MessageObject,
+        event_stream([MessageEvent]),
+    ),
 )
-async def create_message(request: Request) -> Response:
-    """Generates the assistant's next turn. With `stream`, it comes as Anthropic's typed events."""
-    body = await read_body(request, MessagesRequest)
-    return await on_pool(request, body.model, partial(create_on, request, body))
-
-
-async def create_on(request: Request, body: MessagesRequest, pool: Pool) -> Response:
-    """Validate and submit the chat, and respond. Raises ApiError."""
-    await pool.admission.check()
-    chat = await read_messages(body, pool)
-    requests = await validate(chat.params, pool.workers.limits, pool.tokenizer, pool.pictures)
-    answer = new_answer(
-        request,
-        pool,
-        requests=requests,
-        prefixes=[chat.prefix],
-        rendering=chat.rendering,
-        streamed=bool(body.stream),
-        resume_s=body.resume_s,
-        priority=body.priority,
-        service_tier=body.tier,
-        webhook=body.webhook,
-    )
-    return await submit_and_respond(request, pool, answer, len(chat.params.text or ""), RENDERER)
 
 
 @router.post(

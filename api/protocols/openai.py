@@ -5,9 +5,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from fastapi import APIRouter, Request
-from starlette.responses import Response
-
 from api.answers.answer import HttpAnswer, Rendering
 from api.answers.chat_answer import (
     ChoiceParser,
@@ -28,9 +25,9 @@ from api.answers.logprobs import (
 )
 from api.answers.scanner import ContentDelta, Delta
 from api.answers.stop_holdback import StopHoldback
-from api.errors import failed, invalid, openai
+from api.errors import failed, openai
 from api.event_loop import offload
-from api.http.openapi import OPENAI
+from api.http.openapi import OPENAI, event_stream
 from api.http.sse import MAX_ITEMS, Change, Feed, MappedFeed, sse_frames
 from api.json import to_json
 from api.openai.response_schemas import (
@@ -39,25 +36,19 @@ from api.openai.response_schemas import (
     ChatCompletionChunk,
     Completion,
     CompletionChunk,
-    response_or_chunks,
+    OpenAIError,
 )
 from api.protocols.openai_bodies import (
     ChatRequest,
     CompletionRequest,
-    OpenAIRequest,
-    read_chat,
+    read_chat_completion,
     read_completion,
 )
-from api.requests.on_pool import on_pool, read_body
-from api.requests.pool import Pool
-from api.requests.respond import AnswerRenderer, new_answer, submit_and_respond, total_headers
-from api.requests.service_terms import generation_body
-from api.requests.validate import validate
+from api.protocols.protocol import AnswerRenderer, Protocol, WholeBody, described
+from api.requests.respond import total_headers
 from api.streams.beams import all_outputs, is_absent
-from api.streams.http_response import WholeBody
 from api.streams.stream import Stream
 from common.detokenize import Detokenizer
-from common.messages.request import Generate
 
 FINISH_REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
 
@@ -530,11 +521,6 @@ def prompt_offsets(stream: Stream, text: str) -> list[int]:
 
 NO_CHOICE = -1
 """Index of chunks that belong to no choice: usage and errors."""
-RENDERERS: dict[str, type[ChoicesRenderer]] = {
-    "/v1/chat/completions": ChatCompletionRenderer,
-    "/v1/completions": CompletionRenderer,
-}
-"""Renderers by route."""
 
 
 class ChunkFeed(Feed[tuple[int, bytes]]):
@@ -584,106 +570,88 @@ class ChunkFeed(Feed[tuple[int, bytes]]):
         return [(NO_CHOICE, to_json(openai(failed(failure))[1]))]
 
 
-async def respond(
-    request: Request,
-    pool: Pool,
-    body: OpenAIRequest,
-    requests: list[Generate],
-    num_chars: int,
-    prefixes: Sequence[str],
-    rendering: Rendering,
-) -> Response:
-    """Submit all `requests`, and respond with a stream or with the whole. Raises ApiError.
-
-    Args:
-        num_chars: characters of all prompts.
-        prefixes: for each prompt, the text that its choices begin with.
-    """
-    if len(requests) > (limit := pool.settings.max_concurrent_requests):
-        raise invalid(
-            f"`n` asks for {len(requests)} choices of all prompts: MAX_CONCURRENT_REQUESTS is {limit}", "n"
-        )
-    answer = new_answer(
-        request,
-        pool,
-        requests=requests,
-        prefixes=prefixes,
-        rendering=rendering,
-        streamed=bool(body.stream),
-        resume_s=body.resume_s,
-        detached=body.detached,
-        priority=body.priority,
-        service_tier=body.service_tier,
-        webhook=body.webhook,
-    )
-    return await submit_and_respond(request, pool, answer, num_chars, RENDERER)
+Renderer = type[ChoicesRenderer]
 
 
-def render_frames(answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[bytes]:
+def render_frames(renderer: Renderer, answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[bytes]:
     """The frames of all chunks; the last one is `[DONE]`."""
-    chunks = ChunkFeed(RENDERERS[answer.route](answer, streams))
+    chunks = ChunkFeed(renderer(answer, streams))
     return sse_frames(answer, MappedFeed(chunks, lambda chunk: chunk[1], [b"[DONE]"]))
 
 
-def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> WholeBody:
-    renderer = RENDERERS[answer.route](answer, streams)
+def render_whole(
+    kind: Renderer, answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float
+) -> WholeBody:
+    renderer = kind(answer, streams)
     body = renderer.render_whole()
     headers = total_headers(answer, streams, renderer.usage()["completion_tokens"], arrived_s)
     return body, renderer.logits.headers | headers
 
 
-RENDERER = AnswerRenderer(render_frames, render_whole)
+def render_chunks(kind: Renderer, answer: HttpAnswer, streams: Sequence[Stream]) -> ChunkFeed:
+    """The frames of a job: chunks, whose lanes are the indices of their choices; `[DONE]` is no JSON."""
+    return ChunkFeed(kind(answer, streams))
+
+
+def renderer_of(kind: Renderer) -> AnswerRenderer:
+    return AnswerRenderer(
+        partial(render_frames, kind), partial(render_whole, kind), partial(render_chunks, kind)
+    )
 
 
 # --- routes -------------------------------------------------------------------------------------------------
 
-
-router = APIRouter(responses=ERROR_RESPONSES, tags=[OPENAI])
-CHAT_EXAMPLE = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 100}
-COMPLETION_EXAMPLE = {"prompt": "The capital of France is", "max_tokens": 20}
-
-
-@router.post(
-    "/v1/chat/completions",
-    summary="Create a chat completion",
-    openapi_extra=generation_body(ChatRequest, CHAT_EXAMPLE),
-    responses=response_or_chunks(ChatCompletion, ChatCompletionChunk),
+CHAT_COMPLETIONS = Protocol(
+    path="/v1/chat/completions",
+    name="chat_completions",
+    span="chat_completions",
+    operation="chat",
+    body=ChatRequest,
+    read=read_chat_completion,
+    renderer=renderer_of(ChatCompletionRenderer),
+    error=openai,
+    resumable=True,
+    job="chat",
+    prompt=["messages"],
+    in_jobs=True,
+    in_batches=True,
+    docs=described(
+        OPENAI,
+        ERROR_RESPONSES,
+        ChatRequest,
+        {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 100},
+        "Create a chat completion",
+        "Generates the assistant's next message. With `stream`, it comes as server-sent events, a chunk "
+        "for each "
+        "token, and ends with `data: [DONE]`.",
+        ChatCompletion,
+        event_stream([ChatCompletionChunk, OpenAIError], "[DONE]"),
+    ),
 )
-async def chat_completions(request: Request) -> Response:
-    """Generates the assistant's next message. With `stream`, it comes as server-sent events, a chunk for each
-    token, and ends with `data: [DONE]`.
-    """
-    body = await read_body(request, ChatRequest)
-    return await on_pool(request, body.model, partial(complete_chat, request, body))
-
-
-async def complete_chat(request: Request, body: ChatRequest, pool: Pool) -> Response:
-    """Validate and submit a chat, and respond. Raises ApiError."""
-    await pool.admission.check()
-    chat = await read_chat(body, pool)
-    requests = await validate(chat.params, pool.workers.limits, pool.tokenizer, pool.pictures)
-    num_chars = len(chat.params.text or "")
-    return await respond(request, pool, body, requests, num_chars, [chat.prefix], chat.rendering)
-
-
-@router.post(
-    "/v1/completions",
-    summary="Create a completion",
-    openapi_extra=generation_body(CompletionRequest, COMPLETION_EXAMPLE),
-    responses=response_or_chunks(Completion, CompletionChunk),
+COMPLETIONS = Protocol(
+    path="/v1/completions",
+    name="completions",
+    span="completions",
+    body=CompletionRequest,
+    read=read_completion,
+    renderer=renderer_of(CompletionRenderer),
+    error=openai,
+    resumable=True,
+    job="completion",
+    prompt=["prompt"],
+    in_jobs=True,
+    in_batches=True,
+    docs=described(
+        OPENAI,
+        ERROR_RESPONSES,
+        CompletionRequest,
+        {"prompt": "The capital of France is", "max_tokens": 20},
+        "Create a completion",
+        "Continues one prompt or several. `choices` has the `n` choices of the first prompt, then those "
+        "of the "
+        "next. With `stream`, they come as server-sent events, a chunk for each token, and end with "
+        "`data: [DONE]`.",
+        Completion,
+        event_stream([CompletionChunk, OpenAIError], "[DONE]"),
+    ),
 )
-async def completions(request: Request) -> Response:
-    """Continues one prompt or several. `choices` has the `n` choices of the first prompt, then those of the
-    next. With `stream`, they come as server-sent events, a chunk for each token, and end with `data: [DONE]`.
-    """
-    body = await read_body(request, CompletionRequest)
-    return await on_pool(request, body.model, partial(complete_prompts, request, body))
-
-
-async def complete_prompts(request: Request, completion: CompletionRequest, pool: Pool) -> Response:
-    """Validate and submit the prompts, and respond. Raises ApiError."""
-    await pool.admission.check()
-    read = await read_completion(completion, pool)
-    return await respond(
-        request, pool, completion, read.requests, read.num_chars, read.prefixes, read.rendering
-    )

@@ -22,6 +22,7 @@ from api.grammar.read import FIELDS, read_grammar
 from api.http.body import UnsupportedFields, reject_unsupported
 from api.prompts.control_texts import Rendered
 from api.prompts.tokenizer import ModelTokenizer
+from api.protocols.protocol import Asked, Context
 from api.requests.answer_grammar import answer_grammar, reading_beside
 from api.requests.beams import BeamFields
 from api.requests.chat_prompt import (
@@ -55,7 +56,7 @@ from api.requests.logits import check_not_streamed, check_size
 from api.requests.params import SWITCHES, GenerationParams, Limits
 from api.requests.pool import Pool
 from api.requests.tools import FunctionSchema, ToolChoice, ToolSchema, read_functions, read_tools
-from api.requests.validate import check_generates, validate, with_truncate
+from api.requests.validate import check_generates, with_truncate
 from api.webhooks.field import WebhookField
 from common.messages.records import unpack_ids
 from common.messages.request import Generate
@@ -656,41 +657,41 @@ def logit_bias(biases: Mapping[str, float]) -> list[tuple[int, float]]:
     return [*{int(key): value for key, value in biases.items()}.items()]
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionParams:
-    """Validated prompts.
-
-    Attributes:
-        requests: one for each choice of each prompt; they have no ids yet.
-        prefixes: for each prompt, the text that its choices begin with.
-        num_chars: characters of all prompts.
-    """
-
-    requests: list[Generate]
-    prefixes: list[str]
-    rendering: Rendering
-    num_chars: int
-
-
-async def read_completion(
-    completion: CompletionRequest, pool: Pool, seed: int | None = None
-) -> CompletionParams:
-    """Validate the prompts. `seed` is that of a body without one. Raises ApiError."""
-    limits, tokenizer = pool.workers.limits, pool.tokenizer
+async def read_completion(completion: CompletionRequest, context: Context) -> Asked:
+    """What a body of /v1/completions asks for. Raises ApiError."""
+    limits, tokenizer = context.pool.workers.limits, context.pool.tokenizer
     prompts = read_prompts(completion.prompt)
     check_num_prompts(prompts, limits)
     all_params = from_completion(completion.with_defaults(tokenizer.sampling_defaults), prompts)
     requests, prefixes, pace = [], [], Pace()
     for params in (with_truncate(params, limits) for params in all_params):
-        seeded = replace(params, seed=seed) if params.seed is None and seed is not None else params
-        choices = await validate(seeded, limits, tokenizer, pool.pictures)
+        choices = await context.validate(params)
         requests += choices
         prefixes.append(echoed_prompt(completion, params, choices[0], tokenizer))
         await pace.step()
     check_size(requests, limits.settings)
+    check_num_choices(requests, context)
     num_chars = sum(len(params.text or "") for params in all_params)
     rendering = replace(completion.rendering, is_json=describes_json(completion.grammar()))
-    return CompletionParams(requests, prefixes, rendering, num_chars)
+    return Asked(requests, prefixes, rendering, num_chars)
+
+
+async def read_chat_completion(body: ChatRequest, context: Context) -> Asked:
+    """What a body of /v1/chat/completions asks for. Raises ApiError."""
+    chat = await read_chat(body, context.pool)
+    requests = await context.validate(chat.params)
+    check_num_choices(requests, context)
+    return Asked(requests, [chat.prefix], chat.rendering, len(chat.params.text or ""))
+
+
+def check_num_choices(requests: Sequence[Generate], context: Context) -> None:
+    """Raises ApiError (422) for more choices than are ever admitted together; those of a job come one by
+    one.
+    """
+    limit = context.pool.settings.max_concurrent_requests
+    if context.request is not None and len(requests) > limit:
+        words = f"asks for {len(requests)} choices of all prompts: MAX_CONCURRENT_REQUESTS is {limit}"
+        raise invalid(f"`n` {words}", "n")
 
 
 def check_num_prompts(prompts: Sequence[object], limits: Limits) -> None:

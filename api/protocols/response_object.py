@@ -14,8 +14,8 @@ from api.errors import failed
 from api.http.sse import MAX_ITEMS, Feed
 from api.json import to_json
 from api.protocols.openai import new_choices, new_parser, read_piece
-from api.requests.respond import AnswerRenderer, total_headers
-from api.streams.http_response import WholeBody
+from api.protocols.protocol import AnswerRenderer, WholeBody
+from api.requests.respond import total_headers
 from api.streams.stream import Stream
 
 Event = dict[str, Any]
@@ -202,6 +202,8 @@ ENDS = {"completed": "response.completed", "incomplete": "response.incomplete"}
 """Last events by status; any other end is a failure."""
 SUPERSEDED = "superseded"
 """Error type of a stream that another reader has taken."""
+SHOWN_TIERS = {"interactive": "priority", "standard": "default", "batch": "flex"}
+"""Classes → the service tiers that a response shows."""
 ERROR_CODES = {408: "timeout", 424: "server_error"}
 """`error.code` of a response that failed, by the status of its error; others are faults of the request."""
 
@@ -353,6 +355,7 @@ class ResponseObjectRenderer:
             "model": self.answer.model,
             "output": [item.render() for item in self.output],
             **self.fields,
+            "service_tier": SHOWN_TIERS[self.answer.requests[0].class_name],
             "usage": self.usage() if status in ENDS else None,
         }
 
@@ -409,4 +412,8 @@ def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float
     return body, total_headers(answer, streams, stream.num_tokens, arrived_s)
 
 
-RENDERER = AnswerRenderer(ResponseFrames, render_whole)
+def render_queued(answer: HttpAnswer, stream: Stream) -> bytes:
+    return to_json(ResponseObjectRenderer(answer, stream).render("queued"))
+
+
+RENDERER = AnswerRenderer(ResponseFrames, render_whole, queued=render_queued)

@@ -4,21 +4,24 @@ input, in which references are resolved.
 Fields that this server does not support are refused by name. Unknown names are ignored.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
+import orjson
 from pydantic import Field, ValidationError
 from starlette.requests import Request
-from starlette.responses import Response
 
-from api.answers.answer import HttpAnswer, ResponseParts
-from api.errors import ApiError, cut, invalid, quoted, renamed
+from api.answers.answer import ResponseParts
+from api.errors import ApiError, cut, invalid, openai, quoted, renamed
 from api.event_loop import offload
 from api.grammar.compile import Grammar
 from api.grammar.read import ANY_OBJECT, read_named_schema
 from api.http.body import UnsupportedFields, reject_unsupported, schema_error
+from api.http.openapi import OPENAI, event_stream
 from api.json import to_json
+from api.openai.response_schemas import ERROR_RESPONSES
 from api.pictures.source import is_data, unknown_part
 from api.pictures.source import read_part as picture_source
 from api.protocols.openai_bodies import (
@@ -31,17 +34,20 @@ from api.protocols.openai_bodies import (
     ChatRequest,
     read_chat,
 )
+from api.protocols.protocol import Asked, Context, Protocol, described
 from api.protocols.response_object import RENDERER, Item, ResponseObjectRenderer, item_id, response_id
 from api.requests.chat_prompt import ChatMessage
 from api.requests.fields import Listed, SamplingFields, ServedFields, Strict, Whole, least, with_one_error
 from api.requests.logits import FIELDS as LOGITS_FIELDS
 from api.requests.pool import Pool
-from api.requests.respond import first_headers, new_answer, submit, submit_and_respond
 from api.requests.tools import ToolSchema
-from api.responses.stored import StoredResponse, find_response, read_response, render_response
+from api.responses.response_schemas import ResponseEvent, ResponseObject
+from api.resume import attach
+from api.resume.attach import Admitted, find_own
+from api.streams.stream import Stream
 from api.webhooks.field import WebhookField
-from common.ids import ITEM_ID
-from common.messages.request import Generate, SamplingParams
+from common.ids import ITEM_ID, RESPONSE_ID
+from common.messages.request import SamplingParams
 from common.webhooks import RESPONSE
 
 ROLES = ("user", "system", "developer", "assistant")
@@ -201,6 +207,11 @@ class ResponsesRequest(ServedFields):
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
     user: str | None = None
+
+    @property
+    def detached(self) -> bool:
+        """Whether nobody waits for it."""
+        return bool(self.background)
 
     @property
     def is_stored(self) -> bool:
@@ -396,6 +407,37 @@ Agents declare them to every model.
 # --- conversation -------------------------------------------------------------------------------------------
 
 
+class StoredResponse(Admitted):
+    """A stored response, which may not have ended yet."""
+
+    @property
+    def input(self) -> list[Item]:
+        """The items of the conversation before the response, then its own input items."""
+        assert self.answer.response is not None
+        return [*orjson.loads(self.answer.response.before), *orjson.loads(self.answer.response.items)]
+
+
+async def find_response(request: Request, response_id: str) -> StoredResponse | None:
+    """The response with this id, if it was created with this request's API key. Raises ApiError (503)."""
+    matched = RESPONSE_ID.fullmatch(response_id)
+    admitted = await find_own(request, matched[1]) if matched else None
+    if admitted is None or admitted.answer.response is None or not admitted.answer.terms.stored_ms:
+        return None
+    return StoredResponse(*admitted)
+
+
+async def read_response(stored: StoredResponse) -> Stream:
+    """The response's stream, with what is committed so far. Raises ApiError (503)."""
+    [stream] = await attach.read_committed(*stored)
+    return stream
+
+
+async def render_response(stored: StoredResponse, stream: Stream) -> dict[str, Any]:
+    """The response object with what is committed so far."""
+    renderer = ResponseObjectRenderer(stored.answer, stream)
+    return await offload(stream.num_records, renderer.render_so_far)
+
+
 async def read_conversation(request: Request, previous_id: str | None) -> list[Item]:
     """The items of the conversation up to the end of the previous response. Raises ApiError."""
     if previous_id is None:
@@ -416,12 +458,17 @@ async def read_output(stored: StoredResponse) -> list[Item] | None:
     return rendered["output"] if rendered["status"] in ("completed", "incomplete") else None
 
 
-async def resolve_references(request: Request, items: list[Item]) -> list[Item]:
-    """The items; each reference is replaced by the item that it names. Raises ApiError."""
+async def resolve_references(request: Request | None, items: list[Item]) -> list[Item]:
+    """The items; each reference is replaced by the item that it names. Raises ApiError, also for one in a
+    job.
+    """
     by_request: dict[str, dict[str, Item]] = {}
     resolved = []
     for i, item in enumerate(items):
         if item["type"] == "item_reference":
+            if request is None:
+                name = f"input[{i}].type"
+                raise invalid(f"`{name}`: references to items are not served in a batch", name)
             matched = ITEM_ID.fullmatch(item["id"])
             request_id = matched[1] if matched else ""
             if request_id not in by_request:
@@ -563,60 +610,57 @@ def text_grammar(body: ResponsesRequest) -> Grammar | None:
             raise invalid(f"`{name}` must be one of {allowed}. Given: {quoted(kind)}", name)
 
 
-# --- frames -------------------------------------------------------------------------------------------------
+# --- the row ------------------------------------------------------------------------------------------------
 
 
-SHOWN_TIERS = {"interactive": "priority", "standard": "default", "batch": "flex"}
-"""Classes → the service tiers that a response shows."""
+NOT_IN_JOBS = ("background", "previous_response_id")
+"""Fields that need a response which is stored."""
 
 
-async def respond(request: Request, pool: Pool, answer: HttpAnswer) -> Response:
-    """Submit the request, and respond. Raises ApiError."""
-    if answer.streamed or not answer.terms.detached:
-        return await submit_and_respond(request, pool, answer, 0, RENDERER)
-    [stream] = await submit(pool, answer)
-    rendered = ResponseObjectRenderer(answer, stream).render("queued")
-    pool.admission.release(stream, 0, answer.terms.keep_s)
-    return Response(to_json(rendered), 200, first_headers(pool.settings, 0, [stream]), "application/json")
+async def read_response_body(body: ResponsesRequest, context: Context) -> Asked:
+    """What a body asks for. Of a job nothing is stored, so it begins no conversation and goes on with none.
+    Raises ApiError.
+    """
+    pool, request, answer_id = context.pool, context.request, context.answer_id
+    if request is None:
+        check_stores_nothing(body)
+        answer_id = hashlib.blake2b(answer_id.encode(), digest_size=16).hexdigest()
+    before = [] if request is None else await read_conversation(request, body.previous_response_id)
+    size = CHARS_OF_MESSAGE * len(body.input) if isinstance(body.input, list) else 0
+    sees = pool.tokenizer.pictures is not None
+    items = await offload(size, lambda: read_items(body.input, answer_id, sees))
+    items = await resolve_references(request, items)
+    if request is not None and has_data(items):
+        check_may_be_unstored(body)
+    if request is None or has_data(items):
+        body = body.model_copy(update={"store": False})
+    chat = await read_params(body, [*before, *items], pool)
+    requests = await context.validate(chat.params)
+    fields = response_fields(body, chat.params.sampling)
+    parts = {
+        "request_id": answer_id,
+        "response": ResponseParts(to_json(fields), to_json(before), to_json(items)),
+    }
+    return Asked(requests, [""], chat.rendering, is_stored=body.is_stored, parts=parts)
 
 
-def describe_response(
-    request: Request,
-    pool: Pool,
-    body: ResponsesRequest,
-    chat: ChatParams,
-    requests: list[Generate],
-    before: list[Item],
-    items: list[Item],
-) -> HttpAnswer:
-    """The answer, as it is kept: to the items `before` and the input `items`. Raises ApiError."""
-    streamed, background = bool(body.stream), bool(body.background)
-    answer = new_answer(
-        request,
-        pool,
-        requests=requests,
-        prefixes=[""],
-        rendering=chat.rendering,
-        streamed=streamed or background,
-        resume_s=body.resume_s,
-        detached=background,
-        priority=body.priority,
-        service_tier=body.service_tier,
-        webhook=body.webhook,
-        kind=RESPONSE,
-    )
-    fields = response_fields(body, chat.params.sampling, answer.requests[0].class_name)
-    stored_ms = round(1000 * pool.settings.answer_ttl_s) if body.is_stored else 0
-    return replace(
-        answer,
-        streamed=streamed,
-        terms=replace(answer.terms, stored_ms=stored_ms),
-        response=ResponseParts(to_json(fields), to_json(before), to_json(items)),
-    )
+def check_stores_nothing(body: ResponsesRequest) -> None:
+    """Raises ApiError (422)."""
+    for name in NOT_IN_JOBS:
+        if getattr(body, name):
+            raise invalid(f"`{name}` is not served in a batch, which stores no response", name)
 
 
-def response_fields(body: ResponsesRequest, sampling: SamplingParams, service_class: str) -> dict[str, Any]:
-    """The fields of the response object that say what was requested."""
+def check_may_be_unstored(body: ResponsesRequest) -> None:
+    """Pictures as data would be stored with a response. Raises ApiError."""
+    if body.store:
+        raise invalid("`store` must be false beside pictures as data: URLs; they are not stored", "store")
+    if body.background:
+        raise invalid("`background` stores the response: give pictures as https: URLs", "background")
+
+
+def response_fields(body: ResponsesRequest, sampling: SamplingParams) -> dict[str, Any]:
+    """The fields of the response object that say what was requested; its tier is known with the answer."""
     form = body.text.format if body.text is not None else None
     reasoning = body.reasoning
     return {
@@ -634,7 +678,7 @@ def response_fields(body: ResponsesRequest, sampling: SamplingParams, service_cl
             "summary": reasoning.summary if reasoning else None,
         },
         "safety_identifier": body.safety_identifier,
-        "service_tier": SHOWN_TIERS[service_class],
+        "service_tier": None,
         "store": body.is_stored,
         "temperature": sampling.temperature,
         "text": {"format": form or {"type": "text"}},
@@ -645,3 +689,31 @@ def response_fields(body: ResponsesRequest, sampling: SamplingParams, service_cl
         "truncation": body.truncation or "disabled",
         "user": body.user,
     }
+
+
+RESPONSES = Protocol(
+    path="/v1/responses",
+    name="create_response",
+    span="responses",
+    operation="chat",
+    body=ResponsesRequest,
+    read=read_response_body,
+    renderer=RENDERER,
+    error=openai,
+    resumable=True,
+    job="response",
+    prompt=["input"],
+    in_batches=True,
+    event=RESPONSE,
+    docs=described(
+        OPENAI,
+        ERROR_RESPONSES,
+        ResponsesRequest,
+        {"input": "Why is the sky blue?", "max_output_tokens": 100},
+        "Create a response",
+        "Generates the next items of a conversation. With `stream`, they come as typed events with sequence "
+        "numbers. With `background`, the response is queued, and outlives every process of the fleet.",
+        ResponseObject,
+        event_stream([ResponseEvent]),
+    ),
+)

@@ -8,13 +8,11 @@ import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import Field
-from sse_starlette import EventSourceResponse
 from starlette.responses import Response
 
 from api.answers.answer import HttpAnswer, Rendering
@@ -22,12 +20,12 @@ from api.answers.logits import LogitsRenderer
 from api.answers.logprobs import sequence_scores
 from api.errors import ApiError, failed, invalid, quoted, tgi, unavailable
 from api.grammar.read import GRAMMAR_SCHEMA, read_tgi_grammar
-from api.http import body
 from api.http.body import reject_unsupported
 from api.http.openapi import TGI, error_responses, event_stream
-from api.http.sse import MAX_ITEMS, Change, Feed, sse_frames
+from api.http.sse import MAX_ITEMS, Change, Feed, MappedFeed, sse_frames
 from api.json import to_json
 from api.protocols.openai_bodies import OPENAI_FIELDS
+from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, WholeBody, described
 from api.requests.beams import BeamFields
 from api.requests.fields import (
     BIAS_SCHEMA,
@@ -43,14 +41,11 @@ from api.requests.fields import (
     ranged,
 )
 from api.requests.logits import check_not_streamed
-from api.requests.on_pool import on_adapter, own_pool
+from api.requests.on_pool import own_pool
 from api.requests.params import SWITCH_NAMES, GenerationParams, Limits, draws
 from api.requests.pool import Pool
-from api.requests.respond import AnswerRenderer, new_answer, submit_and_respond, time_headers, total_headers
-from api.requests.service_terms import generation_body
-from api.requests.validate import validate
+from api.requests.respond import time_headers, total_headers
 from api.streams.beams import all_outputs, is_absent
-from api.streams.http_response import WholeBody
 from api.streams.stream import Stream
 from api.tgi.response_schemas import GENERATE_ERRORS, ErrorResponse, GenerateResponse, Info, StreamResponse
 from api.webhooks.field import WebhookField
@@ -213,10 +208,6 @@ class CompatGenerateRequest(GenerateRequest):
 # --- answers ------------------------------------------------------------------------------------------------
 
 
-VERTEX = "/vertex"
-"""Path of the route whose answers are predictions."""
-
-
 # --- streams ------------------------------------------------------------------------------------------------
 
 
@@ -335,15 +326,12 @@ def render_end(stream: Stream) -> dict[str, Any]:
 # --- whole texts --------------------------------------------------------------------------------------------
 
 
-def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> WholeBody:
-    if answer.route == VERTEX:
-        outputs = all_outputs(streams)
-        body = to_json({"predictions": [output.text for output in outputs]})
-        num_generated = sum(output.num_tokens for output in outputs)
-        return body, total_headers(answer, streams, num_generated, arrived_s)
+def render_whole(
+    answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float, listed: bool = False
+) -> WholeBody:
     logits = LogitsRenderer(answer.rendering.as_file)
     response = render_response(answer, streams, logits)
-    body = logits.body(to_json([response] if answer.route == "/" else response))
+    body = logits.body(to_json([response] if listed else response))
     return body, logits.headers | text_headers(answer, streams, arrived_s)
 
 
@@ -465,100 +453,107 @@ def rank(streams: Sequence[Stream]) -> list[Stream]:
     return sorted(streams, key=lambda stream: sum(stream.logprobs) / max(1, stream.num_tokens), reverse=True)
 
 
-RENDERER = AnswerRenderer(render_frames, render_whole)
+def render_chunks(answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[tuple[int, bytes]] | None:
+    """The frames of a job; none with `best_of`, whose best text is known at the end."""
+    if len(streams) > 1:
+        return None
+    return MappedFeed(stream_bodies(answer, streams[0]), lambda body: (0, body))
+
+
+def render_listed(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> WholeBody:
+    return render_whole(answer, streams, arrived_s, listed=True)
 
 
 # --- routes -------------------------------------------------------------------------------------------------
 
 
-router = APIRouter(responses=GENERATE_ERRORS, tags=[TGI])
+async def read_generate(body: GenerateRequest, context: Context) -> Asked:
+    """What a body asks for. The text begins with the prompt if `return_full_text` says so; on the route `/`
+    that is the default. Raises ApiError.
+    """
+    parameters = body.parameters or GenerateParameters()
+    params = body.generation_params(context.streamed)
+    check_best_of(params, context.pool.workers.limits, context.streamed)
+    requests = await context.validate(params)
+    requests = with_own_seeds(requests, context.seed) if params.n > 1 else requests
+    full_text = parameters.return_full_text
+    if full_text is None:
+        full_text = isinstance(body, CompatGenerateRequest)
+    rendering = Rendering(details=parameters.wants_details)
+    return Asked(requests, [body.inputs if full_text else ""], rendering, len(body.inputs))
+
+
+EXAMPLE = {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 20}}
+EVENTS = event_stream([StreamResponse, ErrorResponse])
+GENERATE = Protocol(
+    path="/generate",
+    name="generate",
+    body=GenerateRequest,
+    read=read_generate,
+    renderer=AnswerRenderer(render_frames, render_whole, render_chunks),
+    error=tgi,
+    prompt=["inputs"],
+    streams=False,
+    in_jobs=True,
+    docs=described(
+        TGI,
+        GENERATE_ERRORS,
+        GenerateRequest,
+        EXAMPLE,
+        "Generate text",
+        "Returns the whole text when generation has finished. With `details`, the response has the "
+        "tokens with "
+        "their log-probabilities, the seed and the finish reason.",
+        GenerateResponse,
+    ),
+)
+GENERATE_STREAM = GENERATE._replace(
+    path="/generate_stream",
+    name="generate_stream",
+    span="generate_stream",
+    streams=True,
+    resumable=True,
+    prompt=(),
+    in_jobs=False,
+    docs=described(
+        TGI,
+        GENERATE_ERRORS,
+        GenerateRequest,
+        EXAMPLE,
+        "Generate a stream of tokens",
+        "Sends each token as a server-sent event (`data: {…}`) as soon as it is generated. The last "
+        "event has the "
+        "whole text in `generated_text`. A request that fails midway ends with an event that has `error`.",
+        events=EVENTS,
+    ),
+)
+COMPAT_GENERATE = GENERATE._replace(
+    path="/",
+    name="compat_generate",
+    span="compat_generate",
+    body=CompatGenerateRequest,
+    renderer=AnswerRenderer(render_frames, render_listed, render_chunks),
+    streams=None,
+    resumable=True,
+    prompt=(),
+    in_jobs=False,
+    docs=described(
+        TGI,
+        GENERATE_ERRORS,
+        CompatGenerateRequest,
+        EXAMPLE,
+        "Generate text, or a stream of tokens",
+        "Does what /generate_stream does if `stream` is true, else what /generate does, with the "
+        "response in an "
+        "array of one. The text begins with the prompt unless `return_full_text` is false.",
+        list[GenerateResponse],
+        EVENTS,
+    ),
+)
+
 info_router = APIRouter(
     responses=error_responses(ErrorResponse, {503: "No worker has been ready yet"}), tags=[TGI]
 )
-EXAMPLE = {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 20}}
-EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": event_stream([StreamResponse, ErrorResponse])}}
-
-
-@router.post(
-    "/generate",
-    summary="Generate text",
-    openapi_extra=generation_body(GenerateRequest, EXAMPLE),
-    responses={200: {"model": GenerateResponse}},
-)
-async def generate(request: Request) -> Response:
-    """Returns the whole text when generation has finished. With `details`, the response has the tokens with
-    their log-probabilities, the seed and the finish reason.
-    """
-    return await respond(request, GenerateRequest, streamed=False)
-
-
-@router.post(
-    "/generate_stream",
-    summary="Generate a stream of tokens",
-    openapi_extra=generation_body(GenerateRequest, EXAMPLE),
-    responses=EVENTS,
-    response_class=EventSourceResponse,
-)
-async def generate_stream(request: Request) -> Response:
-    """Sends each token as a server-sent event (`data: {…}`) as soon as it is generated. The last event has
-    the whole text in `generated_text`. A request that fails midway ends with an event that has `error`.
-    """
-    return await respond(request, GenerateRequest, streamed=True)
-
-
-@router.post(
-    "/",
-    summary="Generate text, or a stream of tokens",
-    openapi_extra=generation_body(CompatGenerateRequest, EXAMPLE),
-    responses={200: {"model": list[GenerateResponse], **EVENTS[200]}},
-)
-async def compat_generate(request: Request) -> Response:
-    """Does what /generate_stream does if `stream` is true, else what /generate does, with the response in an
-    array of one. The text begins with the prompt unless `return_full_text` is false.
-    """
-    return await respond(request, CompatGenerateRequest, full_text=True)
-
-
-async def respond(
-    request: Request, shape: type[GenerateRequest], streamed: bool | None = None, full_text: bool = False
-) -> Response:
-    """Read, validate, submit and answer a request. Raises ApiError.
-
-    Args:
-        streamed: None means that the body's field `stream` decides.
-        full_text: the default of `return_full_text`.
-    """
-    parsed = await body.read(request, shape, own_pool(request).max_body_bytes)
-    if streamed is None:
-        streamed = isinstance(parsed, CompatGenerateRequest) and bool(parsed.stream)
-    serve = partial(generate_on, request, parsed, streamed, full_text)
-    return await on_adapter(request, parsed.adapter_id, None, serve)
-
-
-async def generate_on(
-    request: Request, parsed: GenerateRequest, streamed: bool, full_text: bool, pool: Pool
-) -> Response:
-    """Validate and submit the request, and respond. Raises ApiError."""
-    parameters = parsed.parameters or GenerateParameters()
-    await pool.admission.check()
-    params, limits = parsed.generation_params(streamed), pool.workers.limits
-    check_best_of(params, limits, streamed)
-    requests = await validate(params, limits, pool.tokenizer, pool.pictures)
-    requests = with_own_seeds(requests) if params.n > 1 else requests
-    if parameters.return_full_text is not None:
-        full_text = parameters.return_full_text
-    answer = new_answer(
-        request,
-        pool,
-        requests=requests,
-        prefixes=[parsed.inputs if full_text else ""],
-        rendering=Rendering(details=parameters.wants_details),
-        streamed=streamed,
-        resume_s=parsed.resume_s,
-        detached=parsed.detached,
-        webhook=parsed.webhook,
-    )
-    return await submit_and_respond(request, pool, answer, len(parsed.inputs), RENDERER)
 
 
 @info_router.get("/info", summary="Model and limits", responses={200: {"model": Info}})

@@ -77,6 +77,9 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
+    def check(self) -> None:
+        """Raises ApiError for unsupported fields, and for fields that contradict each other."""
+
 
 BIAS_SCHEMA: Any = {
     "propertyNames": {"pattern": "^[0-9]{1,6}$"},
@@ -264,5 +267,7 @@ class ServedFields(SamplingFields):
         json_schema_extra={"enum": [*TIERS, None]},
     )
 
-    def check(self) -> None:
-        """Raises ApiError for unsupported fields, and for fields that contradict each other."""
+    @property
+    def tier(self) -> str | None:
+        """The service tier by OpenAI's name. Raises ApiError."""
+        return self.service_tier

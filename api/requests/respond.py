@@ -1,36 +1,27 @@
-"""Respond: describes an answer, submits its requests, and responds with a stream or with the whole. Its
-headers are TGI's counts and times: accounting proxies read them.
+"""Terms and headers of an answer: whose it is, how long it waits for its client, and TGI's counts and times,
+which accounting proxies read.
 """
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from starlette.requests import Request
-from starlette.responses import Response
 
-from api.answers.answer import HttpAnswer, Rendering, ResumeTerms
+from api.answers.answer import HttpAnswer, ResumeTerms
 from api.errors import invalid
 from api.http.auth import key_of, sent_key
 from api.http.idempotency import idempotency_key, noted_digest
 from api.http.middleware import request_id
-from api.http.request_trace import trace_of
-from api.http.sse import Feed
-from api.requests.logits import accepts_bytes
-from api.requests.metrics import ARRIVED_S, durations
+from api.requests.metrics import durations
 from api.requests.pool import Pool
-from api.requests.service_terms import on_terms, tenant_of
-from api.streams.answer_trace import traced
-from api.streams.describe_answer import describe_answer
-from api.streams.http_response import RenderWhole, TokenStream, respond_with_whole
+from api.requests.service_terms import tenant_of
 from api.streams.kept_answers import make_room
 from api.streams.stream import Stream
-from api.webhooks.field import WebhookField, check_room, with_webhook
+from api.webhooks.field import check_room
 from common.messages.request import Generate
 from common.settings.settings import Settings
-from common.webhooks import REQUEST
 
 RESUME_HEADER = "x-resume-seconds"
 MAX_RESUME_S = 3600
@@ -116,62 +107,6 @@ def total_headers(
     return time_headers(last, arrived_s) | totals
 
 
-class AnswerRenderer(NamedTuple):
-    """How the answers of an API are rendered.
-
-    Attributes:
-        frames: all frames of a stream, from the first one on. It is the only reader of the streams: those of
-            all choices, in order.
-        whole: the body of a whole answer.
-    """
-
-    frames: Callable[[HttpAnswer, Sequence[Stream]], Feed[bytes]]
-    whole: RenderWhole
-
-
-def new_answer(
-    request: Request,
-    pool: Pool,
-    *,
-    requests: Iterable[Generate],
-    prefixes: Sequence[str],
-    rendering: Rendering,
-    streamed: bool = False,
-    resume_s: float | None = None,
-    detached: bool | None = None,
-    priority: str | int | None = None,
-    service_tier: str | None = None,
-    webhook: WebhookField | None = None,
-    kind: str = REQUEST,
-) -> HttpAnswer:
-    """The answer to validated requests, on the terms that its client asks for. Raises ApiError (422).
-
-    Args:
-        prefixes: for each prompt, the text with which its choices begin.
-        resume_s, detached, priority, service_tier, webhook: the fields of the body.
-        kind: what the answer is to its webhook.
-    """
-    own_id, requests = answer_id(request), with_adapter(requests, request.state.adapter)
-    requests = with_webhook(requests, webhook, key_of(request), pool.settings, kind, own_id)
-    if any(one.logits for one in requests) and accepts_bytes(request.headers.get("accept", "")):
-        rendering = replace(rendering, as_file=True)
-    requests = on_terms(request, requests, pool.settings, priority, service_tier)
-    route = request.url.path
-    terms = read_terms(request, own_id, streamed, resume_s, detached)
-    answer = describe_answer(
-        request_id=own_id,
-        route=route,
-        streamed=streamed,
-        model=request.state.model_name,
-        requests=requests,
-        prefixes=prefixes,
-        rendering=rendering,
-        terms=with_repetitions(request, terms, pool.settings),
-        created_s=int(pool.client.clock.now_s()),
-    )
-    return traced(answer, trace_of(request.scope))
-
-
 def with_repetitions(request: Request, terms: ResumeTerms, settings: Settings) -> ResumeTerms:
     """The terms of an answer that repetitions of its request get, too, if it has an `Idempotency-Key`."""
     if not idempotency_key(request):
@@ -195,28 +130,3 @@ async def submit(pool: Pool, answer: HttpAnswer) -> list[Stream]:
     if answer.requests[0].webhook:
         await check_room(pool.client)
     return await pool.admission.submit_all(answer)
-
-
-async def submit_and_respond(
-    request: Request, pool: Pool, answer: HttpAnswer, num_chars: int, renderer: AnswerRenderer
-) -> Response:
-    """Submit all requests of the answer, and respond. Raises ApiError.
-
-    Args:
-        num_chars: characters of all prompts.
-    """
-    streams = await submit(pool, answer)
-    headers, release = first_headers(pool.settings, num_chars, streams), pool.admission.release
-    if answer.streamed:
-        return TokenStream(
-            answer, frames=renderer.frames(answer, streams), streams=streams, headers=headers, release=release
-        )
-    return await respond_with_whole(
-        request,
-        answer,
-        streams=streams,
-        headers=headers,
-        render=renderer.whole,
-        arrived_s=ARRIVED_S.get(),
-        release=release,
-    )

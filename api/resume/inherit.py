@@ -12,16 +12,18 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.answers.answer import HttpAnswer
-from api.errors import ApiError, asking_broker
+from api.errors import ApiError, asking_broker, tgi
 from api.event_loop import RETRY_PAUSE_S, attempt
 from api.handover.heir import INHERITED
 from api.http.error_handlers import error_response
 from api.http.request_trace import inherit_trace, trace_of
 from api.http.sse import CYCLE, RestOfFeed
+from api.protocols.table import protocol_of
 from api.requests.pool import Pool
 from api.requests.pool_registry import PoolRegistry
 from api.resume import attach
 from api.resume.attach import find
+from api.resume.rest import frames_of
 from api.streams.http_response import TokenStream, respond_with_whole
 from api.streams.stream import Stream
 from common.messages.codec import WireError, decode
@@ -48,7 +50,7 @@ async def write_inherited(pools: PoolRegistry, scope: Scope, receive: Receive, s
         if kept.head:
             scope["extensions"][CYCLE].transport.abort()
             return
-        await error_response(error, "/")(scope, receive, send)
+        await error_response(error, tgi)(scope, receive, send)
     finally:
         if (trace := trace_of(scope)) is not None:
             trace.finish()
@@ -60,10 +62,10 @@ async def respond(pools: PoolRegistry, request: Request, kept: KeptAnswer) -> Re
         lambda: attach_inherited(pools, kept),
         partial(wait_for_broker, request.scope["extensions"][CYCLE], kept),
     )
-    inherit_trace(request.scope, answer)
-    release, renderer = pool.admission.release, attach.renderer_of(answer)
+    release, protocol = pool.admission.release, protocol_of(answer.route)
+    inherit_trace(request.scope, answer, protocol.span)
     if answer.streamed:
-        frames = RestOfFeed(renderer.frames(answer, streams), kept.num_seen)
+        frames = RestOfFeed(frames_of(answer, streams), kept.num_seen)
         return TokenStream(
             answer,
             frames=frames,
@@ -78,7 +80,7 @@ async def respond(pools: PoolRegistry, request: Request, kept: KeptAnswer) -> Re
         answer,
         streams=streams,
         headers=dict(kept.extra),
-        render=renderer.whole,
+        render=protocol.renderer.whole,
         arrived_s=time.monotonic() - attach.age_s(pool, answer),
         release=release,
         reader=reader,

@@ -17,10 +17,11 @@ from api.http.error_handlers import CountError, handle_api_error, handle_disconn
 from api.http.idempotency import REPLAYED, Repeated, check_same, idempotency_key, noted_digest
 from api.json import to_json
 from api.protocols.response_object import ResponseObjectRenderer
+from api.protocols.table import protocol_of
 from api.requests.on_pool import own_pool
 from api.requests.pool import Pool
 from api.requests.respond import answer_id
-from api.resume import attach
+from api.resume import attach, rest
 from api.resume.attach import Admitted, find_own
 from api.streams.http_response import client_gone
 from api.streams.kept_answers import delete_ended
@@ -81,9 +82,9 @@ async def respond(request: Request, request_id: str) -> Response:
     check_same(request, admitted.answer.terms.body)
     pool, answer, channel = admitted
     if answer.streamed:
-        streams, frames = await attach.read_rest(pool, answer, channel, 0)
+        streams, frames = await rest.read_rest(pool, answer, channel, 0)
         assert frames is not None, "every stream has a frame"
-        return await attach.respond_with_rest(pool, answer, streams, frames, 0)
+        return await rest.respond_with_rest(pool, answer, streams, frames, 0)
     if answer.response is not None and answer.terms.detached:
         return await respond_with_state(admitted)
     await run_until_one_ends(wait_for_end(pool, answer), raise_when_gone(request))
@@ -139,7 +140,7 @@ async def respond_with_ended(admitted: Admitted) -> Response:
     if not all(stream.finished for stream in streams):
         raise lost()
     arrived_s = time.monotonic() - attach.age_s(pool, answer)
-    whole = attach.renderer_of(answer).whole
+    whole = protocol_of(answer.route).renderer.whole
     num_records = sum(stream.num_records for stream in streams)
     body, headers = await offload(num_records, lambda: whole(answer, streams, arrived_s))
     return Response(body, 200, headers, "application/json")

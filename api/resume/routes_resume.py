@@ -14,8 +14,10 @@ from api.errors import invalid, quoted
 from api.http.error_handlers import error_response
 from api.http.middleware import REQUEST_ID_HEADER
 from api.http.openapi import RESUME, ErrorResponses, RequestId, error_responses, only
-from api.resume import attach
-from api.resume.attach import LAST_EVENT_ID, find_own
+from api.protocols.protocol import errors_of, row_of
+from api.resume import attach, rest
+from api.resume.attach import find_own
+from api.resume.rest import LAST_EVENT_ID
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 
 ORDINAL = re.compile(r"[0-9]{1,9}")
@@ -34,11 +36,6 @@ ERRORS |= error_responses(
     },
 )
 router = APIRouter(responses=ERRORS, tags=[RESUME])
-RESUMABLE = (
-    *("/", "/generate_stream"),
-    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
-)
-"""Routes whose POST may have `Last-Event-ID`; KServe's …/generate_stream, too."""
 
 
 @router.get(
@@ -61,10 +58,10 @@ async def resume_stream(request: Request, request_id: RequestId) -> Response:
     if admitted is None or not admitted.answer.streamed:
         raise attach.unknown_answer(request_id)
     pool, answer, channel = admitted
-    streams, frames = await attach.read_rest(pool, answer, channel, num_seen)
+    streams, frames = await rest.read_rest(pool, answer, channel, num_seen)
     if frames is None:
         return Response(status_code=204)
-    return await attach.respond_with_rest(pool, answer, streams, frames, num_seen)
+    return await rest.respond_with_rest(pool, answer, streams, frames, num_seen)
 
 
 def read_last_event_id(request: Request) -> int:
@@ -81,18 +78,14 @@ async def resume_posts(app: ASGIApp, scope: Scope, receive: Receive, send: Send)
     """Middleware: a POST with `Last-Event-ID` becomes `GET /requests/{x-request-id}/stream`. Its body, which
     repeats the earlier one, is not read.
     """
-    is_post = scope.get("method") == "POST"
-    headers = Headers(scope=scope) if is_post and is_resumable(scope["path"]) else Headers()
+    row = row_of(scope) if scope.get("method") == "POST" else None
+    headers = Headers(scope=scope) if row is not None and row.resumable else Headers()
     if LAST_EVENT_ID not in headers:
         await app(scope, receive, send)
     elif REQUEST_ID_HEADER not in headers:
         text = f"`{LAST_EVENT_ID}` needs the request's id in `{REQUEST_ID_HEADER}`: see `content-location`"
-        await error_response(invalid(text, LAST_EVENT_ID), scope["path"])(scope, receive, send)
+        await error_response(invalid(text, LAST_EVENT_ID), errors_of(scope))(scope, receive, send)
     else:
         path = f"/requests/{headers[REQUEST_ID_HEADER]}/stream"
         scope.update(method="GET", path=path, raw_path=path.encode())
         await app(scope, receive, send)
-
-
-def is_resumable(path: str) -> bool:
-    return path in RESUMABLE or (path.startswith("/v2/models/") and path.endswith("/generate_stream"))

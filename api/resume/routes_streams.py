@@ -13,7 +13,7 @@ from api.errors import invalid, quoted
 from api.http import body
 from api.http.openapi import RESUME, ErrorResponses, error_responses, json_body, only
 from api.requests.on_pool import own_pool
-from api.resume import attach
+from api.resume import attach, rest
 from api.resume.merged_streams import Rest, respond_with_rests
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 from common.ids import FRAME_ID
@@ -81,5 +81,5 @@ async def read_rest(request: Request, answer_id: str, num_seen: int) -> Rest | N
     if not answer.numbered:
         why = "its client must have asked to come back (`resume_s`, `detached`)"
         raise invalid(f"`streams`: the frames of {answer_id} have no numbers: {why}", "streams")
-    streams, frames = await attach.read_rest(pool, answer, channel, num_seen)
+    streams, frames = await rest.read_rest(pool, answer, channel, num_seen)
     return None if frames is None else Rest(pool, answer, streams, frames)

@@ -16,22 +16,20 @@ from common.messages.request import Generate
 from common.tracing import TraceSpan, Value, derive_span, ids_of
 
 PROVIDER = "tokenfleet"
-CHATS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 SENT = "send_generation"
 
 
-def traced(answer: HttpAnswer, trace: RequestTrace | None) -> HttpAnswer:
+def traced(answer: HttpAnswer, trace: RequestTrace | None, operation: str) -> HttpAnswer:
     """The answer with the trace of its request, so that its requests and its other gateways go on with it."""
     if trace is None:
         return answer
-    trace.generation_attributes |= request_attributes(answer)
+    trace.generation_attributes |= request_attributes(answer, operation)
     requests = [replace(request, traceparent=trace.generation) for request in answer.requests]
     return replace(answer, requests=requests, trace=trace.start)
 
 
-def request_attributes(answer: HttpAnswer) -> dict[str, Value]:
+def request_attributes(answer: HttpAnswer, operation: str) -> dict[str, Value]:
     first = answer.requests[0]
-    operation = "chat" if answer.route in CHATS else "text_completion"
     return {
         **generation_attributes(first, operation, answer.model),
         "gen_ai.request.choice.count": answer.n,

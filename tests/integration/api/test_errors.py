@@ -24,11 +24,12 @@ import httpx
 import pytest
 from jsonschema_rs import Draft202012Validator
 
-from api.app import build
-from api.errors import ApiError, conflict, failed, invalid, overloaded, unavailable
+from api.errors import ApiError, Family, conflict, failed, invalid, openai, overloaded, unavailable
 from api.http.error_handlers import error_response
 from api.lifecycle import Gateway
 from api.models import STARTED_S
+from api.protocols.protocol import ROW, errors_of
+from api.protocols.table import protocol_at
 from common.messages.events import Terminal, terminal_for
 from common.messages.request import Generate
 from common.settings.settings import SettingError, Settings
@@ -149,20 +150,24 @@ REFUSALS = [
 ]
 
 
+def family_at(path: str) -> Family:
+    return errors_of({"path": path, "state": {ROW: protocol_at(path)}})
+
+
 @pytest.mark.parametrize(("refusal", "status", "kind", "code"), REFUSALS)
 def test_each_api_family_has_its_own_error_object(
     refusal: ApiError, status: int, kind: str, code: str | None
 ) -> None:
     answer = {"error": {"message": refusal.text, "type": kind, "param": refusal.param, "code": code}}
     for path in ("/v1/chat/completions", "/v1/models"):
-        response = error_response(refusal, path)
+        response = error_response(refusal, family_at(path))
         assert (response.status_code, json.loads(response.body), response.media_type) == (  # type: ignore[arg-type]
             status,
             answer,
             "application/json",
         )
     for path in ("/generate", "/", "/v1x"):
-        response = error_response(refusal, path)
+        response = error_response(refusal, family_at(path))
         assert (response.status_code, set(json.loads(response.body))) == (  # type: ignore[arg-type]
             refusal.status,
             {"error", "error_type"},
@@ -171,7 +176,7 @@ def test_each_api_family_has_its_own_error_object(
 
 def test_a_failed_generation_tells_openai_s_client_not_to_retry() -> None:
     for terminal in (Terminal("r", "error", 0), terminal_for("r", "timeout", 0)):
-        response = error_response(failed(terminal), "/v1/completions")
+        response = error_response(failed(terminal), openai)
         assert response.headers["x-should-retry"] == "false"
 
 

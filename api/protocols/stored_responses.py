@@ -1,94 +1,34 @@
-"""Routes of OpenAI's Responses API: POST /v1/responses, and those of stored responses: retrieve, follow,
-cancel, delete, and list their input.
-"""
+"""Stored responses of OpenAI's Responses API: retrieve, follow, cancel, delete, and list their input."""
 
-from functools import partial
+import asyncio
+import time
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from sse_starlette import EventSourceResponse
 from starlette.responses import Response
 
-from api.errors import ApiError, cut, invalid, quoted
-from api.event_loop import offload
+from api.errors import ApiError, asking_broker, cut, invalid, quoted, unavailable
 from api.http.openapi import OPENAI, ErrorResponses, ResponseId, error_responses, event_stream, only
 from api.http.sse import SSE_HEADERS, RestOfFeed
 from api.json import to_json
 from api.openai.response_schemas import ERROR_RESPONSES, OpenAIError
-from api.protocols.openai_bodies import CHARS_OF_MESSAGE
 from api.protocols.response_object import ResponseFrames
-from api.protocols.responses import (
-    ResponsesRequest,
-    describe_response,
-    has_data,
-    read_conversation,
-    read_items,
-    read_params,
-    resolve_references,
-    respond,
-)
-from api.requests.on_pool import on_pool, read_body
-from api.requests.pool import Pool
-from api.requests.respond import answer_id
-from api.requests.service_terms import generation_body
-from api.requests.validate import validate
+from api.protocols.responses import StoredResponse, find_response, read_response, render_response
 from api.responses.response_schemas import DeletedResponse, ResponseEvent, ResponseItemList, ResponseObject
-from api.responses.stored import (
-    StoredResponse,
-    cancel_stored,
-    delete_response,
-    find_response,
-    read_response,
-    render_response,
-)
-from api.resume import attach
+from api.resume import rest
+from api.streams.kept_answers import delete_ended
+from api.streams.stream import Stream
+from common.broker.request_scripts import cancel_request
 
-router = APIRouter(responses=ERROR_RESPONSES, tags=[OPENAI])
 STORED_ERRORS: ErrorResponses = only(ERROR_RESPONSES, 400, 401, 403, 500, 503)
 STORED_ERRORS |= error_responses(
     OpenAIError, {404: "There is no such response, or it belongs to another API key"}
 )
-stored_router = APIRouter(responses=STORED_ERRORS, tags=[OPENAI])
-EXAMPLE = {"input": "Why is the sky blue?", "max_output_tokens": 100}
+router = APIRouter(responses=STORED_ERRORS, tags=[OPENAI])
 
-
-@router.post(
-    "/v1/responses",
-    summary="Create a response",
-    openapi_extra=generation_body(ResponsesRequest, EXAMPLE),
-    responses={200: {"model": ResponseObject, "content": event_stream([ResponseEvent])}},
-)
-async def create_response(request: Request) -> Response:
-    """Generates the next items of a conversation. With `stream`, they come as typed events with sequence
-    numbers. With `background`, the response is queued, and outlives every process of the fleet.
-    """
-    body = await read_body(request, ResponsesRequest)
-    return await on_pool(request, body.model, partial(create_on, request, body))
-
-
-async def create_on(request: Request, body: ResponsesRequest, pool: Pool) -> Response:
-    """Validate and submit the request, and respond. Raises ApiError."""
-    await pool.admission.check()
-    before = await read_conversation(request, body.previous_response_id)
-    size = CHARS_OF_MESSAGE * len(body.input) if isinstance(body.input, list) else 0
-    sees = pool.tokenizer.pictures is not None
-    items = await offload(size, lambda: read_items(body.input, answer_id(request), sees))
-    items = await resolve_references(request, items)
-    if has_data(items):
-        body = unstored(body)
-    chat = await read_params(body, [*before, *items], pool)
-    requests = await validate(chat.params, pool.workers.limits, pool.tokenizer, pool.pictures)
-    answer = describe_response(request, pool, body, chat, requests, before, items)
-    return await respond(request, pool, answer)
-
-
-def unstored(body: ResponsesRequest) -> ResponsesRequest:
-    """The body of a response that is not stored, as its pictures would be stored with it. Raises ApiError."""
-    if body.store:
-        raise invalid("`store` must be false beside pictures as data: URLs; they are not stored", "store")
-    if body.background:
-        raise invalid("`background` stores the response: give pictures as https: URLs", "background")
-    return body.model_copy(update={"store": False})
+CANCEL_WAIT_S, CANCEL_POLL_S = 10.0, 0.05
+"""How long and how often a cancelled request is asked for its end."""
 
 
 async def find_own_response(request: Request, response_id: str) -> StoredResponse:
@@ -103,7 +43,7 @@ def json_response(content: dict[str, Any]) -> Response:
     return Response(to_json(content), media_type="application/json")
 
 
-@stored_router.get(
+@router.get(
     "/v1/responses/{response_id}",
     summary="Retrieve a response",
     responses={200: {"model": ResponseObject, "content": event_stream([ResponseEvent])}},
@@ -132,23 +72,23 @@ async def follow_response(stored: StoredResponse, num_seen: int) -> Response:
         raise invalid("`stream`: this response was created without `stream`: true", "stream")
     stream = await read_response(stored)
     if stream.terminal and stream.terminal.reason == "cancelled":
-        frames = RestOfFeed(ResponseFrames(answer, [stream]), num_seen)
+        all_frames = RestOfFeed(ResponseFrames(answer, [stream]), num_seen)
         return EventSourceResponse(
-            (frame async for new in frames for frame in new), headers=SSE_HEADERS, sep="\n"
+            (frame async for new in all_frames for frame in new), headers=SSE_HEADERS, sep="\n"
         )
     try:
-        streams, rest = await attach.read_rest(pool, answer, channel, num_seen)
+        streams, frames = await rest.read_rest(pool, answer, channel, num_seen)
     except ApiError as error:
-        if error.param == attach.LAST_EVENT_ID:
+        if error.param == rest.LAST_EVENT_ID:
             text = "`starting_after` must be the sequence number of an event that was sent"
             raise invalid(f"{text}. Given: {quoted(num_seen - 1)}", "starting_after") from error
         raise
-    if rest is None:
+    if frames is None:
         return Response(b"", 200, SSE_HEADERS)
-    return await attach.respond_with_rest(pool, answer, streams, rest, num_seen)
+    return await rest.respond_with_rest(pool, answer, streams, frames, num_seen)
 
 
-@stored_router.post(
+@router.post(
     "/v1/responses/{response_id}/cancel",
     summary="Cancel a background response",
     response_model=ResponseObject,
@@ -163,9 +103,7 @@ async def cancel_response(request: Request, response_id: ResponseId) -> Response
     return json_response(await render_response(stored, await cancel_stored(stored)))
 
 
-@stored_router.delete(
-    "/v1/responses/{response_id}", summary="Delete a response", response_model=DeletedResponse
-)
+@router.delete("/v1/responses/{response_id}", summary="Delete a response", response_model=DeletedResponse)
 async def remove_response(request: Request, response_id: ResponseId) -> Response:
     """Deletes a response and its input; a response that has not ended is cancelled first."""
     stored = await find_own_response(request, response_id)
@@ -173,7 +111,7 @@ async def remove_response(request: Request, response_id: ResponseId) -> Response
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
-@stored_router.get(
+@router.get(
     "/v1/responses/{response_id}/input_items",
     summary="List the input items of a response",
     response_model=ResponseItemList,
@@ -207,3 +145,28 @@ async def list_input_items(
             "has_more": len(items) > len(page),
         }
     )
+
+
+async def cancel_stored(stored: StoredResponse) -> Stream:
+    """Cancel the request unless it has ended. Returns its stream, which has ended unless CANCEL_WAIT_S have
+    passed. Raises ApiError (503).
+    """
+    stream = await read_response(stored)
+    if stream.terminal:
+        return stream
+    async with asking_broker():
+        await cancel_request(stored.pool.client, stored.answer.request_id)
+    end_s = time.monotonic() + CANCEL_WAIT_S
+    while True:
+        stream = await read_response(stored)
+        if stream.terminal or time.monotonic() > end_s:
+            return stream
+        await asyncio.sleep(CANCEL_POLL_S)
+
+
+async def delete_response(stored: StoredResponse) -> None:
+    """Cancel a response unless it has ended, then delete it. Raises ApiError (503)."""
+    await cancel_stored(stored)
+    async with asking_broker():
+        if not await delete_ended(stored.pool.client, stored.answer.request_id):
+            raise unavailable("the response was cancelled, but has not ended yet: delete it again")

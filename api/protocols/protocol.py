@@ -1,0 +1,203 @@
+"""Protocol: what a route that makes answers is. Each has one row, in the file of its API. Whoever depends on
+the route asks the row: HTTP (api/protocols/serve.py), errors, traces, resumption, jobs and batches.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from sse_starlette import EventSourceResponse
+from starlette.requests import Request
+from starlette.types import Scope
+
+from api.answers.answer import HttpAnswer, Rendering
+from api.errors import Family, anthropic, kserve, openai, tgi
+from api.http.idempotency import KEY_REUSED
+from api.http.openapi import ErrorResponses
+from api.http.sse import Feed
+from api.requests.fields import Strict
+from api.requests.params import GenerationParams
+from api.requests.pool import Pool
+from api.requests.service_terms import generation_body
+from api.requests.validate import validate
+from api.streams.stream import Stream
+from common.messages.request import Generate
+from common.webhooks import REQUEST
+
+ROW = "protocol"
+"""Key of a request's state: the row of its route; None for a route without one."""
+ERRORS_BELOW: dict[str, Family] = {
+    "/v1/messages": anthropic,
+    "/v1": openai,
+    "/v2": kserve,
+    "/detokenize": openai,
+}
+"""Paths → the errors of all routes at and below them that have no row."""
+
+WholeBody = tuple[bytes, dict[str, str]]
+"""The body of a whole answer, and the headers that are known with it."""
+RenderWhole = Callable[[HttpAnswer, Sequence[Stream], float], WholeBody]
+"""Renders (answer, finished streams of all choices, monotonic time of the request's arrival)."""
+
+
+class AnswerRenderer(NamedTuple):
+    """How the answers of an API are rendered.
+
+    Attributes:
+        frames: all frames of a stream, from the first one on. It is the only reader of the streams: those of
+            all choices, in order. None for answers that are always whole.
+        whole: the body of a whole answer.
+        chunks: the frames of a job, each with its lane; None where the whole is the only frame. It gives None
+            for an answer without frames.
+        queued: the body of an answer that nobody waits for, before its first token.
+    """
+
+    frames: Callable[[HttpAnswer, Sequence[Stream]], Feed[bytes]] | None
+    whole: RenderWhole
+    chunks: Callable[[HttpAnswer, Sequence[Stream]], Feed[tuple[int, bytes]] | None] | None = None
+    queued: Callable[[HttpAnswer, Stream], bytes] | None = None
+
+
+class Context(NamedTuple):
+    """For whom a body is read.
+
+    Attributes:
+        route: path at which it is asked.
+        answer_id: id of the answer.
+        streamed: whether frames are wanted.
+        request: over HTTP; None for a job.
+        seed: of a body without one; None draws one.
+    """
+
+    pool: Pool
+    route: str
+    answer_id: str
+    streamed: bool
+    request: Request | None = None
+    seed: int | None = None
+
+    async def validate(self, params: GenerationParams) -> list[Generate]:
+        """The requests of one prompt, one for each choice. Raises ApiError."""
+        if params.seed is None and self.seed is not None:
+            params = replace(params, seed=self.seed)
+        pool = self.pool
+        return await validate(params, pool.workers.limits, pool.tokenizer, pool.pictures)
+
+
+class Asked(NamedTuple):
+    """What a body asks for.
+
+    Attributes:
+        requests: one for each choice of each prompt; they have no ids yet.
+        prefixes: for each prompt, the text with which its choices begin.
+        num_chars: characters of all prompts.
+        is_stored: the answer is kept after its end.
+        parts: fields of the answer that this API alone has.
+    """
+
+    requests: list[Generate]
+    prefixes: Sequence[str]
+    rendering: Rendering = Rendering()
+    num_chars: int = 0
+    is_stored: bool = False
+    parts: Mapping[str, Any] = {}
+
+
+class Protocol(NamedTuple):
+    """A route that makes answers: its row.
+
+    Attributes:
+        path: with `{model:path}` for a part of it; `aliases` are served alike, and not described.
+        name: of its operation in /docs.
+        body: what a body is read into. Its fields `model`, `adapter_id`, `stream`, `resume_s`, `detached`,
+            `priority`, `tier` and `webhook`, where it has them, say how it is served.
+        read: what a body asks for. Raises ApiError.
+        error: the form of its errors.
+        docs: what /docs says of it.
+        span: TGI's name of its spans, and `operation` that of GenAI.
+        streams: whether it answers in frames; None where the body's `stream` says so.
+        by_field: other rows, by the field that a body for them has.
+        counts: whether it asks for tokens: it is counted, traced, and part of the gateway's load.
+        resumable: a POST with `Last-Event-ID` goes on with an earlier answer.
+        job: what jobs of this kind are called.
+        prompt: the fields of a body that stand in a job beside its parameters.
+        in_jobs: a job with the first field of `prompt` is one of this route.
+        in_batches: lines of batches may ask for it.
+        event: what its answer is to its webhook.
+    """
+
+    path: str
+    name: str
+    body: type[Strict]
+    read: Callable[[Any, Context], Awaitable[Asked]]
+    renderer: AnswerRenderer
+    error: Family
+    docs: Mapping[str, Any]
+    span: str = "generate"
+    operation: str = "text_completion"
+    aliases: Sequence[str] = ()
+    streams: bool | None = None
+    by_field: Mapping[str, "Protocol"] = {}
+    counts: bool = True
+    resumable: bool = False
+    job: str = "generate"
+    prompt: Sequence[str] = ()
+    in_jobs: bool = False
+    in_batches: bool = False
+    event: str = REQUEST
+
+    def wants_frames(self, body: Strict) -> bool:
+        return bool(getattr(body, "stream", None)) if self.streams is None else self.streams
+
+
+def described(
+    tag: str,
+    errors: ErrorResponses,
+    shape: type[Strict],
+    example: Mapping[str, Any],
+    summary: str,
+    description: str,
+    whole: Any = None,
+    events: Mapping[str, Any] | None = None,
+    parameters: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """What /docs says of a route that makes answers, for FastAPI.
+
+    Args:
+        whole: the model of a whole answer.
+        events: the content of a stream, as of `event_stream`; alone for a route that only streams.
+        parameters: of the path.
+    """
+    answer = ({"model": whole} if whole else {}) | ({"content": events} if events else {})
+    body = generation_body(shape, dict(example))
+    return {
+        "tags": [tag],
+        "summary": summary,
+        "description": description,
+        "responses": {409: {**errors[503], "description": KEY_REUSED}, **errors, 200: answer},
+        "openapi_extra": body | {"parameters": [*parameters, *body["parameters"]]},
+        **({} if whole else {"response_class": EventSourceResponse}),
+    }
+
+
+def row_of(scope: Scope) -> Protocol | None:
+    """The row of a request's route."""
+    row: Protocol | None = scope["state"].get(ROW)
+    return row
+
+
+def asks_for_tokens(scope: Scope) -> bool:
+    """Whether a request is for tokens: it is counted, and traced."""
+    row = row_of(scope)
+    return row is not None and row.counts and scope["method"] == "POST"
+
+
+def errors_of(scope: Scope) -> Family:
+    """The form of a request's errors, also on a path that no route has."""
+    row, path = row_of(scope), scope["path"]
+    if row is not None:
+        return row.error
+    below = (
+        family for start, family in ERRORS_BELOW.items() if path == start or path.startswith(f"{start}/")
+    )
+    return next(below, tgi)

@@ -1,0 +1,110 @@
+"""Serve: answers the body of any protocol over HTTP, with a stream or with the whole."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.answers.answer import HttpAnswer
+from api.event_loop import offload
+from api.http import body
+from api.http.auth import key_of
+from api.http.request_trace import trace_of
+from api.protocols.protocol import Asked, Context, Protocol
+from api.requests.fields import Strict
+from api.requests.logits import accepts_bytes
+from api.requests.metrics import ARRIVED_S
+from api.requests.on_pool import on_adapter, own_pool
+from api.requests.pool import Pool
+from api.requests.respond import (
+    answer_id,
+    first_headers,
+    read_terms,
+    submit,
+    with_adapter,
+    with_repetitions,
+)
+from api.requests.service_terms import on_terms
+from api.streams.answer_trace import traced
+from api.streams.describe_answer import describe_answer
+from api.streams.http_response import TokenStream, respond_with_whole
+from api.webhooks.field import with_webhook
+
+
+async def serve(protocol: Protocol, request: Request) -> Response:
+    """Read the body, and answer it with a pool that serves its model. Raises ApiError."""
+    data = await body.read_json(request, own_pool(request).max_body_bytes)
+    route = request.url.path
+    if protocol.by_field:
+        protocol = choose(protocol.by_field, await body.names_in(data))
+        route = protocol.path
+    parsed = await offload(len(data), lambda: body.parse_body(protocol.body, data))
+    parsed.check()
+    model = request.path_params.get("model", getattr(parsed, "model", None))
+    serve_it = partial(serve_on, protocol, request, route, parsed)
+    return await on_adapter(request, getattr(parsed, "adapter_id", None), model, serve_it)
+
+
+def choose(by_field: Mapping[str, Protocol], names: set[str]) -> Protocol:
+    """The row for a body with fields of these names; the first one where none fits."""
+    return next((row for name, row in by_field.items() if name in names), next(iter(by_field.values())))
+
+
+async def serve_on(protocol: Protocol, request: Request, route: str, parsed: Strict, pool: Pool) -> Response:
+    """Validate and submit what the body asks for, and respond. Raises ApiError."""
+    await pool.admission.check()
+    context = Context(pool, route, answer_id(request), protocol.wants_frames(parsed), request)
+    asked = await protocol.read(parsed, context)
+    answer = new_answer(protocol, request, parsed, context, asked)
+    streams = await submit(pool, answer)
+    headers, release = first_headers(pool.settings, asked.num_chars, streams), pool.admission.release
+    renderer = protocol.renderer
+    if answer.streamed and renderer.frames is not None:
+        frames = renderer.frames(answer, streams)
+        return TokenStream(answer, frames=frames, streams=streams, headers=headers, release=release)
+    if answer.terms.detached and renderer.queued is not None:
+        content = renderer.queued(answer, streams[0])
+        release(streams[0], 0, answer.terms.keep_s)
+        return Response(content, 200, headers, "application/json")
+    return await respond_with_whole(
+        request,
+        answer,
+        streams=streams,
+        headers=headers,
+        render=renderer.whole,
+        arrived_s=ARRIVED_S.get(),
+        release=release,
+    )
+
+
+def new_answer(
+    protocol: Protocol, request: Request, parsed: Strict, context: Context, asked: Asked
+) -> HttpAnswer:
+    """The answer to validated requests, on the terms that its client asks for. Raises ApiError (422)."""
+    given = {
+        name: getattr(parsed, name, None) for name in ("resume_s", "detached", "priority", "tier", "webhook")
+    }
+    settings, own_id, rendering = context.pool.settings, context.answer_id, asked.rendering
+    requests = with_adapter(asked.requests, request.state.adapter)
+    requests = with_webhook(requests, given["webhook"], key_of(request), settings, protocol.event, own_id)
+    if any(one.logits for one in requests) and accepts_bytes(request.headers.get("accept", "")):
+        rendering = replace(rendering, as_file=True)
+    requests = on_terms(request, requests, settings, given["priority"], given["tier"])
+    may_leave = context.streamed or (bool(given["detached"]) and protocol.renderer.queued is not None)
+    terms = read_terms(request, own_id, may_leave, given["resume_s"], given["detached"])
+    if asked.is_stored:
+        terms = replace(terms, stored_ms=round(1000 * settings.answer_ttl_s))
+    answer = describe_answer(
+        request_id=own_id,
+        route=context.route,
+        streamed=context.streamed,
+        model=request.state.model_name,
+        requests=requests,
+        prefixes=asked.prefixes,
+        rendering=rendering,
+        terms=with_repetitions(request, terms, settings),
+        created_s=int(context.pool.client.clock.now_s()),
+    )
+    return traced(replace(answer, **asked.parts), trace_of(request.scope), protocol.operation)
