@@ -90,6 +90,25 @@ async def test_a_chat_job_gets_the_answer_of_http(
     assert await service.stream("c") == received
 
 
+async def test_a_job_may_name_any_route_that_takes_its_prompt(
+    service: Service, worker: FakeWorker, broker: Broker
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "Count."}]}
+    async with running_gateway(broker.url):
+        await service.submit(id="m", url="/v1/messages", **chat, parameters={"max_tokens": 20})
+        await service.submit(id="r", url="/v1/responses", input="Count.", reply="stream")
+        await service.submit(id="no", url="/v1/models", input="Count.")
+        await service.submit(id="other", url="/v1/messages", input="Count.")
+        message, response = await service.result("m"), await service.result("r")
+        unknown, other = await service.result("no"), await service.result("other")
+        assert await service.stream("r") == [response]
+    assert (message["type"], message["content"]) == ("message", [{"type": "text", "text": TEXT}])
+    assert (response["object"], response["store"], response["service_tier"]) == ("response", False, "flex")
+    assert response["output"][0]["content"][0]["text"] == TEXT
+    assert "`url` must be one of /generate, /v1/chat/completions" in unknown["error"]
+    assert "`input` is no prompt of /v1/messages: give `messages`" in other["error"]["message"]
+
+
 async def test_a_chat_job_is_the_same_with_and_without_a_receiver_of_its_chunks(
     service: Service, worker: FakeWorker, broker: Broker
 ) -> None:
