@@ -24,6 +24,7 @@ import httpx
 import pytest
 from jsonschema_rs import Draft202012Validator
 
+from api.app import build
 from api.errors import ApiError, Family, conflict, failed, invalid, openai, overloaded, unavailable
 from api.http.error_handlers import error_response
 from api.lifecycle import Gateway

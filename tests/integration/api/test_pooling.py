@@ -268,6 +268,10 @@ async def test_a_job_is_answered_as_http_answers(broker: Broker, tmp_path: Path)
         await worker.redis.xadd(KEYS.submit, {"job": json.dumps({"id": "ranks", **rank})})
         answer = (await client.post("/v1/rerank", json=rank)).json()
         assert (await result(worker.redis, "ranks"))["results"] == answer["results"]
+        pair = {"text_1": "sky", "text_2": ["hi", "The sky"]}
+        await worker.redis.xadd(KEYS.submit, {"job": json.dumps({"id": "pairs", **pair})})
+        answer = (await client.post("/v1/score", json=pair)).json()
+        assert (await result(worker.redis, "pairs"))["data"] == answer["data"]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ from api.answers.answer import HttpAnswer
 from api.lifecycle import Gateway
 from api.requests import admission
 from api.resume import attach
-from api.resume.attach import read_committed, renderer_of
+from api.resume.attach import read_committed
+from api.resume.rest import frames_of
 from api.streams.fill import Filler, Sources
 from api.streams.stream import Stream
 from common.broker import pool_client
@@ -439,7 +440,7 @@ async def test_another_gateway_renders_the_same_bytes(
         streams = [Stream(request, model_tokenizer()) for request in described.choices()]
         by_id = {stream.request.request_id: stream for stream in streams}
         await Filler(PoolClient(redis, keys), Sources(), by_id).fill({}, dict.fromkeys(by_id, math.inf))
-        rendered = b"".join(await anext(renderer_of(described).frames(described, streams)))
+        rendered = b"".join(await anext(frames_of(described, streams)))
         reader.cancel()
     common = min(len(seen), len(rendered))
     assert rendered.count(b"\n\n") >= 6 and seen[:common] == rendered[:common]

@@ -513,7 +513,7 @@ async def test_a_job_that_ended_two_gateways_is_failed_by_name(
     service: Service, worker: FakeWorker, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gateways that stop in order while they validate it do not count."""
-    validating, validate = asyncio.Event(), validated_job.validate_generate_job
+    validating, validate = asyncio.Event(), validated_job.run
 
     async def validate_or_hang(pool: Pool, job: Job, model: str) -> Any:
         if pool.gateway == "last":
@@ -524,7 +524,7 @@ async def test_a_job_that_ended_two_gateways_is_failed_by_name(
     async def send_nothing(*_: Any) -> None:
         raise ConnectionError
 
-    monkeypatch.setattr(validated_job, "validate_generate_job", validate_or_hang)
+    monkeypatch.setattr(validated_job, "run", validate_or_hang)
     await service.submit(id="slow", inputs="Count.")
     for i in range(3):
         async with running_gateway(broker.url, f"g{i}", worker_ttl_s=0.3):
