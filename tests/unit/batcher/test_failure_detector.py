@@ -1,6 +1,5 @@
 """Who is dead, silent or absent, and when a missing heartbeat is not taken for a death."""
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -166,20 +165,6 @@ def sequence(request_id: str, gateway: str, grace_ms: int) -> Sequence:
 async def find(tracker: OrphanTracker, sequences: list[Sequence]) -> list[str]:
     live = {sequence.request_id: sequence for sequence in sequences}
     return await tracker.orphans(live, {sequence.request.gateway for sequence in sequences})
-
-
-async def test_requests_of_an_absent_gateway_are_orphans_after_their_grace(redis: Redis) -> None:
-    tracker = OrphanTracker(PoolClient(redis, KEYS))
-    sequences = [
-        sequence("short", "g0", 0),
-        sequence("long", "g0", 60_000),
-        sequence("other", "g1", 0),
-        sequence("job", "", 0),
-    ]
-    await redis.set(KEYS.gateway("g1"), 1)
-    assert await find(tracker, sequences) == ["short"]
-    tracker.absent_since_s["g0"] = time.monotonic() - 60
-    assert await find(tracker, sequences) == ["short", "long"]
 
 
 async def test_a_request_whose_client_came_back_has_another_gateway(redis: Redis) -> None:

@@ -123,18 +123,6 @@ async def test_a_lost_reply_of_publish_plan_loses_no_refused_row(
     assert await redis.xlen(KEYS.requests) == 1
 
 
-async def test_an_earlier_worker_with_an_unreadable_capacity_delays_no_request(
-    batcher: Batcher, redis: Redis
-) -> None:
-    await start_worker(redis, "w1", b"junk")
-    await admit(redis, make_request("r1"))
-    await batcher.start_epoch()
-    batcher.detector.resumes_s = 0.0
-    await turns(batcher, 12)
-    assert "r1" in batcher.scheduler.sequences
-    assert await redis.exists(KEYS.worker("w1"), KEYS.log("w1")) == 0
-
-
 async def test_a_key_of_another_type_spoils_its_own_request_only(batcher: Batcher, redis: Redis) -> None:
     await batcher.start_epoch()
     for name in ("bad", "good"):
@@ -164,29 +152,6 @@ async def test_reports_of_a_dead_worker_are_read_up_to_the_seal(batcher: Batcher
     assert not batcher.scheduler.sequences, "it had ended before the seal"
     assert await redis.xlen(KEYS.requests) == 0
     assert await redis.exists(KEYS.log("w1"), KEYS.reports("w1"), KEYS.plans("w1")) == 0
-
-
-async def test_a_request_whose_end_was_not_accepted_goes_on(batcher: Batcher, redis: Redis) -> None:
-    await batcher.start_epoch()
-    await join(batcher, redis)
-    await admit(redis, make_request("r1"))
-    await turns(batcher, 2)
-    report = Report(2, batcher.epoch, 2, 5, ended=[(1, "length", 20)], released=[(1, 5)])
-    await redis.xadd(KEYS.reports("w1"), {"report": encode(report)}, id="2-0")
-    await turns(batcher)
-    assert [start.attempt for plan in await plans(redis) for start in plan.starts] == [1, 2]
-    assert await redis.xlen(KEYS.requests) == 1
-
-
-async def test_a_batcher_that_was_stopped_declares_nobody_dead(batcher: Batcher, redis: Redis) -> None:
-    await batcher.start_epoch()
-    await join(batcher, redis)
-    await redis.delete(KEYS.worker("w1"))
-    batcher.detector.resumes_s = 0.0
-    batcher.detector.checked_s -= 100
-    assert await batcher.workers.check() == []
-    batcher.detector.resumes_s = 0.0
-    assert await batcher.workers.check() == ["w1"]
 
 
 async def test_a_turn_with_something_to_do_waits_for_no_entry(

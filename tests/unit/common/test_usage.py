@@ -75,14 +75,6 @@ async def end(redis: Redis, sequence: int, number: int, name: str = "r1", why: s
     assert await flush(redis, sequence, terminals=terminals) == ("OK", [])
 
 
-async def test_a_request_is_counted_at_its_end_with_its_prompt(redis: Redis) -> None:
-    await start(redis, request())
-    assert await used(redis) == {}
-    await end(redis, 1, 5)
-    await end(redis, 1, 5)
-    assert await used(redis) == {Owner("k", "t", "m"): Used(1, 20, 16, 5)}
-
-
 async def test_spilled_tokens_are_counted_and_again_by_nobody(redis: Redis) -> None:
     await start(redis, request())
     for _ in range(2):
@@ -122,22 +114,6 @@ async def test_tokens_that_needed_no_step_are_counted_by_their_attempt(redis: Re
     await flush(redis, 4, terminals=[ended])
     used_in_all = await total(redis)
     assert (used_in_all.generated, used_in_all.speculated) == (20, 4 + 1 + 3)
-
-
-async def test_who_holds_a_request_no_more_counts_nothing(redis: Redis) -> None:
-    await start(redis, request())
-    await save(redis, SavedRequest("r1", "w1", 1, 1, 0, records(2)))
-    await flush(redis, 1, spills=[("r1", 0, records(50))], counts=[FlushedCount("k", "r1", 1, 0, 50)])
-    await end(redis, 2, 60)
-    assert (await total(redis)).generated == 2
-
-
-async def test_of_several_choices_one_pays_for_the_prompt(redis: Redis) -> None:
-    for i in range(3):
-        await start(redis, request(f"r{i}", account=replace(ACCOUNT, pays_prompt=i == 0)), i + 1)
-        await end(redis, i + 1, 2, f"r{i}")
-    counted = await total(redis)
-    assert (counted.requests, counted.prompt, counted.cached, counted.generated) == (1, 20, 16, 6)
 
 
 async def test_tokens_that_were_shown_are_counted_by_a_broker_that_lost_them(redis: Redis) -> None:
@@ -208,14 +184,6 @@ async def test_months_are_those_of_the_calendar(redis: Redis, day: str) -> None:
 def limited(name: str, budget_tokens: int = 0, **fields: Any) -> Generate:
     account = replace(ACCOUNT, budget_tokens=budget_tokens)
     return request(name, account=account, **fields)
-
-
-async def test_admitted_prompts_are_set_aside_so_that_all_together_keep_the_budget(redis: Redis) -> None:
-    """Each takes 21 tokens: its prompt and its first token."""
-    outcomes = [(await admit(redis, limited(f"r{i}", 50))).outcome for i in range(3)]
-    assert outcomes == ["admitted", "admitted", "budget"]
-    assert (await admit(redis, limited("other", 50, key_id="k2"))).outcome == "admitted"
-    assert (await admit(redis, request("free"))).outcome == "admitted", "a key without a budget"
 
 
 async def test_what_a_request_has_not_used_is_given_back_at_its_end(redis: Redis) -> None:

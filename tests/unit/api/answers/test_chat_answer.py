@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from api.answers.answer import Reading
 from api.answers.call_formats import CALL_FORMATS, REASONING_FORMATS, CallFormat
-from api.answers.chat_answer import AnswerParser, ChoiceParser, finish_reason, render_deltas, render_message
+from api.answers.chat_answer import AnswerParser, ChoiceParser, finish_reason, render_message
 from api.answers.scanner import ContentDelta
 from tests.support.tool_calls.answers import Reading as ReadingOf
 from tests.support.tool_calls.golden import SCHEMA, TOOLS
@@ -17,7 +17,6 @@ from tests.support.tool_calls.golden import SCHEMA, TOOLS
 
 CALL = '<tool_call>\n{"name": "%s", "arguments": {"x": 1}}\n</tool_call>\n'
 READING = Reading(calls="hermes", reasoning="qwen3", tools=[("f", "{}"), ("g", "{}")])
-TEXT = "<think>\nHm.\n</think>\n\nSo:\n" + CALL % "f" + CALL % "g"
 
 
 def test_ids_of_calls_follow_from_the_choice_and_the_place() -> None:
@@ -26,23 +25,6 @@ def test_ids_of_calls_follow_from_the_choice_and_the_place() -> None:
     assert len(set(ids)) == 3 and first.call_id(0) == again.call_id(0) and len(ids[0]) == len("call_") + 24
     short = ChoiceParser(Reading(calls="mistral"), "r.0").call_id(0)
     assert len(short) == 9 and short.isalnum(), "the templates of Mistral's models take no others"
-
-
-def test_chunks_add_up_to_the_message() -> None:
-    parser = ChoiceParser(READING, "r.0")
-    deltas = [parser.read(char, 1, False) for char in TEXT] + [parser.read("", 0, True)]
-    chunks = [chunk for one in deltas for chunk in render_deltas(parser, one)]
-    whole = ChoiceParser(READING, "r.0")
-    message = render_message(whole, whole.read(TEXT, len(TEXT), True))
-    assert message["content"] == "".join(chunk.get("content", "") for chunk in chunks) == "So:"
-    assert message["reasoning"] == "".join(chunk.get("reasoning", "") for chunk in chunks) == "Hm."
-    calls = [call for chunk in chunks for call in chunk.get("tool_calls", [])]
-    for index, expected in enumerate(message["tool_calls"]):
-        first, *rest = [call for call in calls if call["index"] == index]
-        assert first | {"index": index} == {"index": index, **expected} | {"function": first["function"]}
-        assert first["function"] == {"name": "fg"[index], "arguments": ""}
-        assert "".join(call["function"]["arguments"] for call in rest) == '{"x": 1}'
-    assert parser.num_reasoning_tokens == TEXT.index("So:")
 
 
 def test_the_reason_of_the_end() -> None:

@@ -55,12 +55,3 @@ async def test_a_record_that_is_not_its_files_own_is_not_believed(tmp_path: Path
     assert refused.value.status == 503 and "broker" not in refused.value.text
     await store.put_record(replace(FILE, id=f"file-{3:032x}", expires_at=1))
     assert await store.delete_expired(now_s=2) == 1, "the faulty one does not stop it"
-
-
-@pytest.mark.parametrize(
-    ("file_id", "part"), [("../x", f"{0:09d}"), (FILE.id, "../x"), (FILE.id, "a"), (f"{FILE.id}\n", "0")]
-)
-async def test_the_store_makes_no_path_of_what_is_no_id(tmp_path: Path, file_id: str, part: str) -> None:
-    with pytest.raises(ApiError):
-        await FileStore(str(tmp_path), BrokerClock()).put_part("acme", file_id, part, b"x")
-    assert list(tmp_path.rglob("*")) == []

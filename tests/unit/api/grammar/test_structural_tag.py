@@ -164,35 +164,6 @@ def test_the_older_form_and_vllms_structured_outputs_mean_the_same() -> None:
     assert len({compile_checked(grammar) for grammar in grammars if grammar}) == 1 and None not in grammars
 
 
-STRUCTURE = {"begin": "<a>", "schema": {"type": "integer"}, "end": "</a>"}
-
-
-@pytest.mark.parametrize(
-    ("sent", "text"),
-    [
-        ({"structures": [{**STRUCTURE, "begin": 1}]}, "`f.structures.0.begin` must be a text"),
-        ({"structures": [STRUCTURE, {**STRUCTURE, "end": None}]}, "`f.structures.1.end` must be a text"),
-        ({"structures": [{**STRUCTURE, "begin": "b"}]}, "`f.structures.0.begin` must begin with one of `tr"),
-        ({"structures": [{**STRUCTURE, "schema": []}]}, "`f.structures.0.schema` must be a JSON schema"),
-        (
-            {"structures": [{**STRUCTURE, "schema": {"not": {}}}]},
-            "`f.structures.0.schema` cannot be compiled",
-        ),
-        ({"structures": [1]}, "`f.structures.0` must be an object"),
-        ({"structures": []}, "`f.structures` must be a list that is not empty"),
-        ({}, "`f.format` is required"),
-        ({"structures": [STRUCTURE], "triggers": []}, "`f.triggers` must be a list that is not empty"),
-        ({"structures": [STRUCTURE], "triggers": [""]}, "`f.triggers.0` must be a text that is not empty"),
-    ],
-)
-def test_the_older_form_is_refused_by_its_own_fields(sent: dict[str, Any], text: str) -> None:
-    with pytest.raises(ApiError) as refusal:
-        grammar = read_response_format({"type": "structural_tag", "triggers": ["<"], **sent}, "f")
-        assert grammar is not None
-        compile_checked(grammar)
-    assert str(refusal.value).startswith(text) and f"`{refusal.value.param}`" == text.split()[0]
-
-
 def test_white_space_in_a_tags_json_is_as_asked_for() -> None:
     form = {"format": tag({"type": "json_schema", "json_schema": {"type": "object"}})}
     grammar = read_structured_outputs({"structural_tag": form, "whitespace_pattern": r"\t*"})

@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
-from starlette.requests import Request
 
 from api.errors import ApiError
 from api.http.body import parse_body
-from api.http.idempotency import digest_of, idempotency_key
 from api.http.key_ring import read_key_file
 from api.protocols.openai_bodies import ChatRequest
 from api.protocols.responses import ResponsesRequest
@@ -57,37 +55,6 @@ def test_a_field_of_a_wrong_type_is_named_once(schema: type[BaseModel], body: An
         parse_body(schema, json.dumps(body).encode())
     assert refusal.value.text.removeprefix("Input validation error: ") == line
     assert refusal.value.param == line.split("`")[1]
-
-
-# --- idempotency --------------------------------------------------------------------------------------------
-
-
-def request_with(*values: str) -> Request:
-    headers = [(b"idempotency-key", value.encode("latin-1")) for value in values]
-    return Request({"type": "http", "method": "POST", "path": "/", "headers": headers})
-
-
-def test_spaces_and_the_order_of_fields_do_not_count() -> None:
-    digest = digest_of("/", b'{"a": 1, "b": [1, 2]}')
-    assert digest == digest_of("/", b'{"b":[1,2],"a":1}')
-    others = [b'{"a": 1, "b": [2, 1]}', b'{"a": true, "b": [1, 2]}', b'{"a": "1", "b": [1, 2]}', b"no json"]
-    assert (
-        len({digest, digest_of("/generate", b'{"a": 1, "b": [1, 2]}'), *(digest_of("/", x) for x in others)})
-        == 6
-    )
-
-
-@pytest.mark.parametrize("given", ["key", '"key"', " key "])
-def test_quotes_of_a_key_do_not_count(given: str) -> None:
-    assert idempotency_key(request_with(given)) == "key"
-    assert idempotency_key(request_with()) == ""
-
-
-@pytest.mark.parametrize("given", ["", '""', "a b", "x" * 256, "schl\xfcssel"])
-def test_a_key_that_cannot_be_used_is_refused_by_name(given: str) -> None:
-    with pytest.raises(ApiError, match=r"idempotency-key.*1 to 255") as refused:
-        idempotency_key(request_with(given))
-    assert refused.value.status == 400
 
 
 # --- key file -----------------------------------------------------------------------------------------------

@@ -130,14 +130,6 @@ def test_files_that_hold_the_template(tmp_path: Path) -> None:
     assert rendered(tmp_path) == "of its own file é"
 
 
-def test_a_template_in_a_file_overrides_all_others(tmp_path: Path) -> None:
-    (tmp_path / "mine.jinja").write_text("mine{{ bos_token }}")
-    write(tmp_path, "tokenizer_config.json", {"bos_token": "<s>", "chat_template": "the model's"})
-    write(tmp_path, "other.json", {"chat_template": "other"})
-    template = ChatTemplate.load(tmp_path, str(tmp_path / "other.json"), str(tmp_path / "mine.jinja"))
-    assert template is not None and template.render(CHAT, True, {}) == "mine<s>"
-
-
 @pytest.mark.parametrize(
     ("source", "cause"), [("{% for", "is no chat template: "), (None, "is no chat template: .*No such file")]
 )
@@ -147,17 +139,6 @@ def test_a_file_that_is_no_template_is_refused(source: str | None, cause: str, t
         file.write_text(source)
     with pytest.raises(SettingError, match=f"^CHAT_TEMPLATE: {file} {cause}"):
         ChatTemplate.load(tmp_path, None, str(file))
-
-
-@pytest.mark.parametrize(
-    ("name", "cause"), [("tokenizer_config.json", "has no chat_template"), ("nowhere.json", "does not exist")]
-)
-def test_another_tokenizer_config_without_a_template_is_refused(
-    name: str, cause: str, tmp_path: Path
-) -> None:
-    write(tmp_path, "tokenizer_config.json", {"bos_token": "<s>"})
-    with pytest.raises(SettingError, match=f"^TOKENIZER_CONFIG_PATH: {tmp_path / name} {cause}$"):
-        ChatTemplate.load(tmp_path, str(tmp_path / name))
 
 
 LLAMA = (

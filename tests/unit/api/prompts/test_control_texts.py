@@ -76,24 +76,6 @@ def test_a_prompt_is_the_same_and_only_the_template_s_control_texts_are_whole(
         assert guarded.count(control) - guarded.count(f"!{guard}") * (control == "!") == own, control
 
 
-@given(st.text() | CONTENT)
-def test_texts_without_control_texts_are_not_guarded(content: str) -> None:
-    controls = control_texts(TOKENIZER)
-    specials = model_tokenizer().special_tokens
-    assert specials.keys() >= {"<|im_end|>", "<|endoftext|>"}
-    if not any(special in content for special in specials):
-        text, guarded = texts(OWN, [content, "b"], controls)  # type: ignore[arg-type]
-        assert guarded.replace(GUARDS[0], "").replace(GUARDS[1], "") == text.replace(GUARDS[0], "")
-    assert controls.guard_for(["Is 3 < 4 or 5 > 4?\n", {"a": [None, 1, "<div>"]}], "") is None
-
-
-def test_keys_are_guarded_and_values_that_are_no_text_stay() -> None:
-    given = {"<s>": [1, None, True, ("a<s>",)], "b": {"c": "<s"}}
-    assert CONTROLS.guarded(given, "M") == {"<Ms>": [1, None, True, ["a<Ms>"]], "b": {"c": "<Ms"}}
-    assert CONTROLS.guard_text("[[INST]]", "M") == "[M[MINST]]"
-    assert CONTROLS.guard_text("!", "M") == "!M"
-
-
 def test_the_guard_is_in_no_text_and_in_no_template() -> None:
     assert CONTROLS.guard_for(["<s>", GUARDS[0]], f"{GUARDS[1]} \\ue002") == GUARDS[3]
     assert CONTROLS.guard_for(["<s>", "\\ue000"], "") == GUARDS[1]

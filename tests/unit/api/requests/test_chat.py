@@ -22,7 +22,7 @@ from api.requests.chat_prompt import (
     render_prompt,
     template_messages,
 )
-from api.requests.tools import FunctionSchema, ToolChoice, ToolSchema, read_functions, read_tools
+from api.requests.tools import FunctionSchema, ToolChoice, ToolSchema, read_tools
 from tests.support.tokenizer import model_tokenizer
 
 # --- chat prompt messages -----------------------------------------------------------------------------------
@@ -70,12 +70,6 @@ def test_results_belong_to_their_calls() -> None:
     ids = [one["tool_calls"][0]["id"] if "tool_calls" in one else one["tool_call_id"] for one in older[1:]]
     assert ids == ["call00001", "call00001", "call00002", "call00002"]
     assert [one["role"] for one in older] == ["user", "assistant", "tool", "assistant", "tool"]
-
-
-def test_reasoning_has_both_names() -> None:
-    for name in ("reasoning", "reasoning_content"):
-        [message] = converted({"role": "assistant", "content": "a", name: "why"})
-        assert (message["reasoning"], message["reasoning_content"]) == ("why", "why")
 
 
 def content(**message: Any) -> Any:
@@ -187,21 +181,6 @@ def test_a_named_function_is_the_only_one_that_may_be_called(choice: Any) -> Non
     assert found.is_forced and found.is_named and len(found.tools) == 3
 
 
-def test_the_model_decides_unless_the_client_does() -> None:
-    for choice in (None, "auto"):
-        found = read_tools(TOOLS, choice, None)
-        assert found is not None and not found.is_forced and found.parallel
-        assert names(found) == ["a", "b", "c"]
-    required = read_tools(TOOLS, "required", False)
-    assert required is not None and required.is_forced and not required.is_named and not required.parallel
-    assert (
-        read_tools(TOOLS, "none", None)
-        is read_tools([], "auto", None)
-        is read_tools(None, None, True)
-        is None
-    )
-
-
 @pytest.mark.parametrize("is_flat", [False, True])
 def test_allowed_tools_are_those_that_may_be_called(is_flat: bool) -> None:
     allowed = {"mode": "required", "tools": [{"type": "function", "name": "c"}, NAMED]}
@@ -224,13 +203,6 @@ def test_wrong_allowed_tools_are_refused(allowed: Any, field: str) -> None:
     with pytest.raises(ApiError) as refusal:
         read_tools(TOOLS, {"type": "allowed_tools", "allowed_tools": allowed}, None)
     assert refusal.value.param == field and f"`{field}`" in refusal.value.text
-
-
-def test_functions_are_tools_of_which_one_is_called_at_a_time() -> None:
-    functions = [FunctionSchema(name="a"), FunctionSchema(name="b")]
-    found = read_functions(functions, {"name": "b"})
-    assert names(found) == ["b"] and found is not None and found.is_named and found.is_older
-    assert not found.parallel and read_functions(functions, "none") is None
 
 
 @pytest.mark.parametrize("kind", ["array", "string", ["array", "null"], 3])

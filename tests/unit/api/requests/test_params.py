@@ -3,27 +3,21 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 
 from api.errors import ApiError
 from api.http.body import parse_body
-from api.jobs.job import JobBody
 from api.pictures.prompts import PicturePrompts
-from api.protocols.openai_bodies import ChatRequest, CompletionRequest
-from api.protocols.responses import ResponsesRequest
-from api.protocols.tgi import GenerateParameters
-from api.protocols.tokenize import DetokenizeRequest
 from api.requests.fields import Listed, SamplingFields, Strict, Whole
-from api.requests.logits import with_logits
 from api.requests.params import DRAW_ONLY, Limits, draws, load_sampling_defaults, sampling_params
 from api.requests.validate import validate
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.messages.records import pack_ids
-from common.messages.request import BeamParams, Generate, LogitsParams, SamplingParams, StoppingParams
+from common.messages.request import Generate, SamplingParams
 from common.settings.ranges import RANGES
 from common.settings.settings import SettingError, Settings
 from tests.support.generation_params import generation_params
@@ -64,11 +58,6 @@ def test_each_sampling_field_alone_turns_sampling_on(fields: dict[str, Any]) -> 
 def test_neutral_parameters_leave_decoding_greedy(fields: dict[str, Any]) -> None:
     assert not draws(generation_params(**fields))
     assert sampling(**fields, raw_logprobs=True) is None
-
-
-def test_penalties_alone_leave_decoding_greedy() -> None:
-    found = sampling(repetition_penalty=1.2, seed=5, temperature=1.0, raw_logprobs=True)
-    assert found == SamplingParams(temperature=0.0, repetition_penalty=1.2, raw_logprobs=True)
 
 
 def test_greedy_decoding_drops_sampling_parameters() -> None:
@@ -137,37 +126,9 @@ def test_what_cannot_be_a_default_ends_the_start(
 
 # --- fields -------------------------------------------------------------------------------------------------
 
-GIVEN: dict[str, Any] = {
-    "temperature": 1,
-    "top_k": 7,
-    "top_p": 0.9,
-    "top_p_decay": 0.75,
-    "top_p_min": 0.25,
-    "top_p_reset_ids": [6, 9],
-    "min_p": 0.1,
-    "typical_p": 0.8,
-    "repetition_penalty": 1.5,
-    "presence_penalty": 0.25,
-    "allowed_token_ids": [4, 5],
-}
-
 
 def read(body: dict[str, Any]) -> SamplingFields:
     return SamplingFields.model_validate_json(json.dumps(body))
-
-
-def test_fields_that_are_given_become_parameters_and_the_others_keep_their_defaults() -> None:
-    assert read(GIVEN).sampling_params(frequency_penalty=0.5) == SamplingParams(
-        **GIVEN, frequency_penalty=0.5
-    )
-    assert read(dict.fromkeys(GIVEN)).sampling_params() == SamplingParams(temperature=1.0)
-    assert read({"temperature": 0}).sampling_params() == SamplingParams()
-
-
-def test_fields_that_are_given_become_stopping_params() -> None:
-    body = read({"stop_token_ids": [3], "ignore_eos": True})
-    assert body.stopping_params(2, ["x"]) == StoppingParams(0, 2, ["x"], [3], ignore_eos=True)
-    assert read({}).stopping_params(None, None) == StoppingParams()
 
 
 class Numbers(Strict):
@@ -193,29 +154,8 @@ def test_nothing_else_is(wrong: str) -> None:
         parse_body(Numbers, b'{"many": [1, %b, %b]}' % (wrong.encode(), wrong.encode()))
 
 
-BODIES = (
-    ChatRequest,
-    CompletionRequest,
-    ResponsesRequest,
-    GenerateParameters,
-    DetokenizeRequest,
-    JobBody,
-)
-
-
-@pytest.mark.parametrize("body", BODIES)
-def test_every_whole_number_of_a_body_may_be_written_with_a_point(body: type[Strict]) -> None:
-    for name, field in body.model_fields.items():
-        if int in get_args(field.annotation):
-            pytest.fail(f"{name} takes no 2.0")
-        if "Whole" in str(field.annotation):
-            value = [2.0] if "list" in str(field.annotation) else 2.0
-            body.__pydantic_validator__.validate_assignment(body.model_construct(), name, value)
-
-
 # --- validate -----------------------------------------------------------------------------------------------
 
-SIZE = model_tokenizer().size
 LIMITS = Limits(99, 100, Settings(max_stop_sequences=4, max_top_n_tokens=5, max_best_of=2))
 
 
@@ -245,31 +185,6 @@ async def test_requests_of_one_prompt_differ_only_in_their_choice() -> None:
         await validated(n=0)
 
 
-async def test_errors_of_prompts_of_ids_name_the_client_s_own_fields() -> None:
-    [one] = await validated(text=None, prompt_ids=[1, 2, 3], truncate=2)
-    assert one.prompt_ids == pack_ids([2, 3])
-    for fields, words, param in [
-        ({"prompt_ids": [SIZE]}, f"`prompt` must have token ids of at least 0 and below {SIZE}", "prompt"),
-        ({"prompt_ids": []}, "`prompt` has no tokens", "prompt"),
-        ({"prompt_ids": [1] * 100}, "`prompt` must have at most 99 tokens. Given: 100", "prompt"),
-        (
-            {"prompt_ids": [1], "max_new_tokens": 100},
-            "`prompt` tokens + `max_tokens` must be at most 100",
-            "max_tokens",
-        ),
-        (
-            {"prompt_ids": [1], "max_new_tokens": -1},
-            "`max_tokens` must be at least 1. Given: -1",
-            "max_tokens",
-        ),
-    ]:
-        with pytest.raises(ApiError) as refused:
-            await validated(  # type: ignore[arg-type]
-                text=None, names={"prompt_ids": "prompt", "max_new_tokens": "max_tokens"}, **fields
-            )
-        assert words in str(refused.value) and refused.value.param == param
-
-
 async def test_a_prompt_of_an_encoder_decoder_model_ends_with_what_starts_the_decoder() -> None:
     tokenizer = replace(model_tokenizer(), starting_ids=(0, 7))
     [one] = await validated(tokenizer, text=None, prompt_ids=[1, 2, 3], truncate=2)
@@ -279,49 +194,3 @@ async def test_a_prompt_of_an_encoder_decoder_model_ends_with_what_starts_the_de
     for fields in ({"prompt_logprobs": 0}, {"context_logits": True}):
         with pytest.raises(ApiError, match="is not served with an encoder-decoder model"):
             await validated(tokenizer, **fields)
-
-
-# --- logits -------------------------------------------------------------------------------------------------
-
-OF_LOGITS = Limits(10, 20, Settings(max_logits_bytes=200), vocab_size=10, dtype="bfloat16")
-REQUEST = Generate("", "", pack_ids([1, 2, 3]), StoppingParams(2))
-BOTH = {"context_logits": True, "generation_logits": True}
-
-
-def test_the_first_choice_has_those_of_the_prompt() -> None:
-    """In the dtype of the workers, if it is asked for."""
-    params = generation_params(**BOTH, logits_dtype="model")
-    found = with_logits([REQUEST] * 3, params, OF_LOGITS)
-    others = LogitsParams(False, True, "bfloat16", 10)
-    assert [one.logits for one in found] == [replace(others, context=True), others, others]
-    assert [one.logits_bytes for one in found] == [80, 40, 40]
-    only = with_logits([REQUEST] * 2, generation_params(context_logits=True), OF_LOGITS)
-    assert [one.logits for one in only] == [LogitsParams(True, False, "float32", 10), None]
-    assert [one.logits_bytes for one in only] == [120, 0]
-    assert with_logits([REQUEST], generation_params(), OF_LOGITS) == [REQUEST]
-
-
-@pytest.mark.parametrize(
-    ("request_", "limits", "status", "words"),
-    [
-        (
-            replace(REQUEST, beams=BeamParams(2)),
-            OF_LOGITS,
-            422,
-            "`return_context_logits` and a beam search",
-        ),
-        (REQUEST, replace(OF_LOGITS, vocab_size=0), 503, "no worker that is ready returns logits"),
-        (
-            REQUEST,
-            replace(OF_LOGITS, vocab_size=13),
-            422,
-            "at most 200 bytes (MAX_LOGITS_BYTES). Given: 208 ",
-        ),
-    ],
-)
-def test_what_cannot_be_returned_is_refused(
-    request_: Generate, limits: Limits, status: int, words: str
-) -> None:
-    with pytest.raises(ApiError) as error:
-        with_logits([request_], generation_params(**BOTH), limits)
-    assert error.value.status == status and words in error.value.text

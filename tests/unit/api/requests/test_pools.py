@@ -41,12 +41,6 @@ def test_a_request_goes_the_same_way_each_time_and_weights_are_relative() -> Non
     assert firsts({"a": 9, "b": 1}) == firsts({"b": 10, "a": 90})
 
 
-def test_without_a_pool_only_its_requests_move() -> None:
-    before, after = firsts({"a": 1, "b": 1, "c": 1}), firsts({"a": 1, "b": 1})
-    assert all(before[key] == after[key] for key in KEYS if before[key] != "c")
-    assert Counter(after[key] for key in KEYS if before[key] == "c").keys() == {"a", "b"}
-
-
 # --- directory ----------------------------------------------------------------------------------------------
 
 OLD, NEW = PoolEntry("redis://a", num_ready=1), PoolEntry("redis://a", num_ready=2)
@@ -87,13 +81,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def new_monitor() -> BatcherMonitor:
     redis: Any = None
     return BatcherMonitor(PoolClient(redis, Keys("default")), Settings())
-
-
-def test_without_a_heartbeat_nobody_works(clock: Clock) -> None:
-    monitor = new_monitor()
-    assert not monitor.works and monitor.describe() == "no batcher is active yet"
-    monitor.update("b0-1", None, 0.0)
-    assert not monitor.works and monitor.active == ""
 
 
 def test_a_heartbeat_counts_from_its_own_time(clock: Clock) -> None:

@@ -148,11 +148,3 @@ def test_a_sequence_that_is_cut_fails_the_search(num_records: int) -> None:
     assert search.end(Terminal("r", "length", num_records))
     assert search.terminal and not search.finished and "cannot be read" in search.terminal.error
     assert all(output.terminal for output in all_outputs([search]))
-
-
-def test_sequences_that_were_not_found_are_absent() -> None:
-    search = new_search()
-    num_records = len(SEQUENCES[0].ids) + 1
-    feed(search, num_records, 2)
-    assert search.end(Terminal("r", "eos_token", num_records)) and search.finished
-    assert [is_absent(output) for output in all_outputs([search])] == [False, True, True, True]

@@ -131,18 +131,6 @@ def test_whoever_is_preempted_has_filled_a_block_and_the_most_important_request_
     pool.check_blocks_returned()
 
 
-def test_a_preempted_request_comes_back_to_what_it_computed() -> None:
-    """Its blocks stay in the prefix cache until others need them."""
-    computed = {}
-    for shares in (False, True):
-        pool = Pool(1, num_blocks=130, seed=3, eos_chance=0, shares=shares)
-        pool.add(*(sharing_request(f"r{i}", [1000 * i + j for j in range(40)], 300, i) for i in range(6)))
-        pool.run()
-        assert max(pool.attempts.values()) > 1
-        computed[shares] = pool.workers["w0"].num_prefilled
-    assert computed[True] < computed[False] - 250
-
-
 # --- preemption standby -------------------------------------------------------------------------------------
 
 ROWS = 16
@@ -229,17 +217,6 @@ def test_whoever_may_not_stand_by_gets_a_place_before_those_behind(kind: str) ->
         pool.turn()
         assert len(pool.finished) < 6
     pool.run()
-
-
-def test_a_cancel_ends_a_row_that_stands_by() -> None:
-    pool = full_pool()
-    pool.scheduler.cancel(f"r{ROWS}", "client")
-    pool.decide()
-    assert len(pool.workers["w0"].rows) == ROWS
-    pool.scheduler.apply_report("w0", pool.workers["w0"].take_report())
-    pool.decide()
-    assert pool.finished == [f"r{ROWS}"]
-    assert not standby_rows(pool.scheduler.replicas["w0"])
 
 
 def test_nobody_stands_by_where_another_worker_has_room() -> None:

@@ -144,18 +144,6 @@ def test_rows_go_to_the_least_loaded_worker() -> None:
     assert sorted(replica.num_running for replica in pool.scheduler.replicas.values()) == [2, 2, 3]
 
 
-def test_cancel_of_a_waiting_request_never_starts_it() -> None:
-    pool = Pool(0, num_blocks=100, seed=1)
-    pool.add(request("r0", 10, 5))
-    pool.scheduler.cancel("r0", "client")
-    pool.scheduler.cancel("r0", "client")
-    pool.decide()
-    assert pool.to_finish == [("r0", "client")]
-    pool.add_worker()
-    pool.decide()
-    assert not pool.workers["w0"].rows
-
-
 def test_cancel_of_a_running_request_asks_the_worker_once() -> None:
     pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
     pool.add(request("r0", 10, 500))
@@ -163,20 +151,6 @@ def test_cancel_of_a_running_request_asks_the_worker_once() -> None:
     pool.scheduler.cancel("r0", "client")
     assert [pending.plan.stops for pending in pool.scheduler.plans()] == [[(1, "client")]]
     assert all(not pending.plan.stops for pending in pool.scheduler.plans())
-
-
-def test_deadline_ends_waiting_and_running_requests() -> None:
-    pool = Pool(1, num_blocks=100, seed=1, limits=WorkerLimits(max_batch_size=1), eos_chance=0)
-    pool.add(request("r0", 10, 500, 0, ttl_ms=5000), request("r1", 10, 500, 1, ttl_ms=5000))
-    pool.turn()
-    pool.scheduler.expire(5999)
-    pool.decide()
-    assert pool.to_finish == []
-    pool.scheduler.expire(6000)
-    pool.decide()
-    assert pool.to_finish == [("r1", "expired")]
-    pool.run()
-    assert pool.finished == ["r0"]
 
 
 def test_a_request_under_which_three_workers_died_is_failed() -> None:
@@ -208,67 +182,12 @@ def test_suspects_start_one_at_a_time() -> None:
     assert len(pool.workers["w0"].rows) == 3
 
 
-def test_the_last_worker_finishes_rows_of_clients_and_takes_new_ones_only_when_the_pool_closes() -> None:
-    pool = Pool(1, num_blocks=100, seed=1, limits=WorkerLimits(max_batch_size=2), eos_chance=0)
-    pool.add(*(request(f"r{i}", 10, 100, i, gateway="g") for i in range(4)))
-    pool.turn()
-    pool.scheduler.workers.drain("w0")
-    for _ in range(150):
-        pool.turn()
-    assert sorted(pool.finished) == ["r0", "r1"] and not pool.workers["w0"].rows
-    pool.scheduler.workers.set_closing()
-    pool.run()
-    assert sorted(pool.finished) == ["r0", "r1", "r2", "r3"]
-
-
-def test_the_last_worker_leaves_jobs_to_the_next_one() -> None:
-    pool = Pool(1, num_blocks=100, seed=1, limits=WorkerLimits(max_batch_size=2), eos_chance=0)
-    pool.add(request("job", 10, 400, 0), *(request(f"r{i}", 10, 50, 1 + i, gateway="g") for i in range(2)))
-    pool.turn()
-    pool.scheduler.workers.drain("w0")
-    pool.scheduler.workers.set_closing()
-    for _ in range(200):
-        pool.turn()
-    assert sorted(pool.finished) == ["r0", "r1"] and not pool.workers["w0"].rows
-    pool.scheduler.workers.closing = False
-    pool.add_worker()
-    pool.run()
-    assert sorted(pool.finished) == ["job", "r0", "r1"]
-
-
 def test_a_request_that_no_cache_can_hold_is_refused_and_blocks_nobody() -> None:
     pool = Pool(1, num_blocks=10, seed=1, eos_chance=0)
     pool.add(request("big", 200, 50, 0), request("small", 10, 5, 1))
     pool.run()
     assert pool.to_finish == [("big", "capacity")]
     assert pool.finished == ["small"]
-
-
-def test_a_new_batcher_adopts_what_workers_hold() -> None:
-    pool = Pool(2, num_blocks=100, seed=1, eos_chance=0)
-    pool.add(*(request(f"r{i}", 100, 60, i) for i in range(10)))
-    for _ in range(3):
-        pool.turn()
-    before = {name: list(worker.rows) for name, worker in pool.workers.items()}
-    pool.succeed()
-    assert pool.num_resumed == 10 - len(pool.finished) - sum(map(len, before.values()))
-    pool.decide()
-    for name, worker in pool.workers.items():
-        assert list(worker.rows)[: len(before[name])] == before[name] and worker.until > worker.step
-    pool.run()
-    assert sorted(pool.finished) == [f"r{i}" for i in range(10)]
-    assert set(pool.committed.values()) == {60}
-    pool.check_blocks_returned()
-
-
-def test_a_cancelled_row_is_adopted_to_be_stopped() -> None:
-    pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
-    pool.add(request("r0", 10, 500))
-    pool.turn()
-    pool.scheduler.sequences["r0"].stop_reason = "client"
-    pool.succeed()
-    (pending,) = pool.scheduler.plans()
-    assert pending.plan.stops == [(1, "client")]
 
 
 def test_rows_of_requests_that_are_not_known_are_stopped_and_their_blocks_come_back() -> None:

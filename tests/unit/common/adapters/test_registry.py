@@ -13,49 +13,13 @@ from common.adapter_registry import (
     change_registry,
     read_registry,
 )
-from common.adapters import LEAVING, LOADING, READY, HeldAdapters, PoolAdapter, adapter_name
+from common.adapters import LOADING, READY, HeldAdapters, PoolAdapter, adapter_name
 from common.broker.pool_client import PoolClient
 from common.messages.codec import decode, encode
 from tests.support.broker_state import KEYS
 
 SQL, NEWER = PoolAdapter("sql", "/sql", "a" * 64), PoolAdapter("sql", "/newer", "b" * 64)
 EMPTY = AdapterRegistry()
-
-
-def states(registry: AdapterRegistry) -> dict[str, str]:
-    return {key: one.state for key, one in registry.adapters.items()}
-
-
-def test_requests_get_an_adapter_when_it_is_ready_and_then_no_other_of_its_name() -> None:
-    loading = EMPTY.with_loading(SQL, in_place=False)
-    assert loading.named("sql") is None
-    ready = loading.with_ready(SQL.key)
-    assert ready.named("sql") == replace(SQL, state=READY)
-    with pytest.raises(AdapterChangeError, match="'sql' is loaded already"):
-        ready.with_loading(NEWER, in_place=False)
-    both = ready.with_loading(NEWER, in_place=True)
-    assert both.named("sql") == ready.named("sql"), "until the new one is ready"
-    with pytest.raises(AdapterChangeError, match="'sql' is being loaded"):
-        both.with_loading(replace(NEWER, digest="c" * 64), in_place=True)
-    assert states(both.with_ready(NEWER.key)) == {SQL.key: LEAVING, NEWER.key: READY}
-    assert states(both.without_key(NEWER.key)) == {SQL.key: READY, NEWER.key: LEAVING}, "taken back"
-
-
-def test_an_adapter_that_failed_may_be_loaded_again() -> None:
-    failed = EMPTY.seeded_with([SQL]).with_failure(SQL, "it ended an engine")
-    again = replace(SQL, added_ms=1)
-    assert failed.with_loading(again, in_place=False).with_ready(SQL.key).named("sql") == replace(
-        again, state=READY
-    )
-    assert failed.with_failure(again, "an older one") == failed
-
-
-def test_an_adapter_of_the_settings_is_added_once() -> None:
-    seeded = EMPTY.seeded_with([SQL])
-    assert seeded.named("sql") is not None
-    unloaded = seeded.without_name("sql")
-    assert unloaded.seeded_with([SQL]).named("sql") is None, "an admin has unloaded it"
-    assert unloaded.seeded_with([NEWER]).named("sql") == replace(NEWER, state=READY)
 
 
 def test_a_registry_has_at_most_so_many_adapters() -> None:

@@ -88,11 +88,6 @@ async def test_nothing_is_written_for_a_request_that_is_gone_or_by_a_sealed_work
     assert not await redis.exists(KEYS.logits("r1"))
 
 
-async def test_a_key_of_another_type_is_no_logits(redis: Redis) -> None:
-    await redis.set(KEYS.logits("r1"), b"x")
-    assert await read(redis, 1) is None
-
-
 # --- places -------------------------------------------------------------------------------------------------
 
 
