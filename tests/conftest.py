@@ -44,7 +44,7 @@ NUM_PORTS = len(TEST_PORTS) // WORKERS
 tests.support.machine.ports.PORTS = TEST_PORTS[WORKER * NUM_PORTS : (WORKER + 1) * NUM_PORTS]
 """Ports that no other pytest process or launcher of the same run chooses."""
 Fleet.start_process = forks.ForkedProcess
-FLEETS = ("clients", "fleet/two_workers/test_mixed_load", "fleet/two_workers", "fleet")
+FLEETS = ("clients", "fleet/two_workers", "fleet")
 LOADED = ("tests/unit/gpu_worker/engine", "tests/unit/gpu_worker/engine/sampling")
 BUDGETS_S = {"unit/gpu_worker": 150, "unit": 120, "integration": 120, "fleet": 120, "repo": 60}
 DEFAULT_MARKS = "not slow and not gpu"

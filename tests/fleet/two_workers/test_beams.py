@@ -1,11 +1,6 @@
-"""Beam searches through Redis, on every route and as jobs: their sequences are transformers', also when the
-worker dies in between.
-"""
+"""Beam searches through Redis, on every route and as jobs: their sequences are transformers'."""
 
-import asyncio
 import json
-import os
-import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,15 +11,12 @@ from redis.asyncio import Redis
 from common.broker.committed import read
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
-from common.messages.codec import decode
-from common.messages.plan import Report
 from common.messages.records import BeamSequence, pack_ids, unpack_sequences
 from common.messages.request import BeamParams, Generate, StoppingParams
 from tests.support.broker_state import admit
 from tests.support.engine.reference import Found, prompt_ids, reference_beams
 from tests.support.fleet.fleet import Fleet
-from tests.support.fleet.http_calls import PROMPT, post, timeline
-from tests.support.fleet.live_requests import kill_worker_of, live_requests
+from tests.support.fleet.http_calls import PROMPT, post
 from tests.support.prompts import PROMPTS
 from tests.support.waiting import wait_until
 
@@ -60,34 +52,6 @@ async def test_sequences_are_those_of_transformers(fleet: Fleet, redis: Redis) -
     check_found(found, *reference_beams([prompt], NEW_TOKENS, num_beams=WIDTH))
 
 
-@pytest.mark.slow
-async def test_a_search_whose_worker_dies_finds_the_same(fleet: Fleet, redis: Redis) -> None:
-    """Nothing of it is published before its end, so nothing is published twice."""
-    [prompt] = prompt_ids(PROMPTS[20:21])
-    num_tokens = 60
-    await admit(redis, beam_request("undisturbed", prompt, num_tokens))
-    undisturbed = await sequences_of(redis, "undisturbed")
-    workers = [name.decode() for name in await redis.zrange(KEYS.workers, 0, -1)]
-    seen: dict[Any, Any] = {KEYS.reports(worker): "0" for worker in workers}
-    await new_reports(redis, seen)
-    await admit(redis, beam_request("killed", prompt, num_tokens))
-    while not any(report.prefilled for report in await new_reports(redis, seen)):
-        pass
-    worker = await redis.hget(KEYS.request("killed"), "worker")  # type: ignore[misc]
-    os.kill(fleet.pid(worker.decode().split("-")[0]), signal.SIGKILL)
-    assert await sequences_of(redis, "killed") == undisturbed
-    assert await redis.hget(KEYS.request("killed"), "attempt") == b"2"  # type: ignore[misc]
-
-
-async def new_reports(redis: Redis, seen: dict[Any, Any]) -> list[Report]:
-    """Reports of workers, by the names of their streams, since those that were seen."""
-    reports = []
-    for name, entries in await redis.xread(seen, block=100):
-        reports += [decode(Report, fields[b"report"]) for _, fields in entries]
-        seen[name.decode()] = entries[-1][0]
-    return reports
-
-
 def expected(ids: Sequence[int]) -> list[Any]:
     return close(reference_beams([ids], NUM_SHOWN, num_beams=WIDTH)[0])
 
@@ -119,21 +83,3 @@ async def test_ids_and_scores_equal_transformers_on_every_route(
     await redis.xadd(KEYS.submit, {"job": json.dumps({"id": "beams", **generate})})
     result = json.loads(await wait_until(lambda: redis.get(KEYS.result("beams"))))
     assert of_details(result["details"]) == found
-
-
-@pytest.mark.slow
-async def test_a_killed_worker_costs_a_search_no_sequence(
-    fleet: Fleet, http: httpx.AsyncClient, redis: Redis
-) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "return_token_ids": True} | BEAMS
-    undisturbed = of_choices((await post(http, "/v1/completions", body))["choices"])
-    await wait_until(lambda: fleet.workers_ready() == 2)
-    asking = asyncio.create_task(post(http, "/v1/completions", body))
-    [request] = await wait_until(lambda: live_requests(redis))
-    await kill_worker_of(redis, request)
-    assert of_choices((await asking)["choices"]) == close(undisturbed)
-
-    async def has_died() -> bool:
-        return "died" in await timeline(http, request)
-
-    await wait_until(has_died)

@@ -1,4 +1,4 @@
-"""Raw logits over HTTP and in jobs are those of transformers, even when a worker dies meanwhile."""
+"""Raw logits over HTTP and in jobs are those of transformers."""
 
 import asyncio
 import base64
@@ -14,9 +14,7 @@ from safetensors.numpy import load
 
 from common.broker.keys import Keys
 from tests.support.engine.reference import prompt_ids, reference_logits
-from tests.support.fleet.fleet import Fleet
 from tests.support.fleet.http_calls import post, sampled_body
-from tests.support.fleet.live_requests import kill_worker_of, live_requests
 from tests.support.prompts import FEW, PROMPTS
 from tests.support.waiting import wait_until
 
@@ -87,35 +85,6 @@ async def test_a_client_gets_a_safetensors_file(http: httpx.AsyncClient) -> None
     np.testing.assert_allclose(
         values(plain["choices"][0]["generation_logits"]), generation, rtol=1e-4, atol=1e-4
     )
-
-
-@pytest.mark.slow
-async def test_logits_survive_the_worker(fleet: Fleet, http: httpx.AsyncClient, redis: Redis) -> None:
-    """Another worker computes all of them again; nothing is left in the broker."""
-    [ids] = prompt_ids([PROMPTS[FEW[-2]]])
-    await wait_until(lambda: fleet.workers_ready() == 2)
-    body = {"prompt": ids, "max_tokens": 40, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    [expected] = (await post(http, COMPLETIONS, body | BOTH))["choices"]
-    task = asyncio.create_task(post(http, COMPLETIONS, body | BOTH))
-    [request] = await wait_until(lambda: live_requests(redis))
-    name = request.rpartition(":")[2]
-
-    async def has_some_tokens() -> bool:
-        written = await redis.hget(request, "logits") or b"1 0"  # type: ignore[misc]
-        return int(written.split()[1]) > len(ids) + 5
-
-    await wait_until(has_some_tokens)
-    await kill_worker_of(redis, request)
-    [choice] = (await task)["choices"]
-    assert choice["token_ids"] == expected["token_ids"] and len(choice["token_ids"]) == 40
-    for field, rows in (("context_logits", len(ids)), ("generation_logits", 40)):
-        assert values(choice[field]).shape == (rows, 49152)
-        np.testing.assert_allclose(values(choice[field]), values(expected[field]), rtol=1e-3, atol=1e-3)
-
-    async def is_gone() -> bool:
-        return not await redis.exists(KEYS.logits(name))
-
-    await wait_until(is_gone)
 
 
 async def test_too_many_logits_are_refused(http: httpx.AsyncClient) -> None:

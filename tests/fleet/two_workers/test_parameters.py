@@ -1,6 +1,7 @@
 """Every sampling and stopping parameter shows in the answer of the whole fleet."""
 
 import asyncio
+import json
 from typing import Any
 
 import httpx
@@ -129,3 +130,40 @@ async def test_best_of_two_has_the_likelier_first(http: httpx.AsyncClient) -> No
         return float(sum(token["logprob"] for token in tokens) / len(tokens))
 
     assert mean(best["details"]["tokens"]) >= mean(other["tokens"])
+
+
+COMMON_IDS = [
+    ids[0] for ids in prompt_ids([*",.", " the", " a", " and", " to", " of", " was", " in", " who"])
+]
+NUCLEUS: dict[str, Any] = {"do_sample": True, "seed": 5, "max_new_tokens": 32, "ignore_eos": True}
+NUCLEUS |= {"temperature": 1.5, "top_p": 0.95}
+DECAYING = NUCLEUS | {"top_p_decay": 0.5}
+
+
+@pytest.mark.slow
+async def test_decays_of_top_p_and_wide_seeds_change_their_own_sequence_alone(
+    http: httpx.AsyncClient,
+) -> None:
+    own = [{"top_p_decay": 0.5}, {"top_p_min": 0.9}, {"top_p_reset_ids": COMMON_IDS}, {"seed": 2**63 - 1}]
+    bodies = [NUCLEUS, DECAYING, *(DECAYING | one for one in own[1:3]), NUCLEUS | own[3]]
+    answers = await asyncio.gather(*(generate(http, **body) for body in [*bodies, *bodies]))
+    ids = [answer["ids"] for answer in answers]
+    assert ids[: len(bodies)] == ids[len(bodies) :], "each gives the same ids again"
+    assert len({str(one) for one in ids}) == len(bodies)
+
+
+async def test_top_k_and_top_p_of_zero_are_greedy(http: httpx.AsyncClient) -> None:
+    """Without `do_sample` on TGI's route, and with `temperature` 0 on OpenAI's."""
+    greedy = await generate(http)
+    assert (await generate(http, top_k=0))["ids"] == greedy["ids"]
+    assert await complete(http, temperature=0, top_k=0) == [greedy["generated_text"]]
+
+
+async def test_a_request_that_comes_later_joins_a_batch_that_runs(http: httpx.AsyncClient) -> None:
+    body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 60, "ignore_eos": True, "details": True}}
+    async with http.stream("POST", "/generate_stream", json=body) as answer:
+        lines = (line async for line in answer.aiter_lines() if line.startswith("data:"))
+        first = await anext(lines)
+        short = await generate(http, ignore_eos=True)
+        events = [json.loads(line.removeprefix("data:")) for line in [first, *[line async for line in lines]]]
+    assert [event["token"]["id"] for event in events][:12] == short["ids"] and len(events) == 60

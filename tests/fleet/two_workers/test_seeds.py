@@ -12,8 +12,8 @@ from redis.asyncio import Redis
 from benchmarks.client import Stream, events, stream
 from common.broker.keys import Keys
 from tests.support.fleet.fleet import Fleet
-from tests.support.fleet.http_calls import PROMPT, complete, generate, post, sampled_body, timeline
-from tests.support.fleet.live_requests import kill_worker_of, live_requests, worker_of
+from tests.support.fleet.http_calls import PROMPT, complete, generate, post, sampled_body
+from tests.support.fleet.live_requests import live_requests, worker_of
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
@@ -29,8 +29,6 @@ SHORT: dict[str, Any] = {"seed": 11, "temperature": 0.9, "top_k": 40, "top_p": 0
 CHAT = [{"role": "user", "content": "Tell me a story."}]
 ENDLESS = 480
 """Tokens of long requests: they outlast the test, and the cache can hold all rows to their end."""
-NUM_BEFORE, NUM_BEHIND = 6, 10
-"""Tokens before the death of a worker, and after it."""
 
 
 @pytest.mark.slow
@@ -66,31 +64,6 @@ async def rows_fill(redis: Redis, count: int) -> bool:
 
 async def none_lives(redis: Redis) -> bool:
     return not await live_requests(redis)
-
-
-@pytest.mark.slow
-async def test_a_seed_gives_the_same_ids_after_the_worker_died(
-    fleet: Fleet, http: httpx.AsyncClient, redis: Redis
-) -> None:
-    await wait_until(lambda: fleet.workers_ready() == 2)
-    endless = Stream()
-    body = {"inputs": PROMPT, "parameters": SEEDED | {"max_new_tokens": ENDLESS}}
-    streaming = asyncio.create_task(stream(f"{fleet.base_url}/generate_stream", body, endless))
-    await wait_until(lambda: len(endless.ids) >= NUM_BEFORE)
-    [request] = await live_requests(redis)
-    await kill_worker_of(redis, request)
-
-    async def has_died() -> bool:
-        return "died" in await timeline(http, request)
-
-    await wait_until(has_died)
-    num_later = len(endless.ids) + NUM_BEHIND
-    await wait_until(lambda: len(endless.ids) >= num_later)
-    streaming.cancel()
-    await asyncio.wait([streaming])
-    await wait_until(lambda: none_lives(redis))
-    undisturbed = await generate(http, **SEEDED | {"max_new_tokens": len(endless.ids)})
-    assert endless.ids == undisturbed["ids"]
 
 
 async def test_a_seed_gives_the_same_text_on_every_route(http: httpx.AsyncClient, redis: Redis) -> None:
