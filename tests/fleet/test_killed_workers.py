@@ -43,7 +43,6 @@ SETTINGS: dict[str, Any] = {
 RANKS, STAGES = {"num_shard": 2}, {"pipeline_parallel_size": 2}
 TWO = {"num_workers": 2}
 T5: dict[str, Any] = {
-    "vocab_size": 49_152,
     "d_model": 64,
     "d_kv": 16,
     "d_ff": 96,
@@ -58,7 +57,7 @@ FP8 = {"kv_cache_dtype": "fp8_e5m2"}
 
 def tiny(family: str, sizes: dict[str, Any]) -> Callable[[Path], dict[str, Any]]:
     """Saves a tiny model with the bundled tokenizer → the settings that serve it."""
-    return lambda folder: {"model_id": tiny_models.save_with_tokenizer(folder, family, sizes)}
+    return lambda folder: {"model_id": tiny_models.save_with_tokenizer(folder, family, sizes | VOCAB)}
 
 
 def drafted(folder: Path) -> dict[str, Any]:
@@ -69,9 +68,9 @@ def drafted(folder: Path) -> dict[str, Any]:
     return {"model_id": folder / "model", "speculative_config": config, "kv_cache_bytes": "128MiB"}
 
 
-llama = tiny("Llama", tiny_models.LLAMA | VOCAB | {"num_hidden_layers": 4})
-latents = tiny(*(lambda name, sizes: (name, sizes | VOCAB))(*tiny_models.FAMILIES["DeepSeek-V3"]))
-hybrid = tiny(*(lambda name, sizes: (name, sizes | VOCAB))(*HYBRIDS["Granite4"]))
+llama = tiny("Llama", tiny_models.LLAMA | {"num_hidden_layers": 4})
+latents = tiny(*tiny_models.FAMILIES["DeepSeek-V3"])
+hybrid = tiny(*HYBRIDS["Granite4"])
 KINDS: dict[str, tuple[Callable[[Path], dict[str, Any]], dict[str, Any]]] = {
     "draft": (drafted, TWO),
     "encoder-decoder": (tiny("T5", T5), TWO),

@@ -144,7 +144,12 @@ DECAYING = NUCLEUS | {"top_p_decay": 0.5}
 async def test_decays_of_top_p_and_wide_seeds_change_their_own_sequence_alone(
     http: httpx.AsyncClient,
 ) -> None:
-    own = [{"top_p_decay": 0.5}, {"top_p_min": 0.9}, {"top_p_reset_ids": COMMON_IDS}, {"seed": 2**63 - 1}]
+    own: list[dict[str, Any]] = [
+        {"top_p_decay": 0.5},
+        {"top_p_min": 0.9},
+        {"top_p_reset_ids": COMMON_IDS},
+        {"seed": 2**63 - 1},
+    ]
     bodies = [NUCLEUS, DECAYING, *(DECAYING | one for one in own[1:3]), NUCLEUS | own[3]]
     answers = await asyncio.gather(*(generate(http, **body) for body in [*bodies, *bodies]))
     ids = [answer["ids"] for answer in answers]
