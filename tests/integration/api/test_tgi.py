@@ -24,19 +24,35 @@ from typing import Any
 import httpx
 import pytest
 
-from api.protocols.tgi import rank
+from api.answers.answer import Rendering, ResumeTerms
+from api.protocols.tgi import StreamBodies, rank
+from api.streams.describe_answer import describe_answer
 from api.streams.stream import Stream
 from common.messages.events import Terminal, Tokens
 from common.messages.records import pack_floats, pack_ids, unpack_floats, unpack_ids
 from common.messages.request import Generate, SamplingParams, StoppingParams
 from deploy.launcher.embedded_broker import Broker
 from tests.support.answers.openai_frames import CHAT, CHAT_PATH, frames, streamed
-from tests.support.answers.tgi_bodies import bodies_of
 from tests.support.fleet.gateways import answering, nothing_left, stream
 from tests.support.fleet.scripted_worker import EOS, Answer
 from tests.support.sse import data_of
 from tests.support.tokenizer import IM_END, TOKENIZER, ids, model_tokenizer
 from tests.support.waiting import wait_until
+
+
+def bodies_of(stream: Stream, with_details: bool = False) -> StreamBodies:
+    answer = describe_answer(
+        request_id="r",
+        route="/generate_stream",
+        streamed=True,
+        model="m",
+        requests=[stream.request],
+        prefixes=[""],
+        rendering=Rendering(details=with_details),
+        terms=ResumeTerms(),
+        created_s=0,
+    )
+    return StreamBodies(answer, stream)
 
 
 def described(token_id: int, logprob: float) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import msgpack
@@ -30,7 +29,6 @@ from deploy.launcher.embedded_broker import Broker
 from tests.support.broker.listening import listening
 from tests.support.broker.shifted_clock import JumpingBroker, jumping_broker
 from tests.support.broker_state import queue
-from tests.support.chaos.metered import MeteringPlan, run
 from tests.support.fleet.batchers import CHANNEL, admit, batcher, ended, waiting
 from tests.support.fleet.modeless_worker import modeless_worker
 from tests.support.waiting import PATIENCE_S, wait_until
@@ -290,16 +288,3 @@ async def test_a_deadline_goes_on_at_a_takeover_with_the_time_that_was_left(
     with batcher(jumping.url, "b1"):
         assert (await ended(jumping_redis, "short")).error_type == "timeout"
         await wait_until(lambda: waiting(jumping_redis, 1))
-
-
-PLAN = MeteringPlan(seed=33, kills=25)
-
-
-@pytest.mark.parametrize("kills", [25, pytest.param(1000, marks=pytest.mark.slow)])
-async def test_what_is_counted_is_what_is_committed(broker: Broker, kills: int) -> None:
-    plan = replace(PLAN, kills=kills)
-    outcome = await run(plan, broker.url)
-    assert outcome.kills.total() == kills and sum(used.generated for used in outcome.committed.values()) > 100
-    assert outcome.drift == 0, (outcome.counted, outcome.committed)
-    assert outcome.wrong == [] and outcome.pending == {}
-    assert outcome.spent <= plan.budget + plan.num_clients, "one token of each row"

@@ -13,7 +13,27 @@ from api.grammar.compile import Grammar, compile_checked, compile_grammar
 from api.grammar.read import read_response_format, read_structured_outputs
 from common import model_files
 from tests.support.tokenizer import model_tokenizer
-from tests.support.tool_calls.tag_formats import one_of, regex, sequence, tag, text
+
+
+def text(value: str) -> dict[str, Any]:
+    return {"type": "const_string", "value": value}
+
+
+def regex(pattern: str) -> dict[str, Any]:
+    return {"type": "regex", "pattern": pattern}
+
+
+def sequence(*elements: Any) -> dict[str, Any]:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def one_of(*elements: Any) -> dict[str, Any]:
+    return {"type": "or", "elements": list(elements)}
+
+
+def tag(content: Any, begin: Any = "<t>", end: Any = "</t>") -> dict[str, Any]:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
 
 # --- structural tag -----------------------------------------------------------------------------------------
 

@@ -1,8 +1,7 @@
-"""Metered pool: agents, batchers, gateways and clients that die all the time, and whether what was counted is
-what was committed.
+"""Workers, batchers and gateways are killed, clients hang up: each committed token is counted once.
 
-Agents are the real ones over an engine without a model, in this process; batchers are processes; the broker
-is a real one. Clients queue requests as gateways do, and some hang up.
+Agents are the real ones over an engine without a model, in this process; batchers are processes. Clients
+queue requests as gateways do.
 """
 
 import asyncio
@@ -10,10 +9,11 @@ import contextlib
 import random
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
+import pytest
 from redis.asyncio import Redis
 
 from api.requests.usage import Owner, Used, month_begin, month_name, read_hours
@@ -24,6 +24,7 @@ from common.broker.request_scripts import cancel_request
 from common.messages.codec import encode
 from common.messages.records import pack_ids
 from common.messages.request import Generate, StoppingParams, UsageAccount
+from deploy.launcher.embedded_broker import Broker
 from tests.support.machine.killed_pool import KEYS, KilledPool
 from tests.support.scripts import admit_request
 from tests.support.waiting import wait_until
@@ -231,3 +232,16 @@ async def run(plan: MeteringPlan, url: str) -> MeteringOutcome:
 
 async def is_idle(redis: Redis) -> bool:
     return not await redis.xlen(KEYS.requests)
+
+
+PLAN = MeteringPlan(seed=33, kills=25)
+
+
+@pytest.mark.parametrize("kills", [25, pytest.param(1000, marks=pytest.mark.slow)])
+async def test_what_is_counted_is_what_is_committed(broker: Broker, kills: int) -> None:
+    plan = replace(PLAN, kills=kills)
+    outcome = await run(plan, broker.url)
+    assert outcome.kills.total() == kills and sum(used.generated for used in outcome.committed.values()) > 100
+    assert outcome.drift == 0, (outcome.counted, outcome.committed)
+    assert outcome.wrong == [] and outcome.pending == {}
+    assert outcome.spent <= plan.budget + plan.num_clients, "one token of each row"
