@@ -30,7 +30,7 @@ from api.resume.attach import read_committed
 from api.resume.rest import frames_of
 from api.streams.fill import Filler, Sources
 from api.streams.stream import Stream
-from common.broker import pool_client
+from common.broker import request_scripts
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.broker.request_scripts import cancel_request
@@ -487,7 +487,7 @@ async def test_a_cancelled_request_is_shown_although_its_reader_has_deleted_it(
         await wait_until(lambda: is_gone(pool, request_id))
         return is_cancelled
 
-    monkeypatch.setattr(pool_client, "cancel_request", cancel_and_wait)
+    monkeypatch.setattr(request_scripts, "cancel_request", cancel_and_wait)
     async with two_gateways(broker.url, ENDLESS) as (worker, gateway, client, other):
         async with client.stream(
             "POST", "/v1/completions", json=REQUESTS_BODY | {"n": 1}, headers=OWN
