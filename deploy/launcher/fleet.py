@@ -1,23 +1,34 @@
-"""Local fleet: the processes of a fleet on one machine, their ports, and how far they are preloaded."""
+"""Local fleet: the processes of a fleet on one machine, from the start, until it is ready, to the end.
 
+A first signal drains the fleet, a second one ends it at once.
+"""
+
+import asyncio
 import contextlib
+import itertools
+import logging
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TextIO
 
+from common.broker.client import ERRORS, broker_url, check_broker
+from common.broker.pool_client import PoolClient
 from common.messages.kept_answer import WHOLE_FLEET_VARIABLE
 from common.process import machine
+from common.process.event_loop import run_until_one_ends
 from common.process.launch import LOAD_FLAG, PRELOAD_FLAG, WEIGHTS_VARIABLE
+from common.process.logs import first_incarnation, plural
 from common.rank import follows
 from common.settings.settings import SettingError, Settings
 from common.settings.types import MAX_PORT
 from deploy.launcher import prepare
 from deploy.launcher.embedded_broker import Broker
-from deploy.launcher.preloaded_process import PreloadedProcess, family, resident_bytes
+from deploy.launcher.process import PreloadedProcess, SupervisedProcess, family, resident_bytes, stop
 from deploy.launcher.socket_keeper import SocketKeeper
-from deploy.launcher.supervised_process import SupervisedProcess
 
 MODULES = {"batcher": "batcher", "worker": "gpu_worker", "gateway": "api", "jobs": "api.jobs.arq_worker"}
 KINDS = {"api": "gateway", "batcher": "batcher", "worker": "worker", "jobworker": "jobs"}
@@ -228,3 +239,234 @@ def number_ports(
                 name, f"from {first} on, {len(processes)} are needed, but {port} is for {other}"
             )
         process.environ = process.environ | {name: str(port)}
+
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+HEALTH_TIMEOUT_S = 2.0
+SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+CLEAR = "\x1b[J"
+"""Clears the terminal from the cursor on."""
+CURSOR_UP = "\x1b[1A\r"
+EXAMPLE = '{"inputs":"The sky is blue because","parameters":{"max_new_tokens":20}}'
+
+
+class StartupLine:
+    """Shows what the start waits for: in a terminal one moving line, elsewhere a log line at each change.
+
+    The cursor stays on an empty line above the moving one, where the fleet's processes write their logs: they
+    share the terminal.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.is_terminal = stream.isatty()
+        self.text = ""
+        self.frames = itertools.cycle(SPINNER)
+
+    def show(self, text: str, waited_s: float) -> None:
+        if self.is_terminal:
+            line = f"{next(self.frames)} {text} · {waited_s:.0f} s"
+            columns = shutil.get_terminal_size().columns
+            self.stream.write(f"{CLEAR}\n{line[: columns - 1]}{CURSOR_UP}")
+            self.stream.flush()
+        elif text != self.text:
+            log.info("waiting for %s", text)
+        self.text = text
+
+    def clear(self) -> None:
+        if self.is_terminal:
+            self.stream.write(CLEAR)
+            self.stream.flush()
+
+
+async def wait_until_ready(fleet: LocalFleet) -> bool:
+    """Wait until the fleet can serve, and show what it waits for. Returns False if it is stopped before."""
+    clock = asyncio.get_running_loop().time
+    started_s = clock()
+    line = StartupLine(sys.stderr)
+    last: dict[str, str] = {}
+    async with PoolClient.connect(fleet.settings) as pool:
+        try:
+            while not await is_ready(fleet):
+                if not all(process.should_run for process in fleet.ours):
+                    return False
+                line.show(await describe_wait(fleet, pool, last), clock() - started_s)
+                await asyncio.sleep(POLL_S)
+        finally:
+            line.clear()
+    return True
+
+
+async def describe_wait(fleet: LocalFleet, pool: PoolClient, last: dict[str, str]) -> str:
+    """Say what the start waits for, such as `w0 w1: loading smollm2`, by what the workers themselves report.
+
+    `last`: name → what a worker reported last. It stands for a worker that reports nothing for a moment,
+    because it has just loaded or failed.
+    """
+    workers: dict[str, list[str]] = {}
+    try:
+        async with pool.redis.pipeline(transaction=False) as pipe:
+            for worker in fleet.workers:
+                pipe.exists(pool.keys.worker(worker.incarnation))
+                pipe.hget(pool.keys.process("starting", worker.incarnation), "doing")
+            pipe.exists(pool.keys.batcher)
+            pipe.zcard(pool.keys.workers)
+            *answers, is_led, num_workers = await pipe.execute()
+    except ERRORS:
+        return "the broker"
+    for worker, is_ready, doing in zip(fleet.workers, answers[::2], answers[1::2], strict=True):
+        if not is_ready:
+            last[worker.name] = doing.decode() if doing else last.get(worker.name, "starting")
+            workers.setdefault(last[worker.name], []).append(worker.name)
+    if not workers:
+        if not num_workers:
+            return "a worker"
+        return "the gateway" if is_led else "the batcher"
+    return ", ".join(f"{' '.join(names)}: {doing}" for doing, names in workers.items())
+
+
+async def is_ready(fleet: LocalFleet) -> bool:
+    """Whether the fleet can do its part: answer if it has gateways, compute if it has only workers."""
+    if fleet.gateways and not await is_healthy(fleet.settings):
+        return False
+    # gateways accept requests of models that sleep, so they do not tell whether a worker is ready
+    asks_workers = fleet.workers and (fleet.settings.models or not fleet.gateways)
+    return not asks_workers or await are_ready(fleet, "worker")
+
+
+async def are_ready(fleet: LocalFleet, kind: str) -> bool:
+    """Whether every process of this kind that should run has a ready heartbeat."""
+    running = {process.incarnation for process in fleet.ours if process.kind == kind and process.should_run}
+    return bool(running) and running <= await ready(fleet.settings, kind)
+
+
+async def ready(settings: Settings, kind: str) -> set[str]:
+    """First incarnations of a kind that have a ready heartbeat; none, if the broker does not answer."""
+    found: set[str] = set()
+    try:
+        async with asyncio.timeout(HEALTH_TIMEOUT_S), PoolClient.connect(settings) as own:
+            for pool in map(own.of_pool, settings.pools):
+                if kind == "worker":
+                    heartbeats = (await pool.look_at_workers([], ["state"])).heartbeats
+                    found |= {first_incarnation(name) for name, (state,) in heartbeats.items() if state}
+                else:
+                    found |= {*await pool.processes("jobworker" if kind == "jobs" else kind)}
+    except ERRORS:
+        return set()
+    return found
+
+
+async def wait_for_broker(settings: Settings) -> None:
+    while True:
+        with contextlib.suppress(SettingError):
+            await check_broker(broker_url(settings))
+            return
+        await asyncio.sleep(POLL_S)
+
+
+async def is_healthy(settings: Settings) -> bool:
+    host, port = prepare.local_address(settings)
+    try:
+        async with asyncio.timeout(HEALTH_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            status = await reader.readline()
+            writer.close()
+    except (OSError, ValueError):
+        return False
+    return b" 200 " in status
+
+
+def last_lines(settings: Settings) -> str:
+    """The last lines of a start: the URLs of the fleet, and a first request. They are logged, so they do not
+    have the key itself.
+    """
+    url = prepare.base_url(settings)
+    key = ' -H "Authorization: Bearer $API_KEY"' if settings.api_key else ""
+    return "\n".join(
+        [
+            f"Tokenfleet serves {settings.model_name} at {url}",
+            f"  page: {url} (open it in a browser to chat, and to watch the fleet)",
+            f"  docs: {url}/docs",
+            f"  try:  curl -N {url}/generate_stream{key} -H 'Content-Type: application/json' -d '{EXAMPLE}'",
+        ]
+    )
+
+
+SHORT_STOP_S = 3.0
+LAST_WORDS_S = 5.0
+"""How long a process may take to end when its time to drain is over."""
+ONE_REQUEST_S = 0.5
+"""Signals within this time of the first are one request to end."""
+COUNT_TIMEOUT_S = 1.0
+
+
+class FleetEnded(Exception):
+    """The fleet has to end. `str()` is the reason, empty if it has been logged already."""
+
+    def __init__(self, exit_code: int, reason: str = "") -> None:
+        super().__init__(reason)
+        self.exit_code = exit_code
+
+
+async def end_on_signals(fleet: LocalFleet) -> None:
+    """Wait for SIGTERM or SIGINT, then drain the fleet until it is drained or a second signal comes. Raises
+    FleetEnded.
+    """
+    signalled = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, signalled.set)
+    await signalled.wait()
+    await run_until_one_ends(drain(fleet), end_at_second_signal(signalled))
+    raise FleetEnded(0)
+
+
+async def end_at_second_signal(signalled: asyncio.Event) -> None:
+    """Raises FleetEnded at a second signal. A signal to our whole process group often comes twice, because a
+    parent (make, timeout, systemd) passes it on: the two count as one.
+    """
+    await asyncio.sleep(ONE_REQUEST_S)
+    signalled.clear()
+    await signalled.wait()
+    raise FleetEnded(1, "a second signal: the fleet ends without waiting for requests")
+
+
+async def drain(fleet: LocalFleet) -> None:
+    """Stop gateways when their requests are finished, then batchers and workers, then the broker.
+
+    A machine that shuts down may have signalled them as well. Answers that gateways have handed over by then
+    go to their successors first.
+    """
+    await fleet.keeper.wait_for_heirs()
+    fleet.is_ending = True
+    fleet.keeper.close()  # first: a gateway without it finishes its answers itself
+    timeout_s = fleet.settings.graceful_termination_timeout
+    log.info("%s", waits_for(await count_live(fleet), timeout_s))
+    await stop([*fleet.gateways, *fleet.jobs], timeout_s + LAST_WORDS_S)
+    rest_s = SHORT_STOP_S if fleet.is_whole else timeout_s + LAST_WORDS_S
+    await stop([*fleet.batchers, *fleet.workers], rest_s)
+    await stop(fleet.brokers, SHORT_STOP_S)
+
+
+def waits_for(num_requests: int | None, timeout_s: float) -> str:
+    """Say what the shutdown waits for."""
+    if num_requests == 0:
+        return "no request runs: the fleet ends"
+    found = "running requests" if num_requests is None else plural(num_requests, "request")
+    return (
+        f"waiting up to {timeout_s:.0f} s for {found} to finish; new ones get 503."
+        " Signal again (Ctrl-C) to end now"
+    )
+
+
+async def count_live(fleet: LocalFleet) -> int | None:
+    """Count the requests that wait or run. None: the broker does not answer."""
+    if not any(process.pid for process in fleet.ours):
+        return 0
+    try:
+        async with asyncio.timeout(COUNT_TIMEOUT_S), PoolClient.connect(fleet.settings) as pool:
+            return int(await pool.redis.xlen(pool.keys.requests))
+    except (*ERRORS, TimeoutError):
+        return None

@@ -24,7 +24,7 @@ from common.broker.keys import Keys
 from common.messages.codec import decode
 from common.messages.plan import WorkerDied
 from deploy.launcher.embedded_broker import Broker
-from deploy.launcher.shutdown import ONE_REQUEST_S
+from deploy.launcher.fleet import ONE_REQUEST_S
 from tests.support.fleet.fleet import have_ended, url_of
 from tests.support.forks.client import ForkedProcess
 from tests.support.machine.ports import free_port
@@ -344,5 +344,5 @@ def test_what_is_no_process_of_a_fleet_is_refused() -> None:
     done = subprocess.run(words, capture_output=True, text=True)
     assert (
         done.returncode == os.EX_CONFIG
-        and "KIND: 'redis' is not one of api, batcher, worker, jobs" in done.stderr
+        and "KIND: 'redis' is not one of api, batcher, worker, jobworker" in done.stderr
     )

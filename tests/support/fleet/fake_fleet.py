@@ -24,17 +24,17 @@ def launch(directory: Path, port: int) -> int:
 
     from common.process import logs
     from common.settings.settings import Settings
-    from deploy.launcher import shutdown
+    from deploy.launcher import fleet
     from deploy.launcher.embedded_broker import embedded
     from deploy.launcher.fleet import LocalFleet, supervised_broker
     from deploy.launcher.launcher import run
-    from deploy.launcher.supervised_process import SupervisedProcess
+    from deploy.launcher.process import SupervisedProcess
 
     os.environ.setdefault("PARENT_PID", "0")
     die_with_parent()
     logs.set_up("serve", "info")
     if (directory / "patient").exists():
-        shutdown.ONE_REQUEST_S = PATIENCE_S
+        fleet.ONE_REQUEST_S = PATIENCE_S
 
     def process(kind: str, name: str) -> SupervisedProcess:
         return SupervisedProcess(

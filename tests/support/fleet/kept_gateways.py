@@ -19,8 +19,8 @@ from api.lifecycle import Gateway
 from api.server import GatewayServer, own_listener
 from common.settings.settings import Settings
 from deploy.launcher.fleet import command
+from deploy.launcher.process import SupervisedProcess
 from deploy.launcher.socket_keeper import SocketKeeper
-from deploy.launcher.supervised_process import SupervisedProcess
 from tests.support.fleet.gateways import SETTINGS, ready
 from tests.support.forks.client import create_subprocess_exec
 from tests.support.machine.ports import free_port
