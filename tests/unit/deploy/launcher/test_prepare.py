@@ -39,21 +39,21 @@ def test_caches_on_a_gpu_are_not_checked_by_the_launcher(
 
 def test_serve_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
-    prepare.check_ranks(Settings())
+    prepare.check_fleet(Settings())
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SettingError, match="WORLD_SIZE: is set by torchrun"):
-        prepare.check_ranks(Settings())
+        prepare.check_fleet(Settings())
 
 
 def test_a_fleet_on_several_machines_has_one_worker_and_machine_0() -> None:
-    prepare.check_ranks(Settings(nnodes=2, num_shard=2))
+    prepare.check_fleet(Settings(nnodes=2, num_shard=2))
     with pytest.raises(
         SettingError, match="NODE_RANK: 1: a fleet runs on machine 0; start `tokenfleet worker` here"
     ):
-        prepare.check_ranks(Settings(nnodes=2, num_shard=2, node_rank=1))
+        prepare.check_fleet(Settings(nnodes=2, num_shard=2, node_rank=1))
     with pytest.raises(SettingError, match="NUM_WORKERS: 2, but only one worker may run on several machines"):
-        prepare.check_ranks(Settings(nnodes=2, num_shard=2, num_workers=2))
+        prepare.check_fleet(Settings(nnodes=2, num_shard=2, num_workers=2))
 
 
 def test_the_tokenizer_is_found_and_must_fit_the_model(tmp_path: Path) -> None:
