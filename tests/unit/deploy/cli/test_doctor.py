@@ -14,9 +14,9 @@ from common.broker import acl
 from common.process import machine
 from common.settings.settings import Settings
 from deploy.cli import doctor
-from deploy.launcher.prepare import Finding
 from deploy.launcher import prepare
 from deploy.launcher.embedded_broker import Broker
+from deploy.launcher.prepare import Finding
 from tests.integration.deploy.test_cli import tokenfleet
 from tests.support import brokers
 from tests.support.machine.ports import free_port

@@ -23,16 +23,16 @@ from deploy.launcher.fleet import (
     GATEWAY_BYTES,
     RANK_BYTES,
     LocalFleet,
+    describe_wait,
     gateway_flags,
+    last_lines,
     new_fleet,
     sharing_weights,
+    waits_for,
     worker_flags,
 )
 from deploy.launcher.launcher import Stop, read_stop, report_death
-from deploy.launcher.preloaded_process import family
-from deploy.launcher.shutdown import waits_for
-from deploy.launcher.startup import describe_wait, last_lines
-from deploy.launcher.supervised_process import Restarts
+from deploy.launcher.process import Restarts, family
 from tests.support.waiting import wait_until_sync
 
 # --- fleet --------------------------------------------------------------------------------------------------

@@ -12,9 +12,7 @@ import psutil
 import pytest
 
 from common.process.launch import PRELOAD_FLAG
-from deploy.launcher import preloaded_process
-from deploy.launcher.preloaded_process import ENDS_FIRST, PreloadedProcess, memory_score
-from deploy.launcher.supervised_process import SupervisedProcess
+from deploy.launcher.process import ENDS_FIRST, PreloadedProcess, SupervisedProcess, memory_score
 from tests.support.waiting import wait_until
 
 FAKE = """
@@ -123,7 +121,7 @@ async def test_a_process_that_still_imports_is_used_and_replaced(tmp_path: Path)
 async def test_a_process_that_does_not_answer_is_ended_and_a_worker_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preloaded_process, "ACCEPT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(processes, "ACCEPT_TIMEOUT_S", 0.1)
     async with workshop(tmp_path, PRELOAD_FLAG) as shop:
         pid = await shop.ready()
         os.kill(pid, signal.SIGSTOP)
