@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from common.process.launch import PRELOAD_FLAG
+from deploy.launcher import process as processes
 from deploy.launcher.process import ENDS_FIRST, PreloadedProcess, SupervisedProcess, memory_score
 from tests.support.waiting import wait_until
 
