@@ -22,7 +22,6 @@ from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.warmup import max_captured_tokens
 from tests.support.engine import on_cuda, tiny_models
 from tests.support.engine.batch_player import player
-from tests.support.engine.fake_flashinfer import kernels
 from tests.support.engine.fake_flashinfer.install import install
 from tests.support.engine.on_cuda import again, noted
 from tests.support.engine.tiny_engine import NEW_TOKENS, check_ids, engine_of, play, prompts
@@ -96,36 +95,6 @@ def test_logits_that_a_graph_wrote_are_copied_before_the_next_step(
         expected = model(torch.tensor([ids + played.ids[0]])).logits[0, len(ids) - 1 : -1]
     found = [torch.frombuffer(bytearray(values), dtype=torch.float32) for values in played.logits[0].values()]
     torch.testing.assert_close(torch.stack(found), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_planned_steps_are_planned_before_they_are_replayed(
-    tmp_path: Path, like_cuda: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a card that XQA is not compiled for: each replay behind one plan for each view, of as many rows as
-    the graph; none within it.
-    """
-    tiny_models.save(tmp_path, *FAMILIES["Mistral"])
-    engine, seen = like_cuda(tmp_path, generation=AMPERE), list[tuple[str, int]]()
-    assert isinstance(engine.graphs, CudaGraphs) and not engine.loaded.backend.plan_free
-    plan = kernels.BatchDecodeWithPagedKVCacheWrapper.plan
-
-    def note_plan(self: Any, ends: torch.Tensor, *given: Any, **options: Any) -> None:
-        seen.append(("plan", len(ends) - 1))
-        plan(self, ends, *given, **options)
-
-    def note_replay(size: int, run: Callable[[], None]) -> Callable[[], None]:
-        def noted() -> None:
-            run()
-            seen.append(("replay", size))
-
-        return noted
-
-    monkeypatch.setattr(kernels.BatchDecodeWithPagedKVCacheWrapper, "plan", note_plan)
-    graphs = engine.graphs.graphs
-    engine.graphs.graphs = {size: note_replay(size, run) for size, run in graphs.items()}
-    play(engine, dict(enumerate(prompts()[:2])))
-    assert seen[2:] == [("plan", 2), ("replay", 2)] * (NEW_TOKENS - 1)
-    assert [what for what, _ in seen[:2]] == ["plan", "replay"], "both prompts"
 
 
 def test_steps_that_wait_for_the_device_are_not_captured(

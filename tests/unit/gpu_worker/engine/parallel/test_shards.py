@@ -112,35 +112,6 @@ def plan_of(family: str, num_stages: int = 2, **sizes: Any) -> StagePlan:
 MODEL_TYPES = {"Llama": "llama", "GPT2": "gpt2", "GPTNeoX": "gpt_neox"}
 
 
-@pytest.mark.parametrize(
-    ("family", "layers", "embedding", "tail"),
-    [
-        ("Llama", "model.layers", "model.embed_tokens", ["lm_head", "model.norm"]),
-        ("GPT-NeoX", "gpt_neox.layers", "gpt_neox.embed_in", ["lm_head", "gpt_neox.final_layer_norm"]),
-        ("GPT2", "transformer.h", "transformer.wte", ["lm_head"]),
-    ],
-)
-def test_names_come_from_the_models_plan_or_from_its_only_list(
-    family: str, layers: str, embedding: str, tail: list[str]
-) -> None:
-    plan = plan_of(family)
-    assert (plan.layers, plan.embedding, [*plan.tail]) == (layers, embedding, tail)
-
-
-def test_first_and_last_stage_have_what_is_before_and_after_the_layers() -> None:
-    plan = plan_of("Llama", 3)
-    assert [plan.has(stage, "model.embed_tokens.weight") for stage in range(3)] == [True, False, False]
-    for name in ("lm_head.weight", "model.norm.weight"):
-        assert [plan.has(stage, name) for stage in range(3)] == [False, False, True]
-    assert [plan.has(1, f"model.layers.{layer}.mlp.up_proj.weight") for layer in range(3)] == [
-        False,
-        True,
-        False,
-    ]
-    assert not plan.has(2, "model.layers.12.mlp.up_proj.weight"), "a layer beyond the config's"
-    assert all(plan_of("GPT2").has(stage, "transformer.wpe.weight") for stage in range(2))
-
-
 def test_a_head_that_is_the_embedding_weighs_in_both_stages() -> None:
     heavy = {"num_hidden_layers": 8, "vocab_size": 3000, "tie_word_embeddings": True}
     plan = plan_of("Llama", 3, **heavy)

@@ -25,7 +25,7 @@ from tests.support.engine.tiny_engine import engine_of
 from tests.support.engine.tiny_engine import prompts as tiny_prompts
 from tests.support.engine.tiny_models import FAMILIES, VOCAB
 from tests.support.prompts import FEW, PROMPTS
-from tests.support.runahead.each_way import AHEAD, IN_TURN
+from tests.support.runahead.each_way import AHEAD
 
 INDICES = [
     pytest.param(FEW[:-1], id="few"),
@@ -135,51 +135,6 @@ def test_only_rows_that_request_logprobs_get_them(
         for step in played.steps
         for _, _, logprobs, _, _ in step.prompt_logprobs
     )
-
-
-@IN_TURN
-def test_rows_of_one_batch_may_request_different_logprobs(engine: Engine, prompts: list[list[int]]) -> None:
-    """One without top tokens, one with top tokens of its samples too, one that resumes and gets none."""
-    played = player(engine, 10_000)
-    ids = prompts[20]
-    [answer] = reference_ids([ids], 40)
-    played.run(
-        [
-            played.start(0, ids, 1, prompt_logprobs=0),
-            played.start(1, ids, 1, prompt_logprobs=2, top_n_tokens=1),
-            played.start(2, [*ids, *answer[:2]], NEW_TOKENS, base=2),
-        ]
-    )
-    [expected] = reference_logprobs([ids])
-    for number in (0, 1):
-        np.testing.assert_allclose(
-            played.prompt_logprobs[number], [own for own, *_ in expected], rtol=1e-4, atol=1e-4
-        )
-    assert (
-        played.prompt_logprobs.keys() == {0, 1}
-        and not any(played.prompt_tops[0])
-        and {len(top) for top in played.prompt_tops[1]} == {2}
-    )
-    assert played.ids == {0: answer[:1], 1: answer[:1], 2: answer[2:3]}
-
-
-@IN_TURN
-def test_scored_tokens_of_a_step_are_bounded(
-    engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows without prompt log-probabilities are not delayed by that."""
-    monkeypatch.setattr(engine.rows, "max_scored_tokens", 16)
-    played, scored = player(engine, 10_000), [15, 20]
-    played.run(
-        [played.start(index, prompts[index], NEW_TOKENS, prompt_logprobs=TOPS) for index in scored]
-        + [played.start(4, prompts[4], 1)]
-    )
-    check_scored(played, prompts, scored)
-    assert (
-        max(sum(len(logprobs) // 4 for _, _, logprobs, _, _ in step.prompt_logprobs) for step in played.steps)
-        <= 16
-    )
-    assert any(row == 4 for step in played.steps[:2] for row, *_ in step.sampled)
 
 
 NUM_NEW = 6
