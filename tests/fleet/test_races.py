@@ -127,8 +127,3 @@ async def test_each_request_gets_one_terminal() -> None:
     """Engines have no model, but rows as in the real engine."""
     fleet = ChaosFleet(step_ms=10.0, num_blocks=NUM_BLOCKS, **SETTINGS)
     await race(fleet, 60, kill_every=25)
-
-
-@pytest.mark.slow
-async def test_each_of_a_thousand_requests_gets_one_terminal() -> None:
-    await race(Fleet(**SETTINGS), 1000, kill_every=100)

@@ -82,12 +82,6 @@ async def test_killed_processes_cost_no_token_of_a_real_model(fleet: Fleet) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
-async def test_sixty_killed_processes_cost_no_token_of_a_real_model(fleet: Fleet) -> None:
-    await kill_processes(fleet, replace(KILLS, seed=60, kills=60))
-
-
-@pytest.mark.slow
 async def test_a_suspended_worker_publishes_nothing_when_it_resumes(
     fleet: Fleet, undisturbed: list[list[int]]
 ) -> None:
