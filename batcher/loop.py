@@ -11,7 +11,7 @@ from batcher.failure_detector import FailureDetector
 from batcher.housekeeping import Housekeeping
 from batcher.inbox import Inbox, StreamEntry
 from batcher.lease import Lease, LeaseLost, WritesLost
-from batcher.recovery import Backlog, Recovery
+from batcher.recovery import Backlog, Recovery, in_slices
 from batcher.scheduling.plan_builder import PendingPlan
 from batcher.scheduling.replica import WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
@@ -21,7 +21,6 @@ from batcher.worker_registry import WorkerRegistry
 from common.broker import batcher_scripts
 from common.broker.batcher_scripts import PlanReply
 from common.broker.client import FailureLog
-from common.broker.committed import in_slices
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
 from common.messages.events import ChannelSequences

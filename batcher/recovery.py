@@ -7,7 +7,7 @@ that only the log has are first saved to the string, so that the log can be dele
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from batcher.actions import Action, ActionQueue, ScriptAction
@@ -20,9 +20,11 @@ from batcher.timeline import TimelineWriter
 from batcher.worker_registry import WorkerRegistry, WorkerState
 from common.broker import batcher_scripts, committed
 from common.broker.batcher_scripts import SavedRequest
-from common.broker.committed import Committed, in_slices
+from common.broker.committed import Committed, T, log_tokens, read_slice
+from common.broker.keys import SEALED
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
+from common.messages.events import Tokens
 from common.messages.plan import Report, WorkerDied
 from common.process.logs import plural
 
@@ -32,6 +34,8 @@ ENTRIES_IN_ONE_READ = 256
 APPENDED_IN_ONE_SLICE = 2048
 SAVED_IN_ONE_CALL = 64
 RESTORED_AT_ONCE = 512
+REQUESTS_IN_ONE_READ = 256
+SEALED_ENTRIES_IN_ONE_READ = 16
 
 
 class Backlog:
@@ -87,7 +91,7 @@ class Backlog:
     async def read_states(self) -> None:
         """Read the state of the sequences in `unread`: which worker held them, and whether they go on."""
         names = [sequence.request_id for sequence in self.unread]
-        states = await committed.read_saved(self.pool, names, with_tokens=False)
+        states = await read_saved(self.pool, names, with_tokens=False)
         for sequence in self.unread:
             self.sort(sequence, states[sequence.request_id])
         self.unread = []
@@ -192,14 +196,14 @@ class Recovery:
     async def restore(self, sequences: list[Sequence]) -> None:
         """Resume requests that their workers, from before this epoch, hold no more. Most have ended."""
         names = [sequence.request_id for sequence in sequences]
-        states = await committed.read_saved(self.pool, names, with_tokens=False)
+        states = await read_saved(self.pool, names, with_tokens=False)
         for sequence in await self.resume(await self.drop_ended(sequences, states)):
             self.timeline.record_takeover(sequence)
 
     async def enqueue_unheld(self, sequences: list[Sequence]) -> None:
         """Enqueue requests that no worker held: their strings have all of their tokens."""
         names = [sequence.request_id for sequence in sequences if sequence.attempt]
-        states = await committed.read_saved(self.pool, names)
+        states = await read_saved(self.pool, names)
         new = [sequence for sequence in sequences if not sequence.attempt]
         for sequence in new:
             self.scheduler.enqueue(sequence)
@@ -208,9 +212,9 @@ class Recovery:
 
     async def remove_worker(self, incarnation: str, held: list[Sequence]) -> None:
         """Save the tokens in a sealed worker's log, resume the requests that it held, and delete its keys."""
-        logged, why = await committed.read_sealed_log(self.pool, incarnation)
+        logged, why = await read_sealed_log(self.pool, incarnation)
         names = {tokens.request_id for tokens in logged} | {sequence.request_id for sequence in held}
-        states = await committed.read_saved(self.pool, names)
+        states = await read_saved(self.pool, names)
         for part in in_slices(logged, APPENDED_IN_ONE_SLICE):
             committed.append_tokens(part, states)
             await asyncio.sleep(0)
@@ -271,3 +275,36 @@ def saved_request(request_id: str, state: Committed, worker: str) -> SavedReques
         records=state.records[state.spilled_bytes :],
         num_speculated=state.num_speculated,
     )
+
+
+async def read_saved(
+    pool: PoolClient, request_ids: Iterable[str], with_tokens: bool = True
+) -> dict[str, Committed]:
+    """Return the state of each request without what only a log has.
+
+    It is read in slices, so that neither broker nor caller is busy for long. `with_tokens`: the strings of
+    live requests, too.
+    """
+    states: dict[str, Committed] = {}
+    for names in in_slices(list(request_ids), REQUESTS_IN_ONE_READ):
+        offsets = dict.fromkeys(names, 0 if with_tokens else None)
+        states |= await read_slice(pool, offsets, of_ended=False)
+    return states
+
+
+async def read_sealed_log(pool: PoolClient, worker: str) -> tuple[list[Tokens], str]:
+    """Return all tokens in a sealed worker's log, and why it was sealed; it is read in slices."""
+    logged: list[Tokens] = []
+    begin, why = "-", ""
+    while entries := await pool.redis.xrange(pool.keys.log(worker), begin, count=SEALED_ENTRIES_IN_ONE_READ):
+        logged += log_tokens(entries)
+        last_id, fields = entries[-1]
+        if last_id == SEALED.encode():
+            why = fields.get(b"why", b"died").decode()
+            break
+        begin = f"({last_id.decode()}"
+    return logged, why
+
+
+def in_slices(items: list[T], size: int) -> Iterator[list[T]]:
+    return (items[begin : begin + size] for begin in range(0, len(items), size))

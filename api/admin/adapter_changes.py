@@ -7,12 +7,13 @@ import logging
 
 from pydantic import BaseModel
 
+from api.adapters.files import find_adapter
 from api.errors import ApiError, asking_broker, invalid, quoted, unavailable
 from api.requests.monitors import WorkerMonitor
 from api.requests.pool import Pool
 from api.requests.pool_registry import PoolRegistry
 from common.adapter_registry import AdapterChangeError, AdapterRegistry, change_registry
-from common.adapters import AdapterFault, PoolAdapter, find_adapter
+from common.adapters import AdapterFault, PoolAdapter
 from common.ids import ADAPTER_NAME
 from common.settings.lora import AdapterSource
 

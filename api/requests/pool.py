@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable
 
+from api.adapters.files import adapters_of
 from api.adapters.monitor import AdapterMonitor
 from api.answers.call_formats import (
     CALL_FORMATS,
@@ -25,7 +26,7 @@ from api.requests.monitors import BatcherMonitor, WorkerMonitor
 from api.requests.params import load_sampling_defaults
 from api.streams.relay import Relay
 from common import model_files
-from common.adapters import PoolAdapter, adapters_of
+from common.adapters import PoolAdapter
 from common.broker.client import CONNECT_TIMEOUT_S
 from common.broker.pool_client import PoolClient
 from common.model_files import context_length

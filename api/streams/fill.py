@@ -10,20 +10,28 @@ import contextlib
 import logging
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Container, Iterable, Mapping
+
+from redis.exceptions import ResponseError
 
 from api.event_loop import Pace
 from api.streams.offers import Offers
 from api.streams.stream import Stream
-from common.broker.client import FailureLog
-from common.broker.committed import Committed, read_log, read_logits, read_tails, tokens_of
+from common.broker.client import CONNECT_TIMEOUT_S, FailureLog
+from common.broker.committed import Committed, logged_messages, read_slice, skip_wrong_type
 from common.broker.pool_client import PoolClient
-from common.messages.codec import WireError
-from common.messages.events import FINISHED, Events, Terminal, Tokens
+from common.messages.codec import WireError, from_map, unpack
+from common.messages.events import FINISHED, Events, Terminal, TokenColumns, Tokens, single_token
 from common.messages.records import RECORD, unpack_records
 
 log = logging.getLogger(__name__)
 
+LOG_ENTRIES_IN_ONE_READ = 8
+"""Each takes a gateway up to a millisecond."""
+LOGITS_PIECES_IN_ONE_READ = 16
+"""Of up to 4 MiB each."""
+AFTER_SEAL = f"({2**64 - 1}-"
+"""How a position after a seal begins: nothing follows it."""
 MAX_SOURCES = 4096
 """Pairs of source and channel that are remembered: those heard last."""
 RETRY_S = 1.0
@@ -270,3 +278,61 @@ class Filler:
         """Let the stream's detokenizer see the tokens that came with their text."""
         while stream.late_text.see(stream.ids, TOKENS_AT_ONCE):
             await self.pace.step(TOKENS_AT_ONCE // TOKENS_PER_UNIT)
+
+
+async def read_tails(pool: PoolClient, offsets: Mapping[str, int]) -> dict[str, Committed]:
+    """Return the state of each request without what only a log has, and of its string only the part from the
+    given byte on. Of a request that has ended it is the whole string, so that a reader with other tokens
+    notices.
+    """
+    async with asyncio.timeout(CONNECT_TIMEOUT_S):
+        return await read_slice(pool, offsets, of_ended=True)
+
+
+async def read_logits(pool: PoolClient, request_id: str, num_bytes: int) -> bytes | None:
+    """Return the first `num_bytes` of a request's logits, read in slices; None if there are fewer."""
+    key, num_read = pool.keys.logits(request_id), 0
+    pieces: list[bytes] = []
+    while num_read < num_bytes:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            try:
+                found = await pool.redis.lrange(  # type: ignore[misc]
+                    key, len(pieces), len(pieces) + LOGITS_PIECES_IN_ONE_READ - 1
+                )
+            except ResponseError as error:
+                found = skip_wrong_type(error) or []
+        if not found:
+            return None
+        pieces += found
+        num_read += sum(map(len, found))
+    return b"".join(pieces)[:num_bytes]
+
+
+async def read_log(pool: PoolClient, worker: str, after: int, until: int) -> AsyncIterator[bytes]:
+    """Yield the messages of a worker's log after one flush up to another, or with 0 up to its end."""
+    first, last = f"({after}-0", f"{until}-0" if until else "+"
+    while True:
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                entries = await pool.redis.xrange(pool.keys.log(worker), first, last, LOG_ENTRIES_IN_ONE_READ)
+        except ResponseError as error:
+            entries = skip_wrong_type(error) or []
+        for entry_id, fields in entries:
+            first = f"({entry_id.decode()}"
+            for message in logged_messages(fields):
+                yield message
+        if len(entries) < LOG_ENTRIES_IN_ONE_READ or first.startswith(AFTER_SEAL):
+            return
+
+
+def tokens_of(message: bytes, requests: Container[str]) -> list[Tokens]:
+    """The tokens of those requests alone in a message of a log; none if it cannot be read."""
+    try:
+        fields = unpack(Events, message)
+        tokens = [from_map(Tokens, item) for item in fields["t"] if item["id"] in requests]
+        if columns := fields.get("c"):
+            rows = from_map(TokenColumns, columns).rows()
+            tokens += [single_token(*row) for row in rows if row[0] in requests]
+        return tokens
+    except (WireError, KeyError, TypeError):
+        return []

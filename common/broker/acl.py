@@ -7,19 +7,14 @@ another broker.
 """
 
 import functools
-import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-from redis.asyncio import Redis
 
 from common.broker.keys import Keys, Row, table
 from common.broker.lua import load_script
 
 CALL = re.compile(r"redis\.p?call\('(\w+)'(?:, '([A-Z]+)')?")
-PUBLISHING = ("publish", "subscribe", "unsubscribe")
-"""Commands whose arguments are channels."""
 CONTAINERS = ("xgroup", "xinfo")
 """Commands whose first argument is a command of its own to an ACL."""
 EVERY_POOL = "*"
@@ -123,53 +118,6 @@ def rules(kind: str, pools: Sequence[str]) -> list[str]:
     kinds = PROCESSES if kind == FLEET else (kind,)
     found = [rule for pool in pools for one in kinds for rule in rules_of(one, pool)]
     return ["resetkeys", "resetchannels", "-@all", *dict.fromkeys(found)]
-
-
-MAY = """
-local refused = {}
-for i, command in ipairs(ARGV) do
-    local words = cjson.decode(command)
-    local taken, may
-    repeat
-        taken, may = pcall(redis.acl_check_cmd, unpack(words))
-        table.remove(words)
-    until taken or #words == 0
-    if not may or not taken then refused[#refused + 1] = i - 1 end
-end
-return refused
-"""
-"""Indices of the commands that the caller may not send. ARGV: commands, as JSON arrays of words. Redis 8
-takes no more arguments than a command has; other brokers abort on a command that ends before its keys do, so
-the longest form is asked about first.
-"""
-NUM_WORDS = 8
-"""Arguments of the longest form of a sample command."""
-
-
-async def missing_rights(redis: Redis, kinds: Iterable[str], pools: Sequence[str]) -> list[str]:
-    """Return the rights of some kinds of processes that the user of this connection lacks. Nothing is
-    changed.
-    """
-    rights = dict.fromkeys(rule for kind in kinds for rule in rules(kind, pools) if rule[0] in "+~%&")
-    names = {rule: rule.removeprefix("%R")[1:].replace("*", "x") for rule in rights}
-
-    async def lacking(samples: dict[str, list[str]]) -> list[str]:
-        refused: list[int] = await redis.eval(MAY, 0, *map(json.dumps, samples.values()))  # type: ignore[misc]
-        return [list(samples)[i] for i in refused]
-
-    keys = {rule: ["evalsha", "x", "1", name] for rule, name in names.items() if rule[0] == "~"}
-    keys |= {rule: ["get", name] for rule, name in names.items() if rule[0] == "%"}
-    keys |= {rule: ["publish", name, ""] for rule, name in names.items() if rule[0] == "&"}
-    missing = await lacking(keys)
-    held = [rule for rule in keys if rule not in missing]
-    arguments = {sign: next((names[rule] for rule in held if rule[0] == sign), "") for sign in "~&"}
-    commands = {}
-    for rule in rights:
-        if rule[0] == "+":
-            words = names[rule].split("|")
-            if argument := arguments["&" if words[0] in PUBLISHING else "~"]:
-                commands[rule] = [*words, *[argument] * NUM_WORDS]
-    return missing + await lacking(commands)
 
 
 def rules_of(kind: str, pool: str) -> Iterable[str]:

@@ -44,7 +44,6 @@ from redis.exceptions import (
     RedisError,
 )
 
-from common.broker import acl
 from common.broker.lua import Argument, Reply, ScriptCall
 from common.process.event_loop import until_beat
 from common.process.logs import plural
@@ -111,8 +110,6 @@ NUM_LOOKS = 3
 """A broker that owes a reply is given up after so many looks, within ANSWER_S, at which it was silent. With a
 single one, a process that was stopped would give up a broker whose replies it has not read yet.
 """
-MIN_VERSION = (7, 0)
-NO_EVICTION = "noeviction"
 DEMOTED = (ReadOnlyError, MasterDownError)
 """What a server answers that was the primary and is a replica now."""
 ERRORS = (RedisError, OSError)
@@ -415,68 +412,6 @@ def connect_setting(name: str, url: str) -> redis.asyncio.Redis:
             name,
             "is not a URL like redis://[user:password@]host:port/db (rediss://, unix://, redis+sentinel://)",
         ) from error
-
-
-async def check_broker(url: str, kinds: Sequence[str] = (), pools: Sequence[str] = ()) -> str:
-    """Raise SettingError, within CONNECT_TIMEOUT_S, unless a supported broker answers at `url` and its user
-    has the rights of these kinds of processes in these pools. Returns what the broker would lose at its end;
-    empty if that is nothing.
-    """
-    client = connect_setting("redis_url", url)
-    try:
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            server = await client.info()
-            has_file = bool(server.get("aof_enabled"))
-            snapshots = None if has_file else await has_snapshots(client)
-            missing = await acl.missing_rights(client, kinds, pools) if kinds else []
-    except ERRORS as error:
-        raise SettingError("redis_url", describe_error(error)) from error
-    finally:
-        await client.aclose()
-    version = str(server.get("redis_version", "0.0"))
-    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < MIN_VERSION:
-        raise SettingError(
-            "redis_url",
-            f"the broker speaks Redis {version}; {MIN_VERSION[0]}.{MIN_VERSION[1]} or later is needed",
-        )
-    if server.get("cluster_enabled"):
-        raise SettingError(
-            "redis_url",
-            "the broker is a node of a Redis Cluster, which would part keys that change together; let it be "
-            "a single primary (Sentinel may watch it), and for more load give pools brokers of their own",
-        )
-    policy = str(server.get("maxmemory_policy", NO_EVICTION))
-    if policy != NO_EVICTION:
-        raise SettingError(
-            "redis_url", f"the broker's maxmemory-policy is {policy}, which loses keys; set {NO_EVICTION}"
-        )
-    if missing:
-        raise SettingError(
-            "redis_url",
-            f"the broker's user lacks rights of this version: {' '.join(missing)}; `tokenfleet doctor --acl` "
-            "prints all that it needs",
-        )
-    return describe_losses(has_file=has_file, has_snapshots=snapshots)
-
-
-async def has_snapshots(client: redis.asyncio.Redis) -> bool | None:
-    """Whether the broker writes snapshots; None if this user may not ask, as with many providers."""
-    try:
-        found = await client.config_get("save")
-    except redis.exceptions.ResponseError:
-        return None
-    return bool(found.get("save"))
-
-
-def describe_losses(has_file: bool, has_snapshots: bool | None) -> str:
-    """What a broker would lose at its end, and the fix; empty if it has an append-only file."""
-    if has_file:
-        return ""
-    since = "what was written since its last snapshot" if has_snapshots else "everything"
-    if has_snapshots is None:
-        since = "what no snapshot has"
-    lost = f"it loses {since} when it ends: requests, and tokens that clients have seen already"
-    return f"the broker has no append-only file, so {lost}; set `appendonly yes`"
 
 
 async def read_server_id(redis: redis.asyncio.Redis) -> str:

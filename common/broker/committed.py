@@ -4,33 +4,22 @@ It is read from the request's hash and string, and from the log of the worker th
 gaps with it and the batcher resumes requests with it, so both see the same.
 """
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from redis.exceptions import ResponseError
 
 from common.broker import request_scripts
-from common.broker.client import CONNECT_TIMEOUT_S
-from common.broker.keys import SEALED
 from common.broker.pool_client import PoolClient
-from common.messages.codec import WireError, decode, from_map, unpack
-from common.messages.events import Events, TokenColumns, Tokens, pack_tokens, single_token
+from common.messages.codec import WireError, decode
+from common.messages.events import Events, Tokens, pack_tokens
 from common.messages.records import RECORD
 
 T = TypeVar("T")
 LogItem = tuple[bytes, dict[bytes, bytes]]
 
-REQUESTS_IN_ONE_READ = 256
-SEALED_ENTRIES_IN_ONE_READ = 16
-LOG_ENTRIES_IN_ONE_READ = 8
-"""Each takes a gateway up to a millisecond."""
-LOGITS_PIECES_IN_ONE_READ = 16
-"""Of up to 4 MiB each."""
-AFTER_SEAL = f"({2**64 - 1}-"
-"""How a position after a seal begins: nothing follows it."""
 FIELDS = (
     "digest worker attempt base crash_count cancel terminal num_tokens error error_type width prompt cached "
     "counted"
@@ -189,30 +178,6 @@ def append_tokens(logged: Iterable[Tokens], states: dict[str, Committed]) -> Non
             state.append(tokens)
 
 
-async def read_saved(
-    pool: PoolClient, request_ids: Iterable[str], with_tokens: bool = True
-) -> dict[str, Committed]:
-    """Return the state of each request without what only a log has.
-
-    It is read in slices, so that neither broker nor caller is busy for long. `with_tokens`: the strings of
-    live requests, too.
-    """
-    states: dict[str, Committed] = {}
-    for names in in_slices(list(request_ids), REQUESTS_IN_ONE_READ):
-        offsets = dict.fromkeys(names, 0 if with_tokens else None)
-        states |= await read_slice(pool, offsets, of_ended=False)
-    return states
-
-
-async def read_tails(pool: PoolClient, offsets: Mapping[str, int]) -> dict[str, Committed]:
-    """Return the state of each request without what only a log has, and of its string only the part from the
-    given byte on. Of a request that has ended it is the whole string, so that a reader with other tokens
-    notices.
-    """
-    async with asyncio.timeout(CONNECT_TIMEOUT_S):
-        return await read_slice(pool, offsets, of_ended=True)
-
-
 async def read_slice(
     pool: PoolClient, offsets: Mapping[str, int | None], of_ended: bool
 ) -> dict[str, Committed]:
@@ -220,70 +185,3 @@ async def read_slice(
     call = request_scripts.read_requests(pool.keys, offsets, fields=FIELDS, of_ended=of_ended)
     found = await pool.run(call)
     return {name: parse_state(*state) for name, state in zip(offsets, found, strict=True)}
-
-
-async def read_logits(pool: PoolClient, request_id: str, num_bytes: int) -> bytes | None:
-    """Return the first `num_bytes` of a request's logits, read in slices; None if there are fewer."""
-    key, num_read = pool.keys.logits(request_id), 0
-    pieces: list[bytes] = []
-    while num_read < num_bytes:
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            try:
-                found = await pool.redis.lrange(  # type: ignore[misc]
-                    key, len(pieces), len(pieces) + LOGITS_PIECES_IN_ONE_READ - 1
-                )
-            except ResponseError as error:
-                found = skip_wrong_type(error) or []
-        if not found:
-            return None
-        pieces += found
-        num_read += sum(map(len, found))
-    return b"".join(pieces)[:num_bytes]
-
-
-async def read_sealed_log(pool: PoolClient, worker: str) -> tuple[list[Tokens], str]:
-    """Return all tokens in a sealed worker's log, and why it was sealed; it is read in slices."""
-    logged: list[Tokens] = []
-    begin, why = "-", ""
-    while entries := await pool.redis.xrange(pool.keys.log(worker), begin, count=SEALED_ENTRIES_IN_ONE_READ):
-        logged += log_tokens(entries)
-        last_id, fields = entries[-1]
-        if last_id == SEALED.encode():
-            why = fields.get(b"why", b"died").decode()
-            break
-        begin = f"({last_id.decode()}"
-    return logged, why
-
-
-def in_slices(items: list[T], size: int) -> Iterator[list[T]]:
-    return (items[begin : begin + size] for begin in range(0, len(items), size))
-
-
-async def read_log(pool: PoolClient, worker: str, after: int, until: int) -> AsyncIterator[bytes]:
-    """Yield the messages of a worker's log after one flush up to another, or with 0 up to its end."""
-    first, last = f"({after}-0", f"{until}-0" if until else "+"
-    while True:
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                entries = await pool.redis.xrange(pool.keys.log(worker), first, last, LOG_ENTRIES_IN_ONE_READ)
-        except ResponseError as error:
-            entries = skip_wrong_type(error) or []
-        for entry_id, fields in entries:
-            first = f"({entry_id.decode()}"
-            for message in logged_messages(fields):
-                yield message
-        if len(entries) < LOG_ENTRIES_IN_ONE_READ or first.startswith(AFTER_SEAL):
-            return
-
-
-def tokens_of(message: bytes, requests: Container[str]) -> list[Tokens]:
-    """The tokens of those requests alone in a message of a log; none if it cannot be read."""
-    try:
-        fields = unpack(Events, message)
-        tokens = [from_map(Tokens, item) for item in fields["t"] if item["id"] in requests]
-        if columns := fields.get("c"):
-            rows = from_map(TokenColumns, columns).rows()
-            tokens += [single_token(*row) for row in rows if row[0] in requests]
-        return tokens
-    except (WireError, KeyError, TypeError):
-        return []

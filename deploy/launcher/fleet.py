@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from common.broker.client import ERRORS, broker_url, check_broker
+from common.broker.client import ERRORS, broker_url
 from common.broker.pool_client import PoolClient
 from common.messages.kept_answer import WHOLE_FLEET_VARIABLE
 from common.process import machine
@@ -26,6 +26,7 @@ from common.rank import follows
 from common.settings.settings import SettingError, Settings
 from common.settings.types import MAX_PORT
 from deploy.launcher import prepare
+from deploy.launcher.broker_check import check_broker
 from deploy.launcher.embedded_broker import Broker
 from deploy.launcher.process import PreloadedProcess, SupervisedProcess, family, resident_bytes, stop
 from deploy.launcher.socket_keeper import SocketKeeper

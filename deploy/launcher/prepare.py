@@ -38,6 +38,7 @@ from common.process import machine
 from common.process.machine import COMPILERS, list_gpus
 from common.rank import follows, is_spread, launcher_of
 from common.settings.settings import SettingError, Settings
+from deploy.launcher import broker_check
 
 log = logging.getLogger(__name__)
 
@@ -369,7 +370,9 @@ def is_fleet(settings: Settings) -> bool:
 def check_broker(settings: Settings, *kinds: str) -> Finding:
     """Check the broker, and the rights that these kinds of processes need there."""
     if settings.redis_url is not None:
-        if loses := asyncio.run(client.check_broker(client.broker_url(settings), kinds, settings.pools)):
+        if loses := asyncio.run(
+            broker_check.check_broker(client.broker_url(settings), kinds, settings.pools)
+        ):
             return Finding("warn", loses, "redis-cli config set appendonly yes, and in its redis.conf")
         return Finding("ok", "answers, is new enough, and has an append-only file")
     try:

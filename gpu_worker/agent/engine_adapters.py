@@ -5,9 +5,10 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from common.adapter_registry import AdapterChangeError, AdapterRegistry, change_registry, read_newer
-from common.adapters import AdapterFault, HeldAdapters, PoolAdapter, find_own_folder
+from common.adapters import AdapterFault, HeldAdapters, PoolAdapter, digest_of, find_folder, read_config
 from common.broker.client import FailureLog
 from common.broker.pool_client import PoolClient
 from common.process.event_loop import until_beat
@@ -147,3 +148,17 @@ class AdapterFollower:
         self.note_change()
         await self.engine.ask(UnloadAdapter(key))
         log.info("the adapter %s is unloaded", key)
+
+
+def find_own_folder(adapter: PoolAdapter) -> Path:
+    """Return the folder of an adapter of the registry on this machine. Raises AdapterFault if it has other
+    files.
+    """
+    try:
+        folder = find_folder(adapter.path)
+        read_config(folder)
+        if digest_of(folder) != adapter.digest:
+            raise AdapterFault(f"{folder} has other files than when it was loaded: load it again")
+    except OSError as error:
+        raise AdapterFault(f"{adapter.path} cannot be read: {error.strerror or error}") from error
+    return folder

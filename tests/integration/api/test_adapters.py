@@ -14,12 +14,13 @@ import orjson
 import pytest
 from redis.asyncio import Redis
 
+from api.adapters.files import find_adapter
 from api.admin import routes_metrics
 from api.lifecycle import Gateway
 from batcher.housekeeping import count_adapters
 from batcher.scheduling.sequence import PlacedRow
 from common.adapter_registry import AdapterRegistry, change_registry, read_registry
-from common.adapters import AdapterFault, AdapterLoad, adapter_name, find_adapter
+from common.adapters import AdapterFault, AdapterLoad, adapter_name
 from common.broker.heartbeat import ADAPTERS_SINCE, Heartbeat
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode

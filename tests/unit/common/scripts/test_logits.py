@@ -5,8 +5,8 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from api.streams.fill import read_logits
 from common.broker import worker_scripts
-from common.broker.committed import read_logits
 from common.broker.lua import run_script
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from api.streams.fill import read_tails
+from batcher.recovery import read_saved
 from common.broker import batcher_scripts, request_scripts, worker_scripts
 from common.broker.batcher_scripts import PlanReply, SavedRequest
-from common.broker.committed import Committed, read, read_saved, read_tails
+from common.broker.committed import Committed, read
 from common.broker.keys import SEALED
 from common.broker.lua import run_script
 from common.broker.pool_client import PoolClient

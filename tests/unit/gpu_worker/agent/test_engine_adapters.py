@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
+from api.adapters.files import find_adapter
 from common.adapter_registry import change_registry
-from common.adapters import READY, PoolAdapter, find_adapter
+from common.adapters import READY, PoolAdapter
 from common.broker.pool_client import PoolClient
 from common.settings.lora import AdapterSource
 from gpu_worker.agent.agent import Agent

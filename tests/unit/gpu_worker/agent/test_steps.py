@@ -11,7 +11,8 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
 from api.requests.usage import month_begin, month_name
-from common.broker.committed import read, read_logits
+from api.streams.fill import read_logits
+from common.broker.committed import read
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.messages.codec import decode
