@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
+from batcher import batcher_scripts
 from batcher.failure_detector import FailureDetector, WorkerAbsence
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
@@ -19,7 +20,6 @@ from batcher.timeline import TimelineWriter
 from batcher.worker_registry import WorkerRegistry
 from common.adapter_registry import AdapterChangeError, AdapterRegistry, change_registry, read_newer
 from common.adapters import LEAVING, LOADING, READY, AdapterLoad, adapter_name
-from common.broker import batcher_scripts
 from common.broker.heartbeat import Heartbeat
 from common.broker.keys import ADAPTERS_TTL_MS
 from common.broker.pool_client import PoolClient

@@ -5,8 +5,9 @@ import logging
 from functools import partial
 from typing import Any, NoReturn
 
-from batcher import inbox, worker_registry
+from batcher import batcher_scripts, inbox, worker_registry
 from batcher.actions import Action, ActionQueue, ScriptAction
+from batcher.batcher_scripts import PlanReply
 from batcher.failure_detector import FailureDetector
 from batcher.housekeeping import Housekeeping
 from batcher.inbox import Inbox, StreamEntry
@@ -18,8 +19,6 @@ from batcher.scheduling.scheduler import Scheduler
 from batcher.terminals import Terminals
 from batcher.timeline import TimelineWriter
 from batcher.worker_registry import WorkerRegistry
-from common.broker import batcher_scripts
-from common.broker.batcher_scripts import PlanReply
 from common.broker.client import FailureLog
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode

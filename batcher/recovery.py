@@ -10,7 +10,9 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
+from batcher import batcher_scripts
 from batcher.actions import Action, ActionQueue, ScriptAction
+from batcher.batcher_scripts import SavedRequest
 from batcher.inbox import StreamEntry
 from batcher.lease import LeaseLost
 from batcher.scheduling.scheduler import Scheduler
@@ -18,8 +20,7 @@ from batcher.scheduling.sequence import Sequence
 from batcher.terminals import Terminals
 from batcher.timeline import TimelineWriter
 from batcher.worker_registry import WorkerRegistry, WorkerState
-from common.broker import batcher_scripts, committed
-from common.broker.batcher_scripts import SavedRequest
+from common.broker import committed
 from common.broker.committed import Committed, T, log_tokens, read_slice
 from common.broker.keys import SEALED
 from common.broker.pool_client import PoolClient

@@ -2,13 +2,12 @@
 
 import logging
 
-from batcher import inbox
+from batcher import batcher_scripts, inbox
+from batcher.batcher_scripts import QueuedRequest
 from batcher.inbox import StreamEntry
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from batcher.timeline import TimelineWriter
-from common.broker import batcher_scripts
-from common.broker.batcher_scripts import QueuedRequest
 from common.broker.lua import ScriptCall
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode

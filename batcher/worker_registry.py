@@ -7,14 +7,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from batcher import batcher_scripts
+from batcher.batcher_scripts import PlanReply, StartedRow
 from batcher.failure_detector import LOST_S, SILENT_S, FailureDetector, Silence
 from batcher.inbox import Inbox
 from batcher.scheduling.plan_builder import PendingPlan
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from common.adapters import HeldAdapters
-from common.broker import batcher_scripts, worker_scripts
-from common.broker.batcher_scripts import PlanReply, StartedRow
+from common.broker import process_scripts
 from common.broker.keys import Keys
 from common.broker.lua import ScriptCall
 from common.broker.pool_client import PoolClient
@@ -265,7 +266,7 @@ class WorkerRegistry:
             why = "unreadable"
         else:
             why = "drained" if replica is not None and replica.draining else "died"
-        return await self.pool.run(worker_scripts.seal(self.pool.keys, incarnation, why=why))
+        return await self.pool.run(process_scripts.seal(self.pool.keys, incarnation, why=why))
 
     async def remove_worker_keys(self, incarnation: str) -> None:
         """Delete the keys of a sealed worker whose reports were read to the end."""

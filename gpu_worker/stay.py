@@ -3,7 +3,7 @@
 import asyncio
 import logging
 
-from common.broker import worker_scripts
+from common.broker import process_scripts
 from common.broker.client import ERRORS, describe_error
 from gpu_worker.agent.agent import Agent
 
@@ -35,6 +35,6 @@ class Stay:
         pool = self.agent.pool
         try:
             async with asyncio.timeout(SEAL_TIMEOUT_S):
-                await pool.run(worker_scripts.seal(pool.keys, self.incarnation, why=why))
+                await pool.run(process_scripts.seal(pool.keys, self.incarnation, why=why))
         except (*ERRORS, TimeoutError) as error:
             log.warning("not sealed: %s", describe_error(error))

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 
 from api.errors import ApiError, invalid
+from api.requests.request_scripts import AdmitReply, KeyCharge, LeftOfRates
 from common.api_keys import ApiKey
-from common.broker.request_scripts import AdmitReply, KeyCharge, LeftOfRates
 from common.messages.request import Generate
 
 LIMITS = {

@@ -31,6 +31,7 @@ from api.json import to_json
 from api.pictures.keep import PICTURE_GONE
 from api.requests import metrics
 from api.requests.pool import Pool
+from api.requests.request_scripts import KeyCharge
 from api.requests.respond import with_adapter
 from api.streams.answer_access import count_longest, note_streams
 from api.streams.answer_trace import note_answer
@@ -40,7 +41,6 @@ from api.streams.stream import Stream
 from api.webhooks.field import check_room
 from common.broker.client import describe_error
 from common.broker.keys import RESULT_TTL_MS
-from common.broker.request_scripts import KeyCharge
 from common.messages.codec import encode
 from common.messages.events import Terminal
 from common.messages.request import Generate

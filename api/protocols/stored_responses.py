@@ -15,11 +15,11 @@ from api.json import to_json
 from api.openai.response_schemas import ERROR_RESPONSES, OpenAIError
 from api.protocols.response_object import ResponseFrames
 from api.protocols.responses import StoredResponse, find_response, read_response, render_response
+from api.requests.request_scripts import cancel_request
 from api.responses.response_schemas import DeletedResponse, ResponseEvent, ResponseItemList, ResponseObject
 from api.resume import rest
 from api.streams.kept_answers import delete_ended
 from api.streams.stream import Stream
-from common.broker.request_scripts import cancel_request
 
 STORED_ERRORS: ErrorResponses = only(ERROR_RESPONSES, 400, 401, 403, 500, 503)
 STORED_ERRORS |= error_responses(

@@ -19,17 +19,16 @@ from api.http.key_limits import LIMITS, beyond_limit, charge_for, check_number, 
 from api.http.key_ring import KeyRing
 from api.pictures.keep import PictureKeeper
 from api.prompts.tokenizer import ModelTokenizer
-from api.requests import metrics
+from api.requests import metrics, request_scripts
 from api.requests.monitors import BatcherMonitor, WorkerMonitor
+from api.requests.request_scripts import AdmitReply, KeyCharge, cancel_request
 from api.requests.usage import seconds_to_next_month
 from api.streams.beams import new_stream
 from api.streams.describe_answer import address, keep_as_asked
 from api.streams.relay import Relay
 from api.streams.stream import Stream
-from common.broker import request_scripts
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error
 from common.broker.pool_client import PoolClient
-from common.broker.request_scripts import AdmitReply, KeyCharge, cancel_request
 from common.messages.codec import decode, encode
 from common.messages.request import Generate
 from common.settings.settings import Settings

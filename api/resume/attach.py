@@ -17,6 +17,7 @@ from api.errors import (
     cut,
 )
 from api.http.auth import key_of
+from api.requests import request_scripts
 from api.requests.on_pool import pools_of
 from api.requests.pool import Pool
 from api.requests.pool_registry import PoolRegistry
@@ -27,7 +28,6 @@ from api.streams.describe_answer import address, keep_as_asked
 from api.streams.fill import Filler, Sources
 from api.streams.offers import supersede
 from api.streams.stream import Stream
-from common.broker import request_scripts
 from common.ids import REQUEST_ID
 from common.messages.codec import encode
 

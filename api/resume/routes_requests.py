@@ -11,11 +11,11 @@ from api.answers.answer import HttpAnswer
 from api.errors import ApiError, asking_broker, cut
 from api.http.openapi import RESUME, ErrorResponses, RequestId, error_responses, only
 from api.json import to_json
+from api.requests import request_scripts
 from api.resume import attach
 from api.resume.attach import Admitted, find_own
 from api.streams.stream import Stream
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
-from common.broker import request_scripts
 from common.messages.request import SERVICE_CLASSES, class_index, service_class
 
 State = Literal["queued", "running", "finished", "cancelled", "error"]

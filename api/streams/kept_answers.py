@@ -5,7 +5,7 @@ answers to requests with an `Idempotency-Key` are there for repetitions. One bou
 from collections.abc import Iterable
 
 from api.errors import asking_broker
-from common.broker import request_scripts
+from api.requests import request_scripts
 from common.broker.pool_client import PoolClient
 from common.settings.settings import Settings
 

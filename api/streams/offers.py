@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from api.event_loop import RETRY_PAUSE_S, attempt, repeat_forever, retry_forever
+from api.requests import request_scripts
+from api.requests.request_scripts import OfferReply, cancel_request
 from api.streams.stream import Stream
-from common.broker import request_scripts
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, FailureLog, read_server_id
 from common.broker.pool_client import PoolClient
-from common.broker.request_scripts import OfferReply, cancel_request
 from common.messages import events
 from common.messages.events import Terminal
 from common.messages.records import pack_columns

@@ -27,6 +27,7 @@ from redis.exceptions import NoPermissionError, NoScriptError
 from common.broker.keys import Keys
 
 ROOT = Path(__file__).parents[2]
+PLACES = ("common/broker/*.lua", "api/*/*.lua", "batcher/*.lua", "gpu_worker/*.lua")
 SECTION = re.compile(r"^--- ([\w/]+)\n", re.MULTILINE)
 
 
@@ -38,7 +39,8 @@ def read_sections(text: str) -> dict[str, str]:
 
 SCRIPTS = {
     name: text
-    for path in sorted((*ROOT.glob("common/broker/*.lua"), *ROOT.glob("api/*/*.lua")))
+    for place in PLACES
+    for path in sorted(ROOT.glob(place))
     for name, text in read_sections(path.read_text()).items()
 }
 """Texts by name, read when the process starts: a version that is installed while it runs may have scripts

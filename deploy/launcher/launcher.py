@@ -21,7 +21,7 @@ from typing import Any
 
 import setproctitle
 
-from common.broker import batcher_scripts
+from common.broker import process_scripts
 from common.broker.client import ERRORS
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
@@ -371,7 +371,7 @@ async def mark_gateway(pool: PoolClient, incarnation: str) -> None:
 
 async def release_lease(pool: PoolClient, incarnation: str) -> None:
     """Release the lease if this batcher held it, so that another can take it."""
-    await pool.run(batcher_scripts.lease(pool.keys, holder=incarnation, ttl_ms=0, own_epoch="", clock_ms=b""))
+    await pool.run(process_scripts.lease(pool.keys, holder=incarnation, ttl_ms=0, own_epoch="", clock_ms=b""))
 
 
 DEATHS: dict[str, Callable[[PoolClient, str], Awaitable[None]]] = {

@@ -8,7 +8,6 @@ import logging
 import secrets
 from dataclasses import replace
 
-from common.broker import worker_scripts
 from common.broker.client import FailureLog
 from common.broker.heartbeat import Readers, process_fields
 from common.broker.pool_client import PoolClient
@@ -18,6 +17,7 @@ from common.messages.plan import WorkerCapacity
 from common.process.event_loop import run_until_one_ends, until_beat
 from common.process.logs import next_incarnation, plural
 from common.settings.settings import Settings
+from gpu_worker import worker_scripts
 from gpu_worker.agent.engine_adapters import AdapterFollower
 from gpu_worker.agent.engine_client import EngineClient, EngineDied
 from gpu_worker.agent.flush import Flusher

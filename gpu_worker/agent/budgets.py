@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from common.broker.worker_scripts import FlushedCount
 from gpu_worker.agent.row_text import RowText
+from gpu_worker.worker_scripts import FlushedCount
 
 
 @dataclass(slots=True)

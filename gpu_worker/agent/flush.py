@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 from common.broker.client import ERRORS, FailureLog
-from common.broker.worker_scripts import LOGITS_LOST, LOGITS_REFUSED, FlushReply
 from common.messages.plan import Report
 from gpu_worker.agent.publish import Flush, FlushesLost, Publisher
 from gpu_worker.agent.row_text import RowText
 from gpu_worker.agent.state import AgentState, Outbox
+from gpu_worker.worker_scripts import LOGITS_LOST, LOGITS_REFUSED, FlushReply
 
 log = logging.getLogger(__name__)
 

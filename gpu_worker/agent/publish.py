@@ -8,25 +8,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.broker import worker_scripts
 from common.broker.client import SerialClient
 from common.broker.heartbeat import TOKEN_COLUMNS_SINCE, WIRE_VERSION
 from common.broker.lua import ScriptCall
 from common.broker.pool_client import PoolClient
-from common.broker.worker_scripts import (
-    FlushedCount,
-    FlushedPrompt,
-    FlushedSpill,
-    FlushedTerminal,
-    FlushReply,
-)
 from common.messages.codec import encode
 from common.messages.events import ChannelSequences, Events, Terminal, terminal_for
 from common.messages.plan import Report
 from common.messages.records import RECORD
 from common.metrics import catalogue
+from gpu_worker import worker_scripts
 from gpu_worker.agent.row_text import RowText, take_columns
 from gpu_worker.agent.state import Outbox
+from gpu_worker.worker_scripts import FlushedCount, FlushedPrompt, FlushedSpill, FlushedTerminal, FlushReply
 
 SPILL_EVERY = 64
 """Number of flushes after which every live row is spilled and the log is trimmed: this bounds the log."""

@@ -10,10 +10,10 @@ from functools import partial
 import pytest
 from redis.asyncio.client import PubSub
 
+from api.requests.request_scripts import cancel_request
 from common.broker.client import connect
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
-from common.broker.request_scripts import cancel_request
 from common.messages.codec import decode
 from common.messages.events import Events
 from common.messages.records import pack_ids

@@ -6,7 +6,8 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from common.broker import request_scripts, worker_scripts
+from api.requests import request_scripts
+from common.broker import process_scripts
 from common.broker.committed import read
 from common.broker.keys import Keys
 from common.broker.lua import run_script
@@ -16,6 +17,7 @@ from common.messages.events import Events, Tokens
 from common.messages.plan import WorkerCapacity
 from common.messages.records import pack_floats, pack_ids, unpack_records
 from common.messages.request import Generate, StoppingParams
+from gpu_worker import worker_scripts
 from tests.support.token_columns import as_sent
 from tests.support.waiting import wait_until
 
@@ -78,7 +80,7 @@ async def send_heartbeat(
 
 
 async def seal(redis: Redis, worker: str, why: str = "died") -> None:
-    await run_script(redis, worker_scripts.seal(KEYS, worker, why=why))
+    await run_script(redis, process_scripts.seal(KEYS, worker, why=why))
 
 
 async def place(redis: Redis, request_id: str, incarnation: str, attempt: int = 1, base: int = 0) -> None:

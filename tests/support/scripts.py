@@ -5,24 +5,21 @@ from dataclasses import replace
 
 from redis.asyncio import Redis
 
+from api.requests import request_scripts
+from api.requests.request_scripts import AdmitReply, KeyCharge
+from batcher import batcher_scripts
+from batcher.batcher_scripts import PlanReply, QueuedRequest, SavedRequest, StartedRow
 from common.api_keys import ApiKey
-from common.broker import batcher_scripts, request_scripts, worker_scripts
-from common.broker.batcher_scripts import PlanReply, QueuedRequest, SavedRequest, StartedRow
+from common.broker import process_scripts
 from common.broker.keys import Keys
 from common.broker.lua import run_script
-from common.broker.request_scripts import AdmitReply, KeyCharge
-from common.broker.worker_scripts import (
-    FlushedCount,
-    FlushedPrompt,
-    FlushedSpill,
-    FlushedTerminal,
-    FlushReply,
-)
 from common.messages.codec import encode
 from common.messages.events import Events, Terminal, Tokens
 from common.messages.plan import Plan
 from common.messages.records import pack_floats, pack_ids
 from common.messages.request import Generate, StoppingParams
+from gpu_worker import worker_scripts
+from gpu_worker.worker_scripts import FlushedCount, FlushedPrompt, FlushedSpill, FlushedTerminal, FlushReply
 from tests.support.token_columns import as_sent
 
 KEYS = Keys("test")
@@ -143,4 +140,4 @@ async def flush(
 
 
 async def seal(redis: Redis, worker: str = "w1") -> bool:
-    return await run_script(redis, worker_scripts.seal(KEYS, worker, why="died"))
+    return await run_script(redis, process_scripts.seal(KEYS, worker, why="died"))

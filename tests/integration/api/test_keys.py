@@ -29,9 +29,9 @@ from api.errors import ApiError
 from api.http.key_limits import limit_headers
 from api.http.key_ring import KeyRing
 from api.lifecycle import Gateway
+from api.requests.request_scripts import LeftOfRates
 from common import api_keys
 from common.api_keys import ApiKey, IssuedKey, digest_of
-from common.broker.request_scripts import LeftOfRates
 from common.settings.settings import SettingError, Settings
 from deploy.cli.admin import show_keys
 from deploy.launcher.embedded_broker import Broker

@@ -24,16 +24,15 @@ from redis.asyncio import Redis
 
 from api.answers.answer import HttpAnswer
 from api.lifecycle import Gateway
-from api.requests import admission
+from api.requests import admission, request_scripts
+from api.requests.request_scripts import cancel_request
 from api.resume import attach
 from api.resume.attach import read_committed
 from api.resume.rest import frames_of
 from api.streams.fill import Filler, Sources
 from api.streams.stream import Stream
-from common.broker import request_scripts
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
-from common.broker.request_scripts import cancel_request
 from common.messages.codec import decode
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_app import healthy, start

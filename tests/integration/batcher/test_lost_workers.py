@@ -23,21 +23,22 @@ import msgpack
 import pytest
 from redis.asyncio import Redis
 
+from api.requests.request_scripts import cancel_request
 from batcher import worker_registry
 from batcher.lease import Lease
 from batcher.loop import Batcher
-from common.broker import committed, worker_scripts
+from common.broker import committed
 from common.broker.client import ERRORS, connect
 from common.broker.keys import Keys
 from common.broker.lua import run_script
 from common.broker.pool_client import PoolClient
-from common.broker.request_scripts import cancel_request
 from common.messages.codec import VERSION, decode, encode
 from common.messages.plan import HeldRow, Plan, Report, WorkerDied
 from common.messages.records import RECORD, pack_floats, pack_ids, unpack_records
 from common.messages.request import Generate, StoppingParams
 from common.settings.settings import Settings
 from deploy.launcher.embedded_broker import Broker
+from gpu_worker import worker_scripts
 from gpu_worker.agent.flush import Flusher
 from gpu_worker.agent.grants import PlanStream
 from gpu_worker.agent.publish import Sealed

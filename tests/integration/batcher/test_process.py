@@ -18,10 +18,10 @@ import msgpack
 import pytest
 from redis.asyncio import Redis
 
+from api.requests.request_scripts import cancel_request
 from common.broker.client import connect
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
-from common.broker.request_scripts import cancel_request
 from common.messages.codec import decode, encode
 from common.messages.events import Events
 from common.messages.request import Cancel, Generate, StoppingParams

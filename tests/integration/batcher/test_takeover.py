@@ -24,9 +24,9 @@ import psutil
 import pytest
 from redis.asyncio import Redis
 
+from api.requests.request_scripts import cancel_request
 from common.broker.heartbeat import Heartbeat
 from common.broker.pool_client import PoolClient
-from common.broker.request_scripts import cancel_request
 from common.messages.codec import decode
 from common.messages.events import Events
 from common.messages.records import unpack_ids

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from api.requests.request_scripts import cancel_request
 from api.requests.usage import Owner, Used, month_begin, month_name, read_hours
 from common.broker.client import connect
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
-from common.broker.request_scripts import cancel_request
 from common.messages.codec import encode
 from common.messages.records import pack_ids
 from common.messages.request import Generate, StoppingParams, UsageAccount

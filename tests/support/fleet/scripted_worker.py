@@ -13,13 +13,12 @@ from typing import TypeVar
 from redis.asyncio import Redis
 from tokenizers import Tokenizer
 
+from batcher import batcher_scripts
+from batcher.batcher_scripts import QueuedRequest
 from common.adapters import HeldAdapters
-from common.broker import batcher_scripts, worker_scripts
-from common.broker.batcher_scripts import QueuedRequest
 from common.broker.client import ERRORS, connect
 from common.broker.keys import Keys
 from common.broker.lua import ScriptCall, run_script
-from common.broker.worker_scripts import FlushedPrompt, FlushedSpill, FlushedTerminal, FlushReply
 from common.detokenize import Detokenizer
 from common.messages.codec import decode, encode
 from common.messages.events import ChannelSequences, Events, Terminal, Tokens, pack_tokens
@@ -35,6 +34,8 @@ from common.messages.records import (
     unpack_ids,
 )
 from common.messages.request import Cancel, Generate
+from gpu_worker import worker_scripts
+from gpu_worker.worker_scripts import FlushedPrompt, FlushedSpill, FlushedTerminal, FlushReply
 from tests.support.token_columns import as_sent
 
 SPILL_STEPS = 5

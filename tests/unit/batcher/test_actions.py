@@ -8,9 +8,9 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, ResponseError
 
+from batcher import batcher_scripts
 from batcher.actions import MAX_BYTES, MAX_CALLS, Action, ActionQueue, ScriptAction
-from common.broker import batcher_scripts
-from common.broker.batcher_scripts import QueuedRequest
+from batcher.batcher_scripts import QueuedRequest
 from common.broker.client import FastConnection
 from common.broker.keys import Keys
 from common.broker.lua import ScriptCall

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from api.requests import request_scripts
+from api.requests.request_scripts import AdmitReply
 from api.requests.usage import (
     Owner,
     Used,
@@ -17,15 +19,14 @@ from api.requests.usage import (
     read_months,
     seconds_to_next_month,
 )
-from common.broker import batcher_scripts, request_scripts
-from common.broker.batcher_scripts import SavedRequest
+from batcher import batcher_scripts
+from batcher.batcher_scripts import SavedRequest
 from common.broker.keys import Keys
 from common.broker.lua import load_script, run_script
-from common.broker.request_scripts import AdmitReply
-from common.broker.worker_scripts import FlushedCount
 from common.messages.events import terminal_for
 from common.messages.records import RECORD, pack_ids
 from common.messages.request import BeamParams, Generate, StoppingParams, UsageAccount
+from gpu_worker.worker_scripts import FlushedCount
 from tests.support.scripts import KEYS, admit_request, create_logs, flush, flushed_end, publish_plan, save
 
 # --- usage --------------------------------------------------------------------------------------------------

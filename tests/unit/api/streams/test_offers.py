@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from api.requests.request_scripts import OfferReply
 from api.streams.relay import Relay
 from api.streams.stream import Stream
-from common.broker import batcher_scripts
+from batcher import batcher_scripts
 from common.broker.committed import Committed, read
 from common.broker.lua import run_script
 from common.broker.pool_client import PoolClient
-from common.broker.request_scripts import OfferReply
 from common.messages.codec import decode, encode
 from common.messages.events import Events, Terminal, Tokens, pack_tokens
 from common.messages.records import pack_columns, unpack_records

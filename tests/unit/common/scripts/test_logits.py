@@ -6,12 +6,12 @@ from typing import Any
 from redis.asyncio import Redis
 
 from api.streams.fill import read_logits
-from common.broker import worker_scripts
 from common.broker.lua import run_script
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.records import pack_ids
 from common.messages.request import Generate, LogitsParams, StoppingParams
+from gpu_worker import worker_scripts
 from tests.support.scripts import KEYS, REQUEST, admit, admit_request, create_logs, dequeue, forget, seal
 
 ROW = b"01234567"

@@ -5,10 +5,11 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from common.broker import batcher_scripts, request_scripts
-from common.broker.batcher_scripts import QueuedRequest
+from api.requests import request_scripts
+from api.requests.request_scripts import AdmitReply
+from batcher import batcher_scripts
+from batcher.batcher_scripts import QueuedRequest
 from common.broker.lua import run_script
-from common.broker.request_scripts import AdmitReply
 from common.messages.records import pack_ids
 from common.messages.request import Generate
 from tests.support.scripts import KEYS, REQUEST, dequeue

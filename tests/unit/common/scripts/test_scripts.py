@@ -6,19 +6,21 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from api.requests import request_scripts
+from api.requests.request_scripts import AdmitReply, AttachReply
 from api.streams.fill import read_tails
+from batcher import batcher_scripts
+from batcher.batcher_scripts import PlanReply, SavedRequest
 from batcher.recovery import read_saved
-from common.broker import batcher_scripts, request_scripts, worker_scripts
-from common.broker.batcher_scripts import PlanReply, SavedRequest
 from common.broker.committed import Committed, read
 from common.broker.keys import SEALED
 from common.broker.lua import run_script
 from common.broker.pool_client import PoolClient
-from common.broker.request_scripts import AdmitReply, AttachReply
-from common.broker.worker_scripts import FlushedPrompt, FlushedTerminal
 from common.messages.codec import encode
 from common.messages.events import Events, Terminal, Tokens, pack_tokens, terminal_for
 from common.messages.records import RECORD, pack_floats, pack_ids, unpack_records
+from gpu_worker import worker_scripts
+from gpu_worker.worker_scripts import FlushedPrompt, FlushedTerminal
 from tests.support.broker.listening import Published, listening
 from tests.support.scripts import (
     KEYS,
@@ -315,7 +317,7 @@ async def test_a_request_of_another_type_is_read_as_absent(redis: Redis) -> None
     await redis.lpush(KEYS.tokens("r2"), "x")  # type: ignore[misc]
 
     async def read(offsets: dict[str, int | None], *fields: str, of_ended: bool = False) -> Any:
-        call = request_scripts.read_requests(KEYS, offsets, fields=fields, of_ended=of_ended)
+        call = read_requests(KEYS, offsets, fields=fields, of_ended=of_ended)
         return await run_script(redis, call)
 
     assert await read({"r1": 0, "r2": 0, "r3": 0}, "digest", "width") == [

@@ -1,36 +1,3 @@
---- lease
--- Take, renew or release the lease of the active batcher.
--- KEYS batcher, epoch, clock
--- ARGV holder, ttl_ms, own_epoch, clock_ms
--- `ttl_ms` 0 releases the lease. `own_epoch` is '' for one who takes it. The holder sets the clock to
--- `clock_ms`; one who takes the lease says '', or where the clock has stopped, which takes it from a holder
--- that is gone.
--- Returns the epoch, or '' when another holds the lease or a newer epoch has begun; and the server's id.
-local server = string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
-local other, last = redis.call('GET', batcher), redis.call('GET', epoch)
-if other and other ~= holder then
-  if own_epoch ~= '' or clock_ms == '' or redis.call('GET', clock) ~= clock_ms then return {'', server} end
-end
-if ttl_ms == '0' then
-  redis.call('DEL', batcher)
-  return {'', server}
-end
-if own_epoch == '' then
-  local now = redis.call('TIME')
-  own_epoch = string.format('%.0f', now[1] * 1000000 + now[2])
-  if last and tonumber(last) >= tonumber(own_epoch) then
-    own_epoch = string.format('%.0f', tonumber(last) + 1)
-  end
-  redis.call('SET', epoch, own_epoch)
-  redis.call('INCR', clock) -- it goes on: others that saw it stopped do not take the lease from this one
-elseif last ~= own_epoch then
-  return {'', server}
-else
-  redis.call('SET', clock, clock_ms)
-end
-redis.call('SET', batcher, holder, 'PX', ttl_ms)
-return {own_epoch, server}
-
 --- publish_plan
 -- needs: lib/fenced, lib/sealed
 -- Publish a plan, and set the worker of the rows that start with it: all of it, or nothing.
@@ -143,14 +110,6 @@ end
 meter.write(usage)
 return 'OK'
 
---- heartbeat
--- needs: lib/heartbeat
--- Heartbeat of a process that is no worker.
--- KEYS process, processes
--- ARGV member, ttl_ms, ...
--- `process`: its hash. `member`: kind:name. More arguments: field, value of the hash.
-return write_heartbeat(process, processes, member, ttl_ms, {unpack(ARGV, first_arg)})
-
 --- publish_state
 -- needs: lib/heartbeat
 -- What the active batcher tells at an interval: the counts of its scheduler, and its heartbeat. Messages of
@@ -166,27 +125,3 @@ redis.call('XTRIM', control, 'MINID', '~', oldest)
 redis.call('HSET', state, unpack(counts))
 redis.call('PEXPIRE', state, state_ttl_ms)
 return 1
-
---- publish_pool
--- needs: lib/now
--- Write what the active batcher of a pool says of it to the directory. Pools that are silent for `ttl_s`
--- leave.
--- KEYS pools, pool_entries
--- ARGV pool, entry, address, silent_s, ttl_s
--- `entry`: a map whose field `a` is `address`, of the pool's broker.
--- Returns '', or the address of another broker with a pool of this name that wrote within `silent_s`.
-local now_s = now_ms() / 1000
-local seen_s, other = redis.call('ZSCORE', pools, pool), redis.call('HGET', pool_entries, pool)
-if seen_s and other and now_s - tonumber(seen_s) < tonumber(silent_s) then
-  local theirs = cmsgpack.unpack(other).a
-  if theirs ~= address then return theirs end
-end
-redis.call('HSET', pool_entries, pool, entry)
-redis.call('ZADD', pools, now_s, pool)
-for _, gone in ipairs(redis.call('ZRANGEBYSCORE', pools, '-inf', now_s - ttl_s)) do
-  redis.call('HDEL', pool_entries, gone)
-  redis.call('ZREM', pools, gone)
-end
-redis.call('EXPIRE', pools, ttl_s)
-redis.call('EXPIRE', pool_entries, ttl_s)
-return ''

@@ -161,31 +161,3 @@ local is_new = redis.call('ZADD', workers, now_ms(), incarnation) == 1
 if is_new or is_draining then redis.call('XADD', control, '*', 'worker_ready', incarnation) end
 for _, key in ipairs({workers, log, reports, plans}) do redis.call('PEXPIRE', key, streams_ttl_ms) end
 return redis.call('HEXISTS', worker, 'drain') == 1 and 'DRAIN' or 'OK'
-
---- drain
--- Ask a worker to drain: it learns so with its next heartbeat. A repeated call changes nothing.
--- KEYS worker
--- Returns {its state, its number of rows}, or nothing when there is no such worker.
-if redis.call('EXISTS', worker) == 0 then return false end
-redis.call('HSET', worker, 'drain', 1)
-return redis.call('HMGET', worker, 'state', 'rows')
-
---- seal
--- needs: lib/sealed
--- Seal an incarnation: its heartbeat is deleted, and nothing can be appended to its streams any more.
--- It stands in the set `sealed` until a batcher has removed it.
--- KEYS log, reports, worker, workers, sealed
--- ARGV incarnation, why, ttl_ms
--- `why`: 'died', 'drained' or 'unreadable'. `ttl_ms`: of the set.
--- Returns 1, or 0 when its log does not exist.
-redis.call('DEL', worker)
-redis.call('ZREM', workers, incarnation)
-if sealed_or_missing(log) == 'MISSING' then return 0 end
-for _, stream in ipairs({log, reports}) do
-  if sealed_or_missing(stream) ~= 'SEALED' then
-    redis.call('XADD', stream, SEAL, 'sealed', incarnation, 'why', why)
-  end
-end
-redis.call('SADD', sealed, incarnation)
-redis.call('PEXPIRE', sealed, ttl_ms)
-return 1

@@ -190,23 +190,3 @@ def write_logits(
         args=args,
         more_keys=[keys.request(request_id), keys.logits(request_id)],
     )
-
-
-def drain(keys: Keys, worker: str) -> ScriptCall[tuple[str, int] | None]:
-    """Ask a worker to drain. The reply has its state and number of rows; None: there is no such worker."""
-
-    def read(reply: list[bytes | None] | None) -> tuple[str, int] | None:
-        return ((reply[0] or b"").decode(), int(reply[1] or 0)) if reply else None
-
-    return call_script("drain", read, keys, worker)
-
-
-def seal(keys: Keys, worker: str, *, why: str) -> ScriptCall[bool]:
-    """Seal an incarnation: nothing can be appended to its streams any more. False if it has no log.
-
-    Args:
-        why: `died`, `drained` or `unreadable`.
-    """
-    return call_script(
-        "seal", bool, keys, worker, args={"incarnation": worker, "why": why, "ttl_ms": STREAMS_TTL_MS}
-    )

@@ -5,31 +5,10 @@ from typing import Any, NamedTuple
 
 from common.broker.heartbeat import ProcessBeat
 from common.broker.keys import STREAMS_TTL_MS, TOKENS_TTL_MS, Keys, request_keys
-from common.broker.lua import Args, Fields, ScriptCall, call_script, decode_all, in_pairs
+from common.broker.lua import Args, Fields, ScriptCall, call_script, in_pairs
 from common.messages.codec import encode
 from common.messages.events import Terminal, kept_records
 from common.messages.plan import Plan
-
-
-class LeaseReply(NamedTuple):
-    """The epoch, or "" while another holder has the lease; and the id of the server that answered."""
-
-    epoch: str
-    server_id: str
-
-
-def lease(
-    keys: Keys, *, holder: str, ttl_ms: int, own_epoch: str, clock_ms: int | bytes
-) -> ScriptCall[LeaseReply]:
-    """Take, renew or release the lease of the active batcher.
-
-    Args:
-        ttl_ms: 0 releases the lease.
-        own_epoch: the epoch of the holder; "" takes the lease.
-        clock_ms: of the holder, what the pool's clock shows; of another, b"" or where that clock has stopped.
-    """
-    args: Args = {"holder": holder, "ttl_ms": ttl_ms, "own_epoch": own_epoch, "clock_ms": clock_ms}
-    return call_script("lease", lambda reply: LeaseReply(*decode_all(reply)), keys, args=args)
 
 
 class StartedRow(NamedTuple):

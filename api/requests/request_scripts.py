@@ -3,12 +3,12 @@
 A function returns the call; a client sends it, as `PoolClient.run` does, and returns what the reply means.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from common.api_keys import ApiKey
-from common.broker.keys import TOKENS_TTL_MS, Keys, request_keys
+from common.broker.keys import TOKENS_TTL_MS, Keys
 from common.broker.lua import Args, ScriptCall, call_script, decode_all
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
@@ -249,26 +249,6 @@ def read_attach_reply(reply: list[Any]) -> AttachReply:
 def forget(keys: Keys, request_id: str, *, reader: int) -> ScriptCall[bool]:
     """Delete a request that was answered. False if it has another reader than this one."""
     return call_script("forget", bool, keys, request_id, args={"reader": reader})
-
-
-def read_requests(
-    keys: Keys, offsets: Mapping[str, int | None], *, fields: Sequence[str], of_ended: bool
-) -> ScriptCall[list[tuple[list[bytes | None], bytes]]]:
-    """Read fields and tokens of requests.
-
-    Args:
-        offsets: the first byte of the tokens that are read, by request id; None reads no tokens.
-        of_ended: whether the tokens of a request that has ended are read, too, and then all of them.
-    """
-    first_bytes = ["" if offset is None else offset for offset in offsets.values()]
-    return call_script(
-        "read_requests",
-        lambda reply: [(fields, records) for *fields, records in reply],
-        keys,
-        args={"which": "all" if of_ended else "live", "num_fields": len(fields)},
-        more_keys=request_keys(keys, offsets),
-        more_args=[*fields, *first_bytes],
-    )
 
 
 def delete_response(keys: Keys, request_id: str) -> ScriptCall[bool]:
