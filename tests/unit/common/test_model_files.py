@@ -133,10 +133,10 @@ def test_processes_that_start_together_convert_once(tmp_path: Path) -> None:
     users_folder = tmp_path / "home" / "gpu_worker"
     users_folder.mkdir(parents=True)
     (users_folder / "__init__.py").write_text("raise RuntimeError")
-    stub = tmp_path / "gpu_worker" / "engine" / "model"
+    stub = tmp_path / "gpu_worker" / "engine" / "quantization"
     stub.mkdir(parents=True)
     for name, text in (
-        ("gguf_convert.py", STUB),
+        ("gguf.py", STUB),
         ("__init__.py", ""),
         ("../__init__.py", ""),
         ("../../__init__.py", ""),

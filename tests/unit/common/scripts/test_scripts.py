@@ -12,7 +12,7 @@ from api.streams.fill import read_tails
 from batcher import batcher_scripts
 from batcher.batcher_scripts import PlanReply, SavedRequest
 from batcher.recovery import read_saved
-from common.broker.committed import Committed, read
+from common.broker.committed import Committed, read, read_requests
 from common.broker.keys import SEALED
 from common.broker.lua import run_script
 from common.broker.pool_client import PoolClient
