@@ -26,7 +26,6 @@ from api.admin.routes_metrics import router as metrics
 from api.admin.routes_timeline import router as timeline
 from api.admin.routes_usage import router as usage
 from api.admin.routes_webhooks import router as webhooks
-from api.batches.routes import router as batches
 from api.event_loop import Turns
 from api.handover.answer_socket import give_answer_socket
 from api.handover.draining import Draining, check_serving
@@ -41,6 +40,7 @@ from api.http.openapi import TAGS, build_document, introduction
 from api.http.request_trace import trace_request
 from api.http.sse import keep_raw_send
 from api.http.unread import UNREAD
+from api.jobs.routes_batches import router as batches
 from api.lifecycle import Gateway
 from api.models import router as models
 from api.protocols.kserve import info_router as kserve_info

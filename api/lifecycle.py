@@ -4,21 +4,23 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Collection
 from functools import partial
 
-from api.batches.runner import BatchRunner
-from api.batches.store import FileStore, open_store
-from api.event_loop import background_task, watch_loop
+from api.event_loop import background_task, offload, watch_loop
 from api.http.access_log import AccessLog
 from api.http.audit_log import AuditLog
 from api.http.connection_limits import ConnectionLimits
 from api.http.key_ring import KeyRing
 from api.http.unread import UnreadAnswers
+from api.jobs.batch_run import BatchRunner
 from api.jobs.consumer import JobConsumer
+from api.jobs.files import FileStore, open_store
 from api.prompts.tokenizer import ModelTokenizer
+from api.protocols.response_object import ResponseObjectRenderer
 from api.requests.pool import Pool
 from api.requests.pool_registry import PoolRegistry
-from api.resume.response_status import ended_status
+from api.resume import attach
+from api.resume.look_up import ask_broker
 from api.webhooks.sender import WebhookSender
-from common.broker.client import ERRORS
+from common.broker.client import ERRORS, broker_url
 from common.process.event_loop import collect_garbage
 from common.settings.settings import Settings
 
@@ -97,3 +99,20 @@ async def serving_batches(files: FileStore | None, consumer: JobConsumer) -> Asy
         return
     async with background_task(BatchRunner(files, consumer).run()):
         yield
+
+
+# --- response status ----------------------------------------------------------------------------------------
+
+
+async def ended_status(pools: PoolRegistry, response_id: str) -> str:
+    """The status of a response of the gateway's own pool; empty if it is not kept. Raises ApiError (503)."""
+    own, request_id = pools.own, response_id.removeprefix("resp_")
+    found = await ask_broker(pools, broker_url(own.settings), [own.settings.pool], request_id)
+    if found is None or found.answer.response is None:
+        return ""
+    [stream] = await attach.read_committed(own, found.answer, found.channel)
+    if stream.terminal is None:
+        return ""
+    renderer = ResponseObjectRenderer(found.answer, stream)
+    status: str = (await offload(stream.num_records, renderer.render_so_far))["status"]
+    return status

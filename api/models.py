@@ -3,16 +3,53 @@ Anthropic's API, who send `anthropic-version`.
 """
 
 import time
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Query, Request
 
-from api.anthropic.models import VERSION_HEADER, page, render_info
-from api.anthropic.response_schemas import ModelInfo, ModelInfoPage
-from api.http.openapi import OPENAI
-from api.openai.response_schemas import ERROR_RESPONSES, Model, ModelList
+from api.errors import invalid, quoted
+from api.http.openapi import OPENAI, OPENAI_ERRORS, Absent, ApiObject
 from api.requests.on_pool import pools_of
 from common.adapters import PoolAdapter
+
+
+class Model(ApiObject):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str = Absent
+    """Of a LoRA adapter: where its files are."""
+    parent: str = Absent
+    """Of a LoRA adapter: the model that it changes."""
+    task: str = Absent
+    """Of a model that makes vectors or scores: `embed` or `classify`."""
+
+
+class ModelList(ApiObject):
+    object: Literal["list"]
+    data: list[Model]
+    models: list[dict[str, Any]]
+    """Codex's own catalogue: empty."""
+
+
+class ModelInfo(ApiObject):
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str
+    """RFC 3339; the time at which the gateway started, or the adapter was added."""
+
+
+class ModelInfoPage(ApiObject):
+    data: list[ModelInfo]
+    first_id: str | None
+    last_id: str | None
+    """What `after_id` is for the next page; null if this one is empty."""
+    has_more: bool
+
 
 router = APIRouter(tags=[OPENAI])
 NO_CATALOGUE: list[Any] = []
@@ -31,8 +68,8 @@ ModelId = Annotated[str | None, Query(description=f"{FOR_ANTHROPIC}the id of a m
     summary="List models",
     responses={
         200: {"model": ModelList | ModelInfoPage},
-        400: ERROR_RESPONSES[400],
-        503: ERROR_RESPONSES[503],
+        400: OPENAI_ERRORS[400],
+        503: OPENAI_ERRORS[503],
     },
 )
 async def list_models(
@@ -58,8 +95,8 @@ async def list_models(
     summary="Retrieve a model",
     responses={
         200: {"model": Model | ModelInfo},
-        404: ERROR_RESPONSES[404],
-        503: ERROR_RESPONSES[503],
+        404: OPENAI_ERRORS[404],
+        503: OPENAI_ERRORS[503],
     },
 )
 async def retrieve_model(
@@ -84,3 +121,40 @@ def render_adapter(adapter: PoolAdapter, parent: str) -> dict[str, Any]:
     """An adapter as vLLM lists it; `parent` is its model."""
     shown = render_model(adapter.name) | {"created": adapter.added_ms // 1000, "owned_by": parent}
     return shown | {"root": adapter.path, "parent": parent}
+
+
+# --- models -------------------------------------------------------------------------------------------------
+
+
+VERSION_HEADER = "anthropic-version"
+"""Clients of Anthropic's API send it with each request."""
+
+
+def render_info(model: Mapping[str, Any]) -> dict[str, Any]:
+    """A model of OpenAI's list, as Anthropic's has it."""
+    created = datetime.fromtimestamp(model["created"], UTC).isoformat().replace("+00:00", "Z")
+    return {"type": "model", "id": model["id"], "display_name": model["id"], "created_at": created}
+
+
+def page(
+    models: Sequence[Mapping[str, Any]], limit: int, after_id: str | None, before_id: str | None
+) -> dict[str, Any]:
+    """Up to `limit` models after one id, or the last ones before another. Raises ApiError (422)."""
+    if after_id is not None and before_id is not None:
+        raise invalid("`after_id` and `before_id` exclude each other", "before_id")
+    ids = [model["id"] for model in models]
+    if before_id is not None:
+        end = place(ids, before_id, "before_id")
+        chosen, has_more = models[max(end - limit, 0) : end], end > limit
+    else:
+        begin = 0 if after_id is None else place(ids, after_id, "after_id") + 1
+        chosen, has_more = models[begin : begin + limit], begin + limit < len(models)
+    data = [render_info(model) for model in chosen]
+    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    return {"data": data, "first_id": first, "last_id": last, "has_more": has_more}
+
+
+def place(ids: Sequence[str], model_id: str, name: str) -> int:
+    if model_id not in ids:
+        raise invalid(f"`{name}` must be a model of the list. Given: {quoted(model_id)}", name)
+    return ids.index(model_id)

@@ -1,25 +1,191 @@
-"""Routes of LoRA adapters: vLLM's POST /v1/load_lora_adapter and /v1/unload_lora_adapter, and GET
-/admin/adapters. They do what `tokenfleet adapters` asks for.
+"""Adapter changes: an adapter is loaded on every ready worker of a pool before requests get it. One that was
+unloaded stays until the last request that has it is over.
 """
 
+import asyncio
+import logging
 from typing import TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import PlainTextResponse, Response
 
-from api.admin.adapter_changes import AdapterInfo, describe_adapter, load_adapter, unload_adapter
-from api.errors import ApiError
+from api.errors import ApiError, asking_broker, invalid, quoted, unavailable
 from api.http import body
-from api.http.openapi import FLEET, json_body, only
+from api.http.openapi import FLEET, OPENAI_ERRORS, json_body, only
 from api.json import fresh_json
-from api.openai.response_schemas import ERROR_RESPONSES
 from api.requests.fields import Strict
+from api.requests.monitors import WorkerMonitor
 from api.requests.on_pool import own_pool, pools_of
 from api.requests.pool import Pool
+from api.requests.pool_registry import PoolRegistry
+from common.adapter_registry import AdapterChangeError, AdapterRegistry, change_registry
+from common.adapters import AdapterFault, PoolAdapter, find_adapter
+from common.ids import ADAPTER_NAME
 from common.settings.lora import AdapterSource
 
-router = APIRouter(responses=only(ERROR_RESPONSES, 400, 401, 403, 404, 413, 415, 503), tags=[FLEET])
+log = logging.getLogger(__name__)
+
+LOAD_TIMEOUT_S = 600.0
+LOOK_S = 0.1
+MAX_PATH_CHARS = 4096
+
+
+class AdapterInfo(BaseModel):
+    """An adapter, and how many workers have it.
+
+    `state` is `ready`; `loading` until all workers have it, `leaving` while the last requests with it run.
+    `refused` has the causes of workers that cannot serve it.
+    """
+
+    name: str
+    path: str
+    state: str
+    rank: int
+    base_model: str
+    digest: str
+    added_at: int
+    num_workers: int
+    refused: dict[str, str]
+
+
+def describe_adapter(workers: WorkerMonitor, adapter: PoolAdapter) -> AdapterInfo:
+    """What people see of an adapter."""
+    holders = workers.holders
+    return AdapterInfo(
+        name=adapter.name,
+        path=adapter.path,
+        state=adapter.state,
+        rank=adapter.rank,
+        base_model=adapter.base_model,
+        digest=adapter.digest,
+        added_at=adapter.added_ms // 1000,
+        num_workers=sum(adapter.key in held.loaded for held in holders.values()),
+        refused={name: why for name, held in holders.items() if (why := held.why_not(adapter))},
+    )
+
+
+async def load_adapter(pools: PoolRegistry, source: AdapterSource, in_place: bool) -> PoolAdapter:
+    """Load an adapter on all workers of the gateway's own pool. If one of them refuses it, all unload it.
+    Raises ApiError.
+
+    Args:
+        in_place: it may take the place of another one of its name, whose live requests go on with that one.
+    """
+    pool = pools.own
+    check_source(pools, source)
+    await pool.admission.check()
+    adapter = await describe(source)
+    check_rank(pool, adapter)
+    known = await pool.find_adapter(adapter.name)
+    if known and in_place and known.key == adapter.key and not known.failure:
+        return known
+    try:
+        async with asking_broker():
+            await change_registry(pool.client, lambda found: found.with_loading(adapter, in_place))
+        return await wait_until_loaded(pool, adapter)
+    except AdapterChangeError as error:
+        raise ApiError(400, "validation", f"The adapter cannot be loaded: {error}", "lora_name") from error
+
+
+async def wait_until_loaded(pool: Pool, adapter: PoolAdapter) -> PoolAdapter:
+    """Wait for all ready workers, then let requests have the adapter; if that fails, take it back. Raises
+    ApiError, AdapterChangeError.
+    """
+    try:
+        async with asyncio.timeout(LOAD_TIMEOUT_S):
+            while not all_have(pool, adapter):
+                await asyncio.sleep(LOOK_S)
+                await pool.workers.refresh_unless_fresh()
+                await pool.adapters.refresh_unless_fresh()
+        async with asking_broker():
+            await change_registry(pool.client, lambda found: found.with_ready(adapter.key))
+    except BaseException as error:
+        await asyncio.shield(take_back(pool, adapter))
+        if isinstance(error, TimeoutError):
+            raise unavailable(f"not all workers have loaded it within {LOAD_TIMEOUT_S:.0f} s") from error
+        raise
+    await pool.adapters.refresh()
+    log.info("the adapter %s is loaded from %s", adapter.key, adapter.path)
+    return adapter
+
+
+async def take_back(pool: Pool, adapter: PoolAdapter) -> None:
+    async with asking_broker():
+        await change_registry(pool.client, lambda found: found.without_key(adapter.key))
+
+
+async def unload_adapter(pool: Pool, name: str) -> None:
+    """Give requests an adapter no more. Raises ApiError: 404 if there is none."""
+
+    def without(found: AdapterRegistry) -> AdapterRegistry:
+        if found.named(name) is None:
+            raise AdapterChangeError(f"There is no adapter {quoted(name)}", True)
+        return found.without_name(name)
+
+    try:
+        async with asking_broker():
+            await change_registry(pool.client, without)
+    except AdapterChangeError as error:
+        raise ApiError(404 if error.is_unknown else 409, "not_found", str(error), "lora_name") from error
+    await pool.adapters.refresh()
+    log.info("the adapter %s is unloaded", name)
+
+
+# --- checks -------------------------------------------------------------------------------------------------
+
+
+def check_source(pools: PoolRegistry, source: AdapterSource) -> None:
+    """Raises ApiError (422) for a name that cannot be an adapter's."""
+    if not ADAPTER_NAME.fullmatch(source.name):
+        words = "must be 1 to 128 letters, digits and . _ / : + -"
+        raise invalid(f"`lora_name` {words}. Given: {quoted(source.name)}", "lora_name")
+    if not 0 < len(source.path) <= MAX_PATH_CHARS:
+        raise invalid(f"`lora_path` must have 1 to {MAX_PATH_CHARS} characters", "lora_path")
+    if pools.is_model(source.name):
+        raise invalid(f"`lora_name`: {quoted(source.name)} is the name of a model", "lora_name")
+
+
+async def describe(source: AdapterSource) -> PoolAdapter:
+    """The adapter that is there. Raises ApiError (422)."""
+    try:
+        return await asyncio.to_thread(find_adapter, source)
+    except AdapterFault as fault:
+        raise invalid(f"`lora_path`: {fault}", "lora_path") from fault
+
+
+def check_rank(pool: Pool, adapter: PoolAdapter) -> None:
+    """Raises ApiError: 422 if the workers serve no adapters, or none of this rank; 503 without a worker. An
+    adapter that was made for another model may fit all the same.
+    """
+    most, settings = pool.workers.max_lora_rank, pool.settings
+    if not pool.workers.num_ready:
+        raise unavailable("no worker is ready")
+    if not pool.workers.holders:
+        raise invalid("The workers of this pool serve no adapters", "lora_name")
+    if adapter.rank > most:
+        raise invalid(f"`lora_path`: its rank is {adapter.rank}; MAX_LORA_RANK is {most}", "lora_path")
+    if adapter.base_model and adapter.base_model not in (*settings.served_model_name, settings.model_id):
+        log.warning("the adapter %s was made for the model %s", adapter.name, adapter.base_model)
+
+
+def all_have(pool: Pool, adapter: PoolAdapter) -> bool:
+    """Whether all ready workers have loaded an adapter. Raises ApiError (422) if one of them refuses it."""
+    known = pool.adapters.registry.adapters.get(adapter.key)
+    if known and known.added_ms == adapter.added_ms and known.failure:
+        raise invalid(f"`lora_path`: {known.failure}", "lora_path")
+    for incarnation, held in pool.workers.holders.items():
+        if why := held.why_not(adapter):
+            raise invalid(f"`lora_path`: the worker {incarnation} refuses it: {why}", "lora_path")
+    return bool(pool.workers.holders) and all(
+        adapter.key in held.loaded for held in pool.workers.holders.values()
+    )
+
+
+# --- routes adapters ----------------------------------------------------------------------------------------
+
+
+router = APIRouter(responses=only(OPENAI_ERRORS, 400, 401, 403, 404, 413, 415, 503), tags=[FLEET])
 Change = TypeVar("Change", bound=Strict)
 EXAMPLE = {"lora_name": "sql", "lora_path": "/adapters/sql"}
 

@@ -1,14 +1,15 @@
-"""GET /fleet: the processes and their state. POST /fleet/processes/{id}/kill: kills one, for demonstrations.
-
-Only the person at this machine may kill, and only processes of this fleet: DEMO must be on, the page must
-have been loaded from a loopback address, and the process must be, like this gateway, a child of the launcher.
+"""Processes of a pool, listed from their heartbeats in Redis, and the health of the fleet. Every gateway
+returns the same list.
 """
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -17,15 +18,214 @@ from fastapi import APIRouter, Path, Request
 from starlette.background import BackgroundTask
 from starlette.responses import Response
 
-from api.admin.adapter_changes import describe_adapter
-from api.admin.processes import ProcessList, describe_health, list_models, list_processes
+from api.admin.routes_adapters import describe_adapter
 from api.errors import ApiError, asking_broker, cut, quoted
 from api.http.auth import is_loopback
-from api.http.openapi import FLEET, error_responses, only
+from api.http.openapi import FLEET, TGI_ERRORS, ErrorResponse, error_responses, only
 from api.json import fresh_json, to_json
+from api.requests.monitors import SILENT_S, BatcherMonitor
 from api.requests.on_pool import own_pool
 from api.requests.pool import Pool
-from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
+from common.broker.keys import SLEEPER, STARTING
+from common.broker.pool_client import PoolClient
+from common.messages.codec import WireError, decode
+from common.messages.plan import WorkerCapacity
+from common.process.logs import plural
+
+log = logging.getLogger(__name__)
+
+WORKER_FIGURES = ("rows", "max_rows", "blocks", "tokens", "step", "known", "cached")
+CAPACITY_FIELDS = ("num_blocks", "block_size", "max_batch_prefill_tokens", "device", "dtype")
+FIGURES = {
+    "gateway": ("streams",),
+    "batcher": ("waiting", "rows"),
+    "worker": WORKER_FIGURES,
+    STARTING: (*WORKER_FIGURES, "num_blocks"),
+    SLEEPER: (*WORKER_FIGURES, "num_blocks", "swap_ms"),
+    "jobworker": ("running",),
+}
+"""Kinds of processes → the numbers in their heartbeats; a missing number is 0."""
+ASLEEP = "asleep"
+"""State of a worker that serves other models, and this one when it is asked for."""
+BROKER = "broker"
+"""Kind and id of the broker, of which a pool has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessList:
+    """The live processes of a pool.
+
+    Attributes:
+        time_s: the broker's clock.
+        num_live: number of requests, waiting and running.
+        processes: objects of `GET /fleet`, sorted by kind and id.
+    """
+
+    time_s: float
+    num_live: int
+    processes: list[dict[str, Any]] = field(default_factory=list)
+
+    def find(self, process_id: str) -> dict[str, Any] | None:
+        return next((process for process in self.processes if process["id"] == process_id), None)
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        return [process for process in self.processes if process["kind"] == kind]
+
+    @property
+    def active_batcher(self) -> dict[str, Any] | None:
+        return next((batcher for batcher in self.of_kind("batcher") if batcher["active"]), None)
+
+    @property
+    def requests(self) -> dict[str, int]:
+        """Numbers of requests by state, from the active batcher; without one, all requests wait."""
+        active = self.active_batcher
+        counts = (
+            {"waiting": active["waiting"], "running": active["rows"]}
+            if active
+            else {"waiting": self.num_live, "running": 0}
+        )
+        return {"live": self.num_live} | counts
+
+
+async def list_processes(client: PoolClient, monitor: BatcherMonitor) -> ProcessList:
+    """The processes that are live now. Raises the broker's errors.
+
+    The monitor gets the heartbeat of the batcher that holds the lease, and decides whether it is active.
+    """
+    async with client.redis.pipeline(transaction=False) as pipe:
+        pipe.time()
+        pipe.zrange(client.keys.workers, 0, -1, withscores=True)
+        pipe.zrange(client.keys.processes, 0, -1, withscores=True)
+        pipe.xlen(client.keys.requests)
+        pipe.get(client.keys.batcher)
+        pipe.info()
+        pipe.hget(client.keys.state, "silent")
+        (seconds, microseconds), workers, others, num_live, holder, info, silent = await pipe.execute()
+    seen = [(*member.decode().split(":", 1), seen_ms) for member, seen_ms in others]
+    seen += [("worker", name.decode(), seen_ms) for name, seen_ms in workers]
+    async with client.redis.pipeline(transaction=False) as pipe:
+        for kind, name, _ in seen:
+            pipe.hgetall(client.keys.process(kind, name))
+        hashes = await pipe.execute()
+    time_s = seconds + microseconds / 1e6
+    holder_name = (holder or b"").decode()
+    monitor.update(holder_name, dict(others).get(f"batcher:{holder_name}".encode()), time_s * 1000)
+    processes = {BROKER: render_broker(info)}
+    for (kind, name, seen_ms), heartbeat in zip(seen, hashes, strict=True):
+        common = {"kind": kind, "id": name, "age_s": round(max(0.0, time_s - seen_ms / 1000), 3)}
+        if heartbeat and (own := render_process(kind, heartbeat)) is not None:
+            processes[name] = common | own
+    for name in (silent or b"").decode().split():
+        if name in processes:
+            processes[name]["state"] = "silent"
+    for name, process in processes.items():
+        if process["kind"] == "batcher":
+            state = batcher_state(name, process["age_s"], holder_name, monitor.active)
+            process |= {"state": state, "active": state == "active"}
+    return ProcessList(
+        time_s, num_live, sorted(processes.values(), key=lambda process: (process["kind"], process["id"]))
+    )
+
+
+def batcher_state(name: str, age_s: float, holder: str, active: str) -> str:
+    """`active`, `standby`, or `silent`: its last heartbeat is late and expires soon."""
+    if name == active:
+        return "active"
+    return "silent" if name == holder or age_s > SILENT_S else "standby"
+
+
+def render_process(kind: str, heartbeat: dict[bytes, bytes]) -> dict[str, Any] | None:
+    """The object of a process in `GET /fleet`; None if its heartbeat cannot be decoded."""
+    host, state = heartbeat.get(b"host", b"").decode(), heartbeat.get(b"state", b"").decode()
+    figures = {name: int(heartbeat.get(name.encode(), b"0")) for name in ("pid", *FIGURES.get(kind, ()))}
+    process: dict[str, Any] = {"host": host, "state": state or "ready"} | figures
+    if kind == SLEEPER:  # while it wakes, and while it is awake here, it has another heartbeat
+        kept_in = {"kind": "worker", "kept_in": heartbeat.get(b"kept_in", b"").decode()}
+        return process | kept_in if process["state"] == ASLEEP else None
+    if kind == STARTING:
+        return process | {"kind": "worker", "state": "starting"}
+    if kind == "worker":
+        try:
+            capacity = decode(WorkerCapacity, heartbeat[b"capacity"])
+        except (WireError, KeyError) as error:
+            log.error("a worker's heartbeat cannot be decoded: %s", error)
+            return None
+        process |= {name: getattr(capacity, name) for name in CAPACITY_FIELDS}
+    return process
+
+
+def render_broker(info: dict[str, Any]) -> dict[str, Any]:
+    """The object of the broker, from its INFO."""
+    return {
+        "kind": BROKER,
+        "id": BROKER,
+        "host": "",
+        "pid": info.get("process_id", 0),
+        "state": "ready",
+        "age_s": 0.0,
+        "clients": info.get("connected_clients", 0),
+        "memory_bytes": info.get("used_memory", 0),
+        "commands_per_s": info.get("instantaneous_ops_per_sec", 0),
+    }
+
+
+async def list_models(client: PoolClient, pools: Collection[str]) -> list[dict[str, Any]]:
+    """The objects `models` of `GET /fleet`: of each pool what its sleeping and waking workers say. Raises the
+    broker's errors.
+    """
+    found = []
+    for pool in pools:
+        own = client.of_pool(pool)
+        waiting = await own.redis.hget(own.keys.state, "waiting")  # type: ignore[misc]
+        workers = [
+            describe_sleeper(heartbeat)
+            for name in await own.processes(SLEEPER)
+            if (heartbeat := await own.redis.hgetall(own.keys.sleeper(name)))  # type: ignore[misc]
+        ]
+        found.append({"pool": pool, "waiting": int(waiting or 0), "workers": workers})
+    return found
+
+
+def describe_sleeper(heartbeat: dict[bytes, bytes]) -> dict[str, Any]:
+    """What one worker says of one of its models: `awake`, `waking` or `asleep`, where the weights are, and
+    what the last swap from there took (0: not known).
+    """
+    texts = {name: heartbeat.get(name.encode(), b"").decode() for name in ("state", "kept_in")}
+    return texts | {"swap_s": int(heartbeat.get(b"swap_ms", b"0")) / 1000}
+
+
+async def describe_health(pool: Pool, listed: ProcessList) -> dict[str, str]:
+    """The object `health` of `GET /fleet`."""
+    try:
+        await pool.check()
+    except ApiError as error:
+        return {"state": "bad", "text": error.text}
+    state, text = judge_processes(listed, pool.settings.num_workers)
+    return {"state": state, "text": text}
+
+
+def judge_processes(listed: ProcessList, num_workers: int) -> tuple[str, str]:
+    """`good`, `warn` or `bad`, and why; there should be `num_workers` at least."""
+    workers = listed.of_kind("worker")
+    num_ready = sum(is_ready(worker) for worker in workers)
+    expected = max(num_workers, len(workers))
+    if not num_ready and any(worker["state"] == ASLEEP for worker in workers):
+        return "good", f"{plural(len(workers), 'worker')}, asleep until a request comes"
+    if not num_ready:
+        return "bad", "no worker is ready"
+    if listed.active_batcher is None:
+        return "warn", "no batcher is active"
+    if num_ready < expected:
+        return "warn", f"{num_ready} of {expected} workers ready"
+    return "good", f"{plural(num_ready, 'worker')} ready"
+
+
+def is_ready(worker: dict[str, Any]) -> bool:
+    return bool(worker["state"] == "ready" and worker["age_s"] <= SILENT_S)
+
+
+# --- routes fleet -------------------------------------------------------------------------------------------
+
 
 COMMAND_LINES = {
     "gateway": "tokenfleet api",
@@ -39,7 +239,7 @@ KILL_ERRORS = error_responses(
     ErrorResponse,
     {403: "The client may not, or the process is not one of this fleet", 404: "No such process"},
 )
-router = APIRouter(responses=only(ERROR_RESPONSES, 401, 403, 503), tags=[FLEET])
+router = APIRouter(responses=only(TGI_ERRORS, 401, 403, 503), tags=[FLEET])
 VERSION = version("tokenfleet")
 
 

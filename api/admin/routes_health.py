@@ -11,11 +11,18 @@ from starlette.responses import FileResponse, Response
 
 from api.errors import ApiError
 from api.http.access_log import AccessLog
-from api.http.openapi import HEALTH
+from api.http.openapi import HEALTH, TGI_ERRORS, ApiObject, ErrorResponse
 from api.requests.on_pool import pools_of
-from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse, ServerLoad
 
-router = APIRouter(responses={503: ERROR_RESPONSES[503]}, tags=[HEALTH])
+
+class ServerLoad(ApiObject):
+    """vLLM's answer of /load."""
+
+    server_load: int
+    """Requests for tokens that this gateway has now."""
+
+
+router = APIRouter(responses={503: TGI_ERRORS[503]}, tags=[HEALTH])
 live_router = APIRouter(tags=[HEALTH])
 page_router = APIRouter(tags=[HEALTH])
 PAGE = Path(__file__).parents[1] / "page"

@@ -9,15 +9,14 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from api.errors import ApiError, asking_broker
-from api.http.openapi import FLEET, ErrorResponses, error_responses, only
-from api.jobs import changes
+from api.http.openapi import FLEET, TGI_ERRORS, ErrorResponse, ErrorResponses, error_responses, only
+from api.jobs import records
 from api.jobs.listing import JobQuery, count_jobs, read_content, read_page, read_record
 from api.jobs.scripts import JobRecord
 from api.json import fresh_json
 from api.requests.on_pool import own_pool
-from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 
-ERRORS: ErrorResponses = only(ERROR_RESPONSES, 401, 403, 422, 503)
+ERRORS: ErrorResponses = only(TGI_ERRORS, 401, 403, 422, 503)
 NO_JOB = "There is no such job"
 router = APIRouter(responses=ERRORS, tags=[FLEET])
 MAX_LISTED = 200
@@ -113,7 +112,7 @@ async def cancel_job(request: Request, job_id: JobId) -> Response:
     pool = own_pool(request)
     async with asking_broker():
         await read_record(pool.client, job_id)
-        if not await changes.cancel_job(pool, job_id):
+        if not await records.cancel_job(pool, job_id):
             raise ApiError(409, "conflict", "The job has ended")
     return fresh_json({"id": job_id})
 
@@ -128,7 +127,7 @@ async def retry_job(request: Request, job_id: JobId) -> Response:
     pool = own_pool(request)
     async with asking_broker():
         await read_record(pool.client, job_id)
-        if not await changes.retry_dead(pool, job_id):
+        if not await records.retry_dead(pool, job_id):
             raise ApiError(409, "conflict", "Only a dead job can be tried again, and this one is not dead")
     return fresh_json({"id": job_id})
 

@@ -12,16 +12,23 @@ from starlette.responses import Response
 
 from api.errors import ApiError, asking_broker
 from api.http import body
-from api.http.openapi import FLEET, ErrorResponses, error_responses, json_body, only
+from api.http.openapi import (
+    FLEET,
+    TGI_ERRORS,
+    ErrorResponse,
+    ErrorResponses,
+    error_responses,
+    json_body,
+    only,
+)
 from api.json import fresh_json
 from api.requests.on_pool import own_pool
 from api.requests.pool import Pool
-from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 from api.webhooks.field import check_url
 from common import api_keys
 from common.api_keys import ApiKey, IssuedKey, KeyChangeError, KeyFields, KeyState
 
-ERRORS: ErrorResponses = only(ERROR_RESPONSES, 401, 403, 422, 503)
+ERRORS: ErrorResponses = only(TGI_ERRORS, 401, 403, 422, 503)
 ERRORS |= error_responses(
     ErrorResponse,
     {404: "There is no such key", 409: "The key has ended, or the keys are in API_KEYS_FILE"},

@@ -10,8 +10,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
 
-from api.admin.processes import ProcessList, list_processes
-from api.admin.usage_report import metric_values
+from api.admin.routes_fleet import ProcessList, list_processes
+from api.admin.routes_usage import metric_values
 from api.http.openapi import HEALTH
 from api.requests.metrics import fit_buckets
 from api.requests.on_pool import own_pool, pools_of

@@ -7,10 +7,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.errors import ApiError, asking_broker, cut
-from api.http.openapi import FLEET, RequestId, error_responses, only
+from api.http.openapi import FLEET, TGI_ERRORS, ErrorResponse, RequestId, error_responses, only
 from api.json import to_json
 from api.requests.on_pool import own_pool
-from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
 from common.messages.events import Timeline
@@ -21,7 +20,7 @@ SIBLINGS_MS = 5000
 """All choices of a request are queued within this time."""
 CHOICE_MARKS = (".", "#")
 """Between the id of a request, or of a job, and the number of a choice."""
-router = APIRouter(responses=only(ERROR_RESPONSES, 401, 403, 503), tags=[FLEET])
+router = APIRouter(responses=only(TGI_ERRORS, 401, 403, 503), tags=[FLEET])
 
 
 Entry = tuple[bytes, dict[bytes, bytes]]

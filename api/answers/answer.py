@@ -139,7 +139,7 @@ class InferOutputs:
 
 @dataclass(frozen=True, slots=True)
 class VectorAnswer:
-    """What an answer shows of vectors or scores (api/pooling/render.py).
+    """What an answer shows of vectors or scores (api/protocols/pooling.py).
 
     Attributes:
         form: the shape of its JSON.

@@ -161,3 +161,64 @@ def hoist_definitions(node: Any, definitions: dict[str, Any]) -> Any:
         return node
     definitions |= node.get("$defs", {})
     return {key: hoist_definitions(value, definitions) for key, value in node.items() if key != "$defs"}
+
+
+# --- errors -------------------------------------------------------------------------------------------------
+
+
+class ErrorDetail(ApiObject):
+    message: str
+    type: str
+    param: str | None
+    """The field that is wrong."""
+    code: str | None
+    """The cause, if it has a name; for a request that failed: `timeout`, `unavailable`, `cancelled`,
+    `shutdown`, `superseded` or `generation`.
+    """
+
+
+class OpenAIError(ApiObject):
+    error: ErrorDetail
+
+
+CAUSES = {
+    401: "The API key is missing or wrong",
+    403: "A page of another origin has sent the request",
+    404: "There is no such model",
+    408: "The deadline passed before the request was finished",
+    413: "The body is too large",
+    415: "The Content-Type is not application/json",
+    429: "Too many requests",
+    503: "No worker is ready, or the broker does not answer",
+}
+"""Causes of errors that mean the same in all APIs, by status."""
+
+
+OPENAI_ERRORS = error_responses(
+    OpenAIError,
+    CAUSES
+    | {
+        400: "The body is not JSON, or the field `param` is wrong or not supported",
+        500: "Internal error, or the request failed during generation",
+    },
+)
+"""All error responses by status."""
+
+
+class ErrorResponse(ApiObject):
+    error: str
+    """What is wrong."""
+    error_type: str
+
+
+TGI_ERRORS = error_responses(
+    ErrorResponse,
+    CAUSES
+    | {
+        400: "The body is not JSON",
+        422: "A field is wrong or not supported",
+        424: "The request failed during generation",
+        500: "Internal error",
+    },
+)
+"""All error responses by status."""

@@ -19,9 +19,8 @@ from api.event_loop import offload, repeat_forever
 from api.http.access_log import AccessLog
 from api.http.key_ring import POLL_S, unauthorized
 from api.jobs import scripts as job_scripts
-from api.jobs.changes import TOMBSTONE_MS, cancel_job
 from api.jobs.job import Job, read_job, with_webhook
-from api.jobs.records import JobRecords
+from api.jobs.records import TOMBSTONE_MS, JobRecords, cancel_job
 from api.jobs.reply import Reply
 from api.jobs.runner import JobRun
 from api.json import to_json

@@ -1,12 +1,11 @@
-"""Job: a request of another service, as JSON in an entry of the stream `submit`. Its deadline counts from its
-entry, or from the time before which it may not run.
-"""
+"""Not before: the time until which a job waits, as seconds since 1970 or in ISO 8601."""
 
 import asyncio
 import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import Any, Literal
 
 import orjson
@@ -14,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from api.errors import ApiError, Family, failed, invalid, quoted, tgi
 from api.http.body import parse_body
-from api.jobs.not_before import read_not_before
 from api.json import parse_bytes
 from api.protocols.protocol import Protocol
 from api.protocols.table import JOBS, PROTOCOLS, protocol_at
@@ -36,6 +34,45 @@ from common.ids import CHANNEL, ENTRY_ID, JOB_ID, is_job_id
 from common.messages.events import terminal_for
 from common.settings.settings import Settings
 from common.webhooks import JOB
+
+MAX_WAIT_S = 30 * 86_400
+
+
+def read_not_before(value: float | str, submitted_ms: int) -> int:
+    """Milliseconds since 1970. Raises ApiError (422)."""
+    due_ms = round(1000 * (parse_time(value) if isinstance(value, str) else value))
+    if due_ms < 0:
+        raise refused(value)
+    if due_ms > submitted_ms + 1000 * MAX_WAIT_S:
+        raise invalid(
+            f"`not_before` must be at most {MAX_WAIT_S // 86_400} days ({MAX_WAIT_S} s) after the job was"
+            f" submitted. Given: {quoted(value)}",
+            "not_before",
+        )
+    return due_ms
+
+
+def parse_time(text: str) -> float:
+    """Seconds since 1970. Raises ApiError (422), also for a time without an offset."""
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise refused(text) from error
+    if time.tzinfo is None:
+        raise refused(text)
+    return time.timestamp()
+
+
+def refused(value: float | str) -> ApiError:
+    return invalid(
+        "`not_before` must be seconds since 1970, or a time with its offset as 2027-01-31T08:00:00Z."
+        f" Given: {quoted(value)}",
+        "not_before",
+    )
+
+
+# --- job ----------------------------------------------------------------------------------------------------
+
 
 ADDRESS = ("id", "reply_to", "reply", "webhook", "traceparent")
 """Fields that are not content: the id, where the answer and the event of the end go, and the trace that the

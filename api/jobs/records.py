@@ -1,10 +1,10 @@
-"""Job records: what the consumer notes of jobs, and those that wait for their time."""
+"""Changes of jobs: cancelling one, and trying a dead one again."""
 
 import asyncio
 from typing import Any
 
 from api.errors import ApiError
-from api.jobs.find_model import find_model
+from api.jobs import scripts as job_scripts
 from api.jobs.job import Job, broker_ms
 from api.jobs.scripts import (
     CANCELLED,
@@ -15,10 +15,39 @@ from api.jobs.scripts import (
     note_job,
     note_waiting,
     release_jobs,
+    retry_job,
 )
-from api.jobs.validated_job import drop_note, validate_job
+from api.jobs.validated_job import drop_note, find_model, validate_job
 from api.requests.pool import Pool
+from common.broker.keys import request_keys
 from common.process.event_loop import until_beat
+
+TOMBSTONE_MS = 60_000
+"""A cancel that comes before its job is remembered for this time."""
+
+
+async def cancel_job(pool: Pool, job_id: str, tenant: str = "") -> bool:
+    """Cancel a job, at whatever gateway it runs. False if it has ended, or is not of the tenant, where one is
+    given.
+    """
+    call = job_scripts.cancel_job(pool.client.keys, job_id, tenant=tenant, mark_ttl_ms=TOMBSTONE_MS)
+    num_requests = await pool.client.run(call)
+    for i in range(num_requests):
+        await pool.admission.cancel(f"{job_id}#{i}")
+    return num_requests >= 0
+
+
+async def retry_dead(pool: Pool, job_id: str) -> bool:
+    """Submit a dead job again, with its id. False if it is not dead."""
+    keys = pool.client.keys
+    num_requests = int(await pool.client.redis.hget(keys.job(job_id), "choices") or 0)  # type: ignore[misc]
+    names = [f"{job_id}#{i}" for i in range(num_requests)]
+    call = retry_job(keys, job_id, [*request_keys(keys, names), *map(keys.logits, names)])
+    return await pool.client.run(call)
+
+
+# --- records ------------------------------------------------------------------------------------------------
+
 
 MAX_ERROR_CHARACTERS = 500
 

@@ -20,21 +20,25 @@ from api.errors import (
 from api.event_loop import RETRY_PAUSE_S, attempt, offload
 from api.http.access_log import AccessLog, AccessRecord
 from api.http.request_trace import RequestTrace
-from api.jobs.find_model import find_model
 from api.jobs.job import Job, left_ms, waiting_turn
-from api.jobs.job_trace import begin_job_trace, note_failure, note_job
 from api.jobs.records import ending_of
 from api.jobs.reply import Frame, Reply
 from api.jobs.scripts import DONE, JobEnding
-from api.jobs.validated_job import ValidatedJob, validate_job
+from api.jobs.validated_job import (
+    ValidatedJob,
+    begin_job_trace,
+    find_model,
+    note_failure,
+    note_job,
+    validate_job,
+)
 from api.json import to_json
-from api.pictures.keep import PICTURE_GONE
+from api.prompts.pictures import PICTURE_GONE
 from api.requests import metrics
 from api.requests.pool import Pool
 from api.requests.request_scripts import KeyCharge
 from api.requests.respond import with_adapter
-from api.streams.answer_access import count_longest, note_streams
-from api.streams.answer_trace import note_answer
+from api.streams.answer_trace import count_longest, note_answer, note_streams
 from api.streams.beams import new_stream
 from api.streams.describe_answer import address
 from api.streams.stream import Stream

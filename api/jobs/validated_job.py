@@ -4,22 +4,30 @@ has.
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from api.answers.answer import HttpAnswer, ResumeTerms
-from api.errors import internal_error
+from api.errors import cut, internal_error, invalid, model_not_found, quoted
 from api.event_loop import offload
 from api.http.body import parse_body
+from api.http.request_trace import RequestTrace
 from api.jobs import scripts as job_scripts
 from api.jobs.job import Job, content_of
 from api.json import to_json
 from api.protocols.protocol import AnswerRenderer, Context
 from api.requests.pool import Pool
+from api.requests.pool_registry import check_key_adapter, check_key_model, names_own
+from api.streams.answer_trace import generation_attributes
 from api.streams.describe_answer import describe_answer
 from api.streams.stream import Stream
+from common.adapters import PoolAdapter
 from common.broker.client import ERRORS
 from common.messages.request import Generate
+from common.process.logs import TRACEPARENT
+from common.settings.settings import Settings
+from common.tracing import NS_PER_MS
 
 log = logging.getLogger(__name__)
 
@@ -107,3 +115,95 @@ async def drop_note(pool: Pool, job: Job) -> None:
         await pool.client.redis.hdel(  # type: ignore[misc]
             pool.client.keys.job(job.id), job_scripts.VALIDATES + pool.gateway
         )
+
+
+# --- find model ---------------------------------------------------------------------------------------------
+
+
+class JobModel(NamedTuple):
+    """The model of a job.
+
+    Attributes:
+        name: of the pool's model, or of the adapter that the job names.
+        adapter: key of that adapter; empty without one.
+    """
+
+    name: str
+    adapter: str
+
+
+async def find_model(pool: Pool, job: Job) -> JobModel:
+    """Raises ApiError: 404 for the model of another pool, 403 for one that the job's key may not use."""
+    adapter = await find_job_adapter(pool, job)
+    if adapter is None:
+        check_model(job, pool.settings)
+    else:
+        check_key_adapter(job.terms.key, adapter.name)
+    name = adapter.name if adapter else pool.settings.model_name
+    check_key_model(job.terms.key, pool.settings, name)
+    return JobModel(name, adapter.key if adapter else "")
+
+
+def check_model(job: Job, settings: Settings) -> None:
+    """Raises ApiError (404) for models of other pools, each of which has its own stream of jobs."""
+    model = job.body and job.body.model
+    if model and not names_own(model, settings):
+        text = f"The model `{cut(model)}` is not that of the pool {settings.pool}, nor an adapter of it"
+        raise model_not_found(f"{text}: jobs and batches go to the pool of their model")
+
+
+async def find_job_adapter(pool: Pool, job: Job) -> PoolAdapter | None:
+    """The adapter that a job names: as its `model`, or one with `inputs` by TGI's `adapter_id`. Raises
+    ApiError (422).
+    """
+    assert job.body is not None
+    assert job.protocol is not None
+    has_parameters = "parameters" in job.protocol.body.model_fields
+    adapter_id = (job.body.parameters or {}).get("adapter_id") if has_parameters else None
+    name = job.body.model if adapter_id is None else adapter_id
+    if not isinstance(name, str) or (adapter_id is None and names_own(name, pool.settings)):
+        return None  # the fields of `parameters` are checked later
+    if adapter := await pool.find_adapter(name):
+        pool.check_adapter(adapter)
+    elif adapter_id is not None:
+        raise invalid(f"`adapter_id`: there is no adapter {quoted(name)}", "adapter_id")
+    return adapter
+
+
+# --- job trace ----------------------------------------------------------------------------------------------
+
+
+def begin_job_trace(pool: Pool, job: Job) -> RequestTrace | None:
+    """The trace that a job names, or its own; None if it is not sampled. This task is in it from now on."""
+    given = job.body.traceparent if job.body is not None else None
+    trace = RequestTrace.begin(
+        f"{pool.settings.pool}/{job.id}/{job.entry_ms}",
+        {"traceparent": given} if given else {},
+        name="process submit",
+        kind="CONSUMER",
+        inner_name=job.protocol.span if job.protocol else "generate",
+        attributes={
+            "messaging.system": "redis",
+            "messaging.operation.name": "process",
+            "messaging.operation.type": "process",
+            "messaging.destination.name": pool.client.keys.submit,
+            "messaging.message.id": job.entry_id,
+            "tokenfleet.request.id": job.id,
+        },
+        started_ns=NS_PER_MS * job.due_ms,
+    )
+    TRACEPARENT.set(trace.generation if trace else "")
+    return trace
+
+
+def note_job(trace: RequestTrace | None, job: Job, requests: Sequence[Generate], model: str) -> None:
+    """Note what a valid job asks for."""
+    if trace is not None and job.protocol is not None:
+        trace.generation_attributes |= generation_attributes(requests[0], job.protocol.operation, model)
+        trace.generation_attributes |= {"gen_ai.request.choice.count": len(requests)}
+
+
+def note_failure(trace: RequestTrace | None, error_type: str, why: str) -> None:
+    if trace is not None:
+        trace.attributes["error.type"] = error_type
+        trace.error = trace.generation_error = why

@@ -13,12 +13,20 @@ from api.answers.answer import HttpAnswer
 from api.errors import ApiError, invalid, quoted, tgi
 from api.event_loop import Pace, offload
 from api.http.body import parse_body
-from api.http.openapi import TGI
+from api.http.openapi import TGI, ApiObject
 from api.json import to_json
 from api.protocols.openai import CHAT_COMPLETIONS, COMPLETIONS
 from api.protocols.openai_bodies import ChatRequest, read_chat
 from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, WholeBody, described
-from api.protocols.tgi import COMPAT_GENERATE, EVENTS, EXAMPLE, CompatGenerateRequest, GenerateRequest
+from api.protocols.tgi import (
+    COMPAT_GENERATE,
+    EVENTS,
+    EXAMPLE,
+    GENERATE_ERRORS,
+    CompatGenerateRequest,
+    GenerateRequest,
+    GenerateResponse,
+)
 from api.requests.fields import Listed, Strict
 from api.requests.logits import check_no_logits
 from api.requests.on_pool import adapter_of, allowed_adapter, check_adapter_id, pools_of
@@ -27,8 +35,15 @@ from api.requests.pool import Pool
 from api.requests.respond import read_terms, total_headers, with_adapter
 from api.streams.beams import all_outputs
 from api.streams.stream import Stream
-from api.tgi.response_schemas import GENERATE_ERRORS, GenerateResponse, Predictions
 from api.webhooks.field import WebhookField
+
+
+class Predictions(ApiObject):
+    """The body of /vertex."""
+
+    predictions: list[str]
+    """A text for each instance, in their order."""
+
 
 INSTANCE_BYTES = 1000
 """Validating an instance takes about as long as reading this many bytes."""

@@ -15,25 +15,16 @@ from starlette.responses import Response
 from api.answers.answer import HttpAnswer, InferOutputs, Rendering
 from api.errors import failed, invalid, kserve
 from api.event_loop import Pace
-from api.http.openapi import KSERVE, event_stream, only
+from api.http.openapi import KSERVE, TGI_ERRORS, Absent, ApiObject, ErrorResponses, event_stream, only
 from api.http.sse import MAX_ITEMS, Feed, sse_frames
 from api.json import to_json
-from api.kserve.response_schemas import (
-    ERRORS,
-    InferResponse,
-    KServeError,
-    LiveResponse,
-    ModelMetadata,
-    ModelReady,
-    ServerMetadata,
-    TextChunk,
-    TextResponse,
-)
 from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, WholeBody, described
 from api.protocols.tgi import (
     TGI_NAMES,
     GenerateParameters,
     GenerateRequest,
+    GenerationDetails,
+    Token,
     check_best_of,
     rank,
     render_details,
@@ -51,6 +42,102 @@ from api.requests.respond import total_headers
 from api.streams.stream import Stream
 from api.webhooks.field import WebhookField
 from common.messages.request import Generate
+
+# --- responses, for /docs -----------------------------------------------------------------------------------
+
+
+class LiveResponse(ApiObject):
+    live: bool
+
+
+class ModelReady(ApiObject):
+    name: str
+    ready: bool
+
+
+class ServerMetadata(ApiObject):
+    """The server, or a version of a model, as TGI describes them."""
+
+    name: str
+    version: str
+    extensions: list[str]
+
+
+class TensorMetadata(ApiObject):
+    name: str
+    datatype: str
+    shape: list[int]
+    """-1: any number of texts."""
+
+
+class ModelMetadata(ApiObject):
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+
+
+class OutputTensor(ApiObject):
+    name: str
+    shape: list[int]
+    datatype: str
+    data: list[int] | list[str]
+    """The bytes of one text, or texts: as the input was given."""
+
+
+class InferResponse(ApiObject):
+    model_name: str = Absent
+    model_version: str = Absent
+    id: str = Absent
+    outputs: list[OutputTensor]
+
+
+class TextDetails(GenerationDetails):
+    """How the text was generated; its tokens are in `logprobs`."""
+
+    tokens: Any = Absent
+    logprobs: list[Token]
+
+
+class TextResponse(ApiObject):
+    model_name: str
+    model_version: str
+    text_output: str
+    details: TextDetails = Absent
+    """Absent unless requested."""
+
+
+class TextChunkDetails(ApiObject):
+    finish_reason: str | None
+    """Null before the last event."""
+    token: Token
+    top_tokens: list[Token] = Absent
+    generated_tokens: int = Absent
+    seed: int | None = Absent
+    input_length: int = Absent
+
+
+class TextChunk(ApiObject):
+    """One event, `data: {…}`, with the text that a token adds."""
+
+    model_name: str
+    model_version: str
+    text_output: str
+    details: TextChunkDetails = Absent
+    """Absent unless requested."""
+
+
+class KServeError(ApiObject):
+    error: str
+    """What is wrong."""
+
+
+ERRORS: ErrorResponses = {
+    status: response | {"model": KServeError} for status, response in TGI_ERRORS.items()
+}
+"""All error responses by status."""
+
 
 TEXT_OUTPUT = "text_output"
 """The name of an output that the client does not name."""

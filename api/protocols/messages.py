@@ -13,14 +13,13 @@ from starlette.responses import Response
 
 from api.answers.answer import HttpAnswer
 from api.answers.scanner import CallArguments, CallStart, ContentDelta, Delta, ReasoningDelta
-from api.anthropic.response_schemas import ERROR_RESPONSES, MessageEvent, MessageObject, TokenCount
 from api.errors import ApiError, anthropic, failed, invalid, quoted, renamed
 from api.event_loop import offload
 from api.grammar.compile import Grammar
 from api.grammar.read import read_named_schema
 from api.http.body import UnsupportedFields, reject_unsupported, schema_error
 from api.http.middleware import request_id
-from api.http.openapi import ANTHROPIC, event_stream, json_body
+from api.http.openapi import ANTHROPIC, CAUSES, ApiObject, error_responses, event_stream, json_body
 from api.http.sse import MAX_ITEMS, Feed
 from api.json import to_json
 from api.protocols.openai import new_choices, new_parser, read_piece
@@ -44,6 +43,74 @@ from api.requests.tools import FunctionSchema, ToolSchema
 from api.streams.stream import Stream
 from api.webhooks.field import WebhookField
 from common.settings.ranges import MAX_STOP_CHARS
+
+# --- responses, for /docs -----------------------------------------------------------------------------------
+
+
+class AnthropicObject(ApiObject, extra="allow"):
+    """An object of the Messages API; it may have more fields."""
+
+
+class MessageUsage(AnthropicObject):
+    """Token counts. The prompt has `input_tokens` and `cache_read_input_tokens` together."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    """Tokens whose KV was in the prefix cache."""
+    output_tokens: int
+    service_tier: Literal["standard", "priority", "batch"]
+
+
+class ContentBlock(AnthropicObject):
+    type: Literal["text", "thinking", "tool_use"]
+
+
+class MessageObject(AnthropicObject):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[ContentBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    """`max_tokens` also where the model's context is full; null while the message is made."""
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class MessageEvent(AnthropicObject):
+    type: Literal[
+        "message_start",
+        "ping",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+        "error",
+    ]
+
+
+class TokenCount(ApiObject):
+    input_tokens: int
+
+
+class AnthropicError(ApiObject):
+    type: Literal["error"]
+    error: dict[str, Any]
+    """`type` and `message`."""
+
+
+ERROR_RESPONSES = error_responses(
+    AnthropicError,
+    CAUSES
+    | {
+        400: "The body is not JSON, or a field is wrong or not supported",
+        500: "Internal error, or the request failed during generation",
+    },
+)
+"""All error responses by status."""
+
 
 UNSUPPORTED: UnsupportedFields = {"container": (), "mcp_servers": ([],)}
 """Fields that are refused by name."""

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from api.answers.answer import HttpAnswer, Rendering
 from api.answers.chat_answer import (
@@ -14,30 +14,26 @@ from api.answers.chat_answer import (
     render_deltas,
     render_message,
 )
-from api.answers.logits import LogitsRenderer
+from api.answers.logits import Logits, LogitsRenderer
 from api.answers.logprobs import (
+    ChatLogprobs,
+    CompletionLogprobs,
     LogprobLists,
+    PromptLogprobs,
     chat_logprobs,
     completion_logprobs,
     join_logprobs,
     prompt_logprobs,
     sequence_scores,
 )
-from api.answers.scanner import ContentDelta, Delta
+from api.answers.scanner import ContentDelta
+from api.answers.scanner import Delta as TextDelta
 from api.answers.stop_holdback import StopHoldback
 from api.errors import failed, openai
 from api.event_loop import offload
-from api.http.openapi import OPENAI, event_stream
+from api.http.openapi import OPENAI, OPENAI_ERRORS, Absent, ApiObject, OpenAIError, event_stream
 from api.http.sse import MAX_ITEMS, Change, Feed, MappedFeed, sse_frames
 from api.json import to_json
-from api.openai.response_schemas import (
-    ERROR_RESPONSES,
-    ChatCompletion,
-    ChatCompletionChunk,
-    Completion,
-    CompletionChunk,
-    OpenAIError,
-)
 from api.protocols.openai_bodies import (
     ChatRequest,
     CompletionRequest,
@@ -49,6 +45,184 @@ from api.requests.respond import total_headers
 from api.streams.beams import all_outputs, is_absent
 from api.streams.stream import Stream
 from common.detokenize import Detokenizer
+
+# --- responses, for /docs -----------------------------------------------------------------------------------
+
+FinishReason = Literal["stop", "length", "tool_calls", "function_call"]
+
+
+class CompletionTokensDetails(ApiObject):
+    reasoning_tokens: int
+
+
+class PromptTokensDetails(ApiObject):
+    cached_tokens: int
+    """Tokens whose KV was in the prefix cache."""
+
+
+class Usage(ApiObject):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    completion_tokens_details: CompletionTokensDetails = Absent
+    """Of a model that reasons."""
+    prompt_tokens_details: PromptTokensDetails = Absent
+    """In a whole response and in the last chunk; not in the counts of other chunks."""
+
+
+class CompletionObject(ApiObject):
+    id: str
+    created: int
+    """Unix time of the request, in seconds."""
+    model: str
+    system_fingerprint: str
+
+
+class FinishedChoice(ApiObject):
+    index: int
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    """The stop string or token id that ended the choice."""
+    token_ids: list[int] = Absent
+    """With `return_token_ids`."""
+    cumulative_logprob: float = Absent
+    """Of a beam search: the sum of the log-probabilities of its tokens."""
+    beam_score: float = Absent
+    """Of a beam search: that sum, divided by the number of tokens to the power of `length_penalty`."""
+
+
+class ChunkChoice(ApiObject):
+    index: int
+    finish_reason: FinishReason | None
+    """Null until the last chunk of the choice."""
+    stop_reason: str | int | None = None
+    """The stop string or token id that ended the choice."""
+    token_ids: list[int] = Absent
+    """With `return_token_ids`: of the tokens of this chunk."""
+    cumulative_logprob: float = Absent
+    beam_score: float = Absent
+    """Of a beam search, in the last chunk of the choice."""
+
+
+class CalledFunction(ApiObject):
+    name: str
+    arguments: str
+    """JSON text, which may be cut at `max_tokens`."""
+
+
+class ToolCall(ApiObject):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(ApiObject):
+    role: Literal["assistant"]
+    content: str | None
+    """Null if the answer has only calls."""
+    refusal: None
+    reasoning_content: str = Absent
+    reasoning: str = Absent
+    """The same as `reasoning_content`."""
+    tool_calls: list[ToolCall] = Absent
+    function_call: CalledFunction = Absent
+    """The call, if the request has `functions`."""
+
+
+class ChatChoice(FinishedChoice):
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    context_logits: Logits = Absent
+    """With `return_context_logits`, in the first choice of a prompt."""
+    generation_logits: Logits = Absent
+    """With `return_generation_logits`."""
+
+
+class ChatCompletion(CompletionObject):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] = Absent
+    """With `return_token_ids`."""
+    prompt_logprobs: PromptLogprobs = Absent
+
+
+class CalledFunctionDelta(ApiObject):
+    name: str = Absent
+    """In the first delta of a call only."""
+    arguments: str
+    """The next piece of the JSON text."""
+
+
+class ToolCallDelta(ApiObject):
+    """The next piece of the call with this index; the first one has `id`, `type` and the name."""
+
+    index: int
+    id: str = Absent
+    type: Literal["function"] = Absent
+    function: CalledFunctionDelta
+
+
+class Delta(ApiObject):
+    role: Literal["assistant"] = Absent
+    """In the first chunk of a choice only."""
+    content: str | None = Absent
+    reasoning_content: str = Absent
+    reasoning: str = Absent
+    """The same as `reasoning_content`."""
+    tool_calls: list[ToolCallDelta] = Absent
+    function_call: CalledFunctionDelta = Absent
+
+
+class ChatChunkChoice(ChunkChoice):
+    delta: Delta
+    logprobs: ChatLogprobs | None
+
+
+class ChatCompletionChunk(CompletionObject):
+    """One event, `data: {…}`. A request that fails ends with an OpenAIError, others with `data: [DONE]`."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] = Absent
+    """With `return_token_ids`, in the first chunk of a choice."""
+
+
+class CompletionChoice(FinishedChoice):
+    text: str
+    logprobs: CompletionLogprobs | None
+    prompt_token_ids: list[int] = Absent
+    """With `return_token_ids`."""
+    prompt_logprobs: PromptLogprobs = Absent
+    context_logits: Logits = Absent
+    """With `return_context_logits`, in the first choice of a prompt."""
+    generation_logits: Logits = Absent
+    """With `return_generation_logits`."""
+
+
+class Completion(CompletionObject):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunkChoice(ChunkChoice):
+    text: str
+    logprobs: CompletionLogprobs | None
+    prompt_token_ids: list[int] = Absent
+    """With `return_token_ids`, in the first chunk of a choice."""
+
+
+class CompletionChunk(CompletionObject):
+    """One event, `data: {…}`. A request that fails ends with an OpenAIError, others with `data: [DONE]`."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChunkChoice]
+    usage: Usage | None = None
+
 
 FINISH_REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
 
@@ -167,7 +341,7 @@ def new_parser(answer: HttpAnswer, index: int = 0) -> ChoiceParser | None:
     return ChoiceParser(reading, f"{answer.request_id}.{index}") if reading else None
 
 
-def read_piece(parser: ChoiceParser | None, piece: TextPiece, ended: bool) -> list[Delta]:
+def read_piece(parser: ChoiceParser | None, piece: TextPiece, ended: bool) -> list[TextDelta]:
     """The deltas of a piece: none for a token that shows no text of its own. `ended`: it is the last one."""
     if parser is not None:
         return parser.read(piece.text, len(piece.tokens), ended)
@@ -617,7 +791,7 @@ CHAT_COMPLETIONS = Protocol(
     in_batches=True,
     docs=described(
         OPENAI,
-        ERROR_RESPONSES,
+        OPENAI_ERRORS,
         ChatRequest,
         {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 100},
         "Create a chat completion",
@@ -643,7 +817,7 @@ COMPLETIONS = Protocol(
     in_batches=True,
     docs=described(
         OPENAI,
-        ERROR_RESPONSES,
+        OPENAI_ERRORS,
         CompletionRequest,
         {"prompt": "The capital of France is", "max_tokens": 20},
         "Create a completion",

@@ -19,11 +19,10 @@ from api.event_loop import offload
 from api.grammar.compile import Grammar
 from api.grammar.read import ANY_OBJECT, read_named_schema
 from api.http.body import UnsupportedFields, reject_unsupported, schema_error
-from api.http.openapi import OPENAI, event_stream
+from api.http.openapi import OPENAI, OPENAI_ERRORS, event_stream
 from api.json import to_json
-from api.openai.response_schemas import ERROR_RESPONSES
-from api.pictures.source import is_data, unknown_part
-from api.pictures.source import read_part as picture_source
+from api.prompts.pictures import is_data, unknown_part
+from api.prompts.pictures import read_part as picture_source
 from api.protocols.openai_bodies import (
     CHARS_OF_MESSAGE,
     CHAT_NAMES,
@@ -35,13 +34,20 @@ from api.protocols.openai_bodies import (
     read_chat,
 )
 from api.protocols.protocol import Asked, Context, Protocol, described
-from api.protocols.response_object import RENDERER, Item, ResponseObjectRenderer, item_id, response_id
+from api.protocols.response_object import (
+    RENDERER,
+    Item,
+    ResponseEvent,
+    ResponseObject,
+    ResponseObjectRenderer,
+    item_id,
+    response_id,
+)
 from api.requests.chat_prompt import ChatMessage
 from api.requests.fields import Listed, SamplingFields, ServedFields, Strict, Whole, least, with_one_error
 from api.requests.logits import FIELDS as LOGITS_FIELDS
 from api.requests.pool import Pool
 from api.requests.tools import ToolSchema
-from api.responses.response_schemas import ResponseEvent, ResponseObject
 from api.resume import attach
 from api.resume.attach import Admitted, find_own
 from api.streams.stream import Stream
@@ -707,7 +713,7 @@ RESPONSES = Protocol(
     event=RESPONSE,
     docs=described(
         OPENAI,
-        ERROR_RESPONSES,
+        OPENAI_ERRORS,
         ResponsesRequest,
         {"input": "Why is the sky blue?", "max_output_tokens": 100},
         "Create a response",

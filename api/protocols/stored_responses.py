@@ -9,19 +9,46 @@ from sse_starlette import EventSourceResponse
 from starlette.responses import Response
 
 from api.errors import ApiError, asking_broker, cut, invalid, quoted, unavailable
-from api.http.openapi import OPENAI, ErrorResponses, ResponseId, error_responses, event_stream, only
+from api.http.openapi import (
+    OPENAI,
+    OPENAI_ERRORS,
+    ErrorResponses,
+    OpenAIError,
+    ResponseId,
+    error_responses,
+    event_stream,
+    only,
+)
 from api.http.sse import SSE_HEADERS, RestOfFeed
 from api.json import to_json
-from api.openai.response_schemas import ERROR_RESPONSES, OpenAIError
-from api.protocols.response_object import ResponseFrames
+from api.protocols.response_object import (
+    ResponseEvent,
+    ResponseFrames,
+    ResponseItem,
+    ResponseObject,
+    ResponsesObject,
+)
 from api.protocols.responses import StoredResponse, find_response, read_response, render_response
-from api.requests.request_scripts import cancel_request
-from api.responses.response_schemas import DeletedResponse, ResponseEvent, ResponseItemList, ResponseObject
 from api.resume import rest
-from api.streams.kept_answers import delete_ended
+from api.streams.describe_answer import delete_ended
 from api.streams.stream import Stream
 
-STORED_ERRORS: ErrorResponses = only(ERROR_RESPONSES, 400, 401, 403, 500, 503)
+
+class ResponseItemList(ResponsesObject):
+    object: Literal["list"]
+    data: list[ResponseItem]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedResponse(ResponsesObject):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+STORED_ERRORS: ErrorResponses = only(OPENAI_ERRORS, 400, 401, 403, 500, 503)
 STORED_ERRORS |= error_responses(
     OpenAIError, {404: "There is no such response, or it belongs to another API key"}
 )

@@ -7,11 +7,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import compile_path
 
-from api.pooling.routes_openai import EMBEDDINGS, RERANK, SCORE
 from api.protocols.clouds import INVOCATIONS, VERTEX
 from api.protocols.kserve import KSERVE_GENERATE, KSERVE_GENERATE_STREAM, KSERVE_INFER
 from api.protocols.messages import MESSAGES
 from api.protocols.openai import CHAT_COMPLETIONS, COMPLETIONS
+from api.protocols.pooling import EMBEDDINGS, RERANK, SCORE
 from api.protocols.protocol import Protocol
 from api.protocols.responses import RESPONSES
 from api.protocols.serve import serve

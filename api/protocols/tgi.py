@@ -9,19 +9,29 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
 from api.answers.answer import HttpAnswer, Rendering
-from api.answers.logits import LogitsRenderer
+from api.answers.logits import Logits, LogitsRenderer
 from api.answers.logprobs import sequence_scores
 from api.errors import ApiError, failed, invalid, quoted, tgi, unavailable
 from api.grammar.read import GRAMMAR_SCHEMA, read_tgi_grammar
 from api.http.body import reject_unsupported
-from api.http.openapi import TGI, error_responses, event_stream
+from api.http.openapi import (
+    TGI,
+    TGI_ERRORS,
+    Absent,
+    ApiObject,
+    ErrorResponse,
+    ErrorResponses,
+    error_responses,
+    event_stream,
+    only,
+)
 from api.http.sse import MAX_ITEMS, Change, Feed, MappedFeed, sse_frames
 from api.json import to_json
 from api.protocols.openai_bodies import OPENAI_FIELDS
@@ -47,10 +57,125 @@ from api.requests.pool import Pool
 from api.requests.respond import time_headers, total_headers
 from api.streams.beams import all_outputs, is_absent
 from api.streams.stream import Stream
-from api.tgi.response_schemas import GENERATE_ERRORS, ErrorResponse, GenerateResponse, Info, StreamResponse
 from api.webhooks.field import WebhookField
 from common.messages.request import EMBED, Generate
 from common.settings.ranges import MAX_STOP_CHARS
+
+# --- responses, for /docs -----------------------------------------------------------------------------------
+
+GENERATE_ERRORS: ErrorResponses = only(TGI_ERRORS, 400, 401, 403, 408, 413, 415, 422, 424, 429, 500, 503)
+FinishReason = Literal["length", "eos_token", "stop_sequence"]
+
+
+class Token(ApiObject):
+    """A generated token."""
+
+    id: int
+    text: str
+    logprob: float | None
+    special: bool
+    """Whether it is a special token, such as end of sequence."""
+
+
+class PrefillToken(ApiObject):
+    """A token of the prompt."""
+
+    id: int
+    text: str
+    logprob: float | None
+    """Null for the first token of the prompt."""
+
+
+class GenerationEnd(ApiObject):
+    finish_reason: FinishReason
+    generated_tokens: int
+    seed: int | None
+    """The seed that samples the same text again; null for greedy decoding."""
+    cumulative_logprob: float = Absent
+    """Of a beam search: the sum of the log-probabilities of its tokens."""
+    beam_score: float = Absent
+    """Of a beam search: that sum, divided by the number of tokens to the power of `length_penalty`."""
+
+
+class GenerationDetails(GenerationEnd):
+    prefill: list[PrefillToken]
+    """The prompt's tokens; empty without `decoder_input_details`."""
+    tokens: list[Token]
+    top_tokens: list[list[Token]] = Absent
+    """The most likely tokens at each position; absent without `top_n_tokens`."""
+
+
+class BestOfSequence(GenerationDetails):
+    """A text that was not the best of `best_of`, or of a beam search."""
+
+    generated_text: str
+
+
+class Details(GenerationDetails):
+    """How the text was generated."""
+
+    best_of_sequences: list[BestOfSequence] = Absent
+    """The other texts of `best_of`, or of a beam search."""
+
+
+class GenerateResponse(ApiObject):
+    generated_text: str
+    details: Details = Absent
+    """Absent unless requested."""
+    context_logits: Logits = Absent
+    """With `return_context_logits`."""
+    generation_logits: Logits = Absent
+    """With `return_generation_logits`."""
+
+
+class StreamDetails(GenerationEnd):
+    """How the text was generated."""
+
+    input_length: int
+    """Number of tokens of the prompt."""
+    prefill: list[PrefillToken] = Absent
+    tokens: list[Token] = Absent
+    """Of a beam search: all tokens of the sequence."""
+
+
+class StreamResponse(ApiObject):
+    """One event, `data: {…}`. If the request fails, the last event is an ErrorResponse instead."""
+
+    index: int
+    """Number of the token, from 1; of a beam search, of the sequence, the best first."""
+    token: Token
+    top_tokens: list[Token] = Absent
+    """The most likely tokens at this position; absent without `top_n_tokens`."""
+    generated_text: str | None
+    """The whole text, in the last event; of a beam search, in every event."""
+    details: StreamDetails | None
+    """In the last event, or every one of a beam search, if requested."""
+
+
+class Info(ApiObject):
+    """The model and its limits."""
+
+    model_id: str
+    model_sha: str | None
+    model_pipeline_tag: str | None
+    max_concurrent_requests: int
+    max_best_of: int
+    max_beam_width: int
+    """Most sequences that a beam search extends at once."""
+    max_stop_sequences: int
+    max_input_tokens: int
+    """Most tokens of a prompt."""
+    max_total_tokens: int
+    """Most tokens of prompt and generated text together."""
+    validation_workers: int
+    max_client_batch_size: int
+    router: str
+    version: str
+    sha: str | None
+    docker_label: str | None
+    adapters: list[str]
+    """Names of the LoRA adapters that a request may use, as `adapter_id` or as `model`."""
+
 
 TGI_NAMES = {
     "text": "inputs",

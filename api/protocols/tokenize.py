@@ -11,9 +11,18 @@ from starlette.responses import Response
 from api.errors import invalid, quoted
 from api.event_loop import offload
 from api.http import body
-from api.http.openapi import HEALTH, OPENAI, TGI, ApiObject, json_body
+from api.http.openapi import (
+    HEALTH,
+    OPENAI,
+    OPENAI_ERRORS,
+    TGI,
+    TGI_ERRORS,
+    ApiObject,
+    ErrorResponses,
+    json_body,
+    only,
+)
 from api.json import list_to_json, to_json
-from api.openai.response_schemas import ERROR_RESPONSES
 from api.prompts.control_texts import Rendered
 from api.prompts.tokenizer import ModelTokenizer, utf8_size
 from api.protocols.openai_bodies import ChatRequest, read_chat
@@ -23,7 +32,26 @@ from api.requests.on_pool import own_pool, pool_for, read_body
 from api.requests.params import GenerationParams
 from api.requests.pool import Pool
 from api.requests.validate import check, show_pictures
-from api.tgi.response_schemas import TOKENIZE_ERRORS, ChatTokenizeResponse, SimpleToken
+
+TOKENIZE_ERRORS: ErrorResponses = only(TGI_ERRORS, 400, 401, 403, 404, 413, 415, 422, 500, 503)
+
+
+class SimpleToken(ApiObject):
+    """A token of a text."""
+
+    id: int
+    text: str
+    start: int
+    """Offset of its first byte in the UTF-8 text."""
+    stop: int
+    """Offset after its last byte."""
+
+
+class ChatTokenizeResponse(ApiObject):
+    tokenize_response: list[SimpleToken]
+    templated_text: str
+    """The prompt that the chat template makes of the messages."""
+
 
 detokenize_router = APIRouter(tags=[OPENAI])
 version_router = APIRouter(tags=[HEALTH])
@@ -140,7 +168,7 @@ async def respond_with_ids(
     "/detokenize",
     summary="Turn token ids into text",
     openapi_extra=json_body(DetokenizeRequest, {"tokens": [504, 3575, 282, 4649, 314]}),
-    responses={200: {"model": DetokenizeResponse}, **ERROR_RESPONSES},
+    responses={200: {"model": DetokenizeResponse}, **OPENAI_ERRORS},
 )
 async def detokenize(request: Request) -> Response:
     """Returns the text of `tokens`, special tokens included."""

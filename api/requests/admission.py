@@ -17,7 +17,7 @@ from api.event_loop import Policy, attempt, fail_fast, retry_forever
 from api.http.idempotency import Repeated
 from api.http.key_limits import LIMITS, beyond_limit, charge_for, check_number, limit_headers
 from api.http.key_ring import KeyRing
-from api.pictures.keep import PictureKeeper
+from api.prompts.pictures import PictureKeeper
 from api.prompts.tokenizer import ModelTokenizer
 from api.requests import metrics, request_scripts
 from api.requests.monitors import BatcherMonitor, WorkerMonitor

@@ -16,10 +16,10 @@ from pydantic import Field
 
 from api.errors import invalid, quoted
 from api.json import parse_text
-from api.pictures.source import PictureSource, is_picture, read_part, unknown_part
 from api.prompts.chat_template import OWN_VARIABLES, ChatTemplate, template_error
 from api.prompts.control_texts import ControlTexts, Rendered, rendered_text
 from api.prompts.picture_marks import MARK
+from api.prompts.pictures import PictureSource, is_picture, read_part, unknown_part
 from api.requests.fields import Listed, Strict, with_one_error
 from api.requests.tools import ToolChoice
 

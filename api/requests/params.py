@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from api.grammar.compile import CompiledGrammar, Grammar
-from api.pictures.source import PictureSource
 from api.prompts.control_texts import Guarded
+from api.prompts.pictures import PictureSource
 from api.prompts.tokenizer import ModelTokenizer
 from common.messages.request import BeamParams, SamplingParams, StoppingParams
 from common.model_files import read_json

@@ -6,8 +6,6 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable
 
-from api.adapters.files import adapters_of
-from api.adapters.monitor import AdapterMonitor
 from api.answers.call_formats import (
     CALL_FORMATS,
     REASONING_FORMATS,
@@ -19,10 +17,10 @@ from api.answers.call_formats import (
 from api.errors import ApiError, unavailable
 from api.event_loop import background_task
 from api.http.key_ring import KeyRing
-from api.pictures.prompts import PicturePrompts
+from api.prompts.pictures import PicturePrompts
 from api.prompts.tokenizer import ModelTokenizer, TextBudget
 from api.requests.admission import Admission
-from api.requests.monitors import BatcherMonitor, WorkerMonitor
+from api.requests.monitors import AdapterMonitor, BatcherMonitor, WorkerMonitor
 from api.requests.params import load_sampling_defaults
 from api.streams.relay import Relay
 from common import model_files

@@ -1,10 +1,11 @@
-"""Pool registry: finds the pools that serve a model; opens and closes the pools of other fleets, which may be
-on other brokers.
-"""
+"""Pool choice: which pools a request tries, in which order. Pure functions."""
 
 import asyncio
 import contextlib
+import enum
+import hashlib
 import logging
+import math
 import random
 import time
 from collections import defaultdict
@@ -12,17 +13,123 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from api.errors import LOADING_S, ApiError, cut, model_not_found, unavailable
-from api.requests.directory import DirectoryMonitor
+from api.requests.monitors import Monitor
 from api.requests.pool import Pool, load_tokenizer
-from api.requests.pool_choice import Grade, pick_by_depth, rank_by_weight
 from common import model_files
 from common.adapters import PoolAdapter
 from common.api_keys import ApiKey
-from common.broker.client import broker_url
-from common.broker.directory import DirectoryClient, PoolEntry, address_of, pool_url
+from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, FailureLog, broker_url, describe_error
+from common.broker.directory import TTL_S, DirectoryClient, KnownPool, PoolEntry, address_of, pool_url
+from common.process.event_loop import until_beat
 from common.settings.settings import SettingError, Settings
 
+NUM_PICKS = 2
+
+
+class Grade(enum.IntEnum):
+    """How far a gateway can use a pool, the best first.
+
+    Attributes:
+        CLOSED: it is live by the directory, but not open yet.
+        AWAY: no worker, no batcher or no broker.
+    """
+
+    OPEN = 0
+    CLOSED = 1
+    AWAY = 2
+
+
+def pick_by_depth(depths: Mapping[str, float], chance: random.Random) -> list[str]:
+    """Two pools picked at random, the one with the shorter queue first; all have the same chance.
+
+    Every gateway knows the depths as they were some time ago. If each took the shortest queue of all, they
+    would fill one pool together until they learn of it.
+
+    Args:
+        depths: pool → live requests for each row that it can run.
+    """
+    picks = chance.sample(sorted(depths), min(NUM_PICKS, len(depths)))
+    return sorted(picks, key=depths.__getitem__)
+
+
+def rank_by_weight(weights: Mapping[str, float], key: str) -> list[str]:
+    """All pools with a weight, in the order in which the request `key` tries them.
+
+    The first is each pool with the probability that its weight gives, and the same one at every gateway. If a
+    weight grows, requests move to that pool only; if a pool is left out, only its own requests move
+    (weighted rendezvous hashing).
+    """
+    shares = {name: weight for name, weight in weights.items() if weight > 0}
+    return sorted(shares, key=lambda name: -math.log(uniform(key, name)) / shares[name])
+
+
+def uniform(key: str, name: str) -> float:
+    """A number above 0 and up to 1 that depends on both texts alone."""
+    digest = hashlib.blake2b(f"{key}\0{name}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest) + 1) / 2**64
+
+
+# --- directory ----------------------------------------------------------------------------------------------
+
+
 log = logging.getLogger(__name__)
+
+
+class DirectoryMonitor(Monitor):
+    """Reads the directory at every heartbeat interval. While its broker is away, what was read last stands:
+    pools that gateways know are served on.
+
+    Attributes:
+        pools: by name.
+        weights: model → pool → weight, of models whose requests are shared out by weight.
+        last_error: why the last read failed; empty if it succeeded.
+        is_new: set by every read.
+    """
+
+    def __init__(self, client: DirectoryClient, settings: Settings) -> None:
+        super().__init__()
+        self.client = client
+        self.interval_s = settings.heartbeat_s
+        self.pools: dict[str, KnownPool] = {}
+        self.weights: dict[str, dict[str, float]] = {}
+        self.last_error = "not connected to the directory yet"
+        self.failures = FailureLog(log, "reading the directory of pools")
+        self.is_new = asyncio.Event()
+
+    async def run(self) -> None:
+        """Never returns."""
+        while True:
+            await self.refresh()
+            await asyncio.sleep(until_beat(self.interval_s))
+
+    async def refresh(self) -> None:
+        """Read once."""
+        began_s = time.monotonic()
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                found = await self.client.read()
+        except ERRORS as error:
+            self.last_error = describe_error(error)
+            self.failures.failed(error)
+        else:
+            self.last_error = ""
+            self.failures.succeeded()
+            self.pools = merge(self.pools, found.pools, began_s - self.checked_s)
+            self.weights = found.weights
+            self.checked_s = began_s
+            self.is_new.set()
+
+
+def merge(known: dict[str, KnownPool], found: dict[str, KnownPool], passed_s: float) -> dict[str, KnownPool]:
+    """The pools that were just found, and those known before, which have become older: a directory whose
+    broker was replaced has none until they write again.
+    """
+    older = {name: pool._replace(age_s=pool.age_s + passed_s) for name, pool in known.items()}
+    return {name: pool for name, pool in (older | found).items() if pool.age_s <= TTL_S}
+
+
+# --- pool registry ------------------------------------------------------------------------------------------
+
 
 PLACEHOLDERS = ("tgi", "dummy")
 """Model names of clients that do not care which model answers."""

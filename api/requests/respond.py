@@ -17,7 +17,7 @@ from api.http.middleware import request_id
 from api.requests.metrics import durations
 from api.requests.pool import Pool
 from api.requests.service_terms import tenant_of
-from api.streams.kept_answers import make_room
+from api.streams.describe_answer import make_room
 from api.streams.stream import Stream
 from api.webhooks.field import check_room
 from common.messages.request import Generate

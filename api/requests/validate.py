@@ -7,8 +7,8 @@ from typing import Any
 from api.errors import ApiError, invalid, quoted, too_long
 from api.event_loop import offload
 from api.grammar.compile import CompiledGrammar, compile_grammar
-from api.pictures.prompts import PicturePrompts, ShownPictures
 from api.prompts.control_texts import Rendered
+from api.prompts.pictures import PicturePrompts, ShownPictures
 from api.prompts.tokenizer import ModelTokenizer
 from api.requests.beams import check_beams, most_of_beams, searched_beams
 from api.requests.logits import with_logits

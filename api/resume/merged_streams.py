@@ -10,8 +10,7 @@ from api.http.sse import COMMENT_AMONG_IDS, MAX_ITEMS, SSE_HEADERS, Change, Feed
 from api.http.unread import UNREAD, Unread
 from api.requests.pool import Pool
 from api.resume import attach
-from api.streams.answer_access import count_longest
-from api.streams.answer_trace import end_answer
+from api.streams.answer_trace import count_longest, end_answer
 from api.streams.stream import Stream
 
 

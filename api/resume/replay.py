@@ -23,8 +23,8 @@ from api.requests.pool import Pool
 from api.requests.respond import answer_id
 from api.resume import attach, rest
 from api.resume.attach import Admitted, find_own
+from api.streams.describe_answer import delete_ended
 from api.streams.http_response import client_gone
-from api.streams.kept_answers import delete_ended
 from common.broker.client import CONNECT_TIMEOUT_S
 from common.messages.events import FINISHED
 from common.process.event_loop import run_until_one_ends

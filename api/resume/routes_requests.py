@@ -9,13 +9,21 @@ from starlette.responses import Response
 
 from api.answers.answer import HttpAnswer
 from api.errors import ApiError, asking_broker, cut
-from api.http.openapi import RESUME, ErrorResponses, RequestId, error_responses, only
+from api.http.openapi import (
+    RESUME,
+    TGI_ERRORS,
+    ErrorResponse,
+    ErrorResponses,
+    RequestId,
+    error_responses,
+    only,
+)
 from api.json import to_json
 from api.requests import request_scripts
 from api.resume import attach
 from api.resume.attach import Admitted, find_own
 from api.streams.stream import Stream
-from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
+from common.broker import request_scripts
 from common.messages.request import SERVICE_CLASSES, class_index, service_class
 
 State = Literal["queued", "running", "finished", "cancelled", "error"]
@@ -23,7 +31,7 @@ STATES: tuple[State, ...] = get_args(State)
 """From the earliest to the latest: the state of a request is the earliest of its choices'."""
 FIELDS = ["digest", "terminal", "cancel", "worker", "attempt"]
 """Of a request's hash; all but the first may be missing."""
-ERRORS: ErrorResponses = only(ERROR_RESPONSES, 401, 403, 503)
+ERRORS: ErrorResponses = only(TGI_ERRORS, 401, 403, 503)
 ERRORS |= error_responses(ErrorResponse, {404: "There is no such request, or it belongs to another API key"})
 router = APIRouter(responses=ERRORS, tags=[RESUME])
 

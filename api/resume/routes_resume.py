@@ -13,12 +13,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from api.errors import invalid, quoted
 from api.http.error_handlers import error_response
 from api.http.middleware import REQUEST_ID_HEADER
-from api.http.openapi import RESUME, ErrorResponses, RequestId, error_responses, only
+from api.http.openapi import (
+    RESUME,
+    TGI_ERRORS,
+    ErrorResponse,
+    ErrorResponses,
+    RequestId,
+    error_responses,
+    only,
+)
 from api.protocols.protocol import errors_of, row_of
 from api.resume import attach, rest
 from api.resume.attach import find_own
 from api.resume.rest import LAST_EVENT_ID
-from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 
 ORDINAL = re.compile(r"[0-9]{1,9}")
 LAST_EVENT_ID_PARAMETER = {
@@ -27,7 +34,7 @@ LAST_EVENT_ID_PARAMETER = {
     "description": "The `id` of the last frame that the client has. Default: it has none.",
     "schema": {"type": "string", "pattern": "^[0-9]{1,9}$"},
 }
-ERRORS: ErrorResponses = only(ERROR_RESPONSES, 401, 403, 422, 503)
+ERRORS: ErrorResponses = only(TGI_ERRORS, 401, 403, 422, 503)
 ERRORS |= error_responses(
     ErrorResponse,
     {

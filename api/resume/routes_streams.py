@@ -11,17 +11,24 @@ from starlette.responses import Response
 
 from api.errors import invalid, quoted
 from api.http import body
-from api.http.openapi import RESUME, ErrorResponses, error_responses, json_body, only
+from api.http.openapi import (
+    RESUME,
+    TGI_ERRORS,
+    ErrorResponse,
+    ErrorResponses,
+    error_responses,
+    json_body,
+    only,
+)
 from api.requests.on_pool import own_pool
 from api.resume import attach, rest
 from api.resume.merged_streams import Rest, respond_with_rests
-from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 from common.ids import FRAME_ID
 
 MAX_STREAMS = 64
 DescribedPlace = Annotated[str, Field(json_schema_extra={"pattern": f"^{FRAME_ID.pattern}$"})]
 EXAMPLE = {"streams": ["5f0f8c0e4d7b4c6f9a3e2b1d0c9f8e7a", "0c9f8e7a5f0f8c0e4d7b4c6f9a3e2b1d/7"]}
-ERRORS: ErrorResponses = only(ERROR_RESPONSES, 400, 401, 403, 413, 415, 422, 424, 503)
+ERRORS: ErrorResponses = only(TGI_ERRORS, 400, 401, 403, 413, 415, 422, 424, 503)
 ERRORS |= error_responses(
     ErrorResponse,
     {

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from api.prompts.tokenizer import ModelTokenizer
-from api.streams.stream import LateText, Stream
-from api.streams.times import StreamTimes
+from api.streams.stream import LateText, Stream, StreamTimes
 from common.messages.events import FINISHED, Terminal
 from common.messages.records import REASONS, TopTokens
 from common.messages.request import Generate

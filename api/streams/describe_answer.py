@@ -3,12 +3,15 @@ long it is kept.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 
 from api.answers.answer import HttpAnswer, Rendering, ResumeTerms
+from api.errors import asking_broker
+from common.broker import request_scripts
 from common.broker.keys import RESULT_TTL_MS, Keys
+from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.request import Generate, prompt_hashes
 from common.settings.settings import Settings
@@ -84,3 +87,25 @@ def keep_as_asked(request: Generate, answer: HttpAnswer) -> Generate:
         return replace(request, gateway="", grace_ms=0, result_ttl_ms=max(kept_ms))
     grace_ms = request.grace_ms if terms.resume_ms is None else terms.resume_ms
     return replace(request, grace_ms=grace_ms, result_ttl_ms=max(kept_ms))
+
+
+# --- kept answers -------------------------------------------------------------------------------------------
+
+
+async def make_room(
+    client: PoolClient, settings: Settings, request_ids: Iterable[str], kept_s: float
+) -> None:
+    """Count requests whose answer will be kept for `kept_s` after its end, and delete the oldest ones beyond
+    MAX_STORED_RESPONSES. One that has not ended stays until it expires. Raises ApiError (503).
+    """
+    ttl_s, max_kept = round(kept_s + settings.request_timeout_s), settings.max_stored_responses
+    async with asking_broker():
+        for request_id in request_ids:
+            note = request_scripts.keep_response(client.keys, request_id, ttl_s=ttl_s, max_kept=max_kept)
+            for other in await client.run(note):
+                await delete_ended(client, other)
+
+
+async def delete_ended(client: PoolClient, request_id: str) -> bool:
+    """Delete a kept request that has ended. Returns False if it has not."""
+    return await client.run(request_scripts.delete_response(client.keys, request_id))

@@ -21,8 +21,7 @@ from api.handover.answer_socket import flush_socket, probe_client, socket_of
 from api.http.access_log import access_of
 from api.http.sse import COMMENT, COMMENT_AMONG_IDS, SSE_HEADERS, Feed, FeedResponse
 from api.http.unread import UNREAD, Unread, wait_for_disconnect
-from api.streams.answer_access import count_longest, note_streams
-from api.streams.answer_trace import end_answer
+from api.streams.answer_trace import count_longest, end_answer, note_streams
 from api.streams.stream import Stream
 from common.broker.keys import pool_of
 from common.messages.kept_answer import MAX_ANSWER_BYTES, KeptRequests

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pydantic import BaseModel, ConfigDict, Field
 
 from api.errors import asking_broker, invalid, overloaded, quoted
-from api.outbound.addresses import TargetUrl, UrlError, check_literal, is_allowed, read_url
+from api.outbound import TargetUrl, UrlError, check_literal, is_allowed, read_url
 from common.api_keys import ApiKey
 from common.broker.pool_client import PoolClient
 from common.messages.request import Generate

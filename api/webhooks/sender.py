@@ -19,8 +19,7 @@ from standardwebhooks import Webhook as Signer
 from api.errors import ApiError
 from api.event_loop import attempt, repeat_forever, retry_forever
 from api.json import to_json
-from api.outbound.addresses import TargetUrl, UrlError, read_url
-from api.outbound.public_hosts import PublicHosts
+from api.outbound import PublicHosts, TargetUrl, UrlError, read_url
 from api.webhooks.field import check_target, is_named
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode

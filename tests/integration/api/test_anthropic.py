@@ -10,8 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from api.anthropic.models import VERSION_HEADER, page
-from api.models import STARTED_S
+from api.models import STARTED_S, VERSION_HEADER, page
 from common.messages.records import unpack_ids
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_tools import ARGUMENTS, CALLS, HERMES, PARAMETERS

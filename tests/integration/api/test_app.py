@@ -23,7 +23,7 @@ import pytest
 from openai import AsyncOpenAI, AuthenticationError
 from redis.asyncio import Redis
 
-from api.admin.processes import ProcessList, judge_processes
+from api.admin.routes_fleet import ProcessList, judge_processes
 from api.event_loop import background_task
 from api.http.sse import KEEP_ALIVE_S
 from api.requests import monitors

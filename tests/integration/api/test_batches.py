@@ -21,10 +21,9 @@ import openai
 import pytest
 from redis.asyncio import Redis
 
-from api.batches import run, runner
-from api.batches.batch import needed_files
-from api.batches.lines import BatchLine, make_job, render_answer
-from api.batches.run import BatchRun, PendingLine
+from api.jobs import batch_run
+from api.jobs.batch import BatchLine, make_job, needed_files, render_answer
+from api.jobs.batch_run import BatchRun, PendingLine
 from api.jobs.consumer import JobConsumer
 from api.jobs.job import Job
 from common.broker.keys import Keys
@@ -381,8 +380,8 @@ async def test_a_gateway_whose_clock_is_wrong_ends_and_deletes_nothing(
         batch = (await http.post("/v1/batches", json=body, headers=bearer(key))).json()
         await wait_until(lambda: len(worker.seen) == 4)
         monkeypatch.setattr(time, "time", lambda: time.monotonic() - began_s + true_s + 7200)
-        monkeypatch.setattr(runner, "SWEEP_S", 0.05)
-        monkeypatch.setattr(run, "RENEW_S", 0.05)
+        monkeypatch.setattr(batch_run, "SWEEP_S", 0.05)
+        monkeypatch.setattr(batch_run, "RENEW_S", 0.05)
         async with serving(broker.url, name="g1-wrong", files_dir=str(tmp_path)) as (gateway, wrong):
             await known([gateway], key)
             store = gateway.files
@@ -414,8 +413,8 @@ async def test_a_line_that_cannot_be_served_fails_alone(
             raise RecursionError
         return render_answer(job_id, custom_id, answered)
 
-    monkeypatch.setattr(run, "make_job", make_or_fail)
-    monkeypatch.setattr(run, "render_answer", render_or_fail)
+    monkeypatch.setattr(batch_run, "make_job", make_or_fail)
+    monkeypatch.setattr(batch_run, "render_answer", render_or_fail)
     async with answering(broker.url, answer, files_dir=str(tmp_path)) as (_, _, http):
         client = openai_client(http)
         batch = await run_batch(client, jsonl(chat_line(number) for number in range(4)))
@@ -451,7 +450,7 @@ async def test_batches_that_cannot_go_on_end(
 
     commit = BatchRun.commit
     monkeypatch.setattr(BatchRun, "commit", commit_or_fail)
-    monkeypatch.setattr(runner, "POLL_S", 0.05)
+    monkeypatch.setattr(batch_run, "POLL_S", 0.05)
     async with answering(broker.url, answer, files_dir=str(tmp_path)) as (_, _, http):
         client = openai_client(http)
         file = await client.files.create(file=("in.jsonl", jsonl([chat_line(0)])), purpose="batch")
@@ -480,7 +479,7 @@ async def test_parts_that_the_broker_has_lost_are_written_again(
 
     commit = BatchRun.commit
     monkeypatch.setattr(BatchRun, "commit", commit_and_lose)
-    monkeypatch.setattr(run, "COMMIT_BYTES", 0)
+    monkeypatch.setattr(batch_run, "COMMIT_BYTES", 0)
     async with answering(broker.url, answer, files_dir=str(tmp_path)) as (_, _, http):
         client = openai_client(http)
         content = jsonl(chat_line(number) for number in range(9))
@@ -565,8 +564,8 @@ async def test_answers_that_come_while_a_batch_is_cancelled_are_kept(
         await wait_until(lambda: runs[0].next_line > 0)
         await cancel(self, job_id)
 
-    monkeypatch.setattr(runner, "POLL_S", 0.05)
-    monkeypatch.setattr(run, "RENEW_S", 0.05)
+    monkeypatch.setattr(batch_run, "POLL_S", 0.05)
+    monkeypatch.setattr(batch_run, "RENEW_S", 0.05)
     monkeypatch.setattr(BatchRun, "end", end_noted)
     monkeypatch.setattr(BatchRun, "take_answer", take_late)
     monkeypatch.setattr(JobConsumer, "cancel_own", cancel_late)

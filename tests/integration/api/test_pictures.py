@@ -13,7 +13,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from api.pictures.keep import hold_pictures, keep_picture, let_go_pictures
+from api.prompts.pictures import hold_pictures, keep_picture, let_go_pictures
 from common.broker.lua import run_script
 from common.messages.records import unpack_ids
 from common.messages.request import Generate

@@ -18,7 +18,7 @@ import pytest
 from redis.asyncio import Redis
 
 from api.lifecycle import Gateway
-from api.requests.pool_choice import Grade
+from api.requests.pool_registry import Grade
 from benchmarks.client import Stream
 from common.broker.directory import DirectoryClient
 from common.broker.heartbeat import Heartbeat

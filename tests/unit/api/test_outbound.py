@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from api.outbound.addresses import UrlError, is_allowed, is_public, public_addresses, read_url
-from api.pictures.fetch import PictureFetcher
+from api.outbound import UrlError, is_allowed, is_public, public_addresses, read_url
+from api.prompts.pictures import PictureFetcher
 from common.pictures import PictureError
 
 # --- addresses ----------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from api.pictures.layouts import PictureLayout, expanded, placed, read_layout
-from api.pictures.source import split_text
+from api.prompts.picture_layouts import PictureLayout, expanded, placed, read_layout
+from api.prompts.pictures import split_text
 from common.pictures import PictureError, Size
 from common.settings.settings import SettingError
 from tests.support.pictures.processors import CLASSES, make_processor, processed_ids

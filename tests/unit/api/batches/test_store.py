@@ -7,8 +7,8 @@ from pathlib import Path
 import orjson
 import pytest
 
-from api.batches.store import FileStore, StoredFile, lines_of
 from api.errors import ApiError
+from api.jobs.files import FileStore, StoredFile, lines_of
 from common.broker.pool_client import BrokerClock
 
 FILE = StoredFile(f"file-{1:032x}", "acme", "a.jsonl", "batch", 1, 0, None, [(f"{0:09d}", 1)])

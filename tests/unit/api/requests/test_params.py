@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from api.errors import ApiError
 from api.http.body import parse_body
-from api.pictures.prompts import PicturePrompts
+from api.prompts.pictures import PicturePrompts
 from api.requests.fields import Listed, SamplingFields, Strict, Whole
 from api.requests.params import DRAW_ONLY, Limits, draws, load_sampling_defaults, sampling_params
 from api.requests.validate import validate

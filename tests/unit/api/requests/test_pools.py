@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from api.requests import monitors
-from api.requests.directory import merge
 from api.requests.monitors import SILENT_S, BatcherMonitor
-from api.requests.pool_choice import pick_by_depth, rank_by_weight
+from api.requests.pool_registry import merge, pick_by_depth, rank_by_weight
 from common.broker.directory import TTL_S, KnownPool, PoolEntry
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpcore
@@ -144,3 +145,35 @@ async def public_addresses(host: str, port: int, named: Iterable[str]) -> list[s
     if not addresses:
         raise UrlError(f"is at {host}, whose address is not known")
     return addresses
+
+
+# --- public hosts -------------------------------------------------------------------------------------------
+
+
+class PublicHosts(httpcore.AsyncNetworkBackend):
+    """Connects to public addresses only, and to hosts that a setting itself names."""
+
+    def __init__(self, named: Iterable[str]) -> None:
+        self.named = frozenset(named)
+        self.backend = httpcore.AnyIOBackend()
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        """Connect to the first address that answers. Raises UrlError."""
+        *others, last = await public_addresses(host, port, self.named)
+        options = timeout, local_address, socket_options
+        for address in others:
+            try:
+                return await self.backend.connect_tcp(address, port, *options)
+            except (httpcore.ConnectError, httpcore.ConnectTimeout):
+                continue
+        return await self.backend.connect_tcp(last, port, *options)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)

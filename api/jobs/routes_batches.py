@@ -1,44 +1,138 @@
-"""Routes of OpenAI's Files and Batch API: /v1/files and /v1/batches."""
+"""Bodies of /v1/files and /v1/batches, as OpenAI has them."""
 
 import hashlib
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Query, Request
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response, StreamingResponse
 
-from api.batches.batch import Batch, needed_files, read_batch
-from api.batches.schemas import (
-    MAX_METADATA,
-    MAX_NAME,
-    MAX_VALUE,
-    BatchList,
-    BatchObject,
-    BatchRequest,
-    DeletedFile,
-    FileList,
-    FileObject,
-)
-from api.batches.store import FileStore, StoredFile, new_id
-from api.batches.upload import MAX_TTL_S, MIN_TTL_S, PURPOSES, upload
 from api.errors import ApiError, asking_broker, cut, invalid, overloaded, quoted
 from api.http import body
 from api.http.auth import key_of
 from api.http.idempotency import REPLAYED, check_same, idempotency_key, noted_digest
-from api.http.openapi import OPENAI, error_responses, json_body
+from api.http.openapi import OPENAI, OPENAI_ERRORS, ApiObject, OpenAIError, error_responses, json_body
 from api.jobs import scripts as job_scripts
-from api.openai.response_schemas import ERROR_RESPONSES, OpenAIError
+from api.jobs.batch import Batch, needed_files, read_batch
+from api.jobs.files import MAX_TTL_S, MIN_TTL_S, PURPOSES, FileStore, StoredFile, new_id, upload
+from api.protocols.table import BATCHES
 from api.requests.on_pool import own_pool
 from api.requests.pool import Pool
 from api.requests.respond import answer_id
 from api.requests.service_terms import tenant_of
-from api.webhooks.field import check_room, find_webhook
+from api.webhooks.field import WebhookField, check_room, find_webhook
 from common.api_keys import ApiKey
 from common.ids import BATCH_ID
 from common.webhooks import BATCH
 
+MAX_METADATA, MAX_NAME, MAX_VALUE = 16, 64, 512
+
+
+class OutputExpiry(BaseModel):
+    """When the files of answers expire."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    anchor: Literal["created_at"]
+    seconds: int = Field(ge=3600, le=2_592_000)
+
+
+class BatchRequest(BaseModel):
+    """The body of POST /v1/batches."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    input_file_id: str
+    endpoint: Literal[BATCHES]  # type: ignore[valid-type]
+    completion_window: Literal["1h", "24h", "best_effort"]
+    metadata: dict[str, str] | None = None
+    output_expires_after: OutputExpiry | None = None
+    webhook: WebhookField | None = None
+
+
+class FileObject(ApiObject):
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    filename: str
+    purpose: str
+    status: Literal["processed"]
+    status_details: None
+
+
+class FileList(ApiObject):
+    object: Literal["list"]
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedFile(ApiObject):
+    id: str
+    object: Literal["file"]
+    deleted: bool
+
+
+class RequestCounts(ApiObject):
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchErrors(ApiObject):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+
+
+class BatchObject(ApiObject):
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    errors: BatchErrors | None
+    input_file_id: str
+    completion_window: str
+    status: Literal[
+        "validating",
+        "failed",
+        "in_progress",
+        "finalizing",
+        "completed",
+        "expired",
+        "cancelling",
+        "cancelled",
+    ]
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    expires_at: int | None
+    in_progress_at: int | None
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: RequestCounts
+    metadata: dict[str, str] | None
+
+
+class BatchList(ApiObject):
+    object: Literal["list"]
+    data: list[BatchObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+# --- routes -------------------------------------------------------------------------------------------------
+
+
 router = APIRouter(
-    responses=ERROR_RESPONSES
+    responses=OPENAI_ERRORS
     | error_responses(
         OpenAIError,
         {

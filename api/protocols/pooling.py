@@ -1,0 +1,763 @@
+"""Vectors and scores, in the shapes of OpenAI, Cohere and vLLM: /v1/embeddings, /v1/rerank and /v1/score."""
+
+import math
+from array import array
+from base64 import b64encode
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import ConfigDict, Field
+from tokenizers import Encoding, Tokenizer
+
+from api.answers.answer import HttpAnswer, VectorAnswer
+from api.errors import invalid, openai, quoted, too_long, unavailable
+from api.event_loop import Pace
+from api.http.body import reject_unsupported
+from api.http.openapi import OPENAI_ERRORS, POOLING, Absent, ApiObject, ErrorResponses, only
+from api.json import to_json
+from api.prompts.control_texts import Rendered
+from api.protocols.openai_bodies import Prompt, read_prompts
+from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, WholeBody, described
+from api.requests.fields import Listed, Strict, Whole, least, with_one_error
+from api.requests.params import Limits
+from api.requests.pool import Pool
+from api.requests.respond import total_headers
+from api.streams.stream import Stream
+from common.messages.records import pack_ids
+from common.messages.request import EMBED, SERVICE_CLASSES, Generate, PoolingParams, StoppingParams
+from common.pooling import PoolingConfig
+
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "messages": (),
+    "mm_processor_kwargs": (),
+    "chat_template": (),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "bytes_only": (False,),
+    "stream": (False,),
+    "input_type": (),
+    "embedding_types": (["float"],),
+    "images": ([],),
+    "inputs": (),
+    "task": ("embed",),
+}
+"""Fields of vLLM and Cohere that are not served → values that are accepted."""
+
+TEXTS_SCHEMA: dict[str, Any] = {
+    "minLength": 1,
+    "minItems": 1,
+    "items": {"minLength": 1, "minItems": 1, "minimum": 0, "items": {"minimum": 0}},
+}
+OneOrMore = Annotated[str | Listed[str], with_one_error("Input should be a text or a list of texts")]
+ONE_OR_MORE_SCHEMA: dict[str, Any] = {"minLength": 1, "minItems": 1, "items": {"minLength": 1}}
+DOCUMENT_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["text"],
+    "properties": {"text": {"type": "string", "minLength": 1}},
+}
+DOCUMENTS_SCHEMA: dict[str, Any] = {
+    "minItems": 1,
+    "items": {"anyOf": [{"type": "string", "minLength": 1}, DOCUMENT_SCHEMA]},
+}
+
+
+LEFT, RIGHT = "left", "right"
+
+
+@dataclass(frozen=True, slots=True)
+class InputOptions:
+    """How inputs become token ids.
+
+    Attributes:
+        truncate: tokens to which longer inputs are cut; None refuses those that are too long, 0 cuts them to
+            the most that the model takes.
+        side: from which tokens are cut.
+        prompt: what is put before each text.
+        adds_special: whether special tokens are put around a text.
+        cache_salt: only requests with the same salt share KV blocks.
+    """
+
+    truncate: int | None = None
+    side: str = RIGHT
+    prompt: str = ""
+    adds_special: bool = True
+    cache_salt: str = ""
+
+
+class PoolingFields(Strict):
+    """Fields of all routes of OpenAI's and vLLM's APIs that bring vectors or scores. `user` and other labels
+    are accepted and have no effect.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = Field(
+        default=None,
+        description="A model that /v1/models lists. Default: this server's model; empty, `tgi` and `dummy` "
+        "mean the same.",
+    )
+    truncate_prompt_tokens: Whole | None = least(
+        -1,
+        "The most tokens of an input: longer ones are cut. -1: as many as the model takes. Default: longer "
+        "ones are refused.",
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        default=None, description="From which side tokens are cut. Default: right."
+    )
+    add_special_tokens: bool | None = Field(
+        default=None, description="Add the tokens that the model expects around a text. Default: true."
+    )
+    cache_salt: str | None = Field(
+        default=None,
+        description="Only requests with the same salt share what is computed of their prompts (vLLM).",
+        json_schema_extra={"minLength": 1},
+    )
+    priority: Whole | str | None = Field(
+        default=None,
+        description="vLLM's: the lower, the sooner; or the name of a class. The header `x-priority` comes "
+        "before it.",
+        json_schema_extra={"anyOf": [{"type": "integer"}, {"enum": [*SERVICE_CLASSES, None]}]},
+    )
+
+    def check(self) -> None:
+        """Raises ApiError for unsupported fields."""
+        reject_unsupported(self.model_extra or {}, UNSUPPORTED, ())
+        if self.cache_salt == "":
+            raise invalid("`cache_salt` cannot be empty", "cache_salt")
+        given, name = self.truncate_prompt_tokens, "truncate_prompt_tokens"
+        if given is not None and (given < -1 or given == 0):
+            raise invalid(f"`{name}` must be -1 or at least 1. Given: {given}", name)
+
+    def options(self, prompt: str = "") -> InputOptions:
+        """How inputs become token ids."""
+        cut_to = self.truncate_prompt_tokens
+        return InputOptions(
+            truncate=None if cut_to is None else max(cut_to, 0),
+            side=self.truncation_side or RIGHT,
+            prompt=prompt,
+            adds_special=self.add_special_tokens is not False,
+            cache_salt=self.cache_salt or "",
+        )
+
+
+class EmbeddingRequest(PoolingFields):
+    """The body of /v1/embeddings."""
+
+    input: Prompt = Field(
+        description="A text, a list of texts, a list of token ids, or a list of such lists.",
+        json_schema_extra=TEXTS_SCHEMA,
+    )
+    encoding_format: Literal["float", "base64"] | None = Field(
+        default=None,
+        description="`base64`: of the little-endian float32 values; OpenAI's clients ask for it. "
+        "Default: float.",
+    )
+    dimensions: Whole | None = least(
+        1, "Keep only the first values of each vector, as models trained for it allow (matryoshka)."
+    )
+    normalize: bool | None = Field(
+        default=None, description="Give vectors the length 1. Default: true (vLLM's field)."
+    )
+    prompt_name: str | None = Field(
+        default=None,
+        description="Which of the model's prompts is put before each text (sentence-transformers). Default: "
+        "its default one.",
+    )
+    user: str | None = Field(default=None, description="Accepted, without effect.")
+
+
+class ScoreRequest(PoolingFields):
+    """The body of vLLM's /v1/score."""
+
+    text_1: OneOrMore = Field(
+        description="One text for all of `text_2`, or as many.", json_schema_extra=ONE_OR_MORE_SCHEMA
+    )
+    text_2: OneOrMore = Field(description="The texts that are scored.", json_schema_extra=ONE_OR_MORE_SCHEMA)
+
+
+class Document(Strict):
+    """A document of Cohere's older form."""
+
+    text: str
+
+
+class RerankFields(PoolingFields):
+    """The body of /rerank (Cohere, Jina, vLLM)."""
+
+    query: str = Field(description="What documents are compared with.", json_schema_extra={"minLength": 1})
+    documents: Listed[str | Document] = Field(
+        description="Texts, or objects with a `text`.", json_schema_extra=DOCUMENTS_SCHEMA
+    )
+    top_n: Whole | None = least(0, "The best documents to return; 0 and the default return all.")
+    return_documents: bool | None = Field(
+        default=None, description="Return the texts, too. Default: true, as in vLLM and Jina."
+    )
+
+    @property
+    def texts(self) -> list[str]:
+        return [one if isinstance(one, str) else one.text for one in self.documents]
+
+
+# --- response schemas ---------------------------------------------------------------------------------------
+
+
+ShownVector = list[float] | str
+"""Numbers, or with `encoding_format` base64 the base64 of their float32 values."""
+
+
+class PoolingUsage(ApiObject):
+    """Token counts: of all inputs, with the special tokens around them."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(ApiObject):
+    object: Literal["embedding"]
+    index: int
+    """Place of its input."""
+    embedding: ShownVector
+
+
+class EmbeddingList(ApiObject):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: PoolingUsage
+
+
+class Score(ApiObject):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreResponse(ApiObject):
+    id: str
+    object: Literal["list"]
+    created: int
+    """Unix time of the request, in seconds."""
+    model: str
+    data: list[Score]
+    usage: PoolingUsage
+
+
+class RankedDocument(ApiObject):
+    text: str
+
+
+class RankedResult(ApiObject):
+    index: int
+    """Place among the documents."""
+    relevance_score: float
+    document: RankedDocument = Absent
+
+
+class RerankResponse(ApiObject):
+    """The best documents first."""
+
+    id: str
+    model: str
+    usage: PoolingUsage
+    results: list[RankedResult]
+
+
+VLLM_ERRORS: ErrorResponses = only(OPENAI_ERRORS, 400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
+
+
+# --- inputs -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingInput:
+    """One input.
+
+    Attributes:
+        text, ids: the input; one of the two is given.
+        pair: the second text, if it is a pair.
+        where: its name in errors, by the client's own fields.
+    """
+
+    where: str
+    text: str = ""
+    ids: Sequence[int] | None = None
+    pair: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PooledInputs:
+    """The requests of an answer.
+
+    Attributes:
+        num_chars: characters of all texts.
+    """
+
+    requests: list[Generate] = field(default_factory=list)
+    num_chars: int = 0
+
+
+def embedding_of(pool: Pool, route: str) -> PoolingConfig:
+    """How an embedding model pools. Raises ApiError if the pool's model is none."""
+    pooling, name = any_pooling(pool, route), pool.settings.model_name
+    if pooling.kind != EMBED:
+        raise invalid(f"`{name}` is {pooling.label}, and {route} needs an embedding model", "model")
+    return pooling
+
+
+def any_pooling(pool: Pool, route: str) -> PoolingConfig:
+    """How the pool's model pools. Raises ApiError if it generates text."""
+    if pool.pooling is None:
+        name = pool.settings.model_name
+        why = "generates text; with RUNNER=pooling it makes vectors"
+        raise invalid(f"`{name}` {why}, which {route} needs", "model")
+    return pool.pooling
+
+
+async def read_inputs(
+    pool: Pool, inputs: Sequence[PoolingInput], options: InputOptions, name: str
+) -> PooledInputs:
+    """A request for each input, without what admission adds. Raises ApiError.
+
+    Args:
+        name: of the field that has them.
+    """
+    check_workers(pool)
+    check_number(inputs, pool.workers.limits, name)
+    requests, num_chars, pace = [], 0, Pace()
+    for one in inputs:
+        requests.append(await make_request(pool, one, options))
+        num_chars += len(one.text) + len(one.pair or "")
+        await pace.step()
+    need, most = sum(request.logits_bytes for request in requests), pool.settings.max_logits_bytes
+    if need > most:
+        raise invalid(
+            f"`{name}` may have at most {most} bytes of vectors (MAX_LOGITS_BYTES). Given: {need} bytes", name
+        )
+    return PooledInputs(requests, num_chars)
+
+
+def check_workers(pool: Pool) -> None:
+    """Raises ApiError (503) if ready workers only generate, as those of an earlier version do."""
+    assert pool.pooling is not None
+    kinds = pool.workers.kinds
+    if kinds and pool.pooling.kind not in kinds:
+        raise unavailable("no worker that is ready makes vectors or scores")
+
+
+def check_number(inputs: Sequence[object], limits: Limits, name: str) -> None:
+    most = limits.max_client_batch_size
+    if not inputs:
+        raise invalid(f"`{name}` cannot be empty", name)
+    if len(inputs) > most:
+        raise invalid(f"`{name}` supports up to {most} inputs. Given: {len(inputs)}", name)
+
+
+async def make_request(pool: Pool, one: PoolingInput, options: InputOptions) -> Generate:
+    """The request for one input. Raises ApiError."""
+    pooling, limits = pool.pooling, pool.workers.limits
+    assert pooling is not None
+    most = limits.max_input_tokens
+    if options.truncate is not None and options.truncate > most:
+        raise invalid(
+            f"`truncate_prompt_tokens` must be at most {most}. Given: {quoted(options.truncate)}",
+            "truncate_prompt_tokens",
+        )
+    cut_to = None if options.truncate is None else options.truncate or most
+    ids, pair_start = await encode(pool, pooling, one, options, cut_to)
+    if not ids:
+        raise invalid(f"`{one.where}` cannot be empty", one.where)
+    if len(ids) > most:
+        words = f"`{one.where}` must have at most {most} tokens. Given: {len(ids)}"
+        raise too_long(words, one.where, most)
+    params = PoolingParams(pair_start)
+    return Generate(
+        request_id="",
+        digest="",
+        prompt_ids=pack_ids(ids),
+        stopping=StoppingParams(max_new_tokens=1),
+        logits=params.logits(pooling.size),
+        pooling=params,
+        cache_salt=options.cache_salt,
+    )
+
+
+# --- token ids ----------------------------------------------------------------------------------------------
+
+
+async def encode(
+    pool: Pool, pooling: PoolingConfig, one: PoolingInput, options: InputOptions, cut_to: int | None
+) -> tuple[list[int], int]:
+    """Token ids of an input, and where the second text of a pair begins, 0 for none. Raises ApiError."""
+    if one.ids is not None:
+        num_ids = pool.tokenizer.size
+        for token_id in one.ids:
+            if not 0 <= token_id < num_ids:
+                words = f"must have token ids of at least 0 and below {num_ids}. Given: {quoted(token_id)}"
+                raise invalid(f"`{one.where}` {words}", one.where)
+        return cut_ids(list(one.ids), cut_to, options.side), 0
+    if not one.text and one.pair is None:
+        raise invalid(f"`{one.where}` cannot be empty", one.where)
+    texts = [options.prompt + one.text, *([] if one.pair is None else [one.pair])]
+    texts = [text.lower() for text in texts] if pooling.lowers else texts
+    backend = pool.tokenizer.backend
+    whole = Rendered("".join(texts), None)  # says only how much work it is
+    return await pool.tokenizer.run(whole, lambda: encode_texts(backend, texts, options, cut_to))
+
+
+def cut_ids(ids: list[int], cut_to: int | None, side: str) -> list[int]:
+    if cut_to is None or len(ids) <= cut_to:
+        return ids
+    return ids[:cut_to] if side == RIGHT else ids[-cut_to:]
+
+
+def encode_texts(
+    backend: Tokenizer, texts: Sequence[str], options: InputOptions, cut_to: int | None
+) -> tuple[list[int], int]:
+    """Token ids of a text or a pair, with the special tokens around what is left of it when it is cut."""
+    encodings: list[Encoding] = backend.encode_batch(texts, add_special_tokens=False)
+    if cut_to is not None:
+        added = backend.num_special_tokens_to_add(len(texts) > 1) if options.adds_special else 0
+        lengths = kept_lengths([len(one.ids) for one in encodings], max(0, cut_to - added))
+        for one, length in zip(encodings, lengths, strict=True):
+            one.truncate(length, direction=options.side)
+    first, second = encodings[0], encodings[1] if len(texts) > 1 else None
+    whole = backend.post_process(first, second, add_special_tokens=options.adds_special)
+    ids: list[int] = whole.ids
+    return ids, next((place for place, kind in enumerate(whole.type_ids) if kind == 1), 0)
+
+
+def kept_lengths(lengths: Sequence[int], room: int) -> list[int]:
+    """Lengths to which a text, or a pair, is cut: of a pair the longer one first, as transformers cuts it."""
+    if len(lengths) == 1:
+        return [min(lengths[0], room)]
+    short, long = min(lengths), max(lengths)
+    if short + long > room:
+        long = max(short, room - short)
+    if short + long > room:
+        short, long = room // 2, room - room // 2
+    return [short, long] if lengths[0] <= lengths[1] else [long, short]
+
+
+# --- pairs --------------------------------------------------------------------------------------------------
+
+
+async def read_pairs(
+    pool: Pool,
+    route: str,
+    queries: Sequence[str],
+    others: Sequence[str],
+    names: tuple[str, str],
+    options: InputOptions,
+) -> tuple[PooledInputs, int]:
+    """The requests for scores of pairs, and `num_queries` of their answer. An embedding model computes both
+    sides once, and their cosines are the scores; a reranker computes each pair. Raises ApiError.
+
+    Args:
+        queries: one for all `others`, or as many as they are.
+        names: of the fields of both.
+    """
+    pooling = any_pooling(pool, route)
+    check_number(others, pool.workers.limits, names[1])
+    if pooling.kind == EMBED:
+        sides = [*inputs_of(queries, names[0]), *inputs_of(others, names[1])]
+        return await read_inputs(pool, sides, options, names[1]), len(queries)
+    firsts = [*queries] * len(others) if len(queries) == 1 else queries
+    pairs = [
+        PoolingInput(f"{names[1]}[{i}]", text=first, pair=second)
+        for i, (first, second) in enumerate(zip(firsts, others, strict=True))
+    ]
+    return await read_inputs(pool, pairs, options, names[1]), 0
+
+
+def inputs_of(texts: Sequence[str], name: str) -> list[PoolingInput]:
+    return [PoolingInput(f"{name}[{i}]", text=text) for i, text in enumerate(texts)]
+
+
+# --- vectors ------------------------------------------------------------------------------------------------
+
+
+Vector = Sequence[float]
+
+
+def values_of(stream: Stream) -> "array[float]":
+    """All values that a stream has, little-endian float32 on the wire."""
+    values = array("f")
+    values.frombytes(stream.logits or b"")
+    return values
+
+
+def shaped(vector: Vector, dimensions: int, normalized: bool) -> "array[float]":
+    """The first `dimensions` values of a vector, 0 for all, and of length 1 if it is to be `normalized`."""
+    kept = vector[:dimensions] if dimensions else vector
+    length = length_of(kept) if normalized else 1.0
+    return array("f", kept) if length in (0.0, 1.0) else array("f", [value / length for value in kept])
+
+
+def length_of(vector: Vector) -> float:
+    return math.sqrt(math.fsum(value * value for value in vector))
+
+
+def cosine(one: Vector, other: Vector) -> float:
+    lengths = length_of(one) * length_of(other)
+    return math.fsum(a * b for a, b in zip(one, other, strict=True)) / lengths if lengths else 0.0
+
+
+def to_base64(vector: "array[float]") -> str:
+    return b64encode(vector.tobytes()).decode()
+
+
+def sigmoid(score: float) -> float:
+    return 1 / (1 + math.exp(-score)) if score >= 0 else math.exp(score) / (1 + math.exp(score))
+
+
+# --- render -------------------------------------------------------------------------------------------------
+
+
+AS_EMBEDDINGS, AS_SCORE, AS_RERANK = "embeddings", "score", "rerank"
+RenderForm = Callable[[HttpAnswer, VectorAnswer, Sequence[Stream]], Any]
+
+
+def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> WholeBody:
+    assert answer.vectors is not None
+    content = FORMS[answer.vectors.form](answer, answer.vectors, streams)
+    return to_json(content), total_headers(answer, streams, 0, arrived_s)
+
+
+# --- vectors ------------------------------------------------------------------------------------------------
+
+
+def render_vector(shown: VectorAnswer, vector: Vector) -> Any:
+    """A vector as JSON: the shortest numbers that give its float32 values, or base64."""
+    values = shaped(vector, shown.dimensions, shown.normalized)
+    return to_base64(values) if shown.base64 else [short(value) for value in values]
+
+
+def short(value: float) -> Any:
+    """A float32 value in as few digits as tell it from its neighbours: 9 always do."""
+    return orjson.Fragment(b"%.9g" % value) if value - value == 0 else None
+
+
+def render_embeddings(answer: HttpAnswer, shown: VectorAnswer, streams: Sequence[Stream]) -> dict[str, Any]:
+    data = [
+        {"object": "embedding", "index": i, "embedding": render_vector(shown, values_of(stream))}
+        for i, stream in enumerate(streams)
+    ]
+    return {"object": "list", "data": data, "model": answer.model, "usage": render_usage(answer)}
+
+
+# --- scores -------------------------------------------------------------------------------------------------
+
+
+def scores_of(shown: VectorAnswer, streams: Sequence[Stream]) -> list[float]:
+    """A score for each pair: the model's own, or the cosine of the two vectors."""
+    values = [values_of(stream) for stream in streams]
+    if not shown.num_queries:
+        return [one[0] if shown.raw else sigmoid(one[0]) for one in values]
+    queries, others = values[: shown.num_queries], values[shown.num_queries :]
+    queries = queries * len(others) if len(queries) == 1 else queries
+    return [cosine(*pair) for pair in zip(queries, others, strict=True)]
+
+
+def ranked(scores: Sequence[float], top_n: int) -> list[tuple[int, float]]:
+    """(place, score), the best first, and equal ones in their order; at most `top_n`, unless that is 0."""
+    order = sorted(enumerate(scores), key=lambda item: -item[1])
+    return order[:top_n] if top_n else order
+
+
+def render_score(answer: HttpAnswer, shown: VectorAnswer, streams: Sequence[Stream]) -> dict[str, Any]:
+    scores = scores_of(shown, streams)
+    data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
+    head = {"id": f"score-{answer.request_id}", "object": "list", "created": answer.created_s}
+    return head | {"model": answer.model, "data": data, "usage": render_usage(answer)}
+
+
+def render_rerank(answer: HttpAnswer, shown: VectorAnswer, streams: Sequence[Stream]) -> dict[str, Any]:
+    results = [
+        {"index": i, "relevance_score": score}
+        | ({"document": {"text": shown.texts[i]}} if shown.texts else {})
+        for i, score in ranked(scores_of(shown, streams), shown.top_n)
+    ]
+    head = {"id": f"rerank-{answer.request_id}", "model": answer.model}
+    return head | {"usage": render_usage(answer), "results": results}
+
+
+def render_usage(answer: HttpAnswer) -> dict[str, int]:
+    return {"prompt_tokens": answer.num_prompt_tokens, "total_tokens": answer.num_prompt_tokens}
+
+
+FORMS: dict[str, RenderForm] = {
+    AS_EMBEDDINGS: render_embeddings,
+    AS_SCORE: render_score,
+    AS_RERANK: render_rerank,
+}
+RENDERER = AnswerRenderer(None, render_whole)
+
+
+# --- readers ------------------------------------------------------------------------------------------------
+
+
+async def read_embedding(parsed: EmbeddingRequest, context: Context) -> Asked:
+    """Raises ApiError."""
+    pool = context.pool
+    own = embedding_of(pool, context.route)
+    options = parsed.options(prompt_of(own, parsed.prompt_name))
+    inputs = await read_inputs(pool, listed_inputs(parsed.input, "input"), options, "input")
+    shown = VectorAnswer(
+        AS_EMBEDDINGS,
+        base64=parsed.encoding_format == "base64",
+        dimensions=checked_dimensions(own, parsed.dimensions),
+        normalized=parsed.normalize is not False,
+    )
+    return asked(inputs, shown)
+
+
+async def read_rerank(parsed: RerankFields, context: Context) -> Asked:
+    """Raises ApiError."""
+    if parsed.top_n is not None and parsed.top_n < 0:
+        raise invalid(f"`top_n` must be at least 0. Given: {parsed.top_n}", "top_n")
+    pool, texts, names = context.pool, parsed.texts, ("query", "documents")
+    inputs, num_queries = await read_pairs(
+        pool, context.route, [parsed.query], texts, names, parsed.options()
+    )
+    shown = VectorAnswer(
+        AS_RERANK,
+        num_queries=num_queries,
+        raw=is_raw(pool),
+        top_n=parsed.top_n or 0,
+        texts=[] if parsed.return_documents is False else texts,
+    )
+    return asked(inputs, shown)
+
+
+async def read_score(parsed: ScoreRequest, context: Context) -> Asked:
+    """Raises ApiError."""
+    pool = context.pool
+    first, second = ([one] if isinstance(one, str) else list(one) for one in (parsed.text_1, parsed.text_2))
+    if len(first) not in (1, len(second)):
+        raise invalid(
+            f"`text_1` must be one text, or as many as `text_2` ({len(second)}). Given: {len(first)}",
+            "text_1",
+        )
+    names = ("text_1", "text_2")
+    inputs, num_queries = await read_pairs(pool, context.route, first, second, names, parsed.options())
+    return asked(inputs, VectorAnswer(AS_SCORE, num_queries=num_queries, raw=is_raw(pool)))
+
+
+def asked(inputs: PooledInputs, shown: VectorAnswer) -> Asked:
+    requests = inputs.requests
+    return Asked(requests, [""] * len(requests), num_chars=inputs.num_chars, parts={"vectors": shown})
+
+
+def is_raw(pool: Pool) -> bool:
+    """Whether the model's own files say that its scores are shown as it computes them."""
+    return pool.pooling is not None and pool.pooling.is_raw
+
+
+def listed_inputs(given: Prompt, name: str) -> list[PoolingInput]:
+    """The inputs of a field that has a text, token ids, or a list of either. Raises ApiError."""
+    if isinstance(given, str):
+        return [PoolingInput(name, text=given)]
+    if not given:
+        return []
+    is_one = isinstance(given[0], int)
+    inputs = []
+    for i, one in enumerate(read_prompts(given)):
+        where = name if is_one else f"{name}[{i}]"
+        text_or_ids: Any = one
+        inputs.append(
+            PoolingInput(where, text=one) if isinstance(one, str) else PoolingInput(where, ids=text_or_ids)
+        )
+    return inputs
+
+
+def prompt_of(pooling: PoolingConfig, name: str | None) -> str:
+    """The text before each input: of the prompt that is named, or the model's default one. Raises
+    ApiError.
+    """
+    if name is None:
+        return pooling.prompts.get(pooling.default_prompt, "")
+    if name not in pooling.prompts:
+        known = ", ".join(sorted(pooling.prompts)) or "it has none"
+        words = f"must be a prompt of the model: {known}. Given: {quoted(name)}"
+        raise invalid(f"`prompt_name` {words}", "prompt_name")
+    return pooling.prompts[name]
+
+
+def checked_dimensions(pooling: PoolingConfig, dimensions: int | None) -> int:
+    """Values that are kept of a vector; 0 keeps all. Raises ApiError."""
+    if dimensions is None:
+        return 0
+    if not 1 <= dimensions <= pooling.size:
+        raise invalid(f"`dimensions` must be 1 to {pooling.size}. Given: {dimensions}", "dimensions")
+    return dimensions
+
+
+# --- routes openai ------------------------------------------------------------------------------------------
+
+
+RERANK_EXAMPLE = {
+    "query": "What is the capital of France?",
+    "documents": ["Paris is the capital of France.", "Bread is made of flour."],
+}
+EMBEDDINGS = Protocol(
+    path="/v1/embeddings",
+    name="embeddings",
+    operation="embeddings",
+    body=EmbeddingRequest,
+    read=read_embedding,
+    renderer=RENDERER,
+    error=openai,
+    streams=False,
+    counts=False,
+    job="vectors",
+    prompt=["input"],
+    in_jobs=True,
+    in_batches=True,
+    docs=described(
+        POOLING,
+        VLLM_ERRORS,
+        EmbeddingRequest,
+        {"input": ["The sky is blue.", "Grass is green."]},
+        "Create embeddings",
+        "Returns a vector for each input, in their order.",
+        EmbeddingList,
+    ),
+)
+RERANK = EMBEDDINGS._replace(
+    path="/v1/rerank",
+    name="rerank",
+    aliases=["/rerank", "/v2/rerank"],
+    body=RerankFields,
+    read=read_rerank,
+    prompt=["query", "documents"],
+    docs=described(
+        POOLING,
+        VLLM_ERRORS,
+        RerankFields,
+        RERANK_EXAMPLE,
+        "Rank documents by a query",
+        "Returns the documents, the best first, as Cohere, Jina and vLLM do. A reranker scores each "
+        "pair; of an "
+        "embedding model the scores are cosines.",
+        RerankResponse,
+    ),
+)
+SCORE = RERANK._replace(
+    path="/v1/score",
+    name="score",
+    aliases=["/score"],
+    body=ScoreRequest,
+    read=read_score,
+    prompt=["text_1", "text_2"],
+    docs=described(
+        POOLING,
+        VLLM_ERRORS,
+        ScoreRequest,
+        {"text_1": "What is the capital of France?", "text_2": RERANK_EXAMPLE["documents"]},
+        "Score pairs of texts",
+        "Returns a score for each pair (vLLM): of `text_1` with each of `text_2`, or of two lists' pairs.",
+        ScoreResponse,
+    ),
+)
