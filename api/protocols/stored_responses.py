@@ -29,6 +29,7 @@ from api.protocols.response_object import (
     ResponsesObject,
 )
 from api.protocols.responses import StoredResponse, find_response, read_response, render_response
+from api.requests.request_scripts import cancel_request
 from api.resume import rest
 from api.streams.describe_answer import delete_ended
 from api.streams.stream import Stream

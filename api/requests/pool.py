@@ -19,6 +19,7 @@ from api.event_loop import background_task
 from api.http.key_ring import KeyRing
 from api.prompts.pictures import PicturePrompts
 from api.prompts.tokenizer import ModelTokenizer, TextBudget
+from api.requests.adapter_files import adapters_of
 from api.requests.admission import Admission
 from api.requests.monitors import AdapterMonitor, BatcherMonitor, WorkerMonitor
 from api.requests.params import load_sampling_defaults

@@ -23,7 +23,6 @@ from api.requests import request_scripts
 from api.resume import attach
 from api.resume.attach import Admitted, find_own
 from api.streams.stream import Stream
-from common.broker import request_scripts
 from common.messages.request import SERVICE_CLASSES, class_index, service_class
 
 State = Literal["queued", "running", "finished", "cancelled", "error"]

@@ -9,7 +9,7 @@ from importlib.metadata import version
 
 from api.answers.answer import HttpAnswer, Rendering, ResumeTerms
 from api.errors import asking_broker
-from common.broker import request_scripts
+from api.requests import request_scripts
 from common.broker.keys import RESULT_TTL_MS, Keys
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode

@@ -14,9 +14,9 @@ import orjson
 import pytest
 from redis.asyncio import Redis
 
-from api.adapters.files import find_adapter
 from api.admin import routes_metrics
 from api.lifecycle import Gateway
+from api.requests.adapter_files import find_adapter
 from batcher.housekeeping import count_adapters
 from batcher.scheduling.sequence import PlacedRow
 from common.adapter_registry import AdapterRegistry, change_registry, read_registry

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from api.adapters.files import find_adapter
+from api.requests.adapter_files import find_adapter
 from common.adapter_registry import change_registry
 from common.adapters import READY, PoolAdapter
 from common.broker.pool_client import PoolClient
