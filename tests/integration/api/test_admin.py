@@ -30,7 +30,6 @@ from common.messages.request import Generate
 from common.settings.settings import SettingError, Settings
 from deploy.launcher.embedded_broker import Broker
 from tests.support import brokers
-from tests.support.fleet.batchers import batcher
 from tests.support.fleet.gateways import answering, ready, serving, stream
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
@@ -126,51 +125,6 @@ async def test_a_process_without_heartbeats_is_not_listed(broker: Broker, redis:
 
 async def gone(redis: Any) -> bool:
     return not await redis.exists(KEYS.process("batcher", "b0-1"))
-
-
-async def test_a_worker_that_loads_its_model_is_listed(broker: Broker, redis: Any) -> None:
-    async with serving(broker.url) as (_, client):
-
-        async def workers() -> list[str]:
-            return [
-                one["state"]
-                for one in (await client.get("/fleet")).json()["processes"]
-                if one["kind"] == "worker"
-            ]
-
-        async with Heartbeat(PoolClient(redis, KEYS), "starting", "w0-1", 5.0).sending(0.05):
-            await wait_until(workers)
-            assert await workers() == ["starting"]
-        assert await workers() == []
-
-
-async def test_of_two_batchers_the_one_with_the_lease_is_active(broker: Broker, redis: Any) -> None:
-    with batcher(broker.url, "b0") as first, batcher(broker.url, "b1") as second:
-        async with serving(broker.url) as (_, client):
-
-            async def both() -> list[dict[str, Any]]:
-                found = [
-                    one
-                    for one in (await client.get("/fleet")).json()["processes"]
-                    if one["kind"] == "batcher"
-                ]
-                return found if {one["state"] for one in found} == {"active", "standby"} else []
-
-            found = await wait_until(both)
-            holder = (await redis.get(KEYS.batcher)).decode()
-            assert {one["id"] for one in found if one["active"]} == {holder}
-            assert {one["pid"] for one in found} == {first.pid, second.pid}
-
-
-async def test_without_a_batcher_all_requests_are_waiting(broker: Broker, redis: Any) -> None:
-    await redis.xadd(KEYS.requests, {"generate": b"?"})
-    async with serving(broker.url) as (_, client):
-        assert (await client.get("/fleet")).json()["requests"] == {
-            "live": 1,
-            "waiting": 1,
-            "running": 0,
-            "limit": 1024,
-        }
 
 
 async def test_the_kill_button_kills_a_process_of_the_same_launcher(

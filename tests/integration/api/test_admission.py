@@ -29,16 +29,14 @@ import yaml
 from redis.asyncio import Redis
 
 from api import errors
-from api.errors import LOADING_S, ApiError
+from api.errors import LOADING_S
 from api.lifecycle import Gateway
 from api.requests import admission
-from api.requests.pool import longest_request
 from api.requests.pool_registry import IDLE_S
 from api.requests.service_terms import MAX_DEADLINE_MS
 from api.streams import relay as relay_module
 from common.broker.keys import Keys
 from common.messages.request import Generate
-from common.settings.settings import Settings
 from deploy.launcher.embedded_broker import Broker
 from tests.support import brokers
 from tests.support.api_errors import tgi_error
@@ -368,7 +366,7 @@ async def answers(client: httpx.AsyncClient) -> bool:
     return (await client.post("/generate", json=BODY)).status_code == 200
 
 
-SCALE_TO_ZERO_BODY = {"inputs": "a", "parameters": {"max_new_tokens": 3, "details": True}}
+DETAILED = {"inputs": "a", "parameters": {"max_new_tokens": 3, "details": True}}
 SCALER, *_ = yaml.safe_load_all((FOLDER / "overlays/keda/scaler.yaml").read_text())
 LIVE: str = SCALER["spec"]["triggers"][0]["metadata"]["valueLocation"]
 """What the scaler of deploy/kubernetes reads."""
@@ -393,7 +391,7 @@ async def test_a_request_to_a_pool_without_workers_waits_for_the_one_that_is_sta
         async with serving(broker.url, scale_to_zero=True) as (gateway, client):
             await wait_until(lambda: is_ready(client))
             for name in ("w0", "w1"):
-                waiting = asyncio.create_task(client.post("/generate", json=SCALE_TO_ZERO_BODY))
+                waiting = asyncio.create_task(client.post("/generate", json=DETAILED))
                 await wait_until(lambda: has_live(client, 1))
                 async with modeless_worker(broker.url, name) as engine:
                     answer = await waiting
@@ -409,7 +407,7 @@ async def test_a_request_to_a_pool_without_workers_waits_for_the_one_that_is_sta
 
 async def test_a_request_that_waits_has_a_position_in_the_queue(broker: Broker) -> None:
     """More urgent requests are before it, less urgent ones are not."""
-    stream = SCALE_TO_ZERO_BODY | {"resume_s": 60}
+    stream = DETAILED | {"resume_s": 60}
     with batcher(broker.url):
         async with (
             serving(broker.url, scale_to_zero=True) as (_, client),
@@ -442,24 +440,12 @@ async def test_limits_are_the_model_s_until_a_worker_says_its_own(broker: Broker
                 await wait_until(lambda: gateway.pool.workers.limits.max_total_tokens == 160)
 
 
-@pytest.mark.parametrize(
-    ("settings", "longest"),
-    [
-        (Settings(), 0),
-        (Settings(scale_to_zero=True), 8192),
-        (Settings(scale_to_zero=True, max_total_tokens=2048), 2048),
-    ],
-)
-def test_the_longest_request_without_a_worker(settings: Settings, longest: int) -> None:
-    assert longest_request(settings) == longest
-
-
-POOL_REGISTRY_IDS = ids(" zero one two three")
+COUNT_IDS = ids(" zero one two three")
 KEYS = Keys("b")
 
 
 def answer(_: Generate) -> Answer:
-    return Answer(POOL_REGISTRY_IDS)
+    return Answer(COUNT_IDS)
 
 
 @pytest.fixture
@@ -615,34 +601,6 @@ async def test_a_pool_whose_worker_still_loads_is_asked_for_again_later(broker: 
     assert response.headers["retry-after"] == named.headers["retry-after"] == str(LOADING_S)
     assert response.json()["error"]["code"] == "unavailable"
     assert "the worker of pool b still loads its model" in named.json()["error"]
-
-
-async def test_a_request_of_a_pool_whose_worker_is_away_is_asked_for_again_later(
-    broker: Broker, redis: Redis
-) -> None:
-    """The request lives on: its client is not told that it does not exist."""
-    async with announced(broker.url, "b", num_ready=0), gateway_of_default(broker.url) as (gateway, _):
-        with pytest.raises(ApiError) as refusal:
-            await gateway.pools.named("b")
-        assert (refusal.value.status, refusal.value.error_type) == (503, "unavailable")
-
-
-async def test_all_pools_of_a_gateway_share_what_it_may_tokenize_at_once(
-    broker: Broker, worker: FakeWorker
-) -> None:
-    async with gateway_of_default(broker.url) as (gateway, _):
-        foreign = await gateway.pools.find("b")
-        assert foreign is not gateway.pool
-        assert foreign.tokenizer.budget is gateway.pool.tokenizer.budget
-
-
-async def test_a_gateway_that_ends_leaves_its_broker_last(
-    broker: Broker, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The directory is at the same broker: closed with the other pools, it took the connection of jobs."""
-    async with answering(broker.url, Answer([])):
-        pass
-    assert "outage of the broker" not in caplog.text
 
 
 HEADERS = {"x-priority": "batch", "x-tenant": "acme", "x-deadline-ms": "5000"}

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from api.models import STARTED_S, VERSION_HEADER, page
+from api.models import STARTED_S, VERSION_HEADER
 from common.messages.records import unpack_ids
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_tools import ARGUMENTS, CALLS, HERMES, PARAMETERS
@@ -357,11 +357,6 @@ async def test_a_stream_that_is_asked_for_again_has_the_same_bytes(broker: Broke
 
 MODELS_ASKED = {VERSION_HEADER: "2023-06-01"}
 CREATED = datetime.fromtimestamp(STARTED_S, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-MODELS: list[dict[str, Any]] = [{"id": name, "created": 0} for name in "abcde"]
-
-
-def shown(found: dict[str, Any]) -> tuple[str, bool]:
-    return "".join(model["id"] for model in found["data"]), found["has_more"]
 
 
 async def test_anthropics_clients_get_its_list(broker: Broker) -> None:
@@ -380,11 +375,3 @@ async def test_anthropics_clients_get_its_list(broker: Broker) -> None:
     assert found.json() == one and missing.status_code == 404
     assert wrong.status_code == 400 and "`after_id` must be a model of the list" in wrong.text
     assert [model["id"] for model in plain.json()["data"]] == ["one", "two"]
-
-
-def test_pages_go_forwards_and_backwards() -> None:
-    assert shown(page(MODELS, 2, None, None)) == ("ab", True)
-    assert shown(page(MODELS, 3, "b", None)) == ("cde", False)
-    assert shown(page(MODELS, 2, None, "d")) == ("bc", True)
-    assert shown(page(MODELS, 9, None, "d")) == ("abc", False)
-    assert page(MODELS, 2, "e", None) == {"data": [], "first_id": None, "last_id": None, "has_more": False}

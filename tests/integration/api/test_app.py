@@ -24,16 +24,14 @@ from openai import AsyncOpenAI, AuthenticationError
 from redis.asyncio import Redis
 
 from api.admin.routes_fleet import ProcessList, judge_processes
-from api.event_loop import background_task
 from api.http.sse import KEEP_ALIVE_S
 from api.requests import monitors
 from api.requests.monitors import SILENT_S
-from api.server import lossy, shared_listener
+from api.server import shared_listener
 from api.streams.http_response import TokenStream
 from batcher.loop import Batcher
 from batcher.process import serve
 from common.broker.keys import Keys
-from common.process.logs import REQUEST_ID
 from common.settings.settings import SettingError, Settings
 from deploy.launcher.embedded_broker import Broker
 from tests.support.api_errors import tgi_error
@@ -94,19 +92,6 @@ async def test_every_response_has_a_request_id(broker: Broker) -> None:
         ]
     assert all(len(one.headers["x-request-id"]) == 32 for one in answers)
     assert len({one.headers["x-request-id"] for one in answers}) == len(answers)
-
-
-async def test_a_background_task_has_no_request_id() -> None:
-    seen: list[str] = []
-
-    async def loop() -> None:
-        seen.append(REQUEST_ID.get())
-        await asyncio.Event().wait()
-
-    REQUEST_ID.set("r")
-    async with background_task(loop()):
-        await wait_until(lambda: seen)
-    assert seen == [""]
 
 
 # --- the key ------------------------------------------------------------------------------------------------
@@ -565,12 +550,6 @@ def test_gateways_listen_on_listen_host_or_name_the_error() -> None:
             assert one.getsockname()[0] == host
     with pytest.raises(SettingError, match=r"PORT: cannot listen on 192\.0\.2\.1:"):
         shared_listener("192.0.2.1", 0)
-
-
-def test_lossy_drops_its_share_of_messages() -> None:
-    lose = lossy("0.25:3")
-    assert lose is not None and lossy("") is None
-    assert 200 < sum(lose() for _ in range(1000)) < 300
 
 
 async def test_a_silent_stream_gets_keep_alive_comments(

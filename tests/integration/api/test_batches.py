@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,8 @@ import pytest
 from redis.asyncio import Redis
 
 from api.jobs import batch_run
-from api.jobs.batch import BatchLine, make_job, needed_files, render_answer
-from api.jobs.batch_run import BatchRun, PendingLine
-from api.jobs.consumer import JobConsumer
-from api.jobs.job import Job
+from api.jobs.batch import needed_files
+from api.jobs.batch_run import BatchRun
 from common.broker.keys import Keys
 from common.messages.request import Generate
 from common.settings.fixed import FixedLimits
@@ -397,35 +394,6 @@ async def test_a_gateway_whose_clock_is_wrong_ends_and_deletes_nothing(
     assert abs(later["created_at"] - true_s) < 600 and abs(done.completed_at - true_s) < 600
 
 
-async def test_a_line_that_cannot_be_served_fails_alone(
-    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tries: Counter[str] = Counter()
-
-    def make_or_fail(line: BatchLine, *more: Any) -> Job:
-        tries[line.custom_id] += 1
-        if line.custom_id == "line-1":
-            raise RecursionError
-        return make_job(line, *more)
-
-    def render_or_fail(job_id: str, custom_id: str, answered: bytes) -> tuple[bool, bytes]:
-        if custom_id == "line-2":
-            raise RecursionError
-        return render_answer(job_id, custom_id, answered)
-
-    monkeypatch.setattr(batch_run, "make_job", make_or_fail)
-    monkeypatch.setattr(batch_run, "render_answer", render_or_fail)
-    async with answering(broker.url, answer, files_dir=str(tmp_path)) as (_, _, http):
-        client = openai_client(http)
-        batch = await run_batch(client, jsonl(chat_line(number) for number in range(4)))
-        output, errors = await lines(client, batch.output_file_id), await lines(client, batch.error_file_id)
-    assert batch.status == "completed" and tries["line-1"] == 2
-    assert [line["custom_id"] for line in output] == ["line-0", "line-3"]
-    assert [line["custom_id"] for line in errors] == ["line-1", "line-2"]
-    assert "line 2 of the input cannot be served: RecursionError" in str(errors[0]["response"])
-    assert "answer to line 3" in errors[1]["error"]["message"]
-
-
 async def test_a_line_that_is_nested_too_deeply_is_in_the_error_file(broker: Broker, tmp_path: Path) -> None:
     deep = json.dumps(chat_line(1, x=1)).replace('"x": 1', f'"x": {"[" * 260}{"]" * 260}')
     async with answering(broker.url, answer, files_dir=str(tmp_path)) as (_, _, http):
@@ -538,49 +506,6 @@ async def test_a_batch_that_is_cancelled_while_it_is_validated_counts_all_its_li
         errors = await lines(client, batch.error_file_id)
     assert (batch.status, batch.request_counts.total, batch.request_counts.failed) == ("cancelled", 9, 9)
     assert len(errors) == 9
-
-
-async def test_answers_that_come_while_a_batch_is_cancelled_are_kept(
-    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One answer is taken between two cancels, and all others after them."""
-    cancel, end, take = JobConsumer.cancel_own, BatchRun.end, BatchRun.take_answer
-    runs, has_ended = list[BatchRun](), asyncio.Event()
-
-    async def end_noted(self: BatchRun, why: str) -> None:
-        runs.append(self)
-        try:
-            await end(self, why)
-        finally:
-            has_ended.set()
-
-    async def take_late(self: BatchRun, one: PendingLine) -> None:
-        if one.number > 1:
-            await has_ended.wait()
-        await take(self, one)
-
-    async def cancel_late(self: JobConsumer, job_id: str) -> None:
-        worker.most_tokens = sys.maxsize
-        await wait_until(lambda: runs[0].next_line > 0)
-        await cancel(self, job_id)
-
-    monkeypatch.setattr(batch_run, "POLL_S", 0.05)
-    monkeypatch.setattr(batch_run, "RENEW_S", 0.05)
-    monkeypatch.setattr(BatchRun, "end", end_noted)
-    monkeypatch.setattr(BatchRun, "take_answer", take_late)
-    monkeypatch.setattr(JobConsumer, "cancel_own", cancel_late)
-    async with answering(broker.url, answer, files_dir=str(tmp_path)) as (worker, _, http):
-        worker.most_tokens = 0
-        client = openai_client(http)
-        content = jsonl(chat_line(number) for number in range(9))
-        file = await client.files.create(file=("in.jsonl", content), purpose="batch")
-        batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
-        await wait_until(lambda: len(worker.seen) == 9)
-        await client.batches.cancel(batch.id)
-        batch = await ended(client, batch.id)
-    counts = batch.request_counts
-    assert (batch.status, counts.completed + counts.failed) == ("cancelled", 9) and counts.completed
-    assert len({*map(id, runs)}) == 1, "the run went on"
 
 
 async def test_files_have_limits(broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,15 +4,12 @@ what is refused.
 
 import asyncio
 import json
-import signal
 from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
-from api.http import sse
-from common.messages.records import BeamSequence
 from common.messages.request import BeamParams
 from common.metrics import catalogue
 from common.metrics.catalogue import TOTAL
@@ -20,13 +17,10 @@ from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_resume import read_frames, two_gateways
 from tests.support.answers.beams import ANSWER, SEQUENCES, TEXTS, scores, shown_tokens
 from tests.support.answers.openai_frames import CHAT, CHAT_PATH, frames, streamed
-from tests.support.clients.talk import Talk
 from tests.support.fleet.gateways import answering, nothing_left
-from tests.support.fleet.kept_gateways import kept_gateways
-from tests.support.fleet.scripted_batcher import batching
-from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.fleet.scripted_worker import Answer
 from tests.support.sse import data_of, numbered
-from tests.support.tokenizer import TOKENIZER, ids
+from tests.support.tokenizer import ids
 from tests.support.waiting import wait_until
 
 PATH = "/v1/completions"
@@ -147,34 +141,6 @@ async def test_other_routes_of_tgi_have_the_best_text(broker: Broker) -> None:
     assert vertex.headers["x-generated-tokens"] == str(2 * len(SEQUENCES[0].ids))
 
 
-async def test_calls_are_read_in_each_sequence(broker: Broker) -> None:
-    tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
-    texts = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', " none"
-    found = [BeamSequence(ids(text), [-1.0] * len(ids(text)), -1.0, "length") for text in texts]
-    async with answering(broker.url, Answer([], beams=found), tool_call_parser="hermes") as (_, _, client):
-        body = CHAT | tools | {"beam_width": 2}
-        called, other = (await client.post(CHAT_PATH, json=body)).json()["choices"]
-        chunks = frames(await streamed(client, CHAT_PATH, body))
-    assert called["finish_reason"] == "tool_calls" and called["beam_score"] == -1.0
-    assert called["message"]["tool_calls"][0]["function"]["name"] == "f"
-    assert other["message"]["content"] == " none"
-    ends = [choice for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
-    assert [end["finish_reason"] for end in ends] == ["tool_calls", "length"]
-
-
-async def test_a_stream_has_comments_until_its_end(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.02)
-    seen = bytearray()
-    async with answering(broker.url, UNENDING) as (worker, _, client):
-        reading = asyncio.create_task(read_into(seen, client, PATH, {"prompt": "Hi", "stream": True} | BEAMS))
-        await wait_until(lambda: seen.count(sse.COMMENT) > 2)
-        assert b"data" not in seen
-        [live] = worker.live.values()
-        live.beams = SEQUENCES
-        await reading
-    assert [one["choices"][0]["text"] for one in frames(bytes(seen).replace(sse.COMMENT, b""))] == SHOWN
-
-
 async def read_into(seen: bytearray, client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> None:
     async with client.stream("POST", path, json=body) as response:
         async for part in response.aiter_raw():
@@ -243,30 +209,6 @@ async def test_another_gateway_goes_on_with_the_next_sequence(broker: Broker) ->
             tokens = [choice["generated_tokens"] for choice in state["choices"]]
             assert tokens[:4] == [len(one.ids) for one in SEQUENCES]
     assert len(worker.seen) == 4
-
-
-async def test_a_killed_gateway_does_not_cost_a_search(broker: Broker) -> None:
-    requests: list[tuple[str, dict[str, Any]]] = [
-        ("/generate_stream", {"inputs": "Hi", "parameters": BEAMS | {"details": True}}),
-        ("/generate", {"inputs": "Hi", "parameters": BEAMS | {"details": True}}),
-        (PATH, {"prompt": ["Hi", "Oh"], "stream": True} | BEAMS),
-        (CHAT_PATH, CHAT | {"n": 2} | BEAMS),
-    ]
-    answer = [ANSWER]
-    async with (
-        working(broker.url, TOKENIZER, lambda _: answer[0]) as worker,
-        batching(broker.url),
-        kept_gateways(broker.url, 1) as gateways,
-    ):
-        undisturbed = [await Talk(gateways.port, *one).run() for one in requests]
-        answer[0] = UNENDING
-        running = [asyncio.create_task(Talk(gateways.port, *one).run()) for one in requests]
-        await wait_until(lambda: len(gateways.keeper.kept) == 4 and len(worker.live) == 5)
-        await gateways.end(gateways.processes[0], signal.SIGKILL)
-        await gateways.all_ready()
-        for live in worker.live.values():
-            live.beams = SEQUENCES
-        assert await asyncio.gather(*running) == undisturbed
 
 
 async def test_tokens_of_all_sequences_are_counted(broker: Broker) -> None:

@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 
-from api.protocols.openai import prompt_offsets
 from api.streams.describe_answer import FINGERPRINT
-from api.streams.stream import Stream
-from common.messages.records import pack_ids, unpack_ids
-from common.messages.request import Generate, StoppingParams
+from common.messages.records import unpack_ids
+from common.messages.request import Generate
 from deploy.launcher.embedded_broker import Broker
 from tests.support.answers.openai_frames import CHAT, frames, logprobs, streamed
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.tokenizer import TOKENIZER, ids, model_tokenizer
+from tests.support.tokenizer import TOKENIZER, ids
 from tests.support.waiting import wait_until
 
 PATH = "/v1/completions"
@@ -205,24 +203,6 @@ async def test_echo_of_a_truncated_prompt_is_truncated(broker: Broker) -> None:
             [choice] = (await client.post(PATH, json=body)).json()["choices"]
             assert (choice["text"], choice["logprobs"]["text_offset"]) == (" é b x", [0, 2, 4])
             assert choice["logprobs"]["token_logprobs"] == [*prompt_logprobs([1, 2]), *logprobs(1)]
-
-
-def test_text_offsets_of_prompt_tokens() -> None:
-    """Tokens may share a character. Special tokens have no length if the tokenizer added them."""
-    begin = TOKENIZER.token_to_id("<|im_start|>")
-    for prompt, text, begins in (
-        (ids("a🙂 b"), "a🙂 b", [0, 1, 1, 2]),
-        ([begin, *ids("a b")], "a b", [0, 0, 1]),
-        ([begin, begin, *ids("a b")], "<|im_start|>a b", [0, 12, 12, 13]),
-        (ids("a🙂")[:2], "a\ufffd", [0, 1]),
-    ):
-        assert (
-            prompt_offsets(
-                Stream(Generate("r", "", pack_ids(prompt), StoppingParams(1)), model_tokenizer()),  # type: ignore[arg-type]
-                text,
-            )
-            == begins
-        )
 
 
 async def test_special_tokens_are_shown_on_request(broker: Broker) -> None:

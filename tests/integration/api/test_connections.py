@@ -87,12 +87,12 @@ async def test_a_cancel_is_retried_until_the_broker_accepts_it(broker: Broker) -
         await nothing_left(gateway, worker)
 
 
-RAW_CLIENTS_IDS: list[int] = TOKENIZER.encode(" one two three four five six").ids
+WORD_IDS: list[int] = TOKENIZER.encode(" one two three four five six").ids
 TEXT = " one two three four five six"
-ANSWER = Answer(RAW_CLIENTS_IDS)
+ANSWER = Answer(WORD_IDS)
 KEEP_ALIVE_S = 4.0
 """Less than the time that any other connection is kept."""
-ENDLESS = Answer(RAW_CLIENTS_IDS * 1000)
+ENDLESS = Answer(WORD_IDS * 1000)
 
 
 def request(path: str, version: str = "1.1", **parameters: Any) -> bytes:
@@ -306,7 +306,6 @@ async def test_an_address_has_its_share_of_the_connections(broker: Broker) -> No
             client.close()
 
 
-UNREAD_IDS: list[int] = TOKENIZER.encode(" one two three four five six").ids
 NUM_TOKENS = 240
 SMALL = 4096
 """Bytes of a socket's buffers: small, so that they fill soon."""
@@ -362,7 +361,7 @@ def num_cut(reason: str) -> float:
 async def test_a_client_that_reads_nothing_is_cut_off_and_its_request_cancelled(
     broker: Broker, path: str, ends: bool
 ) -> None:
-    answer = Answer(UNREAD_IDS * (NUM_TOKENS // 6), ends=False)  # beyond NUM_TOKENS it goes on without an end
+    answer = Answer(WORD_IDS * (NUM_TOKENS // 6), ends=False)  # beyond NUM_TOKENS it goes on without an end
     num_tokens = NUM_TOKENS if ends else NUM_TOKENS + 1
     before = num_cut("timeout")
     async with answering(broker.url, answer, write_timeout_s=1) as (worker, gateway, client):
@@ -380,7 +379,7 @@ async def test_a_client_that_reads_slowly_is_not_cut_off(
     """It reads a little at a time. All of it takes longer than the limit."""
     now_s = 1000.0
     monkeypatch.setattr(unread_module, "time", SimpleNamespace(monotonic=lambda: now_s))
-    async with answering(broker.url, Answer(UNREAD_IDS * 200), write_timeout_s=1.5) as (
+    async with answering(broker.url, Answer(WORD_IDS * 200), write_timeout_s=1.5) as (
         worker,
         gateway,
         client,
@@ -409,7 +408,7 @@ async def test_the_answer_that_waited_longest_goes_when_too_much_is_unread(
 ) -> None:
     before, limit = num_cut("bytes"), 600_000
     monkeypatch.setattr(FixedLimits, "max_unread_bytes", limit)
-    async with answering(broker.url, Answer(UNREAD_IDS * 200)) as (worker, gateway, client):
+    async with answering(broker.url, Answer(WORD_IDS * 200)) as (worker, gateway, client):
         clients = await deaf_clients(gateway, client.base_url, 3)
         for deaf in clients:
             await deaf.post(STREAM, body())

@@ -17,7 +17,6 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -33,7 +32,7 @@ from api.protocols.protocol import ROW, errors_of
 from api.protocols.table import protocol_at
 from common.messages.events import Terminal, terminal_for
 from common.messages.request import Generate
-from common.settings.settings import SettingError, Settings
+from common.settings.settings import Settings
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_tgi import tgi_frames
 from tests.support import brokers
@@ -45,9 +44,6 @@ from tests.support.pooling.pooling_gateway import pooling_gateway
 from tests.support.pooling.tiny_encoders import save_encoder
 from tests.support.tokenizer import TOKENIZER, ids, model_tokenizer
 from tests.support.waiting import PATIENCE_S, wait_until
-
-BODY = {"inputs": "a"}
-
 
 JSON = {"content-type": "application/json"}
 
@@ -110,20 +106,6 @@ async def test_requests_that_are_not_http_get_400(broker: Broker, garbage: bytes
         writer.close()
     assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n") and b"x-request-id: " in head
     assert json.loads(body) == {"error": "Invalid HTTP request received.", "error_type": "bad_request"}
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_unreadable_bodies_are_refused_on_openai_s_routes(broker: Broker, path: str) -> None:
-    async with answering(broker.url, Answer([1]), payload_limit=100) as (_, _, client):
-        cases = [
-            (b"x" * 101, JSON, 413),
-            (b"{}", {"content-type": "text/plain"}, 415),
-            (b"{", JSON, 400),
-            (b"[]", JSON, 400),
-        ]
-        for content, headers, status in cases:
-            answer = await client.post(path, content=content, headers=headers)
-            assert openai_error(answer) == (status, "invalid_request_error", None)
 
 
 REFUSALS = [
@@ -213,7 +195,6 @@ async def test_health_is_503_until_a_worker_is_ready(broker: Broker) -> None:
         assert "/generate_stream" in (await client.get("/api-doc/openapi.json")).json()["paths"]
 
 
-PAGE = Path(__file__).parents[3] / "docs" / "not-built.md"
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
 
@@ -293,122 +274,6 @@ REQUESTS: dict[str, list[tuple[str, dict[str, Any], str]]] = {
     ],
 }
 """Words of the page → route, body, and words of the error."""
-SETTINGS: dict[str, list[tuple[list[str], str]]] = {
-    "prices and budgets of money": [(["--model-prices", "m=1/2"], "LiteLLM")],
-}
-"""Words of the page → command line, and words of the error."""
-NOT_ASKED = {
-    "a load pauses its worker": "it is slower, not refused",
-    "which adapter answered": "nothing there asks for it",
-    "functions within": "they are left out",
-    "`custom` tools": "they are left out",
-    "`mcp_servers`": "tests/integration/api/test_anthropic.py",
-    "`container`": "tests/integration/api/test_anthropic.py",
-    "files as sources": "tests/integration/api/test_anthropic.py",
-    "documents": "tests/integration/api/test_anthropic.py",
-    "Anthropic's built-in tools": "tests/integration/api/test_anthropic.py",
-    "`budget_tokens`": "they are accepted",
-    "batches of messages": "there is no such route",
-    "in lines for": "tests/integration/api/test_batches.py",
-    "`/v1/uploads`": "there is no such route",
-    "batches of other pools": "no request can ask for it",
-    "a time before which": "no request can ask for it",
-    "a list of jobs": "there is no such route",
-    "fewer batch rows": "callers wait longer, nothing is refused",
-    "moving a scheduled job": "no request can ask for it",
-    "chains of jobs": "no request can ask for it",
-    "`file_id`": "tests/integration/api/test_pictures.py asks a model that sees",
-    "storing responses": "tests/integration/api/test_pictures.py asks a model that sees",
-    "the rank of a token": "null stands in its place",
-    "any_order": "a field inside a format: tests/unit/api/grammar",
-    "a regex that could go on": "tests/unit/api/grammar",
-    "retrieving as a stream": "tests/integration/api/test_responses.py",
-    "`standard`": "no request can ask for it",
-    "only one gateway knew": "no request can ask for it",
-    "actions on the command line": "they write no line",
-    "budgets while Redis is away": "no request can ask for it",
-    "limits over pools on several brokers": "docs/several-brokers.md says so",
-    "a row that moves": "it is slower, not refused",
-    "vLLM's `/sleep`": "there is no such route",
-    "sleep in memory with several ranks": "they sleep on disk",
-    "jobs for further models": "docs/many-models.md says so",
-    "balance of jobs": "no request can ask for it",
-    "the page does not list": "nothing there asks for it",
-    "cloud metadata": "docs/runbook.md says so",
-    "a gateway that inherits": "it is slower, not refused",
-    "digests of third-party images": "they are names in docker-compose.yml",
-    "one Redis password": "docs/kubernetes.md says so",
-    "Redis Cluster": "tests/fleet and tests/unit/common/broker ask a node",
-    "the image for CUDA": "it needs a GPU",
-    "what never ran on a GPU": "it needs a GPU",
-    "the tokens of a row that are checked in one step": "it is slower, not refused",
-    "whose heads FlashInfer does not serve": "it needs a GPU",
-    "latents of other sizes": "it needs a GPU",
-    "ALiBi": "it needs a GPU",
-    "dynamic rotary frequencies": "it needs a GPU",
-    "prompts over latents": "it needs a GPU",
-    "captured graphs in a pipeline": "it is slower, not refused",
-    "a worker on several machines over NCCL": "it needs a GPU",
-    "the manifests for several machines": "they need several machines",
-    "another `logprobs_mode`": "prompts show the raw one",
-    "KServe over gRPC": "no port of this server speaks it",
-    "its binary tensors": "tests/integration/api/test_kserve.py",
-    "`tracestate`": "spans go without it",
-    "SIGTERM to one machine": "no request can ask for it",
-    "vLLM's metrics of single steps": "/metrics lacks their names",
-    "a pool that is scaled to zero": "docs/kubernetes.md says so",
-    "int8 activations": "no setting asks for it",
-    "the matrix unit for float16 and float32": "it is slower, not refused",
-    "a preloaded worker's KV cache": "it is memory, not refused",
-    "Its compiler came": "it says how an image was built",
-    "All are refused by name": "it says how",
-    "quantised experts": "dequantised at load",
-    "DoRA, QA-LoRA": "tests/unit/gpu_worker/engine/adapters",
-    "`adapter_model.bin`": "tests/unit/common/adapters",
-    "merging at download": "tests/unit/deploy/cli",
-    "adapters of the mixers": "tests/unit/gpu_worker/engine/states",
-    "DETERMINISTIC on CUDA beside them": "it needs a GPU",
-    "PaliGemma's": "a model of that family is needed",
-    "Gemma 3's with FlashInfer": "it needs a GPU",
-    "of GGUF files": "the model is served for text",
-    "with DETERMINISTIC on CUDA": "it needs a GPU",
-    "a tile is encoded": "it is slower, not refused",
-    "by heads or EAGLE-3": "tests/unit/gpu_worker/engine/drafting",
-    "by models with PIPELINE": "tests/unit/common/settings",
-    "EAGLE-3 without": "tests/unit/gpu_worker/engine/drafting",
-    "MTP layers": "tests/unit/gpu_worker/engine/drafting",
-    "a repository of heads": "it is refused as a model",
-    "trees of proposals": "no setting asks for it",
-    "encoding a long prompt in parts": "it is slower, not refused",
-    "`forced_eos_token_id`": "docs/models.md says so",
-    "logits of their prompts": "tests/unit/api/requests",
-    "reuse of a system prompt alone": "it is slower, not refused",
-    "DETERMINISTIC with states": "tests/unit/gpu_worker/engine/states",
-    "sparse vectors": "there is no such route",
-    "chats or pictures as input": "tests/integration/api/test_pooling.py",
-    "pooled otherwise than": "tests/unit/gpu_worker/engine/pooling",
-    "encoders with relative positions": "tests/unit/gpu_worker/engine/encoder",
-    "encoders that are quantised": "tests/unit/gpu_worker/engine/encoder",
-    "score templates": "docs/embeddings.md says so",
-    "several ranks": "tests/unit/gpu_worker/engine/model",
-    "quantised weights and caches": "tests/unit/gpu_worker/engine/model",
-    "proposals": "they are off, with a line in the log",
-}
-"""Words of the page → why no test here asks for it."""
-
-
-def missing_things() -> list[str]:
-    """What the page's table lists, each thing by itself."""
-    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("|")][2:]
-    return [thing for row in rows for thing in re.split(r"[;.] ", row.split("|")[2].strip()) if thing]
-
-
-def test_each_missing_thing_is_asked_for() -> None:
-    """A thing that the page names has a request or a setting here, or a reason why none can ask."""
-    known = [*REQUESTS, *SETTINGS, *NOT_ASKED]
-    text = PAGE.read_text()
-    assert [words for words in known if words not in text] == []
-    assert [thing for thing in missing_things() if not any(words in thing for words in known)] == []
 
 
 @pytest.mark.parametrize("words", REQUESTS)
@@ -419,13 +284,6 @@ async def test_a_request_for_it_is_refused_by_name(broker: Broker, words: str) -
             assert response.status_code in (400, 404, 422), response.text
             assert name in response.text
         assert not worker.seen
-
-
-@pytest.mark.parametrize("words", SETTINGS)
-def test_a_setting_for_it_is_refused_by_name(words: str) -> None:
-    for arguments, name in SETTINGS[words]:
-        with pytest.raises(SettingError, match=name):
-            Settings.read(arguments, {})
 
 
 TAKES_BODY = [
@@ -593,7 +451,7 @@ async def test_the_errors_of_requests_that_end_late_are_described(broker: Broker
 
 IDS = ids(" one two three four five six")
 GENERATE = {"inputs": "x", "parameters": {"max_new_tokens": 40, "ignore_eos": True}}
-GARBAGE_CHAT = {
+TWO_CHATS = {
     "messages": [{"role": "user", "content": "x"}],
     "max_tokens": 40,
     "n": 2,
@@ -605,7 +463,7 @@ GARBAGE_CHAT = {
 @pytest.mark.parametrize("leaves", [False, True])
 @pytest.mark.parametrize(
     ("path", "body"),
-    [("/generate_stream", GENERATE), ("/generate", GENERATE), ("/v1/chat/completions", GARBAGE_CHAT)],
+    [("/generate_stream", GENERATE), ("/generate", GENERATE), ("/v1/chat/completions", TWO_CHATS)],
 )
 async def test_a_stream_is_freed_when_it_is_released(
     broker: Broker, path: str, body: dict[str, object], leaves: bool

@@ -7,9 +7,6 @@ computed once, and all its answers are equal. RETRY_KEYS is the number of reques
 """
 
 import asyncio
-import contextlib
-import itertools
-import os
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +19,10 @@ from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_resume import LONG, num_choices, two_gateways
 from tests.support.answers.openai_frames import CHAT
 from tests.support.fleet.gateways import answering
-from tests.support.fleet.scripted_batcher import batching
-from tests.support.fleet.scripted_worker import Answer, working
-from tests.support.machine.killed_gateways import KilledGateways
+from tests.support.fleet.scripted_worker import Answer
 from tests.support.pooling.pooling_gateway import pooling_gateway
 from tests.support.pooling.tiny_encoders import save_encoder
-from tests.support.tokenizer import TOKENIZER, ids
+from tests.support.tokenizer import ids
 from tests.support.waiting import wait_until
 
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
@@ -170,7 +165,7 @@ async def test_kept_answers_are_bounded_and_expire(broker: Broker, redis: Redis)
         assert len(worker.seen) == 5
 
 
-VECTORS_REQUESTS: list[tuple[str, dict[str, Any]]] = [
+VECTORS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/embeddings", {"input": ["hi", "The sky"], "dimensions": 4}),
     ("/v1/embeddings", {"input": "hi", "encoding_format": "base64"}),
     ("/v1/rerank", {"query": "sky", "documents": ["hi", "The sky"]}),
@@ -182,7 +177,7 @@ async def test_a_repetition_gets_the_same_vectors(
     broker: Broker, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     async with pooling_gateway(broker.url, tmp_path, save_encoder(tmp_path, "BERT")) as (worker, _, client):
-        for number, (path, body) in enumerate(VECTORS_REQUESTS):
+        for number, (path, body) in enumerate(VECTORS):
             with subtests.test(path=path, body=body):
                 first = await client.post(path, json=body, headers=keyed(f"key-{number}"))
                 assert first.status_code == 200, first.text
@@ -193,57 +188,3 @@ async def test_a_repetition_gets_the_same_vectors(
                 other = await client.post(path, json=body | {"user": "b"}, headers=keyed(f"key-{number}"))
                 assert other.status_code == 409
                 assert "keys for idempotent requests" in other.text
-
-
-NUM_KEYS = int(os.environ.get("RETRY_KEYS", "1000"))
-ANSWERS_EACH = 4
-NUM_CLIENTS = 32
-ANSWERS_BETWEEN_KILLS = 100
-
-
-async def send_until_served(client: httpx.AsyncClient, urls: list[str], key: str, count: int) -> list[bytes]:
-    """Send a request until it was answered `count` times. Returns the answers."""
-    answers: list[bytes] = []
-    for url in itertools.cycle(urls):
-        if len(answers) == count:
-            break
-        with contextlib.suppress(httpx.TransportError):
-            sent = await client.post(
-                f"{url}/generate", json={"inputs": key}, headers={"idempotency-key": key}
-            )
-            if sent.status_code == 200:
-                answers.append(sent.content)
-            else:
-                assert sent.status_code == 503, sent.text
-    return answers
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-async def test_no_request_is_computed_twice(broker: Broker) -> None:
-    answered = list[bytes]()
-    gateways = KilledGateways(broker, ANSWERS_BETWEEN_KILLS, lambda: len(answered))
-    try:
-        async with (
-            working(broker.url, TOKENIZER, lambda _: Answer(ids(" one two three")), step_s=0.01) as worker,
-            batching(broker.url),
-            httpx.AsyncClient(timeout=30) as client,
-        ):
-            await gateways.until_healthy()
-            keys = iter(range(NUM_KEYS))
-
-            async def send_some() -> None:
-                for key in keys:
-                    answers = await send_until_served(client, gateways.urls, f"key-{key}", ANSWERS_EACH)
-                    assert len({*answers}) == 1
-                    answered.extend(answers)
-
-            kills = asyncio.create_task(gateways.kill_in_turns())
-            await asyncio.gather(*(send_some() for _ in range(NUM_CLIENTS)))
-            kills.cancel()
-            assert gateways.num_kills > 2
-            prompts = [request.prompt_ids for request in worker.seen]
-            assert len(prompts) == len({*prompts}) == NUM_KEYS
-            print(f"{len(answered)} answers of {NUM_KEYS} requests, {gateways.num_kills} kills")
-    finally:
-        gateways.stop()

@@ -10,7 +10,6 @@ import pytest
 
 from common.messages.records import unpack_ids
 from common.messages.request import Generate
-from common.metrics import catalogue
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering, nothing_left, serving
 from tests.support.fleet.scripted_batcher import batching
@@ -203,14 +202,6 @@ async def test_a_failure_is_an_event_of_a_stream(broker: Broker) -> None:
     assert whole.status_code == 424 and whole.json().keys() == {"error"}
     assert streamed.status_code == 200
     assert event_bodies(streamed.content)[-1] == whole.json()
-
-
-async def test_requests_are_counted(broker: Broker) -> None:
-    before = sum(catalogue.REQUEST_COUNT.values.values())
-    async with answering(broker.url, repeat, **OWN) as (_, _, client):
-        await client.post(f"{VERSIONED}/infer", json={"inputs": [as_texts("a", "one")]})
-        await client.post(f"{MODEL}/generate", json={"text_input": "one"})
-    assert sum(catalogue.REQUEST_COUNT.values.values()) == before + 2
 
 
 async def test_metadata_has_tgis_shapes_and_the_protocols(broker: Broker) -> None:

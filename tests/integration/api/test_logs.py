@@ -135,17 +135,6 @@ async def test_a_refusal_has_a_line_with_its_reason(
     assert ("error" in found) == (status == 424)
 
 
-async def test_a_refused_request_of_a_full_queue_is_429_overloaded(broker: Broker, lines: Lines) -> None:
-    async with answering(broker.url, scripted, max_concurrent_requests=1) as (worker, _, client):
-        await worker.pause()
-        async with client.stream("POST", "/generate_stream", json=body()) as first:
-            await client.post("/generate", json=body())
-            found = await lines.one()
-            worker.going.set()
-            await first.aread()
-    assert (found["status"], found["reason"]) == (429, "overloaded")
-
-
 async def test_a_client_that_leaves_has_a_line_that_says_so(broker: Broker, lines: Lines) -> None:
     async with answering(broker.url, Answer(IDS, ends=False)) as (worker, gateway, client):
         async with client.stream("POST", "/generate_stream", json=body()) as response:
@@ -184,13 +173,6 @@ async def test_lines_beyond_the_rate_are_counted_in_one(broker: Broker, lines: L
         await client.get("/v1/models")
         await wait_until(lambda: len(lines.records) == 4)
     assert lines.records[2].getMessage() == "3 requests have no line: ACCESS_LOG_RATE is 2"
-
-
-async def test_a_rate_of_0_writes_none(broker: Broker, lines: Lines) -> None:
-    async with answering(broker.url, scripted, access_log_rate=0) as (_, _, client):
-        await client.post("/generate", json=body())
-    assert not lines.records
-    assert Settings.read(["--disable-uvicorn-access-log"], {}).access_log_rate == 0
 
 
 async def test_load_counts_requests_for_tokens_until_their_last_byte(broker: Broker) -> None:
@@ -265,11 +247,6 @@ def test_a_file_that_was_moved_away_is_begun_anew(tmp_path: Path) -> None:
     (tmp_path / "a.g0.log").rename(tmp_path / "moved")
     write(audit, 2)
     assert [audit_lines(tmp_path / name)[0]["status"] for name in ("moved", "a.g0.log")] == [1, 2]
-
-
-def test_stdout(capsys: pytest.CaptureFixture[str]) -> None:
-    write(AuditLog.open(Settings(audit_log="-"), "g0-abc"), 200)
-    assert json.loads(capsys.readouterr().out)["status"] == 200
 
 
 def test_a_file_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:

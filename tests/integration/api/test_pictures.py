@@ -102,25 +102,6 @@ async def test_a_control_text_in_a_message_stays_text_beside_a_picture(shown: Sh
     assert ids.count(placeholder) == plain.count(placeholder)
 
 
-async def test_texts_alone_are_served_as_before(shown: Shown) -> None:
-    processor, worker, client = shown
-    body = {"messages": [{"role": "user", "content": "Hi"}]}
-    request = await last_request(worker, await client.post(CHAT, json=body))
-    assert unpack_ids(request.prompt_ids) == expected_ids_of_text(processor)
-    assert request.pictures == []
-
-
-def expected_ids_of_text(processor: Any) -> list[int]:
-    text = processor.tokenizer.apply_chat_template(
-        user("Hi"),
-        chat_template=CHAT_TEMPLATES["qwen2_vl" if "Qwen" in type(processor).__name__ else "idefics3"],
-        tokenize=False,
-        add_generation_prompt=True,
-    )
-    ids: list[int] = processor.tokenizer(text)["input_ids"]
-    return ids
-
-
 async def test_a_text_with_pictures_as_tgi_has_them(shown: Shown) -> None:
     processor, worker, client = shown
     inputs = f"![]({data_url(RED)})What is this?![a text](x)"

@@ -182,7 +182,7 @@ async def test_a_vector_is_never_asked_of_a_worker_that_only_generates(
     assert worker.seen == list[Generate]()
 
 
-QUERY, RERANK_TEXTS = "What is blue?", ["The sky is blue.", "hi", "Grass is green."]
+QUERY, DOCUMENTS = "What is blue?", ["The sky is blue.", "hi", "Grass is green."]
 
 
 @pytest.fixture(scope="module")
@@ -209,19 +209,19 @@ def check_rerank(found: Sequence[float], scores: torch.Tensor) -> None:
 async def test_a_reranker_scores_each_pair(broker: Broker, reranker: tuple[Path, Any]) -> None:
     async with pooling_gateway(broker.url, *reranker, pooling="classify") as (worker, _, client):
         worker.tokenizer.no_truncation()
-        raw = torch.cat([scores_of(worker, QUERY, text) for text in RERANK_TEXTS])
+        raw = torch.cat([scores_of(worker, QUERY, text) for text in DOCUMENTS])
         order = raw.argsort(descending=True).tolist()
         cohere = {
             "query": QUERY,
-            "documents": [RERANK_TEXTS[0], {"text": RERANK_TEXTS[1]}, RERANK_TEXTS[2]],
+            "documents": [DOCUMENTS[0], {"text": DOCUMENTS[1]}, DOCUMENTS[2]],
             "top_n": 2,
         }
         for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
             answer = (await client.post(path, json=cohere)).json()
             assert [item["index"] for item in answer["results"]] == order[:2]
             check_rerank([item["relevance_score"] for item in answer["results"]], raw.sigmoid()[order[:2]])
-            assert answer["results"][0]["document"] == {"text": RERANK_TEXTS[order[0]]}
-        pairs = {"text_1": [QUERY] * 3, "text_2": RERANK_TEXTS}
+            assert answer["results"][0]["document"] == {"text": DOCUMENTS[order[0]]}
+        pairs = {"text_1": [QUERY] * 3, "text_2": DOCUMENTS}
         scores = (await client.post("/v1/score", json=pairs)).json()["data"]
         check_rerank([item["score"] for item in scores], raw.sigmoid())
         refused = await client.post("/v1/embeddings", json={"input": "hi"})

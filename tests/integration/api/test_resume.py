@@ -12,7 +12,6 @@ A broker that lost a request, or its reader, is told; the answer still goes on a
 
 import asyncio
 import contextlib
-import math
 import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,22 +21,18 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from api.answers.answer import HttpAnswer
 from api.lifecycle import Gateway
 from api.requests import admission, request_scripts
 from api.requests.request_scripts import cancel_request
 from api.resume import attach
 from api.resume.attach import read_committed
-from api.resume.rest import frames_of
-from api.streams.fill import Filler, Sources
 from api.streams.stream import Stream
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
-from common.messages.codec import decode
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_app import healthy, start
 from tests.support.answers.openai_frames import CHAT
-from tests.support.fleet.gateways import answering, nothing_left, ready, serving
+from tests.support.fleet.gateways import nothing_left, ready, serving
 from tests.support.fleet.resuming import ResumingClient
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
@@ -98,20 +93,6 @@ async def test_another_gateway_goes_on_after_the_last_frame(
                 assert ordinals == [*range(1, len(ordinals) + 1)]
                 assert done.status_code == 204
                 assert len(worker.seen) - num_seen == num_choices(body)
-
-
-async def test_an_attached_stream_is_offered_to_a_broker_that_returns(broker: Broker) -> None:
-    async with two_gateways(broker.url, LONG, step_s=0.05) as (worker, one, client, other):
-        first, place = await read_frames(other, "/generate_stream", BODY, 3)
-        reader = asyncio.create_task(read_frames(client, place, None, last_id=3))
-        relay = one.pool.relay
-        await wait_until(lambda: relay.streams)
-        relay.filler.offers.request_offer(relay.streams.values())
-        await wait_until(lambda: relay.filler.offers.num_offers)
-        worker.step_s = 0.0
-        rest, _ = await reader
-        whole, _ = await read_frames(client, place, None)
-        assert first + rest == whole
 
 
 async def test_tokens_that_move_while_they_are_read_are_read_again(
@@ -399,7 +380,6 @@ async def test_what_cannot_be_read_is_refused_by_name(broker: Broker) -> None:
 USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
-TEXT_OF_CALL = ' one\n<tool_call>\n{"name": "f", "arguments": {"text": "two é🙂 three four five"}}'
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/generate_stream", {"inputs": "Hi", "parameters": {"details": True, "top_n_tokens": 2}}),
     ("/", {"inputs": "Hi", "stream": True, "parameters": {"seed": 3, "do_sample": True}}),
@@ -412,42 +392,9 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-async def collect(client: httpx.AsyncClient, path: str, body: dict[str, Any], seen: bytearray) -> None:
-    async with client.stream("POST", path, json=body | {"stream": True}) as response:
-        async for chunk in response.aiter_raw():
-            seen += chunk
-
-
-@pytest.mark.parametrize(("path", "body"), REQUESTS)
-async def test_another_gateway_renders_the_same_bytes(
-    broker: Broker, redis: Redis, path: str, body: dict[str, Any]
-) -> None:
-    text = TEXT_OF_CALL if "tools" in body else " one two é🙂 three four five"
-    answer = Answer(ids(text), ends=False)
-    async with answering(broker.url, answer, step_s=0.01, tool_call_parser="hermes") as (
-        worker,
-        gateway,
-        client,
-    ):
-        keys = Keys(gateway.pool.settings.pool)
-        seen = bytearray()
-        reader = asyncio.create_task(collect(client, path, body, seen))
-        await wait_until(lambda: seen.count(b"\n\n") >= 6 * len(worker.live) > 0)
-        hashes = [await redis.hgetall(key) for key in await redis.keys(keys.request("*"))]  # type: ignore[misc]
-        [kept] = [found[b"answer"] for found in hashes if b"answer" in found]
-        described = decode(HttpAnswer, kept)
-        streams = [Stream(request, model_tokenizer()) for request in described.choices()]
-        by_id = {stream.request.request_id: stream for stream in streams}
-        await Filler(PoolClient(redis, keys), Sources(), by_id).fill({}, dict.fromkeys(by_id, math.inf))
-        rendered = b"".join(await anext(frames_of(described, streams)))
-        reader.cancel()
-    common = min(len(seen), len(rendered))
-    assert rendered.count(b"\n\n") >= 6 and seen[:common] == rendered[:common]
-
-
 OWN = {"authorization": "Bearer own", "x-priority": "interactive", "x-tenant": "acme"}
 OTHER = {"authorization": "Bearer other"}
-REQUESTS_BODY = {"prompt": "Hi", "stream": True, "n": 2}
+TWO_CHOICES = {"prompt": "Hi", "stream": True, "n": 2}
 ENDLESS = Answer(ids(" one two three" * 500), ends=False)
 
 
@@ -459,7 +406,7 @@ async def states(client: httpx.AsyncClient, request_id: str) -> list[str]:
 
 async def test_a_request_is_shown_and_cancelled_at_any_gateway(broker: Broker) -> None:
     async with two_gateways(broker.url, ENDLESS) as (worker, gateway, client, other):
-        async with client.stream("POST", "/v1/completions", json=REQUESTS_BODY, headers=OWN) as response:
+        async with client.stream("POST", "/v1/completions", json=TWO_CHOICES, headers=OWN) as response:
             request_id = response.headers["content-location"].split("/")[2]
             lines = response.aiter_lines()
             await anext(lines)
@@ -489,7 +436,7 @@ async def test_a_cancelled_request_is_shown_although_its_reader_has_deleted_it(
     monkeypatch.setattr(request_scripts, "cancel_request", cancel_and_wait)
     async with two_gateways(broker.url, ENDLESS) as (worker, gateway, client, other):
         async with client.stream(
-            "POST", "/v1/completions", json=REQUESTS_BODY | {"n": 1}, headers=OWN
+            "POST", "/v1/completions", json=TWO_CHOICES | {"n": 1}, headers=OWN
         ) as response:
             path = f"/requests/{response.headers['content-location'].split('/')[2]}"
             await wait_until(lambda: worker.live and next(iter(worker.live.values())).done > 2)
@@ -614,15 +561,3 @@ async def test_a_request_whose_client_has_left_is_offered_by_its_gateway(
         ]
         assert numbered(rest)[-1][1] == "[DONE]"
         await wait_until(lambda: not relay.streams and not gateway.pool.admission.waits)
-
-
-async def test_a_gateway_that_ends_gives_up_no_request_whose_client_may_come_back(broker: Broker) -> None:
-    endless = Answer(LONG.ids, ends=False)
-    async with two_gateways(broker.url, endless) as (worker, gateway, client, _):
-        await read_frames(client, "/generate_stream", BODY, 3)
-        await wait_until(lambda: gateway.pool.admission.waits)
-        num_said = await worker.redis.xlen(KEYS.control)
-        gateway.fail_streams()
-        await gateway.pool.admission.close()
-        await wait_until(lambda: not gateway.pool.relay.streams)
-        assert await worker.redis.xlen(KEYS.control) == num_said

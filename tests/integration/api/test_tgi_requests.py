@@ -548,7 +548,7 @@ CODE = "def print_hello"
 SCORED = {"max_new_tokens": 10, "decoder_input_details": True}
 LONG = {"max_new_tokens": 40, "details": True}
 SAMPLED = {"max_new_tokens": 60, "temperature": 0.6, "top_p": 0.95, "seed": 0, "details": True}
-LORA_CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+ADAPTER_CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "test_lora_mistral": ("Test request", SCORED, ""),
     "test_lora_mistral_without_adapter": (ARTICLE, LONG, ""),
     "test_lora_mistral_with_dbpedia_adapter": (ARTICLE, LONG, DBPEDIA),
@@ -567,7 +567,7 @@ async def test_prompts_with_adapters(broker: Broker, tmp_path: Path) -> None:
     words = tuple(f"{name}={write_adapter(tmp_path / name.replace('/', '-'))}" for name in names)
     async with adapter_fleet(broker.url, lora_adapters=words) as (worker, _, client):
         await wait_until(lambda: len(worker.held.loaded) == len(names))
-        for case, (prompt, parameters, adapter) in LORA_CASES.items():
+        for case, (prompt, parameters, adapter) in ADAPTER_CASES.items():
             given = parameters | ({"adapter_id": adapter} if adapter else {})
             body, times = {"inputs": prompt, "parameters": given}, LOAD if case.endswith("_load") else 1
             answers = await asyncio.gather(*(client.post("/generate", json=body) for _ in range(times)))

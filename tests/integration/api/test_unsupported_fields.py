@@ -10,14 +10,10 @@ from openai.types.chat import completion_create_params as chat_create_params
 
 from api.models import STARTED_S
 from api.protocols.openai_bodies import (
-    OPENAI_FIELDS,
-    TGI_FIELDS,
     UNSUPPORTED,
     ChatRequest,
     CompletionRequest,
-    note_effort,
 )
-from api.protocols.tgi import GenerateParameters
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
@@ -162,10 +158,6 @@ def test_every_field_of_openai_is_known() -> None:
     assert completion <= set(CompletionRequest.model_fields) | set(UNSUPPORTED) | LABELS
 
 
-def test_every_field_of_tgi_is_known() -> None:
-    assert set(GenerateParameters.model_fields) - OPENAI_FIELDS == TGI_FIELDS
-
-
 async def test_models_are_listed_and_found_by_name(client: httpx.AsyncClient) -> None:
     for model in ("smollm2", "tgi", "dummy", "", None):
         answer = await client.post("/v1/chat/completions", json=CHAT | {"model": model})
@@ -212,19 +204,6 @@ async def test_best_of_is_n_and_hints_have_no_effect(client: httpx.AsyncClient) 
         completion = await client.post("/v1/completions", json=PROMPT | labels | body)
         for answer in (chat, completion):
             assert len(answer.json()["choices"]) == body.get("n", 1), answer.text
-
-
-async def test_a_reasoning_effort_without_effect_is_logged_once(
-    client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
-) -> None:
-    """litellm, LangChain and pydantic-ai send one to every model."""
-    note_effort.cache_clear()
-    for effort in ("low", "none", "high"):
-        answer = await client.post("/v1/chat/completions", json=CHAT | {"reasoning_effort": effort})
-        assert answer.status_code == 200, answer.text
-        assert "reasoning_content" not in answer.json()["choices"][0]["message"]
-    notes = [record.message for record in caplog.records if "reasoning_effort" in record.message]
-    assert notes == ["`reasoning_effort` has no effect: smollm2 does not reason"]
 
 
 async def test_an_unknown_route_is_answered_with_the_known_ones(client: httpx.AsyncClient) -> None:

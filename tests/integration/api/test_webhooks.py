@@ -14,12 +14,8 @@ Gateways, batchers and workers are killed all the while, and each response tells
 """
 
 import asyncio
-import contextlib
-import itertools
 import json
-import random
 import socket
-from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -30,9 +26,8 @@ import pytest
 from redis.asyncio import Redis
 from standardwebhooks import Webhook
 
-from api.webhooks import field, sender
+from api.webhooks import field
 from api.webhooks.sender import MAX_PER_RECEIVER, MAX_SENDING, WAITS_S
-from common.broker.client import connect
 from common.settings.settings import SettingError
 from deploy.cli.admin import fields_of, main, new_parser
 from deploy.launcher.embedded_broker import Broker
@@ -43,8 +38,6 @@ from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.jobs import CHAT, KEYS, answer, running_gateway
 from tests.support.keys.issued import add_key, bearer
-from tests.support.machine.killed_gateways import KilledGateways
-from tests.support.machine.killed_pool import KilledPool
 from tests.support.responses.events import BODY, PATH
 from tests.support.tokenizer import TOKENIZER, ids
 from tests.support.waiting import wait_until
@@ -115,36 +108,13 @@ async def test_an_event_that_nobody_takes_is_dead_is_listed_and_is_sent_again(br
         assert (await client.post(path)).status_code == 404
 
 
-async def test_an_event_that_cannot_be_sent_is_dead_in_the_end(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> bytes:
-        raise RecursionError
-
-    monkeypatch.setattr(sender, "payload_of", fail)
-    monkeypatch.setattr(sender, "WAITS_S", ())
-    async with (
-        receiving() as receiver,
-        answering(broker.url, ANSWER, **allowing(receiver)) as (_, _, client),
-    ):
-        (
-            await client.post(PATH, json=BODY | {"background": True, "webhook": receiver.hook()})
-        ).raise_for_status()
-
-        async def dead() -> Any:
-            return (await client.get("/admin/webhooks?state=dead")).json()["events"]
-
-        [event] = await wait_until(dead)
-        assert event["said"] == "the event cannot be sent: RecursionError"
-
-
 async def is_empty(client: httpx.AsyncClient) -> bool:
     states = [(await client.get(f"/admin/webhooks?state={state}")).json() for state in ("waiting", "dead")]
     return all(content == {"events": [], "total": 0} for content in states)
 
 
 PROMPT: dict[str, Any] = {"inputs": "Say it", "parameters": {"max_new_tokens": 2}}
-ROUTES_CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Say it"}], "max_tokens": 2}
+SHORT_CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Say it"}], "max_tokens": 2}
 TEXT: dict[str, Any] = {"text_input": "Say it", "max_tokens": 2}
 TENSOR = {"name": "text_input", "shape": [2], "datatype": "BYTES", "data": ["one", "two"]}
 ROUTES: list[tuple[str, dict[str, Any]]] = [
@@ -152,10 +122,10 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
     ("/generate_stream", PROMPT),
     ("/", PROMPT),
     ("/invocations", PROMPT),
-    ("/vertex", {"instances": [PROMPT, ROUTES_CHAT]}),
+    ("/vertex", {"instances": [PROMPT, SHORT_CHAT]}),
     ("/v1/completions", {"prompt": ["Say it", "twice"], "max_tokens": 2}),
-    ("/v1/chat/completions", ROUTES_CHAT | {"n": 2}),
-    ("/v1/messages", ROUTES_CHAT),
+    ("/v1/chat/completions", SHORT_CHAT | {"n": 2}),
+    ("/v1/messages", SHORT_CHAT),
     ("/v2/models/tgi/generate", TEXT),
     ("/v2/models/tgi/generate_stream", TEXT),
     ("/v2/models/tgi/infer", {"inputs": [TENSOR], "parameters": {"max_tokens": 2}}),
@@ -180,7 +150,7 @@ async def test_a_failure_and_a_cancel_are_told_by_their_names(broker: Broker) ->
 
     async with receiving() as receiver, answering(broker.url, script, **allowing(receiver)) as (_, _, client):
         failed = await client.post(
-            "/v1/chat/completions", json=with_hook(ROUTES_CHAT | {"max_tokens": 3}, receiver)
+            "/v1/chat/completions", json=with_hook(SHORT_CHAT | {"max_tokens": 3}, receiver)
         )
         assert failed.status_code >= 400
         cancelled = await cancelled_chat(client, receiver)
@@ -193,7 +163,7 @@ async def test_a_failure_and_a_cancel_are_told_by_their_names(broker: Broker) ->
 
 async def cancelled_chat(client: httpx.AsyncClient, receiver: Receiver) -> str:
     """The id of a chat that was cancelled after its first chunk."""
-    body = with_hook(ROUTES_CHAT | {"max_tokens": 50, "stream": True}, receiver)
+    body = with_hook(SHORT_CHAT | {"max_tokens": 50, "stream": True}, receiver)
     async with client.stream("POST", "/v1/chat/completions", json=body) as stream:
         lines = stream.aiter_lines()
         assert (await anext(lines)).startswith("data:")
@@ -457,12 +427,6 @@ def test_a_fault_of_a_keys_webhook_is_named(words: list[str], why: str) -> None:
         fields_of(flags, 0)
 
 
-def test_the_flags_make_a_webhook() -> None:
-    words = ["add", "--webhook", "https://example.org/hooks", "--webhook-secret", SECRET]
-    fields = fields_of(new_parser("keys").parse_args(words), 0)
-    assert (fields.webhook, fields.webhook_secret) == ("https://example.org/hooks", SECRET)
-
-
 async def test_dead_events_are_shown_and_sent_again(
     broker: Broker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -492,70 +456,3 @@ async def test_dead_events_are_shown_and_sent_again(
         await wait_until(lambda: len(receiver.deliveries) == 2)
         assert await asyncio.to_thread(main, ["webhooks", "retry", "evt_unknown", "--url", url]) == 1
         assert "No event with this id" in capsys.readouterr().err
-
-
-NUM_RESPONSES = 300
-NUM_CLIENTS = 16
-NUM_KILLS = 30
-EVERY_S = 0.7
-
-
-async def ask(client: httpx.AsyncClient, urls: list[str], receiver: Receiver, number: int) -> str:
-    """Ask for a response until a gateway has it; return its id. Its key makes a repetition the same."""
-    body = {"input": f"Number {number}", "background": True, "max_output_tokens": 30}
-    headers = {"idempotency-key": f"response-{number}"}
-    for url in itertools.cycle(urls):
-        with contextlib.suppress(httpx.TransportError):
-            sent = await client.post(url + PATH, json=body | {"webhook": receiver.hook()}, headers=headers)
-            if sent.status_code == 200:
-                found: str = sent.json()["id"]
-                return found
-        await asyncio.sleep(0.05)
-    raise AssertionError
-
-
-@pytest.mark.slow
-async def test_each_response_tells_its_end(broker: Broker) -> None:
-    """At least once on the wire, and by its id once; the first answers of the receiver are failures."""
-    draw = random.Random(1)
-    async with receiving(*[500] * 5) as receiver, connect(broker.url) as redis:
-        settings = {"WEBHOOK_ALLOWED_HOSTS": receiver.host, "LOG_LEVEL": "error"}
-        gateways = KilledGateways(broker, 0, lambda: 0, **settings)
-        pool = KilledPool(broker.url, redis, num_workers=2, step_s=0.02, num_blocks=2000)
-        try:
-            async with pool.running(), httpx.AsyncClient(timeout=30) as client:
-                await gateways.until_healthy()
-                numbers, asked = iter(range(NUM_RESPONSES)), list[str]()
-
-                async def ask_some() -> None:
-                    for number in numbers:
-                        asked.append(await ask(client, gateways.urls, receiver, number))
-                        await asyncio.sleep(0.3)
-
-                async def kill() -> None:
-                    for _ in range(NUM_KILLS):
-                        await asyncio.sleep(draw.uniform(0.0, 2 * EVERY_S))
-                        drawn = draw.random()
-                        if drawn < 0.5:
-                            await asyncio.to_thread(gateways.kill, draw.randrange(2))
-                        elif drawn < 0.7:
-                            await pool.kill_batcher(draw.choice(list(pool.batchers)))
-                        else:
-                            await pool.kill_worker(draw.choice(list(pool.workers)))
-
-                await asyncio.gather(kill(), *(ask_some() for _ in range(NUM_CLIENTS)))
-                await wait_until(lambda: {one.event["data"]["id"] for one in receiver.deliveries} >= {*asked})
-                await wait_until(lambda: is_empty_under_kills(client, gateways.urls[0]))
-        finally:
-            gateways.stop()
-    events = {one.id: one.event["data"]["id"] for one in receiver.deliveries}
-    assert sorted(events.values()) == sorted(asked) and len({*asked}) == NUM_RESPONSES
-    assert {*receiver.types} <= {"response.completed", "response.incomplete"}
-    again = len(receiver.deliveries) - NUM_RESPONSES
-    print(f"{dict(pool.kills + Counter(gateway=gateways.num_kills))} kills, {again} deliveries again")
-
-
-async def is_empty_under_kills(client: httpx.AsyncClient, url: str) -> bool:
-    with contextlib.suppress(httpx.TransportError):
-        return bool((await client.get(f"{url}/admin/webhooks")).json() == {"events": [], "total": 0})
-    return False

@@ -350,15 +350,14 @@ async def test_every_token_of_a_pool_that_died_with_its_batcher_is_kept_and_each
     answering.cancel()
 
 
-async def is_removed(redis: Redis, worker: str) -> bool:
-    return not await redis.exists(KEYS.log(worker))
+async def is_removed(redis: Redis, worker: str = "w1") -> bool:
+    return not await redis.exists(KEYS.log(worker), KEYS.reports(worker), KEYS.plans(worker))
 
 
 async def all_removed(redis: Redis, pool: FullPool) -> bool:
     return not await redis.exists(*(KEYS.log(worker) for worker in pool.names))
 
 
-STREAMS_GONE_NUM_TOKENS = 100
 PROMPT = [504, 905]
 
 
@@ -370,22 +369,18 @@ async def test_rows_are_released_before_the_next_incarnation_serves(broker: Brok
     with contextlib.suppress(Sealed):
         async with modeless_worker(broker.url, "w0") as engine:
             with batcher(broker.url, "b0"):
-                await queue(redis, "lost", PROMPT, STREAMS_GONE_NUM_TOKENS, channel=KEYS.events("g"))
+                await queue(redis, "lost", PROMPT, NUM_TOKENS, channel=KEYS.events("g"))
                 await wait_until(lambda: engine.rows.step > 5)
                 await redis.flushall()
                 await wait_until(lambda: redis.exists(KEYS.worker("w0-1.2")))
                 assert not engine.rows.rows
-                await queue(redis, "next", PROMPT, STREAMS_GONE_NUM_TOKENS, channel=KEYS.events("g"))
-                assert await result_ids(redis, "next") == generate(PROMPT, STREAMS_GONE_NUM_TOKENS)
+                await queue(redis, "next", PROMPT, NUM_TOKENS, channel=KEYS.events("g"))
+                assert await result_ids(redis, "next") == generate(PROMPT, NUM_TOKENS)
                 assert engine.last_row == engine.num_starts == 2
                 await redis.xadd(KEYS.control, {"died": encode(WorkerDied("w0-1"))})
-                await wait_until(lambda: is_removed_streams_gone(redis, "w0-1.2"))
+                await wait_until(lambda: is_removed(redis, "w0-1.2"))
                 ended = True
     assert ended
-
-
-async def is_removed_streams_gone(redis: Redis, incarnation: str) -> bool:
-    return not await redis.exists(KEYS.log(incarnation), KEYS.reports(incarnation), KEYS.plans(incarnation))
 
 
 async def has_ended(redis: Redis) -> bool:
@@ -428,10 +423,6 @@ async def leave_log(redis: Redis, capacity: bytes | None = None) -> None:
         await write_log(redis, "w1", make_tokens("r1", index, [100 + index]))
 
 
-async def is_removed_worker_and_batcher_die(redis: Redis) -> bool:
-    return not await redis.exists(KEYS.log("w1"), KEYS.reports("w1"), KEYS.plans("w1"))
-
-
 async def kept_ids(redis: Redis, request_id: str = "r1") -> list[int]:
     return unpack_records(await redis.get(KEYS.tokens(request_id)) or b"")[0]
 
@@ -455,7 +446,7 @@ async def test_what_the_log_of_a_worker_says_that_died_before_this_epoch_is_kept
         case "drained":
             await seal(redis, "w1", "drained")
     with batcher(broker.url):
-        await wait_until(lambda: is_removed_worker_and_batcher_die(redis))
+        await wait_until(lambda: is_removed(redis))
     assert await kept_ids(redis) == list(range(100, 140))
     assert await crash_counts(redis) == [b"0", b"0" if how == "drained" else b"1"]
 
@@ -466,7 +457,7 @@ async def test_the_log_of_an_unreadable_worker_is_kept_and_its_end_is_no_crash(
     """The worker has another version, as in a rolling upgrade."""
     await leave_log(redis, b"junk")
     with batcher(broker.url):
-        await wait_until(lambda: is_removed_worker_and_batcher_die(redis))
+        await wait_until(lambda: is_removed(redis))
     assert await kept_ids(redis) == list(range(100, 140))
     assert await crash_counts(redis) == [b"0", b"0"]
 
@@ -476,7 +467,7 @@ async def test_a_death_counts_once_however_often_batchers_die_over_it(broker: Br
     await seal(redis, "w1")
     for name in ("b0", "b1"):
         with batcher(broker.url, name) as process:
-            await wait_until(lambda: is_removed_worker_and_batcher_die(redis))
+            await wait_until(lambda: is_removed(redis))
             process.terminate()
             process.wait()
     assert await crash_counts(redis) == [b"0", b"1"]
@@ -489,7 +480,7 @@ async def test_three_deaths_without_a_token_fail_a_request_though_no_batcher_liv
     for attempt in (2, 3):
         await seal(redis, "w1")
         with batcher(broker.url) as process:
-            await wait_until(lambda: is_removed_worker_and_batcher_die(redis))
+            await wait_until(lambda: is_removed(redis))
             process.terminate()
             process.wait()
         assert not await error_of(redis, "r2")
@@ -510,7 +501,7 @@ async def test_the_next_batcher_removes_a_worker_of_which_the_last_has_saved_eve
     for name in ("r1", "r2"):
         await place(redis, name, "")
     with batcher(broker.url):
-        await wait_until(lambda: is_removed_worker_and_batcher_die(redis))
+        await wait_until(lambda: is_removed(redis))
         await wait_until(lambda: is_forgotten(redis))
 
 
@@ -525,7 +516,7 @@ async def test_what_a_log_says_of_a_request_that_has_ended_is_not_written_again(
     await redis.hset(KEYS.request("r1"), "terminal", "length")  # type: ignore[misc]
     await seal(redis, "w1")
     with batcher(broker.url):
-        await wait_until(lambda: is_removed_worker_and_batcher_die(redis))
+        await wait_until(lambda: is_removed(redis))
     assert await redis.exists(KEYS.tokens("r1")) == 0
 
 
@@ -550,4 +541,4 @@ async def test_the_death_of_a_worker_that_is_long_gone_ends_no_other(broker: Bro
     with batcher(broker.url):
         await wait_until(lambda: redis.exists(KEYS.plans("w1")))
         await broker_state.send_heartbeat(redis, "w1")
-        assert not await is_removed_worker_and_batcher_die(redis)
+        assert not await is_removed(redis)

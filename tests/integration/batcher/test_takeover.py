@@ -120,7 +120,7 @@ async def test_a_row_that_stands_by_can_be_cancelled(broker: Broker, redis: Redi
 
 
 CHANNEL = KEYS.events("g")
-SUCCESSION_NUM_REQUESTS, SUCCESSION_NUM_TOKENS = 12, 150
+NUM_ROWS = 12
 NUM_BATCHERS = 5
 """Number of batchers, one more than the test needs: one that gets no core for two seconds loses its lease."""
 SHORT_GRANTS = {"HORIZON": "32"}
@@ -131,12 +131,12 @@ def make_prompt(number: int) -> list[int]:
     return random.Random(number).sample(range(300, 30_000), 5 + 3 * number)
 
 
-async def send_succession(redis: Redis, number: int, num_tokens: int = SUCCESSION_NUM_TOKENS) -> None:
+async def send_one(redis: Redis, number: int, num_tokens: int = NUM_TOKENS) -> None:
     await queue(redis, f"r{number}", make_prompt(number), num_tokens, channel=CHANNEL)
 
 
 async def attempts(redis: Redis) -> set[bytes | None]:
-    return {await redis.hget(KEYS.request(f"r{n}"), "attempt") for n in range(SUCCESSION_NUM_REQUESTS)}  # type: ignore[misc]
+    return {await redis.hget(KEYS.request(f"r{n}"), "attempt") for n in range(NUM_ROWS)}  # type: ignore[misc]
 
 
 class Client:
@@ -156,10 +156,7 @@ class Client:
     async def progress(self, count: int) -> None:
         """Wait until every request has `tokens` more tokens, or all of its tokens."""
         await self.read()
-        wanted = [
-            min(len(self.shown[f"r{n}"]) + count, SUCCESSION_NUM_TOKENS)
-            for n in range(SUCCESSION_NUM_REQUESTS)
-        ]
+        wanted = [min(len(self.shown[f"r{n}"]) + count, NUM_TOKENS) for n in range(NUM_ROWS)]
 
         async def is_reached() -> bool:
             await self.read()
@@ -180,15 +177,15 @@ async def client(redis: Redis) -> AsyncIterator[Client]:
 async def test_rows_stay_in_place_when_batchers_are_killed_suspended_and_drained(
     broker: Broker, redis: Redis, client: Client
 ) -> None:
-    expected = [generate(make_prompt(n), SUCCESSION_NUM_TOKENS) for n in range(SUCCESSION_NUM_REQUESTS)]
+    expected = [generate(make_prompt(n), NUM_TOKENS) for n in range(NUM_ROWS)]
     async with modeless_worker(broker.url, "w0") as one, modeless_worker(broker.url, "w1") as other:
         with contextlib.ExitStack() as stack:
             names = [f"b{i}" for i in range(NUM_BATCHERS)]
             processes = {
                 name: stack.enter_context(batcher(broker.url, name, **SHORT_GRANTS)) for name in names
             }
-            for number in range(SUCCESSION_NUM_REQUESTS):
-                await send_succession(redis, number)
+            for number in range(NUM_ROWS):
+                await send_one(redis, number)
             await client.progress(10)
             killed = await active_batcher(redis)
             processes[killed].kill()
@@ -201,13 +198,13 @@ async def test_rows_stay_in_place_when_batchers_are_killed_suspended_and_drained
             await wait_until(lambda: processes[suspended].poll() is not None)
             assert processes[suspended].returncode == 1, "its lease is lost"
             await terminate(processes[last])
-            assert [await result_ids(redis, f"r{n}") for n in range(SUCCESSION_NUM_REQUESTS)] == expected
+            assert [await result_ids(redis, f"r{n}") for n in range(NUM_ROWS)] == expected
             assert await attempts(redis) == {b"1"}, "no request went elsewhere"
-            await client.progress(SUCCESSION_NUM_TOKENS)
-            assert [client.shown[f"r{n}"] for n in range(SUCCESSION_NUM_REQUESTS)] == expected
+            await client.progress(NUM_TOKENS)
+            assert [client.shown[f"r{n}"] for n in range(NUM_ROWS)] == expected
             await wait_until(lambda: not one.rows.rows and not other.rows.rows)
             await wait_until(lambda: no_blocks_in_use(redis))
-    assert one.num_starts + other.num_starts == SUCCESSION_NUM_REQUESTS
+    assert one.num_starts + other.num_starts == NUM_ROWS
 
 
 async def terminate(process: subprocess.Popen[bytes]) -> None:
@@ -227,27 +224,23 @@ async def test_cancels_deaths_and_new_requests_between_two_batchers(broker: Brok
         with batcher(broker.url, "b0") as first:
             async with modeless_worker(broker.url, "w1") as other:
                 await wait_until(lambda: has_both_workers(redis))
-                for number in range(SUCCESSION_NUM_REQUESTS):
-                    await send_succession(redis, number)
+                for number in range(NUM_ROWS):
+                    await send_one(redis, number)
                 await wait_until(lambda: all_started(redis))
-                await wait_until(lambda: one.num_starts + other.num_starts == SUCCESSION_NUM_REQUESTS)
+                await wait_until(lambda: one.num_starts + other.num_starts == NUM_ROWS)
                 assert one.num_starts and other.num_starts
                 first.kill()
                 first.wait()
-        held = [n for n in range(SUCCESSION_NUM_REQUESTS) if await holder(redis, n) == b"w0-1"]
+        held = [n for n in range(NUM_ROWS) if await holder(redis, n) == b"w0-1"]
         cancelled = held[0]
         await cancel_request(PoolClient(redis, KEYS), f"r{cancelled}")
         await seal(redis, "w1-1")
         with batcher(broker.url, "b1"):
             assert b"cancelled" in await wait_until(lambda: error_of(redis, f"r{cancelled}"))
-            for number in set(range(SUCCESSION_NUM_REQUESTS)) - {cancelled}:
-                assert await result_ids(redis, f"r{number}") == generate(
-                    make_prompt(number), SUCCESSION_NUM_TOKENS
-                )
+            for number in set(range(NUM_ROWS)) - {cancelled}:
+                assert await result_ids(redis, f"r{number}") == generate(make_prompt(number), NUM_TOKENS)
             await wait_until(lambda: no_blocks_in_use(redis))
-        assert one.num_starts == SUCCESSION_NUM_REQUESTS, (
-            "those of the dead worker came, and none started twice"
-        )
+        assert one.num_starts == NUM_ROWS, "those of the dead worker came, and none started twice"
         assert not one.rows.rows
 
 
@@ -261,22 +254,22 @@ async def holder(redis: Redis, number: int) -> bytes | None:
 
 
 async def all_started(redis: Redis) -> bool:
-    return all([await holder(redis, number) for number in range(SUCCESSION_NUM_REQUESTS)])
+    return all([await holder(redis, number) for number in range(NUM_ROWS)])
 
 
-DRAIN_NUM_TOKENS = 60
+FEW_TOKENS = 60
 Draining = asyncio.Task[subprocess.CompletedProcess[bytes]]
 
 
-def prompt_drain(number: int) -> list[int]:
+def short_prompt(number: int) -> list[int]:
     return [*range(300, 306 + number)]
 
 
-async def send_drain(redis: Redis, numbers: Iterable[int], num_tokens: int = DRAIN_NUM_TOKENS) -> None:
+async def send_short(redis: Redis, numbers: Iterable[int], num_tokens: int = FEW_TOKENS) -> None:
     """Queue requests of clients of a live gateway."""
     await redis.set(KEYS.gateway("g"), 1)
     for number in numbers:
-        await queue(redis, f"r{number}", prompt_drain(number), num_tokens, gateway="g")
+        await queue(redis, f"r{number}", short_prompt(number), num_tokens, gateway="g")
 
 
 def drain(broker: Broker, worker: str) -> Draining:
@@ -285,12 +278,12 @@ def drain(broker: Broker, worker: str) -> Draining:
     return asyncio.create_task(asyncio.to_thread(tokenfleet, *words, environ=os.environ))
 
 
-async def check_answers_drain(redis: Redis, numbers: Iterable[int]) -> None:
+async def check_short(redis: Redis, numbers: Iterable[int]) -> None:
     for number in numbers:
-        assert await result_ids(redis, f"r{number}") == generate(prompt_drain(number), DRAIN_NUM_TOKENS)
+        assert await result_ids(redis, f"r{number}") == generate(short_prompt(number), FEW_TOKENS)
 
 
-async def attempts_drain(redis: Redis, numbers: Iterable[int]) -> list[bytes | None]:
+async def attempts_of(redis: Redis, numbers: Iterable[int]) -> list[bytes | None]:
     return [await redis.hget(KEYS.request(f"r{number}"), "attempt") for number in numbers]  # type: ignore[misc]
 
 
@@ -304,7 +297,7 @@ async def test_rows_of_a_drained_worker_go_on_elsewhere_and_it_gets_no_others(
     async with modeless_worker(broker.url, "w0") as w0, modeless_worker(broker.url, "w1") as w1:
         with batcher(broker.url):
             await wait_until(lambda: counts(redis, "workers", 2))
-            await send_drain(redis, range(8))
+            await send_short(redis, range(8))
             await wait_until(lambda: w0.num_starts + w1.num_starts == 8)
             await wait_until(lambda: min(w0.rows.step, w1.rows.step) > 5)
             before = w0.num_starts
@@ -317,10 +310,10 @@ async def test_rows_of_a_drained_worker_go_on_elsewhere_and_it_gets_no_others(
             assert done.stdout.splitlines()[-1].startswith(b"w0-1 is gone; it was last ")
             await wait_until(lambda: has_left(w0))
             assert not w0.rows.rows, "it left empty"
-            await send_drain(redis, range(8, 10))
-            await check_answers_drain(redis, range(10))
+            await send_short(redis, range(8, 10))
+            await check_short(redis, range(10))
             assert w0.num_starts == before, "it got no other row"
-            assert set(await attempts_drain(redis, range(8))) == {b"1", b"2"}, (
+            assert set(await attempts_of(redis, range(8))) == {b"1", b"2"}, (
                 "each row moved once, or not at all"
             )
 
@@ -330,18 +323,18 @@ async def test_the_only_worker_finishes_its_rows_and_the_next_one_gets_what_wait
 ) -> None:
     async with modeless_worker(broker.url, "w0") as w0:
         with batcher(broker.url):
-            await send_drain(redis, range(3))
+            await send_short(redis, range(3))
             await wait_until(lambda: w0.num_starts == 3 and w0.rows.step > 5)
             w0.step_s = 0.5  # a command takes long to start on a busy machine
             draining = drain(broker, "w0-1")
             await wait_until(lambda: is_draining(redis))
-            await send_drain(redis, range(3, 5))
+            await send_short(redis, range(3, 5))
             w0.step_s = 0.01
-            await check_answers_drain(redis, range(3))
-            assert await attempts_drain(redis, range(3)) == [b"1"] * 3, "their rows went on where they were"
+            await check_short(redis, range(3))
+            assert await attempts_of(redis, range(3)) == [b"1"] * 3, "their rows went on where they were"
             assert (await draining).returncode == 0
             async with modeless_worker(broker.url, "w1"):
-                await check_answers_drain(redis, range(3, 5))
+                await check_short(redis, range(3, 5))
 
 
 async def is_draining(redis: Redis) -> bool:
@@ -352,19 +345,19 @@ async def test_a_worker_that_joins_gets_what_waits_for_a_row_of_another(broker: 
     """The rows of the other worker end long after that."""
     async with modeless_worker(broker.url, "w0", max_batch_size=2):
         with batcher(broker.url, MAX_BATCH_SIZE="2"):
-            await send_drain(redis, range(2), num_tokens=5000)
+            await send_short(redis, range(2), num_tokens=5000)
             await wait_until(lambda: counts(redis, "rows", 2))
-            await send_drain(redis, range(2, 4))
+            await send_short(redis, range(2, 4))
             async with modeless_worker(broker.url, "w1", max_batch_size=2):
-                await check_answers_drain(redis, range(2, 4))
-                assert await attempts_drain(redis, range(2)) == [b"1"] * 2
+                await check_short(redis, range(2, 4))
+                assert await attempts_of(redis, range(2)) == [b"1"] * 2
 
 
 async def counts(redis: Redis, what: str, number: int) -> bool:
     return int(await redis.hget(KEYS.state, what) or 0) == number  # type: ignore[misc]
 
 
-NUM_STREAMS, SHUTDOWN_NUM_TOKENS = 6, 60
+NUM_STREAMS = 6
 PATIENT = {"HEARTBEAT_S": "1", "WORKER_TTL_S": "60"}
 """A batcher waits two heartbeats for others to show that they drain; a busy machine needs more time for that.
 """
@@ -394,7 +387,7 @@ async def is_healthy(port: int) -> bool:
     return False
 
 
-async def frames(port: int, number: int, num_tokens: int = SHUTDOWN_NUM_TOKENS) -> list[dict[str, object]]:
+async def frames(port: int, number: int, num_tokens: int = FEW_TOKENS) -> list[dict[str, object]]:
     """Return all frames of one stream."""
     parameters = {"max_new_tokens": num_tokens, "ignore_eos": True, "details": True}
     body = {"inputs": f"number {number}", "parameters": parameters}
@@ -426,16 +419,16 @@ async def test_sigterm_to_all_processes_at_once_finishes_streams_that_run_and_th
             worker.draining.set()
             for process in (b0, b1, g0):
                 process.send_signal(signal.SIGTERM)
-            await wait_until(lambda: is_draining_shutdown(redis))
+            await wait_until(lambda: gateway_drains(redis))
             worker.step_s = 0.02
             whole = await asyncio.gather(*streams)
-            assert [indices(one) for one in whole] == [[*range(1, SHUTDOWN_NUM_TOKENS + 1)]] * NUM_STREAMS
+            assert [indices(one) for one in whole] == [[*range(1, FEW_TOKENS + 1)]] * NUM_STREAMS
             await asyncio.wait_for(asyncio.shield(worker.serving), PATIENCE_S)
             assert [await asyncio.to_thread(one.wait, PATIENCE_S) for one in (g0, b0, b1)] == [0, 0, 0]
     assert not await redis.keys("*:batcher:*"), "they left"
 
 
-async def is_draining_shutdown(redis: Redis) -> bool:
+async def gateway_drains(redis: Redis) -> bool:
     """Whether the gateway says that it drains: all were told to end, and the batchers have had some time."""
     states = [await redis.hget(key, "state") async for key in redis.scan_iter(KEYS.gateway("*"))]  # type: ignore[misc]
     return states == [b"draining"]

@@ -1,8 +1,6 @@
 """`tokenfleet bench`: its arithmetic, and whole runs against servers that speak as others do."""
 
-import dataclasses
 import importlib.util
-import io
 import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -11,16 +9,13 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from common.settings.settings import SettingError
-from deploy.bench import load, report
+from deploy.bench import load
 from deploy.bench.command import main
-from deploy.bench.load import prompt
 from deploy.bench.measure import (
     COMPLETIONS,
     GENERATE,
-    Figures,
     Round,
     Server,
     TimedAnswer,
@@ -95,44 +90,6 @@ def test_figures_of_a_round_count_unfinished_and_failed_answers() -> None:
     assert it.first_p50_s == pytest.approx(0.5), "of 0.2, 0.5 and one that had waited for 0.5"
     assert it.first_p99_s is None
     assert it.gap_p50_s == pytest.approx(0.2), "of 0.1, 0.3, 0.2 and one that had waited for 0.6"
-
-
-def test_figures_of_a_server_that_never_answers() -> None:
-    it = figures([Round(0.0, 5.0, [TimedAnswer(0.0)])])
-    assert it == Figures(0.0, 0.0, None, None, None, None, 1.0, 0, 0, "")
-    ended_at_once = TimedAnswer(0.0, [], 1.0, num_tokens=1)
-    assert figures([Round(0.0, 5.0, [ended_at_once])]).num_answers == 1
-    rounds = [Round(0.0, 1.0, [TimedAnswer(0.0, [0.5] * num_tokens)]) for num_tokens in (8, 12)]
-    assert figures(rounds).spread == pytest.approx(0.4)
-
-
-def test_both_servers_are_driven_in_alternation_and_in_time() -> None:
-    assert load.schedule(2, [1, 8], 2) == [(1, 0), (1, 1), (1, 1), (1, 0), (8, 1), (8, 0), (8, 0), (8, 1)]
-    assert load.schedule(2, [1, 8], 1) == [(1, 0), (1, 1), (8, 1), (8, 0)]
-    assert load.schedule(1, [4], 2) == [(4, 0), (4, 0)]
-    wanted = load.LoadPlan(60, [1, 8, 32], 128, 64)
-    for num_servers in (1, 2):
-        for num_turns in (1, 2):
-            seconds = (
-                num_servers * 3 * num_turns * (load.round_s(wanted, num_servers, num_turns) + load.SETTLE_S)
-            )
-            assert seconds + num_servers * load.warm_up_s(wanted, num_servers) == pytest.approx(60)
-
-
-def test_a_slow_server_is_seen_once_for_longer() -> None:
-    quick, slow, silent = (Round(0, 4, [TimedAnswer(0.0, times)]) for times in ([0.1, 0.2], [2.0, 3.0], []))
-    assert load.choose_num_turns([quick, quick]) == 2
-    assert load.choose_num_turns([quick, slow]) == 1
-    assert load.choose_num_turns([silent]) == 1
-
-
-def test_prompts_are_the_same_for_both_and_differ_from_the_start() -> None:
-    ours, theirs = load.prompts("a", 100), load.prompts("a", 100)
-    texts = [next(ours) for _ in range(50)]
-    assert texts == [next(theirs) for _ in range(50)]
-    assert len({text[:20] for text in texts}) == 50
-    assert all(len(text.split()) == 100 for text in texts)
-    assert len(prompt(1, 1).split()) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -215,12 +172,6 @@ async def test_a_real_gateway_is_identified_and_goes_on_after_the_end_of_sequenc
     assert (answer.num_tokens, answer.prompt_tokens) == (5, 3)
 
 
-def test_one_server_alone_has_no_ratio(capsys: pytest.CaptureFixture[str]) -> None:
-    with running("tokenfleet", fleet=FLEET) as ours:
-        assert main(["--url", ours.url, "--duration", "1", "--concurrency", "1", "--max-tokens", "4"]) == 0
-    assert "ratio" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     "words", ["answers no request: the server answers 400: no such field", "no server answers at"]
 )
@@ -254,59 +205,6 @@ def test_invalid_flags_are_refused(argv: list[str], words: str) -> None:
     with pytest.raises(SettingError) as error:
         main(argv)
     assert words in str(error.value)
-
-
-RESULT = report.Comparison(
-    servers=[Server("http://a", "Tokenfleet", "1", "tiny"), Server("http://b", "TGI", "3.3.7", "<other>")],
-    plan=load.LoadPlan(60, [1, 32], 128, 64),
-    path=GENERATE,
-    figures={
-        (1, 0): Figures(100.0, 0.01, 0.1, 0.2, 0.01, 0.02, 1.0, 5, 0, ""),
-        (1, 1): Figures(50.0, 0.23, 0.2, 0.2, 0.02, 0.02, 1.0, 3, 0, ""),
-        (32, 0): Figures(900.0, 0.0, 0.4, None, 0.03, 0.05, 1.5, 50, 0, ""),
-        (32, 1): Figures(0.0, 0.0, None, None, None, None, 1.0, 0, 7, "out of memory"),
-    },
-    prompt_tokens=127,
-    client_cores=0.9,
-)
-
-
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_table_is_no_wider_than_the_terminal(width: int) -> None:
-    out = io.StringIO()
-    Console(file=out, width=width, color_system=None).print(report.view(RESULT, width))
-    lines = [line.rstrip() for line in out.getvalue().splitlines()]
-    assert max(map(len, lines)) <= width
-    first, second = (line.split() for line in lines if "ratio" in line)
-    assert first[:3] == ["ratio", "2.00×", "0.50×"]
-    assert second[:3] == ["ratio", "–", "–"]
-
-
-def test_notes_warn_of_what_distorts_the_figures() -> None:
-    notes = " | ".join(report.notes(RESULT))
-    for words in (
-        "TGI 3.3.7: 7 requests failed; the first: out of memory",
-        "several tokens in one frame",
-        "cannot be told",
-        "two rounds with one load differ by up to 23%",
-        "the names of the models differ",
-        "90% of a core",
-    ):
-        assert words in notes
-    assert "no token came" not in notes
-    silent = dataclasses.replace(
-        RESULT, figures=dict.fromkeys(RESULT.figures, figures([Round(0, 1, [TimedAnswer(0.0)])]))
-    )
-    assert "TGI 3.3.7: no token came in time" in " | ".join(report.notes(silent))
-
-
-def test_the_picture_has_a_bar_for_every_figure() -> None:
-    root = ElementTree.fromstring(report.draw(RESULT))
-    space = "{http://www.w3.org/2000/svg}"
-    bars = [group.get("id", "") for group in root.iter(f"{space}g") if " users: " in group.get("id", "")]
-    assert bars[:3] == ["Tokenfleet, 1 users: 100", "Tokenfleet, 32 users: 900", "TGI, 1 users: 50.0"]
-    assert len(bars) == 3 * 4 - 2
-    assert "TGI 3.3.7 <other>" in [text.text for text in root.iter(f"{space}text")]
 
 
 def test_a_picture_without_the_extra_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

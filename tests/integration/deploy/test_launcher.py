@@ -205,22 +205,6 @@ def test_a_second_signal_ends_the_fleet_now(launch: Callable[[], Launched], numb
     assert "Unknown child process" not in fleet.error()
 
 
-def test_simultaneous_signals_count_as_one(launch: Callable[[], Launched], tmp_path: Path) -> None:
-    for name in ("hold", "patient"):
-        (tmp_path / name).touch()
-    fleet = launch()
-    fleet.ready()
-    fleet.process.send_signal(signal.SIGTERM)
-    wait_until_sync(lambda: "g0 terminated" in fleet.notes())
-    fleet.process.send_signal(signal.SIGINT)
-    os.kill(fleet.starts("w0")[0][0], signal.SIGKILL)
-    wait_until_sync(lambda: len(fleet.starts("w0")) == 2)
-    (fleet.directory / "hold").unlink()
-    assert fleet.process.wait(60) == 0
-    assert {"g0 end", "b0 end", "w1 end"} <= set(fleet.notes())
-    assert fleet.error().endswith("I serve the fleet has ended\n")
-
-
 def test_a_killed_launcher_leaves_no_process_not_even_stopped_ones(launch: Callable[[], Launched]) -> None:
     fleet = launch()
     fleet.ready()
@@ -337,12 +321,3 @@ async def test_a_killed_process_starts_again_and_sigterm_ends_both(
     lines = supervised.lines()
     assert any("killed by SIGKILL" in line["message"] for line in lines)
     assert all(line["host"] for line in lines)
-
-
-def test_what_is_no_process_of_a_fleet_is_refused() -> None:
-    words = [sys.executable, "-P", "-m", "deploy.cli", "supervise", "redis"]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert (
-        done.returncode == os.EX_CONFIG
-        and "KIND: 'redis' is not one of api, batcher, worker, jobworker" in done.stderr
-    )

@@ -6,7 +6,6 @@ What arq's own means do with our functions: jobs that are deferred, cron, and ch
 import asyncio
 import contextlib
 import json
-import logging
 import math
 import pickle
 import time
@@ -21,9 +20,8 @@ from arq.connections import ArqRedis, RedisSettings
 from arq.cron import CronJob, cron
 from arq.jobs import Job, JobStatus, SerializationError
 from arq.worker import Retry, Worker
-from redis.asyncio import Redis
 
-from api.jobs.arq_worker import JobWorker, log_in_one_line
+from api.jobs.arq_worker import JobWorker
 from common.broker.client import connect
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
@@ -104,21 +102,6 @@ async def test_an_invalid_arq_job_fails_with_the_http_error(
             await result(await enqueue(client, *args, **kwargs))
 
 
-async def test_a_job_that_is_answered_with_an_error_is_one_line_of_the_log(
-    client: ArqRedis, worker: FakeWorker, broker: Broker, caplog: pytest.LogCaptureFixture
-) -> None:
-    arq_log = logging.getLogger("arq.worker")
-    arq_log.addFilter(log_in_one_line)
-    try:
-        async with job_worker(broker.url):
-            with pytest.raises(SerializationError):
-                await result(await enqueue(client, "generate", ""))
-    finally:
-        arq_log.removeFilter(log_in_one_line)
-    [record] = [one for one in caplog.records if "`inputs` cannot be empty" in one.getMessage()]
-    assert (record.levelname, record.exc_info) == ("WARNING", None)
-
-
 class Trap:
     """An object that notes that somebody unpickled it."""
 
@@ -174,16 +157,6 @@ async def test_malformed_arq_keys_do_not_kill_a_job_worker(
             return await client.zcard(QUEUE) == 0  # type: ignore[no-any-return]
 
         await wait_until(empty)
-
-
-async def test_a_queue_key_of_another_type_is_waited_for(
-    client: ArqRedis, worker: FakeWorker, broker: Broker
-) -> None:
-    await client.set(QUEUE, "mine")
-    async with job_worker(broker.url):
-        await asyncio.sleep(0)
-        await client.delete(QUEUE)
-        assert (await result(await enqueue(client, "generate", "Count.")))["generated_text"] == TEXT
 
 
 async def test_an_aborted_job_is_cancelled(client: ArqRedis, broker: Broker) -> None:
@@ -254,24 +227,6 @@ async def test_a_job_whose_claim_expired_while_its_worker_was_stopped_runs_once(
         assert running.jobs_failed == 0
 
 
-async def test_a_worker_ends_in_order_while_an_answer_is_written(
-    client: ArqRedis, worker: FakeWorker, broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def finish_late(*args: Any) -> None:
-        writing.set()
-        await asyncio.Future()
-
-    writing = asyncio.Event()
-    with monkeypatch.context() as patch:
-        patch.setattr(JobWorker, "finish_job", finish_late)
-        async with job_worker(broker.url, worker_ttl_s=1.0):
-            job = await enqueue(client, "generate", "Count.")
-            await writing.wait()
-    async with job_worker(broker.url, worker_ttl_s=1.0):
-        assert (await result(job))["generated_text"] == TEXT
-    assert len(worker.seen) == 1
-
-
 async def kill(running: JobWorker, life: asyncio.Task[None]) -> None:
     """Cancel the worker's tasks, and discard what they would send while they end."""
     running.finish_job = asyncio.sleep  # type: ignore[assignment]
@@ -289,16 +244,6 @@ async def test_many_jobs_wait_concurrently(client: ArqRedis, worker: FakeWorker,
         await wait_until(lambda: len(running.client.waiting) == 40)
         worker.going.set()
         assert {(await result(job))["generated_text"] for job in jobs} == {TEXT}
-
-
-async def test_the_answer_to_another_job_with_the_same_id_is_ignored(
-    client: ArqRedis, redis: Redis, worker: FakeWorker, broker: Broker
-) -> None:
-    await redis.xadd(KEYS.submit, {"job": json.dumps({"id": "a", "inputs": "Count to three."})})
-    await wait_until(lambda: redis.get(KEYS.result("a")))
-    async with job_worker(broker.url):
-        with pytest.raises(SerializationError, match="conflict"):
-            await result(await enqueue(client, "generate", "Count.", _job_id="a"))
 
 
 async def test_a_chat_job_takes_what_vllm_adds_to_the_route(

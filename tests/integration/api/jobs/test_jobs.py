@@ -23,8 +23,6 @@ from api.jobs import validated_job
 from api.jobs.arq_client import ArqClient
 from api.jobs.consumer import submit_lost
 from api.jobs.job import Job, read_job
-from api.jobs.reply import Reply
-from api.jobs.runner import JobRun
 from api.lifecycle import Gateway
 from api.requests.pool import Pool
 from common.broker.client import connect
@@ -107,21 +105,6 @@ async def test_a_job_may_name_any_route_that_takes_its_prompt(
     assert response["output"][0]["content"][0]["text"] == TEXT
     assert "`url` must be one of /generate, /v1/chat/completions" in unknown["error"]
     assert "`input` is no prompt of /v1/messages: give `messages`" in other["error"]["message"]
-
-
-async def test_a_chat_job_is_the_same_with_and_without_a_receiver_of_its_chunks(
-    service: Service, worker: FakeWorker, broker: Broker
-) -> None:
-    job = {"id": "c", **CHAT, "parameters": {"stream_options": {"include_usage": True}}}
-    async with running_gateway(broker.url):
-        await service.submit(**job)
-        whole = await service.result("c")
-        received = await service.listen("ext:me")
-        await service.submit(**job, reply_to="ext:me")
-        await wait_until(lambda: received and received[-1].get("usage"))
-    assert whole["choices"][0]["message"]["content"] == TEXT
-    assert received[-1]["usage"] == whole["usage"]
-    assert len(worker.seen) == 1
 
 
 async def test_a_job_has_prompt_logprobs_in_its_answer_only(
@@ -261,7 +244,6 @@ async def test_a_job_that_waits_beyond_its_deadline_never_starts(
 
 
 GENERATE = {"inputs": "Hi", "parameters": {"beam_width": 4, "stop": ["zzz"], "details": True}}
-BEAMS = {"parameters": {"beam_width": 4, "stop": ["zzz"]}}
 
 
 async def test_a_job_has_a_frame_for_each_sequence(service: Service, broker: Broker) -> None:
@@ -274,48 +256,6 @@ async def test_a_job_has_a_frame_for_each_sequence(service: Service, broker: Bro
     assert details.items() >= scores(0).items()
     assert [frame["generated_text"] for frame in frames] == [*TEXTS]
     assert [frame["details"]["beam_score"] for frame in frames] == [one.score for one in SEQUENCES]
-
-
-async def test_a_chat_job_has_a_choice_for_each_sequence(service: Service, broker: Broker) -> None:
-    async with working(broker.url, TOKENIZER, lambda _: ANSWER), running_gateway(broker.url):
-        received = await service.listen("ext:me")
-        await service.submit(id="c", **CHAT, **BEAMS, reply_to="ext:me")
-        found = await service.result("c")
-        await wait_until(lambda: len(received) == 8)
-    assert [choice["message"]["content"] for choice in found["choices"]] == [
-        TEXTS[0],
-        TEXTS[1],
-        " four ",
-        TEXTS[3],
-    ]
-    ends = [frame["choices"][0] for frame in received if frame["choices"][0]["finish_reason"]]
-    assert all(end.items() >= scores(i).items() for i, end in enumerate(ends)) and len(ends) == 4
-
-
-async def test_another_gateway_answers_the_job_of_one_that_was_killed(
-    service: Service, broker: Broker
-) -> None:
-    async with working(broker.url, TOKENIZER, lambda _: Answer([], ends=False)) as worker:
-        async with killed_gateway(broker.url):
-            await service.submit(id="a", **GENERATE, reply="stream")
-            await wait_until(lambda: worker.live)
-        async with running_gateway(broker.url, "g1"):
-            [live] = worker.live.values()
-            live.beams = SEQUENCES
-            found = await service.result("a")
-            assert found["generated_text"] == TEXTS[0]
-            assert len(await service.stream("a")) == 4
-            await service.settled()
-    assert len(worker.seen) == 1
-
-
-async def test_a_job_that_cannot_be_a_search_is_answered_with_the_reason(
-    service: Service, broker: Broker
-) -> None:
-    async with working(broker.url, TOKENIZER, lambda _: ANSWER), running_gateway(broker.url):
-        await service.submit(id="a", inputs="Hi", parameters={"beam_width": 4, "top_p": 0.5})
-        assert "`top_p` and a beam search exclude each other" in (await service.result("a"))["error"]
-        assert not await service.redis.exists(KEYS.reply("a"))
 
 
 GENERATION = {"return_generation_logits": True}
@@ -335,17 +275,6 @@ async def test_a_job_has_logits_in_its_answer_only(service: Service, broker: Bro
             assert 0 < await redis.pttl(KEYS.logits(f"{job_id}#0")) <= 60_000
             refused = await service.result(await service.submit(**job, reply="stream"))
             assert "`return_context_logits` must be false when tokens are streamed" in str(refused)
-
-
-async def test_a_job_s_gateway_is_not_needed_for_its_logits(service: Service, broker: Broker) -> None:
-    """Another one claims the job, and reads them."""
-    async with answering(broker.url, Answer(ids(" x y"))) as (worker, _, _):
-        await worker.pause()
-        job_id = await service.submit(inputs="a b", parameters=GENERATION)
-        await wait_until(lambda: service.redis.exists(KEYS.request(f"{job_id}#0")))
-    async with running_gateway(broker.url), answering(broker.url, Answer(ids(" x y"))):
-        result = await service.result(job_id)
-    assert positions(result["generation_logits"]) == [*range(len(ids("a b")) - 1, len(ids("a b")) + 2)]
 
 
 GARBAGE: list[tuple[str, dict[Any, Any], str]] = [  # name, fields, what the error says
@@ -414,32 +343,6 @@ async def test_overwritten_keys_harm_no_other_job(
         assert await service.result("fine") == {"generated_text": TEXT}
         await service.settled()
         await wait_until(lambda: not gateway.job_consumer.held and not gateway.pool.relay.streams)
-
-
-async def test_an_entry_that_comes_while_the_run_detaches_is_answered(
-    service: Service, worker: FakeWorker, broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The entry is read while the job is registered as live, and joins a run that has sent its last frame."""
-    tidy, tidying, go_on = JobRun.detach, asyncio.Event(), asyncio.Event()
-
-    async def slowly(self: JobRun) -> None:
-        tidying.set()
-        await go_on.wait()
-        await tidy(self)
-
-    async def live(self: Reply) -> str:
-        return "live"
-
-    async with running_gateway(broker.url):
-        monkeypatch.setattr(JobRun, "detach", slowly)
-        await service.submit(id="a", inputs="Count.")
-        await tidying.wait()
-        monkeypatch.setattr(Reply, "register", live)
-        received = await service.listen("ext:me")
-        await service.submit(id="a", inputs="Count.", reply_to="ext:me")
-        await wait_until(lambda: len(received) == len(IDS) + 1)
-        go_on.set()
-        await service.settled()
 
 
 async def test_the_same_job_joins_and_another_with_its_id_conflicts(
@@ -645,19 +548,6 @@ async def test_a_job_whose_entry_was_lost_outlives_its_gateway(
     assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in received) == TEXT
     assert await service.stream(job_id) == received
     assert len(worker.seen) == 1
-
-
-async def test_a_job_that_another_gateway_has_answered_is_not_submitted_again(
-    service: Service, worker: FakeWorker, broker: Broker
-) -> None:
-    """A gateway that was stopped until its entries were claimed finds them gone."""
-    async with running_gateway(broker.url):
-        job_id = await service.submit(inputs="Count.")
-        await service.result(job_id)
-        await service.settled()
-    ended = read_job(job_id, {b"job": b'{"inputs": "Count."}'}, 2**20)
-    await submit_lost(service.redis, KEYS, {job_id: ended})
-    assert not await service.redis.xlen(KEYS.submit)
 
 
 async def test_a_job_that_is_submitted_again_keeps_its_content_and_its_time(

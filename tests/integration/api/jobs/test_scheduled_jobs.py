@@ -18,12 +18,11 @@ from typing import Any
 import httpx
 import pytest
 
-from api.jobs.scripts import LIVE, SCHEDULED, cancel_job
+from api.jobs.scripts import LIVE, SCHEDULED
 from api.lifecycle import Gateway
 from common import api_keys
 from common.api_keys import KeyFields
 from common.broker.client import connect
-from common.broker.lua import run_script
 from common.broker.pool_client import PoolClient
 from common.messages.request import Generate
 from common.settings.settings import Settings
@@ -138,22 +137,6 @@ async def test_a_scheduled_job_is_refused_where_too_many_wait(
         assert (await service.result(await service.submit(**later)))["error_type"] == "overloaded"
         assert await service.result(await service.submit(inputs="Count.")) == {"generated_text": TEXT}
     assert await service.redis.zcard(KEYS.job_set(LIVE)) == 0
-
-
-async def test_a_released_job_is_not_refused_for_want_of_room(
-    service: Service, worker: FakeWorker, broker: Broker
-) -> None:
-    """It was accepted when it was submitted."""
-    async with running_gateway(broker.url):
-        await service.submit(id="a", inputs="Count.", not_before=time.time() + 3600)
-        await wait_until(lambda: is_scheduled(service, "a"))
-    await run_script(service.redis, cancel_job(KEYS, "a", tenant="", mark_ttl_ms=1))  # releases it
-    [(entry_id, fields)] = await service.redis.xrange(KEYS.submit)
-    gateway = Gateway(Settings(redis_url=broker.url, **SETTINGS), "g1", model_tokenizer())
-    async with gateway.pool.running():
-        await gateway.job_consumer.reject(entry_id.decode(), fields)
-        assert gateway.job_consumer.held == {entry_id.decode()}
-    assert not await service.redis.exists(KEYS.result("a"))
 
 
 async def test_a_job_whose_key_has_ended_meanwhile_ends_with_that_error(
@@ -272,7 +255,6 @@ async def watch(redis: Any, job_ids: Iterable[str], begun_s: dict[str, float]) -
 
 
 Run = Callable[..., Awaitable[str]]
-TIMES = (3, 1, 1, 1)
 
 
 class BrokenEngine:
