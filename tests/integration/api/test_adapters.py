@@ -1,8 +1,5 @@
-"""Requests with LoRA adapters, on every API: what workers get, and what clients read.
-
-Adapters that are loaded and unloaded while a fleet serves.
-
-Metrics of adapters: live requests by name.
+"""LoRA adapters: requests of every API get the one they name, and they are loaded, replaced and unloaded
+while a fleet serves.
 """
 
 import asyncio
@@ -144,29 +141,20 @@ async def test_a_key_may_use_its_adapters_and_tokens_count_by_their_names(
         assert {row["model"] for row in used["data"]} == {"legal", "smollm2"}
 
 
-@pytest.mark.parametrize(
-    "job",
-    [
+async def test_a_job_names_its_adapter(broker: Broker, redis: Redis, tmp_path: Path) -> None:
+    jobs: list[dict[str, Any]] = [
         {"inputs": "Hi", "parameters": {"adapter_id": "legal"}},
         {"inputs": "Hi", "model": "legal"},
         {"messages": CHAT["messages"], "model": "legal"},
-    ],
-)
-async def test_a_job_names_its_adapter(
-    broker: Broker, redis: Redis, tmp_path: Path, job: dict[str, Any]
-) -> None:
+    ]
     folder = write_adapter(tmp_path / "legal")
     async with adapter_fleet(broker.url, lora_adapters=(f"legal={folder}",)) as (worker, _, _):
-        await redis.xadd(worker.keys.submit, {"job": orjson.dumps(job | {"id": "j1"})})
-        await wait_until(lambda: len(worker.seen) == 1)
-        assert adapter_name(worker.seen[0].adapter) == "legal"
-
-        async def answered() -> bool:
-            return bool(await redis.exists(worker.keys.result("j1")))
-
-        await wait_until(answered)
-        result = orjson.loads(await redis.get(worker.keys.result("j1")))
-        assert result.get("model", "legal") == "legal"
+        for i, job in enumerate(jobs):
+            await redis.xadd(worker.keys.submit, {"job": orjson.dumps(job | {"id": f"j{i}"})})
+            key = worker.keys.result(f"j{i}")
+            result = orjson.loads(await wait_until(lambda key=key: redis.get(key)))  # type: ignore[misc]
+            assert result.get("model", "legal") == "legal"
+        assert [adapter_name(request.adapter) for request in worker.seen] == ["legal"] * 3
 
 
 async def test_an_adapter_of_another_pool_is_found_by_the_directory(broker: Broker, tmp_path: Path) -> None:
@@ -317,15 +305,14 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "config", "words"), REFUSED)
-async def test_what_is_no_adapter_is_refused(
-    broker: Broker, tmp_path: Path, fields: dict[str, Any], config: dict[str, Any], words: str
-) -> None:
+async def test_what_is_no_adapter_is_refused(broker: Broker, tmp_path: Path) -> None:
     async with adapter_fleet(broker.url) as (_, gateway, client):
-        body = {"lora_name": "sql", "lora_path": str(write_adapter(tmp_path / "sql", **config))} | fields
-        response = await client.post("/v1/load_lora_adapter", json=body)
-        assert response.status_code == 400
-        assert words in response.json()["error"]["message"]
+        for i, (fields, config, words) in enumerate(REFUSED):
+            folder = write_adapter(tmp_path / f"sql{i}", **config)
+            body = {"lora_name": "sql", "lora_path": str(folder)} | fields
+            response = await client.post("/v1/load_lora_adapter", json=body)
+            assert response.status_code == 400
+            assert words in response.json()["error"]["message"]
         assert not (await read_registry(gateway.pool.client)).adapters
 
 

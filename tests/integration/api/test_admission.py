@@ -1,15 +1,5 @@
-"""Admission through several gateways: exactly as many as the limit; jobs take no places of callers.
-
-REQUEST_TIMEOUT_S holds for all choices of a request, whether the fleet keeps it or not.
-
-429 while the queue is full, and 503 while no worker is ready or the broker does not answer.
-
-A pool that may be scaled to zero (SCALE_TO_ZERO): requests wait in the queue until there is a worker.
-
-Pools that clients name by `model`: they are opened when first named, serve requests but no jobs, and
-are closed when nobody names them any more.
-
-Class, tenant and deadline of a request: by headers on every route that generates, by fields on /v1.
+"""Who is admitted to the queue: exactly as many as the limit over all gateways, 429 while it is full, 503
+while nothing can serve it, by class, tenant and deadline, and to the pool that its `model` names.
 """
 
 import asyncio

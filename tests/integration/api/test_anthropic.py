@@ -1,6 +1,5 @@
-"""POST /v1/messages and /v1/messages/count_tokens: the object, the events, and what reaches the model.
-
-GET /v1/models and /v1/models/{id} with the header `anthropic-version`.
+"""Anthropic's routes: /v1/messages and its count_tokens, the object, the events and what reaches the model;
+and /v1/models in Anthropic's shape.
 """
 
 import json

@@ -1,8 +1,5 @@
-"""What stands around every answer: the request's id, the key, and what browsers of other origins may.
-
-/health, /metrics and /fleet while the batcher is stopped, hangs or is absent, or a worker is down.
-
-Gateway processes: their listeners, their names and their ends.
+"""What stands around every answer: the request's id, the key, what browsers of other origins may; the health
+of the fleet while processes stop or hang; and the ends of gateways.
 """
 
 import asyncio
@@ -104,6 +101,8 @@ KEYED = [
     "/chat_tokenize",
     "/v1/chat/completions",
     "/v1/completions",
+    "/invocations",
+    "/vertex",
 ]
 
 

@@ -1,13 +1,7 @@
-"""Files and batches, through the unmodified `openai` package.
-
-A batch of many lines, whose processes are killed again and again, has each line once.
-
-Files and batches on an S3 store: moto's server plays S3.
-"""
+"""Files and batches, through the unmodified `openai` package, in a folder and on S3."""
 
 import asyncio
 import json
-import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -28,8 +22,6 @@ from common.messages.request import Generate
 from common.settings.fixed import FixedLimits
 from deploy.cli.batch import main as batch_command
 from deploy.launcher.embedded_broker import Broker
-from tests.support.batches.killed_batch import BatchPlan
-from tests.support.batches.killed_batch import run as run_under_kills
 from tests.support.fleet.gateways import answering, ready, serving
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.keys.issued import add_key, bearer, known
@@ -484,30 +476,6 @@ async def test_a_record_that_cannot_be_read_ends_its_batch_and_no_gateway(
         assert (await ended(client, batch.id)).status == "completed"
 
 
-async def test_a_batch_that_is_cancelled_while_it_is_validated_counts_all_its_lines(
-    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    validate, waits = BatchRun.validate, asyncio.Event()
-
-    async def validate_late(self: BatchRun) -> bool:
-        await waits.wait()
-        self.ending = "cancelled"
-        return await validate(self)
-
-    monkeypatch.setattr(BatchRun, "validate", validate_late)
-    async with answering(broker.url, answer, files_dir=str(tmp_path)) as (_, _, http):
-        client = openai_client(http)
-        content = jsonl(chat_line(number) for number in range(9))
-        file = await client.files.create(file=("in.jsonl", content), purpose="batch")
-        batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
-        await client.batches.cancel(batch.id)
-        waits.set()
-        batch = await ended(client, batch.id)
-        errors = await lines(client, batch.error_file_id)
-    assert (batch.status, batch.request_counts.total, batch.request_counts.failed) == ("cancelled", 9, 9)
-    assert len(errors) == 9
-
-
 async def test_files_have_limits(broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FixedLimits, "max_files", 2)
     async with answering(broker.url, answer, files_dir=str(tmp_path), max_file_bytes=9_000_000) as (
@@ -582,26 +550,6 @@ async def test_a_batch_that_is_asked_for_again_with_its_key_is_made_once(
         assert other.status_code == 409 and other.json()["error"]["code"] == "idempotency_key_reused"
         elsewhere = await http.post("/v1/batches", json=body, headers=headers | {"x-tenant": "other"})
         assert elsewhere.status_code == 404, "a key belongs to a tenant, and the file is another one's"
-
-
-PLAN = BatchPlan(
-    lines=int(os.environ.get("BATCH_LINES", "2000")), kills=int(os.environ.get("BATCH_KILLS", "12"))
-)
-MAX_GATEWAY_MIB = 400
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-async def test_each_line_is_once_in_the_output_whatever_is_killed(broker: Broker, tmp_path: Path) -> None:
-    """The output is that of the undisturbed batch. BATCH_LINES=50000 BATCH_KILLS=100 is the full size."""
-    outcome = await run_under_kills(PLAN, broker, tmp_path)
-    assert not outcome.wrong
-    assert outcome.kills.total() >= PLAN.kills // 2
-    assert max(outcome.largest_mib) < MAX_GATEWAY_MIB
-    print(
-        f"{PLAN.lines} lines; kills {dict(outcome.kills)}; {outcome.took_s} s; gateways of "
-        f"{outcome.largest_mib[0]} to {max(outcome.largest_mib)} MiB; output {outcome.digest}"
-    )
 
 
 pytest.importorskip("s3fs", reason="s3fs is not installed")

@@ -1,8 +1,5 @@
-"""/v1/chat/completions through real HTTP and a real broker, from a worker whose tokens are scripted.
-
-Prompts of /v1/chat/completions: what the chat template makes of messages.
-
-Text of a client in messages never becomes a control token; the template's does; raw prompts stay raw.
+"""/v1/chat/completions through real HTTP and a real broker, from a worker whose tokens are scripted: chunks
+and answers, the prompt that the chat template makes, and that no text of a client becomes a control token.
 """
 
 import asyncio
@@ -504,16 +501,6 @@ async def test_no_text_of_a_client_in_a_chat_is_a_control_token(broker: Broker) 
             )
             counted = (await client.post("/tokenize", json=injected)).json()
             assert counted["tokens"] == found
-
-
-async def test_chats_without_control_texts_have_the_ids_that_the_tokenizer_gives_their_prompt(
-    broker: Broker,
-) -> None:
-    async with answering(broker.url, Answer(ids("x"))) as (worker, _, client):
-        for _, body in chats(HARMLESS):
-            found = await prompt_of(client, worker, CHAT_PATH, body)
-            text = (await client.post("/chat_tokenize", json=body)).json()["templated_text"]
-            assert model_tokenizer().encode(text, add_special_tokens=False) == found
 
 
 async def test_responses_and_instances_are_chats_too(broker: Broker) -> None:

@@ -1,6 +1,5 @@
-"""/v1/completions through real HTTP and a real broker, from a worker whose tokens are scripted.
-
-The model's own sampling values: the defaults of requests on /v1, and of no others.
+"""/v1/completions through real HTTP and a real broker, from a worker whose tokens are scripted; and the
+model's own sampling values, which are the defaults of requests on /v1 and of no others.
 """
 
 import asyncio

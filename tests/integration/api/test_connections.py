@@ -1,9 +1,5 @@
-"""Clients that disconnect: their requests are cancelled, and nothing of them is left.
-
-Clients on bare sockets: those that speak HTTP/1.0 or close their half of the connection get their answer;
-those that hold connections without using them lose these, and no other client notices.
-
-Clients that do not read: they are cut off in time, and what they hold is bounded.
+"""Connections of clients: those that disconnect have their requests cancelled, those that speak HTTP/1.0 or
+close their half get their answer, and those that hold connections or do not read are cut off in time.
 """
 
 import asyncio
@@ -159,8 +155,7 @@ async def test_version_1_0_gets_a_body_until_the_connection_ends(broker: Broker,
         assert text_of(body) == TEXT
 
 
-@pytest.mark.parametrize("version", ["1.0", "1.1"])
-@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
+@pytest.mark.parametrize(("path", "version"), [("/generate", "1.1"), ("/generate_stream", "1.0")])
 async def test_a_client_that_sends_no_more_gets_its_answer(broker: Broker, path: str, version: str) -> None:
     async with answering(broker.url, ANSWER, step_s=0.02) as (_, _, http):
         client = await RawClient.connect(http.base_url)
@@ -177,8 +172,10 @@ async def test_requests_that_were_sent_before_the_end_are_all_answered(broker: B
         assert (await client.rest()).count(b" 200 OK\r\n") == 3
 
 
-@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
-@pytest.mark.parametrize(("num_tokens", "waits"), [(0, False), (0, True), (5, True)])
+@pytest.mark.parametrize(
+    ("path", "num_tokens", "waits"),
+    [("/generate", 0, False), ("/generate", 5, True), ("/generate_stream", 0, True)],
+)
 async def test_a_client_that_vanishes_is_noticed(
     broker: Broker, path: str, num_tokens: int, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,12 +1,5 @@
-"""Errors that are not about a request's parameters: each has the error object of its API family.
-
-docs/not-built.md is the one list of what is missing: requests and settings for it are refused by name.
-
-The OpenAPI document: complete, resolvable, in plain words, and true of what routes return.
-
-A request leaves no garbage for a full collection, which would hold the event loop.
-
-Every route is as the OpenAPI document describes it, by schemathesis.
+"""Errors have the object of their API family, the OpenAPI document is true of every route, and a request
+leaves no garbage for a full collection, which would hold the event loop.
 """
 
 import asyncio
@@ -202,17 +195,6 @@ def user(content: object) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}]}
 
 
-SEARCH = {"type": "web_search"}
-
-
-def beams(**fields: object) -> dict[str, Any]:
-    return {"prompt": "Hi", "max_tokens": 4, "beam_width": 2, **fields}
-
-
-def logits(**fields: object) -> dict[str, Any]:
-    return {"prompt": "Hi", "max_tokens": 4, "return_generation_logits": True, **fields}
-
-
 def schema(keyword: str, value: object) -> dict[str, Any]:
     json_schema = {"name": "s", "schema": {"type": "array", keyword: value}}
     return user("Hi") | {"response_format": {"type": "json_schema", "json_schema": json_schema}}
@@ -222,68 +204,43 @@ def tag(tag_format: dict[str, Any]) -> dict[str, Any]:
     return user("Hi") | {"response_format": {"type": "structural_tag", "format": tag_format}}
 
 
-REQUESTS: dict[str, list[tuple[str, dict[str, Any], str]]] = {
-    "receipts and replays": [
-        (COMPLETIONS, {"prompt": "a", "receipt": True}, "`receipt`"),
-        (CHAT, user("a") | {"receipt": True}, "`receipt`"),
-        (RESPONSES, {"input": "a", "receipt": True}, "`receipt`"),
-        ("/v1/messages", user("a") | {"max_tokens": 4, "receipt": True}, "`receipt`"),
-        ("/generate", {"inputs": "a", "parameters": {"receipt": True}}, "`receipt`"),
-        ("/requests/r1/replay", {}, "the same `seed` gives the same tokens"),
-    ],
-    "audio, video and files": [
-        (CHAT, user([{"type": kind}]), kind) for kind in ("input_audio", "video_url", "file", "input_file")
-    ],
-    "drawing among beams": [(COMPLETIONS, beams(temperature=0.5), "`temperature`")],
-    "beside it": [
-        (COMPLETIONS, beams(logprobs=2), "`logprobs`"),
-        (COMPLETIONS, beams(prompt_logprobs=1), "`prompt_logprobs`"),
-        (COMPLETIONS, beams(return_context_logits=True), "`return_context_logits`"),
-        ("/generate", {"inputs": "a", "parameters": {"beam_width": 2, "watermark": True}}, "`watermark`"),
-    ],
-    "in a stream": [(COMPLETIONS, logits(stream=True), "`return_generation_logits`")],
-    "(`best_of`)": [
-        (
-            "/generate",
-            {
-                "inputs": "a",
-                "parameters": {"best_of": 2, "do_sample": True, "return_context_logits": True},
-            },
-            "`best_of`",
-        )
-    ],
-    "on `/v1/responses`": [
-        (RESPONSES, {"input": "a", "beam_width": 2}, "beam_width"),
-        (RESPONSES, {"input": "a", "return_generation_logits": True}, "return_generation_logits"),
-    ],
-    "running built-in tools": [
-        (RESPONSES, {"input": "a", "tools": [SEARCH], "tool_choice": SEARCH}, "web_search")
-    ],
-    "`conversation`": [(RESPONSES, {"input": "a", "conversation": "c"}, "`conversation`")],
-    "`prompt`": [(RESPONSES, {"input": "a", "prompt": {"id": "p"}}, "`prompt`")],
-    "`truncation: auto`": [(RESPONSES, {"input": "a", "truncation": "auto"}, "`truncation`")],
-    "`context_management`": [
-        (RESPONSES, {"input": "a", "context_management": [{"type": "compaction"}]}, "`context_management`")
-    ],
-    "styles of single models": [(CHAT, tag({"type": "qwen_xml", "json_schema": {}}), "qwen_xml")],
-    "formats that": [(CHAT, tag({"type": "dispatch", "rules": []}), "dispatch")],
-    "keywords that llguidance lacks": [
-        (CHAT, schema("not", {}), "not"),
-        (CHAT, schema("uniqueItems", True), "uniqueItems"),
-        (CHAT, schema("if", {}), "if"),
-    ],
-}
-"""Words of the page → route, body, and words of the error."""
+NOT_BUILT: list[tuple[str, dict[str, Any], str]] = [
+    (COMPLETIONS, {"prompt": "a", "receipt": True}, "`receipt`"),
+    (CHAT, user("a") | {"receipt": True}, "`receipt`"),
+    (RESPONSES, {"input": "a", "receipt": True}, "`receipt`"),
+    ("/v1/messages", user("a") | {"max_tokens": 4, "receipt": True}, "`receipt`"),
+    ("/generate", {"inputs": "a", "parameters": {"receipt": True}}, "`receipt`"),
+    ("/requests/r1/replay", {}, "the same `seed` gives the same tokens"),
+    *((CHAT, user([{"type": kind}]), kind) for kind in ("input_audio", "video_url", "file", "input_file")),
+    (RESPONSES, {"input": "a", "context_management": [{"type": "compaction"}]}, "`context_management`"),
+    (CHAT, tag({"type": "qwen_xml", "json_schema": {}}), "qwen_xml"),
+    (CHAT, tag({"type": "dispatch", "rules": []}), "dispatch"),
+    (CHAT, schema("not", {}), "not"),
+    (CHAT, schema("uniqueItems", True), "uniqueItems"),
+    (CHAT, schema("if", {}), "if"),
+]
+"""Route, body, and words of the error, for things of docs/not-built.md that no other test asks for."""
 
 
-@pytest.mark.parametrize("words", REQUESTS)
-async def test_a_request_for_it_is_refused_by_name(broker: Broker, words: str) -> None:
+async def test_what_is_not_built_is_refused_by_name(broker: Broker) -> None:
     async with answering(broker.url, Answer(ids("x"))) as (worker, _, client):
-        for path, body, name in REQUESTS[words]:
+        for path, body, name in NOT_BUILT:
             response = await client.post(path, json=body)
             assert response.status_code in (400, 404, 422), response.text
             assert name in response.text
         assert not worker.seen
+
+
+async def document() -> Any:
+    """The OpenAPI document of a gateway; it needs no broker."""
+    app = build(Gateway(Settings(redis_url="redis://127.0.0.1:1"), "g0-test", model_tokenizer()))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
+        return (await client.get("/api-doc/openapi.json")).json()
+
+
+@pytest.fixture(scope="module")
+def described() -> Any:
+    return asyncio.run(document())
 
 
 TAKES_BODY = [
@@ -305,27 +262,20 @@ def nodes(node: Any) -> Iterator[dict[str, Any]]:
         yield from nodes(child)
 
 
-async def test_every_body_is_described_and_every_reference_leads_somewhere(broker: Broker) -> None:
-    async with serving(broker.url) as (_, client):
-        document = (await client.get("/api-doc/openapi.json")).json()
-        assert "/api-doc/openapi.json" in (await client.get("/docs")).text
-    known = {f"#/components/schemas/{name}" for name in document["components"]["schemas"]}
-    assert {node["$ref"] for node in nodes(document) if isinstance(node.get("$ref"), str)} <= known
-    assert not any("$defs" in node for node in nodes(document))
+def test_every_body_is_described_and_every_reference_leads_somewhere(described: Any) -> None:
+    known = {f"#/components/schemas/{name}" for name in described["components"]["schemas"]}
+    assert {node["$ref"] for node in nodes(described) if isinstance(node.get("$ref"), str)} <= known
+    assert not any("$defs" in node for node in nodes(described))
     for path in TAKES_BODY:
-        operation = document["paths"][path]["post"]
+        operation = described["paths"][path]["post"]
         assert operation["requestBody"]["content"]["application/json"]["schema"]["properties"]
         assert {"200", "400", "401", "413", "415"} <= set(operation["responses"])
-    assert "securitySchemes" not in document["components"]
-    assert operation_ids(document) == sorted(set(operation_ids(document)))
+    assert "securitySchemes" not in described["components"]
+    assert operation_ids(described) == sorted(set(operation_ids(described)))
 
 
-async def test_every_route_that_takes_an_idempotency_key_describes_it_and_its_conflict(
-    broker: Broker,
-) -> None:
-    async with serving(broker.url) as (_, client):
-        document = (await client.get("/api-doc/openapi.json")).json()
-    posts = {path: methods["post"] for path, methods in document["paths"].items() if "post" in methods}
+def test_every_route_that_takes_an_idempotency_key_describes_it_and_its_conflict(described: Any) -> None:
+    posts = {path: methods["post"] for path, methods in described["paths"].items() if "post" in methods}
     taking = {path for path, operation in posts.items() if takes_key(operation)}
     assert taking == {path for path, operation in posts.items() if "x-priority" in headers_of(operation)}
     assert {"/generate", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/rerank", "/vertex"} <= taking
@@ -357,12 +307,10 @@ async def test_the_api_key_is_described_if_it_is_set(broker: Broker) -> None:
     assert "security" not in document["paths"]["/health"]["get"]
 
 
-async def test_every_operation_has_a_tag_a_summary_a_description_and_a_plain_id(broker: Broker) -> None:
-    async with serving(broker.url) as (_, client):
-        document = (await client.get("/api-doc/openapi.json")).json()
-    tags = {tag["name"]: tag["description"] for tag in document["tags"]}
+def test_every_operation_has_a_tag_a_summary_a_description_and_a_plain_id(described: Any) -> None:
+    tags = {tag["name"]: tag["description"] for tag in described["tags"]}
     used, summaries = set[str](), list[str]()
-    for path, methods in document["paths"].items():
+    for path, methods in described["paths"].items():
         for operation in methods.values():
             [tag] = operation["tags"]
             used.add(tag)
@@ -374,18 +322,12 @@ async def test_every_operation_has_a_tag_a_summary_a_description_and_a_plain_id(
     assert len(set(summaries)) == len(summaries)
 
 
-async def test_every_part_of_a_path_is_described_and_no_error_has_another_shape_than_ours(
-    broker: Broker,
-) -> None:
-    async with serving(broker.url) as (_, client):
-        document = (await client.get("/api-doc/openapi.json")).json()
-        wrong = await client.get("/v1/responses/resp_1/input_items", params={"limit": "many"})
-    assert wrong.status_code == 400
-    described = document["paths"]["/v1/responses/{response_id}/input_items"]["get"]["responses"]
-    assert "400" in described and "422" not in described
-    assert "422" in document["paths"]["/requests/{request_id}/stream"]["get"]["responses"]
-    assert not any("HTTPValidationError" in str(node) for node in document["components"]["schemas"])
-    for node in nodes(document["paths"]):
+def test_every_part_of_a_path_is_described_and_no_error_has_another_shape_than_ours(described: Any) -> None:
+    listed = described["paths"]["/v1/responses/{response_id}/input_items"]["get"]["responses"]
+    assert "400" in listed and "422" not in listed
+    assert "422" in described["paths"]["/requests/{request_id}/stream"]["get"]["responses"]
+    assert not any("HTTPValidationError" in str(node) for node in described["components"]["schemas"])
+    for node in nodes(described["paths"]):
         assert node.get("in") != "path" or node["description"].endswith("."), node
 
 
@@ -438,14 +380,12 @@ async def test_answers_are_as_described(broker: Broker) -> None:
     assert shown[-1]["details"] and shown[-1]["top_tokens"]
 
 
-async def test_the_errors_of_requests_that_end_late_are_described(broker: Broker) -> None:
+def test_the_errors_of_requests_that_end_late_are_described(described: Any) -> None:
     """They are described as a response, and as the last event of a stream."""
-    async with serving(broker.url) as (_, client):
-        document = (await client.get("/api-doc/openapi.json")).json()
     for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses"):
-        assert "408" in document["paths"][path]["post"]["responses"]
+        assert "408" in described["paths"][path]["post"]["responses"]
     for path, shape in [("/generate_stream", "ErrorResponse"), ("/v1/chat/completions", "OpenAIError")]:
-        answer = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
+        answer = described["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
         assert shape in [node.get("title") for node in nodes(answer)]
 
 
@@ -460,10 +400,13 @@ TWO_CHATS = {
 }
 
 
-@pytest.mark.parametrize("leaves", [False, True])
 @pytest.mark.parametrize(
-    ("path", "body"),
-    [("/generate_stream", GENERATE), ("/generate", GENERATE), ("/v1/chat/completions", TWO_CHATS)],
+    ("path", "body", "leaves"),
+    [
+        ("/generate_stream", GENERATE, True),
+        ("/generate", GENERATE, True),
+        ("/v1/chat/completions", TWO_CHATS, False),
+    ],
 )
 async def test_a_stream_is_freed_when_it_is_released(
     broker: Broker, path: str, body: dict[str, object], leaves: bool
@@ -487,13 +430,6 @@ async def test_a_stream_is_freed_when_it_is_released(
         writer.close()
         await nothing_left(gateway, worker)
         await wait_until(lambda: not streams)
-
-
-async def document() -> Any:
-    """The OpenAPI document of a gateway; it needs no broker."""
-    app = build(Gateway(Settings(redis_url="redis://127.0.0.1:1"), "g0-test", model_tokenizer()))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
-        return (await client.get("/api-doc/openapi.json")).json()
 
 
 def answer(request: Generate) -> Answer:
@@ -542,8 +478,8 @@ def base_urls(
 
 @pytest.mark.parametrize("thoroughly", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "all"])
 def test_every_route_is_as_described(
-    base_urls: Callable[[str], str], thoroughly: bool, subtests: pytest.Subtests
+    base_urls: Callable[[str], str], described: Any, thoroughly: bool, subtests: pytest.Subtests
 ) -> None:
     from tests.support.clients import described_routes  # a second, in each of the processes that collect
 
-    described_routes.try_routes(asyncio.run(document()), base_urls, thoroughly, subtests.test)
+    described_routes.try_routes(described, base_urls, thoroughly, subtests.test)

@@ -1,7 +1,5 @@
 """A gateway dies in the middle of its answers, and no client notices: another gateway, or its own successor,
 goes on with each at the next byte.
-
-64 clients ask without a pause while gateways are killed: no answer is cut, and none is wrong.
 """
 
 import asyncio

@@ -1,9 +1,5 @@
-"""A request that is sent again with its `Idempotency-Key` is computed once, whichever gateway gets it.
-
-Vectors and scores that are asked for again with their `Idempotency-Key` are computed once.
-
-Clients that send each request many times, to two gateways that are killed all the while: each request is
-computed once, and all its answers are equal. RETRY_KEYS is the number of requests.
+"""A request that is sent again with its `Idempotency-Key` is computed once, whichever gateway gets it; so are
+vectors and scores.
 """
 
 import asyncio

@@ -1,13 +1,5 @@
-"""API keys over HTTP: who may ask, for which model and route, and whose requests are whose.
-
-Admin routes: keys are listed, added, revoked and rotated over HTTP, by admins.
-
-Limits of an API key over several gateways: live requests, requests and tokens a minute; and what a client
-is told of them.
-
-API keys of jobs: an entry carries one where there are keys, and a job belongs to its tenant.
-
-Many keys at their limits over three gateways: none ever has more than its limits.
+"""API keys over HTTP and for jobs: who may ask, for what and how much, whose requests are whose, and how
+admins manage keys.
 """
 
 import asyncio

@@ -1,6 +1,5 @@
-"""Pictures in prompts: the model gets the ids of transformers' processor, and the bytes beside them.
-
-How long the broker keeps pictures: while a request that has them lives, and a moment longer.
+"""Pictures in prompts: the model gets the ids of transformers' processor and the bytes beside them, which the
+broker keeps while a request that has them lives.
 """
 
 import asyncio
@@ -321,16 +320,6 @@ async def test_a_request_holds_all_of_its_pictures_or_none(redis: Redis) -> None
     assert await left_ms(redis, "a") <= LINGER_MS
     await run_script(redis, let_go_pictures(KEYS, "r1", ["a", "lost"]))
     assert await redis.exists(KEYS.picture("lost")) == 0
-
-
-async def test_pictures_of_the_pool_have_a_bound_and_each_counts_once(redis: Redis) -> None:
-    assert await keep(redis, "a", bytes(600)) == "kept"
-    assert await keep(redis, "a", bytes(600)) == "kept"
-    assert await keep(redis, "b", bytes(401)) == "full"
-    assert await keep(redis, "b", bytes(400)) == "kept"
-    await redis.delete(KEYS.picture("a"))
-    await redis.zadd(KEYS.pictures, {"a 600": 1})  # it has expired
-    assert await keep(redis, "c", bytes(600)) == "kept"
 
 
 async def test_pictures_live_with_their_requests(broker: Broker, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
-"""One model on two pools, each with a broker of its own: requests go to either, and a broker that is down
-concerns its pool alone.
-
-Models that sleep: gateways accept requests for them, which wait until a worker wakes.
+"""Models on several pools and brokers: requests go to either, a broker that is down concerns its pool alone,
+and a request for a sleeping model waits until a worker wakes.
 """
 
 import asyncio

@@ -1,8 +1,5 @@
-"""POST /v1/responses: the object, the events, and what is refused.
-
-Stored responses: retrieved, continued, followed, cancelled and deleted, at any gateway, by their owner.
-
-Calls of functions and reasoning of responses, whole and as events, and as input of the next one.
+"""POST /v1/responses: the object, its events, calls and reasoning; and stored responses, which are retrieved,
+continued, followed, cancelled and deleted at any gateway, by their owner.
 """
 
 import asyncio
@@ -133,16 +130,6 @@ async def test_unknown_responses_are_not_found(broker: Broker, path: str) -> Non
         found: list[httpx.Response] = [await call for call in calls]
         assert [one.status_code for one in found] == [404] * 4
         assert {one.json()["error"]["type"] for one in found} == {"invalid_request_error"}
-
-
-async def test_whole_numbers_beyond_64_bits_are_served(broker: Broker) -> None:
-    """A tool's schema comes back as it was read: such a number as a float."""
-    tool = '{"type": "function", "name": "f", "parameters": {"maximum": 1%s}}' % ("0" * 25)
-    content = f'{{"input": "a", "tools": [{tool}]}}'
-    async with answering(broker.url, ANSWER) as (_, _, client):
-        answer = await client.post(PATH, content=content, headers={"content-type": "application/json"})
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["tools"][0]["parameters"] == {"maximum": 1e25}
 
 
 STORED_ANSWER = Answer(ids(" one two é🙂 three"))

@@ -1,19 +1,9 @@
-"""What TGI's routes do beyond plain text: several answers, the likeliest tokens, seeds, the prompt before the
-text, POST /.
+"""TGI's answers, through real HTTP and a real broker, from a worker whose tokens are scripted: /generate,
+/generate_stream, /, /invocations and /vertex, in the shapes that TGI's own integration tests compare.
 
-TGI's answers, through real HTTP and a real broker, from a worker whose tokens are scripted.
-
-Shapes that text-generation-inference's own integration tests compare: paths of answers, with types.
-
-Of its 203 snapshots those of text models have 30 shapes, many of which differ only in what its Python client
-adds as null. Ours may have more paths. Five differ on purpose: an id of an answer is not empty, functions
-that are called have no `description`, a delta has no null `tool_calls`, the first and the last chunk of a
-stream with tools have neither text nor a call, and a streamed completion says its usage only where that is
-wished.
-
-POST /invocations: each body is answered as by the route that it is meant for.
-
-POST /vertex: a prediction for each instance, a prompt or a chat.
+Ours may have more paths. Five differ on purpose: an id of an answer is not empty, functions that are called
+have no `description`, a delta has no null `tool_calls`, the first and the last chunk of a stream with tools
+have neither text nor a call, and a streamed completion says its usage only where that is wished.
 """
 
 import asyncio

@@ -1,18 +1,7 @@
-"""Parameters that TGI's routes refuse: the error names field and limit, and nothing reaches the queue.
+"""Requests on TGI's routes: which parameters are refused by name and limit, what reaches the worker,
+/tokenize and /info, and requests with pictures and adapters as TGI's own integration tests send them.
 
-Parameters that TGI's routes accept: what reaches the worker.
-
-POST /tokenize, POST /chat_tokenize and GET /info.
-
-The cases with pictures of text-generation-inference's own integration tests, by their names: each request
-as its test sends it, with pictures of ours, and the shape of the answer. What a model says of a picture is
-tested where engines are (tests/unit/gpu_worker/engine/pictures, tests/fleet/pictures).
-
-`test_flash_gemma3` and `test_exceed_window` have no picture. Those of Llama 4 are comments at TGI.
-
-The cases with LoRA of text-generation-inference's own integration tests, by their names: each request as
-its test sends it, and the shape of the answer. That an adapter changes the ids as PEFT does is tested where
-engines are (tests/unit/gpu_worker/engine/adapters, tests/fleet/adapters).
+What a model says of a picture, and that an adapter changes the ids as PEFT does, is tested where engines are.
 """
 
 import asyncio
@@ -450,24 +439,13 @@ SHORT = {"max_new_tokens": 10}
 URL_PROMPT = f"<|begin_of_text|><|begin_of_text|>User:![]({CHICKEN})What is in this image?<end_of_utterance>"
 STORY = f"User:![]({CHICKEN})Write me a short story<end_of_utterance> \nAssistant:"
 BOTH = f"User:![]({CHICKEN})![]({COW})Where are the cow and chicken?<end_of_utterance> \nAssistant:"
-TALE = f"User:![]({CHICKEN})Can you tell me a very short story based on the image?"
 STANDING = f"![]({COW})Where is the cow standing?\n"
 PROMPTS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "test_idefics": (STORY, 1, SHORT),
     "test_idefics_two_images": (BOTH, 2, SHORT),
     "test_idefics_load": (STORY, 1, SHORT),
-    "test_flash_idefics2_next_simple": (STORY, 1, SHORT),
-    "test_flash_idefics2_two_images": (BOTH, 2, {"max_new_tokens": 20}),
     "test_flash_idefics2_next_all_params": ("Test request", 0, PARAMETERS),
-    "test_flash_idefics2_next_load": (STORY, 1, SHORT),
     "test_flash_idefics3_next_simple_url": (f"{URL_PROMPT}\nAssistant:", 1, SHORT | {"seed": 1337}),
-    "test_flash_smolvlm_next_simple_url": (f"{URL_PROMPT}\nAssistant:", 1, SHORT | {"seed": 1337}),
-    "test_flash_llava_next_simple": (TALE, 1, SHORT),
-    "test_flash_llava_next_all_params": ("Test request", 0, PARAMETERS),
-    "test_flash_llava_next_load": (TALE, 1, SHORT),
     "test_flash_pali_gemma": (STANDING, 1, {"max_new_tokens": 20}),
-    "test_flash_pali_gemma_two_images": (f"caption![]({CHICKEN})![]({COW})\n", 2, {"max_new_tokens": 20}),
-    "test_flash_pali_gemma_image": (f"![]({COW})caption es", 1, {"max_new_tokens": 20}),
 }
 """Case → its prompt with pictures as Markdown, how many, and its parameters."""
 
@@ -475,21 +453,11 @@ AFTER = {"seed": 42}
 CHATS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "test_flash_qwen2_vl_simple": ([image_part(CHICKEN), "Describe this image."], AFTER),
     "test_flash_qwen2_vl_simple_streaming": ([image_part(CHICKEN), "Describe this image."], AFTER),
-    "test_flash_qwen2_vl_bay": ([image_part(COW), "Describe the image"], AFTER),
-    "test_flash_qwen2_vl_inpaint": ([image_part(COW), "Describe the image"], AFTER),
-    "test_flash_qwen2_5_vl_simple": ([image_part(CHICKEN), "Describe the image"], AFTER),
-    "test_flash_qwen2_5_vl_simple_streaming": ([image_part(CHICKEN), "Describe the image"], AFTER),
-    "test_flash_qwen2_5_vl_bay": ([image_part(COW), "Describe the image"], AFTER),
-    "test_flash_qwen2_5_vl_inpaint": ([image_part(COW), "Describe the image"], AFTER),
-    "test_flash_gemma3_image_cow_dog": ([image_part(COW), "What is the breed of the dog?"], AFTER),
-    "test_flash_gemma3_image_cow": ([image_part(COW), "What is shown in this image?"], AFTER),
     "test_flash_gemma3_image_base64_rgba": ([image_part(opaque("RGBA", "PNG")), "What do you see?"], AFTER),
-    "test_flash_gemma3_image_base64_rgb_png": ([image_part(opaque("RGB", "PNG")), "What do you see?"], AFTER),
     "test_flash_gemma3_image_base64_rgb_jpg": (
         [image_part(opaque("RGB", "JPEG")), "What do you see?"],
         AFTER,
     ),
-    "test_mllama_simpl": (["Describe the image in 10 words.", image_part(CHICKEN)], {"temperature": 0.0}),
     "test_mllama_load": (["Describe the image in 10 words.", image_part(CHICKEN)], {"temperature": 0.0}),
 }
 """Case → the parts of its message, and its parameters."""
@@ -550,13 +518,9 @@ LONG = {"max_new_tokens": 40, "details": True}
 SAMPLED = {"max_new_tokens": 60, "temperature": 0.6, "top_p": 0.95, "seed": 0, "details": True}
 ADAPTER_CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "test_lora_mistral": ("Test request", SCORED, ""),
-    "test_lora_mistral_without_adapter": (ARTICLE, LONG, ""),
     "test_lora_mistral_with_dbpedia_adapter": (ARTICLE, LONG, DBPEDIA),
-    "test_lora_mistral_with_customer_support_adapter": (WORDS, LONG, SUPPORT),
     "test_lora_mistral_without_customer_support_adapter": (WORDS, LONG, ""),
-    "test_flash_starcoder2": (CODE, SCORED, ""),
     "test_flash_starcoder2_default_params": ("who are you?", SAMPLED, ""),
-    "test_flash_starcoder2_load": ("who are you?", {"max_new_tokens": 10, "details": True}, ""),
     "test_flash_starcoder2_with_hugcode_adapter": (CODE, {"max_new_tokens": 10, "details": True}, HUGCODE),
 }
 """Case → its prompt, its parameters, and its `adapter_id`."""

@@ -1,6 +1,5 @@
-"""Calls of tools and reasoning on /v1/chat/completions, from a worker whose tokens are scripted.
-
-Structured output reaches the workers from every API, in every shape of its field.
+"""Calls of tools and reasoning on /v1/chat/completions, and structured output from every API, in every shape
+of its field.
 """
 
 import json

@@ -1,9 +1,5 @@
-"""Batches, webhooks, idempotency keys, API keys and usage at once, while gateways, batchers and workers are
-killed all the while: each promise holds beside the others.
-
-Whole answers while messages are lost or connections are cut: not a byte differs.
-
-Many streams at one gateway while messages are lost: every token of each, once.
+"""Promises hold beside each other while gateways, batchers and workers are killed, messages are lost and
+connections are cut: not a byte differs, and every token comes once.
 """
 
 import asyncio
@@ -28,7 +24,6 @@ from common.broker.client import connect
 from common.messages.records import unpack_ids
 from common.messages.request import Generate
 from deploy.launcher.embedded_broker import Broker
-from tests.support.batches.killed_batch import line_of
 from tests.support.fleet.gateways import answering, nothing_left, ready, serving, stream
 from tests.support.fleet.scripted_fleet import count_wrong, scripted_fleet
 from tests.support.fleet.scripted_worker import Answer
@@ -45,6 +40,15 @@ ADMIN = "sesame"
 BATCHES, CALLERS = "batches", "callers"
 RUNNING = ("queued", "validating", "in_progress", "finalizing")
 PATIENCE_S = 300
+
+
+def line_of(number: int) -> dict[str, Any]:
+    """One of 40 chats."""
+    chat = {
+        "messages": [{"role": "user", "content": "Count. " * (number % 40 + 1)}],
+        "max_tokens": 4 + number % 7,
+    }
+    return {"custom_id": f"line-{number}", "method": "POST", "url": "/v1/chat/completions", "body": chat}
 
 
 @dataclass

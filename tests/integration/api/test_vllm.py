@@ -1,6 +1,5 @@
-"""What vLLM adds to OpenAI's routes: ids of tokens, log-probabilities of prompts, allowed ids.
-
-POST /tokenize in vLLM's shape, POST /detokenize and GET /version.
+"""What vLLM adds to OpenAI's routes: ids of tokens, log-probabilities of prompts, allowed ids, /tokenize and
+/detokenize in its shape, and /version.
 """
 
 from importlib.metadata import version

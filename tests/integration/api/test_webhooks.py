@@ -1,16 +1,5 @@
-"""Events of webhooks: each end is told once, signed, to whom the request named, until it is heard.
-
-Every route that generates takes `webhook`, and tells the end of its request.
-
-What an event must not do: reach a network that is none of its receiver's, or hold up other events.
-
-Jobs over Redis tell their ends, also those that no worker has seen.
-
-A webhook of an API key: it is told the end of all that its key asks for.
-
-`tokenfleet webhooks`, at a gateway.
-
-Gateways, batchers and workers are killed all the while, and each response tells its end.
+"""Webhooks: each end is told once, signed, to whom the request, job or API key named, until it is heard; and
+no event reaches a private network or holds up another.
 """
 
 import asyncio
@@ -28,8 +17,7 @@ from standardwebhooks import Webhook
 
 from api.webhooks import field
 from api.webhooks.sender import MAX_PER_RECEIVER, MAX_SENDING, WAITS_S
-from common.settings.settings import SettingError
-from deploy.cli.admin import fields_of, main, new_parser
+from deploy.cli.admin import main
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_batches import chat_line, jsonl, openai_client
 from tests.integration.api.test_responses import TOOLS
@@ -410,21 +398,6 @@ async def test_all_that_a_key_asks_for_is_told(broker: Broker, redis: Redis, tmp
         assert sorted(key["webhook"] for key in listed) == ["", "", receiver.url] and SECRET not in str(
             listed
         )
-
-
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        (["--webhook", "ftp://example.org", "--webhook-secret", SECRET], "`webhook`"),
-        (["--webhook", "https://example.org"], "`webhook` and `webhook_secret` need each other"),
-        (["--webhook-secret", SECRET], "`webhook` and `webhook_secret` need each other"),
-        (["--webhook", "https://example.org", "--webhook-secret", "whsec_a"], "`webhook_secret`"),
-    ],
-)
-def test_a_fault_of_a_keys_webhook_is_named(words: list[str], why: str) -> None:
-    flags: Any = new_parser("keys").parse_args(["add", *words])
-    with pytest.raises(SettingError, match=why):
-        fields_of(flags, 0)
 
 
 async def test_dead_events_are_shown_and_sent_again(

@@ -1,12 +1,5 @@
-"""A worker whose heartbeats go on and that says nothing else is sealed; one whose step takes long is not.
-
-A batcher succeeds another over workers with many rows and long logs: once, and no request is touched.
-
-A worker whose streams are gone goes on as its next incarnation, over the same engine.
-
-A broker that has lost a request's end: the request goes on from what was committed, and ends once more.
-
-A worker and the batcher die together: what its log says is kept, and its death counts.
+"""Workers that fall silent, lose their streams, or die together with the batcher: what they committed is
+kept, their deaths count once, and their requests go on.
 """
 
 import asyncio
@@ -232,7 +225,7 @@ def hang_when(monkeypatch: pytest.MonkeyPatch, kind: type, method: str, hangs: C
     monkeypatch.setattr(kind, method, maybe)
 
 
-@pytest.mark.parametrize("what", ["takeover", "plans", "reports"])
+@pytest.mark.parametrize("what", [pytest.param("takeover", marks=pytest.mark.slow), "plans", "reports"])
 async def test_rows_of_a_worker_whose_agent_hangs_go_on_elsewhere(
     broker: Broker, redis: Redis, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:

@@ -1,10 +1,5 @@
-"""The batcher process and a broker, without workers: requests get their terminals.
-
-The stream `control`: a batcher that was stopped obeys every cancel, and keeps the stream short.
-
-The batcher process and a broker whose clock jumps: no deadline moves, nothing that is live is lost.
-
-Workers, batchers and gateways are killed, clients hang up: each committed token is counted once.
+"""The batcher process and a broker: waiting requests get their terminals, also when the stream `control` is
+long or the broker's clock jumps, and each committed token is counted once while processes are killed.
 """
 
 import asyncio

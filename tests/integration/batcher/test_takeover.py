@@ -1,10 +1,5 @@
-"""Rows that stand by beside a full batch: each request has exactly its tokens, whichever process dies.
-
-Batchers succeed each other while rows run: rows stay in place, and every token comes once.
-
-`tokenfleet drain`: a worker gives its rows to others and leaves; one that joins gets waiting requests.
-
-All processes of a pool get SIGTERM at once, as when a machine shuts down: streams are finished.
+"""Batchers succeed each other, workers drain, and a whole pool is shut down: rows stay in place or go on
+elsewhere, and every token comes once.
 """
 
 import asyncio

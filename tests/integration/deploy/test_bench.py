@@ -193,12 +193,9 @@ def test_a_failing_server_is_named_with_the_cause(words: str, capsys: pytest.Cap
     ("argv", "words"),
     [
         (["--concurrency", "1;8"], "--concurrency: '1;8' is not a list of numbers"),
-        (["--concurrency", "0"], "--concurrency: from 1 to"),
         (["--duration", "nan"], "--duration: nan"),
-        (["--max-tokens", "0"], "--max-tokens: 0 is less than 1"),
         (["--against", "nowhere:x"], "URL: 'nowhere:x'"),
         (["--svg", "/no/such/place.svg"], "--svg: /no/such/place.svg cannot be written: No such file"),
-        (["--durations", "5"], "--durations"),
     ],
 )
 def test_invalid_flags_are_refused(argv: list[str], words: str) -> None:

@@ -1,9 +1,4 @@
-"""`tokenfleet chat` as a user sees it: through a pipe, and in a terminal of its own.
-
-A conversation outlives the gateway that answers it.
-
-`tokenfleet keys`: a key is made, listed, rotated and revoked, and printed once.
-"""
+"""`tokenfleet chat` as a user sees it, through a pipe and in a terminal of its own; and `tokenfleet keys`."""
 
 import asyncio
 import codecs

@@ -1,7 +1,4 @@
-"""The job worker as clients of arq know it.
-
-What arq's own means do with our functions: jobs that are deferred, cron, and chains.
-"""
+"""The job worker as clients of arq know it, with jobs that are deferred, cron, and chains."""
 
 import asyncio
 import contextlib
@@ -75,31 +72,31 @@ def nested_lists(depth: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("args", "kwargs", "words"),
-    [
-        (("generate", ""), {}, "`inputs` cannot be empty"),
-        (("generate", "a", {"top_p": 7}), {}, "`top_p`"),
-        (("generate", "a"), {"_job_id": "a b"}, "`id`"),
-        (("generate",), {}, "either `inputs` or `messages` must be given"),
-        (("chat",), {}, "either `inputs` or `messages` must be given"),
-        (("generate", b"\xff"), {}, "bytes"),
-        (("chat", CHAT["messages"]), {"x": nested_lists(250)}, "more than 201 levels deep"),
-        (("chat", CHAT["messages"]), {"x": nested_lists(260)}, "at most 201 levels"),
-        (("chat", CHAT["messages"]), {"n": 1000}, "`n`"),
-        (("generate", "a"), {"not_before": 1}, "use arq's `_defer_until`"),
-        (("chat", CHAT["messages"]), {"not_before": 1}, "`not_before` is no parameter of a job"),
-        (("generate", "a", {"temperature": math.nan}), {}, r"`parameters\.temperature` must be a finite"),
-        (("chat", CHAT["messages"]), {"logit_bias": {"7": -math.inf}}, r"`parameters\.logit_bias\.7` must"),
-        (("train", "a"), {}, "'train' not found"),
-    ],
-)
+INVALID: list[tuple[Any, dict[str, Any], str]] = [
+    (("generate", ""), {}, "`inputs` cannot be empty"),
+    (("generate", "a", {"top_p": 7}), {}, "`top_p`"),
+    (("generate", "a"), {"_job_id": "a b"}, "`id`"),
+    (("generate",), {}, "either `inputs` or `messages` must be given"),
+    (("chat",), {}, "either `inputs` or `messages` must be given"),
+    (("generate", b"\xff"), {}, "bytes"),
+    (("chat", CHAT["messages"]), {"x": nested_lists(250)}, "more than 201 levels deep"),
+    (("chat", CHAT["messages"]), {"x": nested_lists(260)}, "at most 201 levels"),
+    (("chat", CHAT["messages"]), {"n": 1000}, "`n`"),
+    (("generate", "a"), {"not_before": 1}, "use arq's `_defer_until`"),
+    (("chat", CHAT["messages"]), {"not_before": 1}, "`not_before` is no parameter of a job"),
+    (("generate", "a", {"temperature": math.nan}), {}, r"`parameters\.temperature` must be a finite"),
+    (("chat", CHAT["messages"]), {"logit_bias": {"7": -math.inf}}, r"`parameters\.logit_bias\.7` must"),
+    (("train", "a"), {}, "'train' not found"),
+]
+
+
 async def test_an_invalid_arq_job_fails_with_the_http_error(
-    client: ArqRedis, worker: FakeWorker, broker: Broker, args: Any, kwargs: Any, words: str
+    client: ArqRedis, worker: FakeWorker, broker: Broker
 ) -> None:
     async with job_worker(broker.url):
-        with pytest.raises(SerializationError, match=words):
-            await result(await enqueue(client, *args, **kwargs))
+        for args, kwargs, words in INVALID:
+            with pytest.raises(SerializationError, match=words):
+                await result(await enqueue(client, *args, **kwargs))
 
 
 class Trap:

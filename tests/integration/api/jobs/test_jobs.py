@@ -1,14 +1,5 @@
-"""Jobs of other services: what a plain client of Redis gets.
-
-Beam searches as jobs of other services.
-
-Logits in the answers of jobs.
-
-Entries and keys that others have written wrongly: they are answered with errors and harm no other job.
-
-Jobs that are submitted twice, or run by several gateways because one died or only seemed dead.
-
-Jobs at a broker that has lost its last writes, as one restored from its file may have.
+"""Jobs of other services, as a plain client of Redis sees them: their answers, frames and errors, also where
+keys were overwritten, gateways died, or the broker lost its last writes.
 """
 
 import asyncio

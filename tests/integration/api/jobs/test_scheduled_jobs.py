@@ -1,9 +1,5 @@
-"""Jobs that may not run before a time.
-
-Gateways, batchers and workers are killed all the while: each scheduled job runs once, and not before its
-time.
-
-What people see and change of jobs: `tokenfleet jobs list|show|cancel|retry|dead`, at a gateway.
+"""Jobs that may not run before a time, also while processes are killed, and `tokenfleet jobs`, which shows,
+cancels and tries jobs again.
 """
 
 import asyncio

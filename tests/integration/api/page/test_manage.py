@@ -1,7 +1,4 @@
-"""Models, usage and API keys, for who has an admin's key; the chat alone, for who has another.
-
-Jobs on the page: listed, searched, cancelled, and tried again.
-"""
+"""The page's view for who has an admin's key: models, usage, API keys, adapters and jobs."""
 
 from typing import Any
 

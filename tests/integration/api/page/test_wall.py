@@ -53,6 +53,7 @@ def test_streams_of_a_killed_worker_pause_hop_and_go_on(browser: Browser) -> Non
         assert page.locator(".words > .worker").count() == 8, "a later stretch begins with its worker's name"
 
 
+@pytest.mark.slow
 def test_workers_have_colours_and_marks_by_the_order_of_their_names(browser: Browser) -> None:
     with ScriptedGateway(12) as gateway, opened(browser, gateway.url) as page:
         gateway.workers.reverse()
