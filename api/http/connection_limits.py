@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.errors import ApiError
 from api.http.error_handlers import error_response
+from api.protocols.protocol import errors_of
 from common.metrics import catalogue
 from common.settings.settings import Settings
 
@@ -186,5 +187,5 @@ async def serve_reserved(app: ASGIApp, scope: Scope, receive: Receive, send: Sen
     if scope["path"] not in RESERVED_PATHS:
         why = "this gateway has too many connections (MAX_CONNECTIONS, half of them for one address)"
         error = ApiError(503, "too_many_connections", why, retry_after_s=1)
-        served = error_response(error, scope["path"], {"connection": "close"})
+        served = error_response(error, errors_of(scope), {"connection": "close"})
     await served(scope, receive, send)
