@@ -552,13 +552,11 @@ async def test_a_batch_that_is_asked_for_again_with_its_key_is_made_once(
         assert elsewhere.status_code == 404, "a key belongs to a tenant, and the file is another one's"
 
 
-pytest.importorskip("s3fs", reason="s3fs is not installed")
-moto = pytest.importorskip("moto.server", reason="moto is not installed")
-
-
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The URL of a bucket, which only the variables of S3's clients lead to."""
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    moto = pytest.importorskip("moto.server", reason="moto is not installed")
     server: Any = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
     host, port = server.get_host_and_port()
