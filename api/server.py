@@ -30,6 +30,9 @@ from common.settings.settings import SettingError, Settings
 
 log = logging.getLogger(__name__)
 
+KEEP_ALIVE_TIMEOUT_S = 620
+"""How long a connection without a request is kept: longer than clients and proxies keep theirs."""
+
 PRELOADED = "preloaded-api"
 CLOSE_S = 3
 """How long connections may take to close once the gateway has drained."""
@@ -75,7 +78,7 @@ def serve(settings: Settings, incarnation: str, tokenizer: ModelTokenizer) -> No
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_keep_alive=round(settings.keep_alive_timeout_s),
+        timeout_keep_alive=KEEP_ALIVE_TIMEOUT_S,
         timeout_graceful_shutdown=CLOSE_S,
     )
     log.info(

@@ -90,7 +90,7 @@ class Waterfall:
 async def main(args: argparse.Namespace) -> None:
     draw = random.Random(args.kills)
     pauses: list[Pause] = []
-    settings = {"kv_cache_bytes": "256MiB", "preload_worker": None, "preload_gateway": None}
+    settings = {"kv_cache_bytes": "256MiB", "preload": None}
     with Fleet(num_workers=args.workers, num_batchers=args.batchers, **settings) as fleet:
         load = Load(fleet, args.tokens, args.streams)
         for _ in range(args.kills):

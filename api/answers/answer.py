@@ -77,7 +77,7 @@ class ResumeTerms:
     Attributes:
         owner: digest of the API key that its client sent; empty without one.
         resume_ms: time that the client asked for. None does not wait after a hang-up, and waits
-            GATEWAY_GRACE_S after the death of the gateway.
+            30 s after the death of the gateway.
         detached: it needs no client.
         stored_ms: time that it is kept after its end, although it was answered; 0 if it is not stored.
         repeat_ms: the same, for repetitions of its request with the same `Idempotency-Key`; 0 without one.

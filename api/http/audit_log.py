@@ -9,11 +9,14 @@ import sys
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from logging.handlers import RotatingFileHandler, WatchedFileHandler
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from api.json import to_json
 from common.settings.settings import SettingError, Settings
+
+MAX_BYTES, MAX_OLDER_FILES = 100 * 2**20, 10
+"""Of a file, and how many are kept beside it."""
 
 STDOUT = "-"
 COPIED = (
@@ -52,7 +55,8 @@ class AuditLog:
         path = Path(name)
         own = path.with_name(f"{path.stem}.{gateway.partition('-')[0]}{path.suffix}")
         try:
-            return cls(open_file(own, settings.audit_log_bytes, settings.audit_log_files))
+            file = RotatingFileHandler(own, maxBytes=MAX_BYTES, backupCount=MAX_OLDER_FILES, encoding="utf-8")
+            return cls(file)
         except OSError as error:
             raise SettingError("audit_log", f"{own} cannot be written: {error.strerror}") from error
 
@@ -80,15 +84,6 @@ class AuditLog:
 
     def close(self) -> None:
         self.handler.close()
-
-
-def open_file(path: Path, max_bytes: int, num_files: int) -> logging.Handler:
-    """A file of at most this size, beside which so many older ones are kept; or with 0 one that whoever moves
-    it away rotates: the next line begins a new one. Raises OSError.
-    """
-    if max_bytes:
-        return RotatingFileHandler(path, maxBytes=max_bytes, backupCount=num_files, encoding="utf-8")
-    return WatchedFileHandler(path, encoding="utf-8")
 
 
 def iso(time_s: float) -> str:

@@ -20,6 +20,11 @@ from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
 
+TIMEOUTS_S = {"head": 20.0, "body": 60.0}
+"""Time in which a client must send a whole head, from its connection or first byte on, and a whole body."""
+MAX_HEAD_BYTES = 64 * 2**10
+"""Of a request's line and headers."""
+
 LIMITS = "limits"
 """Key of ConnectionLimits in the server's state."""
 OTHER_FILES = 256
@@ -32,9 +37,9 @@ RESERVED_HEAD_S = 2.0
 RESERVED_PATHS = ("/health", "/ping", "/livez", "/readyz", "/load", "/metrics")
 LOG_INTERVAL_S = 10.0
 CAUSES = {
-    "address": "one address has half of MAX_CONNECTIONS; its oldest idle one is closed",
-    "total": "there are MAX_CONNECTIONS; the oldest idle one is closed",
-    "reserved": f"{NUM_RESERVED} beyond MAX_CONNECTIONS wait for health or metrics",
+    "address": "one address has half of the connections; its oldest idle one is closed",
+    "total": "there are as many as there may be; the oldest idle one is closed",
+    "reserved": f"{NUM_RESERVED} beyond the limit wait for health or metrics",
     "head": "a client took longer than 20 s for the head of a request",
     "body": "a client took longer than 60 s for the body of a request",
     "size": "the head of a request was longer than 64 KiB, or had too many fields",
@@ -91,9 +96,9 @@ class ConnectionLimits:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self.timeouts_s = {"head": settings.head_timeout_s, "body": settings.body_timeout_s}
-        self.max_head_bytes = settings.max_head_bytes
-        self.max_connections = settings.max_connections or default_max_connections()
+        self.timeouts_s = TIMEOUTS_S
+        self.max_head_bytes = MAX_HEAD_BYTES
+        self.max_connections = default_max_connections()
         self.max_per_address = -(-self.max_connections // 2)
         self.regular: set[LimitedConnection] = set()
         self.reserved: set[LimitedConnection] = set()
@@ -172,7 +177,7 @@ def raise_file_limit() -> None:
 
 
 def default_max_connections() -> int:
-    """The default of MAX_CONNECTIONS: as many as there are descriptors for, but no more than
+    """Most open connections: as many as there are descriptors for, but no more than
     DEFAULT_CONNECTIONS.
     """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -185,7 +190,7 @@ async def serve_reserved(app: ASGIApp, scope: Scope, receive: Receive, send: Sen
     """Serve health and metrics on a reserved connection, and refuse everything else."""
     served = app
     if scope["path"] not in RESERVED_PATHS:
-        why = "this gateway has too many connections (MAX_CONNECTIONS, half of them for one address)"
+        why = "this gateway has too many connections (half of all for one address; `ulimit -n` bounds them)"
         error = ApiError(503, "too_many_connections", why, retry_after_s=1)
         served = error_response(error, errors_of(scope), {"connection": "close"})
     await served(scope, receive, send)

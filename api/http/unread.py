@@ -1,7 +1,7 @@
 """Unread answers: what clients do not read is bounded, in time and in bytes.
 
 A gateway holds an answer that has ended until its client has read it. A connection is cut if its client takes
-nothing for WRITE_TIMEOUT_S; and while more than 256 MiB wait, the one that has waited longest is
+nothing for a minute; and while more than 256 MiB wait, the one that has waited longest is
 cut. Its request is cancelled, as that of every client that leaves.
 """
 
@@ -24,6 +24,11 @@ from common.process.event_loop import until_beat
 from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
+
+TIMEOUT_S = 60.0
+"""A client that takes nothing of its answer for so long is cut off, its request cancelled."""
+MAX_UNREAD_BYTES = 256 * 2**20
+"""Unread answers in a gateway; beyond it the client that read nothing for longest is cut off."""
 
 UNREAD = "unread"
 """Key of UnreadAnswers in the server's state, and of a connection's Unread in a request's state."""
@@ -146,8 +151,8 @@ class UnreadAnswers:
     """The connections of a gateway, and the bounds of what they may hold."""
 
     def __init__(self, settings: Settings) -> None:
-        self.timeout_s = settings.write_timeout_s
-        self.max_bytes = settings.max_unread_bytes
+        self.timeout_s = TIMEOUT_S
+        self.max_bytes = MAX_UNREAD_BYTES
         self.connections: set[Unread] = set()
 
     async def watch(self) -> None:
@@ -165,7 +170,7 @@ class UnreadAnswers:
                 continue
             unread.check(time.monotonic())
             if time.monotonic() - unread.taken_s > self.timeout_s and unread in self.connections:
-                self.cut(unread, "timeout", f"it took nothing for {self.timeout_s:g} s (WRITE_TIMEOUT_S)")
+                self.cut(unread, "timeout", f"it took nothing for {self.timeout_s:g} s")
             await pace.step(0)
 
     def check_bytes(self) -> None:

@@ -31,6 +31,9 @@ from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
 
+MAX_JOBS = 256
+"""arq's jobs that one job worker waits for at once."""
+
 POLL_S, IDLE_POLL_S = 0.1, 0.25
 """How often a worker looks for a job: while it runs one, and while it runs none."""
 HEALTH_S = 10
@@ -59,7 +62,7 @@ class JobWorker(Worker):
             job_functions(self.run_in_fleet),
             queue_name=client.keys.arq_queue,
             redis_pool=ArqRedis(client.redis.connection_pool, pack, unpack, client.keys.arq_queue),
-            max_jobs=settings.max_jobs,
+            max_jobs=MAX_JOBS,
             job_timeout=settings.request_timeout_s + MARGIN_S,
             max_tries=MAX_TRIES,
             keep_result=RESULT_TTL_MS / 1000,

@@ -46,6 +46,11 @@ from common.process.event_loop import until_beat
 
 log = logging.getLogger(__name__)
 
+MAX_LINES = 50_000
+"""Requests of one batch."""
+WINDOW = 256
+"""Requests of one batch that are queued or computed at once."""
+
 LEASE_MS = 5_000
 RENEW_S = 1.0
 COMMIT_BYTES = 2**20
@@ -224,7 +229,7 @@ class BatchRun:
             set[bytes](),
             list[dict[str, object]](),
             Pace(),
-            self.settings.max_batch_lines,
+            MAX_LINES,
         )
         number = 0
         async for text in self.read_input():
@@ -256,7 +261,7 @@ class BatchRun:
         source = self.read_rest()
         size, is_read = 0, False
         while not is_read or self.pending:
-            while not is_read and len(self.pending) < self.settings.batch_window and size < MAX_WINDOW_BYTES:
+            while not is_read and len(self.pending) < WINDOW and size < MAX_WINDOW_BYTES:
                 if (one := await anext(source, None)) is None:
                     is_read = True
                     break

@@ -272,6 +272,7 @@ async def lines_of(chunks: AsyncIterator[bytes], max_bytes: int) -> AsyncIterato
 # --- upload -------------------------------------------------------------------------------------------------
 
 
+MAX_FILE_BYTES = 200 * 2**20
 PURPOSES = ("batch", "user_data", "assistants", "evals", "fine-tune", "vision")
 """Purposes that OpenAI's clients name; only files for `batch` are of use here, the others are kept alone."""
 BATCH_TTL_S = 30 * 86_400
@@ -369,7 +370,7 @@ async def upload(request: Request, store: FileStore, settings: Settings, owner: 
         new_id("file-", store.clock.now_s()),
         list[tuple[str, int]](),
     )
-    if announces_more(request, settings.max_file_bytes + MAX_FORM_BYTES):
+    if announces_more(request, MAX_FILE_BYTES + MAX_FORM_BYTES):
         raise too_large(settings)
 
     async def put(num_bytes: int) -> None:
@@ -385,7 +386,7 @@ async def upload(request: Request, store: FileStore, settings: Settings, owner: 
             read += len(chunk)
             feed(reader, chunk)
             size = sum(size for _, size in parts) + len(reader.file)
-            if size > settings.max_file_bytes or read > settings.max_file_bytes + MAX_FORM_BYTES:
+            if size > MAX_FILE_BYTES or read > MAX_FILE_BYTES + MAX_FORM_BYTES:
                 raise too_large(settings)
             while len(reader.file) >= PART_BYTES:
                 await put(PART_BYTES)
@@ -458,5 +459,5 @@ def read_ttl(fields: dict[str, str]) -> int | None:
 
 
 def too_large(settings: Settings) -> ApiError:
-    text = f"`file` is larger than {settings.max_file_bytes} bytes (MAX_FILE_BYTES)"
+    text = f"`file` is larger than {MAX_FILE_BYTES} bytes"
     return ApiError(413, "payload_too_large", text, "file")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from api.errors import ApiError
 from api.jobs import scripts as job_scripts
 from api.jobs.job import Job
-from api.jobs.scripts import FRAMES_LOST, GOES_ON, NOT_A_JOB, JobEnding
+from api.jobs.scripts import DEAD_TTL_S, FRAMES_LOST, GOES_ON, MAX_DEAD, NOT_A_JOB, JobEnding
 from api.json import to_json
 from api.requests.pool import Pool
 from common.broker.keys import RESULT_TTL_MS
@@ -97,8 +97,8 @@ class Reply:
                 frames=frames[first:],
                 num_heard=self.num_sent - first,
                 ending=ending,
-                dead_ttl_ms=round(1000 * self.settings.dead_ttl_s),
-                max_dead=self.settings.max_dead,
+                dead_ttl_ms=1000 * DEAD_TTL_S,
+                max_dead=MAX_DEAD,
             )
             return await self.retry_forever(lambda: self.client.run(call))
 

@@ -26,6 +26,10 @@ from common.api_keys import ApiKey
 from common.ids import BATCH_ID
 from common.webhooks import BATCH
 
+MAX_BATCHES = 10_000
+"""Batches that the pool keeps; those that have ended leave first."""
+MAX_FILES = 10_000
+"""Of one tenant."""
 MAX_METADATA, MAX_NAME, MAX_VALUE = 16, 64, 512
 
 
@@ -187,8 +191,8 @@ def store_of(request: Request) -> FileStore:
 async def create_file(request: Request) -> dict[str, Any]:
     """Keeps a file, by default 30 days if it is for a batch. It is written while it comes."""
     store, settings, owner = store_of(request), own_pool(request).settings, tenant_of(request)
-    if len(await store.names(owner)) >= settings.max_files:
-        raise ApiError(400, "too_many_files", f"A tenant may keep {settings.max_files} files", "file")
+    if len(await store.names(owner)) >= MAX_FILES:
+        raise ApiError(400, "too_many_files", f"A tenant may keep {MAX_FILES} files", "file")
     return render_file(await upload(request, store, settings, owner))
 
 
@@ -339,12 +343,12 @@ async def keep(pool: Pool, batch: Batch, webhook: dict[str, bytes]) -> bool:
         {**batch.made(), **webhook},
         made_ms=batch.made_ms,
         deadline_ms=batch.order_ms,
-        max_batches=pool.settings.max_batches,
+        max_batches=MAX_BATCHES,
     )
     async with asking_broker():
         kept = await pool.client.run(call)
     if kept == "full":
-        raise overloaded(f": {pool.settings.max_batches} batches have not ended", 60)
+        raise overloaded(f": {MAX_BATCHES} batches have not ended", 60)
     return kept == "new"
 
 

@@ -11,6 +11,9 @@ from typing import NamedTuple
 from common.broker.keys import BATCH_TTL_MS, JOB_TTL_MS, RESULT_TTL_MS, Keys, request_keys
 from common.broker.lua import Args, Fields, ScriptCall, call_script, decode_all, in_pairs
 
+DEAD_TTL_S, MAX_DEAD = 7 * 86_400, 1000
+"""How long jobs and events of webhooks that failed for good are kept, and how many; they can be retried."""
+
 LIVE, SCHEDULED, DEAD, ENDED = "live", "scheduled", "dead", "ended"
 """The sets of jobs."""
 DONE, FAILED, CANCELLED = "done", "failed", "cancelled"

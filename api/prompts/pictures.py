@@ -304,6 +304,13 @@ def picture_keys(keys: Keys, digests: Iterable[str]) -> list[str]:
 # --- load ---------------------------------------------------------------------------------------------------
 
 
+MAX_PIXELS = 2**25
+"""Of one picture; it is refused before it is decoded."""
+FETCH_TIMEOUT_S = 10.0
+"""Redirects included."""
+MAX_KEPT_BYTES = 512 * 2**20
+"""Pictures of all live requests in the broker; each is there once."""
+
 DATA = re.compile(r"data:(?P<kind>[^;,]*)(?:;[^;,=]+=[^;,]*)*(?P<base64>;base64)?,", re.IGNORECASE)
 NUM_THREADS = 2
 MAX_REQUEST_BYTES = 2**27
@@ -316,7 +323,7 @@ class PictureLoader:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.fetcher = PictureFetcher(
-            settings.allowed_media_domains, settings.max_picture_bytes, settings.picture_fetch_timeout_s
+            settings.allowed_media_domains, settings.max_picture_bytes, FETCH_TIMEOUT_S
         )
         self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="pictures")
 
@@ -354,7 +361,7 @@ class PictureLoader:
     def check(self, content: bytes) -> LoadedPicture:
         """A picture whose pixels can all be decoded. Raises PictureError."""
         height, width = read_size(content)
-        if (most := self.settings.max_picture_pixels) < height * width:
+        if (most := MAX_PIXELS) < height * width:
             raise PictureError(f"has {width} x {height} pixels: at most {most} are allowed")
         if not height * width:
             raise PictureError("has no pixels")
@@ -425,7 +432,7 @@ class PicturePrompts:
     def __init__(self, client: PoolClient, settings: Settings, layout: PictureLayout | None) -> None:
         self.layout = layout
         self.loader = PictureLoader(settings)
-        self.keeper = PictureKeeper(client, settings.max_kept_pictures_bytes)
+        self.keeper = PictureKeeper(client, MAX_KEPT_BYTES)
 
     async def show(
         self, prompt: Rendered, sources: Sequence[PictureSource], field: str, sees: bool

@@ -25,7 +25,9 @@ from api.prompts.control_texts import ControlTexts, PlainCopy, Rendered, control
 from api.prompts.picture_layouts import PictureLayout, read_layout
 from common import model_files
 from common.process.machine import num_cores
-from common.settings.fixed import FixedLimits
+
+MAX_TOKENIZED_BYTES = 4_000_000
+"""Text that a gateway tokenizes at once; more waits, and a text that is longer goes alone."""
 
 Result = TypeVar("Result")
 
@@ -100,9 +102,7 @@ class TextBudget:
             unless there is only one.
     """
 
-    def __init__(
-        self, max_bytes: int = FixedLimits.max_tokenized_bytes, num_threads: int | None = None
-    ) -> None:
+    def __init__(self, max_bytes: int = MAX_TOKENIZED_BYTES, num_threads: int | None = None) -> None:
         self.num_threads = num_threads or num_cores() + 1
         self.short = Lane(max_bytes // 4, self.num_threads)
         self.long = Lane(max_bytes - max_bytes // 4, max(1, self.num_threads - 1))

@@ -21,6 +21,7 @@ from api.prompts.control_texts import Rendered
 from api.protocols.openai_bodies import Prompt, read_prompts
 from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, WholeBody, described
 from api.requests.fields import Listed, Strict, Whole, least, with_one_error
+from api.requests.logits import MAX_LOGITS_BYTES
 from api.requests.params import Limits
 from api.requests.pool import Pool
 from api.requests.respond import total_headers
@@ -330,11 +331,9 @@ async def read_inputs(
         requests.append(await make_request(pool, one, options))
         num_chars += len(one.text) + len(one.pair or "")
         await pace.step()
-    need, most = sum(request.logits_bytes for request in requests), pool.settings.max_logits_bytes
+    need, most = sum(request.logits_bytes for request in requests), MAX_LOGITS_BYTES
     if need > most:
-        raise invalid(
-            f"`{name}` may have at most {most} bytes of vectors (MAX_LOGITS_BYTES). Given: {need} bytes", name
-        )
+        raise invalid(f"`{name}` may have at most {most} bytes of vectors. Given: {need} bytes", name)
     return PooledInputs(requests, num_chars)
 
 

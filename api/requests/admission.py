@@ -186,7 +186,6 @@ class Admission:
             answer=answer,
             weight=request.weight or self.weights.get(request.tenant, 1.0),
             max_requests=self.settings.max_concurrent_requests,
-            max_tokens=self.settings.max_queued_tokens,
             max_bytes=self.settings.max_queued_bytes,
             charge=charge,
         )

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from api.errors import invalid, quoted
 from api.requests.fields import SamplingFields, Whole, with_one_error
-from api.requests.params import GREEDY_BELOW, NEUTRAL, SWITCHES, GenerationParams, Limits
+from api.requests.params import GREEDY_BELOW, MAX_BEAM_WIDTH, NEUTRAL, SWITCHES, GenerationParams, Limits
 from common.messages.records import group_room
 from common.messages.request import BeamParams
 from common.settings.ranges import DIVERSITIES, LENGTH_PENALTIES, Range
@@ -103,8 +103,8 @@ def check_beams(params: GenerationParams, limits: Limits) -> None:
     if beams is None:
         return
     most = limits.max_beam_width
-    setting = "MAX_BEAM_WIDTH" if most == limits.settings.max_beam_width else "MAX_BATCH_SIZE"
-    check_range(params, "beam_width", Range(1, most), beams.width, f" ({setting})")
+    setting = "" if most == MAX_BEAM_WIDTH else " (MAX_BATCH_SIZE)"
+    check_range(params, "beam_width", Range(1, most), beams.width, setting)
     check_range(params, "num_returned", Range(1, beams.width), beams.num_returned, " (the beam width)")
     check_range(params, "length_penalty", LENGTH_PENALTIES, beams.length_penalty)
     check_range(params, "early_stopping", Range(0), beams.early_stopping)

@@ -106,7 +106,7 @@ def token_ids(description: str) -> Any:
 RESUME_S: Any = Field(
     default=None,
     description="With a stream: after its connection is lost, the request goes on for this many seconds, and "
-    "`GET /requests/{id}/stream` continues it. Default: 0, and GATEWAY_GRACE_S if its gateway has died. The "
+    "`GET /requests/{id}/stream` continues it. Default: 0, and 30 if its gateway has died. The "
     "header `x-resume-seconds` means the same.",
     json_schema_extra={"minimum": 0, "maximum": 3600},
 )

@@ -10,6 +10,9 @@ from api.requests.params import GenerationParams, Limits
 from common.messages.request import Generate, LogitsParams
 from common.settings.settings import Settings
 
+MAX_LOGITS_BYTES = 64 * 2**20
+"""Of one answer: the broker and the gateway hold them until it is sent."""
+
 FIELDS = ("return_context_logits", "return_generation_logits")
 OCTET_STREAM = "application/octet-stream"
 
@@ -52,13 +55,13 @@ def with_logits(requests: Sequence[Generate], params: GenerationParams, limits: 
 def check_size(requests: Sequence[Generate], settings: Settings) -> None:
     """Raises ApiError (422) if the requests of one answer may return more logits than MAX_LOGITS_BYTES."""
     need = sum(request.logits_bytes for request in requests)
-    if need <= settings.max_logits_bytes:
+    if need <= MAX_LOGITS_BYTES:
         return
     logits = next(request.logits for request in requests if request.logits)
     names = [name for name, given in zip(FIELDS, (logits.context, logits.generation), strict=True) if given]
     rows = need // logits.row_bytes
     raise invalid(
-        f"`{'` and `'.join(names)}` may take at most {settings.max_logits_bytes} bytes (MAX_LOGITS_BYTES). "
+        f"`{'` and `'.join(names)}` may take at most {MAX_LOGITS_BYTES} bytes. "
         f"Given: {need} bytes, for {rows} tokens with {logits.vocab_size} logits of {logits.dtype} each",
         names[0],
     )

@@ -15,6 +15,8 @@ from common.model_files import read_json
 from common.settings.ranges import DEFAULTED, checked_defaults
 from common.settings.settings import SettingError, Settings
 
+MAX_BEAM_WIDTH = 8
+
 GREEDY_BELOW = 1e-5
 """A temperature this low is greedy: logits divided by it would leave float32."""
 GREEDY = SamplingParams()
@@ -56,7 +58,7 @@ class Limits:
     @property
     def max_beam_width(self) -> int:
         """Sequences that a beam search extends at once: each is a row."""
-        return min(self.settings.max_beam_width, self.settings.max_batch_size)
+        return min(MAX_BEAM_WIDTH, self.settings.max_batch_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

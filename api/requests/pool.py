@@ -34,6 +34,9 @@ from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
 
+PICTURE_PAYLOAD_LIMIT = 24_000_000
+"""Bytes of a request body where the model sees pictures, which are sent in it as base64."""
+
 PLAIN_FORMAT = "llama3_json"
 """The format that a model is asked for if its template has none: `{"name": …, "parameters": …}`."""
 NO_REASONING = "none"
@@ -110,7 +113,7 @@ class Pool:
     def max_body_bytes(self) -> int:
         """Largest body of a request that takes a prompt: where the model sees, it may have pictures."""
         own = self.settings.payload_limit
-        return max(own, self.settings.picture_payload_limit) if self.shows_pictures else own
+        return max(own, PICTURE_PAYLOAD_LIMIT) if self.shows_pictures else own
 
     @property
     def shows_pictures(self) -> bool:
@@ -163,7 +166,7 @@ def load_tokenizer(settings: Settings, budget: TextBudget | None = None) -> Mode
         settings.tokenizer_config_path,
         settings.chat_template,
         load_sampling_defaults(path, settings),
-        budget or TextBudget(settings.max_tokenized_bytes, settings.validation_workers),
+        budget or TextBudget(num_threads=settings.validation_workers),
         settings.control_tokens_in_messages,
     )
 

@@ -7,9 +7,9 @@
 -- The entry carries what the pool's clock showed, if there is one: the request's deadline counts from there.
 -- An API key has limits of its own, over all pools of the broker.
 -- KEYS requests, places, request, clock, usage, ...
--- ARGV payload, max_requests, max_tokens, max_bytes, digest, channel, gateway, width, answer,
+-- ARGV payload, max_requests, max_bytes, digest, channel, gateway, width, answer,
 --      service_class, tenant, weight, num_prompt, logits_bytes, account, key, webhook, ...
--- One more key: tenants of the class. `weight` of the tenant; `max_tokens` may be ''. `width`: records of a
+-- One more key: tenants of the class. `weight` of the tenant. `width`: records of a
 -- token. `answer` that this request begins, or ''. `num_prompt`: tokens of its prompt.
 -- `logits_bytes`: the most bytes of logits that it returns; those of all requests are at most `max_bytes`.
 -- `account`: who pays for it, with what budget (`read_account`), or ''.
@@ -19,7 +19,7 @@
 -- requests, its requests and tokens a minute (0 is no limit), and what the request takes of these two: tokens
 -- of its prompt, and of its answer at most.
 -- Returns {'admitted', entry id, left requests, left tokens}, {'attached'}, {'conflict'}, {'budget'}, or
--- {'requests', 'tokens', 'bytes', 'tenant', 'key_live', 'key_requests' or 'key_tokens', what was counted, ms
+-- {'requests', 'bytes', 'tenant', 'key_live', 'key_requests' or 'key_tokens', what was counted, ms
 -- until there may be room, left requests, left tokens}; what is left are texts, '' without a key.
 local tenants = KEYS[first_key]
 local known = redis.call('HGET', request, 'digest')
@@ -103,10 +103,7 @@ end
 
 local count, above = held(REQUESTS)
 if count >= max_requests then return refuse('requests', count, count - max_requests + 1) end
-local total_tokens, total_bytes = held(TOKENS), held(BYTES)
-if max_tokens ~= '' and total_tokens > 0 and total_tokens + num_prompt > tonumber(max_tokens) then
-  return refuse('tokens', total_tokens, 1)
-end
+local total_bytes = held(BYTES)
 if total_bytes + #payload > tonumber(max_bytes) then return refuse('bytes', total_bytes, 1) end
 local total_logits = logits_bytes > 0 and numbers[2] or 0
 if total_logits > 0 and total_logits + logits_bytes > tonumber(max_bytes) then

@@ -64,7 +64,6 @@ def admit(
     answer: bytes,
     weight: float,
     max_requests: int,
-    max_tokens: int | None,
     max_bytes: int,
     charge: KeyCharge | None = None,
 ) -> ScriptCall[AdmitReply]:
@@ -79,7 +78,6 @@ def admit(
     args: Args = {
         "payload": payload,
         "max_requests": max_requests,
-        "max_tokens": max_tokens or "",
         "max_bytes": max_bytes,
         "answer": answer,
         "weight": weight,

@@ -16,6 +16,11 @@ from common.messages.codec import encode
 from common.messages.request import Generate, prompt_hashes
 from common.settings.settings import Settings
 
+MAX_STORED = 10_000
+"""Stored responses of a pool, and answers kept for an Idempotency-Key; each choice is one."""
+GATEWAY_GRACE_S = 30.0
+"""How long a request lives on after its gateway died."""
+
 REQUEST_KEY_MARGIN_MS = 60_000
 FINGERPRINT = f"tokenfleet-{version('tokenfleet')}"
 
@@ -64,7 +69,7 @@ def address(settings: Settings, gateway: str, request: Generate, request_id: str
         result_ttl_ms=round(settings.request_timeout_s * 1000),  # for slow clients of a gateway that has died
         channel=Keys(settings.pool).events(gateway),
         gateway=gateway,
-        grace_ms=round(settings.gateway_grace_s * 1000),
+        grace_ms=round(GATEWAY_GRACE_S * 1000),
     )
     digest = hashlib.blake2b(encode(replace(content, account=None, webhook=b"")), digest_size=16).hexdigest()
     logits = request.logits and (request.pooling is None or request.logits.context)
@@ -96,9 +101,9 @@ async def make_room(
     client: PoolClient, settings: Settings, request_ids: Iterable[str], kept_s: float
 ) -> None:
     """Count requests whose answer will be kept for `kept_s` after its end, and delete the oldest ones beyond
-    MAX_STORED_RESPONSES. One that has not ended stays until it expires. Raises ApiError (503).
+    MAX_STORED. One that has not ended stays until it expires. Raises ApiError (503).
     """
-    ttl_s, max_kept = round(kept_s + settings.request_timeout_s), settings.max_stored_responses
+    ttl_s, max_kept = round(kept_s + settings.request_timeout_s), MAX_STORED
     async with asking_broker():
         for request_id in request_ids:
             note = request_scripts.keep_response(client.keys, request_id, ttl_s=ttl_s, max_kept=max_kept)

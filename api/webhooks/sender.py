@@ -18,6 +18,7 @@ from standardwebhooks import Webhook as Signer
 
 from api.errors import ApiError
 from api.event_loop import attempt, repeat_forever, retry_forever
+from api.jobs.scripts import DEAD_TTL_S, MAX_DEAD
 from api.json import to_json
 from api.outbound import PublicHosts, TargetUrl, UrlError, read_url
 from api.webhooks.field import check_target, is_named
@@ -190,8 +191,8 @@ class WebhookSender:
             event_type=event_type,
             said=said,
             wait_ms=1000 * WAITS_S[failures] if outcome == FAILED else 0,
-            ttl_ms=round(1000 * (self.settings.dead_ttl_s if outcome == DEAD else DELIVERED_TTL_S)),
-            max_dead=self.settings.max_dead,
+            ttl_ms=round(1000 * (DEAD_TTL_S if outcome == DEAD else DELIVERED_TTL_S)),
+            max_dead=MAX_DEAD,
         )
         if await attempt(partial(self.client.run, call), retry_forever):
             WEBHOOKS.add(1, outcome)

@@ -1,7 +1,7 @@
 """Prints how soon a killed worker's successor is ready: `python -m benchmarks.gpu.restarts [--kills 10]`.
 
 One worker runs, without load. The time is from SIGKILL to the first heartbeat in which the successor says
-that it is ready. First without PRELOAD_WORKER, then with it; then each kill waits for the next preloaded
+that it is ready. First without PRELOAD, then with it; then each kill waits for the next preloaded
 process.
 """
 
@@ -27,10 +27,10 @@ LONG_LIFE_S = 5.5
 def main(kills: int) -> None:
     medians_s, longest_s = {}, {}
     for preload in (False, True):
-        with Fleet(preload_worker=preload, kv_cache_bytes="256MiB") as fleet:
+        with Fleet(preload=preload, kv_cache_bytes="256MiB") as fleet:
             times_s = sorted(measure(fleet, preload) for _ in range(kills))
         print(
-            f"PRELOAD_WORKER={preload}: {kills} kills, median {statistics.median(times_s):.2f} s, "
+            f"PRELOAD={preload}: {kills} kills, median {statistics.median(times_s):.2f} s, "
             f"{times_s[0]:.2f} to {times_s[-1]:.2f} s",
             flush=True,
         )

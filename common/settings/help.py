@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from common.settings.fields import SettingFields
-from common.settings.fixed import FixedLimits
 from common.settings.option import OTHERS, SAME, TABLE, OptionRow, read_rows
 
 SECTIONS = {
@@ -27,9 +26,10 @@ SECTIONS = {
 OF_OTHERS = "options of text-generation-inference and vLLM"
 
 
-def help_texts(kind: type = SettingFields) -> dict[str, str]:
+def help_texts() -> dict[str, str]:
     """Field → the string after it (pydantic's use_attribute_docstrings costs each process 20 ms)."""
-    [body] = (node.body for node in ast.parse(inspect.getsource(kind)).body if isinstance(node, ast.ClassDef))
+    nodes = ast.parse(inspect.getsource(SettingFields)).body
+    [body] = (node.body for node in nodes if isinstance(node, ast.ClassDef))
     return {
         field.target.id: str(text.value.value)
         for field, text in itertools.pairwise(body)
@@ -47,10 +47,6 @@ def tables() -> str:
         if name in SECTIONS:
             lines += ["", f"## {SECTIONS[name]}", "", "| setting | default | |", "|---|---|---|"]
         lines.append(f"| `{name.upper()}` | {shown(field.default)} | {texts[name]} |")
-    lines += ["", "## Fixed limits", "", "| no setting, but fixed | |", "|---|---|"]
-    lines += [
-        f"| {shown(getattr(FixedLimits, name))} | {text} |" for name, text in help_texts(FixedLimits).items()
-    ]
     return "\n".join(lines[1:])
 
 

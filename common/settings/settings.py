@@ -15,7 +15,6 @@ from pathlib import PurePath
 
 from common.settings import flags
 from common.settings.fields import SettingFields
-from common.settings.fixed import FixedLimits
 from common.settings.lora import AdapterSource, read_adapters
 from common.settings.option import OTHERS, check_option
 from common.settings.ranges import read_overrides
@@ -47,7 +46,7 @@ OF_ONE_MODEL = (
 ENDPOINT = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
 
 
-class Settings(FixedLimits, SettingFields):
+class Settings(SettingFields):
     """The settings of a fleet, and what follows from them."""
 
     @classmethod

@@ -31,6 +31,9 @@ from deploy.launcher.embedded_broker import Broker
 from deploy.launcher.process import PreloadedProcess, SupervisedProcess, family, resident_bytes, stop
 from deploy.launcher.socket_keeper import SocketKeeper
 
+KEPT_S = 30.0
+"""How long connections that a gateway has left wait for another one."""
+
 MODULES = {"batcher": "batcher", "worker": "gpu_worker", "gateway": "api", "jobs": "api.jobs.arq_worker"}
 KINDS = {"api": "gateway", "batcher": "batcher", "worker": "worker", "jobworker": "jobs"}
 """Words of the command line → kinds of processes."""
@@ -111,12 +114,12 @@ def num_processes(settings: Settings) -> dict[str, int]:
 
 def build_fleet(settings: Settings, broker: Broker | None, counts: Mapping[str, int]) -> LocalFleet:
     """Make a fleet, not started yet. `counts`: processes of each kind."""
-    keeper = SocketKeeper(settings.gateway_grace_s)
+    keeper = SocketKeeper(KEPT_S)
     users = {kind: {"REDIS_URL": broker.url_of(kind)} if broker else {} for kind in MODULES}
     environs = {kind: settings.environ() | users[kind] for kind in MODULES}
     pools = [settings.of_pool(pool).environ() | users["batcher"] for pool in settings.pools]
     preloaded: dict[str, PreloadedProcess] = {}
-    if settings.preload_gateway is not False:
+    if settings.preload is not False:
         preloaded["gateway"] = PreloadedProcess(
             "gateway",
             command(MODULES["gateway"]),
@@ -124,7 +127,7 @@ def build_fleet(settings: Settings, broker: Broker | None, counts: Mapping[str, 
             lambda: gateway_flags(settings),
             keeper.open_channel,
         )
-    if settings.preload_worker is not False:
+    if settings.preload is not False:
         preloaded["worker"] = PreloadedProcess(
             "worker",
             command(MODULES["worker"]),
@@ -186,7 +189,7 @@ def worker_flags(settings: Settings, worker_bytes: int) -> list[str]:
     """Choose how far a worker is preloaded; empty: not at all.
 
     It loads its model, too, if the model is on CPU, has one rank, and leaves enough memory. Where memory
-    suffices not even for a worker without a model, PRELOAD_WORKER can still demand one. `worker_bytes`:
+    suffices not even for a worker without a model, PRELOAD can still demand one. `worker_bytes`:
     memory of a worker that has loaded the model; 0: not known, as on macOS.
     """
     num_ranks = -(-settings.num_ranks // settings.nnodes)
@@ -196,14 +199,14 @@ def worker_flags(settings: Settings, worker_bytes: int) -> list[str]:
         return [PRELOAD_FLAG, LOAD_FLAG]
     return (
         [PRELOAD_FLAG]
-        if settings.preload_worker or fits_in_memory(settings, settings.num_ranks * RANK_BYTES)
+        if settings.preload or fits_in_memory(settings, settings.num_ranks * RANK_BYTES)
         else []
     )
 
 
 def gateway_flags(settings: Settings) -> list[str]:
     """Choose how far a gateway is preloaded; empty: not at all."""
-    return [PRELOAD_FLAG] if settings.preload_gateway or fits_in_memory(settings, GATEWAY_BYTES) else []
+    return [PRELOAD_FLAG] if settings.preload or fits_in_memory(settings, GATEWAY_BYTES) else []
 
 
 def fits_in_memory(settings: Settings, process_bytes: int) -> bool:

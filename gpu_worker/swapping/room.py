@@ -15,10 +15,8 @@ ENGINE_BYTES = 512 * 2**20
 
 def keep_room(next_model: ServedModel, models: Collection[ServedModel], settings: Settings) -> None:
     """End engines that sleep, the one that has slept longest first, until memory has room for the model that
-    is next. With SLEEP_LEVEL=1 they stay.
+    is next.
     """
-    if settings.sleep_level == 1:
-        return
     wanted_bytes = needed_bytes(next_model, settings)
     sleeping = [model for model in models if model is not next_model and model.kept_in == MEMORY]
     for model in sorted(sleeping, key=lambda one: one.left_s):

@@ -126,12 +126,12 @@ class ServedModel:
         found = self.settings.model_copy(update={"model_id": directory})
         return await EngineClient.start({**found.environ(), **self.environ}, self.ranks, preloaded)
 
-    async def sleep(self, stays_in_memory: bool) -> None:
-        """Have the engine, which holds no row, sleep; it ends if its weights do not stay in memory."""
+    async def sleep(self) -> None:
+        """Have the engine, which holds no row, sleep; several ranks end instead."""
         self.doing = "asleep"
         if self.engine is None:
             return
-        if stays_in_memory and len(self.ranks) == 1:
+        if len(self.ranks) == 1:
             with contextlib.suppress(EngineDied):
                 async with asyncio.timeout(SLEEP_TIMEOUT_S):
                     await self.engine.sleep()

@@ -160,7 +160,7 @@ class Swapper:
         """Stop the rows that are left, which their batcher resumes, and let the engine sleep."""
         await stay.agent.stop_rows()
         model.state = stay.agent.state
-        await model.sleep(self.settings.sleep_level != 2)
+        await model.sleep()
 
     async def leave(self, model: ServedModel, stay: Stay) -> None:
         """Return once another model is next, and the rows of this one have had time to end."""

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(params=[1, 2])
 def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
     """A fleet of one worker, of one rank and of two."""
-    settings = {"kv_cache_bytes": "64MiB", "preload_worker": True, "dtype": "float32"}
+    settings = {"kv_cache_bytes": "64MiB", "preload": True, "dtype": "float32"}
     with Fleet(num_shard=request.param, **settings) as fleet:
         yield fleet
 

@@ -34,8 +34,7 @@ def test_processes_have_names_restart_and_drain() -> None:
     """A stream outlives its gateway and its worker, which preloaded processes succeed. A fleet that is told
     to end finishes it, and leaves no process.
     """
-    preloads = {"preload_worker": True, "preload_gateway": True}
-    settings = {"dtype": "bfloat16", "kv_cache_bytes": "64MiB", "threads": 1, **preloads}
+    settings = {"dtype": "bfloat16", "kv_cache_bytes": "64MiB", "threads": 1, "preload": True}
     # the stream may take longer than a fleet waits by default
     with Fleet(num_workers=1, graceful_termination_timeout=READY_S, **settings) as fleet:
         titles = {" ".join(title(process)) for process in fleet.processes()}
@@ -103,7 +102,7 @@ def workers(fleet: Fleet) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("by_the_interpreter")
 def test_a_killed_launcher_leaves_no_process() -> None:
-    with Fleet(kv_cache_bytes="64MiB", preload_worker=True) as fleet:
+    with Fleet(kv_cache_bytes="64MiB", preload=True) as fleet:
         wait_until_sync(fleet.preloaded, READY_S)
         processes = fleet.processes()
         assert any("engine" in title(process) for process in processes)

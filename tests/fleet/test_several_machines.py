@@ -80,15 +80,6 @@ async def test_a_killed_rank_costs_no_token(machines: tuple[Fleet, Machine], pla
     await wait_until(lambda: have_ended(ranks))
 
 
-@pytest.mark.slow
-def test_a_worker_that_waits_in_vain_names_who_is_missing(broker: Broker, folders: list[Path]) -> None:
-    own = TINY | {"master_port": free_port(), "rendezvous_timeout_s": 1, "redis_url": broker.url}
-    with Machine(tokenfleet("worker"), folders[0], **own) as first:
-        assert first.command.wait(60) == 1
-        place = f"127.0.0.1:{own['master_port']}"
-        assert f"rank 1 of 2 has not connected to {place} within 1 s (RENDEZVOUS_TIMEOUT_S)" in first.log()
-
-
 @contextlib.contextmanager
 def serving(broker: Broker, folder: Path) -> Iterator[str]:
     """A batcher and a gateway without a worker → the gateway's URL."""

@@ -44,7 +44,6 @@ async def admit(redis: Redis, request: Generate, payload: bytes | None = None) -
         answer=b"",
         weight=1.0,
         max_requests=1000,
-        max_tokens=None,
         max_bytes=10**9,
     )
     reply = await run_script(redis, call)

@@ -56,7 +56,6 @@ async def admit_request(
         answer=b"",
         weight=1.0,
         max_requests=max_count,
-        max_tokens=None,
         max_bytes=max_bytes,
         charge=KeyCharge(ApiKey(request.key_id, "d"), 1, 0, 0) if request.key_id else None,
     )

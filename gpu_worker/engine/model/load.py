@@ -39,7 +39,7 @@ from gpu_worker.engine.model.quantized_linears import (
     use_fp8,
 )
 from gpu_worker.engine.model.same_model import check_same, describe_model
-from gpu_worker.engine.model.vision import load_tower
+from gpu_worker.engine.model.vision import PICTURE_CACHE_BYTES, load_tower
 from gpu_worker.engine.model.warmup import (
     max_captured_tokens,
     max_decoded_tokens,
@@ -104,7 +104,7 @@ def load(
     loaded.pooling, loaded.vector_size = pooling, read.vector_size
     loaded.add_draft(load_draft(settings, path, loaded, communicator, progress))
     attach_empty(loaded, communicator)
-    kept_bytes = settings.picture_cache_bytes if loaded.tower else 0
+    kept_bytes = PICTURE_CACHE_BYTES if loaded.tower else 0
     room = count_room(settings, loaded, communicator, lambda: peak_bytes(loaded, settings), kept_bytes)
     loaded.states.num_slots, loaded.states.num_snapshots = room.num_slots, room.num_snapshots
     num_fused = try_to_fuse(loaded)

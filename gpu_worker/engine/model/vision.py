@@ -27,6 +27,9 @@ from gpu_worker.protocol import first_cause
 
 log = logging.getLogger(__name__)
 
+PICTURE_CACHE_BYTES = 256 * 2**20
+"""Encoded pictures that an engine keeps for further requests."""
+
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 ATTENTION = "sdpa"
 """Of the tower: torch's own, since nothing of a picture is paged."""
@@ -89,7 +92,7 @@ def make_encoder(
     embedding_ms = measure(tower) if tower.model else NOT_MEASURED
     cost = communicator.all_reduce_min(round(embedding_ms / token_ms * 1e3)) / 1e3
     waits = communicator.world_size > 1
-    return PictureEncoder(tower, settings.picture_cache_bytes, cost, waits, side_threads)
+    return PictureEncoder(tower, PICTURE_CACHE_BYTES, cost, waits, side_threads)
 
 
 def measure(tower: VisionTower) -> float:

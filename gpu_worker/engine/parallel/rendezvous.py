@@ -44,7 +44,7 @@ class Deadline:
         return max(0.0, self.at_s - time.monotonic())
 
     def failure(self, cause: str) -> RendezvousFailed:
-        return RendezvousFailed(f"{cause} within {self.timeout_s:g} s (RENDEZVOUS_TIMEOUT_S)")
+        return RendezvousFailed(f"{cause} within {self.timeout_s:g} s")
 
 
 def connect_ranks(

@@ -16,8 +16,8 @@ from tests.support.machine.ports import free_port
 from tests.support.waiting import PATIENCE_S, wait_until_sync
 
 BODY: dict[str, Any] = {"inputs": "The sky is blue because", "parameters": {"max_new_tokens": 8}}
-SMALL = {"KV_CACHE_BYTES": "64MiB", "THREADS": "1", "NUM_JOBS": "0", "PRELOAD_GATEWAY": "false"}
-SMALL |= {"PRELOAD_WORKER": "false", "HOSTNAME": "127.0.0.1"}
+SMALL = {"KV_CACHE_BYTES": "64MiB", "THREADS": "1", "NUM_JOBS": "0", "PRELOAD": "false"}
+SMALL |= {"HOSTNAME": "127.0.0.1"}
 
 
 class CommandFleet(Fleet):

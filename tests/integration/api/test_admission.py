@@ -157,9 +157,7 @@ async def test_a_request_whose_keys_have_expired_is_told_that_it_timed_out(
         await nothing_left(gateway, worker)
 
 
-@pytest.mark.parametrize(
-    "limits", [{"max_concurrent_requests": 1}, {"max_queued_tokens": 1}, {"max_queued_bytes": 500}]
-)
+@pytest.mark.parametrize("limits", [{"max_concurrent_requests": 1}, {"max_queued_bytes": 500}])
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
 async def test_a_full_queue_is_429_before_any_frame(
     broker: Broker, limits: dict[str, Any], path: str

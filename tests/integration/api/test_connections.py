@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from api.http import connection_limits
 from api.http import unread as unread_module
 from api.http.connection_limits import NUM_RESERVED
 from api.lifecycle import Gateway
 from common.messages.records import unpack_ids
 from common.messages.request import Generate
 from common.metrics import catalogue
-from common.settings.fixed import FixedLimits
 from deploy.launcher.embedded_broker import Broker
 from tests.support.events import IDS, KEYS
 from tests.support.fleet.gateways import answering, nothing_left, serving
@@ -205,7 +205,7 @@ async def test_a_request_that_does_not_end_is_refused_in_time(
     broker: Broker, part: str, half: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     num_cut = cut(part)
-    monkeypatch.setattr(FixedLimits, f"{part}_timeout_s", 0.2)
+    monkeypatch.setattr(connection_limits, "TIMEOUTS_S", connection_limits.TIMEOUTS_S | {part: 0.2})
     async with serving(broker.url) as (gateway, http):
         client = await RawClient.connect(http.base_url)
         trickling = asyncio.create_task(trickle(client, half))
@@ -229,7 +229,7 @@ async def trickle(client: RawClient, half: bytes) -> None:
 async def test_a_connection_between_two_requests_may_wait_longer_than_a_head(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FixedLimits, "head_timeout_s", 0.2)
+    monkeypatch.setattr(connection_limits, "TIMEOUTS_S", connection_limits.TIMEOUTS_S | {"head": 0.2})
     async with serving(broker.url) as (_, http):
         used, silent = [await RawClient.connect(http.base_url) for _ in range(2)]
         await used.send(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -245,7 +245,8 @@ async def test_thousands_of_half_requests_cost_nobody_else_a_connection(
     broker: Broker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("api.http.connection_limits.LOG_INTERVAL_S", 3600.0)
-    async with batching(broker.url), answering(broker.url, ANSWER, max_connections=64) as (_, gateway, http):
+    monkeypatch.setattr(connection_limits, "default_max_connections", lambda: 64)
+    async with batching(broker.url), answering(broker.url, ANSWER) as (_, gateway, http):
         flood = []
         for i in range(2000):
             flood.append(await RawClient.connect(http.base_url, f"127.0.1.{1 + i % 4}"))
@@ -259,13 +260,16 @@ async def test_thousands_of_half_requests_cost_nobody_else_a_connection(
             client.close()
         await wait_until(lambda: not gateway.limits.num_by_address.keys() - {"127.0.0.1"})
         assert len(gateway.limits.idle.connections) == len(gateway.limits.regular)
-    assert caplog.text.count("MAX_CONNECTIONS;") == 1, "a flood is one line"
+    assert caplog.text.count("of the connections;") == 1, "a flood is one line"
 
 
-async def test_where_all_connections_have_requests_health_and_metrics_are_served(broker: Broker) -> None:
+async def test_where_all_connections_have_requests_health_and_metrics_are_served(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_limits, "default_max_connections", lambda: 4)
     async with (
         batching(broker.url),
-        answering(broker.url, ENDLESS, max_connections=4, step_s=0.05) as (worker, gateway, http),
+        answering(broker.url, ENDLESS, step_s=0.05) as (worker, gateway, http),
     ):
         busy = [await RawClient.connect(http.base_url, f"127.0.1.{1 + i}") for i in range(4)]
         for client in busy:
@@ -275,7 +279,7 @@ async def test_where_all_connections_have_requests_health_and_metrics_are_served
             assert (await http.get(path)).status_code == 200
         refused = await http.post("/v1/completions", json={"prompt": "x"})
         assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
-        assert "MAX_CONNECTIONS" in refused.json()["error"]["message"]
+        assert "too many connections" in refused.json()["error"]["message"]
         reserved = await RawClient.connect(http.base_url)
         await reserved.send(b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n")
         async with asyncio.timeout(KEEP_ALIVE_S):
@@ -289,8 +293,11 @@ async def test_where_all_connections_have_requests_health_and_metrics_are_served
         assert (await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})).status_code == 200
 
 
-async def test_an_address_has_its_share_of_the_connections(broker: Broker) -> None:
-    async with answering(broker.url, ENDLESS, max_connections=8, step_s=0.05) as (_, gateway, http):
+async def test_an_address_has_its_share_of_the_connections(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_limits, "default_max_connections", lambda: 8)
+    async with answering(broker.url, ENDLESS, step_s=0.05) as (_, gateway, http):
         greedy = [await RawClient.connect(http.base_url, "127.0.1.1") for _ in range(4)]
         for client in greedy:
             await client.send(request("/generate_stream"))
@@ -356,12 +363,13 @@ def num_cut(reason: str) -> float:
     ids=["a stream that ended", "a stream that goes on", "a whole answer"],
 )
 async def test_a_client_that_reads_nothing_is_cut_off_and_its_request_cancelled(
-    broker: Broker, path: str, ends: bool
+    broker: Broker, path: str, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("api.http.unread.TIMEOUT_S", 1.0)
     answer = Answer(WORD_IDS * (NUM_TOKENS // 6), ends=False)  # beyond NUM_TOKENS it goes on without an end
     num_tokens = NUM_TOKENS if ends else NUM_TOKENS + 1
     before = num_cut("timeout")
-    async with answering(broker.url, answer, write_timeout_s=1) as (worker, gateway, client):
+    async with answering(broker.url, answer) as (worker, gateway, client):
         [deaf] = await deaf_clients(gateway, client.base_url, 1)
         await deaf.post(path, body(num_tokens))
         await wait_until(lambda: num_cut("timeout") == before + 1)
@@ -374,9 +382,10 @@ async def test_a_client_that_reads_slowly_is_not_cut_off(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It reads a little at a time. All of it takes longer than the limit."""
+    monkeypatch.setattr("api.http.unread.TIMEOUT_S", 1.5)
     now_s = 1000.0
     monkeypatch.setattr(unread_module, "time", SimpleNamespace(monotonic=lambda: now_s))
-    async with answering(broker.url, Answer(WORD_IDS * 200), write_timeout_s=1.5) as (
+    async with answering(broker.url, Answer(WORD_IDS * 200)) as (
         worker,
         gateway,
         client,
@@ -404,7 +413,7 @@ async def test_the_answer_that_waited_longest_goes_when_too_much_is_unread(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, limit = num_cut("bytes"), 600_000
-    monkeypatch.setattr(FixedLimits, "max_unread_bytes", limit)
+    monkeypatch.setattr("api.http.unread.MAX_UNREAD_BYTES", limit)
     async with answering(broker.url, Answer(WORD_IDS * 200)) as (worker, gateway, client):
         clients = await deaf_clients(gateway, client.base_url, 3)
         for deaf in clients:

@@ -146,8 +146,11 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-async def test_kept_answers_are_bounded_and_expire(broker: Broker, redis: Redis) -> None:
-    settings = {"max_stored_responses": 2, "answer_ttl_s": 7200}
+async def test_kept_answers_are_bounded_and_expire(
+    broker: Broker, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.streams.kept_answers.MAX_STORED", 2)
+    settings = {"answer_ttl_s": 7200}
     async with answering(broker.url, Answer(ids(" one")), **settings) as (worker, _, client):
         for number in range(4):
             await client.post("/generate", json=BODY, headers=keyed(str(number)))

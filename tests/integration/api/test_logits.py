@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
+from api.requests import logits as logits_module
 from common.broker.keys import Keys
 from deploy.launcher.embedded_broker import Broker
 from tests.support.answers.logits import first_part, positions
@@ -126,14 +127,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         PATH,
         {"prompt": [[1, 2], [1, 2]], "max_tokens": 6, "n": 2} | BOTH,
-        "`return_context_logits` and `return_generation_logits` may take at most 500 bytes "
-        "(MAX_LOGITS_BYTES). Given: 520 bytes, for 26 tokens with 5 logits of float32 each",
+        "`return_context_logits` and `return_generation_logits` may take at most 500 bytes"
+        ". Given: 520 bytes, for 26 tokens with 5 logits of float32 each",
     ),
 ]
 
 
-async def test_what_cannot_be_returned_is_refused_by_name(broker: Broker) -> None:
-    async with answering(broker.url, Answer([4]), max_logits_bytes=500) as (worker, _, client):
+async def test_what_cannot_be_returned_is_refused_by_name(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logits_module, "MAX_LOGITS_BYTES", 500)
+    async with answering(broker.url, Answer([4])) as (worker, _, client):
         for path, body, words in REFUSED:
             answer = await client.post(path, json=body)
             assert answer.status_code in (400, 422) and words in answer.text, (path, answer.text)

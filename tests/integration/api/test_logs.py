@@ -229,22 +229,19 @@ def write(audit: AuditLog | None, number: int) -> None:
     audit.write(0.0, {"method": "GET", "route": "/usage", "status": number}, "/usage")
 
 
-def test_a_file_that_is_full_is_kept_beside_the_next(tmp_path: Path) -> None:
-    audit = AuditLog.open(
-        Settings(audit_log=str(tmp_path / "a.log"), audit_log_bytes=400, audit_log_files=2), "g1-abc"
-    )
+def test_a_file_that_is_full_is_kept_beside_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("api.http.audit_log.MAX_BYTES", 400)
+    monkeypatch.setattr("api.http.audit_log.MAX_OLDER_FILES", 2)
+    audit = AuditLog.open(Settings(audit_log=str(tmp_path / "a.log")), "g1-abc")
     for number in range(20):
         write(audit, number)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.g1.log", "a.g1.log.1", "a.g1.log.2"]
     assert audit_lines(tmp_path / "a.g1.log")[-1]["status"] == 19
 
 
-def test_a_file_that_was_moved_away_is_begun_anew(tmp_path: Path) -> None:
-    audit = AuditLog.open(Settings(audit_log=str(tmp_path / "a.log"), audit_log_bytes=0), "g0-abc")
-    write(audit, 1)
-    (tmp_path / "a.g0.log").rename(tmp_path / "moved")
-    write(audit, 2)
-    assert [audit_lines(tmp_path / name)[0]["status"] for name in ("moved", "a.g0.log")] == [1, 2]
+def test_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    write(AuditLog.open(Settings(audit_log="-"), "g0-abc"), 200)
+    assert json.loads(capsys.readouterr().out)["status"] == 200
 
 
 def test_a_file_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:

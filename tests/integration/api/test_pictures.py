@@ -17,7 +17,6 @@ from common.broker.lua import run_script
 from common.messages.records import unpack_ids
 from common.messages.request import Generate
 from common.pictures import Size
-from common.settings.fixed import FixedLimits
 from deploy.launcher.embedded_broker import Broker
 from tests.support.broker_state import KEYS
 from tests.support.fleet.scripted_worker import Answer, FakeWorker
@@ -124,7 +123,7 @@ async def test_tokenize_counts_placeholders(shown: Shown) -> None:
 async def test_what_cannot_be_shown_is_refused_by_its_field(
     broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FixedLimits, "max_picture_pixels", 10_000)
+    monkeypatch.setattr("api.pictures.load.MAX_PIXELS", 10_000)
     make_processor("qwen2_vl", tmp_path)
     limits: dict[str, Any] = {"max_pictures": 2, "max_picture_bytes": 3000}
     bomb = png((200, 400))
@@ -184,7 +183,7 @@ async def test_what_cannot_be_shown_is_refused_by_its_field(
 async def test_bodies_are_as_large_as_pictures_need_where_the_model_sees(
     broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FixedLimits, "picture_payload_limit", 5000)
+    monkeypatch.setattr("api.requests.pool.PICTURE_PAYLOAD_LIMIT", 5000)
     make_processor("qwen2_vl", tmp_path)
     limits: dict[str, Any] = {"payload_limit": 1000}
     async with showing(broker.url, tmp_path, ANSWER, **limits) as (_, _, client):
@@ -353,7 +352,7 @@ async def test_a_pool_whose_pictures_take_all_room_asks_to_wait(
 ) -> None:
     make_processor("qwen2_vl", tmp_path)
     small, large = png(), png((80, 90))
-    monkeypatch.setattr(FixedLimits, "max_kept_pictures_bytes", len(small) + 20)
+    monkeypatch.setattr("api.pictures.prompts.MAX_KEPT_BYTES", len(small) + 20)
     async with showing(broker.url, tmp_path, Answer([40])) as (worker, _, client):
         assert (await client.post(CHAT, json=body(small))).status_code == 200
         refused = await client.post(CHAT, json=body(large))

@@ -320,8 +320,11 @@ async def test_a_stored_response_expires(broker: Broker) -> None:
             assert 3900_000 < await worker.redis.pttl(key) <= 4000_000
 
 
-async def test_of_too_many_stored_responses_the_oldest_are_deleted(broker: Broker) -> None:
-    async with answering(broker.url, STORED_ANSWER, max_stored_responses=2) as (worker, _, client):
+async def test_of_too_many_stored_responses_the_oldest_are_deleted(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.streams.kept_answers.MAX_STORED", 2)
+    async with answering(broker.url, STORED_ANSWER) as (worker, _, client):
         made = [(await client.post(PATH, json=BODY)).json()["id"] for _ in range(3)]
         await client.post(PATH, json=BODY | {"store": False})
         found = [(await client.get(f"{PATH}/{one}")).status_code for one in made]

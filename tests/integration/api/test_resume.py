@@ -204,8 +204,9 @@ async def test_a_finished_answer_waits_for_its_client(broker: Broker) -> None:
             assert 0 < await worker.redis.pttl(key) <= 600_000
 
 
-async def test_a_detached_request_needs_no_client(broker: Broker) -> None:
-    async with two_gateways(broker.url, gateway_grace_s=0) as (worker, gateway, client, other):
+async def test_a_detached_request_needs_no_client(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("api.streams.describe_answer.GATEWAY_GRACE_S", 0.0)
+    async with two_gateways(broker.url) as (worker, gateway, client, other):
         _, place = await read_frames(
             client, "/v1/completions", {"prompt": "a", "stream": True, "detached": True}, 1
         )

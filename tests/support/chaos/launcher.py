@@ -15,6 +15,7 @@ from common.process import logs
 from common.process.launch import die_with_parent
 from common.process.startup import exit_when_unservable
 from common.settings.settings import Settings
+from deploy.launcher import fleet as launched
 from deploy.launcher import launcher
 from deploy.launcher.embedded_broker import Broker
 from deploy.launcher.fleet import LocalFleet, command, new_fleet
@@ -33,9 +34,7 @@ class ChaosFleet(Fleet):
     command = ("tests.support.chaos.launcher",)
 
     def __init__(self, step_ms: float | None, num_blocks: int = NUM_BLOCKS, **settings: Any) -> None:
-        preload_worker = None if step_ms is None else False
-        preloads = {"preload_worker": preload_worker, "preload_gateway": None}
-        super().__init__(**{"pythonpath": ROOT} | preloads | settings)
+        super().__init__(**{"pythonpath": ROOT, "preload": None} | settings)
         self.settings |= {DIRECTORY: self.directory, STEP_MS: step_ms, BLOCKS: num_blocks}
 
     @property
@@ -55,6 +54,8 @@ def chaos_fleet(settings: Settings, broker: Broker | None) -> LocalFleet:
     if broker is not None:
         files = broker.directory / "appendonlydir"
         (directory / ADDRESS).write_text(json.dumps({"url": broker.url, "files": str(files)}))
+    if STEP_MS in os.environ:
+        launched.worker_flags = lambda *_: []  # none is preloaded
     fleet = new_fleet(settings, broker)
     for process in fleet.brokers:
         process.command = [*command("tests.support.chaos.broker"), str(directory / CUT_TO), *process.command]

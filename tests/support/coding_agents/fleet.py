@@ -27,7 +27,7 @@ class AgentFleet(Fleet):
     def __init__(self, folder: Path) -> None:
         super().__init__(
             num_workers=2,
-            preload_gateway=True,
+            preload=True,
             chat_template=TEMPLATE,
             tool_call_parser="hermes",
             agent_script=folder,
@@ -72,4 +72,5 @@ class Striker:
 
 if __name__ == "__main__":
     launched.MODULES["worker"] = "tests.support.coding_agents.worker"
+    launched.worker_flags = lambda *_: []  # none is preloaded
     sys.exit(main())

@@ -18,13 +18,13 @@ from arq.cron import CronJob, cron
 from arq.jobs import Job, JobStatus, SerializationError
 from arq.worker import Retry, Worker
 
+from api.jobs import arq_worker
 from api.jobs.arq_worker import JobWorker
 from common.broker.client import connect
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.messages.records import unpack_ids
 from common.messages.request import Generate
-from common.settings.fixed import FixedLimits
 from common.settings.settings import Settings
 from deploy.launcher.embedded_broker import Broker
 from tests.support.clients.arq import QUEUE, arq_client, enqueue, job_worker, result
@@ -135,7 +135,7 @@ GARBAGE: list[Any] = [
 async def test_malformed_arq_keys_do_not_kill_a_job_worker(
     client: ArqRedis, worker: FakeWorker, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FixedLimits, "max_jobs", 2)
+    monkeypatch.setattr(arq_worker, "MAX_JOBS", 2)
     now_ms = round(time.time() * 1000)
     async with job_worker(broker.url, payload_limit=2000) as running:
         for i, data in enumerate(GARBAGE):

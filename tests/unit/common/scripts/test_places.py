@@ -25,18 +25,15 @@ async def ask(
     weight: float = 1.0,
     tokens: int = 5,
     limit: int = LIMIT,
-    max_tokens: int | None = None,
 ) -> str:
     """`admitted`, or why not."""
     request = replace(
         REQUEST, request_id=name, prompt_ids=pack_ids([1] * tokens), class_name=class_name, tenant=tenant
     )
-    return (await admit(redis, request, weight, limit, max_tokens)).outcome
+    return (await admit(redis, request, weight, limit)).outcome
 
 
-async def admit(
-    redis: Redis, request: Generate, weight: float = 1.0, limit: int = LIMIT, max_tokens: int | None = None
-) -> AdmitReply:
+async def admit(redis: Redis, request: Generate, weight: float = 1.0, limit: int = LIMIT) -> AdmitReply:
     call = request_scripts.admit(
         KEYS,
         request,
@@ -44,7 +41,6 @@ async def admit(
         answer=b"",
         weight=weight,
         max_requests=limit,
-        max_tokens=max_tokens,
         max_bytes=10**6,
     )
     return await run_script(redis, call)
@@ -143,13 +139,6 @@ async def test_tenants_of_which_none_has_asked_for_long_are_counted_once_when_th
         await redis.delete(KEYS.tenants("standard"))
         assert await ask(redis, f"b{i}", tenant="b") == "admitted"
     assert await fill(redis, "more", 10, tenant="a") == 1, "five of ten"
-
-
-async def test_tokens_have_a_limit_too_but_one_prompt_is_always_taken(redis: Redis) -> None:
-    assert await ask(redis, "long", tokens=500, max_tokens=100) == "admitted"
-    assert await ask(redis, "next", tokens=1, max_tokens=100) == "tokens"
-    await end(redis, "long")
-    assert await fill(redis, "short", 30, tokens=20, max_tokens=100) == 5
 
 
 async def test_entries_of_an_older_version_are_counted(redis: Redis) -> None:

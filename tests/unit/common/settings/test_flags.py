@@ -184,7 +184,7 @@ PATH = "/some/path"
         (["--no-enable-prefix-caching"], "prefix_caching", False),
         (["--cors-allow-origin", "a", "--cors-allow-origin", "b"], "cors_allow_origin", ("a", "b")),
         (["--response-ttl-s", "60"], "answer_ttl_s", 60.0),
-        (["--max-dead-jobs", "7"], "max_dead", 7),
+        (["--preload-worker", "false"], "preload", False),
     ],
 )
 def test_flags_of_others_mean_ours(argv: list[str], name: str, value: Any) -> None:
@@ -206,7 +206,7 @@ def test_flags_of_others_mean_ours(argv: list[str], name: str, value: Any) -> No
         (["--validation-workers", "0"], "VALIDATION_WORKERS: 0 is less than 1"),
         (["--rope-scaling", "linear"], "ROPE_SCALING: linear needs ROPE_FACTOR"),
         (["--demo"], "DEMO: "),
-        (["--max-batches", "7"], "MAX_BATCHES: 7 is not served: it is the same for all fleets now"),
+        (["--max-batches", "7"], "MAX_BATCHES: 7 is not served: 10,000 batches are kept"),
         (["--metrics-names", "vllm"], "METRICS_NAMES: vllm is not served: vLLM's names are recording rules"),
     ],
 )

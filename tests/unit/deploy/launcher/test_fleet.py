@@ -84,7 +84,7 @@ SETTINGS: dict[str, Any] = {"device": "cpu", "num_workers": 2, "kv_cache_bytes":
         (2 * WORKER_BYTES - 1, {}, [PRELOAD_FLAG]),
         (2 * RANK_BYTES, {}, [PRELOAD_FLAG]),
         (2 * RANK_BYTES - 1, {}, []),
-        (2 * RANK_BYTES - 1, {"preload_worker": True}, [PRELOAD_FLAG]),
+        (2 * RANK_BYTES - 1, {"preload": True}, [PRELOAD_FLAG]),
         (2 * RANK_BYTES, {"num_shard": 2}, []),
         (2 * WORKER_BYTES, {"num_shard": 2}, [PRELOAD_FLAG]),
         (4 * WORKER_BYTES, {"device": "cuda"}, [PRELOAD_FLAG]),
@@ -116,7 +116,7 @@ def test_a_gateway_is_preloaded(
     spare_bytes: int, wanted: bool | None, flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "available_bytes", lambda: 2 * CACHE_BYTES + spare_bytes)
-    assert gateway_flags(Settings(**SETTINGS, preload_gateway=wanted)) == flags
+    assert gateway_flags(Settings(**SETTINGS, preload=wanted)) == flags
 
 
 # --- fleet shared weights -----------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def test_workers_on_cpu_inherit_the_same_memory(device: Any, shares: bool) -> No
 
 @pytest.fixture
 def fleet(broker: Broker) -> Iterator[LocalFleet]:
-    settings = Settings(redis_url=broker.url, num_workers=2, preload_gateway=False, preload_worker=False)
+    settings = Settings(redis_url=broker.url, num_workers=2, preload=False)
     fleet = new_fleet(settings, None)
     for worker in fleet.workers:
         worker.incarnation = f"{worker.name}-1"
