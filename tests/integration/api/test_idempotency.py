@@ -149,7 +149,7 @@ def bearer(key: str) -> dict[str, str]:
 async def test_kept_answers_are_bounded_and_expire(
     broker: Broker, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.streams.kept_answers.MAX_STORED", 2)
+    monkeypatch.setattr("api.streams.describe_answer.MAX_STORED", 2)
     settings = {"answer_ttl_s": 7200}
     async with answering(broker.url, Answer(ids(" one")), **settings) as (worker, _, client):
         for number in range(4):

@@ -323,7 +323,7 @@ async def test_a_stored_response_expires(broker: Broker) -> None:
 async def test_of_too_many_stored_responses_the_oldest_are_deleted(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.streams.kept_answers.MAX_STORED", 2)
+    monkeypatch.setattr("api.streams.describe_answer.MAX_STORED", 2)
     async with answering(broker.url, STORED_ANSWER) as (worker, _, client):
         made = [(await client.post(PATH, json=BODY)).json()["id"] for _ in range(3)]
         await client.post(PATH, json=BODY | {"store": False})
