@@ -171,7 +171,7 @@ def text_in(response: dict[str, Any]) -> list[str]:
 async def test_a_faulty_input_fails_the_batch_with_all_its_faults(
     broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.batches.run.MAX_LINES", 2)
+    monkeypatch.setattr("api.jobs.batch_run.MAX_LINES", 2)
     content = jsonl([chat_line(0), chat_line(0), chat_line(1) | {"url": "/v1/embeddings"}]) + b"{no\n"
     async with answering(broker.url, answer, files_dir=str(tmp_path)) as (_, _, http):
         client = openai_client(http)
@@ -238,7 +238,7 @@ async def test_what_is_no_id_leads_to_no_file(broker: Broker, redis: Redis, tmp_
 async def test_a_cancelled_batch_keeps_what_was_answered(
     broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.batches.run.WINDOW", 4)
+    monkeypatch.setattr("api.jobs.batch_run.WINDOW", 4)
 
     def some(request: Generate) -> Answer:
         return Answer(ids(" one two" * (1 if len(worker.seen) < 8 else 190)))
@@ -268,7 +268,7 @@ async def test_another_gateway_goes_on_with_a_batch_and_writes_the_same_bytes(
     broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gateway that writes the batch ends again and again; each line is once in the output."""
-    monkeypatch.setattr("api.batches.run.WINDOW", 16)
+    monkeypatch.setattr("api.jobs.batch_run.WINDOW", 16)
     content = jsonl(chat_line(number) for number in range(NUM_LINES))
     options: dict[str, Any] = {"files_dir": str(tmp_path)}
     async with working(broker.url, TOKENIZER, answer, 0.002) as worker:
@@ -308,7 +308,7 @@ async def test_what_a_batch_needs_stays_and_its_loss_is_said(
     """The input of a batch that runs is not deleted and does not expire. Where it is gone all the same, the
     next gateway does not take the batch for answered.
     """
-    monkeypatch.setattr("api.batches.run.WINDOW", 4)
+    monkeypatch.setattr("api.jobs.batch_run.WINDOW", 4)
     options: dict[str, Any] = {"files_dir": str(tmp_path)}
     async with working(broker.url, TOKENIZER, answer) as worker:
         worker.most_tokens = 0
@@ -345,7 +345,7 @@ async def test_a_gateway_whose_clock_is_wrong_ends_and_deletes_nothing(
 ) -> None:
     """All deadlines are told by the broker's clock: of batches, files and keys."""
     leases = set[bytes | None]()
-    monkeypatch.setattr("api.batches.run.WINDOW", 4)
+    monkeypatch.setattr("api.jobs.batch_run.WINDOW", 4)
 
     async def looked_again() -> bool:
         names = ["leased_until_ms", "status"]
@@ -476,8 +476,8 @@ async def test_a_record_that_cannot_be_read_ends_its_batch_and_no_gateway(
 
 
 async def test_files_have_limits(broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("api.batches.routes.MAX_FILES", 2)
-    monkeypatch.setattr("api.batches.upload.MAX_FILE_BYTES", 9_000_000)
+    monkeypatch.setattr("api.jobs.routes_batches.MAX_FILES", 2)
+    monkeypatch.setattr("api.jobs.files.MAX_FILE_BYTES", 9_000_000)
     async with answering(broker.url, answer, files_dir=str(tmp_path)) as (
         _,
         _,

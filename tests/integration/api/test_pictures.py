@@ -123,7 +123,7 @@ async def test_tokenize_counts_placeholders(shown: Shown) -> None:
 async def test_what_cannot_be_shown_is_refused_by_its_field(
     broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.pictures.load.MAX_PIXELS", 10_000)
+    monkeypatch.setattr("api.prompts.pictures.MAX_PIXELS", 10_000)
     make_processor("qwen2_vl", tmp_path)
     limits: dict[str, Any] = {"max_pictures": 2, "max_picture_bytes": 3000}
     bomb = png((200, 400))
@@ -352,7 +352,7 @@ async def test_a_pool_whose_pictures_take_all_room_asks_to_wait(
 ) -> None:
     make_processor("qwen2_vl", tmp_path)
     small, large = png(), png((80, 90))
-    monkeypatch.setattr("api.pictures.prompts.MAX_KEPT_BYTES", len(small) + 20)
+    monkeypatch.setattr("api.prompts.pictures.MAX_KEPT_BYTES", len(small) + 20)
     async with showing(broker.url, tmp_path, Answer([40])) as (worker, _, client):
         assert (await client.post(CHAT, json=body(small))).status_code == 200
         refused = await client.post(CHAT, json=body(large))
