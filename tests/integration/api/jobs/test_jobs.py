@@ -541,6 +541,19 @@ async def test_a_job_whose_entry_was_lost_outlives_its_gateway(
     assert len(worker.seen) == 1
 
 
+async def test_a_job_that_another_gateway_has_answered_is_not_submitted_again(
+    service: Service, worker: FakeWorker, broker: Broker
+) -> None:
+    """A gateway that was stopped until its entries were claimed finds them gone."""
+    async with running_gateway(broker.url):
+        job_id = await service.submit(inputs="Count.")
+        await service.result(job_id)
+        await service.settled()
+    ended = read_job(job_id, {b"job": b'{"inputs": "Count."}'}, 2**20)
+    await submit_lost(service.redis, KEYS, {job_id: ended})
+    assert not await service.redis.xlen(KEYS.submit)
+
+
 async def test_a_job_that_is_submitted_again_keeps_its_content_and_its_time(
     service: Service, broker: Broker
 ) -> None:
