@@ -13,15 +13,15 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (16_006, 29_858),
-    "batcher": (2_999, 5_152),
-    "gpu_worker": (13_515, 25_787),
-    "common": (5_602, 11_653),
-    "deploy": (3_624, 6_404),
-    "tests": (47_793, 81_912),
-    "benchmarks": (2_474, 4_199),
+    "api": (16_213, 30_978),
+    "batcher": (3_011, 5_269),
+    "gpu_worker": (13_475, 25_883),
+    "common": (4_416, 8_843),
+    "deploy": (3_380, 6_214),
+    "tests": (40_452, 70_075),
+    "benchmarks": (2_461, 4_187),
 }
-MOST_WORDS_OF_DOCS = 54_959
+MOST_WORDS_OF_DOCS = 53_939
 SLACK = 0.01
 
 
