@@ -38,7 +38,6 @@ SETTINGS: dict[str, Any] = {
     "threads": 1,
     "worker_ttl_s": 3,
     "stopped_grace_s": 0,
-    "step_timeout_s": 2,
 }
 RANKS, STAGES = {"num_shard": 2}, {"pipeline_parallel_size": 2}
 TWO = {"num_workers": 2}
@@ -52,6 +51,8 @@ T5: dict[str, Any] = {
     "relative_attention_num_buckets": 8,
     "relative_attention_max_distance": 20,
 }
+STUCK = {"step_timeout_s": 2}
+"""Where a process is stopped. Elsewhere a busy machine would have the agent kill a slow engine."""
 FP8 = {"kv_cache_dtype": "fp8_e5m2"}
 
 
@@ -75,11 +76,11 @@ KINDS: dict[str, tuple[Callable[[Path], dict[str, Any]], dict[str, Any]]] = {
     "draft": (drafted, TWO),
     "encoder-decoder": (tiny("T5", T5), TWO),
     "states": (hybrid, TWO | {"kv_cache_bytes": "150KiB"}),
-    "ranks": (llama, RANKS),
-    "ranks, two workers": (llama, RANKS | TWO),
+    "ranks": (llama, RANKS | STUCK),
+    "ranks, two workers": (llama, RANKS | TWO | STUCK),
     "ranks, rounded cache": (llama, RANKS | FP8),
     "ranks, latents": (latents, RANKS),
-    "stages": (llama, STAGES),
+    "stages": (llama, STAGES | STUCK),
     "stages, two workers": (llama, STAGES | TWO),
     "stages of ranks": (llama, STAGES | RANKS),
 }
