@@ -18,7 +18,7 @@ MOST = {  # statements, lines
     "gpu_worker": (13_475, 25_883),
     "common": (4_416, 8_843),
     "deploy": (3_380, 6_214),
-    "tests": (40_452, 70_075),
+    "tests": (40_453, 70_076),
     "benchmarks": (2_461, 4_187),
 }
 MOST_WORDS_OF_DOCS = 53_939
