@@ -47,8 +47,8 @@ class Gateway:
         self.job_consumer = JobConsumer(self.pool, self.access)
         self.webhooks = WebhookSender(self.pool.client, settings, partial(ended_status, self.pools))
         self.files = open_store(settings, self.pool.client.clock)
-        self.unread = UnreadAnswers(settings)
-        self.limits = ConnectionLimits(settings)
+        self.unread = UnreadAnswers()
+        self.limits = ConnectionLimits()
 
     def show_draining(self) -> None:
         """Say in heartbeats that the gateway drains: a batcher that shuts down too then waits for its

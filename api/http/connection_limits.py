@@ -16,7 +16,6 @@ from api.errors import ApiError
 from api.http.error_handlers import error_response
 from api.protocols.protocol import errors_of
 from common.metrics import catalogue
-from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +94,7 @@ class ConnectionLimits:
         num_cuts: cuts since the last log line, by their cause (CAUSES).
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self) -> None:
         self.timeouts_s = TIMEOUTS_S
         self.max_head_bytes = MAX_HEAD_BYTES
         self.max_connections = default_max_connections()

@@ -21,7 +21,6 @@ from starlette.types import Receive, Scope
 from api.event_loop import Pace
 from common.metrics import catalogue
 from common.process.event_loop import until_beat
-from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +149,7 @@ async def wait_for_disconnect(scope: Scope, receive: Receive, probe: Callable[[]
 class UnreadAnswers:
     """The connections of a gateway, and the bounds of what they may hold."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self) -> None:
         self.timeout_s = TIMEOUT_S
         self.max_bytes = MAX_UNREAD_BYTES
         self.connections: set[Unread] = set()

@@ -363,7 +363,7 @@ def read_boundary(request: Request) -> bytes:
     return boundary
 
 
-async def upload(request: Request, store: FileStore, settings: Settings, owner: str) -> StoredFile:
+async def upload(request: Request, store: FileStore, owner: str) -> StoredFile:
     """Keep the file of a form. Raises ApiError: 400, 413, 415, 422, 503."""
     reader, file_id, parts = (
         FormReader(read_boundary(request)),
@@ -371,7 +371,7 @@ async def upload(request: Request, store: FileStore, settings: Settings, owner: 
         list[tuple[str, int]](),
     )
     if announces_more(request, MAX_FILE_BYTES + MAX_FORM_BYTES):
-        raise too_large(settings)
+        raise too_large()
 
     async def put(num_bytes: int) -> None:
         part = f"{len(parts):09d}"
@@ -387,7 +387,7 @@ async def upload(request: Request, store: FileStore, settings: Settings, owner: 
             feed(reader, chunk)
             size = sum(size for _, size in parts) + len(reader.file)
             if size > MAX_FILE_BYTES or read > MAX_FILE_BYTES + MAX_FORM_BYTES:
-                raise too_large(settings)
+                raise too_large()
             while len(reader.file) >= PART_BYTES:
                 await put(PART_BYTES)
         if not reader.ended:
@@ -458,6 +458,6 @@ def read_ttl(fields: dict[str, str]) -> int | None:
     return int(seconds)
 
 
-def too_large(settings: Settings) -> ApiError:
+def too_large() -> ApiError:
     text = f"`file` is larger than {MAX_FILE_BYTES} bytes"
     return ApiError(413, "payload_too_large", text, "file")

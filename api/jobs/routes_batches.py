@@ -190,10 +190,10 @@ def store_of(request: Request) -> FileStore:
 @router.post("/v1/files", summary="Upload a file", response_model=FileObject, openapi_extra=FORM)
 async def create_file(request: Request) -> dict[str, Any]:
     """Keeps a file, by default 30 days if it is for a batch. It is written while it comes."""
-    store, settings, owner = store_of(request), own_pool(request).settings, tenant_of(request)
+    store, owner = store_of(request), tenant_of(request)
     if len(await store.names(owner)) >= MAX_FILES:
         raise ApiError(400, "too_many_files", f"A tenant may keep {MAX_FILES} files", "file")
-    return render_file(await upload(request, store, settings, owner))
+    return render_file(await upload(request, store, owner))
 
 
 @router.get("/v1/files", summary="List files", response_model=FileList)

@@ -669,7 +669,7 @@ async def read_completion(completion: CompletionRequest, context: Context) -> As
         requests += choices
         prefixes.append(echoed_prompt(completion, params, choices[0], tokenizer))
         await pace.step()
-    check_size(requests, limits.settings)
+    check_size(requests)
     check_num_choices(requests, context)
     num_chars = sum(len(params.text or "") for params in all_params)
     rendering = replace(completion.rendering, is_json=describes_json(completion.grammar()))

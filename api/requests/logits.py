@@ -8,7 +8,6 @@ from pydantic import BaseModel
 from api.errors import invalid, unavailable
 from api.requests.params import GenerationParams, Limits
 from common.messages.request import Generate, LogitsParams
-from common.settings.settings import Settings
 
 MAX_LOGITS_BYTES = 64 * 2**20
 """Of one answer: the broker and the gateway hold them until it is sent."""
@@ -48,11 +47,11 @@ def with_logits(requests: Sequence[Generate], params: GenerationParams, limits: 
     first = LogitsParams(params.context_logits, params.generation_logits, dtype, limits.vocab_size)
     others = replace(first, context=False) if params.generation_logits else None
     found = [replace(request, logits=others if i else first) for i, request in enumerate(requests)]
-    check_size(found, limits.settings)
+    check_size(found)
     return found
 
 
-def check_size(requests: Sequence[Generate], settings: Settings) -> None:
+def check_size(requests: Sequence[Generate]) -> None:
     """Raises ApiError (422) if the requests of one answer may return more logits than MAX_LOGITS_BYTES."""
     need = sum(request.logits_bytes for request in requests)
     if need <= MAX_LOGITS_BYTES:

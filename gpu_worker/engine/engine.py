@@ -129,9 +129,7 @@ class Engine:
         self.ready = capacity_of(
             settings, loaded, token_ms, self.adapters, communicator.world_size, self.prefix_caching
         )
-        self.pictures = make_encoder(
-            loaded.tower, self.ready.token_ms, settings, communicator, self.side_threads
-        )
+        self.pictures = make_encoder(loaded.tower, self.ready.token_ms, communicator, self.side_threads)
         if self.pictures:
             self.rows.make_pictures = self.pictures.start
 

@@ -82,7 +82,6 @@ def blind_because(family: PictureFamily, settings: Settings, device: torch.devic
 def make_encoder(
     tower: VisionTower | None,
     token_ms: float,
-    settings: Settings,
     communicator: Communicator,
     side_threads: SideThreads,
 ) -> PictureEncoder | None:

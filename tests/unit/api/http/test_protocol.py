@@ -20,7 +20,6 @@ from api.http.connection_limits import LIMITS, ConnectionLimits
 from api.http.protocol import FREE_CHUNKS, MAX_HEADERS, HttpProtocol
 from api.http.unread import UNREAD, UnreadAnswers, bytes_written
 from api.server import own_listener
-from common.settings.settings import Settings
 from tests.support.waiting import wait_until
 
 # --- protocol -----------------------------------------------------------------------------------------------
@@ -155,11 +154,10 @@ class Echo:
 class Served:
     """A connection to an echoing application."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self) -> None:
         self.echo = Echo()
         config = uvicorn.Config(self.echo, log_config=None)
-        limits = Settings(**settings)
-        state = {UNREAD: UnreadAnswers(limits), LIMITS: ConnectionLimits(limits)}
+        state = {UNREAD: UnreadAnswers(), LIMITS: ConnectionLimits()}
         self.protocol = HttpProtocol(config, ServerState(), state)
         self.transport = Memory()
         self.protocol.connection_made(self.transport)
