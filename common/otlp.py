@@ -24,7 +24,7 @@ from common.metrics import catalogue
 from common.process.logs import plural
 from common.settings.settings import Settings
 from common.settings.types import SettingError
-from common.tracing import ENDPOINTS, Attributes, Kind, TraceSpan, ids_of
+from common.spans import ENDPOINTS, Attributes, Kind, TraceSpan, ids_of
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,6 @@ CLOSE_S = 3.0
 """How long a process that ends waits for its last spans to be sent."""
 SERVICE = "tokenfleet"
 PROTOCOL, QUEUE_SIZE = "OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_BSP_MAX_QUEUE_SIZE"
-OK = Status(StatusCode.UNSET)
 
 
 class OtlpExporter:
@@ -94,7 +93,7 @@ class OtlpExporter:
             [Event(event.name, event.attributes, event.at_ns) for event in span.events],
             [Link(context_of(*ids_of(link))) for link in span.links],
             SpanKind[span.kind],
-            status=Status(StatusCode.ERROR, span.error) if span.error else OK,
+            status=Status(StatusCode.ERROR, span.error) if span.error else Status(),
             start_time=span.start_ns,
             end_time=max(span.end_ns, span.start_ns),
             instrumentation_scope=self.scope,

@@ -27,7 +27,7 @@ from common.broker.client import ERRORS
 from common.messages.request import Generate
 from common.process.logs import TRACEPARENT
 from common.settings.settings import Settings
-from common.tracing import NS_PER_MS
+from common.spans import NS_PER_MS
 
 log = logging.getLogger(__name__)
 
