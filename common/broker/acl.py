@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from common.broker.keys import Keys, Row, table
+from common.broker.keys import KeyPattern, Keys, table
 from common.broker.lua import load_script
 
 CALL = re.compile(r"redis\.p?call\('(\w+)'(?:, '([A-Z]+)')?")
@@ -141,7 +141,7 @@ def rules_of(kind: str, pool: str) -> Iterable[str]:
     yield from rights.others.split()
 
 
-def patterns(row: Row, keys: Keys) -> list[str]:
+def patterns(row: KeyPattern, keys: Keys) -> list[str]:
     """Return the patterns of a row's keys; of a prefix also those of the names that begin with it."""
     name = row.name(keys, "*")
     return [name, f"{name}:*"] if row.kind == "prefix" else [name]

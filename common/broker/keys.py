@@ -34,7 +34,7 @@ OF_NO_POOL = "tf:"
 
 
 @dataclass(frozen=True)
-class Row:
+class KeyPattern:
     """A key or a channel, or many of them with a name in their pattern.
 
     Attributes:
@@ -61,15 +61,15 @@ class Row:
         return keys.key(name)
 
 
-class Key(Row):
-    """A row of one key."""
+class Key(KeyPattern):
+    """One key."""
 
     def __get__(self, keys: "Keys | None", owner: type) -> str:
         return self.name(keys)
 
 
-class KeyOf(Row):
-    """A row of keys that have a name."""
+class KeyOf(KeyPattern):
+    """Keys that have a name in their pattern."""
 
     def __get__(self, keys: "Keys | None", owner: type) -> Callable[[str | int], str]:
         return lambda part: self.name(keys, part)
@@ -161,9 +161,9 @@ class Keys:
         return self.key(name)
 
 
-def table() -> Iterator[tuple[str, Row]]:
+def table() -> Iterator[tuple[str, KeyPattern]]:
     """Yield the name in `Keys` of each row, and the row."""
-    yield from ((name, row) for name, row in vars(Keys).items() if isinstance(row, Row))
+    yield from ((name, row) for name, row in vars(Keys).items() if isinstance(row, KeyPattern))
 
 
 def pool_of(key: str) -> str:
