@@ -203,9 +203,8 @@ INVOCATIONS = COMPAT_GENERATE._replace(
         CompatGenerateRequest,
         EXAMPLE,
         "Generate as another route does",
-        "A body with `inputs` is answered as by `/`, one with `messages` as by `/v1/chat/completions`, "
-        "one with "
-        "`prompt` as by `/v1/completions`. Errors are TGI's.",
+        "A body with `inputs` is answered as by `/`, one with `messages` as by `/v1/chat/completions`, one "
+        "with `prompt` as by `/v1/completions`. Errors are TGI's.",
         list[GenerateResponse],
         EVENTS,
     ),

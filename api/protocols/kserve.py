@@ -604,9 +604,8 @@ KSERVE_GENERATE_STREAM = KSERVE_GENERATE._replace(
         KServeGenerateRequest,
         EXAMPLE,
         "Generate a stream of texts for KServe",
-        "Sends the text that each token adds as a server-sent event. A request that fails midway ends "
-        "with an "
-        "event that has `error`.",
+        "Sends the text that each token adds as a server-sent event. A request that fails midway ends with "
+        "an event that has `error`.",
         events=event_stream([TextChunk, KServeError]),
         parameters=[MODEL_PARAMETER],
     ),

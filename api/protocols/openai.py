@@ -795,9 +795,8 @@ CHAT_COMPLETIONS = Protocol(
         ChatRequest,
         {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 100},
         "Create a chat completion",
-        "Generates the assistant's next message. With `stream`, it comes as server-sent events, a chunk "
-        "for each "
-        "token, and ends with `data: [DONE]`.",
+        "Generates the assistant's next message. With `stream`, it comes as server-sent events, a chunk for "
+        "each token, and ends with `data: [DONE]`.",
         ChatCompletion,
         event_stream([ChatCompletionChunk, OpenAIError], "[DONE]"),
     ),
@@ -821,9 +820,8 @@ COMPLETIONS = Protocol(
         CompletionRequest,
         {"prompt": "The capital of France is", "max_tokens": 20},
         "Create a completion",
-        "Continues one prompt or several. `choices` has the `n` choices of the first prompt, then those "
-        "of the "
-        "next. With `stream`, they come as server-sent events, a chunk for each token, and end with "
+        "Continues one prompt or several. `choices` has the `n` choices of the first prompt, then those of "
+        "the next. With `stream`, they come as server-sent events, a chunk for each token, and end with "
         "`data: [DONE]`.",
         Completion,
         event_stream([CompletionChunk, OpenAIError], "[DONE]"),

@@ -737,9 +737,8 @@ RERANK = EMBEDDINGS._replace(
         RerankFields,
         RERANK_EXAMPLE,
         "Rank documents by a query",
-        "Returns the documents, the best first, as Cohere, Jina and vLLM do. A reranker scores each "
-        "pair; of an "
-        "embedding model the scores are cosines.",
+        "Returns the documents, the best first, as Cohere, Jina and vLLM do. A reranker scores each pair; "
+        "of an embedding model the scores are cosines.",
         RerankResponse,
     ),
 )

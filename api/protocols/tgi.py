@@ -626,9 +626,8 @@ GENERATE = Protocol(
         GenerateRequest,
         EXAMPLE,
         "Generate text",
-        "Returns the whole text when generation has finished. With `details`, the response has the "
-        "tokens with "
-        "their log-probabilities, the seed and the finish reason.",
+        "Returns the whole text when generation has finished. With `details`, the response has the tokens "
+        "with their log-probabilities, the seed and the finish reason.",
         GenerateResponse,
     ),
 )
@@ -668,9 +667,8 @@ COMPAT_GENERATE = GENERATE._replace(
         CompatGenerateRequest,
         EXAMPLE,
         "Generate text, or a stream of tokens",
-        "Does what /generate_stream does if `stream` is true, else what /generate does, with the "
-        "response in an "
-        "array of one. The text begins with the prompt unless `return_full_text` is false.",
+        "Does what /generate_stream does if `stream` is true, else what /generate does, with the response "
+        "in an array of one. The text begins with the prompt unless `return_full_text` is false.",
         list[GenerateResponse],
         EVENTS,
     ),
