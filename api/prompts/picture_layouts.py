@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from common.messages.request import Picture
 from common.model_files import added_tokens, read_json
@@ -29,31 +29,31 @@ class PictureText:
     num_placeholders: int
 
 
-class PictureLayout(Protocol):
+@dataclass(frozen=True, slots=True)
+class PictureLayout:
     """How the pictures of one model stand in its prompts.
 
     Attributes:
-        marker: the text that stands for a picture until it is expanded; chat templates write it.
-        inline: the text that stands for a picture in a prompt without a chat template; it has one marker.
         placeholder: text of the placeholder's token.
         placeholder_id: its id.
     """
 
-    @property
-    def marker(self) -> str: ...
+    placeholder: str
+    placeholder_id: int
 
     @property
-    def inline(self) -> str: ...
+    def marker(self) -> str:
+        """The text that stands for a picture until it is expanded; chat templates write it."""
+        return self.placeholder
 
     @property
-    def placeholder(self) -> str: ...
-
-    @property
-    def placeholder_id(self) -> int: ...
+    def inline(self) -> str:
+        """The text that stands for a picture in a prompt without a chat template; it has one marker."""
+        return self.placeholder
 
     def picture_text(self, size: Size, num_pictures: int) -> PictureText:
         """What stands for a picture in a prompt that has `num_pictures`. Raises PictureError."""
-        ...
+        raise NotImplementedError
 
 
 def expanded(text: str, marker: str, pictures: Sequence[PictureText]) -> str:
@@ -93,7 +93,7 @@ MAX_TILE_EDGE = 364
 
 
 @dataclass(frozen=True, slots=True)
-class TiledLayout:
+class TiledLayout(PictureLayout):
     """Idefics3's layout.
 
     Attributes:
@@ -103,22 +103,12 @@ class TiledLayout:
         splits: whether pictures are cut into tiles.
     """
 
-    placeholder: str
-    placeholder_id: int
     around: str
     whole: str
     tokens_per_tile: int
     longest_edge: int | None
     tile_edge: int
     splits: bool
-
-    @property
-    def marker(self) -> str:
-        return self.placeholder
-
-    @property
-    def inline(self) -> str:
-        return self.placeholder
 
     def picture_text(self, size: Size, num_pictures: int) -> PictureText:
         rows, columns = self.tiles(size)
@@ -199,7 +189,7 @@ Grid = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class CanvasLayout:
+class CanvasLayout(PictureLayout):
     """InternVL's layout.
 
     Attributes:
@@ -207,18 +197,12 @@ class CanvasLayout:
         min_tiles, max_tiles: of a picture, without the one that shows it whole.
     """
 
-    placeholder: str
-    placeholder_id: int
     begin: str
     end: str
     tokens_per_tile: int
     tile: Size
     min_tiles: int
     max_tiles: int
-
-    @property
-    def marker(self) -> str:
-        return self.placeholder
 
     @property
     def inline(self) -> str:
@@ -281,7 +265,7 @@ DEFAULT_EDGES = range(384, 2305, 384)
 
 
 @dataclass(frozen=True, slots=True)
-class GridLayout:
+class GridLayout(PictureLayout):
     """LLaVA-OneVision's layout ("anyres").
 
     Attributes:
@@ -292,21 +276,11 @@ class GridLayout:
         num_dropped: of the tile's first placeholders; 1 where the vision tower's class token is one.
     """
 
-    placeholder: str
-    placeholder_id: int
     tokens_per_tile: int
     tile: Size
     resolutions: Sequence[Size]
     max_tiles: int
     num_dropped: int
-
-    @property
-    def marker(self) -> str:
-        return self.placeholder
-
-    @property
-    def inline(self) -> str:
-        return self.placeholder
 
     def picture_text(self, size: Size, num_pictures: int) -> PictureText:
         end_of_picture = 1  # the learned token that ends a row ends a picture that is seen whole only
@@ -370,7 +344,7 @@ MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 1280
 
 
 @dataclass(frozen=True, slots=True)
-class PatchLayout:
+class PatchLayout(PictureLayout):
     """Qwen2-VL's layout.
 
     Attributes:
@@ -378,17 +352,11 @@ class PatchLayout:
         min_pixels, max_pixels: of a resized picture.
     """
 
-    placeholder: str
-    placeholder_id: int
     begin: str
     end: str
     edge: int
     min_pixels: int
     max_pixels: int
-
-    @property
-    def marker(self) -> str:
-        return self.placeholder
 
     @property
     def inline(self) -> str:
@@ -438,11 +406,9 @@ def patch_layout(
 
 
 @dataclass(frozen=True, slots=True)
-class FixedLayout:
+class FixedLayout(PictureLayout):
     """Gemma 3's layout: `begin` is the marker, too."""
 
-    placeholder: str
-    placeholder_id: int
     begin: str
     end: str
     num_placeholders: int
