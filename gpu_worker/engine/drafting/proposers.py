@@ -96,7 +96,8 @@ MAX_TOKENS = 2**17
 """Tokens of recent answers that are kept, at most; each takes about 150 bytes."""
 MAX_PLACES = 64
 """Places of one pair of ids that are kept, and occurrences that are compared: the newest."""
-MIN_MATCH = 2
+MIN_SUFFIX = 2
+"""How many of the last ids are looked up, at least: the index is of pairs."""
 
 Place = tuple[Sequence[int] | Int32, int]
 """The ids of an answer, and the place of one that follows a match."""
@@ -157,7 +158,7 @@ class RecentAnswers:
         """The places after the longest occurrences of the end of `tail` in answers but `own`, newest first,
         and how many ids these are.
         """
-        if len(tail) < MIN_MATCH:
+        if len(tail) < MIN_SUFFIX:
             return [], 0
         found = reversed(self.places.get((tail[-2], tail[-1]), []))
         places = [(self.answers[number], place) for number, place in found if number != own]
@@ -223,7 +224,7 @@ class SuffixGuesser:
 
     def guess(self, count: int) -> list[int]:
         known = self.text.known[: self.text.length]
-        own, own_length = self.text.matches(MIN_MATCH, self.max_match)
+        own, own_length = self.text.matches(MIN_SUFFIX, self.max_match)
         others, length = self.answers.matches(known[-self.max_match :].tolist(), self.number)
         places = [(known, place) for place in reversed(own[-MAX_PLACES:])]
         found = most_frequent(places, min(count, self.longest(own_length)), self.min_prob, repeats=True)

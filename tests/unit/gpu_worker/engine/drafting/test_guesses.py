@@ -25,6 +25,7 @@ from gpu_worker.engine.drafting.acceptance import (
 from gpu_worker.engine.drafting.proposers import (
     MAX_MATCH,
     MIN_MATCH,
+    MIN_SUFFIX,
     GuessProposer,
     GuidedProposer,
     NgramGuesser,
@@ -34,7 +35,6 @@ from gpu_worker.engine.drafting.proposers import (
     make_proposer,
     most_frequent,
 )
-from gpu_worker.engine.drafting.proposers import MIN_MATCH as MIN_SUFFIX
 from tests.support.engine.fixed_grammar import FixedGrammar
 
 
