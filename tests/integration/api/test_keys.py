@@ -5,6 +5,7 @@ admins manage keys.
 import asyncio
 import contextlib
 import json
+import re
 import time
 from base64 import b64encode
 from collections import Counter
@@ -25,6 +26,7 @@ from api.requests.request_scripts import LeftOfRates
 from common import api_keys
 from common.api_keys import ApiKey, IssuedKey, digest_of
 from common.settings.settings import SettingError, Settings
+from deploy.cli import admin
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering, ready, serving
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
@@ -609,3 +611,53 @@ async def ask(
         answer = await client.post("/generate", json=BODY, headers=bearer(key))
         answers.append((answer.status_code, time.monotonic()))
     return answers
+
+
+# --- the command --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def broker_url(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDIS_URL", broker.url)
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
+    assert admin.main(["keys", *words]) == 0
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+@pytest.mark.usefixtures("broker_url")
+def test_the_command_adds_shows_rotates_and_revokes_a_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "list")[0] == "there are no API keys\n"
+    words = ("--tenant", "acme", "--name", "reports", "--requests-per-minute", "60", "--expires", "30d")
+    text, about = said(capsys, "add", *words, "--models", "a", "b")
+    key_id = about.splitlines()[-1].split()[0]
+    assert re.fullmatch(r"tf-[\w-]{43}\n", text) and "acme" in about
+    table = said(capsys, "list")[0]
+    assert all(word in table for word in (key_id, "reports", "acme", "active", "60 requests/min", "a, b"))
+    assert text.strip() not in table
+    other, _ = said(capsys, "rotate", key_id)
+    assert other != text
+    assert "is revoked since" in said(capsys, "revoke", key_id)[0]
+    assert "revoked" in said(capsys, "list")[0]
+    assert admin.main(["keys", "rotate", key_id]) == 1
+    assert admin.main(["keys", "revoke", "nobody"]) == 1
+    assert "there is no key 'nobody'" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("broker_url")
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--tenant", "a b"), "`tenant`"),
+        (("--class", "urgent"), "`service_class`"),
+        (("--weight", "0"), "`weight`"),
+        (("--max-concurrent", "-1"), "`max_concurrent`"),
+        (("--expires", "soon"), "`expires_at`"),
+    ],
+)
+def test_what_is_wrong_in_a_key_is_refused_by_name(words: tuple[str, ...], named: str) -> None:
+    with pytest.raises(SettingError) as error:
+        admin.main(["keys", "add", *words])
+    assert named in str(error.value)

@@ -1,11 +1,10 @@
-"""`tokenfleet chat` as a user sees it, through a pipe and in a terminal of its own; and `tokenfleet keys`."""
+"""`tokenfleet chat` as a user sees it, through a pipe and in a terminal of its own."""
 
 import asyncio
 import codecs
 import contextlib
 import os
 import pty
-import re
 import signal
 import subprocess
 import sys
@@ -15,8 +14,6 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 
-from common.settings.settings import SettingError
-from deploy.cli import admin
 from deploy.cli.chat import Conversation
 from deploy.cli.client import SseDecoder, error_message, parse_url
 from deploy.launcher.embedded_broker import Broker
@@ -24,7 +21,6 @@ from tests.integration.api.test_app import healthy, start
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working
-from tests.support.fleet.scripted_worker import Answer as Answered
 from tests.support.forks.command import tokenfleet
 from tests.support.machine.ports import free_port
 from tests.support.other_servers import WORDS, Server, running
@@ -223,7 +219,7 @@ def test_frames_in_pieces_are_decoded() -> None:
 
 async def test_a_real_gateway_gets_the_flags_and_its_error_is_shown(broker: Broker) -> None:
     """Both sides of the contract are real; only the worker is scripted."""
-    async with answering(broker.url, Answered(ids(" It scatters light."))) as (worker, _, client):
+    async with answering(broker.url, Answer(ids(" It scatters light."))) as (worker, _, client):
         done = await asyncio.to_thread(
             piped, str(client.base_url), b"Why?", "--seed", "7", "--temperature", "0.5", "--max-tokens", "30"
         )
@@ -290,50 +286,3 @@ async def test_an_answer_goes_on_when_its_gateway_is_killed(broker: Broker) -> N
         for process in processes.values():
             process.kill()
             process.communicate()
-
-
-@pytest.fixture
-def broker_url(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("REDIS_URL", broker.url)
-
-
-def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
-    assert admin.main(["keys", *words]) == 0
-    captured = capsys.readouterr()
-    return captured.out, captured.err
-
-
-@pytest.mark.usefixtures("broker_url")
-def test_a_key_lives_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys, "list")[0] == "there are no API keys\n"
-    words = ("--tenant", "acme", "--name", "reports", "--requests-per-minute", "60", "--expires", "30d")
-    text, about = said(capsys, "add", *words, "--models", "a", "b")
-    key_id = about.splitlines()[-1].split()[0]
-    assert re.fullmatch(r"tf-[\w-]{43}\n", text) and "acme" in about
-    table = said(capsys, "list")[0]
-    assert all(word in table for word in (key_id, "reports", "acme", "active", "60 requests/min", "a, b"))
-    assert text.strip() not in table
-    other, _ = said(capsys, "rotate", key_id)
-    assert other != text
-    assert "is revoked since" in said(capsys, "revoke", key_id)[0]
-    assert "revoked" in said(capsys, "list")[0]
-    assert admin.main(["keys", "rotate", key_id]) == 1
-    assert admin.main(["keys", "revoke", "nobody"]) == 1
-    assert "there is no key 'nobody'" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("broker_url")
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (("--tenant", "a b"), "`tenant`"),
-        (("--class", "urgent"), "`service_class`"),
-        (("--weight", "0"), "`weight`"),
-        (("--max-concurrent", "-1"), "`max_concurrent`"),
-        (("--expires", "soon"), "`expires_at`"),
-    ],
-)
-def test_what_is_wrong_is_refused_by_name(words: tuple[str, ...], named: str) -> None:
-    with pytest.raises(SettingError) as error:
-        admin.main(["keys", "add", *words])
-    assert named in str(error.value)
