@@ -13,12 +13,12 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (16_213, 30_978),
+    "api": (16_186, 30_934),
     "batcher": (3_011, 5_269),
-    "gpu_worker": (13_475, 25_883),
-    "common": (4_416, 8_843),
+    "gpu_worker": (13_475, 25_880),
+    "common": (4_418, 8_845),
     "deploy": (3_380, 6_214),
-    "tests": (40_453, 70_076),
+    "tests": (40_451, 70_074),
     "benchmarks": (2_461, 4_187),
 }
 MOST_WORDS_OF_DOCS = 53_939

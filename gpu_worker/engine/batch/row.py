@@ -60,7 +60,7 @@ class Row:
         proposer: proposes the tokens after the next one; None proposes none.
         class_index: the lower, the sooner its prompt is computed.
         num_passed: steps since its prompt was the first to be computed.
-        beams: it belongs to a beam search (beam_group.py); None to none.
+        beams: it belongs to a beam search (beams.py); None to none.
         launched_step: the last step launched with this row.
         adapter: the LoRA adapter with which it is computed; None for the model alone.
         pictures: of its prompt; None if it has none.
