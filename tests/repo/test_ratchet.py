@@ -15,10 +15,10 @@ from tests.support.source_tree import ROOT, parse
 MOST = {  # statements, lines
     "api": (16_186, 30_934),
     "batcher": (3_011, 5_269),
-    "gpu_worker": (13_475, 25_880),
+    "gpu_worker": (13_475, 25_881),
     "common": (4_418, 8_845),
     "deploy": (3_380, 6_214),
-    "tests": (40_451, 70_074),
+    "tests": (40_448, 70_075),
     "benchmarks": (2_461, 4_187),
 }
 MOST_WORDS_OF_DOCS = 53_939
