@@ -262,8 +262,8 @@ class Generate:
         pictures: those of its prompt, in the order of their places.
         pooling: it ends with its prompt, and its answer is a vector, which travels as its `logits`; None
             generates tokens.
-        webhook: where the event of its end goes (common/webhooks.py); its entry in the queue does not have it. Empty
-            for none.
+        webhook: where the event of its end goes (common/webhooks.py); its entry in the queue does not have
+            it. Empty for none.
     """
 
     request_id: str = wire_field("id")

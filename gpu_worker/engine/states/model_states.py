@@ -1,7 +1,7 @@
 """Model states: the states of all rows in all mixers of a model, one slot a row. Slot 0 is scratch.
 
-A mixer is called once for each span of a step (row_states.py), with the states of its rows. New states are written
-when the whole step is computed: a step that fails can be computed again.
+A mixer is called once for each span of a step (row_states.py), with the states of its rows. New states are
+written when the whole step is computed: a step that fails can be computed again.
 """
 
 import math
