@@ -58,7 +58,7 @@ $(DEV): $(INSTALL)
 	@touch $@ $(RUN)
 
 # Clients that tests/clients runs unmodified, in versions that go together; those of Node where there is npm.
-# What tests/repo/kubernetes renders and checks manifests with, and what tests/fleet/pooling compares with.
+# What tests/repo/kubernetes renders and checks manifests with, and what tests/fleet/test_vectors.py compares with.
 $(CLIENTS): $(DEV) tests/clients/node/package.json
 	@$(BIN)/pip --disable-pip-version-check install -q -e '.[worker,dev,clients,kubernetes,embeddings]'
 	@mkdir -p .venv/node && cp tests/clients/node/package.json .venv/node/

@@ -1,4 +1,4 @@
-"""Prints what kills cost: `python -m benchmarks.chaos [--kills 100] [--seed 1] [--model]`.
+"""Prints whether kills cost a token: `python -m benchmarks.chaos [--kills 100] [--seed 1] [--model]`.
 
 Streams of every kind run (greedy, seeded, two choices, answers in one piece, jobs through Redis and arq), of
 all classes and two tenants, always the same number at once; with `--blocks 200` rows are preempted. Every few
@@ -87,6 +87,8 @@ async def started(plan: Plan) -> AsyncIterator[ChaosFleet]:
         for kind in ("gateway", "batcher", "jobs")
     }
     counts |= {"num_workers": plan.counts["agent"], "speculate": plan.speculate}
+    if plan.step_ms is None:
+        counts |= {"dtype": "float32", "threads": 1}  # rounded ids differ from batch to batch
     counts |= {"stopped_grace_s": plan.stopped_grace_s, "tokenfleet_test_lose": f"{plan.loss}:{plan.seed}"}
     fleet = ChaosFleet(plan.step_ms, plan.num_blocks, kv_cache_bytes="256MiB", **counts)
     try:

@@ -139,12 +139,17 @@ def events(url: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
     return EventReader(url).post(urlsplit(url).path, body)
 
 
-async def stream(url: str, body: dict[str, Any], into: Stream | None = None) -> Stream:
+async def stream(
+    url: str,
+    body: dict[str, Any],
+    into: Stream | None = None,
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> Stream:
     """Reads a whole stream. `into` can be read while it fills."""
     answer = into or Stream()
     answer.sent_s = time.monotonic()
     reader = EventReader(url)
-    async for frame in reader.post(urlsplit(url).path, body):
+    async for frame in reader.post(urlsplit(url).path, body, headers):
         answer.place = reader.place
         answer.times_s.append(time.monotonic())
         answer.frames.append(frame)

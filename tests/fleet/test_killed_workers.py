@@ -17,6 +17,7 @@ import pytest
 
 from benchmarks.client import stream
 from benchmarks.models.speculation import save_faded, save_first_layers
+from common import model_files
 from tests.support.engine import tiny_models
 from tests.support.engine.reference import prompt_ids, reference_ids
 from tests.support.fleet.fleet import Fleet, have_ended
@@ -69,11 +70,18 @@ def drafted(folder: Path) -> dict[str, Any]:
     return {"model_id": folder / "model", "speculative_config": config, "kv_cache_bytes": "128MiB"}
 
 
+def guessed(_: Path) -> dict[str, Any]:
+    """The bundled model, whose rows guess by what they have said before."""
+    model = {"model_id": model_files.resolve("smollm2", dtype="float32"), "kv_cache_bytes": "128MiB"}
+    return model | {"speculative_config": json.dumps({"method": "suffix"})}
+
+
 llama = tiny("Llama", tiny_models.LLAMA | {"num_hidden_layers": 4})
 latents = tiny(*tiny_models.FAMILIES["DeepSeek-V3"])
 hybrid = tiny(*HYBRIDS["Granite4"])
 KINDS: dict[str, tuple[Callable[[Path], dict[str, Any]], dict[str, Any]]] = {
     "draft": (drafted, TWO),
+    "suffixes": (guessed, TWO),
     "encoder-decoder": (tiny("T5", T5), TWO),
     "states": (hybrid, TWO | {"kv_cache_bytes": "150KiB"}),
     "ranks": (llama, RANKS | STUCK),
@@ -85,11 +93,11 @@ KINDS: dict[str, tuple[Callable[[Path], dict[str, Any]], dict[str, Any]]] = {
     "stages of ranks": (llama, STAGES | RANKS),
 }
 """Kind → what makes its model, and what is set beside it. Memory has room for the states of two rows."""
-REFERENCES = {"draft": "AutoModelForCausalLM", "states": "AutoModelForCausalLM"}
+REFERENCES = dict.fromkeys(("draft", "suffixes", "states"), "AutoModelForCausalLM")
 REFERENCES |= {"encoder-decoder": "AutoModelForSeq2SeqLM"}
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 CASES: list[tuple[str, list[tuple[str, int, signal.Signals]]]] = [
-    *((kind, [("w0", 0, KILL), ("w1", 1, KILL)]) for kind in ("draft", "encoder-decoder")),
+    *((kind, [("w0", 0, KILL), ("w1", 1, KILL)]) for kind in ("draft", "suffixes", "encoder-decoder")),
     ("states", [("w0", 1, KILL)]),
     *(("ranks", [("w0", *victim)]) for victim in ((0, KILL), (1, KILL), (2, KILL), (2, STOP))),
     ("ranks, two workers", [("w0", 2, STOP)]),

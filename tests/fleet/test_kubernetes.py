@@ -3,7 +3,6 @@ cluster where none can be started.
 """
 
 import asyncio
-import json
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.client import Stream, stream
 from tests.support.kubernetes.manifests import needs_kubectl, of_kind, rendered
 from tests.support.kubernetes.pods import SECRET, Pod, PodNetwork
 from tests.support.machine.machines import can_make_links
@@ -49,47 +49,36 @@ def gateway(network: PodNetwork) -> Pod:
     return started[-1]
 
 
-async def ids(gateway: Pod, number: int, seen: list[int]) -> list[int]:
-    """The token ids of a stream; each is in `seen` as soon as it has come."""
-    async with (
-        httpx.AsyncClient(timeout=None, headers=KEY) as client,
-        client.stream("POST", f"{gateway.url()}/generate_stream", json=body(number)) as answer,
-    ):
-        assert answer.is_success, await answer.aread()
-        async for line in answer.aiter_lines():
-            if line.startswith("data:"):
-                frame = json.loads(line.removeprefix("data:"))
-                assert "token" in frame, frame
-                seen.append(frame["token"]["id"])
-    return seen
-
-
-async def streams(gateway: Pod) -> tuple[list[asyncio.Task[list[int]]], list[list[int]]]:
+async def streams(gateway: Pod) -> list[asyncio.Task[Stream]]:
     """Begin four streams; each has its first ten tokens."""
-    seen: list[list[int]] = [[] for _ in range(4)]
-    tasks = [asyncio.create_task(ids(gateway, number, one)) for number, one in enumerate(seen)]
-    await wait_until(lambda: all(len(one) >= 10 for one in seen))
-    return tasks, seen
+    answers = [Stream() for _ in range(4)]
+    url = f"{gateway.url()}/generate_stream"
+    tasks = [asyncio.create_task(stream(url, body(i), one, KEY)) for i, one in enumerate(answers)]
+    await wait_until(lambda: all(len(one.frames) >= 10 for one in answers))
+    return tasks
+
+
+async def ids(tasks: list[asyncio.Task[Stream]]) -> list[list[int]]:
+    return [one.ids for one in await asyncio.gather(*tasks)]
 
 
 async def test_pods_are_replaced_under_streams(network: PodNetwork, gateway: Pod) -> None:
     """A rollout of worker and batcher, then the loss of both: no stream loses or repeats a token."""
-    tasks, _ = await streams(gateway)
-    expected = await asyncio.gather(*tasks)
+    expected = await ids(await streams(gateway))
     assert [len(one) for one in expected] == [NEW_TOKENS] * 4
 
-    tasks, _ = await streams(gateway)
+    tasks = await streams(gateway)
     for name in ("worker", "batcher"):
         old = newest(network, name)
         await network.start(name).ready()
         assert await old.delete() == 0
-    assert await asyncio.gather(*tasks) == expected
+    assert await ids(tasks) == expected
 
-    tasks, _ = await streams(gateway)
+    tasks = await streams(gateway)
     for name in ("worker", "batcher"):
         newest(network, name).kill()
         network.start(name)
-    assert await asyncio.gather(*tasks) == expected
+    assert await ids(tasks) == expected
 
 
 async def test_a_request_waits_for_a_pool_that_is_scaled_to_zero(network: PodNetwork, gateway: Pod) -> None:

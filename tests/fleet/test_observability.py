@@ -3,7 +3,9 @@ Its engines have no model.
 """
 
 import asyncio
+import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -29,6 +31,7 @@ KILLED_AT = 5
 """Tokens of a request: it must not end before its worker is killed, even if this process is slow."""
 NUM_PROCESSES = 4
 """Processes with metrics of their own."""
+needs_prometheus = pytest.mark.skipif(not shutil.which("prometheus"), reason="needs prometheus")
 PROMETHEUS = Path(__file__).parents[2] / "deploy" / "prometheus"
 
 
@@ -146,63 +149,138 @@ def test_every_line_of_every_process_is_json(fleet: Fleet, request_id: str) -> N
     assert [line["process"] for line in lines if line.get("request_id") == request_id] == ["g0"]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("prometheus"), reason="needs prometheus")
-def test_prometheus_scrapes_the_fleet_and_each_process(fleet: Fleet, request_id: str, tmp_path: Path) -> None:
-    """Prometheus reads the file in deploy/prometheus, with other names and intervals."""
-    first_port = int(fleet.settings["metrics_port"])
+@pytest.fixture(scope="module")
+def prometheus(fleet: Fleet, request_id: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Prometheus with the file in deploy/prometheus, with other names and intervals; its URL."""
+    folder, port = tmp_path_factory.mktemp("prometheus"), free_port()
     configuration = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
-    configuration["global"] = {
-        "scrape_interval": "2s",
-        "scrape_timeout": "2s",
-        "evaluation_interval": "2s",
-    }
+    configuration["global"] = dict.fromkeys(
+        ("scrape_interval", "scrape_timeout", "evaluation_interval"), "2s"
+    )
     configuration["rule_files"] = [str(PROMETHEUS / "alerts.yml")]
     pool, processes = configuration["scrape_configs"]
     pool["static_configs"][0]["targets"] = [fleet.base_url.removeprefix("http://")]
     del processes["dns_sd_configs"], processes["relabel_configs"]
-    own_ports = [first_port + i for i in range(len(fleet.pids()) - 1)]
+    own_ports = [int(fleet.settings["metrics_port"]) + i for i in range(NUM_PROCESSES)]
     processes["static_configs"] = [{"targets": [f"127.0.0.1:{port}" for port in own_ports]}]
-    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(configuration))
-    port = free_port()
-    options = [
-        f"--storage.tsdb.path={tmp_path}/data",
-        f"--web.listen-address=127.0.0.1:{port}",
-        "--log.level=error",
-    ]
-    with subprocess.Popen(["prometheus", f"--config.file={tmp_path}/prometheus.yml", *options]) as process:
-        try:
-            asyncio.run(check_prometheus(f"http://127.0.0.1:{port}", len(own_ports)))
-        finally:
-            process.kill()
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(configuration))
+    words = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+    words += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=error"]
+    with subprocess.Popen(["prometheus", *words]) as process:
+        yield f"http://127.0.0.1:{port}"
+        process.kill()
 
 
-async def check_prometheus(url: str, num_processes: int) -> None:
-    async with httpx.AsyncClient(base_url=url) as client:
+async def value(client: httpx.AsyncClient, query: str) -> float:
+    """The first value of a query that is a number; NaN where it has none."""
+    with contextlib.suppress(httpx.HTTPError):
+        answer = await client.get("/api/v1/query", params={"query": query})
+        result = answer.json()["data"]["result"] if answer.status_code == 200 else []
+        values = (float(one["value"][1]) for one in result)
+        return next((one for one in values if not math.isnan(one)), math.nan)
+    return math.nan
 
-        async def value(query: str) -> float | None:
-            answer = await client.get("/api/v1/query", params={"query": query})
-            result = answer.json()["data"]["result"] if answer.status_code == 200 else []
-            return float(result[0]["value"][1]) if result else None
 
-        async def reaches(query: str, expected: float) -> None:
-            async def is_reached() -> bool:
-                try:
-                    return await value(query) == expected
-                except httpx.HTTPError:
-                    return False
+@pytest.mark.slow
+@needs_prometheus
+async def test_prometheus_scrapes_the_fleet_and_each_process(prometheus: str) -> None:
+    async with httpx.AsyncClient(base_url=prometheus) as client:
+        for query, expected in {
+            'up{job="tokenfleet"}': 1,
+            'sum(up{job="processes"})': NUM_PROCESSES,
+            'tgi_request_success{container="tokenfleet"}': 1,
+            'count(process_resident_memory_bytes{job="processes"})': NUM_PROCESSES,
+            'count(rate(tgi_request_success{container="tokenfleet"}[1m]))': 1,
+        }.items():
 
-            await wait_until(is_reached, 120)
+            async def is_reached(query: str = query, expected: float = expected) -> bool:
+                return await value(client, query) == expected
 
-        await reaches('up{job="tokenfleet"}', 1)
-        await reaches('sum(up{job="processes"})', num_processes)
-        await reaches('tgi_request_success{container="tokenfleet"}', 1)
-        await reaches(
-            'count(histogram_quantile(0.5, tgi_request_duration_bucket{container="tokenfleet"}))', 1
-        )
-        await reaches('count(process_resident_memory_bytes{job="processes"})', num_processes)
-        await reaches('count(rate(tgi_request_success{container="tokenfleet"}[1m]))', 1)
-        empty = [query for query in panel_queries("1m") if await value(query) is None]
-        assert not empty
+            await wait_until(is_reached)
+        assert not [query for query in panel_queries("1m") if math.isnan(await value(client, query))]
         answer = await client.get("/api/v1/targets/metadata", params={"metric": "tgi_request_count"})
         assert {one["type"] for one in answer.json()["data"]} == {"counter"}
+
+
+# --- TGI's own Grafana dashboard ----------------------------------------------------------------------------
+
+ONE = '{container="$service"}'
+PREFILL = '{method="prefill", container="$service"}'
+DECODE = '{method="decode", container="$service"}'
+TENTHS = (0.5, 0.9, 0.99)
+
+
+def quantile(share: float, series: str, labels: str) -> str:
+    return f"histogram_quantile({share}, sum by (le) (rate({series}_bucket{labels}[10m])))"
+
+
+QUANTILES = {
+    "Number of tokens per prompt": ("tgi_request_input_length", ONE),
+    "Number of generated tokens per request": ("tgi_request_generated_tokens", ONE),
+    "Mean Time Per Token quantiles": ("tgi_request_mean_time_per_token_duration", ONE),
+    "Speculated Tokens": ("tgi_request_skipped_tokens", ONE),
+    "Latency quantiles": ("tgi_request_duration", ONE),
+    "Queue quantiles": ("tgi_request_queue_duration", ONE),
+    "Prefill Quantiles": ("tgi_batch_inference_duration", PREFILL),
+    "Decode quantiles": ("tgi_batch_inference_duration", DECODE),
+    "Forward quantiles": ("tgi_batch_forward_duration", DECODE),
+    "Token Decode quantiles": ("tgi_batch_decode_duration", DECODE),
+    "Filter Batch quantiles": ("tgi_batch_filter_duration", DECODE),
+    "Batch Concat quantiles": ("tgi_batch_concat_duration", DECODE),
+}
+"""Panel → the histogram of which it shows three quantiles. "Prompt Tokens" is the first one again."""
+HEATMAPS = {
+    "Mean Time Per Token": QUANTILES["Mean Time Per Token quantiles"],
+    "Prefill Latency": QUANTILES["Prefill Quantiles"],
+    "Decode Latency": QUANTILES["Decode quantiles"],
+    "Forward Latency": QUANTILES["Forward quantiles"],
+    "Token Decode Latency": QUANTILES["Token Decode quantiles"],
+    "Filter Batch Latency": QUANTILES["Filter Batch quantiles"],
+    "Batch Concat latency": QUANTILES["Batch Concat quantiles"],
+}
+GENERATED = "tgi_request_generated_tokens"
+OTHERS = {
+    "Time to first token: queue": f"({quantile(0.5, 'tgi_request_queue_duration', ONE)} * 1000) > 0",
+    "Time to first token: prefill": f"({quantile(0.5, 'tgi_batch_inference_duration', PREFILL)} * 1000) > 0",
+    "Decode per-token latency": f"({quantile(0.5, 'tgi_batch_forward_duration', DECODE)} * 1000)>0",
+    "Throughput": f"sum((rate({GENERATED}_sum{ONE}[10m]) / rate({GENERATED}_count{ONE}[10m]))>0)",
+    "Requests": f"sum(increase(tgi_request_success{ONE}[1m]))",
+    "Requests: failures": f"sum(increase(tgi_request_failure{ONE}[1m])) by (err)",
+    "Number of replicas": f"count(tgi_request_count{ONE})",
+    "Queue Size": f"sum(tgi_queue_size{ONE})",
+    "Max tokens per batch": f"avg(tgi_batch_current_max_tokens{ONE})",
+    "Batch Size": f"avg(tgi_batch_current_size{ONE})",
+    "Concatenates": f"sum(increase(tgi_batch_concat{ONE}[1m])) by (reason)",
+}
+QUERIES = OTHERS | {
+    f"{panel}: {share}": quantile(share, *asked) for panel, asked in QUANTILES.items() for share in TENTHS
+}
+QUERIES |= {
+    panel: f"sum(increase({series}_bucket{labels}[5m])) by (le)"
+    for panel, (series, labels) in HEATMAPS.items()
+}
+
+
+@pytest.mark.slow
+@needs_prometheus
+async def test_every_panel_of_tgis_dashboard_has_data(fleet: Fleet, prometheus: str) -> None:
+    """Rows run that others join and leave, and one request is refused, until Prometheus has all of it."""
+
+    async def ask(tokens: int) -> None:
+        body = {"inputs": "The sky", "parameters": {"max_new_tokens": tokens}}
+        async with httpx.AsyncClient(base_url=fleet.base_url, timeout=PATIENCE_S) as client:
+            assert (await client.post("/generate", json=body)).status_code == (200 if tokens else 422)
+
+    async with httpx.AsyncClient(base_url=prometheus) as client:
+
+        async def all_have_data() -> bool:
+            running = asyncio.create_task(ask(96))
+            for tokens in (4, 0, 8):
+                await ask(tokens)
+            await running
+            asked = {panel: query.replace("$service", "tokenfleet") for panel, query in QUERIES.items()}
+            empty = [panel for panel, query in asked.items() if math.isnan(await value(client, query))]
+            print("empty:", empty)
+            return not empty
+
+        await wait_until(all_have_data)

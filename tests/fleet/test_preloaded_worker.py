@@ -3,7 +3,6 @@ weights.
 """
 
 import contextlib
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -16,10 +15,9 @@ import pytest
 
 from gpu_worker.engine.cpu.weight_store import WeightStore
 from tests.support.fleet.fleet import READY_S, Fleet, have_ended
-from tests.support.waiting import wait_until_sync
+from tests.support.load import Load
+from tests.support.waiting import wait_until, wait_until_sync
 
-BODY = {"inputs": "The sky is", "parameters": {"max_new_tokens": 60, "ignore_eos": True, "details": True}}
-KILLED_AT = 20
 WEIGHTS = "/memfd:tokenfleet weights (deleted)"
 
 pytestmark = pytest.mark.slow
@@ -31,23 +29,6 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
     settings = {"kv_cache_bytes": "64MiB", "preload": True, "dtype": "float32"}
     with Fleet(num_shard=request.param, **settings) as fleet:
         yield fleet
-
-
-def generate(fleet: Fleet) -> list[int]:
-    answer = httpx.post(f"{fleet.base_url}/generate", json=BODY, timeout=90)
-    return [token["id"] for token in answer.json()["details"]["tokens"]]
-
-
-def generate_over_a_kill(fleet: Fleet) -> list[int]:
-    """Return the ids of a stream during which the worker is killed."""
-    frames: list[dict[str, Any]] = []
-    with httpx.stream("POST", f"{fleet.base_url}/generate_stream", json=BODY, timeout=90) as response:
-        for line in response.iter_lines():
-            if line.startswith("data:"):
-                frames.append(json.loads(line.removeprefix("data:")))
-                if len(frames) == KILLED_AT:
-                    os.kill(fleet.pid("w0"), signal.SIGKILL)
-    return [frame["token"]["id"] for frame in frames]
 
 
 def shares_weights() -> bool:
@@ -91,19 +72,22 @@ def workers(fleet: Fleet) -> list[dict[str, Any]]:
     return [process for process in processes if process["kind"] == "worker"]
 
 
-def test_the_successor_was_preloaded_and_no_token_is_lost(fleet: Fleet) -> None:
-    expected = generate(fleet)
-    waiting = wait_until_sync(fleet.preloaded, READY_S)
+async def test_the_successor_was_preloaded_and_no_token_is_lost(fleet: Fleet) -> None:
+    expected = await Load(fleet, 60, 1).whole()
+    waiting = await wait_until(fleet.preloaded, READY_S)
     assert len(workers(fleet)) == 1, "it is no worker yet"
     assert not shares_weights() or shared_segments(waiting) == shared_segments(fleet.pid("w0")) != set()
-    assert generate_over_a_kill(fleet) == expected
+    load = Load(fleet, 60, 1)
+    await load.progress(20)
+    os.kill(fleet.pid("w0"), signal.SIGKILL)
+    assert await load.whole() == expected
     [worker] = workers(fleet)
     assert worker["pid"] == waiting
 
-    second = wait_until_sync(fleet.preloaded, READY_S)
+    second = await wait_until(fleet.preloaded, READY_S)
     assert second != waiting
     os.kill(second, signal.SIGKILL)
-    assert generate(fleet) == expected
+    assert await Load(fleet, 60, 1).whole() == expected
     assert workers(fleet)[0]["pid"] == waiting
 
     everybody = fleet.processes()

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 from redis.asyncio import Redis
 
+from benchmarks.client import Stream, stream
 from common.broker.client import connect
 from common.broker.keys import Keys
 from tests.support.chaos.launcher import ChaosFleet
@@ -54,15 +55,18 @@ async def test_all_work_goes_on_through_the_death_of_each_kind_of_process(tmp_pa
         arq = await stack.enter_async_context(arq_client(fleet.redis_url))
         arq_job = await arq.enqueue_job("generate", PROMPT["inputs"], PROMPT["parameters"], api_key=key.text)
         assert arq_job is not None
-        indices: list[int] = []
-        reader = asyncio.create_task(read(client, indices))
+        answer = Stream()
+        reading = asyncio.create_task(
+            stream(f"{fleet.base_url}/generate_stream", PROMPT, answer, bearer(key))
+        )
         for name in ("w0", "b0", "g0", "j0"):
-            await more_than(len(indices), indices, reader)
+            seen = len(answer.frames)
+            await wait_until(lambda seen=seen: len(answer.frames) > seen or reading.done())  # type: ignore[misc]
             old = fleet.pid(name)
             os.kill(old, signal.SIGKILL)
             await asyncio.to_thread(fleet.restarted, name, old)
-        await reader
-        assert indices == list(range(1, NUM_TOKENS + 1))
+        await reading
+        assert [frame["index"] for frame in answer.frames] == list(range(1, NUM_TOKENS + 1))
         assert (await arq_job.result(timeout=PATIENCE_S))["details"]["generated_tokens"] == NUM_TOKENS
         assert (await ended_job(redis))["details"]["generated_tokens"] == NUM_TOKENS
         await wait_until(lambda: is_completed(client, batch))
@@ -81,18 +85,6 @@ async def start_batch(client: httpx.AsyncClient) -> str:
     ).json()
     body = {"input_file_id": file["id"], "endpoint": LINE["url"], "completion_window": "24h"}
     return str((await client.post("/v1/batches", json=body)).json()["id"])
-
-
-async def read(client: httpx.AsyncClient, indices: list[int]) -> None:
-    """Collect the indices of a stream's tokens."""
-    async with client.stream("POST", "/generate_stream", json=PROMPT) as response:
-        async for line in response.aiter_lines():
-            indices.extend([json.loads(line[5:])["index"]] if line.startswith("data:") else [])
-
-
-async def more_than(number: int, indices: list[int], reader: asyncio.Task[None]) -> None:
-    """Wait until more tokens have come, or the stream has ended."""
-    await wait_until(lambda: len(indices) > number or reader.done())
 
 
 async def ended_job(redis: Redis) -> Any:

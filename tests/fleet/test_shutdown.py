@@ -2,15 +2,13 @@
 
 import asyncio
 import contextlib
-import json
-from collections import Counter
 
-import httpx
 import psutil
 import pytest
 
 from tests.support.chaos.launcher import ChaosFleet
 from tests.support.fleet.fleet import have_ended, is_of_fleet
+from tests.support.load import Load
 from tests.support.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.slow
@@ -19,24 +17,6 @@ NUM_STREAMS, NUM_TOKENS = 8, 100
 STEP_MS = 20.0
 NUM_PROCESSES = 7
 """Number of processes: the broker, two of each other kind, and an engine for each worker."""
-
-
-async def stream(url: str, number: int, seen: Counter[int]) -> list[int]:
-    """Return the indices of all tokens; `seen` counts those of each stream."""
-    parameters = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "details": True}
-    body = {"inputs": f"number {number}", "parameters": parameters}
-    async with (
-        httpx.AsyncClient(timeout=120) as client,
-        client.stream("POST", f"{url}/generate_stream", json=body) as response,
-    ):
-        indices = []
-        async for line in response.aiter_lines():
-            if line.startswith("data:"):
-                frame = json.loads(line[5:])
-                assert "error" not in frame, frame
-                indices.append(frame["index"])
-                seen[number] += 1
-        return indices
 
 
 @pytest.mark.parametrize("launcher_is", ["first", "last", "late"])
@@ -52,9 +32,8 @@ async def test_sigterm_to_every_process_at_once_finishes_streams(launcher_is: st
 
 
 async def shut_down(fleet: ChaosFleet, launcher_is: str) -> None:
-    seen = Counter[int]()
-    streams = [asyncio.create_task(stream(fleet.base_url, i, seen)) for i in range(NUM_STREAMS)]
-    await wait_until(lambda: all(seen[i] > 5 for i in range(NUM_STREAMS)))
+    load = Load(fleet, NUM_TOKENS, NUM_STREAMS)
+    await load.progress(6)
     # its fork servers stay, which no machine has: a gateway that ends early needs a successor
     everybody = [process for process in fleet.processes() if is_of_fleet(process)]
     assert len(everybody) > 9
@@ -66,7 +45,7 @@ async def shut_down(fleet: ChaosFleet, launcher_is: str) -> None:
         await wait_until(lambda: have_ended(gateways))
     if launcher_is != "first":
         fleet.launcher.terminate()
-    assert await asyncio.gather(*streams) == [[*range(1, NUM_TOKENS + 1)]] * NUM_STREAMS
+    await load.whole()
     assert await asyncio.to_thread(fleet.launcher.wait, PATIENCE_S) == 0, fleet.errors()
     await wait_until(lambda: have_ended(everybody))
     assert "Traceback" not in fleet.errors()

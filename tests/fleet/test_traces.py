@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import msgpack
 import pytest
-from arq.connections import RedisSettings, create_pool
 from redis.asyncio import Redis
 
 from api.admin.routes_timeline import read_timelines
+from benchmarks.client import EventReader
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from tests.support.chaos.launcher import ChaosFleet
@@ -59,20 +58,14 @@ def body(num_tokens: int = NUM_TOKENS) -> dict[str, Any]:
     return {"inputs": "The sky", "parameters": {"max_new_tokens": num_tokens, "ignore_eos": True}}
 
 
-async def stream(fleet: Fleet, trace_id: str, kill: Any = None) -> int:
-    """The number of tokens that a stream had; `kill` is called with its request's id at KILLED_AT tokens."""
-    headers, seen = {"traceparent": traceparent(trace_id)}, 0
-    async with (
-        httpx.AsyncClient(timeout=60) as client,
-        client.stream("POST", f"{fleet.base_url}/generate_stream", json=body(), headers=headers) as response,
-    ):
-        async for line in response.aiter_lines():
-            if line.startswith("data:"):
-                assert "error" not in json.loads(line.removeprefix("data:"))
-                seen += 1
-                if seen == KILLED_AT and kill is not None:
-                    await kill(response.headers["x-request-id"])
-    return seen
+async def traced(fleet: Fleet, trace_id: str, kill: Any = None) -> None:
+    """Read a whole stream; `kill` is called with its request's id at KILLED_AT tokens."""
+    reader, seen = EventReader(fleet.base_url), 0
+    async for frame in reader.post("/generate_stream", body(), {"traceparent": traceparent(trace_id)}):
+        seen += "token" in frame
+        if seen == KILLED_AT and kill is not None:
+            await kill(reader.place.split("/")[2])
+    assert seen == NUM_TOKENS
 
 
 def check_tree(spans: dict[str, list[ReceivedSpan]], request: str, generation: str) -> None:
@@ -90,7 +83,7 @@ def check_tree(spans: dict[str, list[ReceivedSpan]], request: str, generation: s
 
 async def test_a_stream_is_one_trace(fleet: Fleet, receiver: Receiver) -> None:
     trace_id = secrets.token_hex(16)
-    assert await stream(fleet, trace_id) == NUM_TOKENS
+    await traced(fleet, trace_id)
     names = ("POST /generate_stream", "generate_stream", "validate", "tokenize", *INNER, "send_generation")
     spans = await receiver.whole_trace(trace_id, *names)
     assert sorted(spans) == sorted(names)
@@ -129,17 +122,6 @@ async def test_a_chat_is_one_trace_without_a_client_span(fleet: Fleet, receiver:
     assert inner.attributes["gen_ai.usage.output_tokens"] == 8
 
 
-async def test_a_trace_that_is_not_sampled_exports_nothing(fleet: Fleet, receiver: Receiver) -> None:
-    unsampled, after = secrets.token_hex(16), secrets.token_hex(16)
-    async with httpx.AsyncClient(timeout=60) as client:
-        headers = {"traceparent": traceparent(unsampled, "00")}
-        url = f"{fleet.base_url}/generate"
-        assert (await client.post(url, json=body(2), headers=headers)).status_code == 200
-    await stream(fleet, after)
-    await receiver.whole_trace(after, "decode", "send_generation")
-    assert not receiver.trace(unsampled)
-
-
 async def test_a_refused_request_has_its_status(fleet: Fleet, receiver: Receiver) -> None:
     trace_id = secrets.token_hex(16)
     async with httpx.AsyncClient(timeout=60) as client:
@@ -169,7 +151,7 @@ async def test_a_killed_worker_leaves_one_trace_with_a_link(fleet: Fleet, receiv
         killed = await worker_of(fleet, request_id)
         os.kill(fleet.pid(killed.split("-")[0]), signal.SIGKILL)
 
-    assert await stream(fleet, trace_id, kill) == NUM_TOKENS
+    await traced(fleet, trace_id, kill)
     spans = await receiver.whole_trace(trace_id, *INNER, "send_generation", "POST /generate_stream")
     check_tree(spans, "POST /generate_stream", "generate_stream")
     first, second = spans["infer"]
@@ -190,7 +172,7 @@ async def test_a_killed_gateway_leaves_one_trace(fleet: Fleet, receiver: Receive
             gateway = (await redis.hget(KEYS.request(request_id), "gateway")).decode()
         os.kill(fleet.pid(gateway.split("-")[0]), signal.SIGKILL)
 
-    assert await stream(fleet, trace_id, kill) == NUM_TOKENS
+    await traced(fleet, trace_id, kill)
     spans = await receiver.whole_trace(trace_id, *INNER, "send_generation", "POST /generate_stream")
     check_tree(spans, "POST /generate_stream", "generate_stream")
     assert spans["POST /generate_stream"][0].event_names == ["inherited"]
@@ -216,54 +198,11 @@ async def test_a_killed_batcher_leaves_one_trace(fleet: Fleet, receiver: Receive
             holder = (await redis.get(KEYS.batcher)).decode()
         os.kill(fleet.pid(holder.split("-")[0]), signal.SIGKILL)
 
-    assert await stream(fleet, trace_id, kill) == NUM_TOKENS
+    await traced(fleet, trace_id, kill)
     spans = await receiver.whole_trace(trace_id, *INNER, "send_generation", "POST /generate_stream")
     check_tree(spans, "POST /generate_stream", "generate_stream")
     assert [len(spans[name]) for name in INNER] == [1, 1, 1, 1]
     assert spans["decode"][0].attributes["gen_ai.usage.output_tokens"] == NUM_TOKENS
-
-
-async def test_a_job_is_one_trace(fleet: Fleet, receiver: Receiver) -> None:
-    trace_id = secrets.token_hex(16)
-    job = {"id": "traced", "inputs": "The sky", "parameters": {"max_new_tokens": 3}}
-    async with Redis.from_url(fleet.redis_url) as redis:
-        await redis.xadd(KEYS.submit, {"job": json.dumps(job | {"traceparent": traceparent(trace_id)})})
-        await wait_until(lambda: redis.get(KEYS.result("traced")))
-    spans = await receiver.whole_trace(trace_id, "process submit", "generate", "validate", *INNER)
-    check_tree(spans, "process submit", "generate")
-    assert spans["process submit"][0].kind == 5
-    assert spans["process submit"][0].attributes["messaging.destination.name"] == KEYS.submit
-    assert spans["generate"][0].attributes["gen_ai.usage.output_tokens"] == 3
-
-
-async def test_a_background_response_is_one_trace(fleet: Fleet, receiver: Receiver) -> None:
-    trace_id = secrets.token_hex(16)
-    asked = {"input": "Hi", "max_output_tokens": 5, "background": True}
-    async with httpx.AsyncClient(timeout=60, base_url=fleet.base_url) as client:
-        headers = {"traceparent": traceparent(trace_id)}
-        queued = (await client.post("/v1/responses", json=asked, headers=headers)).json()
-        assert queued["status"] == "queued"
-    spans = await receiver.whole_trace(trace_id, "POST /v1/responses", *INNER)
-    check_tree(spans, "POST /v1/responses", "responses")
-    assert spans["decode"][0].attributes["gen_ai.usage.output_tokens"] == 5
-    assert spans["decode"][0].end_ns > spans["responses"][0].end_ns
-
-
-async def test_an_arq_job_is_one_trace(fleet: Fleet, receiver: Receiver) -> None:
-    trace_id = secrets.token_hex(16)
-    pool = await create_pool(
-        RedisSettings.from_dsn(fleet.redis_url),
-        job_serializer=msgpack.packb,
-        job_deserializer=msgpack.unpackb,
-        default_queue_name=KEYS.arq_queue,
-    )
-    messages = [{"role": "user", "content": "Hi"}]
-    job = await pool.enqueue_job("chat", messages, max_tokens=3, traceparent=traceparent(trace_id))
-    assert job is not None
-    await job.result(timeout=60)
-    await pool.aclose()
-    spans = await receiver.whole_trace(trace_id, "process submit", "chat_completions", *INNER)
-    check_tree(spans, "process submit", "chat_completions")
 
 
 async def test_a_client_that_comes_back_is_in_the_same_trace(fleet: Fleet, receiver: Receiver) -> None:

@@ -1,12 +1,10 @@
 """Streams that run while something is done to the fleet."""
 
 import asyncio
-import os
-import signal
 from typing import Any
 
 from benchmarks.client import Stream, stream
-from tests.support.fleet.fleet import Fleet, have_ended
+from tests.support.fleet.fleet import Fleet
 from tests.support.waiting import PATIENCE_S, wait_until
 
 NUM_STREAMS = 16
@@ -67,32 +65,3 @@ class Load:
         for one in self.streams:
             assert [frame.get("index") for frame in one.frames] == list(range(1, len(one.frames) + 1))
         return [one.ids for one in self.streams]
-
-
-async def kill_both_workers(fleet: Fleet, load: Load) -> None:
-    """Kill the agent of w0, then the engine of w1, each when all streams have eight more tokens. Returns when
-    both workers have successors.
-    """
-    for name in ("w0", "w1"):
-        await load.progress(8)
-        old = fleet.pid(name)
-        os.kill(old if name == "w0" else fleet.engines(name)[0].pid, signal.SIGKILL)
-        await asyncio.to_thread(fleet.restarted, name, old)
-
-
-async def interrupt_worker(
-    fleet: Fleet, number: int, sent: int, max_new_tokens: int, count: int
-) -> list[list[int]]:
-    """Send a signal to one process of w0, a worker of two ranks (0 is its agent, others are ranks), under
-    streams. Returns their ids when all are whole, and no process of that incarnation is left.
-    """
-    await wait_until(lambda: fleet.workers_ready() == fleet.settings["num_workers"])
-    pid, ranks = fleet.pid("w0"), fleet.engines("w0")
-    assert len(ranks) == 2
-    load = Load(fleet, max_new_tokens, count)
-    await load.progress(5)
-    assert load.running
-    os.kill([pid, *(rank.pid for rank in ranks)][number], sent)
-    await asyncio.to_thread(fleet.restarted, "w0", pid)
-    await wait_until(lambda: have_ended(ranks))
-    return await load.whole()

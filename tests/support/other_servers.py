@@ -5,17 +5,19 @@ thread, on a free port.
 import asyncio
 import contextlib
 import json
+import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tests.support.machine.http_thread import serving_in_thread
 from tests.support.machine.ports import free_port
+from tests.support.waiting import wait_until_sync
 
 WORDS = "The sky is blue because light scatters, and \u2028 lines may hold any sign.".split(" ")
 
@@ -168,5 +170,13 @@ FLEET: dict[str, Any] = {
 def running(kind: str, **about: Any) -> Iterator[Server]:
     """Run a server of a kind (a key of GET). The end of the context ends it and its streams."""
     server = Server(kind, **about)
-    with serving_in_thread(server.app(), server.port):
+    quiet: dict[str, Any] = {"log_level": "critical", "timeout_graceful_shutdown": 0}
+    http = uvicorn.Server(uvicorn.Config(server.app(), "127.0.0.1", server.port, **quiet))
+    thread = threading.Thread(target=http.run, daemon=True)
+    thread.start()
+    try:
+        wait_until_sync(lambda: http.started)
         yield server
+    finally:
+        http.should_exit = http.force_exit = True
+        thread.join(10)

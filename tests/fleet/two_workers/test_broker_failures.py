@@ -1,6 +1,8 @@
 """The broker refuses writes or loads its data: requests get a 503 with the cause, and no process ends."""
 
-import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import httpx
 import pytest
@@ -14,25 +16,75 @@ from tests.support.load import body
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
-
-SETTINGS = {
-    "num_workers": 2,
-    "dtype": "float32",
-    "debug_kv": True,
-    "kv_cache_bytes": "128MiB",
-    "worker_ttl_s": 3,
-}
+SETTINGS = {"num_workers": 1, "dtype": "float32", "kv_cache_bytes": "128MiB", "worker_ttl_s": 3}
 
 
-async def refused(fleet: Fleet, word: str) -> None:
-    """Returns when both routes answer 503 with the cause."""
-    async with httpx.AsyncClient(base_url=fleet.base_url, timeout=90) as client:
+@contextmanager
+def full(redis: redis_sync.Redis) -> Iterator[None]:
+    redis.config_set("maxmemory", 1)
+    try:
+        yield
+    finally:
+        redis.config_set("maxmemory", 0)
 
-        async def names_the_cause() -> bool:
-            answer = await client.post("/generate", json=body(1, 3))
-            return answer.status_code == 503 and word in answer.json()["error"].lower()
 
-        await wait_until(names_the_cause)
+@contextmanager
+def read_only(redis: redis_sync.Redis) -> Iterator[None]:
+    redis.replicaof("127.0.0.1", 1)
+    try:
+        yield
+    finally:
+        redis.replicaof("NO", "ONE")
+
+
+@contextmanager
+def changed_password(redis: redis_sync.Redis) -> Iterator[None]:
+    for kind in PROCESSES:
+        redis.execute_command("ACL", "SETUSER", kind, "resetpass", ">secret")
+    for connections in ("normal", "pubsub"):
+        redis.client_kill_filter(_type=connections, skipme=True)
+    try:
+        yield
+    finally:
+        for kind in PROCESSES:
+            redis.execute_command("ACL", "SETUSER", kind, "nopass")
+
+
+@contextmanager
+def loading(redis: redis_sync.Redis) -> Iterator[None]:
+    """It loads its append-only file again and again; it answers others after every 1,024 commands."""
+    with redis.pipeline(transaction=False) as pipe:
+        for i in range(20_000):
+            pipe.set(f"ballast:{i % 10}", i)
+        pipe.execute()
+    redis.config_set("key-load-delay", 200)  # microseconds a command
+    enough = threading.Event()
+
+    def load() -> None:
+        while not enough.is_set():
+            redis.execute_command("DEBUG", "LOADAOF")
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    try:
+        yield
+    finally:
+        enough.set()
+        thread.join()
+
+
+async def check(
+    fleet: Fleet, fails: Callable[[redis_sync.Redis], AbstractContextManager[None]], word: str
+) -> None:
+    """Both routes answer 503 with the cause while the broker fails, then the same processes serve again."""
+
+    async def answer() -> httpx.Response:
+        async with httpx.AsyncClient(base_url=fleet.base_url, timeout=90) as client:
+            return await client.post("/generate", json=body(1, 3))
+
+    async def names_the_cause() -> bool:
+        found = await answer()
+        return found.status_code == 503 and word in found.json()["error"].lower()
 
     async def stream_names_the_cause() -> bool:
         try:
@@ -41,91 +93,29 @@ async def refused(fleet: Fleet, word: str) -> None:
             return refusal.status == 503 and word in refusal.body.decode().lower()
         return False
 
-    await wait_until(stream_names_the_cause)
+    async def serves() -> bool:
+        return (await answer()).status_code == 200
+
+    before = fleet.pids()
+    with redis_sync.Redis.from_url(fleet.redis_url) as redis, fails(redis):
+        await wait_until(names_the_cause)
+        await wait_until(stream_names_the_cause)
+    await wait_until(serves)
+    assert fleet.pids() == before
 
 
-async def serves(fleet: Fleet) -> None:
-    async with httpx.AsyncClient(base_url=fleet.base_url, timeout=60) as client:
-
-        async def answers() -> bool:
-            return (await client.post("/generate", json=body(1, 3))).status_code == 200
-
-        await wait_until(answers)
-
-
-def pids(fleet: Fleet) -> dict[str, int]:
-    return {name: pid for name, pid in fleet.pids().items() if name != "broker"}
+@pytest.mark.parametrize(
+    ("fails", "word"), [(full, "out of memory"), (read_only, "readonly"), (changed_password, "password")]
+)
+async def test_a_broker_that_fails_is_the_cause_in_a_503_and_ends_no_process(
+    fleet: Fleet, fails: Callable[[redis_sync.Redis], AbstractContextManager[None]], word: str
+) -> None:
+    await check(fleet, fails, word)
 
 
-async def test_a_full_broker_is_the_cause_in_a_503_and_ends_no_process(fleet: Fleet) -> None:
-    before = pids(fleet)
-    with redis_sync.Redis.from_url(fleet.redis_url) as redis:
-        redis.config_set("maxmemory", 1)
-        try:
-            await refused(fleet, "out of memory")
-        finally:
-            redis.config_set("maxmemory", 0)
-    await serves(fleet)
-    assert pids(fleet) == before
-
-
-async def test_a_read_only_broker_is_the_cause_in_a_503_and_ends_no_process(fleet: Fleet) -> None:
-    before = pids(fleet)
-    with redis_sync.Redis.from_url(fleet.redis_url) as redis:
-        redis.replicaof("127.0.0.1", 1)
-        try:
-            await refused(fleet, "readonly")
-        finally:
-            redis.replicaof("NO", "ONE")
-    await serves(fleet)
-    assert pids(fleet) == before
-
-
-async def test_a_changed_password_is_the_cause_in_a_503_and_ends_no_process(fleet: Fleet) -> None:
-    before = pids(fleet)
-    with redis_sync.Redis.from_url(fleet.redis_url) as redis:
-        for kind in PROCESSES:
-            redis.execute_command("ACL", "SETUSER", kind, "resetpass", ">secret")
-        redis.client_kill_filter(_type="normal", skipme=True)
-        redis.client_kill_filter(_type="pubsub", skipme=True)
-        try:
-            await refused(fleet, "password")
-        finally:
-            for kind in PROCESSES:
-                redis.execute_command("ACL", "SETUSER", kind, "nopass")
-    await serves(fleet)
-    assert pids(fleet) == before
-
-
-async def test_a_loading_broker_is_the_cause_in_a_503_and_ends_no_process() -> None:
+async def test_a_broker_that_loads_is_the_cause_in_a_503_and_ends_no_process() -> None:
     with (
         brokers.running("--enable-debug-command", "local") as broker,
         Fleet(**SETTINGS, redis_url=broker.url) as fleet,
     ):
-        before = pids(fleet)
-        with redis_sync.Redis.from_url(broker.url) as redis:
-            with redis.pipeline(transaction=False) as pipe:
-                for i in range(20_000):
-                    pipe.set(f"ballast:{i % 10}", i)
-                pipe.execute()
-            redis.config_set(
-                "key-load-delay", 200
-            )  # microseconds a command; it answers others after every 1,024
-            enough = asyncio.Event()
-            loads = asyncio.create_task(load_until(enough, broker.url))
-            await refused(fleet, "loading")
-            enough.set()
-            await loads
-        await serves(fleet)
-        assert pids(fleet) == before
-
-
-async def load_until(enough: asyncio.Event, url: str) -> None:
-    """Make the broker load its AOF again and again."""
-    while not enough.is_set():
-        assert await asyncio.to_thread(load_aof, url)
-
-
-def load_aof(url: str) -> bool:
-    with redis_sync.Redis.from_url(url) as redis:
-        return bool(redis.execute_command("DEBUG", "LOADAOF"))
+        await check(fleet, loading, "loading")

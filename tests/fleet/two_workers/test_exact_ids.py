@@ -1,34 +1,48 @@
-"""Through HTTP, Redis and back: the ids are those of transformers' `generate`."""
+"""Through HTTP, Redis and back: ids, beams, log-probabilities and logits are those of transformers."""
 
 import asyncio
-import os
-import re
-import signal
+import base64
+import json
+from collections.abc import Sequence
+from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+from redis.asyncio import Redis
 
-from benchmarks.client import Stream, stream
-from tests.support.engine.reference import prompt_ids, reference_ids
+from benchmarks.client import stream
+from common.broker.keys import Keys
+from tests.support.engine.reference import (
+    Found,
+    prompt_ids,
+    reference_beams,
+    reference_ids,
+    reference_logits,
+    reference_logprobs,
+)
 from tests.support.fleet.fleet import Fleet
+from tests.support.fleet.http_calls import PROMPT, generate, post, sampled_body
 from tests.support.prompts import FEW, PROMPTS
 from tests.support.waiting import wait_until
 
-MAX_NEW_TOKENS = 40
+KEYS = Keys("default")
+NEW_TOKENS, NUM_SHOWN, WIDTH = 20, 12, 4
+LONG_PROMPT = PROMPTS[FEW[-2]]
 
 
-@pytest.mark.parametrize(
-    ("prompts", "num_tokens"),
-    [
-        pytest.param([PROMPTS[place] for place in FEW], 20, id="few"),
-        pytest.param(PROMPTS, MAX_NEW_TOKENS, id="all", marks=pytest.mark.slow),
-    ],
-)
-async def test_ids_equal_generate(fleet: Fleet, prompts: list[str], num_tokens: int) -> None:
-    expected = [ids[:num_tokens] for ids in reference_ids(prompt_ids(prompts), MAX_NEW_TOKENS)]
+async def done_job(redis: Redis, **job: Any) -> Any:
+    """Submit a job → its result."""
+    entry = await redis.xadd(KEYS.submit, {"job": json.dumps(job)})
+    return json.loads(await wait_until(lambda: redis.get(KEYS.result(entry.decode()))))
+
+
+async def test_ids_equal_generate(fleet: Fleet) -> None:
+    prompts = [PROMPTS[place] for place in FEW]
+    expected = [ids[:NEW_TOKENS] for ids in reference_ids(prompt_ids(prompts), 40)]
     url = f"{fleet.base_url}/generate_stream"
     bodies = [
-        {"inputs": prompt, "parameters": {"max_new_tokens": num_tokens, "details": True}}
+        {"inputs": prompt, "parameters": {"max_new_tokens": NEW_TOKENS, "details": True}}
         for prompt in prompts
     ]
     alone = [(await stream(url, body)).ids for body in bodies[1:2]]
@@ -36,53 +50,91 @@ async def test_ids_equal_generate(fleet: Fleet, prompts: list[str], num_tokens: 
     assert alone == expected[1:2]
     assert [answer.ids for answer in together] == expected
     reasons = [answer.frames[-1]["details"]["finish_reason"] for answer in together]
-    assert reasons == ["length" if len(ids) == num_tokens else "eos_token" for ids in expected]
+    assert reasons == ["length" if len(ids) == NEW_TOKENS else "eos_token" for ids in expected]
 
 
-SYSTEM = "You are a patient teacher who explains how machines of all kinds work, in short and simple words. "
-QUESTIONS = ["How does a lever lift a stone?", "Why does a wheel turn?"]
-NEXT = "\nNow say it in one sentence:"
-NEW_TOKENS = 20
+def beams_of(ids: Sequence[int]) -> list[Any]:
+    """The sequences of transformers, equal to those whose scores differ in their last digits."""
+    found = reference_beams([ids], NUM_SHOWN, num_beams=WIDTH)[0]
+    return [(sequence, pytest.approx(score, abs=1e-3)) for sequence, score in found]
 
 
-async def ask(http: httpx.AsyncClient, text: str) -> tuple[str, list[int]]:
-    body = {"inputs": text, "parameters": {"max_new_tokens": NEW_TOKENS, "details": True}}
-    answer = (await http.post("/generate", json=body)).json()
-    return answer["generated_text"], [token["id"] for token in answer["details"]["tokens"]]
+def of_choices(choices: list[dict[str, Any]]) -> list[Found]:
+    return [(choice["token_ids"], choice["beam_score"]) for choice in choices]
 
 
-async def count_hits(http: httpx.AsyncClient) -> int:
-    """Return how many tokens were found in the prefix cache since the fleet started."""
-    found = re.search(r"^tokenfleet_prefix_cache_hits\S* (\d+)", (await http.get("/metrics")).text, re.M)
-    return int(found[1]) if found else 0
+def of_details(details: dict[str, Any]) -> list[Found]:
+    sequences = [details, *details["best_of_sequences"]]
+    return [([token["id"] for token in one["tokens"]], one["beam_score"]) for one in sequences]
+
+
+async def test_beams_and_their_scores_equal_transformers_on_every_route(
+    http: httpx.AsyncClient, redis: Redis
+) -> None:
+    found = beams_of(prompt_ids([PROMPT])[0])
+    asked = {"beam_width": WIDTH, "max_tokens": NUM_SHOWN, "return_token_ids": True}
+    assert of_choices((await post(http, "/v1/completions", {"prompt": PROMPT} | asked))["choices"]) == found
+    messages = {"messages": [{"role": "user", "content": "Say hi."}]}
+    chat = await post(http, "/v1/chat/completions", messages | asked)
+    assert of_choices(chat["choices"]) == beams_of(chat["prompt_token_ids"])
+    parameters = {"beam_width": WIDTH, "max_new_tokens": NUM_SHOWN, "details": True}
+    generated = {"inputs": PROMPT, "parameters": parameters}
+    assert of_details((await post(http, "/generate", generated))["details"]) == found
+    assert of_details((await done_job(redis, **generated))["details"]) == found
+
+
+def close(values: list[float | None]) -> list[Any]:
+    return [value if value is None else pytest.approx(value, rel=1e-3, abs=1e-3) for value in values]
 
 
 @pytest.mark.slow
-async def test_ids_are_those_of_generate_however_much_is_cached(
-    fleet: Fleet, http: httpx.AsyncClient
-) -> None:
-    before = await count_hits(http)
-    turns = [SYSTEM + question for question in QUESTIONS]
-    firsts = await asyncio.gather(*(ask(http, turn) for turn in turns))
-    nexts = [turn + text + NEXT for turn, (text, _) in zip(turns, firsts, strict=True)]
-    seconds = [await ask(http, turn) for turn in nexts for _ in range(2)]
-    expected = reference_ids(prompt_ids([*turns, *nexts]), NEW_TOKENS)
-    assert [ids for _, ids in firsts] == expected[:2]
-    assert [ids for _, ids in seconds] == [ids for ids in expected[2:] for _ in range(2)]
+async def test_prompt_logprobs_equal_transformers(http: httpx.AsyncClient, redis: Redis) -> None:
+    """On every route, in a batch with others."""
+    [ids] = prompt_ids([LONG_PROMPT])
+    [expected] = reference_logprobs([ids])
+    own, likeliest = [[None, *(line[i] for line in expected)] for i in (0, 1)]
+    details = {"decoder_input_details": True, "ignore_eos": True, "max_new_tokens": 2, "details": True}
+    echo = {"echo": True, "logprobs": 1, "max_tokens": 0}
+    others = [asyncio.create_task(post(http, "/generate", sampled_body(i))) for i in range(4)]
+    echoed, job, *completions = await asyncio.gather(
+        generate(http, LONG_PROMPT, **details),
+        done_job(redis, inputs=LONG_PROMPT, parameters=details),
+        *(post(http, "/v1/completions", echo | {"prompt": one}) for one in (LONG_PROMPT, ids)),
+    )
+    await asyncio.gather(*others)
+    for found in (echoed["details"], job["details"]):
+        assert [token["id"] for token in found["prefill"]] == ids
+        assert "".join(token["text"] for token in found["prefill"]) == LONG_PROMPT
+        assert [token["logprob"] for token in found["prefill"]] == close(own)
+    for choice in (completion["choices"][0] for completion in completions):
+        assert choice["text"] == LONG_PROMPT and choice["logprobs"]["token_logprobs"] == close(own)
+        assert [top and max(top.values()) for top in choice["logprobs"]["top_logprobs"]] == close(likeliest)
 
-    async def has_hits() -> bool:
-        return await count_hits(http) >= before + 50
 
-    await wait_until(has_hits)
-    usage = (await http.post("/v1/completions", json={"prompt": nexts[0], "max_tokens": 2})).json()["usage"]
-    assert 0 < usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
-    streams = [Stream() for _ in range(8)]
-    url, body = f"{fleet.base_url}/generate_stream", {"max_new_tokens": NEW_TOKENS}
-    tasks = [
-        asyncio.create_task(stream(url, {"inputs": nexts[i % 2], "parameters": body}, one))
-        for i, one in enumerate(streams)
-    ]
-    await wait_until(lambda: any(len(one.frames) > 3 for one in streams))
-    os.kill(fleet.pid("w0"), signal.SIGKILL)
-    await asyncio.gather(*tasks)
-    assert [one.ids for one in streams] == expected[2:] * 4
+def check_logits(found: dict[str, Any], ids: list[int], first: int, last: int) -> None:
+    """The logits in a field of a response are those of these positions."""
+    assert found["dtype"] == "float32"
+    values = np.frombuffer(base64.b64decode(found["data"]), "<f4").reshape(found["shape"])
+    np.testing.assert_allclose(values, reference_logits(ids)[first:last], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+async def test_logits_equal_transformers_on_every_route(http: httpx.AsyncClient, redis: Redis) -> None:
+    """In a batch with others, and with penalties, which raw logits do not show."""
+    [ids] = prompt_ids([LONG_PROMPT])
+    others = [asyncio.create_task(post(http, "/generate", sampled_body(i))) for i in range(3)]
+    asked = {"return_context_logits": True, "return_generation_logits": True, "return_token_ids": True}
+    penalised = {"temperature": 0.9, "seed": 3, "frequency_penalty": 1.5, "repetition_penalty": 1.3}
+    body = {"prompt": [ids, ids[:5]], "max_tokens": 4, "n": 2} | asked | penalised
+    for i, choice in enumerate((await post(http, "/v1/completions", body))["choices"]):
+        known = (ids, ids, ids[:5], ids[:5])[i]
+        assert ("context_logits" in choice) == (i % 2 == 0)
+        if i % 2 == 0:
+            check_logits(choice["context_logits"], known, 0, len(known))
+        check_logits(choice["generation_logits"], known + choice["token_ids"], len(known) - 1, -1)
+    parameters = {"max_new_tokens": 3, "details": True, "return_generation_logits": True}
+    generated = {"inputs": LONG_PROMPT, "parameters": parameters}
+    for answer in (await post(http, "/generate", generated), await done_job(redis, **generated)):
+        new_ids = [token["id"] for token in answer["details"]["tokens"]]
+        check_logits(answer["generation_logits"], ids + new_ids, len(ids) - 1, -1)
+    await asyncio.gather(*others)

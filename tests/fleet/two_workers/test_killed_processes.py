@@ -1,46 +1,33 @@
-"""Processes of a whole fleet are killed, suspended or drained: no stream loses or repeats a token."""
+"""Processes of a whole fleet are killed, suspended or drained: no stream loses or repeats a token, and what
+an answer has beside its tokens stays the same.
+"""
 
 import asyncio
+import base64
 import os
-import re
 import signal
-import sys
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
-import orjson
+import numpy as np
 import psutil
 import pytest
 from redis.asyncio import Redis
 
-from benchmarks.chaos import strike_under_load
-from common.broker.client import connect
+from benchmarks.client import Stream, stream
 from common.broker.keys import Keys
 from common.messages.codec import decode
 from common.messages.events import Events
 from common.process.logs import next_incarnation
-from tests.support.chaos.attack import Attack
-from tests.support.chaos.clients import Crowd, Tally, make_cases, make_reader
-from tests.support.chaos.outcome import Plan
 from tests.support.fleet.fleet import Fleet
-from tests.support.fleet.http_calls import PROMPT
-from tests.support.fleet.resuming import ResumingClient
-from tests.support.load import Load, kill_both_workers
-from tests.support.sse import frames_of
+from tests.support.fleet.http_calls import PROMPT, post, timeline
+from tests.support.fleet.live_requests import kill_worker_of, live_requests
+from tests.support.forks.command import tokenfleet
+from tests.support.load import Load
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
 NUM_STREAMS, MAX_NEW_TOKENS, ENDLESS = 6, 60, 2000
-SETTINGS = {
-    "num_workers": 2,
-    "num_gateways": 1,
-    "debug_kv": True,
-    "kv_cache_bytes": "128MiB",
-    "worker_ttl_s": 3,
-    "stopped_grace_s": 0,
-}
 
 
 @pytest.fixture(scope="module")
@@ -55,39 +42,6 @@ async def two_ready(fleet: Fleet) -> None:
     await wait_until(lambda: fleet.workers_ready() == 2)
 
 
-KILLS = Plan(
-    num_streams=12,
-    num_tokens=60,
-    num_cases=2,
-    counts={"agent": 2, "engine": 2, "batcher": 1},
-    spared=("gateway", "jobs", "stop", "set-back"),
-)
-
-
-async def kill_processes(fleet: Fleet, plan: Plan) -> None:
-    attack, num_processes = Attack(fleet, fleet.directory, fleet.directory), len(fleet.pids())
-    cases = make_cases(plan.seed, plan.num_cases, plan.num_tokens)
-    async with make_reader(fleet.base_url, fleet.redis_url, str(plan.seed)) as reader:
-        crowd = Crowd(reader, cases, plan.seed, Tally())
-        await crowd.learn(plan.num_streams)
-        await strike_under_load(plan, crowd, attack)
-        await attack.settled(num_processes, plan.counts["agent"])
-    assert not crowd.tally.wrong and not attack.lost
-
-
-@pytest.mark.slow
-async def test_killed_processes_cost_no_token_of_a_real_model(fleet: Fleet) -> None:
-    """Workers, engines, batcher and broker are killed, and connections are cut."""
-    await kill_processes(fleet, replace(KILLS, seed=6, kills=6))
-
-
-@pytest.mark.slow
-async def test_a_suspended_worker_publishes_nothing_when_it_resumes(
-    fleet: Fleet, undisturbed: list[list[int]]
-) -> None:
-    await suspend_and_resume(fleet, undisturbed)
-
-
 async def incarnation_of(redis: Redis, name: str) -> str:
     """Return the incarnation of the worker of that name; empty if the pool has none, or both the old and the
     new one.
@@ -96,23 +50,29 @@ async def incarnation_of(redis: Redis, name: str) -> str:
     return found[0] if len(found) == 1 else ""
 
 
-async def suspend_and_resume(fleet: Fleet, undisturbed: list[list[int]] | None) -> None:
-    """Send SIGSTOP to a worker until its rows run elsewhere, then SIGCONT. It publishes nothing of what it
-    held, and goes on as its next incarnation.
+@pytest.mark.slow
+async def test_a_suspended_worker_publishes_nothing_when_it_resumes(
+    fleet: Fleet, redis: Redis, undisturbed: list[list[int]]
+) -> None:
+    """It is stopped until its rows run elsewhere. It publishes nothing of what it held, and goes on as its
+    next incarnation.
     """
     await two_ready(fleet)
-    redis = connect(fleet.redis_url)
     # before the load begins: a predecessor's place in the pool may take longer to expire than the load runs
     incarnation = await wait_until(lambda: incarnation_of(redis, "w0"))
     load = Load(fleet, MAX_NEW_TOKENS, NUM_STREAMS)
     await load.progress(5)
     pid = fleet.pid("w0")
     processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+
+    async def is_out_of_pool() -> bool:
+        return await redis.zscore(KEYS.workers, incarnation) is None
+
     async with redis.pubsub() as pubsub:
         await pubsub.psubscribe(KEYS.events("*"))
         for process in processes:
             process.suspend()
-        await wait_until(lambda: not_in_pool(redis, incarnation))
+        await wait_until(is_out_of_pool)
         await load.progress(5)
         while_suspended = await received_events(pubsub)
         for process in processes:
@@ -121,15 +81,9 @@ async def suspend_and_resume(fleet: Fleet, undisturbed: list[list[int]] | None) 
         assert all(process.is_running() for process in processes)
         after_resuming = await received_events(pubsub)
     assert not [events for events in after_resuming if events.source == incarnation and events.has_events]
-    assert [
-        events
-        for events in while_suspended + after_resuming
-        if events.source != incarnation and events.all_tokens
-    ], "other workers publish"
-    ids = await load.whole()
-    if undisturbed is not None:
-        assert ids == undisturbed
-    await redis.aclose()
+    others = [events for events in while_suspended + after_resuming if events.source != incarnation]
+    assert any(events.all_tokens for events in others), "other workers publish"
+    assert await load.whole() == undisturbed
 
 
 async def received_events(pubsub: Any) -> list[Events]:
@@ -139,10 +93,6 @@ async def received_events(pubsub: Any) -> list[Events]:
         if message["type"] == "pmessage":
             events.append(decode(Events, message["data"]))
     return events
-
-
-async def not_in_pool(redis: Redis, incarnation: str) -> bool:
-    return await redis.zscore(KEYS.workers, incarnation) is None
 
 
 @pytest.mark.slow
@@ -155,15 +105,8 @@ async def test_a_drained_worker_costs_no_token(fleet: Fleet, undisturbed: list[l
     if how == "signal":
         os.kill(old, signal.SIGTERM)
     else:
-        words = [
-            str(Path(sys.executable).parent / "tokenfleet"),
-            "drain",
-            "w1",
-            "--redis-url",
-            fleet.redis_url,
-        ]
-        process = await asyncio.create_subprocess_exec(*words)
-        assert await process.wait() == 0
+        words = ("drain", "w1", "--redis-url", fleet.redis_url)
+        assert (await asyncio.to_thread(tokenfleet, *words, environ=os.environ)).returncode == 0
     await asyncio.to_thread(fleet.restarted, "w1", old)
     assert await load.whole() == undisturbed
 
@@ -188,31 +131,6 @@ async def test_a_killed_gateway_and_a_drained_one_cut_no_stream(
     assert [ids[:MAX_NEW_TOKENS] for ids in await endless.cut()] == undisturbed[:1]
 
 
-@pytest.mark.slow
-async def test_a_suspended_bfloat16_worker_publishes_nothing_when_it_resumes() -> None:
-    with Fleet(**SETTINGS, dtype="bfloat16") as fleet:
-        await suspend_and_resume(fleet, None)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "config", ['{"method": "ngram", "num_speculative_tokens": 4}', '{"method": "suffix"}']
-)
-async def test_killed_workers_that_speculate_have_the_ids_of_those_that_do_not(
-    config: str, undisturbed: list[list[int]]
-) -> None:
-    """An agent, then an engine alone, is killed while rows are ahead of one token a step."""
-    with Fleet(**SETTINGS, dtype="float32", threads=1, speculative_config=config) as fleet:
-        await two_ready(fleet)
-        load = Load(fleet, 2 * MAX_NEW_TOKENS, NUM_STREAMS)
-        await kill_both_workers(fleet, load)
-        assert [ids[:MAX_NEW_TOKENS] for ids in await load.whole()] == undisturbed
-        metrics = f"{fleet.base_url}/metrics"
-        for name in (r"tokenfleet_accepted_tokens_total\{.*\}", "tgi_request_skipped_tokens_sum"):
-            shown = re.compile(rf"^{name} [1-9]", re.MULTILINE)
-            await wait_until(lambda shown=shown: shown.search(httpx.get(metrics).text) is not None)  # type: ignore[misc]
-
-
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/generate_stream", {"inputs": PROMPT, "parameters": {"max_new_tokens": 40, "ignore_eos": True}}),
     ("/v1/completions", {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "logprobs": 2}),
@@ -221,31 +139,95 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
         {"messages": [{"role": "user", "content": "Count."}], "max_tokens": 40, "ignore_eos": True, "n": 2},
     ),
 ]
-NUM_FRAMES = (40, 41, 2 * 41 + 1)
-"""Frames of each route: one a token; on /v1 also `[DONE]`, in chats also the first chunk of each choice."""
+NUM_FRAMES = (40, 40, 2 * 41)
+"""Of each route: one a token, and in chats the first chunk of each choice."""
 
 
-async def test_streams_go_on_at_the_other_gateway(fleet: Fleet, redis: Redis) -> None:
-    requests = 2 * REQUESTS
-    clients = [ResumingClient(fleet.base_url) for _ in requests]
+async def test_streams_of_every_route_go_on_when_their_gateway_is_killed(fleet: Fleet, redis: Redis) -> None:
+    requests, answers = 2 * REQUESTS, [Stream() for _ in 2 * REQUESTS]
     reads = [
-        asyncio.create_task(client.read(path, body | {"stream": True, "seed": 5}))
-        for client, (path, body) in zip(clients, requests, strict=True)
+        asyncio.create_task(stream(fleet.base_url + path, body | {"stream": True, "seed": 5}, one))
+        for one, (path, body) in zip(answers, requests, strict=True)
     ]
-    await wait_until(lambda: all(client.num_frames > 3 for client in clients))
+    await wait_until(lambda: all(len(one.frames) > 3 for one in answers))
     gateways = [await redis.hget(key, "gateway") for key in await redis.keys("tf:*:request:*")]  # type: ignore[misc]
     name = next(gateway for gateway in gateways if gateway).decode().split("-")[0]
     os.kill(await asyncio.to_thread(fleet.pid, name), signal.SIGKILL)
-    contents = await asyncio.gather(*reads)
-    frames = [frames_of(content) for content in contents]
-    assert [len(found) for found in frames] == [*2 * NUM_FRAMES]
-    assert not any(ordinal for found in frames for ordinal, _ in found), "nobody asked to come back"
-    texts = [[said(data) for _, data in found] for found in frames]
-    assert texts[:3] == texts[3:]
+    await asyncio.gather(*reads)
+    differs = ("id", "created")
+    said = [
+        [{name: value for name, value in frame.items() if name not in differs} for frame in one.frames]
+        for one in answers
+    ]
+    assert [len(frames) for frames in said] == [*2 * NUM_FRAMES]
+    assert said[:3] == said[3:]
 
 
-def said(data: str) -> Any:
-    """Strip a frame of what differs between two equal requests."""
-    if data == "[DONE]":
-        return data
-    return {name: value for name, value in orjson.loads(data).items() if name not in ("id", "created")}
+@pytest.mark.slow
+async def test_a_broker_that_lost_everything_costs_no_token_and_no_load_of_the_model(
+    fleet: Fleet, redis: Redis, undisturbed: list[list[int]]
+) -> None:
+    """The workers go on as their next incarnations, over the same engines."""
+    await two_ready(fleet)
+
+    def everybody() -> list[int]:
+        engines = [engine.pid for name in ("w0", "w1") for engine in fleet.engines(name)]
+        return [*fleet.pids().values(), *engines]
+
+    before = everybody()
+    load = Load(fleet, MAX_NEW_TOKENS, NUM_STREAMS)
+    await load.progress(10)
+    await redis.flushall()
+    assert await load.whole() == undisturbed
+    assert everybody() == before
+
+
+# --- answers ------------------------------------------------------------------------------------------------
+
+ASKED = {"prompt": PROMPT, "max_tokens": 100, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+DRAWN = {"temperature": 0.9, "seed": 11}
+KINDS: dict[str, dict[str, Any]] = {
+    "beams": {"beam_width": 4, "max_tokens": 60},
+    "a seed": DRAWN,
+    "a grammar": DRAWN | {"structured_outputs": {"regex": "([a-z]{3} ){60}end"}, "ignore_eos": False},
+    "logits": {"return_context_logits": True, "return_generation_logits": True},
+    "log-probabilities of the prompt": {"echo": True, "logprobs": 1},
+}
+
+
+def numbers(choice: dict[str, Any]) -> list[float]:
+    """All that is a float in a choice."""
+    found: list[float] = [choice.get("beam_score") or 0.0]
+    found += [one or 0.0 for one in (choice.get("logprobs") or {}).get("token_logprobs", [])]
+    for name in ("context_logits", "generation_logits"):
+        if name in choice:
+            found += np.frombuffer(base64.b64decode(choice[name]["data"]), "<f4").tolist()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_answer_is_the_same_when_its_worker_dies(
+    fleet: Fleet, http: httpx.AsyncClient, redis: Redis, kind: str
+) -> None:
+    body = ASKED | KINDS[kind]
+    expected = (await post(http, "/v1/completions", body))["choices"]
+    await two_ready(fleet)
+    asking = asyncio.create_task(post(http, "/v1/completions", body))
+    [request] = await wait_until(lambda: live_requests(redis))
+
+    async def has(what: str) -> bool:
+        return what in await timeline(http, request)
+
+    await wait_until(lambda: has("prefilled"))
+    await kill_worker_of(redis, request)
+    found = (await asking)["choices"]
+    assert [one["token_ids"] for one in found] == [one["token_ids"] for one in expected]
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(numbers(one), numbers(other), rtol=1e-3, atol=1e-3)
+    await wait_until(lambda: has("died"))
+
+    async def has_no_logits() -> bool:
+        return not await redis.keys("tf:*:logits:*")
+
+    await wait_until(has_no_logits)

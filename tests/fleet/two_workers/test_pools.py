@@ -10,11 +10,8 @@ from pathlib import Path
 
 import openai
 import pytest
-import redis
 import torch
 
-from benchmarks.client import stream
-from common.broker.keys import Keys
 from tests.support.engine import tiny_models, tiny_tokenizers
 from tests.support.fleet.fleet import Fleet
 from tests.support.waiting import wait_until_sync
@@ -95,12 +92,6 @@ def test_the_first_gateway_serves_both(fleets: tuple[Fleet, Fleet], tiny: Path, 
     assert [model.id for model in client.models.list()] == ["smollm2", str(tiny), "tiny"]
 
 
-def test_each_pool_has_workers_of_its_own(fleets: tuple[Fleet, Fleet], tiny: Path) -> None:
-    with redis.Redis.from_url(fleets[0].redis_url) as client:
-        wait_until_sync(lambda: [client.zcard(Keys(pool).workers) for pool in ("default", "tiny")] == [2, 1])
-    assert complete(fleets[1], str(tiny)) == complete(fleets[0], "tiny")
-
-
 def test_chats_and_grammars_are_in_the_other_tokenizer(fleets: tuple[Fleet, Fleet], tokenizer: Path) -> None:
     from tokenizers import Tokenizer
 
@@ -116,28 +107,6 @@ def test_chats_and_grammars_are_in_the_other_tokenizer(fleets: tuple[Fleet, Flee
     assert (
         answer.choices[0].finish_reason == "stop"
     )  # the tokenizer's own end, which the model's config lacks
-
-
-async def test_two_pools_of_the_same_model_give_the_same_ids(
-    fleets: tuple[Fleet, Fleet], tiny: Path, tokenizer: Path
-) -> None:
-    first, second = fleets
-    body = {"inputs": "The sky is", "parameters": {"max_new_tokens": 5, "ignore_eos": True, "details": True}}
-    own = {"pool": "twin", "model_id": tiny, "tokenizer_name": tokenizer}
-    with Fleet(**SETTINGS, redis_url=first.redis_url, **own) as twin:
-        answers = [await stream(f"{fleet.base_url}/generate_stream", body) for fleet in (second, twin)]
-        assert answers[0].ids == answers[1].ids and len(answers[0].ids) == 5
-        with redis.Redis.from_url(first.redis_url) as client:
-            for pool in ("tiny", "twin"):
-                assert client.zcard(Keys(pool).workers) == 1
-    assert (await stream(f"{second.base_url}/generate_stream", body)).ids == answers[0].ids
-
-
-def test_a_pool_that_nobody_serves_is_not_found(fleets: tuple[Fleet, Fleet]) -> None:
-    for name in ("nobody", "x}:requests", "a b", "*"):
-        with pytest.raises(openai.NotFoundError) as caught:
-            complete(fleets[0], name)
-        assert caught.value.code == "model_not_found"
 
 
 def test_a_pool_whose_fleet_is_gone_is_gone(fleets: tuple[Fleet, Fleet]) -> None:

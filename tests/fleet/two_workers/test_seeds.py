@@ -107,16 +107,3 @@ async def test_a_seed_gives_the_same_text_on_every_route(http: httpx.AsyncClient
     assert generated["generated_text"] == "".join(
         chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks
     )
-
-
-@pytest.mark.slow
-async def test_other_seeds_and_choices_differ(http: httpx.AsyncClient) -> None:
-    seeded = await asyncio.gather(*(generate(http, seed=seed, do_sample=True) for seed in range(4)))
-    texts = [answer["generated_text"] for answer in seeded]
-    assert len(set(texts)) == 4
-    four, again = await asyncio.gather(*(complete(http, n=4, seed=3) for _ in range(2)))
-    assert four == again and len(set(four)) == 4
-    assert four[0] == texts[3]
-    drawn, redrawn = await asyncio.gather(*(generate(http, do_sample=True) for _ in range(2)))
-    assert drawn["details"]["seed"] != redrawn["details"]["seed"]
-    assert (await generate(http, do_sample=True, seed=drawn["details"]["seed"]))["ids"] == drawn["ids"]

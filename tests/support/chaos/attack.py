@@ -5,7 +5,6 @@ import contextlib
 import json
 import random
 import signal
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,11 +50,6 @@ class Hit:
         stop = f" for {self.stop_s:.1f} s" if self.way == "stop" else ""
         return f"{self.way} {self.kind} {self.name}{stop}"
 
-    @property
-    def label(self) -> str:
-        """The name under which figures are listed."""
-        return f"{self.kind} {self.way}"
-
 
 @dataclass(frozen=True, slots=True)
 class Strike:
@@ -63,10 +57,6 @@ class Strike:
 
     pause_s: float
     hits: tuple[Hit, ...]
-
-    @property
-    def label(self) -> str:
-        return " + ".join(sorted(hit.label for hit in self.hits))
 
     def __str__(self) -> str:
         return " and ".join(map(str, self.hits))
@@ -128,7 +118,6 @@ class Attack:
     """Strikes one fleet.
 
     Attributes:
-        struck: strikes done, with their times (monotonic clock).
         hits: counts by kind and way.
         lost: names of processes that never came back.
     """
@@ -136,7 +125,6 @@ class Attack:
     def __init__(self, fleet: Fleet, directory: Path, broker_files: Path) -> None:
         self.fleet, self.directory, self.redis_url = fleet, directory, fleet.redis_url
         self.files = FileHistory(broker_files)
-        self.struck: list[tuple[float, Strike]] = []
         self.hits: Counter[str] = Counter()
         self.lost: list[str] = []
         self.stopped: set[asyncio.Task[None]] = set()
@@ -151,10 +139,9 @@ class Attack:
     async def strike(self, strike: Strike) -> list[psutil.Process]:
         """Strike, and return the processes that were killed. Stopped ones go on by themselves later."""
         victims = [(hit, await self.find(hit)) for hit in strike.hits]
-        self.struck.append((time.monotonic(), strike))
         for hit, process in victims:
             if process is not None:
-                self.hits[hit.label] += 1
+                self.hits[f"{hit.kind} {hit.way}"] += 1
                 with contextlib.suppress(psutil.Error, OSError):
                     self.do(hit, process)
         return [process for hit, process in victims if process is not None and hit.way in KILLS]

