@@ -5,9 +5,7 @@ time is then the sum of both. A scripted worker without a model, in this process
 the client, sends a token of each stream every step, at a fixed pace. CPU time depends little on other load.
 It is given for a token while all streams run, and for the rest of a request. With `--contended` a process on
 each core copies large arrays meanwhile, as an engine does that streams its weights, and the gateway finds its
-caches cold. `--path /v1/completions` asks for OpenAI's chunks in place of TGI's frames. So does `--peer URL
-PID`, which also measures another server, in turns. Its engine must send tokens at the
-same pace.
+caches cold. `--path /v1/completions` asks for OpenAI's chunks in place of TGI's frames.
 
 `--instructions` prints how many instructions a token takes while all streams run, in place of all that. They
 hardly depend on the machine, so one run is enough. It needs valgrind.
@@ -167,20 +165,16 @@ def start(
     ]
 
 
-async def measure(gateways: Sequence[Gateway], peers: Sequence[Gateway], broker: Broker, runs: int) -> None:
+async def measure(gateways: Sequence[Gateway], broker: Broker, runs: int) -> None:
     ids = token_ids()
     for streams, out_tokens, step_s in LOADS:
-        costs, peer_costs = [], []
+        costs = []
         for _ in range(runs):
             async with working(broker.url, model_tokenizer().backend, lambda _: Answer(ids), step_s):
                 for gateway in gateways:
                     await wait_until(gateway.is_ready, 60)
                 costs.append(await load(gateways, streams, out_tokens))
-            if peers:
-                peer_costs.append(await load(peers, streams, out_tokens))
         show(f"{streams:3d} streams", costs)
-        if peers:
-            show("       peer", peer_costs)
 
 
 async def print_instructions(gateway: Gateway, meter: InstructionMeter, broker: Broker) -> None:
@@ -248,15 +242,13 @@ def show(what: str, costs: Sequence[Cost]) -> None:
     )
 
 
-def main(runs: int, contended: bool, num_gateways: int, path: str, peer: Sequence[str]) -> None:
-    path = COMPLETIONS if peer else path
+def main(runs: int, contended: bool, num_gateways: int, path: str) -> None:
     with ExitStack() as stack:
         for _ in range((os.cpu_count() or 1) * contended):
             stack.enter_context(running([sys.executable, "-c", COPIES], dict(os.environ)))
         broker = stack.enter_context(brokers.running())
         gateways = [stack.enter_context(gateway(broker, path)) for _ in range(num_gateways)]
-        peers = [Gateway(int(peer[1]), peer[0], path)] if peer else []
-        uvloop.run(measure(gateways, peers, broker, runs))
+        uvloop.run(measure(gateways, broker, runs))
 
 
 def main_counted(path: str) -> None:
@@ -276,13 +268,9 @@ if __name__ == "__main__":
     parser.add_argument("--contended", action="store_true")
     parser.add_argument("--gateways", type=int, default=1)
     parser.add_argument("--path", choices=(GENERATE_STREAM, COMPLETIONS), default=GENERATE_STREAM)
-    parser.add_argument("--peer", nargs=2, default=(), metavar=("URL", "PID"))
     parser.add_argument("--instructions", action="store_true")
-    parser.add_argument("--ids", action="store_true", help="print the scripted token ids, and end")
     args = parser.parse_args()
-    if args.ids:
-        print(*token_ids(), sep=",")
-    elif args.instructions:
+    if args.instructions:
         main_counted(args.path)
     else:
-        main(args.runs, args.contended, args.gateways, args.path, args.peer)
+        main(args.runs, args.contended, args.gateways, args.path)

@@ -11,19 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "transformers", "xgrammar", "llguidance", "numpy")
-GPU_FIELDS = (
-    "name",
-    "uuid",
-    "driver_version",
-    "memory.total",
-    "memory.used",
-    "clocks.max.sm",
-    "power.limit",
-    "persistence_mode",
-    "ecc.mode.current",
-    "mig.mode.current",
-    "compute_mode",
-)
+GPU_FIELDS = ["name", "driver_version", "memory.total", "memory.used"]
+GPU_FIELDS += ["clocks.max.sm", "power.limit", "mig.mode.current"]
 NOT_INSTALLED = "not installed"
 
 

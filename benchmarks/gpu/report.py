@@ -12,7 +12,7 @@ from benchmarks.gpu import ratios
 
 LAST_LINES = 12
 """Of the log of an item that failed."""
-NUM_KERNELS = 12
+MOST_LINES = 80
 TEST = re.compile(r"^(?:FAILED|ERROR) (\S+)(?: - (.*))?$", re.M)
 COUNTED = re.compile(r"(\d+) (passed|failed|skipped|deselected|errors?|xfailed)\b")
 RUNNING = re.compile(r"^(tests/\S+::\S+)", re.M)
@@ -89,13 +89,9 @@ def report(folder: Folder) -> str:
         summary(folder),
         wanted_table(folder),
         tests(folder),
-        machine(folder),
         all_loads(folder),
-        engine(folder),
-        profiles(folder),
-        starts(folder),
+        printed(folder),
         failures(folder),
-        logs(folder),
     )
     return "\n".join(line for section in sections for line in section) + "\n"
 
@@ -114,20 +110,6 @@ def summary(folder: Folder) -> Iterator[str]:
     if down := folder.names("*.failed"):
         yield f"Servers that did not start: {', '.join(down)} (NAME.server.log)."
     yield ""
-
-
-def machine(folder: Folder) -> Iterator[str]:
-    yield from ("## The machine", "")
-    lines = folder.text("machine.log").strip().splitlines()
-    yield from table(["", ""], [line.split(": ", 1) for line in lines if ": " in line])
-    doctor = folder.text("doctor.log").strip()
-    yield from ("`tokenfleet doctor`:", "", *block(doctor.splitlines()))
-    if clocks := folder.text("clocks.txt").strip():
-        yield from (
-            "Before each item: SM and memory clock, temperature, power, memory used, reasons of throttling.",
-            "",
-            *block(clocks.splitlines()),
-        )
 
 
 def tests(folder: Folder) -> Iterator[str]:
@@ -271,36 +253,19 @@ def all_loads(folder: Folder) -> Iterator[str]:
     yield from table(["model", "load", "figure", "ours", "vLLM's", "ours / vLLM's"], rows)
 
 
-def engine(folder: Folder) -> Iterator[str]:
-    """The bare engine's lines, which have the floors."""
+def printed(folder: Folder) -> Iterator[str]:
+    """What the other items print: the machine, the bare engine with its floors, kernels, starts and kills."""
     for item in folder.items():
-        if item.startswith("engine-"):
-            printed = [line for line in folder.text(f"{item}.log").splitlines() if is_figure(line)]
-            yield from (f"## The engine alone: {item.removeprefix('engine-')}", "", *block(printed))
-
-
-def is_figure(line: str) -> bool:
-    return bool(re.match(r"^( *\d+ rows|prompt of|copies|max_batch_prefill|\S+ \S+ on )", line))
-
-
-def profiles(folder: Folder) -> Iterator[str]:
-    """Each step's longest kernels."""
-    for item in folder.items():
-        if item.startswith("profile-"):
-            yield from (f"## Where a step's time goes: {item.removeprefix('profile-')}", "")
-            kept, taken = [], 0
-            for line in folder.text(f"{item}.log").splitlines():
-                taken = 0 if re.match(r"\d+ rows at", line) else taken + 1
-                if taken <= 1 + NUM_KERNELS and not line.startswith("USDT"):
-                    kept.append(line)
-            yield from block(kept)
-
-
-def starts(folder: Folder) -> Iterator[str]:
-    yield from ("## Starts and kills", "")
+        if item.startswith(("machine", "doctor", "engine-", "profile-", "kills")):
+            yield from (
+                f"## {item}: {folder.end_of(item)[1]}",
+                "",
+                *block(folder.last_lines(item, MOST_LINES)),
+            )
     rows = [[name, folder.text(f"{name}.start").strip()] for name in folder.names("*.start")]
     yield from table(["server", "serves after, s"], rows)
-    yield from block(folder.last_lines("kills"))
+    yield from block(folder.text("clocks.txt").splitlines())
+    yield f"All logs are in {folder.path}; traces of profiles are trace-*.json.gz."
 
 
 def failures(folder: Folder) -> Iterator[str]:
@@ -311,13 +276,6 @@ def failures(folder: Folder) -> Iterator[str]:
             yield from (f"## {item}: {how}", "", *block(folder.last_lines(item)))
     for name in folder.names("*.failed"):
         yield from (f"## {name} did not start", "", *block(folder.last_lines(f"{name}.server")))
-
-
-def logs(folder: Folder) -> Iterator[str]:
-    yield from ("## Logs", "")
-    rows = [[item, folder.end_of(item)[1], f"{item}.log"] for item in folder.items()]
-    yield from table(["item", "ended", f"in {folder.path}"], rows)
-    yield "Servers log to NAME.server.log; traces of profiles are trace-*.json.gz."
 
 
 # --- text --------------------------------------------------------------------------------------------------

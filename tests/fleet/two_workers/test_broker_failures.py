@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import httpx
 import pytest
@@ -20,7 +21,7 @@ SETTINGS = {"num_workers": 1, "dtype": "float32", "kv_cache_bytes": "128MiB", "w
 
 
 @contextmanager
-def full(redis: redis_sync.Redis) -> Iterator[None]:
+def full(redis: Any) -> Iterator[None]:
     redis.config_set("maxmemory", 1)
     try:
         yield
@@ -29,7 +30,7 @@ def full(redis: redis_sync.Redis) -> Iterator[None]:
 
 
 @contextmanager
-def read_only(redis: redis_sync.Redis) -> Iterator[None]:
+def read_only(redis: Any) -> Iterator[None]:
     redis.replicaof("127.0.0.1", 1)
     try:
         yield
@@ -38,7 +39,7 @@ def read_only(redis: redis_sync.Redis) -> Iterator[None]:
 
 
 @contextmanager
-def changed_password(redis: redis_sync.Redis) -> Iterator[None]:
+def changed_password(redis: Any) -> Iterator[None]:
     for kind in PROCESSES:
         redis.execute_command("ACL", "SETUSER", kind, "resetpass", ">secret")
     for connections in ("normal", "pubsub"):
@@ -51,7 +52,7 @@ def changed_password(redis: redis_sync.Redis) -> Iterator[None]:
 
 
 @contextmanager
-def loading(redis: redis_sync.Redis) -> Iterator[None]:
+def loading(redis: Any) -> Iterator[None]:
     """It loads its append-only file again and again; it answers others after every 1,024 commands."""
     with redis.pipeline(transaction=False) as pipe:
         for i in range(20_000):
@@ -73,9 +74,7 @@ def loading(redis: redis_sync.Redis) -> Iterator[None]:
         thread.join()
 
 
-async def check(
-    fleet: Fleet, fails: Callable[[redis_sync.Redis], AbstractContextManager[None]], word: str
-) -> None:
+async def check(fleet: Fleet, fails: Callable[[Any], AbstractContextManager[None]], word: str) -> None:
     """Both routes answer 503 with the cause while the broker fails, then the same processes serve again."""
 
     async def answer() -> httpx.Response:
@@ -108,7 +107,7 @@ async def check(
     ("fails", "word"), [(full, "out of memory"), (read_only, "readonly"), (changed_password, "password")]
 )
 async def test_a_broker_that_fails_is_the_cause_in_a_503_and_ends_no_process(
-    fleet: Fleet, fails: Callable[[redis_sync.Redis], AbstractContextManager[None]], word: str
+    fleet: Fleet, fails: Callable[[Any], AbstractContextManager[None]], word: str
 ) -> None:
     await check(fleet, fails, word)
 

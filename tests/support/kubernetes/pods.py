@@ -43,6 +43,7 @@ class PodNetwork:
         run("ip", "link", "add", BRIDGE, "type", "bridge")
         run("ip", "addr", "add", f"{NETWORK}.1/24", "dev", BRIDGE)
         run("ip", "link", "set", BRIDGE, "up")
+        self.forward("-I")
         redis = self.start("redis")
         self.secret["REDIS_URL"] = f"redis://:{SECRET['REDIS_PASSWORD']}@{redis.address}:6379/0"
         return self
@@ -53,7 +54,13 @@ class PodNetwork:
                 print(f"{pod.name}:\n{pod.log()[-3000:]}", file=sys.stderr)
             pod.kill()
             run("ip", "netns", "del", pod.name)
+        self.forward("-D")
         run("ip", "link", "del", BRIDGE)
+
+    def forward(self, action: str) -> None:
+        """Let pods reach each other where a container engine drops what bridges forward."""
+        if shutil.which("iptables"):
+            run("iptables", action, "FORWARD", "-i", BRIDGE, "-o", BRIDGE, "-j", "ACCEPT")
 
     def start(self, name: str) -> "Pod":
         """Start one more pod of a workload."""
