@@ -19,7 +19,7 @@ from api.requests.pool import Pool
 from api.requests.pool_registry import PoolRegistry
 from api.resume import attach
 from api.resume.look_up import ask_broker
-from api.webhooks.sender import WebhookSender
+from api.webhooks import WebhookSender
 from common.broker.client import ERRORS, broker_url
 from common.process.event_loop import collect_garbage
 from common.settings.settings import Settings

@@ -5,28 +5,21 @@ the event (common/broker/webhooks.lua). So both are there, or neither.
 """
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from common.broker.keys import Keys
 from common.broker.lua import Args, ScriptCall, call_script
-from common.messages.codec import encode, wire_field
+from common.messages.codec import decode, encode, wire_field
 from common.messages.events import FINISHED
 
 REQUEST, RESPONSE, JOB, BATCH = "request", "response", "job", "batch"
 """What ends: the first word of an event's type."""
-EVENTS = {
-    RESPONSE: ("completed", "incomplete", "failed", "cancelled"),
-    REQUEST: ("completed", "failed", "cancelled"),
-    JOB: ("completed", "failed", "cancelled"),
-    BATCH: ("completed", "failed", "expired", "cancelled"),
-}
-"""What ends → how: an event's type is both, with a dot."""
 WHOLE = ("eos_token", "stop_sequence")
 """Reasons of a response that was not cut."""
-DELIVERED, FAILED, DEAD, UNWANTED = "delivered", "failed", "dead", "unwanted"
-"""What becomes of an attempt; an event whose type its receiver does not want is not sent."""
+DELIVERED, FAILED, DEAD = "delivered", "failed", "dead"
+"""What becomes of an attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +27,16 @@ class Webhook:
     """Where an event goes.
 
     Attributes:
-        events: types that are sent; empty for all.
         kind: what ends: REQUEST, RESPONSE, JOB or BATCH.
         object_id: its id.
+        events: empty; gateways of an earlier version read it.
     """
 
     url: str = wire_field("u")
     secret: str = wire_field("s")
-    events: list[str] = wire_field("e")
     kind: str = wire_field("k")
     object_id: str = wire_field("i")
+    events: list[str] = wire_field("e", default_factory=list)
 
     def text(self, made: str, place: int = 0, number: int = 1) -> bytes:
         """The webhook as scripts read it (`note_end` in webhooks.lua). An object has one
@@ -71,43 +64,41 @@ class StoredEvent(NamedTuple):
         return self.fields.get(name.encode(), b"").decode()
 
     @property
-    def ends(self) -> list[str]:
-        """How the requests of an answer have ended, or a batch."""
-        return [value.decode() for name, value in self.fields.items() if name.startswith(b"end:")]
+    def webhook(self) -> Webhook:
+        """Where it goes. Raises WireError, a ValueError, if that cannot be read."""
+        return decode(Webhook, self.fields.get(b"webhook", b""))
 
 
-def types_of(kind: str) -> list[str]:
-    return [f"{kind}.{end}" for end in EVENTS[kind]]
-
-
-def type_of(webhook: Webhook, ends: Collection[str]) -> str:
-    """The type of an event, by how its requests have ended. A response that ended within a call, or as a
-    whole JSON at its last token, says otherwise of itself: see `WebhookSender.find_type`.
-
-    Args:
-        ends: the status of the job or batch, or the reason of each request's terminal.
+def type_of(event: StoredEvent, webhook: Webhook) -> str:
+    """The type of an event: the one that an attempt has sent, or else by how its requests have ended. A
+    response that ended within a call, or as a whole JSON at its last token, says otherwise of itself: see
+    `WebhookSender.deliver`. Raises ValueError for an event of no end.
     """
+    if known := event.text("type"):
+        return known
+    ends = [value.decode() for name, value in event.fields.items() if name.startswith(b"end:")]
     if webhook.kind in (JOB, BATCH):
-        [status] = ends
-        return f"{webhook.kind}.{status}"
-    if all(reason in FINISHED for reason in ends):
+        [end] = ends
+    elif all(reason in FINISHED for reason in ends):
         is_cut = webhook.kind == RESPONSE and any(reason not in WHOLE for reason in ends)
-        return f"{webhook.kind}.{'incomplete' if is_cut else 'completed'}"
-    was_cancelled = all(reason in FINISHED or reason == "cancelled" for reason in ends)
-    return f"{webhook.kind}.{'cancelled' if was_cancelled else 'failed'}"
+        end = "incomplete" if is_cut else "completed"
+    else:
+        was_cancelled = all(reason in FINISHED or reason == "cancelled" for reason in ends)
+        end = "cancelled" if was_cancelled else "failed"
+    return f"{webhook.kind}.{end}"
 
 
 def claim_webhooks(keys: Keys, *, max_events: int, lease_ms: int) -> ScriptCall[list[StoredEvent]]:
     """Claim events that are due; after `lease_ms` they are due again."""
     args: Args = {"max_events": max_events, "lease_ms": lease_ms}
-    return call_script("claim_webhooks", read_claimed, keys, args=args)
 
+    def read(reply: list[Any]) -> list[StoredEvent]:
+        return [
+            StoredEvent(name.decode(), dict(zip(fields[::2], fields[1::2], strict=True)))
+            for name, fields in reply
+        ]
 
-def read_claimed(reply: list[Any]) -> list[StoredEvent]:
-    return [
-        StoredEvent(event_id.decode(), dict(zip(fields[::2], fields[1::2], strict=True)))
-        for event_id, fields in reply
-    ]
+    return call_script("claim_webhooks", read, keys, args=args)
 
 
 def settle_webhook(
@@ -124,7 +115,7 @@ def settle_webhook(
     """Write what became of an attempt. False if a later one has begun.
 
     Args:
-        outcome: DELIVERED, FAILED, DEAD or UNWANTED.
+        outcome: DELIVERED, FAILED or DEAD.
         event_type: that the receiver was sent; empty if it is not known.
         said: what the receiver answered.
         wait_ms: until the next attempt of an event that failed.

@@ -24,7 +24,7 @@ from api.http.openapi import (
 from api.json import fresh_json
 from api.requests.on_pool import own_pool
 from api.requests.pool import Pool
-from api.webhooks.field import check_url
+from api.webhooks import check_url
 from common import api_keys
 from common.api_keys import ApiKey, IssuedKey, KeyChangeError, KeyFields, KeyState
 

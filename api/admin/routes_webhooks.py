@@ -15,8 +15,7 @@ from api.json import fresh_json
 from api.requests.on_pool import own_pool
 from common.broker.pool_client import PoolClient
 from common.ids import EVENT_ID
-from common.messages.codec import WireError, decode
-from common.webhooks import StoredEvent, Webhook, retry_webhook, type_of
+from common.webhooks import StoredEvent, retry_webhook, type_of
 
 ERRORS: ErrorResponses = only(TGI_ERRORS, 401, 403, 422, 503)
 ERRORS |= error_responses(ErrorResponse, {404: "No such event waits or was given up"})
@@ -112,8 +111,7 @@ def describe(event: StoredEvent, state: Literal["waiting", "dead"], at_ms: float
 def target_of(event: StoredEvent) -> Mapping[str, Any]:
     """Where an event goes, and what it says; empty texts for one that cannot be read."""
     try:
-        webhook = decode(Webhook, event.fields.get(b"webhook", b""))
-        event_type = event.text("type") or type_of(webhook, event.ends)
-    except (WireError, ValueError):
+        webhook = event.webhook
+        return {"type": type_of(event, webhook), "object_id": webhook.object_id, "url": webhook.url}
+    except ValueError:
         return {"type": "", "object_id": "", "url": ""}
-    return {"type": event_type, "object_id": webhook.object_id, "url": webhook.url}

@@ -28,7 +28,7 @@ from api.requests.service_terms import (
     read_deadline,
     read_tenant,
 )
-from api.webhooks.field import WebhookField, find_webhook
+from api.webhooks import WebhookField, find_webhook
 from common.api_keys import ApiKey
 from common.ids import CHANNEL, ENTRY_ID, JOB_ID, is_job_id
 from common.messages.events import terminal_for

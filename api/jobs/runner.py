@@ -42,7 +42,7 @@ from api.streams.answer_trace import count_longest, note_answer, note_streams
 from api.streams.beams import new_stream
 from api.streams.describe_answer import address
 from api.streams.stream import Stream
-from api.webhooks.field import check_room
+from api.webhooks import check_room
 from common.broker.client import describe_error
 from common.broker.keys import RESULT_TTL_MS
 from common.messages.codec import encode

@@ -35,7 +35,7 @@ from api.requests.pool import Pool
 from api.requests.respond import read_terms, total_headers, with_adapter
 from api.streams.beams import all_outputs
 from api.streams.stream import Stream
-from api.webhooks.field import WebhookField
+from api.webhooks import WebhookField
 
 
 class Predictions(ApiObject):

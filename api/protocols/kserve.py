@@ -40,7 +40,7 @@ from api.requests.params import GenerationParams
 from api.requests.pool import Pool
 from api.requests.respond import total_headers
 from api.streams.stream import Stream
-from api.webhooks.field import WebhookField
+from api.webhooks import WebhookField
 from common.messages.request import Generate
 
 # --- responses, for /docs -----------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ from api.requests.respond import read_terms, total_headers
 from api.requests.service_terms import TIERS, on_terms
 from api.requests.tools import FunctionSchema, ToolSchema
 from api.streams.stream import Stream
-from api.webhooks.field import WebhookField
+from api.webhooks import WebhookField
 from common.settings.ranges import MAX_STOP_CHARS
 
 # --- responses, for /docs -----------------------------------------------------------------------------------

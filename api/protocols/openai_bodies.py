@@ -57,7 +57,7 @@ from api.requests.params import SWITCHES, GenerationParams, Limits
 from api.requests.pool import Pool
 from api.requests.tools import FunctionSchema, ToolChoice, ToolSchema, read_functions, read_tools
 from api.requests.validate import check_generates, with_truncate
-from api.webhooks.field import WebhookField
+from api.webhooks import WebhookField
 from common.messages.records import unpack_ids
 from common.messages.request import Generate
 from common.settings.ranges import MAX_STOP_CHARS

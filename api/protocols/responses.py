@@ -51,7 +51,7 @@ from api.requests.tools import ToolSchema
 from api.resume import attach
 from api.resume.attach import Admitted, find_own
 from api.streams.stream import Stream
-from api.webhooks.field import WebhookField
+from api.webhooks import WebhookField
 from common.ids import ITEM_ID, RESPONSE_ID
 from common.messages.request import SamplingParams
 from common.webhooks import RESPONSE

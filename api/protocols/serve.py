@@ -30,7 +30,7 @@ from api.requests.service_terms import on_terms
 from api.streams.answer_trace import traced
 from api.streams.describe_answer import describe_answer
 from api.streams.http_response import TokenStream, respond_with_whole
-from api.webhooks.field import with_webhook
+from api.webhooks import with_webhook
 
 
 async def serve(protocol: Protocol, request: Request) -> Response:

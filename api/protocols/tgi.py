@@ -57,7 +57,7 @@ from api.requests.pool import Pool
 from api.requests.respond import time_headers, total_headers
 from api.streams.beams import all_outputs, is_absent
 from api.streams.stream import Stream
-from api.webhooks.field import WebhookField
+from api.webhooks import WebhookField
 from common.messages.request import EMBED, Generate
 from common.settings.ranges import MAX_STOP_CHARS
 

@@ -19,7 +19,7 @@ from api.requests.pool import Pool
 from api.requests.service_terms import tenant_of
 from api.streams.describe_answer import make_room
 from api.streams.stream import Stream
-from api.webhooks.field import check_room
+from api.webhooks import check_room
 from common.messages.request import Generate
 from common.settings.settings import Settings
 

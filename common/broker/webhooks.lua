@@ -47,7 +47,7 @@ return claimed
 -- KEYS webhooks, dead_webhooks
 -- ARGV event_id, attempt, type, outcome, said, wait_ms, ttl_ms, max_dead
 -- `type` that the receiver was sent, or ''; each attempt sends the same.
--- `outcome`: 'delivered', 'failed', 'dead', or 'unwanted' of an event that nobody is sent. `said`: what the
+-- `outcome`: 'delivered', 'failed' or 'dead'. `said`: what the
 -- receiver answered. `wait_ms` until the next attempt of one that failed; `ttl_ms` of one that was delivered
 -- or is dead.
 -- Returns 1, or 0 when a later attempt has begun.

@@ -397,7 +397,7 @@ BATCH_LINES = Counter(
 WEBHOOKS = Counter(
     "tokenfleet_webhook_attempts",
     "Number of attempts to deliver an event of a webhook, by outcome; dead events are given up",
-    {"outcome": ("delivered", "failed", "dead", "unwanted")},
+    {"outcome": ("delivered", "failed", "dead")},
 )
 WEBHOOKS_WAITING = Gauge(
     "tokenfleet_webhook_events_waiting", "Number of events of webhooks that are not delivered yet"

@@ -15,8 +15,8 @@ import pytest
 from redis.asyncio import Redis
 from standardwebhooks import Webhook
 
-from api.webhooks import field
-from api.webhooks.sender import MAX_PER_RECEIVER, MAX_SENDING, WAITS_S
+from api import webhooks
+from api.webhooks import MAX_PER_RECEIVER, MAX_SENDING, WAITS_S
 from deploy.cli.admin import main
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_batches import chat_line, jsonl, openai_client
@@ -70,35 +70,6 @@ async def test_a_batch_tells_its_end(broker: Broker, tmp_path: Path) -> None:
             )
         await wait_until(lambda: len(receiver.deliveries) == 2)
         assert sorted(receiver.types) == ["batch.completed", "batch.failed"]
-
-
-async def test_an_event_that_nobody_takes_is_dead_is_listed_and_is_sent_again(broker: Broker) -> None:
-    """410 ends it at once. Then the receiver has thought better of it."""
-    async with (
-        receiving(410) as receiver,
-        answering(broker.url, ANSWER, **allowing(receiver)) as (_, _, client),
-    ):
-        body = BODY | {"background": True, "webhook": receiver.hook()}
-        queued = (await client.post(PATH, json=body)).raise_for_status().json()
-
-        async def dead() -> Any:
-            return (await client.get("/admin/webhooks?state=dead")).raise_for_status().json()["events"]
-
-        [event] = await wait_until(dead)
-        assert (event["type"], event["object_id"]) == ("response.completed", queued["id"])
-        assert (event["url"], event["said"], event["failures"]) == (receiver.url, "status 410", 1)
-        assert SECRET not in str(event)
-        path = f"/admin/webhooks/{event['id']}/retry"
-        assert (await client.post(path)).json() == {"id": event["id"], "state": "waiting"}
-        await wait_until(lambda: len(receiver.deliveries) == 2)
-        assert receiver.ids == [event["id"]] * 2
-        await wait_until(lambda: is_empty(client))
-        assert (await client.post(path)).status_code == 404
-
-
-async def is_empty(client: httpx.AsyncClient) -> bool:
-    states = [(await client.get(f"/admin/webhooks?state={state}")).json() for state in ("waiting", "dead")]
-    return all(content == {"events": [], "total": 0} for content in states)
 
 
 PROMPT: dict[str, Any] = {"inputs": "Say it", "parameters": {"max_new_tokens": 2}}
@@ -164,9 +135,9 @@ async def cancelled_chat(client: httpx.AsyncClient, receiver: Receiver) -> str:
 async def test_a_webhook_at_fault_is_named(broker: Broker, path: str) -> None:
     body = dict(ROUTES)[path]
     async with receiving() as receiver, answering(broker.url, ANSWER, **allowing(receiver)) as (_, _, client):
-        wrong = await client.post(path, json=with_hook(body, receiver, events=["response.completed"]))
+        wrong = await client.post(path, json=with_hook(body, receiver, url="http://example.org"))
         assert wrong.status_code in (400, 422)
-        assert "`webhook.events` must be some of request.completed" in wrong.text
+        assert "`webhook.url` must begin with https:" in wrong.text
 
 
 async def test_an_instance_has_no_webhook_of_its_own(broker: Broker) -> None:
@@ -251,7 +222,7 @@ async def test_a_private_address_is_refused_by_name_and_a_name_when_the_connecti
 async def test_a_webhook_is_refused_while_too_many_events_wait(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(field, "MAX_WEBHOOKS", 1)
+    monkeypatch.setattr(webhooks, "MAX_WEBHOOKS", 1)
     async with (
         receiving(500) as receiver,
         answering(broker.url, ANSWER, **allowing(receiver)) as (_, _, client),
@@ -353,10 +324,8 @@ async def test_a_webhook_at_fault_is_the_fault_of_its_job(
     redis: Redis, worker: FakeWorker, receiver: Receiver
 ) -> None:
     await submit(redis, receiver, "http", inputs="Count.", webhook=receiver.hook(url="http://example.org"))
-    await submit(redis, receiver, "type", inputs="Count.", webhook=receiver.hook(events=["request.failed"]))
     await submit(redis, receiver, "extra", inputs="Count.", webhook=receiver.hook(secrett="a"))
     assert "`webhook.url` must begin with https:" in (await result(redis, "http"))["error"]
-    assert "`webhook.events` must be some of job.completed" in (await result(redis, "type"))["error"]
     assert "`webhook.secrett`" in (await result(redis, "extra"))["error"]
     assert not receiver.deliveries and not worker.seen
 
@@ -424,8 +393,9 @@ async def test_dead_events_are_shown_and_sent_again(
         await wait_until(dead)
         line = (await run("dead")).splitlines()[1]
         event_id = line.split()[0]
-        assert "response.completed" in line and receiver.url in line
+        assert "response.completed" in line and receiver.url in line and SECRET not in line
         assert await run("retry", event_id) == f"{event_id} is sent now\n"
         await wait_until(lambda: len(receiver.deliveries) == 2)
+        assert receiver.ids == [event_id] * 2
         assert await asyncio.to_thread(main, ["webhooks", "retry", "evt_unknown", "--url", url]) == 1
         assert "No event with this id" in capsys.readouterr().err

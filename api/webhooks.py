@@ -1,38 +1,42 @@
-"""Webhook sender: delivers the events of the pool that are due, signed as Standard Webhooks says.
+"""Webhooks: where a client wants the event of its request's end, and the outbox that delivers the events of a
+pool, signed as Standard Webhooks says.
 
-Any gateway claims an event for a while; if it dies, the event is due again. So an event arrives at least
-once, and a receiver knows by its id whether it has it. The event leaves the queue with the receiver's answer.
+Any gateway claims an event that is due; if it dies, the event is due again. So an event arrives at least
+once, and a receiver knows by its id whether it has it. The event leaves the queue with the answer.
 """
 
 import asyncio
 import logging
 import ssl
+import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cache, partial
 from weakref import WeakValueDictionary
 
 import httpcore
+from pydantic import BaseModel, ConfigDict, Field
 from standardwebhooks import Webhook as Signer
 
-from api.errors import ApiError
+from api.errors import ApiError, asking_broker, invalid, overloaded
 from api.event_loop import attempt, repeat_forever, retry_forever
 from api.jobs.scripts import DEAD_TTL_S, MAX_DEAD
 from api.json import to_json
-from api.outbound import PublicHosts, TargetUrl, UrlError, read_url
-from api.webhooks.field import check_target, is_named
+from api.outbound import PublicHosts, TargetUrl, UrlError, check_literal, is_allowed, read_url
+from common.api_keys import ApiKey
 from common.broker.pool_client import PoolClient
-from common.messages.codec import WireError, decode
+from common.messages.request import Generate
 from common.metrics.catalogue import WEBHOOKS
 from common.process.event_loop import until_beat
 from common.settings.settings import Settings
+from common.webhook_secret import key_of_secret
 from common.webhooks import (
     DEAD,
     DELIVERED,
     FAILED,
     RESPONSE,
-    UNWANTED,
     StoredEvent,
     Webhook,
     claim_webhooks,
@@ -41,6 +45,99 @@ from common.webhooks import (
 )
 
 log = logging.getLogger(__name__)
+
+MAX_URL = 2048
+MAX_WEBHOOKS = 100_000
+"""Events that wait to be delivered; requests with a webhook are refused beyond it."""
+
+
+class WebhookField(BaseModel):
+    """Where the event of the end is sent: it is signed, and sent again until the receiver has it."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    url: str = Field(
+        description="An https: URL of the public internet, or a host of WEBHOOK_ALLOWED_HOSTS.",
+        json_schema_extra={"maxLength": MAX_URL},
+    )
+    secret: str | None = Field(
+        default=None,
+        description="Signs the events: `whsec_` and the base64 of 24 to 64 bytes. Default: WEBHOOK_SECRET.",
+        json_schema_extra={"pattern": "^whsec_"},
+    )
+
+
+def find_webhook(
+    field: WebhookField | None, key: ApiKey | None, settings: Settings, kind: str, object_id: str
+) -> Webhook | None:
+    """The webhook of an object that ends: that of its body, or else that of its client's API key. Raises
+    ApiError (422) that names the part at fault.
+    """
+    if field is None:
+        return Webhook(key.webhook, key.webhook_secret, kind, object_id) if key and key.webhook else None
+    check_url(field.url, settings)
+    secret = field.secret or settings.webhook_secret
+    if not secret:
+        text = "`webhook.secret` must be given: this server has none of its own (WEBHOOK_SECRET)"
+        raise invalid(text, "webhook.secret")
+    try:
+        key_of_secret(secret)
+    except ValueError as error:
+        raise invalid(f"`webhook.secret` {error}", "webhook.secret") from error
+    return Webhook(field.url, secret, kind, object_id)
+
+
+def check_url(url: str, settings: Settings, field: str = "webhook.url") -> None:
+    """Raises ApiError (422) for a URL to which nothing will be sent."""
+    if len(url) > MAX_URL:
+        raise invalid(f"`{field}` is longer than {MAX_URL} characters", field)
+    try:
+        check_target(read_url(url), settings.webhook_allowed_hosts)
+    except UrlError as error:
+        raise invalid(f"`{field}` {error}", field) from error
+
+
+def check_target(target: TargetUrl, allowed_hosts: Iterable[str]) -> bool:
+    """Whether WEBHOOK_ALLOWED_HOSTS names the host. Raises UrlError for http: and for an address that is not
+    public, unless it does.
+    """
+    if any(is_allowed(target, host) for host in allowed_hosts):
+        return True
+    if target.scheme != "https":
+        raise UrlError("must begin with https:, as its host is not in WEBHOOK_ALLOWED_HOSTS")
+    check_literal(target.host)
+    return False
+
+
+async def check_room(client: PoolClient) -> None:
+    """Raises ApiError: 429 while too many events wait to be delivered, 503."""
+    async with asking_broker():
+        num_waiting = await client.redis.zcard(client.keys.webhooks)
+    if num_waiting >= MAX_WEBHOOKS:
+        raise overloaded(f": {num_waiting} events of webhooks are not delivered", 60)
+
+
+def with_webhook(
+    requests: list[Generate],
+    field: WebhookField | None,
+    key: ApiKey | None,
+    settings: Settings,
+    kind: str,
+    answer_id: str,
+) -> list[Generate]:
+    """The requests of an answer; the event of its end comes when all of them have ended. Raises ApiError
+    (422).
+    """
+    object_id = f"resp_{answer_id}" if kind == RESPONSE else answer_id
+    webhook = find_webhook(field, key, settings, kind, object_id)
+    if webhook is None:
+        return requests
+    made, number = uuid.uuid4().hex, len(requests)
+    return [replace(one, webhook=webhook.text(made, i, number)) for i, one in enumerate(requests)]
+
+
+# --- outbox -------------------------------------------------------------------------------------------------
+
 
 WAITS_S = (5, 300, 1800, 7200, 18_000, 36_000, 21_600)
 """After each failure, about a day in all; an event that fails once more is dead."""
@@ -102,9 +199,9 @@ class WebhookSender:
         until_s, counts = asyncio.get_running_loop().time() + MAX_PLACE_WAIT_S, Counter(self.held.values())
         for event in claimed:
             try:
-                webhook = decode(Webhook, event.fields.get(b"webhook", b""))
-                type_of(webhook, event.ends)
-            except (WireError, ValueError) as error:
+                webhook = event.webhook
+                type_of(event, webhook)
+            except ValueError as error:
                 log.error("webhook event %s cannot be read: %s", event.id, error)
                 await self.settle(event, "", DEAD, "the event cannot be read")
                 continue
@@ -137,14 +234,15 @@ class WebhookSender:
     async def deliver(self, event: StoredEvent, webhook: Webhook) -> None:
         """Send an event once, and write what became of it."""
         try:
-            event_type = event.text("type") or await self.find_type(event, webhook)
+            kept = event.text("type") or webhook.kind != RESPONSE
+            status = "" if kept else await self.read_status(webhook.object_id)
+            event_type = f"{RESPONSE}.{status}" if status else type_of(event, webhook)
         except ApiError as error:  # the event is due again when its lease is over
             log.warning("webhook event %s waits: %s", event.id, error)
             return
-        if webhook.events and event_type not in webhook.events:
-            await self.settle(event, event_type, UNWANTED, "")
-            return
-        payload = payload_of(event, event_type, webhook)
+        # ids alone, in OpenAI's form: a receiver fetches the text with its own key
+        content = {"id": event.id, "object": "event", "created_at": event.number("made_ms") // 1000}
+        payload = to_json(content | {"type": event_type, "data": {"id": webhook.object_id}})
         now = datetime.fromtimestamp(int(self.client.clock.now_s()), UTC)
         headers = {
             "content-type": "application/json",
@@ -155,22 +253,13 @@ class WebhookSender:
         outcome, said = await self.post(webhook.url, headers, payload)
         await self.settle(event, event_type, outcome, said)
 
-    async def find_type(self, event: StoredEvent, webhook: Webhook) -> str:
-        """The type of an event that no attempt has sent: what the response says of itself, while it is kept.
-        Raises ApiError (503).
-        """
-        status = await self.read_status(webhook.object_id) if webhook.kind == RESPONSE else ""
-        return f"{RESPONSE}.{status}" if status else type_of(webhook, event.ends)
-
     async def post(self, url: str, headers: Mapping[str, str], payload: bytes) -> tuple[str, str]:
         """Send an event once; return its outcome, and what the receiver answered or why it did not."""
-        allowed = self.settings.webhook_allowed_hosts
         try:
             target = read_url(url)
-            check_target(target, allowed)
+            named = [target.host] if check_target(target, self.settings.webhook_allowed_hosts) else []
             async with asyncio.timeout(TIMEOUT_S):
-                backend = PublicHosts([target.host] if is_named(target, allowed) else [])
-                status = await post(target, backend, headers, payload)
+                status = await post(target, PublicHosts(named), headers, payload)
         except UrlError as error:
             return FAILED, f"the URL {error}"
         except TimeoutError:
@@ -197,19 +286,6 @@ class WebhookSender:
         if await attempt(partial(self.client.run, call), retry_forever):
             WEBHOOKS.add(1, outcome)
             log.info("webhook event %s: %s %s", event.id, outcome, said)
-
-
-def payload_of(event: StoredEvent, event_type: str, webhook: Webhook) -> bytes:
-    """What a receiver is sent, in OpenAI's form: ids alone; it fetches the text with its own key."""
-    return to_json(
-        {
-            "id": event.id,
-            "object": "event",
-            "created_at": event.number("made_ms") // 1000,
-            "type": event_type,
-            "data": {"id": webhook.object_id},
-        }
-    )
 
 
 def receiver_of(url: str) -> str:
