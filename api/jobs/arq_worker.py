@@ -275,7 +275,7 @@ def make_unpack(max_bytes: int) -> Callable[[bytes], Packed]:
         if data[:1] == pickle.PROTO:
             raise PickledJob(
                 "this queue reads no pickles: give `create_pool` job_serializer=msgpack.packb and "
-                "job_deserializer=msgpack.unpackb (docs/arq.md)"
+                "job_deserializer=msgpack.unpackb (docs/jobs.md)"
             )
         job = msgpack.unpackb(data)
         if not isinstance(job, dict) or not is_job(job):

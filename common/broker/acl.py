@@ -80,7 +80,7 @@ RIGHTS = {
         others=ARQ,
     ),
     "service": Rights(
-        "services that submit jobs (docs/redis.md)",
+        "services that submit jobs (docs/jobs.md)",
         commands="ping select xadd xread get subscribe unsubscribe",
     ),
     "arq": Rights(

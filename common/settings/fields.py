@@ -56,7 +56,7 @@ class SettingFields(BaseModel):
     load_format: LoadFormat = "auto"
     """auto; dummy makes random weights, to measure speed"""
     quantize: Quantize | None = None
-    """the checkpoint's quantisation, or what plain weights become (docs/quantizing.md)"""
+    """the checkpoint's quantisation, or what plain weights become (docs/models.md)"""
     trust_remote_code: bool = False
     """run Python code that a checkpoint brings along"""
     huggingface_hub_cache: str | None = None
@@ -210,7 +210,7 @@ class SettingFields(BaseModel):
     max_cpu_loras: Count | None = None
     """adapters kept in the host's memory (default: 4 * MAX_LORAS)"""
     speculative_config: str | None = None
-    """vLLM's JSON, as {"method": "suffix"} or {"model": …} (docs/speculation.md)"""
+    """vLLM's JSON, as {"method": "suffix"} or {"model": …} (docs/models.md)"""
 
     device: Device = "auto"
     """cpu, cuda or auto"""

@@ -549,8 +549,8 @@ def say_access(settings: Settings) -> None:
     log.info("%s", describe_access(settings))
     if not settings.has_keys and not ipaddress.ip_address(settings.listen_host).is_loopback:
         log.warning(
-            "everybody who reaches %s:%d may use this fleet, unless it has keys (docs/keys.md): set API_KEY, "
-            "or HOSTNAME=127.0.0.1 for this machine alone (docs/security.md)",
+            "everybody who reaches %s:%d may use this fleet, unless it has keys (docs/security.md): "
+            "set API_KEY, or HOSTNAME=127.0.0.1 for this machine alone",
             settings.listen_host,
             settings.port,
         )

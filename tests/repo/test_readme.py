@@ -1,5 +1,5 @@
 """The README and the pages in docs/ are true: the table of settings is the settings, flags exist, links lead
-somewhere, and the examples of README.md and docs/tools.md run and print what is shown.
+somewhere, and the examples of README.md and docs/generation.md run and print what is shown.
 
 Each block of `sh` or `python` is an example. The block of `text` that follows one is what it prints, in
 shape: JSON has the same fields with values of the same types. Blocks of `console` are not run.
@@ -27,7 +27,7 @@ from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-TOOLS = (ROOT / "docs/tools.md").read_text()
+GENERATION = (ROOT / "docs/generation.md").read_text()
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FLAGS_OF_ENGINES = {"gpus", "shm-size", "profile", "scale", "wait", "no-recreate", "no-deps", "rm"}
@@ -104,7 +104,7 @@ def examples() -> Iterator[tuple[str, str, str | None]]:
     """Return language, program and expected output, in the order of the page: a later example may need an
     earlier one.
     """
-    blocks = BLOCK.findall(README + TOOLS)
+    blocks = BLOCK.findall(README + GENERATION)
     for (language, program), (next_language, printed) in zip(blocks, [*blocks[1:], ("", "")], strict=True):
         if language in ("sh", "python"):
             yield language, program, printed if next_language == "text" else None

@@ -73,8 +73,9 @@ def test_a_job_gets_the_answer_that_http_gives(fleet: Fleet, client: redis.Redis
         assert result(client, "sampled") == http.post("/generate", json=sampled).json()
 
 
-def console_blocks(page: str) -> list[str]:
-    return re.findall(r"```console\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+def console_blocks(page: str, heading: str) -> list[str]:
+    section = (ROOT / "docs" / page).read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    return re.findall(r"```console\n(.*?)```", section, re.DOTALL)
 
 
 def looks_like(expected: str, printed: str) -> bool:
@@ -94,7 +95,7 @@ def test_the_redis_cli_session_of_the_docs_is_true(fleet: Fleet, tmp_path: Path)
     with listeners_output.open("w") as out:
         listeners: list[subprocess.Popen[bytes]] = []
         try:
-            for block in console_blocks("redis.md"):
+            for block in console_blocks("jobs.md", "A job over Redis"):
                 if not block.startswith("> "):
                     wait_until_sync(partial(is_printed, block))
                 for step in block.split("> ")[1:] if block.startswith("> ") else []:
@@ -118,7 +119,7 @@ def test_the_redis_cli_session_of_the_docs_is_true(fleet: Fleet, tmp_path: Path)
 
 
 def test_the_first_arq_example_of_the_docs_is_true(fleet: Fleet, tmp_path: Path) -> None:
-    code, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "arq.md").read_text(), re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "jobs.md").read_text(), re.DOTALL)
     example = tmp_path / "example.py"
     example.write_text(code.replace("redis://127.0.0.1:6379/0", fleet.redis_url))
     done = subprocess.run(

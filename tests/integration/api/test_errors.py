@@ -219,7 +219,7 @@ NOT_BUILT: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, schema("uniqueItems", True), "uniqueItems"),
     (CHAT, schema("if", {}), "if"),
 ]
-"""Route, body, and words of the error, for things of docs/not-built.md that no other test asks for."""
+"""Route, body, and words of the error, for things of docs/from-vllm.md that no other test asks for."""
 
 
 async def test_what_is_not_built_is_refused_by_name(broker: Broker) -> None:

@@ -328,7 +328,7 @@ async def test_cron_enqueues_our_functions(client: ArqRedis, scheduling_worker: 
 
 
 async def twice(ctx: dict[str, Any], text: str) -> str:
-    """Have a text continued, then what came of it, as docs/arq.md does; the first try ends in the middle."""
+    """Have a text continued, then what came of it, as docs/jobs.md does; the first try ends in the middle."""
     for i in range(2):
         if (ctx["job_try"], i) == (1, 1):
             raise Retry
