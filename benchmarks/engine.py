@@ -3,7 +3,7 @@
 The engine runs in this process, with all cores; flags of the settings work, too. Printed are tokens/s and
 milliseconds of a decode step at 1, 8 and 32 rows (128 tokens in, 64 out), the same where 32 and 256 rows
 sample, and prompt tokens/s; then decode steps by rows and context, each as a share of what this device could
-do at best (measured in the same run), and how long host and device wait for each other.
+do at best (measured in the same run).
 """
 
 import argparse
@@ -15,8 +15,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from benchmarks.step_times import floors
-from benchmarks.step_times.waits import Waits
+from benchmarks import floors
 from common.messages.request import SamplingParams, StoppingParams
 from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
@@ -51,7 +50,6 @@ class Benchmark:
         self.geometry = engine.loaded.geometry
         self.random = np.random.default_rng(0)
         self.num_started = 0
-        self.waits = Waits(engine)
 
     def start(
         self,
@@ -64,7 +62,6 @@ class Benchmark:
         starts = [self.row(index, in_tokens, out_tokens, sampling) for index in range(num_rows)]
         self.engine.apply(Grant(UNLIMITED_STEPS, prefill_tokens, starts))
         self.num_started += num_rows
-        self.waits.clear()
 
     def row(self, index: int, in_tokens: int, out_tokens: int, sampling: SamplingParams | None) -> StartRow:
         blocks = -(-(in_tokens + out_tokens) // self.engine.block_size)
@@ -125,7 +122,7 @@ class Benchmark:
         print(
             f"{num_rows:3d} rows at {context:5d}: step {step_ms:6.2f} ms, "
             f"{floor_ms / step_ms:.2f} of the floor ({floor_ms:.2f} ms); "
-            f"{num_rows / step_ms * 1e3:6.0f} tokens/s; {self.waits.describe(len(steps))}",
+            f"{num_rows / step_ms * 1e3:6.0f} tokens/s",
             flush=True,
         )
 

@@ -5,19 +5,15 @@ costs (time to first token, tokens/s), and where the learnt target stands, which
 runs alone, with a simulated worker for each kind of machine. Beside it stands what a server does that has no
 target, and steps of 2,048 prompt tokens (8,192 on a GPU), as vLLM.
 
-`--real` drives a fleet of the default model over HTTP instead, a fresh one for each target. Without it, exit
-status 1 if the default has less than 97% of the tokens/s without a target, or at a load of `WON` a p99 more
-than 5% above that of such a server.
+Exit status 1 if the default has less than 97% of the tokens/s without a target, or at a load of `WON` a p99
+more than 5% above that of such a server.
 """
 
-import argparse
-import asyncio
 import sys
 from collections.abc import Callable
 
 from benchmarks.batcher.timed_pool import Load, StepCosts, TimedPool
-from benchmarks.serve import WORDS_PER_TOKEN, Figures, answers_of, figures, load, request
-from tests.support.fleet.fleet import Fleet
+from benchmarks.serve import Figures
 
 MACHINES = (
     StepCosts("two cores with AVX512-BF16", 7.5, 0.55, 0.3, 2048),
@@ -73,30 +69,6 @@ def play(costs: StepCosts, load: Load) -> bool:
     return is_fast and ((is_even and is_prompt) or load not in WON)
 
 
-def drive(target_ms: float | None, loads: Load) -> Figures:
-    """Measures a fleet of one warm worker."""
-    setting = {} if target_ms is None else {"inter_token_latency_target_ms": target_ms}
-    with Fleet(**setting) as fleet:
-        url = f"{fleet.base_url}/generate_stream"
-        asyncio.run(load(url, 4, 8, "m", seed=0))
-        words = int(loads.in_tokens * WORDS_PER_TOKEN)
-        bodies = [request(url, 1000 + i, "m", loads.out_tokens, words) for i in range(loads.requests)]
-        return figures(asyncio.run(answers_of(url, bodies, loads.streams)))
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--real", action="store_true")
-    if parser.parse_args().real:
-        for one in (WON[0], WON[1], WON[4]):
-            print(f"{one.name}: {one.in_tokens} in, {one.out_tokens} out")
-            curve(lambda target_ms, one=one: drive(target_ms, one))  # type: ignore[misc]
-        return 0
-    good = [play(costs, load) for costs in MACHINES for load in LOADS]
-    return int(not all(good))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    good = [play(costs, load) for costs in MACHINES for load in LOADS]
+    sys.exit(int(not all(good)))

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks import floors
 from benchmarks.engine import Benchmark, numbers
-from benchmarks.step_times import floors
 from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
 

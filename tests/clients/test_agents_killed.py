@@ -148,7 +148,38 @@ PROXY = f"""model_list:
   - model_name: smollm2
     litellm_params: {{model: openai/smollm2, api_base: {FLEET}/v1, api_key: none}}
 """
+CODEX = f"""model = "smollm2"
+model_provider = "fleet"
+[model_providers.fleet]
+name = "fleet"
+base_url = "{FLEET}/v1"
+wire_api = "responses"
+"""
+CLAUDE = {
+    "CLAUDE_CONFIG_DIR": ".",
+    "ANTHROPIC_BASE_URL": FLEET,
+    "ANTHROPIC_AUTH_TOKEN": "none",
+    "ANTHROPIC_MODEL": "smollm2",
+    "ANTHROPIC_SMALL_FAST_MODEL": "smollm2",
+    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+}
 PROGRAMS = [
+    Program(
+        "codex",
+        [
+            *("node_modules/.bin/codex", "exec", "--skip-git-repo-check"),
+            *("--dangerously-bypass-approvals-and-sandbox", "Do it."),
+        ],
+        Script([*(call("exec_command", cmd=command) for command in COMMANDS), DONE]),
+        {"config.toml": CODEX},
+        {"CODEX_HOME": "."},
+    ),
+    Program(
+        "claude",
+        ["node_modules/.bin/claude", "-p", "Do it.", "--allowedTools", "Bash"],
+        Script([*commands("Bash"), DONE]),
+        variables=CLAUDE,
+    ),
     Program(
         "opencode",
         ["node_modules/.bin/opencode", "run", "--model", "fleet/smollm2", "Do it."],

@@ -17,8 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.fleet.fleet import Fleet
-from tests.support.fleet.leftovers import processes
+from tests.support.fleet.fleet import Fleet, serving_processes
 from tests.support.waiting import PATIENCE_S
 
 ENDURANCE_S = float(os.environ.get("ENDURANCE_S", "180"))
@@ -78,7 +77,7 @@ async def watch(fleet: Fleet, end_s: float) -> Mapping[str, list[int]]:
     """Record the resident bytes of each process every second, by its title."""
     found: defaultdict[str, list[int]] = defaultdict(list)
     while time.monotonic() < end_s:
-        for process in await asyncio.to_thread(processes, fleet):
+        for process in await asyncio.to_thread(serving_processes, fleet):
             with suppress(psutil.Error, IndexError):
                 found[" ".join(process.cmdline()[0].split()[1:3])].append(process.memory_info().rss)
         await asyncio.sleep(LOOK_S)

@@ -19,7 +19,6 @@ import pytest
 import yaml
 
 from deploy.cli.command_line import run
-from tests.support.chaos.dashboard import panel_queries
 from tests.support.chaos.launcher import ChaosFleet
 from tests.support.fleet.fleet import Fleet
 from tests.support.machine import ports
@@ -32,7 +31,8 @@ KILLED_AT = 5
 NUM_PROCESSES = 4
 """Processes with metrics of their own."""
 needs_prometheus = pytest.mark.skipif(not shutil.which("prometheus"), reason="needs prometheus")
-PROMETHEUS = Path(__file__).parents[2] / "deploy" / "prometheus"
+DEPLOY = Path(__file__).parents[2] / "deploy"
+PROMETHEUS, DASHBOARD = DEPLOY / "prometheus", DEPLOY / "grafana" / "dashboards" / "tokenfleet.json"
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +169,18 @@ def prometheus(fleet: Fleet, request_id: str, tmp_path_factory: pytest.TempPathF
     with subprocess.Popen(["prometheus", *words]) as process:
         yield f"http://127.0.0.1:{port}"
         process.kill()
+
+
+def panel_queries(window: str) -> list[str]:
+    """The queries of all panels of the fleet's own dashboard, as Grafana sends them for one service and one
+    pool; `window` is the range of their rates.
+    """
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    values = {"$service": "tokenfleet", "$pool": "default", "$__rate_interval": window}
+    queries = [target["expr"] for panel in panels for target in panel.get("targets", [])]
+    for name, value in values.items():
+        queries = [query.replace(name, value) for query in queries]
+    return queries
 
 
 async def value(client: httpx.AsyncClient, query: str) -> float:

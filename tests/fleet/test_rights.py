@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from redis.asyncio import Redis
 
 from benchmarks.client import Stream, stream
@@ -32,6 +33,7 @@ PROMPT: dict[str, Any] = {
 LINE = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "The sea", "max_tokens": 8}}
 
 
+@pytest.mark.slow
 async def test_all_work_goes_on_through_the_death_of_each_kind_of_process(tmp_path: Path) -> None:
     async with receiving() as receiver, contextlib.AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(

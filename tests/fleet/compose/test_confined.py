@@ -1,20 +1,13 @@
 """The compose stack as an attacker would find it: what a container may do, and whom it reaches."""
 
-import asyncio
-import http.server
 import itertools
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import httpx
 import pytest
 
 from common.broker.acl import PROCESSES
-from tests.support.compose.clients import SETTLED_S
 from tests.support.compose.stack import SERVICES, Stack, run
-from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(5400)]
 
@@ -73,39 +66,3 @@ async def test_the_proxy_passes_on_what_is_public(serving: Stack) -> None:
         hidden = ("/metrics", "/metrics/", "/%6detrics", "/fleet", "/fleet/requests/a", "/FLEET")
         statuses = {path: (await client.get(path)).status_code for path in hidden}
         assert set(statuses.values()) == {404}, statuses
-
-
-@contextmanager
-def webhook() -> Iterator[tuple[int, list[str]]]:
-    """A server that is told of alerts: its port, and the names of those that fire."""
-    told: list[str] = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            alerts = json.loads(self.rfile.read(int(self.headers["content-length"])))["alerts"]
-            told.extend(alert["labels"]["alertname"] for alert in alerts if alert["status"] == "firing")
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Say nothing."""
-
-    with http.server.ThreadingHTTPServer(("0.0.0.0", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server.server_port, told
-        server.shutdown()
-
-
-async def test_an_alert_that_fires_is_sent_to_the_url_of_the_variable(serving: Stack) -> None:
-    [name] = list(json.loads(serving.inspect("alertmanager", "{{json .NetworkSettings.Networks}}")))
-    host = run(
-        ["docker", "network", "inspect", "-f", "{{(index .IPAM.Config 0).Gateway}}", name]
-    ).stdout.strip()
-    with webhook() as (port, told):
-        serving.variables["ALERT_WEBHOOK"] = f"http://{host}:{port}/alerts"
-        try:
-            await asyncio.to_thread(serving.must, "up", "-d", "--no-build", "--no-deps", "alertmanager")
-            await asyncio.to_thread(serving.must, "stop", "batcher")
-            await wait_until(lambda: "NoActiveBatcher" in told, SETTLED_S)
-        finally:
-            del serving.variables["ALERT_WEBHOOK"]

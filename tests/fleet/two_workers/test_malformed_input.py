@@ -3,7 +3,6 @@ the cause, no process ends, and the fleet serves on.
 """
 
 import json
-import socket
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -25,7 +24,6 @@ from tests.support.waiting import PATIENCE_S, wait_until, wait_until_sync
 KEYS = Keys("default")
 TGI = ["/", "/generate", "/generate_stream", "/tokenize", "/chat_tokenize"]
 OPENAI = ["/v1/chat/completions", "/v1/completions"]
-MB = 10**6
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +43,7 @@ BODIES = {
     "empty": b"",
     "all bytes": bytes(range(256)),
     "no object": b"[1]",
-    "too large": b"[" * 3 * MB,
+    "too large": b"[" * 3_000_000,
     "deep": b'{"inputs":' * 99_999,
     "deep, but JSON": b'{"prompt":%s,"inputs":%s,"messages":%s}' % ((b"[" * 150 + b"]" * 150,) * 3),
     "invalid UTF-8": b'{"inputs":"\xff","prompt":"\xc3\x28","messages":"\xed\xa0\x80"}',
@@ -55,13 +53,6 @@ BODIES = {
     "wrong types": b'{"inputs":{"a":1},"prompt":{"a":1},"messages":{"a":1}}',
     "wrong types within": b'{"inputs":[1.5],"prompt":[[1.5]],"messages":[[1.5]]}',
 }
-TEMPLATES = {
-    "/generate": b'{"inputs":"a","parameters":{"max_new_tokens":1,"%s":%s}}',
-    "/v1/completions": b'{"prompt":"a","max_tokens":1,"%s":%s}',
-    "/v1/chat/completions": b'{"messages":[{"role":"user","content":"a"}],"max_tokens":1,"%s":%s}',
-}
-NUMBERS = [b"NaN", b"Infinity", b"-1e999", b'"5"', b"true", b"[]", b"{}", b"9" * 5000]
-FIELDS = [b"temperature", b"top_k", b"top_p", b"seed", b"repetition_penalty", b"frequency_penalty"]
 
 
 def error_status(answer: httpx.Response, path: str) -> int:
@@ -82,51 +73,6 @@ def test_malformed_bodies_get_an_error_object(fleet: Fleet) -> None:
             for name, content in BODIES.items():
                 answer = http.post(path, content=content, headers=json_type)
                 assert error_status(answer, path) in (400, 413, 422), (path, name)
-
-
-def test_numbers_that_are_none_or_out_of_range_get_an_error_object(fleet: Fleet) -> None:
-    with httpx.Client(
-        base_url=fleet.base_url, timeout=PATIENCE_S, headers={"content-type": "application/json"}
-    ) as http:
-        for path, template in TEMPLATES.items():
-            assert http.post(path, content=template % (b"seed", b"1")).status_code == 200
-            for field in FIELDS:
-                for number in NUMBERS:
-                    status = error_status(http.post(path, content=template % (field, number)), path)
-                    assert status in (400, 422), (path, field, number)
-
-
-POST = b"POST /generate HTTP/1.1\r\n"
-RAW = {
-    "no HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)) + b"\r\n\r\n",
-    "a header of 1 MB": b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: " + b"a" * MB + b"\r\n\r\n",
-    "10,000 headers": b"GET /health HTTP/1.1\r\nHost: x\r\n"
-    + b"".join(b"X-%d: a\r\n" % i for i in range(10_000))
-    + b"\r\n",
-    "a path of 1 MB": b"GET /" + b"a" * MB + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-    "a query of 100 kB": b"GET /fleet?" + b"%ff&" * 25_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-    "bytes in a path": b"GET /fleet/requests/%00%ff%fe\xff HTTP/1.1\r\nHost: x\r\n\r\n",
-    "bytes in headers": POST + b"Host: \xff\r\nx-request-id: \xff\xfe\r\ncontent-type: \xff\r\n\r\n",
-    "a length below 0": POST + b"Host: x\r\ncontent-type: application/json\r\ncontent-length: -1\r\n\r\n{}",
-    "a length of 10**30": b"POST /generate HTTP/1.1\r\nHost: x\r\ncontent-length: 1"
-    + b"0" * 30
-    + b"\r\n\r\n{}",
-    "two lengths": b"POST /generate HTTP/1.1\r\nHost: x\r\ncontent-length: 2\r\ncontent-length: 5\r\n\r\n{}",
-    "broken chunks": b"POST /generate HTTP/1.1\r\nHost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
-    "another protocol": b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
-    b"Sec-WebSocket-Key: a\r\n\r\n",
-    "HTTP/9.9": b"GET / HTTP/9.9\r\nHost: x\r\n\r\n",
-}
-
-
-@pytest.mark.parametrize("name", RAW)
-def test_malformed_http_crashes_no_gateway(fleet: Fleet, name: str) -> None:
-    """The answer is a 2xx, a 4xx or an unsupported version; a request that is incomplete gets none."""
-    with socket.create_connection(("127.0.0.1", fleet.settings["port"]), timeout=PATIENCE_S) as connection:
-        connection.sendall(RAW[name])
-        connection.shutdown(socket.SHUT_WR)
-        answer = b"".join(iter(lambda: connection.recv(65536), b""))
-    assert not answer or answer.startswith((b"HTTP/1.1 2", b"HTTP/1.1 4", b"HTTP/1.1 505 ")), answer[:300]
 
 
 # --- the broker ---------------------------------------------------------------------------------------------

@@ -17,8 +17,7 @@ from common.metrics.catalogue import RESUMES
 from tests.support.chaos.attack import Attack
 from tests.support.chaos.clients import Tally
 from tests.support.chaos.engine import NUM_BLOCKS
-from tests.support.fleet.fleet import Fleet, title
-from tests.support.fleet.leftovers import idle, processes
+from tests.support.fleet.fleet import Fleet, serving_processes, title
 
 KEYS = Keys("default")
 MIB = 2**20
@@ -105,12 +104,39 @@ def counts(found: Counter[str]) -> str:
 def holdings(fleet: Fleet) -> dict[str, tuple[int, int]]:
     """Return the most handles and MiB that a process of each kind holds."""
     found: dict[str, tuple[int, int]] = {}
-    for process in [fleet.known[fleet.launcher.pid], *processes(fleet)]:
+    for process in [fleet.known[fleet.launcher.pid], *serving_processes(fleet)]:
         with contextlib.suppress(psutil.Error, IndexError):  # it ends meanwhile
             kind = title(process)[1]
             handles, mib = found.get(kind, (0, 0))
             found[kind] = max(handles, process.num_fds()), max(mib, process.memory_info().rss // MIB)
     return found
+
+
+STANDING = {
+    *("workers", "processes", "batcher", "epoch", "clock", "control", "state", "requests", "worker"),
+    *("gateway", "plans", "reports", "log", "metrics", "timeline", "submit", "tenants", "jobworker"),
+    *("arq", "jobs"),
+}
+"""Keys of an idle fleet: all but those of requests and jobs."""
+KEPT = [build("job-*") for build in (KEYS.job, KEYS.result, KEYS.reply, KEYS.request, KEYS.tokens)]
+"""Keys that answered jobs keep for an hour. Requests over HTTP keep none."""
+
+
+async def idle(redis: Redis, ignored: set[bytes]) -> bool:
+    """Whether each process reports no request, row, block, stream or job, and no other key is left."""
+    state: dict[bytes, bytes] = await redis.hgetall(KEYS.state)  # type: ignore[misc]
+    keys = [key async for key in redis.scan_iter(KEYS.gateway("*"))]
+    gateways: list[dict[bytes, bytes]] = [await redis.hgetall(key) for key in keys]  # type: ignore[misc]
+    kept = ignored | {key for pattern in KEPT async for key in redis.scan_iter(pattern)}
+    kinds = {key.decode().split(":")[2] async for key in redis.scan_iter(KEYS.key("*")) if key not in kept}
+    busy = [int(state.get(name, b"1")) for name in (b"requests", b"rows", b"blocks")]
+    return (
+        not any(busy)
+        and all(gateway.get(b"streams", b"0") == b"0" for gateway in gateways)  # or its heartbeat has expired
+        and kinds <= STANDING
+        and not await redis.xlen(KEYS.requests)
+        and not await redis.xlen(KEYS.submit)
+    )
 
 
 async def is_idle(redis: Redis) -> bool:

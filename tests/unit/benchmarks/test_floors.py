@@ -1,20 +1,13 @@
-"""Floors of a step, counted as the weights are stored; waits that stand in for its event."""
-
-from types import SimpleNamespace
-from typing import Any
+"""Floors of a step, counted as the weights are stored."""
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks.step_times.floors import Ceilings, Matrix, Weights, floor_ms, weights_of
-from benchmarks.step_times.waits import Waits
+from benchmarks.floors import Ceilings, Matrix, Weights, floor_ms, weights_of
 from gpu_worker.engine.cpu import native, packed_linear
 from gpu_worker.engine.cpu.packed_linear import LargePages, NativeLinear
-from gpu_worker.engine.in_flight import InFlightStep
 from gpu_worker.engine.quantization.blocks import Blocks
-
-# --- floors -------------------------------------------------------------------------------------------------
 
 
 class Model(nn.Module):
@@ -61,28 +54,3 @@ def test_weights_in_blocks_count_as_they_are_stored(beside: bool) -> None:
     in_blocks = Matrix(64 * 96, 64 * 96 // 2 + 2 * 2 * 96)  # 4 bits each, and two scales of 16 bits an output
     assert many == (plain if beside else in_blocks)
     assert few == (in_blocks if library.tf_block_rows() else many)
-
-
-# --- waits --------------------------------------------------------------------------------------------------
-
-
-class Event:
-    """Has happened."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-
-def test_a_timed_step_can_be_asked_whether_it_is_done() -> None:
-    in_flight = object.__new__(InFlightStep)
-    in_flight.copied = Event()  # type: ignore[assignment]
-    engine: Any = SimpleNamespace(
-        loaded=SimpleNamespace(device=torch.device("cpu")), launch=None, sample=lambda launched: in_flight
-    )
-    waits = Waits(engine)
-    assert engine.sample(None).is_done and not waits.waits_s
-    engine.sample(None).copied.synchronize()
-    assert waits.waits_s
