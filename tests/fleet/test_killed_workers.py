@@ -15,14 +15,12 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.client import stream
 from benchmarks.models.speculation import save_faded, save_first_layers
 from common import model_files
 from tests.support.engine import tiny_models
-from tests.support.engine.reference import prompt_ids, reference_ids
+from tests.support.engine.reference import prompt_ids
 from tests.support.fleet.fleet import Fleet, have_ended
 from tests.support.load import Load, body
-from tests.support.prompts import FEW, PROMPTS
 from tests.support.states.hybrid_models import HYBRIDS
 from tests.support.waiting import wait_until
 
@@ -159,17 +157,6 @@ async def test_deaths_cost_no_token(served: Served, victims: list[tuple[str, int
     if "speculative_config" in fleet.settings:
         shown = re.compile(r"^tokenfleet_accepted_tokens_total\{.*\} [1-9]", re.MULTILINE)
         await wait_until(lambda: shown.search(httpx.get(f"{fleet.base_url}/metrics").text) is not None)
-
-
-async def test_ids_of_the_default_model_on_two_ranks_equal_transformers() -> None:
-    """Its nine heads and three KV heads cannot be divided by two."""
-    prompts = [PROMPTS[place] for place in FEW]
-    with Fleet(num_workers=1, **SETTINGS | RANKS | {"kv_cache_bytes": "128MiB"}) as fleet:
-        parameters = {"max_new_tokens": 40, "details": True}
-        url = f"{fleet.base_url}/generate_stream"
-        bodies = [{"inputs": prompt, "parameters": parameters} for prompt in prompts]
-        answers = await asyncio.gather(*(stream(url, one) for one in bodies))
-    assert [answer.ids for answer in answers] == reference_ids(prompt_ids(prompts), 40)
 
 
 async def test_a_second_turn_of_a_model_with_states_starts_from_a_snapshot(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from api.requests import request_scripts
 from common.broker import process_scripts
 from common.broker.committed import read
 from common.broker.keys import Keys
@@ -18,6 +17,7 @@ from common.messages.plan import WorkerCapacity
 from common.messages.records import pack_floats, pack_ids, unpack_records
 from common.messages.request import Generate, StoppingParams
 from gpu_worker import worker_scripts
+from tests.support.scripts import admit_request
 from tests.support.token_columns import as_sent
 from tests.support.waiting import wait_until
 
@@ -37,16 +37,7 @@ def make_capacity(incarnation: str, num_blocks: int = 30, **fields: Any) -> Work
 
 async def admit(redis: Redis, request: Generate, payload: bytes | None = None) -> str:
     """Queue a request as a gateway does. Return its entry id."""
-    call = request_scripts.admit(
-        KEYS,
-        request,
-        payload=payload or encode(request),
-        answer=b"",
-        weight=1.0,
-        max_requests=1000,
-        max_bytes=10**9,
-    )
-    reply = await run_script(redis, call)
+    reply = await admit_request(redis, request, payload or encode(request), keys=KEYS)
     assert reply.outcome == "admitted"
     return reply.entry_id
 

@@ -21,7 +21,6 @@ from common.messages.events import Events
 from common.process.logs import next_incarnation
 from tests.support.fleet.fleet import Fleet
 from tests.support.fleet.http_calls import PROMPT, post, timeline
-from tests.support.fleet.live_requests import kill_worker_of, live_requests
 from tests.support.forks.command import tokenfleet
 from tests.support.load import Load
 from tests.support.waiting import wait_until
@@ -205,6 +204,16 @@ def numbers(choice: dict[str, Any]) -> list[float]:
     return found
 
 
+async def running_request(redis: Redis) -> tuple[str, str] | None:
+    """The key of the request over HTTP that a worker runs, and the worker."""
+    async for key in redis.scan_iter(KEYS.request("*")):
+        names = ["gateway", "worker", "terminal"]
+        gateway, worker, terminal = await redis.hmget(key, names)  # type: ignore[misc]
+        if gateway and worker and not terminal:
+            return key.decode(), worker.decode()
+    return None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 async def test_an_answer_is_the_same_when_its_worker_dies(
@@ -214,13 +223,13 @@ async def test_an_answer_is_the_same_when_its_worker_dies(
     expected = (await post(http, "/v1/completions", body))["choices"]
     await two_ready(fleet)
     asking = asyncio.create_task(post(http, "/v1/completions", body))
-    [request] = await wait_until(lambda: live_requests(redis))
+    request, worker = await wait_until(lambda: running_request(redis))
 
     async def has(what: str) -> bool:
         return what in await timeline(http, request)
 
     await wait_until(lambda: has("prefilled"))
-    await kill_worker_of(redis, request)
+    os.kill(fleet.pid(worker.split("-")[0]), signal.SIGKILL)
     found = (await asking)["choices"]
     assert [one["token_ids"] for one in found] == [one["token_ids"] for one in expected]
     for one, other in zip(found, expected, strict=True):

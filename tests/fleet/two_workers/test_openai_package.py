@@ -136,15 +136,3 @@ async def test_a_call_that_is_required_is_valid(client: AsyncOpenAI) -> None:
     parsed = await client.chat.completions.parse(**body, tools=TOOLS, tool_choice=allowed)
     [function] = [call.function for call in parsed.choices[0].message.tool_calls or []]
     assert isinstance(function.parsed_arguments, GetWeather)
-
-
-@pytest.mark.slow
-async def test_a_call_and_its_result_go_back_as_they_came(client: AsyncOpenAI) -> None:
-    """The next request repeats the answer unchanged, with the result after it."""
-    body = ASK | {"temperature": 0, "tools": LOOSE, "parallel_tool_calls": False}
-    first = (await client.chat.completions.create(**body, tool_choice="required")).choices[0].message
-    [call] = first.tool_calls or []
-    result = {"role": "tool", "tool_call_id": call.id, "content": "21 degrees"}
-    messages = [*body["messages"], first, result]
-    last = await client.chat.completions.create(**body | {"messages": messages}, tool_choice="none")
-    assert last.choices[0].message.content and not last.choices[0].message.tool_calls

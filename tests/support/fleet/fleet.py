@@ -164,7 +164,8 @@ class Fleet:
         """What processes had no right to at the embedded broker, since its start, as `worker: +xadd`. Each
         process has the rights of its kind alone. Empty if there is no such broker, or it has ended.
         """
-        broker = None if self.settings.get("redis_url") else self.pids().get("broker")
+        is_own = not self.settings.get("redis_url") and self.launcher.poll() is None
+        broker = self.pids().get("broker") if is_own else None
         if not broker:
             return []
         with redis.Redis.from_url(url_of(psutil.Process(broker))) as client:

@@ -18,7 +18,7 @@ from common.settings.settings import SettingError
 from deploy.launcher.broker_check import check_broker
 from deploy.launcher.embedded_broker import Broker
 from tests.support import brokers
-from tests.support.broker.failovers import secured
+from tests.support.broker.sentinels import secured
 from tests.support.broker.tls import make_certificate, tls_door
 from tests.support.broker_state import KEYS
 from tests.support.machine.ports import free_port

@@ -1,14 +1,11 @@
-"""A primary, and a replica that takes its place: behind a sentinel, as a company runs Debian's Redis (TLS to
-and between them, clients' certificates, a user for each kind of client), or behind a proxy that follows the
-primary.
+"""A primary, a replica and a sentinel, as a company runs Debian's Redis: TLS to and between them, clients'
+certificates, a user for each kind of client.
 """
 
 import contextlib
-import socket
 import subprocess
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,7 +13,6 @@ import pytest
 import redis
 
 from common.broker import acl
-from deploy.launcher.embedded_broker import embedded
 from tests.support import brokers
 from tests.support.broker.tls import make_certificate
 from tests.support.machine.ports import free_port
@@ -124,63 +120,3 @@ def watches(sentinel: redis.Redis) -> bool:
     """Whether the sentinel knows the replica, and the replica has all that the primary has."""
     states: list[dict[str, str]] = sentinel.sentinel_slaves(SERVICE)  # type: ignore[no-untyped-call]
     return [(one["flags"], one["master-link-status"]) for one in states] == [("slave", "ok")]
-
-
-@dataclass
-class Replicated:
-    """A proxy that stays with a connection where it led when it was opened.
-
-    Attributes:
-        urls: of the primary, and of its replica.
-        ports: where they listen; the proxy leads to the first.
-    """
-
-    urls: list[str]
-    ports: list[int]
-    server: socket.socket = field(default_factory=lambda: socket.create_server(("127.0.0.1", 0), backlog=128))
-
-    @property
-    def url(self) -> str:
-        return f"redis://127.0.0.1:{self.server.getsockname()[1]}/0"
-
-    def serve(self) -> None:
-        """Returns when the server is closed."""
-        with contextlib.suppress(OSError):
-            while True:
-                ours, _ = self.server.accept()
-                theirs = socket.create_connection(("127.0.0.1", self.ports[0]))
-                for source, sink in ((ours, theirs), (theirs, ours)):
-                    sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    threading.Thread(target=pass_on, args=(source, sink), daemon=True).start()
-
-    def fail_over(self) -> None:
-        """The two change their roles; then the proxy leads to the new primary."""
-        with redis.Redis.from_url(self.urls[0]) as old, redis.Redis.from_url(self.urls[1]) as new:
-            old.execute_command("FAILOVER")
-            wait_until_sync(lambda: new.info("replication")["role"] == "master")
-        self.urls.reverse()
-        self.ports.reverse()
-
-
-def pass_on(source: socket.socket, sink: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while data := source.recv(2**18):
-            sink.sendall(data)
-        sink.shutdown(socket.SHUT_RDWR)
-
-
-@contextlib.contextmanager
-def replicated() -> Iterator[Replicated]:
-    def listen(port: int) -> list[str]:
-        return ["--bind", "127.0.0.1", "--port", str(port)]
-
-    with embedded() as first, embedded() as second, contextlib.ExitStack() as stack:
-        ports = [free_port(), free_port()]
-        end_with(stack, brokers.start(first, *listen(ports[0])))
-        end_with(stack, brokers.start(second, *listen(ports[1]), "--replicaof", "127.0.0.1", str(ports[0])))
-        with redis.Redis.from_url(second.url) as replica:
-            wait_until_sync(lambda: replica.info("replication")["master_link_status"] == "up")
-        service = Replicated([first.url, second.url], ports)
-        stack.callback(service.server.close)
-        threading.Thread(target=service.serve, daemon=True).start()
-        yield service
