@@ -25,6 +25,8 @@ from tests.support.machine import ports
 from tests.support.machine.ports import free_port, is_free
 from tests.support.waiting import PATIENCE_S, wait_until, wait_until_sync
 
+pytestmark = pytest.mark.slow
+
 NUM_TOKENS = 160
 KILLED_AT = 5
 """Tokens of a request: it must not end before its worker is killed, even if this process is slow."""
@@ -91,7 +93,6 @@ def metrics(fleet: Fleet) -> dict[str, float]:
     }
 
 
-@pytest.mark.slow
 def test_metrics_survive_the_worker(fleet: Fleet, request_id: str) -> None:
     """Each process adds its own counts once a second."""
     [shown] = [one["num_tokens"] for one in timeline(fleet, request_id) if one["what"] == "died"]
@@ -117,7 +118,6 @@ def test_metrics_survive_the_worker(fleet: Fleet, request_id: str) -> None:
     assert 0 < found["tgi_request_queue_duration_sum"] < waited_s, "the prefill is not time in the queue"
 
 
-@pytest.mark.slow
 def test_explain_shows_the_resume(fleet: Fleet, request_id: str, capsys: pytest.CaptureFixture[str]) -> None:
     events = timeline(fleet, request_id)
     assert [one["what"] for one in events] == [
@@ -193,7 +193,6 @@ async def value(client: httpx.AsyncClient, query: str) -> float:
     return math.nan
 
 
-@pytest.mark.slow
 @needs_prometheus
 async def test_prometheus_scrapes_the_fleet_and_each_process(prometheus: str) -> None:
     async with httpx.AsyncClient(base_url=prometheus) as client:
@@ -273,7 +272,6 @@ QUERIES |= {
 }
 
 
-@pytest.mark.slow
 @needs_prometheus
 async def test_every_panel_of_tgis_dashboard_has_data(fleet: Fleet, prometheus: str) -> None:
     """Rows run that others join and leave, and one request is refused, until Prometheus has all of it."""

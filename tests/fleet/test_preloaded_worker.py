@@ -72,12 +72,12 @@ def workers(fleet: Fleet) -> list[dict[str, Any]]:
     return [process for process in processes if process["kind"] == "worker"]
 
 
-@pytest.mark.parametrize("fleet", [2], indirect=True)
+@pytest.mark.parametrize("fleet", [1, 2], indirect=True)
 async def test_the_successor_was_preloaded_and_no_token_is_lost(fleet: Fleet) -> None:
     expected = await Load(fleet, 60, 1).whole()
     waiting = await wait_until(fleet.preloaded, READY_S)
     assert len(workers(fleet)) == 1, "it is no worker yet"
-    if shares_weights():
+    if shares_weights() and fleet.settings["num_shard"] == 1:  # a rank of several loads nothing before
         held = shared_segments(fleet.pid("w0"))
         await wait_until(lambda: shared_segments(waiting) == held != set(), READY_S)
     load = Load(fleet, 60, 1)
