@@ -142,67 +142,48 @@ async def worker_of(fleet: Fleet, request_id: str) -> str:
     return worker.decode()
 
 
-async def test_a_killed_worker_leaves_one_trace_with_a_link(fleet: Fleet, receiver: Receiver) -> None:
-    trace_id = secrets.token_hex(16)
-    killed = ""
-
-    async def kill(request_id: str) -> None:
-        nonlocal killed
-        killed = await worker_of(fleet, request_id)
-        os.kill(fleet.pid(killed.split("-")[0]), signal.SIGKILL)
-
-    await traced(fleet, trace_id, kill)
-    spans = await receiver.whole_trace(trace_id, *INNER, "send_generation", "POST /generate_stream")
-    check_tree(spans, "POST /generate_stream", "generate_stream")
-    first, second = spans["infer"]
-    assert first.attributes["tokenfleet.worker"] == killed != second.attributes["tokenfleet.worker"]
-    assert "died" in first.error and not second.error
-    assert second.links == [first.span_id]
-    [decode] = spans["decode"]
-    assert decode.event_names == ["first_token", "died", "resume"]
-    assert decode.attributes["tokenfleet.attempts"] == 2
-    assert len(spans["queued"]) == len(spans["prefill"]) == 2
-
-
-async def test_a_killed_gateway_leaves_one_trace(fleet: Fleet, receiver: Receiver) -> None:
-    trace_id = secrets.token_hex(16)
-
-    async def kill(request_id: str) -> None:
-        async with Redis.from_url(fleet.redis_url) as redis:
-            gateway = (await redis.hget(KEYS.request(request_id), "gateway")).decode()
-        os.kill(fleet.pid(gateway.split("-")[0]), signal.SIGKILL)
-
-    await traced(fleet, trace_id, kill)
-    spans = await receiver.whole_trace(trace_id, *INNER, "send_generation", "POST /generate_stream")
-    check_tree(spans, "POST /generate_stream", "generate_stream")
-    assert spans["POST /generate_stream"][0].event_names == ["inherited"]
-    assert spans["generate_stream"][0].attributes["gen_ai.usage.output_tokens"] == NUM_TOKENS
-    [heir] = spans["send_generation"]
-    assert len(heir.links) == 1, "the span of the gateway that was killed"
-    wait_until_sync(lambda: {"g0", "g1"} <= fleet.pids().keys())
-
-
 async def has_begun(client: PoolClient, request_id: str) -> bool:
     """Whether the first token of a request is in its timeline: its batcher writes that ten times a second."""
     events = (await read_timelines(client, request_id)).get(request_id, [])
     return any(event["what"] == "prefilled" for event in events)
 
 
-async def test_a_killed_batcher_leaves_one_trace(fleet: Fleet, receiver: Receiver) -> None:
+@pytest.mark.parametrize("kind", ["worker", "gateway", "batcher"])
+async def test_a_killed_process_leaves_one_trace(fleet: Fleet, receiver: Receiver, kind: str) -> None:
     trace_id = secrets.token_hex(16)
+    killed: list[str] = []
 
     async def kill(request_id: str) -> None:
         async with Redis.from_url(fleet.redis_url) as redis:
             client = PoolClient(redis, KEYS)
             await wait_until(lambda: has_begun(client, request_id))
-            holder = (await redis.get(KEYS.batcher)).decode()
-        os.kill(fleet.pid(holder.split("-")[0]), signal.SIGKILL)
+            holder = (
+                redis.get(KEYS.batcher) if kind == "batcher" else redis.hget(KEYS.request(request_id), kind)
+            )
+            killed.append((await holder).decode())
+        os.kill(fleet.pid(killed[0].split("-")[0]), signal.SIGKILL)
 
     await traced(fleet, trace_id, kill)
     spans = await receiver.whole_trace(trace_id, *INNER, "send_generation", "POST /generate_stream")
     check_tree(spans, "POST /generate_stream", "generate_stream")
-    assert [len(spans[name]) for name in INNER] == [1, 1, 1, 1]
-    assert spans["decode"][0].attributes["gen_ai.usage.output_tokens"] == NUM_TOKENS
+    [decode] = spans["decode"]
+    if kind == "worker":
+        first, second = spans["infer"]
+        assert first.attributes["tokenfleet.worker"] == killed[0] != second.attributes["tokenfleet.worker"]
+        assert "died" in first.error and not second.error
+        assert second.links == [first.span_id]
+        assert decode.event_names == ["first_token", "died", "resume"]
+        assert decode.attributes["tokenfleet.attempts"] == 2
+        assert len(spans["queued"]) == len(spans["prefill"]) == 2
+    else:
+        assert [len(spans[name]) for name in INNER] == [1, 1, 1, 1]
+        assert decode.attributes["gen_ai.usage.output_tokens"] == NUM_TOKENS
+    if kind == "gateway":
+        assert spans["POST /generate_stream"][0].event_names == ["inherited"]
+        assert spans["generate_stream"][0].attributes["gen_ai.usage.output_tokens"] == NUM_TOKENS
+        [heir] = spans["send_generation"]
+        assert len(heir.links) == 1, "the span of the gateway that was killed"
+        wait_until_sync(lambda: {"g0", "g1"} <= fleet.pids().keys())
 
 
 async def test_a_client_that_comes_back_is_in_the_same_trace(fleet: Fleet, receiver: Receiver) -> None:
