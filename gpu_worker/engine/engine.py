@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,12 +37,21 @@ from gpu_worker.engine.drafting.acceptance import ProposalCosts
 from gpu_worker.engine.drafting.drafter import Drafter
 from gpu_worker.engine.drafting.load_draft import load_draft, make_drafter
 from gpu_worker.engine.drafting.proposers import guessing_factory, proposer_factory
-from gpu_worker.engine.in_flight import InFlightStep, LaunchedStep, LaunchPace, StepSamples, sample_requests
+from gpu_worker.engine.in_flight import (
+    InFlightStep,
+    LaunchedStep,
+    LaunchPace,
+    SentStep,
+    StepSamples,
+    pack_samples,
+    sample_requests,
+    unpack_sent_samples,
+)
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.load import load
 from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.model.vision import make_encoder
-from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
+from gpu_worker.engine.parallel.communicator import SAMPLES, SINGLE_RANK, Communicator
 from gpu_worker.engine.preparation import capacity_of, compile_model, make_state_slots, measure_costs
 from gpu_worker.engine.sampling.grammar import Matchers
 from gpu_worker.engine.sampling.logprobs import MAX_LOGITS, copy_logits, score_prompts, select_sample_logits
@@ -63,13 +73,17 @@ NAN = float("nan")
 class Engine:
     """Runs steps of the rows that grants start. Loads the model if `loaded` is None.
 
+    Of a pipeline it runs one stage's part of each step (arXiv:1811.06965). All ranks launch the same steps in
+    the same order: as many are in flight as there are stages, so a stage computes one while the others
+    compute those before and after it. The last stage samples, and sends what it sampled to all ranks.
+
     Raises SettingError if the settings cannot be served. With `debug_kv` freed blocks are filled with NaN,
     and with zeros once they are granted.
 
     Attributes:
         runs_ahead: the next step is launched before the last one is read, unless that one `is_unsure`; not
-            on CPU.
-        in_flight: the step that is launched and not read.
+            on CPU, nor in stages, which have several steps in flight.
+        in_flight: the steps that are launched and not read, oldest first.
         collected_step: the last step read.
         adapters: LoRA adapters that rows may have.
     """
@@ -116,8 +130,8 @@ class Engine:
         if loaded.states and settings.speculation:
             log.warning("SPECULATE is off: states of rows cannot go back from wrong proposals")
         self.graphs: CudaGraphs | FixedShapeGraph | None = None
-        self.runs_ahead = loaded.device.type != "cpu"
-        self.in_flight: InFlightStep | None = None
+        self.runs_ahead = loaded.device.type != "cpu" and communicator.num_stages == 1
+        self.in_flight = deque[InFlightStep | SentStep]()
         self.collected_step = 0
         self.pace = LaunchPace()
         if loaded.device.type == "cuda":
@@ -187,8 +201,14 @@ class Engine:
         return self.ready
 
     def measure_token_ms(self, context: int, vocab_size: int, block_size: int) -> float:
-        """ms of one prompt token, in a step of many."""
-        return warmup.token_ms(self.forward, context, vocab_size, block_size, self.loaded.device)
+        """ms of one prompt token, in a step of many: in all stages together."""
+        loaded, communicator = self.loaded, self.communicator
+
+        def forward(slices: Sequence[RowSlice]) -> torch.Tensor:
+            return loaded.forward(build_inputs(slices, block_size, loaded.device))
+
+        own_ms = warmup.token_ms(forward, context, vocab_size, block_size, loaded.device)
+        return communicator.all_reduce_sum(int(own_ms * 1e6)) / communicator.tp_size / 1e6
 
     def obey(self, command: Command) -> AdapterAnswer | None:
         """Obey a command → the answer to the agent, if it has one."""
@@ -221,12 +241,16 @@ class Engine:
         is launched after that, while its forward runs: then the rows' sampling states know the tokens just
         read.
         """
-        in_flight = self.in_flight or self.sample(self.launch())
-        leads = in_flight and self.runs_ahead and not in_flight.is_unsure
-        following = self.launch(in_flight) if leads else None
-        duration_ms = self.collect(in_flight) if in_flight else 0.0
-        self.in_flight = self.sample(following)
-        return self.take_result(in_flight is not None, duration_ms)
+        while len(self.in_flight) < self.rows.num_micro_batches and (launched := self.launch()):
+            self.in_flight.append(self.sample(launched))
+        oldest = self.in_flight.popleft() if self.in_flight else None
+        following = None
+        if isinstance(oldest, InFlightStep) and self.runs_ahead and not oldest.is_unsure:
+            following = self.launch(oldest)
+        duration_ms = self.collect(oldest) if oldest else 0.0
+        if following:
+            self.in_flight.append(self.sample(following))
+        return self.take_result(oldest is not None, duration_ms)
 
     def take_result(self, is_step: bool, duration_ms: float) -> StepResult | None:
         """What happened since the last call; None if that was no step, and no row ended."""
@@ -300,23 +324,37 @@ class Engine:
             self.communicator.broadcast_tensor(drafts)
             drafter.take(drafts)
 
-    def sample(self, launched: LaunchedStep | None) -> InFlightStep | None:
-        """Launch the sampling of a step. One rank samples, and the others take its tokens."""
-        if launched is None:
-            return None
-        logits, slices = launched.logits, launched.slices
+    def sample(self, launched: LaunchedStep) -> InFlightStep | SentStep:
+        """Launch the sampling of a step. One rank samples, and the others take its tokens. In a pipeline they
+        wait for its bytes when they read the step; it reads the step itself at once.
+        """
+        communicator, slices = self.communicator, launched.slices
+        if communicator.num_stages > 1 and not communicator.samples:
+            expected = communicator.expect_bytes(communicator.sampler, SAMPLES)
+            return SentStep(
+                launched.number,
+                slices,
+                launched.started_s,
+                lambda: unpack_sent_samples(communicator.receive_bytes(expected)),
+            )
+        logits = launched.logits
         requests, sampled = sample_requests(slices), select_sample_logits(logits, slices)
-        if self.communicator.samples:
+        if communicator.samples:
             self.matchers.finish_masks(requests)
         output = (
             sample(sampled, requests)
-            if self.communicator.samples
+            if communicator.samples
             else empty_output(len(requests), 0, self.loaded.device)
         )
-        self.communicator.broadcast_tensor(output.ids)
-        copied = copy_logits(logits, slices) if self.communicator.samples else []
+        communicator.share(output.ids)
+        copied = copy_logits(logits, slices) if communicator.samples else []
         beams = self.score_beams(slices, sampled, requests) if self.rows.groups else None
-        return InFlightStep(launched, requests, output, score_prompts(logits, slices), copied, beams)
+        step = InFlightStep(launched, requests, output, score_prompts(logits, slices), copied, beams)
+        if communicator.num_stages == 1:
+            return step
+        samples = step.read()
+        communicator.send_to_all(pack_samples(samples), SAMPLES)
+        return SentStep(launched.number, slices, launched.started_s, lambda: samples)
 
     def score_beams(
         self,
@@ -330,14 +368,16 @@ class Engine:
         if not (steps := list(search_steps(slices, self.rows.groups, self.loaded.vocab_size))):
             return None
         scores = score_beams(logits, requests, steps, self.communicator.samples)
-        self.communicator.broadcast_tensor(scores.places)
-        self.communicator.broadcast_tensor(scores.scores)
+        self.communicator.share(scores.places)
+        self.communicator.share(scores.scores)
         return scores
 
-    def collect(self, in_flight: InFlightStep) -> float:
-        """Read a step → its duration in ms."""
+    def collect(self, in_flight: InFlightStep | SentStep) -> float:
+        """Read a step → its duration in ms; in a pipeline, in all stages."""
         self.take(in_flight.slices, in_flight.read())
         self.collected_step = in_flight.number
+        if self.communicator.num_stages > 1:
+            return (time.monotonic() - in_flight.started_s) * 1e3
         return self.pace.on_read(in_flight.started_s, time.monotonic(), self.rows.result.prefill_tokens) * 1e3
 
     def take(self, slices: Sequence[RowSlice], samples: StepSamples) -> None:
@@ -381,14 +421,24 @@ class Engine:
 
     @torch.inference_mode()
     def compute(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
-        """`forward` in one step: logits float [num_logits, vocabulary]; `previous` int64 [rows]."""
+        """`forward` in one step: logits float [num_logits, vocabulary]; `previous` int64 [rows]. In a stage
+        before the last hidden states [1, tokens, hidden], which go to the next stage.
+        """
+        loaded, communicator = self.loaded, self.communicator
         if self.graphs and self.graphs.can_run(slices, previous):
-            logits = self.graphs.run(slices, previous)
+            output = self.graphs.run(slices, previous)
         else:
-            logits = self.loaded.forward(build_inputs(slices, self.block_size, self.loaded.device, previous))
+            expected = None
+            if not loaded.stage.is_first:
+                shape = (1, sum(part.count for part in slices), loaded.model.config.hidden_size)
+                expected = communicator.expect_states(shape, loaded.geometry.dtype, loaded.device)
+            inputs = build_inputs(slices, self.block_size, loaded.device, previous)
+            output = loaded.forward(inputs, expected.wait() if expected else None)
+        if not loaded.stage.is_last:
+            communicator.send_states(output)
         if self.drafter:
             self.drafter.on_forward(slices)
-        return logits
+        return output
 
     @torch.inference_mode()
     def fill(self, blocks: Sequence[Int32], value: float) -> None:

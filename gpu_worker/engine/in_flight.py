@@ -1,6 +1,6 @@
 """A step in flight: launched on the device, not yet read by the host; and the pace of launches."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgpack
@@ -190,6 +190,16 @@ class InFlightStep:
         logits = [piece for copied in self.logits for piece in copied.pieces()]
         samples = unpack_samples(self.output, self.requests, prompts)
         return replace(samples, candidates=candidates, logits=logits)
+
+
+@dataclass(frozen=True, slots=True)
+class SentStep:
+    """A step of a pipeline. The rank that samples sends what it sampled; on the others `read` waits for it."""
+
+    number: int
+    slices: Sequence[RowSlice]
+    started_s: float
+    read: Callable[[], StepSamples]
 
 
 def copy_to_host(output: SamplerOutput) -> SamplerOutput:

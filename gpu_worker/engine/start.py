@@ -10,7 +10,6 @@ from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model.load import choose_device, choose_dtype, load, name_of
 from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.parallel.communicator import Communicator
-from gpu_worker.engine.pipeline import PipelineEngine
 
 
 def load_model(
@@ -35,5 +34,4 @@ def make_engine(
     loaded = loaded or load_model(settings, progress, communicator)
     if isinstance(loaded, EncoderModel):
         return EncoderEngine(settings, progress, loaded)
-    kind = PipelineEngine if communicator.num_stages > 1 else Engine
-    return kind(settings, progress, communicator, loaded)
+    return Engine(settings, progress, communicator, loaded)

@@ -132,6 +132,13 @@ class Communicator:
         if self.tp_size > 1 and tensor.numel():
             dist.broadcast(tensor, self.rank - self.tp_rank, group=self.group)
 
+    def share(self, sampled: torch.Tensor) -> None:
+        """What the rank that samples has, in place. The stages of a pipeline do not wait for each other here:
+        its other ranks get bytes, and only read them with the step.
+        """
+        if self.num_stages == 1:
+            self.broadcast_tensor(sampled)
+
     # Integers, of all ranks.
 
     def all_reduce_min(self, value: int) -> int:

@@ -21,7 +21,6 @@ from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.loop import run_follower
 from gpu_worker.engine.parallel.communicator import Communicator
-from gpu_worker.engine.pipeline import PipelineEngine
 from gpu_worker.protocol import AdapterAnswer, Command, Grant, StepResult
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import player
@@ -58,7 +57,7 @@ class Led:
         """Raises SettingError, as all ranks do."""
         dist.broadcast_object_list([settings], 0)
         self.communicator, self.grants = communicator, list[Grant]()
-        self.engine = engine_class(communicator)(Settings(**settings), communicator=communicator)
+        self.engine = Engine(Settings(**settings), communicator=communicator)
         self.ready, self.rows, self.block_size = self.engine.ready, self.engine.rows, self.engine.block_size
 
     def apply(self, grant: Grant) -> None:
@@ -99,10 +98,6 @@ def running(world_size: int, num_stages: int = 1) -> Iterator[Communicator]:
             process.wait()
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def engine_class(communicator: Communicator) -> type[Engine]:
-    return PipelineEngine if communicator.num_stages > 1 else Engine
 
 
 def rank_info(rank: int, world_size: int, port: int) -> RankInfo:
@@ -157,7 +152,7 @@ def main(rank: int, world_size: int, port: int, num_stages: int) -> None:
         job: list[Any] = [None]
         dist.broadcast_object_list(job, 0)
         with contextlib.suppress(SettingError, Over):
-            engine = engine_class(communicator)(Settings(**job[0]), communicator=communicator)
+            engine = Engine(Settings(**job[0]), communicator=communicator)
             run_follower(engine, communicator)
 
 

@@ -24,7 +24,6 @@ from gpu_worker.engine.attention.kv_cache import AttentionSpec, LayerSpec
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.stages import ModelStage, checked_layers
-from gpu_worker.engine.pipeline import PipelineEngine
 from gpu_worker.protocol import AdapterRefused, LoadAdapter, UnservableModel
 from tests.support.adapters.playing import check_adapters, load_adapters
 from tests.support.adapters.tiny_adapters import LINEARS, change_config, save_adapter
@@ -107,10 +106,19 @@ def test_ids_equal_generate(ranks: Communicator, family: str, tmp_path: Path) ->
         check_ids(ranks, MODELS[family], tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [(3, 1), (4, 1), (4, 2), (3, 3)], indirect=True)
-def test_ids_of_more_ranks(ranks: Communicator, tmp_path: Path) -> None:
-    for family in ("Llama", "one K head", "three K heads", "Qwen3-MoE", "Gemma2", "GPT-NeoX"):
+SHARED = ("Llama", "one K head", "three K heads", "Qwen3-MoE", "Gemma2", "GPT-NeoX")
+
+
+@pytest.mark.parametrize(
+    "ranks, families",
+    [
+        pytest.param((4, 2), QUICK, id="stages of ranks"),
+        *(pytest.param(size, SHARED, marks=pytest.mark.slow) for size in ((3, 1), (4, 1), (4, 2), (3, 3))),
+    ],
+    indirect=["ranks"],
+)
+def test_ids_of_more_ranks(ranks: Communicator, families: tuple[str, ...], tmp_path: Path) -> None:
+    for family in families:
         check_ids(ranks, MODELS[family], tmp_path / family)
 
 
@@ -239,7 +247,6 @@ def test_a_stage_has_its_part_of_weights_and_cache(ranks: Communicator, tmp_path
     whole = Engine(Settings(**settings_of(tmp_path)))
     with Led(ranks, **settings_of(tmp_path)) as led:
         engine = led.engine
-        assert isinstance(engine, PipelineEngine)
         assert led.ready.num_blocks == pytest.approx(whole.ready.num_blocks, abs=2)
         stage, loaded = engine.loaded.stage, engine.loaded
         assert (stage.begin, stage.is_first, stage.is_last) == (0, True, False)
@@ -248,14 +255,14 @@ def test_a_stage_has_its_part_of_weights_and_cache(ranks: Communicator, tmp_path
         assert "model.embed_tokens" in held
         assert not {name for name in held if "lm_head" in name or name == "model.norm"}
         seen: list[list[list[int]]] = []
-        read = engine.read
+        collect = engine.collect
 
-        def noted(batch: Any) -> float:
-            pending = [batch, *engine.pending]
-            seen.append([[part.row.number for part in one.launched.slices] for one in pending])
-            return read(batch)
+        def noted(oldest: Any) -> float:
+            steps = [oldest, *engine.in_flight]
+            seen.append([[part.row.number for part in one.slices] for one in steps])
+            return collect(oldest)
 
-        engine.read = noted  # type: ignore[method-assign]
+        engine.collect = noted  # type: ignore
         play(led, dict(enumerate(prompts(VOCAB) + prompts(VOCAB)[:1])))
     both = [batches for batches in seen if len(batches) == 2]
     assert len(both) > 20 and all(len(batches) <= 2 for batches in seen)
