@@ -194,7 +194,7 @@ class InFlightStep:
 
 @dataclass(frozen=True, slots=True)
 class SentStep:
-    """A step of a pipeline. The rank that samples sends what it sampled; on the others `read` waits for it."""
+    """A step of a pipeline. The rank that samples sends what it sampled; on others `read` waits for it."""
 
     number: int
     slices: Sequence[RowSlice]
