@@ -6,9 +6,6 @@ from dataclasses import dataclass, replace
 from common.messages.codec import wire_field
 from common.messages.request import Generate
 
-STORED_KEEP_S = 0.001
-"""Shortest time that a kept answer goes on after a hang-up: it must not be 0, which deletes the answer."""
-
 
 @dataclass(frozen=True, slots=True)
 class Reading:
@@ -72,15 +69,15 @@ class Rendering:
 
 @dataclass(frozen=True, slots=True)
 class ResumeTerms:
-    """Terms of an answer: to whom it belongs, and how long it waits for a client that comes back.
+    """Terms of an answer: to whom it belongs, and its life in two numbers, `goes_on_s` and `kept_s`. These
+    follow from what its client asked for, which is what stands on the wire.
 
     Attributes:
         owner: digest of the API key that its client sent; empty without one.
-        resume_ms: time that the client asked for. None does not wait after a hang-up, and waits
-            30 s after the death of the gateway.
+        resume_ms: for how long the client may come back; None if it did not ask.
         detached: it needs no client.
-        stored_ms: time that it is kept after its end, although it was answered; 0 if it is not stored.
-        repeat_ms: the same, for repetitions of its request with the same `Idempotency-Key`; 0 without one.
+        stored_ms, repeat_ms: how long its client may retrieve it, or repeat its request with the same
+            `Idempotency-Key`; else 0.
         body: digest of that request's route and body.
     """
 
@@ -92,21 +89,16 @@ class ResumeTerms:
     body: str = wire_field("bo", default="")
 
     @property
-    def needs_no_client(self) -> bool:
-        """Whether the request goes on up to its deadline, whoever has gone."""
-        return self.detached or self.repeat_ms > 0
-
-    @property
-    def kept_ms(self) -> int:
-        """Time that it is kept after its end, although it was answered; 0 if it is not."""
-        return max(self.stored_ms, self.repeat_ms)
-
-    @property
-    def keep_s(self) -> float:
-        """Seconds for which the request goes on after a hang-up; with 0, what it has made is deleted."""
-        if self.needs_no_client:
+    def goes_on_s(self) -> float | None:
+        """How long the request goes on without a client. None deletes what it has made, too."""
+        if self.detached or self.repeat_ms:
             return math.inf
-        return max((self.resume_ms or 0) / 1000, STORED_KEEP_S if self.kept_ms else 0.0)
+        return self.resume_ms / 1000 if self.resume_ms else 0.0 if self.stored_ms else None
+
+    @property
+    def kept_s(self) -> float:
+        """How long it is kept after its end, although it was answered."""
+        return max(self.stored_ms, self.repeat_ms) / 1000
 
 
 @dataclass(frozen=True, slots=True)

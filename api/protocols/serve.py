@@ -66,7 +66,7 @@ async def serve_on(protocol: Protocol, request: Request, route: str, parsed: Str
         return TokenStream(answer, frames=frames, streams=streams, headers=headers, release=release)
     if answer.terms.detached and renderer.queued is not None:
         content = renderer.queued(answer, streams[0])
-        release(streams[0], 0, answer.terms.keep_s)
+        release(streams[0], 0, answer.terms.goes_on_s)
         return Response(content, 200, headers, "application/json")
     return await respond_with_whole(
         request,

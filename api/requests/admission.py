@@ -226,20 +226,21 @@ class Admission:
 
     # --- release --------------------------------------------------------------------------------------------
 
-    def release(self, stream: Stream, reader: int = 0, keep_s: float = 0.0) -> None:
+    def release(self, stream: Stream, reader: int = 0, goes_on_s: float | None = None) -> None:
         """Release a stream that this reader, a number, does not read any more. In the background its request
-        is cancelled and deleted, after `keep_s` seconds, unless it has another reader by then.
+        is cancelled after `goes_on_s`, unless it has another reader by then; with None it is deleted, too.
         """
-        if stream.terminal or not keep_s:
+        if stream.terminal or goes_on_s is None:
             metrics.count_stream(stream, self.workers.limits)
-        waits = keep_s and not stream.ended_here
-        tasks = self.waits if waits else self.cleanups
-        work = self.wait_for_client(stream, reader, keep_s) if waits else self.cleanup(stream, reader)
+        if goes_on_s is None or stream.ended_here:
+            tasks, work = self.cleanups, self.cleanup(stream, reader)
+        else:
+            tasks, work = self.waits, self.wait_for_client(stream, reader, goes_on_s)
         task = asyncio.create_task(work)
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
-    async def wait_for_client(self, stream: Stream, reader: int, keep_s: float) -> None:
+    async def wait_for_client(self, stream: Stream, reader: int, goes_on_s: float) -> None:
         """Hold a stream until it ends: a held stream is offered to a broker that has lost it. Cancel its
         request when nobody has come back in time. Its keys expire.
         """
@@ -248,7 +249,7 @@ class Admission:
         is_counted = had_ended or stream.request.gateway
         try:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(None if keep_s == math.inf else keep_s):
+                async with asyncio.timeout(None if goes_on_s == math.inf else goes_on_s):
                     await stream.ended.wait()
             if stream.ended_here or not stream.terminal:
                 await self.cancel(stream.request.request_id, reader)

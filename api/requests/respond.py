@@ -124,9 +124,9 @@ async def submit(pool: Pool, answer: HttpAnswer) -> list[Stream]:
     """Submit all requests of the answer, once there is room for those that are kept. Raises ApiError, and
     Repeated as `Admission.submit_all`.
     """
-    if kept_ms := answer.terms.kept_ms:
+    if kept_s := answer.terms.kept_s:
         names = [choice.request_id for choice in answer.choices()]
-        await make_room(pool.client, pool.settings, names, kept_ms / 1000)
+        await make_room(pool.client, pool.settings, names, kept_s)
     if answer.requests[0].webhook:
         await check_room(pool.client)
     return await pool.admission.submit_all(answer)

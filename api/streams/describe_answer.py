@@ -3,6 +3,7 @@ long it is kept.
 """
 
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -83,15 +84,15 @@ def keep_as_asked(request: Generate, answer: HttpAnswer) -> Generate:
     result is kept.
     """
     terms = answer.terms
-    kept_ms = [request.result_ttl_ms, terms.resume_ms or 0, terms.kept_ms]
+    kept_ms = [request.result_ttl_ms, terms.resume_ms or 0, round(1000 * terms.kept_s)]
     if len(answer.requests) > 1:  # the first choice that ends must outlive the last one
         kept_ms.append(request.ttl_ms + REQUEST_KEY_MARGIN_MS)
     if terms.detached:
         kept_ms.append(RESULT_TTL_MS)
-    if terms.needs_no_client:
-        return replace(request, gateway="", grace_ms=0, result_ttl_ms=max(kept_ms))
-    grace_ms = request.grace_ms if terms.resume_ms is None else terms.resume_ms
-    return replace(request, grace_ms=grace_ms, result_ttl_ms=max(kept_ms))
+    kept = replace(request, result_ttl_ms=max(kept_ms))
+    if terms.goes_on_s == math.inf:
+        return replace(kept, gateway="", grace_ms=0)
+    return kept if terms.resume_ms is None else replace(kept, grace_ms=terms.resume_ms)
 
 
 # --- kept answers -------------------------------------------------------------------------------------------

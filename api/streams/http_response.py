@@ -27,8 +27,8 @@ from common.broker.keys import pool_of
 from common.messages.kept_answer import MAX_ANSWER_BYTES, KeptRequests
 from common.process.event_loop import run_until_one_ends
 
-Release = Callable[[Stream, int, float], None]
-"""(stream, number of its reader, seconds for which it is kept): `Admission.release`."""
+Release = Callable[[Stream, int, float | None], None]
+"""(stream, number of its reader, how long it goes on without one): `Admission.release`."""
 WholeBody = tuple[bytes, dict[str, str]]
 """The body of a whole answer, and the headers that are known with it."""
 RenderWhole = Callable[[HttpAnswer, Sequence[Stream], float], WholeBody]
@@ -50,7 +50,7 @@ async def keep_socket(
     The other arguments are those of `AnswerSocket.keep`.
     """
     if (answer_socket := socket_of(scope)) is not None:
-        requests = kept_requests(streams, outlives_client=answer.terms.keep_s > 0)
+        requests = kept_requests(streams, outlives_client=answer.terms.goes_on_s is not None)
         await answer_socket.keep(answer.request_id, reader, num_seen, comment, extra, requests)
 
 
@@ -79,9 +79,9 @@ def release_all(
         count_longest(streams)
     if (record := access_of(scope)) is not None:
         record.goes_on, record.route = goes_on, answer.route
-        note_streams(record, answer.model, streams, "left" if answer.terms.keep_s else "cancelled")
+        note_streams(record, answer.model, streams, "cancelled" if answer.terms.goes_on_s is None else "left")
     for stream in streams:
-        release(stream, reader, math.inf if goes_on else answer.terms.keep_s)
+        release(stream, reader, math.inf if goes_on else answer.terms.goes_on_s)
 
 
 # --- tokens as they come ------------------------------------------------------------------------------------
