@@ -108,7 +108,7 @@ async def retrieve_model(
     if adapter := pool.adapters.find(name):
         found = render_adapter(adapter, pool.settings.model_name)
     else:
-        found = render_model(pools.shown_name(name), pool.task)
+        found = render_model(pools.resolve(name).shown, pool.task)
     return render_info(found) if VERSION_HEADER in request.headers else found
 
 

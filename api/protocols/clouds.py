@@ -29,7 +29,7 @@ from api.protocols.tgi import (
 )
 from api.requests.fields import Listed, Strict
 from api.requests.logits import check_no_logits
-from api.requests.on_pool import adapter_of, allowed_adapter, check_adapter_id, pools_of
+from api.requests.on_pool import allowed_adapter, check_adapter_id, pools_of
 from api.requests.params import GenerationParams, Limits
 from api.requests.pool import Pool
 from api.requests.respond import read_terms, total_headers, with_adapter
@@ -147,11 +147,9 @@ async def read_instance(
 async def instance_adapter(request: Request, pool: Pool, instance: Instance) -> str:
     """The key of the adapter that an instance names; empty for none. Raises ApiError."""
     if isinstance(instance, ChatRequest):
-        name = adapter_of(pools_of(request), instance.model)
-        return await allowed_adapter(request, pool, name) if name else ""
-    if instance.adapter_id is None:
-        return ""
-    await check_adapter_id(request, instance.adapter_id)
+        return await allowed_adapter(request, pool, pools_of(request).resolve(instance.model).adapter)
+    if instance.adapter_id is not None:
+        await check_adapter_id(request, instance.adapter_id)
     return await allowed_adapter(request, pool, instance.adapter_id)
 
 
@@ -166,7 +164,7 @@ async def read_messages(request: Request, pool: Pool, chat: ChatRequest) -> Gene
     if chat.stream:
         raise invalid("`stream` must be false: the answer has all predictions", "stream")
     pools = pools_of(request)
-    if not pools.means_own(chat.model):
+    if pools.own.settings.pool not in pools.resolve(chat.model).pools:
         await pools.find(chat.model)  # raises, if there is no such model
         raise invalid(f"`model` must be this fleet's own. Given: {quoted(chat.model)}", "model")
     return (await read_chat(chat, pool)).params

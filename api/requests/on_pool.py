@@ -13,7 +13,7 @@ from api.http.idempotency import idempotency_key
 from api.http.middleware import retry_key
 from api.requests.fields import ServedFields
 from api.requests.pool import Pool
-from api.requests.pool_registry import PoolRegistry, check_key_adapter, check_key_model
+from api.requests.pool_registry import PoolRegistry, Target, check_key_adapter, check_key_model
 from common.metrics.catalogue import POOL_REQUESTS
 
 Shape = TypeVar("Shape", bound=ServedFields)
@@ -39,12 +39,12 @@ async def read_body(request: Request, shape: type[Shape]) -> Shape:
 
 async def pool_for(request: Request, model: str | None = None) -> Pool:
     """A pool that serves `model`, by default the gateway's own. Raises ApiError: 403 if the request's API key
-    may not use that model, and as `PoolRegistry.find_all`.
+    may not use that model, and as `PoolRegistry.find`.
     """
     pools = pools_of(request)
-    pool = await pools.find(model) if model else pools.own
-    check_key_model(key_of(request), pool.settings, pools.shown_name(model))
-    check_key_adapter(key_of(request), adapter_of(pools, model))
+    pool, target = await pools.find(model) if model else pools.own, pools.resolve(model)
+    check_key_model(key_of(request), pool.settings, target.shown)
+    check_key_adapter(key_of(request), target.adapter)
     return pool
 
 
@@ -53,15 +53,14 @@ async def on_pool(request: Request, model: str | None, serve: Serve) -> Response
     Raises ApiError.
     """
     pools = pools_of(request)
-    first, *others = await pools.find_all(model, retry_key(request))
-    request.state.model_name = pools.shown_name(model)
-    request.state.adapter_name = adapter_of(pools, model)
+    target = await pools.target(model)
+    first, *others = await pools.tried(target, retry_key(request))
     try:
-        return await counted(request, first, serve)
+        return await counted(request, first, target, serve)
     except ApiError as error:
         if error.error_type != "overloaded" or not others or idempotency_key(request):
             raise  # a repetition has to find its pool again
-    return await counted(request, others[0], serve)
+    return await counted(request, others[0], target, serve)
 
 
 async def on_adapter(request: Request, adapter_id: str | None, model: str | None, serve: Serve) -> Response:
@@ -76,31 +75,29 @@ async def on_adapter(request: Request, adapter_id: str | None, model: str | None
 
 async def check_adapter_id(request: Request, adapter_id: str) -> None:
     """Raises ApiError (422) if there is no such adapter."""
-    if not await pools_of(request).has_adapter(adapter_id):
+    pools = pools_of(request)
+    if not pools.resolve(adapter_id).adapter and not await pools.own.find_adapter(adapter_id):
         raise invalid(f"`adapter_id`: there is no adapter {quoted(adapter_id)}", "adapter_id")
 
 
-def adapter_of(pools: PoolRegistry, model: str | None) -> str:
-    """The name of the adapter that a client means by `model`; empty for a model alone."""
-    return model if model and pools.holding(model) else ""
-
-
-async def counted(request: Request, pool: Pool, serve: Serve) -> Response:
+async def counted(request: Request, pool: Pool, target: Target, serve: Serve) -> Response:
     """Serve a request with this pool, and count it if it is admitted. Raises ApiError: 403 if its API key may
     not use the pool's model, or the adapter that it names.
     """
-    name = request.state.adapter_name
-    check_key_model(key_of(request), pool.settings, request.state.model_name)
-    request.state.adapter = await allowed_adapter(request, pool, name) if name else ""
+    request.state.model_name = target.shown
+    check_key_model(key_of(request), pool.settings, target.shown)
+    request.state.adapter = await allowed_adapter(request, pool, target.adapter)
     response = await serve(pool)
-    POOL_REQUESTS.add(1, request.state.model_name, pool.settings.pool)
+    POOL_REQUESTS.add(1, target.shown, pool.settings.pool)
     return response
 
 
-async def allowed_adapter(request: Request, pool: Pool, name: str) -> str:
-    """The key of a pool's adapter. Raises ApiError: 403 if the request's API key may not use it, 404 if there
-    is none, 422 if no worker will serve it.
+async def allowed_adapter(request: Request, pool: Pool, name: str | None) -> str:
+    """The key of a pool's adapter; empty without a name. Raises ApiError: 403 if the request's API key may
+    not use it, 404 if there is none, 422 if no worker will serve it.
     """
+    if not name:
+        return ""
     check_key_adapter(key_of(request), name)
     if (adapter := await pool.find_adapter(name)) is None:
         raise model_not_found(f"The model `{cut(name)}` does not exist")

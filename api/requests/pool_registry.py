@@ -9,8 +9,9 @@ import math
 import random
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from api.errors import LOADING_S, ApiError, cut, model_not_found, unavailable
 from api.requests.monitors import Monitor
@@ -139,6 +140,22 @@ IDLE_S = 300.0
 CHECK_S = 10.0
 
 
+class Target(NamedTuple):
+    """What a client means by a name.
+
+    Attributes:
+        pools: that serve it, the own one first; none if nothing has this name.
+        adapter: the name, if it is that of an adapter; else empty.
+        shown: the name of the model that answers show.
+        weights: pool → weight, where its requests are shared out by weight.
+    """
+
+    pools: Sequence[str]
+    adapter: str
+    shown: str
+    weights: Mapping[str, float] = {}
+
+
 @dataclass(slots=True)
 class OpenPool:
     """A foreign pool that is open.
@@ -175,68 +192,61 @@ class PoolRegistry:
     # --- finding --------------------------------------------------------------------------------------------
 
     async def find(self, model: str | None, key: str = "") -> Pool:
-        """The first of `find_all`."""
-        return (await self.find_all(model, key))[0]
+        """The first pool that a request for `model` tries. Raises ApiError as `target` and `tried`."""
+        return (await self.tried(await self.target(model), key))[0]
 
-    async def find_all(self, model: str | None, key: str) -> list[Pool]:
-        """The pools that a request for `model` tries, in this order: one or two.
-
-        Args:
-            key: what the request has in common with its repetition by the client.
-
-        Raises ApiError: 404 `model_not_found`; 503 while no pool that serves the model has a worker, and
-        where the directory or the model's files cannot be read.
+    async def target(self, model: str | None) -> Target:
+        """What `resolve` finds. Looks again before it says that there is nothing. Raises ApiError: 404
+        `model_not_found`; 503 where the directory cannot be read.
         """
-        if not (names := self.serving(model)):
+        if not self.resolve(model).pools:
             await asyncio.gather(
                 self.directory.refresh_unless_fresh(), self.own.adapters.refresh_unless_fresh()
             )
-            names = self.serving(model)
-        if not names:
+        if not (target := self.resolve(model)).pools:
             raise self.unknown(cut(model or ""))
-        weights = {} if self.holding(model) else self.weights_of(model)
-        return [await self.named(name) for name in self.choose(names, weights, key)]
+        return target
 
-    def serving(self, model: str | None) -> list[str]:
-        """The pools that serve `model`, the own one first."""
-        if holding := self.holding(model):
-            return holding
-        own, is_own = self.own.settings, self.is_own(model)
-        if weights := self.weights_of(model):
-            return [*weights]
-        if model and model in (own.pool, *own.other_models, *self.directory.pools):
-            return [model]
-        if not is_own and (name := full_name(model or "", own)):
-            return [name]
-        name = own.model_name if is_own else model or ""
-        others = [
-            other for other in self.directory.pools if other != own.pool and self.has_model(other, name)
-        ]
-        return [own.pool, *others] if is_own or (own.any_model_name and not others) else others
+    async def tried(self, target: Target, key: str) -> list[Pool]:
+        """The pools that a request tries, in this order: one or two. Raises ApiError (503) while none of them
+        has a worker, and where the model's files cannot be read.
 
-    def holding(self, adapter: str | None) -> list[str]:
-        """The pools that have an adapter of this name, the own one first."""
-        own = [self.own.settings.pool] if self.own.adapters.find(adapter) else []
-        return own + [
-            name
-            for name, known in self.directory.pools.items()
-            if name != self.own.settings.pool and adapter in known.entry.adapters
-        ]
+        Args:
+            key: what the request has in common with its repetition by the client.
+        """
+        return [await self.named(name) for name in self.choose(target.pools, target.weights, key)]
+
+    def resolve(self, name: str | None) -> Target:
+        """What a client means by a name, as far as this gateway knows now: an adapter, requests that are
+        shared out by weight, a pool, or a model.
+        """
+        own, known = self.own.settings, self.directory.pools
+        holding = [own.pool] if self.own.adapters.find(name) else []
+        holding += [one for one, pool in known.items() if one != own.pool and name in pool.entry.adapters]
+        if name and holding:
+            return Target(holding, name, name)
+        is_own = not name or names_own(name, own)
+        model = own.model_name if is_own else name or ""
+        weights = self.directory.weights.get(name or model) or self.directory.weights.get(model) or {}
+        others = [other for other in known if other != own.pool and self.has_model(other, model)]
+        if weights:
+            pools = [*weights]
+        elif name and name in (own.pool, *own.other_models, *known):
+            pools = [name]
+        elif not is_own and (full := full_name(model, own)):
+            pools = [full]
+        else:
+            pools = [own.pool, *others] if is_own or (own.any_model_name and not others) else others
+        has_name = name and (name in self.directory.weights or not is_own) and pools != [own.pool]
+        return Target(pools, "", name if name and has_name else own.model_name, weights)
 
     def is_model(self, name: str) -> bool:
         """Whether a client that names `name` means a model, or a pool."""
-        known = (*self.own.settings.other_models, *self.directory.pools)
-        return (
-            self.is_own(name)
-            or name in known
-            or any(self.has_model(pool, name) for pool in self.directory.pools)
-        )
+        own, known = self.own.settings, self.directory.pools
+        is_pool = name in (*own.other_models, *known)
+        return is_pool or names_own(name, own) or any(self.has_model(pool, name) for pool in known)
 
-    async def has_adapter(self, name: str) -> bool:
-        """Whether a pool has an adapter of this name. Looks again before it says that there is none."""
-        return bool(self.holding(name) or await self.own.find_adapter(name))
-
-    def choose(self, names: list[str], weights: Mapping[str, float], key: str) -> list[str]:
+    def choose(self, names: Sequence[str], weights: Mapping[str, float], key: str) -> list[str]:
         """The pools that a request tries, of those that serve it: by weight, or by queue depth. Pools that
         are not live are left out as long as one is.
         """
@@ -247,28 +257,6 @@ class PoolRegistry:
         if grades[best[0]] == Grade.AWAY:
             return best[:1]
         return pick_by_depth({name: self.depth(name) for name in best}, self.chance)
-
-    def is_own(self, model: str | None) -> bool:
-        """Whether `model` is a name of the own pool's model."""
-        return not model or names_own(model, self.own.settings)
-
-    def means_own(self, model: str | None) -> bool:
-        """Whether a client that names `model` may be answered by the own pool."""
-        return self.own.settings.pool in self.serving(model)
-
-    def shown_name(self, model: str | None) -> str:
-        """The name of the model that answers show to a client that named `model`."""
-        if model and self.holding(model):
-            return model
-        is_known = model in self.directory.weights or not self.is_own(model)
-        has_others = self.serving(model) != [self.own.settings.pool]
-        return model if model and is_known and has_others else self.own.settings.model_name
-
-    def weights_of(self, model: str | None) -> Mapping[str, float]:
-        """Pool → weight, if the requests for `model` are shared out by weight; else empty."""
-        weights = self.directory.weights
-        own_name = self.own.settings.model_name if self.is_own(model) else ""
-        return weights.get(model or own_name) or weights.get(own_name) or {}
 
     def has_model(self, name: str, model: str) -> bool:
         return is_named(model, self.directory.pools[name].entry.models)
@@ -313,8 +301,7 @@ class PoolRegistry:
 
     def task_of(self, name: str) -> str:
         """What the model of this name makes in place of text, as far as this gateway knows: `Pool.task`."""
-        pools = [self.own, *(found.pool for found in self.foreign.values())]
-        return next((pool.task for pool in pools if names_own(name, pool.settings)), "")
+        return next((pool.task for pool in self.all() if names_own(name, pool.settings)), "")
 
     # --- opening and closing --------------------------------------------------------------------------------
 
