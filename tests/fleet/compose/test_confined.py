@@ -1,13 +1,18 @@
 """The compose stack as an attacker would find it: what a container may do, and whom it reaches."""
 
+import asyncio
 import itertools
 import json
+import ssl
+from pathlib import Path
 
 import httpx
 import pytest
 
 from common.broker.acl import PROCESSES
+from tests.support.compose.clients import SETTLED_S
 from tests.support.compose.stack import SERVICES, Stack, run
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(5400)]
 
@@ -66,3 +71,38 @@ async def test_the_proxy_passes_on_what_is_public(serving: Stack) -> None:
         hidden = ("/metrics", "/metrics/", "/%6detrics", "/fleet", "/fleet/requests/a", "/FLEET")
         statuses = {path: (await client.get(path)).status_code for path in hidden}
         assert set(statuses.values()) == {404}, statuses
+
+
+async def test_key_and_domain_come_from_the_shell(serving: Stack, tmp_path: Path) -> None:
+    """For the name localhost, Caddy signs the certificate itself."""
+    serving.variables |= {"API_KEY": "secret", "DOMAIN": "localhost"}
+    try:
+        await asyncio.to_thread(serving.must, "up", "-d", "--no-build", "--no-deps", "api", "proxy")
+        root = tmp_path / "root.crt"
+
+        def has_root() -> bool:
+            path = "proxy:/data/caddy/pki/authorities/local/root.crt"
+            return serving.compose("cp", path, str(root)).returncode == 0
+
+        await wait_until(has_root, SETTLED_S)
+        url = f"https://localhost:{serving.variables['PORT']}"
+        async with httpx.AsyncClient(base_url=url, verify=ssl.create_default_context(cafile=root)) as client:
+
+            async def status(key: str) -> int:
+                body = {"inputs": "The sky is", "parameters": {"max_new_tokens": 4}}
+                headers = {"authorization": f"Bearer {key}"}
+                try:
+                    return (
+                        await client.post("/generate", json=body, headers=headers, timeout=180)
+                    ).status_code
+                except httpx.TransportError:
+                    return 0
+
+            async def is_served() -> bool:
+                return await status("secret") == 200
+
+            await wait_until(is_served, SETTLED_S)
+            assert serving.first_line("api").startswith("requests must carry the key in API_KEY;")
+            assert await status("other") == 401
+    finally:
+        del serving.variables["API_KEY"], serving.variables["DOMAIN"]

@@ -17,25 +17,24 @@ from redis.asyncio import Redis
 
 from api.lifecycle import Gateway
 from api.requests.pool_registry import Grade
-from benchmarks.client import Stream
+from benchmarks.client import HttpStatusError, Stream, stream
 from common.broker.directory import DirectoryClient
 from common.broker.heartbeat import Heartbeat
 from common.broker.keys import SLEEPER, Keys
 from common.broker.pool_client import PoolClient
 from common.messages.records import unpack_ids
+from common.messages.request import Generate
 from deploy.launcher.embedded_broker import Broker, embedded
 from tests.support import brokers
 from tests.support.broker.announced import Announced, announced
 from tests.support.fleet.batchers import batcher
 from tests.support.fleet.gateways import ready, serving
 from tests.support.fleet.modeless_worker import modeless_worker
-from tests.support.fleet.scripted_fleet import WORDS, ScriptedFleet, answer_ids, begin, body, scripted_fleet
-from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.tokenizer import TOKENIZER
 from tests.support.waiting import wait_until
 
 STEP_S = 0.02
-NUM_WORKERS = 2
 NUM_TOKENS = 40
 UNKNOWN = {"model": "mine", "prompt": "number 1"}
 
@@ -79,15 +78,45 @@ def other() -> Iterator[OneBroker]:
         yield one
 
 
+WORDS: list[int] = TOKENIZER.encode(
+    " zero one two three four five six seven eight nine ten eleven twelve"
+).ids
+
+
+def number_of(request: Generate) -> int:
+    """The number in a prompt."""
+    return int(TOKENIZER.decode(unpack_ids(request.prompt_ids)).split()[-1])
+
+
+def answer_ids(number: int, num_tokens: int) -> list[int]:
+    """The answer to the prompt with this number."""
+    return [WORDS[(number + i) % len(WORDS)] for i in range(num_tokens)]
+
+
+def numbered_answer(request: Generate) -> Answer:
+    return Answer(answer_ids(number_of(request), request.stopping.max_new_tokens))
+
+
+async def begin(url: str, content: dict[str, object], answer: Stream) -> asyncio.Task[Stream]:
+    """Read a stream in a task; returns when it has begun. A request that is refused is sent again: a broker
+    on a busy machine may not answer the gateway in time.
+    """
+    task = asyncio.create_task(stream(url, content, answer))
+    await wait_until(lambda: answer.frames or task.done())
+    error = None if answer.frames else task.exception()
+    refused = isinstance(error, HttpStatusError) and error.status == 503
+    return await begin(url, content, answer) if refused else task
+
+
 @dataclass
 class TwoPools:
-    """Pool `a`, whose gateway serves, and pool `b`: two workers each.
+    """Pool `a`, whose gateway serves, and pool `b`: a worker each.
 
     Attributes:
         entries: what the directory says of each pool.
     """
 
-    fleets: dict[str, ScriptedFleet]
+    workers: dict[str, FakeWorker]
     entries: dict[str, Announced]
     gateway: Gateway
     client: httpx.AsyncClient
@@ -99,16 +128,18 @@ class TwoPools:
     @property
     def num_taken(self) -> dict[str, int]:
         """How many requests each pool has got."""
-        return {name: fleet.num_taken for name, fleet in self.fleets.items()}
+        return {name: len(worker.seen) for name, worker in self.workers.items()}
 
     async def stream(self, number: int) -> tuple[asyncio.Task[Stream], Stream]:
         """A stream that has begun."""
-        shown = Stream()
-        return await begin(f"{self.url}/generate_stream", body(number, NUM_TOKENS), shown), shown
+        shown, parameters = Stream(), {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+        content = {"inputs": f"number {number}", "parameters": parameters}
+        return await begin(f"{self.url}/generate_stream", content, shown), shown
 
     async def all_open(self) -> None:
         """Wait until the gateway may choose either pool."""
-        await wait_until(lambda: [self.gateway.pools.grade(name) for name in self.fleets] == 2 * [Grade.OPEN])
+        grade = self.gateway.pools.grade
+        await wait_until(lambda: {*map(grade, self.workers)} == {Grade.OPEN})
 
 
 @contextlib.asynccontextmanager
@@ -117,8 +148,8 @@ async def two_pools(first: str, second: str, **settings: Any) -> AsyncIterator[T
     settings = {"directory_url": first} | settings
     shared: dict[str, Any] = {"models": ["smollm2"], "directory_url": settings["directory_url"]}
     async with (
-        scripted_fleet(first, NUM_WORKERS, STEP_S, "a") as a,
-        scripted_fleet(second, NUM_WORKERS, STEP_S, "b") as b,
+        working(first, TOKENIZER, numbered_answer, STEP_S, "a") as a,
+        working(second, TOKENIZER, numbered_answer, STEP_S, "b") as b,
         announced(first, "a", **shared) as of_a,
         announced(second, "b", **shared) as of_b,
         serving(first, pool="a", **settings) as (gateway, client),
@@ -139,7 +170,7 @@ async def test_a_killed_broker_is_its_pools_only(own: OneBroker, other: OneBroke
     async with two_pools(own.broker.url, other.broker.url) as pools:
         streams = {number: await pools.stream(number) for number in range(12)}
         await wait_until(lambda: sum(pools.num_taken.values()) == len(streams))
-        taken = {name: {*live_numbers(fleet)} for name, fleet in pools.fleets.items()}
+        taken = {name: {*map(number_of, live_requests(worker))} for name, worker in pools.workers.items()}
         [living] = {"a", "b"} - {killed}
         assert taken["a"] and taken["b"]
         broker = own if killed == "a" else other
@@ -155,11 +186,9 @@ async def test_a_killed_broker_is_its_pools_only(own: OneBroker, other: OneBroke
         assert pools.num_taken == {living: len(taken[living]) + len(new), killed: len(taken[killed])}
 
 
-def live_numbers(fleet: ScriptedFleet) -> Iterator[int]:
-    """Numbers of the prompts that the workers hold."""
-    for member in fleet.members:
-        for live in member.live.values():
-            yield int(TOKENIZER.decode(unpack_ids(live.request.prompt_ids)).split()[-1])
+def live_requests(worker: FakeWorker) -> list[Generate]:
+    """Those that the worker holds."""
+    return [live.request for live in worker.live.values()]
 
 
 async def post(pools: TwoPools, number: int, model: str = "", **headers: str) -> dict[str, Any]:

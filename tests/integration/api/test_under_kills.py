@@ -24,8 +24,7 @@ from common.broker.client import connect
 from common.messages.records import unpack_ids
 from common.messages.request import Generate
 from deploy.launcher.embedded_broker import Broker
-from tests.support.fleet.gateways import answering, nothing_left, ready, serving, stream
-from tests.support.fleet.scripted_fleet import count_wrong, scripted_fleet
+from tests.support.fleet.gateways import answering, nothing_left, stream
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.keys.issued import add_key, bearer
 from tests.support.machine.killed_gateways import KilledGateways
@@ -266,26 +265,3 @@ async def test_cut_connections_change_no_byte(broker: Broker) -> None:
             await wait_until(gateway.pool.relay.subscribed.is_set)
         assert await talk == expected
         await nothing_left(gateway, worker)
-
-
-@pytest.mark.parametrize(
-    ("num_streams", "num_workers", "num_tokens", "step_s"),
-    [
-        (60, 8, 30, 0.05),
-        pytest.param(3000, 64, 40, 1.0, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
-    ],
-)
-async def test_each_stream_gets_each_token_once(
-    broker: Broker, num_streams: int, num_workers: int, num_tokens: int, step_s: float
-) -> None:
-    chance = random.Random(7)
-    async with (
-        scripted_fleet(broker.url, num_workers, step_s),
-        serving(broker.url, lambda: chance.random() < 0.05, max_concurrent_requests=num_streams) as (
-            gateway,
-            client,
-        ),
-    ):
-        await ready(gateway)
-        assert await count_wrong(str(client.base_url), num_streams, num_tokens) == 0
-        assert gateway.pool.relay.filler.num_fills > 1

@@ -140,20 +140,6 @@ class Stack:
         done = run(["docker", "stop", "-t", "120", *self.compose("ps", "-q").stdout.split()])
         assert done.returncode == 0, done.stderr
 
-    def limit_cores(self, service: str, cores: int) -> None:
-        """Limit the cores of each container of a service, and start the containers anew."""
-        for words in (["update", "--cpus", str(cores)], ["restart", "-t", "110"]):
-            done = run(["docker", *words, *self.containers(service)])
-            assert done.returncode == 0, done.stderr
-
-    def threads(self, service: str) -> list[int]:
-        """Return the number of threads of the engine in each worker's container, by its log; 0 before the log
-        has it.
-        """
-        logs = (run(["docker", "logs", name]) for name in self.containers(service))
-        said = (re.findall(r"(\d+) threads?", log.stdout + log.stderr) for log in logs)
-        return [int(found[-1]) if found else 0 for found in said]
-
     def restart_count(self, service: str) -> int:
         return int(self.inspect(service, "{{.RestartCount}}"))
 

@@ -87,13 +87,19 @@ async def ready(gateway: Gateway) -> None:
 
 @contextlib.asynccontextmanager
 async def answering(
-    url: str, answer: Answer | Callable[[Generate], Answer], step_s: float = 0.0, **settings: Any
+    url: str,
+    answer: Answer | Callable[[Generate], Answer],
+    step_s: float = 0.0,
+    tokenizer: ModelTokenizer | None = None,
+    sees: bool = False,
+    **settings: Any,
 ) -> AsyncIterator[tuple[FakeWorker, Gateway, httpx.AsyncClient]]:
-    """A worker that gives this answer, a gateway that is ready, and a client."""
+    """A worker that gives this answer, a gateway that is ready, and a client. The model `sees` pictures."""
     scripted = answer if callable(answer) else lambda _: answer
+    backend = tokenizer.backend if tokenizer else TOKENIZER
     async with (
-        working(url, TOKENIZER, scripted, step_s) as worker,
-        serving(url, **settings) as (gateway, client),
+        working(url, backend, scripted, step_s, sees=sees) as worker,
+        serving(url, tokenizer=tokenizer, **settings) as (gateway, client),
     ):
         await ready(gateway)
         yield worker, gateway, client

@@ -1,9 +1,9 @@
 """A gateway of a model that sees pictures, with a scripted worker; and pictures for it."""
 
 import base64
-import contextlib
 import io
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from api.lifecycle import Gateway
 from api.prompts.tokenizer import ModelTokenizer
 from common.messages.request import Generate
 from common.pictures import Size
-from tests.support.fleet.gateways import ready, serving
-from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
+from tests.support.fleet.gateways import answering
+from tests.support.fleet.scripted_worker import Answer, FakeWorker
 
 
 def png(size: Size = (20, 30), color: str = "red", kind: str = "PNG") -> bytes:
@@ -39,20 +39,8 @@ def user(*content: str | dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": parts}]
 
 
-@contextlib.asynccontextmanager
-async def showing(
-    url: str,
-    folder: Path,
-    answer: Answer | Callable[[Generate], Answer],
-    sees: bool = True,
-    **settings: Any,
-) -> AsyncIterator[tuple[FakeWorker, Gateway, httpx.AsyncClient]]:
+def showing(
+    url: str, folder: Path, answer: Answer | Callable[[Generate], Answer], sees: bool = True, **settings: Any
+) -> AbstractAsyncContextManager[tuple[FakeWorker, Gateway, httpx.AsyncClient]]:
     """A worker that gives this answer, and a gateway with the tokenizer in a folder."""
-    scripted = answer if callable(answer) else lambda _: answer
-    tokenizer = ModelTokenizer.load(folder)
-    async with (
-        working(url, tokenizer.backend, scripted, sees=sees) as worker,
-        serving(url, tokenizer=tokenizer, **settings) as (gateway, client),
-    ):
-        await ready(gateway)
-        yield worker, gateway, client
+    return answering(url, answer, tokenizer=ModelTokenizer.load(folder), sees=sees, **settings)
