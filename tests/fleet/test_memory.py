@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.fleet.fleet import Fleet, serving_processes
+from tests.support.fleet.fleet import Fleet
 from tests.support.waiting import PATIENCE_S
 
 ENDURANCE_S = float(os.environ.get("ENDURANCE_S", "180"))
@@ -71,6 +71,16 @@ async def serve_clients(http: httpx.AsyncClient, draw: random.Random, end_s: flo
                     break
         count += 1
     return count
+
+
+def serving_processes(fleet: Fleet) -> list[psutil.Process]:
+    """Return all processes without broker and launcher, but with engines, when none of them just ends."""
+    found: list[psutil.Process] = []
+    for name, pid in fleet.pids().items():
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            found += [] if name == "broker" else [process, *process.children(recursive=True)]
+    return found
 
 
 async def watch(fleet: Fleet, end_s: float) -> Mapping[str, list[int]]:

@@ -4,8 +4,6 @@ and the answer is whole.
 
 import contextlib
 import json
-import re
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,9 +28,6 @@ SETTINGS = {
 }
 QUESTION = "Count from one to two hundred in words."
 MAX_TOKENS = 128
-PAGE_TOKENS = 400
-"""Of an answer, unless the person sets another number."""
-WALL_TOKENS = 160
 SOME_CHARS = 30
 ANSWER_MS = 60_000
 
@@ -113,35 +108,6 @@ def test_a_killed_worker_changes_no_word(fleet: Fleet, page: Page) -> None:
     assert any(one.get("tokens", 0) > 1 and one["max_rows"] == 256 for one in processes), (
         "the other worker has sampled the rest"
     )
-
-
-def test_eight_of_sixteen_streams_hop_to_the_other_worker(fleet: Fleet, page: Page) -> None:
-    """Both workers are known from the timelines; no word changes."""
-    wait_until_sync(lambda: fleet.workers_ready() == 2)
-    page.get_by_role("tab", name="16 streams").click()
-    page.get_by_role("button", name="Run 16 streams").click()
-    expect(page.locator(".cell .holder", has_text="w")).to_have_count(16, timeout=ANSWER_MS)
-    expect(page.locator(".chip", has_text="w1").locator("output")).to_have_text("8 streams")
-    page.get_by_role("button", name="Kill w1", exact=True).click()
-    expect(page.locator("#wall-says")).to_contain_text("w1 died: 8 streams paused")
-    expect(page.locator("#wall-says")).to_contain_text("All 16 answers are whole", timeout=4 * ANSWER_MS)
-    hopped = page.locator(".cell", has=page.locator(".words > .worker"))
-    assert hopped.count() == 8
-    for cell in hopped.all()[:2]:
-        question = cell.locator("h3").text_content() or ""
-        assert cell.locator(".words .stretch").count() == 2
-        said = "".join(cell.locator(".words .stretch").all_text_contents())
-        assert said == undisturbed(fleet, question, WALL_TOKENS)
-    wait_until_sync(lambda: fleet.workers_ready() == 2)
-
-
-def test_suggested_questions_get_answers_that_do_not_go_round_in_circles(fleet: Fleet, page: Page) -> None:
-    ideas = page.locator("#ideas button").all_text_contents()
-    assert len(ideas) == 3
-    for idea in ideas:
-        said = undisturbed(fleet, idea, PAGE_TOKENS)
-        sentences = Counter(re.findall(r"[^.!?\n]{12,}[.!?\n]", said))
-        assert len(said) > 600 and sentences.most_common(1)[0][1] <= 3, said
 
 
 def test_markup_in_a_chat_is_shown_as_text_and_kept_over_a_reload(page: Page, fleet: Fleet) -> None:

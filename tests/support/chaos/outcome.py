@@ -1,26 +1,19 @@
 """Outcome: what came of a run of kills, in words, and what is left over."""
 
-import contextlib
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
-import psutil
-from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 
 from common.broker.keys import Keys
-from common.metrics.catalogue import RESUMES
 from tests.support.chaos.attack import Attack
 from tests.support.chaos.clients import Tally
 from tests.support.chaos.engine import NUM_BLOCKS
-from tests.support.fleet.fleet import Fleet, serving_processes, title
 
 KEYS = Keys("default")
-MIB = 2**20
 COUNTS = {"gateway": 2, "batcher": 2, "agent": 3, "engine": 3, "jobs": 2}
 
 
@@ -61,15 +54,11 @@ class Outcome:
 
     Attributes:
         interrupted: whether the run was told to end early: then what is left over was not looked at.
-        resumes: how often requests were resumed, by cause.
     """
 
     tally: Tally
     attack: Attack
     interrupted: bool = False
-    resumes: Counter[str] = field(default_factory=Counter)
-    before: dict[str, tuple[int, int]] = field(default_factory=dict)
-    after: dict[str, tuple[int, int]] = field(default_factory=dict)
     left_over: list[str] = field(default_factory=list)
 
     @property
@@ -79,15 +68,12 @@ class Outcome:
 
 def describe(plan: Plan, outcome: Outcome) -> str:
     tally, attack = outcome.tally, outcome.attack
-    holdings = [f"{kind} {outcome.before.get(kind)} → {found}" for kind, found in outcome.after.items()]
     lines = [
         f"seed {plan.seed}: {attack.hits.total()} kills: {counts(attack.hits)}",
-        f"requests resumed: {counts(outcome.resumes)}",
         f"answers checked: {tally.whole.total()} ({counts(tally.whole)}); {tally.num_tokens} tokens",
         f"of these, streams that broke off and went on: {tally.resumed.total()} ({counts(tally.resumed)})",
         f"cut by a gateway's death, right so far, and asked again: {tally.cut.total()} ({counts(tally.cut)})",
         f"refused and asked again: {tally.refused.total()} ({counts(tally.refused)})",
-        f"handles and MiB, before → after: {', '.join(holdings)}",
         *(f"wrong: {text}" for text in outcome.wrong),
         "interrupted: what is left over was not looked at" if outcome.interrupted else "",
         f"{time.strftime('%F %X')}, {plan.num_streams} streams, {attack.hits.total()} kills: "
@@ -99,17 +85,6 @@ def describe(plan: Plan, outcome: Outcome) -> str:
 
 def counts(found: Counter[str]) -> str:
     return ", ".join(f"{name} {count}" for name, count in sorted(found.items()))
-
-
-def holdings(fleet: Fleet) -> dict[str, tuple[int, int]]:
-    """Return the most handles and MiB that a process of each kind holds."""
-    found: dict[str, tuple[int, int]] = {}
-    for process in [fleet.known[fleet.launcher.pid], *serving_processes(fleet)]:
-        with contextlib.suppress(psutil.Error, IndexError):  # it ends meanwhile
-            kind = title(process)[1]
-            handles, mib = found.get(kind, (0, 0))
-            found[kind] = max(handles, process.num_fds()), max(mib, process.memory_info().rss // MIB)
-    return found
 
 
 STANDING = {
@@ -144,23 +119,3 @@ async def is_idle(redis: Redis) -> bool:
     found = {key for kind in ("request", "result") async for key in redis.scan_iter(KEYS.key(kind, "*"))}
     expiring = {key for key in found if await redis.ttl(key) > 0}
     return await idle(redis, expiring | {key.replace(b":request:", b":tokens:") for key in expiring})
-
-
-async def describe_busy(redis: Redis) -> str:
-    """Describe what is not idle: the batcher's counts, entries of requests and jobs, and keys by kind."""
-    state: dict[bytes, bytes] = await redis.hgetall(KEYS.state)  # type: ignore[misc]
-    kinds = Counter([key.decode().split(":")[2] async for key in redis.scan_iter(KEYS.key("*"))])
-    waiting = await redis.xlen(KEYS.requests), await redis.xlen(KEYS.submit)
-    return f"{state}; entries of requests and of submit {waiting}; keys: {counts(kinds)}"
-
-
-async def count_resumes(base_url: str) -> Counter[str]:
-    """Count resumed requests by cause; what a killed batcher counted in its last second is lost."""
-    async with httpx.AsyncClient(base_url=base_url, timeout=30) as http:
-        text = (await http.get("/metrics")).text
-    found: Counter[str] = Counter()
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name == f"{RESUMES.name}_total":
-                found[sample.labels["cause"]] += round(sample.value)
-    return found

@@ -183,16 +183,6 @@ class Fleet:
         self.__exit__(kind, error, trace)
 
 
-def serving_processes(fleet: Fleet) -> list[psutil.Process]:
-    """Return all processes without broker and launcher, but with engines, when none of them just ends."""
-    found: list[psutil.Process] = []
-    for name, pid in fleet.pids().items():
-        with contextlib.suppress(psutil.Error):
-            process = psutil.Process(pid)
-            found += [] if name == "broker" else [process, *process.children(recursive=True)]
-    return found
-
-
 def name_of(process: psutil.Process) -> str:
     """Return `w0` for a process titled `tokenfleet worker w0`, `broker` for the broker, else nothing."""
     with contextlib.suppress(psutil.Error):
