@@ -73,11 +73,11 @@ async def serve_clients(http: httpx.AsyncClient, draw: random.Random, end_s: flo
     return count
 
 
-def serving_processes(fleet: Fleet) -> list[psutil.Process]:
+def processes(fleet: Fleet) -> list[psutil.Process]:
     """Return all processes without broker and launcher, but with engines, when none of them just ends."""
     found: list[psutil.Process] = []
     for name, pid in fleet.pids().items():
-        with contextlib.suppress(psutil.Error):
+        with suppress(psutil.Error):
             process = psutil.Process(pid)
             found += [] if name == "broker" else [process, *process.children(recursive=True)]
     return found
@@ -87,7 +87,7 @@ async def watch(fleet: Fleet, end_s: float) -> Mapping[str, list[int]]:
     """Record the resident bytes of each process every second, by its title."""
     found: defaultdict[str, list[int]] = defaultdict(list)
     while time.monotonic() < end_s:
-        for process in await asyncio.to_thread(serving_processes, fleet):
+        for process in await asyncio.to_thread(processes, fleet):
             with suppress(psutil.Error, IndexError):
                 found[" ".join(process.cmdline()[0].split()[1:3])].append(process.memory_info().rss)
         await asyncio.sleep(LOOK_S)
