@@ -156,7 +156,7 @@ async def served(broker: Broker, redis: Redis, files: Path) -> AsyncIterator[tup
             "WEBHOOK_ALLOWED_HOSTS": receiver.host,
             "LOG_LEVEL": "error",
         }
-        gateways = KilledGateways(broker, 0, lambda: 0, **settings)
+        gateways = KilledGateways(broker, **settings)
         pool = KilledPool(broker.url, redis, num_workers=2, step_s=0.01, num_blocks=4000)
         try:
             async with pool.running():

@@ -1,7 +1,5 @@
-"""Two gateway processes that are killed in turns while clients use them."""
+"""Two gateway processes that are killed while clients use them."""
 
-import itertools
-from collections.abc import Callable
 from subprocess import Popen
 
 from deploy.launcher.embedded_broker import Broker
@@ -11,17 +9,10 @@ from tests.support.waiting import wait_until
 
 
 class KilledGateways:
-    """Two gateways, one of which is killed and started again, in turns.
+    """Two gateways, which can be killed and are started again; `settings` are their variables."""
 
-    Attributes:
-        done: how much has been done; each kill is after `pace` more.
-        settings: of the gateways, as variables.
-    """
-
-    def __init__(self, broker: Broker, pace: int, done: Callable[[], int], **settings: str) -> None:
+    def __init__(self, broker: Broker, **settings: str) -> None:
         self.broker = broker
-        self.pace = pace
-        self.done = done
         self.settings = settings
         self.ports = [free_port(), free_port()]
         self.urls = [f"http://127.0.0.1:{port}" for port in self.ports]
@@ -42,14 +33,6 @@ class KilledGateways:
         self.processes[place].wait()
         self.num_kills += 1
         self.processes[place] = self.start(place, self.num_kills)
-
-    async def kill_in_turns(self, patience_s: float = 60) -> None:
-        for number in itertools.count(1):
-            place = number % 2
-            await wait_until(lambda place=place: healthy(self.urls[place]), patience_s)  # type: ignore[misc]
-            due = self.done() + self.pace
-            await wait_until(lambda due=due: self.done() >= due, patience_s)  # type: ignore[misc]
-            self.kill(place)
 
     def stop(self) -> None:
         for process in self.processes:

@@ -183,7 +183,7 @@ async def test_each_scheduled_job_runs_once(broker: Broker) -> None:
     draw = random.Random(1)
     begun_s: dict[str, float] = {}
     async with connect(broker.url) as redis:
-        gateways = KilledGateways(broker, 0, lambda: 0, LOG_LEVEL="error", WORKER_TTL_S="2")
+        gateways = KilledGateways(broker, LOG_LEVEL="error", WORKER_TTL_S="2")
         pool = KilledPool(broker.url, redis, num_workers=2, step_s=0.02, num_blocks=2000)
         try:
             async with pool.running(), httpx.AsyncClient(timeout=30) as client:

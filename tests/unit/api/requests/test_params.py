@@ -1,7 +1,7 @@
 """Parameters: what fields become, which are refused, and what is left of them."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,37 @@ from api.errors import ApiError
 from api.http.body import parse_body
 from api.prompts.pictures import PicturePrompts
 from api.requests.fields import Listed, SamplingFields, Strict, Whole
-from api.requests.params import DRAW_ONLY, Limits, draws, load_sampling_defaults, sampling_params
+from api.requests.params import (
+    DRAW_ONLY,
+    GenerationParams,
+    Limits,
+    draws,
+    load_sampling_defaults,
+    sampling_params,
+)
 from api.requests.validate import validate
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.messages.records import pack_ids
-from common.messages.request import Generate, SamplingParams
+from common.messages.request import Generate, SamplingParams, StoppingParams
 from common.settings.ranges import RANGES
 from common.settings.settings import SettingError, Settings
-from tests.support.generation_params import generation_params
 from tests.support.tokenizer import model_tokenizer
+
+
+def generation_params(**params: Any) -> GenerationParams:
+    """Make parameters of the prompt `text`."""
+    own, stopping, sampling = (
+        {field.name: params.pop(field.name) for field in fields(cls) if field.name in params}
+        for cls in (GenerationParams, StoppingParams, SamplingParams)
+    )
+    assert not params
+    return GenerationParams(
+        stopping=StoppingParams(**stopping),
+        sampling=SamplingParams(**{"temperature": 1.0} | sampling),
+        **{"text": "a"} | own,
+    )
+
 
 # --- params -------------------------------------------------------------------------------------------------
 
