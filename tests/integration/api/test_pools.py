@@ -97,7 +97,7 @@ def numbered_answer(request: Generate) -> Answer:
     return Answer(answer_ids(number_of(request), request.stopping.max_new_tokens))
 
 
-async def begin(url: str, content: dict[str, object], answer: Stream) -> asyncio.Task[Stream]:
+async def begin(url: str, content: dict[str, Any], answer: Stream) -> asyncio.Task[Stream]:
     """Read a stream in a task; returns when it has begun. A request that is refused is sent again: a broker
     on a busy machine may not answer the gateway in time.
     """
@@ -133,7 +133,7 @@ class TwoPools:
     async def stream(self, number: int) -> tuple[asyncio.Task[Stream], Stream]:
         """A stream that has begun."""
         shown, parameters = Stream(), {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}
-        content = {"inputs": f"number {number}", "parameters": parameters}
+        content: dict[str, Any] = {"inputs": f"number {number}", "parameters": parameters}
         return await begin(f"{self.url}/generate_stream", content, shown), shown
 
     async def all_open(self) -> None:

@@ -1,7 +1,8 @@
 """Parameters: what fields become, which are refused, and what is left of them."""
 
+import dataclasses
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from tests.support.tokenizer import model_tokenizer
 def generation_params(**params: Any) -> GenerationParams:
     """Make parameters of the prompt `text`."""
     own, stopping, sampling = (
-        {field.name: params.pop(field.name) for field in fields(cls) if field.name in params}
+        {field.name: params.pop(field.name) for field in dataclasses.fields(cls) if field.name in params}
         for cls in (GenerationParams, StoppingParams, SamplingParams)
     )
     assert not params
