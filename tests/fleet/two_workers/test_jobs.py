@@ -1,19 +1,14 @@
 """Jobs of other services and of arq clients on a whole fleet: the examples of docs/ are true."""
 
-import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
-import redis
 
 from common.broker.keys import Keys
 from tests.support import brokers
@@ -22,55 +17,6 @@ from tests.support.waiting import wait_until_sync
 
 ROOT = Path(__file__).parents[3]
 KEYS = Keys("default")
-BODY = {
-    "inputs": "One, two, three,",
-    "parameters": {"max_new_tokens": 6, "ignore_eos": True, "details": True},
-}
-
-
-@pytest.fixture
-def client(fleet: Fleet) -> Iterator[redis.Redis]:
-    with redis.Redis.from_url(fleet.redis_url) as one:
-        yield one
-
-
-def submit(client: redis.Redis, **job: Any) -> str:
-    entry: Any = client.xadd(KEYS.submit, {"job": json.dumps(job)})
-    return str(entry.decode())
-
-
-def result(client: redis.Redis, job_id: str) -> Any:
-    return json.loads(wait_until_sync(lambda: client.get(KEYS.result(job_id))))
-
-
-VARYING = ("id", "created", "logprob", "cached_tokens")
-
-
-def plain(body: Any) -> Any:
-    """Strip an answer of what differs each time: names, times, cached tokens of the prompt, and
-    log-probabilities, which round differently in another batch.
-    """
-    if isinstance(body, list):
-        return [plain(one) for one in body]
-    if isinstance(body, dict):
-        return {name: plain(value) for name, value in body.items() if name not in VARYING} | tokens(body)
-    return body
-
-
-def tokens(body: Any) -> dict[str, Any]:
-    return {"token": body["id"]} if "logprob" in body else {}
-
-
-def test_a_job_gets_the_answer_that_http_gives(fleet: Fleet, client: redis.Redis) -> None:
-    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "temperature": 0}
-    entry_id = submit(client, **BODY)
-    submit(client, id="chat", messages=chat["messages"], parameters={"max_tokens": 3, "temperature": 0})
-    submit(client, id="sampled", inputs="a", parameters={"do_sample": True, "seed": 7, "max_new_tokens": 4})
-    with httpx.Client(base_url=fleet.base_url, timeout=60) as http:
-        assert plain(result(client, entry_id)) == plain(http.post("/generate", json=BODY).json())
-        assert plain(result(client, "chat")) == plain(http.post("/v1/chat/completions", json=chat).json())
-        sampled = {"inputs": "a", "parameters": {"do_sample": True, "seed": 7, "max_new_tokens": 4}}
-        assert result(client, "sampled") == http.post("/generate", json=sampled).json()
 
 
 def console_blocks(page: str, heading: str) -> list[str]:

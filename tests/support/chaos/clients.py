@@ -322,7 +322,7 @@ class Crowd:
     """Clients of one fleet.
 
     Attributes:
-        expected: the undisturbed answer to each case, by its name.
+        expected: the first answer to each case, by its name; it is undisturbed.
         gateway_hit_s: when a gateway was killed last, or had been stopped for as long as it was to be.
     """
 
@@ -338,27 +338,11 @@ class Crowd:
         """Ask for the answer to each case while nothing is disturbed."""
         waiting = list(self.cases)
 
-        async def ask() -> None:
+        async def ask(number: int) -> None:
             while waiting:
-                case = waiting.pop()
-                self.expected[str(case)] = await self.learn_case(case)
+                await self.insist(number, waiting.pop())
 
-        await asyncio.gather(*(ask() for _ in range(num_streams)))
-
-    async def learn_case(self, case: Case) -> Answer:
-        """Return the whole answer. A slow machine may refuse the first tries."""
-        until_s = time.monotonic() + HUNG_S
-        while True:
-            answer = Answer()
-            try:
-                await self.reader.read(case, answer)
-            except (HttpStatusError, *BROKEN):
-                if time.monotonic() > until_s:
-                    raise
-                await asyncio.sleep(ASK_AGAIN_S)
-            else:
-                assert answer.ended(case.num_choices), f"{case}: {answer}"
-                return answer
+        await asyncio.gather(*(ask(number) for number in range(num_streams)))
 
     async def run(self, num_streams: int) -> None:
         """Keep `streams` streams running until `stopping` is set, then end those that run."""
@@ -423,7 +407,8 @@ class Crowd:
         (self.tally.cut if is_cut else self.tally.whole)[case.kind] += 1
         self.tally.resumed[case.kind] += answer.num_cuts > 0 and not is_cut
         self.tally.num_tokens += answer.num_tokens
-        if difference := compare(answer, self.expected[str(case)], is_cut):
+        expected = self.expected.setdefault(str(case), answer)
+        if difference := compare(answer, expected, is_cut):
             self.complain(case, difference)
 
     def complain(self, case: Case, text: str) -> None:

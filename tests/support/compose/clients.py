@@ -1,16 +1,14 @@
 """Clients of a compose stack: a stream for each prompt through its proxy, while something is done to it."""
 
 import asyncio
-import json
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import httpx
 import pytest
 
-from benchmarks.client import EventReader, StreamBroken
+from benchmarks.client import EventReader, Stream, StreamBroken, stream
 from tests.support.compose.stack import Stack
 from tests.support.waiting import wait_until
 
@@ -25,43 +23,28 @@ T = TypeVar("T")
 
 
 class Clients:
-    """Clients, one for each prompt.
-
-    Attributes:
-        num_tokens: that came in the last run.
-        request_ids: of its streams.
-        pauses_s: between two of a stream.
-    """
+    """Clients, one for each prompt. `streams`: those of the last run."""
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
         self.url = f"http://127.0.0.1:{stack.variables['PORT']}"
-        self.num_tokens = 0
-        self.request_ids: list[str] = []
-        self.pauses_s: list[float] = []
+        self.streams: list[Stream] = []
 
-    async def stream(self, client: httpx.AsyncClient, prompt: str) -> Answer:
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(one.frames) for one in self.streams)
+
+    @property
+    def longest_pause_s(self) -> float:
+        """Between two tokens of a stream of the last run."""
+        return max(gap_s for one in self.streams for gap_s in one.gaps_s)
+
+    async def stream(self, prompt: str) -> Answer:
         """Return the tokens of a stream that ended well."""
-        body = {"inputs": prompt, "parameters": PARAMETERS}
-        tokens: Answer = []
-        last_s, ended = 0.0, False
-        async with client.stream("POST", f"{self.url}/generate_stream", json=body) as response:
-            assert response.status_code == 200, await response.aread()
-            self.request_ids.append(response.headers["x-request-id"])
-            async for line in response.aiter_lines():
-                if not line.startswith("data:"):
-                    continue
-                frame = json.loads(line[5:])
-                assert "error" not in frame, frame
-                now_s = time.monotonic()
-                if tokens:
-                    self.pauses_s.append(now_s - last_s)
-                last_s = now_s
-                tokens.append((frame["index"], frame["token"]["text"]))
-                ended = frame["generated_text"] is not None
-                self.num_tokens += 1
-        assert ended, f"cut after {len(tokens)} tokens"
-        return tokens
+        self.streams.append(one := Stream())
+        await stream(f"{self.url}/generate_stream", {"inputs": prompt, "parameters": PARAMETERS}, one)
+        assert one.frames[-1].get("generated_text") is not None, one.frames[-1]
+        return [(frame["index"], frame["token"]["text"]) for frame in one.frames]
 
     async def run(self, disturb: Callable[[], object] = lambda: None) -> list[Answer]:
         """Return an answer to each prompt; call `disturb` when each has had some tokens."""
@@ -75,10 +58,10 @@ class Clients:
             action()
             done.set()
 
-        async def repeat(client: httpx.AsyncClient, prompt: str) -> list[Answer]:
-            answers = [await self.stream(client, prompt)]
+        async def repeat(prompt: str) -> list[Answer]:
+            answers = [await self.stream(prompt)]
             while not done.is_set():
-                answers.append(await self.stream(client, prompt))
+                answers.append(await self.stream(prompt))
             return answers
 
         return await self.all(repeat, act)
@@ -97,23 +80,21 @@ class Clients:
         found += [frame async for frame in reader.go_on()]
         return [(frame["index"], frame["token"]["text"]) for frame in found]
 
-    async def all(
-        self, one: Callable[[httpx.AsyncClient, str], Awaitable[T]], disturb: Callable[[], object]
-    ) -> list[T]:
-        self.num_tokens, self.request_ids, self.pauses_s = 0, [], []
-        async with httpx.AsyncClient(timeout=180) as client:
-            running = [asyncio.ensure_future(one(client, prompt)) for prompt in PROMPTS]
-            await wait_until(
-                lambda: self.num_tokens >= DISTURBED_AT * len(PROMPTS) or any(one.done() for one in running)
-            )
-            await asyncio.to_thread(disturb)
-            return await asyncio.gather(*running)
+    async def all(self, one: Callable[[str], Awaitable[T]], disturb: Callable[[], object]) -> list[T]:
+        self.streams = []
+        running = [asyncio.ensure_future(one(prompt)) for prompt in PROMPTS]
+        await wait_until(
+            lambda: self.num_tokens >= DISTURBED_AT * len(PROMPTS) or any(one.done() for one in running)
+        )
+        await asyncio.to_thread(disturb)
+        return await asyncio.gather(*running)
 
     async def missed_after_s(self, died_at_s: float) -> list[float]:
         """Return the seconds until the batcher knew of a worker's death, for each stream of the last run that
         the worker held. All containers have the same clock.
         """
-        told = [event for name in self.request_ids for event in await timeline(self.stack, name)]
+        names = [one.place.split("/")[2] for one in self.streams]
+        told = [event for name in names for event in await timeline(self.stack, name)]
         return [event["at_ms"] / 1000 - died_at_s for event in told if event["what"] == "died"]
 
     async def is_healthy(self) -> bool:
