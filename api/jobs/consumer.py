@@ -277,10 +277,6 @@ class JobConsumer:
         match await reply.register():
             case "conflict":
                 await reply.send_error(conflict("job"), job.entry_id)
-            case "spoiled":
-                log.error("job %s: the key %s is not a job's", job.id, self.keys.job(job.id))
-                error = internal_error("the record of this job was overwritten")
-                await reply.send_error(error, job.id)
             case "live":
                 await self.run_in_time(job, reply)
 
@@ -326,10 +322,8 @@ class JobConsumer:
         match await reply.register():
             case "live":
                 await self.join_or_run(job, reply)
-            case "ended":
-                pass
-            case other:
-                return to_json(job.family(internal_error(f"the record of this request is {other}"))[1])
+            case "conflict":
+                return to_json(job.family(conflict("request"))[1])
         answer: bytes | None = await self.admission.retry_forever(
             lambda: self.redis.get(self.keys.result(job.id))
         )

@@ -129,8 +129,7 @@ return 'scheduled'
 -- ARGV job_id, entry_id, address, ...
 -- More arguments: name, value of each field of the record.
 -- Returns 1, or 0 when it is known.
-local kind = redis.call('TYPE', job).ok
-if kind ~= 'none' and (kind ~= 'hash' or redis.call('HEXISTS', job, 'last') == 1) then return 0 end
+if redis.call('HEXISTS', job, 'last') == 1 then return 0 end
 for _, set in ipairs({'live', 'scheduled'}) do
   if redis.call('ZSCORE', jobs .. ':' .. set, job_id) then return 0 end
 end

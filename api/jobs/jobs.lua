@@ -4,9 +4,7 @@
 -- ARGV digest, tenant, webhook, ttl_ms, channel, in_stream, reply_ttl_ms
 -- `in_stream` is '1' where the stream `reply` gets the frames, too. `tenant` of its API key, or ''. `webhook`
 -- as in `lib/webhooks`, or ''; the first one counts.
--- Returns 'live', 'ended', 'conflict', or 'spoiled' when `job` has another type.
-local kind = redis.call('TYPE', job).ok
-if kind ~= 'hash' and kind ~= 'none' then return 'spoiled' end
+-- Returns 'live', 'ended' or 'conflict'.
 local known, last, owner = unpack(redis.call('HMGET', job, 'digest', 'last', 'tenant'))
 if not known and owner and owner ~= tenant then redis.call('DEL', job) end -- another tenant's cancel
 if known and known ~= digest then return 'conflict' end
@@ -31,7 +29,7 @@ return 'live'
 -- ARGV validates, gateway, gateways
 -- `validates`: how the fields of notes begin. `gateways`: how the names of gateways' hashes begin.
 -- Returns the dead gateways with a note.
-if redis.call('TYPE', job).ok ~= 'hash' or redis.call('HEXISTS', job, 'choices') == 1 then return {} end
+if redis.call('EXISTS', job) == 0 or redis.call('HEXISTS', job, 'choices') == 1 then return {} end
 local dead, fields = {}, redis.call('HGETALL', job)
 for i = 1, #fields, 2 do
   local other = fields[i]:sub(1, #validates) == validates and fields[i]:sub(#validates + 1)
@@ -73,11 +71,8 @@ return redis.call(unpack(claim))
 -- answer, `state` to `error` say how the job has ended; the last three bound the records of such jobs.
 -- More arguments: lane, index in its lane, text of each frame; the channel has heard the first `num_heard`.
 -- A lane is one choice; frames of a lane come in order, from any index.
--- Returns the number of frames that were new, -1 when `job` has another type, or -2, with nothing done,
--- when frames before these are missing: the broker has lost them, and all are to be offered.
-local kind = redis.call('TYPE', job).ok
-if kind ~= 'hash' and kind ~= 'none' then return -1 end
-
+-- Returns the number of frames that were new, or -2, with nothing done, when frames before these are missing:
+-- the broker has lost them, and all are to be offered.
 local function next_index(target, lane)
   return tonumber(redis.call('HGET', job, target .. ':' .. lane) or '0')
 end
@@ -139,14 +134,12 @@ return num_new
 -- KEYS job, jobs, submit
 -- ARGV tenant, mark_ttl_ms, job_id
 -- `tenant` whose job it must be, or '' for any.
--- Returns as how many requests it was admitted, or -1 when it has ended, is another tenant's or the key has
--- another type.
-local kind = redis.call('TYPE', job).ok
-if kind ~= 'hash' and kind ~= 'none' then return -1 end
+-- Returns as how many requests it was admitted, or -1 when it has ended or is another tenant's.
+local is_new = redis.call('EXISTS', job) == 0
 if redis.call('HEXISTS', job, 'last') == 1 then return -1 end
-if tenant ~= '' and kind == 'hash' and redis.call('HGET', job, 'tenant') ~= tenant then return -1 end
+if tenant ~= '' and not is_new and redis.call('HGET', job, 'tenant') ~= tenant then return -1 end
 redis.call('HSET', job, 'cancel', 1)
-if kind == 'none' then
+if is_new then
   if tenant ~= '' then redis.call('HSET', job, 'tenant', tenant) end
   local is_known = redis.call('ZSCORE', jobs .. ':live', job_id)
   redis.call('PEXPIRE', job, is_known and JOB_TTL_MS or mark_ttl_ms)

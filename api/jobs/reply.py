@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from api.errors import ApiError
 from api.jobs import scripts as job_scripts
 from api.jobs.job import Job
-from api.jobs.scripts import DEAD_TTL_S, FRAMES_LOST, GOES_ON, MAX_DEAD, NOT_A_JOB, JobEnding
+from api.jobs.scripts import DEAD_TTL_S, FRAMES_LOST, GOES_ON, MAX_DEAD, JobEnding
 from api.json import to_json
 from api.requests.pool import Pool
 from common.broker.keys import RESULT_TTL_MS
@@ -41,7 +41,7 @@ class Reply:
         self.num_sent = 0
 
     async def register(self) -> str:
-        """Register the entry's job. Returns `live`, `ended` (answered again), `conflict` or `spoiled`."""
+        """Register the entry's job. Returns `live`, `ended` (answered again) or `conflict`."""
         job = self.job
         call = job_scripts.register_job(
             self.keys,
@@ -102,10 +102,6 @@ class Reply:
             )
             return await self.retry_forever(lambda: self.client.run(call))
 
-        outcome = await send_from(self.num_sent)
-        if outcome == FRAMES_LOST:
+        if await send_from(self.num_sent) == FRAMES_LOST:
             log.warning("job %s: the broker has lost frames: all are sent again", self.job.id)
-            outcome = await send_from(0)
-        if outcome == NOT_A_JOB:
-            key = self.keys.job(self.job.id)
-            log.error("job %s: %s is not a job's key; the answer is lost", self.job.id, key)
+            await send_from(0)

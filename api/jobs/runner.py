@@ -7,15 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from redis.exceptions import ResponseError
-
 from api.errors import (
     INSUFFICIENT_QUOTA,
     ApiError,
     failed,
     internal_error,
     overloaded,
-    unavailable,
 )
 from api.event_loop import RETRY_PAUSE_S, attempt, offload
 from api.http.access_log import AccessLog, AccessRecord
@@ -43,7 +40,6 @@ from api.streams.beams import new_stream
 from api.streams.describe_answer import address
 from api.streams.stream import Stream
 from api.webhooks import check_room
-from common.broker.client import describe_error
 from common.broker.keys import RESULT_TTL_MS
 from common.messages.codec import encode
 from common.messages.events import Terminal
@@ -178,10 +174,6 @@ class JobRun:
         """
         if isinstance(error, ApiError) and error.error_type in NO_RETRY:
             raise error
-        if isinstance(error, ResponseError) and "WRONGTYPE" in str(
-            error
-        ):  # another program overwrote the keys
-            raise unavailable(describe_error(error)) from error
         await self.check_cancelled()
         if self.job.terms.key:
             self.pool.keys.named(self.job.terms.key.key_id)

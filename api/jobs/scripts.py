@@ -126,11 +126,8 @@ class JobRecord(NamedTuple):
         return SCHEDULED if self.set_name == SCHEDULED else self.text("state")
 
 
-NOT_A_JOB = -1
 FRAMES_LOST = -2
-"""What `reply` answers when nothing was sent: the job's key has another type, or the broker has lost frames
-before these.
-"""
+"""What `reply` answers when nothing was sent, as the broker has lost frames before these."""
 VALIDATES = "validates:"
 """How the name of a field begins in which a gateway notes that it validates a job."""
 EVENTS = {DONE: "completed", CANCELLED: "cancelled", FAILED: "failed", DEAD: "failed"}
@@ -140,7 +137,7 @@ EVENTS = {DONE: "completed", CANCELLED: "cancelled", FAILED: "failed", DEAD: "fa
 def register_job(
     keys: Keys, job_id: str, *, digest: str, tenant: str, webhook: bytes, channel: str, in_stream: bool
 ) -> ScriptCall[str]:
-    """Register a job. The reply is `live`, `ended`, `conflict` or `spoiled`.
+    """Register a job. The reply is `live`, `ended` or `conflict`.
 
     Args:
         tenant: of its API key, or "".
@@ -200,7 +197,7 @@ def reply(
     dead_ttl_ms: int,
     max_dead: int,
 ) -> ScriptCall[int]:
-    """Send the new frames of a job, and store its answer. The reply is how many were new, NOT_A_JOB or
+    """Send the new frames of a job, and store its answer. The reply is how many were new, or
     FRAMES_LOST.
 
     Args:

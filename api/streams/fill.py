@@ -12,13 +12,11 @@ import math
 import random
 from collections.abc import AsyncIterator, Container, Iterable, Mapping
 
-from redis.exceptions import ResponseError
-
 from api.event_loop import Pace
 from api.streams.offers import Offers
 from api.streams.stream import Stream
 from common.broker.client import CONNECT_TIMEOUT_S, FailureLog
-from common.broker.committed import Committed, logged_messages, read_slice, skip_wrong_type
+from common.broker.committed import Committed, logged_messages, read_slice
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, from_map, unpack
 from common.messages.events import FINISHED, Events, Terminal, TokenColumns, Tokens, single_token
@@ -295,12 +293,9 @@ async def read_logits(pool: PoolClient, request_id: str, num_bytes: int) -> byte
     pieces: list[bytes] = []
     while num_read < num_bytes:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            try:
-                found = await pool.redis.lrange(  # type: ignore[misc]
-                    key, len(pieces), len(pieces) + LOGITS_PIECES_IN_ONE_READ - 1
-                )
-            except ResponseError as error:
-                found = skip_wrong_type(error) or []
+            found = await pool.redis.lrange(  # type: ignore[misc]
+                key, len(pieces), len(pieces) + LOGITS_PIECES_IN_ONE_READ - 1
+            )
         if not found:
             return None
         pieces += found
@@ -312,11 +307,8 @@ async def read_log(pool: PoolClient, worker: str, after: int, until: int) -> Asy
     """Yield the messages of a worker's log after one flush up to another, or with 0 up to its end."""
     first, last = f"({after}-0", f"{until}-0" if until else "+"
     while True:
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                entries = await pool.redis.xrange(pool.keys.log(worker), first, last, LOG_ENTRIES_IN_ONE_READ)
-        except ResponseError as error:
-            entries = skip_wrong_type(error) or []
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            entries = await pool.redis.xrange(pool.keys.log(worker), first, last, LOG_ENTRIES_IN_ONE_READ)
         for entry_id, fields in entries:
             first = f"({entry_id.decode()}"
             for message in logged_messages(fields):

@@ -105,29 +105,6 @@ async def test_a_batch_of_chats_is_answered_in_the_order_of_its_input(broker: Br
     assert left == [], "what is committed leaves Redis"
 
 
-async def test_completions_and_their_errors(broker: Broker, tmp_path: Path) -> None:
-    async with answering(broker.url, answer, files_dir=str(tmp_path)) as (_, _, http):
-        client = openai_client(http)
-        bodies = [
-            {"prompt": "One", "max_tokens": 9},
-            {"prompt": ["One", "Two"]},
-            {"prompt": 1},
-            {"model": "no"},
-        ]
-        content = jsonl(
-            {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body}
-            for i, body in enumerate(bodies)
-        )
-        batch = await run_batch(client, content, "/v1/completions", "best_effort")
-        output, errors = await lines(client, batch.output_file_id), await lines(client, batch.error_file_id)
-        single = (await http.post("/v1/completions", json=bodies[0])).json()
-    assert batch.expires_at is None
-    assert output[0]["response"]["body"]["choices"] == single["choices"]
-    assert len(output[1]["response"]["body"]["choices"]) == 2
-    assert [line["response"]["status_code"] for line in errors] == [400, 404]
-    assert "nor an adapter of it" in errors[1]["response"]["body"]["error"]["message"]
-
-
 async def test_responses_are_those_of_the_route_but_for_ids(broker: Broker, tmp_path: Path) -> None:
     async with answering(broker.url, answer, files_dir=str(tmp_path)) as (worker, _, http):
         client = openai_client(http)
@@ -139,12 +116,13 @@ async def test_responses_are_those_of_the_route_but_for_ids(broker: Broker, tmp_
             {"input": [{"type": "item_reference", "id": "msg_1"}]},
             {"input": "One", "background": True},
             {"input": "One", "top_logprobs": 2},
+            {"input": "One", "model": "no"},
         ]
         content = jsonl(
             {"custom_id": str(i), "method": "POST", "url": "/v1/responses", "body": body}
             for i, body in enumerate(bodies)
         )
-        batch = await run_batch(client, content, "/v1/responses")
+        batch = await run_batch(client, content, "/v1/responses", "best_effort")
         output, errors = await lines(client, batch.output_file_id), await lines(client, batch.error_file_id)
         served = sorted((one.prompt_ids for one in worker.seen), key=len)
         worker.seen.clear()
@@ -161,7 +139,11 @@ async def test_responses_are_those_of_the_route_but_for_ids(broker: Broker, tmp_
         "input[0].type",
         "background",
         "top_logprobs",
+        "model",
     ]
+    assert batch.expires_at is None
+    assert errors[-1]["response"]["status_code"] == 404
+    assert "nor an adapter of it" in errors[-1]["response"]["body"]["error"]["message"]
 
 
 def text_in(response: dict[str, Any]) -> list[str]:

@@ -231,18 +231,6 @@ async def undisturbed(broker: Broker, count: int) -> list[bytes]:
         return answers
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-async def test_lost_messages_change_no_byte(broker: Broker, seed: int) -> None:
-    expected = await undisturbed(broker, 12)
-    chance = random.Random(seed)
-    lossy = answering(broker.url, scripted, step_s=0.005, lose=lambda: chance.random() < 0.1)
-    async with lossy as (worker, gateway, client):
-        assert await converse(client, 12) == expected
-        assert gateway.pool.relay.filler.num_fills > 1
-        await nothing_left(gateway, worker)
-
-
 async def test_streams_finish_with_all_messages_lost(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_module, "SILENCE_S", 0.2)
     monkeypatch.setattr(relay_module, "AUDIT_S", 0.1)

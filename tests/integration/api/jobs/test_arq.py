@@ -141,9 +141,6 @@ async def test_malformed_arq_keys_do_not_kill_a_job_worker(
         for i, data in enumerate(GARBAGE):
             await client.set(f"arq:job:garbage{i}", data)
             await client.zadd(QUEUE, {f"garbage{i}": now_ms})
-        await client.rpush("arq:job:list", "mine")  # type: ignore[misc]
-        await client.zadd(QUEUE, {b"\xff\xfe": now_ms, "list": now_ms, "": now_ms})  # type: ignore[type-var]
-        await client.zadd("arq:abort", {b"\xff\xfe": now_ms})
         for i in range(len(GARBAGE)):
             with pytest.raises(SerializationError, match="unable to deserialize job"):
                 await result(Job(f"garbage{i}", client, QUEUE, msgpack.unpackb))
@@ -241,28 +238,6 @@ async def test_many_jobs_wait_concurrently(client: ArqRedis, worker: FakeWorker,
         await wait_until(lambda: len(running.client.waiting) == 40)
         worker.going.set()
         assert {(await result(job))["generated_text"] for job in jobs} == {TEXT}
-
-
-async def test_a_chat_job_takes_what_vllm_adds_to_the_route(
-    client: ArqRedis, worker: FakeWorker, broker: Broker
-) -> None:
-    async with job_worker(broker.url):
-        more: list[dict[str, Any]] = [
-            {"return_token_ids": True, "prompt_logprobs": 1},
-            {"allowed_token_ids": [7, 11]},
-            {"structured_outputs": {"choice": ["yes", "no"]}},
-        ]
-        answers = [await result(await enqueue(client, "chat", CHAT["messages"], **fields)) for fields in more]
-        with pytest.raises(SerializationError, match=r"structured_outputs\.regex"):
-            await result(await enqueue(client, "chat", CHAT["messages"], structured_outputs={"regex": ""}))
-    prompt = unpack_ids(worker.seen[0].prompt_ids)
-    assert answers[0]["prompt_token_ids"] == prompt
-    assert answers[0]["choices"][0]["token_ids"] == [*IDS, 2]
-    scored = [next(iter(one)) for one in answers[0]["prompt_logprobs"][1:]]
-    assert scored == [str(token) for token in prompt[1:]]
-    samplings = [one.sampling for one in worker.seen if one.sampling]
-    assert [7, 11] in [sampling.allowed_token_ids for sampling in samplings]
-    assert any("yes" in sampling.grammar for sampling in samplings)
 
 
 WAIT_S = 0.3

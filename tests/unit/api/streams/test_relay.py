@@ -9,15 +9,14 @@ from redis.asyncio import Redis
 
 from api.streams import fill
 from api.streams import relay as relay_module
-from api.streams.fill import Sources
 from api.streams.relay import Relay
 from api.streams.stream import Stream
 from common.broker.client import connect
 from common.broker.committed import Committed
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
-from common.messages.events import Events, Terminal, TokenColumns, Tokens, pack_tokens
-from common.messages.records import RECORD, pack_floats, pack_ids, pack_records
+from common.messages.events import Events, TokenColumns, Tokens, pack_tokens
+from common.messages.records import pack_floats, pack_ids, pack_records
 from common.messages.request import Generate, StoppingParams
 from tests.support.events import IDS, KEYS, event_message, new_stream, tokens
 from tests.support.token_columns import as_sent
@@ -130,22 +129,6 @@ async def test_a_gap_is_filled_with_the_same_text(redis: Redis, relay: Relay) ->
     await wait_until(lambda: stream.num_tokens == 9)
     assert stream.ids == IDS[:9]
     assert stream.texts == [TOKENIZER.decode([i]) for i in IDS[:9]]
-
-
-@pytest.mark.parametrize("garbage", [b"", b"no whole token", RECORD.pack(IDS[0], 0.0), bytes(32)])
-async def test_an_overwritten_result_ends_its_own_stream_only(
-    redis: Redis, relay: Relay, garbage: bytes
-) -> None:
-    spoilt, other = new_stream(), new_stream("other")
-    for stream in (spoilt, other):
-        relay.add(stream)
-        relay.note_admitted(stream)
-        await commit(redis, 3, 3, stream.request.request_id)
-    await redis.hset(KEYS.request("r"), mapping={"terminal": "length", "num_tokens": 3})  # type: ignore[misc]
-    await redis.set(KEYS.tokens("r"), garbage)
-    relay.filler.request_fill([spoilt, other])
-    await wait_until(lambda: spoilt.terminal and other.num_tokens == 3)
-    assert spoilt.terminal.error == "its result cannot be read" and not other.terminal  # type: ignore[union-attr]
 
 
 async def test_a_prompt_is_read_before_the_first_token_is_shown(redis: Redis, relay: Relay) -> None:
@@ -352,22 +335,6 @@ async def test_one_lost_message_reads_one_flush_of_its_source_and_no_request(
     assert other.all_have(3)
 
 
-async def test_only_a_request_that_the_next_message_does_not_have_is_asked_for(
-    redis: Redis, relay: Relay
-) -> None:
-    source = Source(redis, relay, "w0", num_streams=8)
-    await source.start()
-    await source.flush()
-    await wait_until(lambda: source.all_have(1))
-    await redis.hset(KEYS.request("w0.7"), mapping={"terminal": "length", "num_tokens": 1})  # type: ignore[misc]
-    await redis.set(KEYS.tokens("w0.7"), RECORD.pack(IDS[0], 0.0))
-    await redis.config_resetstat()
-    source.number += 1  # the message with its end is lost
-    await source.flush(without=1)
-    await wait_until(lambda: source.streams[7].terminal)
-    assert source.streams[7].ids == IDS[:1] and await calls(redis, "hmget") == 1
-
-
 async def test_how_much_of_the_prompt_was_cached_is_read_with_the_first_token(
     redis: Redis, relay: Relay
 ) -> None:
@@ -421,20 +388,3 @@ async def test_a_long_answer_is_filled_in_slices(redis: Redis, relay: Relay) -> 
     relay.filler.request_fill([stream])
     await asyncio.wait_for(watcher, 60)
     assert max(b - a for a, b in itertools.pairwise(seen)) <= 2 * fill.TOKENS_AT_ONCE
-
-
-# --- sources ------------------------------------------------------------------------------------------------
-
-
-def message(number: int, flush: int, source: str = "w0") -> Events:
-    return Events(source, number, terminals=[Terminal("r", "length", 0)], flush=flush)
-
-
-def test_lost_messages_lie_after_the_last_flush_that_was_heard() -> None:
-    heard = Sources()
-    assert heard.note(message(1, 7), "c") is None
-    assert heard.note(message(2, 9), "c") is None
-    assert heard.note(message(4, 12), "c") == 9
-    assert heard.note(Events("w0", 4, flush=12), "c") is None, "the last number, repeated"
-    assert heard.note(Events("w0", 5, flush=13), "c") == 12
-    assert heard.last_flush("w0", "c") == 13 and heard.last_flush("w0", "other") == 0

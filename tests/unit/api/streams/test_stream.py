@@ -6,14 +6,13 @@ import pytest
 
 from api.streams.beams import all_outputs, is_absent
 from api.streams.beams import new_stream as new_stream_of
-from api.streams.stream import LateText, Stream
-from common.detokenize import Detokenizer
+from api.streams.stream import Stream
 from common.messages.events import Terminal, Tokens
 from common.messages.records import RECORD, pack_floats, pack_ids, pack_sequences, unpack_records
 from common.messages.request import BeamParams, Generate, StoppingParams
 from tests.support.answers.beams import SEQUENCES, TEXTS
 from tests.support.events import IDS, end, new_stream, tokens
-from tests.support.tokenizer import TOKENIZER, ids, model_tokenizer
+from tests.support.tokenizer import TOKENIZER, model_tokenizer
 
 # --- stream -------------------------------------------------------------------------------------------------
 
@@ -89,20 +88,6 @@ async def test_only_a_token_that_may_be_the_last_one_is_held_back(
     assert stream.num_ready == ready
     stream.end(Terminal("r", "error", 0, "gone"))
     assert stream.num_ready == len(ids)
-
-
-# --- late texts ---------------------------------------------------------------------------------------------
-
-
-TEXT_IDS = ids("naïve café 🙂🚀 and नमस्ते, once more")
-
-
-@pytest.mark.parametrize("num_known", [0, 1, 5, len(TEXT_IDS) - 1])
-def test_texts_are_those_of_the_worker(num_known: int) -> None:
-    worker = Detokenizer(TOKENIZER, [28, 29])
-    texts = [worker.step(token_id) for token_id in TEXT_IDS]
-    late = LateText(TOKENIZER, [28, 29])
-    assert late.texts(TEXT_IDS[:num_known], TEXT_IDS[num_known:]) == texts[num_known:]
 
 
 # --- beams --------------------------------------------------------------------------------------------------
