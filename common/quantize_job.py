@@ -4,7 +4,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-METHODS = ("gptq", "awq", "fp8")
+METHODS = ("gptq", "awq")
 GROUP_SIZES = (128, 64, 32)
 """Sizes of groups that are tried in this order where none is given."""
 WHOLE_ROW = -1
@@ -19,7 +19,7 @@ class QuantizeJob:
         source: the directory of the plain model.
         output: the directory that is made.
         method: one of METHODS.
-        bits: of a weight; 8 for fp8.
+        bits: of a weight.
         group_size: inputs that share a scale; None: the largest that divides all layers, of GROUP_SIZES.
         damping: what GPTQ adds to the diagonal of its Hessian, as a share of the diagonal's mean.
         act_order: GPTQ rounds the inputs with the largest values first.

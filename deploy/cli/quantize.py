@@ -15,9 +15,8 @@ from common.settings.types import convert
 from deploy.launcher import prepare
 from deploy.launcher.fleet import command
 
-DESCRIPTION = """Quantise a plain model, layer by layer: a layer at a time is in memory. The perplexity of a
-part of the text, which is held out, is printed before and after."""
-BITS = {"gptq": (4, 8), "awq": (4,), "fp8": (8,)}
+DESCRIPTION = "Quantise a plain model, layer by layer; the error of each layer's weights is printed."
+BITS = {"gptq": (4, 8), "awq": (4,)}
 SETTINGS = {
     "revision": "of a hub model",
     "device": "auto, cpu or cuda",
@@ -49,9 +48,7 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("model_id", metavar="MODEL", help="hub id, directory, GGUF file or `smollm2`")
     parser.add_argument("output", metavar="OUT", help="the directory that is made")
     parser.add_argument("--method", default="gptq", help=f"{', '.join(METHODS)} (default: %(default)s)")
-    parser.add_argument(
-        "--bits", type=int, help="4 or 8 for gptq, 4 for awq, 8 for fp8 (default: the fewest)"
-    )
+    parser.add_argument("--bits", type=int, help="4 or 8 for gptq, 4 for awq (default: 4)")
     parser.add_argument(
         "--group-size",
         "--groupsize",
@@ -88,6 +85,10 @@ def read_job(flags: argparse.Namespace) -> QuantizeJob:
     """What is asked for, without the model. Raises SettingError."""
     if flags.upload_to_model_id is not None:
         raise SettingError("--upload-to-model-id", "is not served: `hf upload ID OUT` does it afterwards")
+    if flags.method == "fp8":
+        raise SettingError(
+            "--method", "fp8 is not written: `tokenfleet serve MODEL --quantize fp8` rounds at load"
+        )
     if flags.method not in METHODS:
         raise SettingError("--method", f"{flags.method!r} is not one of {', '.join(METHODS)}")
     bits = flags.bits or BITS[flags.method][0]

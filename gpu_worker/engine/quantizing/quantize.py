@@ -2,183 +2,128 @@
 outputs of the layers before it as they are quantised, so that its rounding makes up for theirs.
 """
 
+import functools
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import nn
+from torch.utils._pytree import tree_map_only
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
+from common import model_files
 from common.quantize_job import GROUP_SIZES, WHOLE_ROW, QuantizeJob
-from common.settings.settings import SettingError
-from gpu_worker.engine.cuda.linear import round_rows
+from common.rank import RankInfo
+from common.settings.settings import SettingError, Settings
+from gpu_worker.engine.model.config import cannot_serve, read_config
+from gpu_worker.engine.model.families import register_family
+from gpu_worker.engine.model.load import choose_device
 from gpu_worker.engine.model.quantized_linears import ROUTERS
+from gpu_worker.engine.model.weights import check_files, load_pretrained, quantization_method
+from gpu_worker.engine.parallel.stages import find_layers
+from gpu_worker.engine.parallel.tensor_parallel import parameter_finder
+from gpu_worker.engine.quantization.checkpoint import read_tensors
 from gpu_worker.engine.quantization.weight import Fields
-from gpu_worker.engine.quantizing import formats
-from gpu_worker.engine.quantizing.awq import scale_inputs
-from gpu_worker.engine.quantizing.calibration import Calibration, sum_of_losses
-from gpu_worker.engine.quantizing.gptq import solve
-from gpu_worker.engine.quantizing.grid import Grid, Rounded
-from gpu_worker.engine.quantizing.inputs import LayerInputs, recording
-from gpu_worker.engine.quantizing.staged import LoadedLayer, StagedModel
+from gpu_worker.engine.quantizing import checkpoint
+from gpu_worker.engine.quantizing.rounding import (
+    Grid,
+    Rounded,
+    record_inputs,
+    round_by_gptq,
+    scale_inputs,
+)
 from gpu_worker.protocol import UnservableModel
 
-Progress = Callable[[str], None]
-Tensors = dict[str, torch.Tensor]
+ATTENTION = "eager"
+"""transformers' own attention, written out: a sequence at a time, without a cache."""
+BUNDLED = Path(__file__).with_name("calibration.txt")
+LONGEST = 2048
+"""Tokens of a sequence."""
+NUM_PARTS = 8
+"""A text is cut into at least that many sequences."""
+SHORTEST = 16
+"""Tokens of the shortest sequences."""
 
 
-@dataclass
-class Result:
-    """What quantising has shown.
+def quantize(job: QuantizeJob, settings: Settings) -> None:
+    """Make a quantised checkpoint, and print where it is. Raises SettingError."""
+    source, output = Path(job.source), Path(job.output)
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    device = choose_device(settings.device, RankInfo())
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    try:
+        model = open_model(source, settings, device)
+        size = check_layers(model, job)
+        texts = read_texts(job, model_files.read_tokenizer(source), model_files.context_length(source))
+        count = sum(ids.shape[1] for ids in texts)
+        say(f"quantising {settings.model_id} ({job.method}, {job.bits} bits) with {count} tokens on {device}")
+        tensors = quantize_layers(job, model, size, texts)
+    except (UnservableModel, ValueError) as error:
+        cause = cannot_serve(settings.model_id, error).cause.replace("be served", "be quantised")
+        raise SettingError("model_id", cause) from error
+    rest = {name: tensor[...] for name, tensor in model.tensors.items() if name not in tensors}
+    whole = {name: tensor for name, tensor in (rest | tensors).items() if tensor is not None}
+    checkpoint.write(output, source, whole, checkpoint.config_of(job, size, model.head))
+    before, after = (sum(file.stat().st_size for file in it.glob("*.safetensors")) for it in (source, output))
+    say(f"{before / 2**20:.0f} MiB before, {after / 2**20:.0f} MiB after")
+    print(output.absolute(), flush=True)
 
-    Attributes:
-        before, after: perplexities of the held-out text.
-        num_held_out: its tokens.
-        group_size: inputs that share a scale; -1: all.
-    """
 
-    before: float
-    after: float
-    num_held_out: int
-    group_size: int
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# --- the model
 
 
 @dataclass(eq=False)
-class Quantizer:
-    """Quantises the layers of a model.
+class PlainModel:
+    """A model in the dtype of its checkpoint, on the CPU.
 
     Attributes:
-        size: inputs of a group in all layers; -1: all.
-        losses: of the held-out text, sums of the plain model and of the quantised one.
-        off, whole: sums of the squared errors, and of the squared weights, of a layer.
+        whole: transformers' model.
+        layers: its layers; `prefix` is their list's name.
+        tensors: the checkpoint's, none read yet.
+        keys: of a parameter, the name of its tensor in the checkpoint.
+        head: name of the module that makes logits.
     """
 
-    job: QuantizeJob
-    model: StagedModel
-    calibration: Calibration
-    size: int
-    losses: tuple[float, float] = (0.0, 0.0)
-    off: float = 0.0
-    whole: float = 0.0
-
-    @torch.inference_mode()
-    def layers(self, progress: Progress) -> Iterator[Tensors]:
-        """The tensors [...] of any dtype of each layer in turn, by their names in the checkpoint."""
-        texts = self.calibration
-        empty = torch.empty(0, 0, 0, device=self.model.device)
-        plain = [empty] * len(texts.held_out)
-        rounded = [empty] * len(texts.all)
-        for loaded in self.model.layers():
-            begun_s, number = time.monotonic(), loaded.stage.number + 1
-            plain = run_all(loaded, texts.held_out, plain)
-            self.off = self.whole = 0.0
-            changed = self.quantize(loaded, texts.all, rounded)
-            rounded = run_all(loaded, texts.all, rounded)
-            if loaded.stage.is_last:
-                outputs = rounded[len(texts.sequences) :]
-                self.losses = total_loss(plain, texts.held_out), total_loss(outputs, texts.held_out)
-            seconds = time.monotonic() - begun_s
-            error = (self.off / self.whole) ** 0.5
-            progress(f"layer {number} of {self.model.num_layers}: error {error:.2%}, {seconds:.1f} s")
-            yield changed
-
-    def quantize(
-        self, loaded: LoadedLayer, texts: Sequence[torch.Tensor], states: Sequence[torch.Tensor]
-    ) -> Tensors:
-        """Round the linear layers of a layer, in place; `texts` int64 [1, tokens] with the `states` [1,
-        tokens, hidden] of the layer before. Returns the new tensors [...].
-        """
-        linears = linears_of(loaded.layer)
-        before = {name: own.clone() for name, own in loaded.layer.named_parameters()}
-        if self.job.method == "fp8":
-            fields: Mapping[str, Mapping[str, torch.Tensor]] = {
-                name: self.round_floats(linear) for name, linear in linears.items()
-            }
-        else:
-            fields = self.round_integers(loaded, linears, texts, states)
-        changed: Tensors = {}
-        for name, own in fields.items():
-            layer = loaded.names[f"{loaded.prefix}.{name}.weight"].removesuffix("weight")
-            changed |= {layer + field: tensor.contiguous().cpu() for field, tensor in own.items()}
-        for name, own in loaded.layer.named_parameters():
-            if name.removesuffix(".weight") not in fields and not torch.equal(own, before[name]):
-                changed[loaded.names[f"{loaded.prefix}.{name}"]] = own.cpu()
-        return changed
-
-    def round_integers(
-        self,
-        loaded: LoadedLayer,
-        linears: Mapping[str, nn.Linear],
-        texts: Sequence[torch.Tensor],
-        states: Sequence[torch.Tensor],
-    ) -> Mapping[str, Fields]:
-        """Round by GPTQ or AWQ; `texts` int64 [1, tokens], `states` [1, tokens, hidden] float32."""
-        names = {linear: name for name, linear in linears.items()}
-        grid = Grid(self.job.bits, self.job.method == "gptq", scale_dtype(self.model, names.values(), loaded))
-        with recording(loaded.layer, list(names)) as recorder:
-            for ids, own in list(zip(texts, states, strict=True))[: len(self.calibration.sequences)]:
-                loaded.run(ids, own)
-                recorder.end_run()
-        if self.job.method == "awq":
-            sizes = {inputs_of(group.linears[0], self.size) for group in recorder.groups}
-            for size in sizes:
-                groups = [it for it in recorder.groups if inputs_of(it.linears[0], self.size) == size]
-                scale_inputs(loaded.layer, groups, grid, size, lambda: loaded.run(texts[0], states[0]))
-            round_norms(loaded, self.model)
-        fields = {}
-        for group in recorder.groups:
-            for linear in group.linears:
-                rounded = self.round(linear, group, grid)
-                self.replace(linear, rounded.widen())
-                fields[names[linear]] = self.integer_fields(rounded, grid)
-        return fields
-
-    def round(self, linear: nn.Linear, group: LayerInputs, grid: Grid) -> Rounded:
-        size, weight = inputs_of(linear, self.size), linear.weight.detach()
-        if self.job.method == "awq":
-            return grid.round_groups(weight, size, group.hessian.diagonal().contiguous())
-        return solve(weight, group.hessian, grid, size, self.job.act_order, self.job.damping)
-
-    def integer_fields(self, rounded: Rounded, grid: Grid) -> Fields:
-        on_host = Rounded(rounded.quants.cpu(), rounded.scales.cpu(), rounded.zeros.cpu())
-        if self.job.method == "awq":
-            return formats.awq_fields(on_host, grid.dtype)
-        return formats.gptq_fields(on_host, self.job.bits, grid.dtype)
-
-    def round_floats(self, linear: nn.Linear) -> Fields:
-        values, scales = round_rows(linear.weight.detach())
-        self.replace(linear, values.float() * scales)
-        return {"weight": values, "weight_scale": scales}
-
-    def replace(self, linear: nn.Linear, rounded: torch.Tensor) -> None:
-        """Give a layer its rounded weights, float32 [outputs, inputs]."""
-        self.off += float((linear.weight - rounded).norm() ** 2)
-        self.whole += float(linear.weight.norm() ** 2)
-        linear.weight.copy_(rounded)
-
-    def result(self) -> Result:
-        """What holds after the last layer."""
-        count = sum(ids.shape[1] - 1 for ids in self.calibration.held_out)
-        before, after = (float(torch.tensor(loss / count).exp()) for loss in self.losses)
-        return Result(before, after, count, self.size)
+    whole: Any
+    layers: nn.ModuleList
+    prefix: str
+    tensors: Mapping[str, Any]
+    keys: Mapping[str, str]
+    head: str
+    device: torch.device
 
 
-def run_all(
-    loaded: LoadedLayer, texts: Sequence[torch.Tensor], states: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """texts int64 [1, tokens], states of the layer before → of this one, as LoadedLayer.run"""
-    return [loaded.run(ids, own) for ids, own in zip(texts, states, strict=True)]
-
-
-def total_loss(logits: Sequence[torch.Tensor], texts: Sequence[torch.Tensor]) -> float:
-    """logits float32 [1, tokens, vocabulary] and texts int64 [1, tokens]"""
-    return sum(sum_of_losses(own, ids) for own, ids in zip(logits, texts, strict=True))
-
-
-def inputs_of(linear: nn.Linear, size: int) -> int:
-    """How many inputs of a layer share a scale."""
-    return linear.in_features if size == WHOLE_ROW else size
+def open_model(path: Path, settings: Settings, device: torch.device) -> PlainModel:
+    """Raises SettingError, UnservableModel."""
+    config = read_config(path, settings)
+    method = quantization_method(config, settings.model_id)
+    if method:
+        raise UnservableModel(f"it is quantised already ({method}), and plain weights are needed")
+    register_family(config.model_type)
+    check_files(path, settings.model_id, is_plain=True)
+    source = functools.partial(AutoModelForCausalLM.from_pretrained, path, config=config)
+    whole, tensors = load_pretrained(source, settings, dtype="auto"), read_tensors(path)
+    whole.set_attn_implementation(ATTENTION)
+    prefix = find_layers(whole, list(whole.pp_plan or {}))
+    find, known = parameter_finder(whole), whole.state_dict().keys()
+    keys = {find(key)[0]: key for key in tensors}
+    for name, key in keys.items():
+        if name not in known and len(tensors[key].get_shape()) > 1 and not key.startswith("lm_head."):
+            raise UnservableModel(f"it has weights beside its text model's ({key}), which would stay plain")
+    modules = {module: name for name, module in whole.named_modules()}
+    head = modules[whole.get_output_embeddings()]
+    return PlainModel(whole, whole.get_submodule(prefix), prefix, tensors, keys, head, device)
 
 
 def linears_of(layer: nn.Module) -> dict[str, nn.Linear]:
@@ -190,55 +135,177 @@ def linears_of(layer: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def scale_dtype(model: StagedModel, names: Any, loaded: LoadedLayer) -> torch.dtype:
-    """bfloat16 where the checkpoint has such weights, else float16."""
-    name = next(iter(names))
-    stored = model.tensors[loaded.names[f"{loaded.prefix}.{name}.weight"]].get_dtype()
-    return torch.bfloat16 if stored == "BF16" else torch.float16
-
-
-def round_norms(loaded: LoadedLayer, model: StagedModel) -> None:
-    """Round what is not quantised to the type that it has in the checkpoint."""
-    kinds = {"BF16": torch.bfloat16, "F16": torch.float16}
-    for name, own in loaded.layer.named_parameters():
-        stored = model.tensors[loaded.names[f"{loaded.prefix}.{name}"]].get_dtype()
-        if own.dim() == 1 and stored in kinds:
-            own.copy_(own.to(kinds[stored]))
-
-
-def check_layers(model: StagedModel, job: QuantizeJob) -> int:
+def check_layers(model: PlainModel, job: QuantizeJob) -> int:
     """The size of groups in all layers. Raises UnservableModel for a model that cannot be quantised, and
     SettingError for a size that does not divide a layer's inputs.
     """
-    layers = model.whole.get_submodule(model.plan.layers)
-    linears = {
-        f"{at}.{name}": linear for at, it in enumerate(layers) for name, linear in linears_of(it).items()
-    }
-    experts = [name for name, own in layers.named_parameters() if own.dim() == 3]
+    linears = linears_of(model.layers)
+    experts = [name for name, own in model.layers.named_parameters() if own.dim() == 3]
     if experts:
         raise UnservableModel(f"its experts are one parameter ({experts[0]}); linear layers are quantised")
     if not linears:
         raise UnservableModel(f"{type(model.whole).__name__} has no linear layers that can be quantised")
-    multiple = formats.smallest_output(job)
+    multiple = checkpoint.WORD_BITS // job.bits
     for name, linear in linears.items():
         if linear.out_features % multiple:
             raise UnservableModel(
                 f"layer {name} has {linear.out_features} outputs, no multiple of {multiple}, with which "
                 f"{job.method} packs {job.bits} bits"
             )
-    return choose_group_size(job, {name: linear.in_features for name, linear in linears.items()})
-
-
-def choose_group_size(job: QuantizeJob, inputs: Mapping[str, int]) -> int:
-    """`inputs`: how many each layer has, by its name. Raises SettingError."""
-    if job.method == "fp8":
-        return WHOLE_ROW
     sizes = GROUP_SIZES if job.group_size is None else (job.group_size,)
     for size in sizes:
-        if all(formats.divides(size, count) for count in inputs.values()):
+        undivided = [(name, it.in_features) for name, it in linears.items() if it.in_features % size]
+        if size == WHOLE_ROW or not undivided:
             return size
-    name, count = next((it, n) for it, n in inputs.items() if not formats.divides(sizes[-1], n))
+    name, count = undivided[0]
     raise SettingError(
         "--group-size",
-        f"{sizes[-1]} does not divide the {count} inputs of layer {name}; {WHOLE_ROW} is one group a row",
+        f"{size} does not divide the {count} inputs of layer {name}; {WHOLE_ROW} is one group a row",
     )
+
+
+def read_texts(job: QuantizeJob, tokenizer: Tokenizer, context: int) -> list[torch.Tensor]:
+    """Sequences of tokens, int64 [1, tokens] each. Raises SettingError if the text cannot be read or is too
+    short.
+    """
+    path = Path(job.calibration) if job.calibration else BUNDLED
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError("--calibration", f"{path} cannot be read as text: {error}") from error
+    ids = tokenizer.encode(text).ids[: job.max_tokens]
+    length = min(LONGEST, context, len(ids) // NUM_PARTS)
+    if length < SHORTEST:
+        raise SettingError(
+            "--calibration", f"{path} has {len(ids)} tokens, and at least {SHORTEST * NUM_PARTS} are needed"
+        )
+    begins = range(0, len(ids) - length + 1, length)
+    return [torch.tensor([ids[begin : begin + length]]) for begin in begins]
+
+
+# --- its layers
+
+
+Run = Callable[[torch.Tensor], torch.Tensor]
+"""A layer's forward for one text: states of the layer before, float32 [1, tokens, hidden] → its own."""
+
+
+@torch.inference_mode()
+def quantize_layers(
+    job: QuantizeJob, model: PlainModel, size: int, texts: Sequence[torch.Tensor]
+) -> dict[str, torch.Tensor | None]:
+    """The tensors [...] of any dtype that quantising makes, by their names in the checkpoint, and None for
+    those that they replace.
+    """
+    states, runs = first_states(model, texts)
+    made: dict[str, torch.Tensor | None] = {}
+    for number, layer in enumerate(model.layers):
+        begun_s = time.monotonic()
+        dtypes = {name: own.dtype for name, own in layer.named_parameters()}
+        layer.to(model.device, torch.float32)
+        before = {name: own.clone() for name, own in layer.named_parameters()}
+        forwards = [functools.partial(own[number], it) for own, it in zip(runs, states, strict=True)]
+        fields = round_layer(job, layer, size, dtypes, forwards)
+        states = [forward() for forward in forwards]
+        off = whole = 0.0
+        for name, own in layer.named_parameters():
+            key, linear = model.keys.get(f"{model.prefix}.{number}.{name}", ""), name.removesuffix(".weight")
+            if linear in fields:
+                off += float((own - before[name]).norm() ** 2)
+                whole += float(before[name].norm() ** 2)
+                made |= {key: None} | {
+                    key.removesuffix("weight") + field: tensor.contiguous()
+                    for field, tensor in fields[linear].items()
+                }
+            elif not torch.equal(own, before[name]):
+                made[key] = own.cpu()
+        layer.to("meta")
+        error, seconds = (off / whole) ** 0.5, time.monotonic() - begun_s
+        say(f"layer {number + 1} of {len(model.layers)}: error {error:.2%}, {seconds:.1f} s")
+    return made
+
+
+def first_states(
+    model: PlainModel, texts: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[list[Run]]]:
+    """For each text int64 [1, tokens] the states before the first layer, float32 [1, tokens, hidden], and the
+    forward of each layer with the masks and positions that the model gives it. Raises UnservableModel.
+    """
+    inside = {id(own) for own in model.layers.parameters()}
+    for own in model.whole.parameters():
+        if id(own) not in inside:
+            own.data = own.data.float()
+    model.layers[0].float()
+    states: list[torch.Tensor] = []
+    runs: list[list[Run]] = []
+    forwards = [layer.forward for layer in model.layers]
+    form: list[Any] = []
+
+    def note(forward: Callable[..., Any], hidden: torch.Tensor, *others: Any, **options: Any) -> Any:
+        form[:] = form or [forward(hidden, *others, **options)]
+        states.append(hidden)
+        runs[-1].append(functools.partial(run, model.device, forward, others, options))
+        return (hidden, *form[0][1:]) if isinstance(form[0], tuple) else hidden
+
+    for layer, forward in zip(model.layers, forwards, strict=True):
+        layer.forward = functools.partial(note, forward)
+    for ids in texts:
+        runs.append([])
+        model.whole(input_ids=ids, use_cache=False)
+        if len(runs[-1]) != len(forwards):
+            raise UnservableModel("its layers do not run once each")
+    for layer, forward in zip(model.layers, forwards, strict=True):
+        layer.forward = forward
+    return states[:: len(forwards)], runs
+
+
+def run(
+    device: torch.device,
+    forward: Callable[..., Any],
+    others: tuple[Any, ...],
+    options: dict[str, Any],
+    states: torch.Tensor,
+) -> torch.Tensor:
+    """A layer's output states, as Run has it."""
+    moved = tree_map_only(torch.Tensor, lambda it: it.to(device), (states, others, options))
+    output = forward(moved[0], *moved[1], **moved[2])
+    own: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return own
+
+
+def round_layer(
+    job: QuantizeJob,
+    layer: nn.Module,
+    size: int,
+    dtypes: Mapping[str, torch.dtype],
+    forwards: Sequence[Callable[[], torch.Tensor]],
+) -> Mapping[str, Fields]:
+    """Round the linear layers of a layer in place; `dtypes` of the checkpoint. Returns their tensors."""
+    names = {linear: name for name, linear in linears_of(layer).items()}
+    dtype = torch.bfloat16 if torch.bfloat16 in dtypes.values() else torch.float16
+    groups = record_inputs(layer, list(names), forwards)
+    is_awq = job.method == "awq"
+    widths = [group.linears[0].in_features if size == WHOLE_ROW else size for group in groups]
+    grids = [Grid(job.bits, not is_awq, dtype, width) for width in widths]
+    if is_awq:
+        scale_inputs(layer, groups, grids, forwards[0])
+        for name, own in layer.named_parameters():
+            if own.dim() == 1:
+                own.copy_(own.to(dtypes[name]))
+    fields = {}
+    for group, grid in zip(groups, grids, strict=True):
+        for linear in group.linears:
+            weight = linear.weight.detach()
+            rounded = (
+                grid.round(weight)
+                if is_awq
+                else round_by_gptq(weight, group.hessian, grid, job.act_order, job.damping)
+            )
+            linear.weight.copy_(rounded.widen())
+            host = Rounded(rounded.quants.cpu(), rounded.scales.cpu(), rounded.zeros.cpu())
+            fields[names[linear]] = (
+                checkpoint.awq_fields(host, dtype)
+                if is_awq
+                else checkpoint.gptq_fields(host, job.bits, dtype)
+            )
+    return fields
