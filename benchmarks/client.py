@@ -132,13 +132,6 @@ class EventReader:
         raise StreamBroken(f"{self.url.geturl()}: the stream broke off")
 
 
-def events(url: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    """Posts `body` and yields the objects of its server-sent events, as they arrive. Raises
-    HttpStatusError or StreamBroken.
-    """
-    return EventReader(url).post(urlsplit(url).path, body)
-
-
 async def stream(
     url: str,
     body: dict[str, Any],

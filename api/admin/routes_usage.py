@@ -134,8 +134,8 @@ async def usage(
         raise invalid(f"`format` must be json. Given: {quoted(format)}", "format")
     now = datetime.fromtimestamp(own_pool(request).client.clock.now_s(), UTC)
     by = read_groups(group_by)
-    first = read_time(begin, "from") if begin else month_begin(now.timestamp())
-    last = read_time(end, "to") if end else now
+    first = read_time(begin, "from") if begin is not None else month_begin(now.timestamp())
+    last = read_time(end, "to") if end is not None else now
     if last < first:
         raise invalid("`to` must not be before `from`", "to")
     wanted = UsageFilter(key, narrow(request, tenant), model)

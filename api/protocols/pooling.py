@@ -173,9 +173,9 @@ class ScoreRequest(PoolingFields):
     """The body of vLLM's /v1/score."""
 
     text_1: OneOrMore = Field(
-        description="One text for all of `text_2`, or as many.", json_schema_extra=ONE_OR_MORE_SCHEMA
+        description="One text for all of `text_2`, or as many.", json_schema_extra={"minItems": 1}
     )
-    text_2: OneOrMore = Field(description="The texts that are scored.", json_schema_extra=ONE_OR_MORE_SCHEMA)
+    text_2: OneOrMore = Field(description="The texts that are scored.", json_schema_extra={"minItems": 1})
 
 
 class Document(Strict):

@@ -1,4 +1,4 @@
-"""A whole fleet of an encoder: real weights, OpenAI's own package, and workers killed while they compute."""
+"""A whole fleet of an encoder: real weights, and workers that are killed while they compute."""
 
 import asyncio
 import os
@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from openai import AsyncOpenAI
 from redis.asyncio import Redis
 from tokenizers import Tokenizer
 
@@ -88,18 +87,6 @@ async def test_vectors_are_computed_again_when_their_worker_dies(
 async def used(client: httpx.AsyncClient, fleet: Fleet) -> dict[str, int]:
     total: dict[str, int] = (await client.get(f"{fleet.base_url}/usage")).json()["total"]
     return total
-
-
-async def test_openais_package_gets_vectors(pooling_fleet: Fleet, encoder: tuple[Path, Any]) -> None:
-    async with AsyncOpenAI(base_url=f"{pooling_fleet.base_url}/v1", api_key="none") as client:
-        answer = await client.embeddings.create(model="tiny", input=TEXTS)  # it asks for base64
-        found = torch.tensor([item.embedding for item in answer.data])
-        torch.testing.assert_close(found, expected(encoder), rtol=1e-5, atol=1e-5)
-        assert [item.index for item in answer.data] == list(range(len(TEXTS)))
-        short = await client.embeddings.create(
-            model="tiny", input=TEXTS[0], dimensions=3, encoding_format="float"
-        )
-        assert len(short.data[0].embedding) == 3
 
 
 def test_vectors_are_those_of_sentence_transformers() -> None:

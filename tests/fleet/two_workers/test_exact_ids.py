@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from redis.asyncio import Redis
 
 from benchmarks.client import stream
-from common.broker.keys import Keys
 from tests.support.engine.reference import (
     Found,
     prompt_ids,
@@ -22,19 +20,11 @@ from tests.support.engine.reference import (
     reference_logprobs,
 )
 from tests.support.fleet.fleet import Fleet
-from tests.support.fleet.http_calls import PROMPT, generate, post, sampled_body
+from tests.support.fleet.http_calls import PROMPT, done_job, generate, post, sampled_body
 from tests.support.prompts import FEW, PROMPTS
-from tests.support.waiting import wait_until
 
-KEYS = Keys("default")
 NEW_TOKENS, NUM_SHOWN, WIDTH = 20, 12, 4
 LONG_PROMPT = PROMPTS[FEW[-2]]
-
-
-async def done_job(redis: Redis, **job: Any) -> Any:
-    """Submit a job → its result."""
-    entry = await redis.xadd(KEYS.submit, {"job": json.dumps(job)})
-    return json.loads(await wait_until(lambda: redis.get(KEYS.result(entry.decode()))))
 
 
 async def test_ids_equal_generate(fleet: Fleet) -> None:

@@ -5,9 +5,12 @@ from typing import Any
 
 import httpx
 import pytest
+from redis.asyncio import Redis
 
+from benchmarks.client import stream
 from tests.support.engine.reference import prompt_ids, reference_ids
-from tests.support.fleet.http_calls import PROMPT, complete, generate, post
+from tests.support.fleet.fleet import Fleet
+from tests.support.fleet.http_calls import PROMPT, complete, done_job, generate, post
 from tests.support.prompts import FEW, PROMPTS
 
 EOS = 2
@@ -118,3 +121,43 @@ async def test_best_of_two_has_the_likelier_first(http: httpx.AsyncClient) -> No
         return float(sum(token["logprob"] for token in tokens) / len(tokens))
 
     assert mean(best["details"]["tokens"]) >= mean(other["tokens"])
+
+
+SHORT: dict[str, Any] = {"seed": 11, "temperature": 0.9, "top_k": 40, "top_p": 0.95}
+CHAT = [{"role": "user", "content": "Tell me a story."}]
+
+
+async def test_a_seed_gives_the_same_text_on_every_route(
+    fleet: Fleet, http: httpx.AsyncClient, redis: Redis
+) -> None:
+    async def streamed(path: str, body: dict[str, Any]) -> list[Any]:
+        return (await stream(fleet.base_url + path, body | {"stream": True})).frames
+
+    tgi, openai = SHORT | {"max_new_tokens": 12}, SHORT | {"max_tokens": 12}
+    prompt = (await post(http, "/chat_tokenize", {"messages": CHAT}))["templated_text"]
+    completion, chat = {"prompt": PROMPT, **openai}, {"messages": CHAT, **openai}
+    generated, [completed], chunks, job, [root] = await asyncio.gather(
+        generate(http, **tgi),
+        complete(http, **SHORT),
+        streamed("/v1/completions", completion),
+        done_job(redis, inputs=PROMPT, parameters=tgi),
+        post(http, "/", {"inputs": PROMPT, "parameters": tgi}),
+    )
+    text = generated["generated_text"]
+    assert text == completed == job["generated_text"] == root["generated_text"].removeprefix(PROMPT)
+    assert text == "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    generated, chatted, chunks, job = await asyncio.gather(
+        generate(http, prompt, **tgi),
+        post(http, "/v1/chat/completions", chat),
+        streamed("/v1/chat/completions", chat),
+        done_job(redis, messages=CHAT, parameters=openai),
+    )
+    assert (
+        generated["generated_text"]
+        == chatted["choices"][0]["message"]["content"]
+        == job["choices"][0]["message"]["content"]
+        != text
+    )
+    assert generated["generated_text"] == "".join(
+        chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks
+    )

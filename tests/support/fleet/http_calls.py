@@ -1,8 +1,15 @@
 """Requests over HTTP to a fleet, and their answers."""
 
+import json
 from typing import Any
 
 import httpx
+from redis.asyncio import Redis
+
+from common.broker.keys import Keys
+from tests.support.waiting import wait_until
+
+KEYS = Keys("default")
 
 PROMPT = "Once upon a time there was"
 
@@ -52,3 +59,9 @@ def sampled_body(i: int, max_new_tokens: int = 24) -> dict[str, Any]:
         **variants[i % len(variants)],
     }
     return {"inputs": f"{PROMPT} " * (1 + i % 5), "parameters": parameters}
+
+
+async def done_job(redis: Redis, **job: Any) -> Any:
+    """Submit a job → its result."""
+    entry = await redis.xadd(KEYS.submit, {"job": json.dumps(job)})
+    return json.loads(await wait_until(lambda: redis.get(KEYS.result(entry.decode()))))
