@@ -37,6 +37,7 @@ from api.jobs.batch import (
 from api.jobs.consumer import JobConsumer
 from api.jobs.files import FileStore, lines_of
 from api.jobs.job import Job
+from api.jobs.records import cancel_job
 from api.json import to_json
 from api.requests.service_terms import ServiceTerms
 from common.broker.client import ERRORS
@@ -205,7 +206,8 @@ class BatchRun:
         self.ending = why
         for one in [*self.pending]:  # answers are taken meanwhile
             if not one.answer.done():
-                await self.consumer.cancel_own(job_id_of(self.batch.id, one.number))
+                job_id = job_id_of(self.batch.id, one.number)
+                await attempt(partial(cancel_job, self.pool, job_id), retry_forever)
 
     # --- validation -----------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from api.http.access_log import AccessLog
 from api.http.key_ring import POLL_S, unauthorized
 from api.jobs import scripts as job_scripts
 from api.jobs.job import Job, read_job, with_webhook
-from api.jobs.records import TOMBSTONE_MS, JobRecords, cancel_job
+from api.jobs.records import JobRecords, cancel_job
 from api.jobs.reply import Reply
 from api.jobs.runner import JobRun
 from api.json import to_json
@@ -332,12 +332,6 @@ class JobConsumer:
                 lambda: self.redis.hget(self.keys.job(job.id), "last")
             )
         return answer or await self.answer_own(job)  # the broker has lost that, too
-
-    async def cancel_own(self, job_id: str) -> None:
-        """Cancel a job that has no entry."""
-        call = job_scripts.cancel_job(self.keys, job_id, tenant="", mark_ttl_ms=TOMBSTONE_MS)
-        for i in range(await self.admission.retry_forever(lambda: self.pool.client.run(call))):
-            await self.admission.cancel(f"{job_id}#{i}")
 
     async def reject(self, entry_id: str, fields: Fields) -> None:
         """Answer 429 to an entry beyond SUBMIT_LIMIT, unless its job was accepted before, and has waited."""

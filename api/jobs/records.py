@@ -22,15 +22,12 @@ from api.requests.pool import Pool
 from common.broker.keys import request_keys
 from common.process.event_loop import until_beat
 
-TOMBSTONE_MS = 60_000
-"""A cancel that comes before its job is remembered for this time."""
-
 
 async def cancel_job(pool: Pool, job_id: str, tenant: str = "") -> bool:
     """Cancel a job, at whatever gateway it runs. False if it has ended, or is not of the tenant, where one is
     given.
     """
-    call = job_scripts.cancel_job(pool.client.keys, job_id, tenant=tenant, mark_ttl_ms=TOMBSTONE_MS)
+    call = job_scripts.cancel_job(pool.client.keys, job_id, tenant=tenant)
     num_requests = await pool.client.run(call)
     for i in range(num_requests):
         await pool.admission.cancel(f"{job_id}#{i}")

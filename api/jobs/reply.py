@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from api.errors import ApiError
 from api.jobs import scripts as job_scripts
 from api.jobs.job import Job
-from api.jobs.scripts import DEAD_TTL_S, FRAMES_LOST, GOES_ON, MAX_DEAD, JobEnding
+from api.jobs.scripts import FRAMES_LOST, GOES_ON, JobEnding
 from api.json import to_json
 from api.requests.pool import Pool
 from common.broker.keys import RESULT_TTL_MS
@@ -19,9 +19,6 @@ Frame = tuple[int, int, bytes]
 """Lane, index in its lane, text. Every gateway makes the same frames of a lane; the order of lanes may
 differ.
 """
-
-REQUEST_TTL_MS = 60_000
-"""The keys of an answered request are kept for this time, for another gateway that still serves the job."""
 
 
 class Reply:
@@ -91,14 +88,11 @@ class Reply:
                 self.job.id,
                 channel=self.channel,
                 max_entries=max_frames * self.job.in_stream,
-                request_ttl_ms=REQUEST_TTL_MS,
                 answer=answer,
                 request_ids=request_ids,
                 frames=frames[first:],
                 num_heard=self.num_sent - first,
                 ending=ending,
-                dead_ttl_ms=1000 * DEAD_TTL_S,
-                max_dead=MAX_DEAD,
             )
             return await self.retry_forever(lambda: self.client.run(call))
 

@@ -22,6 +22,10 @@ MAX_ENDED = 10_000
 """Records of jobs that have ended and are not dead; the oldest are deleted."""
 MAX_ADDRESSES = 64
 """Places where the answer of one scheduled job may go."""
+REQUEST_TTL_MS = 60_000
+"""The keys of an answered request are kept for this time, for another gateway that still serves the job."""
+TOMBSTONE_MS = 60_000
+"""A cancel that comes before its job is remembered for this time."""
 MAX_RELEASED = 100
 """Jobs that one script releases."""
 
@@ -170,15 +174,14 @@ def claim_jobs(keys: Keys, *, group: str, dead: bytes, claimer: str, max_jobs: i
     return call_script("claim_jobs", decode_all, keys, gateway, args=args)
 
 
-def cancel_job(keys: Keys, job_id: str, *, tenant: str, mark_ttl_ms: int) -> ScriptCall[int]:
+def cancel_job(keys: Keys, job_id: str, *, tenant: str) -> ScriptCall[int]:
     """Cancel a job. The reply is as how many requests it was admitted, or -1 when it has ended or is another
     tenant's.
 
     Args:
         tenant: whose job it must be, or "" for any.
-        mark_ttl_ms: how long the cancel of an unknown job is kept.
     """
-    args: Args = {"tenant": tenant, "mark_ttl_ms": mark_ttl_ms, "job_id": job_id}
+    args: Args = {"tenant": tenant, "mark_ttl_ms": TOMBSTONE_MS, "job_id": job_id}
     return call_script("cancel_job", int, keys, job_id, args=args)
 
 
@@ -188,14 +191,11 @@ def reply(
     *,
     channel: str,
     max_entries: int,
-    request_ttl_ms: int,
     answer: bytes,
     request_ids: Iterable[str],
     frames: Sequence[tuple[int, int, bytes]],
     num_heard: int,
     ending: JobEnding = GOES_ON,
-    dead_ttl_ms: int,
-    max_dead: int,
 ) -> ScriptCall[int]:
     """Send the new frames of a job, and store its answer. The reply is how many were new, or
     FRAMES_LOST.
@@ -204,25 +204,24 @@ def reply(
         channel: that gets the frames, or "".
         max_entries: of the job's stream; 0 for none.
         answer: b"" while it goes on.
-        request_ids: whose keys expire with the answer, after `request_ttl_ms`.
+        request_ids: whose keys expire with the answer, after REQUEST_TTL_MS.
         frames: lane, index in its lane, text of each.
         num_heard: how many of the first frames the channel has heard already.
         ending: how the job has ended, with the answer.
-        dead_ttl_ms, max_dead: how long, and of how many jobs, the records of dead ones are kept.
     """
     args: Args = {
         "channel": channel,
         "max_entries": max_entries,
         "ttl_ms": RESULT_TTL_MS,
-        "request_ttl_ms": request_ttl_ms,
+        "request_ttl_ms": REQUEST_TTL_MS,
         "job_ttl_ms": JOB_TTL_MS,
         "answer": answer,
         "num_heard": num_heard,
         "event": EVENTS.get(ending.state, ""),
         "job_id": job_id,
         **ending._asdict(),
-        "dead_ttl_ms": dead_ttl_ms,
-        "max_dead": max_dead,
+        "dead_ttl_ms": 1000 * DEAD_TTL_S,
+        "max_dead": MAX_DEAD,
         "max_ended": MAX_ENDED,
     }
     return call_script(

@@ -1,12 +1,11 @@
 """Monitors: what a gateway knows of a pool's workers and of its active batcher, as it last read it."""
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
 
-from api.errors import LOADING_S, ApiError, asking_broker, invalid, unavailable
+from api.errors import LOADING_S, invalid, unavailable
 from api.requests.params import Limits
 from common.adapter_registry import (
     AdapterChangeError,
@@ -36,18 +35,41 @@ SILENT_S = 2 * LEASE_S
 
 
 class Monitor:
-    """What a gateway reads again and again.
+    """What a gateway reads again and again, at an interval.
 
     Attributes:
         checked_s: monotonic time of the last read.
+        last_error: why the last read failed; empty if it succeeded.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, interval_s: float, what: str) -> None:
+        self.interval_s = interval_s
         self.checked_s = 0.0
+        self.last_error = "not connected to the broker yet"
+        self.failures = FailureLog(log, f"reading {what}")
         self.refresh_lock = asyncio.Lock()
 
-    async def refresh(self) -> None:
+    async def run(self) -> None:
+        """Never returns."""
+        while True:
+            await self.refresh()
+            await asyncio.sleep(until_beat(self.interval_s))
+
+    async def read(self) -> None:
+        """Read once. Raises one of ERRORS."""
         raise NotImplementedError
+
+    async def refresh(self) -> None:
+        """Read once; a failure is logged."""
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await self.read()
+            self.last_error = ""
+            self.failures.succeeded()
+        except ERRORS as error:
+            self.last_error = describe_error(error)
+            self.failures.failed(error)
+        self.checked_s = time.monotonic()
 
     async def refresh_unless_fresh(self) -> None:
         """Refresh, unless that was done within FRESH_S."""
@@ -66,7 +88,6 @@ class WorkerMonitor(Monitor):
         vocab_size, dtype: of the logits that workers return; 0 if one of them returns none.
         pictures: whether one of them computes pictures.
         smallest: the worker with the smallest KV cache.
-        last_error: why the last read failed; empty if it succeeded.
         state: of the gateway, as its heartbeat shows it: `ready`, `draining`.
         names: incarnations that were there at the last read.
         num_ready: workers that were ready at the last read.
@@ -85,7 +106,7 @@ class WorkerMonitor(Monitor):
         max_total_tokens: int = 0,
         pooling: PoolingConfig | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(settings.heartbeat_s, "the workers")
         self.client = client
         self.settings = settings
         self.heartbeat = Heartbeat(client, "gateway", gateway, TTL_SHARE * settings.worker_ttl_s)
@@ -98,8 +119,6 @@ class WorkerMonitor(Monitor):
         self.pictures = False
         self.smallest: WorkerCapacity | None = None
         self.kinds: set[str] = set()
-        self.last_error = "not connected to the broker yet"
-        self.failures = FailureLog(log, "reading the workers")
         self.state = "ready"
         self.names: list[str] = []
         self.num_ready = 0
@@ -107,29 +126,11 @@ class WorkerMonitor(Monitor):
         self.max_loras = 0
         self.max_lora_rank = 0
 
-    async def run(self) -> None:
-        """Never returns."""
-        while True:
-            await self.refresh()
-            await asyncio.sleep(until_beat(self.settings.heartbeat_s))
-
-    async def refresh(self) -> None:
-        """Send one heartbeat, and read the workers once."""
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await asyncio.gather(self.send_heartbeat(), self.read_workers())
-            self.last_error = ""
-            self.failures.succeeded()
-        except ERRORS as error:
-            self.last_error = describe_error(error)
-            self.failures.failed(error)
-        self.checked_s = time.monotonic()
-
-    async def send_heartbeat(self) -> None:
-        """Send the gateway's heartbeat, with the number of its streams and tasks."""
-        await self.heartbeat.send(
-            state=self.state, streams=self.num_streams(), tasks=len(asyncio.all_tasks())
-        )
+    async def read(self) -> None:
+        """Send one heartbeat, with the number of streams and tasks, and read the workers once."""
+        num_streams, num_tasks = self.num_streams(), len(asyncio.all_tasks())
+        heartbeat = self.heartbeat.send(state=self.state, streams=num_streams, tasks=num_tasks)
+        await asyncio.gather(heartbeat, self.read_workers())
 
     async def read_workers(self) -> None:
         """Read the workers, in one round trip unless others have joined, and note what the ready ones say."""
@@ -221,7 +222,7 @@ class BatcherMonitor(Monitor):
     """
 
     def __init__(self, client: PoolClient, settings: Settings) -> None:
-        super().__init__()
+        super().__init__(min(settings.heartbeat_s, LEASE_S / 2), "the batcher's lease")
         self.client = client
         self.settings = settings
         self.holder = ""
@@ -230,22 +231,13 @@ class BatcherMonitor(Monitor):
         self.opened_s = time.monotonic()
         self.silent: list[str] = []
 
-    async def run(self) -> None:
-        """Never returns."""
-        while True:
-            with contextlib.suppress(ApiError):  # the worker monitor logs it
-                await self.refresh()
-            await asyncio.sleep(until_beat(min(self.settings.heartbeat_s, LEASE_S / 2)))
-
-    async def refresh(self) -> None:
-        """Read once. Raises ApiError (503) if the broker does not answer."""
-        async with asking_broker():
-            name = self.holder
-            while (found := await self.read(name))[0] != name:
-                name = found[0]
+    async def read(self) -> None:
+        name = self.holder
+        while (found := await self.read_heartbeat(name))[0] != name:
+            name = found[0]
         self.update(*found)
 
-    async def read(self, name: str) -> tuple[str, float | None, float]:
+    async def read_heartbeat(self, name: str) -> tuple[str, float | None, float]:
         """The holder, when the last heartbeat of the batcher `name` was, and the present."""
         async with self.client.redis.pipeline(transaction=False) as pipe:
             pipe.get(self.client.keys.batcher)
@@ -259,7 +251,6 @@ class BatcherMonitor(Monitor):
     def update(self, holder: str, seen_ms: float | None, now_ms: float) -> None:
         """Note who holds the lease, when its last heartbeat was, and the present, by the broker's clock."""
         now_s = time.monotonic()
-        self.checked_s = now_s
         self.holder = holder
         if not holder or seen_ms is None or (holder, seen_ms) == self.heartbeat:
             return
@@ -280,7 +271,7 @@ class BatcherMonitor(Monitor):
         if not self.works:
             await self.refresh_unless_fresh()
         if not self.works:
-            raise unavailable(self.describe())
+            raise unavailable(self.last_error or self.describe())
 
     async def check_grace(self) -> None:
         """Raises ApiError (503) if no batcher has worked within WORKER_GRACE_S: nobody would end a request
@@ -289,7 +280,7 @@ class BatcherMonitor(Monitor):
         if self.gone_s > self.settings.worker_grace_s:
             await self.refresh_unless_fresh()
         if self.gone_s > self.settings.worker_grace_s:
-            raise unavailable(self.describe())
+            raise unavailable(self.last_error or self.describe())
 
     @property
     def gone_s(self) -> float:
@@ -302,73 +293,40 @@ class BatcherMonitor(Monitor):
         return f"{what}: none has worked for {self.gone_s:.0f} s"
 
 
-# --- monitor ------------------------------------------------------------------------------------------------
-
-
-ADAPTERS_FRESH_S = 0.05
-
-
-class AdapterMonitor:
+class AdapterMonitor(Monitor):
     """Reads the registry of adapters at an interval, when it has changed. A broker that has lost it gets it
     back, so that requests that it has lost, too, go on.
 
     Attributes:
         seeds: adapters of LORA_ADAPTERS, until the registry has them.
         registry: as it was read last.
-        checked_s: monotonic time of the last read.
         is_passed_on: whether all gateways and batchers pass on the adapter of a request. Those of an earlier
             release would leave it out.
     """
 
     def __init__(self, client: PoolClient, seeds: Sequence[PoolAdapter], interval_s: float) -> None:
+        super().__init__(interval_s, "the adapters")
         self.client = client
         self.seeds = seeds
-        self.interval_s = interval_s
         self.registry = AdapterRegistry()
-        self.checked_s = 0.0
         self.readers = Readers(client)
         self.is_passed_on = True
-        self.lock = asyncio.Lock()
-        self.failures = FailureLog(log, "reading the adapters")
 
     def find(self, name: str | None) -> PoolAdapter | None:
         """The adapter that requests get by this name."""
         return self.registry.named(name) if name else None
 
-    async def run(self) -> None:
-        """Never returns."""
-        while True:
-            await self.refresh()
-            await asyncio.sleep(until_beat(self.interval_s))
-
-    async def refresh(self) -> None:
-        """Read once."""
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await self.read()
-        except ERRORS as error:
-            self.failures.failed(error)
-        except AdapterChangeError as error:
-            log.error("the adapters of LORA_ADAPTERS are not added: %s", error)
-        else:
-            self.failures.succeeded()
-        self.checked_s = time.monotonic()
-
-    async def refresh_unless_fresh(self) -> None:
-        """Refresh, unless that was done within ADAPTERS_FRESH_S."""
-        async with self.lock:
-            if time.monotonic() - self.checked_s > ADAPTERS_FRESH_S:
-                await self.refresh()
-
     async def read(self) -> None:
-        """Raises one of ERRORS; AdapterChangeError if settings have too many adapters."""
         version, known, seeds = await read_version(self.client), self.registry, self.seeds
         if not version and known.version:
             log.warning("the broker has lost the registry of adapters, and gets it back")
             await change_registry(self.client, known.restored)
         if seeds:
-            await change_registry(self.client, lambda found: found.seeded_with(seeds))
-            self.seeds = ()
+            try:
+                await change_registry(self.client, lambda found: found.seeded_with(seeds))
+                self.seeds = ()
+            except AdapterChangeError as error:
+                log.error("the adapters of LORA_ADAPTERS are not added: %s", error)
         if seeds or version != known.version:
             self.registry = await read_registry(self.client)
         if self.registry.adapters:

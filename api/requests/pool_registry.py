@@ -19,9 +19,8 @@ from api.requests.pool import Pool, load_tokenizer
 from common import model_files
 from common.adapters import PoolAdapter
 from common.api_keys import ApiKey
-from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, FailureLog, broker_url, describe_error
+from common.broker.client import broker_url
 from common.broker.directory import TTL_S, DirectoryClient, KnownPool, PoolEntry, address_of, pool_url
-from common.process.event_loop import until_beat
 from common.settings.settings import SettingError, Settings
 
 NUM_PICKS = 2
@@ -83,42 +82,25 @@ class DirectoryMonitor(Monitor):
     Attributes:
         pools: by name.
         weights: model → pool → weight, of models whose requests are shared out by weight.
-        last_error: why the last read failed; empty if it succeeded.
+        read_s: monotonic time of the last read that succeeded.
         is_new: set by every read.
     """
 
     def __init__(self, client: DirectoryClient, settings: Settings) -> None:
-        super().__init__()
+        super().__init__(settings.heartbeat_s, "the directory of pools")
         self.client = client
-        self.interval_s = settings.heartbeat_s
         self.pools: dict[str, KnownPool] = {}
         self.weights: dict[str, dict[str, float]] = {}
-        self.last_error = "not connected to the directory yet"
-        self.failures = FailureLog(log, "reading the directory of pools")
+        self.read_s = 0.0
         self.is_new = asyncio.Event()
 
-    async def run(self) -> None:
-        """Never returns."""
-        while True:
-            await self.refresh()
-            await asyncio.sleep(until_beat(self.interval_s))
-
-    async def refresh(self) -> None:
-        """Read once."""
+    async def read(self) -> None:
         began_s = time.monotonic()
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                found = await self.client.read()
-        except ERRORS as error:
-            self.last_error = describe_error(error)
-            self.failures.failed(error)
-        else:
-            self.last_error = ""
-            self.failures.succeeded()
-            self.pools = merge(self.pools, found.pools, began_s - self.checked_s)
-            self.weights = found.weights
-            self.checked_s = began_s
-            self.is_new.set()
+        found = await self.client.read()
+        self.pools = merge(self.pools, found.pools, began_s - self.read_s)
+        self.weights = found.weights
+        self.read_s = began_s
+        self.is_new.set()
 
 
 def merge(known: dict[str, KnownPool], found: dict[str, KnownPool], passed_s: float) -> dict[str, KnownPool]:

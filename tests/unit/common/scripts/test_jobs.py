@@ -26,12 +26,10 @@ from tests.support.broker.listening import listening
 KEYS = Keys("default")
 JOB, STREAM, RESULT = KEYS.job("a"), KEYS.reply("a"), KEYS.result("a")
 CHANNEL = KEYS.channel("ext:me")
-REQUEST_MS = 500_000
-"""How long the request of an answer is kept."""
 
 
 async def cancel_job(redis: Redis, tenant: str = "") -> int:
-    return await run_script(redis, job_scripts.cancel_job(KEYS, "a", tenant=tenant, mark_ttl_ms=REQUEST_MS))
+    return await run_script(redis, job_scripts.cancel_job(KEYS, "a", tenant=tenant))
 
 
 async def reply(
@@ -47,13 +45,10 @@ async def reply(
         "a",
         channel=channel,
         max_entries=max_entries,
-        request_ttl_ms=REQUEST_MS,
         answer=answer,
         request_ids=["a#0"],
         frames=[(lane, index, text.encode()) for lane, index, text in frames],
         num_heard=num_heard,
-        dead_ttl_ms=REQUEST_MS,
-        max_dead=1,
     )
     return await run_script(redis, call)
 
@@ -90,7 +85,7 @@ async def test_the_reply_stream_is_trimmed(redis: Redis) -> None:
 @pytest.mark.parametrize(
     ("known", "answer", "ttl_ms"),
     [
-        ({}, 0, REQUEST_MS),
+        ({}, 0, job_scripts.REQUEST_TTL_MS),
         ({"digest": "d"}, 0, -1),
         ({"digest": "d", "choices": 2}, 2, -1),
         ({"last": "x"}, -1, -1),
@@ -140,20 +135,17 @@ async def note(
     return await run_script(redis, call)
 
 
-async def end(redis: Redis, job_id: str, ending: JobEnding = BROKEN, max_dead: int = 9) -> None:
+async def end(redis: Redis, job_id: str, ending: JobEnding = BROKEN) -> None:
     call = job_scripts.reply(
         KEYS,
         job_id,
         channel="",
         max_entries=0,
-        request_ttl_ms=1,
         answer=b"{}",
         request_ids=[],
         frames=[],
         num_heard=0,
         ending=ending,
-        dead_ttl_ms=DAY_MS,
-        max_dead=max_dead,
     )
     await run_script(redis, call)
 
@@ -204,15 +196,18 @@ async def test_an_entry_that_comes_when_the_time_has_come_brings_those_that_wait
     assert await members(redis, SCHEDULED) == []
 
 
-async def test_of_too_many_dead_jobs_the_oldest_leave_with_all_that_is_kept(redis: Redis) -> None:
+async def test_of_too_many_dead_jobs_the_oldest_leave_with_all_that_is_kept(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_scripts, "MAX_DEAD", 2)
     for name in "abc":
         await note(redis, name)
-        await end(redis, name, max_dead=2)
+        await end(redis, name)
     assert await members(redis, DEAD) == [b"b", b"c"]
     assert await redis.exists(KEYS.job_record("a"), KEYS.job_entries("a")) == 0
     await redis.zadd(KEYS.job_set(DEAD), {"b": 1})
     await note(redis, "d")
-    await end(redis, "d", max_dead=9)
+    await end(redis, "d")
     assert await members(redis, DEAD) == [b"c", b"d"]
 
 
