@@ -14,7 +14,7 @@ from itertools import count
 
 import llguidance
 
-from api.grammar.lark import TEXT, regex
+from api.grammar.lark import regex
 
 NUM_BYTES = 256
 NUM_TRIED = 32
@@ -134,23 +134,10 @@ def can_begin(source: str, text: str, size: int = NUM_BYTES) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def can_go_on(pattern: str, first: str) -> bool:
-    """Whether a text that matches can go on with this character and still match: the longest match would then
-    take a part of what follows. Both are regexes of a Lark grammar. Raises ValueError.
-    """
-    return not matches_nothing(f"ONE & (ONE /{first}/ {TEXT})\nONE: {pattern}")
-
-
-@functools.lru_cache(maxsize=256)
 def matches_only_space(pattern: str) -> bool:
     """Whether a regex matches nothing but white space. Raises ValueError."""
-    return matches_nothing(f"{regex(pattern)} & ~/\\s*/")
-
-
-def matches_nothing(lexeme: str) -> bool:
-    """Whether no text matches a lexeme of Lark. Raises ValueError."""
-    source = f"start: LEXEME\nLEXEME: {lexeme}"
-    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), source, log_level=0)
+    source = f"start: OTHER\nOTHER: {regex(pattern)} & ~/\\s*/"
+    matcher = llguidance.LLMatcher(byte_tokenizer(), source, log_level=0)
     if not matcher.is_error():
         matcher.compute_bitmask()
     cause = error_of(matcher)

@@ -1,86 +1,216 @@
-"""Structural tag: text with structured parts between tags, as vLLM and xgrammar describe it, in Lark."""
+"""Structural tags: text with structured parts between tags, as clients of vLLM and SGLang send it. Its
+formats have xgrammar's names; each becomes an expression in Lark.
+"""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, TypeVar
 
-from api.errors import cut, invalid
-from api.grammar.check import can_go_on
-from api.grammar.lark import TEXT, Lark, escaped, literal, one_of, regex, without
-from api.grammar.tag_formats import (
-    AnyTextFormat,
-    ConstStringFormat,
-    Format,
-    GrammarFormat,
-    JSONSchemaFormat,
-    OrFormat,
-    RegexFormat,
-    SequenceFormat,
-    StructuralTag,
-    TagFormat,
-    TagsWithSeparatorFormat,
-    TriggeredTagsFormat,
-    read_tag,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
-ANYTHING = r"(.|\n)"
-FIRST_OF_JSON = {
-    "object": r"\{",
-    "array": r"\[",
-    "string": '"',
-    "integer": "[-0-9]",
-    "number": "[-0-9]",
-    "boolean": "[tf]",
-    "null": "n",
+from api.errors import ApiError, cut, invalid, quoted
+from api.grammar.lark import TEXT, Lark, literal, one_of, regex, without
+
+Item = TypeVar("Item")
+Text = Annotated[str, Field(min_length=1)]
+OneOrMore = Annotated[list[Item], Field(min_length=1, fail_fast=True)]
+Count = Annotated[int, Field(ge=0, le=2**31 - 1, strict=False)]
+Following = Sequence[str] | None
+"""What follows a format: one of these texts; nothing at the end of the whole; None where it has no fixed
+beginning. Only a text shows where free text ends.
+"""
+
+
+class TagModel(BaseModel):
+    """A part of a structural tag. Unknown fields are refused, and values are not converted."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+def as_list(end: Any) -> Any:
+    """The ends of a tag; a text is its only one."""
+    if not isinstance(end, str | list):
+        raise PydanticCustomError("ends", "must be a text, or a list of texts")
+    return [end] if isinstance(end, str) else end
+
+
+class ConstStringFormat(TagModel):
+    """This text."""
+
+    type: Literal["const_string"]
+    value: Text
+
+
+class RegexFormat(TagModel):
+    """A text that matches a regex."""
+
+    type: Literal["regex"]
+    pattern: Text
+
+
+class GrammarFormat(TagModel):
+    """A text that a grammar in GBNF or Lark allows."""
+
+    type: Literal["grammar"]
+    grammar: Text
+
+
+class AnyTextFormat(TagModel):
+    """Any text that contains none of `excludes`."""
+
+    type: Literal["any_text"]
+    excludes: list[Text] = []
+    max_chars: Count | None = None
+    max_tokens: None = None
+
+
+class JSONSchemaFormat(TagModel):
+    """A JSON value that satisfies a schema. The styles of single models are not supported."""
+
+    type: Literal["json_schema"]
+    json_schema: Any
+    style: Literal["json"] = "json"
+    any_order: Literal[False] = False
+    max_whitespace_cnt: Count | None = None
+
+
+class SequenceFormat(TagModel):
+    """Several formats, one after the other."""
+
+    type: Literal["sequence"]
+    elements: OneOrMore["Format"]
+
+
+class OrFormat(TagModel):
+    """One of several formats."""
+
+    type: Literal["or"]
+    elements: OneOrMore["Format"]
+
+
+class TagFormat(TagModel):
+    """A format between two texts; the second is one of `end`."""
+
+    type: Literal["tag"] = "tag"
+    begin: str
+    content: "Format"
+    end: Annotated[OneOrMore[str], BeforeValidator(as_list)]
+
+
+class TriggeredTagsFormat(TagModel):
+    """Any text, with tags in it. A trigger begins one of the tags that begin with it."""
+
+    type: Literal["triggered_tags"]
+    triggers: OneOrMore[Text]
+    tags: OneOrMore[TagFormat]
+    at_least_one: bool = False
+    stop_after_first: bool = False
+    excludes: list[Text] = []
+
+
+class TagsWithSeparatorFormat(TagModel):
+    """Tags with a separator between them, and no other text."""
+
+    type: Literal["tags_with_separator"]
+    tags: OneOrMore[TagFormat]
+    separator: str
+    at_least_one: bool = False
+    stop_after_first: bool = False
+
+
+Format = Annotated[
+    ConstStringFormat
+    | RegexFormat
+    | GrammarFormat
+    | AnyTextFormat
+    | JSONSchemaFormat
+    | SequenceFormat
+    | OrFormat
+    | TagFormat
+    | TriggeredTagsFormat
+    | TagsWithSeparatorFormat,
+    Field(discriminator="type"),
+]
+"""Any of the formats, told apart by `type`."""
+
+
+class StructuralTag(BaseModel):
+    """A structural tag: one format that consists of others."""
+
+    format: Format
+
+
+class OlderStructure(TagModel):
+    """A JSON value between two texts, in the older form of structural tags."""
+
+    begin: str
+    json_schema: Any = Field(alias="schema", default_factory=dict)
+    end: str
+
+
+class OlderStructuralTag(BaseModel):
+    """The older form of a structural tag: text with structures in it, where a trigger comes."""
+
+    triggers: OneOrMore[Text]
+    structures: OneOrMore[OlderStructure]
+
+
+WORDS = {
+    "missing": "is required",
+    "union_tag_not_found": "must have a `type`",
+    "string_type": "must be a text",
+    "string_too_short": "must be a text that is not empty",
+    "bool_type": "must be true or false",
+    "list_type": "must be a list",
+    "too_short": "must be a list that is not empty",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
 }
-FIRST_OF_ANY_JSON = r"[\[{\"\-0-9tfn]"
+"""What is wrong, by pydantic's types of errors."""
+UNSUPPORTED = ("extra_forbidden", "literal_error", "none_required")
+UNIONS = ("format", "content")
+"""Fields that are a format."""
 
 
-class Following(NamedTuple):
-    """What follows a format; nothing does at the end of the whole.
-
-    Attributes:
-        marks: it begins with one of these texts. Free text ends where the first of them comes.
-        firsts: without marks, regexes of the characters with which it may begin.
-    """
-
-    marks: tuple[str, ...] = ()
-    firsts: tuple[str, ...] = ()
-
-
-END = Following()
+def read_tag(text: str, field: str) -> StructuralTag | OlderStructuralTag:
+    """Read a structural tag from its JSON. Raises ApiError that names the part at fault."""
+    fields = json.loads(text).keys()
+    model = OlderStructuralTag if "structures" in fields and "format" not in fields else StructuralTag
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        raise tag_error(problem, path_of(problem["loc"], field)) from error
 
 
-class Part(NamedTuple):
-    """A format, as it stands in a grammar: a mark, and then the rest of it.
+def tag_error(problem: ErrorDetails, place: str) -> ApiError:
+    """The error for what pydantic found."""
+    kind, given = problem["type"], problem["input"]
+    if kind == "union_tag_invalid":
+        allowed, place = problem["ctx"]["expected_tags"].replace("'", ""), f"{place}.type"
+        return invalid(f"`{place}` must be one of {allowed}. Given: {quoted(given['type'])}", place)
+    if kind in UNSUPPORTED:
+        return invalid(f"`{place}` is not supported. Given: {quoted(given)}", place)
+    return invalid(f"`{place}` {WORDS.get(kind) or problem['msg'].replace('Input should', 'must')}", place)
 
-    Attributes:
-        mark: the text with which it begins; "" if that is not fixed.
-        form: what follows the mark; None for nothing.
-        pattern: of a text that is one lexeme; "" for other formats.
-        is_free: any text will do, so it may end before what it could go on with.
-    """
 
-    field: str
-    mark: str = ""
-    form: Format | None = None
-    pattern: str = ""
-    is_free: bool = False
+def path_of(steps: Sequence[int | str], field: str) -> str:
+    """The place of a problem: pydantic's path to it, without the names of types that follow each format."""
+    names = [field]
+    for before, last, step in zip(("", "", *steps), ("", *steps), steps, strict=False):
+        if last not in UNIONS and before != "elements":
+            names.append(cut(str(step)))
+    return ".".join(names)
 
-    @property
-    def is_choice(self) -> bool:
-        return isinstance(self.form, OrFormat) and not self.pattern
 
-    @property
-    def start(self) -> Following:
-        """What this part is to the one before it."""
-        return Following((self.mark,)) if self.mark else Following((), firsts_of(self.form))
+# --- rules --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class TagRules:
-    """The rules of formats in one grammar. The rule of a format includes the mark that follows the format:
-    only the mark shows where free text ends.
+    """The rules of formats in one grammar.
 
     Attributes:
         schema: (JSON schema, its field, white space) → the schema as it is compiled. Raises ApiError.
@@ -95,103 +225,83 @@ class TagRules:
         """The grammar of a structural tag, given as JSON. Raises ApiError that names the part at fault."""
         tag = read_tag(text, field)
         if isinstance(tag, StructuralTag):
-            return self.lark.source(self.rule(tag.format, f"{field}.format", END))
+            return self.lark.source(self.rule(tag.format, f"{field}.format", ()))
         tags = []
-        for i, structure in enumerate(tag.structures):
-            schema = {} if structure.json_schema is None else structure.json_schema
+        for i, one in enumerate(tag.structures):
+            schema = {} if one.json_schema is None else one.json_schema
             self.schema(schema, f"{field}.structures.{i}.schema", "")
             content = JSONSchemaFormat(type="json_schema", json_schema=schema)
-            tags.append(TagFormat(begin=structure.begin, content=content, end=[structure.end]))
+            tags.append(TagFormat(begin=one.begin, content=content, end=[one.end]))
         form = TriggeredTagsFormat(type="triggered_tags", triggers=tag.triggers, tags=tags)
-        return self.lark.source(self.triggered(form, field, END, "structures"))
+        return self.lark.source(self.triggered(form, field, (), "structures").lstrip())
 
-    def rule(self, form: Format, field: str, following: Following) -> str:
-        return self.sequence([part_of(form, field)], following)
+    def rule(self, form: Format, field: str, after: Following) -> str:
+        """The expression of a format, and of the text that follows it."""
+        return f"{self.lark.marked(beginning_of(form))} {self.rest(form, field, after)}".lstrip()
 
-    def sequence(self, parts: Sequence[Part], following: Following) -> str:
-        """Parts, one after the other: the rule of each ends with the mark of the next one."""
-        source = [self.lark.marked(parts[0].mark)]
-        for before, part, after in zip((None, *parts), parts, (*parts[1:], None), strict=False):
-            end = following if after is None else after.start
-            if part.pattern and after is not None and after.is_choice:
-                continue  # the choice is written together with the text before it
-            if part.is_choice and before is not None and before.pattern:
-                source.append(self.choice(before, part, end))
-            else:
-                source.append(self.rest(part, end))
-        return " ".join(one for one in source if one)
-
-    def rest(self, part: Part, following: Following) -> str:
-        """What follows the mark of a part."""
-        field = part.field
-        if part.pattern:
-            return self.text(part, following)
-        match part.form:
+    def rest(self, form: Format, field: str, after: Following) -> str:
+        """What follows the beginning of a format."""
+        match form:
             case SequenceFormat(elements=elements):
-                return self.sequence(joined(parts_of(elements, field)), following)
+                starts = [(start,) if (start := beginning_of(one)) else None for one in elements]
+                parts = enumerate(zip(elements, [*starts[1:], after], strict=True))
+                return " ".join(self.rest(one, f"{field}.elements.{i}", next_) for i, (one, next_) in parts)
             case OrFormat(elements=elements):
-                return one_of(self.sequence([one], following) for one in parts_of(elements, field))
-            case TagFormat() as tag:
-                return self.content(tag, field, following)
-            case TriggeredTagsFormat() as tags:
-                return self.triggered(tags, field, following)
-            case TagsWithSeparatorFormat() as tags:
-                source = self.separated(tags, field, following)
+                return one_of(
+                    self.rule(one, f"{field}.elements.{i}", after) for i, one in enumerate(elements)
+                )
+            case TagFormat():
+                return self.content(form, field, after)
+            case TriggeredTagsFormat():
+                return self.triggered(form, field, after)
+            case AnyTextFormat(excludes=excludes, max_chars=most):
+                return self.text(text_without(excludes, most), field, after)
+            case RegexFormat(pattern=pattern):
+                return self.text(regex(pattern), field, after)
+            case TagsWithSeparatorFormat():
+                source = self.separated(form, field)
             case GrammarFormat(grammar=grammar):
                 source = self.lark.nest(self.grammar(grammar, f"{field}.grammar"))
             case JSONSchemaFormat(json_schema=schema, max_whitespace_cnt=most):
                 whitespace = "" if most is None else rf"[ \n\t]{{0,{most}}}"
                 source = self.lark.json(self.schema(schema, f"{field}.json_schema", whitespace))
-            case _:
+            case ConstStringFormat():
                 source = ""
-        return f"{source} {self.lark.any_marked(following.marks)}"
+        return f"{source} {self.lark.any_marked(after or ())}"
 
-    def text(self, part: Part, following: Following) -> str:
-        """A text that matches a pattern: the longest one, unless a mark says where it ends."""
-        pattern = ending(part, following.firsts)
-        if following.marks:
-            return one_of(self.lark.until(mark, pattern) for mark in following.marks)
-        return self.lark.lexeme(pattern)
-
-    def choice(self, text: Part, choice: Part, following: Following) -> str:
-        """A text, and one of several formats after it. The text ends before the next format's mark, or before
-        a character with which a format without a mark may begin.
+    def text(self, pattern: str, field: str, after: Following) -> str:
+        """A text that matches a pattern, up to a text that may follow. Raises ApiError where none shows its
+        end.
         """
-        assert isinstance(choice.form, OrFormat)
-        options = parts_of(choice.form.elements, choice.field)
-        firsts = [first for option in options for first in option.start.firsts]
-        until = text._replace(pattern=ending(text, firsts))
-        return one_of(self.sequence([until, option], following) for option in options)
+        if after is None:
+            raise invalid(f"`{field}` has no end: it must be the last, or a fixed text must follow it", field)
+        return (
+            one_of(self.lark.until(mark, pattern) for mark in after) if after else self.lark.lexeme(pattern)
+        )
 
-    def content(self, tag: TagFormat, field: str, following: Following) -> str:
+    def content(self, tag: TagFormat, field: str, after: Following) -> str:
         """What stands after the beginning of a tag. Without an end, it goes on up to what follows."""
-        place, ends = f"{field}.content", tuple(end for end in tag.end if end)
-        found = []
+        place, ends = f"{field}.content", [end for end in tag.end if end]
+        found = [self.rule(tag.content, place, after)] if "" in tag.end else []
         if ends:
-            inner = self.rule(tag.content, place, Following(ends))
-            found.append(f"{inner} {self.lark.any_marked(following.marks)}")
-        if "" in tag.end:
-            found.append(self.rule(tag.content, place, following))
-        return one_of(found) if len(found) > 1 else found[0]
+            found.append(f"{self.rule(tag.content, place, ends)} {self.lark.any_marked(after or ())}")
+        return one_of(found)
 
-    def triggered(
-        self, form: TriggeredTagsFormat, field: str, following: Following, name: str = "tags"
-    ) -> str:
+    def triggered(self, form: TriggeredTagsFormat, field: str, after: Following, name: str = "tags") -> str:
         """Free text, with tags wherever their triggers come; `name` is the field that has the tags."""
-        after_tag = following if form.stop_after_first or following == END else Following((), (ANYTHING,))
         groups: dict[str, list[str]] = {}
         for i, tag in enumerate(form.tags):
             place = f"{field}.{name}.{i}"
             trigger = self.trigger_of(tag, form.triggers, place)
             head = self.lark.marked(tag.begin.removeprefix(trigger))
-            groups.setdefault(trigger, []).append(f"{head} {self.content(tag, place, after_tag)}")
-        free = Part(field, "", None, text_without(form.excludes), True)
-        pattern = ending(free, following.firsts)
+            content = self.content(tag, place, after if form.stop_after_first or after == () else None)
+            groups.setdefault(trigger, []).append(f"{head} {content}")
         first = one_of(f"{self.lark.marked(trigger)} {one_of(rest)}" for trigger, rest in groups.items())
         if form.at_least_one and form.stop_after_first:
-            return f"{first} {self.lark.any_marked(following.marks)}"
+            return f"{first} {self.lark.any_marked(after or ())}"
+        pattern = text_without(form.excludes)
         found = (f"{self.lark.until(trigger, pattern)} {one_of(rest)}" for trigger, rest in groups.items())
-        any_tag, text = self.lark.rule(one_of(found)), self.text(free, following)
+        any_tag, text = self.lark.rule(one_of(found)), self.text(pattern, field, after)
         if form.stop_after_first:
             return one_of([any_tag, text])
         return f"{first if form.at_least_one else ''} ({any_tag})* {text}"
@@ -206,54 +316,21 @@ class TagRules:
         marks = [mark for mark in self.lark.special_ids if tag.begin.startswith(mark)]
         return next((mark for mark in marks if mark.startswith(trigger)), trigger)
 
-    def separated(self, form: TagsWithSeparatorFormat, field: str, following: Following) -> str:
+    def separated(self, form: TagsWithSeparatorFormat, field: str) -> str:
         """Tags with a separator between them."""
-        parts = parts_of(form.tags, field, "tags")
-        more = [escaped(form.separator[0])] if form.separator else first_characters(form.tags)
-        after = [*following.firsts, *(escaped(mark[0]) for mark in following.marks)]
-        inside = Following((), (*(() if form.stop_after_first else more), *after))
-        one = self.lark.rule(one_of(self.sequence([part], inside) for part in parts))
+        tags = [self.rule(tag, f"{field}.tags.{i}", None) for i, tag in enumerate(form.tags)]
+        one = self.lark.rule(one_of(tags))
         many = one if form.stop_after_first else f"{one} ({self.lark.marked(form.separator)} {one})*"
         return many if form.at_least_one else f"({many})?"
 
 
-# --- parts --------------------------------------------------------------------------------------------------
-
-
-def parts_of(forms: Sequence[Format], field: str, name: str = "elements") -> list[Part]:
-    return [part_of(form, f"{field}.{name}.{i}") for i, form in enumerate(forms)]
-
-
-def part_of(form: Format, field: str) -> Part:
+def beginning_of(form: Format) -> str:
+    """The fixed text with which a format begins; "" if there is none."""
     match form:
-        case ConstStringFormat(value=text):
-            return Part(field, text)
-        case TagFormat(begin=text):
-            return Part(field, text, form)
-        case _:
-            return Part(field, "", form, pattern_of(form), isinstance(form, AnyTextFormat))
-
-
-def joined(parts: Sequence[Part]) -> list[Part]:
-    """The parts of a sequence; patterns side by side are one."""
-    found: list[Part] = []
-    for part in parts:
-        if part.pattern and found and found[-1].pattern:
-            part = Part(part.field, "", part.form, f"{found.pop().pattern} {part.pattern}")
-        found.append(part)
-    return found
-
-
-def pattern_of(form: Format) -> str:
-    """The pattern of a format whose texts are those of a regex; "" for others."""
-    match form:
-        case AnyTextFormat():
-            return text_without(form.excludes, form.max_chars)
-        case RegexFormat():
-            return regex(form.pattern)
-        case OrFormat():
-            patterns = [pattern_of(one) for one in form.elements]
-            return one_of(patterns) if all(patterns) else ""
+        case ConstStringFormat(value=text) | TagFormat(begin=text):
+            return text
+        case SequenceFormat(elements=elements):
+            return beginning_of(elements[0])
         case _:
             return ""
 
@@ -262,51 +339,3 @@ def text_without(excludes: Sequence[str], most: int | None = None) -> str:
     """The pattern of any text that has none of these in it, and at most `most` characters."""
     text = TEXT if most is None else rf"/(.|\n){{0,{most}}}/"
     return without(text, map(literal, excludes)) if excludes else text
-
-
-def ending(text: Part, firsts: Sequence[str]) -> str:
-    """The pattern of a text that these characters may follow: free text ends there. Raises ApiError for
-    another text that could go on with them.
-    """
-    first, field = "|".join(dict.fromkeys(firsts)), text.field
-    try:
-        if not first or not can_go_on(text.pattern, first):
-            return text.pattern
-    except ValueError as error:
-        raise invalid(f"`{field}` cannot be compiled: {cut(str(error))}", field) from error
-    if not text.is_free or ANYTHING in firsts:
-        words = "it must be the last, or a text must follow it with which it cannot go on"
-        raise invalid(f"`{field}` has no end: {words}", field)
-    return without(text.pattern, [f"/{first}/"])
-
-
-# --- first characters ---------------------------------------------------------------------------------------
-
-
-def first_characters(forms: Sequence[Format]) -> tuple[str, ...]:
-    return tuple(first for form in forms for first in firsts_of(form))
-
-
-def firsts_of(form: Format | None) -> tuple[str, ...]:
-    """Regexes of the characters that a format may begin with."""
-    match form:
-        case ConstStringFormat(value=text) | TagFormat(begin=text) if text:
-            return (escaped(text[0]),)
-        case TagFormat():
-            return firsts_of(form.content)
-        case JSONSchemaFormat():
-            return (first_of_json(form.json_schema),)
-        case OrFormat():
-            return first_characters(form.elements)
-        case SequenceFormat():
-            return firsts_of(form.elements[0])
-        case TriggeredTagsFormat() | TagsWithSeparatorFormat() if form.at_least_one:
-            return first_characters(form.tags)
-        case _:
-            return (ANYTHING,)
-
-
-def first_of_json(schema: Any) -> str:
-    """A regex of the first character of a JSON value."""
-    kind = schema.get("type") if isinstance(schema, Mapping) else None
-    return FIRST_OF_JSON.get(kind, FIRST_OF_ANY_JSON) if isinstance(kind, str) else FIRST_OF_ANY_JSON
