@@ -140,7 +140,7 @@ def test_a_long_row_is_split_in_a_graph_of_its_own(
     monkeypatch.setattr(FlashInferBackend, "splits_rows", lambda backend, lengths: (lengths > 50).any())
     engine, fresh = like_cuda(tmp_path), {0: list(range(3, 60)), 1: [5, 6], 2: [7, 8, 9]}
     graphs = engine.graphs
-    assert isinstance(graphs, CudaGraphs) and list(graphs.split_graphs) == [1, 2, 48]
+    assert isinstance(graphs, CudaGraphs) and list(graphs.split_graphs) == [1, 2, max_captured_tokens(3)]
 
     def note(kind: str, size: int, run: Callable[[], None]) -> Callable[[], None]:
         def noted() -> None:
@@ -155,7 +155,8 @@ def test_a_long_row_is_split_in_a_graph_of_its_own(
         rows = {row: fresh[row] for row in some}
         expected = {row: tiny_models.generate(model, ids, NEW_TOKENS) for row, ids in rows.items()}
         assert play(engine, rows) == expected
-    assert seen == [("split", 2)] * (NEW_TOKENS - 1) + [("own", 2)] * (NEW_TOKENS - 1)
+    decoded = [step for step in seen if step[1] == 2]  # the others computed prompts
+    assert decoded == [("split", 2)] * (NEW_TOKENS - 1) + [("own", 2)] * (NEW_TOKENS - 1)
 
 
 def test_sizes_of_graphs_double_while_they_are_small() -> None:
