@@ -126,6 +126,7 @@ class Engine:
             adapters=self.adapters.known,
             turns=AdapterTurns(settings.max_loras),
             state_slots=make_state_slots(loaded),
+            computes_whole=loaded.computes_whole,
         )
         if loaded.states and settings.speculation:
             log.warning("SPECULATE is off: states of rows cannot go back from wrong proposals")
@@ -137,7 +138,7 @@ class Engine:
         if loaded.device.type == "cuda":
             self.compile_and_capture(settings, progress)
         progress("measuring its speed")
-        if settings.speculation or self.drafter:
+        if (settings.speculation or self.drafter) and not loaded.pooling:
             measure_costs(self.costs, loaded, self.forward, self.drafter, communicator)
         token_ms = self.measure_token_ms(loaded.context, loaded.vocab_size, self.block_size)
         self.ready = capacity_of(
@@ -178,8 +179,9 @@ class Engine:
         self.graphs = FixedShapeGraph(graphs) if deterministic else graphs
 
     def prepare(self) -> None:
-        """Prepare for grammars while no row is held."""
-        self.matchers.prepare()
+        """Prepare for grammars while no row is held; rows that pool have none."""
+        if not self.loaded.pooling:
+            self.matchers.prepare()
 
     def sleep(self) -> None:
         """Give up the cache, the graphs and, on a GPU, the weights' memory there. No row is held."""

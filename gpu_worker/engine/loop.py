@@ -4,16 +4,14 @@ import contextlib
 import time
 
 from gpu_worker.engine.agent_link import AgentLink
-from gpu_worker.engine.encoder.engine import EncoderEngine
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.protocol import Asleep, LoadProgress, ModelSleeps, StepResult, WakeUp
 
 KEEPALIVE_S = 5.0
-AnyEngine = Engine | EncoderEngine
 
 
-def run_leader(engine: AnyEngine, communicator: Communicator, link: AgentLink) -> None:
+def run_leader(engine: Engine, communicator: Communicator, link: AgentLink) -> None:
     """Run steps, and sleep whenever the agent says so, until the agent closes the socket (raises
     PeerClosed).
     """
@@ -26,7 +24,7 @@ def run_leader(engine: AnyEngine, communicator: Communicator, link: AgentLink) -
         link.send(engine.wake_up(lambda text: link.send(LoadProgress(text))))
 
 
-def run_steps(engine: AnyEngine, communicator: Communicator, link: AgentLink) -> None:
+def run_steps(engine: Engine, communicator: Communicator, link: AgentLink) -> None:
     """Run steps until the agent says otherwise (raises ModelSleeps, PeerClosed).
 
     The launch of a step waits for grants while the step before it runs. If no step can run, the loop waits
@@ -54,7 +52,7 @@ def run_steps(engine: AnyEngine, communicator: Communicator, link: AgentLink) ->
         wait_s = 0.0 if step else idle_at_s - now_s
 
 
-def idle(engine: AnyEngine, link: AgentLink) -> None:
+def idle(engine: Engine, link: AgentLink) -> None:
     """Tell the agent that the engine lives if rows wait for something; prepare for grammars if
     there are no rows.
     """
@@ -64,7 +62,7 @@ def idle(engine: AnyEngine, link: AgentLink) -> None:
         engine.prepare()
 
 
-def run_follower(engine: AnyEngine, communicator: Communicator) -> None:
+def run_follower(engine: Engine, communicator: Communicator) -> None:
     """Run the same steps as rank 0 until rank 0 ends."""
     while True:
         for command in communicator.receive_commands():

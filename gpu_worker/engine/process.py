@@ -80,11 +80,13 @@ def preload(link: AgentLink, loads_model: bool) -> Any:
     setproctitle.setproctitle("tokenfleet engine preloaded")
     prepare_import()
     import gpu_worker.engine.loop  # noqa: F401  it imports everything
+    from gpu_worker.engine.drafting.load_draft import load_draft
+    from gpu_worker.engine.model.load import load
     from gpu_worker.engine.parallel.communicator import SINGLE_RANK
-    from gpu_worker.engine.start import load_model
 
     check_cuda_is_unused()
-    loaded = load_model(Settings.read([], os.environ), no_progress, SINGLE_RANK) if loads_model else None
+    settings = Settings.read([], os.environ)
+    loaded = load(settings, no_progress, SINGLE_RANK, load_draft) if loads_model else None
     link.send(LoadProgress("preloaded"))
     os.environ.update(link.receive(Begin).variables)
     return loaded
@@ -131,12 +133,12 @@ def run(settings: Settings, info: RankInfo, link: AgentLink, loaded: Any, links:
     """Load the model unless it is `loaded`, and run steps until the agent or rank 0 ends."""
     prepare_import()
     # this takes seconds: bad settings are reported before that
+    from gpu_worker.engine.engine import Engine
     from gpu_worker.engine.loop import run_follower, run_leader
     from gpu_worker.engine.parallel.communicator import Communicator
-    from gpu_worker.engine.start import make_engine
 
     communicator = Communicator(info, links, settings.pipeline_parallel_size)
-    engine = make_engine(settings, lambda text: link.send(LoadProgress(text)), communicator, loaded)
+    engine = Engine(settings, lambda text: link.send(LoadProgress(text)), communicator, loaded)
     gc.freeze()
     gc.enable()
     link.send(engine.ready)

@@ -62,7 +62,7 @@ def whole_prompts(line: Sequence[Row], block_size: int, budget: StepBudget) -> I
     for row in line:
         count = len(row.ids)
         if num_computable(row, block_size) == count and (is_first or count <= budget.left(row.class_index)):
-            yield RowSlice(row, 0, count, samples=False)
+            yield RowSlice(row, 0, count, samples=False, num_scored=max(0, count - row.scored_from))
             budget.spend(row.class_index, count)
             is_first = False
 

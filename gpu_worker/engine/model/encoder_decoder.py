@@ -2,35 +2,293 @@
 
 transformers' own encoder and decoder run; attention of the decoder, and positions where the model has a table
 of them, are those of packed rows.
+
+A row's positions are those of its prompt, the last ones of which start the decoder, then of what it has
+generated. Its blocks hold in the places of the encoded tokens the K and V by which the decoder sees them, in
+the others its own. So an encoder-decoder row needs as many blocks as any other of its length.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForSeq2SeqLM
 
 from common import model_files
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.attention import backend
-from gpu_worker.engine.attention.encoder_decoder import DecoderAttention
-from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, KVCache, LayerSpec, write_kv
+from gpu_worker.engine.attention.kv_cache import (
+    AttentionSpec,
+    Geometry,
+    KVCache,
+    LayerSpec,
+    from_kv,
+    write_kv,
+)
 from gpu_worker.engine.attention.sdpa import SdpaBackend
-from gpu_worker.engine.batch.encoder_decoder import EncodedPrompt, decoded_tokens, encoded_prompts
 from gpu_worker.engine.batch.inputs import Inputs, to_device
+from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.cpu.packed_linear import PackedLinear, pack_linears
 from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.parallel.communicator import Communicator
-from gpu_worker.engine.parallel.stages import WHOLE
 from gpu_worker.engine.states.model_states import ModelStates
 from gpu_worker.protocol import UnservableModel
 
 FAMILIES = ("bart", "mbart", "mt5", "pegasus", "t5")
 """Model types that are served."""
+MAX_GATHERED = 2**15
+"""Keys that are gathered at once: those of all tokens would take the memory of a whole cache."""
+Int64 = npt.NDArray[np.int64]
+
+# --- what a step computes -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt that the step encodes.
+
+    Attributes:
+        ids: int32 [tokens] of the encoder.
+        slots: int64 [tokens]; where the decoder's K and V of each are written: block * block_size + offset.
+    """
+
+    ids: Int32
+    slots: Int64
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedTokens:
+    """The tokens of a step that the decoder computes; all int64.
+
+    Attributes:
+        places: [tokens]; places among all tokens of the step.
+        positions: [tokens] in their rows.
+        num_encoded: [tokens]; encoded tokens of their rows.
+        slots: [tokens]; where their K and V are written.
+        encoded_blocks: [tokens, blocks] of their rows' encoded tokens, padded with the scratch block 0.
+        own_blocks: [tokens, blocks] of the decoder's tokens of their rows, likewise; encoded ones may lie
+            before them in the first block.
+    """
+
+    places: Int64
+    positions: Int64
+    num_encoded: Int64
+    slots: Int64
+    encoded_blocks: Int64
+    own_blocks: Int64
+
+
+def num_encoded(row_slice: RowSlice, num_starting: int) -> int:
+    """Tokens of a row that the encoder gets; the last `num_starting` of its prompt start the decoder."""
+    row = row_slice.row
+    return max(0, len(row.ids) - row.base - num_starting)
+
+
+def encoded_prompts(slices: Sequence[RowSlice], num_starting: int, block_size: int) -> list[EncodedPrompt]:
+    """The prompts whose first token for the decoder is in the step. Earlier chunks of them compute nothing:
+    each encoded token depends on all others.
+    """
+    found = []
+    for row_slice in slices:
+        encoded = num_encoded(row_slice, num_starting)
+        if 0 < encoded < row_slice.kv_len and row_slice.begin <= encoded:
+            row = row_slice.row
+            found.append(
+                EncodedPrompt(row.ids[:encoded], slots_of(row.blocks, np.arange(encoded), block_size))
+            )
+    return found
+
+
+def decoded_tokens(slices: Sequence[RowSlice], num_starting: int, block_size: int) -> DecodedTokens:
+    """The tokens of arranged slices that are not only encoded."""
+    begins = np.cumsum([0, *(row_slice.count for row_slice in slices)])
+    parts = []
+    for begin, row_slice in zip(begins.tolist(), slices, strict=False):
+        encoded = num_encoded(row_slice, num_starting)
+        positions = np.arange(max(row_slice.begin, encoded), row_slice.kv_len)
+        if len(positions):
+            places = positions - row_slice.begin + begin
+            parts.append((row_slice.row.blocks, encoded, positions, places))
+    counts = [len(positions) for _, _, positions, _ in parts]
+    slots = [slots_of(blocks, positions, block_size) for blocks, _, positions, _ in parts]
+    held = [-(-int(positions[-1] + 1) // block_size) for _, _, positions, _ in parts]
+    encoded_blocks = [blocks[: -(-encoded // block_size)] for blocks, encoded, _, _ in parts]
+    own_blocks = [
+        blocks[encoded // block_size : end] for (blocks, encoded, _, _), end in zip(parts, held, strict=True)
+    ]
+    return DecodedTokens(
+        places=joined([places for *_, places in parts]),
+        positions=joined([positions for _, _, positions, _ in parts]),
+        num_encoded=np.repeat(np.array([encoded for _, encoded, _, _ in parts], np.int64), counts),
+        slots=joined(slots),
+        encoded_blocks=padded(encoded_blocks).repeat(counts, axis=0),
+        own_blocks=padded(own_blocks).repeat(counts, axis=0),
+    )
+
+
+def padded(lists: Sequence[Int32]) -> Int64:
+    """Lists of blocks → int64 [lists, at least one], each filled up with block 0."""
+    table = np.zeros((len(lists), max(1, *map(len, lists), 1)), np.int64)
+    for line, blocks in zip(table, lists, strict=True):
+        line[: len(blocks)] = blocks
+    return table
+
+
+def slots_of(blocks: Int32, positions: Int64, block_size: int) -> Int64:
+    """Lines of the cache of a row's positions, int64 [positions]."""
+    return blocks.astype(np.int64)[positions // block_size] * block_size + positions % block_size
+
+
+def joined(parts: Sequence[Int64]) -> Int64:
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+# --- attention of the decoder -------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class SeenTokens:
+    """What some decoded tokens see, on the device.
+
+    Attributes:
+        begin, end: places among the decoded tokens.
+        pages: int64 [heads, tokens, blocks]; of each head its part of each block.
+        seen: of each key in the blocks: bool [1, tokens, keys], or places in the table of biases, int64
+            [tokens, keys].
+    """
+
+    begin: int
+    end: int
+    pages: torch.Tensor
+    seen: torch.Tensor
+
+
+class DecoderAttention:
+    """Attention of the decoder to its own tokens and to the encoded ones.
+
+    Attributes:
+        relative: module with the relative position bias of T5 (arXiv:1910.10683); None without one. The
+            encoded tokens have no bias.
+        encoded: attention modules that see the encoded tokens.
+        biases: [heads or 1, distances + 1]; of each distance to an earlier token, and of what is not seen.
+    """
+
+    def __init__(
+        self, block_size: int, num_heads: int, device: torch.device, dtype: torch.dtype, relative: Any = None
+    ) -> None:
+        self.block_size = block_size
+        self.num_heads = num_heads
+        self.device = device
+        self.relative = relative
+        self.encoded: set[Any] = set()
+        self.slots = torch.zeros(0, dtype=torch.int64, device=device)
+        self.seen_own: list[SeenTokens] = []
+        self.seen_encoded: list[SeenTokens] = []
+        self.biases = table_of_biases(relative, device, dtype)
+
+    def prepare(self, tokens: DecodedTokens) -> None:
+        """Prepare a forward of these tokens: what all layers share."""
+        self.slots = to_device(tokens.slots, self.device)
+        positions = to_device(tokens.positions[:, None], self.device)
+        num_encoded = to_device(tokens.num_encoded[:, None], self.device)
+        self.seen_own = [
+            SeenTokens(
+                begin, end, pages, self.places_of_biases(positions[begin:end], num_encoded[begin:end], keys)
+            )
+            for begin, end, pages, keys in self.parts(tokens.own_blocks)
+        ]
+        self.seen_encoded = [  # of no encoded token, the first: a sum needs a key
+            SeenTokens(begin, end, pages, (keys < num_encoded[begin:end].clamp(min=1))[None])
+            for begin, end, pages, keys in self.parts(tokens.encoded_blocks)
+        ]
+
+    def parts(self, tables: Int64) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
+        """Parts of the tokens whose keys fit in memory: begin, end, `pages` of SeenTokens, places of keys in
+        their blocks int64 [keys].
+        """
+        num_keys = tables.shape[1] * self.block_size
+        keys, at_once = torch.arange(num_keys, device=self.device), max(1, MAX_GATHERED // num_keys)
+        heads = torch.arange(self.num_heads, device=self.device)[:, None, None]
+        for begin in range(0, len(tables), at_once):
+            end = min(begin + at_once, len(tables))
+            yield begin, end, to_device(tables[begin:end], self.device) * self.num_heads + heads, keys
+
+    def places_of_biases(
+        self, positions: torch.Tensor, num_encoded: torch.Tensor, keys: torch.Tensor
+    ) -> torch.Tensor:
+        """positions and num_encoded int64 [tokens, 1], keys int64 [keys] from the row's first own block on →
+        int64 [tokens, keys]
+        """
+        hidden = self.biases.shape[1] - 1
+        keys = keys + num_encoded // self.block_size * self.block_size
+        distances = (positions - keys).clamp(max=hidden - 1)
+        return distances.masked_fill((keys < num_encoded) | (keys > positions), hidden)
+
+    def attend(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """query [1, heads, tokens, head_dim]; key and value, of the decoder's own tokens, likewise, all of
+        one dtype → [1, tokens, heads, head_dim]
+        """
+        if module in self.encoded:
+            outputs = [attend_seen(module, query, one, one.seen) for one in self.seen_encoded]
+        else:
+            write_kv(module.keys, module.values, key[0], value[0], self.slots)
+            outputs = [attend_seen(module, query, one, self.biases[:, one.seen]) for one in self.seen_own]
+        return torch.cat(outputs, 1).transpose(0, 1)[None]
+
+
+def attend_seen(module: Any, query: torch.Tensor, seen: SeenTokens, mask: torch.Tensor) -> torch.Tensor:
+    """query [1, heads, all tokens, head_dim], mask bool or of its dtype [heads or 1, tokens, keys] → [heads,
+    tokens, head_dim] of the query's dtype
+    """
+    keys, values = (gather(store, seen.pages, query.dtype) for store in (module.keys, module.values))
+    queries = query[0, :, seen.begin : seen.end, None]
+    output = scaled_dot_product_attention(
+        queries, keys, values, attn_mask=mask[:, :, None], scale=module.scaling
+    )
+    return output[:, :, 0]
+
+
+def gather(store: torch.Tensor, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Pages [blocks, heads, block_size, head_dim] of any dtype → [heads, tokens, keys, head_dim] of `dtype`.
+    One copy of whole pages: torch's other ways to index take twice the time.
+    """
+    found = store.flatten(0, 1).flatten(1, 2).index_select(0, pages.flatten())
+    return from_kv(found, dtype, 1.0).view(*pages.shape[:2], -1, store.shape[3])
+
+
+@torch.inference_mode()
+def table_of_biases(relative: Any, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """`biases` of DecoderAttention: [heads or 1, distances + 1] of `dtype`. Distances beyond the largest one
+    count as it.
+    """
+    if relative is None:
+        seen = torch.zeros(1, 1, dtype=dtype, device=device)
+    else:
+        buckets = relative._relative_position_bucket(
+            -torch.arange(relative.relative_attention_max_distance + 1, device=device),
+            bidirectional=False,
+            num_buckets=relative.relative_attention_num_buckets,
+            max_distance=relative.relative_attention_max_distance,
+        )
+        seen = relative.relative_attention_bias(buckets).to(dtype).T
+    return torch.cat((seen, torch.full_like(seen[:, :1], torch.finfo(dtype).min)), 1)
+
+
+# --- the model ----------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -56,10 +314,6 @@ class EncoderDecoderModel(LoadedModel):
     decoder: DecoderAttention
     num_starting: int
     places: torch.Tensor = field(init=False)
-
-    @property
-    def capturable(self) -> bool:
-        return False
 
     @property
     def can_share_blocks(self) -> bool:
@@ -161,12 +415,9 @@ def load(
         geometry=geometry,
         device=device,
         backend=SdpaBackend(geometry, device),
-        ropes=[],
         context=model_files.context_length(path),
         eos_ids=model_files.eos_ids(path, tokenizer),
         vocab_size=config.vocab_size,
-        recompute_length=None,
-        stage=WHOLE,
         states=ModelStates(device),
         layers=layers,
         decoder=decoder,

@@ -27,6 +27,7 @@ from gpu_worker.engine.cuda.linear import fuse_linears
 from gpu_worker.engine.model import encoder_decoder, rope
 from gpu_worker.engine.model.config import cannot_serve, quantizes, read_config
 from gpu_worker.engine.model.deepstack import DeepStack
+from gpu_worker.engine.model.encoder import load_encoder
 from gpu_worker.engine.model.families import page_attention, register_family
 from gpu_worker.engine.model.kv_budget import count_room, scale_layers
 from gpu_worker.engine.model.model import Draft, LoadedModel
@@ -90,13 +91,19 @@ def load(
         description = describe_model(path, settings, name_of(dtype), device.type)
         check_same(settings.model_id, communicator.exchange(description), communicator.links.members)
     torch.set_num_threads(settings.threads or threads_of(settings, communicator))
-    config = read_config(path, settings)
-    check_fp8(config, settings, device, dtype)
-    register_family(config.model_type)
     pooling = read_pooling(path, settings)
+    is_encoder = pooling is not None and pooling.is_encoder
+    if is_encoder and settings.dtype == "auto" and device.type == "cpu":
+        dtype = torch.float32  # vectors are compared with those of an index that others have made
     report_progress(progress)
     threads = f", {plural(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else ""
     progress(f"loading {settings.model_name} as {name_of(dtype)} on {device.type}{threads}")
+    if pooling and is_encoder:
+        block_size = settings.block_size or BLOCK_SIZES[device.type]
+        return load_encoder(settings, path, pooling, dtype, device, communicator, block_size)
+    config = read_config(path, settings)
+    check_fp8(config, settings, device, dtype)
+    register_family(config.model_type)
     if config.is_encoder_decoder:
         return load_encoder_decoder(settings, path, config, dtype, device, communicator)
     read = read_model(path, config, dtype, device, settings, communicator, pooling)

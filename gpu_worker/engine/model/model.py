@@ -18,7 +18,7 @@ from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.model.deepstack import DeepStack
 from gpu_worker.engine.model.rope import AxisRope, PerTokenRope
 from gpu_worker.engine.model.sleeping_model import SleepingModel
-from gpu_worker.engine.parallel.stages import ModelStage
+from gpu_worker.engine.parallel.stages import WHOLE, ModelStage
 from gpu_worker.engine.pictures.encoder import VisionTower
 from gpu_worker.engine.states.model_states import ModelStates
 
@@ -54,6 +54,7 @@ class LoadedModel:
         tokenizer: the directory of its tokenizer.json.
         attentions: the model's attention modules, in the order of layers.
         context: the longest sequence in tokens.
+        computes_whole: a step computes whole prompts, and no chunks.
         recompute_length: a sequence beyond this length needs every K computed anew.
         stage: which part of the model this is.
         tower: what encodes pictures; None of a model for text.
@@ -73,13 +74,14 @@ class LoadedModel:
     geometry: Geometry
     device: torch.device
     backend: AttentionBackend
-    ropes: list[PerTokenRope]
     context: int
     eos_ids: list[int]
     vocab_size: int
-    recompute_length: int | None
-    stage: ModelStage
     states: ModelStates
+    ropes: list[PerTokenRope] = field(default_factory=list)
+    recompute_length: int | None = None
+    stage: ModelStage = WHOLE
+    computes_whole: bool = False
     adapters: AdapterLayers | None = None
     tower: VisionTower | None = None
     axis_rope: AxisRope | None = None

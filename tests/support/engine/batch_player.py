@@ -8,11 +8,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from common.messages.records import BeamSequence, num_group_blocks, unpack_floats, unpack_sequences
 from gpu_worker.engine.engine import Engine
 from gpu_worker.protocol import Grant, StartRow, StepResult
 from tests.support.engine.start_rows import start_row
+
+AHEAD = pytest.mark.parametrize("engine", [True], ids=["ahead"], indirect=True)
+"""A step is launched before the last one is read, as on a device that computes by itself. Without this mark
+steps run in turn, as on CPU.
+"""
 
 
 def packed(values: Sequence[int]) -> bytes:

@@ -46,13 +46,15 @@ def engine() -> Iterator[Engine]:
     yield Engine(Settings(**SETTINGS))
 
 
-def start(played: Player, rows: Sequence[int], shown: dict[int, list[int]] | None = None) -> list[StartRow]:
-    prompts, shown = prompt_ids([PROMPTS[place] for place in FEW]), shown or {}
+def start(
+    played: Player, rows: Sequence[int], shown: dict[int, list[int]] | None = None, tiny: bool = False
+) -> list[StartRow]:
+    texts, shown = prompts() if tiny else prompt_ids([PROMPTS[place] for place in FEW]), shown or {}
     return [
         played.start(
             row,
-            prompts[row] + shown.get(row, []),
-            NUM_NEW,
+            texts[row] + shown.get(row, []),
+            NEW_TOKENS if tiny else NUM_NEW,
             len(shown.get(row, [])),
             ignore_eos=True,
             sampling=SAMPLINGS[row % len(SAMPLINGS)],
@@ -71,10 +73,14 @@ def tell(played: Player, starts: Sequence[StartRow]) -> dict[int, Told]:
 
 
 def play(
-    engine: Engine, rows: Sequence[int], prefill_tokens: int = 1000, shown: dict[int, list[int]] | None = None
+    engine: Engine,
+    rows: Sequence[int],
+    prefill_tokens: int = 1000,
+    shown: dict[int, list[int]] | None = None,
+    tiny: bool = False,
 ) -> dict[int, Told]:
     played = player(engine, prefill_tokens)
-    return tell(played, start(played, rows, shown))
+    return tell(played, start(played, rows, shown, tiny))
 
 
 @pytest.mark.slow
@@ -113,32 +119,6 @@ def test_models_that_cannot_be_deterministic_are_refused(family: str, tmp_path: 
     assert "\n" not in str(caught.value)
 
 
-def bits(
-    engine: Engine, rows: list[int], prefill_tokens: int, resumed: dict[int, list[int]]
-) -> dict[int, tuple[list[int], bytes]]:
-    """The ids of rows that draw, and the bits of their log-probabilities."""
-    played = player(engine, prefill_tokens)
-    sampling = [
-        None,
-        SamplingParams(temperature=1.0, seed=3),
-        SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.2, seed=4),
-        None,
-    ]
-    options = {
-        row: {"base": len(resumed.get(row, [])), "ignore_eos": True, "sampling": sampling[row]}
-        for row in rows
-    }
-    starts = [
-        played.start(row, prompts()[row] + resumed.get(row, []), NEW_TOKENS, **options[row])  # type: ignore[arg-type]
-        for row in rows
-    ]
-    ids, logprobs = played.run(starts), dict.fromkeys(rows, b"")
-    for step in played.steps:
-        for row, _, _, logprob in step.sampled:
-            logprobs[row] += np.float32(logprob).tobytes()
-    return {row: (ids[row], logprobs[row]) for row in rows}
-
-
 @pytest.mark.slow
 def test_bits_of_a_graph_of_a_fixed_shape_do_not_depend_on_the_batch(
     tmp_path: Path, like_cuda: Callable[..., Engine]
@@ -149,14 +129,14 @@ def test_bits_of_a_graph_of_a_fixed_shape_do_not_depend_on_the_batch(
     model = tiny_models.save(tmp_path, *FAMILIES["Qwen2"])
     engine, rows = like_cuda(tmp_path, deterministic=True), list(range(len(prompts())))
     assert isinstance(engine.graphs, FixedShapeGraph) and list(engine.graphs.graphs.graphs) == [12]
-    alone = {row: bits(engine, [row], 1000, {})[row] for row in rows}
+    alone = {row: play(engine, [row], tiny=True)[row] for row in rows}
     assert alone[0][0] == tiny_models.generate(model, prompts()[0], NEW_TOKENS)
-    assert bits(engine, rows, 1000, {}) == alone, "batched"
-    assert bits(engine, rows[::-1], 7, {}) == alone, "chunked, in another order"
+    assert play(engine, rows, tiny=True) == alone, "batched"
+    assert play(engine, rows[::-1], 7, tiny=True) == alone, "chunked, in another order"
     answers = {tuple(prompts()[row]): alone[row][0] for row in rows}
     engine.rows.make_proposer = KnowingProposers(answers, 0.3)
-    assert bits(engine, rows, 1000, {}) == alone, "with proposals"
-    resumed = bits(engine, rows, 1000, {row: alone[row][0][: 5 + row] for row in rows})
-    assert resumed == {
-        row: (ids[5 + row :], logprobs[4 * (5 + row) :]) for row, (ids, logprobs) in alone.items()
-    }, "resumed"
+    assert play(engine, rows, tiny=True) == alone, "with proposals"
+    resumed = play(engine, rows, shown={row: alone[row][0][: 5 + row] for row in rows}, tiny=True)
+    assert resumed == {row: (ids[5 + row :], bits[4 * (5 + row) :]) for row, (ids, bits) in alone.items()}, (
+        "resumed"
+    )

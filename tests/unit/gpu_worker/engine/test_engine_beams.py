@@ -123,12 +123,9 @@ def test_sequences_are_those_of_transformers(tmp_path: Path, family: str) -> Non
         assert len(played.free) == tiny.engine.ready.num_blocks
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
-def test_searches_beside_others_that_run_ahead(
-    llama: Tiny, runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_searches_beside_others_that_run_ahead(llama: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: the step after one of a search is launched once that one is read."""
-    monkeypatch.setattr(llama.engine, "runs_ahead", runs_ahead)
+    monkeypatch.setattr(llama.engine, "runs_ahead", True)
     prompt, beams = prompts()[2], SEARCHES[1]
     played = llama.player(prefill_tokens=20)
     played.run([played.start(9, prompts()[1], 30), start(played, 1, prompt, beams)], lead=1)

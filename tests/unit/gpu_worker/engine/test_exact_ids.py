@@ -11,10 +11,9 @@ from common import model_files
 from gpu_worker.engine.engine import Engine
 from gpu_worker.protocol import Grant, StepResult
 from tests.support.engine import reference
-from tests.support.engine.batch_player import Player, player
+from tests.support.engine.batch_player import AHEAD, Player, player
 from tests.support.engine.reference import prompt_ids, reference_ids
 from tests.support.prompts import FEW, PROMPTS
-from tests.support.runahead.each_way import AHEAD
 
 ALL = pytest.param(list(range(len(PROMPTS))), id="all", marks=pytest.mark.slow)
 INDICES = [pytest.param(FEW, id="few"), ALL]

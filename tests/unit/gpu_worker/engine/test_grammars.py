@@ -23,10 +23,9 @@ from common.messages.request import SamplingParams
 from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models
-from tests.support.engine.batch_player import Player, player
+from tests.support.engine.batch_player import AHEAD, Player, player
 from tests.support.engine.reference import prompt_ids, reference_ids
 from tests.support.prompts import FEW, PROMPTS
-from tests.support.runahead.each_way import AHEAD, IN_TURN
 from tests.support.tool_calls.answers import Reading
 
 MAX_TOKENS = 120
@@ -77,8 +76,6 @@ EACH_WAY = pytest.mark.parametrize(
     [
         pytest.param(False, {}, id="greedy"),
         pytest.param(True, HOT, id="ahead-hot"),
-        pytest.param(True, {}, id="ahead-greedy", marks=pytest.mark.slow),
-        pytest.param(False, HOT, id="hot", marks=pytest.mark.slow),
     ],
     indirect=["engine"],
 )
@@ -120,7 +117,6 @@ def test_a_resumed_row_gives_the_ids_of_an_undisturbed_one(guided: Player, param
     assert [ids[start.row] for start in starts] == [whole[base:] for base in bases]
 
 
-@IN_TURN
 def test_a_row_ends_with_its_grammar_whatever_else_it_asks_for(guided: Player, tokenizer: Tokenizer) -> None:
     [prompt] = prompt_ids([PROMPTS[FEW[0]]])
     start = guided.start(0, prompt, 40, sampling=grammar(REGEX), min_new_tokens=30, ignore_eos=True)
@@ -128,14 +124,12 @@ def test_a_row_ends_with_its_grammar_whatever_else_it_asks_for(guided: Player, t
     assert guided.ended[0][0] == "eos_token" and len(text) == 6
 
 
-@IN_TURN
 def test_max_tokens_cuts_a_row_before_its_grammar_ends(guided: Player) -> None:
     [prompt] = prompt_ids([PROMPTS[FEW[0]]])
     guided.run([guided.start(0, prompt, 3, sampling=grammar(JSON))])
     assert guided.ended[0] == ("length", 3)
 
 
-@IN_TURN
 def test_a_row_whose_grammar_allows_no_token_fails_alone(guided: Player) -> None:
     prompts = prompt_ids([PROMPTS[index] for index in FEW[:2]])
     starts = [

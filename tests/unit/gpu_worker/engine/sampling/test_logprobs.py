@@ -18,14 +18,13 @@ from gpu_worker.engine.sampling.logprobs import score_tokens
 from gpu_worker.engine.sampling.multinomial import raw_logprobs
 from gpu_worker.protocol import StepResult
 from tests.support.engine import tiny_models
-from tests.support.engine.batch_player import Player, player
+from tests.support.engine.batch_player import AHEAD, Player, player
 from tests.support.engine.reference import prompt_ids, reference_ids, reference_logprobs
 from tests.support.engine.sampling_reference import log_softmax
 from tests.support.engine.tiny_engine import engine_of
 from tests.support.engine.tiny_engine import prompts as tiny_prompts
 from tests.support.engine.tiny_models import FAMILIES, VOCAB
 from tests.support.prompts import FEW, PROMPTS
-from tests.support.runahead.each_way import AHEAD
 
 INDICES = [
     pytest.param(FEW[:-1], id="few"),

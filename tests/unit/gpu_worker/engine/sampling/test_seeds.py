@@ -6,10 +6,9 @@ import pytest
 
 from common.messages.request import SamplingParams
 from gpu_worker.engine.engine import Engine
-from tests.support.engine.batch_player import player
+from tests.support.engine.batch_player import AHEAD, player
 from tests.support.engine.reference import prompt_ids
 from tests.support.prompts import PROMPTS
-from tests.support.runahead.each_way import AHEAD
 
 NEW_TOKENS = 10
 ROWS: dict[int, SamplingParams | None] = {

@@ -43,14 +43,13 @@ def engine(granite: tuple[Path, Ids]) -> Engine:
     return engine_of(granite[0])
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
 def test_rows_wait_for_slots(
-    granite: tuple[Path, Ids], engine: Engine, runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
+    granite: tuple[Path, Ids], engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two slots serve four rows, as a row that has ended holds its slot while a step is in flight."""
     slots = engine.rows.state_slots
     assert slots
-    monkeypatch.setattr(engine, "runs_ahead", runs_ahead)
+    monkeypatch.setattr(engine, "runs_ahead", True)
     monkeypatch.setattr(slots, "free", slots.free[-2:])
     assert play(engine, dict(enumerate(prompts()))) == granite[1]
     assert sorted(slots.free) == [1, 2]
@@ -144,10 +143,8 @@ def test_states_count_within_the_memory_of_the_cache(granite: tuple[Path, Ids]) 
         load(Settings(model_id=str(granite[0]), kv_cache_bytes=1000, **SETTINGS), print, SINGLE_RANK)
 
 
-@pytest.mark.parametrize("family", ["Mamba2"])
-def test_deterministic_is_refused(family: str, tmp_path: Path) -> None:
-    tiny_models.save(tmp_path, *HYBRIDS[family])
-    settings = Settings(model_id=str(tmp_path), kv_cache_bytes=2**23, deterministic=True, **SETTINGS)
+def test_deterministic_is_refused(granite: tuple[Path, Ids]) -> None:
+    settings = Settings(model_id=str(granite[0]), kv_cache_bytes=2**23, deterministic=True, **SETTINGS)
     with pytest.raises(SettingError, match="its states are computed with those of the rows beside them"):
         load(settings, print, SINGLE_RANK)
 

@@ -11,10 +11,7 @@ import transformers
 from common.messages.request import PoolingParams
 from common.pooling import read_pooling
 from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.encoder.engine import EncoderEngine
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.parallel.communicator import SINGLE_RANK
-from gpu_worker.engine.start import make_engine
 from tests.support.engine.tiny_engine import prompts
 from tests.support.engine.tiny_models import LLAMA
 from tests.support.engine.tiny_tokenizers import byte_level
@@ -25,12 +22,8 @@ LENGTHS = (1, 5, 30, 5, 60, 47)
 SETTINGS: dict[str, Any] = {"threads": 1, "max_batch_prefill_tokens": 64, "block_size": 8, "device": "cpu"}
 
 
-def engine_of(folder: Path, **settings: Any) -> EncoderEngine:
-    made = make_engine(
-        Settings(model_id=str(folder), **(SETTINGS | settings)), lambda _: None, SINGLE_RANK, None
-    )
-    assert isinstance(made, EncoderEngine)
-    return made
+def engine_of(folder: Path, **settings: Any) -> Engine:
+    return Engine(Settings(model_id=str(folder), **(SETTINGS | settings)))
 
 
 def lines() -> dict[int, list[int]]:
@@ -146,23 +139,12 @@ def test_a_classifier_of_several_labels_is_refused(tmp_path: Path) -> None:
         read_pooling(tmp_path, Settings(model_id=str(tmp_path)))
 
 
-DECODER_SETTINGS: dict[str, Any] = {
-    "dtype": "float32",
-    "kv_cache_bytes": 2**23,
-    "max_batch_prefill_tokens": 64,
-    "block_size": 8,
-    "debug_kv": True,
-    "threads": 1,
-}
+DECODER_SETTINGS: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 2**23, "debug_kv": True}
 SIZES = LLAMA | {"initializer_range": 0.2}
 
 
 def decoder_of(folder: Path, **settings: Any) -> Engine:
-    made = make_engine(
-        Settings(model_id=str(folder), **(DECODER_SETTINGS | settings)), lambda _: None, SINGLE_RANK, None
-    )
-    assert isinstance(made, Engine)
-    return made
+    return engine_of(folder, **(DECODER_SETTINGS | settings))
 
 
 def rows() -> dict[int, list[int]]:
