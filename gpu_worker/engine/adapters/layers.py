@@ -7,9 +7,9 @@ import torch
 
 from common.settings.settings import Settings
 from gpu_worker.engine.adapters.targets import LoraTarget, find_targets
-from gpu_worker.engine.adapters.weights import AdapterWeights
+from gpu_worker.engine.adapters.weights import AdapterWeights, LowRankPair
 from gpu_worker.engine.batch.adapters import AdaptedStep
-from gpu_worker.engine.cpu.adapters import NativeAdapters, PackedPair
+from gpu_worker.engine.cpu.adapters import NativeAdapters
 from gpu_worker.engine.cpu.packed_linear import ALIGNED_BYTES, NativeLinear, region
 from gpu_worker.engine.cuda.adapters import TensorAdapters
 from gpu_worker.engine.parallel.shards import TensorShards
@@ -63,7 +63,7 @@ class AdapterLayers:
         """Whether a captured step follows the adapters of its rows: kernels read them on the device."""
         return self.native is None and self.tensors.capturable
 
-    def pack(self, target: LoraTarget, down: torch.Tensor, up: torch.Tensor) -> Any:
+    def pack(self, target: LoraTarget, down: torch.Tensor, up: torch.Tensor) -> LowRankPair:
         """down [rank, inputs] and up [outputs, rank], float32, of this rank → as the layer's kernels take
         them
         """
@@ -71,11 +71,15 @@ class AdapterLayers:
             return self.native.pack(target.module, down, up)
         return self.tensors.pack(down, up)
 
-    def settle(self, layers: Mapping[str, Any]) -> dict[str, Any]:
+    def settle(self, layers: Mapping[str, LowRankPair]) -> dict[str, LowRankPair]:
         """Move what was packed of an adapter, by the names of targets, next to each other in large pages: a
         step reads a little of each of many adapters.
         """
-        natives = {name: packed for name, packed in layers.items() if isinstance(packed, PackedPair)}
+        natives = {
+            name: packed
+            for name, packed in layers.items()
+            if isinstance(self.targets[name].module, NativeLinear)
+        }
         pages = Pages(sum(packed.nbytes + 2 * ALIGNED_BYTES for packed in natives.values()))
         return {**layers, **{name: packed.moved(pages.move) for name, packed in natives.items()}}
 

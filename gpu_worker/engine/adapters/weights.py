@@ -30,8 +30,9 @@ Stamp = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class LowRankPair:
-    """What an adapter adds to a layer: down [rank, inputs], up [outputs, rank], with its scaling; both
-    float32. Those of an embedding have the same shapes: its inputs are ids.
+    """What an adapter adds to a layer: down [rank, inputs], up [outputs, rank], with its scaling; float32, or
+    of the layer's dtype once it is packed, for native kernels with up [panels, rank, panel]. Those of an
+    embedding have the same shapes: its inputs are ids.
     """
 
     down: torch.Tensor
@@ -40,6 +41,14 @@ class LowRankPair:
     @property
     def rank(self) -> int:
         return len(self.down)
+
+    @property
+    def nbytes(self) -> int:
+        return self.down.nbytes + self.up.nbytes
+
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "LowRankPair":
+        """The same in other memory."""
+        return LowRankPair(move(self.down), move(self.up))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +62,7 @@ class AdapterWeights:
 
     rank: int
     num_bytes: int
-    layers: Mapping[str, Any]
+    layers: Mapping[str, LowRankPair]
 
 
 class Expressions:
@@ -168,13 +177,11 @@ def make_pair(
     return LowRankPair(down.float(), up.float() * config.scaling(layer, expressions.matches))
 
 
-Pack = Callable[[LoraTarget, torch.Tensor, torch.Tensor], Any]
+Pack = Callable[[LoraTarget, torch.Tensor, torch.Tensor], LowRankPair]
 """(target, down [rank, inputs], up [outputs, rank], float32, both this rank's part) → as the device takes
-them; it has `down`, `up` and `nbytes`.
+them.
 """
-
-
-Settle = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+Settle = Callable[[Mapping[str, LowRankPair]], Mapping[str, LowRankPair]]
 """What was packed of all layers → where it stays."""
 
 

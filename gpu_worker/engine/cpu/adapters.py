@@ -4,9 +4,8 @@ product, or within fused layers.
 
 import ctypes
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import addressof, byref
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
+from gpu_worker.engine.adapters.weights import LowRankPair
 from gpu_worker.engine.batch.adapters import AdaptedStep, AdaptedTokens
 from gpu_worker.engine.cpu import native
 
@@ -21,24 +21,6 @@ RANKS = 4
 """Ranks are multiples of it, as in kernels/adapters.h."""
 RUN_TOKENS = 16
 """Tokens of one adapter that one thread takes at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class PackedPair:
-    """The matrices of an adapter for one layer: down [rank, inputs], up [panels, rank, panel], in the
-    layer's dtype.
-    """
-
-    down: torch.Tensor
-    up: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.down.nbytes + self.up.nbytes
-
-    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "PackedPair":
-        """The same in other memory."""
-        return PackedPair(move(self.down), move(self.up))
 
 
 class PreparedTokens:
@@ -77,19 +59,19 @@ class NativeAdapters:
             linear.number = number
             linear.adapters = self
         self.matrices = (native.LowRankStruct * (num_slots * self.num_linears))()
-        self.placed: list[Mapping[Any, PackedPair]] = [{} for _ in range(num_slots)]
+        self.placed: list[Mapping[Any, LowRankPair]] = [{} for _ in range(num_slots)]
         self.ranks = np.zeros((num_slots, self.num_linears), np.int32)
         self.tokens: PreparedTokens | None = None
         self.kept: PreparedTokens | None = None
 
-    def pack(self, linear: Any, down: torch.Tensor, up: torch.Tensor) -> PackedPair:
+    def pack(self, linear: Any, down: torch.Tensor, up: torch.Tensor) -> LowRankPair:
         """down [rank, inputs] and up [outputs, rank], float32"""
         spare_ranks = -len(down) % RANKS
         spare_outputs = linear.panels * linear.panel - len(up)
         down = functional.pad(down, (0, 0, 0, spare_ranks))
         up = functional.pad(up, (0, spare_ranks, 0, spare_outputs))
         panels = up.view(linear.panels, linear.panel, -1).transpose(1, 2)
-        return PackedPair(
+        return LowRankPair(
             down.to(linear.weight_dtype).contiguous(), panels.to(linear.weight_dtype).contiguous()
         )
 

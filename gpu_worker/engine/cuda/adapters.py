@@ -3,13 +3,13 @@ steps read; on CPU as each adapter has them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import torch
 
+from gpu_worker.engine.adapters.weights import LowRankPair
 from gpu_worker.engine.batch.adapters import AdaptedStep, AdaptedTokens
 from gpu_worker.engine.batch.inputs import to_device
 from gpu_worker.engine.parallel.tensor_parallel import connect
@@ -20,20 +20,6 @@ Forward = Callable[..., torch.Tensor]
 def multiplies_adapters(device: torch.device) -> bool:
     """Whether kernels multiply adapters on the device."""
     return device.type == "cuda" and find_spec("triton") is not None
-
-
-@dataclass(frozen=True, slots=True)
-class TensorPair:
-    """The matrices of an adapter for one layer in memory of the host: down [rank, inputs], up [outputs,
-    rank], of the model's dtype.
-    """
-
-    down: torch.Tensor
-    up: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.down.nbytes + self.up.nbytes
 
 
 class DeviceTokens:
@@ -109,7 +95,7 @@ class TensorAdapters:
                 up = torch.zeros(num_slots, outputs, max_rank, dtype=dtype, device=device)
                 module.register_buffer("adapter_down", down, persistent=False)
                 module.register_buffer("adapter_up", up, persistent=False)
-                module.placed = [TensorPair(*pair) for pair in zip(down, up, strict=True)]
+                module.placed = [LowRankPair(*pair) for pair in zip(down, up, strict=True)]
             connect(module, add_adapters, adapters=self)
 
     @property
@@ -117,11 +103,11 @@ class TensorAdapters:
         """Whether a captured step may have adapters; on CPU nothing is captured, it runs again."""
         return self.by_kernels or not self.ranks.is_cuda
 
-    def pack(self, down: torch.Tensor, up: torch.Tensor) -> TensorPair:
+    def pack(self, down: torch.Tensor, up: torch.Tensor) -> LowRankPair:
         """down [rank, inputs] and up [outputs, rank], float32"""
         pair = down.to(self.dtype), up.to(self.dtype)
         is_on_gpu = self.ranks.is_cuda
-        return TensorPair(*(tensor.contiguous().pin_memory() if is_on_gpu else tensor for tensor in pair))
+        return LowRankPair(*(tensor.contiguous().pin_memory() if is_on_gpu else tensor for tensor in pair))
 
     def place(self, slot: int, pairs: Mapping[Any, Any]) -> None:
         """Put an adapter's matrices, by modules, in place of what the slot had; those of others are not
@@ -176,7 +162,7 @@ def add_adapters(module: Any, forward: Forward, inputs: torch.Tensor, **options:
 
 
 def add_by_groups(
-    output: torch.Tensor, rows: torch.Tensor, placed: Sequence[TensorPair | None], tokens: DeviceTokens
+    output: torch.Tensor, rows: torch.Tensor, placed: Sequence[LowRankPair | None], tokens: DeviceTokens
 ) -> None:
     """Add to `output` [tokens, outputs], one adapter after the other. rows [tokens, inputs], or ids int64
     [tokens]

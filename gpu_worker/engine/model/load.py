@@ -2,8 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,52 +11,37 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from common import model_files
-from common.pooling import PoolingConfig, read_pooling
+from common.pooling import read_pooling
 from common.process import machine
 from common.process.logs import plural
 from common.rank import RankInfo
 from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.adapters.layers import AdapterLayers, make_adapter_layers
-from gpu_worker.engine.attention.choose import PROBE_TOKENS, choose_backend, probe_attention
+from gpu_worker.engine.attention.choose import choose_backend
 from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
-from gpu_worker.engine.attention.kv_cache import FLOATS8, Geometry, LayerSpec, keep_latents
+from gpu_worker.engine.attention.kv_cache import FLOATS8, Geometry
 from gpu_worker.engine.cpu.fused_layer import fuse_layers, num_trial_blocks
-from gpu_worker.engine.cpu.packed_linear import pack_linears
-from gpu_worker.engine.cuda.linear import fuse_linears
 from gpu_worker.engine.model import encoder_decoder, rope
-from gpu_worker.engine.model.config import cannot_serve, quantizes, read_config
+from gpu_worker.engine.model.config import cannot_serve, read_config
 from gpu_worker.engine.model.deepstack import DeepStack
 from gpu_worker.engine.model.encoder import load_encoder
-from gpu_worker.engine.model.families import page_attention, register_family
-from gpu_worker.engine.model.kv_budget import count_room, scale_layers
+from gpu_worker.engine.model.families import register_family
+from gpu_worker.engine.model.kv_budget import count_room
 from gpu_worker.engine.model.model import Draft, LoadedModel
+from gpu_worker.engine.model.passes import PASSES, Context
 from gpu_worker.engine.model.quantized_linears import (
     check_fp8,
-    find_blocks,
-    quantize_blocks,
-    replace_linears,
-    shard_blocks,
-    use_fp8,
 )
 from gpu_worker.engine.model.same_model import check_same, describe_model
 from gpu_worker.engine.model.vision import PICTURE_CACHE_BYTES, load_tower
 from gpu_worker.engine.model.warmup import (
     max_captured_tokens,
-    max_decoded_tokens,
-    max_prompt_tokens,
     peak_bytes,
 )
 from gpu_worker.engine.model.weights import read_weights
 from gpu_worker.engine.parallel.communicator import Communicator
-from gpu_worker.engine.parallel.shards import TpPlan
-from gpu_worker.engine.parallel.stages import WHOLE, ModelStage, checked_layers, learn_form
-from gpu_worker.engine.parallel.tensor_parallel import connect_shards, read_shard
+from gpu_worker.engine.parallel.stages import ModelStage
+from gpu_worker.engine.parallel.tensor_parallel import read_shard
 from gpu_worker.engine.pictures.encoder import VisionTower
-from gpu_worker.engine.pooling.head import replace_head
-from gpu_worker.engine.quantization.at_load import ROUNDINGS
-from gpu_worker.engine.quantization.blocks import Blocks
-from gpu_worker.engine.states.mixers import find_mixers
-from gpu_worker.engine.states.model_states import ModelStates
 from gpu_worker.protocol import UnservableModel, first_cause
 
 log = logging.getLogger(__name__)
@@ -106,9 +90,8 @@ def load(
     register_family(config.model_type)
     if config.is_encoder_decoder:
         return load_encoder_decoder(settings, path, config, dtype, device, communicator)
-    read = read_model(path, config, dtype, device, settings, communicator, pooling)
-    loaded = assemble(settings, path, config, read, dtype, device)
-    loaded.pooling, loaded.vector_size = pooling, read.vector_size
+    context = Context(path, config, dtype, device, settings, communicator, pooling)
+    loaded = assemble(read_model(context), context)
     loaded.add_draft(load_draft(settings, path, loaded, communicator, progress))
     attach_empty(loaded, communicator)
     kept_bytes = PICTURE_CACHE_BYTES if loaded.tower else 0
@@ -140,80 +123,34 @@ def make_deepstack(loaded: LoadedModel) -> DeepStack | None:
     return DeepStack(loaded.model.model.layers[: loaded.num_deep])
 
 
-@dataclass(frozen=True, slots=True)
-class ReadModel:
-    """A rank's part of a model on its device, with linear layers that are fast there.
-
-    Attributes:
-        layers: what its attention keeps of a token.
-        stage: which part of the model this is.
-        states: what rows keep beside the cache.
-        tower: what encodes pictures; None of a model for text.
-        adapters: where LoRA adapters lie on the device; None: it takes none.
-        vector_size: values of a vector, of a model that pools.
-    """
-
-    model: Any
-    layers: dict[Any, LayerSpec]
-    stage: ModelStage
-    states: ModelStates
-    tower: VisionTower | None
-    adapters: AdapterLayers | None
-    vector_size: int
-
-
-def read_model(
-    path: Path,
-    config: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-    settings: Settings,
-    communicator: Communicator,
-    pooling: PoolingConfig | None = None,
-) -> ReadModel:
-    """Read this rank's part of a model; with `pooling` it makes vectors. Raises SettingError."""
-    vector_size = 0
+def read_model(context: Context) -> Any:
+    """Read this rank's part of a model, and change it by all passes. Raises SettingError."""
+    settings, kind = context.settings, context.config.model_type
     try:
-        if communicator.world_size > 1:
-            model, plan, stage = read_shard(
-                path, config, dtype, device, settings, communicator, needs_head=pooling is None
-            )
-        else:
-            model = read_weights(path, config, dtype, device, settings, needs_head=pooling is None)
-            plan, stage = TpPlan({}, {}), WHOLE
-        if pooling:
-            plan, vector_size = replace_head(model, plan, stage, path, pooling)
-        blocks = read_blocks(path, config, model, device, settings)
-        blocks = shard_blocks(blocks, plan.shards, communicator.tp_rank)
-        keep_latents(model)
-        use_fp8(model, path, config, device, settings, plan.shards, communicator.tp_rank)
-        tower = load_tower(path, dtype, device, settings, stage.is_first)
-        if tower:
-            check_deep_layers(tower, stage)
-        if settings.quantize and settings.quantize in ROUNDINGS and quantizes(config, settings):
-            blocks = quantize_blocks(model, settings.quantize, device)
-        optimize_linears(model, device, blocks)
-        most = max_prompt_tokens(settings.max_batch_prefill_tokens, device)
-        most += max_decoded_tokens(settings.max_batch_size)
-        adapters = make_adapter_layers(model, plan.shards, communicator.tp_rank, settings, device, most)
-        connect_shards(model, plan, communicator)
-        page_attention(model)
-        mixers = find_mixers(model)
-        learn_form(model, stage, lambda: probe_forward(model, stage, device))
-        layers = probe_attention(
-            model,
-            lambda: mixers.record(lambda: probe_forward(model, stage, device)),
-            stage.part_of(config.num_hidden_layers),
+        model = read(context)
+        context.tower = load_tower(
+            context.path, context.dtype, context.device, settings, context.stage.is_first
         )
-        if settings.kv_cache_dtype in FLOATS8 and not settings.makes_weights:
-            layers = scale_layers(model, path, layers)
+        if context.tower:
+            check_deep_layers(context.tower, context.stage)
+        for change in PASSES:
+            change(model, context)
     except KeyError as error:  # model code that looks attention up in a table of its own
-        cause = UnservableModel(f"the attention of {config.model_type} cannot be replaced")
+        cause = UnservableModel(f"the attention of {kind} cannot be replaced")
         raise cannot_serve(settings.model_id, cause) from error
     except (UnservableModel, ValueError, OSError) as error:
         raise cannot_serve(settings.model_id, error) from error
-    states = ModelStates(device, mixers.kept, packs=mixers.packs)
-    return ReadModel(model, layers, stage, states, tower, adapters, vector_size)
+    return model
+
+
+def read(context: Context) -> Any:
+    """This rank's part of a model, as transformers reads it."""
+    settings, communicator, needs_head = context.settings, context.communicator, context.pooling is None
+    common = context.path, context.config, context.dtype, context.device, settings
+    if communicator.world_size == 1:
+        return read_weights(*common, needs_head=needs_head)
+    model, context.plan, context.stage = read_shard(*common, communicator, needs_head=needs_head)
+    return model
 
 
 def check_deep_layers(tower: VisionTower, stage: ModelStage) -> None:
@@ -244,61 +181,37 @@ def load_encoder_decoder(
     return loaded
 
 
-def assemble(
-    settings: Settings,
-    path: Path,
-    config: Any,
-    read: ReadModel,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> LoadedModel:
-    """The model with its attention backend and rotary modules, still without a cache."""
-    read.states.attach()
-    block_size = settings.block_size or (BLOCK_SIZES[device.type] if read.layers else STATES_BLOCK_SIZE)
-    kv_dtype = FLOATS8.get(settings.kv_cache_dtype, dtype)
-    context = int(model_files.context_length(path) * (settings.rope_factor or 1))
+def assemble(model: Any, context: Context) -> LoadedModel:
+    """The model with its attention backend, still without a cache."""
+    settings, path, device, layers = context.settings, context.path, context.device, context.layers
+    assert context.states
+    block_size = settings.block_size or (BLOCK_SIZES[device.type] if layers else STATES_BLOCK_SIZE)
+    kv_dtype = FLOATS8.get(settings.kv_cache_dtype, context.dtype)
+    length = int(model_files.context_length(path) * (settings.rope_factor or 1))
     tokenizer = model_files.find_tokenizer(settings.tokenizer_name, path)
-    geometry = Geometry(list(read.layers.values()), block_size, dtype, kv_dtype)
+    geometry = Geometry(list(layers.values()), block_size, context.dtype, kv_dtype)
     max_rows = max_captured_tokens(settings.max_batch_size)
-    backend = choose_backend(geometry, device, max_rows, -(-context // block_size))
+    backend = choose_backend(geometry, device, max_rows, -(-length // block_size))
     return LoadedModel(
         tokenizer=tokenizer,
-        model=read.model,
-        attentions=list(read.layers),
+        model=model,
+        attentions=list(layers),
         geometry=backend.geometry,
         device=device,
         backend=backend,
-        ropes=rope.replace_ropes(read.model),
-        context=context,
+        ropes=context.ropes,
+        context=length,
         eos_ids=model_files.eos_ids(path, tokenizer),
-        vocab_size=config.vocab_size,
-        recompute_length=rope.recompute_length(read.model),
-        stage=read.stage,
-        states=read.states,
-        adapters=read.adapters,
-        tower=read.tower,
-        axis_rope=rope.find_axis_rope(read.model, read.tower.family.mrope_axes if read.tower else ()),
+        vocab_size=context.config.vocab_size,
+        recompute_length=rope.recompute_length(model),
+        stage=context.stage,
+        states=context.states,
+        adapters=context.adapters,
+        tower=context.tower,
+        axis_rope=context.axis_rope,
+        pooling=context.pooling,
+        vector_size=context.vector_size,
     )
-
-
-def read_blocks(
-    path: Path, config: Any, model: Any, device: torch.device, settings: Settings
-) -> Mapping[str, Blocks]:
-    """The blocks of the checkpoint that the device can multiply."""
-    changed = settings.makes_weights or quantizes(config, settings)
-    return {} if changed else find_blocks(path, config, model, device)
-
-
-def optimize_linears(model: Any, device: torch.device, blocks: Mapping[str, Blocks]) -> None:
-    """Replace linear layers by faster ones, and move the model to the device. `blocks`: by names of
-    layers.
-    """
-    if device.type == "cpu":
-        pack_linears(model, blocks)
-    else:
-        replace_linears(model, blocks)
-        model.to(device)
-        fuse_linears(model)
 
 
 def try_to_fuse(loaded: LoadedModel) -> int:
@@ -341,17 +254,6 @@ def report_progress(progress: model_files.Progress) -> None:
     """Report the progress bars of transformers as lines."""
     bar_of = model_files.progress_lines(progress)
     transformers_logging.set_tqdm_hook(lambda _, args, options: bar_of(*args, **options))
-
-
-def probe_forward(model: Any, stage: ModelStage, device: torch.device) -> torch.Tensor:
-    """→ logits [1, PROBE_TOKENS, vocabulary], in a stage before the last hidden states [1, PROBE_TOKENS,
-    hidden]; of any dtype. The first of the states that a stage would receive is NaN.
-    """
-    positions = torch.arange(PROBE_TOKENS, device=device)[None]
-    stage.try_out(model, PROBE_TOKENS, device)
-    stage.states[:, :1] = torch.nan
-    with checked_layers(stage):
-        return stage.run(model, input_ids=torch.zeros_like(positions), position_ids=positions)
 
 
 def threads_of(settings: Settings, communicator: Communicator) -> int:

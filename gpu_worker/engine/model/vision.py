@@ -19,6 +19,7 @@ from common.settings.settings import Settings
 from gpu_worker.engine.model.config import cannot_serve, quantization_of
 from gpu_worker.engine.model.weights import check_missing, make_dummy_model, without_quantization
 from gpu_worker.engine.parallel.communicator import Communicator
+from gpu_worker.engine.parallel.stages import changed_class
 from gpu_worker.engine.pictures.encoder import PictureEncoder, VisionTower
 from gpu_worker.engine.pictures.families import FAMILIES, PictureFamily, Tiles
 from gpu_worker.engine.quantization.checkpoint import METHODS, method_of, read_tensors
@@ -120,7 +121,7 @@ def read_tower(
     quantization, plain = quantization_of(config), copy.deepcopy(without_quantization(config))
     plain.tie_word_embeddings = False
     whole: Any = AutoModelForImageTextToText._model_mapping[type(config)]
-    part = tower_class(whole, family)
+    part = changed_class(whole, partial(remove_language_model, family=family))
     if settings.makes_weights:
         return make_dummy_model(part, plain, dtype, device, settings, attention=ATTENTION)
     source = partial(part.from_pretrained, path, config=plain)
@@ -139,14 +140,7 @@ def read_tower(
     return model.to(device)
 
 
-def tower_class(whole: type[Any], family: PictureFamily) -> type[Any]:
-    """The class of a model → a class whose models have no language model. It keeps the name by which
-    transformers finds its conversions.
-    """
-
-    def __init__(self: Any, *arguments: Any, **options: Any) -> None:
-        whole.__init__(self, *arguments, **options)
-        setattr(self.model, family.language_model, nn.Identity())
-        self.lm_head = nn.Identity()
-
-    return type(whole.__name__, (whole,), {"__init__": __init__, "__module__": whole.__module__})
+def remove_language_model(model: Any, family: PictureFamily) -> None:
+    """Leave of a model what sees."""
+    setattr(model.model, family.language_model, nn.Identity())
+    model.lm_head = nn.Identity()

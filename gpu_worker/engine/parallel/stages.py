@@ -232,14 +232,14 @@ def make_stage(plan: StagePlan, number: int) -> ModelStage:
     return ModelStage(number, len(plan.intervals), begin, end, plan.intervals[-1][1])
 
 
-def staged_class(whole: type[Any], plan: StagePlan, stage: ModelStage) -> type[Any]:
-    """The class of a model → a class whose models are one stage. It keeps the name by which transformers
-    finds its conversions.
+def changed_class(whole: type[Any], change: Callable[[Any], None]) -> type[Any]:
+    """The class of a model → a class whose models are changed as soon as they are made, before weights are
+    read. It keeps the name by which transformers finds its conversions.
     """
 
     def __init__(self: Any, *arguments: Any, **options: Any) -> None:
         whole.__init__(self, *arguments, **options)
-        remove_others(self, plan, stage)
+        change(self)
 
     return type(whole.__name__, (whole,), {"__init__": __init__, "__module__": whole.__module__})
 

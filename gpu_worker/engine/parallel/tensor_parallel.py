@@ -52,9 +52,10 @@ from gpu_worker.engine.parallel.stages import (
     WHOLE,
     ModelStage,
     StagePlan,
+    changed_class,
     make_stage,
     make_stage_plan,
-    staged_class,
+    remove_others,
 )
 from gpu_worker.engine.quantization.checkpoint import METHODS, read_tensors
 from gpu_worker.protocol import UnservableModel
@@ -111,12 +112,12 @@ def read_shard(
         config = without_quantization(config)
     whole = meta_model(config, settings)
     plan = make_tp_plan(whole, communicator.tp_size) if communicator.tp_size > 1 else TpPlan({}, {})
-    part, stage = sharded_class(type(whole), plan.shards, rank), WHOLE
+    part, stage = changed_class(type(whole), partial(shrink_parameters, shards=plan.shards, rank=rank)), WHOLE
     own_tensors: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     if num_stages > 1:
         stages = make_stage_plan(whole, num_stages)
         stage = make_stage(stages, communicator.stage)
-        part = staged_class(part, stages, stage)
+        part = changed_class(part, partial(remove_others, plan=stages, stage=stage))
         plan = own_plan(plan, stages, stage)
         config = untied(config)
         own_tensors = partial(stage_tensors, model=whole, plan=stages, stage=stage)
@@ -236,18 +237,6 @@ def rank_slices(name: str, tensor: Any, shards: TensorShards, shape: Sequence[in
 
 
 Forward = Callable[..., torch.Tensor]
-
-
-def sharded_class(whole: type[Any], shards: Mapping[str, TensorShards], rank: int) -> type[Any]:
-    """The class of a model → a class whose models are a rank's part: `shards` by parameter, [...] of any
-    dtype. It keeps the name by which transformers finds its conversions.
-    """
-
-    def __init__(self: Any, *arguments: Any, **options: Any) -> None:
-        whole.__init__(self, *arguments, **options)
-        shrink_parameters(self, shards, rank)
-
-    return type(whole.__name__, (whole,), {"__init__": __init__, "__module__": whole.__module__})
 
 
 def shrink_parameters(model: Any, shards: Mapping[str, TensorShards], rank: int) -> None:

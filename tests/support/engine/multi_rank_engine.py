@@ -24,18 +24,12 @@ from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.protocol import AdapterAnswer, Command, Grant, StepResult
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import player
+from tests.support.engine.tiny_engine import SETTINGS
 from tests.support.forks.client import ForkedProcess
 
 OVER = Grant(-1, 0)
 NEW_TOKENS = 24
 LENGTHS = (1, 20, 70)
-SETTINGS: dict[str, Any] = {
-    "dtype": "float32",
-    "kv_cache_bytes": 2**23,
-    "max_batch_prefill_tokens": 64,
-    "block_size": 8,
-    "debug_kv": True,
-}
 
 
 class Over(Exception):
@@ -134,7 +128,7 @@ def check_ids(ranks: Communicator, family: tuple[str, dict[str, Any]], folder: P
     model = tiny_models.save(folder, *family)
     fresh = dict(enumerate(prompts(model.config.get_text_config().vocab_size)))
     expected = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in fresh.items()}
-    with Led(ranks, model_id=str(folder), threads=1, **SETTINGS) as engine:
+    with Led(ranks, model_id=str(folder), **SETTINGS) as engine:
         assert engine.ready.world_size == ranks.world_size
         assert play(engine, {1: fresh[1]})[1] == expected[1], "alone"
         assert play(engine, fresh) == expected, "batched"

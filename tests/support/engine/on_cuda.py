@@ -22,7 +22,7 @@ from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.cuda.graphs import CudaGraphs
 from gpu_worker.engine.cuda.linear import fuse_linears
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.model import load
+from gpu_worker.engine.model import load, passes
 from gpu_worker.engine.model.quantized_linears import replace_linears
 from gpu_worker.engine.quantization.blocks import Blocks
 from tests.support.engine import fake_products
@@ -109,7 +109,7 @@ def engine_on(device: str, folder: Path | str, monkeypatch: pytest.MonkeyPatch, 
     if device == "cuda":
         return Engine(chosen)
     fake_products.install(monkeypatch)
-    monkeypatch.setattr(load, "pack_linears", replace_and_fuse)
+    monkeypatch.setattr(passes, "pack_linears", replace_and_fuse)
     monkeypatch.setattr(load, "choose_backend", backend_of)
     monkeypatch.setattr(engines, "make_capture", lambda device: again)
     engine = Engine(chosen)

@@ -19,18 +19,18 @@ LENGTHS = (1, 20, 50, 70)
 """Of the prompts: some are longer than the windows and the original rope lengths."""
 
 
-def engine_of(
-    folder: Path, block_size: int = 8, dtype: str = "float32", communicator: Communicator = SINGLE_RANK
-) -> Engine:
-    settings: dict[str, Any] = {
-        "dtype": dtype,
-        "kv_cache_bytes": 2**23,
-        "max_batch_prefill_tokens": 64,
-        "block_size": block_size,
-        "debug_kv": True,
-        "threads": 1,
-    }
-    return Engine(Settings(model_id=str(folder), **settings), communicator=communicator)
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "kv_cache_bytes": 2**23,
+    "max_batch_prefill_tokens": 64,
+    "block_size": 8,
+    "debug_kv": True,
+    "threads": 1,
+}
+
+
+def engine_of(folder: Path, communicator: Communicator = SINGLE_RANK, **settings: Any) -> Engine:
+    return Engine(Settings(model_id=str(folder), **SETTINGS | settings), communicator=communicator)
 
 
 def prompts() -> list[list[int]]:

@@ -13,7 +13,7 @@ from gpu_worker.engine.attention.kv_cache import Geometry
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.cuda.linear import fuse_linears
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.model import load, warmup
+from gpu_worker.engine.model import load, passes, warmup
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
 from tests.support.engine.fake_flashinfer.install import install
 from tests.support.engine.tiny_engine import engine_of
@@ -63,7 +63,7 @@ def like_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
         def backend_of(geometry: Geometry, device: torch.device, *limits: int) -> FlashInferBackend:
             return FlashInferBackend(geometry, device, generation, *limits)
 
-        monkeypatch.setattr(load, "pack_linears", lambda model, blocks: fuse_linears(model))
+        monkeypatch.setattr(passes, "pack_linears", lambda model, blocks: fuse_linears(model))
         monkeypatch.setattr(load, "choose_backend", backend_of)
         monkeypatch.setattr(warmup, "FIXED_TOKENS", 12)
         engine = engine_of(folder, block_size=16, communicator=communicator)

@@ -17,7 +17,7 @@ from gpu_worker.protocol import StartRow
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player, player
 from tests.support.engine.reference import prompt_ids
-from tests.support.engine.tiny_engine import NEW_TOKENS, prompts
+from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, prompts
 from tests.support.engine.tiny_models import FAMILIES
 from tests.support.prompts import FEW, PROMPTS
 from tests.support.speculation.knowing_proposer import KnowingProposers
@@ -111,11 +111,7 @@ def test_bits_do_not_depend_on_who_computed_the_blocks(engine: Engine) -> None:
 def test_models_that_cannot_be_deterministic_are_refused(family: str, tmp_path: Path) -> None:
     tiny_models.save(tmp_path, *tiny_models.FAMILIES[family])
     with pytest.raises(SettingError, match=r"DETERMINISTIC: .*0 of its 3 layers") as caught:
-        Engine(
-            Settings(
-                model_id=str(tmp_path), dtype="float32", kv_cache_bytes=2**23, threads=1, deterministic=True
-            )
-        )
+        engine_of(tmp_path, deterministic=True)
     assert "\n" not in str(caught.value)
 
 

@@ -20,11 +20,11 @@ from api.grammar.compile import Grammar, compile_unchecked
 from api.grammar.force import CallChoice, after_thinking, call_grammar
 from common import model_files
 from common.messages.request import SamplingParams
-from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import AHEAD, Player, player
 from tests.support.engine.reference import prompt_ids, reference_ids
+from tests.support.engine.tiny_engine import engine_of
 from tests.support.prompts import FEW, PROMPTS
 from tests.support.tool_calls.answers import Reading
 
@@ -262,8 +262,7 @@ def senseless(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     folder = tmp_path_factory.mktemp("model")
     tiny_models.save(folder, "Llama", tiny_models.LLAMA | {"vocab_size": VOCAB, "tie_word_embeddings": True})
     shutil.copy(model_files.resolve("smollm2") / "tokenizer.json", folder)
-    settings = {"dtype": "float32", "kv_cache_bytes": 2**23, "threads": 1}
-    senseless = Engine(Settings(model_id=str(folder), **settings))  # type: ignore[arg-type]
+    senseless = engine_of(folder, max_batch_prefill_tokens=None, block_size=None)
     senseless.matchers.waits = True
     return senseless
 

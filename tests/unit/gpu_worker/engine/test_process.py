@@ -42,7 +42,6 @@ from tests.support.engine.reference import prompt_ids
 from tests.support.engine.start_rows import start_row
 from tests.support.forks.client import ForkedProcess
 from tests.support.prompts import FEW, PROMPTS
-from tests.support.runahead.each_way import IN_TURN
 from tests.support.waiting import PATIENCE_S
 
 FOR_EVER_S = 3600.0
@@ -157,7 +156,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@IN_TURN
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_request_to_an_idle_engine_waits_for_the_keep_alive(agent: Agent, kind: str) -> None:
     [prompt] = prompt_ids([PROMPTS[FEW[0]]])
@@ -174,7 +172,6 @@ def test_no_picture_waits_for_the_keep_alive(tmp_path: Path, monkeypatch: pytest
         agent.start_one(start_row(1, prompt.ids, 8, blocks=range(1, 20), pictures=prompt.pictures))
 
 
-@IN_TURN
 def test_a_compilation_that_ends_between_a_step_and_the_wait_behind_it_ends_the_wait(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,7 +191,6 @@ def test_a_compilation_that_ends_between_a_step_and_the_wait_behind_it_ends_the_
     agent.wait_for(agent.start(fresh(0)))
 
 
-@IN_TURN
 @pytest.mark.parametrize("keepalive_s", [0.001])
 def test_an_engine_whose_rows_wait_for_a_grammar_says_that_it_lives(
     agent: Agent, monkeypatch: pytest.MonkeyPatch

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from common.messages.request import SamplingParams
-from common.settings.settings import Settings
 from common.settings.speculation import read_speculation
 from gpu_worker.engine.drafting.proposers import guessing_factory
 from gpu_worker.engine.engine import Engine
@@ -175,13 +174,7 @@ def test_ids_of_the_small_model_are_those_of_transformers(
 
 def test_speculate_is_how_many_an_engine_proposes(tmp_path: Path) -> None:
     tiny_models.save(tmp_path, *FAMILIES["Llama"])
-    settings: dict[str, Any] = {
-        "dtype": "float32",
-        "kv_cache_bytes": 2**23,
-        "max_batch_prefill_tokens": 64,
-        "threads": 1,
-    }
-    engine = Engine(Settings(model_id=str(tmp_path), speculate=2, **settings))
+    engine = engine_of(tmp_path, speculate=2)
     played = player(engine)
     played.run([played.start(0, [5, 6] * 9, 60, ignore_eos=True)])
     assert max(step.num_samples for step in played.steps) == 3

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from common.messages.request import BeamParams, SamplingParams
-from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.protocol import (
     AdapterLoaded,
@@ -114,17 +113,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     return model, adapter, both
 
 
-def engine_with(folder: Path, **settings: Any) -> Engine:
-    common: dict[str, Any] = {
-        "dtype": "float32",
-        "kv_cache_bytes": 2**22,
-        "block_size": 8,
-        "threads": 1,
-        "max_batch_prefill_tokens": 64,
-    }
-    return Engine(Settings(model_id=str(folder), **common, **settings))
-
-
 def play_beside(engine: Engine, adapter: str, **params: Any) -> Player:
     """Rows of the prompts, and beside them one without an adapter."""
     played = player(engine, 20)
@@ -154,7 +142,7 @@ def test_rows_with_an_adapter_do_what_rows_of_the_merged_model_do(
     made: tuple[Path, Path, Path], speculate: int
 ) -> None:
     model, adapter, both = made
-    engine, other = engine_with(model, speculate=speculate), engine_with(both, speculate=speculate)
+    engine, other = engine_of(model, speculate=speculate), engine_of(both, speculate=speculate)
     load_adapters(engine, {"a": adapter})
     for params in FEATURES.values():
         check_equal(play_beside(engine, "a", **params), play_beside(other, "", **params))
@@ -164,7 +152,7 @@ def test_rows_with_an_adapter_do_what_rows_of_the_merged_model_do(
 
 def test_adapters_are_there_when_a_model_wakes(made: tuple[Path, Path, Path]) -> None:
     model, adapter, _ = made
-    engine = engine_with(model)
+    engine = engine_of(model)
     load_adapters(engine, {"a": adapter})
     before = play_beside(engine, "a").ids
     engine.sleep()
@@ -195,7 +183,7 @@ def ids_of(model: Any, folder: Path | None) -> list[int]:
 def test_rows_of_more_adapters_than_slots_all_end_with_their_own_ids(
     model: tuple[Any, Path], named: dict[str, Path]
 ) -> None:
-    engine = engine_with(model[1], max_loras=2, max_cpu_loras=3)
+    engine = engine_of(model[1], max_loras=2, max_cpu_loras=3)
     load_adapters(engine, named)
     rows = {number: (PROMPT, name) for number, name in enumerate([*NAMES, "", *NAMES])}
     expected = {name: ids_of(model[0], named.get(name)) for name in ["", *NAMES]}
@@ -207,7 +195,7 @@ def test_rows_of_more_adapters_than_slots_all_end_with_their_own_ids(
 def test_an_adapter_that_is_unloaded_while_rows_have_it_serves_them_and_no_others(
     model: tuple[Any, Path], named: dict[str, Path]
 ) -> None:
-    engine = engine_with(model[1])
+    engine = engine_of(model[1])
     load_adapters(engine, {"a": named["a"]})
     played = Player(engine, list(range(1, 50)), until=100)
     start = played.start(1, PROMPT, COUNT, ignore_eos=True, adapter="a")
@@ -230,7 +218,7 @@ def test_an_adapter_that_is_unloaded_while_rows_have_it_serves_them_and_no_other
 
 
 def test_a_row_whose_adapter_is_not_loaded_ends(model: tuple[Any, Path]) -> None:
-    engine = engine_with(model[1])
+    engine = engine_of(model[1])
     engine.apply(Grant(9, 64, [start_row(1, PROMPT, COUNT, blocks=[1, 2, 3, 4], adapter="gone")]))
     step = engine.step()
     assert step and [*step.ended, *step.released] == [(1, "adapter", 0), (1, 0)]
@@ -239,7 +227,7 @@ def test_a_row_whose_adapter_is_not_loaded_ends(model: tuple[Any, Path]) -> None
 def test_rows_of_an_adapter_whose_files_have_changed_end_and_others_go_on(
     model: tuple[Any, Path], named: dict[str, Path]
 ) -> None:
-    engine = engine_with(model[1], max_loras=1, max_cpu_loras=1)
+    engine = engine_of(model[1], max_loras=1, max_cpu_loras=1)
     load_adapters(engine, {"a": named["a"], "b": named["b"]})
     save_adapter(model[0], named["a"], 9)
     played = Player(engine, list(range(1, 50)), until=engine.rows.step)
@@ -253,7 +241,7 @@ def test_rows_of_an_adapter_whose_files_have_changed_end_and_others_go_on(
 
 
 def test_an_engine_that_takes_no_adapters_says_so(model: tuple[Any, Path]) -> None:
-    engine = engine_with(model[1], enable_lora=False)
+    engine = engine_of(model[1], enable_lora=False)
     assert engine.ready.max_loras == 0
     answer = engine.obey(LoadAdapter("a", "/nowhere"))
     assert answer == AdapterRefused("a", "this worker takes no adapters (ENABLE_LORA)")
@@ -263,7 +251,7 @@ def test_an_engine_that_takes_no_adapters_says_so(model: tuple[Any, Path]) -> No
 def test_what_is_loaded_stays_where_its_successor_is_refused(
     model: tuple[Any, Path], named: dict[str, Path]
 ) -> None:
-    engine = engine_with(model[1], max_loras=3, max_lora_rank=16)
+    engine = engine_of(model[1], max_loras=3, max_lora_rank=16)
     assert (engine.ready.max_loras, engine.ready.max_lora_rank, engine.ready.max_cpu_loras) == (3, 16, 12)
     answer = engine.obey(LoadAdapter("a", str(named["a"])))
     assert isinstance(answer, AdapterLoaded) and answer.rank == 4 and answer.num_bytes > 0

@@ -12,8 +12,7 @@ import torch
 
 from common.messages.request import BeamParams
 from common.model_files import starting_ids
-from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.engine import Engine
+from common.settings.settings import SettingError
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import player
 from tests.support.engine.tiny_engine import NEW_TOKENS, check_ids, engine_of
@@ -97,18 +96,11 @@ def test_beams_are_those_of_generate(tmp_path: Path) -> None:
     assert best != expected(model, prompt, NEW_TOKENS), "greedy finds another"
 
 
-@pytest.mark.parametrize(
-    ("settings", "cause"),
-    [
-        ({"kv_cache_dtype": "fp8_e4m3fn"}, "KV_CACHE_DTYPE: is not served with an encoder-decoder model"),
-    ],
-)
-def test_what_cannot_be_combined_is_refused_by_name(
-    settings: dict[str, Any], cause: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_combined_is_refused_by_name(tmp_path: Path) -> None:
     make(tmp_path, "T5")
+    cause = "KV_CACHE_DTYPE: is not served with an encoder-decoder model"
     with pytest.raises(SettingError, match=cause):
-        Engine(Settings(model_id=str(tmp_path), dtype="float32", device="cpu", **settings))
+        engine_of(tmp_path, kv_cache_dtype="fp8_e4m3fn")
 
 
 def test_other_encoder_decoder_models_are_refused_by_name(tmp_path: Path) -> None:

@@ -12,12 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.cuda.linear import Fp8Linear, fuse_linears, round_rows
-from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model.quantized_linears import check_fp8, multiply_fp8, quantize_linears
 from gpu_worker.engine.parallel.shards import make_tp_plan
 from tests.support.engine import quantized_models, tiny_models
 from tests.support.engine.quantized_models import FORMATS, multiplies_floats
-from tests.support.engine.tiny_engine import NEW_TOKENS, play
+from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play
 
 NEEDS_PRODUCTS = pytest.mark.skipif(
     not multiplies_floats(),
@@ -39,8 +38,7 @@ def test_plain_weights_are_rounded_at_load(tmp_path: Path) -> None:
             if "proj" in name:
                 values, scales = round_rows(linear.weight)
                 linear.weight.copy_(values.float() * scales)
-    settings = {"dtype": "float32", "kv_cache_bytes": 2**23, "max_batch_prefill_tokens": 64, "threads": 1}
-    engine = Engine(Settings(model_id=str(tmp_path), quantize="fp8", **settings))  # type: ignore[arg-type]
+    engine = engine_of(tmp_path, quantize="fp8")
     expected = {row: tiny_models.generate(reference, ids, NEW_TOKENS) for row, ids in ROWS.items()}
     assert play(engine, ROWS) == expected != plain
 
@@ -131,8 +129,5 @@ def test_routers_stay_plain_also_within_a_module_of_their_own(tmp_path: Path) ->
 def test_a_model_without_layers_to_round_is_refused(tmp_path: Path) -> None:
     """GPT-2's are of transformers' own kind."""
     tiny_models.save(tmp_path, *tiny_models.FAMILIES["GPT2"])
-    settings = Settings(
-        model_id=str(tmp_path), quantize="fp8", dtype="float32", kv_cache_bytes=2**22, threads=1
-    )
     with pytest.raises(SettingError, match=r"^QUANTIZE: fp8, but GPT2LMHeadModel has no linear layers"):
-        Engine(settings)
+        engine_of(tmp_path, quantize="fp8")

@@ -40,25 +40,8 @@ NEW_TOKENS = 12
 PROMPTS = ([5, 6, 7], list(range(3, 40)))
 
 
-def engine_with(folder: Path, **settings: Any) -> Engine:
-    return Engine(
-        Settings(
-            model_id=str(folder),
-            dtype="float32",
-            kv_cache_bytes=2**22,
-            max_batch_prefill_tokens=64,
-            threads=1,
-            **settings,
-        )
-    )
-
-
 def ids_of(engine: Engine) -> list[list[int]]:
-    played = player(engine)
-    found = played.run(
-        [played.start(row, prompt, NEW_TOKENS, ignore_eos=True) for row, prompt in enumerate(PROMPTS)]
-    )
-    return [found[row] for row in range(len(PROMPTS))]
+    return [*play(engine, dict(enumerate(PROMPTS)), new_tokens=NEW_TOKENS).values()]
 
 
 def configure(folder: Path, **values: Any) -> None:
@@ -125,7 +108,7 @@ def test_missing_weights_are_refused(tmp_path: Path) -> None:
 
 def refused(folder: Path, words: str) -> None:
     with pytest.raises(SettingError, match=words) as caught:
-        engine_with(folder)
+        engine_of(folder)
     assert caught.value.name == "model_id" and "\n" not in str(caught.value)
 
 
@@ -133,7 +116,7 @@ def refused(folder: Path, words: str) -> None:
 def test_rope_scaling_serves_longer_prompts(kind: str | None, tmp_path: Path) -> None:
     """One prompt is longer than the model was trained for."""
     tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA | {"max_position_embeddings": 32})
-    engine = engine_with(tmp_path, rope_scaling=kind, rope_factor=2.0)
+    engine = engine_of(tmp_path, rope_scaling=kind, rope_factor=2.0)
     config: LlamaConfig = AutoConfig.from_pretrained(tmp_path)
     config.rope_parameters |= {"rope_type": kind or "linear", "factor": 2.0}  # type: ignore[operator]
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, config=config, dtype=torch.float32)
@@ -146,7 +129,7 @@ def test_rope_scaling_needs_plain_rotary_positions(family: str, kind: str, tmp_p
     """None at all, or others for each type of layer."""
     tiny_models.save(tmp_path, *tiny_models.FAMILIES[family])
     with pytest.raises(SettingError, match=f"ROPE_FACTOR: {kind} has no plain rotary positions to stretch"):
-        engine_with(tmp_path, rope_factor=2.0)
+        engine_of(tmp_path, rope_factor=2.0)
 
 
 def test_code_of_a_checkpoint_runs_only_when_trusted(tmp_path: Path) -> None:
@@ -162,7 +145,7 @@ def test_code_of_a_checkpoint_runs_only_when_trusted(tmp_path: Path) -> None:
         "class Model(LlamaForCausalLM):\n    config_class = Config\n"
     )
     refused(tmp_path, "Python code along, which is run with TRUST_REMOTE_CODE only")
-    engine = engine_with(tmp_path, trust_remote_code=True)
+    engine = engine_of(tmp_path, trust_remote_code=True)
     assert type(engine.loaded.model).__name__ == "Model"
 
 
@@ -180,17 +163,9 @@ def test_a_damaged_file_ends_the_start_with_its_name(damage: str, tmp_path: Path
     }[damage]
     file.write_bytes(damaged)
     with pytest.raises(SettingError) as caught:
-        engine_with(tmp_path)
+        engine_of(tmp_path)
     assert str(caught.value).startswith(f"MODEL_ID: {tmp_path} cannot be served: {file} {fault}")
     assert "\n" not in str(caught.value)
-
-
-SETTINGS: dict[str, Any] = {
-    "kv_cache_bytes": 2**22,
-    "max_batch_prefill_tokens": 64,
-    "block_size": 16,
-    "threads": 1,
-}
 
 
 @pytest.fixture
@@ -212,10 +187,7 @@ def outputs_of(engine: Any) -> tuple[dict[int, list[int]], list[float]]:
 
 
 def test_a_config_suffices_and_all_workers_make_the_same_weights(folder: Path) -> None:
-    engines = [
-        Engine(Settings(model_id=str(folder), load_format="dummy", dtype="bfloat16", **SETTINGS))  # type: ignore[arg-type]
-        for _ in range(2)
-    ]
+    engines = [engine_of(folder, load_format="dummy", dtype="bfloat16", block_size=16) for _ in range(2)]
     (ids, logprobs), again = (outputs_of(engine) for engine in engines)
     assert {parameter.dtype for parameter in engines[0].loaded.model.parameters()} == {torch.bfloat16}
     assert [len(ids[row]) for row in range(len(PROMPTS))] == [NEW_TOKENS] * len(PROMPTS)
@@ -238,7 +210,7 @@ def test_without_dummy_weights_are_required(folder: Path) -> None:
     with pytest.raises(
         SettingError, match=r"has no whole set of \.safetensors files .*LOAD_FORMAT=dummy"
     ) as caught:
-        Engine(Settings(model_id=str(folder), **SETTINGS))
+        engine_of(folder)
     assert caught.value.name == "model_id" and "\n" not in str(caught.value)
 
 
@@ -246,7 +218,7 @@ def test_a_quantised_model_is_refused(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
     with pytest.raises(SettingError, match=r"LOAD_FORMAT: dummy makes plain weights, but .* is quantised"):
-        Engine(Settings(model_id=str(folder), load_format="dummy", **SETTINGS))
+        engine_of(folder, load_format="dummy")
 
 
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}

@@ -18,10 +18,9 @@ from api.grammar.compile import Grammar, compile_unchecked
 from common.messages.records import unpack_floats
 from common.messages.request import BeamParams, SamplingParams
 from common.rank import RankInfo
-from common.settings.settings import SettingError, Settings
+from common.settings.settings import SettingError
 from gpu_worker.engine.attention.choose import check_probe
 from gpu_worker.engine.attention.kv_cache import AttentionSpec, LayerSpec
-from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.stages import ModelStage, checked_layers
 from gpu_worker.protocol import AdapterRefused, LoadAdapter, UnservableModel
@@ -29,10 +28,11 @@ from tests.support.adapters.playing import check_adapters, load_adapters
 from tests.support.adapters.tiny_adapters import LINEARS, change_config, save_adapter
 from tests.support.engine import multi_rank_engine, quantized_models, tiny_models
 from tests.support.engine.batch_player import Player, player
-from tests.support.engine.multi_rank_engine import NEW_TOKENS, SETTINGS, Led, check_ids, play, prompts
+from tests.support.engine.multi_rank_engine import NEW_TOKENS, Led, check_ids, play, prompts
 from tests.support.engine.pictures.seeing import SETTINGS as SEEING_SETTINGS
 from tests.support.engine.pictures.seeing import Seeing
 from tests.support.engine.quantized_models import FORMATS, keeps_blocks
+from tests.support.engine.tiny_engine import SETTINGS, engine_of
 from tests.support.engine.tiny_models import FAMILIES, LLAMA, SEEING, VOCAB
 from tests.support.pooling.pooled_rows import pool_rows
 from tests.support.speculation.drafts import drafting_engine, engine_settings, play_rows
@@ -79,7 +79,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Communicator]:
 
 
 def settings_of(folder: Path, **settings: Any) -> dict[str, Any]:
-    return SETTINGS | {"model_id": str(folder), "threads": 1} | settings
+    return SETTINGS | {"model_id": str(folder)} | settings
 
 
 def on_both(
@@ -88,7 +88,7 @@ def on_both(
     """What `run` makes of a tiny Llama on one rank, and on several."""
     if not (folder / "config.json").exists():
         tiny_models.save(folder, *FAMILIES["Llama"])
-    expected = run(Engine(Settings(**settings_of(folder, **(settings if alone is None else alone)))))
+    expected = run(engine_of(folder, **(settings if alone is None else alone)))
     with Led(ranks, **settings_of(folder, **settings)) as engine:
         return run(engine), expected
 
@@ -150,7 +150,7 @@ def test_rows_with_a_grammar_have_the_ids_of_one_rank(ranks: Communicator, tmp_p
     tiny_models.save_with_tokenizer(tmp_path, "Llama", sizes)
     source = compile_unchecked(Grammar("regex", r'\{"word": "[a-z]{2,9}"\}', "f"))
     sampling = SamplingParams(grammar=source, temperature=1.2, seed=5)
-    alone, rows = Engine(Settings(**settings_of(tmp_path))), dict(enumerate(prompts(VOCAB)))
+    alone, rows = engine_of(tmp_path), dict(enumerate(prompts(VOCAB)))
     alone.matchers.waits = True
     expected = play(alone, rows, sampling=sampling)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -244,7 +244,7 @@ def test_a_stage_has_its_part_of_weights_and_cache(ranks: Communicator, tmp_path
     stages are in flight.
     """
     tiny_models.save(tmp_path, *FAMILIES["Llama-tied"])
-    whole = Engine(Settings(**settings_of(tmp_path)))
+    whole = engine_of(tmp_path)
     with Led(ranks, **settings_of(tmp_path)) as led:
         engine = led.engine
         assert led.ready.num_blocks == pytest.approx(whole.ready.num_blocks, abs=2)

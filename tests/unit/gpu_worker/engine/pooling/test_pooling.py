@@ -12,18 +12,13 @@ from common.messages.request import PoolingParams
 from common.pooling import read_pooling
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
-from tests.support.engine.tiny_engine import prompts
+from tests.support.engine.tiny_engine import engine_of, prompts
 from tests.support.engine.tiny_models import LLAMA
 from tests.support.engine.tiny_tokenizers import byte_level
 from tests.support.pooling.pooled_rows import pool_rows
 from tests.support.pooling.tiny_encoders import ENCODERS, save_encoder, save_modules
 
 LENGTHS = (1, 5, 30, 5, 60, 47)
-SETTINGS: dict[str, Any] = {"threads": 1, "max_batch_prefill_tokens": 64, "block_size": 8, "device": "cpu"}
-
-
-def engine_of(folder: Path, **settings: Any) -> Engine:
-    return Engine(Settings(model_id=str(folder), **(SETTINGS | settings)))
 
 
 def lines() -> dict[int, list[int]]:
@@ -139,12 +134,7 @@ def test_a_classifier_of_several_labels_is_refused(tmp_path: Path) -> None:
         read_pooling(tmp_path, Settings(model_id=str(tmp_path)))
 
 
-DECODER_SETTINGS: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 2**23, "debug_kv": True}
 SIZES = LLAMA | {"initializer_range": 0.2}
-
-
-def decoder_of(folder: Path, **settings: Any) -> Engine:
-    return engine_of(folder, **(DECODER_SETTINGS | settings))
 
 
 def rows() -> dict[int, list[int]]:
@@ -174,7 +164,7 @@ def test_the_vector_is_the_last_state_of_the_last_token(tmp_path: Path, family: 
     """Gemma 2 and Cohere change logits after their head."""
     changes = {"Gemma2": {"head_dim": 16, "final_logit_softcapping": 2.0}, "Cohere": {"logit_scale": 0.1}}
     model = save(tmp_path, family, SIZES | changes.get(family, {}))
-    engine = decoder_of(tmp_path, runner="pooling")
+    engine = engine_of(tmp_path, runner="pooling")
     check_vectors(engine, {row: last_states(model, ids)[-1] for row, ids in rows().items()})
     assert (engine.ready.pooling, engine.ready.vocab_size) == ("embed", 64)
 
@@ -183,7 +173,7 @@ def test_files_of_sentence_transformers_make_a_decoder_pool(tmp_path: Path) -> N
     """As of Qwen3-Embedding: its weights are those of the model without a head."""
     model = save(tmp_path, "Llama", SIZES, kind="Model")
     save_modules(tmp_path, "pooling_mode_lasttoken")
-    check_vectors(decoder_of(tmp_path), {row: last_states(model, ids)[-1] for row, ids in rows().items()})
+    check_vectors(engine_of(tmp_path), {row: last_states(model, ids)[-1] for row, ids in rows().items()})
 
 
 def test_scores_are_those_of_the_classifier(tmp_path: Path) -> None:
@@ -193,7 +183,7 @@ def test_scores_are_those_of_the_classifier(tmp_path: Path) -> None:
     for row, ids in rows().items():
         with torch.inference_mode():
             expected[row] = model(input_ids=torch.tensor([ids])).logits[0]
-    engine = decoder_of(tmp_path)
+    engine = engine_of(tmp_path)
     check_vectors(engine, expected)
     assert (engine.ready.pooling, engine.ready.vocab_size) == ("classify", 1)
 
@@ -202,7 +192,7 @@ def test_a_decoder_that_pools_by_the_mean_is_refused(tmp_path: Path) -> None:
     save(tmp_path, "Llama", SIZES)
     save_modules(tmp_path)
     with pytest.raises(SettingError, match=r"pools by mean: of a decoder, .* only lasttoken is served"):
-        decoder_of(tmp_path)
+        engine_of(tmp_path)
 
 
 def save(folder: Path, family: str, sizes: dict[str, Any], kind: str = "ForCausalLM") -> Any:

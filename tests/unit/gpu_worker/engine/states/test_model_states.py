@@ -154,7 +154,7 @@ def test_rows_with_states_propose_nothing(
 ) -> None:
     """States cannot go back from wrong proposals."""
     with caplog.at_level(logging.WARNING):
-        engine = Engine(Settings(model_id=str(granite[0]), kv_cache_bytes=2**23, speculate=3, **SETTINGS))
+        engine = engine_of(granite[0], speculate=3)
     assert "SPECULATE is off" in caplog.text
     repeating = [5, 6, 7] * 8
     played = player(engine)

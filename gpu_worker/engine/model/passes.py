@@ -1,0 +1,188 @@
+"""Passes: all that changes transformers' model before it has a cache, in their order.
+
+A pass takes the model and the context in which it is loaded. It finds what the passes before it have left,
+and leaves in the context what later ones and the engine need. Attention calls `attend`
+(attention/backend.py), a module with states calls `ModelStates.mix`; all else is transformers' own code, and
+a breakpoint in the forward of a layer's class is hit in each step that is not captured. Once there is a
+cache, layers on CPU may be fused (cpu/fused_layer.py), and embeddings of pictures are added to the first ones
+(deepstack.py).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.pooling import PoolingConfig
+from common.settings.settings import Settings
+from gpu_worker.engine.adapters.layers import AdapterLayers, make_adapter_layers
+from gpu_worker.engine.attention.choose import PROBE_TOKENS, probe_attention
+from gpu_worker.engine.attention.kv_cache import FLOATS8, LayerSpec, keep_latents
+from gpu_worker.engine.cpu.packed_linear import pack_linears
+from gpu_worker.engine.cuda.linear import fuse_linears
+from gpu_worker.engine.model import rope
+from gpu_worker.engine.model.config import quantizes
+from gpu_worker.engine.model.families import page_attention
+from gpu_worker.engine.model.kv_budget import scale_layers
+from gpu_worker.engine.model.quantized_linears import (
+    find_blocks,
+    quantize_blocks,
+    replace_linears,
+    shard_blocks,
+    use_fp8,
+)
+from gpu_worker.engine.model.rope import AxisRope, PerTokenRope
+from gpu_worker.engine.model.warmup import max_step_tokens
+from gpu_worker.engine.parallel.communicator import Communicator
+from gpu_worker.engine.parallel.shards import TpPlan
+from gpu_worker.engine.parallel.stages import WHOLE, ModelStage, checked_layers, learn_form
+from gpu_worker.engine.parallel.tensor_parallel import connect_shards
+from gpu_worker.engine.pictures.encoder import VisionTower
+from gpu_worker.engine.pooling.head import replace_head
+from gpu_worker.engine.quantization.at_load import ROUNDINGS
+from gpu_worker.engine.quantization.blocks import Blocks
+from gpu_worker.engine.states.mixers import find_mixers
+from gpu_worker.engine.states.model_states import ModelStates
+
+
+@dataclass(slots=True)
+class Context:
+    """In what a model is loaded, and what is known of it.
+
+    Attributes:
+        pooling: how it makes vectors; None if it generates.
+        plan, stage: how ranks share it, and which part of it this is.
+        blocks: weights in blocks, by names of linear layers.
+        layers: what each attention module keeps of a token, in the order of layers.
+        states: what rows keep beside the cache.
+        tower: what encodes pictures; None of a model for text.
+        adapters: where LoRA adapters lie on the device; None: it takes none.
+        vector_size: values of a vector, of a model that pools.
+    """
+
+    path: Path
+    config: Any
+    dtype: torch.dtype
+    device: torch.device
+    settings: Settings
+    communicator: Communicator
+    pooling: PoolingConfig | None = None
+    plan: TpPlan = field(default_factory=lambda: TpPlan({}, {}))
+    stage: ModelStage = WHOLE
+    blocks: Mapping[str, Blocks] = field(default_factory=dict)
+    layers: dict[Any, LayerSpec] = field(default_factory=dict)
+    states: ModelStates | None = None
+    tower: VisionTower | None = None
+    adapters: AdapterLayers | None = None
+    ropes: list[PerTokenRope] = field(default_factory=list)
+    axis_rope: AxisRope | None = None
+    vector_size: int = 0
+
+    @property
+    def rank(self) -> int:
+        """Among the ranks of its stage."""
+        return self.communicator.tp_rank
+
+
+def head(model: Any, context: Context) -> None:
+    """Vectors take the place of logits."""
+    if context.pooling:
+        context.plan, context.vector_size = replace_head(
+            model, context.plan, context.stage, context.path, context.pooling
+        )
+
+
+def blocks(model: Any, context: Context) -> None:
+    """Find the checkpoint's blocks that the device can multiply; nothing is changed yet."""
+    if not (context.settings.makes_weights or quantizes(context.config, context.settings)):
+        whole = find_blocks(context.path, context.config, model, context.device)
+        context.blocks = shard_blocks(whole, context.plan.shards, context.rank)
+
+
+def latents(model: Any, context: Context) -> None:
+    """Latent attention keeps latents, while its linear layers are still plain."""
+    keep_latents(model)
+
+
+def quantise(model: Any, context: Context) -> None:
+    """Linear layers multiply 8-bit floats, or are rounded at load (QUANTIZE)."""
+    settings, device = context.settings, context.device
+    use_fp8(model, context.path, context.config, device, settings, context.plan.shards, context.rank)
+    if settings.quantize and settings.quantize in ROUNDINGS and quantizes(context.config, settings):
+        context.blocks = quantize_blocks(model, settings.quantize, device)
+
+
+def linears(model: Any, context: Context) -> None:
+    """Faster linear layers take the place of others, and the model is on its device from here on."""
+    if context.device.type == "cpu":
+        pack_linears(model, context.blocks)
+    else:
+        replace_linears(model, context.blocks)
+        model.to(context.device)
+        fuse_linears(model)
+
+
+def adapters(model: Any, context: Context) -> None:
+    """Layers add what LoRA adapters give. Ranks are not connected yet: it is a part of what they sum."""
+    settings, device = context.settings, context.device
+    most = max_step_tokens(settings, device)
+    context.adapters = make_adapter_layers(model, context.plan.shards, context.rank, settings, device, most)
+
+
+def shard(model: Any, context: Context) -> None:
+    """The ranks' parts compute what the whole model would."""
+    connect_shards(model, context.plan, context.communicator)
+
+
+def attention(model: Any, context: Context) -> None:
+    """Attention of all families uses transformers' interface."""
+    page_attention(model)
+
+
+def states(model: Any, context: Context) -> None:
+    """Modules with states take those of rows. A forward shows what they and attention keep of a token."""
+    mixers, stage, device = find_mixers(model), context.stage, context.device
+    learn_form(model, stage, lambda: probe_forward(model, stage, device))
+    layers = probe_attention(
+        model,
+        lambda: mixers.record(lambda: probe_forward(model, stage, device)),
+        stage.part_of(context.config.num_hidden_layers),
+    )
+    if context.settings.kv_cache_dtype in FLOATS8 and not context.settings.makes_weights:
+        layers = scale_layers(model, context.path, layers)
+    context.layers, context.states = layers, ModelStates(device, mixers.kept, packs=mixers.packs)
+    context.states.attach()
+
+
+def ropes(model: Any, context: Context) -> None:
+    """Rotary modules give each token the frequencies and the positions that it would have alone."""
+    context.ropes = rope.replace_ropes(model)
+    context.axis_rope = rope.find_axis_rope(model, context.tower.family.mrope_axes if context.tower else ())
+
+
+Pass = Callable[[Any, Context], None]
+PASSES: list[Pass] = [
+    head,
+    blocks,
+    latents,
+    quantise,
+    linears,
+    adapters,
+    shard,
+    attention,
+    states,
+    ropes,
+]
+
+
+def probe_forward(model: Any, stage: ModelStage, device: torch.device) -> torch.Tensor:
+    """→ logits [1, PROBE_TOKENS, vocabulary], in a stage before the last hidden states [1, PROBE_TOKENS,
+    hidden]; of any dtype. The first of the states that a stage would receive is NaN.
+    """
+    positions = torch.arange(PROBE_TOKENS, device=device)[None]
+    stage.try_out(model, PROBE_TOKENS, device)
+    stage.states[:, :1] = torch.nan
+    with checked_layers(stage):
+        return stage.run(model, input_ids=torch.zeros_like(positions), position_ids=positions)
