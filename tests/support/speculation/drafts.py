@@ -13,7 +13,7 @@ from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
 from tests.support.engine.batch_player import Player
-from tests.support.engine.tiny_engine import prompts
+from tests.support.engine.tiny_engine import SETTINGS, prompts
 from tests.support.engine.tiny_models import VOCAB
 
 NUM_DRAFTED = 4
@@ -30,16 +30,7 @@ ROWS: dict[int, SamplingParams | None] = {
 
 def engine_settings(folder: Path, speculative: dict[str, Any] | None, **settings: Any) -> dict[str, Any]:
     config = json.dumps(speculative) if speculative else None
-    return {
-        "model_id": str(folder),
-        "dtype": "float32",
-        "kv_cache_bytes": 2**23,
-        "max_batch_prefill_tokens": 64,
-        "block_size": 16,
-        "debug_kv": True,
-        "threads": 1,
-        "speculative_config": config,
-    } | settings
+    return SETTINGS | {"model_id": str(folder), "block_size": 16, "speculative_config": config} | settings
 
 
 def drafting_engine(

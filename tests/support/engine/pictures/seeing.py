@@ -3,20 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from common.settings.settings import Settings
-from gpu_worker.engine.engine import Engine
+from tests.support.engine import tiny_engine
 from tests.support.engine.batch_player import Player
 from tests.support.engine.pictures.models import SeeingModel, SeenPrompt, SettledEngine, picture, save
 
 NEW_TOKENS = 12
-SETTINGS: dict[str, Any] = {
-    "dtype": "float32",
-    "kv_cache_bytes": 2**23,
-    "max_batch_prefill_tokens": 64,
-    "block_size": 16,
-    "debug_kv": True,
-    "threads": 1,
-}
+SETTINGS = tiny_engine.SETTINGS | {"block_size": 16}
 
 
 class Seeing:
@@ -30,7 +22,7 @@ class Seeing:
 
     def start(self, **settings: Any) -> SettledEngine:
         """Another engine of the model."""
-        return SettledEngine(Engine(Settings(model_id=str(self.model.folder), **SETTINGS | settings)))
+        return SettledEngine(tiny_engine.engine_of(self.model.folder, **SETTINGS | settings))
 
     def player(self, prefill_tokens: int = 1000) -> Player:
         free = list(range(1, self.engine.ready.num_blocks + 1))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from common.settings.settings import SettingError, Settings
+from common.settings.settings import SettingError
 from gpu_worker.engine.attention.kv_cache import (
     FLOATS8,
     AttentionSpec,
@@ -76,14 +76,8 @@ SCALES = {0: (0.03, 0.002), 2: (1.5, 4.0)}
 
 
 def engine_with_cache(folder: Path, kv_cache_dtype: str, block_size: int = 16, **settings: Any) -> Engine:
-    options: dict[str, Any] = {
-        "kv_cache_bytes": 2**20,
-        "threads": 1,
-        "debug_kv": True,
-        "max_batch_prefill_tokens": 64,
-    }
-    options |= {"dtype": "float32", "block_size": block_size, "kv_cache_dtype": kv_cache_dtype, **settings}
-    return Engine(Settings(model_id=str(folder), **options))
+    chosen = {"kv_cache_bytes": 2**20, "block_size": block_size, "kv_cache_dtype": kv_cache_dtype}
+    return engine_of(folder, **chosen | settings)
 
 
 @pytest.fixture(scope="module")

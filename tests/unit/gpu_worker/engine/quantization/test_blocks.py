@@ -15,10 +15,8 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from common.settings.settings import Settings
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.cpu.packed_linear import LargePages, NativeLinear
-from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.quantization import gguf as convert
 from gpu_worker.engine.quantization.at_load import FP4, NF4, ROUNDINGS
 from gpu_worker.engine.quantization.blocks import Blocks
@@ -175,7 +173,6 @@ def test_a_type_is_unpacked_to_the_weights_that_it_means(name: str) -> None:
 
 
 ROWS = {0: [5, 6, 7], 1: list(range(3, 40))}
-SETTINGS: dict[str, Any] = {"kv_cache_bytes": 2**23, "max_batch_prefill_tokens": 64, "threads": 1}
 
 
 def float64_nearest(weight: torch.Tensor, codes: tuple[float, ...]) -> torch.Tensor:
@@ -228,9 +225,7 @@ def test_ids_are_those_of_the_rounded_numbers(method: str, family: str, tmp_path
     expected = {
         row: tiny_models.generate(rounded(plain, method), ids, NEW_TOKENS) for row, ids in ROWS.items()
     }
-    options: dict[str, Any] = {"quantize": method, "dtype": "float32", **SETTINGS}
-    engine = Engine(Settings(model_id=str(tmp_path), **options))
-    assert play(engine, ROWS) == expected
+    assert play(engine_of(tmp_path, quantize=method), ROWS) == expected
     assert expected != {row: tiny_models.generate(plain, ids, NEW_TOKENS) for row, ids in ROWS.items()}
 
 
@@ -248,8 +243,7 @@ def test_blocks_have_the_bits_of_the_rounded_numbers(
     )
     found = []
     for folder, asked in (("plain", method), ("rounded", None)):
-        settings = Settings(model_id=str(tmp_path / folder), quantize=asked, dtype="bfloat16", **SETTINGS)  # type: ignore[arg-type]
-        engine = Engine(settings)
+        engine = engine_of(tmp_path / folder, quantize=asked, dtype="bfloat16")
         found.append(play(engine, ROWS))
         layer = engine.loaded.model.model.layers[0]
         linears = (layer.self_attn.q_proj, layer.mlp.down_proj)
