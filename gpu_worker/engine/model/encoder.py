@@ -211,7 +211,7 @@ def load_encoder(
         attentions=[],
         geometry=attention.geometry,
         device=device,
-        backend=attention,
+        backend=attention,  # type: ignore[arg-type]  # transformers calls its `attend` itself
         context=pooling.max_tokens,
         eos_ids=[],
         vocab_size=config.vocab_size,

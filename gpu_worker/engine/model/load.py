@@ -22,11 +22,10 @@ from gpu_worker.engine.attention.kv_cache import FLOATS8, Geometry
 from gpu_worker.engine.cpu.fused_layer import fuse_layers, num_trial_blocks
 from gpu_worker.engine.model import encoder_decoder, rope
 from gpu_worker.engine.model.config import cannot_serve, read_config
-from gpu_worker.engine.model.deepstack import DeepStack
 from gpu_worker.engine.model.encoder import load_encoder
 from gpu_worker.engine.model.families import register_family
 from gpu_worker.engine.model.kv_budget import count_room
-from gpu_worker.engine.model.model import Draft, LoadedModel
+from gpu_worker.engine.model.model import DeepStack, Draft, LoadedModel
 from gpu_worker.engine.model.passes import PASSES, Context
 from gpu_worker.engine.model.quantized_linears import (
     check_fp8,
@@ -184,7 +183,7 @@ def load_encoder_decoder(
 def assemble(model: Any, context: Context) -> LoadedModel:
     """The model with its attention backend, still without a cache."""
     settings, path, device, layers = context.settings, context.path, context.device, context.layers
-    assert context.states
+    assert context.states is not None
     block_size = settings.block_size or (BLOCK_SIZES[device.type] if layers else STATES_BLOCK_SIZE)
     kv_dtype = FLOATS8.get(settings.kv_cache_dtype, context.dtype)
     length = int(model_files.context_length(path) * (settings.rope_factor or 1))

@@ -76,7 +76,11 @@ SCALES = {0: (0.03, 0.002), 2: (1.5, 4.0)}
 
 
 def engine_with_cache(folder: Path, kv_cache_dtype: str, block_size: int = 16, **settings: Any) -> Engine:
-    chosen = {"kv_cache_bytes": 2**20, "block_size": block_size, "kv_cache_dtype": kv_cache_dtype}
+    chosen: dict[str, Any] = {
+        "kv_cache_bytes": 2**20,
+        "block_size": block_size,
+        "kv_cache_dtype": kv_cache_dtype,
+    }
     return engine_of(folder, **chosen | settings)
 
 
