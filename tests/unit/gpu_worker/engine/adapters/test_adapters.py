@@ -164,15 +164,9 @@ NAMES = ["a", "b", "c", "d", "e"]
 PROMPT = list(range(3, 23))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    folder = tmp_path_factory.mktemp("model")
-    return tiny_models.save(folder, *tiny_models.FAMILIES["Llama-tied"]), folder
-
-
 @pytest.fixture
-def named(model: tuple[Any, Path], tmp_path: Path) -> dict[str, Path]:
-    return {name: save_adapter(model[0], tmp_path / name, seed) for seed, name in enumerate(NAMES)}
+def named(llama: tuple[Any, Path], tmp_path: Path) -> dict[str, Path]:
+    return {name: save_adapter(llama[0], tmp_path / name, seed) for seed, name in enumerate(NAMES)}
 
 
 def ids_of(model: Any, folder: Path | None) -> list[int]:
@@ -181,21 +175,21 @@ def ids_of(model: Any, folder: Path | None) -> list[int]:
 
 @pytest.mark.slow
 def test_rows_of_more_adapters_than_slots_all_end_with_their_own_ids(
-    model: tuple[Any, Path], named: dict[str, Path]
+    llama: tuple[Any, Path], named: dict[str, Path]
 ) -> None:
-    engine = engine_of(model[1], max_loras=2, max_cpu_loras=3)
+    engine = engine_of(llama[1], max_loras=2, max_cpu_loras=3)
     load_adapters(engine, named)
     rows = {number: (PROMPT, name) for number, name in enumerate([*NAMES, "", *NAMES])}
-    expected = {name: ids_of(model[0], named.get(name)) for name in ["", *NAMES]}
+    expected = {name: ids_of(llama[0], named.get(name)) for name in ["", *NAMES]}
     assert play(engine, rows) == {number: expected[name] for number, (_, name) in rows.items()}
     assert engine.adapters and len(engine.adapters.host) == 3, "two of the five were read again"
     assert sorted(adapter.slot for adapter in engine.adapters.used) == [0, 1]
 
 
 def test_an_adapter_that_is_unloaded_while_rows_have_it_serves_them_and_no_others(
-    model: tuple[Any, Path], named: dict[str, Path]
+    llama: tuple[Any, Path], named: dict[str, Path]
 ) -> None:
-    engine = engine_of(model[1])
+    engine = engine_of(llama[1])
     load_adapters(engine, {"a": named["a"]})
     played = Player(engine, list(range(1, 50)), until=100)
     start = played.start(1, PROMPT, COUNT, ignore_eos=True, adapter="a")
@@ -211,25 +205,25 @@ def test_an_adapter_that_is_unloaded_while_rows_have_it_serves_them_and_no_other
     engine.apply(Grant(100, 64, blocks=played.grow(COUNT, 2)))
     for step in [first, *iter(engine.step, None)]:
         played.collect(step)
-    assert played.ids[1] == ids_of(model[0], named["a"])
-    assert played.ids[2] == ids_of(model[0], named["b"])
+    assert played.ids[1] == ids_of(llama[0], named["a"])
+    assert played.ids[2] == ids_of(llama[0], named["b"])
     engine.obey(UnloadAdapter("other"))
     assert engine.adapters and len(engine.adapters.sources) == 1, "nothing is left of the first"
 
 
-def test_a_row_whose_adapter_is_not_loaded_ends(model: tuple[Any, Path]) -> None:
-    engine = engine_of(model[1])
+def test_a_row_whose_adapter_is_not_loaded_ends(llama: tuple[Any, Path]) -> None:
+    engine = engine_of(llama[1])
     engine.apply(Grant(9, 64, [start_row(1, PROMPT, COUNT, blocks=[1, 2, 3, 4], adapter="gone")]))
     step = engine.step()
     assert step and [*step.ended, *step.released] == [(1, "adapter", 0), (1, 0)]
 
 
 def test_rows_of_an_adapter_whose_files_have_changed_end_and_others_go_on(
-    model: tuple[Any, Path], named: dict[str, Path]
+    llama: tuple[Any, Path], named: dict[str, Path]
 ) -> None:
-    engine = engine_of(model[1], max_loras=1, max_cpu_loras=1)
+    engine = engine_of(llama[1], max_loras=1, max_cpu_loras=1)
     load_adapters(engine, {"a": named["a"], "b": named["b"]})
-    save_adapter(model[0], named["a"], 9)
+    save_adapter(llama[0], named["a"], 9)
     played = Player(engine, list(range(1, 50)), until=engine.rows.step)
     starts = [
         played.start(number, PROMPT, COUNT, ignore_eos=True, adapter=name)
@@ -237,11 +231,11 @@ def test_rows_of_an_adapter_whose_files_have_changed_end_and_others_go_on(
     ]
     ids = played.run(starts)
     assert played.ended[0] == ("adapter", 0) and not ids[0]
-    assert ids[1] == ids_of(model[0], named["b"]) and ids[2] == ids_of(model[0], None)
+    assert ids[1] == ids_of(llama[0], named["b"]) and ids[2] == ids_of(llama[0], None)
 
 
-def test_an_engine_that_takes_no_adapters_says_so(model: tuple[Any, Path]) -> None:
-    engine = engine_of(model[1], enable_lora=False)
+def test_an_engine_that_takes_no_adapters_says_so(llama: tuple[Any, Path]) -> None:
+    engine = engine_of(llama[1], enable_lora=False)
     assert engine.ready.max_loras == 0
     answer = engine.obey(LoadAdapter("a", "/nowhere"))
     assert answer == AdapterRefused("a", "this worker takes no adapters (ENABLE_LORA)")
@@ -249,12 +243,12 @@ def test_an_engine_that_takes_no_adapters_says_so(model: tuple[Any, Path]) -> No
 
 
 def test_what_is_loaded_stays_where_its_successor_is_refused(
-    model: tuple[Any, Path], named: dict[str, Path]
+    llama: tuple[Any, Path], named: dict[str, Path]
 ) -> None:
-    engine = engine_of(model[1], max_loras=3, max_lora_rank=16)
+    engine = engine_of(llama[1], max_loras=3, max_lora_rank=16)
     assert (engine.ready.max_loras, engine.ready.max_lora_rank, engine.ready.max_cpu_loras) == (3, 16, 12)
     answer = engine.obey(LoadAdapter("a", str(named["a"])))
     assert isinstance(answer, AdapterLoaded) and answer.rank == 4 and answer.num_bytes > 0
     change_config(named["b"], use_dora=True)
     assert isinstance(engine.obey(LoadAdapter("a", str(named["b"]))), AdapterRefused)
-    assert play(engine, {1: (PROMPT, "a")})[1] == ids_of(model[0], named["a"])
+    assert play(engine, {1: (PROMPT, "a")})[1] == ids_of(llama[0], named["a"])

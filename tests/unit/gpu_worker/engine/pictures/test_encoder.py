@@ -24,24 +24,16 @@ def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Seeing(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def test_alone(seeing: Seeing) -> None:
+def test_ids_are_those_of_generate(seeing: Seeing) -> None:
+    """Alone, beside rows of text, in chunks that end within pictures, and resumed."""
     assert seeing.engine.ready.pictures
     for row, prompt in seeing.prompts.items():
-        assert seeing.play({row: prompt})[row] == seeing.answers[row]
-
-
-def test_batched_with_rows_of_text(seeing: Seeing) -> None:
-    assert seeing.play(seeing.prompts) == seeing.answers
-
-
-def test_chunks_end_within_pictures(seeing: Seeing) -> None:
-    assert seeing.play(seeing.prompts, prefill_tokens=7) == seeing.answers
-
-
-def test_resumed(seeing: Seeing) -> None:
+        assert seeing.play({row: prompt})[row] == seeing.answers[row], "alone"
+    assert seeing.play(seeing.prompts) == seeing.answers, "batched"
+    assert seeing.play(seeing.prompts, prefill_tokens=7) == seeing.answers, "chunked"
     played, base = seeing.player(), 5
-    rows = {
-        row: played.start(
+    rows = [
+        played.start(
             row,
             prompt.ids + seeing.answers[row][:base],
             NEW_TOKENS,
@@ -50,9 +42,8 @@ def test_resumed(seeing: Seeing) -> None:
             ignore_eos=True,
         )
         for row, prompt in seeing.prompts.items()
-    }
-    expected = {row: ids[base:] for row, ids in seeing.answers.items()}
-    assert played.run(list(rows.values())) == expected
+    ]
+    assert played.run(rows) == {row: ids[base:] for row, ids in seeing.answers.items()}, "resumed"
 
 
 @pytest.mark.parametrize("num_cached", [16, 32])
