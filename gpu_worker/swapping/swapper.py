@@ -8,16 +8,20 @@ requests wait in Redis meanwhile: a worker that is killed at any point of this l
 import asyncio
 import contextlib
 import logging
+import math
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import replace
+
+from redis.asyncio import Redis
 
 from common.broker.client import ERRORS, describe_error
 from common.broker.heartbeat import Heartbeat
-from common.broker.keys import SLEEPER
+from common.broker.keys import SLEEPER, Keys
 from common.broker.pool_client import PoolClient
 from common.metrics import catalogue
 from common.metrics.exposition import publishing_metrics
+from common.process import machine
 from common.process.event_loop import run_until_one_ends
 from common.process.logs import next_incarnation
 from common.process.startup import ProcessIdentity
@@ -27,11 +31,84 @@ from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_client import EngineDied, RankProcess
 from gpu_worker.stay import Stay
 from gpu_worker.swapping.choose import ModelTurn, PoolDemand, choose, choose_first
-from gpu_worker.swapping.demand import claim, read_demands, shorten_claim
-from gpu_worker.swapping.room import keep_room
-from gpu_worker.swapping.served_model import ServedModel
+from gpu_worker.swapping.served_model import MEMORY, ServedModel
+
+CLAIM_SPARE_S = 5.0
+"""A claim lasts this much longer than twice the swap."""
+COUNTS = ["waiting", "waiting_tokens", "oldest_ms", "due_ms", "rows", "workers"]
+"""Fields of a pool's state that say what it is asked for."""
+TOLD_MS = 1500
+"""Time in which a batcher has said that its pool has a worker."""
+
+
+async def read_demands(redis: Redis, pools: Collection[str]) -> dict[str, PoolDemand]:
+    """What each pool is asked for: nothing where it has no batcher."""
+    async with redis.pipeline(transaction=False) as pipe:
+        for pool in pools:
+            pipe.hmget(Keys(pool).state, COUNTS)
+        found = await pipe.execute()
+    return {
+        pool: parse_demand(
+            pool, {name: int(value) for name, value in zip(COUNTS, values, strict=True) if value}
+        )
+        for pool, values in zip(pools, found, strict=True)
+    }
+
+
+def parse_demand(pool: str, counts: Mapping[str, int]) -> PoolDemand:
+    num_waiting = counts.get("waiting", 0)
+    return PoolDemand(
+        pool,
+        num_waiting=num_waiting,
+        waiting_tokens=counts.get("waiting_tokens", 0),
+        waited_s=counts.get("oldest_ms", 0) / 1000,
+        due_s=counts.get("due_ms", 0) / 1000 if num_waiting else math.inf,
+        num_rows=counts.get("rows", 0),
+        num_workers=counts.get("workers", 0),
+    )
+
+
+async def claim(client: PoolClient, worker: str, swap_s: float) -> bool:
+    """Claim a pool → whether no other worker wakes its model at this moment. A claim expires when its worker
+    should have joined.
+    """
+    ttl_ms = round(1000 * (2 * swap_s + CLAIM_SPARE_S))
+    if await client.redis.set(client.keys.waking, worker, nx=True, px=ttl_ms):
+        return True
+    return bool(await client.redis.get(client.keys.waking) == worker.encode())
+
+
+async def shorten_claim(client: PoolClient) -> None:
+    """Let a claim expire soon, since its worker has joined: the batcher tells others."""
+    await client.redis.pexpire(client.keys.waking, TOLD_MS, lt=True)
+
 
 log = logging.getLogger(__name__)
+
+ENGINE_BYTES = 512 * 2**20
+"""Memory of an engine's process without weights and cache."""
+
+
+def keep_room(next_model: ServedModel, models: Collection[ServedModel], settings: Settings) -> None:
+    """End engines that sleep, the one that has slept longest first, until memory has room for the model that
+    is next.
+    """
+    wanted_bytes = needed_bytes(next_model, settings)
+    sleeping = [model for model in models if model is not next_model and model.kept_in == MEMORY]
+    for model in sorted(sleeping, key=lambda one: one.left_s):
+        if machine.available_bytes() >= wanted_bytes:
+            return
+        log.info("memory is short: the weights of %s are on disk only", model.pool)
+        model.end()
+
+
+def needed_bytes(model: ServedModel, settings: Settings) -> int:
+    """Memory of the host that a model takes when it wakes: its cache if that is there, and the rest if it is
+    not in memory.
+    """
+    cache_bytes = settings.cpu_cache_bytes if settings.device == "cpu" else 0
+    return cache_bytes if model.kept_in == MEMORY else cache_bytes + ENGINE_BYTES + model.weight_bytes()
+
 
 LOOK_S = 0.1
 """Time between two looks at what waits."""

@@ -36,7 +36,7 @@ WIDENED, ROUNDED = 0.4, 1.5
 def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(tiny_models.FAMILIES, "Llama", WIDE)
     if request.node.callspec.params["device"] == "cpu":
-        monkeypatch.setattr("gpu_worker.engine.preparation.compile_layers", lambda *arguments: 0)
+        monkeypatch.setattr("gpu_worker.engine.engine.compile_layers", lambda *arguments: 0)
         monkeypatch.setattr(quantized_linears, "multiplies_blocks", lambda device, dtype: True)
         monkeypatch.setattr(quantized_linears, "has_fp8", lambda device: True)
         monkeypatch.setattr(quantized_linears, "multiplies_fp8", lambda device, dtype: True)

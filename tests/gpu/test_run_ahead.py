@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(device: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
     needs_flash(device)
     settings: dict[str, Any] = {"dtype": "bfloat16"} | ({} if device == "cuda" else {"kv_cache_bytes": 2**25})
-    monkeypatch.setattr("gpu_worker.engine.preparation.compile_layers", compile_on(device))
+    monkeypatch.setattr("gpu_worker.engine.engine.compile_layers", compile_on(device))
     return engine_on(device, folder, monkeypatch, **settings)
 
 

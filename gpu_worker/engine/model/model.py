@@ -1,11 +1,19 @@
-"""LoadedModel: a model on its device with a KV cache on its attention modules, and its forward."""
+"""LoadedModel: a model on its device with a KV cache on its attention modules, and its forward.
 
-from collections.abc import Sequence
+While it sleeps it has no cache, and its weights wait in memory of the host. On CPU they stay where they are.
+On a GPU the storages of all parameters and buffers are copied to pinned memory and freed; tensors, and views
+of them, stay the same objects, so compiled layers stay valid. Captured graphs do not: they have addresses.
+"""
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from common.messages.request import HASHED_TOKENS
 from common.pooling import PoolingConfig
@@ -13,14 +21,109 @@ from gpu_worker.engine.adapters.layers import AdapterLayers
 from gpu_worker.engine.attention.backend import AttentionBackend, attach
 from gpu_worker.engine.attention.kv_cache import Geometry, KVCache
 from gpu_worker.engine.batch.adapters import AdaptedStep
-from gpu_worker.engine.batch.inputs import Inputs
+from gpu_worker.engine.batch.inputs import Inputs, PlacedEmbeddings
 from gpu_worker.engine.batch.step_result import Int32
-from gpu_worker.engine.model.deepstack import DeepStack
 from gpu_worker.engine.model.rope import AxisRope, PerTokenRope
-from gpu_worker.engine.model.sleeping_model import SleepingModel
 from gpu_worker.engine.parallel.stages import WHOLE, ModelStage
 from gpu_worker.engine.pictures.encoder import VisionTower
 from gpu_worker.engine.states.model_states import ModelStates
+
+
+@dataclass(slots=True)
+class SleepingModel:
+    """What a model needs to go on.
+
+    Attributes:
+        storages: of the weights on a GPU, each once; none on CPU.
+        num_blocks: blocks that its cache had.
+        spare_bytes: memory of the GPU that it left free while it was awake.
+        copies: uint8 [bytes] in pinned memory, one for each storage.
+    """
+
+    device: torch.device
+    storages: list[torch.UntypedStorage]
+    num_blocks: int
+    spare_bytes: int
+    copies: list[torch.Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, models: Iterable[Any], device: torch.device, num_blocks: int) -> "SleepingModel":
+        """The modules as they are, awake, with a cache."""
+        if device.type == "cpu":
+            return cls(device, [], num_blocks, 0)
+        tensors = (tensor for model in models for tensor in chain(model.parameters(), model.buffers()))
+        storages = unique_storages(tensors)
+        return cls(device, storages, num_blocks, torch.cuda.mem_get_info(device)[0])
+
+    def offload(self) -> None:
+        """Copy the weights to the host, and free the memory that they had."""
+        self.copies = [to_host(storage) for storage in self.storages]
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the copies are complete
+        for storage in self.storages:
+            storage.resize_(0)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def reload(self) -> None:
+        """Copy the weights back. Raises torch.OutOfMemoryError."""
+        for storage, copy in zip(self.storages, self.copies, strict=True):
+            storage.resize_(len(copy))
+            bytes_of(storage).copy_(copy, non_blocking=True)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # before the copies are freed
+        self.copies = []
+
+    def blocks_left(self, block_bytes: int, states_bytes: int = 0) -> int:
+        """Blocks that the cache gets: as many as before if so much memory is free beside the rows' states.
+        Raises MemoryError if there is room for none.
+        """
+        if self.device.type == "cpu" or not block_bytes:
+            return self.num_blocks
+        torch.cuda.empty_cache()
+        free_bytes = torch.cuda.mem_get_info(self.device)[0] - self.spare_bytes - states_bytes
+        num_blocks = min(self.num_blocks, free_bytes // block_bytes - 1)  # one more is the scratch block
+        if num_blocks < 1:
+            raise MemoryError(f"the GPU has {free_bytes} bytes for a cache whose blocks take {block_bytes}")
+        return num_blocks
+
+
+def unique_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """The storages of tensors [...] of any dtype, each once: tied weights and views share one."""
+    found = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return [storage for storage in found.values() if storage.nbytes()]
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A view of a storage → uint8 [bytes]"""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def to_host(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A copy in memory of the host → uint8 [bytes], pinned if it comes from a GPU."""
+    is_on_gpu = storage.device.type == "cuda"
+    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=is_on_gpu)
+    return copy.copy_(bytes_of(storage), non_blocking=is_on_gpu)
+
+
+class DeepStack:
+    """Adds embeddings of pictures to the hidden states after each of the first layers (arXiv:2406.04334).
+
+    Attributes:
+        added: of the step that runs: the embeddings for the model's input, then those for each of the layers,
+            beside each other: [tokens, hidden * (1 + layers)] of the model's dtype.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self.added: Sequence[PlacedEmbeddings] = ()
+        for number, layer in enumerate(layers, 1):
+            layer.register_forward_hook(partial(self.add, number))
+
+    def add(self, number: int, layer: Any, arguments: Any, states: torch.Tensor) -> None:
+        """Add to the states [1, tokens, hidden] that a layer returns, in place."""
+        hidden = states.shape[2]
+        for places, values in self.added:
+            states[0, places] += values[:, number * hidden : (number + 1) * hidden]
 
 
 @dataclass(slots=True)

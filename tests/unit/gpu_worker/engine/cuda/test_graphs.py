@@ -13,7 +13,6 @@ import torch
 from common.model_files import no_progress
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine import engine as engine_module
-from gpu_worker.engine import preparation
 from gpu_worker.engine.cuda import compile as compiling
 from gpu_worker.engine.cuda.compile import compile_layers, stop_compiling
 from gpu_worker.engine.cuda.graphs import CudaGraphs, graph_sizes, run_without_sync
@@ -271,7 +270,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         done.append("compile")
         return 0
 
-    monkeypatch.setattr(preparation, "compile_layers", compile_layers)
+    monkeypatch.setattr(engine_module, "compile_layers", compile_layers)
     monkeypatch.setattr(engine_module, "stop_compiling", lambda: None)
     monkeypatch.setattr(engine_module, "make_capture", lambda device: on_cuda.again)
     return done

@@ -26,7 +26,7 @@ from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.config import check_quantize
 from gpu_worker.engine.model.load import threads_of
-from gpu_worker.engine.model.sleeping_model import SleepingModel, unique_storages
+from gpu_worker.engine.model.model import SleepingModel, unique_storages
 from gpu_worker.engine.model.weights import meta_model
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.shards import make_tp_plan
