@@ -5,7 +5,7 @@ and leaves in the context what later ones and the engine need. Attention calls `
 (attention/backend.py), a module with states calls `ModelStates.mix`; all else is transformers' own code, and
 a breakpoint in the forward of a layer's class is hit in each step that is not captured. Once there is a
 cache, layers on CPU may be fused (cpu/fused_layer.py), and embeddings of pictures are added to the first ones
-(deepstack.py).
+(model.py).
 """
 
 from collections.abc import Callable, Mapping
