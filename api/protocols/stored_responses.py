@@ -105,15 +105,13 @@ async def follow_response(stored: StoredResponse, num_seen: int) -> Response:
             (frame async for new in all_frames for frame in new), headers=SSE_HEADERS, sep="\n"
         )
     try:
-        streams, frames = await rest.read_rest(pool, answer, channel, num_seen)
+        found = await rest.read_rest(pool, answer, channel, num_seen)
     except ApiError as error:
         if error.param == rest.LAST_EVENT_ID:
             text = "`starting_after` must be the sequence number of an event that was sent"
             raise invalid(f"{text}. Given: {quoted(num_seen - 1)}", "starting_after") from error
         raise
-    if frames is None:
-        return Response(b"", 200, SSE_HEADERS)
-    return await rest.respond_with_rest(pool, answer, streams, frames, num_seen)
+    return await found.respond() if found else Response(b"", 200, SSE_HEADERS)
 
 
 @router.post(

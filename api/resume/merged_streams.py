@@ -1,32 +1,14 @@
 """Merged streams: the frames of several streamed answers on one connection, each as soon as it is there."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from starlette.types import Receive, Scope, Send
 
-from api.answers.answer import HttpAnswer
 from api.http.sse import COMMENT_AMONG_IDS, MAX_ITEMS, SSE_HEADERS, Change, Feed, FeedResponse
 from api.http.unread import UNREAD, Unread
-from api.requests.pool import Pool
 from api.resume import attach
+from api.resume.rest import Rest
 from api.streams.answer_trace import count_longest, end_answer
-from api.streams.stream import Stream
-
-
-@dataclass(slots=True)
-class Rest:
-    """An answer, its streams, and the frames that its client does not have yet.
-
-    Attributes:
-        reader: number of its reader; 0 until it has one.
-    """
-
-    pool: Pool
-    answer: HttpAnswer
-    streams: Sequence[Stream]
-    frames: Feed[bytes]
-    reader: int = 0
 
 
 class MergedFeed(Feed[bytes]):

@@ -80,11 +80,11 @@ async def respond(request: Request, request_id: str) -> Response:
         await read_bytes(request, own_pool(request).max_body_bytes)
     admitted = await find_admitted(request, request_id)
     check_same(request, admitted.answer.terms.body)
-    pool, answer, channel = admitted
+    pool, answer, _ = admitted
     if answer.streamed:
-        streams, frames = await rest.read_rest(pool, answer, channel, 0)
-        assert frames is not None, "every stream has a frame"
-        return await rest.respond_with_rest(pool, answer, streams, frames, 0)
+        found = await rest.read_rest(*admitted, 0)
+        assert found is not None, "every stream has a frame"
+        return await found.respond()
     if answer.response is not None and answer.terms.detached:
         return await respond_with_state(admitted)
     await run_until_one_ends(wait_for_end(pool, answer), raise_when_gone(request))

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from api.answers.answer import HttpAnswer
 from api.errors import ApiError, failed, invalid, quoted
@@ -25,10 +26,38 @@ def frames_of(answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[bytes]:
     return frames(answer, streams)
 
 
-async def read_rest(
-    pool: Pool, answer: HttpAnswer, channel: str, num_seen: int
-) -> tuple[list[Stream], Feed[bytes] | None]:
-    """Streams of all choices, and the frames that the client does not have yet; None if it has all.
+@dataclass(slots=True)
+class Rest:
+    """An answer, its streams, and the frames that its client does not have yet.
+
+    Attributes:
+        num_seen: frames that the client has.
+        reader: number of its reader; 0 until it has one.
+    """
+
+    pool: Pool
+    answer: HttpAnswer
+    streams: Sequence[Stream]
+    frames: Feed[bytes]
+    num_seen: int
+    reader: int = 0
+
+    async def respond(self) -> TokenStream:
+        """Become the reader, and send the frames. Raises ApiError."""
+        self.reader = await attach.become_reader(self.pool, self.streams)
+        return TokenStream(
+            self.answer,
+            frames=self.frames,
+            streams=self.streams,
+            headers={},
+            release=self.pool.admission.release,
+            reader=self.reader,
+            num_seen=self.num_seen,
+        )
+
+
+async def read_rest(pool: Pool, answer: HttpAnswer, channel: str, num_seen: int) -> Rest | None:
+    """The answer with the frames that the client does not have yet; None if it has all.
 
     A read may miss tokens that are being moved, from a log to a string or to another worker. So an answer is
     read again before a client's number of frames is refused.
@@ -41,7 +70,8 @@ async def read_rest(
         if any(stream.terminal and stream.terminal.reason == "cancelled" for stream in streams):
             raise attach.cancelled_answer(answer.request_id)
         try:
-            return streams, await rest_of_frames(answer, streams, num_seen)
+            frames = await rest_of_frames(answer, streams, num_seen)
+            return Rest(pool, answer, streams, frames, num_seen) if frames else None
         except ApiError as error:
             if error.status != 422 or time.monotonic() > end_s:
                 raise
@@ -68,19 +98,3 @@ async def rest_of_frames(answer: HttpAnswer, streams: Sequence[Stream], num_seen
         if not frames.first:
             return None
     return frames
-
-
-async def respond_with_rest(
-    pool: Pool, answer: HttpAnswer, streams: Sequence[Stream], frames: Feed[bytes], num_seen: int
-) -> TokenStream:
-    """Become the reader, and send the frames after the `num_seen` that the client has. Raises ApiError."""
-    reader = await attach.become_reader(pool, streams)
-    return TokenStream(
-        answer,
-        frames=frames,
-        streams=streams,
-        headers={},
-        release=pool.admission.release,
-        reader=reader,
-        num_seen=num_seen,
-    )

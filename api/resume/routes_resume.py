@@ -64,11 +64,8 @@ async def resume_stream(request: Request, request_id: RequestId) -> Response:
     admitted = await find_own(request, request_id)
     if admitted is None or not admitted.answer.streamed:
         raise attach.unknown_answer(request_id)
-    pool, answer, channel = admitted
-    streams, frames = await rest.read_rest(pool, answer, channel, num_seen)
-    if frames is None:
-        return Response(status_code=204)
-    return await rest.respond_with_rest(pool, answer, streams, frames, num_seen)
+    found = await rest.read_rest(*admitted, num_seen)
+    return await found.respond() if found else Response(status_code=204)
 
 
 def read_last_event_id(request: Request) -> int:

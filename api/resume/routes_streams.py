@@ -22,7 +22,8 @@ from api.http.openapi import (
 )
 from api.requests.on_pool import own_pool
 from api.resume import attach, rest
-from api.resume.merged_streams import Rest, respond_with_rests
+from api.resume.merged_streams import respond_with_rests
+from api.resume.rest import Rest
 from common.ids import FRAME_ID
 
 MAX_STREAMS = 64
@@ -84,9 +85,7 @@ async def read_rest(request: Request, answer_id: str, num_seen: int) -> Rest | N
     admitted = await attach.find_own(request, answer_id)
     if admitted is None or not admitted.answer.streamed:
         raise attach.unknown_answer(answer_id)
-    pool, answer, channel = admitted
-    if not answer.numbered:
+    if not admitted.answer.numbered:
         why = "its client must have asked to come back (`resume_s`, `detached`)"
         raise invalid(f"`streams`: the frames of {answer_id} have no numbers: {why}", "streams")
-    streams, frames = await rest.read_rest(pool, answer, channel, num_seen)
-    return None if frames is None else Rest(pool, answer, streams, frames)
+    return await rest.read_rest(*admitted, num_seen)
