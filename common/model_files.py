@@ -239,20 +239,26 @@ def resolve(
     conversion there is), or `smollm2`. With `weightless` no weights are downloaded. Raises SettingError if
     there is no such model.
     """
+    if (gguf := gguf_of(model_id)) is not None:
+        return ensure_converted(gguf, progress, dtype)
     path = Path(model_id).expanduser()
-    if model_id == BUNDLED and not path.exists():
-        return ensure_converted(bundled_gguf(), progress, dtype)
     if path.is_dir():
         return check_files(path)
     if path.is_file():
-        if path.suffix != ".gguf":
-            raise SettingError("model_id", f"{model_id} is neither a directory nor a .gguf file")
-        return ensure_converted(path, progress, dtype)
+        raise SettingError("model_id", f"{model_id} is neither a directory nor a .gguf file")
     if not HUB_ID.fullmatch(model_id):
         raise SettingError("model_id", f"{model_id} does not exist")
     return check_files(
         download(model_id, revision, progress, HUB_FILES if weightless else [*HUB_FILES, WEIGHT_FILES])
     )
+
+
+def gguf_of(model_id: str) -> Path | None:
+    """The GGUF file that is converted for this MODEL_ID; None for other models. Raises SettingError."""
+    path = Path(model_id).expanduser()
+    if model_id == BUNDLED and not path.exists():
+        return bundled_gguf()
+    return path if path.suffix == ".gguf" and path.is_file() else None
 
 
 def find_tokenizer(
@@ -283,12 +289,10 @@ def find_local(model_id: str, revision: str | None, dtype: str) -> Path | None:
 
     Raises SettingError as `resolve` does.
     """
-    path = Path(model_id).expanduser()
-    is_bundled = model_id == BUNDLED and not path.exists()
-    if is_bundled or (path.suffix == ".gguf" and path.is_file()):
-        target = conversion_path(bundled_gguf() if is_bundled else path, dtype)
+    if (gguf := gguf_of(model_id)) is not None:
+        target = conversion_path(gguf, dtype)
         return target if target.is_dir() else None
-    if path.exists() or not HUB_ID.fullmatch(model_id):
+    if Path(model_id).expanduser().exists() or not HUB_ID.fullmatch(model_id):
         return resolve(model_id)
     return find_in_hub_cache(model_id, revision)
 
@@ -419,12 +423,10 @@ def bytes_to_convert(model_id: str, dtype: str) -> int:
     """Return the disk space that a model takes when it is converted; 0 if it is no GGUF file, or is converted
     already. Raises SettingError.
     """
-    path = Path(model_id).expanduser()
-    is_bundled = model_id == BUNDLED and not path.exists()
-    if not is_bundled and not (path.suffix == ".gguf" and path.is_file()):
+    gguf = gguf_of(model_id)
+    if gguf is None or conversion_path(gguf, dtype).is_dir():
         return 0
-    gguf = bundled_gguf() if is_bundled else path
-    return 0 if conversion_path(gguf, dtype).is_dir() else converted_bytes(check_gguf(gguf), dtype)
+    return converted_bytes(check_gguf(gguf), dtype)
 
 
 def converted_bytes(num_weights: int, dtype: str) -> int:

@@ -51,58 +51,6 @@ from common.settings.settings import SettingError, Settings
 
 log = logging.getLogger(__name__)
 
-FIRST_OUTAGE_PAUSE_S = 5.0
-MAX_PAUSE_S = 60.0
-"""Times between two log lines about the same outage."""
-SETTLED_S = 1.0
-"""Time without a failure after which a success ends an outage. In a partial outage some steps succeed."""
-
-
-class Outage:
-    """One line when an outage begins, its failures at growing intervals, and one line when it is over,
-    however many steps of this process fail meanwhile.
-
-    Attributes:
-        count: failures of all steps since it began; 0 while there is no outage.
-        since_s, last_s: monotonic times of the first and the last of them.
-        due_s: monotonic time from which its failures are logged again.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.since_s = 0.0
-        self.last_s = 0.0
-        self.due_s = 0.0
-
-    def failed(self, step: str, cause: str) -> None:
-        """Count a failure of a step, as in "reading plans"."""
-        now_s = time.monotonic()
-        if now_s - self.last_s > MAX_PAUSE_S:
-            self.count = 0
-        if not self.count:
-            self.since_s, self.due_s = now_s, now_s + FIRST_OUTAGE_PAUSE_S
-            log.warning("outage of the broker, everything is tried again: %s: %s", step, cause)
-        self.count += 1
-        self.last_s = now_s
-        if now_s >= self.due_s:
-            age_s = now_s - self.since_s
-            log.warning(
-                "outage of the broker for %.0f s, %d failures: %s: %s", age_s, self.count, step, cause
-            )
-            self.due_s = now_s + min(age_s, MAX_PAUSE_S)
-
-    def succeeded(self) -> None:
-        """Note that the broker has answered. It ends the outage if nothing has failed for SETTLED_S."""
-        if self.count and time.monotonic() - self.last_s >= SETTLED_S:
-            age_s = self.last_s - self.since_s
-            log.info("outage of the broker is over after %.1f s, %d failures", age_s, self.count)
-            self.count = 0
-
-
-OUTAGE = Outage()
-"""That of this process."""
-
-
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_S = 15.0
 """The longest wait for a reply; then the connection is given up. Reads that wait at the broker wait less."""
@@ -121,8 +69,6 @@ SENTINEL_TIMEOUTS = {"socket_connect_timeout": 1.0, "socket_timeout": 1.0}
 TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 PASSWORD_FILE = "password_file"
 """Option of a URL: a file with the password of its user, such as a mounted secret."""
-FIRST_PAUSE_S = 1.0
-"""Times between two log lines about the same failure."""
 
 
 class SentinelPool(SentinelConnectionPool):
@@ -427,28 +373,42 @@ def is_outage(error: BaseException) -> bool:
     return isinstance(error, (*away, BusyLoadingError, ReadOnlyError))
 
 
+FIRST_PAUSE_S, FIRST_OUTAGE_PAUSE_S, MAX_PAUSE_S = 1.0, 5.0, 60.0
+"""Times between two log lines about the same failure, or the same outage."""
+SETTLED_S = 1.0
+"""Time without a failure after which a success ends an outage. In a partial outage some steps succeed."""
+
+
 class FailureLog:
     """What is logged about a step that the broker refuses again and again: each new cause at once, repeated
     ones at growing intervals with their count, and the end. While the broker is away, the failures of all
-    steps are those of one outage (`OUTAGE`).
+    steps are those of one, `OUTAGE`.
 
     A step that never returns has succeeded when it has not failed for MAX_PAUSE_S.
 
     Attributes:
         step: what fails, as in "reading plans".
+        settled_s: how long it must not have failed until a success counts.
+        first_pause_s: time until a repeated cause is logged again for the first time.
         causes: causes that were logged since the step last succeeded.
         count: failures since then.
         since_s, last_s: monotonic times of the first and the last of them.
         due_s: monotonic time from which a repeated cause is logged again.
     """
 
-    def __init__(self, log: logging.Logger, step: str) -> None:
+    def __init__(
+        self, log: logging.Logger, step: str, settled_s: float = 0.0, first_pause_s: float = FIRST_PAUSE_S
+    ) -> None:
         self.log = log
         self.step = step
+        self.settled_s = settled_s
+        self.first_pause_s = first_pause_s
+        self.since_s = self.last_s = 0.0
+        self.forget()
+
+    def forget(self) -> None:
         self.causes: set[str] = set()
         self.count = 0
-        self.since_s = 0.0
-        self.last_s = 0.0
         self.due_s = 0.0
 
     @contextlib.contextmanager
@@ -466,10 +426,14 @@ class FailureLog:
 
     def failed(self, error: Exception) -> None:
         """Count a failure."""
-        cause = describe_error(error)
+        text = describe_error(error)
         if is_outage(error):
-            OUTAGE.failed(self.step, cause)
-            return
+            OUTAGE.count_failure("away", f"{self.step}: {text}")
+        else:
+            self.count_failure(text, text)
+
+    def count_failure(self, cause: str, text: str) -> None:
+        """`text`: the cause in words."""
         now_s = time.monotonic()
         if self.count and now_s - self.last_s > MAX_PAUSE_S:
             self.forget()
@@ -479,27 +443,30 @@ class FailureLog:
         self.count += 1
         if cause not in self.causes:
             self.causes.add(cause)
-            self.log.warning("%s failed, trying again: %s", self.step, cause)
-            self.due_s = max(self.due_s, now_s + FIRST_PAUSE_S)
+            self.log.warning("%s failed, trying again: %s", self.step, text)
+            self.due_s = max(self.due_s, now_s + self.first_pause_s)
         elif now_s >= self.due_s:
             age_s = now_s - self.since_s
-            self.log.warning("%s has failed %d times in %.0f s: %s", self.step, self.count, age_s, cause)
-            self.due_s = now_s + min(max(age_s, FIRST_PAUSE_S), MAX_PAUSE_S)
+            self.log.warning("%s has failed %d times in %.0f s: %s", self.step, self.count, age_s, text)
+            self.due_s = now_s + min(max(age_s, self.first_pause_s), MAX_PAUSE_S)
 
     def succeeded(self) -> None:
         """Log that the step has succeeded, if it had failed."""
-        OUTAGE.succeeded()
-        if not self.count:
-            return
-        age_s = time.monotonic() - self.since_s
-        count = plural(self.count, "failure")
-        self.log.info("%s has succeeded again, after %s in %.1f s", self.step, count, age_s)
-        self.forget()
+        if self is not OUTAGE:
+            OUTAGE.succeeded()
+        now_s = time.monotonic()
+        if self.count and now_s - self.last_s >= self.settled_s:
+            count, age_s = plural(self.count, "failure"), now_s - self.since_s
+            self.log.info("%s has succeeded again, after %s in %.1f s", self.step, count, age_s)
+            self.forget()
 
-    def forget(self) -> None:
-        self.causes.clear()
-        self.count = 0
-        self.due_s = 0.0
+
+def new_outage() -> FailureLog:
+    """One for all steps of a process, while the broker is away."""
+    return FailureLog(log, "the broker", SETTLED_S, FIRST_OUTAGE_PAUSE_S)
+
+
+OUTAGE = new_outage()
 
 
 INCOMPLETE = object()

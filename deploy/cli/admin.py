@@ -1,5 +1,4 @@
-"""Commands that list and change what a running fleet has: adapters, drain, jobs, keys, models, roll, usage,
-webhooks.
+"""Commands that use a running fleet, all but `bench`.
 
 The tables at the end have all of them: PROGRAMS how a command reaches the fleet, ACTIONS what its words do,
 FLAGS what they take.
@@ -34,6 +33,7 @@ from common.settings import flags as setting_flags
 from common.settings.flags import FlagParser, refuse_unknown
 from common.settings.lora import AdapterSource, read_adapter
 from common.settings.settings import SettingError, Settings
+from deploy.cli import batch, chat, explain, status
 from deploy.cli.client import (
     ServerError,
     api_key,
@@ -57,7 +57,8 @@ from deploy.cli.target import (
 )
 from deploy.launcher import control_socket
 
-READ_TIMEOUT_S = 30.0
+READING = ("list", "dead", "show", "usage", "explain", "status", "chat")
+"""Last words of actions that change nothing."""
 ADAPTER_TIMEOUT = httpx.Timeout(660.0, connect=5.0)
 """A gateway waits for ten minutes until all workers have an adapter."""
 POLL_S = 0.5
@@ -77,17 +78,19 @@ class Action(NamedTuple):
         words: as typed, such as `jobs list`.
         run: gets the connection and the flags.
         flags: names in FLAGS, besides those that find the fleet.
+        read_s: how long the gateway may take to answer.
     """
 
     words: str
     run: Callable[..., Any]
     flags: str
-    help: str
+    help: str = ""
+    read_s: float = 30.0
 
     @property
     def changes(self) -> bool:
         """Whether it changes something."""
-        return self.words.split()[-1] not in ("list", "dead", "show", "usage")
+        return self.words.split()[-1] not in READING
 
 
 class Program(NamedTuple):
@@ -99,13 +102,13 @@ class Program(NamedTuple):
     """
 
     add_flags: Callable[[argparse.ArgumentParser], None]
-    call: Callable[[Action, argparse.Namespace], None]
+    call: Callable[[Action, argparse.Namespace], int | None]
     description: str
 
 
 def main(words: Sequence[str]) -> int:
-    """Run a command, named by its first word. Returns 1 if the fleet refuses, or does not answer. Raises
-    SettingError.
+    """Run a command, named by its first word. Returns 1 if the fleet refuses, or does not answer, or what the
+    command itself returns. Raises SettingError.
     """
     command, *argv = words
     parser = new_parser(command)
@@ -115,10 +118,9 @@ def main(words: Sequence[str]) -> int:
     flags.rest = rest
     setproctitle.setproctitle(f"tokenfleet {command}")  # other users can read a command line
     try:
-        PROGRAMS[command].call(flags.action, flags)
+        return PROGRAMS[command].call(flags.action, flags) or 0
     except ServerError as error:
         return print_error(error)
-    return 0
 
 
 def new_parser(command: str) -> FlagParser:
@@ -136,7 +138,7 @@ def new_parser(command: str) -> FlagParser:
         PROGRAMS[command].add_flags(own)
         for flag in action.flags.split():
             help, more = FLAGS.get(f"{command} {flag}") or FLAGS[flag]
-            own.add_argument(flag, help=help, **more)
+            own.add_argument(*flag.split("/"), help=help, **more)
     return parser
 
 
@@ -169,10 +171,11 @@ def utc_time(unix_s: float) -> str:
 # --- ways to the fleet --------------------------------------------------------------------------------------
 
 
-def call_gateway(action: Action, flags: argparse.Namespace) -> None:
+def call_gateway(action: Action, flags: argparse.Namespace) -> int | None:
     url = find_server(flags, action.changes)
-    with new_client(httpx.Client, url, READ_TIMEOUT_S, api_key()) as client:
-        action.run(client, flags)
+    with new_client(httpx.Client, url, action.read_s, api_key()) as client:
+        result: int | None = action.run(client, flags)
+    return result
 
 
 def call_broker(action: Action, flags: argparse.Namespace) -> None:
@@ -559,7 +562,7 @@ def show_usage(client: httpx.Client, flags: argparse.Namespace) -> None:
 def usage_table(found: Mapping[str, Any]) -> Table:
     """Return a line for each group, and one for all together."""
     by: list[str] = found["group_by"]
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_footer=bool(by))
+    table = new_table(show_footer=bool(by))
     for i, name in enumerate(by):
         table.add_column(name, footer="total" if i == 0 else "", no_wrap=True)
     for name, title in USAGE_COLUMNS.items():
@@ -638,6 +641,27 @@ FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
     "--to": ("a time (default: now)", {}),
     "--group-by": ("some of hour,day,month,key,tenant,model (default: key,tenant,model)", {}),
     "event_id": ("as `tokenfleet webhooks dead` shows it", {"metavar": "EVENT_ID"}),
+    "request_id": (
+        "the header x-request-id of the response, or its `id` on /v1; the number of a choice may follow",
+        {},
+    ),
+    "--once": ("print one table and end (as when the output is no terminal)", {"action": "store_true"}),
+    "--json": ("print GET /fleet with rates, and end", {"action": "store_true"}),
+    "--system": ("the system prompt", {"default": "", "metavar": "TEXT"}),
+    "--temperature": (
+        "0 always takes the most likely token (default: the server's)",
+        {"type": float, "metavar": "X"},
+    ),
+    "--max-tokens": ("most tokens of one answer (default: the server's)", NUMBER),
+    "--seed": ("makes sampling repeatable: the same seed gives the same answer", NUMBER),
+    "file": ("the requests", {"nargs": "?", "type": Path}),
+    "-i/--input-file": ("the requests, too", {"dest": "input", "type": Path}),
+    "-o/--output-file": ("the answers", {"dest": "output", "type": Path, "required": True}),
+    "--id": ("wait for this batch, which was begun before", {}),
+    "--window": (
+        "by when (default: %(default)s)",
+        {"choices": ("1h", "24h", "best_effort"), "default": "24h"},
+    ),
 }
 """Flag, or command and flag → its help, and what else argparse is told of it."""
 KEY_FLAGS = (
@@ -645,10 +669,14 @@ KEY_FLAGS = (
     "--budget-tokens --models --adapters --expires --webhook --webhook-secret --admin"
 )
 ACTIONS = (
+    Action("explain", explain.show, "request_id"),
+    Action("status", status.show, "--once --json", read_s=5.0),
+    Action("chat", chat.run, "--system --temperature --max-tokens --seed", read_s=600.0),
+    Action("batch", batch.run, "file -i/--input-file -o/--output-file --id --window", read_s=60.0),
     Action("adapters list", list_adapters, "", "show all adapters"),
     Action("adapters load", load_adapter, "adapter --replace", "load an adapter on all workers"),
     Action("adapters unload", unload_adapter, "name", "give requests an adapter no more"),
-    Action("drain", drain, "worker --pool", ""),
+    Action("drain", drain, "worker --pool"),
     Action("jobs list", list_jobs, "--status --tenant --search --limit --cursor", "show jobs"),
     Action("jobs show", show_job, "job_id", "print a job and what it asks for, as JSON"),
     Action(
@@ -676,8 +704,8 @@ ACTIONS = (
     Action("models list", list_models, "", "show models, pools and weights"),
     Action("models set", set_weights, "model weights", "share the requests of a model out by weight"),
     Action("models unset", unset_weights, "model", "forget the weights of a model"),
-    Action("roll", order_roll, "", ""),
-    Action("usage", show_usage, "--key --tenant --model --from --to --group-by", ""),
+    Action("roll", order_roll, ""),
+    Action("usage", show_usage, "--key --tenant --model --from --to --group-by"),
     Action(
         "webhooks list",
         partial(list_events, state="waiting"),
@@ -688,6 +716,23 @@ ACTIONS = (
     Action("webhooks retry", retry_event, "event_id", "send an event again, now"),
 )
 PROGRAMS = {
+    "explain": Program(
+        add_url, call_gateway, "Show what happened to a request: where it waited and ran, and why it ended."
+    ),
+    "status": Program(add_url, call_gateway, "Show every process of the fleet, a line each."),
+    "chat": Program(
+        add_url,
+        call_gateway,
+        f"Talk with the model in this terminal; with a piped stdin, print one answer on stdout. {chat.HELP}",
+    ),
+    "batch": Program(
+        add_url,
+        call_gateway,
+        """
+Answers the requests of a file (a JSON object a line, as OpenAI's Batch API and vLLM's run-batch have them).
+Writes the answers in the order of the requests. Those that fail are written to OUT.errors.jsonl.
+""",
+    ),
     "adapters": Program(
         add_url,
         call_gateway,

@@ -4,65 +4,33 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import orjson
 
-from common.settings.flags import FlagParser
 from common.settings.settings import SettingError
 from deploy.cli.client import (
-    ServerError,
-    api_key,
     check_status,
     connection_errors,
     fetch_json,
     frame_errors,
-    new_client,
     post,
-    print_error,
 )
-from deploy.cli.target import add_url, find_server
 
-READ_TIMEOUT_S = 60.0
 POLL_S = 1.0
 MAX_LINE_BYTES = 2**24
 ENDED = ("completed", "failed", "expired", "cancelled")
-WINDOWS = ("1h", "24h", "best_effort")
-DESCRIPTION = """
-Answers the requests of a file (a JSON object a line, as OpenAI's Batch API and vLLM's run-batch have them).
-Writes the answers in the order of the requests. Those that fail are written to OUT.errors.jsonl.
-"""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command. Returns 1 if a request has failed, or the server refuses. Raises SettingError."""
-    if argv[:1] == ["run"] and not Path("run").exists():
-        raise SettingError("run", "is no word of `tokenfleet batch` any more: `tokenfleet batch FILE -o OUT`")
-    flags = new_parser().parse_args(list(argv))
+def run(client: httpx.Client, flags: argparse.Namespace) -> int:
+    """Returns 1 if a request has failed. Raises SettingError, ServerError."""
     source: Path | None = flags.input or flags.file
     if (source is None) == (flags.id is None):
         raise SettingError("-i", "either a file of requests or the --id of a batch must be given")
-    url = find_server(flags, changes=True)
-    try:
-        with new_client(httpx.Client, url, READ_TIMEOUT_S, api_key()) as client:
-            batch_id = flags.id if source is None else begin(client, source, flags.window)
-            return finish(client, wait(client, batch_id), flags.output)
-    except ServerError as error:
-        return print_error(error)
-
-
-def new_parser() -> argparse.ArgumentParser:
-    parser = FlagParser(prog="tokenfleet batch", description=DESCRIPTION)
-    parser.add_argument("file", nargs="?", type=Path, help="the requests")
-    parser.add_argument("-i", "--input-file", dest="input", type=Path, help="the requests, too")
-    parser.add_argument("-o", "--output-file", dest="output", type=Path, required=True, help="the answers")
-    parser.add_argument("--id", help="wait for this batch, which was begun before")
-    parser.add_argument("--window", choices=WINDOWS, default="24h", help="by when (default: %(default)s)")
-    add_url(parser)
-    return parser
+    batch_id = flags.id if source is None else begin(client, source, flags.window)
+    return finish(client, wait(client, batch_id), flags.output)
 
 
 def begin(client: httpx.Client, source: Path, window: str) -> str:

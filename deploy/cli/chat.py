@@ -6,38 +6,31 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 from rich.console import Console
 
-from common.settings.flags import FlagParser
 from common.settings.settings import SettingError
 from deploy.cli.client import (
     ServerError,
     SseDecoder,
-    api_key,
     check_status,
     connection_errors,
     error_text,
     fetch_json,
     frame_errors,
-    new_client,
     one_line,
-    print_error,
     printable,
 )
-from deploy.cli.target import add_url, find_server
 
 Message = dict[str, str]
 
-READ_TIMEOUT_S = 600.0
 RECONNECT_TIMEOUT_S = 30.0
 RECONNECT_PAUSE_S = 0.2
 PROMPT = "› "
-DESCRIPTION = "Talk with the model in this terminal; with a piped stdin, print one answer on stdout."
 HELP = (
     "/reset forgets the conversation · /system TEXT sets the system prompt · "
     "/exit or Ctrl-D ends · Ctrl-C stops an answer"
@@ -176,45 +169,17 @@ def content(frame: dict[str, Any]) -> str:
     return (choices[0].get("delta") or {}).get("content") or ""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command. Returns 1 after an error of the server. Raises SettingError for an unknown flag."""
-    flags = read_flags(argv)
-    url = find_server(flags)
+def run(client: httpx.Client, flags: argparse.Namespace) -> None:
+    fields = {"temperature": flags.temperature, "max_tokens": flags.max_tokens, "seed": flags.seed}
+    given = {name: value for name, value in fields.items() if value is not None}
+    conversation = Conversation(client, {"model": fetch_model_name(client)} | given, flags.system)
     try:
-        with new_client(httpx.Client, url, READ_TIMEOUT_S, api_key()) as client:
-            fields = {"temperature": flags.temperature, "max_tokens": flags.max_tokens, "seed": flags.seed}
-            request_fields = {"model": fetch_model_name(client)} | {
-                name: value for name, value in fields.items() if value is not None
-            }
-            conversation = Conversation(client, request_fields, flags.system)
-            if sys.stdin.isatty():
-                run_terminal(conversation)
-            else:
-                answer_once(conversation)
-    except ServerError as error:
-        return print_error(error)
+        if sys.stdin.isatty():
+            run_terminal(conversation)
+        else:
+            answer_once(conversation)
     except BrokenPipeError:  # the reader of our output closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
-
-
-def read_flags(argv: Sequence[str]) -> argparse.Namespace:
-    parser = FlagParser(prog="tokenfleet chat", allow_abbrev=False, description=DESCRIPTION, epilog=HELP)
-    add_url(parser)
-    parser.add_argument("--system", default="", metavar="TEXT", help="the system prompt")
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        metavar="X",
-        help="0 always takes the most likely token (default: the server's)",
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, metavar="N", help="most tokens of one answer (default: the server's)"
-    )
-    parser.add_argument(
-        "--seed", type=int, metavar="N", help="makes sampling repeatable: the same seed gives the same answer"
-    )
-    return parser.parse_args(list(argv))
 
 
 def fetch_model_name(client: httpx.Client) -> str:

@@ -160,9 +160,9 @@ def printable(text: str) -> str:
     return text.translate(CONTROL_CHARACTERS)
 
 
-def new_table() -> Table:
+def new_table(**options: bool) -> Table:
     """A table without lines, as commands show lists."""
-    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", **options)  # type: ignore[arg-type]
 
 
 def print_lines(*parts: RenderableType) -> None:
@@ -175,12 +175,6 @@ def print_lines(*parts: RenderableType) -> None:
         console.print(*parts, sep="\n")
     for line in capture.get().splitlines():
         print(line.rstrip())
-
-
-def blocks(eighths: int) -> str:
-    """A bar of block characters: `██▌`."""
-    full, rest = divmod(eighths, 8)
-    return "█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")
 
 
 class SseDecoder:

@@ -154,16 +154,10 @@ SECTIONS = {
         ),
     },
     "Use a running fleet": {
-        "chat": module_command("", "talk with the model in this terminal", "deploy.cli.chat"),
-        "status": module_command(
-            "", "show the processes and what they do, as a live table", "deploy.cli.status"
-        ),
-        "explain": module_command(
-            "REQUEST_ID", "show what happened to one request, and when", "deploy.cli.explain"
-        ),
-        "batch": module_command(
-            "FILE", "answer the requests of a file, beside other work", "deploy.cli.batch"
-        ),
+        "chat": admin_command("chat", "", "talk with the model in this terminal"),
+        "status": admin_command("status", "", "show the processes and what they do, as a live table"),
+        "explain": admin_command("explain", "REQUEST_ID", "show what happened to one request, and when"),
+        "batch": admin_command("batch", "FILE", "answer the requests of a file, beside other work"),
         "usage": admin_command("usage", "", "show what API keys, tenants and models have used"),
         "drain": admin_command("drain", "WORKER", "make a worker hand its requests to others and leave"),
         "models": admin_command("models", "list|set|unset", "share the requests of a model out over pools"),
@@ -174,9 +168,7 @@ SECTIONS = {
         "keys": admin_command("keys", "add|list|…", "make, list, revoke and rotate API keys"),
         "jobs": admin_command("jobs", "list|dead|…", "list, search, cancel and retry jobs"),
         "webhooks": admin_command("webhooks", "list|dead|…", "list events of webhooks, and send them again"),
-        "bench": module_command(
-            "", "measure speed for a minute, beside another server", "deploy.bench.command"
-        ),
+        "bench": module_command("", "measure speed for a minute, beside another server", "deploy.cli.bench"),
     },
     "Start one process (these need REDIS_URL)": {
         "api": process_command("api", "a gateway"),

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from common.broker import acl
 from common.settings.settings import SettingError, Settings
-from deploy.cli.client import print_lines
+from deploy.cli.client import new_table, print_lines
 from deploy.launcher import prepare
 from deploy.launcher.prepare import Finding
 
@@ -71,7 +71,7 @@ def examine(settings: Settings) -> Iterator[tuple[str, Finding]]:
 
 
 def table(findings: dict[str, Finding]) -> Table:
-    rows = Table(box=None, pad_edge=False, show_header=False)
+    rows = new_table(show_header=False)
     for _ in range(4):
         rows.add_column(overflow="fold")
     for name, finding in findings.items():

@@ -1,5 +1,6 @@
 """`tokenfleet explain REQUEST_ID`: the timeline of one request."""
 
+import argparse
 import re
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -12,20 +13,8 @@ from rich.text import Text
 
 from common.messages import events as finish_reasons
 from common.process.logs import plural
-from common.settings.flags import FlagParser
-from deploy.cli.client import (
-    ServerError,
-    api_key,
-    fetch_json,
-    frame_errors,
-    new_client,
-    print_error,
-    print_lines,
-    printable,
-)
-from deploy.cli.target import add_url, find_server
+from deploy.cli.client import fetch_json, frame_errors, new_table, print_lines, printable
 
-READ_TIMEOUT_S = 15.0
 ENDS = {
     "length": "max_new_tokens was reached (length)",
     "eos_token": "the model generated its end-of-sequence token (eos_token)",
@@ -48,36 +37,18 @@ ANSWER_ID = re.compile(r"(chatcmpl-|cmpl-|resp_|msg_)(?=[0-9a-f]{32}(\.|$))")
 Event = dict[str, Any]
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command. Returns 1 for an unknown request. Raises SettingError for an unknown flag."""
-    parser = FlagParser(
-        prog="tokenfleet explain",
-        allow_abbrev=False,
-        description="Show what happened to a request: where it waited and ran, and why it ended.",
-    )
-    parser.add_argument(
-        "request_id",
-        help="the header x-request-id of the response, or its `id` on /v1; the number of a choice may follow",
-    )
-    add_url(parser)
-    flags = parser.parse_args(list(argv))
-    url = find_server(flags)
-    try:
-        with new_client(httpx.Client, url, READ_TIMEOUT_S, api_key()) as client:
-            request_id = ANSWER_ID.sub("", flags.request_id, count=1)
-            found = fetch_json(client, f"/fleet/requests/{quote(request_id, safe='')}")
-        with frame_errors(found):
-            tables = {name: timeline(events) for name, events in found["timelines"].items()}
-    except ServerError as error:
-        return print_error(error)
-    for request_id, table in tables.items():
-        print_lines(Text(f"request {printable(request_id)}", style="bold"), table)
-    return 0
+def show(client: httpx.Client, flags: argparse.Namespace) -> None:
+    request_id = ANSWER_ID.sub("", flags.request_id, count=1)
+    found = fetch_json(client, f"/fleet/requests/{quote(request_id, safe='')}")
+    with frame_errors(found):
+        tables = {name: timeline(events) for name, events in found["timelines"].items()}
+    for name, table in tables.items():
+        print_lines(Text(f"request {printable(name)}", style="bold"), table)
 
 
 def timeline(events: Sequence[Event]) -> Table:
     """Return one line for each event: the time of day, seconds since the first event, and what happened."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table = new_table(show_header=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column()

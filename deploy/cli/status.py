@@ -1,5 +1,6 @@
 """`tokenfleet status`: a table of the fleet's processes, live in a terminal, printed once elsewhere."""
 
+import argparse
 import contextlib
 import time
 from collections import deque
@@ -13,23 +14,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from common.settings.flags import FlagParser
-from deploy.cli.client import (
-    ServerError,
-    api_key,
-    blocks,
-    fetch_json,
-    new_client,
-    new_table,
-    print_error,
-    printable,
-)
-from deploy.cli.target import add_url, find_server
+from deploy.cli.client import ServerError, fetch_json, new_table, printable
 
 Snapshot = dict[str, Any]
 """The answer of GET /fleet at one moment. Any key may be absent."""
 
-READ_TIMEOUT_S = 5.0
 REFRESH_S = 1.0
 NUM_SNAPSHOTS = 4
 """A rate is the difference over this many snapshots, which evens out the times of the heartbeats."""
@@ -67,30 +56,14 @@ HEALTH_STYLES = {"good": "green", "warn": "yellow", "bad": "bold red"}
 KINDS = ("broker", "gateway", "batcher", "worker", "jobworker")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command. Returns 0 when the fleet serves requests. Raises SettingError for an unknown flag."""
-    parser = FlagParser(
-        prog="tokenfleet status",
-        allow_abbrev=False,
-        description="Show every process of the fleet, a line each.",
-    )
-    add_url(parser)
-    parser.add_argument(
-        "--once", action="store_true", help="print one table and end (as when the output is no terminal)"
-    )
-    parser.add_argument("--json", action="store_true", help="print GET /fleet with rates, and end")
-    flags = parser.parse_args(list(argv))
+def show(client: httpx.Client, flags: argparse.Namespace) -> int:
+    """Show the table, or print it once. Returns 0 when the fleet serves requests."""
     console = Console()
-    url = find_server(flags)
-    try:
-        with new_client(httpx.Client, url, READ_TIMEOUT_S, api_key()) as client:
-            snapshots = deque([fetch_snapshot(client)], maxlen=NUM_SNAPSHOTS)
-            if flags.json or flags.once or not console.is_terminal:
-                print_once(client, snapshots, console, flags.json)
-            else:
-                watch(client, snapshots, console)
-    except ServerError as error:
-        return print_error(error)
+    snapshots = deque([fetch_snapshot(client)], maxlen=NUM_SNAPSHOTS)
+    if flags.json or flags.once or not console.is_terminal:
+        print_once(client, snapshots, console, flags.json)
+    else:
+        watch(client, snapshots, console)
     return 1 if health(snapshots[-1])[0] == "bad" else 0
 
 
@@ -178,8 +151,6 @@ def view(snapshots: Sequence[Snapshot], width: int, failure: str = "") -> Render
     ]
     if models := snapshots[-1].get("models"):
         parts += [Text(), models_table(models)]
-    if adapters := snapshots[-1].get("adapters"):
-        parts += [Text(), adapters_table(adapters)]
     if failure:
         parts += [Text(), Text(f"{failure}; asking again", style="red")]
     return Group(*parts)
@@ -229,22 +200,6 @@ def models_table(models: Sequence[Snapshot]) -> Table:
             text(", ".join(states), STYLES.get(min(states, key=STATES.index), "")),
             text(best.get("kept_in"), ""),
             text(f"{number(best['swap_s'], 2)} s" if best.get("swap_s") else "", ""),
-        )
-    return shown
-
-
-def adapters_table(adapters: Sequence[Snapshot]) -> Table:
-    """Return a line for each LoRA adapter."""
-    shown = new_table()
-    for name in ("adapter", "state", "workers", "refused"):
-        shown.add_column(name, no_wrap=True, overflow="ellipsis")
-    for one in adapters:
-        causes = (one.get("refused") or {}).items()
-        shown.add_row(
-            text(one.get("name"), "bold"),
-            text(one.get("state"), STYLES.get(str(one.get("state")), "yellow")),
-            text(number(one.get("num_workers")), ""),
-            text("; ".join(f"{worker}: {why}" for worker, why in causes), "red"),
         )
     return shown
 
@@ -300,7 +255,8 @@ def share(used: float | None, limit: float | None, wide: bool) -> Text:
 
 def bar(part: float, cells: int = 8) -> Text:
     """`██▌·····`, to an eighth of a cell; a value above 0 fills at least one eighth."""
-    filled = blocks(round(min(1.0, max(0.0, part)) * cells * 8) or int(part > 0))
+    full, rest = divmod(round(min(1.0, max(0.0, part)) * cells * 8) or int(part > 0), 8)
+    filled = "█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")
     return Text.assemble(
         (filled, "green" if part < NEARLY_FULL else "yellow"), ("·" * (cells - len(filled)), "dim")
     )

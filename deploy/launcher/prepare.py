@@ -194,17 +194,6 @@ def check_bfloat16(settings: Settings) -> Finding:
     )
 
 
-def check_compiler(_: Settings) -> Finding:
-    compiler = machine.find_compiler()
-    if compiler is None:
-        return Finding(
-            "warn",
-            "no C++ compiler: our CPU kernels cannot be built, and torch's attention is slower",
-            "install a C++ compiler, such as g++",
-        )
-    return Finding("ok", shutil.which(compiler) or compiler)
-
-
 def check_native_kernels() -> Finding:
     """Check whether the kernels of a worker on CPU are compiled."""
     compiler = machine.find_compiler()
@@ -435,7 +424,6 @@ CHECKS: dict[str, Callable[[Settings], Finding]] = {
     "torch": check_torch,
     "GPU": check_gpu,
     "bfloat16": check_bfloat16,
-    "compiler": check_compiler,
     "kernels": check_kernels,
     "port": check_port,
     "memory": check_memory,
@@ -477,15 +465,7 @@ def with_model(settings: Settings) -> Settings:
     their directories: no other process has to look for them again.
     """
     set_hub_variables(settings)
-    with progress(settings.json_output) as show:
-        path = model_files.resolve(
-            settings.model_id,
-            settings.revision,
-            show,
-            weightless=settings.makes_weights,
-            dtype=weights_dtype(settings),
-        )
-        own = model_files.find_tokenizer(settings.tokenizer_name, path, show, weights_dtype(settings))
+    path, own = find_files(settings)
     check_context(settings, path)
     changed: dict[str, Any] = {"model_id": os.fspath(path)}
     if settings.tokenizer_name is not None:
@@ -498,15 +478,20 @@ def with_model(settings: Settings) -> Settings:
     return settings.model_copy(update=changed | {"served_model_name": names})
 
 
-def find_other(settings: Settings) -> Path:
-    """Find the model of another pool, download or convert it where needed. Raises SettingError of MODELS."""
+def find_files(settings: Settings) -> tuple[Path, Path]:
+    """Find the directories of a model and of its tokenizer, download or convert them where needed."""
     dtype = weights_dtype(settings)
+    with progress(settings.json_output) as show:
+        path = model_files.resolve(
+            settings.model_id, settings.revision, show, weightless=settings.makes_weights, dtype=dtype
+        )
+        return path, model_files.find_tokenizer(settings.tokenizer_name, path, show, dtype)
+
+
+def find_other(settings: Settings) -> Path:
+    """Find the model of another pool. Raises SettingError of MODELS."""
     try:
-        with progress(settings.json_output) as show:
-            path = model_files.resolve(
-                settings.model_id, None, show, weightless=settings.makes_weights, dtype=dtype
-            )
-            return model_files.find_tokenizer(None, path, show, dtype)
+        return find_files(settings)[0]
     except model_files.NotConverted:
         raise
     except SettingError as error:

@@ -19,7 +19,7 @@ from api.jobs.batch import needed_files
 from api.jobs.batch_run import BatchRun
 from common.broker.keys import Keys
 from common.messages.request import Generate
-from deploy.cli.batch import main as batch_command
+from deploy.cli import admin
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering, ready, serving
 from tests.support.fleet.scripted_worker import Answer, working
@@ -502,7 +502,7 @@ async def test_the_command_answers_a_file(broker: Broker, tmp_path: Path) -> Non
     source.write_bytes(jsonl([chat_line(0), chat_line(1, temperature=-1), chat_line(2)]))
     async with answering(broker.url, answer, files_dir=f"{tmp_path}/files") as (_, _, http):
         words = ["-i", str(source), "-o", str(output), "--url", str(http.base_url)]
-        code = await asyncio.to_thread(batch_command, words)
+        code = await asyncio.to_thread(admin.main, ["batch", *words])
     found = [json.loads(line)["custom_id"] for line in output.read_text().splitlines()]
     failed = (tmp_path / "out.errors.jsonl").read_text().splitlines()
     assert (code, found) == (1, ["line-0", "line-2"])

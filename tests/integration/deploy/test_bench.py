@@ -1,8 +1,6 @@
 """`tokenfleet bench`: its arithmetic, and whole runs against servers that speak as others do."""
 
-import importlib.util
 import json
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import httpx
@@ -11,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.settings.settings import SettingError
-from deploy.bench import load
-from deploy.bench.command import main
-from deploy.bench.measure import (
+from deploy.cli import bench
+from deploy.cli.bench import (
     COMPLETIONS,
     GENERATE,
     Round,
@@ -22,6 +19,7 @@ from deploy.bench.measure import (
     body,
     figures,
     identify,
+    main,
     quantile,
     route,
     send,
@@ -48,8 +46,8 @@ QUICK = ["--duration", "1", "--concurrency", "1,2", "--max-tokens", "4"]
 
 @pytest.fixture(autouse=True)
 def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "SETTLE_S", 0.01)
-    monkeypatch.setattr(load, "MIN_ROUND_S", 0.1)
+    monkeypatch.setattr(bench, "SETTLE_S", 0.01)
+    monkeypatch.setattr(bench, "MIN_ROUND_S", 0.1)
 
 
 @given(WAITS, st.sampled_from([0.5, 0.9, 0.99, 1.0]))
@@ -135,26 +133,25 @@ async def test_every_token_is_counted_once(kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["vllm", "tgi"])
-def test_a_run_prints_a_table_and_writes_both_files(
+def test_a_run_prints_a_table_and_writes_the_figures(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load, "MIN_ROUND_S", 0.3)
+    monkeypatch.setattr(bench, "MIN_ROUND_S", 0.3)
     monkeypatch.setenv("API_KEY", "ours")
     monkeypatch.setenv("AGAINST_API_KEY", "theirs")
-    drawn, told = tmp_path / "figures.svg", tmp_path / "figures.json"
+    told = tmp_path / "figures.json"
     with running("tokenfleet", fleet=FLEET, pause_s=0.002) as ours, running(kind, pause_s=0.002) as other:
-        files = ["--svg", str(drawn), "--json", str(told)]
-        assert main(["--url", ours.url, "--against", other.url, *QUICK, "--concurrency", "2", *files]) == 0
+        more = ["--concurrency", "2", "--json", str(told)]
+        assert main(["--url", ours.url, "--against", other.url, *QUICK, *more]) == 0
     out, error = capsys.readouterr()
     assert error == ""
     assert f"{KINDS[kind]}" in out
     assert "ratio" in out
-    assert [word in out for word in ("tokens/s", "first token ms", "next token ms", "×", "█")] == [True] * 5
+    assert [word in out for word in ("tokens/s", "first token ms", "next token ms", "×")] == [True] * 4
     assert (set(ours.keys), set(other.keys)) == ({"Bearer ours"}, {"Bearer theirs"})
     result = json.loads(told.read_text())
     assert {(row["users"], row["server"]) for row in result["figures"]} == {(2, 0), (2, 1)}
     assert all(row["tokens_per_s"] > 0 and row["num_errors"] == 0 for row in result["figures"])
-    ElementTree.parse(drawn)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, GENERATE])
@@ -195,16 +192,10 @@ def test_a_failing_server_is_named_with_the_cause(words: str, capsys: pytest.Cap
         (["--concurrency", "1;8"], "--concurrency: '1;8' is not a list of numbers"),
         (["--duration", "nan"], "--duration: nan"),
         (["--against", "nowhere:x"], "URL: 'nowhere:x'"),
-        (["--svg", "/no/such/place.svg"], "--svg: /no/such/place.svg cannot be written: No such file"),
+        (["--json", "/no/such/place.json"], "--json: /no/such/place.json cannot be written: No such file"),
     ],
 )
 def test_invalid_flags_are_refused(argv: list[str], words: str) -> None:
     with pytest.raises(SettingError) as error:
         main(argv)
     assert words in str(error.value)
-
-
-def test_a_picture_without_the_extra_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(SettingError, match=r"--svg: needs matplotlib: pip install 'tokenfleet\[bench\]'"):
-        main(["--svg", str(tmp_path / "figures.svg")])

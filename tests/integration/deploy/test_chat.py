@@ -31,7 +31,7 @@ COMMAND = [
     sys.executable,
     "-P",
     "-c",
-    "import sys; from deploy.cli import chat; sys.exit(chat.main(sys.argv[1:]))",
+    "import sys; from deploy.cli import admin; sys.exit(admin.main(['chat', *sys.argv[1:]]))",
 ]
 ENVIRON = {name: value for name, value in os.environ.items() if name not in ("API_KEY", "PORT")} | {
     "TERM": "xterm"

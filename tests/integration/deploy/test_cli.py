@@ -159,7 +159,6 @@ def test_a_wrong_broker_password_is_refused() -> None:
     [
         (["serv"], "COMMAND: 'serv' is not a command; the nearest is serve"),
         (["jobs"], "LIST|SHOW|CANCEL|RETRY|DEAD: is missing; `tokenfleet jobs --help` says what it is"),
-        (["batch", "run", "x", "-o", "y"], "RUN: is no word of `tokenfleet batch` any more"),
         (["serve", "--prot", "80"], "--prot: unknown flag; the nearest is --port"),
         (["serve", "model", "another"], "ARGUMENTS: 'another' is not expected"),
         (["serve", "--num-batchers", "0"], "NUM_BATCHERS: 0 is less than 1"),

@@ -42,7 +42,7 @@ IMPORTS = {
     "gpu_worker.engine": ENGINE,
     "deploy.cli": ENGINE,
     "tests.support.engine.multi_rank_engine": ENGINE,
-    "tests.support.forks.command": ("deploy.cli.chat",),
+    "tests.support.forks.command": ("deploy.cli.admin",),
     "tests.support.chaos.launcher": CHAOS,
 }
 """What is imported, beside FLEET, before a module's first copy is made: what it imports, and those that it

@@ -7,7 +7,7 @@ from redis.asyncio import Redis
 from redis.exceptions import BusyLoadingError, ConnectionError, ResponseError
 
 from common.broker import client
-from common.broker.client import FailureLog, Outage
+from common.broker.client import FailureLog, new_outage
 
 AWAY = "no connection to the broker (refused)"
 STEPS = [FailureLog(logging.getLogger(), step) for step in ("reading plans", "a flush", "a heartbeat")]
@@ -30,7 +30,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
     caplog.set_level(logging.INFO)
     clock = Clock()
     monkeypatch.setattr(client, "time", clock)
-    monkeypatch.setattr(client, "OUTAGE", Outage())  # not that of tests before
+    monkeypatch.setattr(client, "OUTAGE", new_outage())  # not that of tests before
     return clock
 
 
@@ -61,8 +61,8 @@ def test_an_outage_has_one_line_at_its_beginning_and_one_at_its_end(
     succeed(*STEPS)
     succeed(*STEPS)
     assert caplog.messages == [
-        f"outage of the broker, everything is tried again: reading plans: {AWAY}",
-        "outage of the broker is over after 4.4 s, 216 failures",
+        f"the broker failed, trying again: reading plans: {AWAY}",
+        "the broker has succeeded again, after 216 failures in 5.5 s",
     ]
 
 

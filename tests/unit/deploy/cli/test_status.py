@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 from common.settings.settings import SettingError
-from deploy.cli import status
-from deploy.cli.explain import main, timeline
+from deploy.cli import admin, status
+from deploy.cli.explain import timeline
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_batcher import batching
@@ -88,15 +88,15 @@ def test_outside_a_terminal_one_table_is_printed(
     monkeypatch.setattr(status, "REFRESH_S", 0.0)
     monkeypatch.setenv("API_KEY", "secret")
     with running("tokenfleet", fleet=FLEET) as server:
-        assert status.main(["--url", server.url]) == 0
+        assert admin.main(["status", "--url", server.url]) == 0
         assert "w0" in capsys.readouterr().out
-        assert status.main(["--url", server.url, "--json"]) == 0
+        assert admin.main(["status", "--url", server.url, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["processes"][0]["tokens_per_s"] is None
         server.fleet["health"] = {"state": "warn", "text": "1 of 2 workers ready"}
         monkeypatch.setenv("PORT", str(server.port))
-        assert status.main(["--once"]) == 0 and "1 of 2 workers ready" in capsys.readouterr().out
+        assert admin.main(["status", "--once"]) == 0 and "1 of 2 workers ready" in capsys.readouterr().out
         server.fleet["health"] = {"state": "bad", "text": "no batcher is active"}
-        assert status.main(["--once"]) == 1 and "no batcher is active" in capsys.readouterr().out
+        assert admin.main(["status", "--once"]) == 1 and "no batcher is active" in capsys.readouterr().out
 
 
 async def test_the_table_of_a_real_gateway_has_every_process(
@@ -117,11 +117,11 @@ async def test_the_table_of_a_real_gateway_has_every_process(
 def test_another_server_or_none_is_one_error_line(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     if kind == "nobody":
         url = f"http://127.0.0.1:{free_port()}"
-        assert status.main(["--url", url]) == 1
+        assert admin.main(["status", "--url", url]) == 1
         words = f"tokenfleet: no server answers at {url}"
     else:
         with running(kind) as server:
-            assert status.main(["--url", server.url]) == 1
+            assert admin.main(["status", "--url", server.url]) == 1
         words = "tokenfleet: the server answers 404"
     out, error = capsys.readouterr()
     assert out == ""
@@ -134,7 +134,7 @@ def test_another_server_or_none_is_one_error_line(kind: str, capsys: pytest.Capt
 )
 def test_invalid_flags_are_refused(argv: list[str], words: str) -> None:
     with pytest.raises(SettingError, match=words):
-        status.main(argv)
+        admin.main(["status", *argv])
 
 
 # --- explain ------------------------------------------------------------------------------------------------
@@ -237,21 +237,21 @@ def url() -> Iterator[str]:
 
 
 def test_every_choice_has_a_timeline(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["a/b", "--url", url]) == 0
+    assert admin.main(["explain", "a/b", "--url", url]) == 0
     said = capsys.readouterr().out
     assert "request a/b.0" in said and "request a/b.1" in said and "died at token 37" in said
 
 
 @pytest.mark.parametrize("prefix", ["", "cmpl-", "chatcmpl-", "resp_"])
 def test_the_id_of_an_answer_names_its_request(prefix: str, url: str) -> None:
-    assert main([prefix + OWN_ID, "--url", url]) == 0
-    assert main([prefix + "mine", "--url", url]) == 1
+    assert admin.main(["explain", prefix + OWN_ID, "--url", url]) == 0
+    assert admin.main(["explain", prefix + "mine", "--url", url]) == 1
 
 
 def test_an_unknown_request_is_one_error_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["nope", "--url", url]) == 1
+    assert admin.main(["explain", "nope", "--url", url]) == 1
     assert capsys.readouterr() == ("", "tokenfleet: the server answers 404: Nothing is known of it\n")
-    assert main(["nope", "--url", "http://127.0.0.1:1"]) == 1
+    assert admin.main(["explain", "nope", "--url", "http://127.0.0.1:1"]) == 1
     assert "no server answers at http://127.0.0.1:1" in capsys.readouterr().err
 
 
@@ -259,6 +259,6 @@ def test_an_unknown_request_is_one_error_line(url: str, capsys: pytest.CaptureFi
 def test_an_unknown_response_is_one_error_line(
     shape: str, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([shape, "--url", url]) == 1
+    assert admin.main(["explain", shape, "--url", url]) == 1
     out, error = capsys.readouterr()
     assert out == "" and error.startswith("tokenfleet: ") and error.count("\n") == 1
