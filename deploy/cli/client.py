@@ -99,9 +99,7 @@ def connection_errors(url: str) -> Iterator[None]:
 
 def fetch_json(client: httpx.Client, path: str) -> Any:
     """GET a path, and return its JSON. Raises ServerError."""
-    with connection_errors(str(client.base_url)):
-        answer = client.get(path)
-    check_status(answer.status_code, answer.content)
+    answer = ask(client, "GET", path)
     try:
         return orjson.loads(answer.content)
     except orjson.JSONDecodeError as error:
@@ -109,9 +107,14 @@ def fetch_json(client: httpx.Client, path: str) -> Any:
 
 
 def post(client: httpx.Client, path: str, **content: Any) -> httpx.Response:
-    """POST `content`, as httpx takes it, to a path. Raises ServerError, also for any status but 200."""
+    """POST `content`, as httpx takes it, to a path. Raises ServerError."""
+    return ask(client, "POST", path, **content)
+
+
+def ask(client: httpx.Client, method: str, path: str, **content: Any) -> httpx.Response:
+    """Raises ServerError, also for any status but 200."""
     with connection_errors(str(client.base_url)):
-        answer = client.post(path, **content)
+        answer = client.request(method, path, **content)
     check_status(answer.status_code, answer.content)
     return answer
 

@@ -2,9 +2,10 @@
 TGI's.
 """
 
+import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from common import model_files
 from common.settings.flags import FlagParser, flag_of
@@ -52,13 +53,14 @@ def read_settings(argv: Sequence[str]) -> Settings:
         )
     if switches["merge_lora"]:
         raise SettingError("--merge-lora", "an adapter is not merged: it is served as it is (LORA_ADAPTERS)")
-    words = ("revision", "logger_level", "huggingface_hub_cache", "model_id")
-    given = [
-        f"--{word.replace('_', '-')}={getattr(flags, word)}"
-        for word in words
-        if getattr(flags, word) is not None
-    ]
-    return Settings.read(given, prog="tokenfleet download-weights")
+    return settings_of(flags, ("revision", "logger_level", "huggingface_hub_cache", "model_id"), parser.prog)
+
+
+def settings_of(flags: argparse.Namespace, names: Iterable[str], prog: str) -> Settings:
+    """The settings that some flags of a command give. Raises SettingError."""
+    given = {name: getattr(flags, name) for name in names}
+    words = [f"{flag_of(name)}={value}" for name, value in given.items() if value is not None]
+    return Settings.read(words, prog=prog)
 
 
 def download(settings: Settings) -> int:

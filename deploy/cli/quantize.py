@@ -10,8 +10,9 @@ from pathlib import Path
 from common import model_files
 from common.quantize_job import METHODS, WHOLE_ROW, QuantizeJob
 from common.settings.flags import FlagParser
-from common.settings.settings import SettingError, Settings
+from common.settings.settings import SettingError
 from common.settings.types import convert
+from deploy.cli.download import settings_of
 from deploy.launcher import prepare
 from deploy.launcher.fleet import command
 
@@ -33,7 +34,8 @@ LEAST_TOKENS = 128
 def main(argv: Sequence[str]) -> int:
     """Become the process that quantises. Raises SettingError for what is wrong before it starts."""
     flags = read_flags(argv)
-    job, settings = read_job(flags), read_settings(flags)
+    job = read_job(flags)
+    settings = settings_of(flags, ("model_id", *SETTINGS), "tokenfleet quantize")
     prepare.set_hub_variables(settings)
     with prepare.progress() as show:
         path = model_files.resolve(
@@ -120,13 +122,3 @@ def read_job(flags: argparse.Namespace) -> QuantizeJob:
         calibration=flags.calibration and str(Path(flags.calibration).absolute()),
         max_tokens=flags.calibration_tokens,
     )
-
-
-def read_settings(flags: argparse.Namespace) -> Settings:
-    """The settings that the process has. Raises SettingError."""
-    given = [
-        f"--{name.replace('_', '-')}={value}"
-        for name in ("model_id", *SETTINGS)
-        if (value := getattr(flags, name)) is not None
-    ]
-    return Settings.read(given, prog="tokenfleet quantize")

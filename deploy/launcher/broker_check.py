@@ -5,7 +5,6 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 
-import redis.asyncio
 from redis.asyncio import Redis
 
 from common.broker.acl import rules
@@ -13,6 +12,10 @@ from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, connect_setting, des
 from common.settings.settings import SettingError
 
 MIN_VERSION = (7, 0)
+LOSSES = (
+    "the broker has no append-only file, so at its end it loses what no snapshot has: requests, and tokens "
+    "that clients have seen already; set `appendonly yes`"
+)
 
 
 NO_EVICTION = "noeviction"
@@ -48,8 +51,6 @@ async def check_broker(url: str, kinds: Sequence[str] = (), pools: Sequence[str]
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             server = await client.info()
-            has_file = bool(server.get("aof_enabled"))
-            snapshots = None if has_file else await has_snapshots(client)
             missing = await missing_rights(client, kinds, pools) if kinds else []
     except ERRORS as error:
         raise SettingError("redis_url", describe_error(error)) from error
@@ -78,27 +79,7 @@ async def check_broker(url: str, kinds: Sequence[str] = (), pools: Sequence[str]
             f"the broker's user lacks rights of this version: {' '.join(missing)}; `tokenfleet doctor --acl` "
             "prints all that it needs",
         )
-    return describe_losses(has_file=has_file, has_snapshots=snapshots)
-
-
-async def has_snapshots(client: redis.asyncio.Redis) -> bool | None:
-    """Whether the broker writes snapshots; None if this user may not ask, as with many providers."""
-    try:
-        found = await client.config_get("save")
-    except redis.exceptions.ResponseError:
-        return None
-    return bool(found.get("save"))
-
-
-def describe_losses(has_file: bool, has_snapshots: bool | None) -> str:
-    """What a broker would lose at its end, and the fix; empty if it has an append-only file."""
-    if has_file:
-        return ""
-    since = "what was written since its last snapshot" if has_snapshots else "everything"
-    if has_snapshots is None:
-        since = "what no snapshot has"
-    lost = f"it loses {since} when it ends: requests, and tokens that clients have seen already"
-    return f"the broker has no append-only file, so {lost}; set `appendonly yes`"
+    return "" if server.get("aof_enabled") else LOSSES
 
 
 async def missing_rights(redis: Redis, kinds: Iterable[str], pools: Sequence[str]) -> list[str]:

@@ -5,15 +5,12 @@ A first signal drains the fleet, a second one ends it at once.
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TextIO
 
 from common.broker.client import ERRORS, broker_url
 from common.broker.pool_client import PoolClient
@@ -95,13 +92,6 @@ def command(module: str) -> list[str]:
     return [sys.executable, "-P", "-m", module]
 
 
-def new_fleet(settings: Settings, broker: Broker | None) -> LocalFleet:
-    """Make the fleet of `tokenfleet serve`, not started yet. `broker`: the one to start, None where
-    `settings.redis_url` leads to another.
-    """
-    return build_fleet(settings, broker, num_processes(settings))
-
-
 def num_processes(settings: Settings) -> dict[str, int]:
     """Return how many processes of each kind `tokenfleet serve` starts."""
     return {
@@ -112,8 +102,16 @@ def num_processes(settings: Settings) -> dict[str, int]:
     }
 
 
-def build_fleet(settings: Settings, broker: Broker | None, counts: Mapping[str, int]) -> LocalFleet:
-    """Make a fleet, not started yet. `counts`: processes of each kind."""
+def new_fleet(
+    settings: Settings, broker: Broker | None, counts: Mapping[str, int] | None = None
+) -> LocalFleet:
+    """Make a fleet, not started yet.
+
+    Args:
+        broker: the one to start; None where `settings.redis_url` leads to another.
+        counts: processes of each kind; None: those of `tokenfleet serve`.
+    """
+    counts = num_processes(settings) if counts is None else counts
     keeper = SocketKeeper(KEPT_S)
     users = {kind: {"REDIS_URL": broker.url_of(kind)} if broker else {} for kind in MODULES}
     environs = {kind: settings.environ() | users[kind] for kind in MODULES}
@@ -127,7 +125,6 @@ def build_fleet(settings: Settings, broker: Broker | None, counts: Mapping[str, 
             lambda: gateway_flags(settings),
             keeper.open_channel,
         )
-    if settings.preload is not False:
         preloaded["worker"] = PreloadedProcess(
             "worker",
             command(MODULES["worker"]),
@@ -249,57 +246,21 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.1
 HEALTH_TIMEOUT_S = 2.0
-SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
-CLEAR = "\x1b[J"
-"""Clears the terminal from the cursor on."""
-CURSOR_UP = "\x1b[1A\r"
 EXAMPLE = '{"inputs":"The sky is blue because","parameters":{"max_new_tokens":20}}'
 
 
-class StartupLine:
-    """Shows what the start waits for: in a terminal one moving line, elsewhere a log line at each change.
-
-    The cursor stays on an empty line above the moving one, where the fleet's processes write their logs: they
-    share the terminal.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-        self.is_terminal = stream.isatty()
-        self.text = ""
-        self.frames = itertools.cycle(SPINNER)
-
-    def show(self, text: str, waited_s: float) -> None:
-        if self.is_terminal:
-            line = f"{next(self.frames)} {text} · {waited_s:.0f} s"
-            columns = shutil.get_terminal_size().columns
-            self.stream.write(f"{CLEAR}\n{line[: columns - 1]}{CURSOR_UP}")
-            self.stream.flush()
-        elif text != self.text:
-            log.info("waiting for %s", text)
-        self.text = text
-
-    def clear(self) -> None:
-        if self.is_terminal:
-            self.stream.write(CLEAR)
-            self.stream.flush()
-
-
 async def wait_until_ready(fleet: LocalFleet) -> bool:
-    """Wait until the fleet can serve, and show what it waits for. Returns False if it is stopped before."""
-    clock = asyncio.get_running_loop().time
-    started_s = clock()
-    line = StartupLine(sys.stderr)
+    """Wait until the fleet can serve, and log what it waits for. Returns False if it is stopped before."""
     last: dict[str, str] = {}
+    said = ""
     async with PoolClient.connect(fleet.settings) as pool:
-        try:
-            while not await is_ready(fleet):
-                if not all(process.should_run for process in fleet.ours):
-                    return False
-                line.show(await describe_wait(fleet, pool, last), clock() - started_s)
-                await asyncio.sleep(POLL_S)
-        finally:
-            line.clear()
+        while not await is_ready(fleet):
+            if not all(process.should_run for process in fleet.ours):
+                return False
+            if (text := await describe_wait(fleet, pool, last)) != said:
+                log.info("waiting for %s", text)
+            said = text
+            await asyncio.sleep(POLL_S)
     return True
 
 

@@ -40,7 +40,6 @@ from deploy.launcher.fleet import (
     FleetEnded,
     LocalFleet,
     are_ready,
-    build_fleet,
     end_on_signals,
     last_lines,
     new_fleet,
@@ -231,7 +230,7 @@ def main(argv: Sequence[str]) -> int:
     die_with_parent()
     setproctitle.setproctitle(f"tokenfleet supervise {word}")
     settings = prepare.prepare(settings, kind)
-    fleet = build_fleet(settings, None, {kind: 1})
+    fleet = new_fleet(settings, None, {kind: 1})
     [process] = fleet.ours
     process.name = name
     return asyncio.run(run(fleet))

@@ -74,18 +74,6 @@ def test_a_killed_make_leaves_no_process(make: subprocess.Popen[str]) -> None:
     wait_until_sync(lambda: have_ended(processes), GONE_S)
 
 
-@pytest.mark.slow
-def test_sigterm_to_the_whole_group_counts_as_one_signal(make: subprocess.Popen[str], tmp_path: Path) -> None:
-    """Make passes the signal on to the launcher, which already has it."""
-    processes = descendants(make)
-    (tmp_path / "hold").touch()
-    os.killpg(make.pid, signal.SIGTERM)
-    wait_until_sync(lambda: "g0 terminated" in (tmp_path / "notes").read_text())
-    (tmp_path / "hold").unlink()
-    wait_until_sync(lambda: have_ended(processes), GONE_S)
-    assert {"g0 end", "b0 end", "w0 end"} <= set((tmp_path / "notes").read_text().splitlines())
-
-
 def test_ctrl_c_drains_and_a_second_one_ends_now(make: subprocess.Popen[str], tmp_path: Path) -> None:
     processes = descendants(make)
     (tmp_path / "hold").touch()

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from common.settings.settings import SettingError
 from deploy.cli import bench
@@ -40,7 +38,6 @@ KINDS = {
     "llama.cpp": "llama.cpp",
     "openai": "OpenAI API",
 }
-WAITS = st.lists(st.floats(0, 100), min_size=1, max_size=50)
 QUICK = ["--duration", "1", "--concurrency", "1,2", "--max-tokens", "4"]
 
 
@@ -50,25 +47,8 @@ def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "MIN_ROUND_S", 0.1)
 
 
-@given(WAITS, st.sampled_from([0.5, 0.9, 0.99, 1.0]))
-def test_without_cuts_a_quantile_is_the_nearest_rank(waits: list[float], q: float) -> None:
-    found = quantile(waits, [], q)
-    assert found is not None
-    assert sum(wait <= found for wait in waits) >= q * len(waits) - 1e-6
-    assert sum(wait < found for wait in waits) < q * len(waits) + 1e-6
-
-
-@given(WAITS, WAITS)
-def test_a_wait_that_was_cut_off_never_makes_a_server_look_faster(
-    done: list[float], cut: list[float]
-) -> None:
-    plain, fair = quantile(done, [], 0.5), quantile(done, [max(done) + 1 + wait for wait in cut], 0.5)
-    assert plain is not None
-    assert fair is None or fair >= plain
-
-
 def test_quantiles_count_requests_that_still_wait() -> None:
-    assert quantile([1, 2, 3, 4], [], 0.5) == 2
+    assert [quantile([4, 1, 3, 2], [], q) for q in (0.01, 0.5, 0.51, 1.0)] == [1, 2, 3, 4], "nearest rank"
     assert quantile([1, 2, 3, 4], [9, 9, 9, 9], 0.5) == 4
     assert quantile([1, 2, 3, 4], [9, 9, 9, 9, 9], 0.5) is None
     assert quantile([1, 3], [2, 2], 0.5) == 3, "1 ends a quarter of all waits, 3 the rest"

@@ -137,23 +137,6 @@ def test_other_users_of_the_machine_see_no_password_among_the_words_of_a_command
     assert " ".join(shown).strip() == f"tokenfleet {words[0]}"
 
 
-@pytest.mark.parametrize("command", ["serve", "batcher"])
-def test_a_broker_that_may_lose_keys_is_refused(command: str) -> None:
-    """A whole fleet refuses it, and so does a single process."""
-    with brokers.running("--maxmemory-policy", "allkeys-lfu") as evicting:
-        line = refusal(command, PORT=str(free_port()), REDIS_URL=evicting.url)
-    assert line.startswith("tokenfleet: REDIS_URL: the broker's maxmemory-policy is allkeys-lfu, which loses")
-
-
-def test_a_wrong_broker_password_is_refused() -> None:
-    with brokers.running("--requirepass", "correct") as locked:
-        line = refusal(
-            "serve", "--redis-url", brokers.with_password(locked.url, "secret"), PORT=str(free_port())
-        )
-    assert "REDIS_URL: the broker refused user name or password" in line
-    assert "secret" not in line
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

@@ -397,8 +397,3 @@ def test_whatever_byte_is_damaged_the_file_is_possible_or_refused_in_our_words(
             num_refused += 1
             refusal(damaged)
     assert num_refused > NUM_DAMAGED / 2
-
-
-def test_the_bundled_model_and_a_small_one_are_possible(whole: Path) -> None:
-    check_gguf(whole)
-    check_gguf(model_files.bundled_gguf())

@@ -33,24 +33,11 @@ EVICTING = (
 """Every value of maxmemory-policy but noeviction."""
 
 
-@pytest.mark.parametrize(
-    ("options", "lost"),
-    [
-        (("--appendonly", "no", "--save", ""), "loses everything when it ends"),
-        (
-            ("--appendonly", "no", "--save", "60 1"),
-            "loses what was written since its last snapshot when it ends",
-        ),
-        (("--appendonly", "yes"), ""),
-    ],
-)
-async def test_a_broker_without_an_append_only_file_passes_with_a_warning(
-    options: tuple[str, ...], lost: str
-) -> None:
-    with brokers.running(*options) as own:
-        warning = await check_broker(own.url)
-    assert lost in warning and bool(warning) == bool(lost)
-    assert not lost or warning.endswith("set `appendonly yes`")
+async def test_a_broker_without_an_append_only_file_passes_with_a_warning() -> None:
+    with brokers.running("--appendonly", "no") as own:
+        assert (await check_broker(own.url)).endswith("set `appendonly yes`")
+    with brokers.running("--appendonly", "yes") as own:
+        assert await check_broker(own.url) == ""
 
 
 async def refusal(url: str) -> str:
@@ -61,11 +48,6 @@ async def refusal(url: str) -> str:
     assert "\n" not in str(refused.value)
     assert str(refused.value).startswith("REDIS_URL: ")
     return str(refused.value)
-
-
-async def test_a_closed_port_is_refused() -> None:
-    port = free_port()
-    assert f"127.0.0.1:{port}: {'Connection refused'}" in await refusal(f"redis://:secret@127.0.0.1:{port}")
 
 
 async def test_a_server_that_never_answers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

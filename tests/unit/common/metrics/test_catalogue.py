@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -246,13 +245,3 @@ except Exception as error:
     assert f"# METRICS_PORT: cannot listen on {host}:" in said
     if sys.platform == "linux":
         assert found["process_resident_memory_bytes"] > 0
-
-
-@pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool")
-def test_promtool_complains_about_tgi_s_names_only() -> None:
-    done = subprocess.run(
-        ["promtool", "check", "metrics"], input=whole_text(), capture_output=True, text=True
-    )
-    faults = (done.stdout + done.stderr).splitlines()
-    names = {fault.split()[0] for fault in faults}
-    assert names <= set(TGI), faults

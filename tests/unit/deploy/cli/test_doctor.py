@@ -11,7 +11,6 @@ import pytest
 from redis import Redis
 
 from common.broker import acl
-from common.process import machine
 from common.settings.settings import Settings
 from deploy.cli import doctor
 from deploy.launcher import prepare
@@ -62,17 +61,6 @@ def test_a_failure_is_printed_with_its_fix() -> None:
     )
     assert "/no/such/model does not exist" in failed["model"] and "→ set MODEL_ID to" in failed["model"]
     assert "cuda, but this machine has no driver" in failed["GPU"]
-
-
-def test_caches_that_do_not_fit_in_memory_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "available_bytes", lambda: 2 * GIB)
-    assert found("memory", num_workers=1).level == "ok"
-    too_much = found("memory", num_workers=3)
-    assert (
-        too_much.level == "fail"
-        and "1024 MiB for each of 3" in too_much.found
-        and "KV_CACHE_BYTES" in too_much.fix
-    )
 
 
 def test_a_model_without_all_of_its_weights(tmp_path: Path) -> None:
@@ -166,14 +154,6 @@ def test_a_disk_without_room_for_the_model_fails(tmp_path: Path, monkeypatch: py
     assert found("disk", model_id=str(tmp_path)).level == "fail"
 
 
-def test_limits_beyond_the_model_s_context_fail(tmp_path: Path) -> None:
-    folder = model(tmp_path)
-    (folder / "one.safetensors").write_bytes(b"1")
-    refused = found("model", model_id=str(folder), max_total_tokens=65)
-    assert refused.level == "fail" and "64 tokens of the model's context" in refused.found
-    assert "ROPE_FACTOR" in refused.fix
-
-
 def test_the_port_of_a_fleet_that_runs_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         settings = Settings(hostname="127.0.0.1", port=taken.getsockname()[1])
@@ -182,12 +162,6 @@ def test_the_port_of_a_fleet_that_runs_is_a_warning(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(prepare, "is_fleet", lambda _: True)
         beside = dict(doctor.examine(settings))["port"]
     assert beside.level == "warn" and "taken by a fleet that runs already" in beside.found
-
-
-def test_a_broker_that_keeps_nothing_is_a_warning() -> None:
-    with brokers.running("--appendonly", "no") as own:
-        assert found("broker", redis_url=own.url).level == "warn"
-        assert "appendonly yes" in found("broker", redis_url=own.url).fix
 
 
 def test_it_prints_the_users_that_a_pools_processes_need_as_an_acl_file() -> None:
