@@ -23,7 +23,7 @@ from api.requests.pool_registry import PoolRegistry
 from common.adapter_registry import AdapterChangeError, AdapterRegistry, change_registry
 from common.adapters import AdapterFault, PoolAdapter
 from common.ids import ADAPTER_NAME
-from common.settings.lora import AdapterSource
+from common.settings.types import AdapterSource
 
 log = logging.getLogger(__name__)
 

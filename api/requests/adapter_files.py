@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 from common.adapters import WEIGHTS, AdapterFault, PoolAdapter, digest_of, find_folder, read_config
-from common.settings.lora import AdapterSource
 from common.settings.settings import SettingError, Settings
+from common.settings.types import AdapterSource
 
 MAX_HEADER_BYTES = 100_000_000
 """The longest header that safetensors reads."""

@@ -4,7 +4,6 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from common.settings.lora import LoraAdapters
 from common.settings.types import (
     MAX_PROCESSES,
     Count,
@@ -14,6 +13,7 @@ from common.settings.types import (
     LoadFormat,
     LogLevel,
     LogprobsMode,
+    LoraAdapters,
     Number,
     NumPictures,
     PoolUrls,

@@ -1,22 +1,251 @@
-"""Flags and variables: the texts that a person wrote, by field of Settings.
+"""Flags and variables: the texts that a person wrote, by field of Settings; their help; and options of other
+servers that are no settings of ours: other names for a setting, and fixed answers.
+
+Where what an option asks for is what happens anyway, it is accepted; else the start is refused with the
+reason. Nothing is ignored. All of them stand in the table `common/settings/options.txt`.
 
 argparse reads the flags. With pydantic-settings (2.16) a switch of TGI either stands alone or has a value,
 while TGI takes both (`--sharded`, `--sharded false`). Its errors name the field (`max_total_tokens`); ours
 repeat the name that the person wrote (`--max-model-len`). Its `Settings()` reads the environment by itself,
 which a test must not.
+
+`python -m common.settings.flags` prints the tables of docs/settings.md and docs/from-tgi.md.
 """
 
 import argparse
+import ast
 import difflib
+import inspect
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 from common.settings.fields import SettingFields
-from common.settings.help import OF_OTHERS, SECTIONS, help_texts
-from common.settings.option import ANY, IMPLIED, OTHERS, GivenValue
-from common.settings.types import SettingError
+from common.settings.types import SettingError, convert
+
+TABLE = Path(__file__).with_name("options.txt")
+KINDS: dict[str, Any] = {"": str, "int": int, "float": float, "switch": bool, "secret": str}
+ANY = ("any",)
+SAME = "same"
+"""The answer for an option that is a setting of the same name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option with a fixed answer.
+
+    Attributes:
+        accepts: values that ask for what is the case; `ANY` where all do.
+        why: what is the case.
+        known: if not empty, the only values that the other server knows, in small letters; the part before a
+            colon counts, and dashes are as underscores.
+        kind: type of its values.
+        variable: whether the variable is read.
+        flag: whether there is a flag.
+        secret: its value is not repeated.
+    """
+
+    name: str
+    accepts: tuple[str, ...]
+    why: str
+    kind: Any
+    variable: bool
+    flag: bool
+    secret: bool
+    known: tuple[str, ...]
+
+    @property
+    def outcome(self) -> str:
+        """What becomes of the option, for the help."""
+        if self.accepts is ANY:
+            return f"accepted: {self.why}"
+        accepted = " or ".join(self.accepts)
+        return f"{f'only {accepted}' if accepted else 'refused'}: {self.why}"
+
+
+class OptionTable(NamedTuple):
+    """What the table says.
+
+    Attributes:
+        options: by their names.
+        flags, variables: other names → the setting or option that they mean, as flag and as variable.
+        short: flags of one dash → the same.
+    """
+
+    options: dict[str, Option]
+    flags: dict[str, str]
+    variables: dict[str, str]
+    short: dict[str, str]
+
+
+def read_table(text: str) -> OptionTable:
+    table = OptionTable({}, {}, {}, {})
+    for row in read_rows(text):
+        for word in row.names.split() if row.answer != SAME else ():
+            if row.target is None:
+                option = to_option(word, row)
+                table.options[option.name] = option
+            elif word.startswith("-"):
+                table.short[word] = row.target
+            else:
+                table.flags.update({word: row.target} if row.flag else {})
+                table.variables.update({word: row.target} if row.variable else {})
+    return table
+
+
+class OptionRow(NamedTuple):
+    """A row of the table, of the section of one server; `flag` and `variable` say what its names are."""
+
+    server: str
+    flag: bool
+    variable: bool
+    names: str
+    answer: str
+    note: str
+
+    @property
+    def target(self) -> str | None:
+        """The setting or option of which the names are other names."""
+        return self.answer[2:] if self.answer.startswith("= ") else None
+
+
+def read_rows(text: str) -> Iterator[OptionRow]:
+    server = kinds = note = ""
+    for line in filter(None, text.splitlines()):
+        if line.startswith("["):
+            server, _, kinds = line.strip("[]").partition(": ")
+        elif not line.startswith("#"):
+            names, answer, *notes = (cell.strip() for cell in line.split("|"))
+            note = "".join(notes) or note
+            yield OptionRow(server, "flags" in kinds, "variables" in kinds, names, answer, note)
+
+
+def to_option(word: str, row: OptionRow) -> Option:
+    name, _, kind = word.partition(":")
+    values, _, known = row.answer.partition(" of ")
+    accepts = ANY if values == "any" else () if values == "none" else tuple(values.split(" or "))
+    is_secret = kind == "secret"
+    kind_of = KINDS[kind]
+    return Option(name, accepts, row.note, kind_of, row.variable, row.flag, is_secret, tuple(known.split()))
+
+
+OTHERS = read_table(TABLE.read_text(encoding="utf-8"))
+"""The options of text-generation-inference, SageMaker and vLLM."""
+IMPLIED = {
+    ("cuda_graphs", "0"): ("enforce_eager", "true"),
+    ("disable_uvicorn_access_log", "true"): ("access_log_rate", "0"),
+    ("disable_access_log", "true"): ("access_log_rate", "0"),
+    ("task", "generate"): ("runner", "generate"),
+    **{
+        ("task", kind): ("runner", "pooling")
+        for kind in ("embed", "embedding", "classify", "score", "reward")
+    },
+    ("convert", "embed"): ("runner", "pooling"),
+}
+"""An option and its value → the setting of ours that it gives a value."""
+
+
+class GivenValue(NamedTuple):
+    """One text that a person gave, with the name that the person used."""
+
+    name: str
+    text: str
+
+
+def check_option(option: Option, given: GivenValue) -> None:
+    """Raises SettingError where the option asks for what is not the case."""
+    value = convert(option.kind, given.text, given.name)
+    if option.known and with_underscores(given.text.split(":")[0]) not in map(with_underscores, option.known):
+        known = ", ".join(option.known)
+        raise SettingError(given.name, f"{given.text} is not one of {known}")
+    if option.accepts is ANY:
+        return
+    accepted = [convert(option.kind, text, given.name) for text in option.accepts]
+    if value not in accepted:
+        raise SettingError(given.name, f"{'…' if option.secret else given.text} is not served: {option.why}")
+
+
+def with_underscores(name: str) -> str:
+    return name.lower().replace("-", "_")
+
+
+SECTIONS = {
+    "model_id": "Model",
+    "hostname": "Gateway",
+    "payload_limit": "Limits",
+    "pool": "Workers and other processes",
+    "max_batch_size": "Batching",
+    "device": "Device",
+    "heartbeat_s": "Recovery",
+    "log_level": "Logging and metrics",
+}
+"""The first field of each section of the help → the section's title."""
+OF_OTHERS = "options of text-generation-inference and vLLM"
+
+
+def help_texts() -> dict[str, str]:
+    """Field → the string after it (pydantic's use_attribute_docstrings costs each process 20 ms)."""
+    nodes = ast.parse(inspect.getsource(SettingFields)).body
+    [body] = (node.body for node in nodes if isinstance(node, ast.ClassDef))
+    return {
+        field.target.id: str(text.value.value)
+        for field, text in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        if isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
+
+
+def tables() -> str:
+    """One table in Markdown for each section of the help."""
+    lines = []
+    texts = help_texts()
+    for name, field in SettingFields.model_fields.items():
+        if name in SECTIONS:
+            lines += ["", f"## {SECTIONS[name]}", "", "| setting | default | |", "|---|---|---|"]
+        lines.append(f"| `{name.upper()}` | {shown(field.default)} | {texts[name]} |")
+    return "\n".join(lines[1:])
+
+
+def shown(default: Any) -> str:
+    if default in (None, ()):
+        return ""
+    return f"{default:_}" if type(default) is int and default >= 100_000 else str(default).lower()
+
+
+def table_of_tgi() -> str:
+    """A table in Markdown of all options of text-generation-inference, as rows of equal answers."""
+    lines = ["| option of TGI | here |", "|---|---|"]
+    for names, outcome in options_of_tgi():
+        lines.append(f"| {' '.join(f'`{name}`' for name in names)} | {outcome} |")
+    return "\n".join(lines)
+
+
+def options_of_tgi() -> Iterator[tuple[list[str], str]]:
+    """Names of options of text-generation-inference, and what becomes of them."""
+    for row in read_rows(TABLE.read_text(encoding="utf-8")):
+        if not row.server.startswith(("vLLM", "earlier")):
+            names = [word.partition(":")[0] for word in row.names.split()]
+            yield [shown_name(name, row) for name in names], outcome_of(names[0], row)
+
+
+def shown_name(name: str, row: OptionRow) -> str:
+    if name.startswith("-"):
+        return name
+    return f"--{name.replace('_', '-')}" if row.flag else name.upper()
+
+
+def outcome_of(name: str, row: OptionRow) -> str:
+    if row.answer == SAME:
+        return "the same"
+    if row.target is not None:
+        return f"`--{row.target.replace('_', '-')}`"
+    return OTHERS.options[name].outcome.replace("|", "\\|")
+
 
 OBJECTS = ("-sc", "--speculative-config")
 """Flags of an object whose parts may be flags, too."""
@@ -269,3 +498,7 @@ def add(parser: Any, name: str, help: str | None, nargs: str | None) -> None:
 
 def flag_of(name: str) -> str:
     return f"--{name.removeprefix('--').replace('_', '-')}"
+
+
+if __name__ == "__main__":
+    print(f"{tables()}\n\n{table_of_tgi()}")

@@ -15,11 +15,10 @@ from pathlib import PurePath
 
 from common.settings import flags
 from common.settings.fields import SettingFields
-from common.settings.lora import AdapterSource, read_adapters
-from common.settings.option import OTHERS, check_option
+from common.settings.flags import OTHERS, check_option
 from common.settings.ranges import read_overrides
 from common.settings.speculation import Speculation, read_speculation
-from common.settings.types import SettingError, one_line_errors
+from common.settings.types import AdapterSource, SettingError, one_line_errors, read_adapters
 from common.webhook_secret import key_of_secret
 
 __all__ = ["SettingError", "Settings"]

@@ -31,8 +31,8 @@ from common.broker.pool_client import PoolClient
 from common.process.logs import first_incarnation, plural
 from common.settings import flags as setting_flags
 from common.settings.flags import FlagParser, refuse_unknown
-from common.settings.lora import AdapterSource, read_adapter
 from common.settings.settings import SettingError, Settings
+from common.settings.types import AdapterSource, read_adapter
 from deploy.cli import batch, chat, explain, status
 from deploy.cli.client import (
     ServerError,

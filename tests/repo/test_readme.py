@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from common.api_keys import KeyFields
-from common.settings.help import table_of_tgi, tables
-from common.settings.option import OTHERS
+from common.settings.flags import OTHERS, table_of_tgi, tables
 from common.settings.settings import Settings
 from tests.support import brokers
 from tests.support.fleet.fleet import Fleet

@@ -22,7 +22,7 @@ from common.broker.heartbeat import ADAPTERS_SINCE, Heartbeat
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.request import extend_hashes, prompt_hashes, root_hash
-from common.settings.lora import AdapterSource
+from common.settings.types import AdapterSource
 from deploy.launcher.embedded_broker import Broker
 from tests.support.adapters.files import write_adapter
 from tests.support.adapters.fleet import AdapterWorker, adapter_fleet, following, load

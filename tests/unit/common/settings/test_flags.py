@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from common.settings.flags import unheeded
-from common.settings.option import ANY, OTHERS, SAME, TABLE, read_rows
+from common.settings.flags import ANY, OTHERS, SAME, TABLE, read_rows, unheeded
 from common.settings.settings import SettingError, Settings
 
 # --- flags --------------------------------------------------------------------------------------------------

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.settings.help import options_of_tgi
-from common.settings.option import OTHERS
+from common.settings.flags import OTHERS, options_of_tgi
 from common.settings.settings import SettingError, Settings
 
 LAUNCHER = """

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from common.settings.flags import flag_parser
-from common.settings.help import help_texts
-from common.settings.lora import AdapterSource
+from common.settings.flags import flag_parser, help_texts
 from common.settings.settings import SettingError, Settings
 from common.settings.speculation import FIELDS
+from common.settings.types import AdapterSource
 
 # --- settings -----------------------------------------------------------------------------------------------
 

@@ -104,7 +104,7 @@ async def test_the_table_of_a_real_gateway_has_every_process(
 ) -> None:
     monkeypatch.setattr(status, "REFRESH_S", 0.0)
     async with batching(broker.url), answering(broker.url, Answer([])) as (worker, _, client):
-        assert await asyncio.to_thread(status.main, ["--url", str(client.base_url)]) == 0
+        assert await asyncio.to_thread(admin.main, ["status", "--url", str(client.base_url)]) == 0
     head, requests, health, *lines = capsys.readouterr().out.splitlines()
     assert (head, health) == ("smollm2  pool default", "1 worker ready") and "0 live" in requests
     assert {line.split()[0] for line in lines[2:]} == {"broker", "gateway", "batcher", "worker"}

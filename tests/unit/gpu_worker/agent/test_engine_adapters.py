@@ -11,7 +11,7 @@ from api.requests.adapter_files import find_adapter
 from common.adapter_registry import change_registry
 from common.adapters import READY, PoolAdapter
 from common.broker.pool_client import PoolClient
-from common.settings.lora import AdapterSource
+from common.settings.types import AdapterSource
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_adapters import AdapterFollower, EngineAdapters
 from gpu_worker.agent.engine_client import EngineDied, StepsHandler
