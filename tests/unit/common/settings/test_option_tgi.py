@@ -3,7 +3,6 @@ reason; so are its variables.
 """
 
 import re
-from typing import Any
 
 import pytest
 
@@ -189,22 +188,6 @@ def test_the_table_of_options_has_every_flag_of_the_help_pages() -> None:
     own_help = {"--help", "--version"}
     assert {flag for flag in pages - listed - own_help if not flag.startswith("--no-")} == set()
     assert {flag for flag in listed if flag.startswith("--")} - pages == set()
-
-
-@pytest.mark.parametrize(
-    ("argv", "name", "value"),
-    [
-        (["--sharded"], "sharded", True),
-        (["--sharded", "--port", "80"], "sharded", True),
-        (["--no-sharded"], "sharded", False),
-        (["--sharded", "false"], "sharded", False),
-        (["-g", "5"], "graceful_termination_timeout", 5.0),
-        (["--tokenizer", "org/model"], "tokenizer_name", "org/model"),
-        (["--quantize", "bitsandbytes-nf4"], "quantize", "bitsandbytes-nf4"),
-    ],
-)
-def test_a_flag_has_tgis_meaning(argv: list[str], name: str, value: Any) -> None:
-    assert getattr(Settings.read(argv, {}), name) == value
 
 
 def test_variables_without_a_flag_are_served() -> None:
