@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.messages.request import Picture
 from common.model_files import added_tokens, read_json
@@ -54,6 +54,21 @@ class PictureLayout:
     def picture_text(self, size: Size, num_pictures: int) -> PictureText:
         """What stands for a picture in a prompt that has `num_pictures`. Raises PictureError."""
         raise NotImplementedError
+
+
+class PictureFiles(NamedTuple):
+    """What a model's JSON files say of its pictures.
+
+    Attributes:
+        placeholder: its text and its id.
+        images, processor: the configs of image processor and processor.
+        names: the tokenizer's tokens that have names.
+    """
+
+    placeholder: tuple[str, int]
+    images: Mapping[str, Any]
+    processor: Mapping[str, Any]
+    names: Mapping[str, str]
 
 
 def expanded(text: str, marker: str, pictures: Sequence[PictureText]) -> str:
@@ -163,24 +178,17 @@ def to_whole_tiles(size: Size, edge: int) -> Size:
     return height, width
 
 
-def tiled_layout(
-    placeholder: tuple[str, int],
-    images: Mapping[str, Any],
-    processor: Mapping[str, Any],
-    names: Mapping[str, str],
-) -> TiledLayout:
-    text, token_id = placeholder
-    does_resize = images.get("do_resize", True)
-    size = images.get("size") or {"longest_edge": 4 * MAX_TILE_EDGE}
+def tiled_layout(files: PictureFiles) -> TiledLayout:
+    does_resize = files.images.get("do_resize", True)
+    size = files.images.get("size") or {"longest_edge": 4 * MAX_TILE_EDGE}
     return TiledLayout(
-        placeholder=text,
-        placeholder_id=token_id,
-        around=names.get("fake_image_token", "<fake_token_around_image>"),
-        whole=names.get("global_image_token", "<global-img>"),
-        tokens_per_tile=processor.get("image_seq_len", 169),
+        *files.placeholder,
+        around=files.names.get("fake_image_token", "<fake_token_around_image>"),
+        whole=files.names.get("global_image_token", "<global-img>"),
+        tokens_per_tile=files.processor.get("image_seq_len", 169),
         longest_edge=size["longest_edge"] if does_resize else None,
-        tile_edge=(images.get("max_image_size") or {"longest_edge": MAX_TILE_EDGE})["longest_edge"],
-        splits=images.get("do_image_splitting", True),
+        tile_edge=(files.images.get("max_image_size") or {"longest_edge": MAX_TILE_EDGE})["longest_edge"],
+        splits=files.images.get("do_image_splitting", True),
     )
 
 
@@ -241,23 +249,16 @@ def best_grid(size: Size, tile: Size, candidates: list[Grid]) -> Grid:
     return best
 
 
-def canvas_layout(
-    placeholder: tuple[str, int],
-    images: Mapping[str, Any],
-    processor: Mapping[str, Any],
-    names: Mapping[str, str],
-) -> CanvasLayout:
-    text, token_id = placeholder
-    size = images.get("size") or {"height": 384, "width": 384}
+def canvas_layout(files: PictureFiles) -> CanvasLayout:
+    size = files.images.get("size") or {"height": 384, "width": 384}
     return CanvasLayout(
-        placeholder=text,
-        placeholder_id=token_id,
-        begin=names.get("start_image_token", "<img>"),
-        end=names.get("end_image_token", "</img>"),
-        tokens_per_tile=processor.get("image_seq_length", 256),
+        *files.placeholder,
+        begin=files.names.get("start_image_token", "<img>"),
+        end=files.names.get("end_image_token", "</img>"),
+        tokens_per_tile=files.processor.get("image_seq_length", 256),
         tile=(size["height"], size["width"]),
-        min_tiles=images.get("min_patches", 1),
-        max_tiles=images.get("max_patches", 12),
+        min_tiles=files.images.get("min_patches", 1),
+        max_tiles=files.images.get("max_patches", 12),
     )
 
 
@@ -316,25 +317,20 @@ def best_resolution(size: Size, resolutions: Sequence[Size]) -> Size:
     return max(resolutions, key=worth)
 
 
-def grid_layout(
-    placeholder: tuple[str, int],
-    images: Mapping[str, Any],
-    processor: Mapping[str, Any],
-    names: Mapping[str, str],
-) -> GridLayout:
-    text, token_id = placeholder
-    size = images.get("size") or {"height": 384, "width": 384}
+def grid_layout(files: PictureFiles) -> GridLayout:
+    size = files.images.get("size") or {"height": 384, "width": 384}
     edge = size.get("shortest_edge")
-    pinpoints = images.get("image_grid_pinpoints") or [(y, x) for y in DEFAULT_EDGES for x in DEFAULT_EDGES]
-    aspect = processor.get("vision_aspect_ratio") or "anyres_max_9"
+    pinpoints = files.images.get("image_grid_pinpoints") or [
+        (y, x) for y in DEFAULT_EDGES for x in DEFAULT_EDGES
+    ]
+    aspect = files.processor.get("vision_aspect_ratio") or "anyres_max_9"
     return GridLayout(
-        placeholder=text,
-        placeholder_id=token_id,
-        tokens_per_tile=processor["num_image_tokens"],
+        *files.placeholder,
+        tokens_per_tile=files.processor["num_image_tokens"],
         tile=(edge, edge) if edge else (size["height"], size["width"]),
         resolutions=[(height, width) for height, width in pinpoints],
         max_tiles=int(aspect.removeprefix("anyres_max_")),
-        num_dropped=int(processor.get("vision_feature_select_strategy") == "default"),
+        num_dropped=int(files.processor.get("vision_feature_select_strategy") == "default"),
     )
 
 
@@ -386,22 +382,15 @@ class PatchLayout(PictureLayout):
         return new
 
 
-def patch_layout(
-    placeholder: tuple[str, int],
-    images: Mapping[str, Any],
-    processor: Mapping[str, Any],
-    names: Mapping[str, str],
-) -> PatchLayout:
-    text, token_id = placeholder
-    size = {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS} | (images.get("size") or {})
+def patch_layout(files: PictureFiles) -> PatchLayout:
+    size = {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS} | (files.images.get("size") or {})
     return PatchLayout(
-        placeholder=text,
-        placeholder_id=token_id,
-        begin=names.get("vision_start_token", "<|vision_start|>"),
-        end=names.get("vision_end_token", "<|vision_end|>"),
-        edge=images.get("patch_size", 14) * images.get("merge_size", 2),
-        min_pixels=images.get("min_pixels") or size["shortest_edge"],
-        max_pixels=images.get("max_pixels") or size["longest_edge"],
+        *files.placeholder,
+        begin=files.names.get("vision_start_token", "<|vision_start|>"),
+        end=files.names.get("vision_end_token", "<|vision_end|>"),
+        edge=files.images.get("patch_size", 14) * files.images.get("merge_size", 2),
+        min_pixels=files.images.get("min_pixels") or size["shortest_edge"],
+        max_pixels=files.images.get("max_pixels") or size["longest_edge"],
     )
 
 
@@ -426,26 +415,16 @@ class FixedLayout(PictureLayout):
         return PictureText(f"\n\n{inner}\n\n", self.num_placeholders)
 
 
-def fixed_layout(
-    placeholder: tuple[str, int],
-    images: Mapping[str, Any],
-    processor: Mapping[str, Any],
-    names: Mapping[str, str],
-) -> FixedLayout:
-    text, token_id = placeholder
+def fixed_layout(files: PictureFiles) -> FixedLayout:
     return FixedLayout(
-        placeholder=text,
-        placeholder_id=token_id,
-        begin=names.get("boi_token", "<start_of_image>"),
-        end=names.get("eoi_token", "<end_of_image>"),
-        num_placeholders=processor.get("image_seq_length", 256),
+        *files.placeholder,
+        begin=files.names.get("boi_token", "<start_of_image>"),
+        end=files.names.get("eoi_token", "<end_of_image>"),
+        num_placeholders=files.processor.get("image_seq_length", 256),
     )
 
 
-MakeLayout = Callable[
-    [tuple[str, int], Mapping[str, Any], Mapping[str, Any], Mapping[str, str]], PictureLayout
-]
-"""Of the placeholder, the configs of image processor and processor, and the tokens that have names."""
+MakeLayout = Callable[[PictureFiles], PictureLayout]
 FAMILIES: dict[str, tuple[MakeLayout, str]] = {
     "idefics3": (tiled_layout, "<image>"),
     "smolvlm": (tiled_layout, "<image>"),
@@ -476,7 +455,7 @@ def read_layout(path: Path, tokenizer_path: Path | None = None) -> PictureLayout
     names = token_names(read_json(own_path / "tokenizer_config.json"))
     placeholder = find_placeholder(config, names.get("image_token", text), own_path)
     try:
-        return make_layout(placeholder, images, processor, names)
+        return make_layout(PictureFiles(placeholder, images, processor, names))
     except (KeyError, TypeError, ValueError) as error:
         raise SettingError("model_id", f"{path} has no usable config of pictures: {error!r:.200}") from error
 

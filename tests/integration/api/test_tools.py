@@ -212,12 +212,6 @@ JOBS: list[Any] = [
     {**CHAT, "parameters": OBJECT},
     {**CHAT, "parameters": VLLM},
 ]
-TAG = {
-    "type": "structural_tag",
-    "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}],
-    "triggers": ["<f>"],
-}
-TAGGED: list[Any] = [{"response_format": TAG}, {"structured_outputs": {"structural_tag": json.dumps(TAG)}}]
 
 
 @pytest.fixture
@@ -264,23 +258,6 @@ async def test_definitions_that_lead_deep_end_no_gateway(broker: Broker, service
             await service.submit(id=f"j{i}", **job)
             assert ("1023 tokens" in str(await service.result(f"j{i}"))) == (i == 1)
     assert len(worker.seen) == 5
-
-
-@pytest.mark.slow
-async def test_structural_tags_reach_the_workers(broker: Broker, service: Service) -> None:
-    async with answering(broker.url, Answer(ids("a"))) as (worker, _, client):
-        for fields in TAGGED:
-            for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
-                answer = await client.post(path, json=body | fields)
-                assert answer.status_code == 200, (path, answer.text)
-        await service.submit(id="j", **CHAT, parameters=TAGGED[0])
-        assert "error" not in await service.result("j")
-        wrong = await client.post(
-            "/v1/completions", json=COMPLETION | {"response_format": {**TAG, "triggers": ["x"]}}
-        )
-    sources = {one.sampling.grammar if one.sampling else "" for one in worker.seen}
-    assert len(worker.seen) == 5 and len(sources) == 1 and "</f>" in sources.pop()
-    assert wrong.json()["error"]["param"] == "response_format.structures.0.begin"
 
 
 WHOLE = '{"a": [1]}'

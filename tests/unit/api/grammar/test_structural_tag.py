@@ -172,6 +172,12 @@ def test_the_older_form_and_vllms_structured_outputs_mean_the_same() -> None:
     grammars = [read_response_format(older), read_response_format(newer)]
     grammars += [read_structured_outputs({"structural_tag": value}) for value in (json.dumps(older), newer)]
     assert len({compile_checked(grammar) for grammar in grammars if grammar}) == 1 and None not in grammars
+    wrong = read_response_format(older | {"triggers": ["x"]})
+    with pytest.raises(
+        ApiError, match=r"`response_format\.structures\.0\.begin` must begin with one of"
+    ) as refusal:
+        assert wrong is not None and compile_checked(wrong)
+    assert refusal.value.param == "response_format.structures.0.begin"
 
 
 def test_white_space_in_a_tags_json_is_as_asked_for() -> None:

@@ -1,11 +1,9 @@
-"""Rows with a grammar: texts satisfy it, however they are batched and resumed, forced tokens come in one
-step, and a model without sense writes valid calls.
+"""Rows with a grammar: texts satisfy it, however they are batched and resumed, and forced
+tokens come in one step.
 """
 
-import asyncio
 import json
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,20 +11,13 @@ import jsonschema
 import pytest
 from tokenizers import Tokenizer
 
-from api.answers import harmony
-from api.answers.call_formats import CALL_FORMATS
-from api.answers.scanner import Tool
 from api.grammar.compile import Grammar, compile_unchecked
-from api.grammar.force import CallChoice, after_thinking, call_grammar
 from common import model_files
 from common.messages.request import SamplingParams
 from gpu_worker.engine.engine import Engine
-from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import AHEAD, Player, player
 from tests.support.engine.reference import prompt_ids, reference_ids
-from tests.support.engine.tiny_engine import engine_of
 from tests.support.prompts import FEW, PROMPTS
-from tests.support.tool_calls.answers import Reading
 
 MAX_TOKENS = 120
 SCHEMA: dict[str, Any] = {
@@ -235,84 +226,3 @@ def test_forced_tokens_come_in_one_step(
     played.run([played.start(0, prompt, MAX_FORCED, sampling=SAMPLING[0])])
     counts = [step.num_samples for step in played.steps if step.num_samples]
     assert max(counts) >= 9 and sum(counts) == len(played.ids[0])
-
-
-VOCAB = 49_152
-FIRST_SPECIAL = 3
-"""The id of the first special token of the bundled vocabulary that stands for a mark."""
-MAX_CALL = 160
-CALL_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "city": {"enum": ["Oslo", "Orléans"]},
-        "days": {"type": "integer", "minimum": 0, "maximum": 99},
-        "units": {"enum": ["c", "f"]},
-        "names": {"type": "array", "items": {"type": "string", "maxLength": 6}, "maxItems": 2},
-    },
-    "required": ["city", "names"],
-    "additionalProperties": False,
-}
-TOOLS = (Tool("weather", CALL_SCHEMA), Tool("now", {"type": "object", "additionalProperties": False}))
-"""No text of their arguments is long: a model without sense ends each before `MAX_CALL`."""
-SCHEMAS = {tool.name: tool.parameters for tool in TOOLS}
-
-
-@pytest.fixture(scope="module")
-def senseless(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    folder = tmp_path_factory.mktemp("model")
-    tiny_models.save(folder, "Llama", tiny_models.LLAMA | {"vocab_size": VOCAB, "tie_word_embeddings": True})
-    shutil.copy(model_files.resolve("smollm2") / "tokenizer.json", folder)
-    senseless = engine_of(folder, max_batch_prefill_tokens=None, block_size=None)
-    senseless.matchers.waits = True
-    return senseless
-
-
-def special_ids(name: str) -> Mapping[str, int]:
-    """Marks of Harmony are tokens; others are text here."""
-    marks = CALL_FORMATS[name].marks if name == "openai" else ()
-    return {mark: FIRST_SPECIAL + i for i, mark in enumerate(marks)}
-
-
-def text_of(senseless: Engine, tokens: Sequence[int], special_ids: Mapping[str, int]) -> str:
-    marks = {token: mark.encode() for mark, token in special_ids.items()}
-    decode = senseless.matchers.vocabulary.decode_bytes
-    return b"".join(marks.get(token) or decode([token]) for token in tokens).decode(errors="replace")
-
-
-@pytest.mark.slow
-def test_a_model_without_sense_writes_valid_calls(senseless: Engine) -> None:
-    played = player(senseless)
-    names = [name for name in CALL_FORMATS for _ in range(2)]
-    starts = []
-    for row, name in enumerate(names):
-        choice = CallChoice(is_required=True, is_parallel=False)
-        source = asyncio.run(call_grammar(CALL_FORMATS[name], TOOLS, choice, special_ids(name)))
-        sampling = SamplingParams(grammar=source, temperature=1.5 * (row % 2), seed=row)
-        starts.append(played.start(row, [5 + row, 7], MAX_CALL, sampling=sampling))
-    ids = played.run(starts)
-    assert {row: why for row, (why, _) in played.ended.items()} == dict.fromkeys(ids, "eos_token")
-    for row, name in enumerate(names):
-        text = text_of(senseless, ids[row][:-1], special_ids(name))
-        answer = Reading(CALL_FORMATS[name], tools=TOOLS).read(text)
-        assert len(answer.calls) == 1 and not answer.content, (name, text)
-        [(function, arguments)] = answer.calls
-        jsonschema.validate(json.loads(arguments), SCHEMAS[function])
-
-
-def test_a_model_without_sense_writes_a_valid_answer_after_harmonys_analysis(senseless: Engine) -> None:
-    played = player(senseless)
-    form, ids_of = CALL_FORMATS["openai"], special_ids("openai")
-    source = after_thinking(
-        compile_unchecked(Grammar("json", json.dumps(CALL_SCHEMA), "f")), None, "", ids_of, form
-    )
-    ends = [(ids_of[mark], 12.0) for mark in harmony.ENDS]  # one of them comes after about twenty tokens
-    params = [SamplingParams(grammar=source, temperature=1.5, seed=row, logit_bias=ends) for row in range(4)]
-    starts = [
-        played.start(row, [5 + row, 7], MAX_CALL, sampling=sampling) for row, sampling in enumerate(params)
-    ]
-    written = played.run(starts).values()
-    assert {why for why, _ in played.ended.values()} == {"eos_token"}
-    answers = [Reading(form).read(text_of(senseless, ids[:-1], ids_of)) for ids in written]
-    assert any(answer.reasoning for answer in answers)
-    for answer in answers:
-        jsonschema.validate(json.loads(answer.content), CALL_SCHEMA)
