@@ -83,7 +83,7 @@ Picture d s n
 Generate id dg p sp sa tp pl tl ch gw gr rt cl tn sh cs bh ns bm lo tr ky we ac ad pi po wh
 Cancel id w
 Resume id
-Webhook u s e k i
+Webhook u s k i e
 """
 """Of each message the short names of its fields, in order: new ones come last and have a default."""
 EXAMPLES: dict[Any, Any] = {bool: True, int: 258, float: -0.5, str: "é", bytes: b"\xff\0", type(None): None}
