@@ -101,10 +101,7 @@ class Backlog:
         if not state.is_live:
             self.ended.append((sequence, state))
             return
-        sequence.attempt = state.attempt
-        sequence.crash_count = state.crash_count
-        if state.cancelled:
-            sequence.stop_reason = "client"
+        update(sequence, state)
         self.held_by.setdefault(state.worker, []).append(sequence)
 
 
@@ -245,6 +242,7 @@ class Recovery:
         live = await self.drop_ended(sequences, states)
         for sequence in live:
             if not sequence.waiting and sequence.row is None:
+                sequence.commit(states[sequence.request_id].records)
                 update(sequence, states[sequence.request_id])
                 self.scheduler.resume(sequence)
         return live
@@ -259,7 +257,6 @@ class Recovery:
 
 
 def update(sequence: Sequence, state: Committed) -> None:
-    sequence.commit(state.records)
     sequence.attempt = state.attempt
     sequence.crash_count = state.crash_count
     if state.cancelled and not sequence.stop_reason:

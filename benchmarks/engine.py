@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from benchmarks import floors
-from common.messages.request import SamplingParams, StoppingParams
+from common.messages.plan import NewRow
+from common.messages.request import SamplingParams
 from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
-from gpu_worker.protocol import Grant, StartRow
+from tests.support.engine.start_rows import plan, start_row
 
 ROWS = (1, 8, 32)
 SAMPLED_ROWS = (32, 256)
@@ -60,22 +61,16 @@ class Benchmark:
         sampling: SamplingParams | None = None,
     ) -> None:
         starts = [self.row(index, in_tokens, out_tokens, sampling) for index in range(num_rows)]
-        self.engine.apply(Grant(UNLIMITED_STEPS, prefill_tokens, starts))
+        self.engine.apply(plan(UNLIMITED_STEPS, prefill_tokens, starts))
         self.num_started += num_rows
 
-    def row(self, index: int, in_tokens: int, out_tokens: int, sampling: SamplingParams | None) -> StartRow:
+    def row(self, index: int, in_tokens: int, out_tokens: int, sampling: SamplingParams | None) -> NewRow:
         blocks = -(-(in_tokens + out_tokens) // self.engine.block_size)
         ids = self.random.integers(100, self.engine.loaded.vocab_size, in_tokens).tolist()
         own_blocks = range(1 + index * blocks, 1 + (index + 1) * blocks)
         seeded = sampling and replace(sampling, seed=index)
-        return StartRow(
-            self.num_started + index,
-            packed(ids),
-            0,
-            packed(own_blocks),
-            StoppingParams(out_tokens, ignore_eos=True),
-            seeded,
-        )
+        number = self.num_started + index
+        return start_row(number, ids, out_tokens, blocks=own_blocks, sampling=seeded, ignore_eos=True)
 
     def sampled(self, num_rows: int) -> None:
         """Decodes rows that sample, each way in turn; skipped if the cache has no room for so many rows."""

@@ -27,12 +27,12 @@ from tokenizers import Tokenizer
 
 from benchmarks.serve import OUT_TOKENS, STREAMS, Figures, load, median, prompt
 from common import model_files
-from common.messages.records import pack_ids
-from common.messages.request import StoppingParams
+from common.messages.plan import NewRow, WorkerCapacity
 from gpu_worker.frames import FrameDecoder, encode
-from gpu_worker.protocol import Frame, Grant, Ready, StartRow, StepResult
+from gpu_worker.protocol import Frame, StepResult
 from tests.support.chaos.engine import STEP_MS
 from tests.support.chaos.launcher import ChaosFleet
+from tests.support.engine.start_rows import plan, start_row
 from tests.support.fleet.fleet import Fleet
 
 
@@ -42,7 +42,7 @@ class EngineProcess:
     def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
         self.frames = FrameDecoder()
-        while not isinstance(frame := self.receive(), Ready):
+        while not isinstance(frame := self.receive(), WorkerCapacity):
             pass
         self.ready = frame
         self.tokenizer = Tokenizer.from_file(str(model_files.resolve("smollm2") / "tokenizer.json"))
@@ -70,7 +70,7 @@ class EngineProcess:
                 starts.append(self.row(prompts.pop(), blocks_of[self.num_started]))
             if starts:
                 self.until += 10_000
-                self.channel.sendall(encode(Grant(self.until, self.ready.max_batch_prefill_tokens, starts)))
+                self.channel.sendall(encode(plan(self.until, self.ready.max_batch_prefill_tokens, starts)))
             step = self.receive()
             assert isinstance(step, StepResult), step
             for row, *_ in step.sampled:
@@ -79,15 +79,9 @@ class EngineProcess:
             free += [blocks_of.pop(row) for row, _ in step.released]
         return self.figures(list(times_of.values()), time.monotonic() - began)
 
-    def row(self, ids: list[int], blocks: list[int]) -> StartRow:
+    def row(self, ids: list[int], blocks: list[int]) -> NewRow:
         self.num_started += 1
-        return StartRow(
-            self.num_started - 1,
-            pack_ids(ids),
-            0,
-            pack_ids(blocks),
-            StoppingParams(OUT_TOKENS, ignore_eos=True),
-        )
+        return start_row(self.num_started - 1, ids, OUT_TOKENS, blocks=blocks, ignore_eos=True)
 
     def figures(self, token_times: list[list[float]], seconds: float) -> Figures:
         gaps = [(later - sooner) * 1e3 for times in token_times for sooner, later in pairwise(times[1:])]

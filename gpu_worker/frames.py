@@ -1,13 +1,13 @@
 """Frames as bytes: a msgpack array of a frame's name and its fields, in order."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import msgpack
 
 from common.messages.codec import decode as from_bytes
 from common.messages.codec import encode as to_bytes
-from common.messages.request import BeamParams, PoolingParams, SamplingParams, StoppingParams
+from common.messages.plan import Plan, WorkerCapacity
 from gpu_worker.protocol import (
     AdapterLoaded,
     AdapterRefused,
@@ -17,13 +17,10 @@ from gpu_worker.protocol import (
     End,
     EngineFailure,
     Frame,
-    Grant,
     LoadAdapter,
     LoadProgress,
     ProtocolError,
-    Ready,
     Sleep,
-    StartRow,
     StepResult,
     UnloadAdapter,
     WakeUp,
@@ -34,12 +31,12 @@ MAX_FIELD_BYTES = 2**28
 NAMES: dict[type[Frame], str] = {
     Begin: "begin",
     End: "end",
-    Grant: "grant",
+    Plan: "plan",
     Sleep: "sleep",
     Asleep: "asleep",
     WakeUp: "wake_up",
     LoadProgress: "progress",
-    Ready: "ready",
+    WorkerCapacity: "ready",
     StepResult: "step",
     EngineFailure: "failure",
     LoadAdapter: "load_adapter",
@@ -51,21 +48,15 @@ NAMES: dict[type[Frame], str] = {
 
 
 def encode(frame: Frame) -> bytes:
-    """Encode one frame."""
-    data: bytes = PACKER.pack([NAMES[type(frame)], *field_values(frame)])
+    """Encode one frame. Messages that Redis has, too, are one field, as there."""
+    kind: type[Frame] = type(frame)
+    is_message = isinstance(frame, Plan | WorkerCapacity)
+    fields = [to_bytes(frame)] if is_message else [getattr(frame, name) for name in kind.__slots__]
+    data: bytes = PACKER.pack([NAMES[kind], *fields])
     return data
 
 
-def field_values(value: Any) -> list[Any]:
-    return [getattr(value, name) for name in type(value).__slots__]
-
-
-def pack_value(value: Any) -> Any:
-    """Pack a value inside a frame that msgpack does not know."""
-    return to_bytes(value) if isinstance(value, SamplingParams) else field_values(value)
-
-
-PACKER = msgpack.Packer(default=pack_value)
+PACKER = msgpack.Packer()
 
 
 class FrameDecoder:
@@ -94,19 +85,8 @@ class FrameDecoder:
             raise ProtocolError(f"not a frame: {type(error).__name__}: {error}") from error
 
 
-def make_grant(until: int, prefill_tokens: int, starts: Sequence[Any], *others: Any) -> Grant:
-    return Grant(until, prefill_tokens, tuple(make_start_row(*start) for start in starts), *others)
-
-
-def make_start_row(*values: Any) -> StartRow:
-    row, ids, base, blocks, stopping, sampling, *others, beams, adapter, pictures, pooling = values
-    limits: list[Any] = [[*value] if isinstance(value, tuple) else value for value in stopping]
-    sampling = sampling and from_bytes(SamplingParams, sampling)
-    others += [beams and BeamParams(*beams), adapter, pictures, pooling and PoolingParams(*pooling)]
-    return StartRow(row, ids, base, blocks, StoppingParams(*limits), sampling, *others)
-
-
 CONSTRUCTORS: dict[str, Callable[..., Frame]] = {name: kind for kind, name in NAMES.items()} | {
-    "grant": make_grant
+    "plan": partial(from_bytes, Plan),
+    "ready": partial(from_bytes, WorkerCapacity),
 }
 """By the name of a frame; they take its fields, which are trusted: both ends come from one checkout."""

@@ -1,6 +1,7 @@
 """Loading of a worker: its model and tokenizer are found, its engine becomes ready, its capacity is known."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -13,7 +14,6 @@ from common.messages.plan import WorkerCapacity
 from common.model_files import read_other_tokenizer, read_tokenizer
 from common.settings.settings import SettingError, Settings
 from gpu_worker.agent.engine_client import EngineClient
-from gpu_worker.protocol import Ready
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def find_tokenizer(settings: Settings, directory: Path) -> Tokenizer:
     return read_other_tokenizer(found, directory)
 
 
-async def wait_for_engine(settings: Settings, engine: EngineClient, incarnation: str) -> Ready:
+async def wait_for_engine(settings: Settings, engine: EngineClient, incarnation: str) -> WorkerCapacity:
     """Wait until the engine is loaded; heartbeats tell meanwhile what it does. Raises SettingError,
     EngineDied.
     """
@@ -51,7 +51,7 @@ async def wait_for_engine(settings: Settings, engine: EngineClient, incarnation:
 
 
 def capacity(
-    settings: Settings, ready: Ready, name: str, incarnation: str, directory: Path
+    settings: Settings, ready: WorkerCapacity, name: str, incarnation: str, directory: Path
 ) -> WorkerCapacity:
     """Return the capacity that heartbeats carry. Raises SettingError for a limit that leaves no room, or that
     is larger than context and cache allow.
@@ -67,27 +67,14 @@ def capacity(
         if (getattr(settings, setting) or 0) > most:
             cause = f"is more than the {most} tokens that context and KV cache allow"
             raise SettingError(setting, f"{getattr(settings, setting)} {cause}")
-    return WorkerCapacity(
+    return replace(
+        ready,
         incarnation=incarnation,
         name=name,
         model=directory.name,
         model_id=settings.model_id,
         tokenizer_name=settings.tokenizer_name or "",
-        dtype=ready.dtype,
-        block_size=ready.block_size,
         num_blocks=num_blocks,
-        max_batch_prefill_tokens=ready.max_batch_prefill_tokens,
-        context=ready.context,
-        eos_ids=ready.eos_ids,
-        world_size=ready.world_size,
-        device=ready.device,
-        prefix_caching=ready.prefix_caching,
         standby=True,
-        vocab_size=ready.vocab_size,
         served_names=[*(settings.served_model_name or (settings.model_id,))],
-        max_loras=ready.max_loras,
-        max_lora_rank=ready.max_lora_rank,
-        pictures=ready.pictures,
-        max_rows=ready.max_rows,
-        pooling=ready.pooling,
     )

@@ -4,19 +4,20 @@ The engine knows token ids, rows and blocks. It does not know text, requests, at
 The stop strings of a beam search are the exception: which beams go on depends on them, so the engine finds
 them with the model's tokenizer.
 
-A frame is a msgpack array: its name, then its fields in order. The agent sends `Grant`s; the engine sends
-`LoadProgress` while it loads, `Ready` once, then one `StepResult` for each step (and for each boundary at
-which rows were stopped without a step), or `EngineFailure`. A preloaded engine waits for `Begin` after its
-first `LoadProgress`. `Sleep`, `Asleep`, `WakeUp` and `Ready` follow each other where a worker has several
-models. Each `LoadAdapter` and `UnloadAdapter` has one answer, in their order. Ids and blocks are packed
-little-endian int32, log-probabilities packed float32.
+A frame is a msgpack array: its name, then its fields in order. The agent sends the batcher's `Plan`s, with
+the bytes of pictures; the engine sends `LoadProgress` while it loads, its `WorkerCapacity` once, then one
+`StepResult` for each step (and for each boundary at which rows were stopped without a step), or
+`EngineFailure`. A preloaded engine waits for `Begin` after its first `LoadProgress`. `Sleep`, `Asleep`,
+`WakeUp` and `WorkerCapacity` follow each other where a worker has several models. Each `LoadAdapter` and
+`UnloadAdapter` has one answer, in their order. Ids and blocks are packed little-endian int32,
+log-probabilities packed float32.
 """
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
-from common.messages.request import BeamParams, PoolingParams, SamplingParams, StoppingParams
+from common.messages.plan import Plan, WorkerCapacity
 
 SAMPLE = struct.Struct("<iiif")
 """A sampled token: row, index in its generation, id, natural logarithm of its probability."""
@@ -44,78 +45,6 @@ class UnservableModel(Exception):
     """The model needs something that the engine does not have; the message says what. Settings that cannot be
     served raise SettingError instead.
     """
-
-
-@dataclass(frozen=True, slots=True)
-class StartRow:
-    """A row that starts: the KV of `ids` is computed in chunks, then tokens `base`, `base + 1` … are sampled.
-
-    Attributes:
-        row: number of the row, unique in this engine's life.
-        ids: packed int32; the prompt, then the `base` tokens generated so far.
-        base: index of the first token to sample; 0 for a request that starts fresh.
-        blocks: packed int32; KV blocks that the row has at first, in order; never block 0, which is scratch.
-        stopping: when the row ends; the engine ignores stop strings, but for a beam search.
-        sampling: None is greedy without penalties.
-        top_n_tokens: how many of the likeliest tokens are reported with each token.
-        prompt_logprobs: reports the log-probabilities of `ids` but the first, and this many of the likeliest
-            tokens in each place; None reports nothing of the prompt.
-        num_cached: tokens, fewer than all, whose KV the first blocks hold already; nothing is written there.
-        class_index: the lower, the sooner its prompt is computed.
-        logits: (first position, end, dtype) of those whose logits are returned; None returns none.
-        beams: the row is a beam search; `base` is 0. It has `num_group_blocks` (common/messages/records.py),
-            takes `width` places of a step, and brings no samples: its sequences come with its end.
-        adapter: name of the LoRA adapter with which it is computed; empty for the model alone. A row with an
-            adapter that is not loaded is reported ended with `adapter`.
-        pictures: (position in `ids` of its first placeholder, number of placeholders, SHA-256 of its bytes,
-            its bytes) of each picture that has a token after `num_cached`, or of all (Ready.all_pictures).
-        pooling: the row ends with its prompt, and `logits` has the values of its vector; None for others.
-    """
-
-    row: int
-    ids: bytes
-    base: int
-    blocks: bytes
-    stopping: StoppingParams
-    sampling: SamplingParams | None = None
-    top_n_tokens: int = 0
-    prompt_logprobs: int | None = None
-    num_cached: int = 0
-    class_index: int = 0
-    logits: tuple[int, int, str] | None = None
-    beams: BeamParams | None = None
-    adapter: str = ""
-    pictures: Sequence[tuple[int, int, str, bytes]] = ()
-    pooling: PoolingParams | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """What the engine may do from the next step boundary on. Applied in the order stops, blocks, starts.
-
-    Attributes:
-        until: the last step that may be run; never smaller than in an earlier grant.
-        prefill_tokens: prompt tokens in one step, over all rows; longer prompts are chunked.
-        mixed_prefill_tokens: the same in a step in which rows decode, too (0: as many).
-        may_exceed: `mixed_prefill_tokens` may be exceeded for prompts that come together.
-        bulk_tokens: tokens of prompts of the class `batch` that a step may have in any case, while more
-            urgent requests come; 0 sets no bound.
-        max_rows: places in one step, taken by the first rows that have not ended (0: no bound). A row has
-            one place, a beam search one for each beam.
-        starts: rows that start; one that has its last token already is reported ended.
-        blocks: (row, packed int32 blocks) appended to what the row has; ignored if it has ended.
-        stops: (row, why): the row takes part in no further step and is reported ended with `why`.
-    """
-
-    until: int
-    prefill_tokens: int
-    starts: Sequence[StartRow] = ()
-    blocks: Sequence[tuple[int, bytes]] = ()
-    stops: Sequence[tuple[int, str]] = ()
-    mixed_prefill_tokens: int = 0
-    max_rows: int = 0
-    may_exceed: bool = False
-    bulk_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +125,9 @@ class Asleep:
 
 @dataclass(frozen=True, slots=True)
 class WakeUp:
-    """The model is needed again. The engine answers `Ready`; its cache may have fewer blocks than before."""
+    """The model is needed again. The engine answers its `WorkerCapacity`: its cache may have fewer blocks
+    than before.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,53 +137,9 @@ class LoadProgress:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The engine's capacity, learnt at warm-up.
-
-    Attributes:
-        num_blocks: blocks that may be granted, numbered 1 to num_blocks.
-        max_batch_prefill_tokens: most prompt tokens of one step, by the times of the warm-up.
-        context: the model's longest sequence, in tokens.
-        eos_ids: packed int32; ids that end a row.
-        token_ms: time of one prompt token.
-        prefix_caching: whether rows may start with blocks that other rows have computed.
-        vocab_size: logits of one position, or values of a vector.
-        max_loras: adapters that the rows of one step may have; 0: the engine takes no adapters.
-        max_lora_rank: largest rank of an adapter.
-        max_cpu_loras: adapters whose weights it keeps in memory of the host; it reads others again.
-        pictures: whether rows may have pictures.
-        all_pictures: rows have those among cached tokens, too: the positions after them depend on their
-            sizes.
-        max_rows: rows that may run at a time, as far as their states have room; 0 in a model without states.
-        pooling: as in WorkerCapacity.
-    """
-
-    model: str
-    dtype: str
-    device: str
-    block_size: int
-    num_blocks: int
-    max_batch_prefill_tokens: int
-    context: int
-    eos_ids: bytes
-    world_size: int = 1
-    token_ms: float = 0.0
-    prefix_caching: bool = False
-    vocab_size: int = 0
-    max_loras: int = 0
-    max_lora_rank: int = 0
-    max_cpu_loras: int = 0
-    pictures: bool = False
-    all_pictures: bool = False
-    max_rows: int = 0
-    pooling: str = ""
-
-
 @dataclass(slots=True)
 class StepResult:
-    """What one step brought. Not frozen: there may be one a token, and making it would take seven times as
-    long.
+    """What one step brought. The engine fills it as its rows go on; the agent has tuples in place of lists.
 
     Attributes:
         step: number of the step, counted from 1 in this engine's life. A boundary without a step repeats the
@@ -276,19 +163,29 @@ class StepResult:
         num_beams: beams of which the step computed a token.
         sequences: (row, packed sequences of common/messages/records.py) of beam searches that have ended.
         snapshots: as in Report.
+        num_encoded: units of pictures that were encoded: the next step may go on behind them.
     """
 
     step: int
-    samples: bytes = b""
-    top_logprobs: Sequence[tuple[int, bytes, bytes]] = ()
-    prompt_logprobs: Sequence[tuple[int, int, bytes, bytes, bytes]] = ()
-    prefilled: Sequence[tuple[int, int]] = ()
-    ended: Sequence[tuple[int, str, int]] = ()
-    released: Sequence[tuple[int, int]] = ()
+    samples: bytes | bytearray = field(default_factory=bytearray)
+    top_logprobs: list[tuple[int, bytes, bytes]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[int, int, bytes, bytes, bytes]] = field(default_factory=list)
+    prefilled: list[tuple[int, int]] = field(default_factory=list)
+    ended: list[tuple[int, str, int]] = field(default_factory=list)
+    released: list[tuple[int, int]] = field(default_factory=list)
     duration_ms: float = 0.0
     prefill_tokens: int = 0
-    proposals: Sequence[tuple[str, int, int]] = ()
-    logits: Sequence[tuple[int, int, bytes]] = ()
+    proposals: list[tuple[str, int, int]] = field(default_factory=list)
+    logits: list[tuple[int, int, bytes]] = field(default_factory=list)
+    num_beams: int = 0
+    sequences: list[tuple[int, bytes]] = field(default_factory=list)
+    snapshots: list[int] = field(default_factory=list)
+    num_encoded: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was sampled or encoded, and no row has ended or was released."""
+        return not (self.samples or self.ended or self.released or self.num_encoded)
 
     @property
     def frames(self) -> Iterator["StepResult"]:
@@ -305,10 +202,6 @@ class StepResult:
             num_bytes += len(piece[2])
         self.logits = pieces
         yield self
-
-    num_beams: int = 0
-    sequences: Sequence[tuple[int, bytes]] = ()
-    snapshots: Sequence[int] = ()
 
     @property
     def proposed_tokens(self) -> int:
@@ -333,7 +226,7 @@ class EngineFailure:
     cause: str
 
 
-Command = Grant | LoadAdapter | UnloadAdapter
+Command = Plan | LoadAdapter | UnloadAdapter
 """What the engine obeys between two steps."""
 AdapterAnswer = AdapterLoaded | AdapterRefused | AdapterUnloaded
 Frame = (
@@ -345,7 +238,7 @@ Frame = (
     | Asleep
     | WakeUp
     | LoadProgress
-    | Ready
+    | WorkerCapacity
     | StepResult
     | EngineFailure
 )

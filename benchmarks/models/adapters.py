@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.engine import UNLIMITED_STEPS, packed
-from common.messages.request import StoppingParams
+from benchmarks.engine import UNLIMITED_STEPS
 from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
-from gpu_worker.protocol import AdapterLoaded, Grant, LoadAdapter, StartRow, UnloadAdapter
+from gpu_worker.protocol import AdapterLoaded, LoadAdapter, UnloadAdapter
+from tests.support.engine.start_rows import plan, start_row
 
 NUM_ADAPTERS = 16
 IN_TOKENS, NUM_STEPS = 16, 112
@@ -68,17 +68,17 @@ def start(engine: Engine, num_rows: int, adapted: bool) -> None:
     """Start rows, and compute their prompts."""
     blocks = -(-(IN_TOKENS + NUM_STEPS) // engine.block_size)
     starts = [
-        StartRow(
+        start_row(
             engine.rows.step * num_rows + index,
-            packed([100 + (7 * index + i) % 1000 for i in range(IN_TOKENS)]),
-            0,
-            packed(range(1 + index * blocks, 1 + (index + 1) * blocks)),
-            StoppingParams(NUM_STEPS, ignore_eos=True),
+            [100 + (7 * index + i) % 1000 for i in range(IN_TOKENS)],
+            NUM_STEPS,
+            blocks=range(1 + index * blocks, 1 + (index + 1) * blocks),
+            ignore_eos=True,
             adapter=str(index % NUM_ADAPTERS) if adapted else "",
         )
         for index in range(num_rows)
     ]
-    engine.apply(Grant(UNLIMITED_STEPS, num_rows * IN_TOKENS, starts))
+    engine.apply(plan(UNLIMITED_STEPS, num_rows * IN_TOKENS, starts))
     step = engine.step()
     assert step and step.num_samples == num_rows
 

@@ -22,11 +22,11 @@ import numpy as np
 from PIL import Image
 
 from common import model_files
+from common.messages.plan import NewRow
 from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
-from gpu_worker.protocol import Grant, StartRow
 from tests.support.engine.pictures.models import SettledEngine
-from tests.support.engine.start_rows import start_row
+from tests.support.engine.start_rows import plan, start_row
 
 TEXT = {
     "model_type": "llama",
@@ -97,7 +97,7 @@ class Bench:
         tensors = self.engine.pictures.tower.process(new_picture(0), 0)
         self.num_tokens = self.engine.pictures.tower.family.shape(tensors).num_embeddings
 
-    def row(self, ids: list[int], end: int, data: bytes = b"") -> StartRow:
+    def row(self, ids: list[int], end: int, data: bytes = b"") -> NewRow:
         count = -(-(len(ids) + end) // self.engine.block_size)
         num_blocks = self.engine.ready.num_blocks
         blocks = [1 + (self.next_block + number) % num_blocks for number in range(count)]
@@ -106,13 +106,13 @@ class Bench:
         pictures = [(1, len(ids) - 2, hashlib.sha256(data).hexdigest(), data)] if data else []
         return start_row(self.next_row, ids, end, 0, blocks, ignore_eos=True, pictures=pictures)
 
-    def text(self, count: int, end: int = 1) -> StartRow:
+    def text(self, count: int, end: int = 1) -> NewRow:
         return self.row([7] * count, end)
 
-    def picture(self, seed: int) -> StartRow:
+    def picture(self, seed: int) -> NewRow:
         return self.row([7, *[PLACEHOLDER] * self.num_tokens, 7], 1, new_picture(seed))
 
-    def alone_ms(self, start: StartRow) -> float:
+    def alone_ms(self, start: NewRow) -> float:
         """From the start of a row to its token, with nothing else."""
         began_s = time.perf_counter()
         self.apply([start])
@@ -125,12 +125,12 @@ class Bench:
         result = self.settled.step()
         return list(result.sampled) if result else []
 
-    def apply(self, starts: list[StartRow]) -> None:
+    def apply(self, starts: list[NewRow]) -> None:
         ready = self.engine.ready
         mixed = max(16, int(GAP_MS / ready.token_ms))
-        self.engine.apply(Grant(2**30, ready.max_batch_prefill_tokens, starts, mixed_prefill_tokens=mixed))
+        self.engine.apply(plan(2**30, ready.max_batch_prefill_tokens, starts, mixed_prefill_tokens=mixed))
 
-    def gaps_ms(self, make: Callable[[int], StartRow], num_prompts: int) -> list[float]:
+    def gaps_ms(self, make: Callable[[int], NewRow], num_prompts: int) -> list[float]:
         """Gaps of one of the rows that decode, while prompts come."""
         rows = [self.text(16, EVERY * (num_prompts + 1)) for _ in range(ROWS)]
         self.apply(rows)
@@ -164,7 +164,7 @@ def main(num_prompts: int) -> None:
     first_ms = min(bench.alone_ms(bench.picture(seed)) for seed in (10, 11))
     again_ms = min(bench.alone_ms(bench.picture(seed)) for seed in (10, 11))
     print(f"first token: text {text_ms:.0f} ms, picture {first_ms:.0f} ms, the same again {again_ms:.0f} ms")
-    kinds: dict[str, Callable[[int], StartRow]] = {
+    kinds: dict[str, Callable[[int], NewRow]] = {
         "short prompts": lambda seed: bench.text(16),
         "texts as long": lambda seed: bench.text(bench.num_tokens + 2),
         "pictures": bench.picture,

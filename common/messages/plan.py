@@ -3,19 +3,25 @@
 from dataclasses import dataclass
 
 from common.messages.codec import wire_field
+from common.messages.records import unpack_columns
 from common.messages.request import Generate
 
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """A row that starts on a worker: one attempt of one request.
+    """A row that starts on a worker: one attempt of one request. The batcher makes it, the agent follows its
+    text, and the engine computes it: prefill computes the KV of `ids`, then tokens `base`, `base + 1` … are
+    sampled.
 
     Attributes:
-        row: number of the row, unique within the incarnation.
+        row: number of the row, unique within the incarnation; those of one engine go on.
         base: index of the first token this attempt samples; the number of records in `committed`.
         committed: packed records of the tokens of earlier attempts, which are never sampled again.
-        blocks: packed numbers of the KV blocks that the row starts with.
+        blocks: packed numbers of the KV blocks that the row starts with, in order; never block 0, which is
+            scratch.
         num_cached: tokens whose KV the first of these blocks hold already. Other rows have them, too.
+        contents: the bytes of each of the request's pictures, which the agent adds; empty for those that the
+            engine need not see, since their tokens are cached.
     """
 
     row: int = wire_field("r")
@@ -25,28 +31,43 @@ class NewRow:
     blocks: bytes = wire_field("k")
     request: Generate = wire_field("q")
     num_cached: int = wire_field("nc", default=0)
+    contents: list[bytes] = wire_field("ct", default_factory=list)
+
+    @property
+    def ids(self) -> bytes:
+        """Packed ids: the prompt, then the tokens of earlier attempts."""
+        committed_ids, *_ = unpack_columns(bytearray(self.committed), 0, self.request.width)
+        return self.request.prompt_ids + committed_ids
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """How many likeliest tokens are reported beside each token of the prompt; None reports nothing of it:
+        it is not asked for, or an earlier attempt has done so.
+        """
+        return None if self.base else self.request.prompt_logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a worker does from its next step boundary on.
+    """What a worker does from its next step boundary on. Stops come first, then blocks, then starts.
 
-    It is an entry of the stream `plans:{worker}` with the id `{epoch}-{number}`.
+    It is an entry of the stream `plans:{worker}` with the id `{epoch}-{number}`. The agent hands it to the
+    engine, as a frame.
 
     Attributes:
-        until: the last step granted.
-        prefill_tokens: most prompt tokens in one step.
+        until: the last step granted; for the engine never smaller than in an earlier plan.
+        prefill_tokens: most prompt tokens in one step, over all rows; longer prompts are chunked.
         mixed_prefill_tokens: most prompt tokens in a step in which rows decode; 0 is `prefill_tokens`.
         may_exceed: `mixed_prefill_tokens` may be exceeded for prompts that come together.
         bulk_tokens: tokens of prompts of the class `batch` that a step may have in any case, while more
             urgent requests come; 0 sets no bound.
-        starts: rows that start, in order.
-        blocks: (row, packed numbers of blocks) that rows get in addition.
-        stops: (row, why) of rows that stop.
+        starts: rows that start, in order; one that has its last token already is reported ended.
+        blocks: (row, packed numbers of blocks) that rows get in addition; ignored if the row has ended.
+        stops: (row, why): the row takes part in no further step and is reported ended with `why`.
         acknowledged: sequence of the last report applied; the worker trims its reports up to it.
         takeover: the plan of a new batcher; the worker answers with such a report, and its rows go on.
-        max_rows: most rows in one step, the first of those that have not ended; the others stand by; 0
-            sets no bound.
+        max_rows: most places in one step, taken by the first rows that have not ended; the others stand by;
+            0 sets no bound. A row has one place, a beam search one for each beam.
         report_at: the step at which a report is due, so that the next grant comes in time; 0 is half of the
             steps left.
     """
@@ -145,9 +166,12 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCapacity:
-    """Capacity of a worker, measured at warm-up; field `capacity` of the hash `worker:{incarnation}`.
+    """Capacity of a worker, measured at warm-up; field `capacity` of the hash `worker:{incarnation}`. An
+    engine says it without the names, and the agent adds them.
 
     Attributes:
+        num_blocks: blocks that may be granted, numbered from 1 on.
+        max_batch_prefill_tokens: most prompt tokens of one step, by the times of the warm-up.
         model: its name for people; gateways of other pools find its tokenizer by `model_id`, or else by
             `tokenizer_name` if it is not the model's.
         context: longest sequence that the model supports, in tokens.
@@ -159,9 +183,12 @@ class WorkerCapacity:
         max_loras, max_lora_rank: LoRA adapters that the rows of one step may have, and their largest rank; 0
             if it serves none.
         pictures: whether it computes rows with pictures.
+        all_pictures: its engine needs those among cached tokens, too: the positions after them depend on
+            their sizes.
         max_rows: rows whose states have room, in a model that has states; 0: as many as MAX_BATCH_SIZE.
         pooling: EMBED or CLASSIFY (request.py) if its requests pool, with `vocab_size` values each; empty if
             they generate.
+        token_ms: time of one prompt token.
     """
 
     incarnation: str = wire_field("i")
@@ -186,6 +213,8 @@ class WorkerCapacity:
     pictures: bool = wire_field("pi", default=False)
     max_rows: int = wire_field("mr", default=0)
     pooling: str = wire_field("po", default="")
+    all_pictures: bool = wire_field("ap", default=False)
+    token_ms: float = wire_field("tm", default=0.0)
 
     def places(self, max_batch_size: int) -> int:
         """Rows that it runs at a time, with this MAX_BATCH_SIZE."""

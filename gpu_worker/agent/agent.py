@@ -64,7 +64,8 @@ class Agent:
         self.readers = Readers(pool)
         self.steps = StepHandler(engine, self.state, worker.prefix_caching)
         plans = PlanStream(pool.redis, pool.keys.plans(worker.incarnation))
-        self.plans = PlanHandler(plans, PictureReader(pool, engine), engine, self.state, self.steps)
+        pictures = PictureReader(pool, worker.all_pictures)
+        self.plans = PlanHandler(plans, pictures, engine, self.state, self.steps)
         steps = self.steps
         self.flusher = Flusher(
             self.publisher,
@@ -148,7 +149,9 @@ class Agent:
 
     def is_busy(self) -> bool:
         """Whether the engine has rows and may run a step, or has a command to answer."""
-        return bool(self.engine.asked) or (bool(self.state.table.rows) and self.state.step < self.state.until)
+        return bool(self.engine.asked) or (
+            bool(self.state.table.rows) and self.state.step < self.state.granted.until
+        )
 
     def note_answer(self) -> None:
         """Note that the engine has answered a command about an adapter."""
@@ -160,7 +163,7 @@ class Agent:
         step of all tokens granted, if that is longer.
         """
         tokens = self.state.granted.prefill_tokens + len(self.state.table.rows)
-        return max(self.settings.step_timeout_s, SLOW_STEPS * tokens * self.engine.token_ms / 1e3)
+        return max(self.settings.step_timeout_s, SLOW_STEPS * tokens * self.worker.token_ms / 1e3)
 
     async def send_heartbeats(self) -> None:
         """Send a heartbeat every few seconds, and repeat the last event of each silent channel. Raises

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from common.messages.plan import Plan, WorkerCapacity
 from common.process.launch import shared_handles
 from common.process.machine import run_delay_s
 from common.rank import RankInfo
@@ -27,11 +28,9 @@ from gpu_worker.protocol import (
     End,
     EngineFailure,
     Frame,
-    Grant,
     LoadAdapter,
     LoadProgress,
     ProtocolError,
-    Ready,
     Sleep,
     StepResult,
     UnloadAdapter,
@@ -156,8 +155,6 @@ class EngineClient:
     all are killed.
 
     Attributes:
-        token_ms: time of one prompt token, as measured in the warm-up.
-        all_pictures: whether rows need pictures among cached tokens, too.
         failure: why a rank above 0 ended.
         asked: who waits for answers to `LoadAdapter` and `UnloadAdapter`, which come in their order.
     """
@@ -165,8 +162,6 @@ class EngineClient:
     def __init__(self, ranks: Sequence[RankProcess]) -> None:
         self.ranks = ranks
         self.metrics = BatchMetrics()
-        self.token_ms = 0.0
-        self.all_pictures = False
         self.failure: EngineFailure | None = None
         self.asked: deque[asyncio.Future[AdapterAnswer]] = deque()
         self.tasks = [asyncio.create_task(self.kill_with(number)) for number in range(1, len(ranks))]
@@ -184,7 +179,7 @@ class EngineClient:
 
     async def kill_with(self, number: int) -> None:
         """Kill all ranks when this one ends, with the reason that it gave."""
-        while isinstance(frame := await self.ranks[number].link.receive(), LoadProgress | Ready):
+        while isinstance(frame := await self.ranks[number].link.receive(), LoadProgress | WorkerCapacity):
             pass  # rank 0 says the same
         self.failure = frame if isinstance(frame, EngineFailure) else await self.wait_for_exit(number)
         self.kill()
@@ -199,15 +194,13 @@ class EngineClient:
         link = self.ranks[0].link
         return raise_on_failure(await link.receive() or self.failure or await self.wait_for_exit(0))
 
-    async def ready(self, progress: Callable[[str], None]) -> Ready:
+    async def ready(self, progress: Callable[[str], None]) -> WorkerCapacity:
         """Wait for the end of the warm-up → the engine's capacity. `progress` gets lines to log."""
         while True:
             match await self.receive():
                 case LoadProgress(text):
                     progress(text)
-                case Ready() as ready:
-                    self.token_ms = ready.token_ms
-                    self.all_pictures = ready.all_pictures
+                case WorkerCapacity() as ready:
                     return ready
                 case other:
                     raise EngineDied(f"unexpected frame of the engine: {other}")
@@ -276,10 +269,10 @@ class EngineClient:
         self.ranks[0].link.send(command)
         return await asked
 
-    def send(self, grant: Grant) -> None:
+    def send(self, plan: Plan) -> None:
         started_s = time.perf_counter()
-        self.ranks[0].link.send(grant)
-        self.metrics.on_grant(grant, started_s)
+        self.ranks[0].link.send(plan)
+        self.metrics.on_plan(plan, started_s)
 
     def run_delay_s(self) -> float:
         """How long the engine's threads have waited for a core since they started."""

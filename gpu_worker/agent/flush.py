@@ -102,7 +102,7 @@ class Flusher:
         state = self.state
         return (
             may_wait(state.outbox, len(state.table.rows), state.step_ms)
-            and state.step < state.until
+            and state.step < state.granted.until
             and not self.report_due()
             and not state.budgets.num_rows
         )
@@ -136,7 +136,7 @@ class Flusher:
             and not state.wake.is_set()
             and self.started is None
             and bool(state.table.rows)
-            and state.step < state.until
+            and state.step < state.granted.until
             and self.publisher.client.is_connected
             and not state.outbox.logits
         )

@@ -1,8 +1,9 @@
-"""Plans on their way from the batcher to the engine: each becomes a grant."""
+"""Plans on their way from the batcher to the engine."""
 
 import asyncio
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 
 from redis.asyncio import Redis
 
@@ -10,15 +11,12 @@ from common.broker.client import FailureLog
 from common.broker.keys import parse_stream_id
 from common.messages.codec import WireError, decode
 from common.messages.plan import NewRow, Plan
-from common.messages.records import pack_ids, unpack_records
-from common.messages.request import Generate, class_index
 from common.metrics import catalogue
 from common.process.startup import READY
 from gpu_worker.agent.engine_client import EngineClient
-from gpu_worker.agent.pictures import PictureReader, in_grants
+from gpu_worker.agent.pictures import PictureReader, in_parts
 from gpu_worker.agent.state import AgentState
 from gpu_worker.agent.steps import StepHandler
-from gpu_worker.protocol import StartRow
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +76,7 @@ class PlanStream:
 
 
 class PlanHandler:
-    """Sends the engine what each plan grants."""
+    """Sends the engine each plan, with what its rows need besides."""
 
     def __init__(
         self,
@@ -117,17 +115,17 @@ class PlanHandler:
         return []
 
     def apply(self, plan: Plan) -> None:
-        """Send the engine a plan's grant, or answer a takeover."""
+        """Send the engine a plan, or answer a takeover."""
         state = self.state
         state.plan = plan
         if plan.takeover:
             READY.set()
             state.answer_takeover()
             return
-        state.granted = plan
-        state.until = max(state.until, plan.until)
-        state.report_clock.on_grant(plan.report_at or (state.step + state.until + 1) // 2)
+        plan = replace(plan, until=max(state.granted.until, plan.until))
+        state.report_clock.on_grant(plan.report_at or (state.step + plan.until + 1) // 2)
         starts = [one for start in plan.starts if (one := self.start_row(start)) is not None]
+        state.granted = replace(plan, starts=[], blocks=[], stops=[])
         for number, blocks in plan.blocks:
             if (row := state.table.rows.get(number)) is not None:
                 row.blocks += blocks
@@ -135,41 +133,21 @@ class PlanHandler:
             state.idle.clear()
         if state.report_clock.is_due(state.step):  # no step may come to wake the flusher
             state.wake.set()
-        first, *others = in_grants(starts)
-        self.engine.send(state.make_grant(first, plan.blocks, plan.stops))
-        for rows in others:
-            self.engine.send(state.make_grant(rows))
+        for part in in_parts(replace(plan, starts=starts)):
+            self.engine.send(part)
         for start in starts:
             self.steps.end_at_committed_stop_string(state.table.rows[start.row])
         self.return_unknown_rows(row for row, _ in plan.stops if row not in state.table.rows)
 
-    def start_row(self, start: NewRow) -> StartRow | None:
+    def start_row(self, start: NewRow) -> NewRow | None:
         """Add a row to the table → what the engine starts; None if its request has failed."""
         row = self.state.table.start(start)
         self.state.budgets.on_start(row)
-        request = row.request
-        pictures = self.pictures.of_row(start) if request.pictures else []
-        if pictures is None:
+        contents = self.pictures.of_row(start)
+        if contents is None:
             self.steps.fail_at_start(row, "picture_gone")
             return None
-        committed_ids, _, _ = unpack_records(start.committed, request.width)
-        return StartRow(
-            row=start.row,
-            ids=request.prompt_ids + pack_ids(committed_ids),
-            base=start.base,
-            blocks=start.blocks,
-            stopping=request.stopping,
-            sampling=request.sampling,
-            top_n_tokens=request.top_n_tokens,
-            prompt_logprobs=None if row.prompt is None else request.prompt_logprobs,
-            num_cached=start.num_cached,
-            class_index=class_index(request.class_name),
-            logits=logits_span(request),
-            beams=request.beams,
-            adapter=request.adapter,
-            pictures=pictures,
-            pooling=request.pooling,
-        )
+        return replace(start, contents=contents) if contents else start
 
     def return_unknown_rows(self, rows: Iterable[int]) -> None:
         """Report rows that the worker does not hold as preempted, so that their requests go on elsewhere: the
@@ -180,12 +158,3 @@ class PlanHandler:
             outbox.ended.append((row, "preempted", 0))
             outbox.released.append((row, 0))
             self.state.wake.set()
-
-
-def logits_span(request: Generate) -> tuple[int, int, str] | None:
-    """First position, end and dtype of the logits that a request returns; None for none."""
-    logits = request.logits
-    if logits is None:
-        return None
-    end = logits.end_position(request.num_prompt, request.stopping.max_new_tokens)
-    return logits.first_position(request.num_prompt), end, logits.dtype

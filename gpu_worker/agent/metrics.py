@@ -6,15 +6,16 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
+from common.messages.plan import Plan
 from common.metrics import catalogue
-from gpu_worker.protocol import Grant, StepResult
+from gpu_worker.protocol import StepResult
 
 COUNTED_AT_ONCE = 64
 """Steps that are counted together at most: the code that counts is not in the processor's caches."""
 
 
 class BatchMetrics:
-    """Counts grants and steps as they pass the engine client.
+    """Counts plans and steps as they pass the engine client.
 
     Attributes:
         prefilling: rows whose prompt is not computed yet → tokens whose KV they found in the cache.
@@ -28,15 +29,15 @@ class BatchMetrics:
         self.steps: list[StepResult] = []
         self.handled_s = 0.0
 
-    def on_grant(self, grant: Grant, started_s: float) -> None:
-        """Count a grant that was sent; `started_s` is when its sending began."""
-        if not grant.starts:
+    def on_plan(self, plan: Plan, started_s: float) -> None:
+        """Count a plan that was sent; `started_s` is when its sending began."""
+        if not plan.starts:
             return
         self.count_steps()
-        catalogue.BATCH_NEXT_SIZE.observe(len(grant.starts))
+        catalogue.BATCH_NEXT_SIZE.observe(len(plan.starts))
         if self.running:
             catalogue.BATCH_CONCAT_DURATION.observe(time.perf_counter() - started_s, "decode")
-        self.prefilling.update((start.row, start.num_cached) for start in grant.starts)
+        self.prefilling.update((start.row, start.num_cached) for start in plan.starts)
 
     def on_steps(self, steps: Sequence[StepResult], handled_s: float) -> None:
         """Note steps, which took the agent `handled_s` together."""

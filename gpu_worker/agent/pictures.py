@@ -3,41 +3,40 @@
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from common.broker.client import FailureLog
 from common.broker.pool_client import PoolClient
-from common.messages.plan import NewRow
+from common.messages.plan import NewRow, Plan
 from common.messages.request import Picture
-from gpu_worker.agent.engine_client import EngineClient
-from gpu_worker.protocol import StartRow
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.05
 MAX_CACHED_BYTES = 32 * 2**20
 """Of pictures that were read last: choices of one prompt, and further requests with them, read none again."""
-MAX_GRANT_BYTES = 64 * 2**20
-"""Of pictures in one grant, unless one row has more."""
+MAX_FRAME_PICTURES = 64 * 2**20
+"""Bytes of pictures in one frame, unless one row has more."""
 
 
 class PictureReader:
     """Reads the bytes of pictures.
 
     Attributes:
-        engine: says whether rows need those among cached tokens, too.
+        needs_all: rows need those among cached tokens, too.
         contents: digest → bytes: those that the next rows need, and the ones that were used last.
     """
 
-    def __init__(self, pool: PoolClient, engine: EngineClient) -> None:
+    def __init__(self, pool: PoolClient, needs_all: bool) -> None:
         self.pool = pool
-        self.engine = engine
+        self.needs_all = needs_all
         self.contents: OrderedDict[str, bytes] = OrderedDict()
         self.failures = FailureLog(log, "reading pictures")
 
     def needed_by(self, start: NewRow) -> list[Picture]:
         """The pictures of a row that its engine must see: those that have a token whose KV is not cached."""
-        num_cached = 0 if self.engine.all_pictures else start.num_cached
+        num_cached = 0 if self.needs_all else start.num_cached
         return [one for one in start.request.pictures if one.start + one.num_tokens > num_cached]
 
     async def read_for(self, starts: Iterable[NewRow]) -> None:
@@ -65,23 +64,23 @@ class PictureReader:
                 return
             num_bytes -= len(self.contents.pop(digest))
 
-    def of_row(self, start: NewRow) -> list[tuple[int, int, str, bytes]] | None:
-        """`StartRow.pictures` of a row; None if the broker has lost one of them."""
-        needed = self.needed_by(start)
-        if any(picture.digest not in self.contents for picture in needed):
+    def of_row(self, start: NewRow) -> list[bytes] | None:
+        """`NewRow.contents`; None if the broker has lost a picture that is needed."""
+        needed = {one.digest for one in self.needed_by(start)}
+        if not needed <= self.contents.keys():
             return None
-        return [(one.start, one.num_tokens, one.digest, self.contents[one.digest]) for one in needed]
+        return [self.contents[one.digest] if one.digest in needed else b"" for one in start.request.pictures]
 
 
-def in_grants(starts: Sequence[StartRow]) -> Iterator[list[StartRow]]:
-    """Yield the rows in order, in lists whose pictures fit into one grant each; one list at least."""
-    rows: list[StartRow] = []
+def in_parts(plan: Plan) -> Iterator[Plan]:
+    """Yield the plan in parts whose pictures fit into one frame each; stops and blocks are in the first."""
+    rows: list[NewRow] = []
     num_bytes = 0
-    for start in starts:
-        size = sum(len(content) for *_, content in start.pictures)
-        if rows and num_bytes + size > MAX_GRANT_BYTES:
-            yield rows
-            rows, num_bytes = [], 0
+    for start in plan.starts:
+        size = sum(map(len, start.contents))
+        if rows and num_bytes + size > MAX_FRAME_PICTURES:
+            yield replace(plan, starts=rows)
+            plan, rows, num_bytes = replace(plan, blocks=[], stops=[]), [], 0
         rows.append(start)
         num_bytes += size
-    yield rows
+    yield replace(plan, starts=rows)

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.messages.events import INTERRUPTED
@@ -10,7 +9,7 @@ from common.messages.plan import Plan
 from gpu_worker.agent.budgets import KeyBudgets
 from gpu_worker.agent.engine_adapters import EngineAdapters
 from gpu_worker.agent.row_text import RowTable, RowText
-from gpu_worker.protocol import Grant, StartRow, StepResult
+from gpu_worker.protocol import StepResult
 
 
 @dataclass(slots=True)
@@ -117,8 +116,8 @@ class AgentState:
         leaving: the worker takes no more rows, since it is to serve another model.
         signalled: a signal asked the worker to end within GRACEFUL_TERMINATION_TIMEOUT.
         outbox: what the next flush publishes; `wake` says that there is something.
-        plan, granted: the newest plan, and the newest one that grants steps, which a takeover does not.
-        until: the last step granted.
+        plan: the newest plan.
+        granted: what stays granted by it, or by the one before a takeover: its steps, no rows.
         step, step_ms: the last step that the engine completed, and what it took.
         report_clock: when a report is due.
         num_tokens: tokens sampled in this incarnation's life.
@@ -139,7 +138,6 @@ class AgentState:
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     plan: Plan = NO_PLAN
     granted: Plan = NO_PLAN
-    until: int = 0
     step: int = 0
     step_ms: float = 0.0
     report_clock: ReportClock = field(default_factory=ReportClock)
@@ -148,25 +146,6 @@ class AgentState:
     budgets: KeyBudgets = field(default_factory=KeyBudgets)
     adapters: EngineAdapters = field(default_factory=EngineAdapters)
     step_times: dict[tuple[bool, bool], tuple[int, int, float]] = field(default_factory=dict)
-
-    def make_grant(
-        self,
-        starts: Sequence[StartRow] = (),
-        blocks: Sequence[tuple[int, bytes]] = (),
-        stops: Sequence[tuple[int, str]] = (),
-    ) -> Grant:
-        """A grant of all steps granted so far, with rows to start, to extend and to stop."""
-        return Grant(
-            until=self.until,
-            prefill_tokens=self.granted.prefill_tokens,
-            starts=starts,
-            blocks=blocks,
-            stops=stops,
-            mixed_prefill_tokens=self.granted.mixed_prefill_tokens,
-            max_rows=self.granted.max_rows,
-            may_exceed=self.granted.may_exceed,
-            bulk_tokens=self.granted.bulk_tokens,
-        )
 
     def add_time(self, step: StepResult) -> None:
         """Add the duration of a step to the next report."""
@@ -194,7 +173,7 @@ class AgentState:
 
     def runs_short(self, block_size: int) -> bool:
         """Whether the blocks of a row that is ahead may be full after half of the steps granted."""
-        steps_left = self.until - self.step
+        steps_left = self.granted.until - self.step
         return any(2 * row.slots_left(block_size) <= steps_left for row in self.ahead.values())
 
     def take_lengths(self) -> list[tuple[int, int, int]]:
@@ -214,7 +193,7 @@ class AgentState:
             self.draining,
             signalled=self.signalled,
             step=self.step,
-            until=self.until,
+            granted=self.granted,
             adapters=self.adapters,
         )
 

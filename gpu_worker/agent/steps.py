@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from common.messages.events import BUDGET, INTERRUPTED
 from common.process.event_loop import run_until_one_ends
@@ -52,7 +53,7 @@ class StepHandler:
                 released.set()
 
         stops = [(row, "preempted") for row in state.table.rows]
-        self.engine.send(state.make_grant(stops=stops))
+        self.engine.send(replace(state.granted, stops=stops))
         if state.table.rows:
             await run_until_one_ends(self.engine.run_steps(handle), released.wait())
 
@@ -182,7 +183,7 @@ class StepHandler:
 
     def stop(self, row: RowText, why: str) -> None:
         """Have the engine stop a row, since it has ended for the client."""
-        self.engine.send(self.state.make_grant(stops=[(row.row, why)]))
+        self.engine.send(replace(self.state.granted, stops=[(row.row, why)]))
 
     def finish_row(self, row: RowText, why: str, end: int) -> None:
         """End a row for the client: with a terminal, or with a spill if its request goes on elsewhere."""

@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from common.messages.plan import Plan, WorkerCapacity
 from common.model_files import Progress, no_progress
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.adapters.cache import AdapterCache
@@ -62,8 +63,6 @@ from gpu_worker.engine.side_threads import SideThreads
 from gpu_worker.protocol import (
     AdapterAnswer,
     Command,
-    Grant,
-    Ready,
     StepResult,
 )
 
@@ -112,11 +111,13 @@ def capacity_of(
     adapters: AdapterCache,
     world_size: int,
     prefix_caching: bool,
-) -> Ready:
+) -> WorkerCapacity:
     """The capacity of an engine; `token_ms`: of one prompt token, in a step of many."""
     device = loaded.device
     tokens = settings.max_batch_prefill_tokens or warmup.max_batch_prefill_tokens(token_ms, device)
-    return Ready(
+    return WorkerCapacity(
+        incarnation="",
+        name="",
         model=settings.model_id,
         dtype=name_of(loaded.geometry.dtype),
         device=device.type,
@@ -131,7 +132,6 @@ def capacity_of(
         vocab_size=loaded.vector_size or loaded.vocab_size,
         max_loras=len(adapters.slots),
         max_lora_rank=settings.max_lora_rank if loaded.adapters else 0,
-        max_cpu_loras=adapters.num_kept,
         pictures=loaded.tower is not None,
         all_pictures=loaded.axis_rope is not None,
         max_rows=loaded.states.num_slots,
@@ -172,7 +172,6 @@ class Engine:
         self.communicator = communicator
         self.loaded = loaded = loaded or load(settings, progress, communicator, load_draft)
         self.block_size = loaded.geometry.block_size
-        self.debug_kv = settings.debug_kv
         waits = communicator.world_size > 1
         self.side_threads = SideThreads()
         self.matchers = Matchers(
@@ -200,6 +199,7 @@ class Engine:
             turns=AdapterTurns(settings.max_loras),
             state_slots=make_state_slots(loaded),
             computes_whole=loaded.computes_whole,
+            on_freed=self.spoil if settings.debug_kv else None,
         )
         if loaded.states and settings.speculation:
             log.warning("SPECULATE is off: states of rows cannot go back from wrong proposals")
@@ -266,7 +266,7 @@ class Engine:
         self.rows.state_slots = make_state_slots(self.loaded)
         self.loaded.sleep()
 
-    def wake_up(self, progress: Progress) -> Ready:
+    def wake_up(self, progress: Progress) -> WorkerCapacity:
         """Be again what `sleep` has left → the engine's capacity. Raises MemoryError."""
         self.loaded.wake_up()
         if self.loaded.device.type == "cuda" and not self.settings.enforce_eager and self.loaded.capturable:
@@ -287,15 +287,15 @@ class Engine:
 
     def obey(self, command: Command) -> AdapterAnswer | None:
         """Obey a command → the answer to the agent, if it has one."""
-        if isinstance(command, Grant):
+        if isinstance(command, Plan):
             self.apply(command)
             return None
         in_use = (row.adapter for row in self.rows.rows.values() if row.adapter)
         return self.adapters.obey(command, in_use)
 
-    def apply(self, grant: Grant) -> None:
-        """Apply a grant. Granted blocks start as zeros: no earlier row's values may reach the products."""
-        granted = self.rows.apply(grant)
+    def apply(self, plan: Plan) -> None:
+        """Apply a plan. Granted blocks start as zeros: no earlier row's values may reach the products."""
+        granted = self.rows.apply(plan)
         self.fill(granted, 0.0)
         if self.rows.state_slots:
             self.rows.state_slots.snapshots.forget(np.concatenate((NO_BLOCKS, *granted)).tolist())
@@ -330,12 +330,15 @@ class Engine:
     def take_result(self, is_step: bool, duration_ms: float) -> StepResult | None:
         """What happened since the last call; None if that was no step, and no row ended."""
         result = self.rows.take_result()
-        if not is_step and not result:
+        if not is_step and result.is_empty:
             return None
-        if self.debug_kv:
-            self.fill(result.freed, NAN)
-            self.loaded.states.fill(result.freed_slots, NAN)
-        return result.build(self.collected_step, duration_ms)
+        result.step, result.duration_ms = self.collected_step, duration_ms
+        return result
+
+    def spoil(self, blocks: Int32, slots: Sequence[int]) -> None:
+        """Fill what a row has released with NaN."""
+        self.fill([blocks], NAN)
+        self.loaded.states.fill(slots, NAN)
 
     def launch(self, before: InFlightStep | None = None) -> LaunchedStep | None:
         """Launch the forward of the next step, if one can run; `before` is in flight."""

@@ -17,7 +17,7 @@ from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_client import EngineClient, StepsHandler
 from gpu_worker.agent.row_text import RowTable
 from gpu_worker.agent.state import AgentState
-from gpu_worker.protocol import SAMPLE, Grant, StepResult
+from gpu_worker.protocol import SAMPLE, StepResult
 from tests.support.tokenizer import TOKENIZER
 
 KEYS = Keys("default")
@@ -26,15 +26,14 @@ PROMPT = [504, 905]
 
 
 class RecordingEngine(EngineClient):
-    """An engine that only records the grants that it is sent."""
+    """An engine that only records the plans that it is sent."""
 
     def __init__(self) -> None:
         super().__init__([])
-        self.grants: list[Grant] = []
-        self.token_ms = 0.5
+        self.grants: list[Plan] = []
 
-    def send(self, grant: Grant) -> None:
-        self.grants.append(grant)
+    def send(self, plan: Plan) -> None:
+        self.grants.append(plan)
 
     async def run_steps(self, handle: StepsHandler) -> None:
         await asyncio.Future()
@@ -45,7 +44,7 @@ async def hset(redis: Redis, key: str, fields: dict[str, Any]) -> None:
 
 
 async def make_agent(redis: Redis) -> Agent:
-    worker = WorkerCapacity("w0-1", "w0", "m", "float32", 16, 100, 64, 2048)
+    worker = WorkerCapacity("w0-1", "w0", "m", "float32", 16, 100, 64, 2048, token_ms=0.5)
     agent = Agent(
         Settings(), PoolClient(redis, KEYS), RecordingEngine(), AgentState(RowTable(TOKENIZER)), worker
     )
@@ -53,7 +52,7 @@ async def make_agent(redis: Redis) -> Agent:
     return agent
 
 
-def grants(agent: Agent) -> list[Grant]:
+def grants(agent: Agent) -> list[Plan]:
     assert isinstance(agent.engine, RecordingEngine)
     return agent.engine.grants
 

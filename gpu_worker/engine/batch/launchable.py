@@ -3,13 +3,13 @@
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
+from common.messages.plan import Plan
 from gpu_worker.engine.batch.beams import BeamGroup
 from gpu_worker.engine.batch.encoding import encoding_cost
 from gpu_worker.engine.batch.prefill import num_computable
 from gpu_worker.engine.batch.prefill_budget import PrefillBudget, StepBudget
 from gpu_worker.engine.batch.row import Row
 from gpu_worker.engine.batch.row_pictures import PictureState
-from gpu_worker.protocol import Grant
 
 
 def runnable(rows: Iterable[Row], max_places: int, block_size: int) -> Iterator[Row]:
@@ -50,7 +50,7 @@ def may_join(row: Row, group: BeamGroup | None, step: int) -> bool:
 
 
 def step_budget(
-    budget: PrefillBudget, grant: Grant, decoding: Sequence[Row], line: Sequence[Row], block_size: int
+    budget: PrefillBudget, grant: Plan, decoding: Sequence[Row], line: Sequence[Row], block_size: int
 ) -> StepBudget:
     """What a step may have in which these rows could decode, and the prompts in line be computed."""
     left = [(row.class_index, num_computable(row, block_size) + encoding_cost(row)) for row in line]

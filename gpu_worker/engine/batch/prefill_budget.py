@@ -4,8 +4,8 @@ for a step. The engine keeps to it; a planner foresees it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from common.messages.plan import Plan
 from common.messages.request import LEAST_URGENT
 
 BURST_STEPS = 8
@@ -24,22 +24,6 @@ TOKENS_PER_BULK_ROW = 8
 """Bulk rows that decode wait for callers' prompts of fewer tokens than this for each such row: only then do
 they make the step much longer.
 """
-
-
-class PrefillGrant(Protocol):
-    """What a grant, or a plan, says of prompts: fields of `Plan`."""
-
-    @property
-    def prefill_tokens(self) -> int: ...
-
-    @property
-    def mixed_prefill_tokens(self) -> int: ...
-
-    @property
-    def may_exceed(self) -> bool: ...
-
-    @property
-    def bulk_tokens(self) -> int: ...
 
 
 def even_part(waiting: int, most: int) -> int:
@@ -114,9 +98,7 @@ class PrefillBudget:
     bulk_pace: float = 0.0
     has_waited: bool = False
 
-    def plan(
-        self, grant: PrefillGrant, decoding: Sequence[int], prompts: Sequence[tuple[int, int]]
-    ) -> StepBudget:
+    def plan(self, grant: Plan, decoding: Sequence[int], prompts: Sequence[tuple[int, int]]) -> StepBudget:
         """Return the budget of a step in which rows of the classes `decoding` could decode, and `prompts` be
         computed, in this order: (class, tokens) of each. If a bulk prompt comes first, it has waited long
         enough.
@@ -143,7 +125,7 @@ class PrefillBudget:
     def note_bulk(self, tokens: int) -> None:
         self.bulk_pace = BULK_MEMORY * self.bulk_pace + (1 - BULK_MEMORY) * tokens
 
-    def tokens(self, grant: PrefillGrant, num_decoding: int, waiting: int, urgent: int) -> int:
+    def tokens(self, grant: Plan, num_decoding: int, waiting: int, urgent: int) -> int:
         """Return the budget of a step in which `num_decoding` rows decode and `waiting` prompt tokens could
         be computed, `urgent` of them for requests that are as urgent.
         """

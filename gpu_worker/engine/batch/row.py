@@ -8,19 +8,19 @@ from operator import attrgetter
 
 import numpy as np
 
-from common.messages.request import BeamParams, PoolingParams
+from common.messages.plan import NewRow
+from common.messages.request import BeamParams, Generate, PoolingParams, class_index
 from gpu_worker.engine.batch.adapters import Adapter
 from gpu_worker.engine.batch.proposer import Proposer
 from gpu_worker.engine.batch.row_pictures import RowPictures
 from gpu_worker.engine.batch.sampling_state import GrammarMask, SampleRequest, SamplingState
 from gpu_worker.engine.batch.step_result import Int32
-from gpu_worker.protocol import StartRow
 
 GrammarFactory = Callable[[str, Sequence[int]], GrammarMask]
 """(grammar, tokens of the row so far) → its mask."""
 ProposerFactory = Callable[[Int32, GrammarMask | None], Proposer | None]
 """(ids of a row so far, its grammar) → its proposer."""
-PicturesFactory = Callable[[StartRow], RowPictures | None]
+PicturesFactory = Callable[[NewRow], RowPictures | None]
 """A row that starts → the pictures of its prompt; None if it has none."""
 
 
@@ -29,9 +29,9 @@ def no_grammars(source: str, tokens: Sequence[int]) -> GrammarMask:
     raise ValueError("rows with a grammar need a model's vocabulary")
 
 
-def no_pictures(start: StartRow) -> None:
+def no_pictures(start: NewRow) -> None:
     """None. Raises ValueError if the row has pictures: this engine does not see."""
-    if start.pictures:
+    if any(start.contents):
         raise ValueError("rows with pictures need a model that sees")
 
 
@@ -100,7 +100,7 @@ class Row:
     @classmethod
     def of(
         cls,
-        start: StartRow,
+        start: NewRow,
         eos_ids: Sequence[int],
         make_grammar: GrammarFactory = no_grammars,
         generated_as_prompt: bool = False,
@@ -110,34 +110,35 @@ class Row:
         """Make a row. `eos_ids` end it, too, unless it ignores them. A row with a grammar cannot ignore them:
         the grammar ends with one of them.
         """
+        request, stopping = start.request, start.request.stopping
         ids, blocks = np.frombuffer(start.ids, "<i4"), np.frombuffer(start.blocks, "<i4")
-        source = start.sampling.grammar if start.sampling else ""
+        source = request.sampling.grammar if request.sampling else ""
         grammar = make_grammar(source, ids[len(ids) - start.base :].tolist()) if source else None
-        ends = dict.fromkeys(start.stopping.stop_ids, "stop_sequence")
-        if grammar or not start.stopping.ignore_eos:
+        ends = dict.fromkeys(stopping.stop_ids, "stop_sequence")
+        if grammar or not stopping.ignore_eos:
             ends |= dict.fromkeys(eos_ids, "eos_token")
         return cls(
             number=start.row,
             ids=ids,
             index=start.base,
-            max_new_tokens=start.stopping.max_new_tokens,
+            max_new_tokens=stopping.max_new_tokens,
             blocks=blocks,
             ends=ends,
             sampling_state=SamplingState.of(start, list(ends), grammar),
             base=start.base,
             generated_as_prompt=generated_as_prompt,
             prompt_logprobs=start.prompt_logprobs,
-            logits=start.logits,
+            logits=logits_span(request),
             collected_index=start.base,
             last_id=int(ids[-1]) if start.base else 0,
             kv_len=start.num_cached,
             proposer=make_proposer(ids, grammar)
-            if make_proposer and not (start.logits or start.beams)
+            if make_proposer and not (request.logits or request.beams)
             else None,
-            class_index=start.class_index,
-            beams=start.beams,
+            class_index=class_index(request.class_name),
+            beams=request.beams,
             pictures=make_pictures(start),
-            pooling=start.pooling,
+            pooling=request.pooling,
         )
 
     @property
@@ -206,6 +207,15 @@ class Row:
     def first_length(self) -> int:
         """The length of the sequence when the K of its first tokens is computed."""
         return len(self.ids) - (0 if self.generated_as_prompt else self.base)
+
+
+def logits_span(request: Generate) -> tuple[int, int, str] | None:
+    """First position, end and dtype of the logits that a request returns; None for none."""
+    logits = request.logits
+    if logits is None:
+        return None
+    end = logits.end_position(request.num_prompt, request.stopping.max_new_tokens)
+    return logits.first_position(request.num_prompt), end, logits.dtype
 
 
 @dataclass(slots=True)  # not frozen: making one would take twice as long

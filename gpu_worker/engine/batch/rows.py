@@ -9,13 +9,15 @@ most, and in none before its last token is read. Each part is collected by itsel
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
 
+from common.messages.plan import Plan
 from common.messages.records import pack_floats, pack_ids, pack_sequences
+from common.messages.request import Generate
 from gpu_worker.engine.batch.adapters import Adapter, AdapterTurns
 from gpu_worker.engine.batch.beams import BeamGroup, BeamTextFactory, BlockCopy, Candidate, no_texts
 from gpu_worker.engine.batch.encoding import EncodingSchedule
@@ -41,14 +43,13 @@ from gpu_worker.engine.batch.step_result import (
     NO_TOP_LOGPROBS,
     Int32,
     PromptLogprobs,
-    StepResultBuilder,
     TopLogprobs,
 )
-from gpu_worker.protocol import Grant, StartRow
+from gpu_worker.protocol import SAMPLE, StepResult
 
 log = logging.getLogger(__name__)
 NO_BLOCKS: Int32 = np.zeros(0, np.int32)
-NO_GRANT = Grant(0, 0)
+NO_GRANT = Plan(epoch=0, number=0, until=0, prefill_tokens=0)
 MAX_SCORED_TOKENS = 256
 NO_CANDIDATES: Mapping[int, Sequence[Candidate]] = {}
 
@@ -75,9 +76,10 @@ class Rows:
         groups: beam searches, by the number of their row.
         copies: blocks that must be copied before the step just launched is computed.
         step: the last step launched.
-        grant: the newest grant.
+        grant: the newest plan.
         prefill_budget: how many prompt tokens a step may have.
         result: what happened since the last `take_result`.
+        on_freed: takes blocks of released rows whose KV is not kept, and slots of their states.
     """
 
     block_size: int
@@ -100,12 +102,13 @@ class Rows:
     copies: list[BlockCopy] = field(default_factory=list)
     rows: dict[int, Row] = field(default_factory=dict)
     step: int = 0
-    grant: Grant = NO_GRANT
+    grant: Plan = NO_GRANT
     prefill_budget: PrefillBudget = field(default_factory=PrefillBudget)
-    result: StepResultBuilder = field(default_factory=StepResultBuilder)
+    result: StepResult = field(default_factory=lambda: StepResult(0))
+    on_freed: Callable[[Int32, Sequence[int]], None] | None = None
 
-    def apply(self, grant: Grant) -> list[Int32]:
-        """Apply a grant → the blocks newly granted, without those that hold cached tokens."""
+    def apply(self, grant: Plan) -> list[Int32]:
+        """Apply a plan → the blocks newly granted, without those that hold cached tokens."""
         self.grant = grant
         for number, why in grant.stops:
             if number in self.rows:
@@ -120,21 +123,21 @@ class Rows:
                 self.make_proposer,
                 self.make_pictures,
             )
-            row.adapter = self.adapters.get(start.adapter)
+            row.adapter = self.adapters.get(start.request.adapter)
             granted.append(row.blocks[start.num_cached // self.block_size :])
             if row.beams:
-                self.start_search(row, start)
+                self.start_search(row, start.request)
             if end := row.finish_reason:  # the broker had lost the end
                 self.finish(row, end)
-            elif start.adapter and row.adapter is None:
+            elif start.request.adapter and row.adapter is None:
                 self.finish(row, "adapter")
         return granted
 
-    def start_search(self, row: Row, start: StartRow) -> None:
+    def start_search(self, row: Row, request: Generate) -> None:
         """Start the beam search of a row. Beams whose K must all be computed anew have no blocks for that:
         such a search ends at once.
         """
-        text = self.make_text(row.ids.tolist(), start.stopping) if start.stopping.stop else None
+        text = self.make_text(row.ids.tolist(), request.stopping) if request.stopping.stop else None
         self.groups[row.number] = BeamGroup.start(row, text, self.block_size)
         limit, num_prompt = self.recompute_length, len(row.ids)
         if limit is not None and num_prompt <= limit < num_prompt + row.max_new_tokens - 1:
@@ -354,8 +357,8 @@ class Rows:
         if not row_slice.decodes:
             result.prefilled.append((row.number, kv_len))
         if top:
-            result.top_logprobs.append((len(result.samples), pack_ids(top.ids), pack_floats(top.logprobs)))
-        result.samples.append((row.number, row.collected_index, token, logprob))
+            result.top_logprobs.append((result.num_samples, pack_ids(top.ids), pack_floats(top.logprobs)))
+        result.samples += SAMPLE.pack(row.number, row.collected_index, token, logprob)
         row.last_id = token
         row.collected_index += 1
         if why := row.finish_reason:
@@ -384,14 +387,14 @@ class Rows:
             num_decoded = self.groups.pop(row.number).num_decoded if group else 0
             self.result.released.append((row.number, row.kv_len + num_decoded))
             num_kept = row.kv_len // self.block_size if self.prefix_caching else 0
-            self.result.freed.append(row.blocks[num_kept:])
+            if self.on_freed:
+                self.on_freed(row.blocks[num_kept:], held.slots)
             if self.state_slots:
-                self.result.freed_slots += held.slots
                 self.state_slots.give_back(held)
 
-    def take_result(self) -> StepResultBuilder:
+    def take_result(self) -> StepResult:
         """Return what happened since the last call."""
-        result, self.result = self.result, StepResultBuilder()
+        result, self.result = self.result, StepResult(0)
         if self.state_slots:
             result.snapshots = self.state_slots.snapshots.take_changes()
         return result

@@ -10,8 +10,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from common.messages.plan import NewRow
 from common.messages.request import SamplingParams
-from gpu_worker.protocol import StartRow
 
 Bits = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -203,15 +203,16 @@ class SamplingState:
 
     @classmethod
     def of(
-        cls, start: StartRow, end_ids: list[int], grammar: GrammarMask | None = None
+        cls, start: NewRow, end_ids: list[int], grammar: GrammarMask | None = None
     ) -> "SamplingState | None":
         """Make the state of a row that starts; None if it is greedy without penalties. `end_ids` end the row.
         `grammar` has taken the tokens before `start.base`.
         """
-        sampling = start.sampling or SamplingParams()
-        reports = start.top_n_tokens > 0 or sampling.report_logits
+        request = start.request
+        sampling = request.sampling or SamplingParams()
+        reports = request.top_n_tokens > 0 or sampling.report_logits
         always_applies = reports or not is_plain_greedy(sampling) or grammar is not None
-        if not always_applies and start.stopping.min_new_tokens <= start.base:
+        if not always_applies and request.stopping.min_new_tokens <= start.base:
             return None
         ids = np.frombuffer(start.ids, "<i4")
         words = sampling.bad_words
@@ -219,8 +220,8 @@ class SamplingState:
         num_prompt = len(ids) - start.base
         return cls(
             sampling=sampling,
-            top_n_tokens=start.top_n_tokens,
-            min_new_tokens=start.stopping.min_new_tokens,
+            top_n_tokens=request.top_n_tokens,
+            min_new_tokens=request.stopping.min_new_tokens,
             always_applies=always_applies,
             end_ids=end_ids,
             bias_ids=np.array([token for token, _ in sampling.logit_bias], np.int64),

@@ -10,7 +10,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from common.messages.request import SamplingParams, StoppingParams
+from common.messages.plan import NewRow
+from common.messages.request import Generate, SamplingParams, StoppingParams
 from common.process.machine import run_delay_s
 from common.settings.settings import Settings
 from gpu_worker.engine.batch.adapters import Adapter
@@ -23,7 +24,6 @@ from gpu_worker.engine.cuda.graphs import FIXED_TOKENS, Capture, CudaGraphs, gra
 from gpu_worker.engine.model.kv_budget import measure_peak
 from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.sampling.sampler import sample
-from gpu_worker.protocol import StartRow
 
 TARGET_STEP_MS = {"cpu": 1200.0, "cuda": 150.0}
 """How long the largest step may take. On CPU a burst of short prompts takes about that long; in parts, the
@@ -114,8 +114,9 @@ def run_largest_step(
     memory, and without any. Kernels are compiled at their first use, for which no row should wait.
     """
     logits = forward(prompt_parts(tokens, context, vocab_size, block_size))
+    sampling = SamplingParams(temperature=1.0, typical_p=0.9)
     state = SamplingState.of(
-        StartRow(0, b"", 0, b"", StoppingParams(1), SamplingParams(temperature=1.0, typical_p=0.9)), []
+        NewRow(0, 1, 0, b"", b"", Generate("", "", b"", StoppingParams(1), sampling)), []
     )
     assert state
     for request in (SampleRequest(state, 0), None):

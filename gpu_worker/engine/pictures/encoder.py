@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from common.messages.plan import NewRow
 from common.pictures import decoded
 from gpu_worker.engine.batch.encoding import EncodedUnit
 from gpu_worker.engine.batch.row_pictures import (
@@ -28,7 +29,6 @@ from gpu_worker.engine.batch.row_pictures import (
 )
 from gpu_worker.engine.pictures.families import PictureFamily, Tensors, embeddings_of
 from gpu_worker.engine.side_threads import SideThreads
-from gpu_worker.protocol import StartRow
 
 GREY_EDGE = 64
 """Height and width of the picture on which a tower is measured."""
@@ -139,18 +139,19 @@ class PictureEncoder:
         self.waiting: deque[HeldPicture] = deque()
         self.thread = side_threads.make("pictures", NICENESS)
 
-    def start(self, start: StartRow) -> RowPictures | None:
+    def start(self, start: NewRow) -> RowPictures | None:
         """The pictures of a row that starts, None if it has none; those that are not held begin to be
         processed.
         """
         ids, placeholder_id = np.frombuffer(start.ids, "<i4"), self.tower.placeholder_id
         has_axes = bool(self.tower.family.mrope_axes)
-        if not start.pictures and not (has_axes and placeholder_id in ids):
+        if not any(start.contents) and not (has_axes and placeholder_id in ids):
             return None
         placed = [
-            PlacedPicture(self.state_of((digest, len(places)), data), places)
-            for first, count, digest, data in start.pictures
-            for places in [placeholders_of(ids, first, count, placeholder_id)]
+            PlacedPicture(self.state_of((one.digest, len(places)), data), places)
+            for one, data in zip(start.request.pictures, start.contents, strict=True)
+            if data
+            for places in [placeholders_of(ids, one.start, one.num_tokens, placeholder_id)]
         ]
         prompt = ids[: len(ids) - start.base]
         known = sum(len(one.places) for one in placed)

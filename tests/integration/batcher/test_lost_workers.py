@@ -502,17 +502,6 @@ async def is_forgotten(redis: Redis) -> bool:
     return not await redis.exists(KEYS.sealed)
 
 
-async def test_what_a_log_says_of_a_request_that_has_ended_is_not_written_again(
-    broker: Broker, redis: Redis
-) -> None:
-    await leave_log(redis)
-    await redis.hset(KEYS.request("r1"), "terminal", "length")  # type: ignore[misc]
-    await seal(redis, "w1")
-    with batcher(broker.url):
-        await wait_until(lambda: is_removed(redis))
-    assert await redis.exists(KEYS.tokens("r1")) == 0
-
-
 async def test_a_cancel_said_while_no_batcher_was_active_is_obeyed_by_the_next(
     broker: Broker, redis: Redis
 ) -> None:

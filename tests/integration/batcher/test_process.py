@@ -2,7 +2,6 @@
 long or the broker's clock jumps, and each committed token is counted once while processes are killed.
 """
 
-import asyncio
 import os
 import signal
 import time
@@ -26,7 +25,7 @@ from tests.support.broker.shifted_clock import JumpingBroker, jumping_broker
 from tests.support.broker_state import queue
 from tests.support.fleet.batchers import CHANNEL, admit, batcher, ended, waiting
 from tests.support.fleet.modeless_worker import modeless_worker
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
 
@@ -51,18 +50,6 @@ async def test_a_deadline_ends_a_waiting_request_with_one_terminal(broker: Broke
         assert [(end.request_id, end.reason, end.error_type) for end in terminals] == [
             ("r1", "error", "timeout")
         ]
-
-
-async def test_a_waiting_request_is_cancelled(broker: Broker, redis: Redis) -> None:
-    with batcher(broker.url):
-        await admit(redis, "r1")
-        await admit(redis, "r2")
-        await wait_until(lambda: waiting(redis, 2))
-        await cancel_request(PoolClient(redis, KEYS), "r1")
-        assert (await ended(redis, "r1")).error_type == "cancelled"
-        await wait_until(lambda: waiting(redis, 1))
-        assert await redis.hget(KEYS.request("r1"), "terminal") == b"cancelled"  # type: ignore[misc]
-        assert await redis.hget(KEYS.request("r2"), "terminal") is None  # type: ignore[misc]
 
 
 async def test_requests_of_a_dead_gateway_are_cancelled_after_their_grace(
@@ -144,13 +131,6 @@ async def test_a_standby_takes_over_the_waiting_requests(broker: Broker, redis: 
             assert int(await redis.get(KEYS.epoch)) > epoch
             await cancel_request(PoolClient(redis, KEYS), "r1")
             assert (await ended(redis, "r1")).error_type == "cancelled"
-
-
-async def test_a_batcher_that_lost_its_lease_ends(broker: Broker, redis: Redis) -> None:
-    with batcher(broker.url) as process:
-        await wait_until(lambda: redis.exists(KEYS.state))
-        await redis.incr(KEYS.epoch)
-        assert await asyncio.to_thread(process.wait, PATIENCE_S) == 1
 
 
 async def test_without_workers_for_worker_grace_s_clients_get_an_error_and_jobs_wait(

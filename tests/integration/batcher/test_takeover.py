@@ -19,14 +19,13 @@ import psutil
 import pytest
 from redis.asyncio import Redis
 
-from api.requests.request_scripts import cancel_request
 from common.broker.heartbeat import Heartbeat
 from common.broker.pool_client import PoolClient
 from common.messages.codec import decode
 from common.messages.events import Events
 from common.messages.records import unpack_ids
 from deploy.launcher.embedded_broker import Broker
-from tests.support.broker_state import error_of, queue, result_ids, seal
+from tests.support.broker_state import queue, result_ids, seal
 from tests.support.chaos.engine import generate
 from tests.support.fleet.batchers import KEYS, active_batcher, batcher
 from tests.support.fleet.modeless_worker import ModelessEngine, modeless_worker
@@ -102,16 +101,6 @@ async def test_a_row_that_stands_by_goes_on_elsewhere_when_its_worker_dies(
             assert max(await states(redis, "crash_count")) <= 1
             await wait_until(lambda: not w1.rows.rows)
         assert w1.most_rows == PLACES
-
-
-async def test_a_row_that_stands_by_can_be_cancelled(broker: Broker, redis: Redis) -> None:
-    async with modeless_worker(broker.url, "w0", step_s=10 * STEP_S) as w0:
-        await send(redis)
-        with batcher(broker.url, "b0", MAX_BATCH_SIZE=str(PLACES)):
-            row = await stands_by(w0)
-            name = f"r{unpack_ids(w0.ids[row])[0] - 1000}"
-            await cancel_request(PoolClient(redis, KEYS), name)
-            assert b"cancelled" in await wait_until(lambda: error_of(redis, name))
 
 
 CHANNEL = KEYS.events("g")
@@ -212,46 +201,6 @@ async def no_blocks_in_use(redis: Redis) -> bool:
     return counts == [b"0", b"0", b"0"]
 
 
-@pytest.mark.slow
-async def test_cancels_deaths_and_new_requests_between_two_batchers(broker: Broker, redis: Redis) -> None:
-    """A row that is cancelled meanwhile is stopped where it is; rows of a dead worker go to the other."""
-    async with modeless_worker(broker.url, "w0", max_batch_size=64) as one:
-        with batcher(broker.url, "b0") as first:
-            async with modeless_worker(broker.url, "w1") as other:
-                await wait_until(lambda: has_both_workers(redis))
-                for number in range(NUM_ROWS):
-                    await send_one(redis, number)
-                await wait_until(lambda: all_started(redis))
-                await wait_until(lambda: one.num_starts + other.num_starts == NUM_ROWS)
-                assert one.num_starts and other.num_starts
-                first.kill()
-                first.wait()
-        held = [n for n in range(NUM_ROWS) if await holder(redis, n) == b"w0-1"]
-        cancelled = held[0]
-        await cancel_request(PoolClient(redis, KEYS), f"r{cancelled}")
-        await seal(redis, "w1-1")
-        with batcher(broker.url, "b1"):
-            assert b"cancelled" in await wait_until(lambda: error_of(redis, f"r{cancelled}"))
-            for number in set(range(NUM_ROWS)) - {cancelled}:
-                assert await result_ids(redis, f"r{number}") == generate(make_prompt(number), NUM_TOKENS)
-            await wait_until(lambda: no_blocks_in_use(redis))
-        assert one.num_starts == NUM_ROWS, "those of the dead worker came, and none started twice"
-        assert not one.rows.rows
-
-
-async def has_both_workers(redis: Redis) -> bool:
-    return bool(await redis.hget(KEYS.state, "workers") == b"2")  # type: ignore[misc]
-
-
-async def holder(redis: Redis, number: int) -> bytes | None:
-    worker: bytes | None = await redis.hget(KEYS.request(f"r{number}"), "worker")  # type: ignore[misc]
-    return worker
-
-
-async def all_started(redis: Redis) -> bool:
-    return all([await holder(redis, number) for number in range(NUM_ROWS)])
-
-
 FEW_TOKENS = 60
 Draining = asyncio.Task[subprocess.CompletedProcess[bytes]]
 
@@ -334,18 +283,6 @@ async def test_the_only_worker_finishes_its_rows_and_the_next_one_gets_what_wait
 
 async def is_draining(redis: Redis) -> bool:
     return bool(await redis.hget(KEYS.worker("w0-1"), "state") == b"draining")  # type: ignore[misc]
-
-
-async def test_a_worker_that_joins_gets_what_waits_for_a_row_of_another(broker: Broker, redis: Redis) -> None:
-    """The rows of the other worker end long after that."""
-    async with modeless_worker(broker.url, "w0", max_batch_size=2):
-        with batcher(broker.url, MAX_BATCH_SIZE="2"):
-            await send_short(redis, range(2), num_tokens=5000)
-            await wait_until(lambda: counts(redis, "rows", 2))
-            await send_short(redis, range(2, 4))
-            async with modeless_worker(broker.url, "w1", max_batch_size=2):
-                await check_short(redis, range(2, 4))
-                assert await attempts_of(redis, range(2)) == [b"1"] * 2
 
 
 async def counts(redis: Redis, what: str, number: int) -> bool:

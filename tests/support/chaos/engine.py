@@ -24,6 +24,7 @@ from zlib import crc32
 
 import setproctitle
 
+from common.messages.plan import NewRow, Plan, WorkerCapacity
 from common.messages.records import pack_ids, unpack_ids
 from common.process.launch import die_with_parent
 from common.settings.settings import Settings
@@ -37,13 +38,10 @@ from gpu_worker.protocol import (
     AdapterRefused,
     AdapterUnloaded,
     Asleep,
-    Grant,
     LoadAdapter,
     LoadProgress,
     ModelSleeps,
     PeerClosed,
-    Ready,
-    StartRow,
     StepResult,
     UnloadAdapter,
     WakeUp,
@@ -59,7 +57,7 @@ BLOCKS = "CHAOS_NUM_BLOCKS"
 """Variable: number of KV blocks, in place of the default."""
 BLOCK_SIZE, NUM_BLOCKS, CONTEXT = 16, 8192, 2048
 MAX_BATCH_PREFILL_TOKENS = 256
-MAX_LORAS, MAX_LORA_RANK, MAX_CPU_LORAS = 4, 64, 16
+MAX_LORAS, MAX_LORA_RANK = 4, 64
 FIRST_ID, NUM_IDS = 1_000, 1_000
 KEEPALIVE_S = 5.0
 
@@ -87,7 +85,7 @@ class ScriptedEngine:
         self.contents: dict[int, int] = {}
         self.num_starts = self.most_rows = self.last_row = 0
 
-    def apply(self, grant: Grant) -> None:
+    def apply(self, grant: Plan) -> None:
         granted = self.rows.apply(grant)
         for block in (number for blocks in granted for number in blocks.tolist()):
             self.contents.pop(block, None)
@@ -144,7 +142,8 @@ class ScriptedEngine:
         result = self.rows.take_result()
         self.chains = {row: chain for row, chain in self.chains.items() if row in self.rows.rows}
         self.ids = {row: ids for row, ids in self.ids.items() if row in self.rows.rows}
-        return result.build(self.rows.step, duration_s * 1e3) if slices or result else None
+        result.step, result.duration_ms = self.rows.step, duration_s * 1e3
+        return None if not slices and result.is_empty else result
 
     def compute(self, duration_s: float) -> None:
         """Take the time of a step."""
@@ -213,13 +212,13 @@ def checksum(ids: bytes, place: int) -> int:
     return crc32(ids[: 4 * BLOCK_SIZE * (place + 1)])
 
 
-def first_chain(start: StartRow) -> int:
-    sampling, adapter = start.sampling, crc32(start.adapter.encode())
+def first_chain(start: NewRow) -> int:
+    sampling, adapter = start.request.sampling, crc32(start.request.adapter.encode())
     seed = crc32(struct.pack("<qi", sampling.seed, sampling.choice)) if sampling else 0
     return crc32(start.ids, seed ^ adapter)
 
 
-def run(engine: ScriptedEngine, link: AgentLink, ready: Ready, wake_s: float) -> None:
+def run(engine: ScriptedEngine, link: AgentLink, ready: WorkerCapacity, wake_s: float) -> None:
     """Run steps, and sleep when told to, until the agent closes the socket (raises PeerClosed): what
     gpu_worker/engine/loop.py does, without torch.
     """
@@ -237,7 +236,7 @@ def run_steps(engine: ScriptedEngine, link: AgentLink) -> None:
     wait_s = 0.0
     while True:
         for command in link.commands(wait_s):
-            if isinstance(command, Grant):
+            if isinstance(command, Plan):
                 engine.apply(command)
             else:
                 link.send(engine.obey(command))
@@ -257,20 +256,20 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     link = AgentLink(socket.socket(fileno=parser.parse_args().fd))
-    ready = Ready(
+    ready = WorkerCapacity(
+        "",
+        "",
         os.environ["MODEL_ID"],
         "float32",
-        "cpu",
         BLOCK_SIZE,
         int(os.environ.get(BLOCKS, NUM_BLOCKS)),
         1024 if TOKEN_US in os.environ else MAX_BATCH_PREFILL_TOKENS,
         CONTEXT,
-        eos_ids=b"",
+        device="cpu",
         token_ms=0.01,
         prefix_caching=True,
         max_loras=MAX_LORAS,
         max_lora_rank=MAX_LORA_RANK,
-        max_cpu_loras=MAX_CPU_LORAS,
     )
     with contextlib.suppress(PeerClosed):
         link.send(LoadProgress("there is no model to load"))

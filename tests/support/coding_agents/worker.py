@@ -9,6 +9,7 @@ from pathlib import Path
 
 import uvloop
 
+from common.messages.plan import Plan, WorkerCapacity
 from common.messages.records import pack_ids, unpack_ids
 from common.process.startup import ProcessIdentity, configure_process, exit_when_unservable, start_process
 from common.settings.settings import Settings
@@ -17,7 +18,6 @@ from gpu_worker.agent.state import AgentState
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.loading import capacity, find_tokenizer, resolve
 from gpu_worker.process import serve_engine
-from gpu_worker.protocol import Grant, Ready
 from tests.support.chaos.engine import BLOCK_SIZE
 from tests.support.coding_agents.script import ASIDE, ScriptFolder
 from tests.support.fleet.modeless_worker import ModelessEngine
@@ -28,7 +28,12 @@ EOS = 2
 STEP_S = 0.002
 HELD_INDEX = 2
 """So many tokens of a turn are published before a process is killed."""
-READY = Ready("scripted", "float32", "cpu", BLOCK_SIZE, 20_000, 4096, 200_000, pack_ids([EOS]), 1, 1.0, True)
+READY = WorkerCapacity(
+    *("", "", "scripted", "float32", BLOCK_SIZE, 20_000, 4096, 200_000, pack_ids([EOS])),
+    device="cpu",
+    token_ms=1.0,
+    prefix_caching=True,
+)
 
 
 class AnsweringEngine(ModelessEngine):
@@ -47,9 +52,9 @@ class AnsweringEngine(ModelessEngine):
         self.turns: dict[int, int] = {}
         self.num_prompt: dict[int, int] = {}
 
-    def send(self, grant: Grant) -> None:
+    def send(self, plan: Plan) -> None:
         script = self.folder.read()
-        for start in grant.starts:
+        for start in plan.starts:
             row_ids = unpack_ids(start.ids)
             self.num_prompt[start.row] = len(row_ids) - start.base
             prompt = TOKENIZER.decode(row_ids[: self.num_prompt[start.row]], skip_special_tokens=False)
@@ -58,8 +63,11 @@ class AnsweringEngine(ModelessEngine):
             self.answers[start.row] = [*ids(text), EOS]
             if turn is not None:
                 self.turns[start.row] = turn
-        starts = [replace(start, sampling=None) for start in grant.starts]  # a grammar needs a vocabulary
-        super().send(replace(grant, starts=starts))
+        starts = [
+            replace(start, request=replace(start.request, sampling=None))  # a grammar needs a vocabulary
+            for start in plan.starts
+        ]
+        super().send(replace(plan, starts=starts))
 
     def sample(self, one: RowSlice) -> list[int]:
         row = one.row.number

@@ -10,10 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.messages.records import BeamSequence, num_group_blocks, unpack_floats, unpack_sequences
+from common.messages.plan import NewRow
+from common.messages.records import (
+    BeamSequence,
+    num_group_blocks,
+    pack_columns,
+    unpack_floats,
+    unpack_sequences,
+)
 from gpu_worker.engine.engine import Engine
-from gpu_worker.protocol import Grant, StartRow, StepResult
-from tests.support.engine.start_rows import start_row
+from gpu_worker.protocol import StepResult
+from tests.support.engine.start_rows import plan, start_row
 
 AHEAD = pytest.mark.parametrize("engine", [True], ids=["ahead"], indirect=True)
 """A step is launched before the last one is read, as on a device that computes by itself. Without this mark
@@ -46,8 +53,8 @@ class Player:
     free: list[int]
     prefill_tokens: int = 10_000
     rows: dict[int, Played] = field(default_factory=dict)
-    starts: dict[int, StartRow] = field(default_factory=dict)
-    again: list[StartRow] = field(default_factory=list)
+    starts: dict[int, NewRow] = field(default_factory=dict)
+    again: list[NewRow] = field(default_factory=list)
     ids: dict[int, list[int]] = field(default_factory=dict)
     top_logprobs: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict)  # by row and index
     prompt_logprobs: dict[int, list[float]] = field(default_factory=dict)  # of its tokens but the first
@@ -60,7 +67,7 @@ class Player:
     kept: set[int] = field(default_factory=set)
     tables: dict[int, list[int]] = field(default_factory=dict)
 
-    def start(self, number: int, ids: Sequence[int], end: int, base: int = 0, **params: Any) -> StartRow:
+    def start(self, number: int, ids: Sequence[int], end: int, base: int = 0, **params: Any) -> NewRow:
         """A row that owns blocks for its first chunk only; `run` grants the others. `params` as in
         `start_row`.
         """
@@ -68,7 +75,7 @@ class Player:
 
     def start_behind(
         self, cached: Sequence[int], number: int, ids: Sequence[int], end: int, base: int = 0, **params: Any
-    ) -> StartRow:
+    ) -> NewRow:
         """As `start`, after blocks that are computed already."""
         blocks = [*cached, *self.take(1)]
         params["num_cached"] = len(cached) * self.engine.block_size
@@ -78,7 +85,7 @@ class Player:
         self.starts[number] = start_row(number, ids, end, base, blocks, **params)
         return self.starts[number]
 
-    def start_resumed(self, numbers: Sequence[int], end: int, base: int, by: int) -> list[StartRow]:
+    def start_resumed(self, numbers: Sequence[int], end: int, base: int, by: int) -> list[NewRow]:
         """Rows, `by` higher in number, that go on behind the first `base` tokens of others: in blocks that
         these, which have ended, have filled and kept.
         """
@@ -87,7 +94,7 @@ class Player:
             first, ids = self.starts[number], self.ids[number][:base]
             known = [*unpacked(first.ids), *ids]
             blocks = self.tables[number][: (len(known) - 1) // self.engine.block_size]
-            params = {"sampling": first.sampling, "ignore_eos": first.stopping.ignore_eos}
+            params = {"sampling": first.request.sampling, "ignore_eos": first.request.stopping.ignore_eos}
             starts.append(self.start_behind(blocks, by + number, known, end, base, **params))
         assert any(start.num_cached for start in starts)
         return starts
@@ -98,7 +105,7 @@ class Player:
         return blocks
 
     def grow(self, lead: int, served: int) -> list[tuple[int, bytes]]:
-        """Grant blocks to the `served` oldest rows, as far as there are any, for up to `lead` tokens beyond
+        """Plan blocks to the `served` oldest rows, as far as there are any, for up to `lead` tokens beyond
         what a row holds.
         """
         added = []
@@ -111,7 +118,7 @@ class Player:
 
     def num_needed(self, number: int, lead: int) -> int:
         """Blocks for `lead` tokens more than a row holds; a beam search has as many as its longest beam."""
-        row, size, beams = self.rows[number], self.engine.block_size, self.starts[number].beams
+        row, size, beams = self.rows[number], self.engine.block_size, self.starts[number].request.beams
         if beams is None:
             return -(-(row.length + len(row.ids) + lead) // size)
         group = self.engine.rows.groups.get(number)
@@ -120,15 +127,15 @@ class Player:
         )
 
     def run(
-        self, starts: Sequence[StartRow], horizon: int = 4, lead: int = 4, served: int = 1000
+        self, starts: Sequence[NewRow], horizon: int = 4, lead: int = 4, served: int = 1000
     ) -> dict[int, list[int]]:
         """Run all rows to their end. Returns the new ids of each."""
         self.again = list(starts)
         while self.rows:
             starts, self.again = self.again, []
-            self.engine.apply(Grant(self.until, self.prefill_tokens, starts))
+            self.engine.apply(plan(self.until, self.prefill_tokens, starts))
             self.until += horizon
-            self.engine.apply(Grant(self.until, self.prefill_tokens, blocks=self.grow(lead, served)))
+            self.engine.apply(plan(self.until, self.prefill_tokens, blocks=self.grow(lead, served)))
             frames = list(iter(self.engine.step, None))
             assert frames, f"nothing moves: {self.rows}"
             for frame in frames:
@@ -141,7 +148,7 @@ class Player:
         self.steps.append(step)
         samples = list(step.sampled)
         for number, _, token, logprob in samples:
-            sampling = self.starts[number].sampling
+            sampling = self.starts[number].request.sampling
             assert math.isfinite(logprob) and (logprob <= 0 or (sampling and sampling.report_logits))
             self.rows[number].ids.append(token)
             self.ids[number].append(token)
@@ -164,7 +171,7 @@ class Player:
             self.ended[number] = (why, end)
         for number, kv_len in step.released:
             row = self.rows.pop(number)
-            beams = self.starts[number].beams
+            beams = self.starts[number].request.beams
             assert kv_len <= len(row.blocks) * self.engine.block_size * (beams.width if beams else 1)
             self.free += [block for block in row.blocks if block not in self.kept]
             if self.ended[number][0] == "preempted":
@@ -175,7 +182,10 @@ class Player:
         start, blocks = self.starts[number], self.take(1)
         del self.ended[number]
         self.starts[number] = replace(
-            start, ids=start.ids + packed(ids), base=start.base + len(ids), blocks=packed(blocks)
+            start,
+            committed=start.committed + pack_columns(ids, [0.0] * len(ids), []),
+            base=start.base + len(ids),
+            blocks=packed(blocks),
         )
         self.rows[number] = Played(len(start.ids) // 4 + len(ids), blocks)
         self.again.append(self.starts[number])

@@ -15,19 +15,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from common.messages.plan import Plan
 from common.process.launch import die_with_parent
 from common.rank import LOOPBACK, RankInfo, free_port
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.loop import run_follower
 from gpu_worker.engine.parallel.communicator import Communicator
-from gpu_worker.protocol import AdapterAnswer, Command, Grant, StepResult
+from gpu_worker.protocol import AdapterAnswer, Command, StepResult
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import player
+from tests.support.engine.start_rows import plan
 from tests.support.engine.tiny_engine import SETTINGS
 from tests.support.forks.client import ForkedProcess
 
-OVER = Grant(-1, 0)
+OVER = plan(-1, 0)
 NEW_TOKENS = 24
 LENGTHS = (1, 20, 70)
 
@@ -50,11 +52,11 @@ class Led:
     def __init__(self, communicator: Communicator, **settings: Any) -> None:
         """Raises SettingError, as all ranks do."""
         dist.broadcast_object_list([settings], 0)
-        self.communicator, self.grants = communicator, list[Grant]()
+        self.communicator, self.grants = communicator, list[Plan]()
         self.engine = Engine(Settings(**settings), communicator=communicator)
         self.ready, self.rows, self.block_size = self.engine.ready, self.engine.rows, self.engine.block_size
 
-    def apply(self, grant: Grant) -> None:
+    def apply(self, grant: Plan) -> None:
         self.grants.append(grant)
 
     def obey(self, command: Command) -> AdapterAnswer | None:

@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from common.messages.plan import NewRow
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.rows import Rows
-from gpu_worker.engine.batch.step_result import StepResultBuilder
-from gpu_worker.protocol import Grant, StartRow
-from tests.support.engine.start_rows import start_row
+from gpu_worker.protocol import StepResult
+from tests.support.engine.start_rows import plan, start_row
 
 BLOCK = 4
 EOS = 2
@@ -21,14 +21,14 @@ def start(
     base: int = 0,
     end: int = 10,
     **params: Any,
-) -> StartRow:
+) -> NewRow:
     blocks = range(1 + 100 * row, 1 + 100 * row + num_blocks)
     return start_row(row, range(num_ids), end, base, blocks, **params)
 
 
-def rows_with(*starts: StartRow, until: int = 1000, prefill_tokens: int = 1000) -> Rows:
+def rows_with(*starts: NewRow, until: int = 1000, prefill_tokens: int = 1000) -> Rows:
     rows = Rows(BLOCK, [EOS])
-    rows.apply(Grant(until, prefill_tokens, list(starts)))
+    rows.apply(plan(until, prefill_tokens, list(starts)))
     return rows
 
 
@@ -38,21 +38,21 @@ def spans_of(slices: list[RowSlice]) -> list[tuple[int, int, int, bool]]:
     ]
 
 
-def collect(rows: Rows, slices: list[RowSlice], token: int = TEXT) -> StepResultBuilder:
+def collect(rows: Rows, slices: list[RowSlice], token: int = TEXT) -> StepResult:
     num_samples = sum(row_slice.samples for row_slice in slices)
     rows.collect(slices, [token] * num_samples, [-0.5] * num_samples)
     return rows.take_result()
 
 
-def run_step(rows: Rows, token: int = TEXT) -> tuple[list[tuple[int, int, int, bool]], StepResultBuilder]:
+def run_step(rows: Rows, token: int = TEXT) -> tuple[list[tuple[int, int, int, bool]], StepResult]:
     slices = rows.launch()
     return spans_of(slices), collect(rows, slices, token)
 
 
-def sampled_rows(result: StepResultBuilder) -> list[int]:
+def sampled_rows(result: StepResult) -> list[int]:
     """Rows that sampled."""
-    return [row for row, *_ in result.samples]
+    return [row for row, *_ in result.sampled]
 
 
-def sampled_indices(result: StepResultBuilder) -> list[int]:
-    return [index for _, index, *_ in result.samples]
+def sampled_indices(result: StepResult) -> list[int]:
+    return [index for _, index, *_ in result.sampled]

@@ -16,10 +16,11 @@ import redis
 
 from common.messages.codec import decode
 from common.messages.events import Events
+from common.messages.plan import NewRow, Plan
 from common.messages.records import unpack_ids
 from gpu_worker.engine.agent_link import AgentLink
 from gpu_worker.frames import encode
-from gpu_worker.protocol import SAMPLE, Grant, StartRow, StepResult
+from gpu_worker.protocol import SAMPLE, StepResult
 
 LOGPROB, DURATION_MS = -1.5, 10.0
 
@@ -48,17 +49,17 @@ def main() -> None:
             pass
 
 
-def read_starts(link: AgentLink) -> list[StartRow]:
+def read_starts(link: AgentLink) -> list[NewRow]:
     """Reads the rows that are started by the time the first step is granted."""
-    rows: list[StartRow] = []
+    rows: list[NewRow] = []
     while True:
         for command in link.commands(60.0):
-            rows += command.starts if isinstance(command, Grant) else ()
-            if isinstance(command, Grant) and command.until:
+            rows += command.starts if isinstance(command, Plan) else ()
+            if isinstance(command, Plan) and command.until:
                 return rows
 
 
-def make_steps(rows: list[StartRow], num_steps: int) -> Iterator[StepResult]:
+def make_steps(rows: list[NewRow], num_steps: int) -> Iterator[StepResult]:
     prompts = [(start.row, unpack_ids(start.ids)) for start in rows]
     for index in range(num_steps):
         samples = b"".join(

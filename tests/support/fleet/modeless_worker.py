@@ -6,13 +6,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from common.broker.pool_client import PoolClient
-from common.messages.plan import WorkerCapacity
+from common.messages.plan import Plan, WorkerCapacity
 from common.settings.settings import Settings
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_client import EngineClient, StepsHandler
 from gpu_worker.agent.row_text import RowTable
 from gpu_worker.agent.state import AgentState
-from gpu_worker.protocol import Grant
 from gpu_worker.stay import Stay
 from tests.support.chaos.engine import BLOCK_SIZE, ScriptedEngine
 from tests.support.tokenizer import TOKENIZER
@@ -32,11 +31,10 @@ class ModelessEngine(ScriptedEngine, EngineClient):
     def __init__(self, step_s: float, **options: Any) -> None:
         EngineClient.__init__(self, [])
         ScriptedEngine.__init__(self, step_s, **options)
-        self.token_ms = 1.0
         self.granted = asyncio.Event()
 
-    def send(self, grant: Grant) -> None:
-        self.apply(grant)
+    def send(self, plan: Plan) -> None:
+        self.apply(plan)
         self.granted.set()
 
     async def run_steps(self, handle: StepsHandler) -> None:

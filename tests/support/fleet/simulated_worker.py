@@ -14,7 +14,8 @@ from common.messages.records import pack_ids, unpack_ids
 from common.messages.request import HASHED_TOKENS, block_names, class_index, extend_hashes
 from gpu_worker.engine.batch.prefill import PATIENCE
 from gpu_worker.engine.batch.prefill_budget import PrefillBudget, StepBudget
-from gpu_worker.protocol import Grant
+
+NO_PLAN = Plan(epoch=0, number=0, until=0, prefill_tokens=0)
 
 
 def generated_id(index: int) -> int:
@@ -95,7 +96,7 @@ class SimulatedWorker:
     step: int = 0
     plan: int = 0
     sequence: int = 0
-    grant: Grant = field(default_factory=lambda: Grant(0, 0))
+    grant: Plan = NO_PLAN
     prefill_budget: PrefillBudget = field(default_factory=PrefillBudget)
     max_rows: int = 0
     report_at: int = 0
@@ -115,13 +116,7 @@ class SimulatedWorker:
     def apply_plan(self, plan: Plan) -> None:
         assert plan.number > self.plan, "plans come in order"
         self.plan, self.until = plan.number, max(self.until, plan.until)
-        self.grant = Grant(
-            plan.until,
-            plan.prefill_tokens,
-            mixed_prefill_tokens=plan.mixed_prefill_tokens,
-            may_exceed=plan.may_exceed,
-            bulk_tokens=plan.bulk_tokens,
-        )
+        self.grant = plan
         self.max_rows, self.report_at = plan.max_rows, plan.report_at
         for number, why in plan.stops:
             if number in self.rows:

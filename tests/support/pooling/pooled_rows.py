@@ -1,7 +1,6 @@
 """Rows that pool, played for an engine in this process."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,9 +24,7 @@ def pool_rows(
     for row, ids in prompts.items():
         pooling = (params or {}).get(row, PLAIN)
         logits = pooling.logits(engine.ready.vocab_size)
-        span = logits.first_position(len(ids)), logits.end_position(len(ids), 1), "float32"
-        player.starts[row] = replace(player.start(row, ids, 1, logits=span), pooling=pooling)
-        starts.append(player.starts[row])
+        starts.append(player.start(row, ids, 1, logits=logits, pooling=pooling))
     assert player.run(starts) == {row: [] for row in prompts}, "no tokens"
     assert player.ended == dict.fromkeys(prompts, ("length", 0)), player.ended
     return {row: values_of(player.logits[row]) for row in prompts}

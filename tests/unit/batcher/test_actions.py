@@ -127,24 +127,14 @@ async def test_a_long_action_waits_for_what_was_decided_and_the_next_one_for_ano
     assert done[3:] == ["second"]
 
 
-async def test_what_the_broker_refuses_and_what_was_sent_behind_it_is_done_again(
-    actions: RecordedQueue,
+@pytest.mark.parametrize("failure", [ResponseError("OOM"), ConnectionError("cut")])
+async def test_what_fails_and_what_was_sent_behind_it_is_done_again(
+    actions: RecordedQueue, failure: Exception
 ) -> None:
     done: list[Any] = []
-    actions.replies_to["b"] = ResponseError("OOM")
+    actions.replies_to["b"] = failure
     actions.add(*(script(name, done) for name in "abc"))
-    with pytest.raises(ResponseError):
-        await run_all(actions)
-    assert done == ["a"]
-    await run_all(actions)
-    assert (actions.names, done) == ([["a", "b", "c"], ["b", "c"]], ["a", "b", "c"])
-
-
-async def test_what_has_no_reply_when_the_connection_is_lost_is_done_again(actions: RecordedQueue) -> None:
-    done: list[Any] = []
-    actions.replies_to["b"] = ConnectionError("cut")
-    actions.add(*(script(name, done) for name in "abc"))
-    with pytest.raises(ConnectionError):
+    with pytest.raises(type(failure)):
         await run_all(actions)
     assert done == ["a"]
     await run_all(actions)

@@ -8,11 +8,10 @@ from redis.asyncio import Redis
 from batcher import failure_detector
 from batcher.failure_detector import CLOCK_JUMP_MS, STALL_S, FailureDetector, Silence, WorkerAbsence
 from batcher.housekeeping import OrphanTracker
-from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import Sequence
 from common.broker.heartbeat import Heartbeat
 from common.broker.pool_client import PoolClient
-from tests.support.broker_state import KEYS, make_capacity, make_request
+from tests.support.broker_state import KEYS, make_request
 
 # --- failure detector ---------------------------------------------------------------------------------------
 
@@ -81,25 +80,6 @@ def test_a_jump_of_the_broker_s_clock_pauses(detector: FailureDetector, clock: C
     assert not detector.active
 
 
-def test_the_broker_s_clock_is_extrapolated(detector: FailureDetector, clock: Clock) -> None:
-    detector.check_clock_jump(1_000_000)
-    clock.now_s += 2.5
-    assert detector.now_ms() == 1_002_500
-
-
-@pytest.mark.parametrize(
-    ("has_heartbeat", "seen_ms", "is_dead"),
-    [(True, 1000.0, False), (False, 1000.0, True), (True, 1001.0, True)],
-    ids=["heartbeat", "none", "one of the future"],
-)
-def test_a_worker_without_a_heartbeat_is_dead_unless_detection_is_paused(
-    detector: FailureDetector, has_heartbeat: bool, seen_ms: float, is_dead: bool
-) -> None:
-    assert detector.is_dead(has_heartbeat, seen_ms, 1000.0) is is_dead
-    detector.pause()
-    assert not detector.is_dead(has_heartbeat, seen_ms, 1000.0)
-
-
 # --- failure detector worker absence ------------------------------------------------------------------------
 
 
@@ -142,16 +122,6 @@ def test_a_worker_is_silent_while_nothing_new_is_heard_of_one_of_its_debts() -> 
     silence.look({}, 110.0)  # as after a pause: the machine was stopped, the broker was away
     silence.look({REPORTS: 4}, 200.0)
     assert silence.workers(5, 200.0) == set()
-
-
-def test_a_worker_owes_reports_while_it_has_rows_and_plans_that_they_do_not_show() -> None:
-    replica = Replica(make_capacity("w1"), WorkerLimits())
-    replica.acknowledged, replica.plan_seen, replica.plan_written = 9, 2, 4
-    assert replica.debts == {}, "without rows it reports nothing"
-    replica.leaving[1] = [5]
-    assert replica.debts == {"reports": 9, "plans": 2}
-    replica.plan_seen = 4
-    assert replica.debts == {"reports": 9}
 
 
 # --- housekeeping -------------------------------------------------------------------------------------------

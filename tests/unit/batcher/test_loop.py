@@ -239,18 +239,6 @@ async def test_a_request_waits_for_no_housekeeping(
     assert not any(task.done() for task in batcher.housekeeping.tasks)
 
 
-async def test_plans_are_written_while_replies_to_others_are_due(batcher: Batcher, redis: Redis) -> None:
-    await batcher.start_epoch()
-    await join(batcher, redis)
-    hold_replies(batcher)
-    for number, name in enumerate(("r1", "r2", "r3"), 2):
-        await admit(redis, make_request(name))
-        async with asyncio.timeout(30):
-            while len(await plans(redis)) < number:
-                await batcher.turn()
-    assert len(batcher.pending.sent) == 3
-
-
 async def test_plans_behind_one_with_a_cancelled_row_are_written_behind_the_rest_of_it(
     batcher: Batcher, redis: Redis
 ) -> None:

@@ -2,23 +2,21 @@
 are published once.
 """
 
-import msgpack
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
 from batcher.actions import ActionQueue
 from batcher.failure_detector import FailureDetector
-from batcher.inbox import Inbox, StreamEntry
+from batcher.inbox import Inbox
 from batcher.lease import LeaseLost
-from batcher.recovery import Backlog, Recovery, count_crashes
+from batcher.recovery import Backlog, Recovery
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from batcher.terminals import Terminals
 from batcher.timeline import TimelineWriter
-from batcher.worker_registry import WorkerRegistry, WorkerState
-from common.broker.committed import Committed
+from batcher.worker_registry import WorkerRegistry
 from common.broker.lua import Reply, ScriptCall
 from common.broker.pool_client import PoolClient
 from common.messages.codec import decode
@@ -74,25 +72,6 @@ async def placed(redis: Redis, request_id: str, incarnation: str = "w1") -> Sequ
     return sequence
 
 
-async def test_resume_enqueues_with_all_committed_tokens(redis: Redis, recovery: Recovery) -> None:
-    await start_worker(redis, "w1")
-    sequence = await placed(redis, "r1")
-    recovery.scheduler.register(sequence)
-    assert await recovery.resume([sequence]) == [sequence]
-    assert unpack_records(sequence.records)[0] == [7, 8]
-    assert (sequence.attempt, sequence.waiting) == (1, True)
-
-
-async def test_resume_dequeues_what_has_its_terminal(redis: Redis, recovery: Recovery) -> None:
-    live, ended = [await queue(redis, name) for name in ("live", "ended")]
-    for sequence in (live, ended):
-        recovery.scheduler.register(sequence)
-    await redis.hset(KEYS.request("ended"), "terminal", "length")  # type: ignore[misc]
-    assert await recovery.resume([live, ended]) == [live]
-    assert list(recovery.scheduler.sequences) == ["live"]
-    assert await redis.xlen(KEYS.requests) == 1
-
-
 async def test_a_request_whose_key_is_gone_has_ended(redis: Redis, recovery: Recovery) -> None:
     sequence = await queue(redis, "r1")
     await redis.delete(KEYS.request("r1"))
@@ -120,40 +99,6 @@ async def test_sequences_change_only_after_everything_was_saved(redis: Redis, re
     assert [one.records for one in sequences] == [b""] * 2
     assert await recovery.resume(sequences) == sequences
     assert [one.base for one in sequences] == [2] * 2
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "base", "is_crash", "crash_count"),
-    [
-        (5, 5, True, 4),  # nothing new was committed: one more crash
-        (5, 5, False, 3),  # the worker did not die under it
-        (6, 5, True, 0),  # a token beyond the base clears it
-    ],
-)
-def test_crashes_count_until_a_token_is_committed(
-    num_tokens: int, base: int, is_crash: bool, crash_count: int
-) -> None:
-    state = Committed(base=base, crash_count=3, records=RECORD.pack(1, 0.0) * num_tokens)
-    assert count_crashes(state, is_crash) == crash_count
-
-
-async def test_a_death_is_counted_once_though_its_reply_is_lost(
-    redis: Redis, recovery: Recovery, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await start_worker(redis, "w1")
-    sequence = await queue(redis, "r1")
-    await place(redis, "r1", "w1")
-    await recovery.workers.seal("w1")
-    with monkeypatch.context() as patch, pytest.raises(ConnectionError):
-        patch.setattr(recovery.workers, "remove_worker_keys", lose_connection)
-        await recovery.remove_worker("w1", [sequence])
-    await recovery.remove_worker("w1", [sequence])
-    assert sequence.crash_count == 1 and sequence.waiting
-    assert await redis.hmget(KEYS.request("r1"), ["worker", "crash_count"]) == [b"", b"1"]  # type: ignore[misc]
-
-
-async def lose_connection(_: str) -> None:
-    raise ConnectionError("away")
 
 
 async def test_a_worker_that_drained_is_no_crash(redis: Redis, recovery: Recovery) -> None:
@@ -217,19 +162,6 @@ async def test_what_a_log_says_of_requests_that_the_worker_gave_up_is_saved(
     assert unpack_records(await redis.get(KEYS.tokens("elsewhere")))[0] == [7]
     assert await redis.hget(KEYS.request("elsewhere"), "worker") == b"w2"  # type: ignore[misc]
     assert await redis.exists(KEYS.tokens("ended")) == 0
-
-
-async def test_a_removed_worker_leaves_no_keys_and_its_requests_resume(
-    redis: Redis, recovery: Recovery
-) -> None:
-    await start_worker(redis, "w1")
-    sequence = await placed(redis, "r1")
-    await recovery.workers.seal("w1")
-    await recovery.remove_worker("w1", [sequence])
-    assert await redis.exists(KEYS.log("w1"), KEYS.reports("w1"), KEYS.plans("w1"), KEYS.worker("w1")) == 0
-    assert unpack_records(await redis.get(KEYS.tokens("r1")))[0] == [7, 8]
-    assert sequence.waiting and recovery.workers.state("w1") is WorkerState.REMOVED
-    assert [event.what for event in recovery.timeline.unwritten["r1"]] == ["died"]
 
 
 # --- terminals ----------------------------------------------------------------------------------------------
@@ -296,19 +228,3 @@ async def test_dequeue_frees_one_entry_however_often_it_runs(redis: Redis, termi
     assert [entry_id.decode() for entry_id, _ in await redis.xrange(KEYS.requests)] == [second.entry_id]
     assert await redis.hget(KEYS.places, "all") == b"1"  # type: ignore[misc]
     assert list(terminals.scheduler.sequences) == ["r2"]
-
-
-async def test_an_undecodable_entry_with_an_id_gets_a_terminal(redis: Redis, terminals: Terminals) -> None:
-    payload = msgpack.packb({"v": 99, "id": "r1"})
-    entry_id = await admit(redis, make_request("r1", channel=CHANNEL), payload)
-    entry = StreamEntry(KEYS.requests, entry_id, {b"generate": payload})
-    [events] = await published(redis, terminals.finish_undecodable(entry))
-    assert [terminal.error_type for terminal in events.terminals] == ["generation"]
-    assert await redis.xlen(KEYS.requests) == 0 and not await redis.exists(KEYS.places)
-
-
-async def test_an_undecodable_entry_without_an_id_is_removed(redis: Redis, terminals: Terminals) -> None:
-    entry_id = await redis.xadd(KEYS.requests, {"generate": b"\xc1"})
-    entry = StreamEntry(KEYS.requests, entry_id.decode(), {b"generate": b"\xc1"})
-    assert await published(redis, terminals.finish_undecodable(entry)) == []
-    assert await redis.xlen(KEYS.requests) == 0

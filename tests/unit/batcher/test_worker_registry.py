@@ -84,15 +84,6 @@ async def test_workers_from_before_the_epoch_are_pending_until_they_answer_or_ar
     assert workers.state("new") is WorkerState.TAKEOVER_SENT
 
 
-async def test_a_worker_without_a_heartbeat_must_be_sealed(redis: Redis, workers: WorkerRegistry) -> None:
-    await start_worker(redis, "w1")
-    await workers.check()
-    await redis.delete(KEYS.worker("w1"), KEYS.workers)
-    assert await workers.check() == ["w1"]
-    workers.detector.pause()
-    assert await workers.check() == []
-
-
 async def test_a_jump_of_the_broker_s_clock_that_ends_heartbeats_seals_nobody(
     redis: Redis, workers: WorkerRegistry
 ) -> None:

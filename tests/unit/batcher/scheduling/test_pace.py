@@ -10,46 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batcher.scheduling.plan_builder import mixed_prefill_tokens, next_plan, whole_steps_reason
+from batcher.scheduling.plan_builder import mixed_prefill_tokens, next_plan
 from batcher.scheduling.replica import (
     CACHE_PARTS,
-    LAUNCHED_STEPS,
     LEAST_HORIZON,
     StepTimes,
     WorkerLimits,
     WorkerPace,
-    horizon,
 )
-from batcher.scheduling.scheduler import Scheduler
 from benchmarks.batcher.timed_pool import Load, StepCosts, TimedPool
 from common.messages.plan import Report
 from tests.support.fleet.simulated_pool import make_replica, make_sequence
 from tests.support.scheduling.late_pool import LatePool
 
 # --- pace ---------------------------------------------------------------------------------------------------
-
-MOST = WorkerLimits().max_horizon
-MANY = 10**6
-
-
-@pytest.mark.parametrize(
-    ("trip_steps", "slots_per_row", "steps"),
-    [
-        (0, MANY, 32),
-        (14, MANY, 32),
-        (15, MANY, 34),
-        (100, MANY, 204),
-        (200, MANY, MOST),
-        (100, 8 * 60, 60),  # an eighth of the cache
-        (100, 8 * 10, 32),
-        (0, 1, 32),
-    ],
-)
-def test_half_of_the_steps_granted_last_as_long_as_a_grant_takes(
-    trip_steps: int, slots_per_row: int, steps: int
-) -> None:
-    assert horizon(MOST, trip_steps, slots_per_row) == steps
-    assert horizon(5, trip_steps, slots_per_row) == 5, "HORIZON"
 
 
 def learnt(*round_trips: float) -> WorkerPace:
@@ -70,14 +44,6 @@ def test_a_late_round_trip_counts_until_many_have_been_shorter() -> None:
 def test_round_trips_that_cannot_be_are_ignored() -> None:
     """A report is what another process wrote."""
     assert learnt(10.0, -1.0, 0.0, math.inf, math.nan) == learnt(10.0)
-
-
-def test_ends_are_counted_by_the_steps_in_which_they_come() -> None:
-    pace = learnt(16.0)
-    for step in range(1, 1001):
-        ended = [(step, "length", 5)] if step % 10 == 0 else []
-        pace.add(Report(1, 1, 1, step, ended=ended), 1)
-    assert pace.ends_per_trip == pytest.approx(0.1 * (8 + LAUNCHED_STEPS), rel=0.1)
 
 
 @pytest.mark.parametrize("late", [0, 20, 50])
@@ -122,12 +88,6 @@ def learnt_times(*step_times: tuple[int, int, int, float]) -> StepTimes:
     times = StepTimes()
     times.add(step_times)
     return times
-
-
-def test_decode_and_what_each_token_of_a_prompt_adds_are_told_apart() -> None:
-    times = learnt_times((10, 10, 0, 200.0), (4, 4, 100, 130.0), (2, 0, 200, 100.0))
-    assert times.step_ms == pytest.approx(20)
-    assert times.added_ms / times.tokens == pytest.approx(0.5), "beside rows that decode, and alone"
 
 
 @pytest.mark.parametrize(
@@ -176,20 +136,6 @@ def test_figures_that_cannot_be_are_ignored() -> None:
     assert times.prefill_tokens(50.0, MOST_TOKENS) == before
 
 
-def test_a_plan_follows_the_target_once_reports_carry_times() -> None:
-    replica = make_replica(num_blocks=100)
-    replica.limits = WorkerLimits(inter_token_target_ms=30.0)
-    scheduler = Scheduler(replica.limits, 1)
-    scheduler.replicas["w1"] = replica
-    replica.start(make_sequence(16))
-    plan = next_plan(replica, 1, [])
-    assert plan and plan.mixed_prefill_tokens == plan.prefill_tokens == 64
-    times = [(5, 5, 0, 100.0), (1, 1, 64, 36.0)]
-    scheduler.apply_report("w1", Report(1, 1, 1, 20, step_times=times))
-    plan = next_plan(replica, 1, [])
-    assert plan and (plan.mixed_prefill_tokens, plan.prefill_tokens) == (40, 64)
-
-
 @pytest.mark.parametrize(
     ("step_ms", "tokens"),
     [
@@ -207,30 +153,6 @@ def test_a_learnt_target_is_a_tenth_of_a_second_or_three_decode_steps(step_ms: f
 
 SLOW = StepTimes(decode_steps=10, decode_ms=200.0, tokens=100, added_ms=100.0)
 """A decode step takes 20 ms, and each token of a prompt 1 ms more."""
-
-
-@pytest.mark.parametrize(
-    ("ratio", "num_prompts", "num_decoding", "whole"),
-    [(0.3, 3, 10, True), (0.3, 2, 10, False), (1.2, 11, 10, False), (1.2, 12, 10, True), (0.0, 1, 9, True)],
-)
-def test_prompts_take_whole_steps_where_they_are_so_many_for_each_row_that_decodes(
-    ratio: float, num_prompts: int, num_decoding: int, whole: bool
-) -> None:
-    limits = WorkerLimits(waiting_served_ratio=ratio)
-    assert whole_steps_reason(limits, [0] * num_prompts, num_decoding) == ("backpressure" if whole else "")
-
-
-@pytest.mark.parametrize(("age", "whole"), [(19, False), (20, True), (90, True)])
-def test_a_prompt_whole_steps_reason_once_it_has_waited_for_so_many(age: int, whole: bool) -> None:
-    assert whole_steps_reason(WorkerLimits(max_waiting_tokens=20), [3, age], 100) == (
-        "wait_exceeded" if whole else ""
-    )
-
-
-def test_without_prompts_or_without_the_settings_nothing_is_whole() -> None:
-    both = WorkerLimits(waiting_served_ratio=0.0, max_waiting_tokens=0)
-    assert not whole_steps_reason(both, [], 5)
-    assert not whole_steps_reason(WorkerLimits(), [1000] * 9, 1)
 
 
 def test_a_prompt_waits_from_when_it_has_a_place() -> None:

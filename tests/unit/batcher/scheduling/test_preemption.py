@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from batcher.scheduling.plan_builder import next_plan
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import PREEMPT, PlacedRow
-from batcher.scheduling.turn import importance, max_standby, standby_rows
+from batcher.scheduling.turn import importance, standby_rows
 from tests.support.fleet.simulated_pool import (
     BLOCK_SIZE,
     Pool,
@@ -170,22 +170,6 @@ def test_places_stay_taken_though_plans_and_reports_are_late(places: int, late: 
         pool.run(300)
         busy[standby] = sum(taken * ticks for taken, ticks in pool.run(500).items()) / 500 / places
     assert busy[True] > 0.97 > busy[False]
-
-
-@pytest.mark.parametrize(
-    ("places", "ends_per_trip", "num_standby"),
-    [
-        (15, 5.0, 0),
-        (16, 0.0, 1),
-        (16, 1.25, 3),
-        (16, 10.0, 8),
-        (256, 0.0, 1),
-        (256, 4.0, 6),
-        (256, 999.0, 128),
-    ],
-)
-def test_as_many_stand_by_as_end_in_a_round_trip(places: int, ends_per_trip: float, num_standby: int) -> None:
-    assert max_standby(places, ends_per_trip) == num_standby
 
 
 def test_suspects_and_choices_that_share_their_prompt_do_not_stand_by() -> None:

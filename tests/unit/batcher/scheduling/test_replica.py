@@ -40,28 +40,6 @@ def test_what_running_rows_may_soon_need_must_be_left() -> None:
     assert replica.reserved == 0
 
 
-def test_no_row_starts_beyond_the_batch_or_on_a_starved_worker() -> None:
-    replica = make_replica(num_blocks=100, max_batch_size=1)
-    assert replica.can_start(make_sequence(1))
-    replica.starved = True
-    assert not replica.can_start(make_sequence(1))
-    replica.starved = False
-    replica.start(make_sequence(1))
-    assert not replica.can_start(make_sequence(1))
-
-
-def test_a_grant_is_needed_when_half_of_the_horizon_is_used() -> None:
-    replica = make_replica()
-    assert not replica.needs_grant, "without rows nothing runs"
-    row = replica.start(make_sequence(1))
-    plan = next_plan(replica, 1, [row])
-    assert plan and (plan.until, plan.report_at) == (32, 16)
-    replica.step = 15
-    assert not replica.needs_grant
-    replica.step = 16
-    assert replica.needs_grant
-
-
 def test_a_plan_that_grants_nothing_leaves_it_as_it_is_when_a_report_is_due() -> None:
     """Else each plan would put the report off."""
     replica = make_replica(num_blocks=100)
@@ -84,16 +62,6 @@ def test_steps_that_are_granted_stay_so_though_the_horizon_is_less_by_then() -> 
     replica.step, replica.until, replica.report_at = 128, 256, 128
     plan = next_plan(replica, 1, [row])
     assert plan and (plan.until, plan.report_at) == (256, 240)
-
-
-def test_a_starved_worker_needs_a_grant_once_blocks_are_free() -> None:
-    replica = make_replica(num_blocks=3)
-    replica.start(make_sequence(16))
-    replica.until, replica.report_at = 32, 16
-    replica.starved = True
-    assert not replica.needs_grant
-    replica.pool.release([3])
-    assert replica.needs_grant
 
 
 @pytest.mark.parametrize(

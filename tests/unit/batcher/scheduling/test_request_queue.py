@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -150,11 +149,6 @@ def start_all(queue: RequestQueue, most: int = 10**6, fits: Callable[[Sequence],
     return started
 
 
-def test_urgent_classes_start_first_and_an_unknown_class_is_standard() -> None:
-    queue = queue_of(new("b", 0, "batch"), new("u", 1, "?"), new("s", 2), new("i", 3, "interactive"))
-    assert start_all(queue) == ["i", "u", "s", "b"]
-
-
 @settings(max_examples=60)
 @given(
     trace=st.lists(
@@ -173,25 +167,6 @@ def test_no_class_that_waits_is_passed_for_long(trace: list[tuple[int, ...]]) ->
             waiting[class_index] -= 1
             passed = Counter({other: passed[other] + 1 for other in +waiting if other != class_index})
         assert all(most <= PATIENCE + len(SERVICE_CLASSES) for most in passed.values())
-
-
-def test_weights_divide_what_is_computed() -> None:
-    queue = queue_of(weights={"heavy": 3.0})
-    for i in range(400):
-        queue.add(new(f"heavy{i}", i, tenant="heavy", prompt=50))
-        queue.add(new(f"light{i}", 1000 + i, tenant="light", prompt=5, most=10))
-    tokens = Counter[str]()
-    for name in start_all(queue, 300):
-        tokens[name[:5]] += 60 if name.startswith("heavy") else 15
-    assert tokens["heavy"] / tokens["light"] == pytest.approx(3, rel=0.05)
-
-
-def test_a_tenant_that_was_away_has_saved_nothing() -> None:
-    queue = queue_of(*(new(f"a{i}", i, tenant="a") for i in range(200)))
-    start_all(queue, 100)
-    for i in range(100):
-        queue.add(new(f"b{i}", 1000 + i, tenant="b"))
-    assert abs(2 * sum(name.startswith("b") for name in start_all(queue, 100)) - 100) <= 4
 
 
 def test_short_requests_pass_a_long_one_and_it_does_not_starve() -> None:

@@ -191,7 +191,7 @@ async def test_a_row_starts_with_its_adapter_and_the_next_incarnation_knows_what
     await start(agent, adapter="sql@1")
     assert isinstance(agent.engine, RecordingEngine)
     [row] = agent.engine.grants[-1].starts
-    assert row.adapter == "sql@1"
+    assert row.request.adapter == "sql@1"
     assert agent.adapters.used() == {"sql@1"}
     agent.state.adapters.loaded.add("sql@1")
     assert agent.state.next_incarnation().adapters.loaded == {"sql@1"}

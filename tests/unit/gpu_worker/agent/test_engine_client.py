@@ -12,16 +12,17 @@ from typing import Any
 
 import pytest
 
+from common.messages.plan import WorkerCapacity
 from common.settings.settings import SettingError, Settings
 from gpu_worker.agent import gpu_claims as gpus
 from gpu_worker.agent.engine_client import EngineClient, EngineDied, EngineLink, RankProcess
 from gpu_worker.frames import encode
 from gpu_worker.loading import capacity
-from gpu_worker.protocol import SAMPLE, EngineFailure, LoadProgress, Ready, StepResult
+from gpu_worker.protocol import SAMPLE, EngineFailure, LoadProgress, StepResult
 from tests.support.machine import fake_nvml
 from tests.support.waiting import wait_until
 
-READY = Ready("m", "float32", "cpu", 16, 100, 64, 2048, b"", token_ms=0.5)
+READY = WorkerCapacity("", "", "m", "float32", 16, 100, 64, 2048, token_ms=0.5)
 TWO = SAMPLE.pack(1, 0, 5, -0.5) + SAMPLE.pack(2, 0, 6, -0.5)
 
 
@@ -89,9 +90,9 @@ async def test_ready_returns_the_capacity_and_passes_progress_on(engine: FakeEng
     progress: list[str] = []
     engine.send(encode(LoadProgress("loading")), encode(LoadProgress("warm")), encode(READY))
     assert await engine.client.ready(progress.append) == READY
-    assert (progress, engine.client.token_ms) == (["loading", "warm"], 0.5)
+    assert progress == ["loading", "warm"]
     engine.send(encode(READY))
-    assert await steps_until_death(engine, "unexpected frame of the engine: Ready") == []
+    assert await steps_until_death(engine, "unexpected frame of the engine: WorkerCapacity") == []
 
 
 async def test_a_setting_that_cannot_be_served_raises_a_setting_error(engine: FakeEngine) -> None:

@@ -41,12 +41,6 @@ async def test_every_grant_has_the_budgets_of_the_newest_plan(agent: Agent) -> N
     assert budgets == [(0, 0, False), (24, 8, True), (24, 8, True)]
 
 
-async def test_the_engine_learns_the_class_of_a_row(agent: Agent) -> None:
-    for row, name in enumerate(("batch", "interactive", "standard")):
-        await start(agent, row, class_name=name)
-    assert [grant.starts[0].class_index for grant in grants(agent)] == [2, 0, 1]
-
-
 async def test_unknown_rows_are_reported_preempted(agent: Agent, redis: Redis) -> None:
     agent.plans.apply(plan(agent, stops=[(9, "client")]))
     await agent.flusher.flush()
@@ -239,7 +233,7 @@ async def test_the_watchdog_watches_while_rows_may_run(agent: Agent) -> None:
     assert not agent.is_busy()
     await start(agent)
     assert agent.is_busy()
-    agent.state.step = agent.state.until
+    agent.state.step = agent.state.granted.until
     assert not agent.is_busy()
 
 

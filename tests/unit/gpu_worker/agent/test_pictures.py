@@ -9,7 +9,6 @@ from common.messages.request import Generate, Picture, StoppingParams
 from gpu_worker.agent import pictures
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.grants import PlanHandler
-from gpu_worker.protocol import StartRow
 from tests.support.agents import KEYS, grants, make_agent
 
 FIRST, SECOND = Picture("aa", 2, 10), Picture("bb", 20, 4)
@@ -27,7 +26,7 @@ def new_row(row: int = 1, num_cached: int = 0, **fields: object) -> NewRow:
     return NewRow(row, 1, 0, b"", pack_ids([1, 2, 3]), request, num_cached)
 
 
-async def start(agent: Agent, *rows: NewRow) -> list[StartRow]:
+async def start(agent: Agent, *rows: NewRow) -> list[NewRow]:
     plan = Plan(1, len(agent.state.table.rows), 8, 64, starts=[*rows])
     handler: PlanHandler = agent.plans
     await handler.pictures.read_for(plan.starts)
@@ -45,9 +44,9 @@ async def test_a_row_gets_its_pictures_and_a_resume_gets_them_again(redis: Redis
     agent = await make_agent(redis)
     await keep(redis, aa=b"red", bb=b"blue")
     [row] = await start(agent, new_row())
-    assert row.pictures == [(2, 10, "aa", b"red"), (20, 4, "bb", b"blue")]
+    assert row.contents == [b"red", b"blue"]
     [resumed] = await start(agent, new_row(2))
-    assert resumed.pictures == row.pictures
+    assert resumed.contents == row.contents
 
 
 @pytest.mark.parametrize(
@@ -59,16 +58,16 @@ async def test_pictures_whose_kv_is_cached_are_not_read(
     agent = await make_agent(redis)
     await keep(redis, **{digest: digest.encode() for digest in digests})
     [row] = await start(agent, new_row(num_cached=num_cached))
-    assert [digest for _, _, digest, _ in row.pictures] == digests
+    assert [one.decode() for one in row.contents if one] == digests
 
 
 async def test_an_engine_may_need_all_pictures_of_a_row(redis: Redis) -> None:
     """Where the positions after a picture depend on its size."""
     agent = await make_agent(redis)
-    agent.engine.all_pictures = True
+    agent.plans.pictures.needs_all = True
     await keep(redis, aa=b"red", bb=b"blue")
     [row] = await start(agent, new_row(num_cached=24))
-    assert [digest for _, _, digest, _ in row.pictures] == ["aa", "bb"]
+    assert row.contents == [b"red", b"blue"]
 
 
 async def test_a_row_whose_picture_is_lost_never_starts_and_its_request_fails(redis: Redis) -> None:
@@ -84,10 +83,10 @@ async def test_a_row_whose_picture_is_lost_never_starts_and_its_request_fails(re
     assert [*agent.state.table.rows] == [2]
 
 
-async def test_rows_with_large_pictures_are_granted_one_after_the_other(
+async def test_rows_with_large_pictures_are_sent_one_after_the_other(
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pictures, "MAX_GRANT_BYTES", 10)
+    monkeypatch.setattr(pictures, "MAX_FRAME_PICTURES", 10)
     agent = await make_agent(redis)
     await keep(redis, aa=b"red", bb=b"blue")
     before = len(grants(agent))

@@ -36,7 +36,7 @@ from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.metrics import BatchMetrics
 from gpu_worker.agent.publish import Publisher
 from gpu_worker.agent.row_text import RowTable, RowText
-from gpu_worker.protocol import SAMPLE, Grant, StartRow, StepResult
+from gpu_worker.protocol import SAMPLE, StepResult
 from tests.support.agents import (
     CHANNEL,
     KEYS,
@@ -50,6 +50,8 @@ from tests.support.agents import (
     step,
 )
 from tests.support.broker.listening import listening
+from tests.support.engine.start_rows import plan as plan_of
+from tests.support.engine.start_rows import start_row as new_row
 from tests.support.tokenizer import TOKENIZER
 from tests.support.tokenizer import ids as ids_of
 
@@ -166,7 +168,6 @@ async def written(redis: Redis, num_rows: int) -> list[int] | None:
 async def test_logits_are_written_before_their_tokens(agent: Agent, redis: Redis) -> None:
     """Those of a prompt's first chunks, too, which bring no token; those after the end are dropped."""
     await start(agent, logits=LOGITS, prompt_ids=pack_ids([3, 4, 5]), max_new_tokens=2)
-    assert grants(agent)[-1].starts[0].logits == (0, 4, "float32")
     step(agent, logits=[rows(0, 2)])
     assert not agent.state.outbox.is_empty and not agent.flusher.can_start
     await agent.flusher.flush()
@@ -222,7 +223,7 @@ async def test_a_beam_search_publishes_its_sequences_with_its_end_and_nothing_be
     )
     async with listening(redis, CHANNEL) as published:
         await start(agent, beams=BeamParams(2), stop=["sea"], block_hashes=b"h" * 16)
-        assert grants(agent)[-1].starts[0].beams == BeamParams(2)
+        assert grants(agent)[-1].starts[0].request.beams == BeamParams(2)
         step(agent, prefilled=[(1, 2)])
         step(agent, num_beams=2)
         await agent.flusher.flush()
@@ -407,8 +408,8 @@ def test_steps_beside_a_row_that_stands_by_are_those_that_they_are() -> None:
     counts = catalogue.BATCH_COUNT.values
     before = {method: counts[method,] for method in ("prefill", "decode")}
     metrics = BatchMetrics()
-    starts = [StartRow(number, bytes(8), 0, bytes(4), StoppingParams(9)) for number in (1, 2)]
-    metrics.on_grant(Grant(9, 8, starts, max_rows=1), 0.0)
+    starts = [new_row(number, [0, 0], 9, blocks=[0]) for number in (1, 2)]
+    metrics.on_plan(plan_of(9, 8, starts, max_rows=1), 0.0)
     chunk = StepResult(1, prefill_tokens=7, duration_ms=2.0)
     last = StepResult(2, prefilled=[(1, 8)], duration_ms=2.0)
     metrics.on_steps([chunk, last, *(StepResult(step, duration_ms=2.0) for step in (3, 4, 5))], 0.005)

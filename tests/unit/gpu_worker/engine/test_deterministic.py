@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.messages.plan import NewRow
 from common.messages.request import SamplingParams
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.cuda.graphs import FixedShapeGraph
 from gpu_worker.engine.engine import Engine
-from gpu_worker.protocol import StartRow
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player, player
 from tests.support.engine.reference import prompt_ids
@@ -48,7 +48,7 @@ def engine() -> Iterator[Engine]:
 
 def start(
     played: Player, rows: Sequence[int], shown: dict[int, list[int]] | None = None, tiny: bool = False
-) -> list[StartRow]:
+) -> list[NewRow]:
     texts, shown = prompts() if tiny else prompt_ids([PROMPTS[place] for place in FEW]), shown or {}
     return [
         played.start(
@@ -63,7 +63,7 @@ def start(
     ]
 
 
-def tell(played: Player, starts: Sequence[StartRow]) -> dict[int, Told]:
+def tell(played: Player, starts: Sequence[NewRow]) -> dict[int, Told]:
     num_before, bits = len(played.steps), {one.row: b"" for one in starts}
     ids = played.run(starts)
     for step in played.steps[num_before:]:

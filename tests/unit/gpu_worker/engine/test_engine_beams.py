@@ -16,13 +16,14 @@ from transformers import AutoModelForCausalLM
 
 from api.grammar.compile import Grammar, compile_unchecked
 from common import model_files
+from common.messages.plan import NewRow
 from common.messages.records import BeamSequence
 from common.messages.request import BeamParams, SamplingParams
 from gpu_worker.engine.engine import Engine
-from gpu_worker.protocol import Grant, StartRow
 from tests.support.engine import reference, tiny_models
 from tests.support.engine.batch_player import Player, player
 from tests.support.engine.reference import Found
+from tests.support.engine.start_rows import plan
 from tests.support.engine.tiny_engine import engine_of, prompts
 from tests.support.engine.tiny_models import FAMILIES, LLAMA, VOCAB
 
@@ -79,7 +80,7 @@ class Tiny:
         )
 
 
-def start(played: Player, number: int, prompt: list[int], beams: BeamParams, **params: Any) -> StartRow:
+def start(played: Player, number: int, prompt: list[int], beams: BeamParams, **params: Any) -> NewRow:
     given: dict[str, Any] = {"stop_ids": ENDS, "ignore_eos": True} | params
     return played.start(number, prompt, NEW_TOKENS, beams=beams, **given)
 
@@ -172,11 +173,11 @@ def test_a_search_that_is_stopped_gives_its_blocks_back_and_finds_the_same_again
     for num_steps in range(5):
         played = llama.player()
         row = start(played, 1, prompt, beams)
-        llama.engine.apply(Grant(llama.engine.rows.step + 100, 1000, [row]))
-        llama.engine.apply(Grant(llama.engine.rows.step + 100, 1000, blocks=played.grow(NEW_TOKENS, 1)))
+        llama.engine.apply(plan(llama.engine.rows.step + 100, 1000, [row]))
+        llama.engine.apply(plan(llama.engine.rows.step + 100, 1000, blocks=played.grow(NEW_TOKENS, 1)))
         steps = [llama.engine.step() for _ in range(num_steps)]
         assert all(step and not step.sequences for step in steps)
-        llama.engine.apply(Grant(llama.engine.rows.step, 0, stops=[(1, "preempted")]))
+        llama.engine.apply(plan(llama.engine.rows.step, 0, stops=[(1, "preempted")]))
         step = llama.engine.step()
         assert step and [why for _, why, _ in step.ended] == ["preempted"] and len(step.released) == 1
         assert llama.engine.step() is None

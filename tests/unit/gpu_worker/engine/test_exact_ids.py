@@ -9,10 +9,11 @@ import pytest
 
 from common import model_files
 from gpu_worker.engine.engine import Engine
-from gpu_worker.protocol import Grant, StepResult
+from gpu_worker.protocol import StepResult
 from tests.support.engine import reference
 from tests.support.engine.batch_player import AHEAD, Player, player
 from tests.support.engine.reference import prompt_ids, reference_ids
+from tests.support.engine.start_rows import plan
 from tests.support.prompts import FEW, PROMPTS
 
 ALL = pytest.param(list(range(len(PROMPTS))), id="all", marks=pytest.mark.slow)
@@ -132,12 +133,10 @@ def test_freed_blocks_are_nan_unless_they_are_full(engine: Engine, prompts: list
     for tensor in (*engine.loaded.cache.keys, *engine.loaded.cache.values):
         assert tensor[1 + full].isnan().all()
         assert tensor[: 1 + full].isfinite().all()
-    engine.apply(Grant(played.until, 0, [played.start(1, prompts[20], end=1)]))
+    engine.apply(plan(played.until, 0, [played.start(1, prompts[20], end=1)]))
     assert not any(tensor[1].any() for tensor in (*engine.loaded.cache.keys, *engine.loaded.cache.values))
-    engine.apply(Grant(played.until, 0, stops=[(1, "cancelled")]))
-    assert engine.step() == StepResult(
-        played.steps[-1].step, ended=((1, "cancelled", 0),), released=((1, 0),)
-    )
+    engine.apply(plan(played.until, 0, stops=[(1, "cancelled")]))
+    assert engine.step() == StepResult(played.steps[-1].step, ended=[(1, "cancelled", 0)], released=[(1, 0)])
     assert engine.step() is None
 
 

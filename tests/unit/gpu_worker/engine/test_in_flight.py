@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.messages.request import SamplingParams
+from common.messages.request import LogitsParams, SamplingParams
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.in_flight import LaunchPace
 from gpu_worker.engine.sampling import native_sampler
@@ -34,7 +34,12 @@ WAITING = {
 }
 FAMILIES_TRIED = ("Qwen2", "Phi3-longrope", "Qwen3-MoE", "GPT2", "gpt-oss", "OPT", "StableLM")
 ASKED: list[dict[str, Any]] = [
-    {"top_n_tokens": 2, "prompt_logprobs": 2, "min_new_tokens": 4, "logits": (0, 100, "bfloat16")},
+    {
+        "top_n_tokens": 2,
+        "prompt_logprobs": 2,
+        "min_new_tokens": 4,
+        "logits": LogitsParams(True, True, "bfloat16", 1),
+    },
     {
         "sampling": SamplingParams(
             temperature=0.8, top_p=0.9, top_k=20, repetition_penalty=1.2, frequency_penalty=0.2

@@ -18,7 +18,8 @@ import psutil
 import pytest
 
 from api.grammar.compile import Grammar, compile_unchecked
-from common.messages.request import BeamParams, SamplingParams
+from common.messages.plan import NewRow, WorkerCapacity
+from common.messages.request import BeamParams, LogitsParams, SamplingParams
 from common.settings.settings import Settings
 from gpu_worker.engine import loop, process
 from gpu_worker.engine.agent_link import AgentLink
@@ -29,17 +30,14 @@ from gpu_worker.protocol import (
     Begin,
     EngineFailure,
     Frame,
-    Grant,
     LoadProgress,
     PeerClosed,
-    Ready,
-    StartRow,
     StepResult,
 )
 from tests.support.engine.pictures.models import picture, save
 from tests.support.engine.pictures.seeing import SETTINGS
 from tests.support.engine.reference import prompt_ids
-from tests.support.engine.start_rows import start_row
+from tests.support.engine.start_rows import plan, start_row
 from tests.support.forks.client import ForkedProcess
 from tests.support.prompts import FEW, PROMPTS
 from tests.support.waiting import PATIENCE_S
@@ -59,8 +57,8 @@ class Agent:
     def send(self, frame: Frame) -> None:
         self.channel.sendall(encode(frame))
 
-    def start_one(self, start: StartRow) -> None:
-        self.send(Grant(self.engine.rows.step + 1000, 1000, [start]))
+    def start_one(self, start: NewRow) -> None:
+        self.send(plan(self.engine.rows.step + 1000, 1000, [start]))
         self.wait_for([start.row])
 
     def start(self, *sources: str) -> list[int]:
@@ -72,7 +70,7 @@ class Agent:
             start_row(number, prompt, 1, blocks=blocks(number), sampling=SamplingParams(grammar=source))
             for number, source in zip(numbers, sources, strict=True)
         ]
-        self.send(Grant(self.engine.rows.step + 1000, 1000, starts))
+        self.send(plan(self.engine.rows.step + 1000, 1000, starts))
         return numbers
 
     def result(self) -> StepResult:
@@ -149,7 +147,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "grammar": {"sampling": SamplingParams(grammar=compile_unchecked(Grammar("regex", "[0-9]{2}", "f")))},
     "allowed": {"sampling": SamplingParams(allowed_token_ids=[7, 8])},
     "prompt_logprobs": {"prompt_logprobs": 1},
-    "logits": {"logits": (0, 3, "float32")},
+    "logits": {"logits": LogitsParams(True, True, "float32", 1)},
     "beams": {"beams": BeamParams(2)},
     "beams_with_stop": {"beams": BeamParams(2), "stop": [" the"]},
     "bad_adapter": {"adapter": "none"},
@@ -227,10 +225,10 @@ class Child:
             self.frames.feed(data)
         return frame
 
-    def ready(self) -> Ready | EngineFailure:
+    def ready(self) -> WorkerCapacity | EngineFailure:
         while isinstance(frame := self.receive(), LoadProgress):
             assert frame.text
-        assert isinstance(frame, Ready | EngineFailure)
+        assert isinstance(frame, WorkerCapacity | EngineFailure)
         return frame
 
 
@@ -299,7 +297,7 @@ def test_a_preloaded_engine_imports_only_and_loads_with_the_variables_it_is_give
         assert " ".join(psutil.Process(child.process.pid).cmdline()).strip() == "tokenfleet engine preloaded"
         child.send(Begin({"MODEL_ID": "smollm2", "BLOCK_SIZE": "32", "WORKER_NAME": "w3"}))
         ready = child.ready()
-        assert isinstance(ready, Ready) and ready.block_size == 32
+        assert isinstance(ready, WorkerCapacity) and ready.block_size == 32
         assert " ".join(psutil.Process(child.process.pid).cmdline()).strip() == "tokenfleet engine w3"
     finally:
         assert end(child) == 0

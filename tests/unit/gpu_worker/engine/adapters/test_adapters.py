@@ -12,7 +12,6 @@ from gpu_worker.protocol import (
     AdapterLoaded,
     AdapterRefused,
     AdapterUnloaded,
-    Grant,
     LoadAdapter,
     UnloadAdapter,
 )
@@ -23,7 +22,7 @@ from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player, player
 from tests.support.engine.quantized_models import AWQ, GPTQ, awq, gptq
 from tests.support.engine.quantized_models import save as save_quantised
-from tests.support.engine.start_rows import start_row
+from tests.support.engine.start_rows import plan, start_row
 from tests.support.engine.tiny_engine import engine_of
 
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -193,16 +192,16 @@ def test_an_adapter_that_is_unloaded_while_rows_have_it_serves_them_and_no_other
     load_adapters(engine, {"a": named["a"]})
     played = Player(engine, list(range(1, 50)), until=100)
     start = played.start(1, PROMPT, COUNT, ignore_eos=True, adapter="a")
-    engine.apply(Grant(100, 64, [start]))
-    engine.apply(Grant(100, 64, blocks=played.grow(COUNT, 1)))
+    engine.apply(plan(100, 64, [start]))
+    engine.apply(plan(100, 64, blocks=played.grow(COUNT, 1)))
     first = engine.step()
     assert first and first.num_samples == 1
     assert engine.obey(UnloadAdapter("a")) == AdapterUnloaded("a")
     answer = engine.obey(LoadAdapter("a", str(named["b"])))
     assert isinstance(answer, AdapterLoaded)
     later = played.start(2, PROMPT, COUNT, ignore_eos=True, adapter="a")
-    engine.apply(Grant(100, 64, [later]))
-    engine.apply(Grant(100, 64, blocks=played.grow(COUNT, 2)))
+    engine.apply(plan(100, 64, [later]))
+    engine.apply(plan(100, 64, blocks=played.grow(COUNT, 2)))
     for step in [first, *iter(engine.step, None)]:
         played.collect(step)
     assert played.ids[1] == ids_of(llama[0], named["a"])
@@ -213,7 +212,7 @@ def test_an_adapter_that_is_unloaded_while_rows_have_it_serves_them_and_no_other
 
 def test_a_row_whose_adapter_is_not_loaded_ends(llama: tuple[Any, Path]) -> None:
     engine = engine_of(llama[1])
-    engine.apply(Grant(9, 64, [start_row(1, PROMPT, COUNT, blocks=[1, 2, 3, 4], adapter="gone")]))
+    engine.apply(plan(9, 64, [start_row(1, PROMPT, COUNT, blocks=[1, 2, 3, 4], adapter="gone")]))
     step = engine.step()
     assert step and [*step.ended, *step.released] == [(1, "adapter", 0), (1, 0)]
 
@@ -246,7 +245,7 @@ def test_what_is_loaded_stays_where_its_successor_is_refused(
     llama: tuple[Any, Path], named: dict[str, Path]
 ) -> None:
     engine = engine_of(llama[1], max_loras=3, max_lora_rank=16)
-    assert (engine.ready.max_loras, engine.ready.max_lora_rank, engine.ready.max_cpu_loras) == (3, 16, 12)
+    assert (engine.ready.max_loras, engine.ready.max_lora_rank, engine.adapters.num_kept) == (3, 16, 12)
     answer = engine.obey(LoadAdapter("a", str(named["a"])))
     assert isinstance(answer, AdapterLoaded) and answer.rank == 4 and answer.num_bytes > 0
     change_config(named["b"], use_dora=True)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.messages.plan import Plan
+from common.messages.plan import NewRow, Plan
 from gpu_worker.engine.batch.encoding import EncodingSchedule
 from gpu_worker.engine.batch.prefill import PATIENCE
 from gpu_worker.engine.batch.prefill_budget import TOKENS_PER_PAUSE, PrefillBudget, even_part
@@ -15,9 +15,8 @@ from gpu_worker.engine.batch.row import Row
 from gpu_worker.engine.batch.row_pictures import PictureShape, PictureState, PlacedPicture, RowPictures
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.engine.batch.step_result import PromptLogprobs
-from gpu_worker.protocol import Grant, StartRow
 from tests.support.engine.row_steps import BLOCK, EOS, TEXT, rows_with, run_step, sampled_indices, start
-from tests.support.engine.start_rows import start_row
+from tests.support.engine.start_rows import plan, start_row
 
 NO_LOGPROBS = PromptLogprobs(b"", b"", b"")
 
@@ -40,7 +39,7 @@ def test_prefill_is_chunked_the_shortest_first_beside_rows_that_decode() -> None
 def test_prompts_of_the_urgent_are_computed_first() -> None:
     rows = rows_with(start(0, 6, class_index=2), start(1, 6, class_index=1), start(2, 12), prefill_tokens=8)
     run_step(rows)
-    rows.apply(Grant(1000, 8, [start(3, 6)]))
+    rows.apply(plan(1000, 8, [start(3, 6)]))
     assert [[one[:3] for one in run_step(rows)[0]] for _ in range(3)] == [
         [(2, 8, 4), (3, 0, 4)],
         [(2, 12, 1), (3, 4, 2), (1, 0, 6)],
@@ -52,7 +51,7 @@ def test_a_prompt_that_others_pass_for_long_has_a_step_of_its_own_now_and_then()
     rows = rows_with(start(0, 20, class_index=2), prefill_tokens=8)
     computed = []
     for number in range(1, 3 * PATIENCE + 1):
-        rows.apply(Grant(1000, 8, [start(number, 8, end=1)]))
+        rows.apply(plan(1000, 8, [start(number, 8, end=1)]))
         computed.append([one[:3] for one in run_step(rows)[0] if one[0] == 0])
     own = {place: slices for place, slices in enumerate(computed) if slices}
     assert own == {
@@ -64,7 +63,7 @@ def test_a_prompt_that_others_pass_for_long_has_a_step_of_its_own_now_and_then()
 
 def test_fewer_tokens_of_prompts_go_beside_rows_that_decode() -> None:
     rows = Rows(BLOCK, [EOS])
-    rows.apply(Grant(1000, 8, [start(0, 10), start(1, 2), start(2, 6)], mixed_prefill_tokens=3))
+    rows.apply(plan(1000, 8, [start(0, 10), start(1, 2), start(2, 6)], mixed_prefill_tokens=3))
     shapes, counts = [], []
     for _ in range(5):
         slices, result = run_step(rows)
@@ -76,9 +75,9 @@ def test_fewer_tokens_of_prompts_go_beside_rows_that_decode() -> None:
         [(2, 7, 1, True), (1, 3, 1, True), (0, 3, 3, False)],
     ]
     assert counts == [8, 3, 3, 2, 2], "the steps that the last prompt takes are equal"
-    rows.apply(Grant(1000, 8, [start(3, 5)]))
+    rows.apply(plan(1000, 8, [start(3, 5)]))
     assert run_step(rows)[0][-1] == (3, 0, 5, True), "a grant without the number has no such limit"
-    rows.apply(Grant(1000, 8, [start(4, 1)]))
+    rows.apply(plan(1000, 8, [start(4, 1)]))
     assert run_step(rows)[1].prefill_tokens == 0, "a single token is a step like that of a row that decodes"
 
 
@@ -91,7 +90,7 @@ def test_prompts_with_logprobs_take_few_tokens_of_a_step() -> None:
         start(2, 3, prompt_logprobs=1),
         start(3, 1, prompt_logprobs=0),
     ]
-    rows.apply(Grant(1000, 1000, starts))
+    rows.apply(plan(1000, 1000, starts))
     shapes, scored = [], []
     for _ in range(4):
         slices = rows.launch()
@@ -121,11 +120,11 @@ def test_prompts_with_logprobs_take_few_tokens_of_a_step() -> None:
 
 def test_prompts_that_are_less_urgent_make_no_step_longer() -> None:
     rows = Rows(BLOCK, [EOS])
-    rows.apply(Grant(1000, 100, [start(0, 1)], mixed_prefill_tokens=8, may_exceed=True))
+    rows.apply(plan(1000, 100, [start(0, 1)], mixed_prefill_tokens=8, may_exceed=True))
     run_step(rows)
-    rows.apply(Grant(1000, 100, [start(1, 60, class_index=1)], mixed_prefill_tokens=8, may_exceed=True))
+    rows.apply(plan(1000, 100, [start(1, 60, class_index=1)], mixed_prefill_tokens=8, may_exceed=True))
     assert run_step(rows)[0][-1] == (1, 0, 8, False)
-    rows.apply(Grant(1000, 100, [start(2, 40)], mixed_prefill_tokens=8, may_exceed=True))
+    rows.apply(plan(1000, 100, [start(2, 40)], mixed_prefill_tokens=8, may_exceed=True))
     assert run_step(rows)[0][1:] == [(2, 0, 40, True), (1, 8, 52, True)], "those that are make it whole"
 
 
@@ -133,7 +132,7 @@ def test_rows_of_batches_wait_for_a_callers_prompt_for_one_step_and_go_on() -> N
     bulk = [start(number, 3, class_index=2) for number in range(4)]
     rows = rows_with(*bulk, prefill_tokens=64)
     run_step(rows)
-    rows.apply(Grant(1000, 64, [start(4, 20, class_index=0), start(5, 30, class_index=2)], may_exceed=True))
+    rows.apply(plan(1000, 64, [start(4, 20, class_index=0), start(5, 30, class_index=2)], may_exceed=True))
     steps = [[one[:3] for one in run_step(rows)[0]] for _ in range(2)]
     assert steps == [[(4, 0, 20)], [(4, 20, 1), (0, 3, 1), (1, 3, 1), (2, 3, 1), (3, 3, 1), (5, 0, 30)]]
 
@@ -257,7 +256,7 @@ def test_a_row_is_computed_up_to_the_first_placeholder_that_is_not_encoded() -> 
 
     rows = Rows(block_size=PICTURE_BLOCK, eos_ids=[], make_pictures=pictures_of)
     start = start_row(0, row.ids.tolist(), 9, blocks=list(range(1, 9)))
-    rows.apply(Grant(100, 14, [start]))
+    rows.apply(plan(100, 14, [start]))
     chunks: list[tuple[int, int, list[int]]] = []
     while not chunks or chunks[-1][1] < len(row.ids):
         slices = rows.launch()
@@ -272,13 +271,13 @@ def test_rows_of_batches_decode_while_a_callers_picture_takes_the_whole_step() -
     """A step without any row would be taken for the end of all work."""
     picture = row_of(num_tiles=1, before=0, cost=5.0)
 
-    def pictures_of(start: StartRow) -> RowPictures | None:
-        return picture.pictures if start.class_index == 0 else None
+    def pictures_of(start: NewRow) -> RowPictures | None:
+        return picture.pictures if start.request.class_name == "interactive" else None
 
     rows = Rows(block_size=PICTURE_BLOCK, eos_ids=[], make_pictures=pictures_of)
     bulk = [start_row(number, range(3), 9, blocks=[number + 1], class_index=2) for number in range(8)]
-    rows.apply(Grant(100, 24, bulk))
+    rows.apply(plan(100, 24, bulk))
     run_step(rows)
-    rows.apply(Grant(100, 24, [start_row(8, picture.ids.tolist(), 9, blocks=[9, 10], class_index=0)]))
+    rows.apply(plan(100, 24, [start_row(8, picture.ids.tolist(), 9, blocks=[9, 10], class_index=0)]))
     assert [one[0] for one in run_step(rows)[0]] == [*range(9)]
     assert [one[0] for one in run_step(rows)[0]] == [8]

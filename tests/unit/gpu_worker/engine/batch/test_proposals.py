@@ -17,9 +17,9 @@ from common.messages.request import BeamParams
 from gpu_worker.engine.batch.beams import BeamBlocks, BeamToken, Candidate
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.rows import Rows
-from gpu_worker.protocol import Grant
 from tests.support.engine.batch_player import packed
 from tests.support.engine.row_steps import BLOCK, EOS, start
+from tests.support.engine.start_rows import plan
 
 GUESSES = (5, 6, 7)
 """Few, so that guesses are often right."""
@@ -105,16 +105,16 @@ def run(device: Device, ahead: bool, stop_at: int) -> dict[int, list[int]]:
     while rows.rows:
         assert rows.step < 1000 and block < 10_000
         if rows.step >= stop_at:
-            rows.apply(Grant(STEPS, 7, stops=[(0, "cancelled")]))
+            rows.apply(plan(STEPS, 7, stops=[(0, "cancelled")]))
         current = in_flight or device.launch()
         in_flight = device.launch() if current and ahead and not current.is_unsure else None
         if current:
             rows.collect(current.slices, current.sampled, [0.0] * len(current.sampled))
         else:
             block += 10
-            rows.apply(Grant(STEPS, 7, blocks=[(row, packed([block + row])) for row in rows.rows]))
+            rows.apply(plan(STEPS, 7, blocks=[(row, packed([block + row])) for row in rows.rows]))
         result = rows.take_result()
-        for row, index, token, _ in result.samples:
+        for row, index, token, _ in result.sampled:
             assert index == len(ids[row])
             ids[row].append(token)
         for row, kv_len in result.released:
@@ -139,7 +139,7 @@ def test_ids_are_those_of_one_token_a_step(
     answers = [answer_of(range(3 + row), end) for row, end in enumerate(ends)]
     rows = Rows(BLOCK, [EOS], max_decoded=MAX_DECODED)
     starts = [start(row, 3 + row, num_blocks, end=end) for row, end in enumerate(ends)]
-    rows.apply(Grant(STEPS, 7, starts))
+    rows.apply(plan(STEPS, 7, starts))
     for row, answer in enumerate(answers):
         rows.rows[row].proposer = Guesser(list(answer), wrong, sure, random.Random(seed + row))
     device = Device(rows)
@@ -182,14 +182,14 @@ def run_search(num_prompt: int, max_new_tokens: int, seed: int, num_blocks_at_on
     beams = BeamParams(WIDTH, early_stopping=int(random.integers(3)))
     rows = Rows(BLOCK, [EOS])
     row = start(1, num_prompt, 0, end=max_new_tokens, beams=beams)
-    rows.apply(Grant(10_000, 1000, [replace(row, blocks=pack_ids(free[:first]))]))
+    rows.apply(plan(10_000, 1000, [replace(row, blocks=pack_ids(free[:first]))]))
     rest = free[first:]
     while 1 in rows.rows:
         slices = rows.launch()
         if not slices:
             assert rest, "the blocks do not suffice"
             more, rest = rest[:num_blocks_at_once], rest[num_blocks_at_once:]
-            rows.apply(Grant(10_000, 1000, blocks=[(1, pack_ids(more))]))
+            rows.apply(plan(10_000, 1000, blocks=[(1, pack_ids(more))]))
             continue
         memory.copy(rows.take_copies())
         group = rows.groups[1]

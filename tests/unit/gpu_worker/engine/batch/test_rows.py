@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.messages.plan import NewRow
 from common.messages.request import BeamParams, SamplingParams
 from gpu_worker.engine.batch.adapters import TURN_STEPS, AdaptedTokens, Adapter, AdapterTurns
 from gpu_worker.engine.batch.inputs import MAX_PADDING, build_inputs
 from gpu_worker.engine.batch.row import Row, RowSlice
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.engine.batch.state_slots import Snapshots
-from gpu_worker.protocol import Grant, StartRow
 from tests.support.engine.batch_player import packed
 from tests.support.engine.row_steps import (
     BLOCK,
@@ -29,15 +29,7 @@ from tests.support.engine.row_steps import (
     spans_of,
     start,
 )
-from tests.support.engine.start_rows import start_row
-
-
-def test_no_step_runs_beyond_the_grant() -> None:
-    rows = rows_with(start(0, 3), until=2)
-    assert [bool(run_step(rows)[0]) for _ in range(4)] == [True, True, False, False]
-    rows.apply(Grant(3, 1000))
-    assert [bool(run_step(rows)[0]) for _ in range(2)] == [True, False]
-    assert rows.step == 3
+from tests.support.engine.start_rows import plan, start_row
 
 
 def test_a_row_without_a_free_slot_waits_and_the_others_continue() -> None:
@@ -45,7 +37,7 @@ def test_a_row_without_a_free_slot_waits_and_the_others_continue() -> None:
     assert run_step(rows)[0] == [(0, 0, 3, True), (1, 0, 1, True)]
     assert run_step(rows)[0] == [(0, 3, 1, True), (1, 1, 1, True)]
     assert run_step(rows)[0] == [(1, 2, 1, True)]
-    rows.apply(Grant(1000, 1000, blocks=[(0, packed([9])), (77, packed([10]))]))
+    rows.apply(plan(1000, 1000, blocks=[(0, packed([9])), (77, packed([10]))]))
     assert run_step(rows)[0] == [(0, 4, 1, True), (1, 3, 1, True)]
     assert list(rows.rows[0].blocks) == [1, 9]
 
@@ -57,14 +49,15 @@ def test_a_prompt_is_computed_as_far_as_its_blocks_reach() -> None:
 
 
 def test_a_stopped_row_is_released_at_the_boundary() -> None:
-    rows = rows_with(start(0, 3), start(1, 3))
+    rows, freed = rows_with(start(0, 3), start(1, 3)), []
+    rows.on_freed = lambda blocks, _: freed.append(list(blocks))
     run_step(rows)
-    rows.apply(Grant(rows.step, 1000, stops=[(0, "stop_sequence"), (5, "cancelled")]))
+    rows.apply(plan(rows.step, 1000, stops=[(0, "stop_sequence"), (5, "cancelled")]))
     assert rows.launch() == []
     result = rows.take_result()
     assert (result.ended, result.released) == ([(0, "stop_sequence", 1)], [(0, 3)])
-    assert [list(blocks) for blocks in result.freed] == [list(range(1, 101))]
-    assert not rows.take_result()
+    assert freed == [list(range(1, 101))]
+    assert rows.take_result().is_empty
 
 
 def test_a_row_that_has_its_last_token_ends_where_it_starts() -> None:
@@ -91,7 +84,7 @@ def test_a_row_is_released_after_the_last_launched_step_that_held_it() -> None:
     rows.collect(first, [EOS, TEXT], [0.0, 0.0])
     result = rows.take_result()
     assert (sampled_rows(result), result.ended, result.released) == ([0, 1], [(0, "eos_token", 1)], [])
-    rows.apply(Grant(1000, 1000, stops=[(1, "cancelled")]))
+    rows.apply(plan(1000, 1000, stops=[(1, "cancelled")]))
     rows.collect(second, [TEXT, TEXT], [0.0, 0.0])
     result = rows.take_result()
     assert (sampled_rows(result), result.ended, result.released) == (
@@ -131,14 +124,14 @@ def test_every_row_ends_once_and_within_its_blocks(
         in_flight += [slices] if slices else []
         if not slices:
             rows.apply(
-                Grant(1000, prefill_tokens, blocks=[(row, packed([500 + len(tokens)])) for row in rows.rows])
+                plan(1000, prefill_tokens, blocks=[(row, packed([500 + len(tokens)])) for row in rows.rows])
             )
         if in_flight and (not ahead or len(in_flight) > 1 or not slices):
             collected = in_flight.pop(0)
             num_samples = sum(row_slice.samples for row_slice in collected)
             rows.collect(collected, [tokens.pop() for _ in range(num_samples)], [0.0] * num_samples)
         result = rows.take_result()
-        for row, index, token, _ in result.samples:
+        for row, index, token, _ in result.sampled:
             assert index == len(sampled[row]) and row not in ended
             sampled[row].append(token)
         ended |= {row: (reason, end) for row, reason, end in result.ended}
@@ -147,12 +140,6 @@ def test_every_row_ends_once_and_within_its_blocks(
     for row, (reason, end) in ended.items():
         assert end == len(sampled[row])
         assert reason == ("length" if end == lengths[row][1] else "eos_token")
-
-
-def test_length_comes_before_eos() -> None:
-    rows = rows_with(start(0, 3, end=2), start(1, 3, end=1))
-    assert run_step(rows, EOS)[1].ended == [(0, "eos_token", 1), (1, "length", 1)]
-    assert rows.launch() == []
 
 
 def test_stop_ids_end_a_row_after_length_and_eos() -> None:
@@ -192,7 +179,7 @@ def test_only_rows_that_are_not_plainly_greedy_have_a_sample_request() -> None:
 def three_rows(end: int = 10, max_rows: int = 2) -> Rows:
     rows = Rows(BLOCK, [EOS])
     starts = [start(0, 2, end=3), start(1, 2), start(2, 5, end=end)]
-    rows.apply(Grant(1000, 1000, starts, max_rows=max_rows))
+    rows.apply(plan(1000, 1000, starts, max_rows=max_rows))
     return rows
 
 
@@ -219,25 +206,23 @@ def test_a_row_whose_last_token_is_in_flight_has_left_its_place() -> None:
 def test_a_row_that_is_stopped_leaves_its_place_and_one_that_stands_by_can_be_stopped() -> None:
     rows = three_rows()
     run_step(rows)
-    rows.apply(Grant(1000, 1000, stops=[(2, "preempted")], max_rows=2))
+    rows.apply(plan(1000, 1000, stops=[(2, "preempted")], max_rows=2))
     result = rows.take_result()
     assert (result.ended, result.released) == ([(2, "preempted", 0)], [(2, 0)])
-    rows.apply(Grant(1000, 1000, [start(3, 5)], stops=[(1, "client")], max_rows=2))
+    rows.apply(plan(1000, 1000, [start(3, 5)], stops=[(1, "client")], max_rows=2))
     assert ran(rows) == [0, 3]
 
 
 def test_a_row_that_waits_for_blocks_keeps_its_place() -> None:
     rows = Rows(BLOCK, [EOS])
-    rows.apply(Grant(1000, 1000, [start(0, BLOCK, num_blocks=1), start(1, 2)], max_rows=1))
+    rows.apply(plan(1000, 1000, [start(0, BLOCK, num_blocks=1), start(1, 2)], max_rows=1))
     assert ran(rows) == [0]
     assert ran(rows) == []
 
 
-def rows_in_parts(
-    *starts: StartRow, num_micro_batches: int = 2, until: int = 1000, budget: int = 1000
-) -> Rows:
+def rows_in_parts(*starts: NewRow, num_micro_batches: int = 2, until: int = 1000, budget: int = 1000) -> Rows:
     rows = Rows(BLOCK, [EOS], num_micro_batches=num_micro_batches)
-    rows.apply(Grant(until, budget, list(starts)))
+    rows.apply(plan(until, budget, list(starts)))
     return rows
 
 
@@ -256,7 +241,7 @@ def test_each_row_is_in_each_step_once(num_micro_batches: int, num_rows: int) ->
             assert all(row_slice.source_place is None for row_slice in slices), "its last token is read"
             launched += [(rows.step, number) for number in numbers(slices)]
             pending.append(slices)
-        tokens += len(collect(rows, pending.popleft()).samples)
+        tokens += collect(rows, pending.popleft()).num_samples
     assert tokens == 6 * num_rows
     assert sorted(launched) == [(step, row) for step in range(1, 7) for row in range(num_rows)]
 
@@ -265,7 +250,7 @@ def test_a_row_that_starts_joins_the_step_that_runs() -> None:
     rows = rows_in_parts(*(start(row, 1) for row in range(2)))
     collect(rows, rows.launch())
     assert numbers(rows.launch()) == [0]
-    rows.apply(Grant(1000, 1000, [start(2, 3)]))
+    rows.apply(plan(1000, 1000, [start(2, 3)]))
     assert (numbers(rows.launch()), rows.step) == ([1, 2], 2)
 
 
@@ -285,7 +270,7 @@ def test_a_stopped_row_is_released_once_its_part_is_read() -> None:
     rows = rows_in_parts(*(start(row, 1) for row in range(2)))
     collect(rows, rows.launch())
     first, second = rows.launch(), rows.launch()
-    rows.apply(Grant(1000, 1000, stops=[(1, "cancelled")]))
+    rows.apply(plan(1000, 1000, stops=[(1, "cancelled")]))
     assert not rows.take_result().released
     assert not collect(rows, first).released
     assert collect(rows, second).released == [(1, 2)]

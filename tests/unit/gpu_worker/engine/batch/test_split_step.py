@@ -13,9 +13,9 @@ from common.rank import RankInfo
 from gpu_worker.engine.batch.inputs import Inputs
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel.communicator import Communicator
-from gpu_worker.protocol import Grant
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player, player, unpacked
+from tests.support.engine.start_rows import plan
 from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play, prompts
 from tests.support.engine.tiny_models import FAMILIES, VOCAB
 
@@ -177,7 +177,7 @@ def test_ranks_do_not_try_again(ending: Engine, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(ending, "communicator", ranks)
     played = player(ending)
     starts = [played.start(row, ids, 4) for row, ids in ((1, [5, 6]), (2, [BAD]))]
-    ending.apply(Grant(ending.rows.step + 1, 1000, starts, played.grow(4, 2)))
+    ending.apply(plan(ending.rows.step + 1, 1000, starts, blocks=played.grow(4, 2)))
     with pytest.raises(ValueError, match="too much"):
         ending.step()
     assert len(failing.sizes) == 1
@@ -188,9 +188,9 @@ def test_a_step_that_none_computes_is_no_step(engine: Engine) -> None:
     before = engine.rows.step
     played = player(engine)
     start = played.start(1, [BAD], 4)
-    engine.apply(Grant(before + 1, 1000, [start]))
+    engine.apply(plan(before + 1, 1000, [start]))
     result = engine.step()
-    assert result and result.step == before and result.ended == ((1, "forward", 0),)
+    assert result and result.step == before and result.ended == [(1, "forward", 0)]
     assert [number for number, _ in result.released] == [1]
     assert unpacked(start.blocks) == played.rows[1].blocks
     assert engine.step() is None and engine.rows.step == before

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from common.messages.request import LogitsParams
 from common.model_files import no_progress
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine import engine as engine_module
@@ -88,7 +89,7 @@ def test_logits_that_a_graph_wrote_are_copied_before_the_next_step(
     engine, ids = like_cuda(tmp_path), prompts()[1]
     engine.runs_ahead = True
     played = player(engine)
-    span = (len(ids) - 1, 1000, "float32")
+    span = LogitsParams(False, True, "float32", 1)
     played.run([played.start(0, ids, NEW_TOKENS, ignore_eos=True, logits=span)])
     with torch.inference_mode():
         expected = model(torch.tensor([ids + played.ids[0]])).logits[0, len(ids) - 1 : -1]

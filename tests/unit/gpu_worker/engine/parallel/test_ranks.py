@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from api.grammar.compile import Grammar, compile_unchecked
 from common.messages.records import unpack_floats
-from common.messages.request import BeamParams, SamplingParams
+from common.messages.request import BeamParams, LogitsParams, SamplingParams
 from common.rank import RankInfo
 from common.settings.settings import SettingError
 from gpu_worker.engine.attention.choose import check_probe
@@ -184,7 +184,7 @@ def test_beams_logits_and_prompt_logprobs_are_those_of_one_rank(ranks: Communica
             [
                 played.start(1, first, 12, beams=BeamParams(3, 0.6), stop_ids=[5, 9, 30], ignore_eos=True),
                 played.start(2, second, 12, beams=BeamParams(2), ignore_eos=True),
-                played.start(3, third, 5, logits=(0, len(third) + 4, "float32"), ignore_eos=True),
+                played.start(3, third, 5, logits=LogitsParams(True, True, "float32", 1), ignore_eos=True),
                 played.start(4, second, 12, prompt_logprobs=1, ignore_eos=True),
             ]
         )

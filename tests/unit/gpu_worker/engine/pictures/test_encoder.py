@@ -12,10 +12,10 @@ from gpu_worker.engine.attention import cpu_paged
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.encoding import EncodedUnit
 from gpu_worker.engine.pictures.encoder import PictureEncoder
-from gpu_worker.protocol import Grant
 from tests.support.engine.pictures import models
 from tests.support.engine.pictures.models import SettledEngine, picture
 from tests.support.engine.pictures.seeing import NEW_TOKENS, Seeing
+from tests.support.engine.start_rows import plan
 from tests.support.parameters.slow_but import slow_but
 
 
@@ -184,10 +184,10 @@ def test_a_row_that_is_stopped_before_its_picture_is_processed_leaves_nothing(qw
     drop_all(qwen)
     played = qwen.player()
     start = played.start(3, qwen.prompts[3].ids, NEW_TOKENS, pictures=qwen.prompts[3].pictures)
-    qwen.engine.apply(Grant(qwen.engine.rows.step, 100, [start]))
-    qwen.engine.apply(Grant(qwen.engine.rows.step + 9, 100, stops=[(3, "cancelled")]))
+    qwen.engine.apply(plan(qwen.engine.rows.step, 100, [start]))
+    qwen.engine.apply(plan(qwen.engine.rows.step + 9, 100, stops=[(3, "cancelled")]))
     step = qwen.engine.step()
-    assert step and step.ended == ((3, "cancelled", 0),)
+    assert step and step.ended == [(3, "cancelled", 0)]
     assert qwen.play({2: qwen.prompts[2]})[2] == qwen.answers[2]
     assert len(encoder(qwen).held) == 2
 

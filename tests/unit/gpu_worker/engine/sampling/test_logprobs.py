@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from common.messages.request import SamplingParams
+from common.messages.request import LogitsParams, SamplingParams
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.sampling import logprobs as module
 from gpu_worker.engine.sampling import native_sampler
@@ -200,19 +200,20 @@ def test_logits_are_those_of_transformers(
     assert played.logits.keys() == firsts.keys()
 
 
-def span(first: int | None, end: int = 1000, dtype: str = "float32") -> tuple[int, int, str] | None:
-    return None if first is None else (first, end, dtype)
+def span(first: int | None, generation: bool = True) -> LogitsParams | None:
+    """Logits from position 0 on, or of the generation alone."""
+    return None if first is None else LogitsParams(first == 0, generation, "float32", 1)
 
 
 def test_logits_of_the_context_end_with_the_prompt(served: tuple[Engine, Any]) -> None:
     """Also where earlier tokens are computed as a prefill."""
     engine, model = served
     ids, played = tiny_prompts()[1], player(engine, 13)
-    played.run([played.start(0, ids, 3, ignore_eos=True, logits=span(0, len(ids)))])
+    played.run([played.start(0, ids, 3, ignore_eos=True, logits=span(0, generation=False))])
     first = rows_of(played, 0, 0)
     np.testing.assert_allclose(first, expected(model, [*ids, 0], 0), rtol=1e-4, atol=1e-4)
     again, shown = player(engine, 13), played.ids[0][:2]
-    again.run([again.start(0, ids + shown, 3, base=2, ignore_eos=True, logits=span(0, len(ids)))])
+    again.run([again.start(0, ids + shown, 3, base=2, ignore_eos=True, logits=span(0, generation=False))])
     np.testing.assert_allclose(rows_of(again, 0, 0), first, rtol=1e-4, atol=1e-4)
     assert again.ids[0] == played.ids[0][2:]
 
@@ -244,7 +245,7 @@ def test_a_resumed_row_returns_the_logits_of_earlier_tokens(
 def test_most_logits_come_in_frames_before_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpu_worker.protocol.MAX_FRAME_LOGITS", 10)
     pieces = [(1, 0, b"123456"), (2, 5, b"1234"), (1, 3, b"123456789012"), (3, 0, b"1")]
-    frames = list(StepResult(7, b"samples", logits=tuple(pieces)).frames)
+    frames = list(StepResult(7, b"samples", logits=[*pieces]).frames)
     assert [(frame.step, [*frame.logits], frame.samples) for frame in frames] == [
         (6, pieces[:2], b""),
         (6, pieces[2:3], b""),
