@@ -15,15 +15,17 @@ from api.answers.json_calls import (
     KIMI,
     PYTHON_TAG,
     TOOL_CALLS,
+    SectionMarks,
+    read_calls,
     read_llama_json,
-    read_marked_json,
+    read_marked,
     read_mistral,
-    read_sections,
+    read_section,
     read_tgi,
 )
 from api.answers.python_calls import read_pythonic
 from api.answers.scanner import SPACE, Scan, Scanner
-from api.answers.tagged_arguments import END_TOOL_CALL, FUNCTION, PAIR, TOOL_CALL, read_functions, read_glm
+from api.answers.tagged_arguments import END_TOOL_CALL, FUNCTION, PAIR, TOOL_CALL, read_function, read_glm
 
 HARMONY = "openai"
 """The format in which gpt-oss writes thinking, calls and content alike."""
@@ -116,7 +118,7 @@ class CallFormat:
 
 def json_between(name: str, open: str, close: str = "") -> CallFormat:
     marks = tuple(mark for mark in (open, close) if mark)
-    return CallFormat(name, marks, partial(read_marked_json, open, close))
+    return CallFormat(name, marks, partial(read_marked, [open], read_calls, close))
 
 
 def python_between(name: str, open: str, close: str) -> CallFormat:
@@ -125,7 +127,18 @@ def python_between(name: str, open: str, close: str) -> CallFormat:
 
 
 def functions_between(name: str, open: str, close: str) -> CallFormat:
-    return CallFormat(name, (open, close), partial(read_functions, open, close), unmarked=(FUNCTION,))
+    return CallFormat(
+        name,
+        (open, close),
+        partial(read_marked, [open, FUNCTION], read_function, close),
+        unmarked=(FUNCTION,),
+    )
+
+
+def sections(name: str, marks: SectionMarks) -> CallFormat:
+    read_one = partial(read_section, marks)
+    begins = [marks.calls_begin, marks.call_begin]
+    return CallFormat(name, marks, partial(read_marked, begins, read_one, ""))
 
 
 CALL_FORMATS = {
@@ -143,11 +156,13 @@ CALL_FORMATS = {
         ),
         python_between("llama4_pythonic", "<|python_start|>", "<|python_end|>"),
         python_between("pythonic", "<|python_tag|>", ""),
-        CallFormat("mistral", MISTRAL_MARKS, read_mistral, short_ids=True),
-        CallFormat("deepseek_v3", DEEPSEEK, partial(read_sections, DEEPSEEK)),
-        CallFormat("deepseek_v31", DEEPSEEK, partial(read_sections, DEEPSEEK)),
-        CallFormat("kimi_k2", KIMI, partial(read_sections, KIMI)),
-        CallFormat("glm45", GLM_MARKS, read_glm),
+        CallFormat(
+            "mistral", MISTRAL_MARKS, partial(read_marked, [TOOL_CALLS], read_mistral, ""), short_ids=True
+        ),
+        sections("deepseek_v3", DEEPSEEK),
+        sections("deepseek_v31", DEEPSEEK),
+        sections("kimi_k2", KIMI),
+        CallFormat("glm45", GLM_MARKS, partial(read_marked, [TOOL_CALL], read_glm, "")),
         CallFormat(HARMONY, HARMONY_MARKS, read_harmony),
         json_between("granite", "<|tool_call|>"),
         json_between("nemotron_json", "<TOOLCALL>", "</TOOLCALL>"),

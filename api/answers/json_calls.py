@@ -4,7 +4,7 @@ The reader of each format passes arguments on as they come. Its constants are it
 """
 
 import json
-from collections.abc import Callable, Container, Generator
+from collections.abc import Callable, Container, Generator, Sequence
 from typing import NamedTuple
 
 from api.answers.json_text import read_members, read_object, read_string, read_value
@@ -134,18 +134,20 @@ def next_call(scanner: Scanner, mark: str, line: str) -> Waiting:
     return bool(found)
 
 
-def read_marked_json(open: str, close: str, scanner: Scanner) -> Scan:
-    """Read calls between two marks. Models may forget the second one."""
-    while (yield from scanner.content_until(open)):
+def read_marked(
+    marks: Sequence[str], read_one: Callable[[Scanner, str], Waiting], close: str, scanner: Scanner
+) -> Scan:
+    """Read calls after one of the marks; `read_one` gets the mark. Models may forget the one that closes."""
+    while mark := (yield from scanner.content_until(*marks)):
         yield from scanner.skip()
-        if (yield from read_calls(scanner)):
+        if not (yield from read_one(scanner, mark)):
+            scanner.reject()
+        elif close:
             yield from scanner.skip()
             yield from scanner.literal(close)
-        else:
-            scanner.reject()
 
 
-def read_calls(scanner: Scanner) -> Waiting:
+def read_calls(scanner: Scanner, mark: str = "") -> Waiting:
     """Read a call, or a list of them."""
     if (yield from scanner.char()) == "[":
         return (yield from read_call_list(scanner, lambda: read_call(scanner)))
@@ -183,13 +185,10 @@ CALL_ID = "[CALL_ID]"
 ARGS = "[ARGS]"
 
 
-def read_mistral(scanner: Scanner) -> Scan:
+def read_mistral(scanner: Scanner, mark: str) -> Waiting:
     """Read a list of objects after a mark; of newer models a mark, a name and arguments for each call."""
-    while (yield from scanner.content_until(TOOL_CALLS)):
-        yield from scanner.skip()
-        is_json = yield from scanner.next_is("[{", "[ ", "[\n", "{")
-        if not (yield from (read_calls(scanner) if is_json else read_mistral_call(scanner))):
-            scanner.reject()
+    is_json = yield from scanner.next_is("[{", "[ ", "[\n", "{")
+    return (yield from (read_calls(scanner) if is_json else read_mistral_call(scanner)))
 
 
 def read_mistral_call(scanner: Scanner) -> Waiting:
@@ -235,17 +234,10 @@ FENCE = "```"
 """DeepSeek V3 and R1 write the type `function` before the mark, and the name and a fence after it."""
 
 
-def read_sections(marks: SectionMarks, scanner: Scanner) -> Scan:
-    """Read sections with marks at both ends, and between name and arguments."""
-    while mark := (yield from scanner.content_until(marks.calls_begin, marks.call_begin)):
-        yield from scanner.skip()
-        has_begun = mark == marks.call_begin or (yield from scanner.literal(marks.call_begin))
-        if not has_begun or not (yield from read_section(marks, scanner)):
-            scanner.reject()
-
-
-def read_section(marks: SectionMarks, scanner: Scanner) -> Waiting:
-    """Read a call, whose first mark is read."""
+def read_section(marks: SectionMarks, scanner: Scanner, mark: str) -> Waiting:
+    """Read a call, with marks at both ends, and between name and arguments."""
+    if mark != marks.call_begin and not (yield from scanner.literal(marks.call_begin)):
+        return False
     head = yield from scanner.until(marks.arguments_begin, MAX_NAME)
     if head is None:
         return False

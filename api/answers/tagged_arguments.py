@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from api.answers.json_text import read_value
 from api.answers.python_calls import literal_to_json
-from api.answers.scanner import MAX_NAME, Scan, Scanner, Waiting
+from api.answers.scanner import MAX_NAME, Scanner, Waiting
 
 TOOL_CALL = "<tool_call>"
 END_TOOL_CALL = "</tool_call>"
@@ -50,23 +50,15 @@ PARAMETER = ArgumentTags("<parameter=", ">", "", "</parameter>", "\n", frozenset
 PAIR = ArgumentTags("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
 
-def read_functions(open: str, close: str, scanner: Scanner) -> Scan:
-    """Read Qwen3-Coder's functions between two marks. The model may leave the marks out."""
-    while mark := (yield from scanner.content_until(open, FUNCTION)):
-        yield from scanner.skip()
-        has_begun = mark == FUNCTION or (yield from scanner.literal(FUNCTION))
-        if not has_begun or not (yield from read_tagged_call(scanner, ">", PARAMETER, END_FUNCTION)):
-            scanner.reject()
-        else:
-            yield from scanner.skip()
-            yield from scanner.literal(close)
+def read_function(scanner: Scanner, mark: str) -> Waiting:
+    """Read Qwen3-Coder's function. The model may leave the marks around it out."""
+    if mark != FUNCTION and not (yield from scanner.literal(FUNCTION)):
+        return False
+    return (yield from read_tagged_call(scanner, ">", PARAMETER, END_FUNCTION))
 
 
-def read_glm(scanner: Scanner) -> Scan:
-    while (yield from scanner.content_until(TOOL_CALL)):
-        yield from scanner.skip()
-        if not (yield from read_tagged_call(scanner, "", PAIR, END_TOOL_CALL)):
-            scanner.reject()
+def read_glm(scanner: Scanner, mark: str) -> Waiting:
+    return read_tagged_call(scanner, "", PAIR, END_TOOL_CALL)
 
 
 def read_tagged_call(scanner: Scanner, name_end: str, tags: ArgumentTags, end: str) -> Waiting:
