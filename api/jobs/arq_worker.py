@@ -52,7 +52,9 @@ Packed = dict[str, Any]
 
 
 class JobWorker(Worker):
-    """An arq worker that survives an absent broker. When it dies, other workers soon take its jobs."""
+    """An arq worker that survives an absent broker and malformed keys. When it dies, other workers soon take
+    its jobs.
+    """
 
     def __init__(self, client: PoolClient, settings: Settings) -> None:
         unpack = make_unpack(settings.payload_limit)
@@ -102,7 +104,15 @@ class JobWorker(Worker):
         """Never returns."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.client.run())
-            tasks.create_task(repeat_forever(super().main, "reading the queue of arq"))
+            tasks.create_task(repeat_forever(self.run_arq, "reading the queue of arq"))
+
+    async def run_arq(self) -> None:
+        """Run arq's own loop until a malformed name ends it; drop that name."""
+        try:
+            await super().main()
+        except UnicodeDecodeError:
+            for key in (self.queue_name, abort_jobs_ss):
+                await self.drop_malformed(key)
 
     async def _poll_iteration(self) -> None:
         """Poll as arq does if there is a job or an abort. Otherwise one command does: arq's three, ten times
@@ -115,6 +125,14 @@ class JobWorker(Worker):
         else:
             await self.heart_beat()
             await asyncio.sleep(until_beat(IDLE_POLL_S))
+
+    async def drop_malformed(self, key: str) -> None:
+        """Drop names that are not UTF-8: arq did not queue them."""
+        with contextlib.suppress(*ERRORS):
+            for name in await self.pool.zrange(key, 0, -1):
+                if name.decode(errors="ignore").encode() != name:
+                    log.error("%r is dropped from %s: it is not the name of a job", name, key)
+                    await self.pool.zrem(key, name)
 
     async def drop_aborts(self) -> None:
         """Drop aborts of jobs that are not there, so that nobody polls for them."""
@@ -147,22 +165,26 @@ class JobWorker(Worker):
         runs here is not started again if its claim has expired while this process was stopped.
         """
         for job_id in job_ids:
-            if job_id.decode() in self.tasks:
+            if job_id.decode(errors="replace") in self.tasks:
                 continue
             try:
                 await super().start_jobs([job_id])
-            except ERRORS:
+            except (*ERRORS, UnicodeDecodeError):
                 self.job_counter -= 1
                 self.sem.release()
                 raise
 
     async def run_job(self, job_id: str, score: int) -> None:
-        """Run a job. A worker that is told to end, ends in order, even while a job's keys are read or
-        written.
+        """Run a job. A job whose key has another type than arq's is dropped, and harms no other. A worker
+        that is told to end, ends in order, even while a job's keys are read or written.
         """
         try:
-            await self.drop_earlier_abort(job_id)
-            await super().run_job(job_id, score)
+            if await self.pool.type(job_key_prefix + job_id) in (b"string", b"none"):
+                await self.drop_earlier_abort(job_id)
+                await super().run_job(job_id, score)
+            else:
+                log.error("job %s is dropped: arq did not write its key", job_id)
+                await self.pool.zrem(self.queue_name, job_id)
         except asyncio.CancelledError:
             log.info("job %s is left to another worker", job_id)
         except ERRORS as error:

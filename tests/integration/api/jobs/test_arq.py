@@ -141,6 +141,9 @@ async def test_malformed_arq_keys_do_not_kill_a_job_worker(
         for i, data in enumerate(GARBAGE):
             await client.set(f"arq:job:garbage{i}", data)
             await client.zadd(QUEUE, {f"garbage{i}": now_ms})
+        await client.rpush("arq:job:list", "mine")  # type: ignore[misc]
+        await client.zadd(QUEUE, {b"\xff\xfe": now_ms, "list": now_ms, "": now_ms})  # type: ignore[type-var]
+        await client.zadd("arq:abort", {b"\xff\xfe": now_ms})
         for i in range(len(GARBAGE)):
             with pytest.raises(SerializationError, match="unable to deserialize job"):
                 await result(Job(f"garbage{i}", client, QUEUE, msgpack.unpackb))
