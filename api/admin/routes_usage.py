@@ -102,7 +102,7 @@ NAME = f"({'|'.join(GROUPS)})"
 TIME: dict[str, Any] = {
     "json_schema_extra": {"pattern": r"^(20[0-9]{2}-(0[1-9]|1[0-2])-[0-2][1-8]|[0-9]{10})$"}
 }
-NAMES: dict[str, Any] = {"json_schema_extra": {"pattern": f"^{NAME}(,{NAME})*$"}}
+NAMES: dict[str, Any] = {"json_schema_extra": {"pattern": f"^({NAME}(,{NAME})*)?$"}}
 """How the parameters are described; more forms of times are read."""
 router = APIRouter(responses=only(TGI_ERRORS, 401, 403, 422, 503), tags=[FLEET])
 
@@ -123,7 +123,9 @@ async def usage(
     end: Annotated[str | None, Query(alias="to", description="As `from`. Default: now.", **TIME)] = None,
     group_by: Annotated[
         str,
-        Query(description="Some of hour, day, month, key, tenant, model, with commas between.", **NAMES),
+        Query(
+            description="Some of hour, day, month, key, tenant, model, with commas between; or none.", **NAMES
+        ),
     ] = BY_DEFAULT,
     format: Annotated[str | None, Query(description="`json` alone.", include_in_schema=False)] = None,
 ) -> Response:

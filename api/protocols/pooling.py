@@ -187,7 +187,7 @@ class Document(Strict):
 class RerankFields(PoolingFields):
     """The body of /rerank (Cohere, Jina, vLLM)."""
 
-    query: str = Field(description="What documents are compared with.", json_schema_extra={"minLength": 1})
+    query: str = Field(description="What documents are compared with.")
     documents: Listed[str | Document] = Field(
         description="Texts, or objects with a `text`.", json_schema_extra=DOCUMENTS_SCHEMA
     )
