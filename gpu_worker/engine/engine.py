@@ -93,7 +93,10 @@ def measure_costs(
         slices = warmup.single_tokens(num_rows, loaded.vocab_size, loaded.geometry.block_size)
         return warmup.fastest_ms(lambda: compute(slices), loaded.device)
 
-    times = [*measure_steps(measure_ms), *(drafter.measure() if drafter else (0.0, 0.0))]
+    times = [
+        *measure_steps(measure_ms),
+        *(measure_steps(drafter.source.measure_ms) if drafter else (0.0, 0.0)),
+    ]
     own = int(communicator.rank == 0)
     costs.set(*(communicator.all_reduce_sum(int(ms * 1e6) * own) / 1e6 for ms in times))
 
@@ -248,7 +251,7 @@ class Engine:
         graphs = warmup.capture_steps(self.loaded, capture, max_rows, deterministic)
         if self.drafter:
             graphs.takes_prompts = False
-            self.drafter.capture(capture, max_rows)
+            self.drafter.source.capture(capture, max_rows)
         self.graphs = FixedShapeGraph(graphs) if deterministic else graphs
 
     def prepare(self) -> None:
@@ -262,7 +265,7 @@ class Engine:
             self.step()
         self.graphs = None
         if self.drafter:
-            self.drafter.on_sleep()
+            self.drafter.source.on_sleep()
         self.rows.state_slots = make_state_slots(self.loaded)
         self.loaded.sleep()
 
@@ -300,7 +303,7 @@ class Engine:
         if self.rows.state_slots:
             self.rows.state_slots.snapshots.forget(np.concatenate((NO_BLOCKS, *granted)).tolist())
         if self.drafter:
-            self.drafter.on_granted(granted)
+            self.drafter.source.on_granted(granted)
 
     def slack_s(self) -> float:
         """How long the next launch may wait for grants; several ranks do not wait, since they launch
@@ -515,7 +518,7 @@ class Engine:
         if not loaded.stage.is_last:
             communicator.send_states(output)
         if self.drafter:
-            self.drafter.on_forward(slices)
+            self.drafter.source.on_forward(slices)
         return output
 
     @torch.inference_mode()

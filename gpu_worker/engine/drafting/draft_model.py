@@ -17,7 +17,7 @@ from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.batch.split_step import Forward
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.cuda.graphs import Capture, CudaGraphs
-from gpu_worker.engine.drafting.drafter import DraftProposer, DraftRow, draft_proposer_of
+from gpu_worker.engine.drafting.drafter import DraftProposer, DraftRow, DraftSource, draft_proposer_of
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.sampling.grammar import Matchers
@@ -61,8 +61,8 @@ class BlockTable:
         self.held = np.zeros(num_blocks + 1, np.int64)
         self.block_size = block_size
 
-    def clear(self, blocks: Iterable[int]) -> None:
-        self.held[list(blocks)] = 0
+    def clear(self, blocks: Int32) -> None:
+        self.held[blocks] = 0
 
     def length(self, blocks: Int32) -> int:
         """How many tokens of a row are there from its first on."""
@@ -79,7 +79,7 @@ class BlockTable:
             self.held[blocks[full]] = max(self.held[blocks[full]], rest)
 
 
-class ModelSource:
+class ModelSource(DraftSource):
     """Drafts by a model.
 
     Attributes:
@@ -99,12 +99,10 @@ class ModelSource:
             self.graphs = warmup.capture_steps(self.loaded, capture, max_rows, deterministic=False)
 
     def on_sleep(self) -> None:
-        """The cache is given up, and what was captured with it."""
         self.graphs = None
         self.table.held[:] = 0
 
     def measure_ms(self, num_rows: int) -> float:
-        """ms of one draft for each of so many rows."""
         return self.time_single_tokens(self.forward, num_rows)
 
     def time_single_tokens(self, forward: Forward, num_rows: int) -> float:
@@ -112,8 +110,9 @@ class ModelSource:
         slices = warmup.single_tokens(num_rows, self.sampler.vocab_size, self.block_size)
         return warmup.measure_ms(forward, slices, self.loaded.device)
 
-    def on_granted(self, blocks: Iterable[int]) -> None:
-        self.table.clear(blocks)
+    def on_granted(self, granted: Iterable[Int32]) -> None:
+        for blocks in granted:
+            self.table.clear(blocks)
 
     def on_forward(self, slices: Sequence[RowSlice]) -> None:
         """Compute the chunks of prompts that the model has computed, as far as all tokens before them are

@@ -8,7 +8,6 @@ logits is always right, whatever the temperature.
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -23,7 +22,6 @@ from gpu_worker.engine.drafting.acceptance import (
     TRIAL_PROPOSALS,
     Acceptance,
     ProposalCosts,
-    measure_steps,
 )
 from gpu_worker.engine.drafting.proposers import GuidedProposer, RowIds
 
@@ -108,40 +106,39 @@ class DraftRow:
     count: int
 
 
-class DraftSource(Protocol):
-    """What makes drafts."""
+class DraftSource:
+    """What makes drafts. One of this class makes none: it stands on ranks that do not draft."""
 
     def draft(self, rows: Sequence[DraftRow]) -> list[list[int]]:
         """Of each row its drafts, at most `count`; none where it is not ready to draft."""
+        return []
 
     def on_forward(self, slices: Sequence[RowSlice]) -> None:
         """Take note of a step that the model has just computed."""
 
-    def on_granted(self, blocks: Iterable[int]) -> None:
+    def on_granted(self, granted: Iterable[Int32]) -> None:
         """These blocks are empty now."""
 
     def on_sleep(self) -> None:
         """The caches are given up, and what was captured with them."""
 
     def capture(self, capture: Capture, max_rows: int) -> None:
-        """Capture what can be captured."""
+        """Capture what can be captured of drafts for up to `max_rows` rows."""
 
     def measure_ms(self, num_rows: int) -> float:
         """ms of one draft for each of so many rows."""
+        return 0.0
 
 
 class Drafter:
     """Makes drafts before each step.
 
     Attributes:
-        source: None on ranks that do not draft.
         worker: what became of all rows' drafts.
         asked: the rows of the last `draft`.
     """
 
-    def __init__(
-        self, method: str, num_drafted: int, source: DraftSource | None, costs: ProposalCosts
-    ) -> None:
+    def __init__(self, method: str, num_drafted: int, source: DraftSource, costs: ProposalCosts) -> None:
         self.method = method
         self.num_drafted = num_drafted
         self.source = source
@@ -153,30 +150,6 @@ class Drafter:
         """The proposer of a row with these ids so far."""
         return DraftProposer(self.method, self.num_drafted, ids, self.worker, self.costs)
 
-    def measure(self) -> tuple[float, float]:
-        """ms of one draft for one row, and for each row more; 0 on ranks that do not draft."""
-        return measure_steps(self.source.measure_ms) if self.source else (0.0, 0.0)
-
-    def capture(self, capture: Capture, max_rows: int) -> None:
-        """Capture what can be captured of drafts for up to `max_rows` rows."""
-        if self.source:
-            self.source.capture(capture, max_rows)
-
-    def on_sleep(self) -> None:
-        """The caches are given up, and what was captured with them."""
-        if self.source:
-            self.source.on_sleep()
-
-    def on_granted(self, granted: Iterable[Int32]) -> None:
-        """Blocks that are empty now."""
-        if self.source:
-            self.source.on_granted(number for blocks in granted for number in blocks.tolist())
-
-    def on_forward(self, slices: Sequence[RowSlice]) -> None:
-        """Take note of a step that the model has just computed."""
-        if self.source:
-            self.source.on_forward(slices)
-
     def draft(self, rows: Sequence[Row], block_size: int, spare: int, may_fail: bool) -> torch.Tensor | None:
         """Make drafts for rows that decode next, at most `spare` together → int64 [rows, most drafts], filled
         up with NO_DRAFT; None if no row wants any, or if it `may_fail` and memory does not suffice.
@@ -185,7 +158,7 @@ class Drafter:
         if not wanted:
             return None
         try:
-            drafts = self.source.draft(wanted) if self.source else []
+            drafts = self.source.draft(wanted)
         except RuntimeError as error:
             if not may_fail or not is_out_of_memory(error):
                 raise

@@ -6,7 +6,7 @@ hidden state and of the tokens proposed so far.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,8 @@ from torch import nn
 
 from gpu_worker.engine.batch.inputs import to_device
 from gpu_worker.engine.batch.row import RowSlice, request_at
-from gpu_worker.engine.cuda.graphs import Capture
 from gpu_worker.engine.drafting.draft_model import DraftSampler
-from gpu_worker.engine.drafting.drafter import DraftProposer, DraftRow, draft_proposer_of
+from gpu_worker.engine.drafting.drafter import DraftProposer, DraftRow, DraftSource, draft_proposer_of
 from gpu_worker.engine.drafting.eagle import HiddenStates
 from gpu_worker.engine.model.model import Draft, LoadedModel
 from gpu_worker.engine.model.warmup import fastest_ms
@@ -168,7 +167,7 @@ class MlpSpeculatorHeads(nn.Module):
         return self.head[part](states), states
 
 
-class HeadSource:
+class HeadSource(DraftSource):
     """Drafts by heads.
 
     Attributes:
@@ -223,21 +222,11 @@ class HeadSource:
 
     @torch.inference_mode()
     def measure_ms(self, num_rows: int) -> float:
-        """ms of one draft for each of so many rows."""
         weight = next(self.heads.parameters())
         hidden = self.states.recorded[0].shape[1]
         states = self.heads.begin(weight.new_zeros(num_rows, hidden))
         tokens = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
         return fastest_ms(lambda: self.heads.logits(0, states, tokens), self.device)
-
-    def on_granted(self, blocks: Iterable[int]) -> None:
-        """Nothing is cached."""
-
-    def on_sleep(self) -> None:
-        """Nothing is cached."""
-
-    def capture(self, capture: Capture, max_rows: int) -> None:
-        """Heads are few operations: nothing is captured."""
 
 
 def last_state(proposer: DraftProposer) -> torch.Tensor | None:

@@ -327,11 +327,12 @@ def make_drafter(loaded: LoadedModel, matchers: Matchers, costs: ProposalCosts) 
     if draft is None:
         return None
     sampler = DraftSampler(matchers, loaded.vocab_size)
-    source = make_source(draft, loaded, sampler) if draft.model else None
-    return Drafter(draft.method, draft.num_tokens, source, costs)
+    return Drafter(draft.method, draft.num_tokens, make_source(draft, loaded, sampler), costs)
 
 
 def make_source(draft: Draft, loaded: LoadedModel, sampler: DraftSampler) -> DraftSource:
+    if draft.model is None:
+        return DraftSource()
     if draft.cached and draft.recorded:
         return EagleSource(draft.cached, sampler, draft.recorded, draft.max_states)
     if draft.cached:

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 
@@ -22,9 +21,6 @@ from gpu_worker.engine.batch.row import ProposerFactory
 from gpu_worker.engine.batch.sampling_state import GrammarMask
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.drafting.acceptance import Acceptance, ProposalCosts, TrialBudget
-
-MIN_MATCH, MAX_MATCH = 2, 8
-"""How many of the row's last ids are looked up, at least and at most."""
 
 
 class RowIds:
@@ -63,33 +59,6 @@ class RowIds:
                 break
             ends, num_matched = longer, num_matched + 1
         return ((ends + 1).tolist(), num_matched) if num_matched >= min_match else ([], 0)
-
-
-class NgramGuesser:
-    """Guesses what followed the last ids before: a longer match is preferred to a shorter one, then a newer
-    to an older one.
-    """
-
-    method = "ngram"
-
-    def __init__(self, ids: Int32, min_match: int = MIN_MATCH, max_match: int = MAX_MATCH) -> None:
-        self.text = RowIds(ids)
-        self.min_match = min_match
-        self.max_match = max_match
-
-    def guess(self, count: int) -> list[int]:
-        """What followed the match; past the end of the known ids the guess repeats itself."""
-        places, _ = self.text.matches(self.min_match, self.max_match)
-        if not places:
-            return []
-        place, length = places[-1], self.text.length
-        following: list[int] = self.text.known[place : min(place + count, length)].tolist()
-        while len(following) < count:
-            following.append(following[place + len(following) - length])
-        return following
-
-    def append(self, tokens: Sequence[int]) -> None:
-        self.text.append(tokens)
 
 
 MAX_TOKENS = 2**17
@@ -207,27 +176,34 @@ def follower(ids: Sequence[int] | Int32, place: int, guessed: Sequence[int]) -> 
     return guessed[past] if past < len(guessed) else None
 
 
-class SuffixGuesser:
-    """Guesses what followed most often after the row's last ids: in its own text, or in recent answers, where
-    more is expected to be right. A guess is as long as the match, times `suffix_decoding_max_spec_factor`.
+class Guesser:
+    """Guesses what follows a row's last ids.
+
+    By suffixes: what followed most often in the row's own text, or in recent `answers`, where more is
+    expected to be right; a guess is as long as the match, times `suffix_decoding_max_spec_factor`. By n-grams
+    (without `answers`): what followed the newest of the longest occurrences in the row's own text.
     """
 
-    method = "suffix"
-
-    def __init__(self, ids: Int32, answers: RecentAnswers, values: Mapping[str, float]) -> None:
+    def __init__(self, ids: Int32, values: Mapping[str, float], answers: RecentAnswers | None = None) -> None:
         self.text = RowIds(ids)
         self.answers = answers
-        self.number = answers.begin()
-        self.max_match = int(values["suffix_decoding_max_tree_depth"])
+        self.method = SUFFIX if answers else NGRAM
+        self.number = answers.begin() if answers else 0
+        self.min_match = MIN_SUFFIX if answers else int(values["prompt_lookup_min"])
+        longest = "suffix_decoding_max_tree_depth" if answers else "prompt_lookup_max"
+        self.max_match = int(values[longest])
         self.factor = values["suffix_decoding_max_spec_factor"]
         self.min_prob = values["suffix_decoding_min_token_prob"]
 
     def guess(self, count: int) -> list[int]:
+        """At most `count` ids."""
         known = self.text.known[: self.text.length]
-        own, own_length = self.text.matches(MIN_SUFFIX, self.max_match)
+        places, own_length = self.text.matches(self.min_match, self.max_match)
+        own = [(known, place) for place in reversed(places[-MAX_PLACES:])]
+        if not self.answers:
+            return most_frequent(own[:1], count, min_prob=0, repeats=True)[0]
         others, length = self.answers.matches(known[-self.max_match :].tolist(), self.number)
-        places = [(known, place) for place in reversed(own[-MAX_PLACES:])]
-        found = most_frequent(places, min(count, self.longest(own_length)), self.min_prob, repeats=True)
+        found = most_frequent(own, min(count, self.longest(own_length)), self.min_prob, repeats=True)
         other = most_frequent(others, min(count, self.longest(length)), self.min_prob)
         return found[0] if (found[1], own_length) >= (other[1], length) else other[0]
 
@@ -236,27 +212,10 @@ class SuffixGuesser:
         return int(self.factor * match_length)
 
     def append(self, tokens: Sequence[int]) -> None:
-        self.text.append(tokens)
-        self.answers.append(self.number, tokens)
-
-
-DEFAULT_COSTS = ProposalCosts()
-
-
-class TokenGuesser(Protocol):
-    """Guesses what follows a row's ids.
-
-    Attributes:
-        method: its name in metrics.
-    """
-
-    method: str
-
-    def guess(self, count: int) -> list[int]:
-        """At most `count` ids."""
-
-    def append(self, tokens: Sequence[int]) -> None:
         """Take the row's next ids."""
+        self.text.append(tokens)
+        if self.answers:
+            self.answers.append(self.number, tokens)
 
 
 class GuessProposer:
@@ -272,12 +231,12 @@ class GuessProposer:
     def __init__(
         self,
         num_speculated: int,
-        guesser: TokenGuesser,
+        guesser: Guesser,
         budget: TrialBudget | None = None,
-        costs: ProposalCosts = DEFAULT_COSTS,
+        costs: ProposalCosts | None = None,
     ) -> None:
         self.num_speculated = num_speculated
-        self.costs = costs
+        self.costs = costs or ProposalCosts()
         self.guesser = guesser
         self.acceptance = Acceptance(budget=budget or TrialBudget())
         self.method = guesser.method
@@ -336,19 +295,14 @@ def make_proposer(make_guessing: ProposerFactory, ids: Int32, grammar: GrammarMa
     return GuidedProposer(grammar, guessing) if guessing else ForcedProposer(grammar)
 
 
-def guessing_factory(speculation: Speculation, costs: ProposalCosts = DEFAULT_COSTS) -> ProposerFactory:
+def guessing_factory(speculation: Speculation, costs: ProposalCosts | None = None) -> ProposerFactory:
     """What makes the guessing proposers of rows for which no model proposes."""
     number, values = speculation.num_found, speculation.values
-    budget = TrialBudget()
-    answers = RecentAnswers(int(values["suffix_decoding_max_cached_requests"]))
+    budget, is_suffix = TrialBudget(), speculation.method == SUFFIX
+    answers = RecentAnswers(int(values["suffix_decoding_max_cached_requests"])) if is_suffix else None
 
     def make(ids: Int32, grammar: GrammarMask | None) -> Proposer | None:
-        if speculation.method == NGRAM and number:
-            lengths = int(values["prompt_lookup_min"]), int(values["prompt_lookup_max"])
-            return GuessProposer(number, NgramGuesser(ids, *lengths), budget, costs)
-        if speculation.method == SUFFIX:
-            return GuessProposer(number, SuffixGuesser(ids, answers, values), budget, costs)
-        return None
+        return GuessProposer(number, Guesser(ids, values, answers), budget, costs) if number else None
 
     return make
 

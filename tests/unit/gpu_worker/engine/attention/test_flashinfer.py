@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -204,52 +205,46 @@ def test_all_ranks_split_the_rows_of_the_same_steps() -> None:
     assert any(ranks[0].splits_rows(step) for step in steps)
 
 
+PLAIN = AttentionSpec(2, 1, None, 1.0)
+LATENT = AttentionSpec(1, 128, None, 1.0, latent=True)
+HALF, FLOATS8 = torch.bfloat16, torch.float8_e4m3fn
+
+
 @pytest.mark.parametrize(
-    ("dims", "dtype", "why"),
+    ("spec", "dims", "dtypes", "why"),
     [
-        ((128, 128), torch.bfloat16, ""),
-        ((256, 256), torch.float16, ""),
-        ((128, 128), torch.float32, "not for torch.float32"),
-        ((192, 128), torch.bfloat16, "these have 128, 192"),
-        ((80, 80), torch.float16, ""),
-        ((96, 96), torch.bfloat16, ""),
-        ((160, 160), torch.bfloat16, "these have 160"),
+        (PLAIN, (128, 128), (HALF, HALF), ""),
+        (PLAIN, (256, 256), (torch.float16, torch.float16), ""),
+        (PLAIN, (128, 128), (torch.float32, torch.float32), "not for torch.float32"),
+        (PLAIN, (192, 128), (HALF, HALF), "these have 128, 192"),
+        (PLAIN, (80, 80), (HALF, HALF), ""),
+        (PLAIN, (160, 160), (HALF, HALF), "these have 160"),
+        (LATENT, (64, 512), (HALF, HALF), ""),
+        (LATENT, (64, 512), (HALF, FLOATS8), "8-bit floats (KV_CACHE_DTYPE)"),
+        (LATENT, (32, 256), (HALF, HALF), "latents of 64, 512 numbers, these have 32, 256"),
+        (replace(LATENT, window=4096), (64, 512), (HALF, HALF), "no sliding windows and no soft caps"),
+        (replace(LATENT, softcap=30.0), (64, 512), (HALF, HALF), "no sliding windows and no soft caps"),
     ],
 )
 def test_unsupported_models_use_torch(
+    spec: AttentionSpec,
     dims: tuple[int, int],
-    dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, torch.dtype],
     why: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    geometry = Geometry([LayerSpec(AttentionSpec(2, 1, None, 1.0), *dims)], 64, dtype, dtype)
+    """For latents a plan is needed on every card, and no more room than FlashInfer asks for."""
+    geometry = Geometry([LayerSpec(spec, *dims)], 64, *dtypes)
     found = unsupported_because(geometry)
     assert why in found and bool(found) == bool(why)
+    if spec.latent:
+        assert "latents" in plans_needed_because(geometry, spec, HOPPER)
+        assert workspace_bytes(geometry, 132, 256) == 2**27
     monkeypatch.setattr(choose, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (HOPPER, 0))
-    assert (
-        isinstance(choose.choose_cuda_backend(geometry, CPU, 8, 4), SdpaBackend if why else FlashInferBackend)
-        and found in caplog.text
-    )
-
-
-@pytest.mark.parametrize(
-    ("dims", "kv_dtype", "why"),
-    [
-        ((64, 512), torch.bfloat16, ""),
-        ((64, 512), torch.float8_e4m3fn, "8-bit floats (KV_CACHE_DTYPE)"),
-        ((32, 256), torch.bfloat16, "latents of 64, 512 numbers, these have 32, 256"),
-    ],
-)
-def test_latents_of_other_sizes_use_torch(dims: tuple[int, int], kv_dtype: torch.dtype, why: str) -> None:
-    """For those of DeepSeek's size a plan is needed on every card, and no more room than FlashInfer asks."""
-    layer = LayerSpec(AttentionSpec(1, 128, None, 1.0, latent=True), *dims)
-    geometry = Geometry([layer], 64, torch.bfloat16, kv_dtype)
-    found = unsupported_because(geometry)
-    assert why in found and bool(found) == bool(why)
-    assert "latents" in plans_needed_because(geometry, layer.spec, HOPPER)
-    assert workspace_bytes(geometry, 132, 256) == 2**27
+    backend = choose.choose_cuda_backend(geometry, CPU, 8, 4)
+    assert isinstance(backend, SdpaBackend if why else FlashInferBackend) and found in caplog.text
 
 
 @pytest.mark.parametrize(("heads", "planned"), [(1, 1), (16, 16), (20, 32), (96, 128), (128, 128)])
@@ -257,14 +252,6 @@ def test_tiles_of_latents_end_between_tokens(heads: int, planned: int) -> None:
     """Of 64 and 128 pairs of token and head; where no row has two tokens, heads stay as they are."""
     assert planned_heads(heads, longest=2) == planned
     assert planned_heads(heads, longest=1) == heads
-
-
-@pytest.mark.parametrize(("window", "softcap"), [(4096, None), (None, 30.0)])
-def test_latents_under_windows_and_soft_caps_use_torch(window: int | None, softcap: float | None) -> None:
-    """FlashInfer's kernel for latents would leave them out."""
-    spec = AttentionSpec(1, 128, window, 1.0, softcap, latent=True)
-    geometry = Geometry([LayerSpec(spec, 64, 512)], 64, torch.bfloat16, torch.bfloat16)
-    assert "no sliding windows and no soft caps" in unsupported_because(geometry)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,26 +46,6 @@ def make(outputs: int, order: torch.Tensor | None = None) -> BlockLinear:
     quants = torch.randint(0, 16, (outputs, 128)).to(torch.uint8)
     scales, offsets = torch.rand(outputs, 4).half(), torch.randn(outputs, 4).half()
     return BlockLinear(Blocks(quants, scales, offsets, order=order), torch.randn(outputs))
-
-
-class Group(nn.Module):
-    def __init__(self, *orders: torch.Tensor) -> None:
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = map(make, (32, 16, 16), orders)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return torch.cat((self.q_proj(rows), self.k_proj(rows), self.v_proj(rows), self.k_proj(2 * rows)), -1)
-
-
-def test_merged_products_equal_those_of_the_parts() -> None:
-    """Layers whose inputs lie in different orders stay by themselves."""
-    order, other = torch.randperm(128), torch.randperm(128)
-    for orders, merged in (((order, order, order), True), ((order, other, order), False)):
-        model, rows = Group(*orders), torch.randn(2, 5, 128)
-        expected = model(rows)
-        fuse_linears(model)
-        assert isinstance(model.q_proj, FusedLinearSlice) == merged
-        torch.testing.assert_close(model(rows), expected)
 
 
 @torch.inference_mode()
@@ -123,17 +104,6 @@ def make_floats(outputs: int, seed: int) -> Fp8Linear:
     return Fp8Linear(values, scales, torch.randn(outputs).bfloat16())
 
 
-class FloatGroup(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj = make_floats(32, 0)
-        self.k_proj = make_floats(16, 1)
-        self.v_proj = make_floats(16, 2)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return torch.cat((self.q_proj(rows), self.k_proj(rows), self.v_proj(rows), self.k_proj(2 * rows)), -1)
-
-
 @NEEDS_PRODUCTS
 def test_products_are_those_of_the_rounded_numbers() -> None:
     linear, rows = make_floats(32, 0), torch.randn(2, 3, 64).bfloat16()
@@ -144,41 +114,51 @@ def test_products_are_those_of_the_rounded_numbers() -> None:
     torch.testing.assert_close(linear(rows).float(), expected.view(2, 3, 32), rtol=2**-7, atol=2**-5)
 
 
-@NEEDS_PRODUCTS
-def test_merged_products_of_8_bit_floats_equal_those_of_the_parts() -> None:
-    model, rows = FloatGroup(), torch.randn(5, 64).bfloat16()
-    expected = model(rows)
-    fuse_linears(model)
-    assert isinstance(model.q_proj, FusedLinearSlice) and model.q_proj.weight.dtype == torch.float8_e4m3fn
-    torch.testing.assert_close(model(rows), expected)
+class Group(nn.Module):
+    """Calls k before q, and once more with another input."""
 
-
-class Odd(nn.Module):
-    """Calls q after k, and v with another input."""
-
-    def __init__(self) -> None:
+    def __init__(self, *linears: nn.Module) -> None:
         super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(8, size) for size in (6, 4, 4))
+        self.q_proj, self.k_proj, self.v_proj = linears
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return torch.cat((self.k_proj(rows), self.q_proj(rows), self.v_proj(2 * rows), self.k_proj(rows)), -1)
+        return torch.cat((self.k_proj(rows), self.q_proj(rows), self.v_proj(rows), self.k_proj(2 * rows)), -1)
 
 
-def test_merged_products_of_plain_weights_equal_those_of_the_parts() -> None:
-    model, inputs = Odd(), torch.randn(3, 8)
-    expected = model(inputs)
+def blocks_group(*seeds: int) -> Group:
+    orders = [torch.randperm(128, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    return Group(*map(make, (32, 16, 16), orders))
+
+
+def plain_group(**last: bool) -> Group:
+    return Group(nn.Linear(64, 6), nn.Linear(64, 4), nn.Linear(64, 4, **last))
+
+
+def changed_group() -> Group:
+    group = plain_group()
+    group.v_proj.forward = group.v_proj.forward
+    return group
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("make_group", "merged"),
+    [
+        (lambda: blocks_group(0, 0, 0), True),
+        (lambda: blocks_group(0, 1, 0), False),  # inputs lie in different orders
+        pytest.param(lambda: Group(*map(make_floats, (32, 16, 16), range(3))), True, marks=NEEDS_PRODUCTS),
+        (plain_group, True),
+        (lambda: plain_group(bias=False), False),
+        (changed_group, False),
+    ],
+)
+def test_merged_products_equal_those_of_the_parts(make_group: Callable[[], Group], merged: bool) -> None:
+    model = make_group()
+    rows = torch.randn(5, 64 if not isinstance(model.q_proj, BlockLinear) else 128)
+    rows = rows.bfloat16() if isinstance(model.q_proj, Fp8Linear) else rows
+    expected, kind = model(rows), type(model.q_proj)
+    dtype = model.q_proj.weight.dtype
     fuse_linears(model)
-    assert isinstance(model.q_proj, FusedLinearSlice)
+    assert type(model.q_proj) is (FusedLinearSlice if merged else kind) and model.q_proj.weight.dtype == dtype
     for _ in range(2):
-        torch.testing.assert_close(model(inputs), expected)
-
-
-def test_changed_or_different_layers_are_not_merged() -> None:
-    model = Odd()
-    model.v_proj = nn.Linear(8, 4, bias=False)
-    fuse_linears(model)
-    assert type(model.q_proj) is nn.Linear
-    model = Odd()
-    model.v_proj.forward = model.v_proj.forward  # type: ignore[method-assign]
-    fuse_linears(model)
-    assert type(model.q_proj) is nn.Linear
+        torch.testing.assert_close(model(rows), expected)

@@ -158,7 +158,7 @@ def test_a_table_knows_which_tokens_a_draft_holds() -> None:
     assert table.length(np.array([3, 8, 5])) == 4, "a block after a missing one does not count"
     table.note(blocks, 5)
     assert table.length(blocks) == 6
-    table.clear([5])
+    table.clear(np.array([5], np.int32))
     assert table.length(blocks) == 4
     table.note(blocks, 12)
     assert table.length(blocks) == 12

@@ -5,7 +5,6 @@ much was right.
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,23 +22,23 @@ from gpu_worker.engine.drafting.acceptance import (
     TrialBudget,
 )
 from gpu_worker.engine.drafting.proposers import (
-    MAX_MATCH,
-    MIN_MATCH,
     MIN_SUFFIX,
+    Guesser,
     GuessProposer,
     GuidedProposer,
-    NgramGuesser,
     RecentAnswers,
-    SuffixGuesser,
     guessing_factory,
     make_proposer,
     most_frequent,
 )
 from tests.support.engine.fixed_grammar import FixedGrammar
 
+VALUES = read_speculation(0, '{"method": "suffix"}').values
+MIN_MATCH, MAX_MATCH = (int(VALUES[f"prompt_lookup_{end}"]) for end in ("min", "max"))
 
-def guesser(ids: list[int]) -> NgramGuesser:
-    return NgramGuesser(np.array(ids, np.int32))
+
+def guesser(ids: Sequence[int]) -> Guesser:
+    return Guesser(np.array(ids, np.int32), VALUES)
 
 
 @pytest.mark.parametrize(
@@ -78,11 +77,8 @@ def test_the_match_is_the_longest_and_of_these_the_newest() -> None:
         assert places[-1:] == expected_place(ids)
 
 
-VALUES = read_speculation(0, '{"method": "suffix"}').values
-
-
-def suffix_guesser(ids: Sequence[int], answers: RecentAnswers | None = None, **values: Any) -> SuffixGuesser:
-    return SuffixGuesser(np.array(ids, np.int32), answers or RecentAnswers(100), {**VALUES, **values})
+def suffix_guesser(ids: Sequence[int], answers: RecentAnswers | None = None) -> Guesser:
+    return Guesser(np.array(ids, np.int32), VALUES, answers or RecentAnswers(100))
 
 
 @pytest.mark.parametrize(
@@ -170,7 +166,7 @@ class Forcing(FixedGrammar):
 
 def test_a_grammar_forces_tokens_or_cuts_guesses() -> None:
     grammar = Forcing(None, forces=[1, 2], allows=2)
-    proposer = GuidedProposer(grammar, GuessProposer(3, NgramGuesser(IDS)))
+    proposer = GuidedProposer(grammar, GuessProposer(3, guesser(IDS.tolist())))
     assert (proposer.propose(9), proposer.is_sure, proposer.method) == ([1, 2], True, "grammar")
     grammar.forces = []
     assert (proposer.propose(9), proposer.is_sure, proposer.method) == ([9, 8], False, "ngram")
