@@ -70,6 +70,10 @@ def to_json(value: Any) -> bytes:
         return orjson.dumps(orjson.loads(json.dumps(value)))
 
 
+def json_response(content: Any) -> Response:
+    return Response(to_json(content), media_type="application/json")
+
+
 def fresh_json(content: Any) -> Response:
     """A response that is never cached."""
     return Response(to_json(content), 200, {"cache-control": "no-store"}, "application/json")

@@ -5,52 +5,41 @@ Anthropic's API, who send `anthropic-version`.
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request
 
 from api.errors import invalid, quoted
-from api.http.openapi import OPENAI, OPENAI_ERRORS, Absent, ApiObject
+from api.http.openapi import OPENAI, OPENAI_ERRORS, Shape, answer, only
 from api.requests.on_pool import pools_of
 from common.adapters import PoolAdapter
 
-
-class Model(ApiObject):
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    root: str = Absent
-    """Of a LoRA adapter: where its files are."""
-    parent: str = Absent
-    """Of a LoRA adapter: the model that it changes."""
-    task: str = Absent
-    """Of a model that makes vectors or scores: `embed` or `classify`."""
-
-
-class ModelList(ApiObject):
-    object: Literal["list"]
-    data: list[Model]
-    models: list[dict[str, Any]]
-    """Codex's own catalogue: empty."""
-
-
-class ModelInfo(ApiObject):
-    type: Literal["model"]
-    id: str
-    display_name: str
-    created_at: str
-    """RFC 3339; the time at which the gateway started, or the adapter was added."""
-
-
-class ModelInfoPage(ApiObject):
-    data: list[ModelInfo]
-    first_id: str | None
-    last_id: str | None
-    """What `after_id` is for the next page; null if this one is empty."""
-    has_more: bool
-
-
+MODEL = Shape(
+    "Model",
+    {
+        "id": "SmolLM2",
+        "object": "model",
+        "created": 1764000000,
+        "owned_by": "SmolLM2",
+        "root?": "/adapters/sql",  # of a LoRA adapter, and `parent`, the model that it changes
+        "parent?": "SmolLM2",
+        "task?": "embed",  # of a model that makes vectors or scores
+    },
+)
+MODEL_LIST = Shape("ModelList", {"object": "list", "data": [MODEL.example], "models": [{}]})
+MODEL_INFO = Shape(
+    "ModelInfo",
+    {"type": "model", "id": "SmolLM2", "display_name": "SmolLM2", "created_at": "2025-11-24T16:00:00Z"},
+)
+MODEL_INFO_PAGE = Shape(
+    "ModelInfoPage",
+    {
+        "data": [MODEL_INFO.example],
+        "first_id": ("SmolLM2", None),
+        "last_id": ("SmolLM2", None),
+        "has_more": False,
+    },
+)
 router = APIRouter(tags=[OPENAI])
 NO_CATALOGUE: list[Any] = []
 """The field `models`, without which Codex reads no list of models. It is a catalogue of OpenAI's own models
@@ -66,11 +55,8 @@ ModelId = Annotated[str | None, Query(description=f"{FOR_ANTHROPIC}the id of a m
 @router.get(
     "/v1/models",
     summary="List models",
-    responses={
-        200: {"model": ModelList | ModelInfoPage},
-        400: OPENAI_ERRORS[400],
-        503: OPENAI_ERRORS[503],
-    },
+    responses=answer((MODEL_LIST, MODEL_INFO_PAGE)) | only(OPENAI_ERRORS, 400, 503),
+    response_model=None,
 )
 async def list_models(
     request: Request,
@@ -93,11 +79,8 @@ async def list_models(
 @router.get(
     "/v1/models/{name:path}",
     summary="Retrieve a model",
-    responses={
-        200: {"model": Model | ModelInfo},
-        404: OPENAI_ERRORS[404],
-        503: OPENAI_ERRORS[503],
-    },
+    responses=answer((MODEL, MODEL_INFO)) | only(OPENAI_ERRORS, 404, 503),
+    response_model=None,
 )
 async def retrieve_model(
     request: Request, name: Annotated[str, Path(description="One that `GET /v1/models` lists.")]

@@ -11,17 +11,10 @@ from starlette.responses import FileResponse, Response
 
 from api.errors import ApiError
 from api.http.access_log import AccessLog
-from api.http.openapi import HEALTH, TGI_ERRORS, ApiObject, ErrorResponse
+from api.http.openapi import HEALTH, TGI_ERRORS, ErrorResponse, Shape, answer, error_responses
 from api.requests.on_pool import pools_of
 
-
-class ServerLoad(ApiObject):
-    """vLLM's answer of /load."""
-
-    server_load: int
-    """Requests for tokens that this gateway has now."""
-
-
+SERVER_LOAD = Shape("ServerLoad", {"server_load": 3})
 router = APIRouter(responses={503: TGI_ERRORS[503]}, tags=[HEALTH])
 live_router = APIRouter(tags=[HEALTH])
 page_router = APIRouter(tags=[HEALTH])
@@ -61,13 +54,15 @@ async def livez() -> Response:
     return Response()
 
 
-@live_router.get("/load", summary="Requests of this gateway")
-async def load(request: Request) -> ServerLoad:
+@live_router.get(
+    "/load", summary="Requests of this gateway", responses=answer(SERVER_LOAD), response_model=None
+)
+async def load(request: Request) -> dict[str, int]:
     """Returns the number of requests for tokens that this gateway has now, from their arrival to the last
     byte of their answers, as vLLM's /load does. Other gateways have their own.
     """
     access: AccessLog = request.app.state.access
-    return ServerLoad(server_load=access.load)
+    return {"server_load": access.load}
 
 
 @page_router.head("/", include_in_schema=False)
@@ -75,7 +70,7 @@ async def load(request: Request) -> ServerLoad:
     "/",
     summary="Web page, or health check",
     response_class=Response,
-    responses={503: {"model": ErrorResponse}},
+    responses=error_responses(ErrorResponse, {503: "Unhealthy"}),
 )
 async def page_or_health(request: Request) -> Response:
     """Returns the web page if the client accepts `text/html`, else what /health returns."""

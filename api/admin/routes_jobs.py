@@ -9,14 +9,14 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from api.errors import ApiError, asking_broker
-from api.http.openapi import FLEET, TGI_ERRORS, ErrorResponse, ErrorResponses, error_responses, only
+from api.http.openapi import FLEET, TGI_ERRORS, ErrorResponse, Responses, error_responses, only
 from api.jobs import records
 from api.jobs.listing import JobQuery, count_jobs, read_content, read_page, read_record
 from api.jobs.scripts import JobRecord
 from api.json import fresh_json
 from api.requests.on_pool import own_pool
 
-ERRORS: ErrorResponses = only(TGI_ERRORS, 401, 403, 422, 503)
+ERRORS: Responses = only(TGI_ERRORS, 401, 403, 422, 503)
 NO_JOB = "There is no such job"
 router = APIRouter(responses=ERRORS, tags=[FLEET])
 MAX_LISTED = 200

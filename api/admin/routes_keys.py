@@ -16,7 +16,7 @@ from api.http.openapi import (
     FLEET,
     TGI_ERRORS,
     ErrorResponse,
-    ErrorResponses,
+    Responses,
     error_responses,
     json_body,
     only,
@@ -28,7 +28,7 @@ from api.webhooks import check_url
 from common import api_keys
 from common.api_keys import ApiKey, IssuedKey, KeyChangeError, KeyFields, KeyState
 
-ERRORS: ErrorResponses = only(TGI_ERRORS, 401, 403, 422, 503)
+ERRORS: Responses = only(TGI_ERRORS, 401, 403, 422, 503)
 ERRORS |= error_responses(
     ErrorResponse,
     {404: "There is no such key", 409: "The key has ended, or the keys are in API_KEYS_FILE"},

@@ -10,14 +10,14 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from api.errors import ApiError, asking_broker
-from api.http.openapi import FLEET, TGI_ERRORS, ErrorResponse, ErrorResponses, error_responses, only
+from api.http.openapi import FLEET, TGI_ERRORS, ErrorResponse, Responses, error_responses, only
 from api.json import fresh_json
 from api.requests.on_pool import own_pool
 from common.broker.pool_client import PoolClient
 from common.ids import EVENT_ID
 from common.webhooks import StoredEvent, retry_webhook, type_of
 
-ERRORS: ErrorResponses = only(TGI_ERRORS, 401, 403, 422, 503)
+ERRORS: Responses = only(TGI_ERRORS, 401, 403, 422, 503)
 ERRORS |= error_responses(ErrorResponse, {404: "No such event waits or was given up"})
 router = APIRouter(responses=ERRORS, tags=[FLEET])
 MAX_LISTED = 1000

@@ -11,7 +11,6 @@ from typing import Any
 
 import orjson
 
-from api.http.openapi import Absent, ApiObject
 from api.json import to_json
 from api.streams.stream import Stream
 
@@ -23,16 +22,10 @@ ALIGNMENT = 8
 """The header of a safetensors file ends at a multiple of it."""
 
 
-class Logits(ApiObject):
-    """Logits as the model computed them: a row for each token, a column for each id of the vocabulary."""
-
-    dtype: str
-    """float32, float16 or bfloat16."""
-    shape: list[int]
-    data: str = Absent
-    """The little-endian values in base64, row after row."""
-    tensor: str = Absent
-    """In a safetensors file: the name of the tensor."""
+LOGITS = {"dtype": "float32", "shape": [2, 49152], "data?": "AACAPw==", "tensor?": "generation_logits"}
+"""For /docs: a row for each token, a column for each id of the vocabulary. They are in `data` as base64, or in a
+safetensors file as `tensor`.
+"""
 
 
 @dataclass(frozen=True, slots=True)

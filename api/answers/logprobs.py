@@ -9,7 +9,6 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from api.http.openapi import ApiObject
 from api.streams.beams import SequenceStream
 from api.streams.stream import Stream
 from common.messages.records import TopTokens
@@ -18,49 +17,22 @@ LEAST_LOGPROB = -9999.0
 """OpenAI's value for an impossible token, because JSON has no minus infinity."""
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 LogprobLists = dict[str, list[Any]]
-"""The four lists of CompletionLogprobs."""
+"""The four lists of COMPLETION_LOGPROBS."""
 
 
-class TopLogprob(ApiObject):
-    token: str
-    logprob: float | None
-    bytes: list[int]
-    """The UTF-8 bytes of the token; a character may consist of several tokens."""
-
-
-class TokenLogprob(TopLogprob):
-    """A generated token."""
-
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(ApiObject):
-    content: list[TokenLogprob]
-
-
-class CompletionLogprobs(ApiObject):
-    """Four parallel lists."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    """Null for the first token of a prompt."""
-    top_logprobs: list[dict[str, float | None] | None]
-    """The most likely tokens at each position; null for the first token of a prompt."""
-    text_offset: list[int]
-    """Number of characters before each token."""
-
-
-class PromptLogprob(ApiObject):
-    """A token in one place of the prompt."""
-
-    logprob: float
-    rank: int | None
-    """1 for the likeliest token; null where it is not among the likeliest that are returned."""
-    decoded_token: str
-
-
-PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""By token id; null for the prompt's first token."""
+TOKEN_LOGPROB = {"token": " blue", "logprob": (-0.25, None), "bytes": [32, 98, 108, 117, 101]}
+CHAT_LOGPROBS = ({"content": [{**TOKEN_LOGPROB, "top_logprobs": [TOKEN_LOGPROB]}]}, None)
+COMPLETION_LOGPROBS = (
+    {
+        "tokens": [" Paris"],
+        "token_logprobs": [-0.25, None],
+        "top_logprobs": [{...: ...}, None],
+        "text_offset": [24],
+    },
+    None,
+)
+PROMPT_LOGPROBS = [{...: ...}, None]
+"""Tokens of the prompt, for /docs: by id `logprob`, `rank`, `decoded_token`; null for the first one."""
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:

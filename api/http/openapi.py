@@ -6,10 +6,10 @@ Each route names the model of its body (`openapi_extra=json_body(…)`), but rea
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from fastapi import FastAPI, Path
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from common.settings.settings import Settings
 
@@ -50,18 +50,26 @@ TAGS = [
 ]
 
 
-class ApiObject(BaseModel):
-    """An object in a response: it has no fields but those of its schema."""
+class Shape(NamedTuple):
+    """An answer as /docs shows it, and the name of its schema there.
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    Attributes:
+        example: with all that an answer may have. A key that ends with `?` may be absent, and `...` in an
+            object stands for more keys. A tuple has what may stand in one place: the words of an enumeration,
+            or an example of each type.
+    """
+
+    name: str
+    example: Any
 
 
-Absent: Any = None
-"""Default of a response's field that is left out, never null."""
 RequestId = Annotated[str, Path(description="It is in the header `x-request-id` of the answer.")]
 ResponseId = Annotated[str, Path(description="The `id` of a response that was stored.")]
-ErrorResponses = dict[int | str, dict[str, Any]]
-"""A route's `responses` besides 200."""
+Responses = dict[int | str, dict[str, Any]]
+"""A route's `responses`, by status."""
+TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"} | {
+    type(None): "null"
+}
 
 
 def introduction(settings: Settings) -> str:
@@ -94,14 +102,61 @@ def json_body(model: type[BaseModel], example: dict[str, Any]) -> dict[str, Any]
     return {"requestBody": {"required": True, "content": {"application/json": content}}}
 
 
-def event_stream(models: Sequence[type[BaseModel]], *texts: str) -> dict[str, Any]:
+def schema_of(shape: Any) -> dict[str, Any]:
+    """The JSON schema of an example (see `Shape`)."""
+    match shape:
+        case Shape(name, example):
+            return {"$ref": SCHEMA_REFERENCE.format(model=name), "$defs": {name: schema_of(example)}}
+        case dict() if shape:
+            fields = {
+                key.removesuffix("?"): schema_of(value) for key, value in shape.items() if key is not ...
+            }
+            required = [key for key in shape if key is not ... and not key.endswith("?")]
+            closed = {} if ... in shape else {"additionalProperties": False}
+            return {"type": "object", "properties": fields, "required": required, **closed}
+        case list() if shape:
+            return {"type": "array", "items": schema_of(tuple(shape))}
+        case (one,):
+            return schema_of(one)
+        case tuple() if sum(isinstance(one, str) for one in shape) > 1:
+            return {"enum": [*shape]}
+        case tuple():
+            return {"anyOf": [schema_of(one) for one in shape]}
+    return {"type": TYPES[type(shape)]}
+
+
+def example_of(shape: Any) -> Any:
+    """What /docs shows of a shape."""
+    match shape:
+        case Shape(_, example):
+            return example_of(example)
+        case dict():
+            return {key.removesuffix("?"): example_of(one) for key, one in shape.items() if key is not ...}
+        case list():
+            return [example_of(one) for one in shape]
+        case (one, *_):
+            return example_of(one)
+    return shape
+
+
+def json_answer(shape: Any) -> dict[str, Any]:
+    """The content of a response that is JSON of this shape."""
+    return {"application/json": {"schema": schema_of(shape), "example": example_of(shape)}}
+
+
+def answer(shape: Any) -> Responses:
+    """A route's `responses` where it succeeds."""
+    return {200: {"content": json_answer(shape)}}
+
+
+def event_stream(shapes: Sequence[Shape], *texts: str) -> dict[str, Any]:
     """The content of a response that is a stream of server-sent events: their data is an object of one of
-    these models, or one of these texts.
+    these shapes, or one of these texts.
     """
     data: dict[str, Any] = {
         "type": "string",
         "contentMediaType": "application/json",
-        "contentSchema": {"anyOf": [json_schema(model, "serialization") for model in models]},
+        "contentSchema": {"anyOf": [schema_of(shape) for shape in shapes]},
     }
     if texts:
         data = {"anyOf": [{"enum": list(texts)}, data]}
@@ -112,14 +167,16 @@ def event_stream(models: Sequence[type[BaseModel]], *texts: str) -> dict[str, An
     }
 
 
-def error_responses(model: type[BaseModel], descriptions: dict[int, str]) -> ErrorResponses:
-    """A route's error responses by status; their bodies are of this model."""
+def error_responses(shape: Shape, descriptions: dict[int, str]) -> Responses:
+    """A route's error responses by status; their bodies are of this shape."""
+    content = {"application/json": {"schema": schema_of(shape)}}
     return {
-        status: {"model": model, "description": description} for status, description in descriptions.items()
+        status: {"content": content, "description": description}
+        for status, description in descriptions.items()
     }
 
 
-def only(responses: ErrorResponses, *statuses: int) -> ErrorResponses:
+def only(responses: Responses, *statuses: int) -> Responses:
     """The error responses of a route that has these statuses alone."""
     return {status: responses[status] for status in statuses}
 
@@ -166,19 +223,18 @@ def hoist_definitions(node: Any, definitions: dict[str, Any]) -> Any:
 # --- errors -------------------------------------------------------------------------------------------------
 
 
-class ErrorDetail(ApiObject):
-    message: str
-    type: str
-    param: str | None
-    """The field that is wrong."""
-    code: str | None
-    """The cause, if it has a name; for a request that failed: `timeout`, `unavailable`, `cancelled`,
-    `shutdown`, `superseded` or `generation`.
-    """
-
-
-class OpenAIError(ApiObject):
-    error: ErrorDetail
+OpenAIError = Shape(
+    "OpenAIError",
+    {
+        "error": {
+            "message": "`temperature` must be at least 0. Given: -1",
+            "type": "invalid_request_error",
+            "param": ("temperature", None),
+            "code": (None, "context_length_exceeded"),
+        }
+    },
+)
+ErrorResponse = Shape("ErrorResponse", {"error": "Input validation error: …", "error_type": "validation"})
 
 
 CAUSES = {
@@ -203,12 +259,6 @@ OPENAI_ERRORS = error_responses(
     },
 )
 """All error responses by status."""
-
-
-class ErrorResponse(ApiObject):
-    error: str
-    """What is wrong."""
-    error_type: str
 
 
 TGI_ERRORS = error_responses(

@@ -12,7 +12,7 @@ from api.errors import ApiError, asking_broker, cut, invalid, overloaded, quoted
 from api.http import body
 from api.http.auth import key_of
 from api.http.idempotency import REPLAYED, check_same, idempotency_key, noted_digest
-from api.http.openapi import OPENAI, OPENAI_ERRORS, ApiObject, OpenAIError, error_responses, json_body
+from api.http.openapi import OPENAI, OPENAI_ERRORS, OpenAIError, Shape, answer, error_responses, json_body
 from api.jobs import scripts as job_scripts
 from api.jobs.batch import Batch, needed_files, read_batch
 from api.jobs.files import MAX_TTL_S, MIN_TTL_S, PURPOSES, FileStore, StoredFile, new_id, upload
@@ -55,81 +55,46 @@ class BatchRequest(BaseModel):
     webhook: WebhookField | None = None
 
 
-class FileObject(ApiObject):
-    id: str
-    object: Literal["file"]
-    bytes: int
-    created_at: int
-    expires_at: int | None
-    filename: str
-    purpose: str
-    status: Literal["processed"]
-    status_details: None
+def page_of(name: str, item: Shape) -> Shape:
+    ids = {"first_id": (item.example["id"], None), "last_id": (item.example["id"], None)}
+    return Shape(name, {"object": "list", "data": [item.example], **ids, "has_more": False})
 
 
-class FileList(ApiObject):
-    object: Literal["list"]
-    data: list[FileObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
-class DeletedFile(ApiObject):
-    id: str
-    object: Literal["file"]
-    deleted: bool
-
-
-class RequestCounts(ApiObject):
-    total: int
-    completed: int
-    failed: int
-
-
-class BatchErrors(ApiObject):
-    object: Literal["list"]
-    data: list[dict[str, Any]]
-
-
-class BatchObject(ApiObject):
-    id: str
-    object: Literal["batch"]
-    endpoint: str
-    errors: BatchErrors | None
-    input_file_id: str
-    completion_window: str
-    status: Literal[
-        "validating",
-        "failed",
-        "in_progress",
-        "finalizing",
-        "completed",
-        "expired",
-        "cancelling",
-        "cancelled",
-    ]
-    output_file_id: str | None
-    error_file_id: str | None
-    created_at: int
-    expires_at: int | None
-    in_progress_at: int | None
-    finalizing_at: int | None
-    completed_at: int | None
-    failed_at: int | None
-    expired_at: int | None
-    cancelling_at: int | None
-    cancelled_at: int | None
-    request_counts: RequestCounts
-    metadata: dict[str, str] | None
-
-
-class BatchList(ApiObject):
-    object: Literal["list"]
-    data: list[BatchObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
+FILE = Shape(
+    "FileObject",
+    {
+        "id": "file-abc",
+        "object": "file",
+        "bytes": 140,
+        "created_at": 1764000000,
+        "expires_at": (None, 1766592000),
+        "filename": "lines.jsonl",
+        "purpose": "batch",
+        "status": "processed",
+        "status_details": None,
+    },
+)
+DELETED_FILE = Shape("DeletedFile", {"id": "file-abc", "object": "file", "deleted": True})
+ENDED = ("completed", "failed", "expired", "cancelled")
+TIMES = ("expires", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+BATCH_SHAPE = Shape(
+    "BatchObject",
+    {
+        "id": "batch_abc",
+        "object": "batch",
+        "endpoint": "/v1/chat/completions",
+        "errors": (None, {"object": "list", "data": [{}]}),
+        "input_file_id": "file-abc",
+        "completion_window": "24h",
+        "status": (*ENDED, "validating", "in_progress", "finalizing", "cancelling"),
+        "output_file_id": ("file-def", None),
+        "error_file_id": (None, "file-ghi"),
+        "created_at": 1764000000,
+        **{f"{name}_at": (1764000060, None) for name in TIMES},
+        "request_counts": {"total": 2, "completed": 2, "failed": 0},
+        "metadata": (None, {}),
+    },
+)
 
 
 # --- routes -------------------------------------------------------------------------------------------------
@@ -187,7 +152,7 @@ def store_of(request: Request) -> FileStore:
 # --- files --------------------------------------------------------------------------------------------------
 
 
-@router.post("/v1/files", summary="Upload a file", response_model=FileObject, openapi_extra=FORM)
+@router.post("/v1/files", summary="Upload a file", responses=answer(FILE), openapi_extra=FORM)
 async def create_file(request: Request) -> dict[str, Any]:
     """Keeps a file, by default 30 days if it is for a batch. It is written while it comes."""
     store, owner = store_of(request), tenant_of(request)
@@ -196,7 +161,7 @@ async def create_file(request: Request) -> dict[str, Any]:
     return render_file(await upload(request, store, owner))
 
 
-@router.get("/v1/files", summary="List files", response_model=FileList)
+@router.get("/v1/files", summary="List files", responses=answer(page_of("FileList", FILE)))
 async def list_files(
     request: Request,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
@@ -222,13 +187,13 @@ async def list_files(
     return render_list([render_file(file) for file in found], limit)
 
 
-@router.get("/v1/files/{file_id}", summary="Retrieve a file", response_model=FileObject)
+@router.get("/v1/files/{file_id}", summary="Retrieve a file", responses=answer(FILE))
 async def retrieve_file(request: Request, file_id: FileId) -> dict[str, Any]:
     """Returns what is known of a file."""
     return render_file(await store_of(request).find(tenant_of(request), file_id))
 
 
-@router.delete("/v1/files/{file_id}", summary="Delete a file", response_model=DeletedFile)
+@router.delete("/v1/files/{file_id}", summary="Delete a file", responses=answer(DELETED_FILE))
 async def delete_file(request: Request, file_id: FileId) -> dict[str, Any]:
     """Deletes a file. It is refused while a batch that has not ended needs the file."""
     store = store_of(request)
@@ -271,7 +236,7 @@ def render_file(file: StoredFile) -> dict[str, Any]:
 @router.post(
     "/v1/batches",
     summary="Create a batch",
-    response_model=BatchObject,
+    responses=answer(BATCH_SHAPE),
     openapi_extra=json_body(BatchRequest, EXAMPLE),
 )
 async def create_batch(request: Request, response: Response) -> dict[str, Any]:
@@ -374,7 +339,7 @@ def check_batch(asked: BatchRequest) -> None:
         )
 
 
-@router.get("/v1/batches", summary="List batches", response_model=BatchList)
+@router.get("/v1/batches", summary="List batches", responses=answer(page_of("BatchList", BATCH_SHAPE)))
 async def list_batches(
     request: Request, limit: Annotated[int, Query(ge=1, le=100)] = 20, after: str | None = None
 ) -> dict[str, Any]:
@@ -389,13 +354,13 @@ async def list_batches(
     return render_list([batch.render() for batch in found if batch is not None], limit)
 
 
-@router.get("/v1/batches/{batch_id}", summary="Retrieve a batch", response_model=BatchObject)
+@router.get("/v1/batches/{batch_id}", summary="Retrieve a batch", responses=answer(BATCH_SHAPE))
 async def retrieve_batch(request: Request, batch_id: BatchId) -> dict[str, Any]:
     """Returns how far a batch is."""
     return (await find_batch(request, batch_id)).render()
 
 
-@router.post("/v1/batches/{batch_id}/cancel", summary="Cancel a batch", response_model=BatchObject)
+@router.post("/v1/batches/{batch_id}/cancel", summary="Cancel a batch", responses=answer(BATCH_SHAPE))
 async def cancel_batch(request: Request, batch_id: BatchId) -> dict[str, Any]:
     """Ends a batch. Requests that are answered already stay in its files."""
     batch, pool = await find_batch(request, batch_id), own_pool(request)

@@ -13,7 +13,7 @@ from api.answers.answer import HttpAnswer
 from api.errors import ApiError, invalid, quoted, tgi
 from api.event_loop import Pace, offload
 from api.http.body import parse_body
-from api.http.openapi import TGI, ApiObject
+from api.http.openapi import TGI, Shape
 from api.json import to_json
 from api.protocols.openai import CHAT_COMPLETIONS, COMPLETIONS
 from api.protocols.openai_bodies import ChatRequest, read_chat
@@ -22,10 +22,10 @@ from api.protocols.tgi import (
     COMPAT_GENERATE,
     EVENTS,
     EXAMPLE,
+    GENERATE_ANSWER,
     GENERATE_ERRORS,
     CompatGenerateRequest,
     GenerateRequest,
-    GenerateResponse,
 )
 from api.requests.fields import Listed, Strict
 from api.requests.logits import check_no_logits
@@ -37,14 +37,7 @@ from api.streams.beams import all_outputs
 from api.streams.stream import Stream
 from api.webhooks import WebhookField
 
-
-class Predictions(ApiObject):
-    """The body of /vertex."""
-
-    predictions: list[str]
-    """A text for each instance, in their order."""
-
-
+PREDICTIONS = Shape("Predictions", {"predictions": [" Paris."]})
 INSTANCE_BYTES = 1000
 """Validating an instance takes about as long as reading this many bytes."""
 VERTEX_EXAMPLE = {"instances": [{"inputs": "The capital of France is", "parameters": {"max_new_tokens": 20}}]}
@@ -186,7 +179,7 @@ VERTEX = Protocol(
         VERTEX_EXAMPLE,
         "Generate several texts",
         "Returns a text for each instance. Prompts are sampled, unless `do_sample` is false, as in TGI.",
-        Predictions,
+        PREDICTIONS,
     ),
 )
 INVOCATIONS = COMPAT_GENERATE._replace(
@@ -203,7 +196,7 @@ INVOCATIONS = COMPAT_GENERATE._replace(
         "Generate as another route does",
         "A body with `inputs` is answered as by `/`, one with `messages` as by `/v1/chat/completions`, one "
         "with `prompt` as by `/v1/completions`. Errors are TGI's.",
-        list[GenerateResponse],
+        [GENERATE_ANSWER],
         EVENTS,
     ),
 )

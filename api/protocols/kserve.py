@@ -15,16 +15,17 @@ from starlette.responses import Response
 from api.answers.answer import HttpAnswer, InferOutputs, Rendering
 from api.errors import failed, invalid, kserve
 from api.event_loop import Pace
-from api.http.openapi import KSERVE, TGI_ERRORS, Absent, ApiObject, ErrorResponses, event_stream, only
+from api.http.openapi import KSERVE, TGI_ERRORS, Shape, answer, error_responses, event_stream, only
 from api.http.sse import MAX_ITEMS, Feed, sse_frames
-from api.json import to_json
+from api.json import json_response, to_json
 from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, WholeBody, described
 from api.protocols.tgi import (
+    GENERATION_END,
+    PREFILL_TOKEN,
     TGI_NAMES,
+    TOKEN,
     GenerateParameters,
     GenerateRequest,
-    GenerationDetails,
-    Token,
     check_best_of,
     rank,
     render_details,
@@ -46,96 +47,43 @@ from common.messages.request import Generate
 # --- responses, for /docs -----------------------------------------------------------------------------------
 
 
-class LiveResponse(ApiObject):
-    live: bool
-
-
-class ModelReady(ApiObject):
-    name: str
-    ready: bool
-
-
-class ServerMetadata(ApiObject):
-    """The server, or a version of a model, as TGI describes them."""
-
-    name: str
-    version: str
-    extensions: list[str]
-
-
-class TensorMetadata(ApiObject):
-    name: str
-    datatype: str
-    shape: list[int]
-    """-1: any number of texts."""
-
-
-class ModelMetadata(ApiObject):
-    name: str
-    versions: list[str]
-    platform: str
-    inputs: list[TensorMetadata]
-    outputs: list[TensorMetadata]
-
-
-class OutputTensor(ApiObject):
-    name: str
-    shape: list[int]
-    datatype: str
-    data: list[int] | list[str]
-    """The bytes of one text, or texts: as the input was given."""
-
-
-class InferResponse(ApiObject):
-    model_name: str = Absent
-    model_version: str = Absent
-    id: str = Absent
-    outputs: list[OutputTensor]
-
-
-class TextDetails(GenerationDetails):
-    """How the text was generated; its tokens are in `logprobs`."""
-
-    tokens: Any = Absent
-    logprobs: list[Token]
-
-
-class TextResponse(ApiObject):
-    model_name: str
-    model_version: str
-    text_output: str
-    details: TextDetails = Absent
-    """Absent unless requested."""
-
-
-class TextChunkDetails(ApiObject):
-    finish_reason: str | None
-    """Null before the last event."""
-    token: Token
-    top_tokens: list[Token] = Absent
-    generated_tokens: int = Absent
-    seed: int | None = Absent
-    input_length: int = Absent
-
-
-class TextChunk(ApiObject):
-    """One event, `data: {…}`, with the text that a token adds."""
-
-    model_name: str
-    model_version: str
-    text_output: str
-    details: TextChunkDetails = Absent
-    """Absent unless requested."""
-
-
-class KServeError(ApiObject):
-    error: str
-    """What is wrong."""
-
-
-ERRORS: ErrorResponses = {
-    status: response | {"model": KServeError} for status, response in TGI_ERRORS.items()
+LIVE = Shape("LiveResponse", {"live": True})
+MODEL_READY = Shape("ModelReady", {"name": "SmolLM2", "ready": True})
+METADATA = Shape("ServerMetadata", {"name": "tokenfleet", "version": "1.0.0", "extensions": ["generate"]})
+TENSORS = [{"name": "text_input", "datatype": "BYTES", "shape": [-1]}]
+MODEL_METADATA = Shape(
+    "ModelMetadata",
+    {
+        "name": "SmolLM2",
+        "versions": ["1"],
+        "platform": "pytorch_transformers",
+        "inputs": TENSORS,
+        "outputs": TENSORS,
+    },
+)
+INFER_ANSWER = Shape(
+    "InferResponse",
+    {
+        "model_name?": "SmolLM2",
+        "model_version?": "1",
+        "id?": "1",
+        "outputs": [{"name": "text_output", "shape": [1], "datatype": "BYTES", "data": [" Paris.", 32]}],
+    },
+)
+TEXT = {"model_name": "SmolLM2", "model_version": "1", "text_output": " Paris."}
+TEXT_DETAILS = {**GENERATION_END, "prefill": [PREFILL_TOKEN], "logprobs": [TOKEN], "top_tokens?": [[TOKEN]]}
+TEXT_ANSWER = Shape("TextResponse", {**TEXT, "details?": TEXT_DETAILS})
+CHUNK_DETAILS = {
+    "finish_reason": (None, "length"),
+    "token": TOKEN,
+    "top_tokens?": [TOKEN],
+    "generated_tokens?": 20,
+    "seed?": (None, 42),
+    "input_length?": 5,
 }
+TEXT_CHUNK = Shape("TextChunk", {**TEXT, "details?": CHUNK_DETAILS})
+KSERVE_ERROR = Shape("KServeError", {"error": "Input validation error: …"})
+ERRORS = error_responses(KSERVE_ERROR, {code: one["description"] for code, one in TGI_ERRORS.items()})
 """All error responses by status."""
 
 
@@ -462,60 +410,58 @@ INFER_EXAMPLE: dict[str, Any] = {
 # --- health and metadata ------------------------------------------------------------------------------------
 
 
-@info_router.get("/v2/health/live", summary="Whether this gateway runs")
-async def kserve_live() -> LiveResponse:
+@info_router.get("/v2/health/live", summary="Whether this gateway runs", responses=answer(LIVE))
+async def kserve_live() -> Response:
     """Returns 200 as long as the gateway answers."""
-    return LiveResponse(live=True)
+    return json_response({"live": True})
 
 
-@ready_router.get("/v2/health/ready", summary="Whether requests would be served")
-async def kserve_ready(request: Request) -> LiveResponse:
+@ready_router.get("/v2/health/ready", summary="Whether requests would be served", responses=answer(LIVE))
+async def kserve_ready(request: Request) -> Response:
     """Returns 200 if a worker, a batcher and the broker are live, of this gateway's pool or of another one
     that serves its model; else 503.
     """
     await (await pools_of(request).find(None)).check()
-    return LiveResponse(live=True)
+    return json_response({"live": True})
 
 
-@info_router.get("/v2", summary="Server metadata")
-async def kserve_server() -> ServerMetadata:
+@info_router.get("/v2", summary="Server metadata", responses=answer(METADATA))
+async def kserve_server() -> Response:
     """Returns the server's name, its version, and what it offers besides inference."""
     extensions = ["health", "models", "metrics", "generate"]
-    return ServerMetadata(name="tokenfleet", version=version("tokenfleet"), extensions=extensions)
+    return json_response({"name": "tokenfleet", "version": version("tokenfleet"), "extensions": extensions})
 
 
-@ready_router.get(f"{VERSIONED}/ready", summary="Whether a version of a model is ready")
-async def kserve_version_ready(
-    request: Request, model: ModelName, model_version: ModelVersion
-) -> LiveResponse:
+@ready_router.get(
+    f"{VERSIONED}/ready", summary="Whether a version of a model is ready", responses=answer(LIVE)
+)
+async def kserve_version_ready(request: Request, model: ModelName, model_version: ModelVersion) -> Response:
     """Returns 200 if a request for the model would be served now, else 503."""
     await (await pools_of(request).find(model)).check()
-    return LiveResponse(live=True)
+    return json_response({"live": True})
 
 
-@info_router.get(VERSIONED, summary="Metadata of a version of a model")
-async def kserve_version(request: Request, model: ModelName, model_version: ModelVersion) -> ServerMetadata:
+@info_router.get(VERSIONED, summary="Metadata of a version of a model", responses=answer(METADATA))
+async def kserve_version(request: Request, model: ModelName, model_version: ModelVersion) -> Response:
     """Returns the model's name and version, and what can be asked of it."""
     await pools_of(request).find(model)
-    return ServerMetadata(name=model, version=model_version, extensions=EXTENSIONS)
+    return json_response({"name": model, "version": model_version, "extensions": EXTENSIONS})
 
 
-@ready_router.get(f"{MODEL}/ready", summary="Whether a model is ready")
-async def kserve_model_ready(request: Request, model: ModelName) -> ModelReady:
+@ready_router.get(f"{MODEL}/ready", summary="Whether a model is ready", responses=answer(MODEL_READY))
+async def kserve_model_ready(request: Request, model: ModelName) -> Response:
     """Returns 200 if a request for the model would be served now, else 503."""
     await (await pools_of(request).find(model)).check()
-    return ModelReady(name=model, ready=True)
+    return json_response({"name": model, "ready": True})
 
 
-@info_router.get(MODEL, summary="Metadata of a model", responses={200: {"model": ModelMetadata}})
+@info_router.get(MODEL, summary="Metadata of a model", responses=answer(MODEL_METADATA))
 async def kserve_model(request: Request, model: ModelName) -> Response:
     """Returns the model's tensors: texts in, texts out."""
     await pools_of(request).find(model)
     tensors = [[{"name": name, "datatype": "BYTES", "shape": [-1]}] for name in ("text_input", TEXT_OUTPUT)]
     fields = {"name": model, "versions": [VERSION], "platform": "pytorch_transformers"}
-    return Response(
-        to_json(fields | {"inputs": tensors[0], "outputs": tensors[1]}), media_type="application/json"
-    )
+    return json_response(fields | {"inputs": tensors[0], "outputs": tensors[1]})
 
 
 # --- generation ---------------------------------------------------------------------------------------------
@@ -588,7 +534,7 @@ KSERVE_GENERATE = Protocol(
         EXAMPLE,
         "Generate text for KServe",
         "Returns the whole text when generation has finished.",
-        TextResponse,
+        TEXT_ANSWER,
         parameters=[MODEL_PARAMETER],
     ),
 )
@@ -606,7 +552,7 @@ KSERVE_GENERATE_STREAM = KSERVE_GENERATE._replace(
         "Generate a stream of texts for KServe",
         "Sends the text that each token adds as a server-sent event. A request that fails midway ends with "
         "an event that has `error`.",
-        events=event_stream([TextChunk, KServeError]),
+        events=event_stream([TEXT_CHUNK, KSERVE_ERROR]),
         parameters=[MODEL_PARAMETER],
     ),
 )
@@ -623,7 +569,7 @@ KSERVE_INFER = KSERVE_GENERATE._replace(
         INFER_EXAMPLE,
         "Generate texts for tensors of prompts",
         "Returns an output for each input, in their order.",
-        InferResponse,
+        INFER_ANSWER,
         parameters=[MODEL_PARAMETER],
     ),
 )

@@ -19,9 +19,9 @@ from api.grammar.compile import Grammar
 from api.grammar.read import read_named_schema
 from api.http.body import UnsupportedFields, reject_unsupported, schema_error
 from api.http.middleware import request_id
-from api.http.openapi import ANTHROPIC, CAUSES, ApiObject, error_responses, event_stream, json_body
+from api.http.openapi import ANTHROPIC, CAUSES, Shape, answer, error_responses, event_stream, json_body
 from api.http.sse import MAX_ITEMS, Feed
-from api.json import to_json
+from api.json import json_response, to_json
 from api.protocols.openai import new_choices, new_parser, read_piece
 from api.protocols.openai_bodies import (
     CHARS_OF_MESSAGE,
@@ -47,62 +47,39 @@ from common.settings.ranges import MAX_STOP_CHARS
 # --- responses, for /docs -----------------------------------------------------------------------------------
 
 
-class AnthropicObject(ApiObject, extra="allow"):
-    """An object of the Messages API; it may have more fields."""
-
-
-class MessageUsage(AnthropicObject):
-    """Token counts. The prompt has `input_tokens` and `cache_read_input_tokens` together."""
-
-    input_tokens: int
-    cache_creation_input_tokens: int
-    cache_read_input_tokens: int
-    """Tokens whose KV was in the prefix cache."""
-    output_tokens: int
-    service_tier: Literal["standard", "priority", "batch"]
-
-
-class ContentBlock(AnthropicObject):
-    type: Literal["text", "thinking", "tool_use"]
-
-
-class MessageObject(AnthropicObject):
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: list[ContentBlock]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
-    """`max_tokens` also where the model's context is full; null while the message is made."""
-    stop_sequence: str | None
-    usage: MessageUsage
-
-
-class MessageEvent(AnthropicObject):
-    type: Literal[
-        "message_start",
-        "ping",
-        "content_block_start",
-        "content_block_delta",
-        "content_block_stop",
-        "message_delta",
-        "message_stop",
-        "error",
-    ]
-
-
-class TokenCount(ApiObject):
-    input_tokens: int
-
-
-class AnthropicError(ApiObject):
-    type: Literal["error"]
-    error: dict[str, Any]
-    """`type` and `message`."""
-
-
+STOP_REASONS = ("end_turn", "max_tokens", "stop_sequence", "tool_use", None)
+MESSAGE = Shape(
+    "MessageObject",
+    {
+        "id": "msg_5f0f8c0e",
+        "type": "message",
+        "role": "assistant",
+        "model": "SmolLM2",
+        "content": [
+            {"type": ("text", "thinking", "tool_use"), "text?": "Because air scatters blue light.", ...: ...}
+        ],
+        "stop_reason": STOP_REASONS,
+        "stop_sequence": (None, "###"),
+        "usage": {
+            "input_tokens": 12,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "output_tokens": 20,
+            "service_tier": ("standard", "priority", "batch"),
+            ...: ...,
+        },
+        ...: ...,
+    },
+)
+EVENTS = ("message_start", "ping", "message_delta", "message_stop", "error")
+BLOCK_EVENTS = ("content_block_start", "content_block_delta", "content_block_stop")
+MESSAGE_EVENT = Shape("MessageEvent", {"type": (*EVENTS, *BLOCK_EVENTS), ...: ...})
+ANTHROPIC_ERROR = Shape(
+    "AnthropicError", {"type": "error", "error": {"type": "api_error", "message": "Internal error"}}
+)
+TOKEN_COUNT = Shape("TokenCount", {"input_tokens": 12})
 ERROR_RESPONSES = error_responses(
-    AnthropicError,
+    ANTHROPIC_ERROR,
     CAUSES
     | {
         400: "The body is not JSON, or a field is wrong or not supported",
@@ -800,8 +777,8 @@ MESSAGES = Protocol(
         {**EXAMPLE, "max_tokens": 100},
         "Create a message",
         "Generates the assistant's next turn. With `stream`, it comes as Anthropic's typed events.",
-        MessageObject,
-        event_stream([MessageEvent]),
+        MESSAGE,
+        event_stream([MESSAGE_EVENT]),
     ),
 )
 
@@ -810,7 +787,7 @@ MESSAGES = Protocol(
     "/v1/messages/count_tokens",
     summary="Count the tokens of a message",
     openapi_extra=json_body(CountTokensRequest, EXAMPLE),
-    responses={200: {"model": TokenCount}},
+    responses=answer(TOKEN_COUNT),
 )
 async def count_tokens(request: Request) -> Response:
     """Counts the tokens of the prompt that the same body makes at /v1/messages; nothing is generated."""
@@ -820,4 +797,4 @@ async def count_tokens(request: Request) -> Response:
     read_terms(request, request_id(request), True, body.resume_s, None)
     prompt = await shown_prompt((await read_messages(body, pool)).params, pool)
     ids = await pool.tokenizer.encode_prompt(prompt, add_special_tokens=False)
-    return Response(to_json({"input_tokens": len(ids)}), media_type="application/json")
+    return json_response({"input_tokens": len(ids)})

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from api.answers.answer import HttpAnswer, Rendering
 from api.answers.chat_answer import (
@@ -14,24 +14,23 @@ from api.answers.chat_answer import (
     render_deltas,
     render_message,
 )
-from api.answers.logits import Logits, LogitsRenderer
+from api.answers.logits import LOGITS, LogitsRenderer
 from api.answers.logprobs import (
-    ChatLogprobs,
-    CompletionLogprobs,
+    CHAT_LOGPROBS,
+    COMPLETION_LOGPROBS,
+    PROMPT_LOGPROBS,
     LogprobLists,
-    PromptLogprobs,
     chat_logprobs,
     completion_logprobs,
     join_logprobs,
     prompt_logprobs,
     sequence_scores,
 )
-from api.answers.scanner import ContentDelta
-from api.answers.scanner import Delta as TextDelta
+from api.answers.scanner import ContentDelta, Delta
 from api.answers.stop_holdback import StopHoldback
 from api.errors import failed, openai
 from api.event_loop import offload
-from api.http.openapi import OPENAI, OPENAI_ERRORS, Absent, ApiObject, OpenAIError, event_stream
+from api.http.openapi import OPENAI, OPENAI_ERRORS, OpenAIError, Shape, event_stream
 from api.http.sse import MAX_ITEMS, Change, Feed, MappedFeed, sse_frames
 from api.json import to_json
 from api.protocols.openai_bodies import (
@@ -48,180 +47,91 @@ from common.detokenize import Detokenizer
 
 # --- responses, for /docs -----------------------------------------------------------------------------------
 
-FinishReason = Literal["stop", "length", "tool_calls", "function_call"]
-
-
-class CompletionTokensDetails(ApiObject):
-    reasoning_tokens: int
-
-
-class PromptTokensDetails(ApiObject):
-    cached_tokens: int
-    """Tokens whose KV was in the prefix cache."""
-
-
-class Usage(ApiObject):
-    """Token counts."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    completion_tokens_details: CompletionTokensDetails = Absent
-    """Of a model that reasons."""
-    prompt_tokens_details: PromptTokensDetails = Absent
-    """In a whole response and in the last chunk; not in the counts of other chunks."""
-
-
-class CompletionObject(ApiObject):
-    id: str
-    created: int
-    """Unix time of the request, in seconds."""
-    model: str
-    system_fingerprint: str
-
-
-class FinishedChoice(ApiObject):
-    index: int
-    finish_reason: FinishReason
-    stop_reason: str | int | None
-    """The stop string or token id that ended the choice."""
-    token_ids: list[int] = Absent
-    """With `return_token_ids`."""
-    cumulative_logprob: float = Absent
-    """Of a beam search: the sum of the log-probabilities of its tokens."""
-    beam_score: float = Absent
-    """Of a beam search: that sum, divided by the number of tokens to the power of `length_penalty`."""
-
-
-class ChunkChoice(ApiObject):
-    index: int
-    finish_reason: FinishReason | None
-    """Null until the last chunk of the choice."""
-    stop_reason: str | int | None = None
-    """The stop string or token id that ended the choice."""
-    token_ids: list[int] = Absent
-    """With `return_token_ids`: of the tokens of this chunk."""
-    cumulative_logprob: float = Absent
-    beam_score: float = Absent
-    """Of a beam search, in the last chunk of the choice."""
-
-
-class CalledFunction(ApiObject):
-    name: str
-    arguments: str
-    """JSON text, which may be cut at `max_tokens`."""
-
-
-class ToolCall(ApiObject):
-    id: str
-    type: Literal["function"]
-    function: CalledFunction
-
-
-class AssistantMessage(ApiObject):
-    role: Literal["assistant"]
-    content: str | None
-    """Null if the answer has only calls."""
-    refusal: None
-    reasoning_content: str = Absent
-    reasoning: str = Absent
-    """The same as `reasoning_content`."""
-    tool_calls: list[ToolCall] = Absent
-    function_call: CalledFunction = Absent
-    """The call, if the request has `functions`."""
-
-
-class ChatChoice(FinishedChoice):
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-    context_logits: Logits = Absent
-    """With `return_context_logits`, in the first choice of a prompt."""
-    generation_logits: Logits = Absent
-    """With `return_generation_logits`."""
-
-
-class ChatCompletion(CompletionObject):
-    object: Literal["chat.completion"]
-    choices: list[ChatChoice]
-    usage: Usage
-    prompt_token_ids: list[int] = Absent
-    """With `return_token_ids`."""
-    prompt_logprobs: PromptLogprobs = Absent
-
-
-class CalledFunctionDelta(ApiObject):
-    name: str = Absent
-    """In the first delta of a call only."""
-    arguments: str
-    """The next piece of the JSON text."""
-
-
-class ToolCallDelta(ApiObject):
-    """The next piece of the call with this index; the first one has `id`, `type` and the name."""
-
-    index: int
-    id: str = Absent
-    type: Literal["function"] = Absent
-    function: CalledFunctionDelta
-
-
-class Delta(ApiObject):
-    role: Literal["assistant"] = Absent
-    """In the first chunk of a choice only."""
-    content: str | None = Absent
-    reasoning_content: str = Absent
-    reasoning: str = Absent
-    """The same as `reasoning_content`."""
-    tool_calls: list[ToolCallDelta] = Absent
-    function_call: CalledFunctionDelta = Absent
-
-
-class ChatChunkChoice(ChunkChoice):
-    delta: Delta
-    logprobs: ChatLogprobs | None
-
-
-class ChatCompletionChunk(CompletionObject):
-    """One event, `data: {…}`. A request that fails ends with an OpenAIError, others with `data: [DONE]`."""
-
-    object: Literal["chat.completion.chunk"]
-    choices: list[ChatChunkChoice]
-    usage: Usage | None = None
-    prompt_token_ids: list[int] = Absent
-    """With `return_token_ids`, in the first chunk of a choice."""
-
-
-class CompletionChoice(FinishedChoice):
-    text: str
-    logprobs: CompletionLogprobs | None
-    prompt_token_ids: list[int] = Absent
-    """With `return_token_ids`."""
-    prompt_logprobs: PromptLogprobs = Absent
-    context_logits: Logits = Absent
-    """With `return_context_logits`, in the first choice of a prompt."""
-    generation_logits: Logits = Absent
-    """With `return_generation_logits`."""
-
-
-class Completion(CompletionObject):
-    object: Literal["text_completion"]
-    choices: list[CompletionChoice]
-    usage: Usage
-
-
-class CompletionChunkChoice(ChunkChoice):
-    text: str
-    logprobs: CompletionLogprobs | None
-    prompt_token_ids: list[int] = Absent
-    """With `return_token_ids`, in the first chunk of a choice."""
-
-
-class CompletionChunk(CompletionObject):
-    """One event, `data: {…}`. A request that fails ends with an OpenAIError, others with `data: [DONE]`."""
-
-    object: Literal["text_completion"]
-    choices: list[CompletionChunkChoice]
-    usage: Usage | None = None
+FINISH_REASON = ("stop", "length", "tool_calls", "function_call")
+USAGE = {
+    "prompt_tokens": 12,
+    "completion_tokens": 20,
+    "total_tokens": 32,
+    "completion_tokens_details?": {"reasoning_tokens": 8},
+    "prompt_tokens_details?": {"cached_tokens": 0},
+}
+OBJECT = {
+    "id": "cmpl-5f0f8c0e",
+    "created": 1764000000,
+    "model": "SmolLM2",
+    "system_fingerprint": "tokenfleet",
+}
+CHOICE = {
+    "index": 0,
+    "token_ids?": [504],
+    "cumulative_logprob?": -2.5,
+    "beam_score?": -0.5,
+}
+FINISHED = {**CHOICE, "finish_reason": FINISH_REASON, "stop_reason": (None, "###", 2)}
+UNFINISHED = {**CHOICE, "finish_reason": (None, *FINISH_REASON), "stop_reason?": (None, "###", 2)}
+SHOWN_LOGITS = {"context_logits?": LOGITS, "generation_logits?": LOGITS}
+SHOWN_PROMPT = {"prompt_token_ids?": [504], "prompt_logprobs?": PROMPT_LOGPROBS}
+CALL = {"name": "weather", "arguments": '{"city": "Paris"}'}
+MESSAGE = {
+    "role": "assistant",
+    "content": ("Because air scatters blue light most.", None),
+    "refusal": None,
+    "reasoning_content?": "The user asks about the sky.",
+    "reasoning?": "The user asks about the sky.",
+    "tool_calls?": [{"id": "call_5f0f8c0e", "type": "function", "function": CALL}],
+    "function_call?": CALL,
+}
+CALL_DELTA = {"name?": "weather", "arguments": '{"city"'}
+DELTA = {
+    "role?": "assistant",
+    "content?": (" blue", None),
+    "reasoning_content?": " sky",
+    "reasoning?": " sky",
+    "tool_calls?": [{"index": 0, "id?": "call_5f0f8c0e", "type?": "function", "function": CALL_DELTA}],
+    "function_call?": CALL_DELTA,
+}
+CHAT_COMPLETION = Shape(
+    "ChatCompletion",
+    {
+        **OBJECT,
+        "object": "chat.completion",
+        "choices": [{**FINISHED, "message": MESSAGE, "logprobs": CHAT_LOGPROBS, **SHOWN_LOGITS}],
+        "usage": USAGE,
+        **SHOWN_PROMPT,
+    },
+)
+CHAT_COMPLETION_CHUNK = Shape(
+    "ChatCompletionChunk",
+    {
+        **OBJECT,
+        "object": "chat.completion.chunk",
+        "choices": [{**UNFINISHED, "delta": DELTA, "logprobs": CHAT_LOGPROBS}],
+        "usage?": (None, USAGE),
+        "prompt_token_ids?": [504],
+    },
+)
+COMPLETION = Shape(
+    "Completion",
+    {
+        **OBJECT,
+        "object": "text_completion",
+        "choices": [
+            {**FINISHED, "text": " Paris.", "logprobs": COMPLETION_LOGPROBS, **SHOWN_PROMPT, **SHOWN_LOGITS}
+        ],
+        "usage": USAGE,
+    },
+)
+COMPLETION_CHUNK = Shape(
+    "CompletionChunk",
+    {
+        **OBJECT,
+        "object": "text_completion",
+        "choices": [
+            {**UNFINISHED, "text": " Paris", "logprobs": COMPLETION_LOGPROBS, "prompt_token_ids?": [504]}
+        ],
+        "usage?": (None, USAGE),
+    },
+)
 
 
 FINISH_REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
@@ -341,7 +251,7 @@ def new_parser(answer: HttpAnswer, index: int = 0) -> ChoiceParser | None:
     return ChoiceParser(reading, f"{answer.request_id}.{index}") if reading else None
 
 
-def read_piece(parser: ChoiceParser | None, piece: TextPiece, ended: bool) -> list[TextDelta]:
+def read_piece(parser: ChoiceParser | None, piece: TextPiece, ended: bool) -> list[Delta]:
     """The deltas of a piece: none for a token that shows no text of its own. `ended`: it is the last one."""
     if parser is not None:
         return parser.read(piece.text, len(piece.tokens), ended)
@@ -797,8 +707,8 @@ CHAT_COMPLETIONS = Protocol(
         "Create a chat completion",
         "Generates the assistant's next message. With `stream`, it comes as server-sent events, a chunk for "
         "each token, and ends with `data: [DONE]`.",
-        ChatCompletion,
-        event_stream([ChatCompletionChunk, OpenAIError], "[DONE]"),
+        CHAT_COMPLETION,
+        event_stream([CHAT_COMPLETION_CHUNK, OpenAIError], "[DONE]"),
     ),
 )
 COMPLETIONS = Protocol(
@@ -823,7 +733,7 @@ COMPLETIONS = Protocol(
         "Continues one prompt or several. `choices` has the `n` choices of the first prompt, then those of "
         "the next. With `stream`, they come as server-sent events, a chunk for each token, and end with "
         "`data: [DONE]`.",
-        Completion,
-        event_stream([CompletionChunk, OpenAIError], "[DONE]"),
+        COMPLETION,
+        event_stream([COMPLETION_CHUNK, OpenAIError], "[DONE]"),
     ),
 )

@@ -15,7 +15,7 @@ from api.answers.answer import HttpAnswer, VectorAnswer
 from api.errors import invalid, openai, quoted, too_long, unavailable
 from api.event_loop import Pace
 from api.http.body import reject_unsupported
-from api.http.openapi import OPENAI_ERRORS, POOLING, Absent, ApiObject, ErrorResponses, only
+from api.http.openapi import OPENAI_ERRORS, POOLING, Responses, Shape, only
 from api.json import to_json
 from api.prompts.control_texts import Rendered
 from api.protocols.openai_bodies import Prompt, read_prompts
@@ -204,68 +204,39 @@ class RerankFields(PoolingFields):
 # --- response schemas ---------------------------------------------------------------------------------------
 
 
-ShownVector = list[float] | str
-"""Numbers, or with `encoding_format` base64 the base64 of their float32 values."""
-
-
-class PoolingUsage(ApiObject):
-    """Token counts: of all inputs, with the special tokens around them."""
-
-    prompt_tokens: int
-    total_tokens: int
-
-
-class Embedding(ApiObject):
-    object: Literal["embedding"]
-    index: int
-    """Place of its input."""
-    embedding: ShownVector
-
-
-class EmbeddingList(ApiObject):
-    object: Literal["list"]
-    data: list[Embedding]
-    model: str
-    usage: PoolingUsage
-
-
-class Score(ApiObject):
-    index: int
-    object: Literal["score"]
-    score: float
-
-
-class ScoreResponse(ApiObject):
-    id: str
-    object: Literal["list"]
-    created: int
-    """Unix time of the request, in seconds."""
-    model: str
-    data: list[Score]
-    usage: PoolingUsage
-
-
-class RankedDocument(ApiObject):
-    text: str
-
-
-class RankedResult(ApiObject):
-    index: int
-    """Place among the documents."""
-    relevance_score: float
-    document: RankedDocument = Absent
-
-
-class RerankResponse(ApiObject):
-    """The best documents first."""
-
-    id: str
-    model: str
-    usage: PoolingUsage
-    results: list[RankedResult]
-
-
-VLLM_ERRORS: ErrorResponses = only(OPENAI_ERRORS, 400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
+POOLING_USAGE = {"prompt_tokens": 12, "total_tokens": 12}
+EMBEDDING_LIST = Shape(
+    "EmbeddingList",
+    {
+        "object": "list",
+        "data": [{"object": "embedding", "index": 0, "embedding": ([0.25, -0.5], "AACAPgAAAL8=")}],
+        "model": "all-MiniLM-L6-v2",
+        "usage": POOLING_USAGE,
+    },
+)
+SCORES = Shape(
+    "ScoreResponse",
+    {
+        "id": "score-5f0f8c0e",
+        "object": "list",
+        "created": 1764000000,
+        "model": "ms-marco-MiniLM-L6-v2",
+        "data": [{"index": 0, "object": "score", "score": 0.875}],
+        "usage": POOLING_USAGE,
+    },
+)
+RANKING = Shape(
+    "RerankResponse",
+    {
+        "id": "rerank-5f0f8c0e",
+        "model": "ms-marco-MiniLM-L6-v2",
+        "usage": POOLING_USAGE,
+        "results": [
+            {"index": 0, "relevance_score": 0.875, "document?": {"text": "Paris is the capital of France."}}
+        ],
+    },
+)
+VLLM_ERRORS: Responses = only(OPENAI_ERRORS, 400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
 
 
 # --- inputs -------------------------------------------------------------------------------------------------
@@ -721,7 +692,7 @@ EMBEDDINGS = Protocol(
         {"input": ["The sky is blue.", "Grass is green."]},
         "Create embeddings",
         "Returns a vector for each input, in their order.",
-        EmbeddingList,
+        EMBEDDING_LIST,
     ),
 )
 RERANK = EMBEDDINGS._replace(
@@ -739,7 +710,7 @@ RERANK = EMBEDDINGS._replace(
         "Rank documents by a query",
         "Returns the documents, the best first, as Cohere, Jina and vLLM do. A reranker scores each pair; "
         "of an embedding model the scores are cosines.",
-        RerankResponse,
+        RANKING,
     ),
 )
 SCORE = RERANK._replace(
@@ -756,6 +727,6 @@ SCORE = RERANK._replace(
         {"text_1": "What is the capital of France?", "text_2": RERANK_EXAMPLE["documents"]},
         "Score pairs of texts",
         "Returns a score for each pair (vLLM): of `text_1` with each of `text_2`, or of two lists' pairs.",
-        ScoreResponse,
+        SCORES,
     ),
 )

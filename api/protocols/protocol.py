@@ -13,7 +13,7 @@ from starlette.types import Scope
 from api.answers.answer import HttpAnswer, Rendering
 from api.errors import Family, anthropic, kserve, openai, tgi
 from api.http.idempotency import KEY_REUSED
-from api.http.openapi import ErrorResponses
+from api.http.openapi import Responses, json_answer
 from api.http.sse import Feed
 from api.requests.fields import Strict
 from api.requests.params import GenerationParams
@@ -152,7 +152,7 @@ class Protocol(NamedTuple):
 
 def described(
     tag: str,
-    errors: ErrorResponses,
+    errors: Responses,
     shape: type[Strict],
     example: Mapping[str, Any],
     summary: str,
@@ -164,17 +164,17 @@ def described(
     """What /docs says of a route that makes answers, for FastAPI.
 
     Args:
-        whole: the model of a whole answer.
+        whole: the shape of a whole answer.
         events: the content of a stream, as of `event_stream`; alone for a route that only streams.
         parameters: of the path.
     """
-    answer = ({"model": whole} if whole else {}) | ({"content": events} if events else {})
+    content = (json_answer(whole) if whole else {}) | (events or {})
     body = generation_body(shape, dict(example))
     return {
         "tags": [tag],
         "summary": summary,
         "description": description,
-        "responses": {409: {**errors[503], "description": KEY_REUSED}, **errors, 200: answer},
+        "responses": {409: {**errors[503], "description": KEY_REUSED}, **errors, 200: {"content": content}},
         "openapi_extra": body | {"parameters": [*parameters, *body["parameters"]]},
         **({} if whole else {"response_class": EventSourceResponse}),
     }

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 
@@ -11,7 +11,7 @@ from api.answers.chat_answer import is_json_text
 from api.answers.logprobs import chat_logprobs
 from api.answers.scanner import CallArguments, CallStart, ContentDelta, Delta, ReasoningDelta
 from api.errors import failed
-from api.http.openapi import ApiObject
+from api.http.openapi import Shape
 from api.http.sse import MAX_ITEMS, Feed
 from api.json import to_json
 from api.protocols.openai import new_choices, new_parser, read_piece
@@ -22,68 +22,42 @@ from api.streams.stream import Stream
 # --- as /docs describes it ----------------------------------------------------------------------------------
 
 
-class ResponsesObject(ApiObject, extra="allow"):
-    """An object of the Responses API; it may have more fields."""
-
-
-class InputTokensDetails(ResponsesObject):
-    cached_tokens: int
-    cache_write_tokens: int
-
-
-class OutputTokensDetails(ResponsesObject):
-    reasoning_tokens: int
-
-
-class ResponseUsage(ResponsesObject):
-    input_tokens: int
-    input_tokens_details: InputTokensDetails
-    output_tokens: int
-    output_tokens_details: OutputTokensDetails
-    total_tokens: int
-
-
-class IncompleteDetails(ResponsesObject):
-    reason: Literal["max_output_tokens"]
-
-
-class ResponseError(ResponsesObject):
-    code: str
-    message: str
-
-
-class ResponseItem(ResponsesObject):
-    """An item of a conversation: a message, a call of a function, its output, or reasoning."""
-
-    id: str
-    type: Literal["message", "function_call", "function_call_output", "reasoning"]
-
-
-class ResponseObject(ResponsesObject):
-    """A response, with the fields of its request."""
-
-    id: str
-    object: Literal["response"]
-    created_at: int
-    """Unix time of the request, in seconds."""
-    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
-    error: ResponseError | None
-    incomplete_details: IncompleteDetails | None
-    model: str
-    output: list[ResponseItem]
-    usage: ResponseUsage | None
-    """Null until the response is completed or incomplete."""
-    metadata: dict[str, str]
-    tools: list[dict[str, Any]]
-    tool_choice: str | dict[str, Any]
-    parallel_tool_calls: bool
-
-
-class ResponseEvent(ResponsesObject):
-    """One event of a stream; `response.completed`, `.incomplete` or `.failed` is the last."""
-
-    type: str
-    sequence_number: int
+ITEM = {
+    "id": "msg_5f0f8c0e_0",
+    "type": ("message", "function_call", "function_call_output", "reasoning"),
+    ...: ...,
+}
+RESPONSE_SHAPE = Shape(
+    "ResponseObject",
+    {
+        "id": "resp_5f0f8c0e",
+        "object": "response",
+        "created_at": 1764000000,
+        "status": ("completed", "queued", "in_progress", "incomplete", "failed", "cancelled"),
+        "error": (None, {"code": "server_error", "message": "Request failed during generation"}),
+        "incomplete_details": (None, {"reason": "max_output_tokens"}),
+        "model": "SmolLM2",
+        "output": [ITEM],
+        "usage": (
+            {
+                "input_tokens": 12,
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": 20,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": 32,
+            },
+            None,
+        ),
+        "metadata": {},
+        "tools": [{}],
+        "tool_choice": ("auto", {}),
+        "parallel_tool_calls": True,
+        ...: ...,
+    },
+)
+RESPONSE_EVENT = Shape(
+    "ResponseEvent", {"type": "response.output_text.delta", "sequence_number": 4, ...: ...}
+)
 
 
 Event = dict[str, Any]

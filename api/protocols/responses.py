@@ -36,9 +36,9 @@ from api.protocols.openai_bodies import (
 from api.protocols.protocol import Asked, Context, Protocol, described
 from api.protocols.response_object import (
     RENDERER,
+    RESPONSE_EVENT,
+    RESPONSE_SHAPE,
     Item,
-    ResponseEvent,
-    ResponseObject,
     ResponseObjectRenderer,
     item_id,
     response_id,
@@ -719,7 +719,7 @@ RESPONSES = Protocol(
         "Create a response",
         "Generates the next items of a conversation. With `stream`, they come as typed events with sequence "
         "numbers. With `background`, the response is queued, and outlives every process of the fleet.",
-        ResponseObject,
-        event_stream([ResponseEvent]),
+        RESPONSE_SHAPE,
+        event_stream([RESPONSE_EVENT]),
     ),
 )

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 from sse_starlette import EventSourceResponse
@@ -12,21 +12,23 @@ from api.errors import ApiError, asking_broker, cut, invalid, quoted, unavailabl
 from api.http.openapi import (
     OPENAI,
     OPENAI_ERRORS,
-    ErrorResponses,
     OpenAIError,
     ResponseId,
+    Responses,
+    Shape,
+    answer,
     error_responses,
     event_stream,
+    json_answer,
     only,
 )
 from api.http.sse import SSE_HEADERS, RestOfFeed
-from api.json import to_json
+from api.json import json_response
 from api.protocols.response_object import (
-    ResponseEvent,
+    ITEM,
+    RESPONSE_EVENT,
+    RESPONSE_SHAPE,
     ResponseFrames,
-    ResponseItem,
-    ResponseObject,
-    ResponsesObject,
 )
 from api.protocols.responses import StoredResponse, find_response, read_response, render_response
 from api.requests.request_scripts import cancel_request
@@ -34,22 +36,19 @@ from api.resume import rest
 from api.streams.describe_answer import delete_ended
 from api.streams.stream import Stream
 
-
-class ResponseItemList(ResponsesObject):
-    object: Literal["list"]
-    data: list[ResponseItem]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
-class DeletedResponse(ResponsesObject):
-    id: str
-    object: Literal["response"]
-    deleted: Literal[True]
-
-
-STORED_ERRORS: ErrorResponses = only(OPENAI_ERRORS, 400, 401, 403, 500, 503)
+ITEM_LIST = Shape(
+    "ResponseItemList",
+    {
+        "object": "list",
+        "data": [ITEM],
+        "first_id": ("msg_5f0f8c0e_i0", None),
+        "last_id": ("msg_5f0f8c0e_i0", None),
+        "has_more": False,
+        ...: ...,
+    },
+)
+DELETED = Shape("DeletedResponse", {"id": "resp_5f0f8c0e", "object": "response", "deleted": True})
+STORED_ERRORS: Responses = only(OPENAI_ERRORS, 400, 401, 403, 500, 503)
 STORED_ERRORS |= error_responses(
     OpenAIError, {404: "There is no such response, or it belongs to another API key"}
 )
@@ -67,14 +66,10 @@ async def find_own_response(request: Request, response_id: str) -> StoredRespons
     return stored
 
 
-def json_response(content: dict[str, Any]) -> Response:
-    return Response(to_json(content), media_type="application/json")
-
-
 @router.get(
     "/v1/responses/{response_id}",
     summary="Retrieve a response",
-    responses={200: {"model": ResponseObject, "content": event_stream([ResponseEvent])}},
+    responses={200: {"content": json_answer(RESPONSE_SHAPE) | event_stream([RESPONSE_EVENT])}},
 )
 async def retrieve_response(
     request: Request,
@@ -117,7 +112,7 @@ async def follow_response(stored: StoredResponse, num_seen: int) -> Response:
 @router.post(
     "/v1/responses/{response_id}/cancel",
     summary="Cancel a background response",
-    response_model=ResponseObject,
+    responses=answer(RESPONSE_SHAPE),
 )
 async def cancel_response(request: Request, response_id: ResponseId) -> Response:
     """Ends a response that was created with `background`. A response that has ended stays as it is."""
@@ -129,7 +124,7 @@ async def cancel_response(request: Request, response_id: ResponseId) -> Response
     return json_response(await render_response(stored, await cancel_stored(stored)))
 
 
-@router.delete("/v1/responses/{response_id}", summary="Delete a response", response_model=DeletedResponse)
+@router.delete("/v1/responses/{response_id}", summary="Delete a response", responses=answer(DELETED))
 async def remove_response(request: Request, response_id: ResponseId) -> Response:
     """Deletes a response and its input; a response that has not ended is cancelled first."""
     stored = await find_own_response(request, response_id)
@@ -140,7 +135,7 @@ async def remove_response(request: Request, response_id: ResponseId) -> Response
 @router.get(
     "/v1/responses/{response_id}/input_items",
     summary="List the input items of a response",
-    response_model=ResponseItemList,
+    responses=answer(ITEM_LIST),
 )
 async def list_input_items(
     request: Request,

@@ -9,14 +9,14 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
 from api.answers.answer import HttpAnswer, Rendering
-from api.answers.logits import Logits, LogitsRenderer
+from api.answers.logits import LOGITS, LogitsRenderer
 from api.answers.logprobs import sequence_scores
 from api.errors import ApiError, failed, invalid, quoted, tgi, unavailable
 from api.grammar.read import GRAMMAR_SCHEMA, read_tgi_grammar
@@ -24,16 +24,16 @@ from api.http.body import reject_unsupported
 from api.http.openapi import (
     TGI,
     TGI_ERRORS,
-    Absent,
-    ApiObject,
     ErrorResponse,
-    ErrorResponses,
+    Responses,
+    Shape,
+    answer,
     error_responses,
     event_stream,
     only,
 )
 from api.http.sse import MAX_ITEMS, Change, Feed, MappedFeed, sse_frames
-from api.json import to_json
+from api.json import json_response, to_json
 from api.protocols.openai_bodies import OPENAI_FIELDS
 from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, WholeBody, described
 from api.requests.beams import BeamFields
@@ -63,118 +63,72 @@ from common.settings.ranges import MAX_STOP_CHARS
 
 # --- responses, for /docs -----------------------------------------------------------------------------------
 
-GENERATE_ERRORS: ErrorResponses = only(TGI_ERRORS, 400, 401, 403, 408, 413, 415, 422, 424, 429, 500, 503)
-FinishReason = Literal["length", "eos_token", "stop_sequence"]
-
-
-class Token(ApiObject):
-    """A generated token."""
-
-    id: int
-    text: str
-    logprob: float | None
-    special: bool
-    """Whether it is a special token, such as end of sequence."""
-
-
-class PrefillToken(ApiObject):
-    """A token of the prompt."""
-
-    id: int
-    text: str
-    logprob: float | None
-    """Null for the first token of the prompt."""
-
-
-class GenerationEnd(ApiObject):
-    finish_reason: FinishReason
-    generated_tokens: int
-    seed: int | None
-    """The seed that samples the same text again; null for greedy decoding."""
-    cumulative_logprob: float = Absent
-    """Of a beam search: the sum of the log-probabilities of its tokens."""
-    beam_score: float = Absent
-    """Of a beam search: that sum, divided by the number of tokens to the power of `length_penalty`."""
-
-
-class GenerationDetails(GenerationEnd):
-    prefill: list[PrefillToken]
-    """The prompt's tokens; empty without `decoder_input_details`."""
-    tokens: list[Token]
-    top_tokens: list[list[Token]] = Absent
-    """The most likely tokens at each position; absent without `top_n_tokens`."""
-
-
-class BestOfSequence(GenerationDetails):
-    """A text that was not the best of `best_of`, or of a beam search."""
-
-    generated_text: str
-
-
-class Details(GenerationDetails):
-    """How the text was generated."""
-
-    best_of_sequences: list[BestOfSequence] = Absent
-    """The other texts of `best_of`, or of a beam search."""
-
-
-class GenerateResponse(ApiObject):
-    generated_text: str
-    details: Details = Absent
-    """Absent unless requested."""
-    context_logits: Logits = Absent
-    """With `return_context_logits`."""
-    generation_logits: Logits = Absent
-    """With `return_generation_logits`."""
-
-
-class StreamDetails(GenerationEnd):
-    """How the text was generated."""
-
-    input_length: int
-    """Number of tokens of the prompt."""
-    prefill: list[PrefillToken] = Absent
-    tokens: list[Token] = Absent
-    """Of a beam search: all tokens of the sequence."""
-
-
-class StreamResponse(ApiObject):
-    """One event, `data: {…}`. If the request fails, the last event is an ErrorResponse instead."""
-
-    index: int
-    """Number of the token, from 1; of a beam search, of the sequence, the best first."""
-    token: Token
-    top_tokens: list[Token] = Absent
-    """The most likely tokens at this position; absent without `top_n_tokens`."""
-    generated_text: str | None
-    """The whole text, in the last event; of a beam search, in every event."""
-    details: StreamDetails | None
-    """In the last event, or every one of a beam search, if requested."""
-
-
-class Info(ApiObject):
-    """The model and its limits."""
-
-    model_id: str
-    model_sha: str | None
-    model_pipeline_tag: str | None
-    max_concurrent_requests: int
-    max_best_of: int
-    max_beam_width: int
-    """Most sequences that a beam search extends at once."""
-    max_stop_sequences: int
-    max_input_tokens: int
-    """Most tokens of a prompt."""
-    max_total_tokens: int
-    """Most tokens of prompt and generated text together."""
-    validation_workers: int
-    max_client_batch_size: int
-    router: str
-    version: str
-    sha: str | None
-    docker_label: str | None
-    adapters: list[str]
-    """Names of the LoRA adapters that a request may use, as `adapter_id` or as `model`."""
+GENERATE_ERRORS: Responses = only(TGI_ERRORS, 400, 401, 403, 408, 413, 415, 422, 424, 429, 500, 503)
+TOKEN = {"id": 7042, "text": " Paris", "logprob": (-0.25, None), "special": False}
+PREFILL_TOKEN = {"id": 504, "text": "The", "logprob": (-2.5, None)}
+GENERATION_END = {
+    "finish_reason": ("length", "eos_token", "stop_sequence"),
+    "generated_tokens": 20,
+    "seed": (None, 42),
+    "cumulative_logprob?": -2.5,
+    "beam_score?": -0.5,
+}
+GENERATION_DETAILS = {
+    **GENERATION_END,
+    "prefill": [PREFILL_TOKEN],
+    "tokens": [TOKEN],
+    "top_tokens?": [[TOKEN]],
+}
+OTHER_TEXTS = [{**GENERATION_DETAILS, "generated_text": " Paris."}]
+GENERATE_ANSWER = Shape(
+    "GenerateResponse",
+    {
+        "generated_text": " Paris.",
+        "details?": {**GENERATION_DETAILS, "best_of_sequences?": OTHER_TEXTS},
+        "context_logits?": LOGITS,
+        "generation_logits?": LOGITS,
+    },
+)
+GENERATE_EVENT = Shape(
+    "StreamResponse",
+    {
+        "index": 1,
+        "token": TOKEN,
+        "top_tokens?": [TOKEN],
+        "generated_text": (None, " Paris."),
+        "details": (
+            None,
+            {
+                **GENERATION_END,
+                "input_length": 5,
+                "prefill?": [PREFILL_TOKEN],
+                "tokens?": [TOKEN],
+                "top_tokens?": [[TOKEN]],
+            },
+        ),
+    },
+)
+INFO = Shape(
+    "Info",
+    {
+        "model_id": "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "model_sha": (None, "12fd25f77366fa6b3b4b768ec3050bf629380bac"),
+        "model_pipeline_tag": "text-generation",
+        "max_concurrent_requests": 128,
+        "max_best_of": 2,
+        "max_beam_width": 16,
+        "max_stop_sequences": 4,
+        "max_input_tokens": 4095,
+        "max_total_tokens": 4096,
+        "validation_workers": 2,
+        "max_client_batch_size": 4,
+        "router": "tokenfleet",
+        "version": "1.0.0",
+        "sha": None,
+        "docker_label": (None, "1.0.0"),
+        "adapters": ["sql"],
+    },
+)
 
 
 TGI_NAMES = {
@@ -609,7 +563,7 @@ async def read_generate(body: GenerateRequest, context: Context) -> Asked:
 
 
 EXAMPLE = {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 20}}
-EVENTS = event_stream([StreamResponse, ErrorResponse])
+EVENTS = event_stream([GENERATE_EVENT, ErrorResponse])
 GENERATE = Protocol(
     path="/generate",
     name="generate",
@@ -628,7 +582,7 @@ GENERATE = Protocol(
         "Generate text",
         "Returns the whole text when generation has finished. With `details`, the response has the tokens "
         "with their log-probabilities, the seed and the finish reason.",
-        GenerateResponse,
+        GENERATE_ANSWER,
     ),
 )
 GENERATE_STREAM = GENERATE._replace(
@@ -669,7 +623,7 @@ COMPAT_GENERATE = GENERATE._replace(
         "Generate text, or a stream of tokens",
         "Does what /generate_stream does if `stream` is true, else what /generate does, with the response "
         "in an array of one. The text begins with the prompt unless `return_full_text` is false.",
-        list[GenerateResponse],
+        [GENERATE_ANSWER],
         EVENTS,
     ),
 )
@@ -679,7 +633,7 @@ info_router = APIRouter(
 )
 
 
-@info_router.get("/info", summary="Model and limits", responses={200: {"model": Info}})
+@info_router.get("/info", summary="Model and limits", responses=answer(INFO))
 async def info(request: Request) -> Response:
     """Returns the limits of the smallest worker. Once known, they stay when the workers stop."""
     pool = own_pool(request)
@@ -689,25 +643,25 @@ async def info(request: Request) -> Response:
     if not workers.max_total_tokens:
         raise unavailable(workers.last_error or "no worker is ready yet")
     limits = workers.limits
-    known = Info(
-        model_id=settings.model_name,
-        model_sha=settings.revision,
-        model_pipeline_tag=pipeline_tag(pool),
-        max_concurrent_requests=settings.max_concurrent_requests,
-        max_best_of=settings.max_best_of,
-        max_beam_width=limits.max_beam_width,
-        max_stop_sequences=settings.max_stop_sequences,
-        max_input_tokens=limits.max_input_tokens,
-        max_total_tokens=limits.max_total_tokens,
-        validation_workers=pool.tokenizer.budget.num_threads,
-        max_client_batch_size=limits.max_client_batch_size,
-        router="tokenfleet",
-        version=version("tokenfleet"),
-        sha=None,
-        adapters=[one.name for one in pool.adapters.registry.ready],
-        docker_label=os.environ.get("DOCKER_LABEL"),
-    )
-    return Response(to_json(known.model_dump(exclude_unset=True)), media_type="application/json")
+    known = {
+        "model_id": settings.model_name,
+        "model_sha": settings.revision,
+        "model_pipeline_tag": pipeline_tag(pool),
+        "max_concurrent_requests": settings.max_concurrent_requests,
+        "max_best_of": settings.max_best_of,
+        "max_beam_width": limits.max_beam_width,
+        "max_stop_sequences": settings.max_stop_sequences,
+        "max_input_tokens": limits.max_input_tokens,
+        "max_total_tokens": limits.max_total_tokens,
+        "validation_workers": pool.tokenizer.budget.num_threads,
+        "max_client_batch_size": limits.max_client_batch_size,
+        "router": "tokenfleet",
+        "version": version("tokenfleet"),
+        "sha": None,
+        "adapters": [one.name for one in pool.adapters.registry.ready],
+        "docker_label": os.environ.get("DOCKER_LABEL"),
+    }
+    return json_response(known)
 
 
 def pipeline_tag(pool: Pool) -> str:

@@ -17,12 +17,13 @@ from api.http.openapi import (
     OPENAI_ERRORS,
     TGI,
     TGI_ERRORS,
-    ApiObject,
-    ErrorResponses,
+    Responses,
+    Shape,
+    answer,
     json_body,
     only,
 )
-from api.json import list_to_json, to_json
+from api.json import json_response, list_to_json, to_json
 from api.prompts.control_texts import Rendered
 from api.prompts.tokenizer import ModelTokenizer, utf8_size
 from api.protocols.openai_bodies import ChatRequest, read_chat
@@ -33,26 +34,25 @@ from api.requests.params import GenerationParams
 from api.requests.pool import Pool
 from api.requests.validate import check, show_pictures
 
-TOKENIZE_ERRORS: ErrorResponses = only(TGI_ERRORS, 400, 401, 403, 404, 413, 415, 422, 500, 503)
+TOKENIZE_ERRORS: Responses = only(TGI_ERRORS, 400, 401, 403, 404, 413, 415, 422, 500, 503)
 
 
-class SimpleToken(ApiObject):
-    """A token of a text."""
-
-    id: int
-    text: str
-    start: int
-    """Offset of its first byte in the UTF-8 text."""
-    stop: int
-    """Offset after its last byte."""
-
-
-class ChatTokenizeResponse(ApiObject):
-    tokenize_response: list[SimpleToken]
-    templated_text: str
-    """The prompt that the chat template makes of the messages."""
-
-
+SIMPLE_TOKENS = [{"id": 504, "text": "The", "start": 0, "stop": 3}]
+"""`start` and `stop` are offsets of bytes in the UTF-8 text."""
+CHAT_TOKENS = Shape(
+    "ChatTokenizeResponse", {"tokenize_response": SIMPLE_TOKENS, "templated_text": "<|im_start|>user\n…"}
+)
+PROMPT_TOKENS = Shape(
+    "TokenizeResponse",
+    {
+        "count": 1,
+        "max_model_len": (4096, None),  # null until a worker has been ready
+        "tokens": [504],
+        "token_strs": (None, ["The"]),
+    },
+)
+TEXT_OF_TOKENS = Shape("DetokenizeResponse", {"prompt": "The capital of France is"})
+VERSION = Shape("ServerVersion", {"version": "1.0.0"})
 detokenize_router = APIRouter(tags=[OPENAI])
 version_router = APIRouter(tags=[HEALTH])
 """Its route needs no API key."""
@@ -86,24 +86,6 @@ class DetokenizeRequest(Strict):
 
     model: str | None = None
     tokens: Listed[Whole] = Field(description="Token ids.", json_schema_extra={"items": {"minimum": 0}})
-
-
-class TokenizeResponse(ApiObject):
-    count: int
-    max_model_len: int | None
-    """Most tokens of prompt and generated text together; null until a worker has been ready."""
-    tokens: list[int]
-    token_strs: list[str] | None
-    """The tokens as the vocabulary has them, if requested."""
-
-
-class DetokenizeResponse(ApiObject):
-    prompt: str
-
-
-class ServerVersion(ApiObject):
-    version: str
-    """Of this server."""
 
 
 # --- /tokenize ----------------------------------------------------------------------------------------------
@@ -168,7 +150,7 @@ async def respond_with_ids(
     "/detokenize",
     summary="Turn token ids into text",
     openapi_extra=json_body(DetokenizeRequest, {"tokens": [504, 3575, 282, 4649, 314]}),
-    responses={200: {"model": DetokenizeResponse}, **OPENAI_ERRORS},
+    responses=answer(TEXT_OF_TOKENS) | OPENAI_ERRORS,
 )
 async def detokenize(request: Request) -> Response:
     """Returns the text of `tokens`, special tokens included."""
@@ -176,7 +158,7 @@ async def detokenize(request: Request) -> Response:
     tokenizer = (await pool_for(request, parsed.model)).tokenizer
     num_bytes = TOKEN_BYTES * len(parsed.tokens)
     text = await tokenizer.budget.run(num_bytes, lambda: decode(parsed.tokens, tokenizer))
-    return Response(to_json({"prompt": text}), media_type="application/json")
+    return json_response({"prompt": text})
 
 
 def decode(ids: Sequence[int], tokenizer: ModelTokenizer) -> str:
@@ -188,7 +170,9 @@ def decode(ids: Sequence[int], tokenizer: ModelTokenizer) -> str:
     return str(tokenizer.backend.decode(ids, skip_special_tokens=False))
 
 
-@version_router.get("/version", summary="Version of this server", responses={200: {"model": ServerVersion}})
+@version_router.get(
+    "/version", summary="Version of this server", responses=answer(VERSION), response_model=None
+)
 async def server_version() -> dict[str, str]:
     """Returns the version of this server, not of vLLM."""
     return {"version": version("tokenfleet")}
@@ -206,7 +190,7 @@ CHAT = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
     "/tokenize",
     summary="Tokenize a text",
     openapi_extra=json_body(TokenizeRequest, TEXT),
-    responses={200: {"model": list[SimpleToken] | TokenizeResponse}},
+    responses=answer((SIMPLE_TOKENS, PROMPT_TOKENS)),
 )
 async def tokenize(request: Request) -> Response:
     """Returns the tokens of `inputs`, with the special tokens that the model puts around a prompt. A body
@@ -229,7 +213,7 @@ async def tokenize(request: Request) -> Response:
     "/chat_tokenize",
     summary="Tokenize a chat",
     openapi_extra=json_body(ChatRequest, CHAT),
-    responses={200: {"model": ChatTokenizeResponse}},
+    responses=answer(CHAT_TOKENS),
 )
 async def chat_tokenize(request: Request) -> Response:
     """Returns the prompt that /v1/chat/completions makes of the same body, and its tokens. The prompt may be

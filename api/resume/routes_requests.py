@@ -13,12 +13,12 @@ from api.http.openapi import (
     RESUME,
     TGI_ERRORS,
     ErrorResponse,
-    ErrorResponses,
     RequestId,
+    Responses,
     error_responses,
     only,
 )
-from api.json import to_json
+from api.json import json_response
 from api.requests import request_scripts
 from api.resume import attach
 from api.resume.attach import Admitted, find_own
@@ -30,7 +30,7 @@ STATES: tuple[State, ...] = get_args(State)
 """From the earliest to the latest: the state of a request is the earliest of its choices'."""
 FIELDS = ["digest", "terminal", "cancel", "worker", "attempt"]
 """Of a request's hash; all but the first may be missing."""
-ERRORS: ErrorResponses = only(TGI_ERRORS, 401, 403, 503)
+ERRORS: Responses = only(TGI_ERRORS, 401, 403, 503)
 ERRORS |= error_responses(ErrorResponse, {404: "There is no such request, or it belongs to another API key"})
 router = APIRouter(responses=ERRORS, tags=[RESUME])
 
@@ -159,4 +159,4 @@ def render_request(
             for output in stream.outputs
         ],
     }
-    return Response(to_json(content), media_type="application/json")
+    return json_response(content)

@@ -17,8 +17,8 @@ from api.http.openapi import (
     RESUME,
     TGI_ERRORS,
     ErrorResponse,
-    ErrorResponses,
     RequestId,
+    Responses,
     error_responses,
     only,
 )
@@ -34,7 +34,7 @@ LAST_EVENT_ID_PARAMETER = {
     "description": "The `id` of the last frame that the client has. Default: it has none.",
     "schema": {"type": "string", "pattern": "^[0-9]{1,9}$"},
 }
-ERRORS: ErrorResponses = only(TGI_ERRORS, 401, 403, 422, 503)
+ERRORS: Responses = only(TGI_ERRORS, 401, 403, 422, 503)
 ERRORS |= error_responses(
     ErrorResponse,
     {

@@ -15,7 +15,7 @@ from api.http.openapi import (
     RESUME,
     TGI_ERRORS,
     ErrorResponse,
-    ErrorResponses,
+    Responses,
     error_responses,
     json_body,
     only,
@@ -29,7 +29,7 @@ from common.ids import FRAME_ID
 MAX_STREAMS = 64
 DescribedPlace = Annotated[str, Field(json_schema_extra={"pattern": f"^{FRAME_ID.pattern}$"})]
 EXAMPLE = {"streams": ["5f0f8c0e4d7b4c6f9a3e2b1d0c9f8e7a", "0c9f8e7a5f0f8c0e4d7b4c6f9a3e2b1d/7"]}
-ERRORS: ErrorResponses = only(TGI_ERRORS, 400, 401, 403, 413, 415, 422, 424, 503)
+ERRORS: Responses = only(TGI_ERRORS, 400, 401, 403, 413, 415, 422, 424, 503)
 ERRORS |= error_responses(
     ErrorResponse,
     {
