@@ -23,9 +23,7 @@ ALIGNMENT = 8
 
 
 LOGITS = {"dtype": "float32", "shape": [2, 49152], "data?": "AACAPw==", "tensor?": "generation_logits"}
-"""For /docs: a row for each token, a column for each id of the vocabulary. They are in `data` as base64, or in a
-safetensors file as `tensor`.
-"""
+"""For /docs. `data` is base64, a row for each token, a column for each id; `tensor` is its name in a file."""
 
 
 @dataclass(frozen=True, slots=True)

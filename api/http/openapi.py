@@ -4,7 +4,7 @@ Each route names the model of its body (`openapi_extra=json_body(…)`), but rea
 (api/http/body.py): FastAPI would read a body of any size, and before the key is checked.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, NamedTuple
 
@@ -167,7 +167,7 @@ def event_stream(shapes: Sequence[Shape], *texts: str) -> dict[str, Any]:
     }
 
 
-def error_responses(shape: Shape, descriptions: dict[int, str]) -> Responses:
+def error_responses(shape: Shape, descriptions: Mapping[Any, str]) -> Responses:
     """A route's error responses by status; their bodies are of this shape."""
     content = {"application/json": {"schema": schema_of(shape)}}
     return {

@@ -168,7 +168,7 @@ def described(
         events: the content of a stream, as of `event_stream`; alone for a route that only streams.
         parameters: of the path.
     """
-    content = (json_answer(whole) if whole else {}) | (events or {})
+    content = {**(json_answer(whole) if whole else {}), **(events or {})}
     body = generation_body(shape, dict(example))
     return {
         "tags": [tag],

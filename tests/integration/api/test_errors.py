@@ -386,7 +386,7 @@ def test_the_errors_of_requests_that_end_late_are_described(described: Any) -> N
         assert "408" in described["paths"][path]["post"]["responses"]
     for path, shape in [("/generate_stream", "ErrorResponse"), ("/v1/chat/completions", "OpenAIError")]:
         answer = described["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
-        assert shape in [node.get("title") for node in nodes(answer)]
+        assert f"#/components/schemas/{shape}" in [node.get("$ref") for node in nodes(answer)]
 
 
 IDS = ids(" one two three four five six")
