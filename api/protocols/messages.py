@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, groupby
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -20,9 +20,7 @@ from api.grammar.read import read_named_schema
 from api.http.body import UnsupportedFields, reject_unsupported, schema_error
 from api.http.middleware import request_id
 from api.http.openapi import ANTHROPIC, CAUSES, Shape, answer, error_responses, event_stream, json_body
-from api.http.sse import MAX_ITEMS, Feed
-from api.json import json_response, to_json
-from api.protocols.openai import new_choices, new_parser, read_piece
+from api.json import json_response
 from api.protocols.openai_bodies import (
     CHARS_OF_MESSAGE,
     CHAT_NAMES,
@@ -31,13 +29,14 @@ from api.protocols.openai_bodies import (
     ChatRequest,
     read_chat,
 )
-from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, WholeBody, described
+from api.protocols.protocol import Asked, Context, Protocol, described
 from api.protocols.tokenize import shown_prompt
+from api.protocols.typed_events import Event, EventRenderer, renderer_of
 from api.requests.chat_prompt import REASONING_SWITCHES, ChatMessage
 from api.requests.fields import Listed, SamplingFields, ServedFields, Strict, Whole, with_one_error
 from api.requests.on_pool import pool_for, read_body
 from api.requests.pool import Pool
-from api.requests.respond import read_terms, total_headers
+from api.requests.respond import read_terms
 from api.requests.service_terms import TIERS, on_terms
 from api.requests.tools import FunctionSchema, ToolSchema
 from api.streams.stream import Stream
@@ -512,7 +511,6 @@ def unknown_block(block: InputBlock, name: str, allowed: str) -> ApiError:
 # --- answers ------------------------------------------------------------------------------------------------
 
 
-Event = dict[str, Any]
 SHOWN_TIERS = {"interactive": "priority", "standard": "standard", "batch": "batch"}
 """Classes → the service tiers that a message shows."""
 
@@ -572,50 +570,27 @@ def parse_input(text: str) -> Any:
         return {}
 
 
-class MessageRenderer:
+class MessageRenderer(EventRenderer):
     """Renders one message, piece by piece.
 
     Attributes:
-        parser: finds reasoning and calls in the text; None if all of it is content.
         blocks: the last one may go on.
-        ended: whether everything was taken.
     """
 
     def __init__(self, answer: HttpAnswer, stream: Stream) -> None:
-        self.answer = answer
-        self.stream = stream
-        [self.choice] = new_choices(answer, [stream])
-        self.parser = new_parser(answer)
+        super().__init__(answer, stream)
         self.blocks: list[OutputBlock] = []
-        self.ended = False
 
     # --- events ---------------------------------------------------------------------------------------------
 
     def first_events(self) -> list[Event]:
-        """The events before the first token."""
         return [{"type": "message_start", "message": self.render()}, {"type": "ping"}]
 
-    @property
-    def has_more(self) -> bool:
-        """Whether there is a piece, or an end, to take."""
-        return not self.ended and (self.choice.has_piece or self.choice.failed)
-
-    def next_events(self) -> list[Event]:
-        """Take the next piece, or the end. Returns its events, which may be none."""
-        if not self.choice.has_piece:
-            self.ended = True
-            assert self.stream.terminal is not None
-            return [anthropic(failed(self.stream.terminal))[1]]
-        piece = self.choice.take_piece()
-        deltas = read_piece(self.parser, piece, self.choice.ended)
-        events = [event for delta in deltas for event in self.add(delta)]
-        if self.choice.ended:
-            self.ended = True
-            events += [*self.stop_block(), *self.last_events()]
-        return events
+    def failure_event(self) -> Event:
+        assert self.stream.terminal is not None
+        return anthropic(failed(self.stream.terminal))[1]
 
     def add(self, delta: Delta) -> list[Event]:
-        """Add a delta to the last block if it is of its kind, else to a new one."""
         match delta:
             case CallStart(index, name):
                 assert self.parser is not None
@@ -658,20 +633,14 @@ class MessageRenderer:
 
     def last_events(self) -> list[Event]:
         return [
+            *self.stop_block(),
             {"type": "message_delta", "delta": self.ending(), "usage": self.usage()},
             {"type": "message_stop"},
         ]
 
     # --- the object -----------------------------------------------------------------------------------------
 
-    def render_so_far(self) -> dict[str, Any]:
-        """The message with all that its stream has."""
-        while self.has_more:
-            self.next_events()
-        return self.render()
-
     def render(self) -> dict[str, Any]:
-        """The message as it is now."""
         return {
             "id": f"msg_{self.answer.request_id}",
             "type": "message",
@@ -715,35 +684,6 @@ class MessageRenderer:
         }
 
 
-class MessageFrames(Feed[bytes]):
-    """All frames of a message; the first ones are ready before the first token."""
-
-    def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
-        [stream] = streams
-        super().__init__(stream.changed)
-        self.renderer = MessageRenderer(answer, stream)
-        self.first = self.renderer.first_events()
-        self.ordinals = count(1) if answer.numbered else None
-
-    def take(self) -> list[bytes]:
-        events, self.first = self.first, []
-        while self.renderer.has_more and len(events) < MAX_ITEMS:
-            events += self.renderer.next_events()
-        self.ended = self.renderer.ended
-        return [self.frame(event) for event in events]
-
-    def frame(self, event: Event) -> bytes:
-        """The frame of an event: its type, its id if frames are numbered, and its data."""
-        numbered = b"" if self.ordinals is None else b"id: %d\n" % next(self.ordinals)
-        return b"event: %b\n%bdata: %b\n\n" % (event["type"].encode(), numbered, to_json(event))
-
-
-def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> WholeBody:
-    [stream] = streams
-    body = to_json(MessageRenderer(answer, stream).render_so_far())
-    return body, total_headers(answer, streams, stream.num_tokens, arrived_s)
-
-
 # --- routes -------------------------------------------------------------------------------------------------
 
 
@@ -765,7 +705,7 @@ MESSAGES = Protocol(
     operation="chat",
     body=MessagesRequest,
     read=read_message,
-    renderer=AnswerRenderer(MessageFrames, render_whole),
+    renderer=renderer_of(MessageRenderer),
     error=anthropic,
     resumable=True,
     job="message",

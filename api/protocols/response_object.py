@@ -1,7 +1,6 @@
 """Response: the object of the Responses API, its items and its events, built from pieces of text."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import orjson
@@ -12,11 +11,8 @@ from api.answers.logprobs import chat_logprobs
 from api.answers.scanner import CallArguments, CallStart, ContentDelta, Delta, ReasoningDelta
 from api.errors import failed
 from api.http.openapi import Shape
-from api.http.sse import MAX_ITEMS, Feed
 from api.json import to_json
-from api.protocols.openai import new_choices, new_parser, read_piece
-from api.protocols.protocol import AnswerRenderer, WholeBody
-from api.requests.respond import total_headers
+from api.protocols.typed_events import Event, EventRenderer, renderer_of
 from api.streams.stream import Stream
 
 # --- as /docs describes it ----------------------------------------------------------------------------------
@@ -60,8 +56,6 @@ RESPONSE_EVENT = Shape(
 )
 
 
-Event = dict[str, Any]
-"""An event of a stream, without its sequence number."""
 Item = dict[str, Any]
 Logprobs = list[dict[str, Any]]
 
@@ -254,60 +248,36 @@ def response_id(request_id: str) -> str:
     return f"resp_{request_id}"
 
 
-class ResponseObjectRenderer:
+class ResponseObjectRenderer(EventRenderer):
     """Renders one response, piece by piece.
 
     Attributes:
         fields: fields of the object that say what was requested.
-        parser: finds reasoning and calls in the text; None if all of it is content.
         output: items; the last one may be in progress.
-        pending_logprobs: of tokens that have not shown any text yet.
-        ended: whether everything was taken.
+        num_shown: tokens whose log-probabilities were shown; others have not shown any text yet.
     """
+
+    has_sequence = True
 
     def __init__(self, answer: HttpAnswer, stream: Stream) -> None:
         assert answer.response is not None
-        self.answer = answer
-        self.stream = stream
+        super().__init__(answer, stream)
         self.fields: dict[str, Any] = orjson.loads(answer.response.fields)
-        [self.choice] = new_choices(answer, [stream])
-        self.parser = new_parser(answer)
         self.output: list[OutputItem] = []
-        self.pending_logprobs: Logprobs = []
-        self.ended = False
+        self.num_shown = 0
 
     # --- events ---------------------------------------------------------------------------------------------
 
     def first_events(self) -> list[Event]:
-        """The events before the first token."""
         status = "queued" if self.fields["background"] else "in_progress"
         kinds = ["created", "queued"] if self.fields["background"] else ["created"]
         first = [{"type": f"response.{kind}", "response": self.render(status)} for kind in kinds]
         return [*first, {"type": "response.in_progress", "response": self.render("in_progress")}]
 
-    @property
-    def has_more(self) -> bool:
-        """Whether there is a piece, or an end, to take."""
-        return not self.ended and (self.choice.has_piece or self.choice.failed)
-
-    def next_events(self) -> list[Event]:
-        """Take the next piece, or the end. Returns its events, which may be none."""
-        if not self.choice.has_piece:
-            self.ended = True
-            return [self.failure_event()]
-        piece = self.choice.take_piece()
-        self.pending_logprobs += self.logprobs(piece.tokens)
-        deltas = read_piece(self.parser, piece, self.choice.ended)
-        events = [event for delta in deltas for event in self.add(delta)]
-        if self.choice.ended:
-            self.ended = True
-            events += self.end_items()
-            events.append({"type": ENDS[self.status], "response": self.render(self.status)})
-        return events
-
     def add(self, delta: Delta) -> list[Event]:
-        """Add a delta to the last item if it is of its kind, else to a new one."""
-        logprobs, self.pending_logprobs = self.pending_logprobs, []
+        begin, self.num_shown = self.num_shown, self.choice.text.num_tokens
+        has_logprobs = self.answer.rendering.logprobs
+        logprobs = chat_logprobs(self.stream, range(begin, self.num_shown)) if has_logprobs else []
         last = self.output[-1] if self.output else None
         new: OutputItem | None
         match delta:
@@ -334,10 +304,11 @@ class ResponseObjectRenderer:
         self.output.append(item)
         return ended + item.begin()
 
-    def end_items(self) -> list[Event]:
-        """End the last item; an empty answer has an empty message."""
+    def last_events(self) -> list[Event]:
+        """The end of the last item, an empty message if there is none, and that of the response."""
         opened = [] if self.output else self.begin_item(MessageItem(*self.next_place))
-        return opened + self.output[-1].finish("completed" if self.status == "completed" else "incomplete")
+        ended = self.output[-1].finish("completed" if self.status == "completed" else "incomplete")
+        return [*opened, *ended, {"type": ENDS[self.status], "response": self.render()}]
 
     def failure_event(self) -> Event:
         assert self.stream.terminal is not None
@@ -345,15 +316,9 @@ class ResponseObjectRenderer:
             return {"type": "error", "code": SUPERSEDED, "message": self.stream.terminal.error, "param": None}
         if self.output:
             self.output[-1].status = "incomplete"
-        return {"type": "response.failed", "response": self.render(self.status)}
+        return {"type": "response.failed", "response": self.render()}
 
     # --- the object -----------------------------------------------------------------------------------------
-
-    def render_so_far(self) -> dict[str, Any]:
-        """The response with all that its stream has."""
-        while self.has_more:
-            self.next_events()
-        return self.render(self.status)
 
     @property
     def status(self) -> str:
@@ -377,8 +342,9 @@ class ResponseObjectRenderer:
         """Whether it ends within a call, as at a stop string."""
         return self.ended and self.parser is not None and self.parser.is_within_call
 
-    def render(self, status: str) -> dict[str, Any]:
-        """The response as it is now."""
+    def render(self, status: str = "") -> dict[str, Any]:
+        """The response as it is now, or as it would be in another status."""
+        status = status or self.status
         terminal = self.stream.terminal
         is_cut = status == "incomplete" and terminal is not None and terminal.known_reason == "length"
         incomplete = {"reason": "max_output_tokens"} if is_cut else None
@@ -418,44 +384,9 @@ class ResponseObjectRenderer:
             return 0
         return self.parser.num_reasoning_tokens
 
-    def logprobs(self, tokens: Iterable[int]) -> Logprobs:
-        return chat_logprobs(self.stream, tokens) if self.answer.rendering.logprobs else []
-
-
-class ResponseFrames(Feed[bytes]):
-    """All frames of a response; the first ones are ready before the first token."""
-
-    def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
-        [stream] = streams
-        super().__init__(stream.changed)
-        self.renderer = ResponseObjectRenderer(answer, stream)
-        self.first = self.renderer.first_events()
-        self.num_frames = 0
-
-    def take(self) -> list[bytes]:
-        events, self.first = self.first, []
-        while self.renderer.has_more and len(events) < MAX_ITEMS:
-            events += self.renderer.next_events()
-        self.ended = self.renderer.ended
-        new = [render_event(i, event) for i, event in enumerate(events, self.num_frames)]
-        self.num_frames += len(new)
-        return new
-
-
-def render_event(sequence_number: int, event: Event) -> bytes:
-    """The frame of an event: its type, its id and its data. Ids count from 1, sequence numbers from 0."""
-    body = to_json(event | {"sequence_number": sequence_number})
-    return b"event: %b\nid: %d\ndata: %b\n\n" % (event["type"].encode(), sequence_number + 1, body)
-
-
-def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> WholeBody:
-    [stream] = streams
-    body = to_json(ResponseObjectRenderer(answer, stream).render_so_far())
-    return body, total_headers(answer, streams, stream.num_tokens, arrived_s)
-
 
 def render_queued(answer: HttpAnswer, stream: Stream) -> bytes:
     return to_json(ResponseObjectRenderer(answer, stream).render("queued"))
 
 
-RENDERER = AnswerRenderer(ResponseFrames, render_whole, queued=render_queued)
+RENDERER = renderer_of(ResponseObjectRenderer)._replace(queued=render_queued)

@@ -28,9 +28,10 @@ from api.protocols.response_object import (
     ITEM,
     RESPONSE_EVENT,
     RESPONSE_SHAPE,
-    ResponseFrames,
+    ResponseObjectRenderer,
 )
 from api.protocols.responses import StoredResponse, find_response, read_response, render_response
+from api.protocols.typed_events import EventFrames
 from api.requests.request_scripts import cancel_request
 from api.resume import rest
 from api.streams.describe_answer import delete_ended
@@ -95,7 +96,7 @@ async def follow_response(stored: StoredResponse, num_seen: int) -> Response:
         raise invalid("`stream`: this response was created without `stream`: true", "stream")
     stream = await read_response(stored)
     if stream.terminal and stream.terminal.reason == "cancelled":
-        all_frames = RestOfFeed(ResponseFrames(answer, [stream]), num_seen)
+        all_frames = RestOfFeed(EventFrames(ResponseObjectRenderer, answer, [stream]), num_seen)
         return EventSourceResponse(
             (frame async for new in all_frames for frame in new), headers=SSE_HEADERS, sep="\n"
         )
