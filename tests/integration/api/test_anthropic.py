@@ -269,14 +269,6 @@ async def test_hints_are_accepted_and_max_tokens_is_what_fits(broker: Broker) ->
     assert 0 < request.stopping.max_new_tokens < 1_000_000 - num_prompt
 
 
-async def test_an_answer_that_fails_ends_with_an_error_event(broker: Broker) -> None:
-    async with answering(broker.url, Answer(ids(" one"), error="the deadline"), **HERMES) as (_, _, client):
-        whole = await client.post(PATH, json=BODY)
-        events = events_of(await streamed(client, PATH, BODY))
-    assert whole.status_code == 500 and whole.json()["error"]["type"] == "api_error"
-    assert events[-1] == whole.json() and whole.json()["type"] == "error"
-
-
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "`max_tokens`"),
     ({"max_tokens": 0}, "`max_tokens` must be"),

@@ -199,24 +199,6 @@ async def test_continuous_usage_stats_are_in_every_chunk(broker: Broker) -> None
     assert [frame["usage"]["completion_tokens"] for frame in found] == [0, 1, 2, 3, 3]
 
 
-async def test_a_failed_stream_ends_with_the_error(broker: Broker) -> None:
-    async with answering(broker.url, Answer(ids("a b"), error="two workers died")) as (_, gateway, client):
-        found = frames(await streamed(client, CHAT_PATH, CHAT | {"n": 2}))
-        once = await client.post(CHAT_PATH, json=CHAT)
-        await wait_until(lambda: not gateway.pool.relay.streams)
-    error = {
-        "message": "Request failed during generation: two workers died",
-        "type": "server_error",
-        "param": None,
-        "code": "generation",
-    }
-    assert found[-1] == {"error": error}
-    assert [
-        frame["choices"][0]["delta"]["content"] for frame in found[:-1] if frame["choices"][0]["index"] == 0
-    ] == ["", "a", " b"]
-    assert (once.status_code, once.json()) == (500, {"error": error})
-
-
 async def test_a_failed_stream_raises_in_the_openai_package(broker: Broker) -> None:
     async with (
         answering(broker.url, Answer(ids("a b"), error="two workers died")) as (worker, _, client),

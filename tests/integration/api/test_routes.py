@@ -178,9 +178,11 @@ async def test_failures_have_the_form_of_the_api(
         client,
     ):
         shown = await described(client, row)
-        refused = await client.post(url(row), json=body_of(row))
-        assert refused.status_code == 401
-        shown.check(refused)
+        for key in (None, "sesame", "Bearer", "Bearer sésame", "Bearer sesame2", "Basic sesame"):
+            headers = {} if key is None else {b"authorization": key.encode()}
+            refused = await client.post(url(row), json=body_of(row), headers=headers)
+            assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
+            shown.check(refused)
         client.headers["authorization"] = "Bearer sesame"
         response = await client.post(url(row), json=body_of(row))
         if not row.streams and row.path != "/v1/responses":  # a response says itself that it has failed

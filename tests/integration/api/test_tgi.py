@@ -362,17 +362,6 @@ async def test_end_of_sequence_tokens_are_shown_at_once_when_ignored(broker: Bro
                 break
 
 
-@pytest.mark.parametrize("shown", [0, 2])
-async def test_a_failed_stream_ends_with_the_error(broker: Broker, shown: int) -> None:
-    answer = Answer(ids("a b")[:shown], error="two workers died")
-    async with answering(broker.url, answer) as (_, _, client):
-        found = tgi_frames(await stream(client, {"inputs": "a", "parameters": {"max_new_tokens": 2}}))
-        once = await client.post("/generate", json={"inputs": "a", "parameters": {"max_new_tokens": 2}})
-    error = {"error": "Request failed during generation: two workers died", "error_type": "generation"}
-    assert len(found) == shown + 1 and found[-1] == error
-    assert (once.status_code, once.json()) == (424, error)
-
-
 async def test_100_streams_are_not_mixed_up(broker: Broker) -> None:
     def answer(request: Generate) -> Answer:
         return Answer(
