@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from importlib.metadata import version
 from itertools import islice
 from typing import Annotated, Any, Literal
@@ -13,10 +14,10 @@ from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from api.answers.answer import HttpAnswer, InferOutputs, Rendering
-from api.errors import failed, invalid, kserve
+from api.errors import invalid, kserve
 from api.event_loop import Pace
 from api.http.openapi import KSERVE, TGI_ERRORS, Shape, answer, error_responses, event_stream, only
-from api.http.sse import MAX_ITEMS, Feed, sse_frames
+from api.http.sse import Feed, sse_frames
 from api.json import json_response, to_json
 from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, WholeBody, described
 from api.protocols.tgi import (
@@ -26,10 +27,10 @@ from api.protocols.tgi import (
     TOKEN,
     GenerateParameters,
     GenerateRequest,
+    TokenBodies,
     check_best_of,
     rank,
     render_details,
-    render_end,
     render_token,
     render_top_tokens,
     with_own_seeds,
@@ -296,56 +297,36 @@ def render_frames(answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[bytes]:
     return sse_frames(answer, TextOutputs(answer, stream))
 
 
-class TextOutputs(Feed[bytes]):
-    """The JSON bodies of a stream's frames: each has the text that a token adds. Together they are the whole
-    text.
-    """
+class TextOutputs(TokenBodies):
+    """Each has the text that its token adds: together they are the whole text."""
 
-    def __init__(self, answer: HttpAnswer, stream: Stream) -> None:
-        super().__init__(stream.changed)
-        self.stream = stream
-        self.prefix = answer.prefix(0)
-        self.model = model_fields(answer)
-        self.with_details = answer.rendering.details
-        self.num_shown = 0
+    error = staticmethod(kserve)
 
-    def take(self) -> list[bytes]:
-        stream, num_ready = self.stream, self.stream.num_ready
-        new: list[bytes] = []
-        while self.num_shown < num_ready and len(new) < MAX_ITEMS:
-            new.append(self.render(self.num_shown, self.text_of(self.num_shown)))
-            self.num_shown += 1
-        if stream.terminal and self.num_shown >= num_ready:
-            self.ended = True
-            new.append(self.render_last())
-        return new
+    @cached_property
+    def model(self) -> dict[str, str]:
+        return model_fields(self.answer)
 
     def text_of(self, i: int) -> str:
         """What a token adds to the text: nothing if it is a control token."""
         text = "" if self.stream.ids[i] in self.stream.tokenizer.special_ids else self.stream.texts[i]
-        return text if i else self.prefix + text
+        return text if i else self.answer.prefix(0) + text
 
-    def render(self, i: int, text: str, end: dict[str, Any] | None = None) -> bytes:
+    def render(self, i: int) -> bytes:
+        return self.render_text(i, self.text_of(i), {})
+
+    def render_last(self, i: int, details: dict[str, Any]) -> bytes:
+        """The rest of the text, which may be cut by a stop string."""
+        shown, whole = "".join(map(self.text_of, range(i))), self.answer.prefix(0) + self.stream.text
+        rest = whole.removeprefix(shown) if whole.startswith(shown) else self.text_of(i)
+        return self.render_text(i, rest, details)
+
+    def render_text(self, i: int, text: str, end: dict[str, Any]) -> bytes:
         fields: dict[str, Any] = {**self.model, "text_output": text}
-        if self.with_details:
+        if self.answer.rendering.details:
             tops = {"top_tokens": render_top_tokens(self.stream, i)} if self.stream.tops else {}
             token = render_token(self.stream, i)
-            fields["details"] = {"finish_reason": None, **(end or {}), "token": token, **tops}
+            fields["details"] = {"finish_reason": None, **end, "token": token, **tops}
         return to_json(fields)
-
-    def render_last(self) -> bytes:
-        """The last token with the rest of the text, which may be cut by a stop string; or the error."""
-        stream = self.stream
-        assert stream.terminal is not None
-        if not stream.finished:
-            return to_json(kserve(failed(stream.terminal))[1])
-        if self.num_shown == stream.num_tokens:  # no token is sent twice
-            return to_json({"error": "Incomplete generation stream"})
-        last = stream.num_tokens - 1
-        shown, text = "".join(map(self.text_of, range(last))), stream.text
-        whole = self.prefix + text
-        rest = whole.removeprefix(shown) if whole.startswith(shown) else self.text_of(last)
-        return self.render(last, rest, render_end(stream) | {"input_length": len(stream.prompt_ids)})
 
 
 # --- whole texts --------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ With `best_of`, several texts are sampled, and the most likely one is returned.
 
 import os
 import secrets
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -18,7 +19,7 @@ from starlette.responses import Response
 from api.answers.answer import HttpAnswer, Rendering
 from api.answers.logits import LOGITS, LogitsRenderer
 from api.answers.logprobs import sequence_scores
-from api.errors import ApiError, failed, invalid, quoted, tgi, unavailable
+from api.errors import ApiError, Family, failed, invalid, quoted, tgi, unavailable
 from api.grammar.read import GRAMMAR_SCHEMA, read_tgi_grammar
 from api.http.body import reject_unsupported
 from api.http.openapi import (
@@ -302,10 +303,12 @@ def stream_bodies(answer: HttpAnswer, stream: Stream) -> Feed[bytes]:
     return StreamBodies(answer, stream)
 
 
-class StreamBodies(Feed[bytes]):
-    """The JSON bodies of a stream's frames. The last one has the last token, and the whole text, which begins
-    the answer's prefix.
+class TokenBodies(Feed[bytes]):
+    """The JSON bodies of a stream's frames, one for each token; the last one has the end of the text, or the
+    error.
     """
+
+    error: Family = staticmethod(tgi)
 
     def __init__(self, answer: HttpAnswer, stream: Stream) -> None:
         super().__init__(stream.changed)
@@ -315,12 +318,42 @@ class StreamBodies(Feed[bytes]):
 
     def take(self) -> list[bytes]:
         stream, num_ready, first = self.stream, self.stream.num_ready, self.num_shown
-        new = [render_frame(stream, i) for i in range(first, min(num_ready, first + MAX_ITEMS))]
+        new = [self.render(i) for i in range(first, min(num_ready, first + MAX_ITEMS))]
         self.num_shown += len(new)
         if stream.terminal and self.num_shown >= num_ready:
             self.ended = True
-            new.append(render_last_frame(self.answer, stream, self.num_shown))
+            new.append(self.render_end())
         return new
+
+    def render_end(self) -> bytes:
+        """The body of the last frame."""
+        assert self.stream.terminal is not None
+        if not self.stream.finished:
+            return to_json(self.error(failed(self.stream.terminal))[1])
+        if self.num_shown == self.stream.num_tokens:  # no token is sent twice
+            error = ApiError(500, "incomplete_generation_stream", "Incomplete generation stream")
+            return to_json(self.error(error)[1])
+        details = render_end(self.stream) | {"input_length": len(self.stream.prompt_ids)}
+        return self.render_last(self.stream.num_tokens - 1, details)
+
+    @abstractmethod
+    def render(self, i: int) -> bytes:
+        """The body for token `i`."""
+
+    @abstractmethod
+    def render_last(self, i: int, details: dict[str, Any]) -> bytes:
+        """The body for the last token, which ends the text."""
+
+
+class StreamBodies(TokenBodies):
+    """The last one has the whole text, which begins with the answer's prefix."""
+
+    def render(self, i: int) -> bytes:
+        return render_frame(self.stream, i)
+
+    def render_last(self, i: int, details: dict[str, Any]) -> bytes:
+        shown = details if self.answer.rendering.details else None
+        return render_frame(self.stream, i, self.answer.prefix(0) + self.stream.text, shown)
 
 
 class SequenceBodies(Feed[bytes]):
@@ -371,19 +404,6 @@ def render_frame(
     frame["generated_text"] = text
     frame["details"] = details
     return to_json(frame)
-
-
-def render_last_frame(answer: HttpAnswer, stream: Stream, num_shown: int) -> bytes:
-    """The body of the last frame: the last token with the whole text, or the error."""
-    assert stream.terminal is not None
-    if not stream.finished:
-        return render_failure(stream)
-    if num_shown == stream.num_tokens:  # no token is sent twice
-        return to_json(tgi(ApiError(500, "incomplete_generation_stream", "Incomplete generation stream"))[1])
-    details = None
-    if answer.rendering.details:
-        details = render_end(stream) | {"input_length": len(stream.prompt_ids)}
-    return render_frame(stream, stream.num_tokens - 1, answer.prefix(0) + stream.text, details)
 
 
 def render_failure(stream: Stream) -> bytes:

@@ -100,7 +100,6 @@ async def check_refusals(client: httpx.AsyncClient, row: Protocol) -> None:
         assert (response.status_code, words in response.text) == (status, True), (content, response.text)
         assert response.headers["content-type"] == "application/json"
         shown.check(response)
-    assert (await client.get(url(row))).status_code in (200, 404, 405)
 
 
 @names(WHOLE)
