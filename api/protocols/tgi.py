@@ -678,8 +678,8 @@ async def info(request: Request) -> Response:
         "router": "tokenfleet",
         "version": version("tokenfleet"),
         "sha": None,
-        "adapters": [one.name for one in pool.adapters.registry.ready],
         "docker_label": os.environ.get("DOCKER_LABEL"),
+        "adapters": [one.name for one in pool.adapters.registry.ready],
     }
     return json_response(known)
 
