@@ -39,7 +39,7 @@ WHOLE = [row for row in GENERATING if not row.streams]
 POOLING = {"embed": ["/v1/embeddings"], "classify": ["/v1/rerank", "/v1/score"]}
 
 
-def names(rows: Iterable[Protocol]) -> Any:
+def names(rows: Iterable[Protocol]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("row", rows, ids=lambda row: row.name)
 
 
@@ -49,9 +49,8 @@ def url(row: Protocol) -> str:
 
 def body_of(row: Protocol, streamed: bool = False) -> dict[str, Any]:
     content = row.docs["openapi_extra"]["requestBody"]["content"]
-    return content["application/json"]["example"] | (
-        {"stream": True} if streamed and row.streams is None else {}
-    )
+    example: dict[str, Any] = content["application/json"]["example"]
+    return example | ({"stream": True} if streamed and row.streams is None else {})
 
 
 class Described:
