@@ -45,7 +45,7 @@ UNDESCRIBED = re.compile(
     "|`decoder_input_details` must be false when|`max_tokens` must be at least 1. Given: 0"
     "|is only allowed with `tools`|the name .* twice|needs a beam search"
     "|`prompt_logprobs` must be 0 when|has no token that may come before"
-    "|each instance has one prediction|`stream` must be false"
+    "|each instance has one prediction|`stream` must be false|stands beside `instances`"
     "|messages.[0-9]+..content` is required|is for the role `assistant`"
     "|does not exist"
     "|must have words of|can only be used for JSON|white space"
