@@ -18,7 +18,7 @@ from tests.support.engine.on_cuda import (  # noqa: F401
     nothing_is_left,
 )
 from tests.support.engine.tiny_engine import prompts
-from tests.unit.gpu_worker.engine.test_deterministic import bits
+from tests.unit.gpu_worker.engine.test_deterministic import play
 
 WIDE = FLASH_FAMILIES["Llama"][1] | {"hidden_size": 960, "intermediate_size": 4096}
 """Products of a size at which cuBLAS splits sums."""
@@ -38,11 +38,11 @@ def test_bits_do_not_depend_on_what_runs_beside_a_row(
     engine = engine_on(device, tmp_path, monkeypatch, dtype="bfloat16", deterministic=True)
     assert isinstance(engine.graphs, FixedShapeGraph)
     rows = list(range(len(prompts())))
-    alone = {row: bits(engine, [row], 1000, {})[row] for row in rows}
+    alone = {row: play(engine, [row], 1000, {}, tiny=True)[row] for row in rows}
     for _ in range(TIMES if device == "cuda" else 1):
-        assert bits(engine, rows, 1000, {}) == alone, "batched"
-    assert bits(engine, rows[::-1], 7, {}) == alone, "chunked, in another order"
-    resumed = bits(engine, rows, 1000, {row: alone[row][0][: 5 + row] for row in rows})
+        assert play(engine, rows, 1000, {}, tiny=True) == alone, "batched"
+    assert play(engine, rows[::-1], 7, {}, tiny=True) == alone, "chunked, in another order"
+    resumed = play(engine, rows, 1000, {row: alone[row][0][: 5 + row] for row in rows}, tiny=True)
     assert resumed == {
         row: (ids[5 + row :], logprobs[4 * (5 + row) :]) for row, (ids, logprobs) in alone.items()
     }, "resumed"

@@ -150,8 +150,7 @@ async def test_kept_answers_are_bounded_and_expire(
     broker: Broker, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("api.streams.describe_answer.MAX_STORED", 2)
-    settings = {"answer_ttl_s": 7200}
-    async with answering(broker.url, Answer(ids(" one")), **settings) as (worker, _, client):
+    async with answering(broker.url, Answer(ids(" one")), answer_ttl_s=7200) as (worker, _, client):
         for number in range(4):
             await client.post("/generate", json=BODY, headers=keyed(str(number)))
         kept = await redis.keys(Keys("default").request("*"))
