@@ -61,9 +61,9 @@ def max_captured_tokens(max_batch_size: int) -> int:
 
 
 def max_step_tokens(settings: Settings, device: torch.device) -> int:
-    """Tokens that a step may ever have."""
+    """Tokens that a step may ever have, the largest captured one included."""
     prompt_tokens = max_prompt_tokens(settings.max_batch_prefill_tokens, device)
-    return prompt_tokens + max_decoded_tokens(settings.max_batch_size)
+    return max(prompt_tokens, CAPTURED_PROMPT_TOKENS) + max_decoded_tokens(settings.max_batch_size)
 
 
 def token_ms(forward: Forward, context: int, vocab_size: int, block_size: int, device: torch.device) -> float:
