@@ -103,10 +103,6 @@ def new_key() -> str:
     return f"tf-{secrets.token_urlsafe(32)}"
 
 
-def new_key_id() -> str:
-    return f"key_{secrets.token_hex(6)}"
-
-
 Limit = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
 Names = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=256)]
 LATEST_S = 32_503_680_000
@@ -229,7 +225,7 @@ async def read_keys(client: PoolClient) -> dict[str, ApiKey]:
 async def add_key(client: PoolClient, fields: KeyFields) -> IssuedKey:
     """Raises KeyChangeError."""
     text, now_s = new_key(), int(await client.read_time())
-    record = fields.to_key(new_key_id(), digest_of(text), created_at=now_s)
+    record = fields.to_key(f"key_{secrets.token_hex(6)}", digest_of(text), created_at=now_s)
     known = await read_keys(client)
     old = [one.key_id for one in known.values() if is_forgotten(one, now_s)]
     changed = await client.run(change_key(client.keys, record.key_id, b"", record, old))

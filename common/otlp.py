@@ -24,7 +24,7 @@ from common.metrics import catalogue
 from common.process.logs import plural
 from common.settings.settings import Settings
 from common.settings.types import SettingError
-from common.tracing import ENDPOINTS, Attributes, Kind, TraceSpan, ids_of
+from common.spans import ENDPOINTS, Attributes, Kind, TraceSpan, ids_of
 
 log = logging.getLogger(__name__)
 

@@ -184,11 +184,8 @@ def source_key(compiler: str) -> str:
     version, and of this processor's features, which `-march=native` means. Raises OSError or SubprocessError.
     """
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    return digest([*source_texts(), version, features()])
-
-
-def source_texts() -> list[str]:
-    return [path.read_text() for path in sorted(SOURCES.iterdir()) if path.is_file()]
+    texts = [path.read_text() for path in sorted(SOURCES.iterdir()) if path.is_file()]
+    return digest([*texts, version, features()])
 
 
 def digest(parts: list[str]) -> str:

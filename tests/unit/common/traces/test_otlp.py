@@ -13,7 +13,7 @@ from common.metrics import catalogue
 from common.otlp import CLOSE_S, OtlpExporter
 from common.process.logs import TRACEPARENT
 from common.settings.settings import SettingError, Settings
-from common.tracing import SpanEvent, TraceSpan, derive_span, derive_trace_id, span_name
+from common.spans import SpanEvent, TraceSpan, derive_span, derive_trace_id, span_name
 from tests.support.machine.ports import free_port
 from tests.support.traces import Receiver, traceparent
 from tests.support.waiting import wait_until_sync
