@@ -47,9 +47,8 @@ return claimed
 -- KEYS webhooks, dead_webhooks
 -- ARGV event_id, attempt, type, outcome, said, wait_ms, ttl_ms, max_dead
 -- `type` that the receiver was sent, or ''; each attempt sends the same.
--- `outcome`: 'delivered', 'failed' or 'dead'. `said`: what the
--- receiver answered. `wait_ms` until the next attempt of one that failed; `ttl_ms` of one that was delivered
--- or is dead.
+-- `outcome`: 'delivered', 'failed' or 'dead'. `said`: what the receiver answered. `wait_ms` until the next
+-- attempt of one that failed; `ttl_ms` of one that was delivered or is dead.
 -- Returns 1, or 0 when a later attempt has begun.
 local event = webhooks .. ':' .. event_id
 if redis.call('HGET', event, 'attempt') ~= attempt then return 0 end

@@ -351,7 +351,7 @@ class LoadPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class Endpoint:
     """A server, the client to reach it by, and the route of its requests."""
 
     server: Server
@@ -395,7 +395,7 @@ def choose_num_turns(warm: Sequence[Round]) -> int:
 
 
 async def measure(
-    targets: Sequence[Target], plan: LoadPlan, show_stage: Callable[[str, float], None]
+    targets: Sequence[Endpoint], plan: LoadPlan, show_stage: Callable[[str, float], None]
 ) -> tuple[int | None, dict[tuple[int, int], list[Round]]]:
     """Measure every server under every load. Returns the mean length of the prompts in tokens, as the servers
     report it, and the rounds by (users, server).
@@ -429,7 +429,7 @@ async def measure(
     return (round(fmean(counts)) if counts else first[0].prompt_tokens), rounds
 
 
-async def request_one_token(target: Target, text: str) -> TimedAnswer:
+async def request_one_token(target: Endpoint, text: str) -> TimedAnswer:
     """Request one token, without a time limit, to learn how long the prompt is. Raises ServerError."""
     answer = TimedAnswer(time.monotonic())
     try:
@@ -449,7 +449,7 @@ def prompts(name: str, num_words: int) -> Iterator[str]:
 
 
 async def run_round(
-    target: Target, users: int, texts: Iterator[str], max_tokens: int, seconds: float
+    target: Endpoint, users: int, texts: Iterator[str], max_tokens: int, seconds: float
 ) -> Round:
     """Run one round. Requests that are unanswered at its end are cut off."""
     answers: list[TimedAnswer] = []
@@ -712,7 +712,7 @@ async def compare(urls: Sequence[str], plan: LoadPlan) -> Comparison:
         ]
         found = [await identify(client) for client in clients]
         path = route(found)
-        targets = [Target(server, client, path) for server, client in zip(found, clients, strict=True)]
+        targets = [Endpoint(server, client, path) for server, client in zip(found, clients, strict=True)]
         begun_s, begun_cpu_s = time.monotonic(), time.process_time()
         with progress_bar() as show:
             prompt_tokens, rounds = await measure(targets, plan, Stage(show, plan.duration_s).show_stage)

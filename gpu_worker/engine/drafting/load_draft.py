@@ -42,7 +42,7 @@ from gpu_worker.engine.model.config import read_config
 from gpu_worker.engine.model.families import register_family
 from gpu_worker.engine.model.load import assemble, attach_empty, name_of, read_model, try_to_fuse
 from gpu_worker.engine.model.model import Draft, LoadedModel
-from gpu_worker.engine.model.passes import Context
+from gpu_worker.engine.model.passes import LoadContext
 from gpu_worker.engine.model.quantized_linears import check_fp8
 from gpu_worker.engine.model.warmup import max_decoded_tokens, max_step_tokens
 from gpu_worker.engine.model.weights import check_files
@@ -157,7 +157,7 @@ def load_model(
     config = read_config(path, own)
     check_fp8(config, own, device, dtype)
     register_family(config.model_type)
-    context = Context(path, config, dtype, device, own, SINGLE_RANK)
+    context = LoadContext(path, config, dtype, device, own, SINGLE_RANK)
     loaded = assemble(read_model(context), context)
     cause = first_cause(
         (loaded.ropes, "its rotary frequencies depend on the length of the prompt"),

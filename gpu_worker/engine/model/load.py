@@ -26,7 +26,7 @@ from gpu_worker.engine.model.encoder import load_encoder
 from gpu_worker.engine.model.families import register_family
 from gpu_worker.engine.model.kv_budget import count_room
 from gpu_worker.engine.model.model import DeepStack, Draft, LoadedModel
-from gpu_worker.engine.model.passes import PASSES, Context
+from gpu_worker.engine.model.passes import PASSES, LoadContext
 from gpu_worker.engine.model.quantized_linears import (
     check_fp8,
 )
@@ -89,7 +89,7 @@ def load(
     register_family(config.model_type)
     if config.is_encoder_decoder:
         return load_encoder_decoder(settings, path, config, dtype, device, communicator)
-    context = Context(path, config, dtype, device, settings, communicator, pooling)
+    context = LoadContext(path, config, dtype, device, settings, communicator, pooling)
     loaded = assemble(read_model(context), context)
     loaded.add_draft(load_draft(settings, path, loaded, communicator, progress))
     attach_empty(loaded, communicator)
@@ -122,7 +122,7 @@ def make_deepstack(loaded: LoadedModel) -> DeepStack | None:
     return DeepStack(loaded.model.model.layers[: loaded.num_deep])
 
 
-def read_model(context: Context) -> Any:
+def read_model(context: LoadContext) -> Any:
     """Read this rank's part of a model, and change it by all passes. Raises SettingError."""
     settings, kind = context.settings, context.config.model_type
     try:
@@ -142,7 +142,7 @@ def read_model(context: Context) -> Any:
     return model
 
 
-def read(context: Context) -> Any:
+def read(context: LoadContext) -> Any:
     """This rank's part of a model, as transformers reads it."""
     settings, communicator, needs_head = context.settings, context.communicator, context.pooling is None
     common = context.path, context.config, context.dtype, context.device, settings
@@ -180,7 +180,7 @@ def load_encoder_decoder(
     return loaded
 
 
-def assemble(model: Any, context: Context) -> LoadedModel:
+def assemble(model: Any, context: LoadContext) -> LoadedModel:
     """The model with its attention backend, still without a cache."""
     settings, path, device, layers = context.settings, context.path, context.device, context.layers
     assert context.states is not None

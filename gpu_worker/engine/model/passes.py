@@ -48,7 +48,7 @@ from gpu_worker.engine.states.model_states import ModelStates
 
 
 @dataclass(slots=True)
-class Context:
+class LoadContext:
     """In what a model is loaded, and what is known of it.
 
     Attributes:
@@ -86,7 +86,7 @@ class Context:
         return self.communicator.tp_rank
 
 
-def head(model: Any, context: Context) -> None:
+def head(model: Any, context: LoadContext) -> None:
     """Vectors take the place of logits."""
     if context.pooling:
         context.plan, context.vector_size = replace_head(
@@ -94,19 +94,19 @@ def head(model: Any, context: Context) -> None:
         )
 
 
-def blocks(model: Any, context: Context) -> None:
+def blocks(model: Any, context: LoadContext) -> None:
     """Find the checkpoint's blocks that the device can multiply; nothing is changed yet."""
     if not (context.settings.makes_weights or quantizes(context.config, context.settings)):
         whole = find_blocks(context.path, context.config, model, context.device)
         context.blocks = shard_blocks(whole, context.plan.shards, context.rank)
 
 
-def latents(model: Any, context: Context) -> None:
+def latents(model: Any, context: LoadContext) -> None:
     """Latent attention keeps latents, while its linear layers are still plain."""
     keep_latents(model)
 
 
-def quantise(model: Any, context: Context) -> None:
+def quantise(model: Any, context: LoadContext) -> None:
     """Linear layers multiply 8-bit floats, or are rounded at load (QUANTIZE)."""
     settings, device = context.settings, context.device
     use_fp8(model, context.path, context.config, device, settings, context.plan.shards, context.rank)
@@ -114,7 +114,7 @@ def quantise(model: Any, context: Context) -> None:
         context.blocks = quantize_blocks(model, settings.quantize, device)
 
 
-def linears(model: Any, context: Context) -> None:
+def linears(model: Any, context: LoadContext) -> None:
     """Faster linear layers take the place of others, and the model is on its device from here on."""
     if context.device.type == "cpu":
         pack_linears(model, context.blocks)
@@ -124,24 +124,24 @@ def linears(model: Any, context: Context) -> None:
         fuse_linears(model)
 
 
-def adapters(model: Any, context: Context) -> None:
+def adapters(model: Any, context: LoadContext) -> None:
     """Layers add what LoRA adapters give. Ranks are not connected yet: it is a part of what they sum."""
     settings, device = context.settings, context.device
     most = max_step_tokens(settings, device)
     context.adapters = make_adapter_layers(model, context.plan.shards, context.rank, settings, device, most)
 
 
-def shard(model: Any, context: Context) -> None:
+def shard(model: Any, context: LoadContext) -> None:
     """The ranks' parts compute what the whole model would."""
     connect_shards(model, context.plan, context.communicator)
 
 
-def attention(model: Any, context: Context) -> None:
+def attention(model: Any, context: LoadContext) -> None:
     """Attention of all families uses transformers' interface."""
     page_attention(model)
 
 
-def states(model: Any, context: Context) -> None:
+def states(model: Any, context: LoadContext) -> None:
     """Modules with states take those of rows. A forward shows what they and attention keep of a token."""
     mixers, stage, device = find_mixers(model), context.stage, context.device
     learn_form(model, stage, lambda: probe_forward(model, stage, device))
@@ -156,13 +156,13 @@ def states(model: Any, context: Context) -> None:
     context.states.attach()
 
 
-def ropes(model: Any, context: Context) -> None:
+def ropes(model: Any, context: LoadContext) -> None:
     """Rotary modules give each token the frequencies and the positions that it would have alone."""
     context.ropes = rope.replace_ropes(model)
     context.axis_rope = rope.find_axis_rope(model, context.tower.family.mrope_axes if context.tower else ())
 
 
-Pass = Callable[[Any, Context], None]
+Pass = Callable[[Any, LoadContext], None]
 PASSES: list[Pass] = [
     head,
     blocks,
