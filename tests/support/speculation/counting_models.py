@@ -104,25 +104,6 @@ def eagle_tensors(hidden: int, inner: int, vocab: int, kv: int = 32) -> dict[str
     return tensors | {f"{name}.weight": torch.rand(hidden) + 0.5 for name in norms}
 
 
-def counting_eagle_tensors() -> dict[str, torch.Tensor]:
-    """The layer that is always right about the counting model: its MLP turns a one-hot vector of a token into
-    that of the token after it.
-    """
-    tensors = eagle_tensors(SIZE, SIZE, SIZE)
-    eye = torch.eye(SIZE)
-    hot = SIZE**0.5
-    gated = hot * float(torch.nn.functional.silu(torch.tensor(hot)))
-    tensors |= {
-        "fc.weight": torch.cat((eye, torch.zeros(SIZE, 2 * SIZE)), 1),
-        "midlayer.self_attn.o_proj.weight": torch.zeros(SIZE, SIZE),
-        "midlayer.mlp.gate_proj.weight": eye.clone(),
-        "midlayer.mlp.up_proj.weight": eye.clone(),
-        "midlayer.mlp.down_proj.weight": (matrix() - eye) / gated,
-        "lm_head.weight": matrix(),
-    }
-    return {name: torch.ones_like(one) if "norm" in name else one for name, one in tensors.items()}
-
-
 def right_heads(num_heads: int) -> dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]]:
     """Of each kind the config and the weights of heads that are always right about the counting model."""
     zeros, eye = torch.zeros(SIZE, SIZE), torch.eye(SIZE)

@@ -2,7 +2,7 @@
 resume; on CUDA every step goes through one graph of a fixed shape.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,12 @@ import pytest
 from common.messages.plan import NewRow
 from common.messages.request import SamplingParams
 from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.cuda.graphs import FixedShapeGraph
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player, player
 from tests.support.engine.reference import prompt_ids
 from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, prompts
-from tests.support.engine.tiny_models import FAMILIES
 from tests.support.prompts import FEW, PROMPTS
-from tests.support.speculation.knowing_proposer import KnowingProposers
 
 NUM_NEW = 12
 SETTINGS: dict[str, Any] = {
@@ -113,26 +110,3 @@ def test_models_that_cannot_be_deterministic_are_refused(family: str, tmp_path: 
     with pytest.raises(SettingError, match=r"DETERMINISTIC: .*0 of its 3 layers") as caught:
         engine_of(tmp_path, deterministic=True)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.slow
-def test_bits_of_a_graph_of_a_fixed_shape_do_not_depend_on_the_batch(
-    tmp_path: Path, like_cuda: Callable[..., Engine]
-) -> None:
-    """All tokens go through one graph of 12, which rows and chunks do not fill: ids are right, and bits of a
-    row do not depend on other rows.
-    """
-    model = tiny_models.save(tmp_path, *FAMILIES["Qwen2"])
-    engine, rows = like_cuda(tmp_path, deterministic=True), list(range(len(prompts())))
-    assert isinstance(engine.graphs, FixedShapeGraph) and list(engine.graphs.graphs.graphs) == [12]
-    alone = {row: play(engine, [row], tiny=True)[row] for row in rows}
-    assert alone[0][0] == tiny_models.generate(model, prompts()[0], NEW_TOKENS)
-    assert play(engine, rows, tiny=True) == alone, "batched"
-    assert play(engine, rows[::-1], 7, tiny=True) == alone, "chunked, in another order"
-    answers = {tuple(prompts()[row]): alone[row][0] for row in rows}
-    engine.rows.make_proposer = KnowingProposers(answers, 0.3)
-    assert play(engine, rows, tiny=True) == alone, "with proposals"
-    resumed = play(engine, rows, shown={row: alone[row][0][: 5 + row] for row in rows}, tiny=True)
-    assert resumed == {row: (ids[5 + row :], bits[4 * (5 + row) :]) for row, (ids, bits) in alone.items()}, (
-        "resumed"
-    )

@@ -216,11 +216,7 @@ def test_tokens_are_those_of_the_plain_way(in_turn: Engine, monkeypatch: pytest.
     assert play(in_turn, sampling) == (ids, tops, ended)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_forced_tokens_come_in_one_step(
-    in_turn: Engine, ahead: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(in_turn, "runs_ahead", ahead)
+def test_forced_tokens_come_in_one_step(in_turn: Engine) -> None:
     [prompt] = prompt_ids([PROMPTS[FEW[0]]])
     played = player(in_turn)
     played.run([played.start(0, prompt, MAX_FORCED, sampling=SAMPLING[0])])

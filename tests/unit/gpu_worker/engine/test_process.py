@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 
 from api.grammar.compile import Grammar, compile_unchecked
@@ -27,7 +26,6 @@ from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK
 from gpu_worker.frames import FrameDecoder, encode
 from gpu_worker.protocol import (
-    Begin,
     EngineFailure,
     Frame,
     LoadProgress,
@@ -269,10 +267,6 @@ def child(request: pytest.FixtureRequest) -> Iterator[Child]:
             "MiB of memory are available",
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            {"KV_CACHE_BYTES": "1KiB"}, "kv_cache_bytes", "one block of 16 tokens", marks=pytest.mark.slow
-        ),
-        pytest.param({"MODEL_ID": "/nowhere"}, "model_id", "/nowhere does not exist", marks=pytest.mark.slow),
         ({"BLOCK_SIZE": "many"}, "block_size", "'many' is not a whole number"),
     ],
     indirect=["child"],
@@ -286,21 +280,6 @@ def test_unservable_settings_are_reported(child: Child, setting: str, words: str
         and "\n" not in failure.cause
     )
     assert child.process.wait(TIMEOUT_S) == 1
-
-
-@pytest.mark.slow
-def test_a_preloaded_engine_imports_only_and_loads_with_the_variables_it_is_given() -> None:
-    """Until then it has no title of a worker, and has not read a setting. A closed socket ends it."""
-    child = start_child("--preload", MODEL_ID="/nowhere", BLOCK_SIZE="many")
-    try:
-        assert child.receive() == LoadProgress("preloaded")
-        assert " ".join(psutil.Process(child.process.pid).cmdline()).strip() == "tokenfleet engine preloaded"
-        child.send(Begin({"MODEL_ID": "smollm2", "BLOCK_SIZE": "32", "WORKER_NAME": "w3"}))
-        ready = child.ready()
-        assert isinstance(ready, WorkerCapacity) and ready.block_size == 32
-        assert " ".join(psutil.Process(child.process.pid).cmdline()).strip() == "tokenfleet engine w3"
-    finally:
-        assert end(child) == 0
 
 
 def test_a_preloaded_engine_ends_with_its_agent() -> None:

@@ -1,6 +1,6 @@
 """Rows with LoRA adapters do what rows of PEFT's merged models do; the cache of adapters."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,11 @@ from gpu_worker.protocol import (
     LoadAdapter,
     UnloadAdapter,
 )
-from tests.support.adapters import fake_kernels
 from tests.support.adapters.playing import COUNT, check_adapters, load_adapters, play
 from tests.support.adapters.tiny_adapters import LINEARS, change_config, expected_ids, merged, save_adapter
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player, player
-from tests.support.engine.quantized_models import AWQ, GPTQ, awq, gptq
+from tests.support.engine.quantized_models import AWQ, awq
 from tests.support.engine.quantized_models import save as save_quantised
 from tests.support.engine.start_rows import plan, start_row
 from tests.support.engine.tiny_engine import engine_of
@@ -62,29 +61,8 @@ def test_ids_of_rows_of_many_adapters_equal_those_of_merged_models(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by_kernels", [True, False])
-def test_layers_that_are_captured_and_fused_as_on_cuda_give_the_same_ids(
-    llama: tuple[Any, Path],
-    folders: dict[str, Path],
-    like_cuda: Callable[..., Engine],
-    monkeypatch: pytest.MonkeyPatch,
-    by_kernels: bool,
-) -> None:
-    """By kernels that read buffers of a fixed place, and by torch, one adapter after the other."""
-    if by_kernels:
-        fake_kernels.install(monkeypatch)
-    model, path = llama
-    engine = like_cuda(path)
-    load_adapters(engine, folders)
-    check_adapters(engine, model, folders, ["", "all", "vocabulary"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("write", "config"), [(gptq(4), GPTQ), (awq, AWQ)], ids=["gptq", "awq"])
-def test_an_adapter_of_a_quantised_model_is_added_to_its_products(
-    write: Any, config: dict[str, Any], tmp_path: Path
-) -> None:
-    model = save_quantised(tmp_path / "model", write, config)
+def test_an_adapter_of_a_quantised_model_is_added_to_its_products(tmp_path: Path) -> None:
+    model = save_quantised(tmp_path / "model", awq, AWQ)
     folders = {"all": save_adapter(model, tmp_path / "all", 1)}
     engine = engine_of(tmp_path / "model")
     load_adapters(engine, folders)
@@ -136,17 +114,13 @@ def check_equal(found: Player, expected: Player) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("speculate", [0, 3])
-def test_rows_with_an_adapter_do_what_rows_of_the_merged_model_do(
-    made: tuple[Path, Path, Path], speculate: int
-) -> None:
+def test_rows_with_an_adapter_do_what_rows_of_the_merged_model_do(made: tuple[Path, Path, Path]) -> None:
     model, adapter, both = made
-    engine, other = engine_of(model, speculate=speculate), engine_of(both, speculate=speculate)
+    engine, other = engine_of(model, speculate=3), engine_of(both, speculate=3)
     load_adapters(engine, {"a": adapter})
     for params in FEATURES.values():
         check_equal(play_beside(engine, "a", **params), play_beside(other, "", **params))
-    if speculate:
-        assert sum(step.proposed_tokens for step in play_beside(engine, "a").steps) > 0
+    assert sum(step.proposed_tokens for step in play_beside(engine, "a").steps) > 0
 
 
 def test_adapters_are_there_when_a_model_wakes(made: tuple[Path, Path, Path]) -> None:

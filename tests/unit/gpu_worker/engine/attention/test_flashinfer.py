@@ -20,7 +20,6 @@ from gpu_worker.engine.attention import backend as attention
 from gpu_worker.engine.attention import choose
 from gpu_worker.engine.attention.flashinfer_support import (
     add_ninja_to_path,
-    planned_heads,
     plans_needed_because,
     unsupported_because,
     workspace_bytes,
@@ -37,12 +36,8 @@ from tests.support.parameters.slow_but import slow_but
 if not install():
     pytest.skip("where there is a GPU, the tests marked gpu try the real parts", allow_module_level=True)
 from gpu_worker.engine.attention.flashinfer import (
-    OWN_PARTS,
-    SPLIT_PARTS,
     FlashInferBackend,
-    scratch_bytes,
     splits_rows,
-    told_processors,
 )
 
 HOPPER = 9
@@ -247,39 +242,6 @@ def test_unsupported_models_use_torch(
     assert isinstance(backend, SdpaBackend if why else FlashInferBackend) and found in caplog.text
 
 
-@pytest.mark.parametrize(("heads", "planned"), [(1, 1), (16, 16), (20, 32), (96, 128), (128, 128)])
-def test_tiles_of_latents_end_between_tokens(heads: int, planned: int) -> None:
-    """Of 64 and 128 pairs of token and head; where no row has two tokens, heads stay as they are."""
-    assert planned_heads(heads, longest=2) == planned
-    assert planned_heads(heads, longest=1) == heads
-
-
-@pytest.mark.parametrize(
-    ("group", "softcap", "block_size", "generation", "why"),
-    [
-        (32, None, 64, HOPPER, ""),
-        (71, None, 64, HOPPER, "71 query heads"),
-        (1, 30.0, 64, HOPPER, "soft-capped"),
-        (1, None, 48, HOPPER, "48 tokens (BLOCK_SIZE)"),
-        (1, None, 64, 8, "capability is 8"),
-    ],
-)
-def test_plans_are_needed_where_a_kernel_lacks_a_feature(
-    group: int,
-    softcap: float | None,
-    block_size: int,
-    generation: int,
-    why: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    layer = LayerSpec(AttentionSpec(2, group, None, 1.0, softcap), 64, 64)
-    geometry = Geometry([layer], block_size, torch.bfloat16, torch.bfloat16)
-    found = plans_needed_because(geometry, layer.spec, generation)
-    assert why in found and bool(found) == bool(why)
-    backend = FlashInferBackend(geometry, CPU, generation, 8, 4)
-    assert backend.plan_free == (not why) and found in caplog.text
-
-
 def test_ninja_is_found_where_no_environment_was_activated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,17 +276,3 @@ H200 = 132
 )
 def test_rows_are_split_for_the_sake_of_a_long_one(lengths: list[int], kv_heads: int, is_split: bool) -> None:
     assert splits_rows(np.array(lengths, np.int32), kv_heads, H200) == is_split
-
-
-def test_xqa_splits_by_the_processors_that_it_is_told_of() -> None:
-    """It gives each row and K head as many programs as there are processors for it."""
-    assert told_processors(65, 8, H200, False) // (65 * 8) == 1
-    assert told_processors(65, 8, H200, True) // (65 * 8) == SPLIT_PARTS
-    assert told_processors(1, 8, H200, False) // 8 == OWN_PARTS, "short rows have no empty parts to merge"
-    assert told_processors(1, 1, H200, True) == H200, "a long one has all processors"
-
-
-def test_scratch_has_room_for_all_parts() -> None:
-    """Of 256 rows of Llama-8B in MiB; where XQA splits by itself there are no more parts than processors."""
-    assert scratch_bytes(256, 8, 4, 128, H200) // 2**20 == 20
-    assert scratch_bytes(1, 1, 32, 256, H200) == H200 * (32 * 256 * 2 + 256)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -236,10 +235,3 @@ def test_beams_read_their_own_tokens_from_blocks_that_suffice(
     num_prompt: int, max_new_tokens: int, seed: int, num_blocks_at_once: int
 ) -> None:
     run_search(num_prompt, max_new_tokens, seed, num_blocks_at_once)
-
-
-@pytest.mark.slow
-def test_thousands_of_searches_lose_no_block() -> None:
-    random = np.random.default_rng(0)
-    for seed in range(3000):
-        run_search(int(random.integers(1, 20)), int(random.integers(1, 30)), seed, 1 + seed % 5)

@@ -3,7 +3,7 @@ by calling again.
 """
 
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,15 @@ from common.model_files import no_progress
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine import engine as engine_module
 from gpu_worker.engine.cuda import compile as compiling
-from gpu_worker.engine.cuda.compile import compile_layers, stop_compiling
 from gpu_worker.engine.cuda.graphs import CudaGraphs, graph_sizes, run_without_sync
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.warmup import max_captured_tokens
 from tests.support.engine import on_cuda, tiny_models
 from tests.support.engine.batch_player import player
 from tests.support.engine.fake_flashinfer.install import install
-from tests.support.engine.on_cuda import again, noted
+from tests.support.engine.on_cuda import noted
 from tests.support.engine.tiny_engine import NEW_TOKENS, check_ids, engine_of, play, prompts
-from tests.support.engine.tiny_models import FAMILIES, VOCAB
+from tests.support.engine.tiny_models import FAMILIES
 from tests.support.parameters.slow_but import slow_but
 
 if not install():
@@ -33,19 +31,13 @@ if not install():
 from gpu_worker.engine.attention.flashinfer import FlashInferBackend
 
 AMPERE, HOPPER = 8, 9
-GENERATIONS = {
-    HOPPER: "Qwen2 Phi3-longrope DeepSeek-V3 Llama Mistral Gemma2 gpt-oss Qwen3-MoE GPT2 Llama-longrope "
-    "Gemma3-longrope DeepSeek-V2 MiniCPM3",
-    AMPERE: "gpt-oss Qwen2 Mistral Gemma2 Phi3-longrope",
-}
-"""Families by the generation of the card; XQA serves Hopper."""
 
 
 @pytest.mark.parametrize(
     ("family", "generation"),
     slow_but(
         [("gpt-oss", AMPERE)],
-        [(family, card) for card, names in GENERATIONS.items() for family in names.split()],
+        [("gpt-oss", AMPERE), *((name, HOPPER) for name in ("Phi3-longrope", "Qwen3-MoE", "MiniCPM3"))],
     ),
 )
 def test_ids_are_those_of_generate(
@@ -166,46 +158,6 @@ def test_sizes_of_graphs_double_while_they_are_small() -> None:
     assert graph_sizes(256, 256)[-3:] == [240, 248, 256] and len(graph_sizes(256, 256)) == 35
 
 
-@pytest.fixture
-def dynamo() -> Iterator[Any]:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield torch._dynamo.utils.counters
-    torch.compiler.set_stance("default")
-    torch._dynamo.reset()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [("Llama", {}), ("DeepSeek-V3", {"first_k_dense_replace": 3})],
-    ids=["Llama", "latents"],
-)
-def test_one_compilation_serves_all_layers(
-    family: str,
-    changes: dict[str, Any],
-    tmp_path: Path,
-    like_cuda: Callable[[Path], Engine],
-    dynamo: Any,
-) -> None:
-    """One for one token, one for any number; and the ids are the same."""
-    kind, options = FAMILIES[family]
-    model = tiny_models.save(tmp_path, kind, options | changes)
-    expected = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
-    engine = like_cuda(tmp_path)
-    engine.graphs = None
-
-    def try_out() -> None:
-        warmup.run_all_shapes(engine.forward, VOCAB, engine.block_size)
-
-    assert compile_layers(engine.loaded.model, engine.loaded.attentions, try_out) == 3
-    stop_compiling()
-    compiled = dynamo["stats"]["unique_graphs"]
-    assert 1 <= compiled <= 3 and not dynamo["graph_break"]
-    assert play(engine, dict(enumerate(prompts()))) == expected
-    assert dynamo["stats"]["unique_graphs"] == compiled
-
-
 def test_what_torch_compiles_is_kept_where_nobody_else_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,46 +169,6 @@ def test_what_torch_compiles_is_kept_where_nobody_else_writes(
     folder = compiling.compiled_folder()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and not [*folder.iterdir()]
     folder.rmdir()
-
-
-PEAK_BYTES = 12_345
-MAX_ROWS = 3
-SIZES = graph_sizes(MAX_ROWS, max_captured_tokens(MAX_ROWS))
-
-
-@pytest.mark.slow
-def test_plans_and_logits_of_all_sizes_are_made_while_memory_is_measured(
-    tmp_path: Path, like_cuda: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each size is computed once, the largest first; plans stay, and captures use them. On a card whose plans
-    the host makes.
-    """
-    tiny_models.save(tmp_path, *FAMILIES["Mistral"])
-    engine, computed = like_cuda(tmp_path, generation=AMPERE), list[int]()
-    loaded = engine.loaded
-    loaded.adapters = None  # as on CUDA without LORA_ADAPTERS
-    plans: Any = loaded.backend.decode_plans  # type: ignore[attr-defined]
-    plans.wrappers.clear()
-    num_blocks = loaded.cache.num_blocks
-    loaded.attach(0)
-    decode = type(loaded).decode
-
-    def note(own: Any, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
-        computed.append(ids.shape[1])
-        return decode(own, ids, *rest)
-
-    def measure(device: torch.device, run: Callable[[], object]) -> int:
-        run()
-        return PEAK_BYTES
-
-    monkeypatch.setattr(type(loaded), "decode", note)
-    monkeypatch.setattr(warmup, "measure_peak", measure)
-    assert warmup.captured_bytes(loaded, Settings(max_batch_size=MAX_ROWS)) == PEAK_BYTES
-    assert computed == SIZES[::-1] and sorted(plans.wrappers) == SIZES
-    made = dict(plans.wrappers)
-    loaded.attach(num_blocks)
-    engine.capture(again, MAX_ROWS, False)
-    assert all(plans.wrappers[size] is made[size] for size in SIZES)
 
 
 CUDA_GRAPHS_OFF = Settings.read([], {"CUDA_GRAPHS": "0"})

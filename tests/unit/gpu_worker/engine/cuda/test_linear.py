@@ -30,8 +30,6 @@ from tests.support.engine import fake_products, quantized_models
 from tests.support.engine.quantized_models import FORMATS, multiplies_floats
 
 CUDA = torch.device("cuda", 0)
-SLOW = ["gptq", "gptq-3", "gptq-8", "w4a16", "w4a16-asymmetric", "w8a8-int8", "bitsandbytes-8"]
-QUICK = ["awq", "gptq-desc_act", "bitsandbytes-4-nested", "fp8-blocks"]
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +47,7 @@ def make(outputs: int, order: torch.Tensor | None = None) -> BlockLinear:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("form", [*QUICK, *(pytest.param(form, marks=pytest.mark.slow) for form in SLOW)])
+@pytest.mark.parametrize("form", ["awq", "gptq-desc_act", "bitsandbytes-4-nested", "fp8-blocks"])
 def test_a_checkpoints_own_numbers_are_multiplied(form: str, tmp_path: Path) -> None:
     """In float32 exactly; whole, and the parts of two ranks."""
     quantized_models.save(tmp_path, *FORMATS[form])

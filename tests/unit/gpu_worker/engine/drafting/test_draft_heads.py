@@ -2,7 +2,6 @@
 hidden states; right proposals are accepted, and no proposal changes an id.
 """
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -16,21 +15,16 @@ from common.settings.settings import SettingError
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.cpu.fused_layer import FusedLayers
 from gpu_worker.engine.drafting.eagle import HiddenStates
-from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models
 from tests.support.engine.tiny_models import FAMILIES, VOCAB
 from tests.support.parameters.slow_but import slow_but
 from tests.support.speculation.counting_models import (
-    SIZE,
-    counting_eagle_tensors,
     eagle_tensors,
     medusa_tensors,
     mlp_tensors,
-    right_heads,
-    save_counting_model,
     save_heads,
 )
-from tests.support.speculation.drafts import ROWS, drafting_engine, noted_drafts, play_rows
+from tests.support.speculation.drafts import drafting_engine, noted_drafts, play_rows
 
 HIDDEN, INNER, NUM_HEADS = 64, 32, 3
 Tensors = dict[str, torch.Tensor]
@@ -118,21 +112,6 @@ def test_heads_propose_what_their_formula_says(kind: str, tmp_path: Path) -> Non
             else medusa_ids(tensors, state)
         )
         assert drafts == expected[: len(drafts)]
-
-
-@pytest.mark.parametrize("kind", ["medusa", "mlp"])
-def test_right_heads_are_nearly_always_accepted(kind: str, tmp_path: Path) -> None:
-    """The heads are named in the model's own config.json, as TGI has it."""
-    save_counting_model(tmp_path / "model")
-    save_heads(tmp_path / "model" / "heads", *right_heads(NUM_HEADS)[kind])
-    path = tmp_path / "model" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"speculator": {"path": "heads"}}))
-    plain = play_rows(drafting_engine(tmp_path / "model", None), rows=dict.fromkeys(ROWS), vocab_size=SIZE)
-    engine = drafting_engine(tmp_path / "model", None, speculate=NUM_HEADS)
-    assert engine.drafter and engine.drafter.method.startswith(kind)
-    drafted = play_rows(engine, rows=dict.fromkeys(ROWS), vocab_size=SIZE, lead=64)
-    assert drafted.answer == plain.answer
-    assert drafted.num_proposed > 60 and drafted.share_right > 0.95
 
 
 @pytest.mark.parametrize(
@@ -255,31 +234,6 @@ def test_the_layer_proposes_what_its_formula_says(way: str, tmp_path: Path) -> N
     assert not native.library() or fused == [True] * 3, "each captured layer begins a native call"
     for ids, drafts in noted[:: len(noted) // 20]:
         assert drafts == expected_drafts(model, tensors, ids, len(drafts), layers, before)
-
-
-def save_counting(folder: Path) -> Path:
-    """A model, and in `head` a layer that is always right about it."""
-    save_counting_model(folder)
-    sizes = {"intermediate_size": SIZE, "vocab_size": SIZE, "draft_vocab_size": None}
-    return save_heads(folder / "head", CONFIG | sizes, counting_eagle_tensors())
-
-
-@pytest.fixture(scope="module")
-def counting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Engine]:
-    folder = tmp_path_factory.mktemp("counting")
-    head = save_counting(folder)
-    return folder, drafting_engine(folder, {"model": str(head), "num_speculative_tokens": NUM_DRAFTED})
-
-
-def test_a_right_layer_is_nearly_always_accepted(counting: tuple[Path, Engine]) -> None:
-    folder, engine = counting
-    plain = play_rows(drafting_engine(folder, None), rows=dict.fromkeys(ROWS), vocab_size=SIZE)
-    for prefill_tokens in (1000, 7):
-        drafted = play_rows(
-            engine, rows=dict.fromkeys(ROWS), vocab_size=SIZE, prefill_tokens=prefill_tokens, lead=64
-        )
-        assert drafted.answer == plain.answer
-        assert drafted.num_proposed > 60 and drafted.share_right > 0.95
 
 
 @pytest.mark.parametrize(

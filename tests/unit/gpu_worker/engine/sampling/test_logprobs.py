@@ -24,12 +24,10 @@ from tests.support.engine.sampling_reference import log_softmax
 from tests.support.engine.tiny_engine import engine_of
 from tests.support.engine.tiny_engine import prompts as tiny_prompts
 from tests.support.engine.tiny_models import FAMILIES, VOCAB
+from tests.support.parameters.slow_but import slow_but
 from tests.support.prompts import FEW, PROMPTS
 
-INDICES = [
-    pytest.param(FEW[:-1], id="few"),
-    pytest.param(list(range(len(PROMPTS))), id="all", marks=pytest.mark.slow),
-]
+INDICES = FEW[:-1]
 TOPS = 3
 NEW_TOKENS = 3
 
@@ -114,36 +112,24 @@ def check_scored(played: Player, prompts: list[list[int]], indices: list[int]) -
 
 
 @AHEAD
-@pytest.mark.parametrize("prefill_tokens", [7, pytest.param(10_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("indices", INDICES)
-def test_only_rows_that_request_logprobs_get_them(
-    engine: Engine, prompts: list[list[int]], indices: list[int], prefill_tokens: int
-) -> None:
-    """Prefilled whole, or in chunks of at most 7 tokens, which end anywhere in a block."""
-    played = player(engine, prefill_tokens)
-    scored = indices[1::2]
+def test_only_rows_that_request_logprobs_get_them(engine: Engine, prompts: list[list[int]]) -> None:
+    """Prefilled in chunks of at most 7 tokens, which end anywhere in a block."""
+    played = player(engine, 7)
+    scored = INDICES[1::2]
     starts = [
         played.start(index, prompts[index], NEW_TOKENS, prompt_logprobs=TOPS if index in scored else None)
-        for index in indices
+        for index in INDICES
     ]
     played.run(starts)
     check_scored(played, prompts, scored)
     assert played.prompt_logprobs.keys() == {index for index in scored if len(prompts[index]) > 1}
     assert all(
-        len(logprobs) <= 4 * prefill_tokens
-        for step in played.steps
-        for _, _, logprobs, _, _ in step.prompt_logprobs
+        len(logprobs) <= 4 * 7 for step in played.steps for _, _, logprobs, _, _ in step.prompt_logprobs
     )
 
 
 NUM_NEW = 6
-TRIED = [
-    "Llama",
-    *(
-        pytest.param(name, marks=pytest.mark.slow)
-        for name in ("Qwen3", "Gemma2", "GPT2", "Phi3", "Qwen3-MoE")
-    ),
-]
+TRIED = slow_but(["Llama"], ["Llama", "Gemma2"])
 PENALISED = SamplingParams(
     temperature=1.3, top_k=7, seed=5, repetition_penalty=1.4, frequency_penalty=0.5, logit_bias=[(9, 4.0)]
 )

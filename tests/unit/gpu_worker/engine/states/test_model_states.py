@@ -1,7 +1,6 @@
 """States of rows in a pool of slots, counted, given and copied; snapshots from which later rows go on."""
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ from tests.support.adapters.playing import check_adapters, load_adapters
 from tests.support.adapters.tiny_adapters import save_adapter
 from tests.support.engine import reference, tiny_models
 from tests.support.engine.batch_player import Player, player
-from tests.support.engine.on_cuda import noted
-from tests.support.engine.tiny_engine import NEW_TOKENS, check_ids, engine_of, play, prompts
+from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play, prompts
 from tests.support.parameters.slow_but import slow_but
 from tests.support.states.hybrid_models import HYBRIDS
 
@@ -79,20 +77,6 @@ def test_an_engine_wakes_with_empty_slots(granite: tuple[Path, Ids]) -> None:
     assert {len(state) for one in states.pool.values() for state in one.values()} == {1}
     assert engine.wake_up(print).max_rows == states.num_slots
     assert play(engine, dict(enumerate(prompts()))) == granite[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["LFM2", "Mamba2", "Granite4"])
-def test_captured_steps_read_and_write_slots(
-    family: str, tmp_path: Path, like_cuda: Callable[..., Engine]
-) -> None:
-    """Steps in which all rows decode come from graphs, and steps run one ahead."""
-    expected = generated(tiny_models.save(tmp_path, *HYBRIDS[family]))
-    engine = like_cuda(tmp_path)
-    assert engine.graphs
-    with noted(engine) as (_, replayed):
-        check_ids(engine, expected)
-    assert {1, 4} <= {*replayed}
 
 
 def test_beams_take_the_states_of_their_parents(granite: tuple[Path, Ids], engine: Engine) -> None:
