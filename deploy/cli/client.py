@@ -119,6 +119,14 @@ def ask(client: httpx.Client, method: str, path: str, **content: Any) -> httpx.R
     return answer
 
 
+def model_name(url: str, answer: httpx.Response) -> str:
+    """The first model of a server's answer to GET /v1/models. Raises ServerError."""
+    check_status(answer.status_code, answer.content)
+    with contextlib.suppress(orjson.JSONDecodeError, LookupError, TypeError):
+        return str(orjson.loads(answer.content)["data"][0]["id"])
+    raise ServerError(f"{url} names no model at /v1/models")
+
+
 @contextlib.contextmanager
 def frame_errors(frame: Any) -> Iterator[None]:
     """Raise an error that comes from the shape of `frame` as ServerError."""

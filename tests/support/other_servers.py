@@ -1,6 +1,4 @@
-"""Servers that speak as others do, without a model: what vLLM, TGI, llama.cpp and a Tokenfleet answer, in a
-thread, on a free port.
-"""
+"""A server that speaks as a Tokenfleet and as vLLM do, without a model, in a thread, on a free port."""
 
 import asyncio
 import contextlib
@@ -24,7 +22,7 @@ WORDS = "The sky is blue because light scatters, and \u2028 lines may hold any s
 
 @dataclass
 class Server:
-    """A server of one kind: the `routes` that it answers, and what it was asked.
+    """A server, and what it was asked.
 
     Attributes:
         bodies: of all POSTs, in order; `keys`: their authorization headers.
@@ -32,10 +30,9 @@ class Server:
         pause_s: between two tokens.
         endless: the stream says the words again and again.
         refusal: status and body of every POST, instead of a stream.
-        fleet: the answer of GET /fleet.
+        fleet: the answer of GET /fleet; None: there is no such route.
     """
 
-    kind: str
     port: int = field(default_factory=free_port)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
@@ -44,21 +41,20 @@ class Server:
     endless: bool = False
     refusal: tuple[int, Any] | None = None
     late_error: Any = None
-    fleet: dict[str, Any] = field(default_factory=dict)
+    fleet: dict[str, Any] | None = None
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     def app(self) -> Starlette:
-        return Starlette(
-            routes=[Route(path, self.answer, methods=["GET", "POST"]) for path in PATHS[self.kind]]
-        )
+        paths = ["/v1/models", "/v1/completions", "/v1/chat/completions", *(["/fleet"] if self.fleet else [])]
+        return Starlette(routes=[Route(path, self.answer, methods=["GET", "POST"]) for path in paths])
 
     async def answer(self, request: Request) -> Response:
         path = request.url.path
         if request.method == "GET":
-            return JSONResponse(self.fleet if path == "/fleet" else GET[self.kind][path])
+            return JSONResponse(self.fleet if path == "/fleet" else {"data": [{"id": "tiny"}]})
         body = await request.json()
         self.bodies.append(body)
         self.keys.append(request.headers.get("authorization"))
@@ -68,8 +64,7 @@ class Server:
         return StreamingResponse(self.frames(path, body), media_type="text/event-stream")
 
     async def frames(self, path: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
-        wanted = body.get("max_tokens") or body.get("parameters", {}).get("max_new_tokens") or len(WORDS)
-        num = 10**9 if self.endless else wanted
+        num = 10**9 if self.endless else body.get("max_tokens") or len(WORDS)
         try:
             for i in range(num):
                 await asyncio.sleep(self.pause_s)
@@ -80,60 +75,22 @@ class Server:
         except asyncio.CancelledError:
             self.num_closed += 1
             raise
-        if path.startswith("/v1"):
-            usage = {"prompt_tokens": len(str(body.get("prompt", "")).split()), "completion_tokens": num}
-            if (body.get("stream_options") or {}).get("include_usage"):
-                yield frame({"choices": [], "usage": usage})
-            yield b"data: [DONE]\n\n"
+        usage = {"prompt_tokens": len(str(body.get("prompt", "")).split()), "completion_tokens": num}
+        if (body.get("stream_options") or {}).get("include_usage"):
+            yield frame({"choices": [], "usage": usage})
+        yield b"data: [DONE]\n\n"
 
 
 def token(path: str, text: str) -> dict[str, Any]:
-    if path == "/generate_stream":
-        return {
-            "index": 1,
-            "token": {"id": 5, "text": text, "logprob": -1.0, "special": False},
-            "generated_text": None,
-            "details": None,
-        }
-    return {
-        "choices": [
-            {"index": 0, "delta": {"content": text}} if "chat" in path else {"index": 0, "text": text}
-        ]
-    }
+    if "chat" in path:
+        return {"choices": [{"index": 0, "delta": {"content": text}}]}
+    return {"choices": [{"index": 0, "text": text}]}
 
 
 def frame(value: Any) -> bytes:
     return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
 
 
-def models(owner: str) -> dict[str, Any]:
-    return {"object": "list", "data": [{"id": "tiny", "object": "model", "owned_by": owner}]}
-
-
-OPENAI = ("/v1/completions", "/v1/chat/completions")
-GET: dict[str, dict[str, Any]] = {
-    "tokenfleet": {"/fleet": {}, "/v1/models": models("tokenfleet")},
-    "tgi": {
-        "/info": {"router": "text-generation-router", "model_id": "tiny", "version": "3.3.7"},
-        "/v1/models": models("tiny"),
-    },
-    "vllm": {"/version": {"version": "0.11.0"}, "/v1/models": models("vllm")},
-    "llama.cpp": {
-        "/props": {"model_path": "/models/tiny.gguf", "build_info": "b6000"},
-        "/v1/models": models("llamacpp"),
-    },
-    "openai": {"/v1/models": models("somebody")},
-    "nothing": {"/": {}},
-}
-POST = {
-    "tokenfleet": (*OPENAI, "/generate_stream"),
-    "tgi": (*OPENAI, "/generate_stream"),
-    "vllm": OPENAI,
-    "llama.cpp": OPENAI,
-    "openai": OPENAI,
-    "nothing": (),
-}
-PATHS = {kind: [*GET[kind], *POST[kind]] for kind in GET}
 FLEET: dict[str, Any] = {
     "pool": "default",
     "model": "tiny",
@@ -167,9 +124,9 @@ FLEET: dict[str, Any] = {
 
 
 @contextlib.contextmanager
-def running(kind: str, **about: Any) -> Iterator[Server]:
-    """Run a server of a kind (a key of GET). The end of the context ends it and its streams."""
-    server = Server(kind, **about)
+def running(**about: Any) -> Iterator[Server]:
+    """Run a server. The end of the context ends it and its streams."""
+    server = Server(**about)
     quiet: dict[str, Any] = {"log_level": "critical", "timeout_graceful_shutdown": 0}
     http = uvicorn.Server(uvicorn.Config(server.app(), "127.0.0.1", server.port, **quiet))
     thread = threading.Thread(target=http.run, daemon=True)

@@ -102,7 +102,7 @@ def terminal(server: Server, *flags: str) -> Iterator[Terminal]:
 
 def test_stdout_of_a_pipe_is_the_answer_only() -> None:
     flags = ["--system", "Be brief.", "--temperature", "0", "--max-tokens", str(len(WORDS)), "--seed", "7"]
-    with running("tokenfleet") as server:
+    with running() as server:
         done = piped(server.url, b"Why is\nthe sky blue?\n", *flags, API_KEY="sk-1")
         assert (done.stdout.decode(), done.stderr) == (TEXT + " \n", b"")
         assert done.returncode == 0
@@ -130,14 +130,14 @@ def test_stdout_of_a_pipe_is_the_answer_only() -> None:
     ],
 )
 def test_the_servers_own_message_is_shown(said: object) -> None:
-    with running("tokenfleet", refusal=(422, said)) as server:
+    with running(refusal=(422, said)) as server:
         done = piped(server.url, b"Hi")
     assert (done.stdout, done.returncode) == (b"", 1)
     assert done.stderr == b"tokenfleet: the server answers 422: temperature: 9 is too much\n"
 
 
 def test_an_error_after_the_first_token_is_shown() -> None:
-    with running("tokenfleet", late_error={"error": {"message": "the worker is gone"}}) as server:
+    with running(late_error={"error": {"message": "the worker is gone"}}) as server:
         done = piped(server.url, b"Hi")
     assert done.stdout.startswith(WORDS[0].encode())
     assert done.stderr == b"tokenfleet: the server ends the answer: the worker is gone\n"
@@ -145,7 +145,7 @@ def test_an_error_after_the_first_token_is_shown() -> None:
 
 
 def test_a_key_that_is_not_ascii_is_refused() -> None:
-    with running("openai") as server:
+    with running() as server:
         done = piped(server.url, b"Hi", API_KEY="\u043a\u043b\u044e\u0447")
     assert (
         done.stderr
@@ -162,12 +162,12 @@ def test_an_unreachable_server_is_one_error_line() -> None:
 
 
 def test_a_conversation_in_a_terminal() -> None:
-    with running("tokenfleet") as server, terminal(server, "--system", "Be brief.") as person:
+    with running() as server, terminal(server, "--system", "Be brief.") as person:
         person.types("Hello\r")
         person.waits_for("any sign.")
-        person.waits_for(f"{len(WORDS)} tokens · first token ")
+        person.waits_for("› ")
         person.types("And more\r")
-        person.waits_for(f"{len(WORDS)} tokens")
+        person.waits_for("any sign.")
         assert [one["role"] for one in server.bodies[1]["messages"]] == [
             "system",
             "user",
@@ -175,22 +175,16 @@ def test_a_conversation_in_a_terminal() -> None:
             "user",
         ]
         assert server.bodies[1]["messages"][2]["content"] == TEXT + " "
-        person.types("/reset\r/system Be long.\r/rest\r")
+        person.types("/reset\rAgain\r")
         person.waits_for("forgotten")
-        person.waits_for("system prompt set")
-        person.waits_for("/rest is not a command")
-        person.types("Again\r")
-        person.waits_for(f"{len(WORDS)} tokens")
-        assert server.bodies[2]["messages"] == [
-            {"role": "system", "content": "Be long."},
-            {"role": "user", "content": "Again"},
-        ]
+        person.waits_for("any sign.")
+        assert [one["content"] for one in server.bodies[2]["messages"]] == ["Be brief.", "Again"]
         person.types("/exit\r")
         assert person.process.wait(60) == 0
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program() -> None:
-    with running("tokenfleet", endless=True, pause_s=0.01) as server, terminal(server) as person:
+    with running(endless=True, pause_s=0.01) as server, terminal(server) as person:
         person.types("Hello\r")
         person.waits_for("The sky")
         person.process.send_signal(signal.SIGINT)
@@ -199,7 +193,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program() -> None:
         person.waits_for("› ")
         server.endless = False
         person.types("Go on\r")
-        person.waits_for(f"{len(WORDS)} tokens")
+        person.waits_for("any sign.")
         assert server.bodies[1]["messages"][1]["content"].startswith("The sky")
         person.waits_for("› ")
         person.process.send_signal(signal.SIGINT)
@@ -253,7 +247,7 @@ def test_an_error_of_any_servers_shape_is_one_line(body: bytes, words: str) -> N
 
 def test_a_loopback_url_is_reached_without_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free_port()}")
-    with running("tokenfleet") as server:
+    with running() as server:
         assert piped(server.url, b"Hi", HTTP_PROXY=os.environ["HTTP_PROXY"]).returncode == 0
         with pytest.raises(httpx.ConnectError):
             httpx.get(server.url)
@@ -280,7 +274,7 @@ async def test_an_answer_goes_on_when_its_gateway_is_killed(broker: Broker) -> N
                 await wait_until(lambda: len(pieces) > 5)
                 processes[worker.seen[0].gateway.split("-")[0]].kill()
                 answer = await sent
-        assert "".join(pieces) == answer.text == LONG_TEXT
+        assert "".join(pieces) == answer == LONG_TEXT
         assert len(worker.seen) == 1
     finally:
         for process in processes.values():
