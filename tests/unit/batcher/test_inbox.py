@@ -71,21 +71,6 @@ async def test_an_entry_with_the_id_of_a_watched_one_is_not_missed(redis: Redis)
     assert [entry.data for entry in inbox.pop_entries(60.0)] == [b"other"]
 
 
-async def test_tasks_go_on_while_entries_wait(redis: Redis) -> None:
-    """A pool with more to do than its batcher can do still finds its dead."""
-    inbox = Inbox(redis)
-    inbox.unhandled.append(StreamEntry("s", "1-0", {}))
-
-    async def take_round_trips() -> None:
-        for _ in range(100):
-            await asyncio.sleep(0)
-
-    task = asyncio.create_task(take_round_trips())
-    for _ in range(20):
-        await inbox.fill(waits=True, tasks=[task])
-    assert task.done()
-
-
 async def is_waiting(redis: Redis) -> bool:
     return bool((await redis.info("clients"))["blocked_clients"])
 

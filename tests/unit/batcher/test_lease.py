@@ -71,12 +71,6 @@ def fail_twice(lease: Lease) -> list[ConnectionError]:
     return failures
 
 
-async def test_acquiring_waits_for_a_broker_that_is_away(redis: Redis) -> None:
-    lease = make_lease(redis, "b0", ttl_s=0.1)
-    fail_twice(lease)
-    assert await lease.acquire() == int(lease.epoch)
-
-
 async def test_releasing_without_a_broker_raises_nothing(redis: Redis) -> None:
     class AbsentPool(PoolClient):
         async def run(self, call: ScriptCall[Reply]) -> Reply:

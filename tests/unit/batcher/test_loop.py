@@ -123,19 +123,6 @@ async def test_a_lost_reply_of_publish_plan_loses_no_refused_row(
     assert await redis.xlen(KEYS.requests) == 1
 
 
-async def test_a_key_of_another_type_spoils_its_own_request_only(batcher: Batcher, redis: Redis) -> None:
-    await batcher.start_epoch()
-    for name in ("bad", "good"):
-        await admit(redis, make_request(name))
-    await redis.delete(KEYS.request("bad"))
-    await redis.set(KEYS.request("bad"), "x")
-    await redis.lpush(KEYS.tokens("good"), "x")  # type: ignore[misc]
-    await join(batcher, redis)
-    await turns(batcher)
-    assert [start.request.request_id for plan in await plans(redis) for start in plan.starts] == ["good"]
-    assert list(batcher.scheduler.sequences) == ["good"]
-
-
 async def test_reports_of_a_dead_worker_are_read_up_to_the_seal(batcher: Batcher, redis: Redis) -> None:
     await batcher.start_epoch()
     await join(batcher, redis)
@@ -152,33 +139,6 @@ async def test_reports_of_a_dead_worker_are_read_up_to_the_seal(batcher: Batcher
     assert not batcher.scheduler.sequences, "it had ended before the seal"
     assert await redis.xlen(KEYS.requests) == 0
     assert await redis.exists(KEYS.log("w1"), KEYS.reports("w1"), KEYS.plans("w1")) == 0
-
-
-async def test_a_turn_with_something_to_do_waits_for_no_entry(
-    batcher: Batcher, redis: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither the seal of a worker found dead, nor what a recovery has resumed."""
-    await batcher.start_epoch()
-    await admit(redis, make_request("r1"))
-    await turns(batcher)
-    monkeypatch.setattr(Housekeeping, "wait_ms", 60_000)
-    dead = [["w1"]]
-
-    async def run(*_: object) -> list[str]:
-        return dead.pop() if dead else []
-
-    async def resume() -> None:
-        pass
-
-    async with asyncio.timeout(30):
-        monkeypatch.setattr(batcher.housekeeping, "run", run)
-        while not batcher.pending:
-            await batcher.turn()
-        while batcher.pending:
-            await batcher.turn()
-        batcher.pending.defer(resume)
-        while batcher.pending:
-            await batcher.turn()
 
 
 async def test_a_request_that_a_recovery_has_resumed_is_placed_without_a_wait_for_an_entry(

@@ -9,7 +9,6 @@ from redis.exceptions import ConnectionError
 from batcher.actions import ActionQueue
 from batcher.failure_detector import FailureDetector
 from batcher.inbox import Inbox
-from batcher.lease import LeaseLost
 from batcher.recovery import Backlog, Recovery
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
@@ -26,7 +25,6 @@ from tests.support.broker.listening import listening
 from tests.support.broker_state import (
     KEYS,
     admit,
-    error_of,
     make_capacity,
     make_request,
     make_tokens,
@@ -110,15 +108,6 @@ async def test_a_worker_that_drained_is_no_crash(redis: Redis, recovery: Recover
     await recovery.workers.seal("w1")
     await recovery.remove_worker("w1", [sequence])
     assert sequence.crash_count == 0
-
-
-async def test_nothing_is_saved_in_a_later_epoch(redis: Redis, recovery: Recovery) -> None:
-    await start_worker(redis, "w1")
-    sequence = await placed(redis, "r1")
-    await redis.set(KEYS.epoch, recovery.scheduler.epoch + 1)
-    with pytest.raises(LeaseLost):
-        await recovery.resume([sequence])
-    assert unpack_records(await redis.get(KEYS.tokens("r1")))[0] == [7]
 
 
 async def test_restored_requests_are_recorded(redis: Redis, recovery: Recovery) -> None:
@@ -208,23 +197,3 @@ async def test_finish_publishes_stores_and_dequeues(redis: Redis, terminals: Ter
     assert await redis.xlen(KEYS.requests) == 0
     assert terminals.scheduler.sequences == {}
     assert [event.what for event in terminals.timeline.unwritten["r1"]] == ["ended"]
-
-
-async def test_a_second_terminal_is_not_published(redis: Redis, terminals: Terminals) -> None:
-    sequence = await queue_registered(redis, terminals, "r1")
-    events = await published(
-        redis, terminals.finish(sequence, "client"), terminals.finish(sequence, "timeout")
-    )
-    assert [terminal.reason for event in events for terminal in event.terminals] == ["cancelled"]
-    assert await error_of(redis, "r1") == b"cancelled: client"
-
-
-async def test_dequeue_frees_one_entry_however_often_it_runs(redis: Redis, terminals: Terminals) -> None:
-    first, second = [await queue_registered(redis, terminals, name) for name in ("r1", "r2")]
-    assert not await terminals.dequeue(first), "it has not ended"
-    await redis.hset(KEYS.request("r1"), "terminal", "length")  # type: ignore[misc]
-    for _ in range(2):
-        assert await terminals.dequeue(first)
-    assert [entry_id.decode() for entry_id, _ in await redis.xrange(KEYS.requests)] == [second.entry_id]
-    assert await redis.hget(KEYS.places, "all") == b"1"  # type: ignore[misc]
-    assert list(terminals.scheduler.sequences) == ["r2"]

@@ -196,14 +196,6 @@ def test_a_death_is_two_attempts_and_one_decode() -> None:
     assert {span.parent_id for span in (first, second, decode)} == {"cd" * 8}
 
 
-def test_a_preemption_is_an_event_by_its_reason() -> None:
-    preempted = TimelineEvent(40, "interrupted", "w0", 1, 5, "preempted")
-    *_, decode = spans_of(
-        traced_request(), [QUEUED, PLACED, FIRST, preempted, PLACED_AGAIN, GOES_ON, END], UNSEEN
-    )
-    assert [event.name for event in decode.events] == ["first_token", "preempted", "resume"]
-
-
 def test_what_was_never_written_follows_from_what_came_next() -> None:
     """A batcher may die before it writes its last events; the end may have no event at all."""
     spans = spans_of(traced_request(), [QUEUED, FIRST], TimelineEvent(80, "ended"))
@@ -213,12 +205,6 @@ def test_what_was_never_written_follows_from_what_came_next() -> None:
         ("prefill", 20, 20, ""),
         ("decode", 20, 80, ""),
     ]
-
-
-def test_all_who_export_a_request_give_its_spans_the_same_ids() -> None:
-    events = [QUEUED, PLACED, FIRST, END]
-    one, two = (spans_of(traced_request(), events, TimelineEvent(ms, "ended")) for ms in (95, 99))
-    assert one == two
 
 
 async def test_a_new_batcher_exports_what_its_predecessor_recorded(

@@ -2,34 +2,11 @@
 Simulated workers complain where a block does not hold what it should.
 """
 
-import random
-
-from batcher.scheduling.kv_blocks import BlockPool, PrefixCache
+from batcher.scheduling.kv_blocks import PrefixCache
 from tests.support.fleet.simulated_pool import BLOCK_SIZE, Pool, sharing_request
 from tests.support.fleet.simulated_worker import generated_id
 
 # --- kv blocks block pool -----------------------------------------------------------------------------------
-
-
-def test_the_blocks_released_last_are_allocated_first_in_their_order() -> None:
-    pool = BlockPool(6)
-    first, second = pool.allocate(2), pool.allocate(2)
-    pool.release(first)
-    pool.release(second)
-    assert pool.allocate(3) == [*second, first[0]]
-
-
-def test_no_block_has_two_owners_and_none_is_lost() -> None:
-    pool, draw = BlockPool(20), random.Random(1)
-    owned: list[list[int]] = []
-    for _ in range(500):
-        count = draw.randint(0, 6)
-        if pool.can_allocate(count):
-            owned.append(pool.allocate(count))
-        elif owned:
-            pool.release(owned.pop(draw.randrange(len(owned))))
-        held = [block for blocks in owned for block in blocks]
-        assert sorted(held + pool.free) == list(range(1, 21))
 
 
 # --- kv blocks prefix cache ---------------------------------------------------------------------------------
@@ -169,9 +146,3 @@ def test_a_request_waits_for_a_row_whose_states_it_can_start_with() -> None:
     assert cache.find_expected(names[:-1]) == (0, 0, None)
     cache.expect_no_more(names, row)
     assert cache.find_expected(names) == (0, 0, None)
-
-
-def test_a_block_that_is_allocated_again_has_no_snapshot() -> None:
-    pool = BlockPool(2)
-    pool.cache.snapshots = {1, 2}
-    assert pool.allocate(1) == [1] and pool.cache.snapshots == {2}

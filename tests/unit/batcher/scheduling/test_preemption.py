@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from batcher.scheduling.plan_builder import next_plan
 from batcher.scheduling.replica import Replica, WorkerLimits
-from batcher.scheduling.sequence import PREEMPT, PlacedRow
+from batcher.scheduling.sequence import PlacedRow
 from batcher.scheduling.turn import importance, standby_rows
 from tests.support.fleet.simulated_pool import (
     BLOCK_SIZE,
@@ -63,15 +63,6 @@ def test_scarce_blocks_go_to_the_most_important_row() -> None:
         (placed[2].number, 2),
         (placed[0].number, 1),
     ]
-
-
-def test_only_one_row_gives_its_blocks_at_a_time() -> None:
-    replica, placed = full_replica((1, 1), (1, 2), (1, 3), (1, 4))
-    next_plan(replica, 1, [])
-    replica.report_at = replica.step
-    plan = next_plan(replica, 1, [])
-    assert plan and plan.stops == [] and placed[3].stopping == "preempted"
-    assert not any(row.stopping == PREEMPT for row in placed)
 
 
 @dataclass(eq=False)
@@ -170,22 +161,6 @@ def test_places_stay_taken_though_plans_and_reports_are_late(places: int, late: 
         pool.run(300)
         busy[standby] = sum(taken * ticks for taken, ticks in pool.run(500).items()) / 500 / places
     assert busy[True] > 0.97 > busy[False]
-
-
-def test_suspects_and_choices_that_share_their_prompt_do_not_stand_by() -> None:
-    pool = full_pool()
-    pool.scheduler.cancel(f"r{ROWS}", "client")
-    pool.turn()
-    suspect, choice = request("s", 8, 10, 90), sharing_request("c", [*range(40)], 10, 91, num_choices=2)
-    suspect.crash_count = 1
-    pool.add(suspect, choice)
-    pool.decide()
-    assert suspect.waiting and choice.waiting
-    for sequence in (suspect, choice):
-        pool.scheduler.cancel(sequence.request_id, "client")
-    pool.add(request("r90", 8, 10, 92))
-    pool.decide()
-    assert not pool.scheduler.sequences["r90"].waiting
 
 
 @pytest.mark.parametrize("kind", ["suspect", "choice"])

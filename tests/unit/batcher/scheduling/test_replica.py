@@ -12,24 +12,6 @@ from common.messages.request import BeamParams, prompt_hashes
 from tests.support.fleet.simulated_pool import BLOCK_SIZE, make_replica, make_sequence
 
 
-@pytest.mark.parametrize(
-    ("num_prompt", "max_new_tokens", "num_blocks"),
-    [
-        (16, 100, 3),  # 16 tokens and a horizon of 32
-        (17, 100, 4),
-        (16, 17, 2),  # no more than it can ever fill: the last token has no KV
-        (16, 18, 3),
-    ],
-)
-def test_a_row_starts_with_blocks_for_its_tokens_and_the_horizon(
-    num_prompt: int, max_new_tokens: int, num_blocks: int
-) -> None:
-    replica = make_replica()
-    row = replica.start(make_sequence(num_prompt, max_new_tokens))
-    assert len(row.blocks) == num_blocks
-    assert replica.pool.num_free == 10 - num_blocks
-
-
 def test_what_running_rows_may_soon_need_must_be_left() -> None:
     replica = make_replica(num_blocks=9)
     row = replica.start(make_sequence(16))

@@ -130,27 +130,11 @@ def test_every_request_ends_once_with_its_own_tokens_and_every_block_comes_back(
     pool.check_blocks_returned()
 
 
-def test_requests_start_in_order_of_arrival() -> None:
-    pool = Pool(1, num_blocks=200, seed=1, limits=WorkerLimits(max_batch_size=1), eos_chance=0)
-    pool.add(*(request(f"r{i}", 10, 5, i) for i in (9, 10, 8)))
-    pool.run()
-    assert pool.finished == ["r8", "r9", "r10"]
-
-
 def test_rows_go_to_the_least_loaded_worker() -> None:
     pool = Pool(3, num_blocks=200, seed=1)
     pool.add(*(request(f"r{i}", 10, 50, i) for i in range(7)))
     pool.decide()
     assert sorted(replica.num_running for replica in pool.scheduler.replicas.values()) == [2, 2, 3]
-
-
-def test_cancel_of_a_running_request_asks_the_worker_once() -> None:
-    pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
-    pool.add(request("r0", 10, 500))
-    pool.turn()
-    pool.scheduler.cancel("r0", "client")
-    assert [pending.plan.stops for pending in pool.scheduler.plans()] == [[(1, "client")]]
-    assert all(not pending.plan.stops for pending in pool.scheduler.plans())
 
 
 def test_a_request_under_which_three_workers_died_is_failed() -> None:

@@ -79,25 +79,6 @@ def test_a_batch_row_whose_class_has_waited_stays() -> None:
     assert all(flooded.attempts[f"b{i}"] <= 2 for i in range(4))
 
 
-def test_an_urgent_request_stays_where_it_takes_a_place_though_another_worker_gets_one() -> None:
-    """It runs by then, though the batcher has not heard that the row before it has stopped."""
-    pool = Pool(2, 2000, seed=1, limits=LIMITS, eos_chance=0, shares=False)
-    pool.add(*(of_class(f"b{i}", 2, entry=i) for i in range(2 * PLACES)))
-    for _ in range(8):
-        pool.turn()
-    urgent = of_class("u", 0, entry=100)
-    pool.add(urgent)
-    pool.decide()
-    assert urgent.row
-    [other] = pool.workers.keys() - {urgent.row.worker}
-    pool.scheduler.cancel(next(pool.scheduler.replicas[other].running).sequence.request_id, "client")
-    pool.decide()
-    pool.workers[other].run()
-    pool.scheduler.apply_report(other, pool.workers[other].take_report())
-    pool.decide()
-    assert pool.scheduler.replicas[other].num_running < PLACES and not urgent.row.stopping
-
-
 def urgent_sharing(name: str, prompt: list[int], entry: int, num_choices: int = 1) -> Sequence:
     sequence = sharing_request(name, prompt, 20, entry, num_choices=num_choices)
     sequence.class_index = 0
@@ -197,7 +178,6 @@ def check_urgent(pool: Pool) -> None:
 # --- turn callers -------------------------------------------------------------------------------------------
 
 NUM_WORKERS, NUM_ROWS, PROMPT_TOKENS, TOKENS = 2, 256, 3, 64
-NUM_BATCH = NUM_WORKERS * NUM_ROWS + 100
 TTL_MS = 600_000
 
 
@@ -206,28 +186,6 @@ def asked_of_class(class_name: str, name: str, entry: int) -> Sequence:
     made = request(name, PROMPT_TOKENS, TOKENS, entry, ttl_ms=TTL_MS, gateway="g")
     asked = replace(made.request, class_name=class_name, ttl_ms=TTL_MS)
     return Sequence(asked, made.entry_id, made.deadline_ms)
-
-
-def full_of_batch() -> Pool:
-    """Workers whose places all have batch rows that have come on, and more of them in the queue."""
-    pool = Pool(
-        NUM_WORKERS, 10**5, seed=1, limits=WorkerLimits(max_batch_size=NUM_ROWS), eos_chance=0, shares=False
-    )
-    pool.add(*(asked_of_class("batch", f"b{number}", number) for number in range(NUM_BATCH)))
-    while min(pool.committed.get(f"b{number}", 0) for number in range(NUM_WORKERS * NUM_ROWS)) < 20:
-        pool.turn()
-    return pool
-
-
-def test_the_first_token_of_a_caller_comes_with_the_next_step_of_a_full_pool() -> None:
-    pool = full_of_batch()
-    names = [f"c{number}" for number in range(NUM_WORKERS)]
-    pool.add(*(asked_of_class("interactive", name, 10**5 + number) for number, name in enumerate(names)))
-    pool.decide()
-    for worker in pool.workers.values():
-        assert worker.run()
-    first = {name for worker in pool.workers.values() for name in worker.committed if name in names}
-    assert first == {*names}
 
 
 def test_plans_bound_prompts_of_batches_for_a_minute_after_the_last_caller() -> None:

@@ -14,7 +14,7 @@ from common.messages.codec import decode
 from common.messages.events import Events
 from common.messages.records import RECORD, unpack_ids, unpack_records
 from gpu_worker.agent.agent import Agent
-from gpu_worker.agent.publish import Sealed, StreamsGone
+from gpu_worker.agent.publish import Sealed
 from gpu_worker.agent.state import Outbox
 from tests.support.agents import CHANNEL, KEYS, grants, hset, reports, start, step
 from tests.support.broker.listening import listening
@@ -72,16 +72,6 @@ async def test_a_sealed_agent_publishes_nothing(agent: Agent, redis: Redis) -> N
     assert not await redis.hexists(KEYS.request("r1"), "terminal")  # type: ignore[misc]
 
 
-async def test_a_key_of_the_wrong_type_does_not_stop_other_terminals(agent: Agent, redis: Redis) -> None:
-    await start(agent, row=1)
-    await start(agent, row=2)
-    await redis.delete(KEYS.request("r1"))
-    await redis.set(KEYS.request("r1"), "x")
-    step(agent, {1: (0, 5), 2: (0, 6)}, ended=[(1, "length", 1), (2, "length", 1)])
-    await agent.flusher.flush()
-    assert unpack_records(await redis.get(KEYS.tokens("r2")))[0] == [6]
-
-
 async def test_the_log_has_what_is_published_and_tokens_that_nobody_reads(agent: Agent, redis: Redis) -> None:
     await start(agent, row=1)
     await start(agent, row=2)
@@ -121,22 +111,6 @@ def decode_only_message(agent: Agent) -> Events:
     outbox, agent.state.outbox = agent.state.outbox, Outbox()
     [(_, message)] = agent.publisher.build(outbox, None, 0, []).messages
     return decode(Events, message)
-
-
-async def test_a_flush_may_be_written_twice(agent: Agent, redis: Redis) -> None:
-    await start(agent)
-    step(agent, {1: (0, 5)})
-    flush = agent.publisher.build(agent.state.outbox, None, 0, [])
-    await agent.publisher.write(flush)
-    await agent.publisher.write(flush)
-    assert await redis.xlen(KEYS.log("w0-1")) == 2, "the entry that creates the stream, and the flush"
-
-
-async def test_a_flush_without_streams_is_refused(agent: Agent, redis: Redis) -> None:
-    flush = agent.publisher.build(Outbox(), None, 0, [])
-    await redis.delete(KEYS.log("w0-1"), KEYS.reports("w0-1"))
-    with pytest.raises(StreamsGone):
-        await agent.publisher.write(flush)
 
 
 async def test_the_oldest_reader_that_is_alive_counts(redis: Redis) -> None:

@@ -192,15 +192,6 @@ async def test_a_report_is_due_where_the_plan_says(agent: Agent, redis: Redis) -
     assert second.step == 9 and len(second.round_trips) == 1
 
 
-async def test_a_batcher_of_an_earlier_version_hears_when_half_of_the_steps_are_made(
-    agent: Agent, redis: Redis
-) -> None:
-    await start(agent)
-    agent.plans.apply(Plan(7, 9, until=40, prefill_tokens=64))
-    await run_empty_steps(agent, 24)
-    assert [report.step for report in await reports(redis)] == [20]
-
-
 async def test_a_report_is_sent_where_a_plan_says_that_it_was_due_at_a_step_that_is_made(
     agent: Agent, redis: Redis
 ) -> None:

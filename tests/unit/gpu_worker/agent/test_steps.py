@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
@@ -31,7 +30,6 @@ from common.messages.records import (
 from common.messages.request import BeamParams, Generate, LogitsParams, StoppingParams, UsageAccount
 from common.metrics import catalogue
 from common.metrics.catalogue import TOTAL
-from common.metrics.exposition import own_values, render_fleet
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.metrics import BatchMetrics
 from gpu_worker.agent.publish import Publisher
@@ -135,19 +133,6 @@ async def test_prompt_logprobs_are_committed_with_the_first_token(agent: Agent, 
     assert unpack_records(state.prompt or b"", 2) == ([4, 5, 6], [-1.0, -2.0, -3.0], [[(7, -0.25)]] * 3)
 
 
-async def test_prompt_logprobs_are_committed_once(agent: Agent, redis: Redis) -> None:
-    """By the attempt that samples the first token; a row that ends before that writes none."""
-    await start(agent, prompt_logprobs=0)
-    step(agent, prompt_logprobs=[prompt_logprobs(1, -1.0)], ended=[(1, "preempted", 0)], released=[(1, 1)])
-    await agent.flusher.flush()
-    assert (await read(PoolClient(redis, KEYS), ["r1"]))["r1"].prompt is None
-    await start(agent, row=2, prompt_logprobs=0, committed=RECORD.pack(5, -1.0))
-    assert grants(agent)[-1].starts[0].prompt_logprobs is None
-    step(agent, {2: (1, 6)}, prefilled=[(2, 3)])
-    await agent.flusher.flush()
-    assert (await read(PoolClient(redis, KEYS), ["r2"]))["r2"].prompt is None
-
-
 # --- logits -------------------------------------------------------------------------------------------------
 
 
@@ -249,17 +234,6 @@ def start_row(table: RowTable, row: int = 1, blocks: Sequence[int] = (1,), **fie
 def test_a_stop_string_within_min_new_tokens_is_ignored() -> None:
     row = start_row(RowTable(TOKENIZER), stop=["the"], min_new_tokens=1)
     assert [row.matches_stop_string(row.add(token, -0.5)) for token in ids_of(" the sea")] == [False, False]
-
-
-def test_blocks_are_counted_for_prompt_and_tokens_those_that_rows_share_once() -> None:
-    table = RowTable(TOKENIZER)
-    row = start_row(table, blocks=[1, 2, 3])
-    assert table.num_blocks(block_size=2) == 1
-    row.add(5, -0.5)
-    start_row(table, 2, blocks=[4])
-    assert table.num_blocks(block_size=2) == 3
-    start_row(table, 3, blocks=[1])
-    assert table.num_blocks(block_size=2) == 3
 
 
 def step_of(agent: Agent, row: int, first: int, tokens: list[int], **fields: object) -> None:
@@ -392,18 +366,6 @@ async def test_the_first_token_was_set_aside_at_admission(agent: Agent, redis: R
     assert await ends(redis, 2) == [(b"budget", b"1", 1)]
 
 
-async def test_rows_of_keys_without_a_budget_go_on(agent: Agent, redis: Redis) -> None:
-    await start_rows(agent, 3, 1)
-    await start(agent, 2, key_id="k", max_new_tokens=100)
-    for index in range(3):
-        await publish_step(agent, index, 1, 2)
-    assert await ends(redis, 1, 2) == [(b"budget", b"1", 1), (None, None, 0)]
-    assert agent.state.table.rows[2].num_tokens == 3
-
-
-NAME = catalogue.SKIPPED_TOKENS.name
-
-
 def test_steps_beside_a_row_that_stands_by_are_those_that_they_are() -> None:
     counts = catalogue.BATCH_COUNT.values
     before = {method: counts[method,] for method in ("prefill", "decode")}
@@ -437,14 +399,6 @@ def test_each_row_of_a_step_counts_what_speculation_gave_it() -> None:
     assert catalogue.ACCEPTED_TOKENS.values["suffix",] == accepted + 2
     assert catalogue.PROPOSED_TOKENS.values["suffix",] == proposed + 4
     assert catalogue.ACCEPTED_AT.values["1",] == second + 1
-    [shown] = [family for family in text_string_to_metric_families(exposed()) if family.name == NAME]
-    values = {sample.labels.get("le", sample.name): sample.value for sample in shown.samples}
-    assert values["2.0"] - values["1.0"] == changed[2.0] + before.get(2.0, 0)
-    assert values["0.0"] == skipped[0.0]
-
-
-def exposed() -> str:
-    return render_fleet("p", own_values(), {}).decode()
 
 
 def packed(places: list[tuple[int, int]]) -> bytes:

@@ -1,7 +1,8 @@
 """Medusa heads, MLP speculators and EAGLE-3: what they propose is what their formulas say of the model's
-hidden states; right proposals are accepted, and no proposal changes an id.
+hidden states, and no proposal changes an id.
 """
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -87,15 +88,23 @@ def mlp_ids(tensors: Tensors, state: torch.Tensor, token: int, tied: bool) -> li
 
 @pytest.mark.parametrize("kind", slow_but(["mlp-tied"], KINDS))
 def test_heads_propose_what_their_formula_says(kind: str, tmp_path: Path) -> None:
-    """Whatever the way to a state: batched, in chunks, resumed. The ids are those of the plain way."""
+    """Whatever the way to a state: batched, in chunks, resumed. The ids are those of the plain way.
+
+    MLP heads are named in the model's own config.json, as TGI has it.
+    """
     config, tensors = KINDS[kind]
     model = tiny_models.save(tmp_path / "model", *FAMILIES["Llama"])
-    heads = save_heads(tmp_path / "heads", config, tensors)
-    engine = drafting_engine(tmp_path / "model", {"model": str(heads)})
+    plain = play_rows(drafting_engine(tmp_path / "model", None))
+    heads = save_heads(tmp_path / "model" / "heads", config, tensors)
+    if kind.startswith("mlp"):
+        path = tmp_path / "model" / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"speculator": {"path": "heads"}}))
+        engine = drafting_engine(tmp_path / "model", None, speculate=NUM_HEADS)
+    else:
+        engine = drafting_engine(tmp_path / "model", {"model": str(heads)})
     assert engine.drafter and engine.drafter.num_drafted == NUM_HEADS
     engine.costs.set(1.0, 0.0, 0.0, 0.0)
     noted = noted_drafts(engine)
-    plain = play_rows(drafting_engine(tmp_path / "model", None))
     assert play_rows(engine).answer == plain.answer
     assert play_rows(engine, prefill_tokens=7, lead=1, horizon=2).answer == plain.answer
     shown = {row: ids[:9] for row, ids in plain.ids.items()}
