@@ -63,12 +63,6 @@ def test_the_pieces_of_any_text_are_the_text(smollm2: Tokenizer, prompt: str, te
     assert generated_text(smollm2, prompt_ids, ids, [], "length") == text
 
 
-def test_a_character_appears_with_its_last_token(smollm2: Tokenizer) -> None:
-    ids = smollm2.encode("𐍈").ids
-    assert len(ids) > 1
-    assert texts(smollm2, [], ids) == [""] * (len(ids) - 1) + ["𐍈"]
-
-
 def test_an_incomplete_last_character_contributes_nothing(smollm2: Tokenizer) -> None:
     ids = smollm2.encode("ab𐍈").ids[:-1]
     assert "".join(texts(smollm2, [], ids)) == "ab"
@@ -87,11 +81,6 @@ def test_the_first_piece_keeps_its_space(llama: Tokenizer) -> None:
     assert texts(llama, [special, hello], [world, special, hello]) == [" world", "<s>", " Hello"]
     assert texts(llama, [], [hello, world]) == ["Hello", " world"]
     assert generated_text(llama, [special, hello], [world, hello], [], "length") == " world Hello"
-
-
-def test_bytes_become_a_character_with_the_last_one(llama: Tokenizer) -> None:
-    ids = [id_of(llama, f"<0x{byte:02X}>") for byte in "é🙂".encode()]
-    assert texts(llama, [id_of(llama, "▁Hello")], ids) == ["", "é", "", "", "", "🙂"]
 
 
 def test_special_tokens_are_shown_but_not_part_of_the_whole(smollm2: Tokenizer) -> None:

@@ -143,13 +143,6 @@ async def test_tokens_that_were_shown_are_counted_by_a_broker_that_lost_them(red
     assert await total(redis) == Used(1, 20, 16, 6)
 
 
-async def test_usage_that_somebody_has_spoilt_keeps_no_token_from_its_client(redis: Redis) -> None:
-    await redis.set(Keys.usage_hour(int(time.time()) // 3600), "x")
-    await start(redis, request())
-    await end(redis, 1, 5)
-    assert await redis.hget(KEYS.request("r1"), "terminal") == b"length"  # type: ignore[misc]
-
-
 async def test_owners_beyond_the_bound_are_counted_together(redis: Redis) -> None:
     hour = Keys.usage_hour(int(time.time()) // 3600)
     others: dict[Any, Any] = {f"a\n{i}\nm\nprompt": 1 for i in range(60_000)}
@@ -158,18 +151,6 @@ async def test_owners_beyond_the_bound_are_counted_together(redis: Redis) -> Non
     await end(redis, 1, 5)
     assert await redis.hget(hour, "\n*\n*\ngenerated") == b"5"  # type: ignore[misc]
     assert await redis.hget(hour, "k\nt\nm\ngenerated") is None  # type: ignore[misc]
-
-
-async def test_hours_and_months_expire(redis: Redis) -> None:
-    await start(redis, request())
-    await end(redis, 1, 5)
-    now = datetime.now(UTC)
-    days = [
-        await redis.ttl(key) / 86400
-        for key in (Keys.usage_hour(int(now.timestamp()) // 3600), Keys.usage_month(month_name(now)))
-    ]
-    assert days == pytest.approx([90, 400], abs=0.1)
-    assert not [key async for key in redis.scan_iter(f"{Keys.usage}*") if await redis.ttl(key) < 0]
 
 
 @pytest.mark.parametrize("day", ["2000-02-29", "2026-12-31", "2028-03-01", "2100-02-28"])
@@ -193,17 +174,6 @@ async def test_what_a_request_has_not_used_is_given_back_at_its_end(redis: Redis
     await end(redis, 1, 0, why="client")
     assert (await admit(redis, limited("r2", 30))).outcome == "admitted"
     assert await redis.hgetall(Keys.usage_pending) == {b"k tokens": b"21"}  # type: ignore[misc]
-
-
-async def test_each_flush_says_what_the_key_may_still_get(redis: Redis) -> None:
-    await start(redis, limited("r1", 30))
-    left = [
-        (await flush(redis, sequence, counts=[FlushedCount("k", "r1", 1, 0, number)])).results
-        for sequence, number in enumerate((1, 2, 2, 10, 12), 1)
-    ]
-    assert left == [[9], [8], [8], [0], [-2]]
-    assert (await admit(redis, limited("r2", 30))).outcome == "budget"
-    assert (await total(redis)).generated == 12
 
 
 async def test_a_beam_search_sets_all_that_it_may_make_aside(redis: Redis) -> None:

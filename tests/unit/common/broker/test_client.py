@@ -12,7 +12,6 @@ from redis import exceptions
 from redis.asyncio import Redis
 
 from common.broker import client as access
-from common.broker import client as sentinel
 from common.broker.client import SerialClient
 from common.settings.settings import SettingError
 from deploy.launcher.broker_check import check_broker
@@ -31,13 +30,6 @@ EVICTING = (
     "volatile-ttl",
 )
 """Every value of maxmemory-policy but noeviction."""
-
-
-async def test_a_broker_without_an_append_only_file_passes_with_a_warning() -> None:
-    with brokers.running("--appendonly", "no") as own:
-        assert (await check_broker(own.url)).endswith("set `appendonly yes`")
-    with brokers.running("--appendonly", "yes") as own:
-        assert await check_broker(own.url) == ""
 
 
 async def refusal(url: str) -> str:
@@ -123,20 +115,6 @@ async def test_a_node_of_a_cluster_is_refused() -> None:
         assert "node of a Redis Cluster" in await refusal(node.url)
 
 
-async def test_errors_of_a_running_broker_are_described() -> None:
-    with brokers.running() as full:
-        async with access.connect(full.url) as client:
-            await client.config_set("maxmemory", 1)
-            with pytest.raises(access.ERRORS) as refused:
-                await client.set("key", "value")
-            assert "out of memory" in access.describe_error(refused.value)
-            await client.config_set("maxmemory", 0)
-            await client.replicaof("127.0.0.1", "1")
-            with pytest.raises(access.ERRORS) as refused:
-                await client.set("key", "value")
-            assert "READONLY" in access.describe_error(refused.value)
-
-
 @pytest.mark.parametrize(
     ("error", "words"),
     [
@@ -151,22 +129,6 @@ async def test_errors_of_a_running_broker_are_described() -> None:
 def test_errors_are_described_in_one_line(error: Exception, words: str) -> None:
     assert words in access.describe_error(error)
     assert "secret" not in access.describe_error(error)
-
-
-async def test_a_blocking_read_outlasts_every_client_timeout(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(access, "CONNECT_TIMEOUT_S", 0.3)
-    async with access.connect(broker.url) as client:
-        await wait_until(lambda: is_connected(client))
-        assert await client.xread({"nothing": "$"}, block=700) == []
-
-
-async def is_connected(client: Redis) -> bool:
-    """Now, or already: a busy machine may take longer to connect than its client waits."""
-    with contextlib.suppress(*access.ERRORS):
-        return bool(await client.ping())
-    return False
 
 
 async def test_a_command_is_not_repeated_by_the_client(broker: Broker) -> None:
@@ -241,24 +203,6 @@ async def test_a_broker_without_tls_is_called_that(broker: Broker, tmp_path: Pat
 # --- client sentinel ----------------------------------------------------------------------------------------
 
 NEWS = KEYS.events("g")
-TLS_OPTIONS = "ssl_ca_certs=/ca.pem&sentinel_password=watch"
-
-
-async def test_its_url_names_sentinels_service_database_and_options() -> None:
-    url = f"rediss+sentinel://me:p%40ss@a,[::1]:7000/fleet/3?{TLS_OPTIONS}"
-    client = sentinel.connect_to_primary(url)
-    pool = client.connection_pool
-    assert isinstance(pool, sentinel.SentinelPool)
-    given = {
-        name: pool.connection_kwargs.get(name) for name in ("username", "password", "db", "ssl_ca_certs")
-    }
-    assert given == {"username": "me", "password": "p@ss", "db": 3, "ssl_ca_certs": "/ca.pem"}
-    assert pool.service_name == "fleet"
-    watchers = [one.connection_pool.connection_kwargs for one in pool.sentinel_manager.sentinels]
-    assert [(one["host"], one["port"]) for one in watchers] == [("a", 26379), ("::1", 7000)]
-    assert {(one["username"], one["password"], one["ssl_ca_certs"]) for one in watchers} == {
-        (None, "watch", "/ca.pem")
-    }
 
 
 @pytest.mark.parametrize("rest", ["", "host", "/fleet", "host:x/fleet", "a,/fleet"])

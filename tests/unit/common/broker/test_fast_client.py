@@ -13,7 +13,6 @@ from redis.exceptions import ConnectionError, ResponseError
 
 from common.broker import client as access
 from common.broker.client import ERRORS, FastConnection, SerialClient, connect
-from common.broker.lua import SCRIPTS, ScriptCall
 from deploy.launcher.embedded_broker import Broker
 from tests.support import brokers
 from tests.support.machine.ports import free_port
@@ -35,15 +34,6 @@ async def client(url: str) -> AsyncIterator[SerialClient]:
 
 async def identity(client: SerialClient) -> str:
     return str(await client.execute("CLIENT", "ID"))
-
-
-async def test_arguments_of_every_type_are_sent_and_returned(client: SerialClient) -> None:
-    assert await client.execute("RPUSH", "wire", "é", b"\xff\0", -7) == 3
-    assert await client.execute("LRANGE", "wire", 0, -1) == ["é".encode(), b"\xff\0", b"-7"]
-    assert await client.execute("GET", "nothing") is None
-    megabytes = b"x" * 2**23
-    assert await client.execute("ECHO", megabytes) == megabytes
-    await client.execute("DEL", "wire")
 
 
 async def test_an_error_reply_is_raised_and_the_connection_stays(client: SerialClient) -> None:
@@ -226,15 +216,6 @@ async def test_a_broker_that_returns_is_connected_again() -> None:
             assert await client.execute("PING") == b"PONG"
             client.close()
             again.kill()
-
-
-async def test_scripts_survive_a_broker_that_forgot_them(
-    client: SerialClient, redis: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(SCRIPTS, "twice", "return {KEYS[1], 2 * tonumber(ARGV[1])}\n")
-    assert await client.run(ScriptCall("twice", ["a"], [20], list)) == [b"a", 40]
-    await redis.script_flush()
-    assert await client.run(ScriptCall("twice", ["a"], [4], list)) == [b"a", 8]
 
 
 async def test_a_held_reply_wakes_nobody_until_it_is_polled(client: SerialClient) -> None:

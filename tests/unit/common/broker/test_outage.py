@@ -84,13 +84,6 @@ def test_a_repeated_cause_is_said_at_growing_intervals_and_its_end_is_said(
     ]
 
 
-def test_only_errors_of_the_broker_are_caught(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    failing = FailureLog(logging.getLogger(), "a flush")
-    with pytest.raises(LookupError), failing.caught():
-        raise LookupError
-    assert caplog.messages == []
-
-
 async def test_a_write_to_a_closed_transport_is_a_lost_connection(
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:

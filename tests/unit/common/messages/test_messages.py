@@ -13,14 +13,9 @@ from hypothesis import strategies as st
 
 from common.messages.codec import WireError, decode, encode
 from common.messages.events import (
-    ERRORS,
     REPEATED_FOR_S,
     ChannelSequences,
     Events,
-    Tokens,
-    kept_records,
-    pack_tokens,
-    terminal_for,
 )
 from common.messages.plan import Report
 from common.messages.records import (
@@ -35,7 +30,7 @@ from common.messages.records import (
     unpack_records,
     unpack_sequences,
 )
-from common.messages.request import HASH_BYTES, Cancel, block_names, extend_hashes, root_hash
+from common.messages.request import Cancel, block_names, extend_hashes, root_hash
 
 # --- codec --------------------------------------------------------------------------------------------------
 
@@ -225,12 +220,6 @@ def test_records_are_a_token_and_its_likeliest_in_order() -> None:
     assert unpack_records(packed, 3) == ([1, 2], [-0.5, -0.25], likeliest)
 
 
-def test_tokens_pack_as_their_columns() -> None:
-    ids, logprobs, top_ids, top_logprobs = columns(3, 2)
-    tokens = Tokens("r", 1, 0, ids, logprobs, top_ids=top_ids, top_logprobs=top_logprobs)
-    assert pack_tokens(tokens) == pack_records(ids, logprobs, top_ids, top_logprobs)
-
-
 @pytest.mark.parametrize("num_top", [0, 1, 3])
 @given(num_tokens=st.integers(1, 5), skipped=st.integers(0, 4))
 def test_columns_come_back_from_any_token_on(num_top: int, num_tokens: int, skipped: int) -> None:
@@ -273,14 +262,6 @@ def hashes_of(ids: list[int], salt: str = "") -> bytes:
     return extend_hashes(root_hash(salt), pack_ids(ids))
 
 
-def test_only_whole_pieces_have_hashes() -> None:
-    assert [len(hashes_of(IDS[:n])) // HASH_BYTES for n in (0, 15, 16, 31, 32, 70)] == [1, 1, 2, 2, 3, 5]
-
-
-def test_hashes_go_on_where_they_ended() -> None:
-    assert extend_hashes(hashes_of(IDS[:40]), pack_ids(IDS)) == hashes_of(IDS)
-
-
 def test_a_hash_depends_on_all_tokens_before_it() -> None:
     names, others = block_names(hashes_of(IDS), 16), block_names(hashes_of([*IDS[:20], 0, *IDS[21:]]), 16)
     assert [one == other for one, other in zip(names, others, strict=True)] == [True, False, False, False]
@@ -295,23 +276,6 @@ def test_a_larger_block_has_the_name_of_its_last_hash() -> None:
 def test_hashes_are_the_same_in_every_version() -> None:
     """Workers and gateways of two versions may run at once."""
     assert hashes_of(IDS[:16]).hex() == "cae66941d9efbd404e4d88758ea67670724f387046a7ef1970878eae3ed5c2d2"
-
-
-# --- events finish reasons ----------------------------------------------------------------------------------
-
-RECORDS = bytes(8 * 512)
-
-
-def test_of_an_answer_the_tokens_are_kept_as_they_are() -> None:
-    """Eight bytes each; whoever reads them words the answer."""
-    assert kept_records(terminal_for("r", "length", 512), RECORDS) == RECORDS
-
-
-def test_of_a_failure_its_words_alone_are_kept() -> None:
-    error_type, error = ERRORS["timeout"]
-    end = terminal_for("r", "timeout", 512)
-    assert (end.reason, end.num_tokens, end.error, end.error_type) == ("error", 512, error, error_type)
-    assert kept_records(end, RECORDS) == b""
 
 
 # --- events sequences ---------------------------------------------------------------------------------------

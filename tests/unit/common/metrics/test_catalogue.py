@@ -147,18 +147,6 @@ def test_histograms_with_different_bounds_add_up() -> None:
     assert values == sorted(values)
 
 
-def test_unknown_fields_are_left_out() -> None:
-    values = {
-        "": 1.0,
-        "tgi_request_count": 1.0,
-        "tgi_request_count|x|": 1.0,
-        "nobody|": 1.0,
-        "tgi_request_count|": 2.0,
-    }
-    values |= {"tgi_request_duration|x": 1.0, "tgi_request_duration|": 1.0, "tgi_request_duration|nan": 1.0}
-    assert numbers(whole_text(values))["tgi_request_count"] == 2
-
-
 async def test_sums_add_up_over_processes_and_outlive_them(
     redis: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,23 +167,6 @@ async def test_sums_add_up_over_processes_and_outlive_them(
     assert await redis.pttl(KEYS.metrics) > 0
     await redis.hset(KEYS.metrics, mapping={"tgi_request_count|x": "no number", b"\xff": "1"})
     assert len(await exposition.read_totals(PoolClient(redis, KEYS))) == 2
-
-
-async def test_a_spoilt_field_does_not_hinder_the_others(redis: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine: dict[str, float] = {}
-    monkeypatch.setattr(exposition, "own_values", mine.copy)
-    one = MetricsPublisher(PoolClient(redis, KEYS))
-    mine |= {"tgi_request_count|": 3.0, "tgi_request_success|": 2.0}
-    await redis.hset(KEYS.metrics, "tgi_request_success|", "spoilt")
-    for _ in range(3):
-        await one.add()
-    assert await exposition.read_totals(PoolClient(redis, KEYS)) == {"tgi_request_count|": 3.0}
-    await redis.hdel(KEYS.metrics, "tgi_request_success|")
-    await one.add()
-    assert await exposition.read_totals(PoolClient(redis, KEYS)) == {
-        "tgi_request_count|": 3.0,
-        "tgi_request_success|": 2.0,
-    }
 
 
 async def test_counts_in_flight_at_the_end_are_added_once(

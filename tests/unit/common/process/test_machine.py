@@ -159,21 +159,7 @@ def test_a_process_that_shares_its_core_waits_for_it() -> None:
             process.wait()
 
 
-def test_a_process_that_has_ended_has_none() -> None:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    assert run_delay_s(process.pid) == 0.0
-    assert run_delay_s(os.getpid()) >= 0.0
-
-
 # --- machine tiles ------------------------------------------------------------------------------------------
-
-
-def test_a_processor_without_tiles_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call's number means something else on other processors."""
-    monkeypatch.setattr(machine, "features", lambda: "avx512f avx512_bf16")
-    monkeypatch.setattr(ctypes, "CDLL", None)
-    assert machine.permits_tiles.__wrapped__() is False
 
 
 @pytest.mark.parametrize(("answer", "permits"), [(0, True), (-1, False)])

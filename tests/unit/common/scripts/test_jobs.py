@@ -1,6 +1,5 @@
 """The scripts of jobs and their records, each alone, against the real broker."""
 
-import time
 from typing import Any
 
 import pytest
@@ -11,13 +10,10 @@ from api.jobs.scripts import (
     DEAD,
     DONE,
     FRAMES_LOST,
-    LIVE,
-    SCHEDULED,
     JobEnding,
     note_job,
-    release_jobs,
 )
-from common.broker.keys import JOB_TTL_MS, RESULT_TTL_MS, Keys
+from common.broker.keys import RESULT_TTL_MS, Keys
 from common.broker.lua import run_script
 from tests.support.broker.listening import listening
 
@@ -57,14 +53,6 @@ async def stream_entries(redis: Redis) -> list[tuple[bytes, bytes]]:
     return [(entry_id, fields[b"frame"]) for entry_id, fields in await redis.xrange(STREAM)]
 
 
-async def test_reply_sends_each_frame_once_and_in_order(redis: Redis) -> None:
-    assert await reply(redis, (0, 0, "a"), (1, 0, "A"), (0, 1, "b")) == 3
-    assert await reply(redis, (0, 0, "a"), (0, 1, "b"), (0, 2, "c"), (1, 0, "A")) == 1
-    assert await stream_entries(redis) == [(b"1-0", b"a"), (b"2-0", b"A"), (b"3-0", b"b"), (b"4-0", b"c")]
-    assert await reply(redis, (0, 0, "a"), channel=KEYS.channel("ext:other"), max_entries=0) == 1
-    assert RESULT_TTL_MS < await redis.pttl(JOB) <= JOB_TTL_MS
-
-
 async def test_reply_refuses_frames_beyond_lost_ones_and_takes_all_again(redis: Redis) -> None:
     frames = [(0, 0, "a"), (1, 0, "A"), (0, 1, "b"), (1, 1, "B")]
     await reply(redis, *frames[:2])
@@ -75,11 +63,6 @@ async def test_reply_refuses_frames_beyond_lost_ones_and_takes_all_again(redis: 
         assert await reply(redis, *frames, (1, 2, "C"), (0, 2, "c"), num_heard=5) == 2
         assert await published() == [b"B", b"C", b"c"]
     assert [frame for _, frame in await stream_entries(redis)] == [b"a", b"A", b"B", b"C", b"b", b"c"]
-
-
-async def test_the_reply_stream_is_trimmed(redis: Redis) -> None:
-    await reply(redis, *((0, i, str(i)) for i in range(9)), max_entries=3)
-    assert [frame for _, frame in await stream_entries(redis)] == [b"6", b"7", b"8"]
 
 
 @pytest.mark.parametrize(
@@ -104,12 +87,7 @@ async def test_cancel_job_marks_jobs_that_have_not_ended(
 # --- job records --------------------------------------------------------------------------------------------
 
 GROUP = "g"
-DAY_MS = 86_400_000
 BROKEN = JobEnding(DEAD, 424, "generation", "it broke")
-
-
-def later(ms: int = DAY_MS) -> int:
-    return int(1000 * time.time()) + ms
 
 
 async def submit(redis: Redis, **fields: str) -> str:
@@ -150,50 +128,8 @@ async def end(redis: Redis, job_id: str, ending: JobEnding = BROKEN) -> None:
     await run_script(redis, call)
 
 
-async def release(redis: Redis, submit_limit: int = 1000) -> int:
-    return await run_script(redis, release_jobs(KEYS, submit_limit=submit_limit))
-
-
-async def make_due(redis: Redis, *job_ids: str) -> None:
-    await redis.zadd(KEYS.job_set(SCHEDULED), dict.fromkeys(job_ids, 1))
-
-
 async def members(redis: Redis, name: str) -> list[bytes]:
     return await redis.zrange(KEYS.job_set(name), 0, -1)  # type: ignore[no-any-return]
-
-
-async def entries(redis: Redis) -> list[dict[bytes, bytes]]:
-    return [fields for _, fields in await redis.xrange(KEYS.submit)]
-
-
-async def test_a_scheduled_job_is_in_one_place_and_comes_back_as_it_was(redis: Redis) -> None:
-    sent = {"job": "\x00{}", "api_key": "secret", "extra": "x"}
-    assert await note(redis, "a", later(), "", 9, **sent) == "scheduled"
-    assert await entries(redis) == []
-    assert await release(redis) == 0
-    assert await redis.pttl(KEYS.job("a")) > JOB_TTL_MS
-    await make_due(redis, "a")
-    assert [await release(redis), await release(redis)] == [1, 0]
-    [fields] = await entries(redis)
-    first_entry = fields.pop(b"first_entry").decode()
-    assert fields == {name.encode(): value.encode() for name, value in sent.items()}
-    assert first_entry == (await redis.hget(KEYS.job_record("a"), "first_entry")).decode()  # type: ignore[misc]
-    assert (await members(redis, LIVE), await members(redis, SCHEDULED)) == ([b"a"], [])
-
-
-async def test_jobs_are_released_while_there_is_room_for_them(redis: Redis) -> None:
-    for name in "abc":
-        await note(redis, name, later())
-    await make_due(redis, *"abc")
-    await submit(redis)
-    assert [await release(redis, 3), await release(redis, 3)] == [2, 0]
-
-
-async def test_an_entry_that_comes_when_the_time_has_come_brings_those_that_wait(redis: Redis) -> None:
-    await note(redis, "a", later(), "one", job="1")
-    assert await note(redis, "a", 1, "two", job="2") == "live"
-    assert sorted(fields[b"job"] for fields in await entries(redis)) == [b"1", b"2"]
-    assert await members(redis, SCHEDULED) == []
 
 
 async def test_of_too_many_dead_jobs_the_oldest_leave_with_all_that_is_kept(

@@ -12,7 +12,7 @@ from common.messages.codec import encode
 from common.messages.records import pack_ids
 from common.messages.request import Generate, LogitsParams, StoppingParams
 from gpu_worker import worker_scripts
-from tests.support.scripts import KEYS, REQUEST, admit, admit_request, create_logs, dequeue, forget, seal
+from tests.support.scripts import KEYS, REQUEST, admit, admit_request, create_logs, dequeue, seal
 
 ROW = b"01234567"
 
@@ -40,21 +40,6 @@ async def start(redis: Redis, attempt: int = 1, worker: str = "w1") -> None:
 
 async def read(redis: Redis, num_rows: int) -> bytes | None:
     return await read_logits(PoolClient(redis, KEYS), "r1", num_rows * len(ROW))
-
-
-async def test_pieces_are_read_in_order_once_all_are_there(redis: Redis) -> None:
-    await start(redis)
-    assert await read(redis, 1) is None
-    pieces = [bytes([i]) * len(ROW) * (1 + i % 2) for i in range(40)]
-    place = 0
-    for piece in pieces:
-        assert [await write(redis, place, piece) for _ in range(2)] == [1, 1], "a repeated call adds nothing"
-        place += len(piece) // len(ROW)
-    assert await read(redis, place) == b"".join(pieces)
-    assert await read(redis, 3) == b"".join(pieces)[: 3 * len(ROW)]
-    assert await read(redis, place + 1) is None
-    assert 0 < await redis.pttl(KEYS.logits("r1")) <= 60_000
-    assert await forget(redis, "r1", 0) and not await redis.exists(KEYS.logits("r1"))
 
 
 async def test_an_attempt_begins_anew_and_a_stale_one_is_refused(redis: Redis) -> None:

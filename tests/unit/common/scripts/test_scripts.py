@@ -16,18 +16,16 @@ from common.broker.committed import Committed, read, read_requests
 from common.broker.keys import SEALED
 from common.broker.lua import run_script
 from common.broker.pool_client import PoolClient
-from common.messages.codec import encode
-from common.messages.events import Events, Terminal, Tokens, pack_tokens, terminal_for
-from common.messages.records import RECORD, pack_floats, pack_ids, unpack_records
+from common.messages.events import Terminal, terminal_for
+from common.messages.records import RECORD, unpack_records
 from gpu_worker import worker_scripts
-from gpu_worker.worker_scripts import FlushedPrompt, FlushedTerminal
+from gpu_worker.worker_scripts import FlushedTerminal
 from tests.support.broker.listening import Published, listening
 from tests.support.scripts import (
     KEYS,
     admit,
     cancel,
     create_logs,
-    dequeue,
     entry,
     flush,
     flushed_end,
@@ -184,27 +182,6 @@ async def test_heartbeats_are_refused_after_the_seal(redis: Redis) -> None:
     assert await redis.exists(KEYS.worker("w1"), KEYS.workers) == 0
 
 
-async def test_likeliest_tokens_are_committed_with_their_token(redis: Redis) -> None:
-    await create_logs(redis)
-    await admit(redis, "r1", width=3)
-    await publish_plan(redis, "5-1", [("r1", 1, 0)])
-    tokens = [
-        Tokens(
-            "r1", 1, i, pack_ids([i]), pack_floats([-1.0]), [], pack_ids([i, 7]), pack_floats([-1.0, -2.0])
-        )
-        for i in range(3)
-    ]
-    await redis.set(KEYS.tokens("r1"), pack_tokens(tokens[0]) + b"half of a token")
-    await flush(redis, 1, encode(Events("w", 0, tokens[1:])))
-    state = (await read(PoolClient(redis, KEYS), ["r1"]))["r1"]
-    assert (state.num_tokens, state.spilled_bytes) == (3, 24)
-    assert unpack_records(state.records, 3) == (
-        [0, 1, 2],
-        [-1.0] * 3,
-        [[(i, -1.0), (7, -2.0)] for i in range(3)],
-    )
-
-
 @pytest.mark.parametrize("stream", ["log", "reports"])
 async def test_a_flush_behind_foreign_entries_is_refused(
     redis: Redis, published: Published, stream: str
@@ -214,22 +191,6 @@ async def test_a_flush_behind_foreign_entries_is_refused(
     await redis.xadd(getattr(KEYS, stream)("w1"), {"a": "foreign"})
     assert await flush(redis, 1, entry("r1", 0, [7]), b"report", [("ch", b"one")]) == ("SEALED", [])
     assert await published() == []
-
-
-async def test_prompt_logprobs_are_committed_with_the_first_token(redis: Redis) -> None:
-    """They are in the request's hash. A hash that is gone, or a key of another type, stays as it is."""
-    await create_logs(redis)
-    await admit(redis, "r1")
-    await publish_plan(redis, "5-1", [("r1", 1, 0)])
-    assert (await read(PoolClient(redis, KEYS), ["r1"]))["r1"].prompt is None
-    await redis.set(KEYS.request("spoiled"), "x")
-    prompts = [FlushedPrompt("gone", b"a"), FlushedPrompt("spoiled", b"b"), FlushedPrompt("r1", b"records")]
-    assert await flush(redis, 1, entry("r1", 0, [7]), prompts=prompts, terminals=[length_end()]) == ("OK", [])
-    state = (await read(PoolClient(redis, KEYS), ["r1"]))["r1"]
-    assert (state.prompt, state.terminal) == (b"records", "length")
-    assert await redis.exists(KEYS.request("gone")) == 0
-    assert await redis.get(KEYS.request("spoiled")) == b"x"
-    assert 0 < await redis.pttl(KEYS.request("r1")) <= 60_000
 
 
 async def test_two_processes_never_share_an_incarnation(redis: Redis) -> None:
@@ -329,15 +290,6 @@ async def test_a_request_of_another_type_is_read_as_absent(redis: Redis) -> None
     assert await read({"r1": 6}, "digest", of_ended=True) == [([b"d"], b"xx")]
 
 
-async def test_a_foreign_entry_is_not_taken_for_the_plan(redis: Redis) -> None:
-    """A plan of a later epoch is published behind it."""
-    await create_logs(redis)
-    assert await publish_plan(redis, "5-1") == PlanReply("OK")
-    await redis.xadd(KEYS.plans("w1"), {"a": "foreign"}, id="5-2")
-    assert (await publish_plan(redis, "5-2")).status == "FENCED"
-    assert await publish_plan(redis, "6-1") == PlanReply("OK")
-
-
 # --- terminal scripts ---------------------------------------------------------------------------------------
 
 RECORDS = b"".join(RECORD.pack(token_id, -1.0) for token_id in range(200))
@@ -380,21 +332,6 @@ async def test_a_failure_keeps_its_words_and_no_token(redis: Redis) -> None:
     state = await read_end(redis)
     assert (state.terminal, state.error_type, state.records) == ("error", "timeout", b"") and state.error
     assert await own_keys(redis) == [KEYS.request("r1").encode()]
-
-
-async def test_an_answer_outlives_its_entry_and_goes_with_its_request(redis: Redis) -> None:
-    await end(redis, "length")
-    entry_id = await redis.hget(KEYS.request("r1"), "entry")  # type: ignore[misc]
-    assert await dequeue(redis, "r1", entry_id)
-    assert (await read_end(redis)).records == RECORDS
-    assert await forget(redis, "r1", reader=0)
-    assert await own_keys(redis) == []
-
-
-async def test_tokens_of_a_request_that_is_gone_go_with_its_entry(redis: Redis) -> None:
-    await redis.set(KEYS.tokens("r1"), RECORDS)
-    assert await dequeue(redis, "r1", "1-1")
-    assert await own_keys(redis) == []
 
 
 async def test_of_an_ended_request_all_tokens_are_read_or_none(redis: Redis) -> None:

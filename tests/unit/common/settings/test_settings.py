@@ -135,18 +135,6 @@ def test_what_is_out_of_range_is_refused_with_the_limit(name: str, text: str, li
     assert str(refusal.value) == f"{name}: {text} is {limit}"
 
 
-def test_limits_themselves_are_served() -> None:
-    limits = [
-        "--port=65535",
-        "--gateway-port=0",
-        "--horizon=1",
-        "--max-total-tokens=2",
-        "--worker-grace-s=0",
-        "--request-timeout-s=604800",
-    ]
-    assert Settings.read([*limits, "--worker-ttl-s=2", "--heartbeat-s=1"], {}).horizon == 1
-
-
 @pytest.mark.parametrize(
     ("hostname", "host"),
     [("0.0.0.0", "0.0.0.0"), ("::1", "::1"), ("localhost", "127.0.0.1"), ("3f2a90c1b7de", "0.0.0.0")],
@@ -170,12 +158,6 @@ def test_environ_gives_a_child_the_same_settings() -> None:
     settings = Settings.read(flags, {})
     assert settings.cors_allow_origin == ("a", "b")
     assert Settings.read([], settings.environ()) == settings
-
-
-def test_a_child_whose_model_was_found_takes_the_variables_that_named_it() -> None:
-    variables = {"MODEL_ID": "org/model", "TOKENIZER_NAME": "org/model"}
-    found = Settings.read([], variables).model_copy(update={"model_id": "/cache/model"})
-    assert Settings.read([], variables | found.environ()) == found
 
 
 def test_every_setting_has_a_flag_and_a_help_text() -> None:
@@ -213,11 +195,6 @@ def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(key: str) -> No
 def test_what_cannot_replace_a_default_is_refused(text: str, words: str) -> None:
     with pytest.raises(SettingError, match=f"^OVERRIDE_GENERATION_CONFIG: {words}"):
         Settings.read(["--override-generation-config", text], {})
-
-
-def test_null_replaces_nothing() -> None:
-    settings = Settings.read([], {"OVERRIDE_GENERATION_CONFIG": '{"top_k": 5, "top_p": null}'})
-    assert settings.sampling_overrides == {"top_k": 5}
 
 
 # --- settings models ----------------------------------------------------------------------------------------
@@ -301,17 +278,6 @@ def test_adapters_are_named_as_in_tgi_and_in_vllm(words: list[str]) -> None:
 def test_a_text_that_is_no_adapter_is_refused(text: str, words: str) -> None:
     with pytest.raises(SettingError, match=f"^LORA_ADAPTERS: {words}"):
         Settings.read(["--lora-adapters", text], {})
-
-
-def test_memory_of_the_host_has_room_for_the_adapters_of_a_step() -> None:
-    assert Settings.read(["--max-cpu-loras", "16"], {}).max_cpu_loras == 16
-    with pytest.raises(SettingError, match=r"^MAX_CPU_LORAS: 3 is less than MAX_LORAS \(4\)"):
-        Settings.read(["--max-cpu-loras", "3", "--max-loras", "4"], {})
-
-
-def test_vllms_variable_lets_requests_load_adapters() -> None:
-    assert Settings.read([], {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}).allow_runtime_lora_updating
-    assert Settings.read([], {}).allow_runtime_lora_updating is None
 
 
 # --- speculation --------------------------------------------------------------------------------------------
