@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -15,16 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 
-from api.app import build
 from api.handover.draining import Draining, DrainingServer
-from api.handover.keeper_channel import KeeperChannel, inherited_channel
+from api.handover.keeper_channel import KeeperChannel
 from api.handover.rest_of_answer import RestOfAnswer
-from api.lifecycle import Gateway
 from api.server import own_listener
 from common.messages.codec import decode
-from common.messages.kept_answer import HANDLE_VARIABLE, MAX_DATAGRAM_BYTES, KeeperMessage, KeptAnswer
-from common.settings.settings import Settings
-from tests.support.tokenizer import model_tokenizer
+from common.messages.kept_answer import MAX_DATAGRAM_BYTES, KeeperMessage, KeptAnswer
 from tests.support.waiting import wait_until
 
 # --- draining -----------------------------------------------------------------------------------------------
@@ -119,22 +114,6 @@ async def test_a_second_ctrl_c_ends_the_drain_and_a_second_sigterm_does_not(
     assert server.should_exit is ends
 
 
-@pytest.mark.parametrize(
-    ("method", "path"), [("POST", "/generate"), ("POST", "/v1/completions"), ("GET", "/health")]
-)
-async def test_a_draining_gateway_refuses_new_prompts(method: str, path: str) -> None:
-    draining = Draining()
-    draining.refuses = True
-    gateway = Gateway(Settings(redis_url="redis://127.0.0.1:1"), "g0-test", model_tokenizer())
-    transport = httpx.ASGITransport(build(gateway, draining))
-    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
-        refused = await client.request(method, path, json={"inputs": "a", "prompt": "a"})
-        assert refused.status_code == 503
-        assert "this gateway is shutting down" in refused.text
-        assert (await client.get("/readyz")).status_code == 503
-        assert (await client.get("/docs")).status_code == (await client.get("/livez")).status_code == 200
-
-
 # --- keeper channel -----------------------------------------------------------------------------------------
 
 ANSWER = KeptAnswer("r0", 0, "1", head=bytes(9000))
@@ -178,16 +157,6 @@ async def test_a_message_that_is_too_long_fails_alone() -> None:
     await channel.post(KeeperMessage(drop="r0"))
     channel.close()
     keeper.close()
-
-
-async def test_the_channel_is_found_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, keeper = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    monkeypatch.setenv(HANDLE_VARIABLE, str(ours.detach()))
-    channel = inherited_channel()
-    assert channel.is_open and HANDLE_VARIABLE not in os.environ
-    channel.close()
-    keeper.close()
-    assert not inherited_channel().is_open
 
 
 # --- rest of answer -----------------------------------------------------------------------------------------

@@ -15,13 +15,12 @@ from api.grammar.apart import run_apart
 from api.grammar.check import byte_tokenizer, find_dead_end, tokens_to_try
 from api.grammar.compile import (
     MAX_GRAMMAR_BYTES,
-    MAX_SCHEMA_DEPTH,
     Grammar,
     compile_checked,
     compile_grammar,
     compile_unchecked,
 )
-from api.grammar.json_schema import close_objects, list_names
+from api.grammar.json_schema import close_objects
 from tests.support.deep_grammars import DEEP
 
 # --- compile ------------------------------------------------------------------------------------------------
@@ -39,7 +38,6 @@ def nested(depth: int) -> Any:
 
 
 SERVED = {
-    "any value": schema({}),
     "true": schema(True),
     "recursive": schema(
         {"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}, "$ref": "#/$defs/n"}
@@ -48,7 +46,6 @@ SERVED = {
     "a property that is called as a keyword": schema(
         {"type": "object", "properties": {"not": {"type": "null"}, "format": {"const": {"format": "x"}}}}
     ),
-    "deep": schema(nested(MAX_SCHEMA_DEPTH // 2 - 1)),
     "patterns of listed names": schema(
         {
             "type": "object",
@@ -69,14 +66,10 @@ REFUSED = {
     "`f` cannot be compiled: the keyword `uniqueItems` (at `#/properties/a~1b/uniqueItems`) is": schema(
         {"type": "object", "properties": {"a/b": {"type": "array", "uniqueItems": True}}}
     ),
-    "the keyword `not` (at `#/anyOf/1/not`) is not supported": schema(
-        {"anyOf": [{"type": "null"}, {"not": {"type": "null"}}]}
-    ),
     "the keyword `not` (at `#/$defs/a/not`) is not supported": schema(
         {"$defs": {"a": {"not": {}}}, "items": {"$ref": "#/$defs/a"}, "type": "array"}
     ),
     "`f` cannot be compiled: it is not JSON that can be read: ": Grammar("json", "{", "f"),
-    "a JSON schema is an object": schema([]),
     "no value satisfies the schema `false`": schema(False),
     "the keyword `oneOf` (first at `#/items/oneOf`) is supported only where no value can match two": schema(
         {"type": "array", "items": {"oneOf": [{"type": "number"}, {"type": "integer"}]}}
@@ -93,9 +86,7 @@ REFUSED = {
             "minItems": 1,
         }
     ),
-    "Invalid type: xyz": schema({"type": "xyz"}),
     "retrieving it failed": schema({"$ref": "http://example.com/schema"}),
-    "`f` cannot be compiled: it is too complex: lexer error: ": Grammar("regex", "(a?){3000}a{3000}", "f"),
     "it is too complex: lexer error: too many expressions constructed": schema(
         {"properties": {"a": {"type": "string", "pattern": "^(a?){300}a{300}$"}}, "required": ["a"]}
     ),
@@ -111,10 +102,8 @@ REFUSED = {
     ),
     "its `whitespace_pattern` must match nothing but white space": Grammar("json", "{}", "f", '"+'),
     "it forces a text of more than 8192 bytes": Grammar("regex", "a{9000}", "f"),
-    "unclosed group": Grammar("regex", "(a", "f"),
     "look-around": Grammar("regex", "(?=a)b", "f"),
     "Expected ::=": Grammar("grammar", "0", "f"),
-    'unknown name: "foo"': Grammar("grammar", "start: foo", "f"),
     f"`f` must have at most {MAX_GRAMMAR_BYTES} characters. Given: {MAX_GRAMMAR_BYTES + 1}": Grammar(
         "regex", "a" * (MAX_GRAMMAR_BYTES + 1), "f"
     ),
@@ -188,10 +177,7 @@ NESTED: Any = CLOSED | {
 JSON: dict[str, tuple[Any, str]] = {
     "names of two schemas": ({"allOf": TWO}, '{"a":"","b":"",'),
     "within what is required": (NESTED, '{"x":{"y":{"a":"","b":"",'),
-    "in a list": ({"type": "array", "items": {"allOf": TWO}}, '[{"a":"","b":"",'),
-    "one of two": ({"anyOf": [{"type": "null"}, {"allOf": TWO}]}, '{"a":"","b":"",'),
     "none": ({"type": "object"}, ""),
-    "none, with patterns": (CLOSED | {"properties": {"ab": {}}, "patternProperties": {"^a": {}}}, ""),
     "none that may come": (CLOSED | {"properties": {"a": {"type": "string", "maxLength": 0}}}, ""),
 }
 LARK = {
@@ -267,19 +253,11 @@ CLOSED_SCHEMAS = [
     ({"properties": {"allOf": NAME}}, {"properties": {"allOf": SHUT}, "additionalProperties": False}),
 ]
 LEFT: list[Any] = [
-    True,
-    {"type": "object"},
     NAME | {"additionalProperties": True},
     NAME | {"patternProperties": {"^x": {}}},
     NAME | {"required": ["other"]},
-    NAME | {"required": [[]]},
-    NAME | {"required": 3},
-    NAME | {"minProperties": 2},
     {"allOf": [NAME, {"properties": {"age": {"type": "integer"}}}]},
-    {"oneOf": [NAME, {"properties": {"age": {"type": "integer"}}}]},
     DEFS | NAME | {"$ref": "#/$defs/P"},
-    {"required": ["age"], "anyOf": [NAME]},
-    {"const": NAME, "enum": [NAME], "default": NAME, "examples": [NAME]},
     {"items": {"not": NAME}},
 ]
 
@@ -293,50 +271,3 @@ def test_objects_that_list_their_properties_get_no_others(schema: Any, closed: A
 @pytest.mark.parametrize("schema", LEFT)
 def test_a_schema_that_says_more_is_left_as_it_is(schema: Any) -> None:
     assert close_objects(schema) == schema
-
-
-# --- patterns -----------------------------------------------------------------------------------------------
-
-INTEGER, SMALL = {"type": "integer"}, {"maximum": 9}
-LISTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "a listed name": (
-        {"properties": {"a": INTEGER}, "patternProperties": {"^a$": SMALL}},
-        {"properties": {"a": {"allOf": [INTEGER, SMALL]}}, "patternProperties": {}},
-    ),
-    "a required name": (
-        {"required": ["a"], "patternProperties": {"^a$": SMALL, "^x": {}}},
-        {"required": ["a"], "properties": {"a": SMALL}, "patternProperties": {"^x": {}}},
-    ),
-    "some of the listed": (
-        {"properties": {"a": {}, "b": {}, "c": {}}, "patternProperties": {"^[ab]$": SMALL}},
-        {
-            "properties": {"a": {"allOf": [{}, SMALL]}, "b": {"allOf": [{}, SMALL]}, "c": {}},
-            "patternProperties": {},
-        },
-    ),
-    "a name that is escaped": (
-        {"properties": {'"é\\': {}}, "patternProperties": {'^"é\\\\$': SMALL}},
-        {"properties": {'"é\\': {"allOf": [{}, SMALL]}}, "patternProperties": {}},
-    ),
-}
-OTHERS: dict[str, dict[str, Any]] = {
-    "others, too": {"properties": {"ab": {}}, "patternProperties": {"^a": SMALL}},
-    "no listed name": {"patternProperties": {"^a$": SMALL}},
-    "not a pattern": {"properties": {"a": {}}, "patternProperties": {"(": SMALL}},
-    "not objects": {"properties": ["a"], "patternProperties": {"^a$": SMALL}, "required": "a"},
-    "too many": {
-        "properties": {str(number): {} for number in range(2000)},
-        "patternProperties": {"^1$": SMALL},
-    },
-}
-
-
-@pytest.mark.parametrize("name", LISTED)
-def test_a_pattern_of_listed_names_is_gone(name: str) -> None:
-    schema, expected = LISTED[name]
-    assert list_names(schema) == expected
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_patterns_stay(name: str) -> None:
-    assert list_names(OTHERS[name]) == OTHERS[name]

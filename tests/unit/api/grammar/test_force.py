@@ -4,7 +4,6 @@ import asyncio
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -133,18 +132,6 @@ def test_with_a_strict_function_text_is_free_and_calls_are_valid(name: str) -> N
     ids = special_ids(*CALL_FORMATS[name].marks)
     answer = walk(name, CallChoice(is_required=False), ids, 0)
     check([call for call in answer.calls if call[0] == WEATHER.name])
-
-
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("marks", [(), ("<tool_call>", "</tool_call>")], ids=["text", "special"])
-def test_a_call_is_forced_where_one_begins(marks: tuple[str, ...], strict: bool) -> None:
-    tools = (replace(WEATHER, strict=strict),)
-    source = grammar("hermes", CallChoice(is_required=False), special_ids(*marks), tools)
-    begin = "Let me see. <tool_call>\n"
-    assert accepts(source, "It rains.", marks)
-    assert accepts(source, f'{begin}{{"name": "weather", "arguments": {{"city": "', marks)
-    assert not accepts(source, f"{begin}It", marks)
-    assert not accepts(source, f'{begin}{{"name": "later"', marks)
 
 
 def accepts(source: str, text: str, marks: tuple[str, ...] = ()) -> bool:

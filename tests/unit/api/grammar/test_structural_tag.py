@@ -46,22 +46,6 @@ ACCEPTED: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"type": "const_string", "value": 'a"b'}, ['a"b'], ["", "a", 'a"bc']),
     ({"type": "regex", "pattern": r"a/\d\/+"}, ["a/7/"], ["a/", "a7/"]),
     (AGE, ["12", "99"], ["100", "x"]),
-    ({"type": "any_text"}, ["", "<call=x>", "é\n"], []),
-    (
-        {"type": "or", "elements": [AGE, {"type": "const_string", "value": "no"}]},
-        ["3", "no"],
-        ["3no", "nono"],
-    ),
-    (
-        {"type": "sequence", "elements": [{"type": "const_string", "value": "I am "}, AGE]},
-        ["I am 7"],
-        ["7", "I am "],
-    ),
-    (
-        {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"},
-        ["<t></t>", "<t>a</b></t>"],
-        ["<t>", "<t></t>x", "a<t></t>"],
-    ),
     (
         {"type": "tag", "begin": "<t>\n", "content": {"type": "any_text"}, "end": "\n</t>"},
         ["<t>\na\n</t>", "<t>\n\n</t>"],
@@ -72,18 +56,13 @@ ACCEPTED: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ['<t>a\x01\t\r\n/"'],
         ["<t>a", "<t>a\x01t\n/"],
     ),
-    ({"type": "regex", "pattern": "a\\\nb\n"}, ["a\nb\n"], ["ab", "a\\nb\n"]),
     (
         {**CALLS, "triggers": ["<call=year>\n"], "tags": [{**YEAR, "begin": "<call=year>\n"}]},
         ["<call=year>\n1</call>", "<call=year>"],
         ["a<call=year>\n", "<call=year>\nx"],
     ),
     (tag(regex(".*")), ["<t>abc</t>", "<t></t>"], ["<t>abc", "<t>a</t>b</t>", "<t>\n</t>"]),
-    (tag(regex("[a-z]+")), ["<t>abc</t>"], ["<t></t>", "<t>1</t>"]),
     (tag(regex("a|[a-z]+"), end="z"), ["<t>az", "<t>bz"], ["<t>z", "<t>a"]),
-    (tag(one_of(regex("[a-z]+"), AGE)), ["<t>abc</t>", "<t>12</t>"], ["<t>abc12</t>"]),
-    (sequence(regex("[a-z]+"), text("end")), ["aend"], ["end", "aendx"]),
-    (sequence(regex("[a-z]+"), tag(AGE, "n", "")), ["an1", "bn2"], ["n1", "a1"]),
     (sequence(tag({"type": "any_text"}, end=""), text("end")), ["<t>end", "<t>a end"], ["<t>", "<t>endx"]),
     (sequence({"type": "any_text"}, text("\n"), AGE), ["a\n1", "\n1"], ["1", "a\n\n1"]),
     ({**CALLS, "tags": [{**DAY, "end": ""}]}, ["<call=day>x", "a"], ["<call=da"]),
@@ -109,11 +88,6 @@ ACCEPTED: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ["", "text", "a<call=year>1</call>"],
     ),
     ({**CALLS, "stop_after_first": True}, ["a<call=year>1</call>", "a"], ["<call=year>1</call>b"]),
-    (
-        {**CALLS, "at_least_one": True, "stop_after_first": True},
-        ["<call=year>1</call>"],
-        ["", "a<call=year>1</call>", "<call=year>1</call>b"],
-    ),
     (
         {"type": "triggered_tags", "triggers": ["[", "<call="], "tags": [YEAR, OTHER]},
         ["a[age 3]<call=year>4</call>", "a<call=year>4</call>[age 3]"],
@@ -209,46 +183,23 @@ async def test_tags_may_be_special_tokens() -> None:
 @pytest.mark.parametrize(
     ("form", "text"),
     [
-        ({"type": "xml"}, "`response_format.format.type` must be one of const_string, "),
         (
             {"type": "regex", "pattern": "a", "excludes": ["a"]},
             "`response_format.format.excludes` is not supported",
         ),
         ({"type": "const_string"}, "`response_format.format.value` is required"),
-        (
-            {"type": "const_string", "value": ""},
-            "`response_format.format.value` must be a text that is not empty",
-        ),
-        (
-            {**CALLS, "triggers": ["<x"]},
-            "`response_format.format.tags.0.begin` must begin with one of `triggers`",
-        ),
-        ({**CALLS, "triggers": [1]}, "`response_format.format.triggers.0` must be a text"),
-        ({**CALLS, "tags": []}, "`response_format.format.tags` must be a list that is not empty"),
         ({**CALLS, "at_least_one": 1}, "`response_format.format.at_least_one` must be true or false"),
         (sequence(CALLS, CALLS), "`response_format.format.elements.0` has no end"),
-        (sequence(regex("[0-9]+"), AGE), "`response_format.format.elements.0` has no end"),
-        (
-            sequence(tag({"type": "any_text"}, end=""), {"type": "any_text"}),
-            "`response_format.format.elements.0.content` has no end",
-        ),
         (
             tag({**CALLS, "tags": [{**DAY, "end": ""}]}),
             "`response_format.format.content.tags.0.content` has no end",
         ),
-        (
-            {"type": "tags_with_separator", "tags": [tag(regex(".*"), end="")], "separator": ","},
-            "`response_format.format.tags.0.content` has no end",
-        ),
         (tag(regex("a)(b")), "`response_format` cannot be compiled: "),
-        ({"type": "tag", "begin": "a", "end": "b"}, "`response_format.format.content` is required"),
-        (tag(1), "`response_format.format.content` must be an object"),
         (tag({}), "`response_format.format.content` must have a `type`"),
         (
             {"type": "json_schema", "json_schema": {"not": {}}},
             "`response_format.format.json_schema` cannot be compiled: the keyword `not` .at `#/not`. is not",
         ),
-        ({"type": "regex", "pattern": "("}, "`response_format` cannot be compiled: "),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_its_place(form: dict[str, Any], text: str) -> None:
@@ -262,8 +213,6 @@ ANY_TEXT = {"type": "any_text"}
 YES = {"type": "grammar", "grammar": 'root ::= answer "!"\nanswer ::= "yes" | "no"'}
 NESTED = {"type": "grammar", "grammar": 'root ::= "(" root ")" | rule_0\nrule_0 ::= [a-z]'}
 TEXTS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
-    "a choice of regexes": (sequence(one_of(regex("a+"), regex("b+")), text("ab")), ["aab"], ["ab", "abab"]),
-    "grammar": (sequence(text("<"), YES, text(">")), ["<yes!>", "<no!>"], ["<yes>", "yes!"]),
     "a dash in a grammar": ({"type": "grammar", "grammar": r"root ::= [+\-\\]+"}, ["+-", "\\"], ["", "x"]),
     "grammars with the same names": (
         one_of(sequence(YES, NESTED), NESTED),
@@ -319,26 +268,16 @@ FORMATS = "const_string, regex, grammar, any_text, json_schema, sequence, or, ta
     [
         (tag(AGE, {"type": "token", "token": "a"}), "`f.format.begin` must be a text"),
         (tag(AGE, "a", {"type": "token", "token": "a"}), "`f.format.end` must be a text, or a list of texts"),
-        (tag(AGE, "a", ["b", 1]), "`f.format.end.1` must be a text"),
-        (tag(AGE, "a", []), "`f.format.end` must be a list that is not empty"),
         ({"type": "any_text", "max_tokens": 9}, "`f.format.max_tokens` is not supported. Given: 9"),
         (ANY_TEXT | {"max_chars": -1}, "`f.format.max_chars` must be greater than or equal to 0"),
-        (sequence(AGE, ANY_TEXT | {"max_chars": 2**31}), "`f.format.elements.1.max_chars` must be less than"),
         (ANY_TEXT | {"excludes": "a"}, "`f.format.excludes` must be a list"),
         ({"type": "grammar", "grammar": "root ::= a"}, "`f.format.grammar` cannot be compiled: Rule 'a' not"),
         (
             {"type": "grammar", "grammar": "root ::= " + 999 * "("},
             "`f.format.grammar` cannot be compiled: it is nested",
         ),
-        ({"type": "grammar", "grammar": "root ::= ("}, "`f.format.grammar` cannot be compiled: "),
         (AGE | {"style": "qwen_xml"}, "`f.format.style` is not supported. Given: 'qwen_xml'"),
-        (AGE | {"style": {"a": 1}}, "`f.format.style` is not supported. Given: {'a': 1}"),
         (AGE | {"any_order": True}, "`f.format.any_order` is not supported"),
-        (tag(sequence(AGE | {"x": 1})), "`f.format.content.elements.0.x` is not supported"),
-        (
-            {"type": "triggered_tags", "triggers": ["<"], "tags": [tag(AGE | {"style": "glm_xml"})]},
-            "`f.format.tags.0.content.style` is not supported. Given: 'glm_xml'",
-        ),
     ],
 )
 def test_what_is_not_served_is_refused_by_its_place(form: dict[str, Any], message: str) -> None:
@@ -347,13 +286,7 @@ def test_what_is_not_served_is_refused_by_its_place(form: dict[str, Any], messag
     assert str(refusal.value).startswith(message) and refusal.value.param == message.split("`")[1]
 
 
-OTHERS = (
-    *("qwen_xml_parameter", "optional", "plus", "star", "repeat", "dispatch", "token", "exclude_token"),
-    *("any_tokens", "token_triggered_tags", "token_dispatch", "x" * 999),
-)
-
-
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("kind", ["qwen_xml_parameter", "token_dispatch", "x" * 999])
 def test_other_types_are_refused_by_name(kind: str) -> None:
     with pytest.raises(ApiError) as refusal:
         compile_checked(grammar_of(tag(sequence({"type": kind, "content": AGE}))))

@@ -10,13 +10,10 @@ import h11
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from openai._streaming import SSEDecoder
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
 from api.http.sse import (
-    COMMENT,
-    COMMENT_AMONG_IDS,
     CYCLE,
     MAX_ITEMS,
     RAW_SEND,
@@ -25,7 +22,6 @@ from api.http.sse import (
     FeedResponse,
     RestOfFeed,
 )
-from tests.support.sse import frames_of
 
 # --- feeds --------------------------------------------------------------------------------------------------
 
@@ -203,21 +199,3 @@ async def test_a_frame_that_cannot_be_rendered_ends_its_answer_and_harms_no_call
     with pytest.raises(LookupError):
         await running
     assert client.chunks == [chunk(0)]
-
-
-# --- comments -----------------------------------------------------------------------------------------------
-
-BODIES = ['{"a":1}', '{"a":2}']
-PLAIN = [f"data: {body}\n\n".encode() for body in BODIES]
-NUMBERED = [f"id: {i}\n".encode() + frame for i, frame in enumerate(PLAIN, 1)]
-
-
-def content(frames: list[bytes], comment: bytes) -> bytes:
-    return b"".join([comment, frames[0], comment, comment, frames[1], comment])
-
-
-@pytest.mark.parametrize("stream", [content(PLAIN, COMMENT), content(NUMBERED, COMMENT_AMONG_IDS)])
-def test_openai_reads_no_event_from_a_comment_between_frames(stream: bytes) -> None:
-    """Its decoder dispatches an event without data at every empty line after the first `id`."""
-    assert [event.data for event in SSEDecoder().iter_bytes(iter([stream]))] == BODIES
-    assert [data for _, data in frames_of(stream)] == BODIES

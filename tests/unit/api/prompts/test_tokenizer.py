@@ -1,10 +1,7 @@
 """A bounded number of bytes is tokenized at once, in order; the bound on a text holds for every text."""
 
 import asyncio
-import ctypes
 import functools
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -16,7 +13,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from api.event_loop import LONG_SIZE
 from api.prompts.tokenizer import BYTE_TOKENS, SHORT_BYTES, TextBound, TextBudget, text_bound
-from tests.support.source_tree import ROOT
 from tests.support.tokenizer import TOKENIZER
 from tests.support.waiting import wait_until
 
@@ -137,37 +133,6 @@ async def test_a_caller_that_leaves_just_when_its_turn_comes_gives_it_back(works
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert lane.num_bytes == 0 and not lane.waiting
-
-
-MEASURED = """
-import asyncio
-from api.prompts.control_texts import Rendered
-from tests.support.tokenizer import model_tokenizer
-
-def resident_mb():
-    lines = open("/proc/self/status").read().splitlines()
-    return next(int(line.split()[1]) // 1024 for line in lines if line.startswith("VmRSS"))
-
-async def main():
-    tokenizer = model_tokenizer()
-    await tokenizer.encode_prompt(Rendered("a " * 70_000), False)
-    before = resident_mb()
-    prompt = Rendered("The quick brown fox jumps over the lazy dog. " * 20_000)
-    await asyncio.gather(*(tokenizer.encode_prompt(prompt, False) for _ in range(6)))
-    print(resident_mb() - before)
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="only glibc keeps freed memory")
-def test_memory_of_long_texts_goes_back_to_the_system() -> None:
-    """Some 400 MB stay with glibc else."""
-    measured = subprocess.run(
-        [sys.executable, "-c", MEASURED], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
-    )
-    assert int(measured.stdout) < 250
 
 
 # --- tokenizer bounds ---------------------------------------------------------------------------------------

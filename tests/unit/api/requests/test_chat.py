@@ -193,10 +193,8 @@ def test_allowed_tools_are_those_that_may_be_called(is_flat: bool) -> None:
     ("allowed", "field"),
     [
         ({"mode": "some", "tools": [NAMED]}, "tool_choice.allowed_tools.mode"),
-        ({"mode": "auto", "tools": []}, "tool_choice.allowed_tools.tools"),
         ({"mode": "auto", "tools": [{"type": "function", "name": "z"}]}, "tool_choice.allowed_tools.tools"),
         ({"mode": "auto", "tools": [3]}, "tool_choice.allowed_tools.tools[0]"),
-        (3, "tool_choice.allowed_tools.mode"),
     ],
 )
 def test_wrong_allowed_tools_are_refused(allowed: Any, field: str) -> None:
@@ -246,19 +244,10 @@ def matches(source: str, text: str) -> bool:
     return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
 
 
-async def test_nothing_is_forced_where_nothing_shows_a_call() -> None:
-    assert await answer_grammar(None, tools(), Reading(calls="llama3_json"), model_tokenizer()) is None
-    assert await answer_grammar(FORMAT, None, None, model_tokenizer()) == FORMAT
-
-
 @pytest.mark.parametrize("grammar", [None, FORMAT])
 async def test_required_calls_are_all_there_is(grammar: Grammar | None) -> None:
     assert await accepted(grammar, tools("required")) == {CALL}
     assert await accepted(grammar, tools("f"), "qwen3") == {CALL, THOUGHT + CALL}
-
-
-async def test_a_strict_function_is_called_right_or_not_at_all() -> None:
-    assert await accepted(None, tools(strict=True)) == {CALL, FITS, TEXT, THOUGHT + CALL, THOUGHT + FITS}
 
 
 async def test_text_that_calls_nothing_has_the_response_format() -> None:

@@ -59,11 +59,8 @@ def sampling(**fields: Any) -> SamplingParams | None:
     [
         {"do_sample": True},
         {"temperature": 0.9},
-        {"top_k": 1},
         {"top_p": 0.0},
-        {"min_p": 0.1},
         {"typical_p": 0.9},
-        {"top_p_decay": 0.9},
     ],
 )
 def test_each_sampling_field_alone_turns_sampling_on(fields: dict[str, Any]) -> None:

@@ -1,18 +1,14 @@
 """The relay reads from Redis whatever events did not bring, and little else; it follows other channels."""
 
-import asyncio
-import itertools
 from dataclasses import replace
 
 import pytest
 from redis.asyncio import Redis
 
-from api.streams import fill
 from api.streams import relay as relay_module
 from api.streams.relay import Relay
 from api.streams.stream import Stream
 from common.broker.client import connect
-from common.broker.committed import Committed
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.events import Events, TokenColumns, Tokens, pack_tokens
@@ -51,17 +47,6 @@ SEQUENCES: list[
         [event_message(1, Tokens("r", 1, 0, pack_ids([1, 2]), pack_floats([0.0]), ["a"]))],
         True,
     ),
-    (
-        "likeliest tokens of none",
-        [event_message(1, Tokens("r", 1, 0, b"", b"", [], pack_ids([1]), pack_floats([0.0])))],
-        True,
-    ),
-    (
-        "half a likeliest token",
-        [event_message(1, Tokens("r", 1, 0, pack_ids([1]), pack_floats([0.0]), ["a"], b"abc", b"abc"))],
-        True,
-    ),
-    ("half an id", [event_message(1, Tokens("r", 1, 0, b"abc", b"", []))], True),
     (
         "columns that differ in length",
         [encode(Events("w0", 1, columns=TokenColumns(["r"], [1], [1], b"", ["a"])))],
@@ -163,47 +148,6 @@ async def test_a_prompt_is_read_before_the_first_token_is_shown(redis: Redis, re
         "the log-probabilities of its prompt cannot be read"
     }
     assert not missing.ids and not short.ids
-
-
-async def test_nothing_is_read_before_the_request_is_admitted(redis: Redis, relay: Relay) -> None:
-    """Until then Redis need not know the request."""
-    early, other = new_stream("early"), new_stream("other")
-    relay.add(early)
-    relay.add(other)
-    relay.note_admitted(other)
-    relay.filler.request_fill([early, other])
-    await wait_until(lambda: relay.filler.offers.num_offers)
-    assert [await redis.exists(KEYS.request(name)) for name in ("early", "other")] == [0, 1]
-    await commit(redis, 2, 2, "early")
-    relay.note_admitted(early)
-    await wait_until(lambda: early.num_tokens == 2)
-
-
-async def test_fill_requests_during_a_fill_are_merged(
-    redis: Redis, relay: Relay, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reads: list[list[str]] = []
-    going = asyncio.Event()
-
-    async def slow_read(client: PoolClient, offsets: dict[str, int]) -> dict[str, Committed]:
-        reads.append(sorted(offsets))
-        await going.wait()
-        return {request_id: Committed(known=True) for request_id in offsets}
-
-    monkeypatch.setattr(fill, "read_tails", slow_read)
-    streams = [new_stream(str(i)) for i in range(3)]
-    for stream in streams:
-        relay.add(stream)
-        relay.note_admitted(stream)
-    relay.filler.request_fill(streams[:1])
-    await wait_until(lambda: len(reads) == 1)
-    for _ in range(100):
-        relay.filler.request_fill(streams[1:])
-        relay.filler.request_fill(streams[2:])
-    relay.remove(streams[1])
-    going.set()
-    await wait_until(lambda: len(reads) == 2 and not relay.filler.requested.is_set())
-    assert reads == [["0"], ["2"]]
 
 
 async def test_a_lost_subscription_is_renewed(
@@ -335,23 +279,6 @@ async def test_one_lost_message_reads_one_flush_of_its_source_and_no_request(
     assert other.all_have(3)
 
 
-async def test_how_much_of_the_prompt_was_cached_is_read_with_the_first_token(
-    redis: Redis, relay: Relay
-) -> None:
-    """From the log, and from the request where the log was trimmed."""
-    in_log, in_string = Source(redis, relay, "w0", 1), Source(redis, relay, "w1", 1)
-    for source in (in_log, in_string):
-        await source.start()
-    in_log.num_cached = 48
-    await redis.hset(KEYS.request("w1.0"), "cached", "32")  # type: ignore[misc]
-    for source in (in_log, in_string):
-        await source.flush(lost=True)
-    await in_string.spill()
-    relay.filler.request_fill([*in_log.streams, *in_string.streams])
-    await wait_until(lambda: in_log.all_have(1) and in_string.all_have(1))
-    assert [one.streams[0].prompt.num_cached for one in (in_log, in_string)] == [48, 32]
-
-
 async def test_a_request_that_moved_is_read_where_it_is(redis: Redis, relay: Relay) -> None:
     """All that its new worker published was lost; the old one is silent."""
     old, new = Source(redis, relay, "w0", 1), Source(redis, relay, "w1", 1)
@@ -366,25 +293,3 @@ async def test_a_request_that_moved_is_read_where_it_is(redis: Redis, relay: Rel
         await new.flush(lost=True)
     relay.filler.request_fill(old.streams)
     await wait_until(lambda: new.all_have(3))
-
-
-async def test_a_long_answer_is_filled_in_slices(redis: Redis, relay: Relay) -> None:
-    """Its reader gets at most TOKENS_AT_ONCE at a time, and other tasks have their turn in between."""
-    source, num_tokens = Source(redis, relay, "w0", 1), 2000
-    [stream] = source.streams
-    await source.start()
-    one = tokens(0, 1)
-    many = Tokens("w0.0", 1, 0, one.ids * num_tokens, one.logprobs * num_tokens)
-    await redis.set(KEYS.tokens("w0.0"), pack_tokens(many))
-    seen = [0]
-
-    async def watch() -> None:
-        while stream.num_tokens < num_tokens:
-            await stream.changed.wait()
-            stream.changed.clear()
-            seen.append(stream.num_tokens)
-
-    watcher = asyncio.create_task(watch())
-    relay.filler.request_fill([stream])
-    await asyncio.wait_for(watcher, 60)
-    assert max(b - a for a, b in itertools.pairwise(seen)) <= 2 * fill.TOKENS_AT_ONCE
