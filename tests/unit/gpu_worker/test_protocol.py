@@ -1,7 +1,5 @@
 """Frames of the protocol: decoded whole wherever their bytes are cut; other bytes are refused."""
 
-import struct
-
 import msgpack
 import pytest
 from hypothesis import given
@@ -70,14 +68,6 @@ def test_frames_arrive_whole_wherever_their_bytes_are_cut(sent: list[Frame], dat
         frames.feed(whole[first:last])
         received += list(frames)
     assert [*map(encode, received)] == [*map(encode, sent)]
-
-
-def test_samples_are_packed_and_unpacked() -> None:
-    samples = [(1, 0, 504, -0.5), (2**31 - 1, 8191, 151_935, float("-inf")), (0, 3, 0, 0.0)]
-    step = StepResult(1, b"".join(SAMPLE.pack(*sample) for sample in samples))
-    assert (step.num_samples, list(step.sampled)) == (3, samples)
-    assert step.samples[:16] == struct.pack("<iiif", *samples[0])
-    assert (StepResult(1).num_samples, list(StepResult(1).sampled)) == (0, [])
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,6 @@ from batcher.scheduling.kv_blocks import PrefixCache
 from tests.support.fleet.simulated_pool import BLOCK_SIZE, Pool, sharing_request
 from tests.support.fleet.simulated_worker import generated_id
 
-# --- kv blocks block pool -----------------------------------------------------------------------------------
-
-
 # --- kv blocks prefix cache ---------------------------------------------------------------------------------
 
 SYSTEM = list(range(100, 150))

@@ -161,10 +161,6 @@ def test_a_link_in_the_lock_folder_leads_nowhere(machine: Path, tmp_path: Path) 
     assert not (tmp_path / "victim").exists()
 
 
-def test_a_worker_on_cpu_claims_no_gpu(machine: Path) -> None:
-    assert gpus.claim(Settings(gpu_locks=str(machine), device="cpu"), 2) == {}
-
-
 def test_num_ranks_follows_num_shard_and_sharded(machine: Path) -> None:
     settings_of_workers: tuple[dict[str, Any], ...] = (
         {},

@@ -20,9 +20,8 @@ from common.messages.events import Events
 from common.messages.records import unpack_ids, unpack_records
 from deploy.launcher.embedded_broker import Broker
 from gpu_worker.agent.agent import Agent
-from gpu_worker.agent.flush import FEW_ROWS, MAX_STEPS_OF_FLUSH, MAX_WAIT_S, may_wait
+from gpu_worker.agent.flush import MAX_WAIT_S
 from gpu_worker.agent.publish import Sealed
-from gpu_worker.agent.state import Outbox
 from tests.support import brokers
 from tests.support.agents import KEYS, start, step
 from tests.support.broker_state import seal
@@ -226,22 +225,3 @@ async def test_a_step_that_does_not_come_is_not_waited_for_long(
     monkeypatch.setattr("gpu_worker.agent.flush.MAX_WAIT_S", MAX_WAIT_S)
     complete_short(pacing, 1)
     await logged(pacing.pool.redis, [[0], [1]])
-
-
-@pytest.mark.parametrize(
-    ("outbox", "num_rows", "step_ms", "waits"),
-    [
-        (Outbox(num_steps=1), 1, SHORT_MS, True),
-        (Outbox(num_steps=1), FEW_ROWS, 1000 * MAX_WAIT_S, True),
-        (Outbox(num_steps=1), FEW_ROWS + 1, SHORT_MS, False),
-        (Outbox(num_steps=1), 1, 0.0, False),
-        (Outbox(num_steps=1), 1, 1000 * MAX_WAIT_S + 1, False),
-        (Outbox(num_steps=MAX_STEPS_OF_FLUSH), 1, SHORT_MS, False),
-        (Outbox(), 1, SHORT_MS, False),
-        (Outbox(num_steps=1, prefilled=[(1, 2, 1)]), 1, SHORT_MS, False),
-        (Outbox(num_steps=1, ended=[(1, "length", 2)]), 1, SHORT_MS, False),
-        (Outbox(num_steps=1, takeover=True), 1, SHORT_MS, False),
-    ],
-)
-def test_what_may_wait(outbox: Outbox, num_rows: int, step_ms: float, waits: bool) -> None:
-    assert may_wait(outbox, num_rows, step_ms) == waits

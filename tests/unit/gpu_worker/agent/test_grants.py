@@ -33,14 +33,6 @@ from tests.support.agents import (
 from tests.support.waiting import PATIENCE_S, wait_until
 
 
-async def test_every_grant_has_the_budgets_of_the_newest_plan(agent: Agent) -> None:
-    await start(agent)
-    agent.plans.apply(plan(agent, mixed_prefill_tokens=24, max_rows=8, may_exceed=True))
-    agent.steps.stop(agent.state.table.rows[1], "stop_sequence")
-    budgets = [(grant.mixed_prefill_tokens, grant.max_rows, grant.may_exceed) for grant in grants(agent)]
-    assert budgets == [(0, 0, False), (24, 8, True), (24, 8, True)]
-
-
 async def test_unknown_rows_are_reported_preempted(agent: Agent, redis: Redis) -> None:
     agent.plans.apply(plan(agent, stops=[(9, "client")]))
     await agent.flusher.flush()
@@ -290,13 +282,6 @@ def test_no_step_for_longer_than_the_timeout_raises(machine: Machine) -> None:
     machine.run(watchdog, 60)
     with pytest.raises(EngineStuck, match="no step and no answer for 61 s"):
         machine.run(watchdog, 1)
-
-
-def test_a_step_resets_the_time(machine: Machine) -> None:
-    watchdog = machine.watchdog()
-    machine.run(watchdog, 59)
-    watchdog.reset()
-    machine.run(watchdog, 59)
 
 
 def test_the_time_without_work_does_not_count_once_there_is_some(machine: Machine) -> None:

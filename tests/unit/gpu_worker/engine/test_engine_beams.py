@@ -186,18 +186,6 @@ def test_a_search_that_is_stopped_gives_its_blocks_back_and_finds_the_same_again
     check_all(played, {1: llama.expected(prompt, beams)})
 
 
-def test_a_search_across_the_length_that_needs_all_keys_anew_ends_at_once(tmp_path: Path) -> None:
-    tiny = Tiny(tmp_path, "Phi3-longrope")
-    played = tiny.player()
-    long = prompts()[3]
-    cases = {0: prompts()[0], 1: long[:25], 3: long}
-    played.run([start(played, number, prompt, BeamParams(2)) for number, prompt in cases.items()])
-    assert tiny.engine.rows.recompute_length == 32
-    assert played.ended[1] == ("beam_length", 0)
-    check(played.sequences[0], tiny.expected(prompts()[0], BeamParams(2)))
-    check(played.sequences[3], tiny.expected(prompts()[3], BeamParams(2)))
-
-
 def test_a_search_with_allowed_ids_ends_when_none_is_left(llama: Tiny) -> None:
     """Each beam keeps to the ids that are allowed; if these are outside the vocabulary, the request fails."""
     played = llama.player()

@@ -147,11 +147,3 @@ def test_a_launch_waits_for_most_of_a_step_and_the_device_does_not_wait(late: fl
     leads_s, idle_s = device.leads_s[1000:], device.idle_s
     assert sum(leads_s) / len(leads_s) < (late + 0.2) * STEP_S
     assert idle_s < 0.01 * 2000 * STEP_S
-
-
-def test_a_long_step_or_one_that_is_read_late_makes_no_other_late() -> None:
-    device = Device(0.0)
-    for turn in range(2000):
-        is_long = turn % 20 == 10
-        device.step(500 * is_long, STEP_S * (10 if is_long else 1), STEP_S / 2 if turn % 20 == 0 else 0.0)
-    assert device.idle_s < 0.02 * (device.now_s - 100.0)

@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,6 @@ import pytest
 from api.grammar.compile import Grammar, compile_unchecked
 from common.messages.plan import NewRow, WorkerCapacity
 from common.messages.request import BeamParams, LogitsParams, SamplingParams
-from common.settings.settings import Settings
 from gpu_worker.engine import loop, process
 from gpu_worker.engine.agent_link import AgentLink
 from gpu_worker.engine.engine import Engine
@@ -32,8 +30,6 @@ from gpu_worker.protocol import (
     PeerClosed,
     StepResult,
 )
-from tests.support.engine.pictures.models import picture, save
-from tests.support.engine.pictures.seeing import SETTINGS
 from tests.support.engine.reference import prompt_ids
 from tests.support.engine.start_rows import plan, start_row
 from tests.support.forks.client import ForkedProcess
@@ -156,35 +152,6 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_no_request_to_an_idle_engine_waits_for_the_keep_alive(agent: Agent, kind: str) -> None:
     [prompt] = prompt_ids([PROMPTS[FEW[0]]])
     agent.start_one(start_row(1, prompt, 3, blocks=blocks(1), **KINDS[kind]))
-
-
-def test_no_picture_waits_for_the_keep_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row waits for its pictures, of which two are processed at a time, then proposes tokens."""
-    monkeypatch.setattr(loop, "KEEPALIVE_S", FOR_EVER_S)
-    model = save(tmp_path, "Qwen2-VL")
-    pictures = [part for seed in range(5) for part in (picture(seed), [5, 6])]
-    prompt = model.prompt(*pictures)
-    with agent_of(Engine(Settings(model_id=str(tmp_path), speculate=3, **SETTINGS))) as agent:
-        agent.start_one(start_row(1, prompt.ids, 8, blocks=range(1, 20), pictures=prompt.pictures))
-
-
-def test_a_compilation_that_ends_between_a_step_and_the_wait_behind_it_ends_the_wait(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = agent.engine
-    gate, step = gated(monkeypatch, engine), engine.step
-
-    def step_then_compile() -> StepResult | None:
-        result = step()
-        if result is None and engine.rows.rows:
-            gate.set()
-            for row in engine.rows.rows.values():
-                assert row.sampling_state
-                row.sampling_state.grammar.compiled.result(PATIENCE_S)  # type: ignore[union-attr]
-        return result
-
-    monkeypatch.setattr(engine, "step", step_then_compile)
-    agent.wait_for(agent.start(fresh(0)))
 
 
 @pytest.mark.parametrize("keepalive_s", [0.001])

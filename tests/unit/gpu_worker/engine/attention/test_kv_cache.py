@@ -19,15 +19,13 @@ from gpu_worker.engine.attention.kv_cache import (
     Geometry,
     KVCache,
     LayerSpec,
-    keep_latents,
-    keeps_latents,
     raw,
 )
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model.kv_budget import scale_layers
 from tests.support.engine import tiny_models
 from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play, prompts
-from tests.support.engine.tiny_models import FAMILIES, LATENT
+from tests.support.engine.tiny_models import FAMILIES
 
 Scales = Mapping[int, tuple[float, float]]
 """By layer: of K and of V."""
@@ -170,39 +168,11 @@ def test_blocks_are_copied_in_all_layers(dtype: torch.dtype) -> None:
         assert torch.equal(raw(tensor)[[0, 3, 4, 6, 7, 8, 9]], old[[0, 3, 4, 6, 7, 8, 9]])
 
 
-LAYERS = 3
-ROOM = 2**23
-RANK, ROTARY_DIM = LATENT["kv_lora_rank"], LATENT["qk_rope_head_dim"]
-
-
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     folder = tmp_path_factory.mktemp("latent")
     tiny_models.save(folder, *FAMILIES["DeepSeek-V3"])
     return engine_of(folder, block_size=16)
-
-
-def test_a_token_takes_one_latent_and_one_rotary_part(engine: Engine) -> None:
-    """In float32, whatever number of heads; K and V of four heads would take 4 * (24 + 12) numbers."""
-    token_bytes = LAYERS * (RANK + ROTARY_DIM) * 4
-    block_bytes = token_bytes * engine.block_size
-    assert engine.loaded.geometry.block_bytes == block_bytes
-    assert engine.ready.num_blocks == ROOM // block_bytes
-    held = sum(store.nbytes for store in engine.loaded.cache.stores.values())
-    assert held == (engine.ready.num_blocks + 1) * block_bytes
-
-
-class Quantized(nn.Linear):
-    """Stands for a layer of one of transformers' quantizers."""
-
-
-def test_weights_of_other_kinds_are_left_alone(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    model = tiny_models.save(tmp_path, *FAMILIES["DeepSeek-V3"])
-    attention = model.model.layers[1].self_attn
-    attention.kv_b_proj = Quantized(RANK, 112, bias=False)
-    keep_latents(model)
-    assert [keeps_latents(layer.self_attn) for layer in model.model.layers] == [True, False, True]
-    assert "model.layers.1.self_attn keeps K and V, not latents" in caplog.text
 
 
 @pytest.mark.parametrize(

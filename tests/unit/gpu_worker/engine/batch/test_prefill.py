@@ -5,12 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pytest
 
 from common.messages.plan import NewRow, Plan
-from gpu_worker.engine.batch.encoding import EncodingSchedule
 from gpu_worker.engine.batch.prefill import PATIENCE
-from gpu_worker.engine.batch.prefill_budget import TOKENS_PER_PAUSE, PrefillBudget, even_part
+from gpu_worker.engine.batch.prefill_budget import PrefillBudget
 from gpu_worker.engine.batch.row import Row
 from gpu_worker.engine.batch.row_pictures import PictureShape, PictureState, PlacedPicture, RowPictures
 from gpu_worker.engine.batch.rows import Rows
@@ -118,16 +116,6 @@ def test_prompts_with_logprobs_take_few_tokens_of_a_step() -> None:
     assert scored == [[(2, 1)], [(0, 1)], [(0, 3)], []]
 
 
-def test_prompts_that_are_less_urgent_make_no_step_longer() -> None:
-    rows = Rows(BLOCK, [EOS])
-    rows.apply(plan(1000, 100, [start(0, 1)], mixed_prefill_tokens=8, may_exceed=True))
-    run_step(rows)
-    rows.apply(plan(1000, 100, [start(1, 60, class_index=1)], mixed_prefill_tokens=8, may_exceed=True))
-    assert run_step(rows)[0][-1] == (1, 0, 8, False)
-    rows.apply(plan(1000, 100, [start(2, 40)], mixed_prefill_tokens=8, may_exceed=True))
-    assert run_step(rows)[0][1:] == [(2, 0, 40, True), (1, 8, 52, True)], "those that are make it whole"
-
-
 def test_rows_of_batches_wait_for_a_callers_prompt_for_one_step_and_go_on() -> None:
     bulk = [start(number, 3, class_index=2) for number in range(4)]
     rows = rows_with(*bulk, prefill_tokens=64)
@@ -135,13 +123,6 @@ def test_rows_of_batches_wait_for_a_callers_prompt_for_one_step_and_go_on() -> N
     rows.apply(plan(1000, 64, [start(4, 20, class_index=0), start(5, 30, class_index=2)], may_exceed=True))
     steps = [[one[:3] for one in run_step(rows)[0]] for _ in range(2)]
     assert steps == [[(4, 0, 20)], [(4, 20, 1), (0, 3, 1), (1, 3, 1), (2, 3, 1), (3, 3, 1), (5, 0, 30)]]
-
-
-@pytest.mark.parametrize(
-    ("waiting", "most", "part"), [(128, 100, 64), (250, 246, 125), (90, 100, 90), (300, 100, 100), (0, 8, 0)]
-)
-def test_prompts_that_take_several_steps_take_equal_ones(waiting: int, most: int, part: int) -> None:
-    assert even_part(waiting, most) == part
 
 
 def grant(may_exceed: bool = True, mixed: int = 100) -> Plan:
@@ -156,21 +137,6 @@ def test_a_bound_that_a_user_set_is_never_exceeded() -> None:
         100,
     ]
     assert budget.tokens(grant(may_exceed=False), 0, 9000, 9000) == 1000, "where no row waits"
-
-
-def test_prompts_have_a_whole_step_while_pauses_are_left() -> None:
-    budget = PrefillBudget(pauses=1.0)
-    assert budget.tokens(grant(), 8, 900, 900) == 1000
-    assert budget.tokens(grant(), 8, 900, 900) == 113, "each of eight rows has paused"
-    assert budget.pauses == pytest.approx(1 - 8 + 8 / TOKENS_PER_PAUSE)
-
-
-def test_fewer_than_one_gap_in_a_hundred_is_a_pause() -> None:
-    """However many rows decode, and though prompts wait in every step."""
-    for num_decoding in (1, 8, 256):
-        budget = PrefillBudget(pauses=0.0)
-        paused = [budget.tokens(grant(), num_decoding, 900, 900) == 1000 for _ in range(5000)]
-        assert 0 < sum(paused) < len(paused) / 100
 
 
 INTERACTIVE, BATCH = 0, 2
@@ -189,11 +155,6 @@ def test_a_callers_prompt_has_a_step_without_bulk_prompts_and_bulk_rows_that_wou
         (1000, 50, True),
     ] * 2
     assert all(step.decodes(INTERACTIVE) for step in steps)
-
-
-def test_a_bulk_prompt_that_has_waited_long_enough_is_not_left_out() -> None:
-    step = PrefillBudget().plan(callers_grant(), [BATCH] * 32, [(BATCH, 500), (INTERACTIVE, 128)])
-    assert (step.left(BATCH), step.decodes(BATCH)) == (50, True)
 
 
 def test_bulk_prompts_are_spread_while_callers_are_about_and_a_backlog_is_worked_off() -> None:
@@ -221,31 +182,6 @@ def row_of(num_tiles: int, before: int = 4, after: int = 4, blocks: int = 100, c
     row = Row(0, ids, 0, 9, np.arange(1, 1 + blocks, dtype=np.int32))
     row.pictures = RowPictures([PlacedPicture(picture, places)])
     return row
-
-
-def scheduled(
-    schedule: EncodingSchedule, row: Row, budget: int, is_mixed: bool = True
-) -> tuple[list[int], int]:
-    """Numbers of the units of a step, and what is left of the budget."""
-    left = schedule.schedule([row], PICTURE_BLOCK, budget, is_mixed)
-    return [unit.number for unit in schedule.take()], left
-
-
-def test_units_share_the_budget_with_tokens() -> None:
-    schedule, row = EncodingSchedule(), row_of(num_tiles=4)
-    assert scheduled(schedule, row, 20) == ([0, 1], 4)
-    row.kv_len = 8
-    assert scheduled(schedule, row, 20) == ([2, 3], 4)
-    assert scheduled(schedule, row, 20) == ([], 20)
-
-
-def test_a_unit_larger_than_a_budget_is_made_up_for_beside_rows_that_decode() -> None:
-    schedule, row = EncodingSchedule(), row_of(num_tiles=2, cost=5.0)  # 40 tokens a unit
-    assert scheduled(schedule, row, 16) == ([0], 0)
-    assert scheduled(schedule, row, 16) == ([], 0)
-    assert scheduled(schedule, row, 16) == ([], 8)
-    assert scheduled(schedule, row, 16) == ([1], 0)
-    assert scheduled(schedule, row, 16, is_mixed=False) == ([], 16)  # nobody decodes: nothing to make up for
 
 
 def test_a_row_is_computed_up_to_the_first_placeholder_that_is_not_encoded() -> None:

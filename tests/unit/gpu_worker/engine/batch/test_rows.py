@@ -6,14 +6,12 @@ from collections import deque
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.messages.plan import NewRow
 from common.messages.request import BeamParams, SamplingParams
-from gpu_worker.engine.batch.adapters import TURN_STEPS, AdaptedTokens, Adapter, AdapterTurns
-from gpu_worker.engine.batch.inputs import MAX_PADDING, build_inputs
+from gpu_worker.engine.batch.adapters import TURN_STEPS, Adapter, AdapterTurns
 from gpu_worker.engine.batch.row import Row, RowSlice
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.engine.batch.state_slots import Snapshots
@@ -30,34 +28,6 @@ from tests.support.engine.row_steps import (
     start,
 )
 from tests.support.engine.start_rows import plan, start_row
-
-
-def test_a_row_without_a_free_slot_waits_and_the_others_continue() -> None:
-    rows = rows_with(start(0, 3, num_blocks=1), start(1, 1, class_index=1))
-    assert run_step(rows)[0] == [(0, 0, 3, True), (1, 0, 1, True)]
-    assert run_step(rows)[0] == [(0, 3, 1, True), (1, 1, 1, True)]
-    assert run_step(rows)[0] == [(1, 2, 1, True)]
-    rows.apply(plan(1000, 1000, blocks=[(0, packed([9])), (77, packed([10]))]))
-    assert run_step(rows)[0] == [(0, 4, 1, True), (1, 3, 1, True)]
-    assert list(rows.rows[0].blocks) == [1, 9]
-
-
-def test_a_prompt_is_computed_as_far_as_its_blocks_reach() -> None:
-    rows = rows_with(start(0, 10, num_blocks=2), start(1, 3, class_index=1), prefill_tokens=12)
-    assert run_step(rows)[0] == [(0, 0, 8, False), (1, 0, 3, True)]
-    assert run_step(rows)[0] == [(1, 3, 1, True)]
-
-
-def test_a_stopped_row_is_released_at_the_boundary() -> None:
-    rows, freed = rows_with(start(0, 3), start(1, 3)), []
-    rows.on_freed = lambda blocks, _: freed.append(list(blocks))
-    run_step(rows)
-    rows.apply(plan(rows.step, 1000, stops=[(0, "stop_sequence"), (5, "cancelled")]))
-    assert rows.launch() == []
-    result = rows.take_result()
-    assert (result.ended, result.released) == ([(0, "stop_sequence", 1)], [(0, 3)])
-    assert freed == [list(range(1, 101))]
-    assert rows.take_result().is_empty
 
 
 def test_a_row_that_has_its_last_token_ends_where_it_starts() -> None:
@@ -142,14 +112,6 @@ def test_every_row_ends_once_and_within_its_blocks(
         assert reason == ("length" if end == lengths[row][1] else "eos_token")
 
 
-def test_stop_ids_end_a_row_after_length_and_eos() -> None:
-    stops = {"stop_ids": [TEXT, EOS]}
-    rows = rows_with(start(0, 3, **stops), start(1, 3, end=1, **stops))  # type: ignore[arg-type]
-    assert run_step(rows)[1].ended == [(0, "stop_sequence", 1), (1, "length", 1)]
-    rows = rows_with(start(0, 3, **stops), start(1, 3, ignore_eos=True, **stops))  # type: ignore[arg-type]
-    assert run_step(rows, EOS)[1].ended == [(0, "eos_token", 1), (1, "stop_sequence", 1)]
-
-
 def test_only_rows_that_are_not_plainly_greedy_have_a_sample_request() -> None:
     """Row 0 is greedy; row 1 has one until `min_new_tokens`, those before its start included; row 2 has stop
     ids but no `min_new_tokens`; row 3 samples.
@@ -187,11 +149,6 @@ def ran(rows: Rows) -> list[int]:
     return sorted(number for number, *_ in run_step(rows)[0])
 
 
-def test_the_first_that_stands_by_takes_the_place_of_a_row_that_ends_in_the_next_step() -> None:
-    rows = three_rows()
-    assert [ran(rows) for _ in range(4)] == [[0, 1], [0, 1], [0, 1], [1, 2]]
-
-
 def test_a_row_whose_last_token_is_in_flight_has_left_its_place() -> None:
     rows = three_rows()
     for _ in range(2):
@@ -211,13 +168,6 @@ def test_a_row_that_is_stopped_leaves_its_place_and_one_that_stands_by_can_be_st
     assert (result.ended, result.released) == ([(2, "preempted", 0)], [(2, 0)])
     rows.apply(plan(1000, 1000, [start(3, 5)], stops=[(1, "client")], max_rows=2))
     assert ran(rows) == [0, 3]
-
-
-def test_a_row_that_waits_for_blocks_keeps_its_place() -> None:
-    rows = Rows(BLOCK, [EOS])
-    rows.apply(plan(1000, 1000, [start(0, BLOCK, num_blocks=1), start(1, 2)], max_rows=1))
-    assert ran(rows) == [0]
-    assert ran(rows) == []
 
 
 def rows_in_parts(*starts: NewRow, num_micro_batches: int = 2, until: int = 1000, budget: int = 1000) -> Rows:
@@ -246,14 +196,6 @@ def test_each_row_is_in_each_step_once(num_micro_batches: int, num_rows: int) ->
     assert sorted(launched) == [(step, row) for step in range(1, 7) for row in range(num_rows)]
 
 
-def test_a_row_that_starts_joins_the_step_that_runs() -> None:
-    rows = rows_in_parts(*(start(row, 1) for row in range(2)))
-    collect(rows, rows.launch())
-    assert numbers(rows.launch()) == [0]
-    rows.apply(plan(1000, 1000, [start(2, 3)]))
-    assert (numbers(rows.launch()), rows.step) == ([1, 2], 2)
-
-
 def test_chunks_of_one_prompt_follow_each_other_without_waiting() -> None:
     rows = rows_in_parts(start(0, 10), budget=4)
     first, second = rows.launch(), rows.launch()
@@ -264,27 +206,6 @@ def test_chunks_of_one_prompt_follow_each_other_without_waiting() -> None:
     for slices in (first, second, third):
         collect(rows, slices, TEXT)
     assert numbers(rows.launch()) == [0]
-
-
-def test_a_stopped_row_is_released_once_its_part_is_read() -> None:
-    rows = rows_in_parts(*(start(row, 1) for row in range(2)))
-    collect(rows, rows.launch())
-    first, second = rows.launch(), rows.launch()
-    rows.apply(plan(1000, 1000, stops=[(1, "cancelled")]))
-    assert not rows.take_result().released
-    assert not collect(rows, first).released
-    assert collect(rows, second).released == [(1, 2)]
-
-
-def test_a_span_pads_no_row_to_far_beyond_its_length() -> None:
-    lengths = [2 * MAX_PADDING + 40, MAX_PADDING + 20, 20, 10]
-    decoding = []
-    for number, length in enumerate(lengths):
-        row = Row.of(start(number, 3, num_blocks=-(-length // BLOCK)), [EOS])
-        row.last_id = TEXT
-        decoding.append(RowSlice(row, length - 1, 1, True))
-    inputs = build_inputs(decoding, BLOCK, torch.device("cpu"))
-    assert [span.lengths.tolist() for span in inputs.spans] == [lengths[:2], lengths[2:]]
 
 
 def row(number: int, width: int = 0) -> Row:
@@ -302,22 +223,7 @@ def test_the_least_recently_used_snapshot_makes_room() -> None:
     assert snapshots.take_changes() == [5, 6, -6, 8] and snapshots.take_changes() == []
 
 
-def test_a_block_that_gets_other_tokens_frees_its_snapshot() -> None:
-    snapshots = Snapshots([1])
-    snapshots.put(5, snapshots.take())
-    assert snapshots.take() == 1  # of block 5, which lost it
-    snapshots.put(6, 1)
-    snapshots.forget([5, 6])
-    assert snapshots.free == [1] and not snapshots.slots
-
-
 FOUR = [Adapter(name) for name in "abcd"]
-
-
-def test_one_that_waits_takes_the_place_of_one_whose_rows_have_ended_at_once() -> None:
-    turns = AdapterTurns(2)
-    assert turns.choose(FOUR[:3]) == set(FOUR[:2])
-    assert turns.choose(FOUR[1:3]) == set(FOUR[1:3])
 
 
 @given(st.integers(1, 3), st.integers(2, 4))
@@ -329,12 +235,3 @@ def test_each_adapter_comes_to_its_turn_and_keeps_it_for_a_while(most: int, want
         places = [place for place, step in enumerate(steps) if adapter in step]
         assert len(places) >= TURN_STEPS
         assert max(np.diff(places), default=1) <= wanted * TURN_STEPS + 1
-
-
-@given(st.lists(st.integers(-1, 3), max_size=20))
-def test_tokens_are_grouped_by_the_slots_of_their_adapters(slots: list[int]) -> None:
-    tokens = AdaptedTokens.of(np.array(slots, np.int32))
-    found = {slot: tokens.order[first:end].tolist() for slot, first, end in tokens.groups}
-    assert found == {
-        slot: [place for place, own in enumerate(slots) if own == slot] for slot in {*slots} - {-1}
-    }

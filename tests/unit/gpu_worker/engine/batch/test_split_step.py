@@ -14,7 +14,7 @@ from gpu_worker.engine.batch.inputs import Inputs
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel.communicator import Communicator
 from tests.support.engine import tiny_models
-from tests.support.engine.batch_player import Player, player, unpacked
+from tests.support.engine.batch_player import Player, player
 from tests.support.engine.start_rows import plan
 from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play, prompts
 from tests.support.engine.tiny_models import FAMILIES, VOCAB
@@ -158,14 +158,6 @@ def test_a_row_fails_when_it_samples_what_the_forward_raises_for(engine: Engine,
     assert found != expected
 
 
-def test_blocks_that_were_not_computed_are_not_reported_as_such(engine: Engine) -> None:
-    break_for(engine, BAD)
-    played = player(engine, 16)
-    played.run([played.start(1, [5] * 40 + [BAD], 5)])
-    [released] = [one for step in played.steps for one in step.released]
-    assert released == (1, 32), "two whole steps of sixteen tokens"
-
-
 def test_ranks_do_not_try_again(ending: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that raised may have left the others within a sum."""
     failing = break_for(ending, BAD)
@@ -178,19 +170,6 @@ def test_ranks_do_not_try_again(ending: Engine, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ValueError, match="too much"):
         ending.step()
     assert len(failing.sizes) == 1
-
-
-def test_a_step_that_none_computes_is_no_step(engine: Engine) -> None:
-    break_for(engine, BAD)
-    before = engine.rows.step
-    played = player(engine)
-    start = played.start(1, [BAD], 4)
-    engine.apply(plan(before + 1, 1000, [start]))
-    result = engine.step()
-    assert result and result.step == before and result.ended == [(1, "forward", 0)]
-    assert [number for number, _ in result.released] == [1]
-    assert unpacked(start.blocks) == played.rows[1].blocks
-    assert engine.step() is None and engine.rows.step == before
 
 
 @pytest.mark.parametrize("error", ["memory", "forward"])

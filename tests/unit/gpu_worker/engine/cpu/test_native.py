@@ -95,12 +95,6 @@ def test_an_engine_without_a_compiler_generates_the_same_ids(
     assert play(engine, dict(enumerate(prompts()))) == expected
 
 
-def test_without_permission_nothing_is_multiplied_by_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container's rules may forbid their registers, whose use would end the process."""
-    monkeypatch.setattr(machine, "permits_tiles", lambda: False)
-    assert "-DNO_AMX" in native.compile_command()
-
-
 TIMEOUT_S = 60
 PROGRAM = """
 #include "phases.h"
@@ -179,29 +173,6 @@ def test_layers_are_fused(
     family: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert num_fused(monkeypatch, tmp_path, family) == expected
-
-
-def test_layers_that_read_positions_are_not_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However near they come on the trial inputs."""
-    monkeypatch.setattr(fused_layer, "is_close", lambda *tensors: True)
-    assert num_fused(monkeypatch, tmp_path / "far", "Ministral3") == 0
-    assert num_fused(monkeypatch, tmp_path / "plain", "Llama") == 3
-
-
-def test_layers_with_scaled_residuals_are_not_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert num_fused(monkeypatch, tmp_path, "Granite", residual_multiplier=0.95) == 0
-
-
-def test_layers_with_other_code_are_not_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same parts, put together in another way."""
-    import transformers.models.llama.modeling_llama as llama
-
-    class Louder(llama.LlamaMLP):
-        def forward(self, states: torch.Tensor) -> torch.Tensor:
-            return super().forward(states) * 1.01  # type: ignore[no-any-return, no-untyped-call]
-
-    monkeypatch.setattr(llama, "LlamaMLP", Louder)
-    assert num_fused(monkeypatch, tmp_path, "Llama") == 0
 
 
 @pytest.mark.parametrize(("between", "joined"), [(1, True), (2, False)])

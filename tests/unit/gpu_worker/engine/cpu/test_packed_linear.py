@@ -5,11 +5,9 @@ engines where their bytes are equal.
 import ctypes
 import fcntl
 import os
-import re
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,58 +138,6 @@ class Headless(nn.Module):
         return None
 
 
-@pytest.fixture
-def small_regions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_linear, "REGION_BYTES", 4 * HUGE_BYTES)
-
-
-@pytest.mark.usefixtures("small_regions")
-def test_tensors_do_not_overlap() -> None:
-    pages, counts = LargePages(), (1, 3, 64, 1000, packed_linear.REGION_BYTES // 2, 7)
-    tensors = [pages.allocate(count, dtype) for count in counts for dtype in (torch.float32, torch.bfloat16)]
-    for number, tensor in enumerate(tensors):
-        assert not tensor.any() and tensor.data_ptr() % packed_linear.ALIGNED_BYTES == 0
-        tensor.fill_(number)
-    assert [len(tensor) for tensor in tensors[::2]] == list(counts)
-    assert all((tensor == number).all() for number, tensor in enumerate(tensors))
-
-
-@pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="the system has no large pages"
-)
-def test_the_system_is_advised_to_use_large_pages() -> None:
-    tensor = LargePages().allocate(10**6, torch.float32)
-    assert "hg" in flags_of(tensor.data_ptr())
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
-@pytest.mark.usefixtures("small_regions")
-def test_tensors_of_several_regions_are_shared() -> None:
-    """Those of two engines, of which the second finds those of the first."""
-    store = WeightStore(os.memfd_create("weights"))
-    counts = (1000, packed_linear.REGION_BYTES - 10**6, packed_linear.REGION_BYTES + 10, 10**6)
-    for _ in range(2):
-        pages = LargePages()
-        tensors = [pages.allocate(count, torch.uint8).fill_(number) for number, count in enumerate(counts)]
-        pages.share(store)
-        assert all((tensor == number).all() for number, tensor in enumerate(tensors))
-        assert [len(tensor) for tensor in tensors] == list(counts)
-        if "sh" not in flags_of(tensors[0].data_ptr()):
-            pytest.skip("shared memory has no large pages here")
-    used = sum(-(-size // HUGE_BYTES) * HUGE_BYTES for _, size in store.segments())
-    assert os.fstat(store.handle).st_size == HUGE_BYTES + used < 1.2 * (HUGE_BYTES + sum(counts))
-    os.close(store.handle)
-
-
-def flags_of(address: int) -> list[str]:
-    """Of the mapping that holds the address (man 5 proc, smaps)."""
-    for mapping in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())[1:]:
-        begin, end = (int(word, 16) for word in mapping.split()[0].split("-"))
-        if begin <= address < end:
-            return mapping.rpartition("VmFlags:")[2].split()
-    raise AssertionError("no such mapping")
-
-
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
 
 NUM_BYTES = 2 * HUGE_BYTES
@@ -247,16 +193,6 @@ def test_the_store_stays_locked_while_a_segment_is_compared(store: WeightStore) 
         assert os.waitpid(child, 0)[1] == 0
 
 
-def test_equal_bytes_are_there_once(store: WeightStore) -> None:
-    first, second, other = PrivateMemory(b"ab"), PrivateMemory(b"ab"), PrivateMemory(b"ac")
-    for memory in (first, other, second):
-        assert memory.offset is None
-        store.share(memory.address, NUM_BYTES)
-    assert first.offset == second.offset and other.offset not in (None, first.offset)
-    assert first.content == second.content == b"ab" * HUGE_BYTES and other.content == b"ac" * HUGE_BYTES
-    assert os.fstat(store.handle).st_size == HUGE_BYTES + 2 * NUM_BYTES
-
-
 def test_an_engine_that_is_killed_while_it_adds_weights_leaves_none(
     store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,13 +213,3 @@ def test_an_engine_that_is_killed_while_it_adds_weights_leaves_none(
     memory = PrivateMemory(b"live")
     store.share(memory.address, NUM_BYTES)  # the system has unlocked the store
     assert memory.offset == HUGE_BYTES and memory.content == b"live" * (NUM_BYTES // 4)
-
-
-def test_weights_stay_private_where_memory_is_short(
-    store: WeightStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    memory = PrivateMemory(b"ab")
-    monkeypatch.setattr(os, "pwrite", lambda *_: 0)
-    with pytest.raises(OSError, match="memory for shared weights is short"):
-        store.share(memory.address, NUM_BYTES)
-    assert memory.offset is None and memory.content == b"ab" * HUGE_BYTES

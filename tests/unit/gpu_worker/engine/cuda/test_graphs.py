@@ -15,7 +15,7 @@ from common.model_files import no_progress
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine import engine as engine_module
 from gpu_worker.engine.cuda import compile as compiling
-from gpu_worker.engine.cuda.graphs import CudaGraphs, graph_sizes, run_without_sync
+from gpu_worker.engine.cuda.graphs import CudaGraphs, run_without_sync
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model.warmup import max_captured_tokens
 from tests.support.engine import on_cuda, tiny_models
@@ -149,13 +149,6 @@ def test_a_long_row_is_split_in_a_graph_of_its_own(
         assert play(engine, rows) == expected
     decoded = [step for step in seen if step[1] == 2]  # the others computed prompts
     assert decoded == [("split", 2)] * (NEW_TOKENS - 1) + [("own", 2)] * (NEW_TOKENS - 1)
-
-
-def test_sizes_of_graphs_double_while_they_are_small() -> None:
-    assert graph_sizes(1, 1) == [1] and graph_sizes(3, 3) == [1, 2, 3]
-    assert graph_sizes(20, 256) == [1, 2, 4, 8, 16, 20, 40, 80, 144, 208, 256]
-    assert graph_sizes(2, 5) == [1, 2, 4, 5]
-    assert graph_sizes(256, 256)[-3:] == [240, 248, 256] and len(graph_sizes(256, 256)) == 35
 
 
 def test_what_torch_compiles_is_kept_where_nobody_else_writes(

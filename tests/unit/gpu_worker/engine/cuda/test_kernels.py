@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker.engine.attention.kv_cache import FLOATS8, fill_kv, write_kv
+from gpu_worker.engine.attention.kv_cache import FLOATS8, write_kv
 from gpu_worker.engine.batch.adapters import AdaptedTokens
 from gpu_worker.engine.cuda.adapters import DeviceTokens
 from gpu_worker.engine.cuda.linear import INPUTS_AT_ONCE, BlockLinear
@@ -84,16 +84,6 @@ def test_keys_and_values_become_8_bit_floats(dtype: torch.dtype, interpreted: In
     for cache, other in zip(found, expected, strict=True):
         assert other.float().any()
         torch.testing.assert_close(cache.float(), other.float(), rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("page", [(2, 16, 64), (3, 16, 96), (1, 5, 3)])
-@pytest.mark.parametrize("value", [0.0, math.nan])
-def test_blocks_are_filled(page: tuple[int, int, int], value: float, interpreted: Interpreted) -> None:
-    store = torch.randn(6, BLOCKS, *page, dtype=torch.bfloat16)
-    found, blocks = store.clone(), torch.tensor([2, 6, 0])
-    fill_kv(store, blocks, value)
-    interpreted("kv_write").fill_blocks(found, blocks, value)
-    torch.testing.assert_close(found, store, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("size", [64, 1000])

@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from api.grammar.compile import Grammar, compile_unchecked
 from common.messages.request import SamplingParams
 from common.settings.settings import SettingError
 from gpu_worker.engine.drafting.acceptance import FIRST_PAUSE
-from gpu_worker.engine.drafting.draft_model import BlockTable
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player, player
@@ -148,20 +146,6 @@ def test_it_drafts_again_after_a_sleep(equal: Engine, plain: Drafted) -> None:
     equal.wake_up(lambda _: None)
     played = play_rows(equal, lead=64)
     assert played.answer == plain.answer and played.share_right > 0.97
-
-
-def test_a_table_knows_which_tokens_a_draft_holds() -> None:
-    table, blocks = BlockTable(9, 4), np.array([3, 5, 7], np.int32)
-    assert table.length(blocks) == 0
-    table.note(blocks, 6)
-    assert table.length(blocks) == 6 and table.length(blocks[:1]) == 4
-    assert table.length(np.array([3, 8, 5])) == 4, "a block after a missing one does not count"
-    table.note(blocks, 5)
-    assert table.length(blocks) == 6
-    table.clear(np.array([5], np.int32))
-    assert table.length(blocks) == 4
-    table.note(blocks, 12)
-    assert table.length(blocks) == 12
 
 
 def test_a_draft_model_that_cannot_serve_is_refused_by_name(folder: Path, tmp_path: Path) -> None:

@@ -15,10 +15,8 @@ from gpu_worker.engine.drafting.acceptance import (
     FIRST_LOSS,
     FIRST_PAUSE,
     LOSS_SHARE,
-    PROPOSAL_COST,
     TRIAL_PROPOSALS,
     Acceptance,
-    ProposalCosts,
     TrialBudget,
 )
 from gpu_worker.engine.drafting.proposers import (
@@ -29,12 +27,10 @@ from gpu_worker.engine.drafting.proposers import (
     RecentAnswers,
     guessing_factory,
     make_proposer,
-    most_frequent,
 )
 from tests.support.engine.fixed_grammar import FixedGrammar
 
 VALUES = read_speculation(0, '{"method": "suffix"}').values
-MIN_MATCH, MAX_MATCH = (int(VALUES[f"prompt_lookup_{end}"]) for end in ("min", "max"))
 
 
 def guesser(ids: Sequence[int]) -> Guesser:
@@ -60,23 +56,6 @@ def test_what_followed_the_last_ids_before_is_guessed(ids: list[int], guessed: l
     assert guesser(ids).guess(2) == guessed[:2]
 
 
-def expected_place(ids: list[int]) -> list[int]:
-    """Where the longest, newest match ends, by trying all."""
-    for length in range(min(MAX_MATCH, len(ids) - 1), MIN_MATCH - 1, -1):
-        for place in range(len(ids) - 1, length - 1, -1):
-            if ids[place - length : place] == ids[-length:]:
-                return [place]
-    return []
-
-
-def test_the_match_is_the_longest_and_of_these_the_newest() -> None:
-    draw = random.Random(1)
-    for _ in range(500):
-        ids = [draw.randrange(3) for _ in range(draw.randrange(1, 40))]
-        places, _ = guesser(ids).text.matches(MIN_MATCH, MAX_MATCH)
-        assert places[-1:] == expected_place(ids)
-
-
 def suffix_guesser(ids: Sequence[int], answers: RecentAnswers | None = None) -> Guesser:
     return Guesser(np.array(ids, np.int32), VALUES, answers or RecentAnswers(100))
 
@@ -94,24 +73,6 @@ def suffix_guesser(ids: Sequence[int], answers: RecentAnswers | None = None) -> 
 )
 def test_what_followed_most_often_is_guessed(ids: list[int], guessed: list[int]) -> None:
     assert suffix_guesser(ids).guess(9) == guessed
-
-
-def test_a_guess_ends_where_it_becomes_unlikely() -> None:
-    places = [([1, 2, 3], 0), ([1, 2, 4], 0), ([1, 5, 6], 0), ([7, 8, 9], 0)]
-    assert most_frequent(places, 9, 0.3) == ([1, 2], 3 / 4 + 2 / 4)
-    assert most_frequent(places, 9, 0.6) == ([1], 3 / 4)
-    assert most_frequent(places, 9, 0.8) == ([], 0)
-
-
-def test_answers_of_other_rows_are_found() -> None:
-    answers = RecentAnswers(100)
-    first = suffix_guesser([1, 2], answers)
-    first.append([20, 21, 22, 23, 24])
-    other = suffix_guesser([9, 20, 21, 22], answers)
-    assert other.guess(9) == [23, 24]
-    assert suffix_guesser([9, 20, 21, 22], RecentAnswers(0)).guess(9) == []
-    first.append([25])  # it still runs
-    assert other.guess(9) == [23, 24, 25]
 
 
 def expected_matches(answers: dict[int, list[int]], tail: list[int]) -> tuple[set[tuple[int, int]], int]:
@@ -225,20 +186,6 @@ def test_wrong_proposals_of_all_rows_lose_a_small_share(cost: float, judged_toge
     assert late, "what was wrong once is tried again"
 
 
-def test_proposals_that_cannot_pay_are_not_tried() -> None:
-    assert Acceptance().num_worth(MOST, 1.0) == 0 and Acceptance().num_worth(MOST, 0.9) == MOST
-
-
-@pytest.mark.parametrize(("right", "expected"), [(0, 0), (1, 1), (2, 2), (8, 8)])
-def test_as_many_are_proposed_as_are_right(right: int, expected: int) -> None:
-    """After some steps, of which each confirms the first `right` proposals, at most."""
-    acceptance = Acceptance()
-    for _ in range(40):
-        count = acceptance.num_worth(8)
-        acceptance.learn(1 + min(right, count), count)
-    assert acceptance.num_worth(8) in range(expected, min(8, 2 * expected) + 1)
-
-
 def test_a_gate_judges_rows_that_have_not_proposed_much() -> None:
     """Where proposals of no row pay, none is made, until all rows together have come so far as a pause lasts;
     then a trial follows.
@@ -251,12 +198,3 @@ def test_a_gate_judges_rows_that_have_not_proposed_much() -> None:
     for row in (first, second):
         row.learn(FIRST_PAUSE // 2, 0)
     assert not first.is_paused and first.is_on_trial and first.num_worth(MOST) == MOST
-
-
-def test_proposals_cost_more_the_more_rows_there_are() -> None:
-    costs = ProposalCosts()
-    assert costs.of_one == PROPOSAL_COST
-    costs.set(10, 1, 2, 0.5)
-    assert costs.of_one == pytest.approx((1 + 2) / 10)
-    costs.num_rows = 11
-    assert costs.of_one == pytest.approx((11 * 1 + 2 + 10 * 0.5) / 20)

@@ -5,8 +5,6 @@ sleep and the threads of a worker.
 import json
 import math
 import shutil
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from common.process import machine
 from common.rank import RankInfo
 from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.config import check_quantize
 from gpu_worker.engine.model.load import threads_of
 from gpu_worker.engine.model.model import SleepingModel, unique_storages
@@ -58,10 +54,6 @@ def configure(folder: Path, **values: Any) -> None:
         ),
         ({"quant_method": "gptq", "bits": 5}, r"it has 5 bits; 2, 3, 4 and 8 are read"),
         (
-            {"quant_method": "awq", "bits": 4, "version": "gemv"},
-            r"its weights are packed as gemv; gemm is read",
-        ),
-        (
             {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
             r"its format is nvfp4-pack-quantized; .*pack-quantized.* are read",
         ),
@@ -70,12 +62,8 @@ def configure(folder: Path, **values: Any) -> None:
             r"its weights are sparse \(sparse-24-bitmask\)",
         ),
         ({"quant_method": "hqq"}, r"is quantised \(hqq\): .*[Hh][Qq][Qq]"),
-        ({"quant_method": "modelopt"}, r"is quantised \(modelopt\); these are known: .*gptq"),
         ({"bits": 4}, r"is quantised \(method not named\)"),
         ({"quant_method": "exl2", "bits": 4.65}, r"is quantised \(exl2\): ExLlamaV2's layout .* is not read"),
-        ({"quant_method": "aqlm"}, r"is quantised \(aqlm\): .*[Aa][Qq][Ll][Mm]"),
-        ({"quant_method": "quanto"}, r"is quantised \(quanto\): .*quanto"),
-        ({"quant_method": "torchao"}, r"is quantised \(torchao\): .*torchao"),
     ],
 )
 def test_a_quantisation_method_that_is_not_read_is_refused(
@@ -96,14 +84,6 @@ def test_8_bit_weights_without_a_quantisation_config_are_refused(tmp_path: Path)
         tmp_path,
         r"has weights of type F8_E4M3 \(model\.layers\.0\.\S+\), and its config\.json says nothing of them",
     )
-
-
-def test_missing_weights_are_refused(tmp_path: Path) -> None:
-    tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    refused(tmp_path, r"has no weights for model\.layers\.1\.mlp\.up_proj\.weight$")
 
 
 def refused(folder: Path, words: str) -> None:
@@ -229,15 +209,11 @@ INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     ("quantization", "asked"),
     [
         (NF4, "bitsandbytes-nf4"),
-        (NF4, "bitsandbytes"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes-fp4"),
         (INT8, "bitsandbytes"),
-        ({"quant_method": "fbgemm_fp8"}, "fbgemm-fp8"),
         (NF4, None),
         (None, None),
         (None, "fp8"),
-        (None, "bitsandbytes"),
-        (None, "eetq"),
     ],
 )
 def test_the_checkpoints_own_method_is_served(quantization: dict[str, Any] | None, asked: str | None) -> None:
@@ -248,8 +224,6 @@ def test_the_checkpoints_own_method_is_served(quantization: dict[str, Any] | Non
     ("quantization", "asked", "cause"),
     [
         (NF4, "bitsandbytes-fp4", "weights are loaded as the checkpoint has them (bitsandbytes-nf4)"),
-        (INT8, "bitsandbytes-nf4", "weights are loaded as the checkpoint has them (bitsandbytes)"),
-        (NF4, "awq", "weights are loaded as the checkpoint has them (bitsandbytes-nf4)"),
         (
             None,
             "gptq",
@@ -312,42 +286,3 @@ def test_an_engine_wakes_as_it_fell_asleep(tmp_path: Path) -> None:
     assert engine.wake_up(print).num_blocks == num_blocks == engine.loaded.cache.num_blocks
     later = {row + len(rows): ids for row, ids in rows.items()}
     assert [*play(engine, later).values()] == [*expected.values()]
-
-
-VOCAB = 10
-
-
-@pytest.mark.parametrize(
-    ("took_s", "cpu_s", "delay_s", "expected_s"),
-    [
-        pytest.param(1.0, 1.6, 0.0, 1.0, id="undisturbed, one thread has less to do"),
-        pytest.param(3.0, 1.6, 2.0, 1.0, id="one of two threads waited"),
-        pytest.param(3.0, 2.0, 4.0, 1.0, id="both waited at once"),
-        pytest.param(1.0, 2.2, 0.0, 1.0, id="other threads computed, too"),
-    ],
-)
-def test_a_step_is_timed_without_what_other_processes_took(
-    took_s: float, cpu_s: float, delay_s: float, expected_s: float
-) -> None:
-    assert warmup.undisturbed_s(took_s, cpu_s, delay_s, num_threads=2) == expected_s
-
-
-def test_the_budget_of_an_engine_that_starts_on_a_busy_machine_is_that_of_a_quiet_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its clocks go as those of a process that has a core for a tenth of the time."""
-    clocks = {"took": 0.0, "delay": 0.0, "cpu": 0.0}
-
-    def forward(slices: Sequence[RowSlice]) -> None:
-        clocks["took"] += 1.28
-        clocks["delay"] += 1.28 - 0.128
-        clocks["cpu"] += 0.128
-
-    monkeypatch.setattr(time, "perf_counter", lambda: clocks["took"])
-    monkeypatch.setattr(time, "process_time", lambda: clocks["cpu"])
-    monkeypatch.setattr(warmup, "run_delay_s", lambda pid: clocks["delay"])
-    token_ms = warmup.token_ms(forward, 1024, VOCAB, 16, torch.device("cpu"))  # type: ignore[arg-type]
-    assert token_ms == pytest.approx(1.0)
-    assert warmup.max_batch_prefill_tokens(token_ms, torch.device("cpu")) == 1184
-    assert warmup.max_batch_prefill_tokens(token_ms / 100, torch.device("cpu")) == 2048
-    assert warmup.max_batch_prefill_tokens(token_ms, torch.device("cuda")) == 128

@@ -18,11 +18,10 @@ from transformers import AutoModelForCausalLM
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.cpu.packed_linear import LargePages, NativeLinear
 from gpu_worker.engine.quantization import gguf as convert
-from gpu_worker.engine.quantization.at_load import FP4, NF4, ROUNDINGS
+from gpu_worker.engine.quantization.at_load import ROUNDINGS
 from gpu_worker.engine.quantization.blocks import Blocks
 from gpu_worker.engine.quantization.gguf import BLOCKS_FILE, UNPACK, converted_blocks, unpack
-from gpu_worker.engine.quantization.integers import read_int8
-from gpu_worker.engine.quantization.weight import scale_floats, scale_integers, widen
+from gpu_worker.engine.quantization.weight import scale_integers, widen
 from tests.support.engine import quantized_models, tiny_models
 from tests.support.engine.quantized_models import keep_blocks_only, keeps_blocks, mean, multiplies_blocks
 from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play, prompts
@@ -57,16 +56,6 @@ def test_blocks_of_every_size_are_multiplied_like_plain_weights(bits: int, size:
     assert all(torch.equal(plain(rows[:count]), own(rows[:count])) for count in (1, 3, 40))
 
 
-def test_parts_of_blocks_begin_where_blocks_do_not() -> None:
-    blocks, expected = make(4, 128)
-    assert isinstance(blocks, Blocks)
-    part = blocks.of_columns(64, 320)
-    assert part and part.size == 64 and torch.equal(widen(part), expected[:, 64:320])
-    assert blocks.of_columns(8, 128) is None
-    rows = torch.arange(3, 17)
-    assert torch.equal(widen(blocks.of_rows(rows)), expected[3:17])
-
-
 def test_weights_without_blocks_are_plain() -> None:
     """Where groups have several sizes, one that fits no kernel, or sums would be rounded."""
     quants, zeros = torch.arange(16, dtype=torch.uint8).repeat(2, 2), torch.full((2, 2), 3)
@@ -82,24 +71,6 @@ def test_weights_without_blocks_are_plain() -> None:
     assert isinstance(scale_integers(quants[:, :24], scales, zeros, 12), torch.Tensor)
     assert isinstance(scale_integers(quants, scales / 3, zeros, 16), torch.Tensor)
     assert isinstance(scale_integers(quants, scales, zeros, 16), Blocks)
-
-
-def test_parts_of_floats_may_end_early() -> None:
-    values = torch.ones(5, 7).to(torch.float8_e4m3fn)
-    scales = torch.arange(6.0).view(2, 3)
-    assert scale_floats(values, scales, (4, 3)).widen()[3:, 2:].tolist() == [[0, 1, 1, 1, 2], [3, 4, 4, 4, 5]]
-    with pytest.raises(ValueError, match=r"scales \[2, 3\] do not fit weights \[5, 7\]"):
-        scale_floats(values, scales, (2, 3))
-
-
-def test_parts_of_a_size_that_no_config_names_are_equal() -> None:
-    values = torch.ones(576, 128).to(torch.float8_e4m3fn)
-    assert scale_floats(values, torch.ones(4, 2)).part == (144, 64)
-    with pytest.raises(ValueError, match=r"scales \[5, 1\] of blocks .* do not divide weights \[576, 128\]"):
-        scale_floats(values, torch.ones(5, 1))
-    quants = {"weight": torch.ones(2, 576, dtype=torch.int8), "weight_scale": torch.ones(2, 5)}
-    with pytest.raises(ValueError, match=r"5 groups do not divide 576 inputs"):
-        read_int8(quants, {})
 
 
 pytestmark = pytest.mark.usefixtures("library")
@@ -173,39 +144,6 @@ def test_a_type_is_unpacked_to_the_weights_that_it_means(name: str) -> None:
 
 
 ROWS = {0: [5, 6, 7], 1: list(range(3, 40))}
-
-
-def float64_nearest(weight: torch.Tensor, codes: tuple[float, ...]) -> torch.Tensor:
-    """Each weight of 64 in turn as the nearest code, times their largest."""
-    parts = weight.flatten().double().view(-1, 64)
-    largest = parts.abs().amax(1, keepdim=True)
-    table = torch.tensor(codes).double()
-    found = ((parts / largest)[..., None] - table).abs().argmin(-1)
-    return (table[found] * largest).view(weight.shape)
-
-
-@pytest.mark.parametrize("shape", [(16, 128), (48, 96)], ids=["blocks", "across rows"])
-@pytest.mark.parametrize("method", ["nf4", "fp4"])
-def test_four_bits_are_the_nearest_codes(method: str, shape: tuple[int, int]) -> None:
-    torch.manual_seed(0)
-    weight = torch.randn(shape)
-    codes = NF4 if method == "nf4" else (*FP4, *(-code for code in FP4))
-    own = ROUNDINGS[f"bitsandbytes-{method}"](weight)
-    assert isinstance(own, Blocks) is (shape[1] % 64 == 0)
-    assert torch.allclose(widen(own).double(), float64_nearest(weight, codes), rtol=1e-6)
-
-
-@pytest.mark.parametrize(("method", "whole"), [("bitsandbytes", 127), ("eetq", 128)])
-def test_eight_bits_have_a_scale_for_each_output(method: str, whole: int) -> None:
-    torch.manual_seed(0)
-    weight = torch.randn(16, 96).half()
-    weight[3] = 0
-    largest = weight.float().abs().amax(1, keepdim=True)
-    scales = largest / whole if method == "bitsandbytes" else (largest / whole).half().float()
-    quants = (weight.float() / (largest / whole).clamp(min=1e-9)).round().clamp(-128, 127)
-    own = ROUNDINGS[method](weight)
-    assert isinstance(own, Blocks) and own.quants.dtype == torch.int8
-    assert torch.allclose(widen(own), quants * scales, rtol=1e-6)
 
 
 def rounded(model: Any, method: str) -> Any:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 from common.quantize_job import QuantizeJob
@@ -22,9 +21,7 @@ from gpu_worker.engine.quantizing.quantize import BUNDLED, LONGEST, quantize, re
 from gpu_worker.engine.quantizing.rounding import (
     Grid,
     output_error,
-    record_inputs,
     round_by_gptq,
-    scale_inputs,
 )
 from tests.support.engine import tiny_models
 from tests.support.engine.tiny_engine import NEW_TOKENS, check_ids, engine_of, prompts
@@ -169,44 +166,3 @@ def test_outputs_are_nearer_than_with_the_nearest_weights(bits: int, act_order: 
     assert other == pytest.approx(
         float(((weight - nearest.widen()) @ rows.T).pow(2).sum() / len(rows)), rel=1e-3
     )
-
-
-def test_few_tokens_are_damped_and_inputs_that_are_not_finite_refused() -> None:
-    rows, weight, grid = outliers(3), torch.randn(8, 64), Grid(4, True, torch.float16, SIZE)
-    rounded = round_by_gptq(weight, rows.T @ rows, grid, True, 1e-9)
-    assert rounded.widen().isfinite().all()
-    with pytest.raises(SettingError, match=r"^--calibration: the inputs of a layer are not finite"):
-        round_by_gptq(weight, torch.full((64, 64), torch.nan), grid, False, 0.01)
-
-
-class Block(nn.Module):
-    """A norm before two layers, the second of which multiplies the first's outputs by others."""
-
-    def __init__(self, own_norm: bool) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(64)
-        self.up_proj = nn.Linear(64, 64)
-        self.down_proj = nn.Linear(64, 48)
-        self.own_norm = own_norm
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        normed = self.norm(rows)
-        up: torch.Tensor = self.up_proj(normed) * torch.linspace(0.1, 9, 64)
-        output: torch.Tensor = self.down_proj(up)
-        return output if self.own_norm else output + normed.sum(-1, keepdim=True)
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("own_norm", [True, False])
-def test_scaled_inputs_leave_the_layer_as_it_is(own_norm: bool) -> None:
-    """A norm that gives others its outputs, too, is not changed."""
-    rows, block = outliers(), Block(own_norm)
-    norm, down = block.norm.weight.clone(), block.down_proj.weight.clone()
-    expected, grid = block(rows), Grid(4, False, torch.float16, SIZE)
-    groups = record_inputs(block, [block.up_proj, block.down_proj], [lambda: block(rows)])
-    before = groups[1].hessian.clone()
-    scale_inputs(block, groups, [grid, grid], lambda: block(rows))
-    assert torch.allclose(block(rows), expected, rtol=1e-3, atol=1e-3)
-    assert torch.equal(block.norm.weight, norm) is not own_norm
-    assert not torch.equal(block.down_proj.weight, down)
-    assert not torch.equal(groups[1].hessian, before)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from common.messages.request import BeamParams, SamplingParams
 from gpu_worker.engine.batch.beams import Beam, BeamSearch, Candidate, SearchStep, score_beams
-from gpu_worker.engine.batch.sampling_state import BUFFERED_NUMBERS
 from gpu_worker.engine.in_flight import StepSamples
 from gpu_worker.engine.sampling import native_sampler, sampler
 from tests.support.engine.fixed_grammar import FixedGrammar
@@ -32,7 +31,7 @@ from tests.support.engine.sample_requests import (
     request,
     sample,
 )
-from tests.support.engine.sampling_reference import fits, log_softmax, penalised, processed
+from tests.support.engine.sampling_reference import fits, penalised, processed
 from tests.support.parameters.slow_but import slow_but
 
 pytestmark = pytest.mark.usefixtures("each_sampler")
@@ -72,19 +71,6 @@ def top_logprobs_of(sampled: StepSamples, row: int, size: int = VOCABULARY) -> A
     logprobs[top.ids] = top.logprobs
     assert top.logprobs == sorted(top.logprobs, reverse=True)
     return logprobs
-
-
-@pytest.mark.parametrize(("raw", "ties"), [(False, True), (True, False)])
-@pytest.mark.parametrize("name", CASES)
-def test_each_parameter_gives_the_distribution_of_the_reference(name: str, raw: bool, ties: bool) -> None:
-    sampling = SamplingParams(**CASES[name], raw_logprobs=raw)
-    logits = logits_of(1, 8, ties)
-    sampled = sample(logits, [request(replace(sampling, seed=row), VOCABULARY) for row in range(8)])
-    for row in range(8):
-        check_row(sampled, row, logits[row], sampling)
-        assert raw or not np.array_equal(
-            top_logprobs_of(sampled, row), log_softmax(logits[row].double().numpy())
-        )
 
 
 @pytest.mark.parametrize("name", ["top_p", "repetition", "all"])
@@ -163,10 +149,6 @@ def test_rows_without_effective_parameters_are_plainly_greedy(monkeypatch: pytes
     assert sample(logits, [None, None]).ids == logits.argmax(-1).tolist()
 
 
-KEEPS_ALL = [{}, {"top_k": 1}, {"top_p": 0.9999}, {"typical_p": 0.9999}]
-"""Each keeps all tokens that are as likely as the likeliest, even 4,096."""
-
-
 @pytest.mark.parametrize(
     "each_sampler", ["kernels", pytest.param("torch", marks=pytest.mark.slow)], indirect=True
 )
@@ -192,30 +174,6 @@ def test_choices_follow_the_distribution(name: str) -> None:
     expected = np.append(expected[often], expected[~often].sum())
     filled = expected > 0
     assert len(observed[filled]) == 1 or fits(observed[filled], expected[filled])
-
-
-def sample_with(logits: torch.Tensor, uniforms: Sequence[float], params: dict[str, Any]) -> list[int]:
-    """Samples rows of the same logits by these random numbers."""
-    requests = [request(SamplingParams(temperature=1.0, **params)) for _ in uniforms]
-    for uniform, sample_request in zip(uniforms, requests, strict=True):
-        assert sample_request
-        sample_request.state.random.begin = 0
-        sample_request.state.random.values = [uniform] * BUFFERED_NUMBERS
-    return sample(logits.expand(len(uniforms), -1), requests).ids
-
-
-@pytest.mark.parametrize("params", KEEPS_ALL)
-def test_a_token_of_probability_0_is_never_sampled(params: dict[str, Any]) -> None:
-    """Four tokens share the numbers equally; a number at a border belongs to the next one."""
-    logits = torch.tensor([-math.inf, 1.0, 1.0, -math.inf, 1.0, 1.0, -math.inf])
-    uniforms = [0.0, 0.2499, 0.25, 0.5, 0.7499, 0.75, 1 - 2**-53]
-    assert sample_with(logits, uniforms, params) == [1, 1, 2, 4, 4, 5, 5]
-
-
-@pytest.mark.parametrize("params", KEEPS_ALL)
-def test_equally_likely_tokens_share_the_numbers(params: dict[str, Any]) -> None:
-    uniforms = [part / 32 for part in range(32)]
-    assert sample_with(torch.zeros(4096), uniforms, params) == list(range(0, 4096, 128))
 
 
 def test_of_equally_likely_tokens_the_lower_ids_are_kept() -> None:

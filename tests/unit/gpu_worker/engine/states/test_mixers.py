@@ -10,13 +10,11 @@ import torch
 from torch import nn
 from transformers.models.mamba import modeling_mamba
 
-from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.states.mixers import MixerRecorder, check_parts, find_mixers
-from gpu_worker.engine.states.row_states import StateSpan, split_states
 from gpu_worker.engine.states.scans import FirstStates, continuing
 from gpu_worker.protocol import UnservableModel
 from tests.support.engine import tiny_models
-from tests.support.engine.tiny_engine import MANY_NEW_TOKENS, NEW_TOKENS, check_ids, engine_of, play, prompts
+from tests.support.engine.tiny_engine import MANY_NEW_TOKENS, NEW_TOKENS, check_ids, engine_of, prompts
 from tests.support.states.hybrid_models import HYBRIDS
 
 QUICK = ("LFM2", "Mamba2")
@@ -87,40 +85,6 @@ def test_a_mixer_that_is_used_twice_is_refused() -> None:
     recorder.mix(mixer, torch.zeros(1, 8, 4))
     with pytest.raises(UnservableModel, match="used twice"):
         recorder.mix(mixer, torch.zeros(1, 8, 4))
-
-
-LENGTHS = (40, 3, 300, 41, 1)
-"""Of prompts: a row of 300 is longer than the others by too much."""
-
-
-@pytest.fixture(scope="module")
-def lfm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Engine]:
-    folder: Path = tmp_path_factory.mktemp("lfm2")
-    return tiny_models.save(folder, *HYBRIDS["LFM2"]), engine_of(folder)
-
-
-@pytest.fixture
-def spans(monkeypatch: pytest.MonkeyPatch) -> list[list[StateSpan]]:
-    """Of the steps that run."""
-    seen = list[list[StateSpan]]()
-
-    def noted(*arguments: Any) -> list[StateSpan]:
-        seen.append(split_states(*arguments))
-        return seen[-1]
-
-    monkeypatch.setattr("gpu_worker.engine.states.model_states.split_states", noted)
-    return seen
-
-
-def test_prompts_of_like_lengths_are_one_span(lfm2: tuple[Any, Engine], spans: list[list[StateSpan]]) -> None:
-    """Their ids are those of `generate`, though shorter ones are padded."""
-    model, engine = lfm2
-    prompts = {row: [5 + row] * length for row, length in enumerate(LENGTHS)}
-    found = play(engine, prompts, new_tokens=4)
-    assert found == {row: tiny_models.generate(model, prompt, 4) for row, prompt in prompts.items()}
-    counts = [None if one.counts is None else one.counts.tolist() for one in spans[0]]
-    assert counts == [None, [41, 40], [3, 1]]
-    assert [one.decodes for one in spans[-1]] == [True]
 
 
 @pytest.mark.parametrize("gated", [False, True])
