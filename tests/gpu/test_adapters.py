@@ -4,12 +4,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
-from gpu_worker.engine.batch.adapters import AdaptedTokens
-from gpu_worker.engine.cuda.adapters import DeviceTokens
 from tests.support.adapters import fake_kernels
 from tests.support.adapters.playing import COUNT, load_adapters, play
 from tests.support.adapters.tiny_adapters import merged, save_adapter
@@ -26,9 +22,6 @@ from tests.support.engine.on_cuda import (  # noqa: F401
 from tests.support.engine.tiny_engine import prompts
 from tests.support.engine.triton_interpreter import forget_kernels, interpret_kernels, kernels
 
-SIZES = {"cuda": (4096, 14_336, 300), "cpu": (96, 70, 20)}
-"""Inputs, outputs and tokens: of Llama 8B on a GPU."""
-
 
 @pytest.fixture
 def module(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
@@ -38,29 +31,6 @@ def module(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[s
     yield kernels
     if device == "cpu":
         forget_kernels()
-
-
-@ANYWHERE
-def test_what_adapters_add_equals_what_torch_computes(device: str, module: Callable[[str], Any]) -> None:
-    torch.manual_seed(0)
-    inputs, outputs, num_tokens = SIZES[device]
-    ranks = torch.tensor([16, 64, 0, 8], dtype=torch.int32)
-    slots = np.random.default_rng(0).integers(-1, 4, num_tokens).astype(np.int32)
-    tokens = DeviceTokens(num_tokens, 4, torch.device(device))
-    tokens.set(AdaptedTokens.of(slots), by_kernels=True)
-    rows = torch.randn(num_tokens, inputs).bfloat16()
-    down, up = torch.randn(4, 64, inputs).bfloat16() / 64, torch.randn(4, outputs, 64).bfloat16()
-    found, expected = (
-        torch.zeros(num_tokens, outputs, device=device).bfloat16(),
-        torch.zeros(num_tokens, outputs),
-    )
-    own = [tensor.to(device) for tensor in (rows, down, up, ranks)]
-    shrunk = module("adapters").shrink(own[0], own[1], own[3], tokens.order, tokens.starts)
-    module("adapters").expand(found, shrunk, own[2], own[3], tokens.order, tokens.starts)
-    places = tokens.order.cpu(), tokens.starts.cpu()
-    shrunk = fake_kernels.shrink(rows, down, ranks, *places)
-    fake_kernels.expand(expected, shrunk, up, ranks, *places)
-    torch.testing.assert_close(found.cpu().float(), expected, rtol=2e-2, atol=2e-1)
 
 
 @ANYWHERE

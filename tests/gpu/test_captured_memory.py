@@ -78,11 +78,9 @@ def test_replays_are_the_same_whatever_is_allocated_between_them(
         del noise
 
 
-@ANYWHERE
+@ON_GPUS
 def test_a_step_that_waits_is_refused_before_its_capture_begins(device: str) -> None:
     """The allocator and other captures go on."""
-    if device == "cpu":
-        pytest.skip("a CPU does not wait for itself: test_graphs.py has an imitation of this")
     capture, numbers = make_capture(torch.device(device)), torch.arange(8.0, device=device)
 
     def waits() -> None:

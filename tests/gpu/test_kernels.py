@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker.engine.attention.kv_cache import FLOATS8, raw, write_kv
 from gpu_worker.engine.cuda.linear import BlockLinear, Fp8Linear, round_rows
 from gpu_worker.engine.quantization.blocks import Blocks
 from gpu_worker.engine.sampling.multinomial import SamplerOutput
@@ -30,7 +29,6 @@ QWEN = 151_936
 VOCABULARIES = {"cuda": (QWEN, 50_257), "cpu": (500,)}
 SEVERAL = 2**31 + 2**20
 """Numbers of a tensor whose last ones have no place in 32 bits."""
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
 @pytest.fixture
@@ -41,26 +39,6 @@ def module(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[s
     yield kernels
     if device == "cpu":
         forget_kernels()
-
-
-@ANYWHERE
-@DTYPES
-def test_the_likeliest_tokens_are_those_of_torch(
-    device: str, dtype: torch.dtype, module: Callable[[str], Any]
-) -> None:
-    """The first of equal ones; also of rows that begin anywhere in memory, as those of some vocabularies."""
-    for size in VOCABULARIES[device]:
-        torch.manual_seed(size)
-        logits = (torch.randn(9, size, device=device) * 4).to(dtype)
-        logits[3, size // 3] = logits[3, size // 2] = 60.0
-        logits[4, 1:] = -math.inf
-        for rows in (logits, logits[1:]):
-            ids, logprobs = module("greedy").greedy_rows(rows)
-            best = rows.max(-1, keepdim=True)
-            first = (rows == best.values).byte().argmax(-1)
-            assert ids.tolist() == first.tolist()
-            expected = torch.log_softmax(rows.double(), -1).gather(1, first[:, None])[:, 0]
-            torch.testing.assert_close(logprobs.double(), expected, rtol=0, atol=2e-5)
 
 
 def rows_of(output: SamplerOutput, places: list[int]) -> SamplerOutput:
@@ -146,46 +124,6 @@ def test_products_of_8_bit_floats_are_those_of_the_rounded_numbers(device: str, 
             for multiply in (linear, compiled):
                 error = (multiply(rows)[0].double() - expected).abs().amax() / expected.std()
                 assert error < 0.05, f"{num_rows} rows"
-
-
-@ANYWHERE
-@pytest.mark.parametrize("kv_dtype", [None, *FLOATS8.values()], ids=str)
-@DTYPES
-def test_keys_and_values_are_written_as_by_torch(
-    device: str, dtype: torch.dtype, kv_dtype: torch.dtype | None, module: Callable[[str], Any]
-) -> None:
-    """Bit for bit; as rotary embeddings leave keys, and merged products values."""
-    torch.manual_seed(0)
-    tokens, heads, dim = 37, 3, 64
-    key = (torch.randn(heads, tokens, dim) * torch.logspace(-7, 4, dim)).to(dtype)
-    value = torch.randn(tokens, 3 * heads * dim)[:, :192].unflatten(1, (heads, dim)).transpose(0, 1).to(dtype)  # type: ignore[no-untyped-call]
-    slots, scales = torch.randperm(12 * 16)[:tokens], (0.37, 1.5) if kv_dtype else (1.0, 1.0)
-    expected = [torch.zeros(12, heads, 16, dim, dtype=kv_dtype or dtype) for _ in range(2)]
-    found = [cache.to(device, copy=True) for cache in expected]
-    write_kv(expected[0], expected[1], key, value, slots, scales)
-    for where in (slots, slots.int()):
-        module("kv_write").write_keys_and_values(
-            *found, key.to(device), value.to(device), where.to(device), scales
-        )
-        for cache, other in zip(found, expected, strict=True):
-            assert torch.equal(raw(cache).cpu(), raw(other))
-            raw(cache).zero_()
-
-
-@ANYWHERE
-@pytest.mark.parametrize("value", [0.0, math.nan])
-def test_blocks_are_filled(device: str, value: float, module: Callable[[str], Any]) -> None:
-    """Also behind what 32 bits can say."""
-    page = (2, 16, 128)
-    num_blocks = SEVERAL // math.prod(page) if device == "cuda" else 9
-    store = torch.ones(2, num_blocks, *page, dtype=torch.bfloat16, device=device)
-    blocks = torch.tensor([0, num_blocks - 1], device=device)
-    module("kv_write").fill_blocks(store, blocks, value)
-    for tensor in store:
-        assert torch.allclose(
-            tensor[blocks].float(), torch.full((2, *page), value, device=device), equal_nan=True
-        )
-        assert (tensor[1] == 1).all() and (tensor[num_blocks - 2] == 1).all()
 
 
 @ANYWHERE

@@ -104,13 +104,6 @@ def test_linux_without_a_gpu_installs_torch_for_cpu(tmp_path: Path, name: str) -
 
 
 @has_driver
-def test_a_local_wheel_needs_no_index(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, fails="")
-    assert machine.install().returncode == 0
-    assert machine.asked()[1:] == ORDINARY
-
-
-@has_driver
 def test_an_unreachable_cpu_index_is_reported_and_pypi_is_used(tmp_path: Path) -> None:
     machine = Machine(tmp_path, fails="*no-index* *versions*")
     done = machine.install()
@@ -132,11 +125,6 @@ def test_torch_index_overrides_the_choice(tmp_path: Path) -> None:
     assert probe.endswith("index versions --index-url https://mirror/cu126 torch")
     assert first.endswith(f"--no-deps --index-url https://mirror/cu126 {torch()}")
     assert rest == WITH_GPU
-
-
-def test_a_torch_index_that_does_not_answer_is_named(tmp_path: Path) -> None:
-    done = Machine(tmp_path, gpu=True, fails="*versions*").install(TORCH_INDEX="https://mirror/cu126")
-    assert done.returncode == 1 and "TORCH_INDEX: https://mirror/cu126 does not answer" in done.stderr
 
 
 def test_the_lock_has_a_version_in_range_for_every_dependency() -> None:

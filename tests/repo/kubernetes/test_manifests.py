@@ -1,6 +1,5 @@
 """What the overlays of deploy/kubernetes render: valid, restricted, and in step with compose and settings."""
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from common.settings.fields import SettingFields
 from common.settings.settings import Settings
 from deploy.launcher.fleet import LAST_WORDS_S
 from tests.support.kubernetes.manifests import (
-    FOLDER,
     OVERLAYS,
     SETTINGS,
     Manifest,
@@ -24,7 +22,6 @@ from tests.support.kubernetes.manifests import (
     needs_kubectl,
     of_kind,
     pods,
-    render_folder,
     rendered,
 )
 
@@ -94,13 +91,6 @@ def dockerfiles() -> str:
     return "".join((ROOT / "deploy" / name).read_text() for name in ("Dockerfile", "Dockerfile.worker"))
 
 
-def test_the_user_is_that_of_the_images(manifests: list[Manifest]) -> None:
-    [user] = set(re.findall(r"useradd --uid (\d+)", dockerfiles()))
-    for pod in pods(manifests):
-        is_ours = pod["metadata"]["labels"]["app.kubernetes.io/name"] == "tokenfleet"
-        assert not is_ours or pod["spec"]["securityContext"]["runAsUser"] == int(user)
-
-
 def test_containers_have_probes_and_resources(manifests: list[Manifest]) -> None:
     """Liveness never asks for the broker: what it fails is restarted."""
     for name, one in containers(manifests).items():
@@ -125,10 +115,6 @@ def test_pods_have_the_time_that_a_drain_takes(manifests: list[Manifest]) -> Non
             sleep_s = float(hook[1]) if hook else 0.0
             needed_s = sleep_s + timeout_s + LAST_WORDS_S
             assert container["name"] == "redis" or pod["spec"]["terminationGracePeriodSeconds"] >= needed_s
-
-
-def test_all_objects_are_in_one_namespace(manifests: list[Manifest]) -> None:
-    assert {one["metadata"]["namespace"] for one in manifests} == {"tokenfleet"}
 
 
 def test_settings_exist_and_are_valid(manifests: list[Manifest]) -> None:
@@ -275,18 +261,3 @@ def test_a_leader_worker_set_starts_a_rank_for_each_gpu() -> None:
     ranks = machine_ranks(settings, settings.num_shard or 0)
     assert len(ranks) == int(container["resources"]["limits"]["nvidia.com/gpu"])
     assert (ranks[0].rank, ranks[0].address) == (8, "w-0.w")
-
-
-def test_the_overlay_of_the_page_renders_with_its_images_settings_and_replicas(tmp_path: Path) -> None:
-    page = (ROOT / "docs/kubernetes.md").read_text()
-    [example] = [text for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "resources:" in text]
-    local = os.path.relpath(FOLDER / "overlays/gpu", tmp_path.resolve())
-    kustomization = re.sub(r"resources: \[.*\]", f"resources: [{local}]", example)
-    (tmp_path / "kustomization.yaml").write_text(kustomization)
-    asked, manifests = yaml.safe_load(kustomization), render_folder(tmp_path)
-    images = {f"{one['newName']}:{one['newTag']}" for one in asked["images"]}
-    assert {one["image"] for name, one in containers(manifests).items() if name != "redis"} == images
-    [generated] = asked["configMapGenerator"]
-    assert dict(one.split("=") for one in generated["literals"]).items() <= settings_of(manifests).items()
-    [scaled] = asked["replicas"]
-    assert named(manifests)["Deployment", scaled["name"]]["spec"]["replicas"] == scaled["count"]
