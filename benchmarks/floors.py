@@ -139,7 +139,7 @@ def stored_weights(module: nn.Module, rows: int) -> Iterable[torch.Tensor]:
     if isinstance(module, OneDnnLinear):
         return [module.packed]
     if isinstance(module, NativeLinear):
-        if module.blocks and (module.packed is None or rows <= module.library.tf_block_rows()):
+        if module.blocks and (module.packed is None or rows <= module.library.tf_block_rows(module.dtype)):
             return module.blocks.tensors
         return [] if module.packed is None else [module.packed]
     return (tensor for tensor in module.parameters(recurse=False) if tensor.dim() > 1)

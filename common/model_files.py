@@ -142,7 +142,7 @@ def read_other_tokenizer(tokenizer_path: Path, path: Path) -> Tokenizer:
 
 BUNDLED = "smollm2"
 BUNDLED_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-CONVERSION_VERSION = 3
+CONVERSION_VERSION = 4
 """Increased when `gpu_worker.engine.quantization.gguf` writes something else for the same file."""
 HEAD_BYTES = 2**20
 """The first and last bytes of a GGUF file identify it, wherever it is mounted."""

@@ -85,8 +85,9 @@ def preload(link: AgentLink, loads_model: bool) -> Any:
     from gpu_worker.engine.parallel.communicator import SINGLE_RANK
 
     check_cuda_is_unused()
-    settings = Settings.read([], os.environ)
-    loaded = load(settings, no_progress, SINGLE_RANK, load_draft) if loads_model else None
+    loaded = None
+    if loads_model:
+        loaded = load(Settings.read([], os.environ), no_progress, SINGLE_RANK, load_draft)
     link.send(LoadProgress("preloaded"))
     os.environ.update(link.receive(Begin).variables)
     return loaded

@@ -27,6 +27,8 @@ COMPILE_S = 300
 TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 STORED_CODES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 """Of numbers that only a KV cache holds."""
+ANY_ROWS = 2**31 - 1
+"""`tf_block_rows` of a type whose weights in blocks are faster than plain ones for any number of rows."""
 
 
 class LowRankStruct(ctypes.Structure):
@@ -135,8 +137,9 @@ SIGNATURES = {
         c_void_p,
     ],
     "tf_multiplies": [c_int32],
-    "tf_block_rows": [],
+    "tf_block_rows": [c_int32],
     "tf_panel": [c_int32],
+    "tf_words": [c_int32],
     "tf_pack": [c_int32, c_void_p, c_int32, c_int32, c_void_p],
     "tf_product": [c_int32, c_int32, c_void_p, c_int32, POINTER(LinearStruct), c_int32, c_void_p],
     "tf_adapt": [

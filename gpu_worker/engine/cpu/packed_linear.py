@@ -86,11 +86,11 @@ class PackedBlocks:
     struct: native.BlocksStruct
 
 
-def pack_blocks(blocks: Blocks, panel: int, pages: LargePages) -> PackedBlocks:
-    """Pack blocks in panels of `panel` outputs."""
+def pack_blocks(blocks: Blocks, panel: int, words: int, pages: LargePages) -> PackedBlocks:
+    """Pack blocks in panels of `panel` outputs, with `words` of an output's quants next to each other."""
     factors = [factor for factor in (blocks.scales, blocks.offsets) if factor is not None]
     tensors = [
-        move(pack_quants(in_panels(blocks.quants, panel), blocks.bits), pages),
+        move(pack_quants(in_panels(blocks.quants, panel), blocks.bits, words), pages),
         *(move(in_panels(factor, panel).transpose(1, 2), pages) for factor in factors),
     ]
     quants, scales, offsets = (*(tensor.data_ptr() for tensor in tensors), None)[:3]
@@ -102,13 +102,12 @@ def pack_blocks(blocks: Blocks, panel: int, pages: LargePages) -> PackedBlocks:
     return PackedBlocks(tensors, struct)
 
 
-def pack_quants(quants: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 or int8 [panels, panel, inputs] → words, int32 [panels, inputs / (2 * pairs), panel, 2]"""
-    pairs = 32 // bits
-    places = quants.view(*quants.shape[:2], -1, pairs, 2).permute(0, 2, 1, 4, 3)  # [..., pairs]
+def pack_quants(quants: torch.Tensor, bits: int, words: int) -> torch.Tensor:
+    """uint8 or int8 [panels, panel, inputs] → int32 [panels, inputs / (words * places), panel, words]"""
+    places = quants.view(*quants.shape[:2], -1, 32 // bits, words).permute(0, 2, 1, 4, 3)  # [..., places]
     shifted = (places.int() & 2**bits - 1) << torch.arange(0, 32, bits, dtype=torch.int32)
-    words: torch.Tensor = shifted.sum(-1, dtype=torch.int32)
-    return words
+    packed: torch.Tensor = shifted.sum(-1, dtype=torch.int32)
+    return packed
 
 
 def in_panels(tensor: torch.Tensor, panel: int) -> torch.Tensor:
@@ -200,7 +199,8 @@ class NativeLinear(PackedLinear):
         self.dtype = native.TYPE_CODES[self.weight_dtype]
         self.panel = library.tf_panel(self.dtype)
         self.panels = -(-self.out_features // self.panel)
-        self.blocks = pack_blocks(blocks, self.panel, pages) if blocks else None
+        words = library.tf_words(self.dtype)
+        self.blocks = pack_blocks(blocks, self.panel, words, pages) if blocks else None
         self.packed = self.pack(linear.weight.detach(), pages) if plain else None
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -251,8 +251,8 @@ class NativeLinear(PackedLinear):
 
 def pack_linears(model: Any, blocks: Mapping[str, Blocks]) -> None:
     """Replace the plain linear layers of a model on CPU; `blocks` by their names, with the plain weights
-    beside them where memory has room for both. Logits are as exact as their sums: rounded to bfloat16, the
-    two likeliest tokens are often equal.
+    beside them where these are faster for many rows and memory has room for both. Logits are as exact as
+    their sums: rounded to bfloat16, the two likeliest tokens are often equal.
     """
     head, pages = model.get_output_embeddings(), LargePages()
     num_bytes = sum(child.weight.nbytes for child in model.modules() if type(child) is nn.Linear)
@@ -272,8 +272,9 @@ def pack_linear(
     """`blocks` and `plain` as in NativeLinear; without blocks, weights are always plain."""
     library, dtype = native.library(), linear.weight.dtype
     if library and linear.in_features % 2 == 0 and multiplies_correctly(library, dtype):
-        if blocks and not (dtype == torch.bfloat16 and expands_correctly(library)):
+        if blocks and not expands_correctly(library, dtype):
             blocks = None
+        plain &= library.tf_block_rows(native.TYPE_CODES[dtype]) < native.ANY_ROWS
         return NativeLinear(linear, library, whole, pages, blocks, plain or blocks is None)
     if torch.backends.mkldnn.is_available() and dtype in ONEDNN_DTYPES:  # type: ignore[no-untyped-call]
         return OneDnnLinear(linear)
@@ -304,11 +305,11 @@ def multiplies_correctly(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
 
 
 @functools.cache
-def expands_correctly(library: ctypes.CDLL) -> bool:
-    """Whether the native library computes the bits of plain weights from those in blocks."""
+def expands_correctly(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
+    """Whether the native library computes the bits of plain weights of this type from those in blocks."""
     random = torch.Generator().manual_seed(0)
     scales, offsets = (torch.randn(TRIAL_SIZE, 2, generator=random).half() for _ in range(2))
-    rows = torch.randn(TRIAL_SIZE, TRIAL_SIZE, generator=random).bfloat16()
+    rows = torch.randn(TRIAL_SIZE, TRIAL_SIZE, generator=random).to(dtype)
     signed = torch.randint(-128, 128, (TRIAL_SIZE, TRIAL_SIZE), generator=random)
     kinds = [
         Blocks((signed & 15).to(torch.uint8), scales, offsets),
@@ -318,7 +319,7 @@ def expands_correctly(library: ctypes.CDLL) -> bool:
     correct = True
     for blocks in kinds:
         linear = nn.Linear(TRIAL_SIZE, TRIAL_SIZE, bias=False)
-        linear.weight = nn.Parameter(blocks.widen(), requires_grad=False)
+        linear.weight = nn.Parameter(blocks.widen(dtype), requires_grad=False)
         plain = NativeLinear(linear, library, True, LargePages())
         packed = NativeLinear(linear, library, True, LargePages(), blocks, plain=False)
         correct &= all(torch.equal(plain(rows[:count]), packed(rows[:count])) for count in (1, 2, TRIAL_SIZE))

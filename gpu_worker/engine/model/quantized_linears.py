@@ -40,7 +40,7 @@ ROUTERS = {"gate", "router"}
 
 def find_blocks(path: Path, config: Any, model: Any, device: torch.device) -> Mapping[str, Blocks]:
     """The blocks of a checkpoint, quantised or converted from a GGUF file, that the device can multiply: on
-    CPU those in turn, for a bfloat16 model; on CUDA all that the card can.
+    CPU those in turn, for a bfloat16 or float32 model; on CUDA all that the card can.
     """
     on_cuda = multiplies_blocks(device, model.dtype)
     if not on_cuda and not expands_blocks(device, model.dtype):
@@ -58,7 +58,7 @@ def find_blocks(path: Path, config: Any, model: Any, device: torch.device) -> Ma
 
 def expands_blocks(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the CPU's kernels multiply rows of this dtype with weights in blocks."""
-    return (device.type, dtype) == ("cpu", torch.bfloat16)
+    return device.type == "cpu" and dtype in (torch.bfloat16, torch.float32)
 
 
 def blocks_of(weight: Weight, floats: bool) -> Blocks | None:

@@ -135,7 +135,7 @@ UNPACK: dict[str, Callable[[Array], Unpacked]] = {
 
 
 def write_blocks(source: Path, model: nn.Module, folder: Path) -> None:
-    """Write the blocks of the linear layers of a bfloat16 model that was read from the GGUF file `source`.
+    """Write the blocks of the linear layers of a model that was read from the GGUF file `source`.
 
     A row of a layer is found in the file by its content: so it does not matter how model and file name and
     order their weights. A layer keeps its plain weights where that fails.
@@ -171,7 +171,8 @@ def converted_blocks(folder: Path) -> Mapping[str, Blocks]:
 
 
 def match_blocks(source: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Blocks]]:
-    """Name and blocks of those weights, bfloat16 [outputs, inputs], that the file has in blocks."""
+    """Name and blocks of those weights [outputs, inputs], all of one dtype, that the file has in blocks."""
+    dtype = next((weight.dtype for weight in weights.values()), torch.bfloat16)
     tensors = [
         tensor
         for tensor in gguf.GGUFReader(str(source)).tensors
@@ -180,7 +181,7 @@ def match_blocks(source: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[
     places = {
         digest: (number, row)
         for number, tensor in enumerate(tensors)
-        for row, digest in enumerate(digests(blocks_of(tensor).widen()))
+        for row, digest in enumerate(digests(blocks_of(tensor).widen(dtype)))
     }
     for name, weight in weights.items():
         found = [place for digest in digests(weight) if (place := places.get(digest))]
@@ -189,8 +190,8 @@ def match_blocks(source: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[
 
 
 def digests(weight: torch.Tensor) -> list[bytes]:
-    """A digest of each row of weights, bfloat16 [outputs, inputs]; both zeros are the same number."""
-    rows = (weight + 0).view(torch.int16).numpy()
+    """A digest of each row of weights [outputs, inputs]; both zeros are the same number."""
+    rows = (weight + 0).view(torch.uint8).numpy()
     return [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in rows]
 
 
@@ -278,8 +279,7 @@ def convert(source: Path, folder: Path, served_as: str = "auto") -> None:
         model.generation_config.eos_token_id = tokenizer.eos_token_id
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
-    if model.dtype == torch.bfloat16:
-        write_blocks(source, model, folder)
+    write_blocks(source, model, folder)
 
 
 def main() -> None:

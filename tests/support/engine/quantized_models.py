@@ -220,7 +220,9 @@ def multiplies_blocks() -> bool:
     """Whether blocks are served as such on this processor; else they are widened at load."""
     library = native.library()
     return bool(
-        library and library.tf_multiplies(native.TYPE_CODES[torch.bfloat16]) and expands_correctly(library)
+        library
+        and library.tf_multiplies(native.TYPE_CODES[torch.bfloat16])
+        and all(expands_correctly(library, dtype) for dtype in (torch.bfloat16, torch.float32))
     )
 
 
@@ -237,7 +239,7 @@ def keep_blocks_only(monkeypatch: pytest.MonkeyPatch) -> None:
 def keeps_blocks() -> bool:
     """Whether blocks are kept where memory has room for plain weights."""
     library = native.library()
-    return bool(library and library.tf_block_rows()) and multiplies_blocks()
+    return bool(library and library.tf_block_rows(native.TYPE_CODES[torch.bfloat16])) and multiplies_blocks()
 
 
 def multiplies_floats() -> bool:

@@ -1,17 +1,18 @@
 // Weights in blocks along their inputs, as GGUF files have them: a quant times its block's scale, plus its
-// block's offset, is a weight. They are expanded to bfloat16 in the order of plain weights: so what is
-// multiplied, and every bit of what comes out, is that of weights widened at load.
+// block's offset, is a weight. They are expanded to the model's type in the order of plain weights: so what
+// is multiplied, and every bit of what comes out, is that of weights widened at load.
 #pragma once
 #include "structs.h"
 #include "vector.h"
 
-constexpr int SPAN = WIDTH<bfloat16>;  // vectors of a panel's outputs
-constexpr int EXPANDED = HAS_TILES ? 512 : 128;  // inputs; a multiple of every block size
+template <class T> constexpr int SPAN = WIDTH<T>;  // vectors of a panel's outputs
+template <class T> constexpr int EXPANDED = BY_TILES<T> ? 512 : 128;  // inputs; a multiple of every block size
 constexpr int BLOCKS_AHEAD = 2048;  // bytes of quants prefetched in advance
 
-// Quants lie in words of 32 bits, [panels][inputs / (2 * PAIRS)][panel][2]: the first of two words has the
-// quants of PAIRS even inputs, the second those of the odd ones, beginning with the lowest bits.
-template <int BITS> constexpr int PAIRS = 32 / BITS;
+// Quants lie in words of 32 bits, [panels][inputs / (P * PLACES)][panel][P]: of bfloat16 (P = 2) the first of
+// two words has the quants of PLACES even inputs, the second those of the odd ones; of float32 a word has
+// those of PLACES inputs in turn. Words begin with the lowest bits.
+template <int BITS> constexpr int PLACES = 32 / BITS;
 
 // What blocks of weights are like: bits of a quant, and whether there are offsets and codes.
 template <int B, bool O, bool C, class S> struct Kind {
@@ -60,54 +61,62 @@ inline Words round_both(Floats first, Floats second) {
 #endif
 }
 
-// LANES numbers, each twice.
-template <class S> inline void load_twice(const S* from, Floats* to) {
-    Ints places;
-    for (int lane = 0; lane < LANES; lane++) places[lane] = lane / 2;
-    Floats numbers = load(from);
-    to[0] = __builtin_shuffle(numbers, places);
-    to[1] = __builtin_shuffle(numbers, places + LANES / 2);
+// SPAN<T> * LANES numbers, each P times, one after the other.
+template <class T, class S> inline void load_factors(const S* from, Floats* to) {
+    for (int w = 0; w < SPAN<T>; w++) {
+        Floats numbers = load(from + w * LANES);
+        if constexpr (Pairs<T>::P == 1) to[w] = numbers;
+        else {
+            Ints places;
+            for (int lane = 0; lane < LANES; lane++) places[lane] = lane / 2;
+            to[2 * w] = __builtin_shuffle(numbers, places);
+            to[2 * w + 1] = __builtin_shuffle(numbers, places + LANES / 2);
+        }
+    }
 }
 
-// Calls `each(k, weights)` for every pair of inputs of a panel of SPAN * LANES outputs, from an input on
-// that begins a block; weights are SPAN vectors of pairs. A product of a quant and a scale is exact in
-// float32, so it does not matter whether it is fused with the sum.
-template <class K, class F>
-inline void expand_pairs(const Linear& linear, int panel, int from, int count, F each) {
+// Weights as they are multiplied: vectors of float32, or of pairs of bfloat16.
+template <class T> using Expanded = std::conditional_t<Pairs<T>::P == 1, Floats, Words>;
+
+// Calls `each(k, weights)` for every P inputs of a panel of SPAN<T> * LANES outputs, from an input on that
+// begins a block; weights are SPAN<T> vectors. A product of a quant and a scale is exact in float32, so it
+// does not matter whether it is fused with the sum.
+template <class T, class K, class F>
+inline void expand_weights(const Linear& linear, int panel, int from, int count, F each) {
     typedef typename K::Scale S;
     constexpr bool OFFSETS = K::OFFSETS;
-    constexpr int BITS = K::BITS, OUTPUTS = SPAN * LANES, HALVES = 2 * SPAN;
+    constexpr int P = Pairs<T>::P, BITS = K::BITS, OUTPUTS = SPAN<T> * LANES, VECTORS = P * SPAN<T>;
     const Codes codes(linear.blocks.codes);
     const int size = linear.blocks.size;
     const uint32_t* quants = (const uint32_t*)linear.blocks.quants
-        + ((int64_t)panel * linear.inputs + from) / PAIRS<BITS> * OUTPUTS;
+        + ((int64_t)panel * linear.inputs + from) / PLACES<BITS> * OUTPUTS;
     const int64_t block = ((int64_t)panel * linear.inputs + from) / size * OUTPUTS;
     const S* scales = (const S*)linear.blocks.scales + block;
     const S* offsets = (const S*)linear.blocks.offsets + block;
     for (int first = 0; first < count; first += size, scales += OUTPUTS, offsets += OUTPUTS) {
-        Floats scale[HALVES], offset[HALVES];
-        for (int w = 0; w < SPAN; w++) {
-            load_twice(scales + w * LANES, scale + 2 * w);
-            if (OFFSETS) load_twice(offsets + w * LANES, offset + 2 * w);
-        }
-        for (int k = first; k < first + size; k += 2 * PAIRS<BITS>, quants += HALVES * LANES) {
-            Words words[HALVES];
-            for (int half = 0; half < HALVES; half++) {
-                words[half] = read<Words>(quants + half * LANES);
-                __builtin_prefetch((const char*)(quants + half * LANES) + BLOCKS_AHEAD);
+        Floats scale[VECTORS], offset[VECTORS];
+        load_factors<T>(scales, scale);
+        if (OFFSETS) load_factors<T>(offsets, offset);
+        for (int k = first; k < first + size; k += P * PLACES<BITS>, quants += VECTORS * LANES) {
+            Words words[VECTORS];
+            for (int v = 0; v < VECTORS; v++) {
+                words[v] = read<Words>(quants + v * LANES);
+                __builtin_prefetch((const char*)(quants + v * LANES) + BLOCKS_AHEAD);
             }
 #pragma GCC unroll 8
-            for (int place = 0; place < PAIRS<BITS>; place++) {
-                Words weights[SPAN];
-                for (int w = 0; w < SPAN; w++) {
-                    Floats both[2];
-                    for (int half = 0; half < 2; half++) {
-                        both[half] = read_quants<K>(words[2 * w + half], place, codes) * scale[2 * w + half];
-                        if (OFFSETS) both[half] += offset[2 * w + half];
-                    }
-                    weights[w] = round_both(both[0], both[1]);
+            for (int place = 0; place < PLACES<BITS>; place++) {
+                Floats numbers[VECTORS];
+                for (int v = 0; v < VECTORS; v++) {
+                    numbers[v] = read_quants<K>(words[v], place, codes) * scale[v];
+                    if (OFFSETS) numbers[v] += offset[v];
                 }
-                each(k + 2 * place, weights);
+                if constexpr (P == 1) each(k + place, numbers);
+                else {
+                    Words pairs[SPAN<T>];
+                    for (int w = 0; w < SPAN<T>; w++)
+                        pairs[w] = round_both(numbers[2 * w], numbers[2 * w + 1]);
+                    each(k + 2 * place, pairs);
+                }
             }
         }
     }
@@ -127,53 +136,54 @@ template <class F> inline void with_kind(const Blocks& blocks, F with) {
     else with_scales(float{});
 }
 
-// `count` inputs of a panel → [count / 2][outputs][2]
-inline void expand(const Linear& linear, int panel, int from, int count, bfloat16* to) {
+// `count` inputs of a panel → [count / P][outputs][P]
+template <class T> inline void expand(const Linear& linear, int panel, int from, int count, T* to) {
     with_kind(linear.blocks, [&](auto kind) {
-        expand_pairs<decltype(kind)>(
-            linear, panel, from, count, [&](int k, const Words* weights) {
-                memcpy(to + (int64_t)k * SPAN * LANES, weights, SPAN * sizeof(Words));
+        expand_weights<T, decltype(kind)>(
+            linear, panel, from, count, [&](int k, const Expanded<T>* weights) {
+                memcpy(to + (int64_t)k * SPAN<T> * LANES, weights, SPAN<T> * sizeof *weights);
             });
     });
 }
 
 // Adds the products of N rows, `stride` numbers apart, and a panel to sums [N][outputs], weights being
 // expanded in registers.
-template <int N> void multiply_expanding(
-    const Factor<bfloat16>* rows, int stride, const Linear& linear, int panel, float* sums) {
-    typedef Pairs<bfloat16> Pair;
-    Floats total[N][SPAN];
+template <class T, int N>
+void multiply_expanding(const Factor<T>* rows, int stride, const Linear& linear, int panel, float* sums) {
+    typedef Pairs<T> Pair;
+    Floats total[N][SPAN<T>];
     for (int n = 0; n < N; n++)
-        for (int w = 0; w < SPAN; w++) total[n][w] = load(sums + (n * SPAN + w) * LANES);
+        for (int w = 0; w < SPAN<T>; w++) total[n][w] = load(sums + (n * SPAN<T> + w) * LANES);
     with_kind(linear.blocks, [&](auto kind) {
-        expand_pairs<decltype(kind)>(
-            linear, panel, 0, linear.inputs, [&](int k, const Words* weights) {
+        expand_weights<T, decltype(kind)>(
+            linear, panel, 0, linear.inputs, [&](int k, const Expanded<T>* weights) {
                 for (int part = 0; part < Pair::PARTS; part++)
                     for (int n = 0; n < N; n++)
-                        for (int w = 0; w < SPAN; w++)
+                        for (int w = 0; w < SPAN<T>; w++)
                             total[n][w] = Pair::multiply(total[n][w], Pair::part_of(weights[w], part),
                                 rows + (int64_t)n * stride + k + part);
             });
     });
     for (int n = 0; n < N; n++)
-        for (int w = 0; w < SPAN; w++) store(sums + (n * SPAN + w) * LANES, total[n][w]);
+        for (int w = 0; w < SPAN<T>; w++) store(sums + (n * SPAN<T> + w) * LANES, total[n][w]);
 }
 
 // The same for one row, with the sums of the matrix unit: in each run of inputs the even ones are apart from
 // the odd ones.
 inline void multiply_expanding_in_runs(const bfloat16* row, const Linear& linear, int panel, float* sums) {
+    typedef bfloat16 T;
     FlushedDenormals arithmetic;
-    Floats even[SPAN] = {}, odd[SPAN] = {};
+    Floats even[SPAN<T>] = {}, odd[SPAN<T>] = {};
     with_kind(linear.blocks, [&](auto kind) {
-        expand_pairs<decltype(kind)>(
+        expand_weights<T, decltype(kind)>(
             linear, panel, 0, linear.inputs, [&](int k, const Words* weights) {
                 Floats first = splat(load_one(row + k)), second = splat(load_one(row + k + 1));
-                for (int w = 0; w < SPAN; w++) {
+                for (int w = 0; w < SPAN<T>; w++) {
                     even[w] += (Floats)(weights[w] << 16) * first;
                     odd[w] += (Floats)(weights[w] & 0xffff0000) * second;
                 }
                 if ((k + 2) % TILE_INPUTS && k + 2 < linear.inputs) return;
-                for (int w = 0; w < SPAN; w++) {
+                for (int w = 0; w < SPAN<T>; w++) {
                     store(sums + w * LANES, load(sums + w * LANES) + (even[w] + odd[w]));
                     even[w] = odd[w] = Floats{};
                 }

@@ -34,12 +34,23 @@ extern "C" int tf_multiplies(int type) {
 }
 
 // So few rows are multiplied with blocks where plain weights are beside them.
-extern "C" int tf_block_rows() { return FEW; }
+extern "C" int tf_block_rows(int type) {
+    int rows = 0;
+    with_product_type(type, [&](auto number) { rows = FEW<decltype(number)>; });
+    return rows;
+}
 
 extern "C" int tf_panel(int type) {
     int panel = 0;
     with_product_type(type, [&](auto number) { panel = PANEL<decltype(number)>; });
     return panel;
+}
+
+// Words next to each other of one output's quants in blocks.
+extern "C" int tf_words(int type) {
+    int words = 0;
+    with_product_type(type, [&](auto number) { words = Pairs<decltype(number)>::P; });
+    return words;
 }
 
 extern "C" void tf_pack(int type, const void* weight, int outputs, int inputs, void* packed) {

@@ -9,9 +9,11 @@
 
 template <class T> constexpr int PANEL = WIDTH<T> * LANES;
 constexpr int AHEAD = 4096;  // bytes of weights prefetched in advance
-constexpr int FEW = HAS_TILES ? TILE : 4;  // so few rows are multiplied faster with blocks than plain weights
-constexpr int FEWEST = HAS_TILES ? 1 : 4;  // so few rows with blocks that are expanded in registers
-constexpr int GROUP = HAS_TILES ? 128 : 32;  // rows for which a chunk of blocks is expanded once
+// So few rows are multiplied faster with blocks than plain weights; of float32, which are eight times as many
+// bytes, any number is.
+template <class T> constexpr int FEW = std::is_same_v<T, float> ? INT32_MAX : BY_TILES<T> ? TILE : 4;
+template <class T> constexpr int FEWEST = BY_TILES<T> ? 1 : 4;  // so few with blocks expanded in registers
+constexpr int GROUP = 128;  // rows for which a chunk of blocks is expanded once
 static_assert(GROUP % ROWS == 0 && GROUP % (2 * TILE) == 0);
 
 // Rows as they are multiplied: tiles take them as they are, and need whole tiles of rows in memory.
@@ -107,23 +109,23 @@ void multiply_rows(int count, const Input<T>* rows, int stride, int inputs, cons
     }
 }
 
-template <int N = FEWEST>
+template <class T, int N = FEWEST<T>>
 void multiply_few_expanding(
-    int count, const Factor<bfloat16>* rows, const Linear& linear, int panel, float* sums) {
-    if (count == N) return multiply_expanding<N>(rows, linear.inputs, linear, panel, sums);
-    if constexpr (N > 1) multiply_few_expanding<N - 1>(count, rows, linear, panel, sums);
+    int count, const Factor<T>* rows, const Linear& linear, int panel, float* sums) {
+    if (count == N) return multiply_expanding<T, N>(rows, linear.inputs, linear, panel, sums);
+    if constexpr (N > 1) multiply_few_expanding<T, N - 1>(count, rows, linear, panel, sums);
 }
 
 // More rows share a chunk of weights, expanded into memory that stays in the first cache.
 template <class T>
 void multiply_blocks(const Input<T>* rows, int count, const Linear& linear, int panel, float* sums) {
-    if (count <= FEWEST) {
+    if (count <= FEWEST<T>) {
         if constexpr (BY_TILES<T>) return multiply_expanding_in_runs(rows, linear, panel, sums);
-        else return multiply_few_expanding(count, rows, linear, panel, sums);
+        else return multiply_few_expanding<T>(count, rows, linear, panel, sums);
     }
-    alignas(64) T weights[EXPANDED * PANEL<T>];
-    for (int k = 0; k < linear.inputs; k += EXPANDED) {
-        int some = std::min(EXPANDED, linear.inputs - k);
+    alignas(64) T weights[EXPANDED<T> * PANEL<T>];
+    for (int k = 0; k < linear.inputs; k += EXPANDED<T>) {
+        int some = std::min(EXPANDED<T>, linear.inputs - k);
         expand(linear, panel, k, some, weights);
         multiply_rows<T, 0>(count, rows + k, linear.inputs, some, weights, sums);
     }
@@ -134,10 +136,10 @@ template <class T>
 void panel_sums(const Input<T>* rows, int count, const Linear& linear, int panel, float* sums) {
     int inputs = linear.inputs;
     std::fill(sums, sums + count * PANEL<T>, 0.f);
-    if (linear.packed && !(linear.blocks.bits && count <= FEW)) {
+    if (linear.packed && !(linear.blocks.bits && count <= FEW<T>)) {
         const T* packed = (const T*)linear.packed + (int64_t)panel * PANEL<T> * inputs;
         multiply_rows<T, AHEAD>(count, rows, inputs, inputs, packed, sums);
-    } else if constexpr (std::is_same_v<T, bfloat16>) multiply_blocks<T>(rows, count, linear, panel, sums);
+    } else multiply_blocks<T>(rows, count, linear, panel, sums);
     if (linear.bias)
         for (int n = 0; n < count; n++)
             for (int w = 0; w < WIDTH<T>; w++)

@@ -178,6 +178,7 @@ struct Widened {
 };
 template <class T> struct Pairs : Widened {
     static constexpr int P = 1, PARTS = 1;
+    static inline Floats part_of(Floats numbers, int) { return numbers; }
     static inline Floats part(const T* k, int) { return load(k); }
 };
 

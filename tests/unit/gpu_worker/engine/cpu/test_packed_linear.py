@@ -89,43 +89,46 @@ def random_blocks(bits: int, size: int, offsets: bool, dtype: torch.dtype, outpu
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("size", [16, 32])
 @pytest.mark.parametrize("more", ["offsets", "codes", ""])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("scales", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_weights_in_blocks_give_the_bits_of_plain_weights(
-    bits: int, size: int, more: str, dtype: torch.dtype, library: Any
+    bits: int, size: int, more: str, scales: torch.dtype, dtype: torch.dtype, library: Any
 ) -> None:
     """Alone, and beside the plain weights; for few rows and many."""
     if bits == 8 and more == "codes":
         pytest.skip("only quants of 4 bits stand for codes")
-    if not library.tf_multiplies(native.TYPE_CODES[torch.bfloat16]):
+    if not library.tf_multiplies(native.TYPE_CODES[dtype]):
         pytest.skip("torch's products are used on this processor")
     torch.manual_seed(0)
-    blocks = random_blocks(bits, size, more == "offsets", dtype)
+    blocks = random_blocks(bits, size, more == "offsets", scales)
     blocks.codes = torch.randn(16) if more == "codes" else None
-    linear = nn.Linear(320, 100).bfloat16()
-    linear.weight = nn.Parameter(blocks.widen(), requires_grad=False)
+    linear = nn.Linear(320, 100).to(dtype)
+    linear.weight = nn.Parameter(blocks.widen(dtype), requires_grad=False)
     plain = NativeLinear(linear, library, True, LargePages())
     alone, beside = (
         NativeLinear(linear, library, True, LargePages(), blocks, kept) for kept in (False, True)
     )
     assert alone.packed is None and torch.equal(alone.weight, linear.weight)
     for num_rows in (1, 2, 3, 4, 5, 8, 33, 70):
-        rows = torch.randn(num_rows, 320).bfloat16()
+        rows = torch.randn(num_rows, 320).to(dtype)
         assert torch.equal(alone(rows), plain(rows)) and torch.equal(beside(rows), plain(rows))
 
 
-def test_plain_weights_are_dropped_where_memory_is_short(
-    library: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_plain_weights_are_kept_beside_blocks_where_they_are_faster(
+    dtype: torch.dtype, library: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And where memory has room: of float32 never."""
     blocks = random_blocks(4, 32, True, torch.float16)
-    for available_bytes, kept in ((0, False), (2**40, True)):
+    for available_bytes in (0, 2**40):
         monkeypatch.setattr(machine, "available_bytes", lambda size=available_bytes: size)
-        model = Headless(nn.Linear(320, 100).bfloat16(), nn.Linear(320, 100).bfloat16())
-        model.one.weight = nn.Parameter(blocks.widen(), requires_grad=False)
+        model = Headless(*(nn.Linear(320, 100).to(dtype) for _ in range(2)))
+        model.one.weight = nn.Parameter(blocks.widen(dtype), requires_grad=False)
         packed_linear.pack_linears(model, {"one": blocks})
         if not isinstance(model.one, NativeLinear):
             pytest.skip("torch's products are used on this processor")
-        assert bool(model.one.blocks) == (not kept or library.tf_block_rows() > 0) and not model.other.blocks
-        assert (model.one.packed is not None) == kept and model.other.packed is not None
+        assert model.one.blocks and not model.other.blocks and model.other.packed is not None
+        assert (model.one.packed is not None) == (available_bytes > 0 and dtype != torch.float32)
 
 
 class Headless(nn.Module):

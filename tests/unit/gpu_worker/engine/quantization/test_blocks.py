@@ -76,13 +76,13 @@ def test_weights_without_blocks_are_plain() -> None:
 pytestmark = pytest.mark.usefixtures("library")
 
 
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of types of 4 and 8 bits, with and without offsets."""
     folder = tmp_path_factory.mktemp("gguf")
     source = write(folder / "tiny.gguf", TYPES.Q4_1, TYPES.Q8_0, TYPES.Q4_0, TYPES.Q5_1)
-    convert.convert(source, folder / "converted", "bfloat16")
-    return folder / "converted"
+    convert.convert(source, folder / request.param, request.param)
+    return folder / request.param
 
 
 def test_every_layer_has_the_blocks_of_its_weights(converted: Path) -> None:
@@ -91,7 +91,8 @@ def test_every_layer_has_the_blocks_of_its_weights(converted: Path) -> None:
     assert len(blocks) == LAYERS * len(MATRICES) + 1
     with safe_open(converted / "model.safetensors", "pt") as file:
         for name, layer in blocks.items():
-            assert torch.equal(layer.widen(), file.get_tensor(f"{name}.weight")), name
+            weight = file.get_tensor(f"{name}.weight")
+            assert torch.equal(layer.widen(weight.dtype), weight), name
     assert {layer.bits for layer in blocks.values()} == {4, 8}
 
 
@@ -104,7 +105,7 @@ def test_the_ids_are_those_of_widened_weights(
     widened = tmp_path / "widened"
     shutil.copytree(converted, widened)
     (widened / BLOCKS_FILE).unlink()
-    engines = [engine_of(folder, dtype="bfloat16") for folder in (converted, widened)]
+    engines = [engine_of(folder, dtype=converted.name) for folder in (converted, widened)]
     found = [
         sum(
             isinstance(child, NativeLinear) and child.blocks is not None
