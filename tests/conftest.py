@@ -166,9 +166,11 @@ def loaded() -> Any:
     )
 
 
-@pytest.fixture(scope="module", params=["kernels", "torch"])
+@pytest.fixture(scope="module", params=["kernels", pytest.param("torch", marks=pytest.mark.slow)])
 def each_sampler(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Samples with the native kernels, then with torch, as on a GPU or where there is no compiler."""
+    """Samples with the native kernels; then with torch, as where there is no compiler, which gives the same
+    ids (test_native_sampler.py).
+    """
     from gpu_worker.engine.cpu import native
     from gpu_worker.engine.sampling import native_sampler
 

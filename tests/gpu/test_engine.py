@@ -20,6 +20,7 @@ from tests.support.engine.on_cuda import (  # noqa: F401
     ON_GPUS,
     SETTINGS,
     check_near,
+    each,
     engine_on,
     needs_flash,
     noted,
@@ -29,8 +30,7 @@ from tests.support.engine.tiny_engine import NEW_TOKENS, check_ids, play, prompt
 from tests.support.engine.tiny_models import FAMILIES
 from tests.support.prompts import FEW, PROMPTS
 
-QUICK = ("Llama", "gpt-oss")
-FLASH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FLASH_FAMILIES]
+FLASH = ["Llama", *(name for name in FLASH_FAMILIES if name != "Llama")]
 
 
 def check_float32(device: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,8 +59,7 @@ def check_in_every_way(engine: Engine, model: Any, fresh: dict[int, list[int]]) 
     check_near(model, begun, play(engine, begun, base=9), "resumed")
 
 
-@ANYWHERE
-@pytest.mark.parametrize("family", FLASH)
+@each("family", FLASH, slow=[name for name in FLASH if name not in ("Llama", "gpt-oss")])
 def test_bfloat16_ids_are_near_those_of_float32(
     device: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

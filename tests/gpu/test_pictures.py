@@ -8,10 +8,10 @@ import torch
 
 from tests.support.engine.batch_player import Player
 from tests.support.engine.on_cuda import (  # noqa: F401
-    ANYWHERE,
     FAR,
     HEADS,
     distances,
+    each,
     engine_on,
     needs_flash,
     nothing_is_left,
@@ -23,8 +23,7 @@ from tests.support.engine.tiny_models import rope
 ROPES = {"Qwen2.5-VL": rope("default", mrope_section=[8, 12, 12])}
 
 
-@ANYWHERE
-@pytest.mark.parametrize("name", ["SmolVLM", "Qwen2.5-VL"])
+@each("name", ["SmolVLM", "Qwen2.5-VL"])
 def test_ids_with_pictures_are_near_those_of_float32(
     device: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

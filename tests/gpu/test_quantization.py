@@ -13,9 +13,9 @@ from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import quantized_linears
 from tests.support.engine import quantized_models, tiny_models
 from tests.support.engine.on_cuda import (  # noqa: F401
-    ANYWHERE,
     HEADS,
     distances,
+    each,
     engine_on,
     needs_flash,
     nothing_is_left,
@@ -57,8 +57,7 @@ def check_mean(engine: Engine, model: Any, limit: float) -> None:
             assert found.mean() < limit, f"row {row}, {prefill_tokens} a step: {found.tolist()}"
 
 
-@ANYWHERE
-@pytest.mark.parametrize("form", BLOCKS)
+@each("form", BLOCKS)
 def test_blocks_give_the_ids_of_their_numbers(
     device: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,8 +68,7 @@ def test_blocks_give_the_ids_of_their_numbers(
     check_mean(engine, model, WIDENED)
 
 
-@ANYWHERE
-@pytest.mark.parametrize("form", [*FLOATS, "plain"])
+@each("form", [*FLOATS, "plain"])
 def test_8_bit_floats_give_ids_near_those_of_their_numbers(
     device: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

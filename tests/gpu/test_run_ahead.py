@@ -13,14 +13,14 @@ from gpu_worker.engine.in_flight import InFlightStep, LaunchedStep
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player, player
 from tests.support.engine.on_cuda import (
-    DEVICES,
+    ANYWHERE,
     FLASH_FAMILIES,
+    ON_GPUS,
     engine_on,
     needs_flash,
 )
 from tests.support.engine.tiny_engine import prompts
 
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 NEW_TOKENS = 12
 BUSY_CYCLES = 4 * 10**8
 """A fifth of a second and more of a GPU's time: far longer than a launch takes once all kernels are there."""
@@ -87,6 +87,7 @@ def play(engine: Engine, prefill_tokens: int, options: list[dict[str, Any]]) -> 
     return played
 
 
+@ANYWHERE
 def test_a_step_is_launched_before_the_one_before_it_is_read(
     device: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +116,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_read(
     assert late == [], "launched after the read of the step before"
 
 
+@ON_GPUS
 @pytest.mark.parametrize("options", OPTIONS)
 def test_no_launch_waits_for_the_device(
     device: str, engine: Engine, options: str, monkeypatch: pytest.MonkeyPatch
@@ -133,8 +135,6 @@ def test_no_launch_waits_for_the_device(
 
     def watched(name: str, does: Callable[..., Any]) -> Callable[..., Any]:
         def do(*arguments: Any) -> Any:
-            if device == "cpu":
-                return does(*arguments)
             torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
             busy = torch.cuda.Event()  # type: ignore[no-untyped-call]
             busy.record()

@@ -17,7 +17,9 @@ from tests.support.engine.on_cuda import (  # noqa: F401
     ANYWHERE,
     FLASH_FAMILIES,
     HEADS,
+    ON_GPUS,
     check_near,
+    each,
     engine_on,
     needs_flash,
     noted,
@@ -91,7 +93,7 @@ def test_proposals_come_from_graphs(device: str, tmp_path: Path, monkeypatch: py
     check_near(model, lines, played.ids, "with proposals")
 
 
-@ANYWHERE
+@ON_GPUS
 def test_what_a_grammar_forces_comes_in_few_steps(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_flash(device)
     try:
@@ -133,8 +135,7 @@ def test_a_draft_model_that_is_the_model_is_right(
         assert played.ids == play(plain, ROWS).ids
 
 
-@ANYWHERE
-@pytest.mark.parametrize("kind", ["medusa", "mlp"])
+@each("kind", ["mlp", "medusa"])
 def test_hidden_states_come_from_captured_steps(
     device: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from tests.support.engine import tiny_models
 from tests.support.engine.on_cuda import (  # noqa: F401
-    ANYWHERE,
     check_near,
+    each,
     engine_on,
     needs_flash,
     noted,
@@ -20,8 +20,7 @@ FAMILIES = ("LFM2", "Mamba2", "Granite4", "Qwen3-Next", "Jamba")
 """LFM2 and Granite 4 have heads of 16 numbers, which FlashInfer pads."""
 
 
-@ANYWHERE
-@pytest.mark.parametrize("family", FAMILIES)
+@each("family", FAMILIES)
 def test_ids_are_near_those_of_float32(
     device: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,16 @@ ON_CPU = (
 DEVICES = [pytest.param("cuda", marks=ON_CUDA), pytest.param("cpu", marks=ON_CPU)]
 ANYWHERE, ON_GPUS = (pytest.mark.parametrize("device", devices) for devices in (DEVICES, DEVICES[:1]))
 
+
+def each(parameter: str, values: Sequence[str], slow: Sequence[str] = ()) -> pytest.MarkDecorator:
+    """All values of a parameter on a GPU, some of them in the slow run only; the first of them on CPU."""
+    marks = {value: (*ON_CUDA, pytest.mark.slow) if value in slow else ON_CUDA for value in values}
+    devices = [pytest.param("cuda", value, marks=marks[value]) for value in values]
+    return pytest.mark.parametrize(
+        ("device", parameter), [*devices, pytest.param("cpu", values[0], marks=ON_CPU)]
+    )
+
+
 HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64}
 """FlashInfer has kernels for this; it compiles them once for all models with the same group, and for SmolLM2.
 """

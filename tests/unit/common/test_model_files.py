@@ -246,8 +246,6 @@ def test_a_damaged_file_is_refused_by_its_name(tmp_path: Path, content: bytes) -
 # --- gguf check ---------------------------------------------------------------------------------------------
 
 Change = Callable[[bytes], bytes]
-ALIGNMENT = b"general.alignment"
-ONLY_ALIGNMENT = struct.pack(f"<4sIQQQ{len(ALIGNMENT)}sII", b"GGUF", 3, 0, 1, len(ALIGNMENT), ALIGNMENT, 4, 0)
 
 
 @pytest.fixture(scope="module")
@@ -283,7 +281,6 @@ def cut(length: int, header: bytes) -> bytes:
     ("change", "words"),
     [
         (partial(cut, 0), "it is empty"),
-        (partial(cut, 3), "its head ends after the file's end (3 bytes)"),
         (partial(cut, 1000), "more than the file has room for"),
         (partial(cut, -1), "ends at byte"),
         (partial(replace, b"GGUF", b"GGML"), "it begins with b'GGML', not b'GGUF'"),
@@ -299,30 +296,17 @@ def cut(length: int, header: bytes) -> bytes:
             f"but `token_embd.weight` has the shape [{HIDDEN}, {VOCAB}]",
         ),
         (
-            partial(put, "llama.attention.head_count", "I", 0),
-            "`llama.attention.head_count` is 0; a whole number from 1 to 134217728 is possible",
-        ),
-        (
             partial(put, "llama.context_length", "I", 2**31),
             "`llama.context_length` is 2147483648; a whole number from 1 to 134217728 is possible",
-        ),
-        (
-            partial(put, "llama.attention.layer_norm_rms_epsilon", "f", float("nan")),
-            "`llama.attention.layer_norm_rms_epsilon` is nan",
         ),
         (
             partial(put, "tokenizer.ggml.eos_token_id", "I", VOCAB),
             f"`tokenizer.ggml.eos_token_id` is {VOCAB}; it has the tokens 0 to {VOCAB - 1}",
         ),
         (partial(replace, b"gpt2", b"gp\xff2"), "`tokenizer.ggml.model` is no UTF-8: b'"),
-        (lambda _: ONLY_ALIGNMENT, "`general.alignment` is 0, which is no power of two"),
         (
             partial(replace, b"blk.1.attn_q", b"blk.0.attn_q"),
             "`blk.0.attn_q.weight` is there twice",
-        ),
-        (
-            partial(replace, b"general.architecture", b"general.architectura"),
-            "it has no `general.architecture`",
         ),
     ],
 )

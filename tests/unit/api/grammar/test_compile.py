@@ -110,10 +110,7 @@ REFUSED = {
 }
 
 
-ENDLESS = [
-    Grammar("grammar", f"start: A\nA: {' & '.join(f'/.*a{i}.*/' for i in range(100))}", "f"),
-    schema({"allOf": [{"type": "string", "pattern": f"a{i}"} for i in range(100)]}),
-]
+ENDLESS = schema({"allOf": [{"type": "string", "pattern": f"a{i}"} for i in range(100)]})
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -137,10 +134,9 @@ async def test_a_grammar_that_ends_its_compiler_is_refused_and_the_next_is_compi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grammar", ENDLESS)
-async def test_a_grammar_that_takes_time_or_memory_without_end_is_refused(grammar: Grammar) -> None:
+async def test_a_grammar_that_takes_time_or_memory_without_end_is_refused() -> None:
     with pytest.raises(ApiError, match="`f` cannot be compiled: it takes more than 10 s, 1024 MiB"):
-        await compile_grammar(grammar)
+        await compile_grammar(ENDLESS)
 
 
 @pytest.mark.parametrize("text", REFUSED)

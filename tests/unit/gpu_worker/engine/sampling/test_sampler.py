@@ -150,16 +150,10 @@ def test_rows_without_effective_parameters_are_plainly_greedy(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    "each_sampler", ["kernels", pytest.param("torch", marks=pytest.mark.slow)], indirect=True
-)
-@pytest.mark.parametrize(
     "name", slow_but(["top_k", "typical_p", "all"], [name for name in CASES if "temperature" in CASES[name]])
 )
 def test_choices_follow_the_distribution(name: str) -> None:
-    """One row for each of 2000 tokens, with two seeds and two choices; rare tokens are counted together.
-
-    Torch samples the same ids as the kernels, which is tested apart (test_native_sampler.py).
-    """
+    """One row for each of 2000 tokens, with two seeds and two choices; rare tokens are counted together."""
     num, logits = 2000, logits_of(2)
     requests = [
         request(SamplingParams(**CASES[name], seed=row % 2, choice=row // 2 % 2), index=row // 4)
