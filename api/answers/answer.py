@@ -49,7 +49,6 @@ class Rendering:
         names_by_id: vLLM's `return_tokens_as_token_ids`.
         prompt_tops: vLLM's `prompt_logprobs`: likeliest tokens shown at each place of the prompt.
         is_json: a grammar makes the answer JSON.
-        as_file: an answer with logits is a safetensors file.
     """
 
     details: bool = wire_field("dt", default=False)
@@ -64,7 +63,6 @@ class Rendering:
     names_by_id: bool = wire_field("ni", default=False)
     prompt_tops: int | None = wire_field("pt", default=None)
     is_json: bool = wire_field("js", default=False)
-    as_file: bool = wire_field("sf", default=False)
 
 
 @dataclass(frozen=True, slots=True)

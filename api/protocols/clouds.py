@@ -17,14 +17,10 @@ from api.http.openapi import TGI, Shape
 from api.json import to_json
 from api.protocols.openai import CHAT_COMPLETIONS, COMPLETIONS
 from api.protocols.openai_bodies import ChatRequest, read_chat
-from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, WholeBody, described
+from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, WholeBody
 from api.protocols.tgi import (
     COMPAT_GENERATE,
-    EVENTS,
-    EXAMPLE,
-    GENERATE_ANSWER,
     GENERATE_ERRORS,
-    CompatGenerateRequest,
     GenerateRequest,
 )
 from api.requests.fields import Listed, Strict
@@ -168,19 +164,19 @@ VERTEX = Protocol(
     name="vertex",
     span="vertex_compatibility",
     body=UninspectedInstances,
+    shown_body=VertexRequest,
     read=read_vertex,
     renderer=AnswerRenderer(None, render_predictions),
     error=tgi,
     streams=False,
-    docs=described(
-        TGI,
-        GENERATE_ERRORS,
-        VertexRequest,
-        VERTEX_EXAMPLE,
-        "Generate several texts",
-        "Returns a text for each instance. Prompts are sampled, unless `do_sample` is false, as in TGI.",
-        PREDICTIONS,
+    tag=TGI,
+    errors=GENERATE_ERRORS,
+    example=VERTEX_EXAMPLE,
+    summary="Generate several texts",
+    description=(
+        "Returns a text for each instance. Prompts are sampled, unless `do_sample` is false, as in TGI."
     ),
+    whole=PREDICTIONS,
 )
 INVOCATIONS = COMPAT_GENERATE._replace(
     path="/invocations",
@@ -188,15 +184,9 @@ INVOCATIONS = COMPAT_GENERATE._replace(
     span="generate",
     resumable=False,
     by_field={"inputs": COMPAT_GENERATE, "messages": CHAT_COMPLETIONS, "prompt": COMPLETIONS},
-    docs=described(
-        TGI,
-        GENERATE_ERRORS,
-        CompatGenerateRequest,
-        EXAMPLE,
-        "Generate as another route does",
+    summary="Generate as another route does",
+    description=(
         "A body with `inputs` is answered as by `/`, one with `messages` as by `/v1/chat/completions`, one "
-        "with `prompt` as by `/v1/completions`. Errors are TGI's.",
-        [GENERATE_ANSWER],
-        EVENTS,
+        "with `prompt` as by `/v1/completions`. Errors are TGI's."
     ),
 )

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from itertools import islice
 from typing import Annotated, Any, Literal
@@ -17,9 +17,9 @@ from api.answers.answer import HttpAnswer, InferOutputs, Rendering
 from api.errors import invalid, kserve
 from api.event_loop import Pace
 from api.http.openapi import KSERVE, TGI_ERRORS, Shape, answer, error_responses, event_stream, only
-from api.http.sse import Feed, sse_frames
 from api.json import json_response, to_json
-from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, WholeBody, described
+from api.protocols.openai import Choice, render_frames
+from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, WholeBody
 from api.protocols.tgi import (
     GENERATION_END,
     PREFILL_TOKEN,
@@ -27,7 +27,7 @@ from api.protocols.tgi import (
     TOKEN,
     GenerateParameters,
     GenerateRequest,
-    TokenBodies,
+    TextRenderer,
     check_best_of,
     rank,
     render_details,
@@ -289,44 +289,36 @@ def model_fields(answer: HttpAnswer) -> dict[str, str]:
     return {"model_name": path["name"], "model_version": path["version"] or VERSION}
 
 
-# --- streams ------------------------------------------------------------------------------------------------
-
-
-def render_frames(answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[bytes]:
-    [stream] = streams
-    return sse_frames(answer, TextOutputs(answer, stream))
-
-
-class TextOutputs(TokenBodies):
-    """Each has the text that its token adds: together they are the whole text."""
+class OutputRenderer(TextRenderer):
+    """Each chunk has the text that its token adds: together they are the whole text."""
 
     error = staticmethod(kserve)
+
+    def text_of(self, choice: Choice, i: int) -> str:
+        """What a token adds to the text: nothing if it is a control token."""
+        stream = choice.stream
+        text = "" if stream.ids[i] in stream.tokenizer.special_ids else stream.texts[i]
+        return text if i else self.answer.prefix(0) + text
+
+    def render(self, choice: Choice, i: int, end: dict[str, Any] | None = None) -> bytes:
+        """The chunk of token `i`; that of the last one has the rest of the text, which may be cut by a stop
+        string.
+        """
+        stream, text = choice.stream, self.text_of(choice, i)
+        if end is not None:
+            shown = "".join(self.text_of(choice, j) for j in range(i))
+            whole = self.answer.prefix(0) + stream.text
+            text = whole.removeprefix(shown) if whole.startswith(shown) else text
+        fields: dict[str, Any] = {**self.model, "text_output": text}
+        if self.answer.rendering.details:
+            tops = {"top_tokens": render_top_tokens(stream, i)} if stream.tops else {}
+            token = render_token(stream, i)
+            fields["details"] = {"finish_reason": None, **(end or {}), "token": token, **tops}
+        return to_json(fields)
 
     @cached_property
     def model(self) -> dict[str, str]:
         return model_fields(self.answer)
-
-    def text_of(self, i: int) -> str:
-        """What a token adds to the text: nothing if it is a control token."""
-        text = "" if self.stream.ids[i] in self.stream.tokenizer.special_ids else self.stream.texts[i]
-        return text if i else self.answer.prefix(0) + text
-
-    def render(self, i: int) -> bytes:
-        return self.render_text(i, self.text_of(i), {})
-
-    def render_last(self, i: int, details: dict[str, Any]) -> bytes:
-        """The rest of the text, which may be cut by a stop string."""
-        shown, whole = "".join(map(self.text_of, range(i))), self.answer.prefix(0) + self.stream.text
-        rest = whole.removeprefix(shown) if whole.startswith(shown) else self.text_of(i)
-        return self.render_text(i, rest, details)
-
-    def render_text(self, i: int, text: str, end: dict[str, Any]) -> bytes:
-        fields: dict[str, Any] = {**self.model, "text_output": text}
-        if self.answer.rendering.details:
-            tops = {"top_tokens": render_top_tokens(self.stream, i)} if self.stream.tops else {}
-            token = render_token(self.stream, i)
-            fields["details"] = {"finish_reason": None, **end, "token": token, **tops}
-        return to_json(fields)
 
 
 # --- whole texts --------------------------------------------------------------------------------------------
@@ -505,19 +497,16 @@ KSERVE_GENERATE = Protocol(
     aliases=[f"{VERSIONED}/generate"],
     body=KServeGenerateRequest,
     read=read_generate,
-    renderer=AnswerRenderer(render_frames, render_whole),
+    renderer=AnswerRenderer(partial(render_frames, OutputRenderer), render_whole),
     error=kserve,
     streams=False,
-    docs=described(
-        KSERVE,
-        GENERATE_ERRORS,
-        KServeGenerateRequest,
-        EXAMPLE,
-        "Generate text for KServe",
-        "Returns the whole text when generation has finished.",
-        TEXT_ANSWER,
-        parameters=[MODEL_PARAMETER],
-    ),
+    tag=KSERVE,
+    errors=GENERATE_ERRORS,
+    example=EXAMPLE,
+    summary="Generate text for KServe",
+    description="Returns the whole text when generation has finished.",
+    whole=TEXT_ANSWER,
+    parameters=[MODEL_PARAMETER],
 )
 KSERVE_GENERATE_STREAM = KSERVE_GENERATE._replace(
     path=f"{MODEL}/generate_stream",
@@ -525,17 +514,13 @@ KSERVE_GENERATE_STREAM = KSERVE_GENERATE._replace(
     aliases=[f"{VERSIONED}/generate_stream"],
     streams=True,
     resumable=True,
-    docs=described(
-        KSERVE,
-        GENERATE_ERRORS,
-        KServeGenerateRequest,
-        EXAMPLE,
-        "Generate a stream of texts for KServe",
+    summary="Generate a stream of texts for KServe",
+    description=(
         "Sends the text that each token adds as a server-sent event. A request that fails midway ends with "
-        "an event that has `error`.",
-        events=event_stream([TEXT_CHUNK, KSERVE_ERROR]),
-        parameters=[MODEL_PARAMETER],
+        "an event that has `error`."
     ),
+    whole=None,
+    events=event_stream([TEXT_CHUNK, KSERVE_ERROR]),
 )
 KSERVE_INFER = KSERVE_GENERATE._replace(
     path=f"{MODEL}/infer",
@@ -543,14 +528,8 @@ KSERVE_INFER = KSERVE_GENERATE._replace(
     aliases=[f"{VERSIONED}/infer"],
     body=InferRequest,
     read=read_infer,
-    docs=described(
-        KSERVE,
-        GENERATE_ERRORS,
-        InferRequest,
-        INFER_EXAMPLE,
-        "Generate texts for tensors of prompts",
-        "Returns an output for each input, in their order.",
-        INFER_ANSWER,
-        parameters=[MODEL_PARAMETER],
-    ),
+    example=INFER_EXAMPLE,
+    summary="Generate texts for tensors of prompts",
+    description="Returns an output for each input, in their order.",
+    whole=INFER_ANSWER,
 )

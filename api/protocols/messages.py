@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from api.answers.answer import HttpAnswer
 from api.answers.scanner import CallArguments, CallStart, ContentDelta, Delta, ReasoningDelta
-from api.errors import ApiError, anthropic, failed, invalid, quoted, renamed
+from api.errors import ApiError, anthropic, failed, invalid, quoted
 from api.event_loop import offload
 from api.grammar.compile import Grammar
 from api.grammar.read import read_named_schema
@@ -27,9 +27,9 @@ from api.protocols.openai_bodies import (
     OPENAI_FIELDS,
     ChatParams,
     ChatRequest,
-    read_chat,
+    read_other,
 )
-from api.protocols.protocol import Asked, Context, Protocol, described
+from api.protocols.protocol import Asked, Context, Protocol
 from api.protocols.tokenize import shown_prompt
 from api.protocols.typed_events import Event, EventRenderer, renderer_of
 from api.requests.chat_prompt import REASONING_SWITCHES, ChatMessage
@@ -262,13 +262,8 @@ Part = dict[str, Any]
 async def read_messages(body: CountTokensRequest, pool: Pool) -> ChatParams:
     """The parameters of the chat that a body asks for. Raises ApiError."""
     chat = await offload(CHARS_OF_MESSAGE * len(body.messages), lambda: to_chat(body))
-    try:
-        read = await read_chat(chat, pool, text_grammar(body))
-    except ApiError as error:
-        raise renamed(error, FIELD_OF_CHAT) from error
-    pictures = [replace(one, field="messages") for one in read.params.pictures]
-    params = replace(read.params, names=MESSAGE_NAMES, pictures=pictures, cuts_to_room=True)
-    return replace(read, params=params)
+    read = await read_other(chat, pool, text_grammar(body), FIELD_OF_CHAT, MESSAGE_NAMES)
+    return replace(read, params=replace(read.params, cuts_to_room=True))
 
 
 def to_chat(body: CountTokensRequest) -> ChatRequest:
@@ -390,12 +385,8 @@ def system_text(blocks: Iterable[NamedBlock]) -> str:
         if block.type != "text":
             raise unknown_block(block, name, "text")
         text = text_of(block, name)
-        texts.append(BILLING_HEADER.sub("", text, count=1) if starts_with_billing(text) else text)
+        texts.append(BILLING_HEADER.sub("", text, count=1) if BILLING_HEADER.match(text) else text)
     return "\n".join(text for text in texts if text)
-
-
-def starts_with_billing(text: str) -> bool:
-    return BILLING_HEADER.match(text) is not None
 
 
 def user_messages(blocks: Iterable[NamedBlock]) -> list[dict[str, Any]]:
@@ -513,6 +504,12 @@ def unknown_block(block: InputBlock, name: str, allowed: str) -> ApiError:
 
 SHOWN_TIERS = {"interactive": "priority", "standard": "standard", "batch": "batch"}
 """Classes → the service tiers that a message shows."""
+DELTAS = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
+"""Kinds of blocks → the type of what is added to them, and the field that has it."""
 
 
 @dataclass(slots=True)
@@ -532,34 +529,20 @@ class OutputBlock:
     id: str = ""
     signature: str = ""
 
-    def start(self) -> dict[str, Any]:
-        """The block before its first delta."""
-        match self.kind:
-            case "text":
-                return {"type": "text", "text": ""}
-            case "thinking":
-                return {"type": "thinking", "thinking": "", "signature": ""}
-            case _:
-                return {"type": "tool_use", "id": self.id, "name": self.name, "input": {}}
-
     def delta(self, text: str) -> dict[str, Any]:
-        match self.kind:
-            case "text":
-                return {"type": "text_delta", "text": text}
-            case "thinking":
-                return {"type": "thinking_delta", "thinking": text}
-            case _:
-                return {"type": "input_json_delta", "partial_json": text}
+        kind, field = DELTAS[self.kind]
+        return {"type": kind, field: text}
 
     def render(self) -> dict[str, Any]:
-        """The whole block. Arguments that were cut have what is complete in them."""
+        """The block so far. Arguments that were cut have what is complete in them."""
         match self.kind:
             case "text":
-                return self.start() | {"text": self.text}
+                own: dict[str, Any] = {"text": self.text}
             case "thinking":
-                return self.start() | {"thinking": self.text, "signature": self.signature}
+                own = {"thinking": self.text, "signature": self.signature}
             case _:
-                return self.start() | {"input": parse_input(self.text)}
+                own = {"id": self.id, "name": self.name, "input": parse_input(self.text)}
+        return {"type": self.kind, **own}
 
 
 def parse_input(text: str) -> Any:
@@ -612,7 +595,7 @@ class MessageRenderer(EventRenderer):
         """Start a block, and stop the one before it."""
         stopped = self.stop_block()
         self.blocks.append(block)
-        return [*stopped, self.block_event("content_block_start", content_block=block.start())]
+        return [*stopped, self.block_event("content_block_start", content_block=block.render())]
 
     def stop_block(self) -> list[Event]:
         """Stop the last block, if there is one."""
@@ -710,16 +693,13 @@ MESSAGES = Protocol(
     resumable=True,
     job="message",
     prompt=["messages"],
-    docs=described(
-        ANTHROPIC,
-        ERROR_RESPONSES,
-        MessagesRequest,
-        {**EXAMPLE, "max_tokens": 100},
-        "Create a message",
-        "Generates the assistant's next turn. With `stream`, it comes as Anthropic's typed events.",
-        MESSAGE,
-        event_stream([MESSAGE_EVENT]),
-    ),
+    tag=ANTHROPIC,
+    errors=ERROR_RESPONSES,
+    example={**EXAMPLE, "max_tokens": 100},
+    summary="Create a message",
+    description="Generates the assistant's next turn. With `stream`, it comes as Anthropic's typed events.",
+    whole=MESSAGE,
+    events=event_stream([MESSAGE_EVENT]),
 )
 
 

@@ -14,7 +14,7 @@ from api.answers.chat_answer import (
     render_deltas,
     render_message,
 )
-from api.answers.logits import LOGITS, LogitsRenderer
+from api.answers.logits import LOGITS, logits_fields
 from api.answers.logprobs import (
     CHAT_LOGPROBS,
     COMPLETION_LOGPROBS,
@@ -28,7 +28,7 @@ from api.answers.logprobs import (
 )
 from api.answers.scanner import ContentDelta, Delta
 from api.answers.stop_holdback import StopHoldback
-from api.errors import failed, openai
+from api.errors import Family, failed, openai
 from api.event_loop import offload
 from api.http.openapi import OPENAI, OPENAI_ERRORS, OpenAIError, Shape, event_stream
 from api.http.sse import MAX_ITEMS, Change, Feed, MappedFeed, sse_frames
@@ -39,7 +39,7 @@ from api.protocols.openai_bodies import (
     read_chat_completion,
     read_completion,
 )
-from api.protocols.protocol import AnswerRenderer, Protocol, WholeBody, described
+from api.protocols.protocol import AnswerRenderer, Protocol, WholeBody
 from api.requests.respond import total_headers
 from api.streams.beams import all_outputs, is_absent
 from api.streams.stream import Stream
@@ -295,8 +295,36 @@ PLACE_OF_TEXT = "\0text\0"
 """Stands for the text in a chunk that is rendered before its text is known."""
 
 
-class ChoicesRenderer(ABC):
-    """Renders the choices of one answer, as a whole or in chunks: each chunk once, in order.
+class ChunkRenderer(ABC):
+    """Renders the choices of one answer in chunks: each once, in order.
+
+    Attributes:
+        error: the form of a chunk that says why a choice has failed.
+        last_frames: after all chunks.
+    """
+
+    error: Family = staticmethod(openai)
+    last_frames: Sequence[bytes] = [b"[DONE]"]
+
+    def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
+        self.answer = answer
+        self.choices = new_choices(answer, streams)
+
+    @abstractmethod
+    def render_next_chunks(self, choice: Choice) -> list[bytes]:
+        """The next chunks of a choice that has a piece, which may be none."""
+
+    def render_last_chunks(self) -> list[bytes]:
+        """The chunks after all choices have ended."""
+        return []
+
+    def echoed_logprobs(self, choice: Choice) -> dict[str, list[Any]] | None:
+        """Log-probabilities of the echoed prompt, if requested. The first call for a choice may be slow."""
+        return None
+
+
+class ChoicesRenderer(ChunkRenderer):
+    """Renders the choices of one answer of OpenAI's API, as a whole or in chunks.
 
     Attributes:
         is_plain: whether a choice's chunks between the first and the last differ in nothing but their text.
@@ -308,10 +336,8 @@ class ChoicesRenderer(ABC):
     chunk_kind: str
 
     def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
-        self.answer = answer
-        self.choices = new_choices(answer, streams)
+        super().__init__(answer, streams)
         self.chunk_head = self.render_head(self.chunk_kind)
-        self.logits = LogitsRenderer(answer.rendering.as_file)
         self.frames: dict[int, tuple[bytes, bytes]] = {}
         shown = answer.rendering
         self.is_plain = not (shown.logprobs or shown.token_ids or shown.running_usage or shown.reading)
@@ -335,15 +361,13 @@ class ChoicesRenderer(ABC):
             while choice.has_piece:
                 pieces.append(choice.take_piece())
             fields = self.render_choice(choice, pieces)
-            logits = self.logits.fields(choice.stream, choice.text.num_tokens, f"choices.{choice.index}.")
+            logits = logits_fields(choice.stream, choice.text.num_tokens)
             choices.append({"index": choice.index, **fields, **logits, **self.render_ending(choice)})
         fields = {"usage": self.final_usage(), **self.whole_fields()}
-        return self.logits.body(render_object(self.render_head(self.whole_kind), choices, fields))
+        return render_object(self.render_head(self.whole_kind), choices, fields)
 
     def render_next_chunks(self, choice: Choice) -> list[bytes]:
-        """The next chunks of a choice that has a piece: the one before its first piece, or those of the
-        piece, which may be none.
-        """
+        """The chunk before the first piece of a choice, or those of its next piece."""
         if choice.begun and choice.stream.terminal is None and self.is_plain:
             before, after = self.frame_of(choice)
             return [b"%b%b%b" % (before, to_json(choice.text.step()), after)]
@@ -401,10 +425,6 @@ class ChoicesRenderer(ABC):
         """Token counts, once all choices have ended. Only the first choice of a prompt computes it."""
         num_cached = sum(choice.stream.num_cached for choice in self.choices[:: self.answer.n])
         return {**self.usage(), "prompt_tokens_details": {"cached_tokens": num_cached}}
-
-    def echoed_logprobs(self, choice: Choice) -> dict[str, list[Any]] | None:
-        """Log-probabilities of the echoed prompt, if requested. The first call for a choice may be slow."""
-        return None
 
     def whole_fields(self) -> dict[str, Any]:
         """Fields of a whole response beside its choices."""
@@ -613,7 +633,7 @@ class ChunkFeed(Feed[tuple[int, bytes]]):
     Choices take turns, a piece each: the order of all chunks depends on the tokens alone.
     """
 
-    def __init__(self, renderer: ChoicesRenderer) -> None:
+    def __init__(self, renderer: ChunkRenderer) -> None:
         super().__init__(Change())
         self.renderer = renderer
         self.turns = list(renderer.choices)
@@ -651,33 +671,29 @@ class ChunkFeed(Feed[tuple[int, bytes]]):
         if failure is None:
             return []
         self.ended = True
-        return [(NO_CHOICE, to_json(openai(failed(failure))[1]))]
+        return [(NO_CHOICE, to_json(self.renderer.error(failed(failure))[1]))]
 
 
-Renderer = type[ChoicesRenderer]
-
-
-def render_frames(renderer: Renderer, answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[bytes]:
-    """The frames of all chunks; the last one is `[DONE]`."""
-    chunks = ChunkFeed(renderer(answer, streams))
-    return sse_frames(answer, MappedFeed(chunks, lambda chunk: chunk[1], [b"[DONE]"]))
+def render_frames(kind: type[ChunkRenderer], answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[bytes]:
+    """The frames of all chunks, and those after them."""
+    chunks = ChunkFeed(kind(answer, streams))
+    return sse_frames(answer, MappedFeed(chunks, lambda chunk: chunk[1], kind.last_frames))
 
 
 def render_whole(
-    kind: Renderer, answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float
+    kind: type[ChoicesRenderer], answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float
 ) -> WholeBody:
     renderer = kind(answer, streams)
     body = renderer.render_whole()
-    headers = total_headers(answer, streams, renderer.usage()["completion_tokens"], arrived_s)
-    return body, renderer.logits.headers | headers
+    return body, total_headers(answer, streams, renderer.usage()["completion_tokens"], arrived_s)
 
 
-def render_chunks(kind: Renderer, answer: HttpAnswer, streams: Sequence[Stream]) -> ChunkFeed:
+def render_chunks(kind: type[ChunkRenderer], answer: HttpAnswer, streams: Sequence[Stream]) -> ChunkFeed:
     """The frames of a job: chunks, whose lanes are the indices of their choices; `[DONE]` is no JSON."""
     return ChunkFeed(kind(answer, streams))
 
 
-def renderer_of(kind: Renderer) -> AnswerRenderer:
+def renderer_of(kind: type[ChoicesRenderer]) -> AnswerRenderer:
     return AnswerRenderer(
         partial(render_frames, kind), partial(render_whole, kind), partial(render_chunks, kind)
     )
@@ -699,17 +715,16 @@ CHAT_COMPLETIONS = Protocol(
     prompt=["messages"],
     in_jobs=True,
     in_batches=True,
-    docs=described(
-        OPENAI,
-        OPENAI_ERRORS,
-        ChatRequest,
-        {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 100},
-        "Create a chat completion",
+    tag=OPENAI,
+    errors=OPENAI_ERRORS,
+    example={"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 100},
+    summary="Create a chat completion",
+    description=(
         "Generates the assistant's next message. With `stream`, it comes as server-sent events, a chunk for "
-        "each token, and ends with `data: [DONE]`.",
-        CHAT_COMPLETION,
-        event_stream([CHAT_COMPLETION_CHUNK, OpenAIError], "[DONE]"),
+        "each token, and ends with `data: [DONE]`."
     ),
+    whole=CHAT_COMPLETION,
+    events=event_stream([CHAT_COMPLETION_CHUNK, OpenAIError], "[DONE]"),
 )
 COMPLETIONS = Protocol(
     path="/v1/completions",
@@ -724,16 +739,15 @@ COMPLETIONS = Protocol(
     prompt=["prompt"],
     in_jobs=True,
     in_batches=True,
-    docs=described(
-        OPENAI,
-        OPENAI_ERRORS,
-        CompletionRequest,
-        {"prompt": "The capital of France is", "max_tokens": 20},
-        "Create a completion",
+    tag=OPENAI,
+    errors=OPENAI_ERRORS,
+    example={"prompt": "The capital of France is", "max_tokens": 20},
+    summary="Create a completion",
+    description=(
         "Continues one prompt or several. `choices` has the `n` choices of the first prompt, then those of "
         "the next. With `stream`, they come as server-sent events, a chunk for each token, and end with "
-        "`data: [DONE]`.",
-        COMPLETION,
-        event_stream([COMPLETION_CHUNK, OpenAIError], "[DONE]"),
+        "`data: [DONE]`."
     ),
+    whole=COMPLETION,
+    events=event_stream([COMPLETION_CHUNK, OpenAIError], "[DONE]"),
 )

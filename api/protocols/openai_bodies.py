@@ -15,7 +15,7 @@ from pydantic import Field
 
 from api.answers.answer import Reading, Rendering
 from api.answers.call_formats import HARMONY
-from api.errors import invalid, quoted
+from api.errors import ApiError, invalid, quoted, renamed
 from api.event_loop import Pace, offload
 from api.grammar.compile import Grammar, describes_json
 from api.grammar.read import FIELDS, read_grammar
@@ -468,6 +468,28 @@ async def read_chat(body: ChatRequest, pool: Pool, grammar: Grammar | None = Non
     forced = await answer_grammar(asked, tools if may_force else None, reading, pool.tokenizer)
     rendering = replace(body.rendering, reading=reading, is_json=describes_json(asked))
     return ChatParams(replace(params, grammar=forced), rendering, echoed_message(body))
+
+
+async def read_other(
+    chat: ChatRequest,
+    pool: Pool,
+    grammar: Grammar | None,
+    fields: Mapping[str, str],
+    names: Mapping[str, str],
+) -> ChatParams:
+    """The parameters of a chat that was made of the body of another API. Raises ApiError.
+
+    Args:
+        grammar: what the text must look like.
+        fields: patterns of fields of a chat → what they are called in that API.
+        names: `GenerationParams` → the names of its fields, where they differ.
+    """
+    try:
+        read = await read_chat(chat, pool, grammar)
+    except ApiError as error:
+        raise renamed(error, fields) from error
+    pictures = [replace(one, field=names["text"]) for one in read.params.pictures]
+    return replace(read, params=replace(read.params, names=names, pictures=pictures))
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from api.http.openapi import OPENAI_ERRORS, POOLING, Responses, Shape, only
 from api.json import to_json
 from api.prompts.control_texts import Rendered
 from api.protocols.openai_bodies import Prompt, read_prompts
-from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, WholeBody, described
+from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, WholeBody
 from api.requests.fields import Listed, Strict, Whole, least, with_one_error
 from api.requests.logits import MAX_LOGITS_BYTES
 from api.requests.params import Limits
@@ -685,15 +685,12 @@ EMBEDDINGS = Protocol(
     prompt=["input"],
     in_jobs=True,
     in_batches=True,
-    docs=described(
-        POOLING,
-        VLLM_ERRORS,
-        EmbeddingRequest,
-        {"input": ["The sky is blue.", "Grass is green."]},
-        "Create embeddings",
-        "Returns a vector for each input, in their order.",
-        EMBEDDING_LIST,
-    ),
+    tag=POOLING,
+    errors=VLLM_ERRORS,
+    example={"input": ["The sky is blue.", "Grass is green."]},
+    summary="Create embeddings",
+    description="Returns a vector for each input, in their order.",
+    whole=EMBEDDING_LIST,
 )
 RERANK = EMBEDDINGS._replace(
     path="/v1/rerank",
@@ -702,16 +699,13 @@ RERANK = EMBEDDINGS._replace(
     body=RerankFields,
     read=read_rerank,
     prompt=["query", "documents"],
-    docs=described(
-        POOLING,
-        VLLM_ERRORS,
-        RerankFields,
-        RERANK_EXAMPLE,
-        "Rank documents by a query",
+    example=RERANK_EXAMPLE,
+    summary="Rank documents by a query",
+    description=(
         "Returns the documents, the best first, as Cohere, Jina and vLLM do. A reranker scores each pair; "
-        "of an embedding model the scores are cosines.",
-        RANKING,
+        "of an embedding model the scores are cosines."
     ),
+    whole=RANKING,
 )
 SCORE = RERANK._replace(
     path="/v1/score",
@@ -720,13 +714,10 @@ SCORE = RERANK._replace(
     body=ScoreRequest,
     read=read_score,
     prompt=["text_1", "text_2"],
-    docs=described(
-        POOLING,
-        VLLM_ERRORS,
-        ScoreRequest,
-        {"text_1": "What is the capital of France?", "text_2": RERANK_EXAMPLE["documents"]},
-        "Score pairs of texts",
-        "Returns a score for each pair (vLLM): of `text_1` with each of `text_2`, or of two lists' pairs.",
-        SCORES,
+    example={"text_1": "What is the capital of France?", "text_2": RERANK_EXAMPLE["documents"]},
+    summary="Score pairs of texts",
+    description=(
+        "Returns a score for each pair (vLLM): of `text_1` with each of `text_2`, or of two lists' pairs."
     ),
+    whole=SCORES,
 )

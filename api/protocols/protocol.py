@@ -112,8 +112,12 @@ class Protocol(NamedTuple):
         body: what a body is read into. Its fields `model`, `adapter_id`, `stream`, `resume_s`, `detached`,
             `priority`, `tier` and `webhook`, where it has them, say how it is served.
         read: what a body asks for. Raises ApiError.
-        error: the form of its errors.
-        docs: what /docs says of it.
+        error: the form of its errors, and `errors` what /docs says of them.
+        tag, summary, description, example: what /docs says of it, with a body.
+        whole: the shape of a whole answer; None for a route that only streams.
+        events: the content of a stream, as of `event_stream`.
+        parameters: of the path.
+        shown_body: the body as /docs has it, where that is another.
         span: TGI's name of its spans, and `operation` that of GenAI.
         streams: whether it answers in frames; None where the body's `stream` says so.
         by_field: other rows, by the field that a body for them has.
@@ -132,7 +136,15 @@ class Protocol(NamedTuple):
     read: Callable[[Any, Context], Awaitable[Asked]]
     renderer: AnswerRenderer
     error: Family
-    docs: Mapping[str, Any]
+    errors: Responses
+    tag: str
+    summary: str
+    description: str
+    example: Mapping[str, Any]
+    whole: Any = None
+    events: Mapping[str, Any] = {}
+    parameters: Sequence[Mapping[str, Any]] = ()
+    shown_body: type[Strict] | None = None
     span: str = "generate"
     operation: str = "text_completion"
     aliases: Sequence[str] = ()
@@ -149,35 +161,20 @@ class Protocol(NamedTuple):
     def wants_frames(self, body: Strict) -> bool:
         return bool(getattr(body, "stream", None)) if self.streams is None else self.streams
 
-
-def described(
-    tag: str,
-    errors: Responses,
-    shape: type[Strict],
-    example: Mapping[str, Any],
-    summary: str,
-    description: str,
-    whole: Any = None,
-    events: Mapping[str, Any] | None = None,
-    parameters: Sequence[Mapping[str, Any]] = (),
-) -> dict[str, Any]:
-    """What /docs says of a route that makes answers, for FastAPI.
-
-    Args:
-        whole: the shape of a whole answer.
-        events: the content of a stream, as of `event_stream`; alone for a route that only streams.
-        parameters: of the path.
-    """
-    content = {**(json_answer(whole) if whole else {}), **(events or {})}
-    body = generation_body(shape, dict(example))
-    return {
-        "tags": [tag],
-        "summary": summary,
-        "description": description,
-        "responses": {409: {**errors[503], "description": KEY_REUSED}, **errors, 200: {"content": content}},
-        "openapi_extra": body | {"parameters": [*parameters, *body["parameters"]]},
-        **({} if whole else {"response_class": EventSourceResponse}),
-    }
+    @property
+    def docs(self) -> dict[str, Any]:
+        """What /docs says of it, for FastAPI."""
+        content = {**(json_answer(self.whole) if self.whole else {}), **self.events}
+        body = generation_body(self.shown_body or self.body, dict(self.example))
+        conflict = {**self.errors[503], "description": KEY_REUSED}
+        return {
+            "tags": [self.tag],
+            "summary": self.summary,
+            "description": self.description,
+            "responses": {409: conflict, **self.errors, 200: {"content": content}},
+            "openapi_extra": body | {"parameters": [*self.parameters, *body["parameters"]]},
+            **({} if self.whole else {"response_class": EventSourceResponse}),
+        }
 
 
 def row_of(scope: Scope) -> Protocol | None:

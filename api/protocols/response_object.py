@@ -1,6 +1,7 @@
 """Response: the object of the Responses API, its items and its events, built from pieces of text."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -92,7 +93,7 @@ class OutputItem(ABC):
         return {"type": kind, "item_id": self.id, "output_index": self.index, **more}
 
     @abstractmethod
-    def add(self, text: str, logprobs: Logprobs | None = None) -> list[Event]:
+    def add(self, text: str, logprobs: Logprobs) -> list[Event]:
         """Add text; only a message has log-probabilities."""
 
     @abstractmethod
@@ -104,32 +105,58 @@ class OutputItem(ABC):
         """The item as it is now."""
 
 
-class MessageItem(OutputItem):
+class TextItem(OutputItem):
+    """An item with one part, which is text.
+
+    Attributes:
+        kind, part_kind: what events call its text, and its part.
+        part_type: of its part.
+        place: where events say that its part is.
+        begun: whether it has its part.
+    """
+
+    kind, part_kind, part_type = "output_text", "content_part", "output_text"
+    place: Mapping[str, int] = {"content_index": 0}
+    begun = False
+
+    def begin(self) -> list[Event]:
+        added = super().begin()
+        self.begun = True
+        return [*added, self.part_event("added", part=self.part())]
+
+    def add(self, text: str, logprobs: Logprobs) -> list[Event]:
+        self.text += text
+        return [self.text_event("delta", delta=text)]
+
+    def done_events(self) -> list[Event]:
+        return [self.text_event("done", text=self.text), self.part_event("done", part=self.part())]
+
+    def text_event(self, what: str, **more: Any) -> Event:
+        return self.event(f"response.{self.kind}.{what}", **self.place, **more)
+
+    def part_event(self, what: str, **more: Any) -> Event:
+        return self.event(f"response.{self.part_kind}.{what}", **self.place, **more)
+
+    def part(self) -> dict[str, Any]:
+        return {"type": self.part_type, "text": self.text}
+
+
+class MessageItem(TextItem):
     """The answer's text."""
 
     id_prefix = "msg"
 
     def __init__(self, request_id: str, index: int) -> None:
         super().__init__(request_id, index)
-        self.begun = False
         self.logprobs: Logprobs = []
 
-    def begin(self) -> list[Event]:
-        added = super().begin()
-        self.begun = True
-        return [*added, self.event("response.content_part.added", content_index=0, part=self.part())]
-
-    def add(self, text: str, logprobs: Logprobs | None = None) -> list[Event]:
-        self.text += text
-        logprobs = logprobs or []
+    def add(self, text: str, logprobs: Logprobs) -> list[Event]:
         self.logprobs += logprobs
-        return [self.event("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)]
+        return [event | {"logprobs": logprobs} for event in super().add(text, logprobs)]
 
     def done_events(self) -> list[Event]:
-        return [
-            self.event("response.output_text.done", content_index=0, text=self.text, logprobs=self.logprobs),
-            self.event("response.content_part.done", content_index=0, part=self.part()),
-        ]
+        text, part = super().done_events()
+        return [text | {"logprobs": self.logprobs}, part]
 
     def part(self) -> dict[str, Any]:
         return {"type": "output_text", "annotations": [], "logprobs": [*self.logprobs], "text": self.text}
@@ -144,52 +171,24 @@ class MessageItem(OutputItem):
         }
 
 
-class ReasoningItem(OutputItem):
-    """The model's reasoning.
-
-    Attributes:
-        is_summary: it is shown as its own summary, because the client asked for one.
-    """
+class ReasoningItem(TextItem):
+    """The model's reasoning."""
 
     id_prefix = "rs"
-
-    def __init__(self, request_id: str, index: int, is_summary: bool) -> None:
-        super().__init__(request_id, index)
-        self.is_summary = is_summary
-        self.kind = "reasoning_summary_text" if is_summary else "reasoning_text"
-        self.part_kind = "reasoning_summary_part" if is_summary else "content_part"
-        self.place = {"summary_index": 0} if is_summary else {"content_index": 0}
-        self.begun = False
-
-    def begin(self) -> list[Event]:
-        added = super().begin()
-        self.begun = True
-        return [*added, self.event(f"response.{self.part_kind}.added", **self.place, part=self.part())]
-
-    def add(self, text: str, logprobs: Logprobs | None = None) -> list[Event]:
-        self.text += text
-        return [self.event(f"response.{self.kind}.delta", **self.place, delta=text)]
-
-    def done_events(self) -> list[Event]:
-        return [
-            self.event(f"response.{self.kind}.done", **self.place, text=self.text),
-            self.event(f"response.{self.part_kind}.done", **self.place, part=self.part()),
-        ]
-
-    def part(self) -> dict[str, Any]:
-        return {"type": "summary_text" if self.is_summary else "reasoning_text", "text": self.text}
+    kind = part_type = "reasoning_text"
+    field = "content"
 
     def render(self) -> Item:
-        parts = [self.part()] if self.begun else []
-        summary, content = (parts, []) if self.is_summary else ([], parts)
-        return {
-            "id": self.id,
-            "type": "reasoning",
-            "status": self.status,
-            "summary": summary,
-            "content": content,
-            "encrypted_content": None,
-        }
+        parts = {"summary": [], "content": []} | {self.field: [self.part()] if self.begun else []}
+        return {"id": self.id, "type": "reasoning", "status": self.status, **parts, "encrypted_content": None}
+
+
+class SummaryItem(ReasoningItem):
+    """The model's reasoning, as its own summary: the client asked for one."""
+
+    kind, part_kind, part_type = "reasoning_summary_text", "reasoning_summary_part", "summary_text"
+    place: Mapping[str, int] = {"summary_index": 0}
+    field = "summary"
 
 
 class CallItem(OutputItem):
@@ -202,7 +201,7 @@ class CallItem(OutputItem):
         self.call_id = call_id
         self.name = name
 
-    def add(self, text: str, logprobs: Logprobs | None = None) -> list[Event]:
+    def add(self, text: str, logprobs: Logprobs) -> list[Event]:
         self.text += text
         return [self.event("response.function_call_arguments.delta", delta=text)]
 
@@ -284,8 +283,8 @@ class ResponseObjectRenderer(EventRenderer):
             case ContentDelta(text):
                 new = None if isinstance(last, MessageItem) else MessageItem(*self.next_place)
             case ReasoningDelta(text):
-                shown = bool(self.fields["reasoning"]["summary"])
-                new = None if isinstance(last, ReasoningItem) else ReasoningItem(*self.next_place, shown)
+                kind = SummaryItem if self.fields["reasoning"]["summary"] else ReasoningItem
+                new = None if isinstance(last, kind) else kind(*self.next_place)
             case CallArguments(_, text):
                 new = None
             case CallStart(index, name):

@@ -6,7 +6,6 @@ Fields that this server does not support are refused by name. Unknown names are 
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -14,7 +13,7 @@ from pydantic import Field, ValidationError
 from starlette.requests import Request
 
 from api.answers.answer import ResponseParts
-from api.errors import ApiError, cut, invalid, openai, quoted, renamed
+from api.errors import ApiError, cut, invalid, openai, quoted
 from api.event_loop import offload
 from api.grammar.compile import Grammar
 from api.grammar.read import ANY_OBJECT, read_named_schema
@@ -31,9 +30,9 @@ from api.protocols.openai_bodies import (
     MAX_TOKENS,
     ChatParams,
     ChatRequest,
-    read_chat,
+    read_other,
 )
-from api.protocols.protocol import Asked, Context, Protocol, described
+from api.protocols.protocol import Asked, Context, Protocol
 from api.protocols.response_object import (
     RENDERER,
     RESPONSE_EVENT,
@@ -500,13 +499,8 @@ async def read_all_items(request: Request, request_id: str) -> dict[str, Item]:
 
 async def read_params(body: ResponsesRequest, items: Sequence[Item], pool: Pool) -> ChatParams:
     """The parameters of a response to the items of a conversation. Raises ApiError."""
-    try:
-        chat = await offload(CHARS_OF_MESSAGE * len(items), lambda: to_chat(body, items))
-        read = await read_chat(chat, pool, text_grammar(body))
-    except ApiError as error:
-        raise renamed(error, FIELD_OF_CHAT) from error
-    pictures = [replace(one, field="input") for one in read.params.pictures]
-    return replace(read, params=replace(read.params, names=RESPONSE_NAMES, pictures=pictures))
+    chat = await offload(CHARS_OF_MESSAGE * len(items), lambda: to_chat(body, items))
+    return await read_other(chat, pool, text_grammar(body), FIELD_OF_CHAT, RESPONSE_NAMES)
 
 
 def to_chat(body: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
@@ -711,15 +705,14 @@ RESPONSES = Protocol(
     prompt=["input"],
     in_batches=True,
     event=RESPONSE,
-    docs=described(
-        OPENAI,
-        OPENAI_ERRORS,
-        ResponsesRequest,
-        {"input": "Why is the sky blue?", "max_output_tokens": 100},
-        "Create a response",
+    tag=OPENAI,
+    errors=OPENAI_ERRORS,
+    example={"input": "Why is the sky blue?", "max_output_tokens": 100},
+    summary="Create a response",
+    description=(
         "Generates the next items of a conversation. With `stream`, they come as typed events with sequence "
-        "numbers. With `background`, the response is queued, and outlives every process of the fleet.",
-        RESPONSE_SHAPE,
-        event_stream([RESPONSE_EVENT]),
+        "numbers. With `background`, the response is queued, and outlives every process of the fleet."
     ),
+    whole=RESPONSE_SHAPE,
+    events=event_stream([RESPONSE_EVENT]),
 )

@@ -8,13 +8,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.answers.answer import HttpAnswer
+from api.errors import ApiError
 from api.event_loop import offload
 from api.http import body
 from api.http.auth import key_of
 from api.http.request_trace import trace_of
 from api.protocols.protocol import Asked, Context, Protocol
 from api.requests.fields import Strict
-from api.requests.logits import accepts_bytes
 from api.requests.metrics import ARRIVED_S
 from api.requests.on_pool import on_adapter, own_pool
 from api.requests.pool import Pool
@@ -86,11 +86,14 @@ def new_answer(
     given = {
         name: getattr(parsed, name, None) for name in ("resume_s", "detached", "priority", "tier", "webhook")
     }
-    settings, own_id, rendering = context.pool.settings, context.answer_id, asked.rendering
+    settings, own_id = context.pool.settings, context.answer_id
     requests = with_adapter(asked.requests, request.state.adapter)
     requests = with_webhook(requests, given["webhook"], key_of(request), settings, protocol.event, own_id)
-    if any(one.logits for one in requests) and accepts_bytes(request.headers.get("accept", "")):
-        rendering = replace(rendering, as_file=True)
+    if any(one.logits for one in requests) and "application/octet-stream" in request.headers.get(
+        "accept", ""
+    ):
+        why = "`Accept: application/octet-stream` is not served: logits come as base64 in JSON"
+        raise ApiError(406, "not_acceptable", why, "accept")
     requests = on_terms(request, requests, settings, given["priority"], given["tier"])
     may_leave = context.streamed or (bool(given["detached"]) and protocol.renderer.queued is not None)
     terms = read_terms(request, own_id, may_leave, given["resume_s"], given["detached"])
@@ -103,7 +106,7 @@ def new_answer(
         model=request.state.model_name,
         requests=requests,
         prefixes=asked.prefixes,
-        rendering=rendering,
+        rendering=asked.rendering,
         terms=with_repetitions(request, terms, settings),
         created_s=int(context.pool.client.clock.now_s()),
     )

@@ -6,9 +6,9 @@ With `best_of`, several texts are sampled, and the most likely one is returned.
 
 import os
 import secrets
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -17,9 +17,9 @@ from pydantic import Field
 from starlette.responses import Response
 
 from api.answers.answer import HttpAnswer, Rendering
-from api.answers.logits import LOGITS, LogitsRenderer
+from api.answers.logits import LOGITS, logits_fields
 from api.answers.logprobs import sequence_scores
-from api.errors import ApiError, Family, failed, invalid, quoted, tgi, unavailable
+from api.errors import ApiError, invalid, quoted, tgi, unavailable
 from api.grammar.read import GRAMMAR_SCHEMA, read_tgi_grammar
 from api.http.body import reject_unsupported
 from api.http.openapi import (
@@ -33,10 +33,11 @@ from api.http.openapi import (
     event_stream,
     only,
 )
-from api.http.sse import MAX_ITEMS, Change, Feed, MappedFeed, sse_frames
+from api.http.sse import Feed, MappedFeed
 from api.json import json_response, to_json
+from api.protocols.openai import Choice, ChunkFeed, ChunkRenderer, render_frames
 from api.protocols.openai_bodies import OPENAI_FIELDS
-from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, WholeBody, described
+from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, WholeBody
 from api.requests.beams import BeamFields
 from api.requests.fields import (
     BIAS_SCHEMA,
@@ -288,127 +289,36 @@ class CompatGenerateRequest(GenerateRequest):
 # --- answers ------------------------------------------------------------------------------------------------
 
 
-# --- streams ------------------------------------------------------------------------------------------------
-
-
-def render_frames(answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[bytes]:
-    [stream] = streams
-    return sse_frames(answer, stream_bodies(answer, stream))
-
-
-def stream_bodies(answer: HttpAnswer, stream: Stream) -> Feed[bytes]:
-    """The JSON bodies of the frames of a stream, or of a beam search."""
-    if stream.request.beams:
-        return SequenceBodies(stream, answer.prefix(0), answer.rendering.details)
-    return StreamBodies(answer, stream)
-
-
-class TokenBodies(Feed[bytes]):
-    """The JSON bodies of a stream's frames, one for each token; the last one has the end of the text, or the
-    error.
+class TextRenderer(ChunkRenderer):
+    """A chunk for each token; the last one has the end of the text, and all of it. A beam search has one for
+    each sequence, the best first: its last token and its text.
     """
 
-    error: Family = staticmethod(tgi)
+    error = staticmethod(tgi)
+    last_frames = ()
 
-    def __init__(self, answer: HttpAnswer, stream: Stream) -> None:
-        super().__init__(stream.changed)
-        self.answer = answer
-        self.stream = stream
-        self.num_shown = 0
-
-    def take(self) -> list[bytes]:
-        stream, num_ready, first = self.stream, self.stream.num_ready, self.num_shown
-        new = [self.render(i) for i in range(first, min(num_ready, first + MAX_ITEMS))]
-        self.num_shown += len(new)
-        if stream.terminal and self.num_shown >= num_ready:
-            self.ended = True
-            new.append(self.render_end())
-        return new
-
-    def render_end(self) -> bytes:
-        """The body of the last frame."""
-        assert self.stream.terminal is not None
-        if not self.stream.finished:
-            return to_json(self.error(failed(self.stream.terminal))[1])
-        if self.num_shown == self.stream.num_tokens:  # no token is sent twice
+    def render_next_chunks(self, choice: Choice) -> list[bytes]:
+        tokens, stream = choice.take_piece().tokens, choice.stream
+        if choice.is_absent:
+            return []
+        if not choice.ended:
+            return [self.render(choice, tokens[0])]
+        if not tokens:  # no token is sent twice
             error = ApiError(500, "incomplete_generation_stream", "Incomplete generation stream")
-            return to_json(self.error(error)[1])
-        details = render_end(self.stream) | {"input_length": len(self.stream.prompt_ids)}
-        return self.render_last(self.stream.num_tokens - 1, details)
+            return [to_json(self.error(error)[1])]
+        details = render_details(stream) if stream.request.beams else render_end(stream)
+        return [self.render(choice, tokens[-1], details | {"input_length": len(stream.prompt_ids)})]
 
-    @abstractmethod
-    def render(self, i: int) -> bytes:
-        """The body for token `i`."""
-
-    @abstractmethod
-    def render_last(self, i: int, details: dict[str, Any]) -> bytes:
-        """The body for the last token, which ends the text."""
-
-
-class StreamBodies(TokenBodies):
-    """The last one has the whole text, which begins with the answer's prefix."""
-
-    def render(self, i: int) -> bytes:
-        return render_frame(self.stream, i)
-
-    def render_last(self, i: int, details: dict[str, Any]) -> bytes:
-        shown = details if self.answer.rendering.details else None
-        return render_frame(self.stream, i, self.answer.prefix(0) + self.stream.text, shown)
-
-
-class SequenceBodies(Feed[bytes]):
-    """The JSON bodies of a beam search's frames, one for each sequence, the best first: its last token and
-    its text. A search that fails has the error in one frame.
-    """
-
-    def __init__(self, search: Stream, prefix: str, with_details: bool) -> None:
-        super().__init__(Change())
-        self.left = [*search.outputs]
-        self.prefix = prefix
-        self.with_details = with_details
-        self.num_shown = 0
-        for sequence in self.left:
-            sequence.changed = self.changed
-
-    def take(self) -> list[bytes]:
-        new: list[bytes] = []
-        while self.left and (sequence := self.left[0]).terminal:
-            self.left = self.left[1:] if sequence.finished else []
-            if is_absent(sequence):
-                continue
-            self.num_shown += 1
-            new.append(self.render(sequence))
-        self.ended = not self.left
-        return new
-
-    def render(self, sequence: Stream) -> bytes:
-        if not sequence.finished:
-            return render_failure(sequence)
-        details = render_details(sequence) | {"input_length": len(sequence.prompt_ids)}
-        shown_details = details if self.with_details else None
-        text = self.prefix + sequence.text
-        return render_frame(sequence, sequence.num_tokens - 1, text, shown_details, self.num_shown)
-
-
-def render_frame(
-    stream: Stream,
-    i: int,
-    text: str | None = None,
-    details: dict[str, Any] | None = None,
-    index: int | None = None,
-) -> bytes:
-    """The body of the frame of token `i`; its `index` is by default the token's number."""
-    frame = {"index": i + 1 if index is None else index, "token": render_token(stream, i)}
-    if stream.tops:
-        frame["top_tokens"] = render_top_tokens(stream, i)
-    frame["generated_text"] = text
-    frame["details"] = details
-    return to_json(frame)
-
-
-def render_failure(stream: Stream) -> bytes:
-    assert stream.terminal is not None
-    return to_json(tgi(failed(stream.terminal))[1])
+    def render(self, choice: Choice, i: int, end: dict[str, Any] | None = None) -> bytes:
+        """The chunk of token `i`; that of the last one has the `end`."""
+        stream = choice.stream
+        is_sequence = stream.request.beams is not None
+        frame = {"index": choice.index + 1 if is_sequence else i + 1, "token": render_token(stream, i)}
+        if stream.tops:
+            frame["top_tokens"] = render_top_tokens(stream, i)
+        frame["generated_text"] = None if end is None else self.answer.prefix(0) + stream.text
+        frame["details"] = end if self.answer.rendering.details else None
+        return to_json(frame)
 
 
 def render_end(stream: Stream) -> dict[str, Any]:
@@ -428,10 +338,8 @@ def render_end(stream: Stream) -> dict[str, Any]:
 def render_whole(
     answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float, listed: bool = False
 ) -> WholeBody:
-    logits = LogitsRenderer(answer.rendering.as_file)
-    response = render_response(answer, streams, logits)
-    body = logits.body(to_json([response] if listed else response))
-    return body, logits.headers | text_headers(answer, streams, arrived_s)
+    response = render_response(answer, streams)
+    return to_json([response] if listed else response), text_headers(answer, streams, arrived_s)
 
 
 def text_headers(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> dict[str, str]:
@@ -442,13 +350,13 @@ def text_headers(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float
     return total_headers(answer, streams, sum(one.num_tokens for one in (best, *others)), arrived_s)
 
 
-def render_response(answer: HttpAnswer, streams: Sequence[Stream], logits: LogitsRenderer) -> dict[str, Any]:
+def render_response(answer: HttpAnswer, streams: Sequence[Stream]) -> dict[str, Any]:
     """The response with the best text; each text begins with the prefix. Its details have the others; those
     of a beam search are shown unasked.
     """
     best, *others = rank(streams)
     prefix = answer.prefix(0)
-    response = {"generated_text": prefix + best.text} | logits.fields(best, best.num_tokens)
+    response = {"generated_text": prefix + best.text} | logits_fields(best, best.num_tokens)
     if not answer.rendering.details and not (best.request.beams and others):
         return response
     losers = [{"generated_text": prefix + stream.text, **render_details(stream)} for stream in others]
@@ -556,11 +464,7 @@ def render_chunks(answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[tuple[i
     """The frames of a job; none with `best_of`, whose best text is known at the end."""
     if len(streams) > 1:
         return None
-    return MappedFeed(stream_bodies(answer, streams[0]), lambda body: (0, body))
-
-
-def render_listed(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> WholeBody:
-    return render_whole(answer, streams, arrived_s, listed=True)
+    return MappedFeed(ChunkFeed(TextRenderer(answer, streams)), lambda chunk: (0, chunk[1]))
 
 
 # --- routes -------------------------------------------------------------------------------------------------
@@ -589,21 +493,20 @@ GENERATE = Protocol(
     name="generate",
     body=GenerateRequest,
     read=read_generate,
-    renderer=AnswerRenderer(render_frames, render_whole, render_chunks),
+    renderer=AnswerRenderer(partial(render_frames, TextRenderer), render_whole, render_chunks),
     error=tgi,
     prompt=["inputs"],
     streams=False,
     in_jobs=True,
-    docs=described(
-        TGI,
-        GENERATE_ERRORS,
-        GenerateRequest,
-        EXAMPLE,
-        "Generate text",
+    tag=TGI,
+    errors=GENERATE_ERRORS,
+    example=EXAMPLE,
+    summary="Generate text",
+    description=(
         "Returns the whole text when generation has finished. With `details`, the response has the tokens "
-        "with their log-probabilities, the seed and the finish reason.",
-        GENERATE_ANSWER,
+        "with their log-probabilities, the seed and the finish reason."
     ),
+    whole=GENERATE_ANSWER,
 )
 GENERATE_STREAM = GENERATE._replace(
     path="/generate_stream",
@@ -613,39 +516,32 @@ GENERATE_STREAM = GENERATE._replace(
     resumable=True,
     prompt=(),
     in_jobs=False,
-    docs=described(
-        TGI,
-        GENERATE_ERRORS,
-        GenerateRequest,
-        EXAMPLE,
-        "Generate a stream of tokens",
+    summary="Generate a stream of tokens",
+    description=(
         "Sends each token as a server-sent event (`data: {…}`) as soon as it is generated. The last "
         "event has the "
-        "whole text in `generated_text`. A request that fails midway ends with an event that has `error`.",
-        events=EVENTS,
+        "whole text in `generated_text`. A request that fails midway ends with an event that has `error`."
     ),
+    whole=None,
+    events=EVENTS,
 )
 COMPAT_GENERATE = GENERATE._replace(
     path="/",
     name="compat_generate",
     span="compat_generate",
     body=CompatGenerateRequest,
-    renderer=AnswerRenderer(render_frames, render_listed, render_chunks),
+    renderer=GENERATE.renderer._replace(whole=partial(render_whole, listed=True)),
     streams=None,
     resumable=True,
     prompt=(),
     in_jobs=False,
-    docs=described(
-        TGI,
-        GENERATE_ERRORS,
-        CompatGenerateRequest,
-        EXAMPLE,
-        "Generate text, or a stream of tokens",
+    summary="Generate text, or a stream of tokens",
+    description=(
         "Does what /generate_stream does if `stream` is true, else what /generate does, with the response "
-        "in an array of one. The text begins with the prompt unless `return_full_text` is false.",
-        [GENERATE_ANSWER],
-        EVENTS,
+        "in an array of one. The text begins with the prompt unless `return_full_text` is false."
     ),
+    whole=[GENERATE_ANSWER],
+    events=EVENTS,
 )
 
 info_router = APIRouter(

@@ -120,8 +120,7 @@ DETACHED: Any = Field(
 RETURN_CONTEXT_LOGITS: Any = Field(
     default=None,
     description="Return the model's logits at each token of the prompt (TensorRT-LLM): in JSON as base64, "
-    "with their shape and dtype; with `Accept: application/octet-stream` the response is a safetensors file. "
-    "Not for streams. Default: false.",
+    "with their shape and dtype. Not for streams. Default: false.",
 )
 RETURN_GENERATION_LOGITS: Any = Field(
     default=None,

@@ -13,7 +13,6 @@ MAX_LOGITS_BYTES = 64 * 2**20
 """Of one answer: the broker and the gateway hold them until it is sent."""
 
 FIELDS = ("return_context_logits", "return_generation_logits")
-OCTET_STREAM = "application/octet-stream"
 
 
 def check_not_streamed(body: BaseModel, streamed: bool | None) -> None:
@@ -64,8 +63,3 @@ def check_size(requests: Sequence[Generate]) -> None:
         f"Given: {need} bytes, for {rows} tokens with {logits.vocab_size} logits of {logits.dtype} each",
         names[0],
     )
-
-
-def accepts_bytes(accept: str) -> bool:
-    """Whether a client's `Accept` names raw bytes."""
-    return any(part.partition(";")[0].strip().lower() == OCTET_STREAM for part in accept.split(","))

@@ -1,18 +1,14 @@
-"""Logits in answers: their rows, as base64 and as a file; what is refused, lost and left behind."""
+"""Logits in answers: their rows, as base64; what is refused, lost and left behind."""
 
-import json
 from dataclasses import replace
 from typing import Any
 
-import httpx
-import numpy as np
 import pytest
-from safetensors.numpy import load
 
 from api.requests import logits as logits_module
 from common.broker.keys import Keys
 from deploy.launcher.embedded_broker import Broker
-from tests.support.answers.logits import first_part, positions
+from tests.support.answers.logits import positions
 from tests.support.answers.openai_frames import CHAT, CHAT_PATH
 from tests.support.fleet.gateways import answering, nothing_left
 from tests.support.fleet.scripted_worker import Answer
@@ -77,31 +73,13 @@ async def test_other_routes_have_them_beside_the_text(broker: Broker) -> None:
     assert positions(plain["generation_logits"]) == [len(ids("a b")) - 1, len(ids("a b"))]
 
 
-@pytest.mark.parametrize(("path", "body"), [*ROUTES, ("/", ROUTES[2][1])])
-async def test_a_client_that_accepts_bytes_gets_a_safetensors_file(
-    broker: Broker, path: str, body: dict[str, Any]
-) -> None:
-    """Its metadata is the response, whose fields name their tensors; without logits it is JSON as ever."""
+async def test_a_client_that_wants_bytes_alone_is_refused(broker: Broker) -> None:
+    """Without logits the header means nothing."""
     async with answering(broker.url, Answer(ids(" x y"))) as (_, _, client):
-        answer = await client.post(path, json=body, headers=BYTES)
-        as_json = (await client.post(path, json=body)).json()
+        refused = [await client.post(path, json=body, headers=BYTES) for path, body in ROUTES]
         plain = await client.post(PATH, json={"prompt": "a"}, headers=BYTES)
-        failure = await client.post(PATH, json={"prompt": "a", "best_of": 5} | BOTH, headers=BYTES)
-    assert answer.headers["content-type"] == "application/octet-stream"
-    assert {one.headers["content-type"] for one in (plain, failure)} == {"application/json"}
-    response, tensors = read_file(answer), load(answer.content)
-    found, expected = (first_part(one) for one in (response, as_json))
-    logits = found.pop("generation_logits")
-    [(name, values)] = tensors.items()
-    assert logits == {"dtype": "float32", "shape": [*values.shape], "tensor": name}
-    assert [*values[:, 0]] == positions(expected.pop("generation_logits"))
-    assert found == expected and values.dtype == np.float32
-
-
-def read_file(answer: httpx.Response) -> Any:
-    size = int.from_bytes(answer.content[:8], "little")
-    assert size % 8 == 0
-    return json.loads(json.loads(answer.content[8 : 8 + size])["__metadata__"]["response"])
+    assert {(one.status_code, "base64 in JSON" in one.text) for one in refused} == {(406, True)}
+    assert plain.status_code == 200
 
 
 async def test_logits_that_the_broker_has_lost_are_an_error(broker: Broker) -> None:
