@@ -20,12 +20,9 @@ from api.admin.routes_fleet import router as fleet
 from api.admin.routes_health import live_router as live
 from api.admin.routes_health import page_router as page
 from api.admin.routes_health import router as health
-from api.admin.routes_jobs import router as jobs
-from api.admin.routes_keys import router as keys
+from api.admin.routes_manage import router as manage
 from api.admin.routes_metrics import router as metrics
-from api.admin.routes_timeline import router as timeline
 from api.admin.routes_usage import router as usage
-from api.admin.routes_webhooks import router as webhooks
 from api.event_loop import Turns
 from api.handover.answer_socket import give_answer_socket
 from api.handover.draining import Draining, check_serving
@@ -67,7 +64,7 @@ protocols = make_router()
 ROUTERS = (
     *(protocols, tokenize, stored_responses, count_tokens, resume, streams, requests),
     *(health, live, kserve_ready, info, kserve_info, vllm_version, models, detokenize, batches),
-    *(fleet, page, metrics, timeline, usage, keys, jobs, webhooks, adapters),
+    *(fleet, page, metrics, usage, manage, adapters),
 )
 REFUSED_WHILE_DRAINING = (
     *(protocols, stored_responses, count_tokens, resume, streams, batches),
@@ -81,7 +78,7 @@ PATHS = {
 }
 """Described paths, in order."""
 WITHOUT_KEY = (health, live, kserve_ready, info, kserve_info, vllm_version, models, page, metrics)
-FOR_ADMINS = (fleet, timeline, keys, jobs, webhooks, adapters)
+FOR_ADMINS = (fleet, manage, adapters)
 
 
 def build(

@@ -5,8 +5,7 @@ from collections.abc import AsyncIterator, Callable, Collection
 from functools import partial
 
 from api.event_loop import background_task, offload, watch_loop
-from api.http.access_log import AccessLog
-from api.http.audit_log import AuditLog
+from api.http.access_log import AccessLog, AuditLog
 from api.http.connection_limits import ConnectionLimits
 from api.http.key_ring import KeyRing
 from api.http.unread import UnreadAnswers

@@ -4,24 +4,24 @@ unloaded stays until the last request that has it is over.
 
 import asyncio
 import logging
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field
+from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
 from api.errors import ApiError, asking_broker, invalid, quoted, unavailable
 from api.http import body
-from api.http.openapi import FLEET, OPENAI_ERRORS, json_body, only
+from api.http.openapi import FLEET, OPENAI_ERRORS, Shape, answer, json_body, only
 from api.json import fresh_json
 from api.requests.adapter_files import find_adapter
 from api.requests.fields import Strict
-from api.requests.monitors import WorkerMonitor
 from api.requests.on_pool import own_pool, pools_of
 from api.requests.pool import Pool
 from api.requests.pool_registry import PoolRegistry
 from common.adapter_registry import AdapterChangeError, AdapterRegistry, change_registry
-from common.adapters import AdapterFault, PoolAdapter
+from common.adapters import AdapterFault, HeldAdapters, PoolAdapter
 from common.ids import ADAPTER_NAME
 from common.settings.types import AdapterSource
 
@@ -32,38 +32,21 @@ LOOK_S = 0.1
 MAX_PATH_CHARS = 4096
 
 
-class AdapterInfo(BaseModel):
-    """An adapter, and how many workers have it.
-
-    `state` is `ready`; `loading` until all workers have it, `leaving` while the last requests with it run.
-    `refused` has the causes of workers that cannot serve it.
+def describe_adapter(holders: Mapping[str, HeldAdapters], adapter: PoolAdapter) -> dict[str, Any]:
+    """What people see of an adapter. `state` is `ready`; `loading` until all workers have it, `leaving` while
+    the last requests with it run. `refused` has the causes of workers that cannot serve it.
     """
-
-    name: str
-    path: str
-    state: str
-    rank: int
-    base_model: str
-    digest: str
-    added_at: int
-    num_workers: int
-    refused: dict[str, str]
-
-
-def describe_adapter(workers: WorkerMonitor, adapter: PoolAdapter) -> AdapterInfo:
-    """What people see of an adapter."""
-    holders = workers.holders
-    return AdapterInfo(
-        name=adapter.name,
-        path=adapter.path,
-        state=adapter.state,
-        rank=adapter.rank,
-        base_model=adapter.base_model,
-        digest=adapter.digest,
-        added_at=adapter.added_ms // 1000,
-        num_workers=sum(adapter.key in held.loaded for held in holders.values()),
-        refused={name: why for name, held in holders.items() if (why := held.why_not(adapter))},
-    )
+    return {
+        "name": adapter.name,
+        "path": adapter.path,
+        "state": adapter.state,
+        "rank": adapter.rank,
+        "base_model": adapter.base_model,
+        "digest": adapter.digest,
+        "added_at": adapter.added_ms // 1000,
+        "num_workers": sum(adapter.key in held.loaded for held in holders.values()),
+        "refused": {name: why for name, held in holders.items() if (why := held.why_not(adapter))},
+    }
 
 
 async def load_adapter(pools: PoolRegistry, source: AdapterSource, in_place: bool) -> PoolAdapter:
@@ -210,26 +193,21 @@ class UnloadRequest(Strict):
     lora_int_id: int | None = Field(default=None, description="Ignored.")
 
 
-class AdapterList(BaseModel):
-    """All adapters of the pool, the oldest first, and the number of workers that serve adapters."""
-
-    adapters: list[AdapterInfo]
-    num_workers: int
-    may_change: bool
+ADAPTER = Shape("AdapterInfo", describe_adapter({}, PoolAdapter("sql", "/adapters/sql", "5f0f8c0e")))
+ADAPTERS = Shape("AdapterList", {"adapters": [ADAPTER], "num_workers": 2, "may_change": True})
 
 
-@router.get("/admin/adapters", summary="List LoRA adapters", response_model=AdapterList)
+@router.get("/admin/adapters", summary="List LoRA adapters", responses=answer(ADAPTERS))
 async def list_adapters(request: Request) -> Response:
-    """Returns the adapters of the pool, with those that are being loaded and unloaded."""
+    """Returns the adapters of the pool, the oldest first, with those that are being loaded and unloaded, and
+    the number of workers that serve adapters.
+    """
     pool = own_pool(request)
     await pool.adapters.refresh_unless_fresh()
     found = sorted(pool.adapters.registry.adapters.values(), key=lambda one: (one.added_ms, one.name))
-    content = AdapterList(
-        adapters=[describe_adapter(pool.workers, one) for one in found],
-        num_workers=len(pool.workers.holders),
-        may_change=why_not_changed(pool) == "",
-    )
-    return fresh_json(content.model_dump())
+    adapters = [describe_adapter(pool.workers.holders, one) for one in found]
+    num_workers, may_change = len(pool.workers.holders), why_not_changed(pool) == ""
+    return fresh_json({"adapters": adapters, "num_workers": num_workers, "may_change": may_change})
 
 
 @router.post(

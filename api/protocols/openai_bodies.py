@@ -23,7 +23,6 @@ from api.http.body import UnsupportedFields, reject_unsupported
 from api.prompts.control_texts import Rendered
 from api.prompts.tokenizer import ModelTokenizer
 from api.protocols.protocol import Asked, Context
-from api.requests.answer_grammar import answer_grammar, reading_beside
 from api.requests.beams import BeamFields
 from api.requests.chat_prompt import (
     EFFORTS,
@@ -55,7 +54,15 @@ from api.requests.fields import (
 from api.requests.logits import check_not_streamed, check_size
 from api.requests.params import SWITCHES, GenerationParams, Limits
 from api.requests.pool import Pool
-from api.requests.tools import FunctionSchema, ToolChoice, ToolSchema, read_functions, read_tools
+from api.requests.tools import (
+    FunctionSchema,
+    ToolChoice,
+    ToolSchema,
+    answer_grammar,
+    read_functions,
+    read_tools,
+    reading_beside,
+)
 from api.requests.validate import check_generates, with_truncate
 from api.webhooks import WebhookField
 from common.messages.records import unpack_ids

@@ -1,5 +1,5 @@
 """Protocol: what a route that makes answers is. Each has one row, in the file of its API. Whoever depends on
-the route asks the row: HTTP (api/protocols/serve.py), errors, traces, resumption, jobs and batches.
+the route asks the row: HTTP (api/protocols/table.py), errors, traces, resumption, jobs and batches.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence

@@ -179,7 +179,8 @@ class ReasoningItem(TextItem):
     field = "content"
 
     def render(self) -> Item:
-        parts = {"summary": [], "content": []} | {self.field: [self.part()] if self.begun else []}
+        parts: dict[str, Any] = {"summary": [], "content": []}
+        parts[self.field] = [self.part()] if self.begun else []
         return {"id": self.id, "type": "reasoning", "status": self.status, **parts, "encrypted_content": None}
 
 

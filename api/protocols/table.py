@@ -1,21 +1,124 @@
-"""Table: the rows of all protocols. A route that makes answers is here, or it is none."""
+"""Table: the rows of all protocols, and how each is served over HTTP. A route that makes answers is here, or
+it is none.
+"""
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import compile_path
 
+from api.answers.answer import HttpAnswer
+from api.errors import ApiError
+from api.event_loop import offload
+from api.http import body
+from api.http.auth import key_of
+from api.http.request_trace import trace_of
 from api.protocols.clouds import INVOCATIONS, VERTEX
 from api.protocols.kserve import KSERVE_GENERATE, KSERVE_GENERATE_STREAM, KSERVE_INFER
 from api.protocols.messages import MESSAGES
 from api.protocols.openai import CHAT_COMPLETIONS, COMPLETIONS
 from api.protocols.pooling import EMBEDDINGS, RERANK, SCORE
-from api.protocols.protocol import Protocol
+from api.protocols.protocol import Asked, Context, Protocol
 from api.protocols.responses import RESPONSES
-from api.protocols.serve import serve
 from api.protocols.tgi import COMPAT_GENERATE, GENERATE, GENERATE_STREAM
+from api.requests.fields import Strict
+from api.requests.metrics import ARRIVED_S
+from api.requests.on_pool import on_adapter, own_pool
+from api.requests.pool import Pool
+from api.requests.respond import (
+    answer_id,
+    first_headers,
+    read_terms,
+    submit,
+    with_adapter,
+    with_repetitions,
+)
+from api.requests.service_terms import on_terms
+from api.streams.answer_trace import traced
+from api.streams.describe_answer import describe_answer
+from api.streams.http_response import TokenStream, respond_with_whole
+from api.webhooks import with_webhook
+
+
+async def serve(protocol: Protocol, request: Request) -> Response:
+    """Read the body, and answer it with a pool that serves its model. Raises ApiError."""
+    data = await body.read_json(request, own_pool(request).max_body_bytes)
+    route = request.url.path
+    if protocol.by_field:
+        names, rows = await body.names_in(data), protocol.by_field
+        protocol = next((row for name, row in rows.items() if name in names), next(iter(rows.values())))
+        route = protocol.path
+    parsed = await offload(len(data), lambda: body.parse_body(protocol.body, data))
+    parsed.check()
+    model = request.path_params.get("model", getattr(parsed, "model", None))
+    serve_it = partial(serve_on, protocol, request, route, parsed)
+    return await on_adapter(request, getattr(parsed, "adapter_id", None), model, serve_it)
+
+
+async def serve_on(protocol: Protocol, request: Request, route: str, parsed: Strict, pool: Pool) -> Response:
+    """Validate and submit what the body asks for, and respond. Raises ApiError."""
+    await pool.admission.check()
+    context = Context(pool, route, answer_id(request), protocol.wants_frames(parsed), request)
+    asked = await protocol.read(parsed, context)
+    answer = new_answer(protocol, request, parsed, context, asked)
+    streams = await submit(pool, answer)
+    headers, release = first_headers(pool.settings, asked.num_chars, streams), pool.admission.release
+    renderer = protocol.renderer
+    if answer.streamed and renderer.frames is not None:
+        frames = renderer.frames(answer, streams)
+        return TokenStream(answer, frames=frames, streams=streams, headers=headers, release=release)
+    if answer.terms.detached and renderer.queued is not None:
+        content = renderer.queued(answer, streams[0])
+        release(streams[0], 0, answer.terms.goes_on_s)
+        return Response(content, 200, headers, "application/json")
+    return await respond_with_whole(
+        request,
+        answer,
+        streams=streams,
+        headers=headers,
+        render=renderer.whole,
+        arrived_s=ARRIVED_S.get(),
+        release=release,
+    )
+
+
+def new_answer(
+    protocol: Protocol, request: Request, parsed: Strict, context: Context, asked: Asked
+) -> HttpAnswer:
+    """The answer to validated requests, on the terms that its client asks for. Raises ApiError (422)."""
+    given = {
+        name: getattr(parsed, name, None) for name in ("resume_s", "detached", "priority", "tier", "webhook")
+    }
+    settings, own_id = context.pool.settings, context.answer_id
+    requests = with_adapter(asked.requests, request.state.adapter)
+    requests = with_webhook(requests, given["webhook"], key_of(request), settings, protocol.event, own_id)
+    if any(one.logits for one in requests) and "application/octet-stream" in request.headers.get(
+        "accept", ""
+    ):
+        why = "`Accept: application/octet-stream` is not served: logits come as base64 in JSON"
+        raise ApiError(406, "not_acceptable", why, "accept")
+    requests = on_terms(request, requests, settings, given["priority"], given["tier"])
+    may_leave = context.streamed or (bool(given["detached"]) and protocol.renderer.queued is not None)
+    terms = read_terms(request, own_id, may_leave, given["resume_s"], given["detached"])
+    if asked.is_stored:
+        terms = replace(terms, stored_ms=round(1000 * settings.answer_ttl_s))
+    answer = describe_answer(
+        request_id=own_id,
+        route=context.route,
+        streamed=context.streamed,
+        model=request.state.model_name,
+        requests=requests,
+        prefixes=asked.prefixes,
+        rendering=asked.rendering,
+        terms=with_repetitions(request, terms, settings),
+        created_s=int(context.pool.client.clock.now_s()),
+    )
+    return traced(replace(answer, **asked.parts), trace_of(request.scope), protocol.operation)
+
 
 PROTOCOLS = (
     *(GENERATE, GENERATE_STREAM, COMPAT_GENERATE, INVOCATIONS, VERTEX),
@@ -51,20 +154,13 @@ def protocol_of(path: str) -> Protocol:
     return row
 
 
-def endpoint(row: Protocol) -> Callable[[Request], Awaitable[Response]]:
-    async def serve_row(request: Request) -> Response:
-        return await serve(row, request)
-
-    return serve_row
-
-
 def make_router() -> APIRouter:
     """The routes of all rows, each path's own after its aliases: names of models may have slashes."""
     router = APIRouter()
     for path, row in paths():
         router.add_api_route(
             path,
-            endpoint(row),
+            partial(serve, row),
             methods=["POST"],
             name=row.name,
             include_in_schema=path == row.path,

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from api.admin.routes_timeline import read_timelines
+from api.admin.routes_fleet import read_timelines
 from benchmarks.client import EventReader
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient

@@ -19,9 +19,9 @@ import pytest
 from redis.asyncio import Redis
 
 from api.errors import ApiError
-from api.http.key_limits import limit_headers
 from api.http.key_ring import KeyRing
 from api.lifecycle import Gateway
+from api.requests.admission import limit_headers
 from api.requests.request_scripts import LeftOfRates
 from common import api_keys
 from common.api_keys import ApiKey, IssuedKey, digest_of

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from api.http import access_log
-from api.http.audit_log import AuditLog
+from api.http.access_log import AuditLog
 from common.messages.request import Generate
 from common.process.logs import JsonFormatter, TextFormatter
 from common.settings.settings import SettingError, Settings
@@ -230,8 +230,8 @@ def write(audit: AuditLog | None, number: int) -> None:
 
 
 def test_a_file_that_is_full_is_kept_beside_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("api.http.audit_log.MAX_BYTES", 400)
-    monkeypatch.setattr("api.http.audit_log.MAX_OLDER_FILES", 2)
+    monkeypatch.setattr("api.http.access_log.MAX_BYTES", 400)
+    monkeypatch.setattr("api.http.access_log.MAX_OLDER_FILES", 2)
     audit = AuditLog.open(Settings(audit_log=str(tmp_path / "a.log")), "g1-abc")
     for number in range(20):
         write(audit, number)

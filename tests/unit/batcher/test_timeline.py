@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from api.admin.routes_timeline import read_timelines
+from api.admin.routes_fleet import read_timelines
 from batcher import timeline
 from batcher.scheduling.plan_builder import PendingPlan
 from batcher.scheduling.replica import Replica, WorkerLimits

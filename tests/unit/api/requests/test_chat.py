@@ -13,7 +13,6 @@ from api.grammar.check import byte_tokenizer
 from api.grammar.compile import CompiledGrammar, Grammar
 from api.prompts.chat_template import ChatTemplate
 from api.prompts.control_texts import ControlTexts
-from api.requests.answer_grammar import answer_grammar, reading_beside
 from api.requests.chat_prompt import (
     TOOL_PROMPT,
     Chat,
@@ -22,7 +21,14 @@ from api.requests.chat_prompt import (
     render_prompt,
     template_messages,
 )
-from api.requests.tools import FunctionSchema, ToolChoice, ToolSchema, read_tools
+from api.requests.tools import (
+    FunctionSchema,
+    ToolChoice,
+    ToolSchema,
+    answer_grammar,
+    read_tools,
+    reading_beside,
+)
 from tests.support.tokenizer import model_tokenizer
 
 # --- chat prompt messages -----------------------------------------------------------------------------------
