@@ -25,6 +25,7 @@ from api.event_loop import attempt, repeat_forever, retry_forever
 from api.jobs.scripts import DEAD_TTL_S, MAX_DEAD
 from api.json import to_json
 from api.outbound import PublicHosts, TargetUrl, UrlError, check_literal, is_allowed, read_url
+from api.requests.fields import optional
 from common.api_keys import ApiKey
 from common.broker.pool_client import PoolClient
 from common.messages.request import Generate
@@ -60,10 +61,9 @@ class WebhookField(BaseModel):
         description="An https: URL of the public internet, or a host of WEBHOOK_ALLOWED_HOSTS.",
         json_schema_extra={"maxLength": MAX_URL},
     )
-    secret: str | None = Field(
-        default=None,
-        description="Signs the events: `whsec_` and the base64 of 24 to 64 bytes. Default: WEBHOOK_SECRET.",
-        json_schema_extra={"pattern": "^whsec_"},
+    secret: str | None = optional(
+        "Signs the events: `whsec_` and the base64 of 24 to 64 bytes. Default: WEBHOOK_SECRET.",
+        {"pattern": "^whsec_"},
     )
 
 

@@ -35,7 +35,7 @@ from api.protocols.tgi import (
     render_top_tokens,
     with_own_seeds,
 )
-from api.requests.fields import DETACHED, RESUME_S, Listed, Strict, Whole, ranged
+from api.requests.fields import DETACHED, RESUME_S, Listed, Strict, Whole, optional, ranged
 from api.requests.logits import check_no_logits
 from api.requests.on_pool import pools_of
 from api.requests.params import GenerationParams
@@ -109,14 +109,10 @@ class KServeParameters(GenerateParameters):
 
     max_tokens: Whole | None = ranged("max_new_tokens", "The same as `max_new_tokens`.")
     min_length: Whole | None = ranged("min_new_tokens", "The same as `min_new_tokens`.")
-    stop_words: Listed[str] | None = Field(default=None, description="The same as `stop`.")
+    stop_words: Listed[str] | None = optional("The same as `stop`.")
     random_seed: Whole | None = ranged("seed", "The same as `seed`.")
-    stream: bool | None = Field(
-        default=None, description="The path says whether tokens are streamed: true on `…/generate_stream`."
-    )
-    exclude_input_in_output: bool | None = Field(
-        default=None, description="False begins the text with the prompt. Default: true."
-    )
+    stream: bool | None = optional("The path says whether tokens are streamed: true on `…/generate_stream`.")
+    exclude_input_in_output: bool | None = optional("False begins the text with the prompt. Default: true.")
 
     def as_tgi(self) -> tuple[GenerateParameters, dict[str, str]]:
         """The parameters under TGI's names, and the names that the client used. Raises ApiError (422)."""
@@ -227,12 +223,11 @@ class InferOutput(Strict):
 class InferRequest(Strict):
     """The body of …/infer."""
 
-    id: str | None = Field(default=None, description="It is repeated in the response.")
+    id: str | None = optional("It is repeated in the response.")
     parameters: KServeParameters | None = None
     inputs: Listed[InferTensor] = Field(json_schema_extra={"minItems": 1})
-    outputs: Listed[InferOutput] | None = Field(
-        default=None,
-        description="A name for the output of each input. Default: `text_output`, if there is one input.",
+    outputs: Listed[InferOutput] | None = optional(
+        "A name for the output of each input. Default: `text_output`, if there is one input."
     )
     webhook: WebhookField | None = None
 

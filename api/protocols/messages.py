@@ -33,7 +33,7 @@ from api.protocols.protocol import Asked, Context, Protocol
 from api.protocols.tokenize import shown_prompt
 from api.protocols.typed_events import Event, EventRenderer, renderer_of
 from api.requests.chat_prompt import REASONING_SWITCHES, ChatMessage
-from api.requests.fields import Listed, SamplingFields, ServedFields, Strict, Whole, with_one_error
+from api.requests.fields import Listed, SamplingFields, ServedFields, Strict, Whole, optional, with_one_error
 from api.requests.on_pool import pool_for, read_body
 from api.requests.pool import Pool
 from api.requests.respond import read_terms
@@ -106,17 +106,16 @@ class InputBlock(Strict, extra="allow", json_schema_extra={"required": ["type", 
 
     type: str = Field(json_schema_extra={"enum": ["text"]})
     text: str | None = Field(default=None, json_schema_extra={"type": "string"})
-    source: dict[str, Any] | None = Field(
-        default=None,
-        description='Of an `image`: `{"type": "base64", "media_type": …, "data": …}` or '
-        '`{"type": "url", "url": …}`; of a `document`: `{"type": "text", "data": …}`.',
+    source: dict[str, Any] | None = optional(
+        'Of an `image`: `{"type": "base64", "media_type": …, "data": …}` or '
+        '`{"type": "url", "url": …}`; of a `document`: `{"type": "text", "data": …}`.'
     )
-    id: str | None = Field(default=None, description="Of a `tool_use`, as a message had it.")
-    name: str | None = Field(default=None, description="Of a `tool_use`: the tool.")
-    input: dict[str, Any] | None = Field(default=None, description="Of a `tool_use`: the arguments.")
-    tool_use_id: str | None = Field(default=None, description="Of a `tool_result`: the call's `id`.")
-    content: Any = Field(default=None, description="Of a `tool_result`: a text, or blocks.")
-    thinking: str | None = Field(default=None, description="Of a `thinking` block: the reasoning.")
+    id: str | None = optional("Of a `tool_use`, as a message had it.")
+    name: str | None = optional("Of a `tool_use`: the tool.")
+    input: dict[str, Any] | None = optional("Of a `tool_use`: the arguments.")
+    tool_use_id: str | None = optional("Of a `tool_result`: the call's `id`.")
+    content: Any = optional("Of a `tool_result`: a text, or blocks.")
+    thinking: str | None = optional("Of a `thinking` block: the reasoning.")
 
 
 Content = Annotated[str | Listed[InputBlock], with_one_error(TEXT_BLOCKS)]
@@ -137,14 +136,11 @@ class ClientTool(Strict, extra="allow", json_schema_extra={"required": ["name", 
         default=None, json_schema_extra={"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"}
     )
     description: str | None = None
-    input_schema: dict[str, Any] | None = Field(
-        default=None,
-        description="JSON schema of the arguments, an object's.",
-        json_schema_extra={"type": "object", "properties": {"type": {"const": "object"}}},
+    input_schema: dict[str, Any] | None = optional(
+        "JSON schema of the arguments, an object's.",
+        {"type": "object", "properties": {"type": {"const": "object"}}},
     )
-    strict: bool | None = Field(
-        default=None, description="Arguments match the schema, whatever `tool_choice` says."
-    )
+    strict: bool | None = optional("Arguments match the schema, whatever `tool_choice` says.")
 
     @property
     def is_callable(self) -> bool:
@@ -154,9 +150,7 @@ class ClientTool(Strict, extra="allow", json_schema_extra={"required": ["name", 
 class ChosenTool(Strict, extra="allow"):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    disable_parallel_tool_use: bool | None = Field(
-        default=None, description="Whether there is at most one call. Default: false."
-    )
+    disable_parallel_tool_use: bool | None = optional("Whether there is at most one call. Default: false.")
 
 
 class ThinkingOptions(Strict, extra="allow"):
@@ -166,13 +160,11 @@ class ThinkingOptions(Strict, extra="allow"):
 
 
 class OutputConfig(Strict, extra="allow"):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
-        default=None, description="How much the model reasons, if its template can say so."
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = optional(
+        "How much the model reasons, if its template can say so."
     )
-    format: dict[str, Any] | None = Field(
-        default=None,
-        description='What the text must look like: `{"type": "json_schema", "schema": …}`.',
-        json_schema_extra=FORMAT_SCHEMA,
+    format: dict[str, Any] | None = optional(
+        'What the text must look like: `{"type": "json_schema", "schema": …}`.', FORMAT_SCHEMA
     )
 
 
@@ -187,25 +179,22 @@ class CountTokensRequest(ServedFields):
         "assistant is continued.",
         json_schema_extra={"minItems": 1},
     )
-    system: Content | None = Field(default=None, description="The system prompt: a text, or blocks of it.")
-    tools: Listed[ClientTool] | None = Field(default=None, description="Tools that the model may call.")
-    tool_choice: ChosenTool | None = Field(
-        default=None,
-        description='`{"type": "auto"}` (the default): the model decides. `none`: no calls. `any`: one call '
+    system: Content | None = optional("The system prompt: a text, or blocks of it.")
+    tools: Listed[ClientTool] | None = optional("Tools that the model may call.")
+    tool_choice: ChosenTool | None = optional(
+        '`{"type": "auto"}` (the default): the model decides. `none`: no calls. `any`: one call '
         'at least. `{"type": "tool", "name": …}`: one call of this tool.',
-        json_schema_extra={"properties": {"type": {"enum": ["auto", "none"]}}, "required": ["type"]},
+        {"properties": {"type": {"enum": ["auto", "none"]}}, "required": ["type"]},
     )
     thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
-    stop_sequences: Listed[str] | None = Field(
-        default=None,
-        description="Stop strings: the text ends before the first of them that appears.",
-        json_schema_extra={"items": {"minLength": 1, "maxLength": MAX_STOP_CHARS}},
+    stop_sequences: Listed[str] | None = optional(
+        "Stop strings: the text ends before the first of them that appears.",
+        {"items": {"minLength": 1, "maxLength": MAX_STOP_CHARS}},
     )
-    service_tier: str | None = Field(
-        default=None,
-        description="`auto` and `standard_only` are the class `standard`; OpenAI's names are taken, too.",
-        json_schema_extra={"enum": ["auto", "standard_only", None]},
+    service_tier: str | None = optional(
+        "`auto` and `standard_only` are the class `standard`; OpenAI's names are taken, too.",
+        {"enum": ["auto", "standard_only", None]},
     )
 
     def check(self) -> None:

@@ -41,6 +41,7 @@ from api.requests.fields import (
     LOGITS_DTYPE,
     RETURN_CONTEXT_LOGITS,
     RETURN_GENERATION_LOGITS,
+    TEXTS_OR_IDS,
     Listed,
     LogitsDtype,
     SamplingFields,
@@ -48,6 +49,7 @@ from api.requests.fields import (
     Strict,
     Whole,
     least,
+    optional,
     ranged,
     with_one_error,
 )
@@ -82,10 +84,9 @@ CHOSEN_SCHEMA: Any = {"enum": ["none", "auto", None]}
 FORMAT_SCHEMA: Any = {"required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}}}
 """The formats of the text that /docs proposes."""
 MAX_TOKENS = "The most tokens to generate. Default: what is left of the model's context."
-EFFORT: Any = Field(
-    default=None,
-    description="How much the model thinks first, if its template can say so; with `none` not at all.",
-    json_schema_extra={"enum": [*EFFORTS, None]},
+EFFORT: Any = optional(
+    "How much the model thinks first, if its template can say so; with `none` not at all.",
+    {"enum": [*EFFORTS, None]},
 )
 UNSUPPORTED: UnsupportedFields = {
     "audio": (),
@@ -134,18 +135,18 @@ TGI_FIELDS = frozenset(
 
 
 class StreamOptions(Strict):
-    include_usage: bool | None = Field(
-        default=None, description="Send a last chunk that has no choices and the token counts in `usage`."
+    include_usage: bool | None = optional(
+        "Send a last chunk that has no choices and the token counts in `usage`."
     )
-    continuous_usage_stats: bool | None = Field(
-        default=None, description="With `include_usage`: send the token counts in every chunk."
+    continuous_usage_stats: bool | None = optional(
+        "With `include_usage`: send the token counts in every chunk."
     )
 
 
 def guided_field(what: str) -> Any:
     """A field of older versions of vLLM."""
     schema: Any = {"minLength": 1, "minItems": 1, "items": {"minLength": 1}}
-    return Field(default=None, description=f"vLLM's older form: {what}.", json_schema_extra=schema)
+    return optional(f"vLLM's older form: {what}.", schema)
 
 
 class OpenAIRequest(ServedFields, BeamFields):
@@ -162,91 +163,77 @@ class OpenAIRequest(ServedFields, BeamFields):
     min_tokens: Whole | None = least(
         0, "The fewest tokens to generate: before them only `max_tokens` ends the text."
     )
-    stop: Stop | None = Field(
-        default=None,
-        description="A stop string or several: the text ends before the first of them that appears.",
-        json_schema_extra={
+    stop: Stop | None = optional(
+        "A stop string or several: the text ends before the first of them that appears.",
+        {
             "minLength": 1,
             "maxLength": MAX_STOP_CHARS,
             "items": {"minLength": 1, "maxLength": MAX_STOP_CHARS},
         },
     )
-    include_stop_str_in_output: bool | None = Field(
-        default=None, description="Let the text include its stop string or stop token. Default: false."
+    include_stop_str_in_output: bool | None = optional(
+        "Let the text include its stop string or stop token. Default: false."
     )
-    skip_special_tokens: bool | None = Field(None, description="Leave special tokens out. Default: true.")
-    add_special_tokens: bool | None = Field(
-        default=None,
-        description="Add the special tokens that the tokenizer puts around a prompt. Default: true for "
-        "completions; false for chats, whose template has them.",
+    skip_special_tokens: bool | None = optional("Leave special tokens out. Default: true.")
+    add_special_tokens: bool | None = optional(
+        "Add the special tokens that the tokenizer puts around a prompt. Default: true for "
+        "completions; false for chats, whose template has them."
     )
     truncate_prompt_tokens: Whole | None = least(
         -1, "The most tokens of the prompt to use: its last ones. -1: all that fit."
     )
     n: Whole | None = ranged("n", "The number of choices for each prompt. Default: 1.")
-    best_of: Whole | None = Field(
-        default=None,
-        description="Must be 1 or `n`, because all generated texts are returned. With `use_beam_search`: the "
+    best_of: Whole | None = optional(
+        "Must be 1 or `n`, because all generated texts are returned. With `use_beam_search`: the "
         "number of sequences that are extended at once.",
-        json_schema_extra={"const": 1},
+        {"const": 1},
     )
-    use_beam_search: bool | None = Field(
-        default=None,
-        description="vLLM's form of `beam_width`: a beam search of width `best_of`, by default `n`. Default: "
+    use_beam_search: bool | None = optional(
+        "vLLM's form of `beam_width`: a beam search of width `best_of`, by default `n`. Default: "
         "true if `beam_width` is given.",
-        json_schema_extra={"enum": [False, None]},
+        {"enum": [False, None]},
     )
     frequency_penalty: float | None = ranged(
         "frequency_penalty", "Penalty for tokens by their number in the generated text, as OpenAI defines it."
     )
-    logit_bias: dict[str, float] | None = Field(
-        default=None,
-        description="Numbers to add to the logits, by token id.",
-        json_schema_extra=BIAS_SCHEMA,
-    )
+    logit_bias: dict[str, float] | None = optional("Numbers to add to the logits, by token id.", BIAS_SCHEMA)
     prompt_logprobs: Whole | None = least(
         0,
         "Return the prompt's tokens with their log-probabilities, and this number of the most likely tokens "
         "at the position of each (vLLM). Not for streams.",
     )
-    return_token_ids: bool | None = Field(
-        default=None, description="Return the ids of the prompt's and of the generated tokens (vLLM)."
+    return_token_ids: bool | None = optional(
+        "Return the ids of the prompt's and of the generated tokens (vLLM)."
     )
-    return_tokens_as_token_ids: bool | None = Field(
-        default=None,
-        description="With `logprobs`: name tokens as `token_id:7`, because some are only a part of a "
-        "character (vLLM).",
+    return_tokens_as_token_ids: bool | None = optional(
+        "With `logprobs`: name tokens as `token_id:7`, because some are only a part of a character (vLLM)."
     )
     return_context_logits: bool | None = RETURN_CONTEXT_LOGITS
     return_generation_logits: bool | None = RETURN_GENERATION_LOGITS
     logits_dtype: LogitsDtype | None = LOGITS_DTYPE
-    echo: bool | None = Field(
-        default=None,
-        description="Begin the text with the prompt; in a chat, with the assistant's message that is "
-        "continued.",
+    echo: bool | None = optional(
+        "Begin the text with the prompt; in a chat, with the assistant's message that is continued."
     )
 
-    response_format: dict[str, Any] | None = Field(
-        default=None,
-        description='What the text must look like: `{"type": "json_schema", "json_schema": {"schema": …}}`, '
+    response_format: dict[str, Any] | None = optional(
+        'What the text must look like: `{"type": "json_schema", "json_schema": {"schema": …}}`, '
         '`{"type": "json_object"}`, in vLLM\'s way `{"type": "structural_tag", "format": …}`, or in TGI\'s '
         '`{"type": "regex", "value": …}`.',
-        json_schema_extra=FORMAT_SCHEMA,
+        FORMAT_SCHEMA,
     )
-    structured_outputs: dict[str, Any] | None = Field(
-        default=None,
-        description="vLLM's form of `response_format`: an object with one of `json`, `regex`, `choice`, "
+    structured_outputs: dict[str, Any] | None = optional(
+        "vLLM's form of `response_format`: an object with one of `json`, `regex`, `choice`, "
         "`grammar` (Lark or GBNF), `structural_tag` and `json_object`.",
-        json_schema_extra={"required": ["json_object"], "properties": {"json_object": {"const": True}}},
+        {"required": ["json_object"], "properties": {"json_object": {"const": True}}},
     )
     guided_json: dict[str, Any] | str | None = guided_field("a JSON schema that the text satisfies")
     guided_regex: str | None = guided_field("a regex that the whole text matches")
     guided_choice: Listed[str] | None = guided_field("the text is one of these")
     guided_grammar: str | None = guided_field("a grammar (Lark or GBNF) that the text satisfies")
-    guided_whitespace_pattern: str | None = Field(
-        default=None, description="vLLM's older form: a regex for the white space of JSON."
+    guided_whitespace_pattern: str | None = optional(
+        "vLLM's older form: a regex for the white space of JSON."
     )
-    guided_decoding_backend: str | None = Field(default=None, description="Has no effect.")
+    guided_decoding_backend: str | None = optional("Has no effect.")
 
     def grammar(self) -> Grammar | None:
         """What the text must look like. Raises ApiError."""
@@ -324,51 +311,39 @@ class ChatRequest(OpenAIRequest):
 
     messages: Listed[ChatMessage] = Field(description="The chat so far.", json_schema_extra={"minItems": 1})
     max_completion_tokens: Whole | None = least(1, "The newer name of `max_tokens`.")
-    logprobs: bool | None = Field(
-        default=None, description="Return each token with its log-probability. Default: false."
-    )
+    logprobs: bool | None = optional("Return each token with its log-probability. Default: false.")
     top_logprobs: Whole | None = least(
         0, "With `logprobs`: the number of most likely tokens to return at each position."
     )
-    add_generation_prompt: bool | None = Field(
-        default=None,
-        description="End the prompt with the beginning of a new assistant message. Default: true unless the "
-        "last message is continued; false continues it, if it is the assistant's and calls no tools.",
+    add_generation_prompt: bool | None = optional(
+        "End the prompt with the beginning of a new assistant message. Default: true unless the "
+        "last message is continued; false continues it, if it is the assistant's and calls no tools."
     )
-    continue_final_message: bool | None = Field(
-        default=None,
-        description="Continue the last message. Default: false; with CONTINUE_FINAL_MESSAGE true, if it is "
-        "the assistant's and calls no tools.",
+    continue_final_message: bool | None = optional(
+        "Continue the last message. Default: false; with CONTINUE_FINAL_MESSAGE true, if it is "
+        "the assistant's and calls no tools."
     )
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        default=None,
-        description="Additional variables for the chat template, such as `enable_thinking`.",
+    chat_template_kwargs: dict[str, Any] | None = optional(
+        "Additional variables for the chat template, such as `enable_thinking`."
     )
 
-    tools: Listed[ToolSchema] | None = Field(default=None, description="Functions that the model may call.")
-    tool_choice: Chosen | None = Field(
-        default=None,
-        description="`auto` (the default): the model decides. `none`: no calls. `required`: one call at "
+    tools: Listed[ToolSchema] | None = optional("Functions that the model may call.")
+    tool_choice: Chosen | None = optional(
+        "`auto` (the default): the model decides. `none`: no calls. `required`: one call at "
         'least. `{"type": "function", "function": {"name": …}}`: one call of this function. '
         '`{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": […]}}`: only these.',
-        json_schema_extra=CHOSEN_SCHEMA,
+        CHOSEN_SCHEMA,
     )
-    parallel_tool_calls: bool | None = Field(
-        default=None, description="Whether there may be several calls. Default: true."
+    parallel_tool_calls: bool | None = optional("Whether there may be several calls. Default: true.")
+    functions: Listed[FunctionSchema] | None = optional(
+        "OpenAI's older form of `tools`; the answer has a `function_call`."
     )
-    functions: Listed[FunctionSchema] | None = Field(
-        default=None, description="OpenAI's older form of `tools`; the answer has a `function_call`."
-    )
-    function_call: Chosen | None = Field(
-        default=None, description="OpenAI's older form of `tool_choice`.", json_schema_extra=CHOSEN_SCHEMA
-    )
-    tool_prompt: str | None = Field(
-        default=None,
-        description="TGI's text after the tools. Default, for a model whose template has no tools: "
-        f"{TOOL_PROMPT}",
+    function_call: Chosen | None = optional("OpenAI's older form of `tool_choice`.", CHOSEN_SCHEMA)
+    tool_prompt: str | None = optional(
+        f"TGI's text after the tools. Default, for a model whose template has no tools: {TOOL_PROMPT}"
     )
     reasoning_effort: str | None = EFFORT
-    include_reasoning: bool | None = Field(default=None, description="Return the reasoning. Default: true.")
+    include_reasoning: bool | None = optional("Return the reasoning. Default: true.")
 
     @property
     def rendering(self) -> Rendering:
@@ -382,11 +357,7 @@ class CompletionRequest(OpenAIRequest):
 
     prompt: Prompt = Field(
         description="A text, a list of texts, a list of token ids, or a list of such lists.",
-        json_schema_extra={
-            "minLength": 1,
-            "minItems": 1,
-            "items": {"minLength": 1, "minItems": 1, "minimum": 0, "items": {"minimum": 0}},
-        },
+        json_schema_extra=TEXTS_OR_IDS,
     )
     logprobs: Whole | None = least(
         0,
@@ -657,7 +628,7 @@ def common_params(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationPa
     return GenerationParams(
         truncate=None if to_fit else body.truncate_prompt_tokens,
         truncates_to_fit=to_fit,
-        cache_salt=body.salt(),
+        cache_salt=body.cache_salt or "",
         stopping=body.stopping_params(
             body.min_tokens, [body.stop] if isinstance(body.stop, str) else body.stop
         ),

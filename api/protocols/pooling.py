@@ -4,7 +4,7 @@ import math
 from array import array
 from base64 import b64encode
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -20,14 +20,25 @@ from api.json import to_json
 from api.prompts.control_texts import Rendered
 from api.protocols.openai_bodies import Prompt, read_prompts
 from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, WholeBody
-from api.requests.fields import Listed, Strict, Whole, least, with_one_error
+from api.requests.fields import (
+    CACHE_SALT,
+    MODEL,
+    PRIORITY,
+    TEXTS_OR_IDS,
+    Listed,
+    Strict,
+    Whole,
+    least,
+    optional,
+    with_one_error,
+)
 from api.requests.logits import MAX_LOGITS_BYTES
 from api.requests.params import Limits
 from api.requests.pool import Pool
 from api.requests.respond import total_headers
 from api.streams.stream import Stream
 from common.messages.records import pack_ids
-from common.messages.request import EMBED, SERVICE_CLASSES, Generate, PoolingParams, StoppingParams
+from common.messages.request import EMBED, Generate, PoolingParams, StoppingParams
 from common.pooling import PoolingConfig
 
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -46,11 +57,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 }
 """Fields of vLLM and Cohere that are not served → values that are accepted."""
 
-TEXTS_SCHEMA: dict[str, Any] = {
-    "minLength": 1,
-    "minItems": 1,
-    "items": {"minLength": 1, "minItems": 1, "minimum": 0, "items": {"minimum": 0}},
-}
 OneOrMore = Annotated[str | Listed[str], with_one_error("Input should be a text or a list of texts")]
 ONE_OR_MORE_SCHEMA: dict[str, Any] = {"minLength": 1, "minItems": 1, "items": {"minLength": 1}}
 DOCUMENT_SCHEMA: dict[str, Any] = {
@@ -94,39 +100,24 @@ class PoolingFields(Strict):
 
     model_config = ConfigDict(extra="allow")
 
-    model: str | None = Field(
-        default=None,
-        description="A model that /v1/models lists. Default: this server's model; empty, `tgi` and `dummy` "
-        "mean the same.",
-    )
+    model: str | None = MODEL
     truncate_prompt_tokens: Whole | None = least(
         -1,
         "The most tokens of an input: longer ones are cut. -1: as many as the model takes. Default: longer "
         "ones are refused.",
     )
-    truncation_side: Literal["left", "right"] | None = Field(
-        default=None, description="From which side tokens are cut. Default: right."
+    truncation_side: Literal["left", "right"] | None = optional(
+        "From which side tokens are cut. Default: right."
     )
-    add_special_tokens: bool | None = Field(
-        default=None, description="Add the tokens that the model expects around a text. Default: true."
+    add_special_tokens: bool | None = optional(
+        "Add the tokens that the model expects around a text. Default: true."
     )
-    cache_salt: str | None = Field(
-        default=None,
-        description="Only requests with the same salt share what is computed of their prompts (vLLM).",
-        json_schema_extra={"minLength": 1},
-    )
-    priority: Whole | str | None = Field(
-        default=None,
-        description="vLLM's: the lower, the sooner; or the name of a class. The header `x-priority` comes "
-        "before it.",
-        json_schema_extra={"anyOf": [{"type": "integer"}, {"enum": [*SERVICE_CLASSES, None]}]},
-    )
+    cache_salt: str | None = CACHE_SALT
+    priority: Whole | str | None = PRIORITY
 
     def check(self) -> None:
         """Raises ApiError for unsupported fields."""
         reject_unsupported(self.model_extra or {}, UNSUPPORTED, ())
-        if self.cache_salt == "":
-            raise invalid("`cache_salt` cannot be empty", "cache_salt")
         given, name = self.truncate_prompt_tokens, "truncate_prompt_tokens"
         if given is not None and (given < -1 or given == 0):
             raise invalid(f"`{name}` must be -1 or at least 1. Given: {given}", name)
@@ -148,25 +139,20 @@ class EmbeddingRequest(PoolingFields):
 
     input: Prompt = Field(
         description="A text, a list of texts, a list of token ids, or a list of such lists.",
-        json_schema_extra=TEXTS_SCHEMA,
+        json_schema_extra=TEXTS_OR_IDS,
     )
-    encoding_format: Literal["float", "base64"] | None = Field(
-        default=None,
-        description="`base64`: of the little-endian float32 values; OpenAI's clients ask for it. "
-        "Default: float.",
+    encoding_format: Literal["float", "base64"] | None = optional(
+        "`base64`: of the little-endian float32 values; OpenAI's clients ask for it. Default: float."
     )
     dimensions: Whole | None = least(
         1, "Keep only the first values of each vector, as models trained for it allow (matryoshka)."
     )
-    normalize: bool | None = Field(
-        default=None, description="Give vectors the length 1. Default: true (vLLM's field)."
+    normalize: bool | None = optional("Give vectors the length 1. Default: true (vLLM's field).")
+    prompt_name: str | None = optional(
+        "Which of the model's prompts is put before each text (sentence-transformers). Default: "
+        "its default one."
     )
-    prompt_name: str | None = Field(
-        default=None,
-        description="Which of the model's prompts is put before each text (sentence-transformers). Default: "
-        "its default one.",
-    )
-    user: str | None = Field(default=None, description="Accepted, without effect.")
+    user: str | None = optional("Accepted, without effect.")
 
 
 class ScoreRequest(PoolingFields):
@@ -192,13 +178,7 @@ class RerankFields(PoolingFields):
         description="Texts, or objects with a `text`.", json_schema_extra=DOCUMENTS_SCHEMA
     )
     top_n: Whole | None = least(0, "The best documents to return; 0 and the default return all.")
-    return_documents: bool | None = Field(
-        default=None, description="Return the texts, too. Default: true, as in vLLM and Jina."
-    )
-
-    @property
-    def texts(self) -> list[str]:
-        return [one if isinstance(one, str) else one.text for one in self.documents]
+    return_documents: bool | None = optional("Return the texts, too. Default: true, as in vLLM and Jina.")
 
 
 # --- response schemas ---------------------------------------------------------------------------------------
@@ -258,44 +238,28 @@ class PoolingInput:
     pair: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PooledInputs:
-    """The requests of an answer.
-
-    Attributes:
-        num_chars: characters of all texts.
+def pooling_of(context: Context) -> PoolingConfig:
+    """How the model of the pool that is asked pools. Raises ApiError: 422 if it generates text; 503 if ready
+    workers only generate, as those of an earlier version do.
     """
-
-    requests: list[Generate] = field(default_factory=list)
-    num_chars: int = 0
-
-
-def embedding_of(pool: Pool, route: str) -> PoolingConfig:
-    """How an embedding model pools. Raises ApiError if the pool's model is none."""
-    pooling, name = any_pooling(pool, route), pool.settings.model_name
-    if pooling.kind != EMBED:
-        raise invalid(f"`{name}` is {pooling.label}, and {route} needs an embedding model", "model")
-    return pooling
-
-
-def any_pooling(pool: Pool, route: str) -> PoolingConfig:
-    """How the pool's model pools. Raises ApiError if it generates text."""
+    pool = context.pool
     if pool.pooling is None:
-        name = pool.settings.model_name
-        why = "generates text; with RUNNER=pooling it makes vectors"
-        raise invalid(f"`{name}` {why}, which {route} needs", "model")
+        why = f"generates text; with RUNNER=pooling it makes vectors, which {context.route} needs"
+        raise invalid(f"`{pool.settings.model_name}` {why}", "model")
+    if pool.workers.kinds and pool.pooling.kind not in pool.workers.kinds:
+        raise unavailable("no worker that is ready makes vectors or scores")
     return pool.pooling
 
 
-async def read_inputs(
-    pool: Pool, inputs: Sequence[PoolingInput], options: InputOptions, name: str
-) -> PooledInputs:
-    """A request for each input, without what admission adds. Raises ApiError.
+async def ask_for(
+    context: Context, inputs: Sequence[PoolingInput], options: InputOptions, name: str, shown: VectorAnswer
+) -> Asked:
+    """A request for each input. Raises ApiError.
 
     Args:
         name: of the field that has them.
     """
-    check_workers(pool)
+    pool = context.pool
     check_number(inputs, pool.workers.limits, name)
     requests, num_chars, pace = [], 0, Pace()
     for one in inputs:
@@ -305,15 +269,7 @@ async def read_inputs(
     need, most = sum(request.logits_bytes for request in requests), MAX_LOGITS_BYTES
     if need > most:
         raise invalid(f"`{name}` may have at most {most} bytes of vectors. Given: {need} bytes", name)
-    return PooledInputs(requests, num_chars)
-
-
-def check_workers(pool: Pool) -> None:
-    """Raises ApiError (503) if ready workers only generate, as those of an earlier version do."""
-    assert pool.pooling is not None
-    kinds = pool.workers.kinds
-    if kinds and pool.pooling.kind not in kinds:
-        raise unavailable("no worker that is ready makes vectors or scores")
+    return Asked(requests, [""] * len(requests), num_chars=num_chars, parts={"vectors": shown})
 
 
 def check_number(inputs: Sequence[object], limits: Limits, name: str) -> None:
@@ -413,36 +369,36 @@ def kept_lengths(lengths: Sequence[int], room: int) -> list[int]:
 # --- pairs --------------------------------------------------------------------------------------------------
 
 
-async def read_pairs(
-    pool: Pool,
-    route: str,
+async def ask_for_pairs(
+    context: Context,
     queries: Sequence[str],
     others: Sequence[str],
     names: tuple[str, str],
     options: InputOptions,
-) -> tuple[PooledInputs, int]:
-    """The requests for scores of pairs, and `num_queries` of their answer. An embedding model computes both
-    sides once, and their cosines are the scores; a reranker computes each pair. Raises ApiError.
+    shown: VectorAnswer,
+) -> Asked:
+    """The requests for scores of pairs. An embedding model computes both sides once, and their cosines are
+    the scores; a reranker computes each pair. Raises ApiError.
 
     Args:
         queries: one for all `others`, or as many as they are.
         names: of the fields of both.
     """
-    pooling = any_pooling(pool, route)
-    check_number(others, pool.workers.limits, names[1])
+    pooling = pooling_of(context)
+    check_number(others, context.pool.workers.limits, names[1])
     if pooling.kind == EMBED:
-        sides = [*inputs_of(queries, names[0]), *inputs_of(others, names[1])]
-        return await read_inputs(pool, sides, options, names[1]), len(queries)
+        sides = [
+            PoolingInput(f"{name}[{i}]", text=text)
+            for name, texts in zip(names, (queries, others), strict=True)
+            for i, text in enumerate(texts)
+        ]
+        return await ask_for(context, sides, options, names[1], replace(shown, num_queries=len(queries)))
     firsts = [*queries] * len(others) if len(queries) == 1 else queries
     pairs = [
         PoolingInput(f"{names[1]}[{i}]", text=first, pair=second)
         for i, (first, second) in enumerate(zip(firsts, others, strict=True))
     ]
-    return await read_inputs(pool, pairs, options, names[1]), 0
-
-
-def inputs_of(texts: Sequence[str], name: str) -> list[PoolingInput]:
-    return [PoolingInput(f"{name}[{i}]", text=text) for i, text in enumerate(texts)]
+    return await ask_for(context, pairs, options, names[1], replace(shown, raw=pooling.is_raw))
 
 
 # --- vectors ------------------------------------------------------------------------------------------------
@@ -474,10 +430,6 @@ def cosine(one: Vector, other: Vector) -> float:
     return math.fsum(a * b for a, b in zip(one, other, strict=True)) / lengths if lengths else 0.0
 
 
-def to_base64(vector: "array[float]") -> str:
-    return b64encode(vector.tobytes()).decode()
-
-
 def sigmoid(score: float) -> float:
     return 1 / (1 + math.exp(-score)) if score >= 0 else math.exp(score) / (1 + math.exp(score))
 
@@ -501,7 +453,7 @@ def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float
 def render_vector(shown: VectorAnswer, vector: Vector) -> Any:
     """A vector as JSON: the shortest numbers that give its float32 values, or base64."""
     values = shaped(vector, shown.dimensions, shown.normalized)
-    return to_base64(values) if shown.base64 else [short(value) for value in values]
+    return b64encode(values.tobytes()).decode() if shown.base64 else [short(value) for value in values]
 
 
 def short(value: float) -> Any:
@@ -570,40 +522,32 @@ RENDERER = AnswerRenderer(None, render_whole)
 
 async def read_embedding(parsed: EmbeddingRequest, context: Context) -> Asked:
     """Raises ApiError."""
-    pool = context.pool
-    own = embedding_of(pool, context.route)
+    own, name = pooling_of(context), context.pool.settings.model_name
+    if own.kind != EMBED:
+        raise invalid(f"`{name}` is {own.label}, and {context.route} needs an embedding model", "model")
     options = parsed.options(prompt_of(own, parsed.prompt_name))
-    inputs = await read_inputs(pool, listed_inputs(parsed.input, "input"), options, "input")
     shown = VectorAnswer(
         AS_EMBEDDINGS,
         base64=parsed.encoding_format == "base64",
         dimensions=checked_dimensions(own, parsed.dimensions),
         normalized=parsed.normalize is not False,
     )
-    return asked(inputs, shown)
+    return await ask_for(context, listed_inputs(parsed.input, "input"), options, "input", shown)
 
 
 async def read_rerank(parsed: RerankFields, context: Context) -> Asked:
     """Raises ApiError."""
     if parsed.top_n is not None and parsed.top_n < 0:
         raise invalid(f"`top_n` must be at least 0. Given: {parsed.top_n}", "top_n")
-    pool, texts, names = context.pool, parsed.texts, ("query", "documents")
-    inputs, num_queries = await read_pairs(
-        pool, context.route, [parsed.query], texts, names, parsed.options()
-    )
-    shown = VectorAnswer(
-        AS_RERANK,
-        num_queries=num_queries,
-        raw=is_raw(pool),
-        top_n=parsed.top_n or 0,
-        texts=[] if parsed.return_documents is False else texts,
-    )
-    return asked(inputs, shown)
+    texts = [one if isinstance(one, str) else one.text for one in parsed.documents]
+    given = [] if parsed.return_documents is False else texts
+    shown = VectorAnswer(AS_RERANK, top_n=parsed.top_n or 0, texts=given)
+    names = ("query", "documents")
+    return await ask_for_pairs(context, [parsed.query], texts, names, parsed.options(), shown)
 
 
 async def read_score(parsed: ScoreRequest, context: Context) -> Asked:
     """Raises ApiError."""
-    pool = context.pool
     first, second = ([one] if isinstance(one, str) else list(one) for one in (parsed.text_1, parsed.text_2))
     if len(first) not in (1, len(second)):
         raise invalid(
@@ -611,18 +555,7 @@ async def read_score(parsed: ScoreRequest, context: Context) -> Asked:
             "text_1",
         )
     names = ("text_1", "text_2")
-    inputs, num_queries = await read_pairs(pool, context.route, first, second, names, parsed.options())
-    return asked(inputs, VectorAnswer(AS_SCORE, num_queries=num_queries, raw=is_raw(pool)))
-
-
-def asked(inputs: PooledInputs, shown: VectorAnswer) -> Asked:
-    requests = inputs.requests
-    return Asked(requests, [""] * len(requests), num_chars=inputs.num_chars, parts={"vectors": shown})
-
-
-def is_raw(pool: Pool) -> bool:
-    """Whether the model's own files say that its scores are shown as it computes them."""
-    return pool.pooling is not None and pool.pooling.is_raw
+    return await ask_for_pairs(context, first, second, names, parsed.options(), VectorAnswer(AS_SCORE))
 
 
 def listed_inputs(given: Prompt, name: str) -> list[PoolingInput]:

@@ -43,7 +43,16 @@ from api.protocols.response_object import (
     response_id,
 )
 from api.requests.chat_prompt import ChatMessage
-from api.requests.fields import Listed, SamplingFields, ServedFields, Strict, Whole, least, with_one_error
+from api.requests.fields import (
+    Listed,
+    SamplingFields,
+    ServedFields,
+    Strict,
+    Whole,
+    least,
+    optional,
+    with_one_error,
+)
 from api.requests.logits import FIELDS as LOGITS_FIELDS
 from api.requests.pool import Pool
 from api.requests.tools import ToolSchema
@@ -58,7 +67,9 @@ from common.webhooks import RESPONSE
 ROLES = ("user", "system", "developer", "assistant")
 
 LOGPROBS = "message.output_text.logprobs"
-MAX_LABELS, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
+Label = Annotated[str, Field(max_length=64)]
+LabelText = Annotated[str, Field(max_length=512)]
+"""As long as OpenAI accepts."""
 UNSUPPORTED: UnsupportedFields = {
     "access_programs": (),
     "background_options": (),
@@ -115,36 +126,25 @@ TOOL_SCHEMA: Any = {
         "strict": {"type": ["boolean", "null"]},
     },
 }
-METADATA_SCHEMA: Any = {
-    "maxProperties": MAX_LABELS,
-    "propertyNames": {"maxLength": MAX_KEY_CHARS},
-    "additionalProperties": {"type": "string", "maxLength": MAX_VALUE_CHARS},
-}
 
 
 class ResponseStreamOptions(Strict):
-    include_obfuscation: bool | None = Field(
-        default=None,
-        description="Only false is supported: events have no padding.",
-        json_schema_extra={"const": False},
-    )
+    include_obfuscation: Literal[False] | None = optional("Only false is supported: events have no padding.")
 
 
 class TextOptions(Strict):
-    format: dict[str, Any] | None = Field(
-        default=None,
-        description='What the text must look like: `{"type": "json_schema", "name": …, "schema": …}`, '
+    format: dict[str, Any] | None = optional(
+        'What the text must look like: `{"type": "json_schema", "name": …, "schema": …}`, '
         '`{"type": "json_object"}` or `{"type": "text"}`.',
-        json_schema_extra=FORMAT_SCHEMA,
+        FORMAT_SCHEMA,
     )
-    verbosity: str | None = Field(default=None, description="Has no effect.")
+    verbosity: str | None = optional("Has no effect.")
 
 
 class ReasoningOptions(Strict):
     effort: str | None = EFFORT
-    summary: Literal["auto", "concise", "detailed"] | None = Field(
-        default=None,
-        description="With any value, the reasoning is shown as its own summary.",
+    summary: Literal["auto", "concise", "detailed"] | None = optional(
+        "With any value, the reasoning is shown as its own summary."
     )
 
 
@@ -159,51 +159,41 @@ class ResponsesRequest(ServedFields):
         "references to items of stored responses.",
         json_schema_extra=INPUT_SCHEMA,
     )
-    instructions: str | None = Field(
-        default=None, description="A system message before the conversation, for this response only."
-    )
+    instructions: str | None = optional("A system message before the conversation, for this response only.")
     webhook: WebhookField | None = None
     max_output_tokens: Whole | None = least(1, MAX_TOKENS)
     stream_options: ResponseStreamOptions | None = None
-    store: bool | None = Field(
-        default=None,
-        description="Keep the response, so that it can be retrieved and continued. Default: true.",
+    store: bool | None = optional(
+        "Keep the response, so that it can be retrieved and continued. Default: true."
     )
-    background: bool | None = Field(
-        default=None,
-        description="Respond at once; the response is made without a client, and retrieved. Default: false.",
+    background: bool | None = optional(
+        "Respond at once; the response is made without a client, and retrieved. Default: false."
     )
-    previous_response_id: str | None = Field(
-        default=None, description="A stored response whose conversation goes on with `input`."
-    )
-    metadata: dict[str, str] | None = Field(
-        default=None,
-        description="Up to 16 labels; the response has them, too.",
-        json_schema_extra=METADATA_SCHEMA,
+    previous_response_id: str | None = optional("A stored response whose conversation goes on with `input`.")
+    metadata: dict[Label, LabelText] | None = Field(
+        default=None, max_length=16, description="Up to 16 labels; the response has them, too."
     )
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: Listed[dict[str, Any]] | None = Field(
-        default=None,
-        description='Functions that the model may call: `{"type": "function", "name": …, "parameters": …}`. '
+    tools: Listed[dict[str, Any]] | None = optional(
+        'Functions that the model may call: `{"type": "function", "name": …, "parameters": …}`. '
         "Tools that only OpenAI's servers or models have (`web_search`, `namespace`, …) are left out of the "
         "prompt.",
-        json_schema_extra={"items": TOOL_SCHEMA},
+        {"items": TOOL_SCHEMA},
     )
-    tool_choice: str | dict[str, Any] | None = Field(
-        default=None,
-        description="`auto` (the default): the model decides. `none`: no calls. `required`: one call at "
+    tool_choice: str | dict[str, Any] | None = optional(
+        "`auto` (the default): the model decides. `none`: no calls. `required`: one call at "
         'least. `{"type": "function", "name": …}`: one call of this function. '
         '`{"type": "allowed_tools", "mode": "auto", "tools": […]}`: only these.',
-        json_schema_extra={"enum": ["auto", "none", None]},
+        {"enum": ["auto", "none", None]},
     )
     parallel_tool_calls: bool | None = None
-    max_tool_calls: Whole | None = Field(default=None, description="Has no effect: no tool is built in.")
-    truncation: Literal["disabled"] | None = Field(
-        default=None, description="`disabled`: an input that does not fit into the context is refused."
+    max_tool_calls: Whole | None = optional("Has no effect: no tool is built in.")
+    truncation: Literal["disabled"] | None = optional(
+        "`disabled`: an input that does not fit into the context is refused."
     )
-    include: Listed[Included] | None = Field(
-        default=None, description="Additional parts of the output; no tool is built in to have any."
+    include: Listed[Included] | None = optional(
+        "Additional parts of the output; no tool is built in to have any."
     )
     top_logprobs: Whole | None = least(
         0, f"The number of likeliest tokens to report; `include` must have `{LOGPROBS}`."
@@ -237,25 +227,8 @@ class ResponsesRequest(ServedFields):
             raise invalid("`background` waits for no client: leave `resume_s` out", "resume_s")
         if self.stream_options is not None and not self.stream:
             raise invalid("`stream_options` is only allowed with `stream`: true", "stream_options")
-        if self.stream_options is not None and self.stream_options.include_obfuscation:
-            name = "stream_options.include_obfuscation"
-            raise invalid(f"`{name}` is not supported yet", name)
         if self.top_logprobs and not self.has_logprobs:
             raise invalid(f"`top_logprobs` needs `{LOGPROBS}` in `include`", "top_logprobs")
-        check_metadata(self.metadata or {})
-
-
-def check_metadata(metadata: dict[str, str]) -> None:
-    """Raises ApiError if there are more or longer labels than OpenAI accepts."""
-    if len(metadata) > MAX_LABELS:
-        raise invalid(f"`metadata` has at most {MAX_LABELS} pairs. Given: {len(metadata)}", "metadata")
-    for key, value in metadata.items():
-        if len(key) > MAX_KEY_CHARS or len(value) > MAX_VALUE_CHARS:
-            raise invalid(
-                f"`metadata` has keys of at most {MAX_KEY_CHARS} and values of at most {MAX_VALUE_CHARS} "
-                f"characters. Given: {len(key)} and {len(value)}",
-                "metadata",
-            )
 
 
 # --- input items --------------------------------------------------------------------------------------------

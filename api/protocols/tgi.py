@@ -50,6 +50,7 @@ from api.requests.fields import (
     LogitsDtype,
     Strict,
     Whole,
+    optional,
     ranged,
 )
 from api.requests.logits import check_not_streamed
@@ -152,27 +153,21 @@ class GenerateParameters(BeamFields):
     min_new_tokens: Whole | None = ranged(
         "min_new_tokens", "The fewest tokens to generate: before them only `max_new_tokens` ends the text."
     )
-    stop: Listed[str] | None = Field(
-        default=None,
-        description="Stop strings: the text ends with the first of them that appears, and includes it.",
-        json_schema_extra={"items": {"minLength": 1, "maxLength": MAX_STOP_CHARS}},
+    stop: Listed[str] | None = optional(
+        "Stop strings: the text ends with the first of them that appears, and includes it.",
+        {"items": {"minLength": 1, "maxLength": MAX_STOP_CHARS}},
     )
     truncate: Whole | None = ranged("truncate", "The most tokens of the prompt to use: its last ones.")
 
-    do_sample: bool | None = Field(
-        default=None,
-        description=f"Sample tokens. Default: true if any of {SWITCH_NAMES} has an effect; else the most "
-        "likely token is taken.",
+    do_sample: bool | None = optional(
+        f"Sample tokens. Default: true if any of {SWITCH_NAMES} has an effect; else the most "
+        "likely token is taken."
     )
     frequency_penalty: float | None = ranged(
         "relative_frequency_penalty",
         "Penalty for tokens in proportion to their share of prompt and text, as TGI defines it.",
     )
-    logit_bias: dict[int, float] | None = Field(
-        default=None,
-        description="Numbers to add to the logits, by token id.",
-        json_schema_extra=BIAS_SCHEMA,
-    )
+    logit_bias: dict[int, float] | None = optional("Numbers to add to the logits, by token id.", BIAS_SCHEMA)
 
     best_of: Whole | None = Field(
         default=None,
@@ -180,14 +175,12 @@ class GenerateParameters(BeamFields):
         json_schema_extra={"minimum": 0},
         description="The number of texts to generate; the one of highest mean log-probability is returned.",
     )
-    details: bool | None = Field(
-        default=None,
-        description="Return the tokens with their log-probabilities, the seed and the finish reason.",
+    details: bool | None = optional(
+        "Return the tokens with their log-probabilities, the seed and the finish reason."
     )
-    decoder_input_details: bool | None = Field(
-        default=None,
-        description="Return `details`, and in `prefill` the prompt's tokens with their log-probabilities. "
-        "Not for streams.",
+    decoder_input_details: bool | None = optional(
+        "Return `details`, and in `prefill` the prompt's tokens with their log-probabilities. "
+        "Not for streams."
     )
     top_n_tokens: Whole | None = ranged(
         "top_n_tokens", "The number of most likely tokens to return at each position."
@@ -195,25 +188,21 @@ class GenerateParameters(BeamFields):
     return_context_logits: bool | None = RETURN_CONTEXT_LOGITS
     return_generation_logits: bool | None = RETURN_GENERATION_LOGITS
     logits_dtype: LogitsDtype | None = LOGITS_DTYPE
-    return_full_text: bool | None = Field(
-        default=None, description="Begin the text with the prompt. Default: false; on `POST /`, true."
+    return_full_text: bool | None = optional(
+        "Begin the text with the prompt. Default: false; on `POST /`, true."
     )
 
-    grammar: dict[str, Any] | None = Field(
-        default=None,
-        description='What the text must look like: `{"type": "json", "value": …}` with a JSON schema, or '
+    grammar: dict[str, Any] | None = optional(
+        'What the text must look like: `{"type": "json", "value": …}` with a JSON schema, or '
         '`{"type": "regex", "value": …}`.',
-        json_schema_extra=GRAMMAR_SCHEMA,
+        GRAMMAR_SCHEMA,
     )
 
-    watermark: bool | None = Field(
-        default=None,
-        description="Favour tokens that follow from those before them, so that the text can be recognised as "
-        "generated (arXiv:2301.10226); WATERMARK_GAMMA and WATERMARK_DELTA say how much. Default: false.",
+    watermark: bool | None = optional(
+        "Favour tokens that follow from those before them, so that the text can be recognised as "
+        "generated (arXiv:2301.10226); WATERMARK_GAMMA and WATERMARK_DELTA say how much. Default: false."
     )
-    adapter_id: str | None = Field(
-        default=None, description="The LoRA adapter to use: one that `GET /v1/models` lists."
-    )
+    adapter_id: str | None = optional("The LoRA adapter to use: one that `GET /v1/models` lists.")
 
     @property
     def wants_details(self) -> bool:
@@ -251,7 +240,7 @@ class GenerateRequest(Strict):
             text=self.inputs,
             has_inline_pictures=True,
             truncate=parameters.truncate,
-            cache_salt=parameters.salt(),
+            cache_salt=parameters.cache_salt or "",
             max_new_tokens=parameters.max_new_tokens,
             stopping=parameters.stopping_params(parameters.min_new_tokens, parameters.stop),
             do_sample=bool(parameters.do_sample),
@@ -283,7 +272,7 @@ class TokenizeRequest(Strict):
 class CompatGenerateRequest(GenerateRequest):
     """The body of POST /."""
 
-    stream: bool | None = Field(default=None, description="Stream the tokens. Default: false.")
+    stream: bool | None = optional("Stream the tokens. Default: false.")
 
 
 # --- answers ------------------------------------------------------------------------------------------------

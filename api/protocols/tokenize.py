@@ -28,7 +28,7 @@ from api.prompts.control_texts import Rendered
 from api.prompts.tokenizer import ModelTokenizer, utf8_size
 from api.protocols.openai_bodies import ChatRequest, read_chat
 from api.protocols.tgi import TokenizeRequest
-from api.requests.fields import Listed, Strict, Whole
+from api.requests.fields import Listed, Strict, Whole, optional
 from api.requests.on_pool import own_pool, pool_for, read_body
 from api.requests.params import GenerationParams
 from api.requests.pool import Pool
@@ -67,11 +67,11 @@ class TokenizePromptRequest(Strict):
 
     model: str | None = None
     prompt: str = Field(description="The text to tokenize.")
-    add_special_tokens: bool | None = Field(
-        default=None, description="Add the special tokens that the model puts around a prompt. Default: true."
+    add_special_tokens: bool | None = optional(
+        "Add the special tokens that the model puts around a prompt. Default: true."
     )
-    return_token_strs: bool | None = Field(
-        default=None, description="Return the tokens as the vocabulary has them, too. Default: false."
+    return_token_strs: bool | None = optional(
+        "Return the tokens as the vocabulary has them, too. Default: false."
     )
 
 

@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from pydantic import Field
-
 from api.errors import invalid, quoted
-from api.requests.fields import SamplingFields, Whole, with_one_error
+from api.requests.fields import SamplingFields, Whole, optional, with_one_error
 from api.requests.params import GREEDY_BELOW, MAX_BEAM_WIDTH, NEUTRAL, SWITCHES, GenerationParams, Limits
 from common.messages.records import group_room
 from common.messages.request import BeamParams
@@ -27,32 +25,24 @@ WITHOUT_SEARCH = {"length_penalty": 1.0, "early_stopping": 0, "diversity": 0.0}
 class BeamFields(SamplingFields):
     """Sampling parameters and those of a beam search."""
 
-    beam_width: Whole | None = Field(
-        default=None,
-        description="Search for the likeliest sequences, this many at once, in place of sampling.",
-        json_schema_extra={"minimum": 1},
+    beam_width: Whole | None = optional(
+        "Search for the likeliest sequences, this many at once, in place of sampling.", {"minimum": 1}
     )
-    length_penalty: float | None = Field(
-        default=None,
-        description="Of a beam search: the sum of a sequence's log-probabilities is divided by its length to "
+    length_penalty: float | None = optional(
+        "Of a beam search: the sum of a sequence's log-probabilities is divided by its length to "
         "this power. Default: 1.",
-        json_schema_extra=LENGTH_PENALTIES.schema,
+        LENGTH_PENALTIES.schema,
     )
-    early_stopping: EarlyStopping | None = Field(
-        default=None,
-        description="Of a beam search: end it with the first `beam_width` sequences that have ended (true, "
+    early_stopping: EarlyStopping | None = optional(
+        "Of a beam search: end it with the first `beam_width` sequences that have ended (true, "
         'TensorRT-LLM\'s 1), when no better one is likely (false, 0), or when none is possible ("never", 2). '
         "Default: false.",
-        json_schema_extra={"enum": [True, False, "never", 0, 1, 2, None]},
+        {"enum": [True, False, "never", 0, 1, 2, None]},
     )
-    diversity: float | None = Field(
-        default=None,
-        description="Of a beam search: TensorRT-LLM's `beam_search_diversity_rate`. Default: 0.",
-        json_schema_extra=DIVERSITIES.schema,
+    diversity: float | None = optional(
+        "Of a beam search: TensorRT-LLM's `beam_search_diversity_rate`. Default: 0.", DIVERSITIES.schema
     )
-    beam_search_diversity_rate: float | None = Field(
-        default=None, description="The same as `diversity`.", json_schema_extra=DIVERSITIES.schema
-    )
+    beam_search_diversity_rate: float | None = optional("The same as `diversity`.", DIVERSITIES.schema)
 
     def beam_params(self, width: int | None, num_returned: int | None = None) -> BeamParams | None:
         """How a beam search of this width is done; None for no beam search. Raises ApiError (422).

@@ -20,7 +20,7 @@ from api.prompts.chat_template import OWN_VARIABLES, ChatTemplate, template_erro
 from api.prompts.control_texts import ControlTexts, Rendered, rendered_text
 from api.prompts.picture_marks import MARK
 from api.prompts.pictures import PictureSource, is_picture, read_part, unknown_part
-from api.requests.fields import Listed, Strict, with_one_error
+from api.requests.fields import Listed, Strict, optional, with_one_error
 from api.requests.tools import ToolChoice
 
 log = logging.getLogger(__name__)
@@ -54,11 +54,10 @@ class ContentPart(Strict, extra="allow", json_schema_extra={"required": ["type"]
     type: str = Field(json_schema_extra={"enum": ["text", "image_url"]})
     text: str | None = Field(default=None, json_schema_extra={"type": "string"})
     refusal: str | None = None
-    image_url: str | dict[str, Any] | None = Field(
-        default=None,
-        description='`{"url": …}`, the URL of a picture (`data:image/…;base64,…`, or `https:` where the '
+    image_url: str | dict[str, Any] | None = optional(
+        '`{"url": …}`, the URL of a picture (`data:image/…;base64,…`, or `https:` where the '
         "server allows its host); `detail` has no effect.",
-        json_schema_extra=IMAGE_URL_SCHEMA,
+        IMAGE_URL_SCHEMA,
     )
 
 
@@ -71,9 +70,7 @@ Arguments = Annotated[str | dict[str, Any], with_one_error("Input should be a st
 
 class EarlierFunction(Strict, extra="allow"):
     name: str
-    arguments: Arguments | None = Field(
-        default=None, description="The JSON text of an object, or the object itself."
-    )
+    arguments: Arguments | None = optional("The JSON text of an object, or the object itself.")
 
 
 class EarlierCall(Strict, extra="allow"):
@@ -86,27 +83,20 @@ class EarlierCall(Strict, extra="allow"):
 
 class ChatMessage(Strict, extra="allow"):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Content | None = Field(
-        default=None,
-        description="A text, or parts that make up one text. Null where the assistant only called tools.",
+    content: Content | None = optional(
+        "A text, or parts that make up one text. Null where the assistant only called tools."
     )
-    name: str | None = Field(default=None, description="The author's name, for the chat template.")
-    tool_calls: Listed[EarlierCall] | None = Field(
-        default=None, description="The assistant's calls of tools, as a response had them."
+    name: str | None = optional("The author's name, for the chat template.")
+    tool_calls: Listed[EarlierCall] | None = optional(
+        "The assistant's calls of tools, as a response had them."
     )
-    tool_call_id: str | None = Field(
-        default=None, description="With the role `tool`: the `id` of the call whose result this is."
+    tool_call_id: str | None = optional("With the role `tool`: the `id` of the call whose result this is.")
+    function_call: EarlierFunction | None = optional(
+        "The older form of `tool_calls`; its result has the role `function`."
     )
-    function_call: EarlierFunction | None = Field(
-        default=None, description="The older form of `tool_calls`; its result has the role `function`."
-    )
-    reasoning_content: str | None = Field(
-        default=None, description="The assistant's reasoning, for templates that repeat it."
-    )
-    reasoning: str | None = Field(default=None, description="The same.")
-    refusal: str | None = Field(
-        default=None, description="The assistant's refusal, as a response had it in place of `content`."
-    )
+    reasoning_content: str | None = optional("The assistant's reasoning, for templates that repeat it.")
+    reasoning: str | None = optional("The same.")
+    refusal: str | None = optional("The assistant's refusal, as a response had it in place of `content`.")
 
     @property
     def has_calls(self) -> bool:

@@ -20,7 +20,6 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from api.errors import invalid
 from api.requests.service_terms import TIERS
 from common.messages.request import SERVICE_CLASSES, SamplingParams, StoppingParams
 from common.settings.ranges import BIASES, RANGES
@@ -81,6 +80,12 @@ class Strict(BaseModel):
         """Raises ApiError for unsupported fields, and for fields that contradict each other."""
 
 
+TEXTS_OR_IDS: Any = {
+    "minLength": 1,
+    "minItems": 1,
+    "items": {"minLength": 1, "minItems": 1, "minimum": 0, "items": {"minimum": 0}},
+}
+"""JSON schema of prompts and inputs: texts, or lists of token ids."""
 BIAS_SCHEMA: Any = {
     "propertyNames": {"pattern": "^[0-9]{1,6}$"},
     "additionalProperties": {"type": "number", **BIASES.schema},
@@ -88,49 +93,60 @@ BIAS_SCHEMA: Any = {
 """JSON schema of `logit_bias`: token id → number."""
 
 
+def optional(description: str, schema: Any = None) -> Any:
+    """A field that may be left out; `schema` is what /docs says beside its type."""
+    return Field(default=None, description=description, json_schema_extra=schema)
+
+
 def ranged(name: str, description: str) -> Any:
     """An optional number in the range that RANGES has for `name`."""
-    return Field(default=None, description=description, json_schema_extra=RANGES[name].schema)
+    return optional(description, RANGES[name].schema)
 
 
 def least(value: int, description: str) -> Any:
     """An optional whole number that is at least `value`."""
-    return Field(default=None, description=description, json_schema_extra={"minimum": value})
+    return optional(description, {"minimum": value})
 
 
 def token_ids(description: str) -> Any:
     """An optional list of token ids."""
-    return Field(default=None, description=description, json_schema_extra={"items": {"minimum": 0}})
+    return optional(description, {"items": {"minimum": 0}})
 
 
-RESUME_S: Any = Field(
+MODEL: Any = optional(
+    "A model that /v1/models lists. Default: this server's model; empty, `tgi` and `dummy` mean the same."
+)
+CACHE_SALT: Any = Field(
     default=None,
-    description="With a stream: after its connection is lost, the request goes on for this many seconds, and "
+    min_length=1,
+    description="Only requests with the same salt share what is computed of their prompts (vLLM).",
+)
+PRIORITY: Any = optional(
+    "vLLM's: the lower, the sooner. Below 0 the class is `interactive`, with 0 `standard`, above 0 "
+    "`batch`; these names are taken, too. The header `x-priority` comes before it.",
+    {"anyOf": [{"type": "integer"}, {"enum": [*SERVICE_CLASSES, None]}]},
+)
+RESUME_S: Any = optional(
+    "With a stream: after its connection is lost, the request goes on for this many seconds, and "
     "`GET /requests/{id}/stream` continues it. Default: 0, and 30 if its gateway has died. The "
     "header `x-resume-seconds` means the same.",
-    json_schema_extra={"minimum": 0, "maximum": 3600},
+    {"minimum": 0, "maximum": 3600},
 )
-DETACHED: Any = Field(
-    default=None,
-    description="With a stream: the request goes on without a client, up to its deadline; "
-    "`GET /requests/{id}/stream` has its answer for an hour. Default: false.",
+DETACHED: Any = optional(
+    "With a stream: the request goes on without a client, up to its deadline; "
+    "`GET /requests/{id}/stream` has its answer for an hour. Default: false."
 )
 
 
-RETURN_CONTEXT_LOGITS: Any = Field(
-    default=None,
-    description="Return the model's logits at each token of the prompt (TensorRT-LLM): in JSON as base64, "
-    "with their shape and dtype. Not for streams. Default: false.",
+RETURN_CONTEXT_LOGITS: Any = optional(
+    "Return the model's logits at each token of the prompt (TensorRT-LLM): in JSON as base64, "
+    "with their shape and dtype. Not for streams. Default: false."
 )
-RETURN_GENERATION_LOGITS: Any = Field(
-    default=None,
-    description="Return the logits that each generated token was chosen from, before penalties and "
-    "temperature (TensorRT-LLM); as `return_context_logits` does. Default: false.",
+RETURN_GENERATION_LOGITS: Any = optional(
+    "Return the logits that each generated token was chosen from, before penalties and "
+    "temperature (TensorRT-LLM); as `return_context_logits` does. Default: false."
 )
-LOGITS_DTYPE: Any = Field(
-    default=None,
-    description="`float32` (the default), or `model`: the dtype in which the model computes.",
-)
+LOGITS_DTYPE: Any = optional("`float32` (the default), or `model`: the dtype in which the model computes.")
 LogitsDtype = Literal["float32", "model"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
@@ -169,50 +185,31 @@ class SamplingFields(Strict, extra="allow"):
     presence_penalty: float | None = ranged(
         "presence_penalty", "Penalty for tokens that the generated text has already, as OpenAI defines it."
     )
-    bad_words: Listed[str] | None = Field(
-        default=None,
-        description="Words that are never generated.",
-        json_schema_extra={"items": {"pattern": r"\S"}},
-    )
+    bad_words: Listed[str] | None = optional("Words that are never generated.", {"items": {"pattern": r"\S"}})
     stop_token_ids: Listed[Whole] | None = token_ids("Token ids that end the text.")
     allowed_token_ids: Listed[Whole] | None = Field(
         default=None,
+        min_length=1,
         description="The only token ids that are generated (vLLM). Not beside a structured output.",
-        json_schema_extra={"minItems": 1, "items": {"minimum": 0}},
+        json_schema_extra={"items": {"minimum": 0}},
     )
-    ignore_eos: bool | None = Field(
-        default=None, description="Continue after the end-of-sequence token. Default: false."
-    )
-    logprobs_mode: LogprobsMode | None = Field(
-        default=None,
-        description="What the log-probabilities of generated tokens show (vLLM): those of the model itself "
+    ignore_eos: bool | None = optional("Continue after the end-of-sequence token. Default: false.")
+    logprobs_mode: LogprobsMode | None = optional(
+        "What the log-probabilities of generated tokens show (vLLM): those of the model itself "
         "(`raw_logprobs`), of what is sampled from (`processed_logprobs`: after penalties, temperature and "
         "truncation), or the logits in place of either. Default: LOGPROBS_MODE on /v1, else "
-        "`processed_logprobs`.",
+        "`processed_logprobs`."
     )
-    cache_salt: str | None = Field(
-        default=None,
-        description="Only requests with the same salt share what is computed of their prompts (vLLM).",
-        json_schema_extra={"minLength": 1},
-    )
-
-    def salt(self) -> str:
-        """`cache_salt`; empty for none. Raises ApiError (422) for an empty one."""
-        if self.cache_salt == "":
-            raise invalid("`cache_salt` cannot be empty", "cache_salt")
-        return self.cache_salt or ""
+    cache_salt: str | None = CACHE_SALT
 
     def sampling_params(
         self, default_mode: LogprobsMode = "processed_logprobs", **others: Any
     ) -> SamplingParams:
         """The fields that are given, and `others`, without `seed` and `bad_words`: validation completes them.
-        Raises ApiError.
 
         Args:
             default_mode: default of `logprobs_mode`.
         """
-        if self.allowed_token_ids == []:
-            raise invalid("`allowed_token_ids` cannot be empty", "allowed_token_ids")
         names = {field.name for field in fields(SamplingParams)} & SamplingFields.model_fields.keys()
         values = {name: getattr(self, name) for name in names - {"seed", "bad_words"}}
         present = {name: value for name, value in values.items() if value is not None}
@@ -246,24 +243,14 @@ class SamplingFields(Strict, extra="allow"):
 class ServedFields(SamplingFields):
     """Fields of all routes of OpenAI's API that generate: the model, and how it is served."""
 
-    model: str | None = Field(
-        default=None,
-        description="A model that /v1/models lists. Default: this server's model; empty, `tgi` and `dummy` "
-        "mean the same.",
-    )
-    stream: bool | None = Field(default=None, description="Send server-sent events. Default: false.")
+    model: str | None = MODEL
+    stream: bool | None = optional("Send server-sent events. Default: false.")
     resume_s: float | None = RESUME_S
-    priority: Whole | str | None = Field(
-        default=None,
-        description="vLLM's: the lower, the sooner. Below 0 the class is `interactive`, with 0 `standard`, "
-        "above 0 `batch`; these names are taken, too. The header `x-priority` comes before it.",
-        json_schema_extra={"anyOf": [{"type": "integer"}, {"enum": [*SERVICE_CLASSES, None]}]},
-    )
-    service_tier: str | None = Field(
-        default=None,
-        description="OpenAI's: `flex` is the class `batch`, `priority` and `scale` are `interactive`, "
+    priority: Whole | str | None = PRIORITY
+    service_tier: str | None = optional(
+        "OpenAI's: `flex` is the class `batch`, `priority` and `scale` are `interactive`, "
         "`default` and `auto` are `standard`. `priority` comes before it.",
-        json_schema_extra={"enum": [*TIERS, None]},
+        {"enum": [*TIERS, None]},
     )
 
     @property

@@ -20,7 +20,7 @@ from api.grammar.check import can_begin
 from api.grammar.compile import CompiledGrammar, Grammar, compile_grammar
 from api.grammar.force import CallChoice, after_thinking, call_grammar, either
 from api.prompts.tokenizer import ModelTokenizer
-from api.requests.fields import Strict
+from api.requests.fields import Strict, optional
 
 MAX_TOOLS = 128
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
@@ -31,13 +31,11 @@ CHOICES = ("none", "auto", "required")
 class FunctionSchema(Strict, extra="allow"):
     name: str = Field(json_schema_extra={"pattern": f"^{FUNCTION_NAME.pattern}$"})
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(
-        default=None, description="JSON schema of the arguments, an object's. Default: it has none."
+    parameters: dict[str, Any] | None = optional(
+        "JSON schema of the arguments, an object's. Default: it has none."
     )
-    strict: bool | None = Field(
-        default=None, description="Arguments match the schema, whatever `tool_choice` says."
-    )
-    arguments: dict[str, Any] | None = Field(default=None, description="TGI's other name of `parameters`.")
+    strict: bool | None = optional("Arguments match the schema, whatever `tool_choice` says.")
+    arguments: dict[str, Any] | None = optional("TGI's other name of `parameters`.")
 
 
 class ToolSchema(Strict, extra="allow", json_schema_extra={"required": ["type", "function"]}):

@@ -113,7 +113,7 @@ CASES: list[
     ({"top_n_tokens": 21}, 422, "`top_n_tokens` must be at most 20. Given: 21"),
     ({"adapter_id": "a"}, 422, "`adapter_id`: there is no adapter 'a'"),
     ({"watermark": "yes"}, 422, "`parameters.watermark`"),
-    ({"allowed_token_ids": []}, 422, "`allowed_token_ids` cannot be empty"),
+    ({"allowed_token_ids": []}, 422, "`parameters.allowed_token_ids`: List should have at least 1 item"),
     ({"allowed_token_ids": [10**6]}, 422, "`allowed_token_ids` must have token ids"),
     ({"decoder_input_details": 1}, 422, "`parameters.decoder_input_details`"),
     ({"grammar": {"type": "json_object"}}, 422, "`grammar.value` is required"),
