@@ -31,9 +31,6 @@ POLLED = ("/", "/health", "/ping", "/livez", "/readyz", "/load", "/metrics", "/f
 PAGE = "/page/"
 INTERVAL_S = 1.0
 
-Value = str | int | float
-
-
 MAX_BYTES, MAX_OLDER_FILES = 100 * 2**20, 10
 """Of a file, and how many are kept beside it."""
 

@@ -15,7 +15,8 @@ import httpx
 import pytest
 
 from api.answers.answer import Rendering, ResumeTerms
-from api.protocols.tgi import StreamBodies
+from api.protocols.openai import ChunkFeed
+from api.protocols.tgi import TextRenderer
 from api.streams.describe_answer import describe_answer
 from api.streams.stream import Stream
 from common.messages.events import Tokens
@@ -30,7 +31,7 @@ from tests.support.tokenizer import IM_END, TOKENIZER, ids, model_tokenizer
 from tests.support.waiting import wait_until
 
 
-def bodies_of(stream: Stream, with_details: bool = False) -> StreamBodies:
+def bodies_of(stream: Stream, with_details: bool = False) -> ChunkFeed:
     answer = describe_answer(
         request_id="r",
         route="/generate_stream",
@@ -42,7 +43,7 @@ def bodies_of(stream: Stream, with_details: bool = False) -> StreamBodies:
         terms=ResumeTerms(),
         created_s=0,
     )
-    return StreamBodies(answer, stream)
+    return ChunkFeed(TextRenderer(answer, [stream]))
 
 
 def described(token_id: int, logprob: float) -> dict[str, Any]:
@@ -383,7 +384,7 @@ async def test_frames_are_json_whatever_a_token_holds() -> None:
     logprobs = unpack_floats(pack_floats([-1e-9, -3e-5, -20.5, float("-inf"), float("nan")]))
     one = Stream(Generate("r", "", pack_ids([1]), StoppingParams(9)), model_tokenizer())
     one.add_event(Tokens("r", 1, 0, pack_ids(ids("a") * 5), pack_floats(logprobs), [text] * 5))
-    shown = await anext(bodies_of(one))
+    shown = [body for _, body in await anext(bodies_of(one))]
     assert [json.loads(body)["token"]["logprob"] for body in shown] == [*logprobs[:3], None, None]
     assert all(json.dumps(text, ensure_ascii=False).encode() in body for body in shown)
 
