@@ -26,7 +26,7 @@ from api.protocols.tgi import (
 from api.requests.fields import Listed, Strict
 from api.requests.logits import check_no_logits
 from api.requests.on_pool import allowed_adapter, check_adapter_id, pools_of
-from api.requests.params import GenerationParams, Limits
+from api.requests.params import GenerationParams
 from api.requests.pool import Pool
 from api.requests.respond import read_terms, total_headers, with_adapter
 from api.streams.beams import all_outputs
@@ -74,21 +74,18 @@ async def read_vertex(body: UninspectedInstances, context: Context) -> Asked:
     """
     request = context.request
     assert request is not None
-    check_number(body.instances, context.pool.workers.limits)
-    parsed = await offload(INSTANCE_BYTES * len(body.instances), lambda: inspect(body))
-    all_params, requests, pace = [], [], Pace()
+    number, most = len(body.instances), context.pool.workers.limits.max_client_batch_size
+    if not 0 < number <= most:
+        raise invalid(f"`instances` must have 1 to {most} items. Given: {number}", "instances")
+    data = to_json({"instances": body.instances})
+    parsed = await offload(INSTANCE_BYTES * number, lambda: parse_body(VertexRequest, data))
+    requests, num_chars, pace = [], 0, Pace()
     for i, one in enumerate(parsed.instances):
         params, adapter = await read_instance(request, context.pool, one, i)
-        all_params.append(params)
+        num_chars += len(params.text or "")
         requests += with_adapter(await context.validate(params), adapter)
         await pace.step()
-    num_chars = sum(len(params.text or "") for params in all_params)
     return Asked(requests, [""] * len(requests), num_chars=num_chars)
-
-
-def inspect(body: UninspectedInstances) -> VertexRequest:
-    """Raises ApiError."""
-    return parse_body(VertexRequest, to_json({"instances": body.instances}))
 
 
 def render_predictions(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> WholeBody:
@@ -96,12 +93,6 @@ def render_predictions(answer: HttpAnswer, streams: Sequence[Stream], arrived_s:
     num_generated = sum(output.num_tokens for output in outputs)
     body = to_json({"predictions": [output.text for output in outputs]})
     return body, total_headers(answer, streams, num_generated, arrived_s)
-
-
-def check_number(instances: Sequence[object], limits: Limits) -> None:
-    max_items = limits.max_client_batch_size
-    if not 0 < len(instances) <= max_items:
-        raise invalid(f"`instances` must have 1 to {max_items} items. Given: {len(instances)}", "instances")
 
 
 async def read_instance(
@@ -116,7 +107,9 @@ async def read_instance(
         if isinstance(instance, ChatRequest):
             params, num_texts = await read_messages(request, pool, instance), instance.n or 1
         else:
-            params = read_prompt(instance)
+            params = instance.generation_params(streamed=False)
+            is_greedy = instance.parameters is not None and instance.parameters.do_sample is False
+            params = params if params.beams else replace(params, do_sample=not is_greedy)
             num_texts = params.n
         adapter = await instance_adapter(request, pool, instance)
         check_no_logits(params)
@@ -140,12 +133,6 @@ async def instance_adapter(request: Request, pool: Pool, instance: Instance) -> 
     if instance.adapter_id is not None:
         await check_adapter_id(request, instance.adapter_id)
     return await allowed_adapter(request, pool, instance.adapter_id)
-
-
-def read_prompt(instance: GenerateRequest) -> GenerationParams:
-    params = instance.generation_params(streamed=False)
-    is_greedy = instance.parameters is not None and instance.parameters.do_sample is False
-    return params if params.beams else replace(params, do_sample=not is_greedy)
 
 
 async def read_messages(request: Request, pool: Pool, chat: ChatRequest) -> GenerationParams:

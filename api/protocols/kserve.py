@@ -39,7 +39,6 @@ from api.requests.fields import DETACHED, RESUME_S, Listed, Strict, Whole, optio
 from api.requests.logits import check_no_logits
 from api.requests.on_pool import pools_of
 from api.requests.params import GenerationParams
-from api.requests.pool import Pool
 from api.requests.respond import total_headers
 from api.streams.stream import Stream
 from api.webhooks import WebhookField
@@ -114,18 +113,6 @@ class KServeParameters(GenerateParameters):
     stream: bool | None = optional("The path says whether tokens are streamed: true on `…/generate_stream`.")
     exclude_input_in_output: bool | None = optional("False begins the text with the prompt. Default: true.")
 
-    def as_tgi(self) -> tuple[GenerateParameters, dict[str, str]]:
-        """The parameters under TGI's names, and the names that the client used. Raises ApiError (422)."""
-        values: dict[str, Any] = {}
-        used: dict[str, str] = {}
-        for alias, name in ALIASES.items():
-            value = getattr(self, alias)
-            if value is not None and getattr(self, name) is not None:
-                raise invalid(f"`{alias}` means the same as `{name}`, which is given, too", alias)
-            if value is not None:
-                values[name], used[name] = value, alias
-        return self.model_copy(update=values), used
-
     @property
     def wants_full_text(self) -> bool:
         return bool(self.return_full_text) or self.exclude_input_in_output is False
@@ -133,9 +120,16 @@ class KServeParameters(GenerateParameters):
 
 def generation_params(text: str, name: str, parameters: KServeParameters, streamed: bool) -> GenerationParams:
     """The parameters of one prompt, which the client gave in the field `name`. Raises ApiError (422)."""
-    tgi_parameters, used = parameters.as_tgi()
-    params = GenerateRequest(inputs=text, parameters=tgi_parameters).generation_params(streamed)
-    return replace(params, names=TGI_NAMES | used | {"text": name})
+    values: dict[str, Any] = {}
+    used = {"text": name}
+    for alias, own in ALIASES.items():
+        value = getattr(parameters, alias)
+        if value is not None and getattr(parameters, own) is not None:
+            raise invalid(f"`{alias}` means the same as `{own}`, which is given, too", alias)
+        if value is not None:
+            values[own], used[own] = value, alias
+    body = GenerateRequest(inputs=text, parameters=parameters.model_copy(update=values))
+    return replace(body.generation_params(streamed), names=TGI_NAMES | used)
 
 
 class KServeGenerateRequest(Strict):
@@ -161,13 +155,6 @@ class KServeGenerateRequest(Strict):
     def adapter_id(self) -> str | None:
         """The adapter that its parameters name."""
         return self.parameters.adapter_id
-
-    def generation_params(self, streamed: bool) -> GenerationParams:
-        """Raises ApiError (422)."""
-        if self.parameters.stream not in (None, streamed):
-            word, other = ("true", "generate") if streamed else ("false", "generate_stream")
-            raise invalid(f"`stream` must be {word} on this path: see …/{other}", "stream")
-        return generation_params(self.text_input, "text_input", self.parameters, streamed)
 
 
 class InferTensor(Strict):
@@ -263,11 +250,6 @@ class InferRequest(Strict):
     def output_names(self) -> list[str]:
         return [TEXT_OUTPUT] if self.outputs is None else [output.name for output in self.outputs]
 
-    def describe_outputs(self) -> InferOutputs:
-        """How the response is written."""
-        named = zip(self.output_names, self.inputs, strict=True)
-        return InferOutputs(self.id, [(name, tensor.is_bytes, tensor.shape) for name, tensor in named])
-
 
 # --- answers ------------------------------------------------------------------------------------------------
 
@@ -324,7 +306,7 @@ def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float
     texts = [prefix + stream.text for prefix, stream in zip(answer.prefixes, best, strict=True)]
     headers = total_headers(answer, best, sum(stream.num_tokens for stream in best), arrived_s)
     if answer.infer is not None:
-        return to_json(render_tensors(answer, answer.infer, texts)), headers
+        return to_json(render_tensors(answer, answer.infer, iter(texts))), headers
     details: dict[str, Any] = {}
     if answer.rendering.details:
         details = render_details(best[0])
@@ -333,22 +315,18 @@ def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float
     return to_json({**model_fields(answer), "text_output": texts[0], **details}), headers
 
 
-def render_tensors(answer: HttpAnswer, outputs: InferOutputs, texts: Sequence[str]) -> dict[str, Any]:
+def render_tensors(answer: HttpAnswer, infer: InferOutputs, texts: Iterator[str]) -> dict[str, Any]:
     """The response of …/infer. A prompt that came as bytes is answered with bytes, as in TGI; its response
     does not name the model.
     """
-    own_id = {} if outputs.id is None else {"id": outputs.id}
-    model = {} if all(as_bytes for _, as_bytes, _ in outputs.outputs) else model_fields(answer)
-    return model | own_id | {"outputs": [*render_outputs(outputs, iter(texts))]}
-
-
-def render_outputs(outputs: InferOutputs, texts: Iterator[str]) -> Iterator[dict[str, Any]]:
-    for name, as_bytes, shape in outputs.outputs:
-        data: list[int] | list[str] = (
-            [*next(texts).encode()] if as_bytes else [*islice(texts, math.prod(shape))]
-        )
+    outputs = []
+    for name, as_bytes, shape in infer.outputs:
+        data = [*next(texts).encode()] if as_bytes else [*islice(texts, math.prod(shape))]
         own_shape = [1, len(data)] if as_bytes else shape
-        yield {"name": name, "shape": own_shape, "datatype": "BYTES", "data": data}
+        outputs.append({"name": name, "shape": own_shape, "datatype": "BYTES", "data": data})
+    own_id = {} if infer.id is None else {"id": infer.id}
+    model = {} if all(as_bytes for _, as_bytes, _ in infer.outputs) else model_fields(answer)
+    return model | own_id | {"outputs": outputs}
 
 
 # --- routes -------------------------------------------------------------------------------------------------
@@ -360,11 +338,11 @@ ready_router = APIRouter(responses=only(ERRORS, 404, 503), tags=[KSERVE])
 
 MODEL = "/v2/models/{model:path}"
 VERSIONED = f"{MODEL}/versions/{{model_version}}"
-"""Its routes come before those of MODEL, and `ready_router` before `info_router`: names may have slashes."""
+"""Served alike, and not described. Its routes come before those of MODEL, and `ready_router` before
+`info_router`: names may have slashes.
+"""
 OF_MODELS = "One that `GET /v1/models` lists."
 ModelName = Annotated[str, Path(description=OF_MODELS)]
-ModelVersion = Annotated[str, Path(description=f"Any: a model has one version, {VERSION}.")]
-EXTENSIONS = ["infer", "ready", "generate"]
 EXAMPLE = {"text_input": "The capital of France is", "parameters": {"max_tokens": 20}}
 INFER_EXAMPLE: dict[str, Any] = {
     "id": "1",
@@ -384,12 +362,13 @@ async def kserve_live() -> Response:
     return json_response({"live": True})
 
 
+@ready_router.get(f"{VERSIONED}/ready", include_in_schema=False)
 @ready_router.get("/v2/health/ready", summary="Whether requests would be served", responses=answer(LIVE))
 async def kserve_ready(request: Request) -> Response:
     """Returns 200 if a worker, a batcher and the broker are live, of this gateway's pool or of another one
     that serves its model; else 503.
     """
-    await (await pools_of(request).find(None)).check()
+    await (await pools_of(request).find(request.path_params.get("model"))).check()
     return json_response({"live": True})
 
 
@@ -400,20 +379,13 @@ async def kserve_server() -> Response:
     return json_response({"name": "tokenfleet", "version": version("tokenfleet"), "extensions": extensions})
 
 
-@ready_router.get(
-    f"{VERSIONED}/ready", summary="Whether a version of a model is ready", responses=answer(LIVE)
-)
-async def kserve_version_ready(request: Request, model: ModelName, model_version: ModelVersion) -> Response:
-    """Returns 200 if a request for the model would be served now, else 503."""
-    await (await pools_of(request).find(model)).check()
-    return json_response({"live": True})
-
-
-@info_router.get(VERSIONED, summary="Metadata of a version of a model", responses=answer(METADATA))
-async def kserve_version(request: Request, model: ModelName, model_version: ModelVersion) -> Response:
+@info_router.get(VERSIONED, include_in_schema=False)
+async def kserve_version(request: Request, model: str, model_version: str) -> Response:
     """Returns the model's name and version, and what can be asked of it."""
     await pools_of(request).find(model)
-    return json_response({"name": model, "version": model_version, "extensions": EXTENSIONS})
+    return json_response(
+        {"name": model, "version": model_version, "extensions": ["infer", "ready", "generate"]}
+    )
 
 
 @ready_router.get(f"{MODEL}/ready", summary="Whether a model is ready", responses=answer(MODEL_READY))
@@ -439,20 +411,27 @@ async def read_infer(body: InferRequest, context: Context) -> Asked:
     """What the tensors of prompts ask for. Raises ApiError."""
     parameters = body.parameters or KServeParameters()
     prompts, pace = body.prompts(), Pace()
-    check_number(prompts, context.pool)
+    most = context.pool.workers.limits.max_client_batch_size
+    if not 0 < len(prompts) <= most:
+        raise invalid(f"`inputs` must have 1 to {most} texts. Given: {len(prompts)}", "inputs")
     requests: list[Generate] = []
     for text, field in prompts:
         requests += await choices(generation_params(text, field, parameters, streamed=False), context)
         await pace.step()
     prefixes = [text if parameters.wants_full_text else "" for text, _ in prompts]
     num_chars = sum(len(text) for text, _ in prompts)
-    return Asked(requests, prefixes, num_chars=num_chars, parts={"infer": body.describe_outputs()})
+    named = zip(body.output_names, body.inputs, strict=True)
+    outputs = InferOutputs(body.id, [(name, tensor.is_bytes, tensor.shape) for name, tensor in named])
+    return Asked(requests, prefixes, num_chars=num_chars, parts={"infer": outputs})
 
 
 async def read_generate(body: KServeGenerateRequest, context: Context) -> Asked:
     """What a text asks for. Raises ApiError."""
-    text, parameters = body.text_input, body.parameters
-    requests = await choices(body.generation_params(context.streamed), context)
+    text, parameters, streamed = body.text_input, body.parameters, context.streamed
+    if parameters.stream not in (None, streamed):
+        word, other = ("true", "generate") if streamed else ("false", "generate_stream")
+        raise invalid(f"`stream` must be {word} on this path: see …/{other}", "stream")
+    requests = await choices(generation_params(text, "text_input", parameters, streamed), context)
     rendering = Rendering(details=parameters.wants_details)
     return Asked(requests, [text if parameters.wants_full_text else ""], rendering, len(text))
 
@@ -471,12 +450,6 @@ async def choices(params: GenerationParams, context: Context) -> list[Generate]:
         params = replace(params, beams=replace(params.beams, num_returned=1))
     requests = await context.validate(params)
     return with_own_seeds(requests, context.seed) if params.n > 1 else requests
-
-
-def check_number(prompts: list[tuple[str, str]], pool: Pool) -> None:
-    most = pool.workers.limits.max_client_batch_size
-    if not 0 < len(prompts) <= most:
-        raise invalid(f"`inputs` must have 1 to {most} texts. Given: {len(prompts)}", "inputs")
 
 
 MODEL_PARAMETER = {

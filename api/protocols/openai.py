@@ -26,7 +26,6 @@ from api.answers.logprobs import (
     prompt_logprobs,
     sequence_scores,
 )
-from api.answers.scanner import ContentDelta, Delta
 from api.answers.stop_holdback import StopHoldback
 from api.errors import Family, failed, openai
 from api.event_loop import offload
@@ -249,13 +248,6 @@ def new_parser(answer: HttpAnswer, index: int = 0) -> ChoiceParser | None:
     """What finds reasoning and calls in the text of a choice; None if all of it is content."""
     reading = answer.rendering.reading
     return ChoiceParser(reading, f"{answer.request_id}.{index}") if reading else None
-
-
-def read_piece(parser: ChoiceParser | None, piece: TextPiece, ended: bool) -> list[Delta]:
-    """The deltas of a piece: none for a token that shows no text of its own. `ended`: it is the last one."""
-    if parser is not None:
-        return parser.read(piece.text, len(piece.tokens), ended)
-    return [ContentDelta(piece.text)] if piece.text else []
 
 
 def new_choices(answer: HttpAnswer, streams: Sequence[Stream]) -> list[Choice]:
@@ -496,7 +488,9 @@ class ChatCompletionRenderer(ChoicesRenderer):
     def render_choice(self, choice: Choice, pieces: Sequence[TextPiece]) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": join_text(choice, pieces), "refusal": None}
         if self.parsers:
-            message |= self.read_whole(choice, pieces)
+            parser, last = self.parsers[choice.index], len(pieces) - 1
+            read = [parser.read(piece.text, len(piece.tokens), i == last) for i, piece in enumerate(pieces)]
+            message |= render_message(parser, [delta for deltas in read for delta in deltas], choice.prefix)
         tokens = range(choice.stream.num_tokens)
         ids = self.token_ids(choice.stream, tokens)
         return {"message": message, "logprobs": self.logprobs(choice.stream, tokens), **ids}
@@ -506,16 +500,6 @@ class ChatCompletionRenderer(ChoicesRenderer):
 
     def first_fields(self, choice: Choice) -> dict[str, Any]:
         return self.prompt_ids(choice)
-
-    def read_whole(self, choice: Choice, pieces: Sequence[TextPiece]) -> dict[str, Any]:
-        parser = self.parsers[choice.index]
-        last = len(pieces) - 1
-        deltas = [
-            delta
-            for i, piece in enumerate(pieces)
-            for delta in parser.read(piece.text, len(piece.tokens), i == last)
-        ]
-        return render_message(parser, deltas, choice.prefix)
 
     def render_first_delta(self, choice: Choice) -> dict[str, Any]:
         content = choice.prefix or (None if self.parsers else "")
@@ -660,18 +644,13 @@ class ChunkFeed(Feed[tuple[int, bytes]]):
                 self.turns.append(choice)
             if len(new) >= MAX_ITEMS:
                 return new
-        return [*new, *self.take_end()]
-
-    def take_end(self) -> list[tuple[int, bytes]]:
-        """The chunks after the last piece, if that was taken: usage, or an error."""
         if not self.turns:
             self.ended = True
-            return [(NO_CHOICE, chunk) for chunk in self.renderer.render_last_chunks()]
-        failure = self.turns[0].stream.terminal if self.turns[0].failed else None
-        if failure is None:
-            return []
-        self.ended = True
-        return [(NO_CHOICE, to_json(self.renderer.error(failed(failure))[1]))]
+            return [*new, *((NO_CHOICE, chunk) for chunk in self.renderer.render_last_chunks())]
+        if self.turns[0].failed and (failure := self.turns[0].stream.terminal):
+            self.ended = True
+            new.append((NO_CHOICE, to_json(self.renderer.error(failed(failure))[1])))
+        return new
 
 
 def render_frames(kind: type[ChunkRenderer], answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[bytes]:

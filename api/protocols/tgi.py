@@ -82,12 +82,14 @@ GENERATION_DETAILS = {
     "tokens": [TOKEN],
     "top_tokens?": [[TOKEN]],
 }
-OTHER_TEXTS = [{**GENERATION_DETAILS, "generated_text": " Paris."}]
 GENERATE_ANSWER = Shape(
     "GenerateResponse",
     {
         "generated_text": " Paris.",
-        "details?": {**GENERATION_DETAILS, "best_of_sequences?": OTHER_TEXTS},
+        "details?": {
+            **GENERATION_DETAILS,
+            "best_of_sequences?": [{**GENERATION_DETAILS, "generated_text": " Paris."}],
+        },
         "context_logits?": LOGITS,
         "generation_logits?": LOGITS,
     },
@@ -313,10 +315,11 @@ class TextRenderer(ChunkRenderer):
 def render_end(stream: Stream) -> dict[str, Any]:
     """The first fields of all `details`."""
     assert stream.terminal is not None
+    sampling = stream.request.sampling
     return {
         "finish_reason": stream.terminal.known_reason,
         "generated_tokens": stream.num_tokens,
-        "seed": seed_of(stream),
+        "seed": sampling.seed if sampling and sampling.temperature else None,  # null for greedy decoding
         **sequence_scores(stream),
     }
 
@@ -327,31 +330,22 @@ def render_end(stream: Stream) -> dict[str, Any]:
 def render_whole(
     answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float, listed: bool = False
 ) -> WholeBody:
-    response = render_response(answer, streams)
-    return to_json([response] if listed else response), text_headers(answer, streams, arrived_s)
-
-
-def text_headers(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> dict[str, str]:
-    """Headers of the best text; of a beam search, with the tokens of all that are returned."""
-    best, *others = rank(streams)
-    if best.request.beams is None:
-        return time_headers(best, arrived_s)
-    return total_headers(answer, streams, sum(one.num_tokens for one in (best, *others)), arrived_s)
-
-
-def render_response(answer: HttpAnswer, streams: Sequence[Stream]) -> dict[str, Any]:
     """The response with the best text; each text begins with the prefix. Its details have the others; those
-    of a beam search are shown unasked.
+    of a beam search are shown unasked, and its headers count the tokens of all.
     """
     best, *others = rank(streams)
-    prefix = answer.prefix(0)
+    prefix, beams = answer.prefix(0), best.request.beams
     response = {"generated_text": prefix + best.text} | logits_fields(best, best.num_tokens)
-    if not answer.rendering.details and not (best.request.beams and others):
-        return response
-    losers = [{"generated_text": prefix + stream.text, **render_details(stream)} for stream in others]
-    details = render_details(best)
-    tops = {"top_tokens": details.pop("top_tokens")} if best.tops else {}
-    return response | {"details": details | ({"best_of_sequences": losers} if losers else {}) | tops}
+    if answer.rendering.details or (beams and others):
+        losers = [{"generated_text": prefix + stream.text, **render_details(stream)} for stream in others]
+        details = render_details(best)
+        tops = {"top_tokens": details.pop("top_tokens")} if best.tops else {}
+        response["details"] = details | ({"best_of_sequences": losers} if losers else {}) | tops
+    num_tokens = sum(one.num_tokens for one in (best, *others))
+    headers = (
+        total_headers(answer, streams, num_tokens, arrived_s) if beams else time_headers(best, arrived_s)
+    )
+    return to_json([response] if listed else response), headers
 
 
 def render_details(stream: Stream) -> dict[str, Any]:
@@ -366,27 +360,21 @@ def render_details(stream: Stream) -> dict[str, Any]:
 
 
 def render_token(stream: Stream, i: int) -> dict[str, Any]:
-    token_id = stream.ids[i]
-    return {
-        "id": token_id,
-        "text": stream.texts[i],
-        "logprob": stream.logprobs[i],
-        "special": token_id in stream.tokenizer.special_ids,
-    }
+    return describe_token(stream, stream.ids[i], stream.texts[i], stream.logprobs[i])
 
 
 def render_top_tokens(stream: Stream, i: int) -> list[dict[str, Any]]:
     """The most likely tokens at position `i`; the text of each is decoded alone."""
-    decode, special_ids = stream.tokenizer.backend.decode, stream.tokenizer.special_ids
+    decode = stream.tokenizer.backend.decode
     return [
-        {
-            "id": token_id,
-            "text": decode([token_id], skip_special_tokens=False),
-            "logprob": logprob,
-            "special": token_id in special_ids,
-        }
+        describe_token(stream, token_id, decode([token_id], skip_special_tokens=False), logprob)
         for token_id, logprob in stream.tops[i]
     ]
+
+
+def describe_token(stream: Stream, token_id: int, text: str, logprob: float) -> dict[str, Any]:
+    special = token_id in stream.tokenizer.special_ids
+    return {"id": token_id, "text": text, "logprob": logprob, "special": special}
 
 
 def render_prefill(stream: Stream) -> list[dict[str, Any]]:
@@ -399,12 +387,6 @@ def render_prefill(stream: Stream) -> list[dict[str, Any]]:
         {"id": token_id, "text": text, "logprob": logprob}
         for (token_id, logprob, _), text in zip(tokens, texts, strict=True)
     ]
-
-
-def seed_of(stream: Stream) -> int | None:
-    """The seed of a sampled text; None for greedy decoding."""
-    sampling = stream.request.sampling
-    return sampling.seed if sampling and sampling.temperature else None
 
 
 # --- best_of ------------------------------------------------------------------------------------------------

@@ -7,10 +7,10 @@ from itertools import count
 from typing import Any
 
 from api.answers.answer import HttpAnswer
-from api.answers.scanner import Delta
+from api.answers.scanner import ContentDelta, Delta
 from api.http.sse import MAX_ITEMS, Feed
 from api.json import to_json
-from api.protocols.openai import new_choices, new_parser, read_piece
+from api.protocols.openai import new_choices, new_parser
 from api.protocols.protocol import AnswerRenderer, WholeBody
 from api.requests.respond import total_headers
 from api.streams.stream import Stream
@@ -48,7 +48,10 @@ class EventRenderer(ABC):
             self.ended = True
             return [self.failure_event()]
         piece = self.choice.take_piece()
-        deltas = read_piece(self.parser, piece, self.choice.ended)
+        if self.parser is not None:
+            deltas = self.parser.read(piece.text, len(piece.tokens), self.choice.ended)
+        else:  # none for a token that shows no text of its own
+            deltas = [ContentDelta(piece.text)] if piece.text else []
         events = [event for delta in deltas for event in self.add(delta)]
         if self.choice.ended:
             self.ended = True
