@@ -1,5 +1,6 @@
 """Anthropic's Messages API: POST /v1/messages, and /v1/messages/count_tokens."""
 
+import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,7 +47,6 @@ from common.settings.ranges import MAX_STOP_CHARS
 # --- responses, for /docs -----------------------------------------------------------------------------------
 
 
-STOP_REASONS = ("end_turn", "max_tokens", "stop_sequence", "tool_use", None)
 MESSAGE = Shape(
     "MessageObject",
     {
@@ -57,7 +57,7 @@ MESSAGE = Shape(
         "content": [
             {"type": ("text", "thinking", "tool_use"), "text?": "Because air scatters blue light.", ...: ...}
         ],
-        "stop_reason": STOP_REASONS,
+        "stop_reason": ("end_turn", "max_tokens", "stop_sequence", "tool_use", None),
         "stop_sequence": (None, "###"),
         "usage": {
             "input_tokens": 12,
@@ -70,13 +70,14 @@ MESSAGE = Shape(
         ...: ...,
     },
 )
-EVENTS = ("message_start", "ping", "message_delta", "message_stop", "error")
-BLOCK_EVENTS = ("content_block_start", "content_block_delta", "content_block_stop")
-MESSAGE_EVENT = Shape("MessageEvent", {"type": (*EVENTS, *BLOCK_EVENTS), ...: ...})
+EVENTS = (
+    *("message_start", "ping", "message_delta", "message_stop", "error"),
+    *("content_block_start", "content_block_delta", "content_block_stop"),
+)
+MESSAGE_EVENT = Shape("MessageEvent", {"type": EVENTS, ...: ...})
 ANTHROPIC_ERROR = Shape(
     "AnthropicError", {"type": "error", "error": {"type": "api_error", "message": "Internal error"}}
 )
-TOKEN_COUNT = Shape("TokenCount", {"input_tokens": 12})
 ERROR_RESPONSES = error_responses(
     ANTHROPIC_ERROR,
     CAUSES
@@ -359,10 +360,20 @@ def to_messages(body: CountTokensRequest) -> list[dict[str, Any]]:
     return messages
 
 
+NEEDED = {"text": ["text"], "tool_use": ["id", "name", "input"], "tool_result": ["tool_use_id"]}
+"""Types of blocks → the fields that they must have."""
+
+
 def named_blocks(content: str | Sequence[InputBlock], name: str) -> list[NamedBlock]:
+    """The blocks of a content. Raises ApiError for one that lacks a field."""
     if isinstance(content, str):
         return [(name, InputBlock(type="text", text=content))]
-    return [(f"{name}[{i}]", block) for i, block in enumerate(content)]
+    named = [(f"{name}[{i}]", block) for i, block in enumerate(content)]
+    for place, block in named:
+        for field in NEEDED.get(block.type, ()):
+            if getattr(block, field) is None:
+                raise invalid(f"`{place}.{field}` is required", f"{place}.{field}")
+    return named
 
 
 def system_text(blocks: Iterable[NamedBlock]) -> str:
@@ -373,7 +384,7 @@ def system_text(blocks: Iterable[NamedBlock]) -> str:
     for name, block in blocks:
         if block.type != "text":
             raise unknown_block(block, name, "text")
-        text = text_of(block, name)
+        text = block.text or ""
         texts.append(BILLING_HEADER.sub("", text, count=1) if BILLING_HEADER.match(text) else text)
     return "\n".join(text for text in texts if text)
 
@@ -394,8 +405,6 @@ def user_messages(blocks: Iterable[NamedBlock]) -> list[dict[str, Any]]:
 
 
 def tool_message(block: InputBlock, name: str) -> dict[str, Any]:
-    if block.tool_use_id is None:
-        raise invalid(f"`{name}.tool_use_id` is required", f"{name}.tool_use_id")
     given = block.content
     if given is None or isinstance(given, str):
         return {"role": "tool", "tool_call_id": block.tool_use_id, "content": given or ""}
@@ -415,13 +424,14 @@ def assistant_message(blocks: Iterable[NamedBlock]) -> dict[str, Any]:
     for name, block in blocks:
         match block.type:
             case "text":
-                text += text_of(block, name)
+                text += block.text or ""
             case "thinking":
                 thinking += block.thinking or ""
             case "redacted_thinking":
                 pass  # only Anthropic can read it
             case "tool_use":
-                calls.append(to_call(block, name))
+                called = {"name": block.name, "arguments": block.input}
+                calls.append({"id": block.id, "type": "function", "function": called})
             case _:
                 raise unknown_block(block, name, "text, thinking, redacted_thinking, tool_use")
     message: dict[str, Any] = {"role": "assistant", "content": text}
@@ -430,19 +440,12 @@ def assistant_message(blocks: Iterable[NamedBlock]) -> dict[str, Any]:
     return message | ({"tool_calls": calls} if calls else {})
 
 
-def to_call(block: InputBlock, name: str) -> dict[str, Any]:
-    for field in ("id", "name", "input"):
-        if getattr(block, field) is None:
-            raise invalid(f"`{name}.{field}` is required", f"{name}.{field}")
-    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
-
-
 def to_part(block: InputBlock, name: str) -> Part:
     """A block of a user's turn, or of a result, as a part of a chat's content. Raises ApiError."""
     source: Mapping[str, Any] = block.source or {}
     match block.type, source.get("type"):
         case "text", _:
-            return {"type": "text", "text": text_of(block, name)}
+            return {"type": "text", "text": block.text}
         case "document", "text":
             return {"type": "text", "text": source_value(source, "data", name)}
         case "image", "url":
@@ -475,12 +478,6 @@ def join_parts(parts: Iterable[Part]) -> str | list[Part]:
     if all(part["type"] == "text" for part in joined):
         return "".join(part["text"] for part in joined)
     return joined
-
-
-def text_of(block: InputBlock, name: str) -> str:
-    if block.text is None:
-        raise invalid(f"`{name}.text` is required", f"{name}.text")
-    return block.text
 
 
 def unknown_block(block: InputBlock, name: str, allowed: str) -> ApiError:
@@ -530,16 +527,10 @@ class OutputBlock:
             case "thinking":
                 own = {"thinking": self.text, "signature": self.signature}
             case _:
-                own = {"id": self.id, "name": self.name, "input": parse_input(self.text)}
+                own = {"id": self.id, "name": self.name, "input": {}}
+                with contextlib.suppress(ValueError):  # as Anthropic's own client reads those of a stream
+                    own["input"] = from_json(self.text or "{}", allow_partial=True)
         return {"type": self.kind, **own}
-
-
-def parse_input(text: str) -> Any:
-    """The arguments of a call, as Anthropic's own client reads those of a stream."""
-    try:
-        return from_json(text or "{}", allow_partial=True)
-    except ValueError:
-        return {}
 
 
 class MessageRenderer(EventRenderer):
@@ -696,7 +687,7 @@ MESSAGES = Protocol(
     "/v1/messages/count_tokens",
     summary="Count the tokens of a message",
     openapi_extra=json_body(CountTokensRequest, EXAMPLE),
-    responses=answer(TOKEN_COUNT),
+    responses=answer(Shape("TokenCount", {"input_tokens": 12})),
 )
 async def count_tokens(request: Request) -> Response:
     """Counts the tokens of the prompt that the same body makes at /v1/messages; nothing is generated."""

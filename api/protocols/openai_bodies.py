@@ -54,7 +54,7 @@ from api.requests.fields import (
     with_one_error,
 )
 from api.requests.logits import check_not_streamed, check_size
-from api.requests.params import SWITCHES, GenerationParams, Limits
+from api.requests.params import SWITCHES, GenerationParams
 from api.requests.pool import Pool
 from api.requests.tools import (
     FunctionSchema,
@@ -291,19 +291,13 @@ class OpenAIRequest(ServedFields, BeamFields):
         if self.stream and self.prompt_logprobs:
             raise invalid("`prompt_logprobs` must be 0 when tokens are streamed", "prompt_logprobs")
         check_not_streamed(self, self.stream)
-        if self.search_width is not None:
-            self.check_width()
-        elif self.best_of not in (None, 1, self.n):
-            words = f"must be 1 or equal to `n`: all texts are returned. Given: {quoted(self.best_of)}"
-            raise invalid(f"`best_of` {words}", "best_of")
-
-    def check_width(self) -> None:
-        """Raises ApiError for fields that contradict the width of a beam search."""
-        if self.use_beam_search is False:
+        width = self.search_width
+        if width is not None and self.use_beam_search is False:
             raise invalid("`use_beam_search`: false and `beam_width` exclude each other", "use_beam_search")
-        if self.best_of not in (None, self.search_width):
-            words = f"must be equal to `beam_width` in a beam search. Given: {quoted(self.best_of)}"
-            raise invalid(f"`best_of` {words}", "best_of")
+        if self.best_of not in ((None, 1, self.n) if width is None else (None, width)):
+            all_texts = "1 or equal to `n`: all texts are returned"
+            words = all_texts if width is None else "equal to `beam_width` in a beam search"
+            raise invalid(f"`best_of` must be {words}. Given: {quoted(self.best_of)}", "best_of")
 
 
 class ChatRequest(OpenAIRequest):
@@ -445,7 +439,10 @@ async def read_chat(body: ChatRequest, pool: Pool, grammar: Grammar | None = Non
         reading = await reading_beside(asked, tools, reading, pool.tokenizer)
     forced = await answer_grammar(asked, tools if may_force else None, reading, pool.tokenizer)
     rendering = replace(body.rendering, reading=reading, is_json=describes_json(asked))
-    return ChatParams(replace(params, grammar=forced), rendering, echoed_message(body))
+    last, prefix = body.messages[-1], ""
+    if body.echo and last.role == "assistant":  # the message that the model continues
+        prefix = join_parts(last.content or "", "", may_refuse=True)
+    return ChatParams(replace(params, grammar=forced), rendering, prefix)
 
 
 async def read_other(
@@ -575,14 +572,6 @@ def from_chat(body: ChatRequest, prompt: Rendered) -> GenerationParams:
     )
 
 
-def echoed_message(body: ChatRequest) -> str:
-    """With `echo`, the text that the response begins with: the message that the model continues."""
-    last = body.messages[-1]
-    if not body.echo or last.role != "assistant":
-        return ""
-    return join_parts(last.content or "", "", may_refuse=True)
-
-
 # --- completions --------------------------------------------------------------------------------------------
 
 
@@ -599,12 +588,13 @@ def from_completion(body: CompletionRequest, prompts: TextsOrIds) -> list[Genera
     """The parameters of each prompt. Raises ApiError."""
     if body.shows_prompt_only and body.search_width is not None:
         raise invalid("`max_tokens` must be at least 1 in a beam search", "max_tokens")
+    tops = [body.rendering.prompt_tops, body.logprobs if body.echo else None]  # of the prompt
     params = replace(
         common_params(body, PROMPT_NAMES),
         add_special_tokens=body.add_special_tokens is not False,
         max_new_tokens=1 if body.shows_prompt_only else body.max_tokens,
         top_n_tokens=body.logprobs or 0,
-        prompt_logprobs=most_prompt_tops(body),
+        prompt_logprobs=max((number for number in tops if number is not None), default=None),
     )
     return [
         replace(params, text=prompt) if isinstance(prompt, str) else replace(params, prompt_ids=prompt)
@@ -612,18 +602,15 @@ def from_completion(body: CompletionRequest, prompts: TextsOrIds) -> list[Genera
     ]
 
 
-def most_prompt_tops(body: CompletionRequest) -> int | None:
-    """How many of the likeliest tokens are needed at each position of the prompt; None if none are shown."""
-    wanted = [body.rendering.prompt_tops, body.logprobs if body.echo else None]
-    return max((number for number in wanted if number is not None), default=None)
-
-
 # --- both ---------------------------------------------------------------------------------------------------
 
 
 def common_params(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationParams:
     """The parameters of both routes. The model's own defaults are in the body already (`with_defaults`)."""
-    to_fit = body.truncate_prompt_tokens == -1
+    to_fit, biases = body.truncate_prompt_tokens == -1, body.logit_bias or {}
+    for key in biases:
+        if not BIAS_KEY.fullmatch(key):
+            raise invalid(f"`logit_bias` must have token ids as keys. Given: {quoted(key)}", "logit_bias")
     beams = body.beam_params(body.search_width, body.n)
     return GenerationParams(
         truncate=None if to_fit else body.truncate_prompt_tokens,
@@ -636,7 +623,7 @@ def common_params(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationPa
         sampling=body.sampling_params(
             "raw_logprobs",
             frequency_penalty=body.frequency_penalty or 0.0,
-            logit_bias=logit_bias(body.logit_bias or {}),
+            logit_bias=[*{int(key): value for key, value in biases.items()}.items()],
         ),
         seed=body.seed,
         bad_words=body.bad_words or [],
@@ -650,18 +637,12 @@ def common_params(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationPa
     )
 
 
-def logit_bias(biases: Mapping[str, float]) -> list[tuple[int, float]]:
-    for key in biases:
-        if not BIAS_KEY.fullmatch(key):
-            raise invalid(f"`logit_bias` must have token ids as keys. Given: {quoted(key)}", "logit_bias")
-    return [*{int(key): value for key, value in biases.items()}.items()]
-
-
 async def read_completion(completion: CompletionRequest, context: Context) -> Asked:
     """What a body of /v1/completions asks for. Raises ApiError."""
     limits, tokenizer = context.pool.workers.limits, context.pool.tokenizer
-    prompts = read_prompts(completion.prompt)
-    check_num_prompts(prompts, limits)
+    prompts, most = read_prompts(completion.prompt), limits.max_client_batch_size
+    if len(prompts) > most:
+        raise invalid(f"`prompt` supports up to {most} prompts. Given: {len(prompts)}", "prompt")
     all_params = from_completion(completion.with_defaults(tokenizer.sampling_defaults), prompts)
     requests, prefixes, pace = [], [], Pace()
     for params in (with_truncate(params, limits) for params in all_params):
@@ -692,13 +673,6 @@ def check_num_choices(requests: Sequence[Generate], context: Context) -> None:
     if context.request is not None and len(requests) > limit:
         words = f"asks for {len(requests)} choices of all prompts: MAX_CONCURRENT_REQUESTS is {limit}"
         raise invalid(f"`n` {words}", "n")
-
-
-def check_num_prompts(prompts: Sequence[object], limits: Limits) -> None:
-    if len(prompts) > limits.max_client_batch_size:
-        raise invalid(
-            f"`prompt` supports up to {limits.max_client_batch_size} prompts. Given: {len(prompts)}", "prompt"
-        )
 
 
 def echoed_prompt(

@@ -28,7 +28,6 @@ from api.protocols.openai_bodies import (
     EFFORT,
     FORMAT_SCHEMA,
     MAX_TOKENS,
-    ChatParams,
     ChatRequest,
     read_other,
 )
@@ -54,7 +53,6 @@ from api.requests.fields import (
     with_one_error,
 )
 from api.requests.logits import FIELDS as LOGITS_FIELDS
-from api.requests.pool import Pool
 from api.requests.tools import ToolSchema
 from api.resume import attach
 from api.resume.attach import Admitted, find_own
@@ -240,20 +238,12 @@ ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": 
 """Types of items → the prefixes of their ids."""
 
 
-def read_items(given: str | Sequence[Mapping[str, Any]], request_id: str, sees: bool = False) -> list[Item]:
-    """The items of `input`, complete; references stay as they are. Raises ApiError.
+def read_item(given: Mapping[str, Any], name: str, request_id: str, i: int, sees: bool) -> Item:
+    """The item in position `i` of `input`, complete; a reference stays as it is. Raises ApiError.
 
     Args:
         sees: whether the model sees pictures.
     """
-    messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    if not messages:
-        raise invalid("`input` cannot be empty", "input")
-    return [read_item(one, f"input[{i}]", request_id, i, sees) for i, one in enumerate(messages)]
-
-
-def read_item(given: Mapping[str, Any], name: str, request_id: str, i: int, sees: bool) -> Item:
-    """The item in position `i`. Raises ApiError."""
     kind = kind_of(given)
     if kind == "item_reference":
         return {"type": kind, "id": text_of(given, "id", name)}
@@ -277,8 +267,11 @@ def read_item(given: Mapping[str, Any], name: str, request_id: str, i: int, sees
             if not isinstance(output, str):
                 output = read_parts(output, f"{name}.output", "input_text", sees)
             return head | {"call_id": text_of(given, "call_id", name), "output": output}
-        case _:
-            return head | read_reasoning(given, name)
+        case _:  # reasoning, without its encrypted content, which cannot be read here
+            lists = {"summary": "summary_text", "content": "reasoning_text"}
+            return head | {
+                key: read_parts(given.get(key) or [], f"{name}.{key}", kind) for key, kind in lists.items()
+            }
 
 
 def kind_of(given: Mapping[str, Any]) -> str:
@@ -299,12 +292,6 @@ def read_message(given: Mapping[str, Any], name: str, sees: bool) -> Item:
     if isinstance(content, str):
         return {"role": role, "content": [new_part(content, kind)]}
     return {"role": role, "content": read_parts(content, f"{name}.content", kind, sees)}
-
-
-def read_reasoning(given: Mapping[str, Any], name: str) -> Item:
-    """Reasoning of an earlier answer, without its encrypted content, which cannot be read here."""
-    lists = {"summary": "summary_text", "content": "reasoning_text"}
-    return {key: read_parts(given.get(key) or [], f"{name}.{key}", kind) for key, kind in lists.items()}
 
 
 def read_parts(given: Any, name: str, kind: str, sees: bool = False) -> list[dict[str, Any]]:
@@ -351,13 +338,6 @@ def chat_content(content: str | Sequence[Mapping[str, Any]]) -> str | list[dict[
         else {"type": "text", "text": part["text"]}
         for part in content
     ]
-
-
-def has_data(items: Sequence[Item]) -> bool:
-    """Whether items have the bytes of pictures in them."""
-    contents = [item.get("content") or item.get("output") for item in items]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return any(part["type"] == "input_image" and is_data(part["image_url"]) for part in parts)
 
 
 # --- as a chat ----------------------------------------------------------------------------------------------
@@ -450,7 +430,9 @@ async def resolve_references(request: Request | None, items: list[Item]) -> list
             matched = ITEM_ID.fullmatch(item["id"])
             request_id = matched[1] if matched else ""
             if request_id not in by_request:
-                by_request[request_id] = await read_all_items(request, request_id)
+                stored = await find_response(request, response_id(request_id))
+                found = [*stored.input, *(await read_output(stored) or [])] if stored else []
+                by_request[request_id] = {item["id"]: item for item in found}
             if item["id"] not in by_request[request_id]:
                 name = f"input[{i}].id"
                 raise invalid(f"`{name}`: there is no stored item {quoted(item['id'])}", name)
@@ -459,21 +441,7 @@ async def resolve_references(request: Request | None, items: list[Item]) -> list
     return resolved
 
 
-async def read_all_items(request: Request, request_id: str) -> dict[str, Item]:
-    """All items of a stored response by id; none if there is no such response. Raises ApiError."""
-    stored = await find_response(request, response_id(request_id))
-    if stored is None:
-        return {}
-    return {item["id"]: item for item in (*stored.input, *(await read_output(stored) or []))}
-
-
 # --- chat ---------------------------------------------------------------------------------------------------
-
-
-async def read_params(body: ResponsesRequest, items: Sequence[Item], pool: Pool) -> ChatParams:
-    """The parameters of a response to the items of a conversation. Raises ApiError."""
-    chat = await offload(CHARS_OF_MESSAGE * len(items), lambda: to_chat(body, items))
-    return await read_other(chat, pool, text_grammar(body), FIELD_OF_CHAT, RESPONSE_NAMES)
 
 
 def to_chat(body: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
@@ -497,18 +465,14 @@ def to_tools(body: ResponsesRequest) -> list[ToolSchema]:
     """The functions among the tools, in the shape of chats. Raises ApiError, also if another is forced."""
     named = [(f"tools[{i}]", tool) for i, tool in enumerate(body.tools or [])]
     functions = [to_tool(tool, name) for name, tool in named if tool.get("type") not in BUILT_IN_TOOLS]
-    if (kind := forced_kind(body.tool_choice)) in BUILT_IN_TOOLS:
+    kind = body.tool_choice.get("type") if isinstance(body.tool_choice, dict) else None
+    if kind in BUILT_IN_TOOLS:
         raise invalid(
             f"`tool_choice` forces a tool of the type {quoted(kind)}: none is built in", "tool_choice"
         )
     if named and not functions and body.tool_choice == "required":
         raise invalid("`tool_choice` forces a call, but none of `tools` is a function", "tool_choice")
     return functions
-
-
-def forced_kind(choice: str | Mapping[str, Any] | None) -> object:
-    """The type of the tool that a client chose."""
-    return choice.get("type") if isinstance(choice, Mapping) else None
 
 
 def to_tool(tool: Mapping[str, Any], name: str) -> ToolSchema:
@@ -555,14 +519,12 @@ def add_item(messages: list[dict[str, Any]], item: Item) -> None:
         case "reasoning":
             text = join_text(item["content"] or item["summary"])
             messages.append({"role": "assistant", "content": None, "reasoning_content": text})
-        case _ if item["role"] == "assistant" and messages and is_only_reasoning(messages[-1]):
-            messages[-1]["content"] = join_text(item["content"])
         case _:
-            messages.append({"role": item["role"], "content": chat_content(item["content"])})
-
-
-def is_only_reasoning(message: Mapping[str, Any]) -> bool:
-    return message["content"] is None and "tool_calls" not in message
+            last = messages[-1] if messages else {"content": ""}
+            if item["role"] == "assistant" and last["content"] is None and "tool_calls" not in last:
+                last["content"] = join_text(item["content"])  # it is only reasoning so far
+            else:
+                messages.append({"role": item["role"], "content": chat_content(item["content"])})
 
 
 def text_grammar(body: ResponsesRequest) -> Grammar | None:
@@ -596,40 +558,37 @@ async def read_response_body(body: ResponsesRequest, context: Context) -> Asked:
     """
     pool, request, answer_id = context.pool, context.request, context.answer_id
     if request is None:
-        check_stores_nothing(body)
+        for name in NOT_IN_JOBS:
+            if getattr(body, name):
+                raise invalid(f"`{name}` is not served in a batch, which stores no response", name)
         answer_id = hashlib.blake2b(answer_id.encode(), digest_size=16).hexdigest()
     before = [] if request is None else await read_conversation(request, body.previous_response_id)
     size = CHARS_OF_MESSAGE * len(body.input) if isinstance(body.input, list) else 0
     sees = pool.tokenizer.pictures is not None
-    items = await offload(size, lambda: read_items(body.input, answer_id, sees))
+    given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    if not given:
+        raise invalid("`input` cannot be empty", "input")
+    items = await offload(
+        size, lambda: [read_item(one, f"input[{i}]", answer_id, i, sees) for i, one in enumerate(given)]
+    )
     items = await resolve_references(request, items)
-    if request is not None and has_data(items):
-        check_may_be_unstored(body)
-    if request is None or has_data(items):
+    contents = [item.get("content") or item.get("output") for item in items]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    has_data = any(part["type"] == "input_image" and is_data(part["image_url"]) for part in parts)
+    if request is not None and has_data and body.store:
+        raise invalid("`store` must be false beside pictures as data: URLs; they are not stored", "store")
+    if request is not None and has_data and body.background:
+        raise invalid("`background` stores the response: give pictures as https: URLs", "background")
+    if request is None or has_data:
         body = body.model_copy(update={"store": False})
-    chat = await read_params(body, [*before, *items], pool)
+    all_items = [*before, *items]
+    asked = await offload(CHARS_OF_MESSAGE * len(all_items), lambda: to_chat(body, all_items))
+    chat = await read_other(asked, pool, text_grammar(body), FIELD_OF_CHAT, RESPONSE_NAMES)
     requests = await context.validate(chat.params)
     fields = response_fields(body, chat.params.sampling)
-    parts = {
-        "request_id": answer_id,
-        "response": ResponseParts(to_json(fields), to_json(before), to_json(items)),
-    }
-    return Asked(requests, [""], chat.rendering, is_stored=body.is_stored, parts=parts)
-
-
-def check_stores_nothing(body: ResponsesRequest) -> None:
-    """Raises ApiError (422)."""
-    for name in NOT_IN_JOBS:
-        if getattr(body, name):
-            raise invalid(f"`{name}` is not served in a batch, which stores no response", name)
-
-
-def check_may_be_unstored(body: ResponsesRequest) -> None:
-    """Pictures as data would be stored with a response. Raises ApiError."""
-    if body.store:
-        raise invalid("`store` must be false beside pictures as data: URLs; they are not stored", "store")
-    if body.background:
-        raise invalid("`background` stores the response: give pictures as https: URLs", "background")
+    response = ResponseParts(to_json(fields), to_json(before), to_json(items))
+    own = {"request_id": answer_id, "response": response}
+    return Asked(requests, [""], chat.rendering, is_stored=body.is_stored, parts=own)
 
 
 def response_fields(body: ResponsesRequest, sampling: SamplingParams) -> dict[str, Any]:
