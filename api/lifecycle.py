@@ -72,14 +72,13 @@ class Gateway:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Gateway"]:
         """Serve while the context is open. Other pools are closed first, the gateway's own last."""
-        key_source = self.keys.source(self.pool.client)
         with contextlib.suppress(*ERRORS):
-            await self.keys.refresh(key_source)
+            await self.keys.refresh(self.pool.client)
         async with (
             background_task(watch_loop()),
             background_task(self.unread.watch()),
             self.pool.running(),
-            background_task(self.keys.watch(key_source, self.end_requests)),
+            background_task(self.keys.watch(self.pool.client, self.end_requests)),
             background_task(self.job_consumer.run()),
             background_task(self.webhooks.run()),
             serving_batches(self.files, self.job_consumer),

@@ -15,6 +15,7 @@ from fastapi import Request
 
 from api.errors import ApiError, quoted
 from api.http.key_ring import EXPECTED, KeyRing, unauthorized
+from api.outbound import is_address
 from common.api_keys import ApiKey
 
 API_KEY = "api_key"
@@ -106,14 +107,6 @@ def is_local(host: str) -> bool:
     """Whether a `Host` header is an address, or a name that cannot be registered in the public DNS."""
     name = re.sub(r":\d*$", "", host).strip("[]")
     return is_address(name) or LOCAL_NAME.fullmatch(name) is not None or name == socket.gethostname().lower()
-
-
-def is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
 
 
 def is_loopback(host: str) -> bool:

@@ -58,18 +58,17 @@ async def handle_http_exception(request: Request, exception: HTTPException) -> R
     hint = path_hint(request) if status == 404 else ""
     asked = f"{cut(request.method)} {cut(request.url.path)}"
     error = ApiError(status, error_type, f"{exception.detail}: {asked}{hint}")
-    headers = {"allow": allowed_methods(request)} if status == 405 else exception.headers
+    headers = exception.headers
+    if status == 405:  # of all routes with this path; Starlette names only those of the first one
+        found = [
+            (route.matches({**request.scope, "method": method})[0], method)
+            for method in METHODS
+            for route in request.app.routes
+        ]
+        headers = {
+            "allow": ", ".join(dict.fromkeys(method for match, method in found if match is Match.FULL))
+        }
     return error_response(error, errors_of(request.scope), headers)
-
-
-def allowed_methods(request: Request) -> str:
-    """The methods of all routes with this path; Starlette names only those of the first one."""
-    routes = request.app.routes
-    return ", ".join(
-        method
-        for method in METHODS
-        if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in routes)
-    )
 
 
 def path_hint(request: Request) -> str:
@@ -79,8 +78,6 @@ def path_hint(request: Request) -> str:
     path = request.url.path
     if path in NOT_SERVED:
         return ". Vectors are made by /v1/embeddings, scores by /v1/rerank and /v1/score"
-    if path.startswith("/requests/") and path.endswith("/replay"):
-        return ". The same request with the same `seed` gives the same tokens"
     own = [known for known in request.app.state.paths if known.startswith("/v1/") and "{" not in known]
     if path.startswith("/v1/"):
         return f". Of OpenAI's API this server has {', '.join(own)}"

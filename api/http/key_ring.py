@@ -5,12 +5,12 @@ import hmac
 import logging
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any, Protocol
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from api.errors import ApiError, unavailable
+from api.http.body import field_name
 from common.api_keys import STATIC_KEY_ID, ApiKey, FileKeyFields, digest_of, read_keys, read_version
 from common.broker.client import CONNECT_TIMEOUT_S, FailureLog
 from common.broker.pool_client import BrokerClock, PoolClient
@@ -22,57 +22,6 @@ log = logging.getLogger(__name__)
 POLL_S = 1.0
 """How often keys are looked at: one that is revoked counts nowhere after this time and a round trip."""
 EXPECTED = "expected the header `Authorization: Bearer <key>` or `x-api-key: <key>`"
-
-
-class KeySource(Protocol):
-    """Where keys are kept."""
-
-    async def read_changes(self) -> Iterable[ApiKey] | None:
-        """All keys; None if they are as they were when they were last read. Raises one of ERRORS."""
-
-
-class RedisKeys:
-    """The keys in Redis.
-
-    Attributes:
-        version: of what was read last; False before the first time.
-    """
-
-    def __init__(self, client: PoolClient) -> None:
-        self.client = client
-        self.version: bytes | bool | None = False
-
-    async def read_changes(self) -> Iterable[ApiKey] | None:
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            version = await read_version(self.client)
-            if version == self.version:
-                return None
-            keys = await read_keys(self.client)
-        self.version = version
-        return keys.values()
-
-
-class FileKeys:
-    """The keys in a file. A faulty change of it is logged, and the keys of before count on.
-
-    Attributes:
-        stamp: size, time and number of the file that was read last; empty for no file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.stamp: tuple[int, ...] | None = None
-
-    async def read_changes(self) -> Iterable[ApiKey] | None:
-        stamp = stamp_of(self.path)
-        if stamp == self.stamp:
-            return None
-        self.stamp = stamp
-        try:
-            return await asyncio.to_thread(read_key_file, self.path)
-        except SettingError as error:
-            log.error("%s; the keys of before count on", error)
-            return None
 
 
 def stamp_of(path: Path) -> tuple[int, ...]:
@@ -91,6 +40,8 @@ class KeyRing:
         was_read: set when the keys are known.
         has_keys: whether there is or was a key besides API_KEY: from then on a request needs one, also if
             the broker loses them all.
+        seen: of the keys that were read last: the version of those in Redis, or size, time and number of the
+            file, empty for no file; None before the first time.
         active: ids of keys that count, and so all that may have live requests.
         clock: of the broker.
         active_from_s, active_until_s: Unix times between which these keys count: before an expiry that has
@@ -109,6 +60,7 @@ class KeyRing:
         self.active: set[str] = set()
         self.active_from_s = 0.0
         self.active_until_s = float("inf")
+        self.seen: bytes | tuple[int, ...] | None = None
         self.was_read = asyncio.Event()
         self.has_keys = self.path is not None
         if self.path is not None:
@@ -174,19 +126,26 @@ class KeyRing:
         self.active_until_s = min((end for end in ends if end > now_s), default=float("inf"))
         return before - self.active
 
-    async def refresh(self, source: KeySource) -> set[str]:
-        """Read the keys if they have changed. Returns the ids of those that count no more. Raises one of
-        ERRORS.
+    async def refresh(self, client: PoolClient) -> set[str]:
+        """Read the keys if they have changed; a faulty change of a file is logged, and the keys of before
+        count on. Returns the ids of those that count no more. Raises one of ERRORS.
         """
-        if (keys := await source.read_changes()) is not None:
-            self.take(keys)
+        if self.path is not None:
+            if (stamp := stamp_of(self.path)) != self.seen:
+                self.seen = stamp
+                try:
+                    self.take(await asyncio.to_thread(read_key_file, self.path))
+                except SettingError as error:
+                    log.error("%s; the keys of before count on", error)
+        else:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                if (version := await read_version(client) or b"") != self.seen:
+                    self.take((await read_keys(client)).values())
+                    self.seen = version
         self.was_read.set()
         return self.take_time()
 
-    def source(self, client: PoolClient) -> KeySource:
-        return FileKeys(self.path) if self.path is not None else RedisKeys(client)
-
-    async def watch(self, source: KeySource, on_lost: Callable[[Collection[str]], None]) -> None:
+    async def watch(self, client: PoolClient, on_lost: Callable[[Collection[str]], None]) -> None:
         """Keep up with the keys. Never returns.
 
         Args:
@@ -197,7 +156,7 @@ class KeyRing:
             await asyncio.sleep(until_beat(POLL_S))
             lost: set[str] = set()
             with failures.caught():
-                lost = await self.refresh(source)
+                lost = await self.refresh(client)
             if lost:
                 log.info("API keys that count no more: %s", ", ".join(sorted(lost)))
                 on_lost(lost)
@@ -226,7 +185,6 @@ def read_key_file(path: Path) -> list[ApiKey]:
     if len(text) > MAX_BYTES:
         raise SettingError(NAME, f"{path} is larger than {MAX_BYTES} bytes")
     try:
-        root = yaml.compose(text, yaml.SafeLoader)
         content = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise SettingError(NAME, f"{path} is not YAML: {' '.join(str(error).split())}") from error
@@ -234,22 +192,22 @@ def read_key_file(path: Path) -> list[ApiKey]:
         parsed = KeyFileContent.model_validate(content)
     except ValidationError as error:
         problem = error.errors()[0]
-        raise at_line(path, root, problem["loc"], problem["msg"]) from error
-    return to_records(path, root, parsed)
+        raise wrong(path, field_name(problem["loc"]), problem["msg"]) from error
+    return to_records(path, parsed)
 
 
-def to_records(path: Path, root: yaml.Node | None, content: KeyFileContent) -> list[ApiKey]:
+def to_records(path: Path, content: KeyFileContent) -> list[ApiKey]:
     """Raises SettingError for a key without a text, and for two keys that are the same."""
     records: list[ApiKey] = []
     ids, digests = {STATIC_KEY_ID}, set[str]()
     for i, one in enumerate(content.keys):
         if (one.key is None) == (one.digest is None):
-            raise at_line(path, root, ("keys", i), "give either `key` or `digest`, its SHA-256")
+            raise wrong(path, f"keys[{i}]", "give either `key` or `digest`, its SHA-256")
         digest = one.digest or digest_of(one.key or "")
         if one.key_id in ids:
-            raise at_line(path, root, ("keys", i, "key_id"), f"{one.key_id!r} is the name of another key")
+            raise wrong(path, f"keys[{i}].key_id", f"{one.key_id!r} is the name of another key")
         if digest in digests:
-            raise at_line(path, root, ("keys", i), "another entry has the same key")
+            raise wrong(path, f"keys[{i}]", "another entry has the same key")
         ids.add(one.key_id)
         digests.add(digest)
         fields = one.model_dump(exclude={"key_id", "key", "digest"})
@@ -259,22 +217,5 @@ def to_records(path: Path, root: yaml.Node | None, content: KeyFileContent) -> l
     return records
 
 
-def at_line(path: Path, root: yaml.Node | None, place: tuple[int | str, ...], why: str) -> SettingError:
-    """The error of a place in the file, as (`keys`, 2, `weight`)."""
-    node = root
-    for step in place:
-        node = child_of(node, step) or node
-    line = node.start_mark.line + 1 if node is not None else 1
-    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)
-    name = "".join(steps).removeprefix(".") or "the file"
-    return SettingError(NAME, f"{path}, line {line}, `{name}`: {why}")
-
-
-def child_of(node: Any, step: int | str) -> yaml.Node | None:
-    if isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
-        child: yaml.Node = node.value[step]
-        return child
-    if isinstance(node, yaml.MappingNode):
-        found: list[yaml.Node] = [value for name, value in node.value if name.value == step]
-        return found[0] if found else None
-    return None
+def wrong(path: Path, field: str, why: str) -> SettingError:
+    return SettingError(NAME, f"{path}, `{field}`: {why}")

@@ -216,7 +216,8 @@ def hoist_definitions(node: Any, definitions: dict[str, Any]) -> Any:
         return [hoist_definitions(item, definitions) for item in node]
     if not isinstance(node, dict):
         return node
-    definitions |= node.get("$defs", {})
+    for name, one in node.get("$defs", {}).items():
+        definitions[name] = hoist_definitions(one, definitions)
     return {key: hoist_definitions(value, definitions) for key, value in node.items() if key != "$defs"}
 
 

@@ -144,7 +144,7 @@ async def find_model(pool: Pool, job: Job) -> JobModel:
     # what is no text is refused later, with the other parameters
     if isinstance(name, str) and not (adapter_id is None and names_own(name, settings)):
         if adapter := await pool.find_adapter(name):
-            pool.check_adapter(adapter)
+            pool.workers.check_adapter(adapter)
             check_key_adapter(job.terms.key, adapter.name)
         elif adapter_id is not None:
             raise invalid(f"`adapter_id`: there is no adapter {quoted(name)}", "adapter_id")

@@ -12,13 +12,13 @@ from starlette.types import Scope
 
 from api.answers.answer import HttpAnswer, Rendering
 from api.errors import Family, anthropic, kserve, openai, tgi
-from api.http.idempotency import KEY_REUSED
-from api.http.openapi import Responses, json_answer
+from api.http.idempotency import IDEMPOTENCY_HEADER, KEY_REUSED
+from api.http.openapi import Responses, json_answer, json_body
 from api.http.sse import Feed
 from api.requests.fields import Strict
 from api.requests.params import GenerationParams
 from api.requests.pool import Pool
-from api.requests.service_terms import generation_body
+from api.requests.service_terms import SERVICE_HEADERS
 from api.requests.validate import validate
 from api.streams.stream import Stream
 from common.messages.request import Generate
@@ -165,14 +165,15 @@ class Protocol(NamedTuple):
     def docs(self) -> dict[str, Any]:
         """What /docs says of it, for FastAPI."""
         content = {**(json_answer(self.whole) if self.whole else {}), **self.events}
-        body = generation_body(self.shown_body or self.body, dict(self.example))
+        body = json_body(self.shown_body or self.body, dict(self.example))
+        headers = [*SERVICE_HEADERS, IDEMPOTENCY_HEADER]
         conflict = {**self.errors[503], "description": KEY_REUSED}
         return {
             "tags": [self.tag],
             "summary": self.summary,
             "description": self.description,
             "responses": {409: conflict, **self.errors, 200: {"content": content}},
-            "openapi_extra": body | {"parameters": [*self.parameters, *body["parameters"]]},
+            "openapi_extra": body | {"parameters": [*self.parameters, *headers]},
             **({} if self.whole else {"response_class": EventSourceResponse}),
         }
 

@@ -16,6 +16,7 @@ from api.errors import ApiError
 from api.event_loop import offload
 from api.http import body
 from api.http.auth import key_of
+from api.http.idempotency import idempotency_key, noted_digest
 from api.http.request_trace import trace_of
 from api.protocols.clouds import INVOCATIONS, VERTEX
 from api.protocols.kserve import KSERVE_GENERATE, KSERVE_GENERATE_STREAM, KSERVE_INFER
@@ -27,15 +28,13 @@ from api.protocols.responses import RESPONSES
 from api.protocols.tgi import COMPAT_GENERATE, GENERATE, GENERATE_STREAM
 from api.requests.fields import Strict
 from api.requests.metrics import ARRIVED_S
-from api.requests.on_pool import on_adapter, own_pool
+from api.requests.on_pool import on_pool, own_pool
 from api.requests.pool import Pool
 from api.requests.respond import (
     answer_id,
-    first_headers,
     read_terms,
     submit,
     with_adapter,
-    with_repetitions,
 )
 from api.requests.service_terms import on_terms
 from api.streams.answer_trace import traced
@@ -56,7 +55,7 @@ async def serve(protocol: Protocol, request: Request) -> Response:
     parsed.check()
     model = request.path_params.get("model", getattr(parsed, "model", None))
     serve_it = partial(serve_on, protocol, request, route, parsed)
-    return await on_adapter(request, getattr(parsed, "adapter_id", None), model, serve_it)
+    return await on_pool(request, getattr(parsed, "adapter_id", None), model, serve_it)
 
 
 async def serve_on(protocol: Protocol, request: Request, route: str, parsed: Strict, pool: Pool) -> Response:
@@ -66,7 +65,9 @@ async def serve_on(protocol: Protocol, request: Request, route: str, parsed: Str
     asked = await protocol.read(parsed, context)
     answer = new_answer(protocol, request, parsed, context, asked)
     streams = await submit(pool, answer)
-    headers, release = first_headers(pool.settings, asked.num_chars, streams), pool.admission.release
+    compute_type, release = pool.settings.compute_type, pool.admission.release
+    headers = {"x-compute-type": compute_type} if compute_type else {}
+    headers |= {"x-compute-characters": str(asked.num_chars), **streams[-1].limit_headers}
     renderer = protocol.renderer
     if answer.streamed and renderer.frames is not None:
         frames = renderer.frames(answer, streams)
@@ -104,8 +105,11 @@ def new_answer(
     requests = on_terms(request, requests, settings, given["priority"], given["tier"])
     may_leave = context.streamed or (bool(given["detached"]) and protocol.renderer.queued is not None)
     terms = read_terms(request, own_id, may_leave, given["resume_s"], given["detached"])
+    kept_ms = round(1000 * settings.answer_ttl_s)
     if asked.is_stored:
-        terms = replace(terms, stored_ms=round(1000 * settings.answer_ttl_s))
+        terms = replace(terms, stored_ms=kept_ms)
+    if idempotency_key(request):  # repetitions of the request get the answer, too
+        terms = replace(terms, repeat_ms=kept_ms, body=noted_digest(request))
     answer = describe_answer(
         request_id=own_id,
         route=context.route,
@@ -114,7 +118,7 @@ def new_answer(
         requests=requests,
         prefixes=asked.prefixes,
         rendering=asked.rendering,
-        terms=with_repetitions(request, terms, settings),
+        terms=terms,
         created_s=int(context.pool.client.clock.now_s()),
     )
     return traced(replace(answer, **asked.parts), trace_of(request.scope), protocol.operation)

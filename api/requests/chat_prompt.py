@@ -238,8 +238,13 @@ def render_prompt(chat: Chat, template: ChatTemplate | None, controls: ControlTe
     tools = None
     if chat.tools is not None:
         messages = [*messages]
-        place = last_place(messages)
-        text = tool_text(chat.tools, chat.tool_prompt, template.takes_tools)
+        others = [i for i, one in enumerate(messages) if one["role"] != "assistant"]
+        place = others[-1] if others else len(messages) - 1
+        text = f"\n---\n{chat.tool_prompt}" if chat.tool_prompt else ""
+        if not template.takes_tools:
+            note_missing_tools()
+            shown = json.dumps(chat.tools.tools, ensure_ascii=False, separators=(",", ":"))
+            text = f"\n---\n{shown}\n{chat.tool_prompt or TOOL_PROMPT}"
         messages[place] = {**messages[place], "content": messages[place]["content"] + text}
         tools = chat.tools.tools if template.takes_tools else None
     variables, guard = chat.variables, controls.guard_for([messages, chat.variables, tools], template.source)
@@ -253,24 +258,9 @@ def render_prompt(chat: Chat, template: ChatTemplate | None, controls: ControlTe
     return rendered_text(template.render(messages, chat.add_generation_prompt, variables, tools), guard)
 
 
-def tool_text(choice: ToolChoice, tool_prompt: str | None, template_has_tools: bool) -> str:
-    """What TGI adds to the last message."""
-    if template_has_tools:
-        return f"\n---\n{tool_prompt}" if tool_prompt else ""
-    note_missing_tools()
-    tools = json.dumps(choice.tools, ensure_ascii=False, separators=(",", ":"))
-    return f"\n---\n{tools}\n{tool_prompt or TOOL_PROMPT}"
-
-
 @functools.cache
 def note_missing_tools() -> None:
     log.warning("the chat template has no tools: the prompt has them as text, after the last message")
-
-
-def last_place(messages: Sequence[Message]) -> int:
-    """The place of the last message that is not the assistant's; of the last one, if all are."""
-    places = [i for i, one in enumerate(messages) if one["role"] != "assistant"]
-    return places[-1] if places else len(messages) - 1
 
 
 # --- earlier calls ------------------------------------------------------------------------------------------
@@ -284,7 +274,7 @@ def known_calls(messages: Sequence[Message], template: ChatTemplate) -> Sequence
         return join_results([plain_message(one) for one in messages])
     if template.wants_text_arguments:
         return [
-            {**one, "tool_calls": [text_call(call) for call in one["tool_calls"]]}
+            {**one, "tool_calls": [with_text_arguments(call) for call in one["tool_calls"]]}
             if "tool_calls" in one
             else one
             for one in messages
@@ -292,8 +282,7 @@ def known_calls(messages: Sequence[Message], template: ChatTemplate) -> Sequence
     return messages
 
 
-def text_call(call: Message) -> Message:
-    """A call with arguments that are a JSON text."""
+def with_text_arguments(call: Message) -> Message:
     arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
     return {**call, "function": {**call["function"], "arguments": arguments}}
 

@@ -49,21 +49,15 @@ def count_stream(stream: Stream, limits: Limits) -> None:
         for name, seconds in durations(stream, ARRIVED_S.get() or stream.times.started_s).items():
             HISTOGRAMS[name].observe(seconds)
         catalogue.GENERATED_TOKENS.observe(num_tokens)
-        observe_phases(stream)
+        times = stream.times
+        if times.first_token_s:  # prefill and decode, as vLLM divides them
+            decode_s = times.token_s - times.first_token_s
+            catalogue.PREFILL_DURATION.observe(times.first_token_s - times.placed_s)
+            catalogue.DECODE_DURATION.observe(decode_s)
+            if stream.num_tokens > 1:
+                catalogue.DECODE_PER_TOKEN.observe(decode_s / (stream.num_tokens - 1))
     else:
         catalogue.REQUEST_FAILURE.add(1, "dropped" if reason == "cancelled" else "generation")
-
-
-def observe_phases(stream: Stream) -> None:
-    """Observe prefill and decode of a finished stream, as vLLM divides them."""
-    times = stream.times
-    if not times.first_token_s:
-        return
-    decode_s = times.token_s - times.first_token_s
-    catalogue.PREFILL_DURATION.observe(times.first_token_s - times.placed_s)
-    catalogue.DECODE_DURATION.observe(decode_s)
-    if stream.num_tokens > 1:
-        catalogue.DECODE_PER_TOKEN.observe(decode_s / (stream.num_tokens - 1))
 
 
 def fit_buckets(limits: Limits) -> None:

@@ -16,7 +16,7 @@ from common.adapter_registry import (
 )
 from common.adapters import HeldAdapters, PoolAdapter
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, FailureLog, describe_error
-from common.broker.heartbeat import ADAPTERS_SINCE, Heartbeat, Readers
+from common.broker.heartbeat import Heartbeat
 from common.broker.keys import LEASE_S
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
@@ -300,8 +300,6 @@ class AdapterMonitor(Monitor):
     Attributes:
         seeds: adapters of LORA_ADAPTERS, until the registry has them.
         registry: as it was read last.
-        is_passed_on: whether all gateways and batchers pass on the adapter of a request. Those of an earlier
-            release would leave it out.
     """
 
     def __init__(self, client: PoolClient, seeds: Sequence[PoolAdapter], interval_s: float) -> None:
@@ -309,8 +307,6 @@ class AdapterMonitor(Monitor):
         self.client = client
         self.seeds = seeds
         self.registry = AdapterRegistry()
-        self.readers = Readers(client)
-        self.is_passed_on = True
 
     def find(self, name: str | None) -> PoolAdapter | None:
         """The adapter that requests get by this name."""
@@ -329,5 +325,3 @@ class AdapterMonitor(Monitor):
                 log.error("the adapters of LORA_ADAPTERS are not added: %s", error)
         if seeds or version != known.version:
             self.registry = await read_registry(self.client)
-        if self.registry.adapters:
-            self.is_passed_on = await self.readers.lowest_version() >= ADAPTERS_SINCE

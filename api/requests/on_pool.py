@@ -48,12 +48,14 @@ async def pool_for(request: Request, model: str | None = None) -> Pool:
     return pool
 
 
-async def on_pool(request: Request, model: str | None, serve: Serve) -> Response:
-    """Serve a request with a pool that serves its model; if that one has no room, once with another one.
-    Raises ApiError.
+async def on_pool(request: Request, adapter_id: str | None, model: str | None, serve: Serve) -> Response:
+    """Serve a request with a pool that serves its model, or the adapter that TGI's `adapter_id` names; if
+    that one has no room, once with another one. Raises ApiError: 422 if there is no such adapter.
     """
     pools = pools_of(request)
-    target = await pools.target(model)
+    if adapter_id is not None:
+        await check_adapter_id(request, adapter_id)
+    target = await pools.target(model if adapter_id is None else adapter_id)
     first, *others = await pools.tried(target, retry_key(request))
     try:
         return await counted(request, first, target, serve)
@@ -61,16 +63,6 @@ async def on_pool(request: Request, model: str | None, serve: Serve) -> Response
         if error.error_type != "overloaded" or not others or idempotency_key(request):
             raise  # a repetition has to find its pool again
     return await counted(request, others[0], target, serve)
-
-
-async def on_adapter(request: Request, adapter_id: str | None, model: str | None, serve: Serve) -> Response:
-    """Serve a request with the adapter that TGI's `adapter_id` names; without one, as `on_pool`. Raises
-    ApiError: 422 if there is no such adapter.
-    """
-    if adapter_id is None:
-        return await on_pool(request, model, serve)
-    await check_adapter_id(request, adapter_id)
-    return await on_pool(request, adapter_id, serve)
 
 
 async def check_adapter_id(request: Request, adapter_id: str) -> None:
@@ -101,5 +93,5 @@ async def allowed_adapter(request: Request, pool: Pool, name: str | None) -> str
     check_key_adapter(key_of(request), name)
     if (adapter := await pool.find_adapter(name)) is None:
         raise model_not_found(f"The model `{cut(name)}` does not exist")
-    pool.check_adapter(adapter)
+    pool.workers.check_adapter(adapter)
     return adapter.key

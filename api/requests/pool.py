@@ -29,7 +29,7 @@ from common.adapters import PoolAdapter
 from common.broker.client import CONNECT_TIMEOUT_S
 from common.broker.pool_client import PoolClient
 from common.model_files import context_length
-from common.pooling import PoolingConfig, read_pooling
+from common.pooling import read_pooling
 from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,8 @@ class Pool:
         self.gateway = gateway
         self.tokenizer = tokenizer
         self.keys = keys
-        self.pooling = pooling_of(settings)
+        path = model_files.resolve(settings.model_id, settings.revision, dtype=settings.dtype)
+        self.pooling = read_pooling(path, settings)
         self.call_format = call_format_of(settings, tokenizer)
         self.reasoning_format = reasoning_format_of(settings, tokenizer)
         self.client = PoolClient.connect(settings)
@@ -139,14 +140,6 @@ class Pool:
             await self.adapters.refresh_unless_fresh()
         return self.adapters.find(name)
 
-    def check_adapter(self, adapter: PoolAdapter) -> None:
-        """Raises ApiError: 422 if no worker that is ready will serve an adapter, 503 while a process of an
-        earlier release would leave it out.
-        """
-        self.workers.check_adapter(adapter)
-        if not self.adapters.is_passed_on:
-            raise unavailable("adapters wait until the last process of an earlier release has ended")
-
     async def check(self) -> None:
         """Raises ApiError (503) if a request would not be served now."""
         await self.admission.check()
@@ -169,12 +162,6 @@ def load_tokenizer(settings: Settings, budget: TextBudget | None = None) -> Mode
         budget or TextBudget(num_threads=settings.validation_workers),
         settings.control_tokens_in_messages,
     )
-
-
-def pooling_of(settings: Settings) -> PoolingConfig | None:
-    """How the settings' model pools; None if it generates. Raises SettingError."""
-    path = model_files.resolve(settings.model_id, settings.revision, dtype=settings.dtype)
-    return read_pooling(path, settings)
 
 
 def longest_request(settings: Settings) -> int:

@@ -215,8 +215,8 @@ class PoolRegistry:
             pools = [*weights]
         elif name and name in (own.pool, *own.other_models, *known):
             pools = [name]
-        elif not is_own and (full := full_name(model, own)):
-            pools = [full]
+        elif not is_own and (full := [one for one in own.other_models if one.rpartition("/")[2] == model]):
+            pools = full[:1]
         else:
             pools = [own.pool, *others] if is_own or (own.any_model_name and not others) else others
         has_name = name and (name in self.directory.weights or not is_own) and pools != [own.pool]
@@ -338,7 +338,9 @@ class PoolRegistry:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.directory.run())
             tasks.create_task(self.open_shared_forever())
-            tasks.create_task(self.close_idle_forever())
+            while True:
+                await asyncio.sleep(CHECK_S)
+                await self.close_idle()
 
     async def open_shared_forever(self) -> None:
         failed: dict[str, str] = {}
@@ -364,11 +366,6 @@ class PoolRegistry:
             and known.is_live
             and (name in weighted or self.has_model(name, model))
         ]
-
-    async def close_idle_forever(self) -> None:
-        while True:
-            await asyncio.sleep(CHECK_S)
-            await self.close_idle()
 
     async def close_idle(self) -> None:
         """Close the foreign pools without live streams that nobody has named for IDLE_S, or that have moved
@@ -413,11 +410,6 @@ def names_own(model: str, settings: Settings) -> bool:
     return (
         is_any or model == settings.pool or is_named(model, (*settings.served_model_name, settings.model_id))
     )
-
-
-def full_name(model: str, settings: Settings) -> str:
-    """The model of MODELS whose name ends with `model` after a slash; empty if there is none."""
-    return next((name for name in settings.other_models if name.rpartition("/")[2] == model), "")
 
 
 def foreign_settings(settings: Settings, name: str, entry: PoolEntry) -> Settings:

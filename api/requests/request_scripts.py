@@ -75,6 +75,11 @@ def admit(
         weight: of its tenant.
         charge: None without an API key.
     """
+    charged: Sequence[int] = ()
+    if charge is not None:
+        key = charge.key
+        limits = (key.max_concurrent, key.requests_per_minute, key.tokens_per_minute)
+        charged = (*limits, charge.num_requests, charge.num_asked, charge.num_answer)
     args: Args = {
         "payload": payload,
         "max_requests": max_requests,
@@ -90,14 +95,8 @@ def admit(
         request.request_id,
         args=args,
         more_keys=[keys.tenants(request.service_class)],
-        more_args=charge_args(charge) if charge else (),
+        more_args=charged,
     )
-
-
-def charge_args(charge: KeyCharge) -> Sequence[int]:
-    key = charge.key
-    limits = (key.max_concurrent, key.requests_per_minute, key.tokens_per_minute)
-    return (*limits, charge.num_requests, charge.num_asked, charge.num_answer)
 
 
 def request_args(keys: Keys, request: Generate) -> Args:

@@ -3,7 +3,6 @@ which accounting proxies read.
 """
 
 import hashlib
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ from starlette.requests import Request
 from api.answers.answer import HttpAnswer, ResumeTerms
 from api.errors import invalid
 from api.http.auth import key_of, sent_key
-from api.http.idempotency import idempotency_key, noted_digest
+from api.http.idempotency import idempotency_key
 from api.http.middleware import request_id
 from api.requests.metrics import durations
 from api.requests.pool import Pool
@@ -21,7 +20,6 @@ from api.streams.describe_answer import make_room
 from api.streams.stream import Stream
 from api.webhooks import check_room
 from common.messages.request import Generate
-from common.settings.settings import Settings
 
 RESUME_HEADER = "x-resume-seconds"
 MAX_RESUME_S = 3600
@@ -38,7 +36,12 @@ def read_terms(
     given = request.headers.get(RESUME_HEADER)
     if given is not None and resume_s is not None:
         raise invalid(f"give the header `{RESUME_HEADER}` or the field `resume_s`, not both", "resume_s")
-    name, seconds = ("resume_s", resume_s) if given is None else (RESUME_HEADER, read_seconds(given))
+    name, seconds = "resume_s" if given is None else RESUME_HEADER, resume_s
+    if given is not None:
+        try:
+            seconds = float(given)
+        except ValueError:
+            seconds = -1.0  # it is refused as any number that is too low
     if seconds is not None and not 0 <= seconds <= MAX_RESUME_S:
         raise invalid(f"`{name}` must be at least 0 and at most {MAX_RESUME_S} seconds", name)
     if detached and seconds is not None:
@@ -48,14 +51,6 @@ def read_terms(
         raise invalid(f"`{field}` needs a stream: only its client can come back", field)
     resume_ms = None if seconds is None else round(1000 * seconds)
     return ResumeTerms(owner_of(request, request_id), resume_ms, bool(detached))
-
-
-def read_seconds(text: str) -> float:
-    """The number in a header; NaN for anything else."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
 
 
 def owner_of(request: Request, request_id: str) -> str:
@@ -82,12 +77,6 @@ def answer_id(request: Request) -> str:
     return hashlib.blake2b(key.encode(), key=owner, digest_size=16).hexdigest()
 
 
-def first_headers(settings: Settings, num_chars: int, streams: Sequence[Stream]) -> dict[str, str]:
-    """Headers that are known before the first token; `num_chars` is the prompt's length."""
-    compute_type = {"x-compute-type": settings.compute_type} if settings.compute_type else {}
-    return compute_type | {"x-compute-characters": str(num_chars)} | streams[-1].limit_headers
-
-
 def time_headers(stream: Stream, arrived_s: float) -> dict[str, str]:
     """Headers of a finished stream; `arrived_s` is the monotonic time of the request's arrival."""
     seconds = durations(stream, arrived_s)
@@ -105,14 +94,6 @@ def total_headers(
     last = max(streams, key=lambda stream: stream.times.ended_s)
     totals = {"x-prompt-tokens": str(answer.num_prompt_tokens), "x-generated-tokens": str(num_generated)}
     return time_headers(last, arrived_s) | totals
-
-
-def with_repetitions(request: Request, terms: ResumeTerms, settings: Settings) -> ResumeTerms:
-    """The terms of an answer that repetitions of its request get, too, if it has an `Idempotency-Key`."""
-    if not idempotency_key(request):
-        return terms
-    repeat_ms = round(1000 * settings.answer_ttl_s)
-    return replace(terms, repeat_ms=repeat_ms, body=noted_digest(request))
 
 
 def with_adapter(requests: Iterable[Generate], adapter: str) -> list[Generate]:

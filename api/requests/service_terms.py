@@ -8,13 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pydantic import BaseModel
 from starlette.requests import Request
 
 from api.errors import ApiError, invalid, quoted
 from api.http.auth import key_of, sent_key
-from api.http.idempotency import IDEMPOTENCY_HEADER
-from api.http.openapi import json_body
 from common.adapters import adapter_name
 from common.api_keys import ApiKey
 from common.ids import TENANT
@@ -88,21 +85,14 @@ class ServiceTerms:
                 ttl_ms=ttl_ms,
                 key_id=key_id,
                 weight=weight,
-                account=replace(
-                    account_of(settings, self.key, adapter_name(request.adapter)),
+                account=UsageAccount(
+                    adapter_name(request.adapter) or settings.model_name,
+                    budget_tokens=self.key.budget_tokens if self.key else 0,
                     pays_prompt=i % request.num_choices == 0,
                 ),
             )
             for i, request in enumerate(requests)
         ]
-
-
-def account_of(settings: Settings, api_key: ApiKey | None, adapter: str = "") -> UsageAccount:
-    """The account of requests with this key, of the model or of an adapter."""
-    return UsageAccount(
-        adapter or settings.model_name,
-        budget_tokens=api_key.budget_tokens if api_key else 0,
-    )
 
 
 def read_class(value: str | int, name: str) -> str:
@@ -150,11 +140,6 @@ def chosen_class(priority: str | int | None, tier: str | None, default: str = DE
 # --- over HTTP ----------------------------------------------------------------------------------------------
 
 
-def generation_body(shape: type[BaseModel], example: dict[str, Any]) -> dict[str, Any]:
-    """A route's `openapi_extra`, as of `json_body`, for a route that generates."""
-    return json_body(shape, example) | {"parameters": [*SERVICE_HEADERS, IDEMPOTENCY_HEADER]}
-
-
 def on_terms(
     request: Request,
     requests: Iterable[Generate],
@@ -186,7 +171,9 @@ def tenant_of(request: Request) -> str:
     given, key = request.headers.get(TENANT_NAME), key_of(request)
     named = "" if given is None else read_tenant(given, TENANT_NAME)
     own = key.tenant if key else ""
-    return checked_tenant(key, named, TENANT_NAME) or own or key_digest(request)
+    tenant = checked_tenant(key, named, TENANT_NAME) or own
+    _, sent = sent_key(request)
+    return tenant or (hashlib.blake2b(sent, digest_size=8).hexdigest() if sent else "")
 
 
 def checked_tenant(key: ApiKey | None, named: str, field: str) -> str:
@@ -200,9 +187,3 @@ def checked_tenant(key: ApiKey | None, named: str, field: str) -> str:
 def default_class(key: ApiKey | None, default: str = DEFAULT_CLASS) -> str:
     """The class of a request that names none."""
     return (key.service_class if key else "") or default
-
-
-def key_digest(request: Request) -> str:
-    """A name for the owner of the API key that a client sent; empty without a key."""
-    _, key = sent_key(request)
-    return hashlib.blake2b(key, digest_size=8).hexdigest() if key else ""

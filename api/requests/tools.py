@@ -73,7 +73,14 @@ def read_tools(
     tools: Sequence[ToolSchema] | None, choice: str | Mapping[str, Any] | None, parallel: bool | None
 ) -> ToolChoice | None:
     """The choice among `tools`; None where none may be called. Raises ApiError."""
-    functions = [function_of(one, f"tools[{i}]") for i, one in enumerate(tools or [])]
+    functions = []
+    for i, tool in enumerate(tools or []):
+        name = f"tools[{i}]"
+        if tool.type != "function":
+            raise invalid(f"`{name}.type` must be function. Given: {quoted(tool.type)}", f"{name}.type")
+        if tool.function is None:
+            raise invalid(f"`{name}.function` is required", f"{name}.function")
+        functions.append(tool.function)
     found = choose(functions, choice, "tools", "tool_choice")
     return found and replace(found, parallel=parallel is not False)
 
@@ -88,14 +95,6 @@ def read_functions(
         raise invalid("`function_call` must be none, auto, or an object with a `name`", "function_call")
     found = choose(functions or [], choice, "functions", "function_call")
     return found and replace(found, parallel=False, is_older=True)
-
-
-def function_of(tool: ToolSchema, name: str) -> FunctionSchema:
-    if tool.type != "function":
-        raise invalid(f"`{name}.type` must be function. Given: {quoted(tool.type)}", f"{name}.type")
-    if tool.function is None:
-        raise invalid(f"`{name}.function` is required", f"{name}.function")
-    return tool.function
 
 
 def choose(
@@ -174,15 +173,15 @@ def check_functions(functions: Sequence[FunctionSchema], field: str) -> list[Too
     return [Tool(one.name, parameters_of(one), bool(one.strict)) for one in functions]
 
 
-def parameters_of(function: FunctionSchema) -> Mapping[str, Any]:
-    return function.parameters or function.arguments or NO_PARAMETERS
-
-
 def template_tool(function: FunctionSchema) -> dict[str, Any]:
     """A tool as chat templates expect it."""
     described = {} if function.description is None else {"description": function.description}
     shown = {"name": function.name, **described, "parameters": parameters_of(function)}
     return {"type": "function", "function": shown}
+
+
+def parameters_of(function: FunctionSchema) -> Mapping[str, Any]:
+    return function.parameters or function.arguments or NO_PARAMETERS
 
 
 ANY_NAME = '{"any name'

@@ -63,7 +63,10 @@ async def make_requests(
 ) -> list[Generate]:
     with tracing.span("tokenize"):
         prompt_ids = await encode_prompt(params, limits, tokenizer)
-    own = {"grammar": await grammar_source(params, limits, tokenizer)} | watermark(params, limits)
+    own: dict[str, Any] = {"grammar": await grammar_source(params, limits, tokenizer)}
+    if params.watermark:
+        settings = limits.settings
+        own |= {"watermark_gamma": settings.watermark_gamma, "watermark_delta": settings.watermark_delta}
     params = replace(params, sampling=replace(params.sampling, **own))
     num_new = max_new_tokens(params, len(prompt_ids), limits)
     request = Generate(
@@ -95,23 +98,25 @@ def check_generates(limits: Limits) -> None:
 
 def check(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> None:
     """Raises ApiError (422) for parameters that are wrong with any prompt."""
-    check_ranges(params)
-    check_lists(params, limits, tokenizer)
-    check_items(params)
-    check_allowed_ids(params, tokenizer)
-    check_encoded(params, tokenizer)
-    check_top_n(params, limits)
-    check_beams(params, limits)
-
-
-# --- parameters ---------------------------------------------------------------------------------------------
-
-
-def check_ranges(params: GenerationParams) -> None:
     for name, allowed in RANGES.items():
         value = params.value(name)
         if value is not None and not allowed.holds(value):
             raise invalid_field(params, name, f"must be {allowed}. Given: {quoted(value)}")
+    check_lists(params, limits, tokenizer)
+    check_items(params)
+    check_allowed_ids(params, tokenizer)
+    for field in ("prompt_logprobs", "context_logits"):
+        given = params.value(field)
+        if tokenizer.starting_ids and given is not None and given is not False:  # its encoder predicts none
+            raise invalid_field(params, field, "is not served with an encoder-decoder model")
+    most = limits.settings.max_top_n_tokens
+    for field in ("top_n_tokens", "prompt_logprobs"):
+        if (number := params.value(field) or 0) > most:
+            raise invalid_field(params, field, f"must be at most {most}. Given: {quoted(number)}")
+    check_beams(params, limits)
+
+
+# --- parameters ---------------------------------------------------------------------------------------------
 
 
 def check_lists(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> None:
@@ -161,33 +166,6 @@ def check_allowed_ids(params: GenerationParams, tokenizer: ModelTokenizer) -> No
         )
 
 
-def check_encoded(params: GenerationParams, tokenizer: ModelTokenizer) -> None:
-    """What an encoder-decoder model does not have: its encoder predicts no tokens."""
-    for field in ("prompt_logprobs", "context_logits"):
-        given = params.value(field)
-        if tokenizer.starting_ids and given is not None and given is not False:
-            raise invalid_field(params, field, "is not served with an encoder-decoder model")
-
-
-def check_top_n(params: GenerationParams, limits: Limits) -> None:
-    for field in ("top_n_tokens", "prompt_logprobs"):
-        number = params.value(field) or 0
-        if number > limits.settings.max_top_n_tokens:
-            raise invalid_field(
-                params, field, f"must be at most {limits.settings.max_top_n_tokens}. Given: {quoted(number)}"
-            )
-
-
-def watermark(params: GenerationParams, limits: Limits) -> dict[str, Any]:
-    """The fields of a watermark; none for an answer without one."""
-    if not params.watermark:
-        return {}
-    return {
-        "watermark_gamma": limits.settings.watermark_gamma,
-        "watermark_delta": limits.settings.watermark_delta,
-    }
-
-
 async def grammar_source(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> str:
     """The grammar in llguidance's form; "" for none. Raises ApiError, also where structured output is turned
     off.
@@ -223,7 +201,10 @@ async def encode_prompt(params: GenerationParams, limits: Limits, tokenizer: Mod
     if params.prompt_ids is not None:
         ids = params.prompt_ids
     elif params.text:
-        check_text(params, limits, tokenizer)
+        if params.truncate is None and tokenizer.bound is not None:  # one that cannot fit is not tokenized
+            num_tokens = tokenizer.bound.least_tokens(params.text)
+            if num_tokens > limits.max_input_tokens:
+                raise too_many_tokens(params, "text", f"at least {num_tokens}", limits)
         ids = await tokenizer.encode_prompt(Rendered(params.text, params.guarded), params.add_special_tokens)
     else:
         raise invalid_field(params, field, "cannot be empty")
@@ -236,14 +217,6 @@ async def encode_prompt(params: GenerationParams, limits: Limits, tokenizer: Mod
     if params.prompt_ids is not None:
         check_ids(params, field, ids, tokenizer)
     return ids
-
-
-def check_text(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> None:
-    """Refuse a text that cannot fit, before it is tokenized."""
-    if params.truncate is None and tokenizer.bound is not None:
-        num_tokens = tokenizer.bound.least_tokens(params.text or "")
-        if num_tokens > limits.max_input_tokens:
-            raise too_many_tokens(params, "text", f"at least {num_tokens}", limits)
 
 
 def too_many_tokens(params: GenerationParams, field: str, given: str, limits: Limits) -> ApiError:

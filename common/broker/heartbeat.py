@@ -26,8 +26,6 @@ WIRE_VERSION = 3
 """What this release reads. A process whose heartbeat says none reads version 1."""
 TOKEN_COLUMNS_SINCE = 2
 """First version whose readers find tokens in `Events.columns`."""
-ADAPTERS_SINCE = 3
-"""First version whose gateways and batchers pass on the adapter of a request."""
 
 
 log = logging.getLogger(__name__)

@@ -185,7 +185,6 @@ NOT_BUILT: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"input": "a", "receipt": True}, "`receipt`"),
     ("/v1/messages", user("a") | {"max_tokens": 4, "receipt": True}, "`receipt`"),
     ("/generate", {"inputs": "a", "parameters": {"receipt": True}}, "`receipt`"),
-    ("/requests/r1/replay", {}, "the same `seed` gives the same tokens"),
     *((CHAT, user([{"type": kind}]), kind) for kind in ("input_audio", "video_url", "file", "input_file")),
     (RESPONSES, {"input": "a", "context_management": [{"type": "compaction"}]}, "`context_management`"),
     (CHAT, tag({"type": "qwen_xml", "json_schema": {}}), "qwen_xml"),

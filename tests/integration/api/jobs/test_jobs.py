@@ -436,7 +436,7 @@ async def test_two_gateways_with_one_job_send_each_frame_once(
     silent = Gateway(Settings(redis_url=broker.url, **SETTINGS, worker_ttl_s=0.3), "g0", model_tokenizer())
     life = [asyncio.create_task(loop) for loop in (silent.pool.relay.run(), silent.job_consumer.run())]
     await silent.pool.workers.refresh()
-    await silent.keys.refresh(silent.keys.source(silent.pool.client))
+    await silent.keys.refresh(silent.pool.client)
     await service.submit(id="a", inputs="Count.", reply_to="ext:me", reply="stream")
     await wait_until(lambda: received)
     async with running_gateway(broker.url, "g1", worker_ttl_s=0.3) as other:
