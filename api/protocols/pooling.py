@@ -3,7 +3,7 @@
 import math
 from array import array
 from base64 import b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -322,7 +322,8 @@ async def encode(
             if not 0 <= token_id < num_ids:
                 words = f"must have token ids of at least 0 and below {num_ids}. Given: {quoted(token_id)}"
                 raise invalid(f"`{one.where}` {words}", one.where)
-        return cut_ids(list(one.ids), cut_to, options.side), 0
+        kept = len(one.ids) if cut_to is None else min(cut_to, len(one.ids))
+        return [*(one.ids[:kept] if options.side == RIGHT else one.ids[len(one.ids) - kept :])], 0
     if not one.text and one.pair is None:
         raise invalid(f"`{one.where}` cannot be empty", one.where)
     texts = [options.prompt + one.text, *([] if one.pair is None else [one.pair])]
@@ -330,12 +331,6 @@ async def encode(
     backend = pool.tokenizer.backend
     whole = Rendered("".join(texts), None)  # says only how much work it is
     return await pool.tokenizer.run(whole, lambda: encode_texts(backend, texts, options, cut_to))
-
-
-def cut_ids(ids: list[int], cut_to: int | None, side: str) -> list[int]:
-    if cut_to is None or len(ids) <= cut_to:
-        return ids
-    return ids[:cut_to] if side == RIGHT else ids[-cut_to:]
 
 
 def encode_texts(
@@ -438,16 +433,42 @@ def sigmoid(score: float) -> float:
 
 
 AS_EMBEDDINGS, AS_SCORE, AS_RERANK = "embeddings", "score", "rerank"
-RenderForm = Callable[[HttpAnswer, VectorAnswer, Sequence[Stream]], Any]
 
 
 def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> WholeBody:
-    assert answer.vectors is not None
-    content = FORMS[answer.vectors.form](answer, answer.vectors, streams)
+    shown = answer.vectors
+    assert shown is not None
+    model, usage = {"model": answer.model}, {"prompt_tokens": answer.num_prompt_tokens}
+    usage["total_tokens"] = usage["prompt_tokens"]
+    head = {"id": f"{shown.form}-{answer.request_id}"}
+    content: dict[str, Any]
+    match shown.form:
+        case "embeddings":
+            data: list[dict[str, Any]] = [
+                {"object": "embedding", "index": i, "embedding": render_vector(shown, values_of(stream))}
+                for i, stream in enumerate(streams)
+            ]
+            content = {"object": "list", "data": data, **model, "usage": usage}
+        case "score":
+            scores = enumerate(scores_of(shown, streams))
+            data = [{"index": i, "object": "score", "score": score} for i, score in scores]
+            content = {
+                **head,
+                "object": "list",
+                "created": answer.created_s,
+                **model,
+                "data": data,
+                "usage": usage,
+            }
+        case _:
+            ranked = sorted(enumerate(scores_of(shown, streams)), key=lambda item: -item[1])
+            results = [
+                {"index": i, "relevance_score": score}
+                | ({"document": {"text": shown.texts[i]}} if shown.texts else {})
+                for i, score in (ranked[: shown.top_n] if shown.top_n else ranked)
+            ]
+            content = {**head, **model, "usage": usage, "results": results}
     return to_json(content), total_headers(answer, streams, 0, arrived_s)
-
-
-# --- vectors ------------------------------------------------------------------------------------------------
 
 
 def render_vector(shown: VectorAnswer, vector: Vector) -> Any:
@@ -459,14 +480,6 @@ def render_vector(shown: VectorAnswer, vector: Vector) -> Any:
 def short(value: float) -> Any:
     """A float32 value in as few digits as tell it from its neighbours: 9 always do."""
     return orjson.Fragment(b"%.9g" % value) if value - value == 0 else None
-
-
-def render_embeddings(answer: HttpAnswer, shown: VectorAnswer, streams: Sequence[Stream]) -> dict[str, Any]:
-    data = [
-        {"object": "embedding", "index": i, "embedding": render_vector(shown, values_of(stream))}
-        for i, stream in enumerate(streams)
-    ]
-    return {"object": "list", "data": data, "model": answer.model, "usage": render_usage(answer)}
 
 
 # --- scores -------------------------------------------------------------------------------------------------
@@ -482,38 +495,6 @@ def scores_of(shown: VectorAnswer, streams: Sequence[Stream]) -> list[float]:
     return [cosine(*pair) for pair in zip(queries, others, strict=True)]
 
 
-def ranked(scores: Sequence[float], top_n: int) -> list[tuple[int, float]]:
-    """(place, score), the best first, and equal ones in their order; at most `top_n`, unless that is 0."""
-    order = sorted(enumerate(scores), key=lambda item: -item[1])
-    return order[:top_n] if top_n else order
-
-
-def render_score(answer: HttpAnswer, shown: VectorAnswer, streams: Sequence[Stream]) -> dict[str, Any]:
-    scores = scores_of(shown, streams)
-    data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
-    head = {"id": f"score-{answer.request_id}", "object": "list", "created": answer.created_s}
-    return head | {"model": answer.model, "data": data, "usage": render_usage(answer)}
-
-
-def render_rerank(answer: HttpAnswer, shown: VectorAnswer, streams: Sequence[Stream]) -> dict[str, Any]:
-    results = [
-        {"index": i, "relevance_score": score}
-        | ({"document": {"text": shown.texts[i]}} if shown.texts else {})
-        for i, score in ranked(scores_of(shown, streams), shown.top_n)
-    ]
-    head = {"id": f"rerank-{answer.request_id}", "model": answer.model}
-    return head | {"usage": render_usage(answer), "results": results}
-
-
-def render_usage(answer: HttpAnswer) -> dict[str, int]:
-    return {"prompt_tokens": answer.num_prompt_tokens, "total_tokens": answer.num_prompt_tokens}
-
-
-FORMS: dict[str, RenderForm] = {
-    AS_EMBEDDINGS: render_embeddings,
-    AS_SCORE: render_score,
-    AS_RERANK: render_rerank,
-}
 RENDERER = AnswerRenderer(None, render_whole)
 
 
@@ -525,11 +506,19 @@ async def read_embedding(parsed: EmbeddingRequest, context: Context) -> Asked:
     own, name = pooling_of(context), context.pool.settings.model_name
     if own.kind != EMBED:
         raise invalid(f"`{name}` is {own.label}, and {context.route} needs an embedding model", "model")
-    options = parsed.options(prompt_of(own, parsed.prompt_name))
+    dimensions, given = parsed.dimensions, parsed.prompt_name
+    prompt = own.default_prompt if given is None else given
+    if given is not None and prompt not in own.prompts:
+        known = ", ".join(sorted(own.prompts)) or "it has none"
+        words = f"must be a prompt of the model: {known}. Given: {quoted(prompt)}"
+        raise invalid(f"`prompt_name` {words}", "prompt_name")
+    if dimensions is not None and not 1 <= dimensions <= own.size:
+        raise invalid(f"`dimensions` must be 1 to {own.size}. Given: {dimensions}", "dimensions")
+    options = parsed.options(own.prompts.get(prompt, ""))
     shown = VectorAnswer(
         AS_EMBEDDINGS,
         base64=parsed.encoding_format == "base64",
-        dimensions=checked_dimensions(own, parsed.dimensions),
+        dimensions=dimensions or 0,
         normalized=parsed.normalize is not False,
     )
     return await ask_for(context, listed_inputs(parsed.input, "input"), options, "input", shown)
@@ -573,28 +562,6 @@ def listed_inputs(given: Prompt, name: str) -> list[PoolingInput]:
             PoolingInput(where, text=one) if isinstance(one, str) else PoolingInput(where, ids=text_or_ids)
         )
     return inputs
-
-
-def prompt_of(pooling: PoolingConfig, name: str | None) -> str:
-    """The text before each input: of the prompt that is named, or the model's default one. Raises
-    ApiError.
-    """
-    if name is None:
-        return pooling.prompts.get(pooling.default_prompt, "")
-    if name not in pooling.prompts:
-        known = ", ".join(sorted(pooling.prompts)) or "it has none"
-        words = f"must be a prompt of the model: {known}. Given: {quoted(name)}"
-        raise invalid(f"`prompt_name` {words}", "prompt_name")
-    return pooling.prompts[name]
-
-
-def checked_dimensions(pooling: PoolingConfig, dimensions: int | None) -> int:
-    """Values that are kept of a vector; 0 keeps all. Raises ApiError."""
-    if dimensions is None:
-        return 0
-    if not 1 <= dimensions <= pooling.size:
-        raise invalid(f"`dimensions` must be 1 to {pooling.size}. Given: {dimensions}", "dimensions")
-    return dimensions
 
 
 # --- routes openai ------------------------------------------------------------------------------------------

@@ -91,23 +91,6 @@ class DetokenizeRequest(Strict):
 # --- /tokenize ----------------------------------------------------------------------------------------------
 
 
-async def tokenize_prompt(request: Request, data: bytes) -> Response:
-    """Raises ApiError."""
-    parsed = await offload(len(data), lambda: body.parse_body(TokenizePromptRequest, data))
-    pool = await pool_for(request, parsed.model)
-    special = parsed.add_special_tokens is not False
-    return await respond_with_ids(pool, Rendered(parsed.prompt), special, bool(parsed.return_token_strs))
-
-
-async def tokenize_chat(request: Request, data: bytes) -> Response:
-    """Raises ApiError."""
-    chat = await offload(len(data), lambda: body.parse_body(TokenizeChatRequest, data))
-    chat.check()
-    pool = await pool_for(request, chat.model)
-    prompt = await chat_prompt(chat, pool)
-    return await respond_with_ids(pool, prompt, bool(chat.add_special_tokens), bool(chat.return_token_strs))
-
-
 async def chat_prompt(chat: ChatRequest, pool: Pool) -> Rendered:
     """The prompt that the chat template makes of a chat. Raises ApiError."""
     return await shown_prompt((await read_chat(chat, pool)).params, pool)
@@ -200,9 +183,17 @@ async def tokenize(request: Request) -> Response:
     data = await body.read_json(request, pool.max_body_bytes)
     names = await body.names_in(data)
     if "inputs" not in names and "messages" in names:
-        return await tokenize_chat(request, data)
+        chat = await offload(len(data), lambda: body.parse_body(TokenizeChatRequest, data))
+        chat.check()
+        pool = await pool_for(request, chat.model)
+        shown = await chat_prompt(chat, pool)
+        return await respond_with_ids(
+            pool, shown, bool(chat.add_special_tokens), bool(chat.return_token_strs)
+        )
     if "inputs" not in names and "prompt" in names:
-        return await tokenize_prompt(request, data)
+        asked = await offload(len(data), lambda: body.parse_body(TokenizePromptRequest, data))
+        pool, special = await pool_for(request, asked.model), asked.add_special_tokens is not False
+        return await respond_with_ids(pool, Rendered(asked.prompt), special, bool(asked.return_token_strs))
     parsed = await offload(len(data), lambda: body.parse_body(TokenizeRequest, data))
     prompt = Rendered(parsed.inputs)
     content = await pool.tokenizer.run(prompt, lambda: list_to_json(simple_tokens(pool.tokenizer, prompt)))
