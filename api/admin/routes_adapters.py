@@ -57,9 +57,18 @@ async def load_adapter(pools: PoolRegistry, source: AdapterSource, in_place: boo
         in_place: it may take the place of another one of its name, whose live requests go on with that one.
     """
     pool = pools.own
-    check_source(pools, source)
+    if not ADAPTER_NAME.fullmatch(source.name):
+        words = "must be 1 to 128 letters, digits and . _ / : + -"
+        raise invalid(f"`lora_name` {words}. Given: {quoted(source.name)}", "lora_name")
+    if not 0 < len(source.path) <= MAX_PATH_CHARS:
+        raise invalid(f"`lora_path` must have 1 to {MAX_PATH_CHARS} characters", "lora_path")
+    if pools.is_model(source.name):
+        raise invalid(f"`lora_name`: {quoted(source.name)} is the name of a model", "lora_name")
     await pool.admission.check()
-    adapter = await describe(source)
+    try:
+        adapter = await asyncio.to_thread(find_adapter, source)
+    except AdapterFault as fault:
+        raise invalid(f"`lora_path`: {fault}", "lora_path") from fault
     check_rank(pool, adapter)
     known = await pool.find_adapter(adapter.name)
     if known and in_place and known.key == adapter.key and not known.failure:
@@ -117,25 +126,6 @@ async def unload_adapter(pool: Pool, name: str) -> None:
 
 
 # --- checks -------------------------------------------------------------------------------------------------
-
-
-def check_source(pools: PoolRegistry, source: AdapterSource) -> None:
-    """Raises ApiError (422) for a name that cannot be an adapter's."""
-    if not ADAPTER_NAME.fullmatch(source.name):
-        words = "must be 1 to 128 letters, digits and . _ / : + -"
-        raise invalid(f"`lora_name` {words}. Given: {quoted(source.name)}", "lora_name")
-    if not 0 < len(source.path) <= MAX_PATH_CHARS:
-        raise invalid(f"`lora_path` must have 1 to {MAX_PATH_CHARS} characters", "lora_path")
-    if pools.is_model(source.name):
-        raise invalid(f"`lora_name`: {quoted(source.name)} is the name of a model", "lora_name")
-
-
-async def describe(source: AdapterSource) -> PoolAdapter:
-    """The adapter that is there. Raises ApiError (422)."""
-    try:
-        return await asyncio.to_thread(find_adapter, source)
-    except AdapterFault as fault:
-        raise invalid(f"`lora_path`: {fault}", "lora_path") from fault
 
 
 def check_rank(pool: Pool, adapter: PoolAdapter) -> None:

@@ -68,9 +68,6 @@ class ProcessList:
     num_live: int
     processes: list[dict[str, Any]] = field(default_factory=list)
 
-    def find(self, process_id: str) -> dict[str, Any] | None:
-        return next((process for process in self.processes if process["id"] == process_id), None)
-
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [process for process in self.processes if process["kind"] == kind]
 
@@ -113,7 +110,14 @@ async def list_processes(client: PoolClient, monitor: BatcherMonitor) -> Process
     time_s = seconds + microseconds / 1e6
     holder_name = (holder or b"").decode()
     monitor.update(holder_name, dict(others).get(f"batcher:{holder_name}".encode()), time_s * 1000)
-    processes = {BROKER: render_broker(info)}
+    broker = {"kind": BROKER, "id": BROKER, "host": "", "pid": info.get("process_id", 0), "state": "ready"}
+    figures = {
+        "age_s": 0.0,
+        "clients": info.get("connected_clients", 0),
+        "memory_bytes": info.get("used_memory", 0),
+        "commands_per_s": info.get("instantaneous_ops_per_sec", 0),
+    }
+    processes: dict[str, dict[str, Any]] = {BROKER: broker | figures}
     for (kind, name, seen_ms), heartbeat in zip(seen, hashes, strict=True):
         common = {"kind": kind, "id": name, "age_s": round(max(0.0, time_s - seen_ms / 1000), 3)}
         if heartbeat and (own := render_process(kind, heartbeat)) is not None:
@@ -123,18 +127,12 @@ async def list_processes(client: PoolClient, monitor: BatcherMonitor) -> Process
             processes[name]["state"] = "silent"
     for name, process in processes.items():
         if process["kind"] == "batcher":
-            state = batcher_state(name, process["age_s"], holder_name, monitor.active)
-            process |= {"state": state, "active": state == "active"}
+            late = name == holder_name or process["age_s"] > SILENT_S  # its last heartbeat expires soon
+            active = name == monitor.active
+            process |= {"state": "active" if active else "silent" if late else "standby", "active": active}
     return ProcessList(
         time_s, num_live, sorted(processes.values(), key=lambda process: (process["kind"], process["id"]))
     )
-
-
-def batcher_state(name: str, age_s: float, holder: str, active: str) -> str:
-    """`active`, `standby`, or `silent`: its last heartbeat is late and expires soon."""
-    if name == active:
-        return "active"
-    return "silent" if name == holder or age_s > SILENT_S else "standby"
 
 
 def render_process(kind: str, heartbeat: dict[bytes, bytes]) -> dict[str, Any] | None:
@@ -157,54 +155,22 @@ def render_process(kind: str, heartbeat: dict[bytes, bytes]) -> dict[str, Any] |
     return process
 
 
-def render_broker(info: dict[str, Any]) -> dict[str, Any]:
-    """The object of the broker, from its INFO."""
-    return {
-        "kind": BROKER,
-        "id": BROKER,
-        "host": "",
-        "pid": info.get("process_id", 0),
-        "state": "ready",
-        "age_s": 0.0,
-        "clients": info.get("connected_clients", 0),
-        "memory_bytes": info.get("used_memory", 0),
-        "commands_per_s": info.get("instantaneous_ops_per_sec", 0),
-    }
-
-
 async def list_models(client: PoolClient, pools: Collection[str]) -> list[dict[str, Any]]:
-    """The objects `models` of `GET /fleet`: of each pool what its sleeping and waking workers say. Raises the
-    broker's errors.
+    """The objects `models` of `GET /fleet`: of each pool what its sleeping and waking workers say: `awake`,
+    `waking` or `asleep`, where the weights are, and what the last swap from there took (0: not known). Raises
+    the broker's errors.
     """
     found = []
     for pool in pools:
         own = client.of_pool(pool)
         waiting = await own.redis.hget(own.keys.state, "waiting")  # type: ignore[misc]
-        workers = [
-            describe_sleeper(heartbeat)
-            for name in await own.processes(SLEEPER)
-            if (heartbeat := await own.redis.hgetall(own.keys.sleeper(name)))  # type: ignore[misc]
-        ]
+        workers = []
+        for name in await own.processes(SLEEPER):
+            if known := await own.redis.hgetall(own.keys.sleeper(name)):  # type: ignore[misc]
+                texts = {one: known.get(one.encode(), b"").decode() for one in ("state", "kept_in")}
+                workers.append(texts | {"swap_s": int(known.get(b"swap_ms", b"0")) / 1000})
         found.append({"pool": pool, "waiting": int(waiting or 0), "workers": workers})
     return found
-
-
-def describe_sleeper(heartbeat: dict[bytes, bytes]) -> dict[str, Any]:
-    """What one worker says of one of its models: `awake`, `waking` or `asleep`, where the weights are, and
-    what the last swap from there took (0: not known).
-    """
-    texts = {name: heartbeat.get(name.encode(), b"").decode() for name in ("state", "kept_in")}
-    return texts | {"swap_s": int(heartbeat.get(b"swap_ms", b"0")) / 1000}
-
-
-async def describe_health(pool: Pool, listed: ProcessList) -> dict[str, str]:
-    """The object `health` of `GET /fleet`."""
-    try:
-        await pool.check()
-    except ApiError as error:
-        return {"state": "bad", "text": error.text}
-    state, text = judge_processes(listed, pool.settings.num_workers)
-    return {"state": state, "text": text}
 
 
 def judge_processes(listed: ProcessList, num_workers: int) -> tuple[str, str]:
@@ -255,13 +221,18 @@ async def fleet(request: Request) -> Response:
     pool = own_pool(request)
     listed = await read_process_list(pool)
     settings = pool.settings
+    try:
+        await pool.check()
+        state, text = judge_processes(listed, settings.num_workers)
+    except ApiError as error:
+        state, text = "bad", error.text
     content = {
         "pool": settings.pool,
         "model": settings.model_name,
         "version": VERSION,
         "time_s": listed.time_s,
         "demo": settings.demo,
-        "health": await describe_health(pool, listed),
+        "health": {"state": state, "text": text},
         "requests": listed.requests | {"limit": settings.max_concurrent_requests},
         "processes": listed.processes,
     }
@@ -286,11 +257,20 @@ async def kill_process(
     pool = own_pool(request)
     if not pool.settings.demo:
         raise forbidden("DEMO is not on")
-    check_same_origin(request)
-    process: dict[str, Any] | None = (await read_process_list(pool)).find(process_id)
+    host, origin = request.headers.get("host", ""), request.headers.get("origin")
+    if not is_loopback(urlsplit(f"//{host}").hostname or ""):  # pages of other origins can send this, too
+        raise forbidden(f"the host {quoted(host)} is not a loopback address")
+    if origin is not None and origin != f"{request.url.scheme}://{host}":
+        raise forbidden(f"the page's origin {quoted(origin)} is not ours")
+    listed = (await read_process_list(pool)).processes
+    process = next((one for one in listed if one["id"] == process_id), None)
     if process is None:
         raise ApiError(404, "not_found", f"There is no process {cut(process_id)} in this fleet")
-    await check_own_process(process)
+    if process["kind"] != "broker" and process["host"] != socket.gethostname():
+        raise forbidden(f"it runs on {process['host'] or 'another machine'}")
+    parent, user, title = await inspect_process(process["pid"])  # a child of this gateway's launcher?
+    if parent != os.getppid() or user != os.getuid() or COMMAND_LINES[process["kind"]] not in title:
+        raise forbidden(f"process {process['pid']} is not one of this fleet")
     # After the response: a gateway may kill itself.
     return Response(
         to_json({"killed": process_id}),
@@ -311,25 +291,6 @@ async def read_process_list(pool: Pool) -> ProcessList:
 
 def forbidden(cause: str) -> ApiError:
     return ApiError(403, "forbidden", f"Not killed: {cause}")
-
-
-def check_same_origin(request: Request) -> None:
-    """Raises ApiError (403) for pages of other origins: they can send this request, too."""
-    host = request.headers.get("host", "")
-    if not is_loopback(urlsplit(f"//{host}").hostname or ""):
-        raise forbidden(f"the host {quoted(host)} is not a loopback address")
-    origin = request.headers.get("origin")
-    if origin is not None and origin != f"{request.url.scheme}://{host}":
-        raise forbidden(f"the page's origin {quoted(origin)} is not ours")
-
-
-async def check_own_process(process: dict[str, Any]) -> None:
-    """Raises ApiError (403) unless the process is a child of this gateway's launcher, on this machine."""
-    if process["kind"] != "broker" and process["host"] != socket.gethostname():
-        raise forbidden(f"it runs on {process['host'] or 'another machine'}")
-    parent, user, title = await inspect_process(process["pid"])
-    if parent != os.getppid() or user != os.getuid() or COMMAND_LINES[process["kind"]] not in title:
-        raise forbidden(f"process {process['pid']} is not one of this fleet")
 
 
 async def inspect_process(pid: int) -> tuple[int, int, str]:

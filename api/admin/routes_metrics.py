@@ -3,9 +3,7 @@
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
@@ -19,7 +17,6 @@ from api.requests.pool import Pool
 from api.requests.usage import read_months
 from common.adapters import AdapterLoad
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS
-from common.broker.directory import KnownPool
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
 from common.metrics import catalogue, exposition
@@ -45,30 +42,32 @@ async def metrics(request: Request) -> Response:
             granted, load = await pool.client.redis.hmget(state, fields)  # type: ignore[misc]
             listed = await list_processes(pool.client, pool.batcher)
             gauges = {**gauges_of(listed, int(granted or 0)), **await broker_gauges(pool.client)}
-            gauges |= directory_gauges(pools_of(request).directory.pools)
             gauges |= adapter_gauges(pool, load)
-            values = totals | await usage_values(pool)
+            pools = pools_of(request).directory.pools.items()
+            gauges |= {
+                catalogue.POOL_UP.name: {(name,): float(one.is_live) for name, one in pools},
+                catalogue.POOL_WAITING.name: {(name,): float(one.entry.waiting) for name, one in pools},
+                catalogue.POOL_DEPTH.name: {(name,): one.entry.depth for name, one in pools},
+            }
+            now = datetime.fromtimestamp(pool.client.clock.now_s(), UTC)
+            rows = await read_months(pool.client.redis, now, now + timedelta(seconds=1))  # this month
+            names = {pool.settings.model_name, *(one.name for one in pool.adapters.registry.ready)}
+            values = totals | metric_values(rows, names)
     if pool.workers.max_total_tokens:
         fit_buckets(pool.workers.limits)
     text = await asyncio.to_thread(render_fleet, pool.settings.pool, values, gauges)
     return Response(text, headers={"content-type": CONTENT_TYPE, "cache-control": "no-store"})
 
 
-async def usage_values(pool: Pool) -> dict[str, float]:
-    """Counters of what was used this month."""
-    now = datetime.fromtimestamp(pool.client.clock.now_s(), UTC)
-    rows = await read_months(pool.client.redis, now, now + timedelta(seconds=1))
-    adapters = {one.name for one in pool.adapters.registry.ready}
-    return metric_values(rows, {pool.settings.model_name, *adapters})
-
-
 async def broker_gauges(client: PoolClient) -> Gauges:
-    """Gauges that Redis itself has."""
+    """Gauges that Redis itself has; used memory is in proportion to the memory that it may use."""
+    info = await client.redis.info("memory")
+    most = int(info.get("maxmemory") or 0) or int(info.get("total_system_memory") or 0)
     return {
         catalogue.UNFINISHED_JOBS.name: {(): float(await client.redis.xlen(client.keys.submit))},
         catalogue.WEBHOOKS_WAITING.name: {(): float(await client.redis.zcard(client.keys.webhooks))},
         catalogue.WEBHOOKS_DEAD.name: {(): float(await client.redis.zcard(client.keys.dead_webhooks))},
-        catalogue.BROKER_MEMORY.name: {(): memory_ratio(await client.redis.info("memory"))},
+        catalogue.BROKER_MEMORY.name: {(): int(info["used_memory"]) / most if most else 0.0},
     }
 
 
@@ -83,21 +82,6 @@ def adapter_gauges(pool: Pool, load: bytes | None) -> Gauges:
         catalogue.ADAPTER_WAITING.name: {(name,): float(waiting) for name, _, waiting in busiest},
         catalogue.MAX_LORAS.name: {(): float(pool.workers.max_loras)},
     }
-
-
-def directory_gauges(pools: Mapping[str, KnownPool]) -> Gauges:
-    """Gauges of all pools of the directory."""
-    return {
-        catalogue.POOL_UP.name: {(name,): float(known.is_live) for name, known in pools.items()},
-        catalogue.POOL_WAITING.name: {(name,): float(known.entry.waiting) for name, known in pools.items()},
-        catalogue.POOL_DEPTH.name: {(name,): known.entry.depth for name, known in pools.items()},
-    }
-
-
-def memory_ratio(info: Mapping[str, Any]) -> float:
-    """Used memory in proportion to the memory that Redis may use, from its INFO."""
-    available = int(info.get("maxmemory") or 0) or int(info.get("total_system_memory") or 0)
-    return int(info["used_memory"]) / available if available else 0.0
 
 
 def gauges_of(listed: ProcessList, num_granted: int) -> Gauges:

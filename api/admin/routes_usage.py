@@ -107,10 +107,7 @@ NAMES: dict[str, Any] = {"json_schema_extra": {"pattern": f"^({NAME}(,{NAME})*)?
 router = APIRouter(responses=only(TGI_ERRORS, 401, 403, 422, 503), tags=[FLEET])
 
 
-@router.get(
-    "/usage",
-    summary="Report usage",
-)
+@router.get("/usage", summary="Report usage")
 async def usage(
     request: Request,
     key: Annotated[str | None, Query(description="The id of an API key.")] = None,
@@ -159,7 +156,8 @@ async def read_rows(
     redis: Redis, first: datetime, last: datetime, now: datetime, by: Sequence[str]
 ) -> list[UsageRow]:
     """Read months where they are enough, or all that is left, else hours. Raises ApiError (422)."""
-    if not {"hour", "day"} & set(by) and is_month(first) and (is_month(last) or last >= now):
+    begins = [time == month_begin(time.timestamp()) for time in (first, last)]
+    if not {"hour", "day"} & set(by) and begins[0] and (begins[1] or last >= now):
         return await read_months(redis, first, last)
     if first < now - timedelta(hours=HOURS_KEPT):
         raise invalid(
@@ -168,24 +166,15 @@ async def read_rows(
     return await read_hours(redis, first, last)
 
 
-def is_month(time: datetime) -> bool:
-    return time == month_begin(time.timestamp())
-
-
 # --- who may see what ---------------------------------------------------------------------------------------
 
 
-def usage_scope(request: Request) -> str | None:
-    """The tenant whose usage a client may see; None is all. Who has API_KEY, or access without one, may see
-    all.
+def narrow(request: Request, tenant: str | None) -> str | None:
+    """The tenant that a client asks for, or the one whose usage it may see; None is all. Who has API_KEY, or
+    access without one, may see all. Raises ApiError (422).
     """
     key = key_of(request)
-    return None if key is None or key.admin else key.tenant
-
-
-def narrow(request: Request, tenant: str | None) -> str | None:
-    """The tenant that a client asks for, or the one that it may see. Raises ApiError (422)."""
-    scope = usage_scope(request)
+    scope = None if key is None or key.admin else key.tenant
     if scope is not None and tenant not in (None, scope):
         raise invalid(f"`tenant` must be {quoted(scope)}, or left out: your API key is of that one", "tenant")
     return tenant if scope is None else scope

@@ -174,10 +174,12 @@ class AccessLog:
             raise
         finally:
             self.load -= is_load
-            record.route = record.route or route_of(scope)
+            known: str | None = getattr(scope.get("route"), "path", None)  # with names for its parts
+            record.route = record.route or known or cut(scope["path"])
             if (api_key := scope["state"].get(API_KEY)) is not None:
                 record.note({"key": api_key.key_id, "tenant": api_key.tenant})
-            if not is_polled(scope):
+            path, is_read = scope["path"], scope["method"] in ("GET", "HEAD")
+            if not (is_read and (path in POLLED or path.startswith(PAGE))):
                 self.write(record)
 
     def write(self, record: AccessRecord) -> None:
@@ -202,18 +204,6 @@ class AccessLog:
 def access_of(scope: Scope) -> AccessRecord | None:
     record: AccessRecord | None = scope["state"].get(ACCESS)
     return record
-
-
-def route_of(scope: Scope) -> str:
-    """The path of the route, with names for its parts; the path that the client sent if no route has it."""
-    known: str | None = getattr(scope.get("route"), "path", None)
-    return known or cut(scope["path"])
-
-
-def is_polled(scope: Scope) -> bool:
-    """Whether it is a probe, or a request of the page."""
-    path: str = scope["path"]
-    return scope["method"] in ("GET", "HEAD") and (path in POLLED or path.startswith(PAGE))
 
 
 def note_refusal(scope: Scope, error_type: str) -> None:

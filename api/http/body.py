@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from api.errors import ApiError, cut, invalid, quoted
@@ -61,14 +60,11 @@ def schema_error(error: ValidationError) -> ApiError:
     if problems[0]["type"] == "json_invalid":
         is_deep = is_depth_error(problems[0]["msg"])
         return ApiError(400, "invalid_json", f"Invalid JSON: {TooDeep()}" if is_deep else problems[0]["msg"])
-    named = [(field_name(problem["loc"]), words_of(problem)) for problem in problems[:MAX_PROBLEMS]]
+    named = []
+    for problem in problems[:MAX_PROBLEMS]:  # with the given value if one of a few is expected
+        given = f". Given: {quoted(problem['input'])}" if problem["type"] == "literal_error" else ""
+        named.append((field_name(problem["loc"]), problem["msg"] + given))
     return invalid("; ".join(f"`{field}`: {words}" for field, words in named), named[0][0])
-
-
-def words_of(problem: ErrorDetails) -> str:
-    """What is wrong; with the given value if one of a few is expected."""
-    given = f". Given: {quoted(problem['input'])}" if problem["type"] == "literal_error" else ""
-    return problem["msg"] + given
 
 
 def field_name(path: Sequence[str | int]) -> str:

@@ -17,7 +17,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.errors import anthropic
 from api.event_loop import Turns
-from api.http.idempotency import idempotency_key
 from api.protocols.protocol import ROW, Protocol, asks_for_tokens, errors_of
 from common.ids import CLIENTS_REQUEST_ID
 from common.process.logs import REQUEST_ID
@@ -46,13 +45,6 @@ def client_request_id(scope: Scope) -> str:
 def request_id(request: Request) -> str:
     """The request's id inside the fleet; choice n has this id and `.{n}`."""
     return cast(str, request.state.request_id)
-
-
-def retry_key(request: Request) -> str:
-    """What a request has in common with its repetition: its `Idempotency-Key`, or the id that its client
-    sent; else its own id. Raises ApiError (400).
-    """
-    return idempotency_key(request) or client_request_id(request.scope) or request_id(request)
 
 
 def around(app: ASGIApp, *middlewares: Middleware) -> ASGIApp:

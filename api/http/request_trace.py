@@ -119,7 +119,17 @@ def trace_of(scope: Scope) -> RequestTrace | None:
 async def trace_request(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """Trace a request for tokens, from here to the last byte of its answer."""
     row = row_of(scope)
-    trace = begin_http(scope, row.span) if row is not None and asks_for_tokens(scope) else None
+    trace = None
+    if row is not None and asks_for_tokens(scope):
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        trace = RequestTrace.begin(
+            scope["state"]["request_id"],
+            headers,
+            name=f"POST {scope['path']}",
+            kind="SERVER",
+            inner_name=row.span,
+            attributes=http_attributes(scope, headers),
+        )
     if trace is None:
         await app(scope, receive, send)
         return
@@ -154,18 +164,6 @@ def inherit_trace(scope: Scope, answer: HttpAnswer, span: str) -> None:
     note_status(trace, 200)
     scope["state"][TRACE] = trace
     TRACEPARENT.set(trace.generation)
-
-
-def begin_http(scope: Scope, span: str) -> RequestTrace | None:
-    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-    return RequestTrace.begin(
-        scope["state"]["request_id"],
-        headers,
-        name=f"POST {scope['path']}",
-        kind="SERVER",
-        inner_name=span,
-        attributes=http_attributes(scope, headers),
-    )
 
 
 def http_attributes(scope: Scope, headers: dict[str, str]) -> dict[str, Value]:

@@ -38,12 +38,8 @@ from api.requests.chat_prompt import (
 from api.requests.fields import (
     BIAS_SCHEMA,
     DETACHED,
-    LOGITS_DTYPE,
-    RETURN_CONTEXT_LOGITS,
-    RETURN_GENERATION_LOGITS,
     TEXTS_OR_IDS,
     Listed,
-    LogitsDtype,
     SamplingFields,
     ServedFields,
     Strict,
@@ -208,9 +204,6 @@ class OpenAIRequest(ServedFields, BeamFields):
     return_tokens_as_token_ids: bool | None = optional(
         "With `logprobs`: name tokens as `token_id:7`, because some are only a part of a character (vLLM)."
     )
-    return_context_logits: bool | None = RETURN_CONTEXT_LOGITS
-    return_generation_logits: bool | None = RETURN_GENERATION_LOGITS
-    logits_dtype: LogitsDtype | None = LOGITS_DTYPE
     echo: bool | None = optional(
         "Begin the text with the prompt; in a chat, with the assistant's message that is continued."
     )
@@ -612,10 +605,9 @@ def common_params(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationPa
         if not BIAS_KEY.fullmatch(key):
             raise invalid(f"`logit_bias` must have token ids as keys. Given: {quoted(key)}", "logit_bias")
     beams = body.beam_params(body.search_width, body.n)
-    return GenerationParams(
+    return body.generation_params(
         truncate=None if to_fit else body.truncate_prompt_tokens,
         truncates_to_fit=to_fit,
-        cache_salt=body.cache_salt or "",
         stopping=body.stopping_params(
             body.min_tokens, [body.stop] if isinstance(body.stop, str) else body.stop
         ),
@@ -625,12 +617,7 @@ def common_params(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationPa
             frequency_penalty=body.frequency_penalty or 0.0,
             logit_bias=[*{int(key): value for key, value in biases.items()}.items()],
         ),
-        seed=body.seed,
-        bad_words=body.bad_words or [],
         grammar=body.grammar(),
-        context_logits=bool(body.return_context_logits),
-        generation_logits=bool(body.return_generation_logits),
-        logits_dtype=body.logits_dtype,
         n=1 if body.n is None or beams else body.n,
         beams=beams,
         names={**names, "beam_width": body.width_field},

@@ -42,12 +42,8 @@ from api.requests.beams import BeamFields
 from api.requests.fields import (
     BIAS_SCHEMA,
     DETACHED,
-    LOGITS_DTYPE,
     RESUME_S,
-    RETURN_CONTEXT_LOGITS,
-    RETURN_GENERATION_LOGITS,
     Listed,
-    LogitsDtype,
     Strict,
     Whole,
     optional,
@@ -187,9 +183,6 @@ class GenerateParameters(BeamFields):
     top_n_tokens: Whole | None = ranged(
         "top_n_tokens", "The number of most likely tokens to return at each position."
     )
-    return_context_logits: bool | None = RETURN_CONTEXT_LOGITS
-    return_generation_logits: bool | None = RETURN_GENERATION_LOGITS
-    logits_dtype: LogitsDtype | None = LOGITS_DTYPE
     return_full_text: bool | None = optional(
         "Begin the text with the prompt. Default: false; on `POST /`, true."
     )
@@ -238,11 +231,10 @@ class GenerateRequest(Strict):
             {},
             OPENAI_FIELDS,
         )
-        return GenerationParams(
+        return parameters.generation_params(
             text=self.inputs,
             has_inline_pictures=True,
             truncate=parameters.truncate,
-            cache_salt=parameters.cache_salt or "",
             max_new_tokens=parameters.max_new_tokens,
             stopping=parameters.stopping_params(parameters.min_new_tokens, parameters.stop),
             do_sample=bool(parameters.do_sample),
@@ -250,17 +242,12 @@ class GenerateRequest(Strict):
                 relative_frequency_penalty=parameters.frequency_penalty or 0.0,
                 logit_bias=[*(parameters.logit_bias or {}).items()],
             ),
-            seed=parameters.seed,
-            bad_words=parameters.bad_words or [],
             grammar=read_tgi_grammar(parameters.grammar) if parameters.grammar else None,
             n=parameters.best_of or 1,
             beams=parameters.beam_params(parameters.beam_width),
             top_n_tokens=parameters.top_n_tokens or 0,
             watermark=bool(parameters.watermark),
             prompt_logprobs=0 if parameters.decoder_input_details else None,
-            context_logits=bool(parameters.return_context_logits),
-            generation_logits=bool(parameters.return_generation_logits),
-            logits_dtype=parameters.logits_dtype,
             names=TGI_NAMES,
         )
 

@@ -4,10 +4,19 @@ beside them.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from api.errors import invalid, quoted
-from api.requests.fields import SamplingFields, Whole, optional, with_one_error
+from api.requests.fields import (
+    LOGITS_DTYPE,
+    RETURN_CONTEXT_LOGITS,
+    RETURN_GENERATION_LOGITS,
+    LogitsDtype,
+    SamplingFields,
+    Whole,
+    optional,
+    with_one_error,
+)
 from api.requests.params import GREEDY_BELOW, MAX_BEAM_WIDTH, NEUTRAL, SWITCHES, GenerationParams, Limits
 from common.messages.records import group_room
 from common.messages.request import BeamParams
@@ -23,7 +32,7 @@ WITHOUT_SEARCH = {"length_penalty": 1.0, "early_stopping": 0, "diversity": 0.0}
 
 
 class BeamFields(SamplingFields):
-    """Sampling parameters and those of a beam search."""
+    """Sampling parameters, those of a beam search, and which logits are returned."""
 
     beam_width: Whole | None = optional(
         "Search for the likeliest sequences, this many at once, in place of sampling.", {"minimum": 1}
@@ -43,6 +52,22 @@ class BeamFields(SamplingFields):
         "Of a beam search: TensorRT-LLM's `beam_search_diversity_rate`. Default: 0.", DIVERSITIES.schema
     )
     beam_search_diversity_rate: float | None = optional("The same as `diversity`.", DIVERSITIES.schema)
+
+    return_context_logits: bool | None = RETURN_CONTEXT_LOGITS
+    return_generation_logits: bool | None = RETURN_GENERATION_LOGITS
+    logits_dtype: LogitsDtype | None = LOGITS_DTYPE
+
+    def generation_params(self, **others: Any) -> GenerationParams:
+        """The parameters that are given, and `others`."""
+        return GenerationParams(
+            cache_salt=self.cache_salt or "",
+            seed=self.seed,
+            bad_words=self.bad_words or [],
+            context_logits=bool(self.return_context_logits),
+            generation_logits=bool(self.return_generation_logits),
+            logits_dtype=self.logits_dtype,
+            **others,
+        )
 
     def beam_params(self, width: int | None, num_returned: int | None = None) -> BeamParams | None:
         """How a beam search of this width is done; None for no beam search. Raises ApiError (422).

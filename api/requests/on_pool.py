@@ -10,7 +10,7 @@ from api.errors import ApiError, cut, invalid, model_not_found, quoted
 from api.http import body
 from api.http.auth import key_of
 from api.http.idempotency import idempotency_key
-from api.http.middleware import retry_key
+from api.http.middleware import client_request_id, request_id
 from api.requests.fields import ServedFields
 from api.requests.pool import Pool
 from api.requests.pool_registry import PoolRegistry, Target, check_key_adapter, check_key_model
@@ -56,7 +56,9 @@ async def on_pool(request: Request, adapter_id: str | None, model: str | None, s
     if adapter_id is not None:
         await check_adapter_id(request, adapter_id)
     target = await pools.target(model if adapter_id is None else adapter_id)
-    first, *others = await pools.tried(target, retry_key(request))
+    # what the request has in common with its repetition
+    key = idempotency_key(request) or client_request_id(request.scope) or request_id(request)
+    first, *others = await pools.tried(target, key)
     try:
         return await counted(request, first, target, serve)
     except ApiError as error:
