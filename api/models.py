@@ -12,6 +12,7 @@ from fastapi import APIRouter, Path, Query, Request
 from api.errors import invalid, quoted
 from api.http.openapi import OPENAI, OPENAI_ERRORS, Shape, answer, only
 from api.requests.on_pool import pools_of
+from api.requests.pool_registry import names_own
 from common.adapters import PoolAdapter
 
 MODEL = Shape(
@@ -69,8 +70,12 @@ async def list_models(
     list.
     """
     pools = pools_of(request)
-    models = [render_model(name, pools.task_of(name)) for name in pools.served_names()]
-    models += [render_adapter(*one) for one in pools.served_adapters()]
+    models = []
+    for name in pools.served_names():  # of pools that are not open nobody knows what their model makes
+        tasks = (pool.task for pool in pools.all() if names_own(name, pool.settings))
+        models.append(render_model(name, next(tasks, "")))
+    for pool in pools.all():
+        models += [render_adapter(one, pool.settings.model_name) for one in pool.adapters.registry.ready]
     if VERSION_HEADER in request.headers:
         return page(models, limit, after_id, before_id)
     return {"object": "list", "data": models, "models": NO_CATALOGUE}

@@ -33,11 +33,7 @@ KINDS = ("prompt", "cached", "completion", "speculated")
 MAX_TENANTS = 500
 """That have series."""
 NUMBERS = (
-    "requests",
-    "prompt_tokens",
-    "cached_tokens",
-    "completion_tokens",
-    "speculated_tokens",
+    *("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "speculated_tokens"),
     "total_tokens",
 )
 

@@ -36,17 +36,8 @@ MAX_BYTES, MAX_OLDER_FILES = 100 * 2**20, 10
 
 STDOUT = "-"
 COPIED = (
-    "key",
-    "tenant",
-    "client",
-    "request_id",
-    "model",
-    "class",
-    "prompt_tokens",
-    "cached_tokens",
-    "completion_tokens",
-    "choices",
-    "reason",
+    *("key", "tenant", "client", "request_id", "model", "class", "prompt_tokens", "cached_tokens"),
+    *("completion_tokens", "choices", "reason"),
 )
 """Fields of the access log that a line repeats. `error` may have a client's words, and is not there."""
 

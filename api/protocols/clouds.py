@@ -111,7 +111,11 @@ async def read_instance(
             is_greedy = instance.parameters is not None and instance.parameters.do_sample is False
             params = params if params.beams else replace(params, do_sample=not is_greedy)
             num_texts = params.n
-        adapter = await instance_adapter(request, pool, instance)
+        if isinstance(instance, ChatRequest):
+            name = pools_of(request).resolve(instance.model).adapter
+        elif (name := instance.adapter_id) is not None:
+            await check_adapter_id(request, name)
+        adapter = await allowed_adapter(request, pool, name)
         check_no_logits(params)
         if num_texts > 1:
             name = params.name("n")
@@ -124,15 +128,6 @@ async def read_instance(
     if params.beams is not None:
         params = replace(params, beams=replace(params.beams, num_returned=1))
     return params, adapter
-
-
-async def instance_adapter(request: Request, pool: Pool, instance: Instance) -> str:
-    """The key of the adapter that an instance names; empty for none. Raises ApiError."""
-    if isinstance(instance, ChatRequest):
-        return await allowed_adapter(request, pool, pools_of(request).resolve(instance.model).adapter)
-    if instance.adapter_id is not None:
-        await check_adapter_id(request, instance.adapter_id)
-    return await allowed_adapter(request, pool, instance.adapter_id)
 
 
 async def read_messages(request: Request, pool: Pool, chat: ChatRequest) -> GenerationParams:

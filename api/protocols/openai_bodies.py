@@ -85,47 +85,24 @@ EFFORT: Any = optional(
     {"enum": [*EFFORTS, None]},
 )
 UNSUPPORTED: UnsupportedFields = {
-    "audio": (),
-    "chat_template": (),
-    "documents": (),
-    "ec_transfer_params": (),
-    "grammar": (),
-    "kv_transfer_params": (),
-    "logits_processors": (),
-    "logprob_token_ids": (),
-    "media_io_kwargs": (),
-    "mm_processor_kwargs": (),
+    **dict.fromkeys(("audio", "chat_template", "documents", "ec_transfer_params", "grammar"), ()),
+    **dict.fromkeys(("kv_transfer_params", "logits_processors", "logprob_token_ids", "media_io_kwargs"), ()),
+    **dict.fromkeys(("mm_processor_kwargs", "moderation", "prediction", "prompt_embeds", "request_id"), ()),
+    **dict.fromkeys(("repetition_detection", "thinking_token_budget", "vllm_xargs"), ()),
     "modalities": (["text"],),
-    "moderation": (),
-    "prediction": (),
-    "prompt_embeds": (),
-    "repetition_detection": (),
-    "request_id": (),
     "return_prompt_text": (False,),
     "return_token_offsets": (False,),
     "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
     "suffix": ("",),
-    "thinking_token_budget": (),
     "truncation_side": ("left",),
-    "vllm_xargs": (),
     "watermarking": (False,),
     "web_search_options": (),
 }
 """Fields that these routes refuse by name."""
-TGI_FIELDS = frozenset(
-    {
-        "adapter_id",
-        "decoder_input_details",
-        "details",
-        "do_sample",
-        "max_new_tokens",
-        "min_new_tokens",
-        "return_full_text",
-        "top_n_tokens",
-        "truncate",
-        "watermark",
-    }
+TGI_FIELDS = (
+    *("adapter_id", "decoder_input_details", "details", "do_sample", "max_new_tokens", "min_new_tokens"),
+    *("return_full_text", "top_n_tokens", "truncate", "watermark"),
 )
 """Parameters that only TGI's routes have."""
 
@@ -278,7 +255,7 @@ class OpenAIRequest(ServedFields, BeamFields):
 
     def check(self) -> None:
         """Raises ApiError for unsupported fields and contradictions."""
-        reject_unsupported(self.model_extra or {}, UNSUPPORTED, OPENAI_FIELDS | TGI_FIELDS)
+        reject_unsupported(self.model_extra or {}, UNSUPPORTED, OPENAI_FIELDS.union(TGI_FIELDS))
         if self.stream_options is not None and not self.stream:
             raise invalid("`stream_options` is only allowed with `stream`: true", "stream_options")
         if self.stream and self.prompt_logprobs:
@@ -423,7 +400,8 @@ async def read_chat(body: ChatRequest, pool: Pool, grammar: Grammar | None = Non
     if body.reasoning_effort not in (None, "none") and not reasons:
         note_effort(pool.settings.model_name)
     continues = bool(body.messages) and continues_last_message(body, pool.settings.continue_final_message)
-    prompt = await render_chat(body, tools, continues, pool.tokenizer)
+    size = CHARS_OF_MESSAGE * (len(body.messages) + (len(tools.tools) if tools else 0))
+    prompt = await offload(size, lambda: render_chat(body, tools, continues, pool.tokenizer))
     reading = None if continues else new_reading(body, pool, tools, prompt.text[-PROMPT_END_CHARS:])
     params = from_chat(body.with_defaults(pool.tokenizer.sampling_defaults), prompt)
     may_force = tools is None or tools.is_promised or not pool.settings.disable_grammar_support
@@ -495,27 +473,14 @@ def continues_last_message(body: ChatRequest, by_default: bool) -> bool:
     return continues and last.role == "assistant" and not last.has_calls
 
 
-async def render_chat(
+def render_chat(
     body: ChatRequest, tools: ToolChoice | None, continues: bool, tokenizer: ModelTokenizer
 ) -> Rendered:
-    """The prompt of a chat, rendered in a thread if there are many messages. Raises ApiError."""
-
-    def render() -> Rendered:
-        chat = read_messages(body, tools, continues, tokenizer)
-        return render_prompt(chat, tokenizer.chat_template, tokenizer.controls)
-
-    size = CHARS_OF_MESSAGE * (len(body.messages) + (len(tools.tools) if tools else 0))
-    return await offload(size, render)
-
-
-def read_messages(
-    body: ChatRequest, tools: ToolChoice | None, continues: bool, tokenizer: ModelTokenizer
-) -> Chat:
-    """The chat, as its template takes it. Raises ApiError."""
-    template = tokenizer.chat_template
+    """The prompt of a chat. Raises ApiError."""
     if continues and tools is not None and tools.is_forced:
         raise invalid("`continue_final_message` and a forced `tool_choice` exclude each other", "tool_choice")
-    return Chat(
+    template = tokenizer.chat_template
+    chat = Chat(
         messages=template_messages(body.messages, sees=tokenizer.pictures is not None),
         tools=tools,
         tool_prompt=body.tool_prompt,
@@ -523,6 +488,7 @@ def read_messages(
         add_generation_prompt=body.add_generation_prompt is not False,
         continues_final_message=continues,
     )
+    return render_prompt(chat, template, tokenizer.controls)
 
 
 def new_reading(body: ChatRequest, pool: Pool, tools: ToolChoice | None, prompt_end: str) -> Reading | None:
@@ -635,7 +601,12 @@ async def read_completion(completion: CompletionRequest, context: Context) -> As
     for params in (with_truncate(params, limits) for params in all_params):
         choices = await context.validate(params)
         requests += choices
-        prefixes.append(echoed_prompt(completion, params, choices[0], tokenizer))
+        echoed = (params.text or "") if completion.echo else ""
+        if completion.echo:  # as it is after truncation
+            prompt_ids = unpack_ids(choices[0].prompt_ids)
+            if params.text is None or params.truncate == len(prompt_ids):
+                echoed = str(tokenizer.backend.decode(prompt_ids, skip_special_tokens=False))
+        prefixes.append(echoed)
         await pace.step()
     check_size(requests)
     check_num_choices(requests, context)
@@ -660,16 +631,3 @@ def check_num_choices(requests: Sequence[Generate], context: Context) -> None:
     if context.request is not None and len(requests) > limit:
         words = f"asks for {len(requests)} choices of all prompts: MAX_CONCURRENT_REQUESTS is {limit}"
         raise invalid(f"`n` {words}", "n")
-
-
-def echoed_prompt(
-    completion: CompletionRequest, params: GenerationParams, request: Generate, tokenizer: ModelTokenizer
-) -> str:
-    """The text of the prompt, after truncation; empty without `echo`."""
-    if not completion.echo:
-        return ""
-    prompt_ids = unpack_ids(request.prompt_ids)
-    may_be_cut = params.truncate is not None and params.truncate == len(prompt_ids)
-    if params.text is not None and not may_be_cut:
-        return params.text
-    return str(tokenizer.backend.decode(prompt_ids, skip_special_tokens=False))

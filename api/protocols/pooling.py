@@ -42,17 +42,12 @@ from common.messages.request import EMBED, Generate, PoolingParams, StoppingPara
 from common.pooling import PoolingConfig
 
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "messages": (),
-    "mm_processor_kwargs": (),
-    "chat_template": (),
+    **dict.fromkeys(("messages", "mm_processor_kwargs", "chat_template", "input_type", "inputs"), ()),
+    **dict.fromkeys(("bytes_only", "stream"), (False,)),
     "embed_dtype": ("float32",),
     "endianness": ("native", "little"),
-    "bytes_only": (False,),
-    "stream": (False,),
-    "input_type": (),
     "embedding_types": (["float"],),
     "images": ([],),
-    "inputs": (),
     "task": ("embed",),
 }
 """Fields of vLLM and Cohere that are not served → values that are accepted."""

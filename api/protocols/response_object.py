@@ -326,16 +326,12 @@ class ResponseObjectRenderer(EventRenderer):
         if terminal is None:
             return "in_progress" if self.stream.ids or self.stream.worker else "queued"
         if self.stream.finished:
-            is_cut = self.is_within_call or (terminal.known_reason == "length" and not self.is_whole)
+            ends_in_call = self.parser is not None and self.parser.ends_in_call
+            # complete although it ends at `max_output_tokens`: with a call, or as a whole JSON
+            is_whole = self.ended and (self.choice.is_whole_json or ends_in_call)
+            is_cut = self.is_within_call or (terminal.known_reason == "length" and not is_whole)
             return "incomplete" if is_cut else "completed"
         return "cancelled" if terminal.reason == "cancelled" else "failed"
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is complete although it ends at `max_output_tokens`: with a call, or as a whole JSON."""
-        if not self.ended:
-            return False
-        return self.choice.is_whole_json or (self.parser is not None and self.parser.ends_in_call)
 
     @property
     def is_within_call(self) -> bool:
@@ -369,24 +365,18 @@ class ResponseObjectRenderer(EventRenderer):
 
     def usage(self) -> dict[str, Any]:
         """Token counts; of the generated tokens, only those that were taken."""
+        parser = self.parser
+        reasons = parser is not None and parser.reading.reasoning
         num_input, num_output = self.answer.num_prompt_tokens, self.choice.text.num_tokens
         return {
             "input_tokens": num_input,
             "input_tokens_details": {"cached_tokens": self.stream.num_cached, "cache_write_tokens": 0},
             "output_tokens": num_output,
-            "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": parser.num_reasoning_tokens if reasons else 0},
             "total_tokens": num_input + num_output,
         }
 
-    @property
-    def num_reasoning_tokens(self) -> int:
-        if self.parser is None or not self.parser.reading.reasoning:
-            return 0
-        return self.parser.num_reasoning_tokens
 
-
-def render_queued(answer: HttpAnswer, stream: Stream) -> bytes:
-    return to_json(ResponseObjectRenderer(answer, stream).render("queued"))
-
-
-RENDERER = renderer_of(ResponseObjectRenderer)._replace(queued=render_queued)
+RENDERER = renderer_of(ResponseObjectRenderer)._replace(
+    queued=lambda answer, stream: to_json(ResponseObjectRenderer(answer, stream).render("queued"))
+)

@@ -69,20 +69,13 @@ Label = Annotated[str, Field(max_length=64)]
 LabelText = Annotated[str, Field(max_length=512)]
 """As long as OpenAI accepts."""
 UNSUPPORTED: UnsupportedFields = {
-    "access_programs": (),
-    "background_options": (),
-    "beam_search_diversity_rate": (0.0,),
+    **dict.fromkeys(("access_programs", "background_options", "conversation", "image", "moderation"), ()),
+    **dict.fromkeys(("prompt", "prompt_cache_options"), ()),
+    **dict.fromkeys(("beam_search_diversity_rate", "diversity"), (0.0,)),
+    **dict.fromkeys(("early_stopping", "use_beam_search"), (False,)),
     "beam_width": (1,),
     "context_management": ([],),
-    "conversation": (),
-    "diversity": (0.0,),
-    "early_stopping": (False,),
-    "image": (),
     "length_penalty": (1.0,),
-    "moderation": (),
-    "prompt": (),
-    "prompt_cache_options": (),
-    "use_beam_search": (False,),
 }
 """Fields that are refused by name."""
 
@@ -396,20 +389,6 @@ async def render_response(stored: StoredResponse, stream: Stream) -> dict[str, A
     return await offload(stream.num_records, renderer.render_so_far)
 
 
-async def read_conversation(request: Request, previous_id: str | None) -> list[Item]:
-    """The items of the conversation up to the end of the previous response. Raises ApiError."""
-    if previous_id is None:
-        return []
-    stored = await find_response(request, previous_id)
-    if stored is None:
-        text = f"Previous response with id '{cut(previous_id)}' not found."
-        raise ApiError(422, "validation", text, PREVIOUS, "previous_response_not_found")
-    output = await read_output(stored)
-    if output is None:
-        raise invalid(f"`{PREVIOUS}`: that response is not completed", PREVIOUS)
-    return [*stored.input, *output]
-
-
 async def read_output(stored: StoredResponse) -> list[Item] | None:
     """The output of a response; None if it has not finished, or has failed."""
     rendered = await render_response(stored, await read_response(stored))
@@ -562,7 +541,14 @@ async def read_response_body(body: ResponsesRequest, context: Context) -> Asked:
             if getattr(body, name):
                 raise invalid(f"`{name}` is not served in a batch, which stores no response", name)
         answer_id = hashlib.blake2b(answer_id.encode(), digest_size=16).hexdigest()
-    before = [] if request is None else await read_conversation(request, body.previous_response_id)
+    before, previous_id = [], body.previous_response_id
+    if request is not None and previous_id is not None:
+        if (stored := await find_response(request, previous_id)) is None:
+            text = f"Previous response with id '{cut(previous_id)}' not found."
+            raise ApiError(422, "validation", text, PREVIOUS, "previous_response_not_found")
+        if (output := await read_output(stored)) is None:
+            raise invalid(f"`{PREVIOUS}`: that response is not completed", PREVIOUS)
+        before = [*stored.input, *output]
     size = CHARS_OF_MESSAGE * len(body.input) if isinstance(body.input, list) else 0
     sees = pool.tokenizer.pictures is not None
     given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input

@@ -52,7 +52,6 @@ from api.requests.fields import (
 from api.requests.logits import check_not_streamed
 from api.requests.on_pool import own_pool
 from api.requests.params import SWITCH_NAMES, GenerationParams, Limits, draws
-from api.requests.pool import Pool
 from api.requests.respond import time_headers, total_headers
 from api.streams.beams import all_outputs, is_absent
 from api.streams.stream import Stream
@@ -516,11 +515,13 @@ async def info(request: Request) -> Response:
         await workers.refresh_unless_fresh()
     if not workers.max_total_tokens:
         raise unavailable(workers.last_error or "no worker is ready yet")
-    limits = workers.limits
+    limits, tag = workers.limits, "image-text-to-text" if pool.shows_pictures else "text-generation"
+    if pool.pooling is not None:
+        tag = "feature-extraction" if pool.pooling.kind == EMBED else "text-ranking"
     known = {
         "model_id": settings.model_name,
         "model_sha": settings.revision,
-        "model_pipeline_tag": pipeline_tag(pool),
+        "model_pipeline_tag": tag,
         "max_concurrent_requests": settings.max_concurrent_requests,
         "max_best_of": settings.max_best_of,
         "max_beam_width": limits.max_beam_width,
@@ -536,11 +537,3 @@ async def info(request: Request) -> Response:
         "adapters": [one.name for one in pool.adapters.registry.ready],
     }
     return json_response(known)
-
-
-def pipeline_tag(pool: Pool) -> str:
-    """The hub's word for what a model makes."""
-    pooling = pool.pooling
-    if pooling is None:
-        return "image-text-to-text" if pool.shows_pictures else "text-generation"
-    return "feature-extraction" if pooling.kind == EMBED else "text-ranking"

@@ -7,7 +7,8 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from functools import partial
 from typing import TypeVar
 
 from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError, ResponseError
@@ -106,8 +107,14 @@ class Admission:
         """As `submit`, for the requests of all choices or none; the answer is kept with the first one. Raises
         Repeated if there is an answer already.
         """
-        if answer.requests[0].key_id:
-            check_number(self.keys.named(answer.requests[0].key_id), len(answer.requests))
+        key_id, number = answer.requests[0].key_id, len(answer.requests)
+        key = self.keys.named(key_id) if key_id else None
+        if key is not None and 0 < key.max_concurrent < number:
+            text = (
+                f"This request has {number} choices of its prompts. The API key {key_id} may have "
+                f"{key.max_concurrent} live requests, and each choice is one"
+            )
+            raise invalid(text, "max_concurrent")
         kept, per_prompt = encode(answer), len(answer.requests) // len(answer.prompts)
         streams: list[Stream] = []
         is_repeated, may_repeat = False, answer.terms.repeat_ms > 0
@@ -308,16 +315,12 @@ class Admission:
         """Cancel the live requests of API keys."""
         names = {self.client.keys.key_use(key_id).encode() for key_id in key_ids}
         after = b"-"
-        while entries := await self.read_queue(after):
+        redis, requests = self.client.redis, self.client.keys.requests
+        while entries := await self.retry_forever(partial(redis.xrange, requests, after, count=NUM_READ)):
             for _, fields in entries:
                 if fields.get(b"key") in names:
                     await self.cancel(decode(Generate, fields[b"generate"]).request_id)
             after = b"(" + entries[-1][0]
-
-    async def read_queue(self, first: bytes) -> list[tuple[bytes, dict[bytes, bytes]]]:
-        """Some entries of the queue, from an id on."""
-        redis, requests = self.client.redis, self.client.keys.requests
-        return await self.retry_forever(lambda: redis.xrange(requests, first, count=NUM_READ))
 
     async def retry_forever(self, command: Callable[[], Awaitable[Result]]) -> Result:
         """The command's answer, however long the broker is away."""
@@ -356,7 +359,13 @@ def not_admitted(reply: AdmitReply, request: Generate, charge: KeyCharge | None,
         )
     headers = limit_headers(charge.key, reply.left) if charge else {}
     if charge and reply.outcome in LIMITS:
-        return beyond_limit(charge.key, reply, headers)
+        key, wait_s = charge.key, max(1, math.ceil(reply.wait_ms / 1000))
+        field, words = LIMITS[reply.outcome]
+        text = (
+            f"Rate limit reached for the API key {key.key_id}: {getattr(key, field)} {words}. "
+            f"Used: {reply.num_counted}. Try again in {wait_s}s"
+        )
+        return ApiError(429, "rate_limit", text, field, retry_after_s=wait_s, headers=headers)
     wait_s = min(MAX_RETRY_AFTER_S, max(1, math.ceil(reply.wait_ms / 1000)))
     why = f": tenant {request.tenant!r} has its share of the queue" if reply.outcome == "tenant" else ""
     return overloaded(why, wait_s, headers)
@@ -386,18 +395,6 @@ def charge_for(key: ApiKey, request: Generate, place: int, per_prompt: int) -> K
     )
 
 
-def check_number(key: ApiKey, num_requests: int) -> None:
-    """Raises ApiError (422) if a client's request, with a choice of each prompt as a request of its own, is
-    beyond its key's limit for itself.
-    """
-    if 0 < key.max_concurrent < num_requests:
-        text = (
-            f"This request has {num_requests} choices of its prompts. The API key {key.key_id} may have "
-            f"{key.max_concurrent} live requests, and each choice is one"
-        )
-        raise invalid(text, "max_concurrent")
-
-
 def limit_headers(key: ApiKey, left: LeftOfRates | None) -> dict[str, str]:
     """OpenAI's headers, for the rates that the key has."""
     if left is None:
@@ -424,14 +421,3 @@ def render_duration(seconds: float) -> str:
     minutes, rest = divmod(math.ceil(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return (f"{hours}h" if hours else "") + (f"{minutes}m" if hours or minutes else "") + f"{rest}s"
-
-
-def beyond_limit(key: ApiKey, reply: AdmitReply, headers: Mapping[str, str]) -> ApiError:
-    """The error of a request beyond a limit of its key (429)."""
-    field, words = LIMITS[reply.outcome]
-    wait_s = max(1, math.ceil(reply.wait_ms / 1000))
-    text = (
-        f"Rate limit reached for the API key {key.key_id}: {getattr(key, field)} {words}. "
-        f"Used: {reply.num_counted}. Try again in {wait_s}s"
-    )
-    return ApiError(429, "rate_limit", text, field, retry_after_s=wait_s, headers=headers)

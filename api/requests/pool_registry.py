@@ -17,7 +17,6 @@ from api.errors import LOADING_S, ApiError, cut, model_not_found, unavailable
 from api.requests.monitors import Monitor
 from api.requests.pool import Pool, load_tokenizer
 from common import model_files
-from common.adapters import PoolAdapter
 from common.api_keys import ApiKey
 from common.broker.client import broker_url
 from common.broker.directory import TTL_S, DirectoryClient, KnownPool, PoolEntry, address_of, pool_url
@@ -186,7 +185,9 @@ class PoolRegistry:
                 self.directory.refresh_unless_fresh(), self.own.adapters.refresh_unless_fresh()
             )
         if not (target := self.resolve(model)).pools:
-            raise self.unknown(cut(model or ""))
+            if self.directory.last_error:
+                raise unavailable(f"the directory of pools cannot be read: {self.directory.last_error}")
+            raise model_not_found(f"The model `{cut(model or '')}` does not exist")
         return target
 
     async def tried(self, target: Target, key: str) -> list[Pool]:
@@ -257,11 +258,6 @@ class PoolRegistry:
         known = self.directory.pools.get(name)
         return known.entry.depth if known else 0.0
 
-    def unknown(self, model: str) -> ApiError:
-        if self.directory.last_error:
-            return unavailable(f"the directory of pools cannot be read: {self.directory.last_error}")
-        return model_not_found(f"The model `{model}` does not exist")
-
     def served_names(self) -> list[str]:
         """The names of all models that live pools serve, of pools with another model than the own one, and of
         the adapters of pools that are not open.
@@ -274,16 +270,6 @@ class PoolRegistry:
                 names += [*known.entry.models, *([name] if is_other else [])]
                 names += [] if name in self.foreign else known.entry.adapters
         return [*dict.fromkeys(names)]
-
-    def served_adapters(self) -> list[tuple[PoolAdapter, str]]:
-        """The adapters of open pools, each with the name of its model."""
-        return [
-            (one, pool.settings.model_name) for pool in self.all() for one in pool.adapters.registry.ready
-        ]
-
-    def task_of(self, name: str) -> str:
-        """What the model of this name makes in place of text, as far as this gateway knows: `Pool.task`."""
-        return next((pool.task for pool in self.all() if names_own(name, pool.settings)), "")
 
     # --- opening and closing --------------------------------------------------------------------------------
 
@@ -301,8 +287,21 @@ class PoolRegistry:
         """Open a foreign pool, unless it is open. Raises ApiError (503)."""
         entry = await self.find_entry(name)
         async with self.locks[name]:
-            if name not in self.foreign:
-                self.foreign[name] = await self.open_pool(name, entry)
+            if name in self.foreign:
+                return
+            own = self.own.settings
+            try:
+                settings = foreign_settings(own, name, entry) if entry else own.of_pool(name)
+                tokenizer = await asyncio.to_thread(load_tokenizer, settings, self.own.tokenizer.budget)
+            except SettingError as error:
+                raise unavailable(f"pool {name}: {error}") from error
+            stack = contextlib.AsyncExitStack()
+            foreign = Pool(settings, self.own.gateway, tokenizer, self.own.keys)
+            pool = await stack.enter_async_context(foreign.running())
+            address = address_of(broker_url(settings))
+            log.info("pool %s is open: it serves %s, at the broker %s", name, settings.model_id, address)
+            known_address = entry.address if entry else address
+            self.foreign[name] = OpenPool(pool, known_address, stack, self.clock())
 
     async def find_entry(self, name: str) -> PoolEntry | None:
         """What the directory says of a live pool; None for a model of MODELS, which may not be there yet.
@@ -319,20 +318,6 @@ class PoolRegistry:
             raise unavailable(f"the pool {cut(name)} has no worker")
         return known.entry
 
-    async def open_pool(self, name: str, entry: PoolEntry | None) -> OpenPool:
-        own = self.own.settings
-        try:
-            settings = foreign_settings(own, name, entry) if entry else own.of_pool(name)
-            tokenizer = await asyncio.to_thread(load_tokenizer, settings, self.own.tokenizer.budget)
-        except SettingError as error:
-            raise unavailable(f"pool {name}: {error}") from error
-        stack = contextlib.AsyncExitStack()
-        foreign = Pool(settings, self.own.gateway, tokenizer, self.own.keys)
-        pool = await stack.enter_async_context(foreign.running())
-        address = address_of(broker_url(settings))
-        log.info("pool %s is open: it serves %s, at the broker %s", name, settings.model_id, address)
-        return OpenPool(pool, entry.address if entry else address, stack, self.clock())
-
     async def run(self) -> None:
         """Read the directory, open shared pools and close idle ones. Never returns."""
         async with asyncio.TaskGroup() as tasks:
@@ -347,25 +332,17 @@ class PoolRegistry:
         while True:
             await self.directory.is_new.wait()
             self.directory.is_new.clear()
-            names = self.shared_pools()
+            # live pools that requests for a model may go to beside others
+            weighted = {name for weights in self.directory.weights.values() for name in weights}
+            own, pools = self.own.settings, self.directory.pools
+            others = [name for name, known in pools.items() if name != own.pool and known.is_live]
+            names = [name for name in others if name in weighted or self.has_model(name, own.model_name)]
             results = await asyncio.gather(*map(self.named, names), return_exceptions=True)
             for name, result in zip(names, results, strict=True):
                 cause = str(result) if isinstance(result, BaseException) else ""
                 if cause and cause != failed.get(name):
                     log.warning("pool %s is not opened: %s", name, cause)
                 failed[name] = cause
-
-    def shared_pools(self) -> list[str]:
-        """The live foreign pools that requests for a model may go to beside others."""
-        weighted = {name for weights in self.directory.weights.values() for name in weights}
-        model = self.own.settings.model_name
-        return [
-            name
-            for name, known in self.directory.pools.items()
-            if name != self.own.settings.pool
-            and known.is_live
-            and (name in weighted or self.has_model(name, model))
-        ]
 
     async def close_idle(self) -> None:
         """Close the foreign pools without live streams that nobody has named for IDLE_S, or that have moved
@@ -374,14 +351,12 @@ class PoolRegistry:
         for name in list(self.foreign):
             async with self.locks[name]:
                 # checked right before it closes: a client may name it while another pool closes
-                if self.is_idle(name):
+                found, known = self.foreign[name], self.directory.pools.get(name)
+                has_moved = known is not None and known.entry.address != found.address
+                is_idle = has_moved or self.clock() - found.used_s > IDLE_S
+                if is_idle and not found.pool.relay.streams:
                     log.info("pool %s is closed: nobody named it for %.0f s, or it has moved", name, IDLE_S)
                     await self.foreign.pop(name).stack.aclose()
-
-    def is_idle(self, name: str) -> bool:
-        found, known = self.foreign[name], self.directory.pools.get(name)
-        has_moved = known is not None and known.entry.address != found.address
-        return not found.pool.relay.streams and (has_moved or self.clock() - found.used_s > IDLE_S)
 
     async def aclose(self) -> None:
         """Close all foreign pools, and the directory, unless it is at the own pool's broker."""

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime, timedelta
 from typing import Self
@@ -80,19 +79,15 @@ async def read_spans(redis: Redis, spans: list[tuple[datetime, str]]) -> list[Us
                 pipe.hgetall(key)
             replies = await pipe.execute()
         for (begin, _), reply in zip(part, replies, strict=True):
-            rows += [UsageRow(begin, owner, used) for owner, used in read_owners(reply.items())]
+            found: dict[Owner, Used] = defaultdict(Used)  # of the fields of an hour's or a month's hash
+            for field, number in reply.items():
+                with contextlib.suppress(ValueError):  # another field
+                    key_id, tenant, model, name = field.decode().split("\n")
+                    if name in NUMBERS:
+                        owner = Owner(key_id, tenant, model)
+                        found[owner] = replace(found[owner], **{name: int(number)})
+            rows += [UsageRow(begin, owner, used) for owner, used in found.items()]
     return rows
-
-
-def read_owners(numbers: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[Owner, Used]]:
-    """Yield what each owner has used, of the fields of an hour's or a month's hash. Others are skipped."""
-    found: dict[Owner, dict[str, int]] = defaultdict(dict)
-    for field, number in numbers:
-        with contextlib.suppress(ValueError):
-            key_id, tenant, model, name = field.decode().split("\n")
-            found[Owner(key_id, tenant, model)][name] = int(number)
-    for owner, used in found.items():
-        yield owner, replace(Used(), **{name: number for name, number in used.items() if name in NUMBERS})
 
 
 def month_begin(time_s: float, later: int = 0) -> datetime:
