@@ -18,7 +18,6 @@ from batcher.housekeeping import count_adapters
 from batcher.scheduling.sequence import PlacedRow
 from common.adapter_registry import AdapterRegistry, change_registry, read_registry
 from common.adapters import AdapterLoad, adapter_name
-from common.broker.heartbeat import ADAPTERS_SINCE, Heartbeat
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.request import extend_hashes, prompt_hashes, root_hash
@@ -399,23 +398,6 @@ async def test_an_adapter_that_all_workers_refuse_is_refused_with_the_cause(
         response = await complete(client, "sql")
         assert response.status_code == 400
         assert "The adapter `sql` is not served: its files are gone" in response.text
-
-
-async def test_requests_with_adapters_wait_for_the_end_of_an_earlier_release(
-    broker: Broker, tmp_path: Path
-) -> None:
-    words = (f"sql={write_adapter(tmp_path / 'sql')}",)
-    async with adapter_fleet(broker.url, lora_adapters=words) as (worker, gateway, client):
-        older = Heartbeat(gateway.pool.client, "batcher", "b0-older", ttl_s=60)
-        await older.send(wire=ADAPTERS_SINCE - 1)
-        await gateway.pool.adapters.refresh()
-        response = await complete(client, "sql")
-        assert (response.status_code, "an earlier release" in response.text) == (503, True)
-        assert (await complete(client, "smollm2")).status_code == 200
-        await older.remove()
-        await gateway.pool.adapters.refresh()
-        assert (await complete(client, "sql")).status_code == 200
-        assert len(worker.seen) == 2
 
 
 async def test_without_a_ready_worker_requests_wait_and_nothing_is_loaded(
