@@ -112,10 +112,10 @@ async def read_instance(
             params = params if params.beams else replace(params, do_sample=not is_greedy)
             num_texts = params.n
         if isinstance(instance, ChatRequest):
-            name = pools_of(request).resolve(instance.model).adapter
-        elif (name := instance.adapter_id) is not None:
-            await check_adapter_id(request, name)
-        adapter = await allowed_adapter(request, pool, name)
+            adapter_id: str | None = pools_of(request).resolve(instance.model).adapter
+        elif (adapter_id := instance.adapter_id) is not None:
+            await check_adapter_id(request, adapter_id)
+        adapter = await allowed_adapter(request, pool, adapter_id)
         check_no_logits(params)
         if num_texts > 1:
             name = params.name("n")

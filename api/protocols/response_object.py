@@ -365,14 +365,15 @@ class ResponseObjectRenderer(EventRenderer):
 
     def usage(self) -> dict[str, Any]:
         """Token counts; of the generated tokens, only those that were taken."""
-        parser = self.parser
-        reasons = parser is not None and parser.reading.reasoning
+        parser, num_reasoning = self.parser, 0
+        if parser is not None and parser.reading.reasoning:
+            num_reasoning = parser.num_reasoning_tokens
         num_input, num_output = self.answer.num_prompt_tokens, self.choice.text.num_tokens
         return {
             "input_tokens": num_input,
             "input_tokens_details": {"cached_tokens": self.stream.num_cached, "cache_write_tokens": 0},
             "output_tokens": num_output,
-            "output_tokens_details": {"reasoning_tokens": parser.num_reasoning_tokens if reasons else 0},
+            "output_tokens_details": {"reasoning_tokens": num_reasoning},
             "total_tokens": num_input + num_output,
         }
 

@@ -275,11 +275,13 @@ class TextRenderer(ChunkRenderer):
     last_frames = ()
 
     def render_next_chunks(self, choice: Choice) -> list[bytes]:
-        tokens, stream = choice.take_piece().tokens, choice.stream
+        stream, text = choice.stream, choice.text
+        if text.num_tokens < stream.num_ready and not stream.request.beams:
+            text.num_tokens += 1  # each token has its own text here: none is held back
+            return [self.render(choice, text.num_tokens - 1)]
+        tokens = choice.take_piece().tokens
         if choice.is_absent:
             return []
-        if not choice.ended:
-            return [self.render(choice, tokens[0])]
         if not tokens:  # no token is sent twice
             error = ApiError(500, "incomplete_generation_stream", "Incomplete generation stream")
             return [to_json(self.error(error)[1])]
