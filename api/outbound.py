@@ -24,7 +24,6 @@ NAT64 = ipaddress.ip_network("64:ff9b::/96")
 PROTOCOLS = ipaddress.ip_network("192.0.0.0/24")
 """Addresses of protocols, which Python takes for global in part."""
 
-
 LOOK_UPS = ThreadPoolExecutor(32, "look-up")
 """Threads that ask for addresses. A name that a client chooses may take as long as its servers like: it holds
 up neither files nor connections to the broker.

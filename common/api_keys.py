@@ -158,7 +158,8 @@ class KeyFields(BaseModel):
 
     def to_key(self, key_id: str, digest: str, created_at: int = 0) -> ApiKey:
         """The record of a key. A key without a tenant is a tenant of its own: no other sees its requests."""
-        fields = self.model_dump() | {"tenant": self.tenant or key_id}
+        fields = {name: getattr(self, name) for name in KeyFields.model_fields}
+        fields |= {"tenant": self.tenant or key_id}
         return ApiKey(key_id=key_id, digest=digest, created_at=created_at, **fields)
 
 

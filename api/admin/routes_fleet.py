@@ -318,7 +318,6 @@ SIBLINGS_MS = 5000
 CHOICE_MARKS = (".", "#")
 """Between the id of a request, or of a job, and the number of a choice."""
 
-
 Entry = tuple[bytes, dict[bytes, bytes]]
 Events = list[dict[str, Any]]
 

@@ -55,8 +55,15 @@ async def handle_http_exception(request: Request, exception: HTTPException) -> R
     """Answer a request whose path or method no route has."""
     status, error_type = exception.status_code, exception.detail.lower().replace(" ", "_")
     note_refusal(request.scope, error_type)
-    hint = path_hint(request) if status == 404 else ""
-    asked = f"{cut(request.method)} {cut(request.url.path)}"
+    path, hint = request.url.path, ""
+    own = [known for known in request.app.state.paths if known.startswith("/v1/") and "{" not in known]
+    if status == 404 and path in NOT_SERVED:
+        hint = ". Vectors are made by /v1/embeddings, scores by /v1/rerank and /v1/score"
+    elif status == 404 and path.startswith("/v1/"):
+        hint = f". Of OpenAI's API this server has {', '.join(own)}"
+    elif status == 404 and any(path.endswith(known.removeprefix("/v1")) for known in own):
+        hint = ". The base URL of OpenAI's clients ends with /v1"
+    asked = f"{cut(request.method)} {cut(path)}"
     error = ApiError(status, error_type, f"{exception.detail}: {asked}{hint}")
     headers = exception.headers
     if status == 405:  # of all routes with this path; Starlette names only those of the first one
@@ -69,21 +76,6 @@ async def handle_http_exception(request: Request, exception: HTTPException) -> R
             "allow": ", ".join(dict.fromkeys(method for match, method in found if match is Match.FULL))
         }
     return error_response(error, errors_of(request.scope), headers)
-
-
-def path_hint(request: Request) -> str:
-    """What a client may have meant by a path that does not exist: a path of OpenAI's API, or its own path
-    after `/v1`.
-    """
-    path = request.url.path
-    if path in NOT_SERVED:
-        return ". Vectors are made by /v1/embeddings, scores by /v1/rerank and /v1/score"
-    own = [known for known in request.app.state.paths if known.startswith("/v1/") and "{" not in known]
-    if path.startswith("/v1/"):
-        return f". Of OpenAI's API this server has {', '.join(own)}"
-    if any(path.endswith(known.removeprefix("/v1")) for known in own):
-        return ". The base URL of OpenAI's clients ends with /v1"
-    return ""
 
 
 async def handle_disconnect(request: Request, error: Exception) -> Response:

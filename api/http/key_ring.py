@@ -1,6 +1,7 @@
 """Key ring: the API keys of a gateway, in memory: API_KEY, and those of the file or of Redis."""
 
 import asyncio
+import contextlib
 import hmac
 import logging
 from collections.abc import Callable, Collection, Iterable
@@ -22,14 +23,6 @@ log = logging.getLogger(__name__)
 POLL_S = 1.0
 """How often keys are looked at: one that is revoked counts nowhere after this time and a round trip."""
 EXPECTED = "expected the header `Authorization: Bearer <key>` or `x-api-key: <key>`"
-
-
-def stamp_of(path: Path) -> tuple[int, ...]:
-    try:
-        found = path.stat()
-    except OSError:
-        return ()
-    return found.st_size, found.st_mtime_ns, found.st_ino
 
 
 class KeyRing:
@@ -131,7 +124,11 @@ class KeyRing:
         count on. Returns the ids of those that count no more. Raises one of ERRORS.
         """
         if self.path is not None:
-            if (stamp := stamp_of(self.path)) != self.seen:
+            stamp: tuple[int, ...] = ()
+            with contextlib.suppress(OSError):
+                found = self.path.stat()
+                stamp = found.st_size, found.st_mtime_ns, found.st_ino
+            if stamp != self.seen:
                 self.seen = stamp
                 try:
                     self.take(await asyncio.to_thread(read_key_file, self.path))
@@ -193,14 +190,9 @@ def read_key_file(path: Path) -> list[ApiKey]:
     except ValidationError as error:
         problem = error.errors()[0]
         raise wrong(path, field_name(problem["loc"]), problem["msg"]) from error
-    return to_records(path, parsed)
-
-
-def to_records(path: Path, content: KeyFileContent) -> list[ApiKey]:
-    """Raises SettingError for a key without a text, and for two keys that are the same."""
     records: list[ApiKey] = []
     ids, digests = {STATIC_KEY_ID}, set[str]()
-    for i, one in enumerate(content.keys):
+    for i, one in enumerate(parsed.keys):
         if (one.key is None) == (one.digest is None):
             raise wrong(path, f"keys[{i}]", "give either `key` or `digest`, its SHA-256")
         digest = one.digest or digest_of(one.key or "")
@@ -210,10 +202,7 @@ def to_records(path: Path, content: KeyFileContent) -> list[ApiKey]:
             raise wrong(path, f"keys[{i}]", "another entry has the same key")
         ids.add(one.key_id)
         digests.add(digest)
-        fields = one.model_dump(exclude={"key_id", "key", "digest"})
-        records.append(
-            ApiKey(**fields | {"key_id": one.key_id, "digest": digest, "tenant": one.tenant or one.key_id})
-        )
+        records.append(one.to_key(one.key_id, digest))
     return records
 
 

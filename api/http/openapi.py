@@ -191,23 +191,16 @@ def build_document(app: FastAPI) -> dict[str, Any]:
     """The OpenAPI document of an application; it is computed once."""
     if app.openapi_schema is None:
         document = FastAPI.openapi(app)
-        drop_derived_errors(document)
-        definitions: dict[str, Any] = {}
-        document["paths"] = hoist_definitions(document["paths"], definitions)
-        document["components"]["schemas"] |= definitions
-    return FastAPI.openapi(app)
-
-
-def drop_derived_errors(document: dict[str, Any]) -> None:
-    """Remove the response 422 that FastAPI adds to each route with parameters: our routes name their errors
-    themselves, which have the form of their API (api/http/error_handlers.py).
-    """
-    schemas = document["components"]["schemas"]
-    del schemas["HTTPValidationError"], schemas["ValidationError"]
-    for methods in document["paths"].values():
-        for operation in methods.values():
+        # FastAPI adds a response 422 to each route with parameters: our routes name their errors themselves
+        schemas = document["components"]["schemas"]
+        del schemas["HTTPValidationError"], schemas["ValidationError"]
+        for operation in (one for methods in document["paths"].values() for one in methods.values()):
             if "HTTPValidationError" in str(operation["responses"].get("422")):
                 del operation["responses"]["422"]
+        definitions: dict[str, Any] = {}
+        document["paths"] = hoist_definitions(document["paths"], definitions)
+        schemas |= definitions
+    return FastAPI.openapi(app)
 
 
 def hoist_definitions(node: Any, definitions: dict[str, Any]) -> Any:
@@ -237,7 +230,6 @@ OpenAIError = Shape(
 )
 ErrorResponse = Shape("ErrorResponse", {"error": "Input validation error: …", "error_type": "validation"})
 
-
 CAUSES = {
     401: "The API key is missing or wrong",
     403: "A page of another origin has sent the request",
@@ -250,7 +242,6 @@ CAUSES = {
 }
 """Causes of errors that mean the same in all APIs, by status."""
 
-
 OPENAI_ERRORS = error_responses(
     OpenAIError,
     CAUSES
@@ -260,7 +251,6 @@ OPENAI_ERRORS = error_responses(
     },
 )
 """All error responses by status."""
-
 
 TGI_ERRORS = error_responses(
     ErrorResponse,

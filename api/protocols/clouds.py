@@ -24,11 +24,11 @@ from api.protocols.tgi import (
     GenerateRequest,
 )
 from api.requests.fields import Listed, Strict
-from api.requests.logits import check_no_logits
 from api.requests.on_pool import allowed_adapter, check_adapter_id, pools_of
 from api.requests.params import GenerationParams
 from api.requests.pool import Pool
 from api.requests.respond import read_terms, total_headers, with_adapter
+from api.requests.validate import check_no_logits
 from api.streams.beams import all_outputs
 from api.streams.stream import Stream
 from api.webhooks import WebhookField

@@ -25,6 +25,7 @@ from api.protocols.tgi import (
     PREFILL_TOKEN,
     TGI_NAMES,
     TOKEN,
+    GenerateBody,
     GenerateParameters,
     GenerateRequest,
     TextRenderer,
@@ -36,12 +37,11 @@ from api.protocols.tgi import (
     with_own_seeds,
 )
 from api.requests.fields import DETACHED, RESUME_S, Listed, Strict, Whole, optional, ranged
-from api.requests.logits import check_no_logits
 from api.requests.on_pool import pools_of
 from api.requests.params import GenerationParams
 from api.requests.respond import total_headers
+from api.requests.validate import check_no_logits
 from api.streams.stream import Stream
-from api.webhooks import WebhookField
 from common.messages.request import Generate
 
 # --- responses, for /docs -----------------------------------------------------------------------------------
@@ -85,7 +85,6 @@ TEXT_CHUNK = Shape("TextChunk", {**TEXT, "details?": CHUNK_DETAILS})
 KSERVE_ERROR = Shape("KServeError", {"error": "Input validation error: …"})
 ERRORS = error_responses(KSERVE_ERROR, {code: one["description"] for code, one in TGI_ERRORS.items()})
 """All error responses by status."""
-
 
 TEXT_OUTPUT = "text_output"
 """The name of an output that the client does not name."""
@@ -132,14 +131,13 @@ def generation_params(text: str, name: str, parameters: KServeParameters, stream
     return replace(body.generation_params(streamed), names=TGI_NAMES | used)
 
 
-class KServeGenerateRequest(Strict):
+class KServeGenerateRequest(GenerateBody):
     """The body of …/generate and …/generate_stream. Parameters may also stand beside `text_input`."""
 
     text_input: str = Field(description="The prompt.", json_schema_extra={"minLength": 1})
     parameters: KServeParameters = Field(default_factory=KServeParameters)
     resume_s: float | None = RESUME_S
     detached: bool | None = DETACHED
-    webhook: WebhookField | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -150,11 +148,6 @@ class KServeGenerateRequest(Strict):
         own = {name: value for name, value in body.items() if name in cls.model_fields}
         others = {name: value for name, value in body.items() if name not in cls.model_fields}
         return own | {"parameters": others | (body.get("parameters") or {})}
-
-    @property
-    def adapter_id(self) -> str | None:
-        """The adapter that its parameters name."""
-        return self.parameters.adapter_id
 
 
 class InferTensor(Strict):
@@ -207,7 +200,7 @@ class InferOutput(Strict):
     parameters: dict[str, Any] | None = None
 
 
-class InferRequest(Strict):
+class InferRequest(GenerateBody):
     """The body of …/infer."""
 
     id: str | None = optional("It is repeated in the response.")
@@ -216,12 +209,6 @@ class InferRequest(Strict):
     outputs: Listed[InferOutput] | None = optional(
         "A name for the output of each input. Default: `text_output`, if there is one input."
     )
-    webhook: WebhookField | None = None
-
-    @property
-    def adapter_id(self) -> str | None:
-        """The adapter that its parameters name."""
-        return self.parameters.adapter_id if self.parameters else None
 
     def prompts(self) -> list[tuple[str, str]]:
         """The text of each prompt, and its field. Raises ApiError (422)."""

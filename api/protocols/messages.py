@@ -88,7 +88,6 @@ ERROR_RESPONSES = error_responses(
 )
 """All error responses by status."""
 
-
 UNSUPPORTED: UnsupportedFields = {"container": (), "mcp_servers": ([],)}
 """Fields that are refused by name."""
 TIERS_OF_ANTHROPIC = {"standard_only": "default"}

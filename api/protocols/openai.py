@@ -132,7 +132,6 @@ COMPLETION_CHUNK = Shape(
     },
 )
 
-
 FINISH_REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
 
 

@@ -49,7 +49,6 @@ from api.requests.fields import (
     ranged,
     with_one_error,
 )
-from api.requests.logits import check_not_streamed, check_size
 from api.requests.params import SWITCHES, GenerationParams
 from api.requests.pool import Pool
 from api.requests.tools import (
@@ -61,7 +60,7 @@ from api.requests.tools import (
     read_tools,
     reading_beside,
 )
-from api.requests.validate import check_generates, with_truncate
+from api.requests.validate import check_generates, check_not_streamed, check_size, with_truncate
 from api.webhooks import WebhookField
 from common.messages.records import unpack_ids
 from common.messages.request import Generate

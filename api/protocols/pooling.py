@@ -32,10 +32,10 @@ from api.requests.fields import (
     optional,
     with_one_error,
 )
-from api.requests.logits import MAX_LOGITS_BYTES
 from api.requests.params import Limits
 from api.requests.pool import Pool
 from api.requests.respond import total_headers
+from api.requests.validate import MAX_LOGITS_BYTES
 from api.streams.stream import Stream
 from common.messages.records import pack_ids
 from common.messages.request import EMBED, Generate, PoolingParams, StoppingParams
@@ -63,7 +63,6 @@ DOCUMENTS_SCHEMA: dict[str, Any] = {
     "minItems": 1,
     "items": {"anyOf": [{"type": "string", "minLength": 1}, DOCUMENT_SCHEMA]},
 }
-
 
 LEFT, RIGHT = "left", "right"
 
@@ -391,9 +390,6 @@ async def ask_for_pairs(
     return await ask_for(context, pairs, options, names[1], replace(shown, raw=pooling.is_raw))
 
 
-# --- vectors ------------------------------------------------------------------------------------------------
-
-
 Vector = Sequence[float]
 
 
@@ -422,9 +418,6 @@ def cosine(one: Vector, other: Vector) -> float:
 
 def sigmoid(score: float) -> float:
     return 1 / (1 + math.exp(-score)) if score >= 0 else math.exp(score) / (1 + math.exp(score))
-
-
-# --- render -------------------------------------------------------------------------------------------------
 
 
 AS_EMBEDDINGS, AS_SCORE, AS_RERANK = "embeddings", "score", "rerank"
@@ -477,9 +470,6 @@ def short(value: float) -> Any:
     return orjson.Fragment(b"%.9g" % value) if value - value == 0 else None
 
 
-# --- scores -------------------------------------------------------------------------------------------------
-
-
 def scores_of(shown: VectorAnswer, streams: Sequence[Stream]) -> list[float]:
     """A score for each pair: the model's own, or the cosine of the two vectors."""
     values = [values_of(stream) for stream in streams]
@@ -491,9 +481,6 @@ def scores_of(shown: VectorAnswer, streams: Sequence[Stream]) -> list[float]:
 
 
 RENDERER = AnswerRenderer(None, render_whole)
-
-
-# --- readers ------------------------------------------------------------------------------------------------
 
 
 async def read_embedding(parsed: EmbeddingRequest, context: Context) -> Asked:
@@ -557,9 +544,6 @@ def listed_inputs(given: Prompt, name: str) -> list[PoolingInput]:
             PoolingInput(where, text=one) if isinstance(one, str) else PoolingInput(where, ids=text_or_ids)
         )
     return inputs
-
-
-# --- routes openai ------------------------------------------------------------------------------------------
 
 
 RERANK_EXAMPLE = {

@@ -56,7 +56,6 @@ RESPONSE_EVENT = Shape(
     "ResponseEvent", {"type": "response.output_text.delta", "sequence_number": 4, ...: ...}
 )
 
-
 Item = dict[str, Any]
 Logprobs = list[dict[str, Any]]
 

@@ -52,8 +52,8 @@ from api.requests.fields import (
     optional,
     with_one_error,
 )
-from api.requests.logits import FIELDS as LOGITS_FIELDS
 from api.requests.tools import ToolSchema
+from api.requests.validate import LOGITS_FIELDS
 from api.resume import attach
 from api.resume.attach import Admitted, find_own
 from api.streams.stream import Stream
@@ -442,32 +442,29 @@ def to_chat(body: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
 
 def to_tools(body: ResponsesRequest) -> list[ToolSchema]:
     """The functions among the tools, in the shape of chats. Raises ApiError, also if another is forced."""
-    named = [(f"tools[{i}]", tool) for i, tool in enumerate(body.tools or [])]
-    functions = [to_tool(tool, name) for name, tool in named if tool.get("type") not in BUILT_IN_TOOLS]
+    functions = []
+    for i, tool in enumerate(body.tools or []):
+        name, kind = f"tools[{i}]", tool.get("type")
+        if kind in BUILT_IN_TOOLS:
+            continue
+        if kind != "function":
+            words = f"must be function: no tool is built in. Given: {quoted(kind)}"
+            raise invalid(f"`{name}.type` {words}", f"{name}.type")
+        function = {key: tool[key] for key in ("name", "description", "parameters", "strict") if key in tool}
+        try:
+            functions.append(ToolSchema.model_validate({"type": "function", "function": function}))
+        except ValidationError as error:
+            found = schema_error(error)
+            param = f"{name}.{(found.param or '').removeprefix('function.')}"
+            raise invalid(f"`{param}`: {error.errors()[0]['msg']}", param) from error
     kind = body.tool_choice.get("type") if isinstance(body.tool_choice, dict) else None
     if kind in BUILT_IN_TOOLS:
         raise invalid(
             f"`tool_choice` forces a tool of the type {quoted(kind)}: none is built in", "tool_choice"
         )
-    if named and not functions and body.tool_choice == "required":
+    if body.tools and not functions and body.tool_choice == "required":
         raise invalid("`tool_choice` forces a call, but none of `tools` is a function", "tool_choice")
     return functions
-
-
-def to_tool(tool: Mapping[str, Any], name: str) -> ToolSchema:
-    """A tool in the shape of chats. Raises ApiError."""
-    if tool.get("type") != "function":
-        kind = tool.get("type")
-        raise invalid(
-            f"`{name}.type` must be function: no tool is built in. Given: {quoted(kind)}", f"{name}.type"
-        )
-    function = {key: tool[key] for key in ("name", "description", "parameters", "strict") if key in tool}
-    try:
-        return ToolSchema.model_validate({"type": "function", "function": function})
-    except ValidationError as error:
-        found = schema_error(error)
-        param = f"{name}.{(found.param or '').removeprefix('function.')}"
-        raise invalid(f"`{param}`: {error.errors()[0]['msg']}", param) from error
 
 
 def to_messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:

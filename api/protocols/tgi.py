@@ -49,10 +49,10 @@ from api.requests.fields import (
     optional,
     ranged,
 )
-from api.requests.logits import check_not_streamed
 from api.requests.on_pool import own_pool
 from api.requests.params import SWITCH_NAMES, GenerationParams, Limits, draws
 from api.requests.respond import time_headers, total_headers
+from api.requests.validate import check_not_streamed
 from api.streams.beams import all_outputs, is_absent
 from api.streams.stream import Stream
 from api.webhooks import WebhookField
@@ -130,7 +130,6 @@ INFO = Shape(
     },
 )
 
-
 TGI_NAMES = {
     "text": "inputs",
     "stop_ids": "stop_token_ids",
@@ -203,19 +202,24 @@ class GenerateParameters(BeamFields):
         return bool(self.details or self.decoder_input_details)
 
 
-class GenerateRequest(Strict):
-    """The body of /generate and /generate_stream."""
+class GenerateBody(Strict):
+    """Fields of all bodies with TGI's parameters."""
 
-    inputs: str = Field(description="The prompt.", json_schema_extra={"minLength": 1})
     parameters: GenerateParameters | None = None
-    resume_s: float | None = RESUME_S
-    detached: bool | None = DETACHED
     webhook: WebhookField | None = None
 
     @property
     def adapter_id(self) -> str | None:
         """The adapter that its parameters name."""
         return self.parameters.adapter_id if self.parameters else None
+
+
+class GenerateRequest(GenerateBody):
+    """The body of /generate and /generate_stream."""
+
+    inputs: str = Field(description="The prompt.", json_schema_extra={"minLength": 1})
+    resume_s: float | None = RESUME_S
+    detached: bool | None = DETACHED
 
     def generation_params(self, streamed: bool) -> GenerationParams:
         """Convert the parameters. Raises ApiError (422) for unsupported ones and contradictions."""
@@ -340,7 +344,15 @@ def render_details(stream: Stream) -> dict[str, Any]:
     """The `details` of a finished text."""
     tokens = range(stream.num_tokens)
     tops = {"top_tokens": [render_top_tokens(stream, i) for i in tokens]} if stream.tops else {}
-    all_tokens = {"prefill": render_prefill(stream), "tokens": [render_token(stream, i) for i in tokens]}
+    prefill: list[dict[str, Any]] = []
+    if stream.prompt.records is not None:  # the prompt's tokens, the text of each decoded alone
+        scored, decode = stream.prompt.tokens(), stream.tokenizer.backend.decode_batch
+        texts = decode([[token_id] for token_id, _, _ in scored], skip_special_tokens=False)
+        prefill = [
+            {"id": token_id, "text": text, "logprob": logprob}
+            for (token_id, logprob, _), text in zip(scored, texts, strict=True)
+        ]
+    all_tokens = {"prefill": prefill, "tokens": [render_token(stream, i) for i in tokens]}
     return render_end(stream) | all_tokens | tops
 
 
@@ -363,18 +375,6 @@ def render_top_tokens(stream: Stream, i: int) -> list[dict[str, Any]]:
 def describe_token(stream: Stream, token_id: int, text: str, logprob: float) -> dict[str, Any]:
     special = token_id in stream.tokenizer.special_ids
     return {"id": token_id, "text": text, "logprob": logprob, "special": special}
-
-
-def render_prefill(stream: Stream) -> list[dict[str, Any]]:
-    """The prompt's tokens, the text of each decoded alone; empty unless they were requested."""
-    if stream.prompt.records is None:
-        return []
-    tokens, decode = stream.prompt.tokens(), stream.tokenizer.backend.decode_batch
-    texts = decode([[token_id] for token_id, _, _ in tokens], skip_special_tokens=False)
-    return [
-        {"id": token_id, "text": text, "logprob": logprob}
-        for (token_id, logprob, _), text in zip(tokens, texts, strict=True)
-    ]
 
 
 # --- best_of ------------------------------------------------------------------------------------------------

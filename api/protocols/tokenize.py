@@ -36,7 +36,6 @@ from api.requests.validate import check, show_pictures
 
 TOKENIZE_ERRORS: Responses = only(TGI_ERRORS, 400, 401, 403, 404, 413, 415, 422, 500, 503)
 
-
 SIMPLE_TOKENS = [{"id": 504, "text": "The", "start": 0, "stop": 3}]
 """`start` and `stop` are offsets of bytes in the UTF-8 text."""
 CHAT_TOKENS = Shape(

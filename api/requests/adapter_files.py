@@ -12,7 +12,6 @@ from common.settings.types import AdapterSource
 MAX_HEADER_BYTES = 100_000_000
 """The longest header that safetensors reads."""
 
-
 FACTOR = re.compile(r"\.lora_(A|embedding_A)\b")
 
 

@@ -36,9 +36,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 REASONING_SWITCHES = ("enable_thinking", "thinking")
 """Variables by which templates turn reasoning on and off."""
 
-
 IMAGE_URL_SCHEMA: Any = {"anyOf": [{"type": "object", "required": ["url"]}, {"type": "null"}]}
-
 
 OF_KINDS: Any = [
     {"required": ["text"], "properties": {"type": {"const": "text"}}},

@@ -137,7 +137,6 @@ DETACHED: Any = optional(
     "`GET /requests/{id}/stream` has its answer for an hour. Default: false."
 )
 
-
 RETURN_CONTEXT_LOGITS: Any = optional(
     "Return the model's logits at each token of the prompt (TensorRT-LLM): in JSON as base64, "
     "with their shape and dtype. Not for streams. Default: false."

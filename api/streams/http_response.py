@@ -21,6 +21,7 @@ from api.handover.answer_socket import flush_socket, probe_client, socket_of
 from api.http.access_log import access_of
 from api.http.sse import COMMENT, COMMENT_AMONG_IDS, SSE_HEADERS, Feed, FeedResponse
 from api.http.unread import UNREAD, Unread, wait_for_disconnect
+from api.protocols.protocol import RenderWhole
 from api.streams.answer_trace import count_longest, end_answer, note_streams
 from api.streams.stream import Stream
 from common.broker.keys import pool_of
@@ -29,10 +30,6 @@ from common.process.event_loop import run_until_one_ends
 
 Release = Callable[[Stream, int, float | None], None]
 """(stream, number of its reader, how long it goes on without one): `Admission.release`."""
-WholeBody = tuple[bytes, dict[str, str]]
-"""The body of a whole answer, and the headers that are known with it."""
-RenderWhole = Callable[[HttpAnswer, Sequence[Stream], float], WholeBody]
-"""Renders (answer, finished streams of all choices, monotonic time of the request's arrival)."""
 
 # --- socket and streams -------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from api.requests import logits as logits_module
+from api.requests import validate as logits_module
 from common.broker.keys import Keys
 from deploy.launcher.embedded_broker import Broker
 from tests.support.answers.logits import positions
