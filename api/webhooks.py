@@ -6,6 +6,7 @@ once, and a receiver knows by its id whether it has it. The event leaves the que
 """
 
 import asyncio
+import contextlib
 import logging
 import ssl
 import uuid
@@ -205,7 +206,9 @@ class WebhookSender:
                 log.error("webhook event %s cannot be read: %s", event.id, error)
                 await self.settle(event, "", DEAD, "the event cannot be read")
                 continue
-            receiver = receiver_of(webhook.url)
+            receiver = ""  # host and port; empty for a URL that is none
+            with contextlib.suppress(UrlError):
+                receiver = read_url(webhook.url).host_header
             if counts[receiver] < MAX_HELD:
                 counts[receiver] += 1
                 task = asyncio.create_task(self.deliver_in_turn(event, webhook, receiver, until_s))
@@ -286,14 +289,6 @@ class WebhookSender:
         if await attempt(partial(self.client.run, call), retry_forever):
             WEBHOOKS.add(1, outcome)
             log.info("webhook event %s: %s %s", event.id, outcome, said)
-
-
-def receiver_of(url: str) -> str:
-    """Host and port; empty for a URL that is none."""
-    try:
-        return read_url(url).host_header
-    except UrlError:
-        return ""
 
 
 @cache

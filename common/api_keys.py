@@ -7,7 +7,7 @@ Records are in one hash, key id → record, beside the field `version`, which ch
 import hashlib
 import logging
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 from datetime import time as day_time
@@ -244,37 +244,31 @@ def is_forgotten(key: ApiKey, now_s: float) -> bool:
 
 async def revoke_key(client: PoolClient, key_id: str) -> ApiKey:
     """Revoke a key for ever; one that was revoked stays as it is. Raises KeyChangeError."""
-    data, key = await read_key(client, key_id)
-    if key.revoked:
-        return key
-    revoked = replace(key, revoked=int(await client.read_time()))
-    await write_key(client, data, revoked)
-    return revoked
+    return await edit_key(client, key_id, lambda key, now_s: replace(key, revoked=key.revoked or int(now_s)))
 
 
 async def rotate_key(client: PoolClient, key_id: str) -> IssuedKey:
     """Give a key another text; the old one counts no more. Raises KeyChangeError."""
-    data, key = await read_key(client, key_id)
-    if (state := key.state(await client.read_time())) != "active":
-        raise KeyChangeError(f"the key {key_id} is {state}: add another one")
     text = new_key()
-    rotated = replace(key, digest=digest_of(text))
-    await write_key(client, data, rotated)
-    return IssuedKey(text, rotated)
+
+    def rotated(key: ApiKey, now_s: float) -> ApiKey:
+        if (state := key.state(now_s)) != "active":
+            raise KeyChangeError(f"the key {key_id} is {state}: add another one")
+        return replace(key, digest=digest_of(text))
+
+    return IssuedKey(text, await edit_key(client, key_id, rotated))
 
 
-async def read_key(client: PoolClient, key_id: str) -> tuple[bytes, ApiKey]:
-    """A record as it stands, and decoded. Raises KeyChangeError."""
+async def edit_key(client: PoolClient, key_id: str, edit: Callable[[ApiKey, float], ApiKey]) -> ApiKey:
+    """Change a record as `edit` says, and return it. Raises KeyChangeError."""
     data = await client.redis.hget(client.keys.api_keys, key_id)  # type: ignore[misc]
     if data is None or key_id.encode() == VERSION or not KEY_ID.fullmatch(key_id):
         raise KeyChangeError(f"there is no key {key_id[:64]!r}; `tokenfleet keys list` shows all", True)
-    return data, decode(ApiKey, data)
-
-
-async def write_key(client: PoolClient, old: bytes, record: ApiKey) -> None:
-    """Raises KeyChangeError."""
-    if not await client.run(change_key(client.keys, record.key_id, old, record)):
-        raise KeyChangeError(f"somebody else has just changed the key {record.key_id}: try again")
+    key = decode(ApiKey, data)
+    edited = edit(key, await client.read_time())
+    if edited != key and not await client.run(change_key(client.keys, key_id, data, edited)):
+        raise KeyChangeError(f"somebody else has just changed the key {key_id}: try again")
+    return edited
 
 
 def change_key(

@@ -49,18 +49,24 @@ from common.messages.request import Generate
 
 LIVE = Shape("LiveResponse", {"live": True})
 MODEL_READY = Shape("ModelReady", {"name": "SmolLM2", "ready": True})
-METADATA = Shape("ServerMetadata", {"name": "tokenfleet", "version": "1.0.0", "extensions": ["generate"]})
-TENSORS = [{"name": "text_input", "datatype": "BYTES", "shape": [-1]}]
-MODEL_METADATA = Shape(
-    "ModelMetadata",
-    {
-        "name": "SmolLM2",
-        "versions": ["1"],
-        "platform": "pytorch_transformers",
-        "inputs": TENSORS,
-        "outputs": TENSORS,
-    },
-)
+SERVER = {
+    "name": "tokenfleet",
+    "version": version("tokenfleet"),
+    "extensions": ["health", "models", "metrics", "generate"],
+}
+TEXT_OUTPUT = "text_output"
+"""The name of an output that the client does not name."""
+VERSION = "1"
+"""The version of every model: a pool serves one."""
+
+
+def describe_model(name: str) -> dict[str, Any]:
+    """The model's tensors: texts in, texts out."""
+    fields = {"name": name, "versions": [VERSION], "platform": "pytorch_transformers"}
+    ends = {"inputs": "text_input", "outputs": TEXT_OUTPUT}
+    return fields | {end: [{"name": one, "datatype": "BYTES", "shape": [-1]}] for end, one in ends.items()}
+
+
 INFER_ANSWER = Shape(
     "InferResponse",
     {
@@ -86,8 +92,6 @@ KSERVE_ERROR = Shape("KServeError", {"error": "Input validation error: …"})
 ERRORS = error_responses(KSERVE_ERROR, {code: one["description"] for code, one in TGI_ERRORS.items()})
 """All error responses by status."""
 
-TEXT_OUTPUT = "text_output"
-"""The name of an output that the client does not name."""
 ALIASES = {
     "max_tokens": "max_new_tokens",
     "min_length": "min_new_tokens",
@@ -241,8 +245,6 @@ class InferRequest(GenerateBody):
 # --- answers ------------------------------------------------------------------------------------------------
 
 
-VERSION = "1"
-"""The version of every model: a pool serves one."""
 MODEL_PATH = re.compile(r"/v2/models/(?P<name>.+?)(/versions/(?P<version>[^/]+))?/(infer|generate(_stream)?)")
 
 
@@ -359,11 +361,10 @@ async def kserve_ready(request: Request) -> Response:
     return json_response({"live": True})
 
 
-@info_router.get("/v2", summary="Server metadata", responses=answer(METADATA))
+@info_router.get("/v2", summary="Server metadata", responses=answer(Shape("ServerMetadata", SERVER)))
 async def kserve_server() -> Response:
     """Returns the server's name, its version, and what it offers besides inference."""
-    extensions = ["health", "models", "metrics", "generate"]
-    return json_response({"name": "tokenfleet", "version": version("tokenfleet"), "extensions": extensions})
+    return json_response(SERVER)
 
 
 @info_router.get(VERSIONED, include_in_schema=False)
@@ -382,13 +383,13 @@ async def kserve_model_ready(request: Request, model: ModelName) -> Response:
     return json_response({"name": model, "ready": True})
 
 
-@info_router.get(MODEL, summary="Metadata of a model", responses=answer(MODEL_METADATA))
+@info_router.get(
+    MODEL, summary="Metadata of a model", responses=answer(Shape("ModelMetadata", describe_model("SmolLM2")))
+)
 async def kserve_model(request: Request, model: ModelName) -> Response:
     """Returns the model's tensors: texts in, texts out."""
     await pools_of(request).find(model)
-    tensors = [[{"name": name, "datatype": "BYTES", "shape": [-1]}] for name in ("text_input", TEXT_OUTPUT)]
-    fields = {"name": model, "versions": [VERSION], "platform": "pytorch_transformers"}
-    return json_response(fields | {"inputs": tensors[0], "outputs": tensors[1]})
+    return json_response(describe_model(model))
 
 
 # --- generation ---------------------------------------------------------------------------------------------

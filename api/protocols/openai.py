@@ -666,14 +666,12 @@ def render_whole(
     return body, total_headers(answer, streams, renderer.usage()["completion_tokens"], arrived_s)
 
 
-def render_chunks(kind: type[ChunkRenderer], answer: HttpAnswer, streams: Sequence[Stream]) -> ChunkFeed:
-    """The frames of a job: chunks, whose lanes are the indices of their choices; `[DONE]` is no JSON."""
-    return ChunkFeed(kind(answer, streams))
-
-
 def renderer_of(kind: type[ChoicesRenderer]) -> AnswerRenderer:
+    """The frames of a job are chunks, whose lanes are the indices of their choices; `[DONE]` is no JSON."""
     return AnswerRenderer(
-        partial(render_frames, kind), partial(render_whole, kind), partial(render_chunks, kind)
+        partial(render_frames, kind),
+        partial(render_whole, kind),
+        lambda answer, streams: ChunkFeed(kind(answer, streams)),
     )
 
 

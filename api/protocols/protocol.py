@@ -158,9 +158,6 @@ class Protocol(NamedTuple):
     in_batches: bool = False
     event: str = REQUEST
 
-    def wants_frames(self, body: Strict) -> bool:
-        return bool(getattr(body, "stream", None)) if self.streams is None else self.streams
-
     @property
     def docs(self) -> dict[str, Any]:
         """What /docs says of it, for FastAPI."""

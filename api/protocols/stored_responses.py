@@ -129,7 +129,10 @@ async def cancel_response(request: Request, response_id: ResponseId) -> Response
 async def remove_response(request: Request, response_id: ResponseId) -> Response:
     """Deletes a response and its input; a response that has not ended is cancelled first."""
     stored = await find_own_response(request, response_id)
-    await delete_response(stored)
+    await cancel_stored(stored)
+    async with asking_broker():
+        if not await delete_ended(stored.pool.client, stored.answer.request_id):
+            raise unavailable("the response was cancelled, but has not ended yet: delete it again")
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -184,11 +187,3 @@ async def cancel_stored(stored: StoredResponse) -> Stream:
         if stream.terminal or time.monotonic() > end_s:
             return stream
         await asyncio.sleep(CANCEL_POLL_S)
-
-
-async def delete_response(stored: StoredResponse) -> None:
-    """Cancel a response unless it has ended, then delete it. Raises ApiError (503)."""
-    await cancel_stored(stored)
-    async with asking_broker():
-        if not await delete_ended(stored.pool.client, stored.answer.request_id):
-            raise unavailable("the response was cancelled, but has not ended yet: delete it again")

@@ -61,7 +61,8 @@ async def serve(protocol: Protocol, request: Request) -> Response:
 async def serve_on(protocol: Protocol, request: Request, route: str, parsed: Strict, pool: Pool) -> Response:
     """Validate and submit what the body asks for, and respond. Raises ApiError."""
     await pool.admission.check()
-    context = Context(pool, route, answer_id(request), protocol.wants_frames(parsed), request)
+    streams = bool(getattr(parsed, "stream", None)) if protocol.streams is None else protocol.streams
+    context = Context(pool, route, answer_id(request), streams, request)
     asked = await protocol.read(parsed, context)
     answer = new_answer(protocol, request, parsed, context, asked)
     streams = await submit(pool, answer)

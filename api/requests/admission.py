@@ -139,12 +139,22 @@ class Admission:
         return streams
 
     def charge(self, request: Generate, place: int, per_prompt: int) -> KeyCharge | None:
-        """What a request takes of the rates of its API key; None without one. Raises ApiError (401) if the
-        key counts no more. The arguments are those of `charge_for`.
+        """What a request takes of the rates of its API key; None without one. A client's request counts once,
+        and each of its prompts once. Raises ApiError (401) if the key counts no more.
+
+        Args:
+            place: of the request among those of its answer.
+            per_prompt: requests for each prompt.
         """
         if not request.key_id:
             return None
-        return charge_for(self.keys.named(request.key_id), request, place, per_prompt)
+        num_sequences = request.beams.num_returned if request.beams else 1
+        return KeyCharge(
+            self.keys.named(request.key_id),
+            num_requests=int(place == 0),
+            num_asked=0 if place % per_prompt else request.num_prompt,
+            num_answer=0 if request.pooling else request.stopping.max_new_tokens * num_sequences,
+        )
 
     async def submit(
         self, request: Generate, answer: bytes, charge: KeyCharge | None, may_repeat: bool = False
@@ -377,22 +387,6 @@ LIMITS = {
     "key_tokens": ("tokens_per_minute", "tokens a minute"),
 }
 """Outcomes of an admission → the limit of the key, and its name."""
-
-
-def charge_for(key: ApiKey, request: Generate, place: int, per_prompt: int) -> KeyCharge:
-    """What a request takes. A client's request counts once, and each of its prompts once.
-
-    Args:
-        place: of the request among those of its answer.
-        per_prompt: requests for each prompt.
-    """
-    num_sequences = request.beams.num_returned if request.beams else 1
-    return KeyCharge(
-        key,
-        num_requests=int(place == 0),
-        num_asked=0 if place % per_prompt else request.num_prompt,
-        num_answer=0 if request.pooling else request.stopping.max_new_tokens * num_sequences,
-    )
 
 
 def limit_headers(key: ApiKey, left: LeftOfRates | None) -> dict[str, str]:

@@ -68,6 +68,8 @@ class Pool:
         self.keys = keys
         path = model_files.resolve(settings.model_id, settings.revision, dtype=settings.dtype)
         self.pooling = read_pooling(path, settings)
+        # tokens of a request that is accepted before any worker has said what it holds; 0 accepts none
+        longest = settings.max_total_tokens or context_length(path) if settings.scale_to_zero else 0
         self.call_format = call_format_of(settings, tokenizer)
         self.reasoning_format = reasoning_format_of(settings, tokenizer)
         self.client = PoolClient.connect(settings)
@@ -77,7 +79,7 @@ class Pool:
             gateway,
             settings,
             num_streams=lambda: len(self.relay.streams),
-            max_total_tokens=longest_request(settings),
+            max_total_tokens=longest,
             pooling=self.pooling,
         )
         self.adapters = AdapterMonitor(self.client, adapters_of(settings), settings.heartbeat_s)
@@ -162,16 +164,6 @@ def load_tokenizer(settings: Settings, budget: TextBudget | None = None) -> Mode
         budget or TextBudget(num_threads=settings.validation_workers),
         settings.control_tokens_in_messages,
     )
-
-
-def longest_request(settings: Settings) -> int:
-    """The tokens of a request that is accepted before any worker has said what it holds: MAX_TOTAL_TOKENS, or
-    the model's context. 0 without SCALE_TO_ZERO: none is accepted. Raises SettingError.
-    """
-    if not settings.scale_to_zero:
-        return 0
-    path = model_files.resolve(settings.model_id, settings.revision, dtype=settings.dtype)
-    return settings.max_total_tokens or context_length(path)
 
 
 # --- formats of answers -------------------------------------------------------------------------------------

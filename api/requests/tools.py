@@ -110,7 +110,12 @@ def choose(
         raise invalid(f"`{choice_field}` is only allowed with `{field}`", choice_field)
     if not tools or choice == "none":
         return None
-    found = ToolChoice([template_tool(one) for one in functions], tuple(tools.values()))
+    shown = []  # as chat templates expect tools
+    for one in functions:
+        about = {} if one.description is None else {"description": one.description}
+        function = {"name": one.name, **about, "parameters": parameters_of(one)}
+        shown.append({"type": "function", "function": function})
+    found = ToolChoice(shown, tuple(tools.values()))
     if choice in (None, "auto"):
         return found
     if choice == "required":
@@ -171,13 +176,6 @@ def check_functions(functions: Sequence[FunctionSchema], field: str) -> list[Too
             words = f"must be the JSON schema of an object. Given the type: {quoted(kind)}"
             raise invalid(f"`{parameters}` {words}", parameters)
     return [Tool(one.name, parameters_of(one), bool(one.strict)) for one in functions]
-
-
-def template_tool(function: FunctionSchema) -> dict[str, Any]:
-    """A tool as chat templates expect it."""
-    described = {} if function.description is None else {"description": function.description}
-    shown = {"name": function.name, **described, "parameters": parameters_of(function)}
-    return {"type": "function", "function": shown}
 
 
 def parameters_of(function: FunctionSchema) -> Mapping[str, Any]:
