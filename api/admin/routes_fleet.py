@@ -331,7 +331,12 @@ async def read_timelines(client: PoolClient, request_id: str) -> dict[str, Event
     while entries := await client.redis.xrevrange(client.keys.timeline, newest, "-", count=CHUNK):
         for entry in entries:
             add_entry(timelines, entry, request_id)
-        if is_complete(timelines, entries[-1]):
+        # no entry before this one can belong to these timelines
+        first_events = [events[0] for events in timelines.values()]
+        oldest_ms = int(entries[-1][0].split(b"-")[0])
+        if first_events and all(
+            event["what"] == "queued" and oldest_ms < event["at_ms"] - SIBLINGS_MS for event in first_events
+        ):
             break
         newest = f"({entries[-1][0].decode()}"
     return dict(sorted(timelines.items()))
@@ -349,15 +354,6 @@ def add_entry(timelines: dict[str, Events], entry: Entry, request_id: str) -> No
         except WireError:
             continue
         timelines[known_id] = events + timelines.get(known_id, [])
-
-
-def is_complete(timelines: dict[str, Events], oldest: Entry) -> bool:
-    """Whether no entry before this one can belong to these timelines."""
-    first_events = [events[0] for events in timelines.values()]
-    entry_ms = int(oldest[0].split(b"-")[0])
-    return bool(first_events) and all(
-        event["what"] == "queued" and entry_ms < event["at_ms"] - SIBLINGS_MS for event in first_events
-    )
 
 
 @router.get(

@@ -11,16 +11,7 @@ from starlette.responses import Response
 
 from api.errors import ApiError, asking_broker
 from api.http import body
-from api.http.openapi import (
-    FLEET,
-    TGI_ERRORS,
-    ErrorResponse,
-    Shape,
-    answer,
-    error_responses,
-    json_body,
-    only,
-)
+from api.http.openapi import FLEET, TGI_ERRORS, ErrorResponse, Shape, answer, error_responses, json_body, only
 from api.jobs import records
 from api.jobs.listing import JobQuery, count_jobs, read_content, read_page, read_record
 from api.jobs.scripts import JobRecord

@@ -38,7 +38,14 @@ async def read(request: Request, schema: type[Schema], max_bytes: int) -> Schema
 
 async def read_json(request: Request, max_bytes: int) -> bytes:
     """The bytes of a body whose headers say that it is plain JSON. Raises ApiError: 413, 415."""
-    check_content_type(request)
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        why = f"Bodies are not decoded: send them without `Content-Encoding: {cut(encoding)}`"
+        raise ApiError(415, "unsupported_media_type", why)
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        why = "Expected request with `Content-Type: application/json`"
+        raise ApiError(415, "unsupported_media_type", why)
     return await read_bytes(request, max_bytes)
 
 
@@ -71,18 +78,6 @@ def field_name(path: Sequence[str | int]) -> str:
     """A path to a field as text: `messages[0].content`, or `body` if it is empty."""
     steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
     return cut("".join(steps).removeprefix(".")) or "body"
-
-
-def check_content_type(request: Request) -> None:
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding != "identity":
-        why = f"Bodies are not decoded: send them without `Content-Encoding: {cut(encoding)}`"
-        raise ApiError(415, "unsupported_media_type", why)
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        raise ApiError(
-            415, "unsupported_media_type", "Expected request with `Content-Type: application/json`"
-        )
 
 
 def announces_more(request: Request, max_bytes: int) -> bool:

@@ -294,7 +294,15 @@ class HttpProtocol(H11Protocol):
             self.transport.close()  # an answer to this request has begun
             return
         _, error = tgi(ApiError(status, http.HTTPStatus(status).phrase.lower().replace(" ", "_"), why))
-        self.transport.write(whole_response(status, to_json(error)))
+        body = to_json(error)
+        head = [
+            f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}",
+            "content-type: application/json",
+            f"content-length: {len(body)}",
+            f"{REQUEST_ID_HEADER}: {uuid.uuid4().hex}",
+            "connection: close",
+        ]
+        self.transport.write("\r\n".join([*head, "", ""]).encode() + body)
         self.is_refused = True
         self.cycle = None  # type: ignore[assignment]
         self.conn = RequestReader(self.limits.max_head_bytes)  # without the bytes that have come
@@ -308,18 +316,6 @@ class HttpProtocol(H11Protocol):
         if self.num_drained > MAX_DRAINED_BYTES:
             self.limits.count_cut("drain")
             self.transport.abort()
-
-
-def whole_response(status: int, body: bytes) -> bytes:
-    """The bytes of a JSON response after which the connection is closed."""
-    head = [
-        f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}",
-        "content-type: application/json",
-        f"content-length: {len(body)}",
-        f"{REQUEST_ID_HEADER}: {uuid.uuid4().hex}",
-        "connection: close",
-    ]
-    return "\r\n".join([*head, "", ""]).encode() + body
 
 
 class InheritedConnection(HttpProtocol):

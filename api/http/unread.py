@@ -54,7 +54,8 @@ def bytes_written(connection: socket.socket) -> int:
     """
     while True:
         acked = bytes_acked(connection)
-        queued = bytes_queued(connection)
+        # SIOCOUTQ: bytes that the client has not acknowledged, sent or not
+        queued: int = INT.unpack(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(INT.size)))[0]
         if acked == bytes_acked(connection):  # no acknowledgement came in between
             return acked + queued
 
@@ -66,12 +67,6 @@ def bytes_acked(connection: socket.socket) -> int:
     if len(info) < size:
         raise OSError("this kernel does not count the bytes of a connection")
     count: int = BYTES_ACKED.unpack_from(info, BYTES_ACKED_AT)[0]
-    return count
-
-
-def bytes_queued(connection: socket.socket) -> int:
-    """SIOCOUTQ: bytes that the client has not acknowledged, sent or not."""
-    count: int = INT.unpack(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(INT.size)))[0]
     return count
 
 

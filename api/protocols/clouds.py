@@ -18,11 +18,7 @@ from api.json import to_json
 from api.protocols.openai import CHAT_COMPLETIONS, COMPLETIONS
 from api.protocols.openai_bodies import ChatRequest, read_chat
 from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, WholeBody
-from api.protocols.tgi import (
-    COMPAT_GENERATE,
-    GENERATE_ERRORS,
-    GenerateRequest,
-)
+from api.protocols.tgi import COMPAT_GENERATE, GENERATE_ERRORS, GenerateRequest
 from api.requests.fields import Listed, Strict
 from api.requests.on_pool import allowed_adapter, check_adapter_id, pools_of
 from api.requests.params import GenerationParams

@@ -32,12 +32,7 @@ from api.event_loop import offload
 from api.http.openapi import OPENAI, OPENAI_ERRORS, OpenAIError, Shape, event_stream
 from api.http.sse import MAX_ITEMS, Change, Feed, MappedFeed, sse_frames
 from api.json import to_json
-from api.protocols.openai_bodies import (
-    ChatRequest,
-    CompletionRequest,
-    read_chat_completion,
-    read_completion,
-)
+from api.protocols.openai_bodies import ChatRequest, CompletionRequest, read_chat_completion, read_completion
 from api.protocols.protocol import AnswerRenderer, Protocol, WholeBody
 from api.requests.respond import total_headers
 from api.streams.beams import all_outputs, is_absent

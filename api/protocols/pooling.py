@@ -433,7 +433,7 @@ def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float
     match shown.form:
         case "embeddings":
             data: list[dict[str, Any]] = [
-                {"object": "embedding", "index": i, "embedding": render_vector(shown, values_of(stream))}
+                {"object": "embedding", "index": i, "embedding": shown_values(shown, values_of(stream))}
                 for i, stream in enumerate(streams)
             ]
             content = {"object": "list", "data": data, **model, "usage": usage}
@@ -459,7 +459,7 @@ def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float
     return to_json(content), total_headers(answer, streams, 0, arrived_s)
 
 
-def render_vector(shown: VectorAnswer, vector: Vector) -> Any:
+def shown_values(shown: VectorAnswer, vector: Vector) -> Any:
     """A vector as JSON: the shortest numbers that give its float32 values, or base64."""
     values = shaped(vector, shown.dimensions, shown.normalized)
     return b64encode(values.tobytes()).decode() if shown.base64 else [short(value) for value in values]

@@ -24,12 +24,7 @@ from api.http.openapi import (
 )
 from api.http.sse import SSE_HEADERS, RestOfFeed
 from api.json import json_response
-from api.protocols.response_object import (
-    ITEM,
-    RESPONSE_EVENT,
-    RESPONSE_SHAPE,
-    ResponseObjectRenderer,
-)
+from api.protocols.response_object import ITEM, RESPONSE_EVENT, RESPONSE_SHAPE, ResponseObjectRenderer
 from api.protocols.responses import StoredResponse, find_response, read_response, render_response
 from api.protocols.typed_events import EventFrames
 from api.requests.request_scripts import cancel_request

@@ -30,12 +30,7 @@ from api.requests.fields import Strict
 from api.requests.metrics import ARRIVED_S
 from api.requests.on_pool import on_pool, own_pool
 from api.requests.pool import Pool
-from api.requests.respond import (
-    answer_id,
-    read_terms,
-    submit,
-    with_adapter,
-)
+from api.requests.respond import answer_id, read_terms, submit, with_adapter
 from api.requests.service_terms import on_terms
 from api.streams.answer_trace import traced
 from api.streams.describe_answer import describe_answer
@@ -61,8 +56,8 @@ async def serve(protocol: Protocol, request: Request) -> Response:
 async def serve_on(protocol: Protocol, request: Request, route: str, parsed: Strict, pool: Pool) -> Response:
     """Validate and submit what the body asks for, and respond. Raises ApiError."""
     await pool.admission.check()
-    streams = bool(getattr(parsed, "stream", None)) if protocol.streams is None else protocol.streams
-    context = Context(pool, route, answer_id(request), streams, request)
+    in_frames = bool(getattr(parsed, "stream", None)) if protocol.streams is None else protocol.streams
+    context = Context(pool, route, answer_id(request), in_frames, request)
     asked = await protocol.read(parsed, context)
     answer = new_answer(protocol, request, parsed, context, asked)
     streams = await submit(pool, answer)

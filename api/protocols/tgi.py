@@ -39,16 +39,7 @@ from api.protocols.openai import Choice, ChunkFeed, ChunkRenderer, render_frames
 from api.protocols.openai_bodies import OPENAI_FIELDS
 from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, WholeBody
 from api.requests.beams import BeamFields
-from api.requests.fields import (
-    BIAS_SCHEMA,
-    DETACHED,
-    RESUME_S,
-    Listed,
-    Strict,
-    Whole,
-    optional,
-    ranged,
-)
+from api.requests.fields import BIAS_SCHEMA, DETACHED, RESUME_S, Listed, Strict, Whole, optional, ranged
 from api.requests.on_pool import own_pool
 from api.requests.params import SWITCH_NAMES, GenerationParams, Limits, draws
 from api.requests.respond import time_headers, total_headers

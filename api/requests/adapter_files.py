@@ -18,10 +18,18 @@ FACTOR = re.compile(r"\.lora_(A|embedding_A)\b")
 def describe_adapter(source: AdapterSource, folder: Path) -> PoolAdapter:
     """Return the record of the adapter in a folder. Raises AdapterFault if it cannot be served."""
     config = read_config(folder)
-    shapes = read_shapes(folder / WEIGHTS)
+    path = folder / WEIGHTS
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        head = file.read(size) if size <= MAX_HEADER_BYTES else b""
+    try:
+        tensors = {name: one["shape"] for name, one in json.loads(head).items() if name != "__metadata__"}
+        shapes = {name: [int(size) for size in shape] for name, shape in tensors.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
+        raise AdapterFault(f"{path} is no file of safetensors, or damaged") from None
     ranks = [shape[0] for name, shape in shapes.items() if shape and FACTOR.search(name)]
     if not ranks:
-        raise AdapterFault(f"{folder / WEIGHTS} has no matrices of a LoRA adapter")
+        raise AdapterFault(f"{path} has no matrices of a LoRA adapter")
     return PoolAdapter(
         source.name,
         str(folder) if Path(source.path).expanduser().is_dir() else source.path,
@@ -30,19 +38,6 @@ def describe_adapter(source: AdapterSource, folder: Path) -> PoolAdapter:
         base_model=config.base_model,
         added_ms=int(1000 * time.time()),
     )
-
-
-def read_shapes(path: Path) -> dict[str, list[int]]:
-    """Return the shapes of the tensors of a file of safetensors, by name. Raises AdapterFault."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        head = file.read(size) if size <= MAX_HEADER_BYTES else b""
-    try:
-        header = json.loads(head)
-        tensors = {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
-        return {name: [int(size) for size in shape] for name, shape in tensors.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
-        raise AdapterFault(f"{path} is no file of safetensors, or damaged") from None
 
 
 def find_adapter(source: AdapterSource) -> PoolAdapter:

@@ -4,6 +4,7 @@ tools by the model's template.
 A model whose template has no tools gets them as TGI puts them: as text at the end of the last message.
 """
 
+import contextlib
 import functools
 import json
 import logging
@@ -143,20 +144,12 @@ def template_message(one: ChatMessage, name: str, call_id: str, sees: bool) -> d
 
 
 def template_call(function: EarlierFunction, call_id: str) -> dict[str, Any]:
-    called = {"name": function.name, "arguments": parse_arguments(function.arguments)}
+    arguments: Any = function.arguments or {}
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):  # a text that cannot be read as JSON stays as it is
+            arguments = parse_text(arguments)
+    called = {"name": function.name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": called}
-
-
-def parse_arguments(arguments: str | dict[str, Any] | None) -> Any:
-    """Arguments as an object; a text that cannot be read as JSON stays as it is."""
-    if not arguments:
-        return {}
-    if isinstance(arguments, dict):
-        return arguments
-    try:
-        return parse_text(arguments)
-    except ValueError:
-        return arguments
 
 
 def join_parts(
@@ -167,20 +160,18 @@ def join_parts(
         raise invalid(f"`{name}` is required", name)
     if isinstance(content, str):
         return content
-    return "".join(part_text(part, f"{name}[{i}]", may_refuse, name, sees) for i, part in enumerate(content))
-
-
-def part_text(part: ContentPart, name: str, may_refuse: bool, field: str, sees: bool) -> str:
-    """The text of a part, or a mark. Raises ApiError with the name of the whole `field`."""
-    if sees and is_picture(part.type):
-        return MARK
-    is_refusal = may_refuse and part.type == "refusal"
-    if part.type != "text" and not is_refusal:
-        raise unknown_part(part.type, name, field, sees)
-    text = part.refusal if is_refusal else part.text
-    if text is None:
-        raise invalid(f"`{name}.{'refusal' if is_refusal else 'text'}` is required", field)
-    return text
+    texts = []
+    for i, part in enumerate(content):
+        place, is_refusal = f"{name}[{i}]", may_refuse and part.type == "refusal"
+        if sees and is_picture(part.type):
+            texts.append(MARK)
+            continue
+        if part.type != "text" and not is_refusal:
+            raise unknown_part(part.type, place, name, sees)
+        if (text := part.refusal if is_refusal else part.text) is None:
+            raise invalid(f"`{place}.{'refusal' if is_refusal else 'text'}` is required", name)
+        texts.append(text)
+    return "".join(texts)
 
 
 def picture_sources(messages: Sequence[ChatMessage]) -> list[PictureSource]:

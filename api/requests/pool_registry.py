@@ -96,18 +96,13 @@ class DirectoryMonitor(Monitor):
     async def read(self) -> None:
         began_s = time.monotonic()
         found = await self.client.read()
-        self.pools = merge(self.pools, found.pools, began_s - self.read_s)
+        # those known before have become older: a directory whose broker was replaced has none at first
+        passed_s = began_s - self.read_s
+        older = {name: one._replace(age_s=one.age_s + passed_s) for name, one in self.pools.items()}
+        self.pools = {name: one for name, one in (older | found.pools).items() if one.age_s <= TTL_S}
         self.weights = found.weights
         self.read_s = began_s
         self.is_new.set()
-
-
-def merge(known: dict[str, KnownPool], found: dict[str, KnownPool], passed_s: float) -> dict[str, KnownPool]:
-    """The pools that were just found, and those known before, which have become older: a directory whose
-    broker was replaced has none until they write again.
-    """
-    older = {name: pool._replace(age_s=pool.age_s + passed_s) for name, pool in known.items()}
-    return {name: pool for name, pool in (older | found).items() if pool.age_s <= TTL_S}
 
 
 # --- pool registry ------------------------------------------------------------------------------------------
@@ -239,7 +234,9 @@ class PoolRegistry:
             return rank_by_weight({name: weights[name] for name in best}, key)[:2] or best[:1]
         if grades[best[0]] == Grade.AWAY:
             return best[:1]
-        return pick_by_depth({name: self.depth(name) for name in best}, self.chance)
+        known = self.directory.pools
+        depths = {name: known[name].entry.depth if name in known else 0.0 for name in best}
+        return pick_by_depth(depths, self.chance)
 
     def has_model(self, name: str, model: str) -> bool:
         return is_named(model, self.directory.pools[name].entry.models)
@@ -253,10 +250,6 @@ class PoolRegistry:
             return Grade.CLOSED
         pool = self.own if is_own else self.foreign[name].pool
         return Grade.OPEN if pool.is_live else Grade.AWAY
-
-    def depth(self, name: str) -> float:
-        known = self.directory.pools.get(name)
-        return known.entry.depth if known else 0.0
 
     def served_names(self) -> list[str]:
         """The names of all models that live pools serve, of pools with another model than the own one, and of

@@ -67,7 +67,14 @@ async def make_requests(
 ) -> list[Generate]:
     with tracing.span("tokenize"):
         prompt_ids = await encode_prompt(params, limits, tokenizer)
-    own: dict[str, Any] = {"grammar": await grammar_source(params, limits, tokenizer)}
+    own: dict[str, Any] = {"grammar": ""}
+    if (grammar := params.grammar) is not None:
+        if limits.settings.disable_grammar_support:
+            raise invalid(f"`{grammar.field}` is turned off here (DISABLE_GRAMMAR_SUPPORT)", grammar.field)
+        if isinstance(grammar, CompiledGrammar):
+            own["grammar"] = grammar.source
+        else:
+            own["grammar"] = await compile_grammar(grammar, tokenizer)
     if params.watermark:
         settings = limits.settings
         own |= {"watermark_gamma": settings.watermark_gamma, "watermark_delta": settings.watermark_delta}
@@ -108,7 +115,14 @@ def check(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -
             raise invalid_field(params, name, f"must be {allowed}. Given: {quoted(value)}")
     check_lists(params, limits, tokenizer)
     check_items(params)
-    check_allowed_ids(params, tokenizer)
+    ids, least = params.sampling.allowed_token_ids, params.stopping.min_new_tokens
+    if ids and params.grammar is not None:
+        words = "and a structured output or forced calls exclude each other"
+        raise invalid_field(params, "allowed_token_ids", words)
+    ends = {*params.stopping.stop_ids, *(() if params.stopping.ignore_eos else tokenizer.ending_ids)}
+    if ids and least and ends.issuperset(ids):
+        words = f"has no token that may come before `{params.name('min_new_tokens')}`"
+        raise invalid_field(params, "allowed_token_ids", words)
     for field in ("prompt_logprobs", "context_logits"):
         given = params.value(field)
         if tokenizer.starting_ids and given is not None and given is not False:  # its encoder predicts none
@@ -156,32 +170,6 @@ def check_items(params: GenerationParams) -> None:
         if not 0 < len(word.strip()) <= len(word) <= MAX_BAD_WORD_CHARS:
             words = f"must have words of 1 to {MAX_BAD_WORD_CHARS} characters. Given: {len(word.strip())}"
             raise invalid_field(params, "bad_words", words)
-
-
-def check_allowed_ids(params: GenerationParams, tokenizer: ModelTokenizer) -> None:
-    """What may not stand beside `allowed_token_ids`."""
-    field, ids = "allowed_token_ids", params.sampling.allowed_token_ids
-    if ids and params.grammar is not None:
-        raise invalid_field(params, field, "and a structured output or forced calls exclude each other")
-    ends = {*params.stopping.stop_ids, *(() if params.stopping.ignore_eos else tokenizer.ending_ids)}
-    if ids and params.stopping.min_new_tokens and ends.issuperset(ids):
-        raise invalid_field(
-            params, field, f"has no token that may come before `{params.name('min_new_tokens')}`"
-        )
-
-
-async def grammar_source(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> str:
-    """The grammar in llguidance's form; "" for none. Raises ApiError, also where structured output is turned
-    off.
-    """
-    grammar = params.grammar
-    if grammar is None:
-        return ""
-    if limits.settings.disable_grammar_support:
-        raise invalid(f"`{grammar.field}` is turned off here (DISABLE_GRAMMAR_SUPPORT)", grammar.field)
-    if isinstance(grammar, CompiledGrammar):
-        return grammar.source
-    return await compile_grammar(grammar, tokenizer)
 
 
 # --- prompt and lengths -------------------------------------------------------------------------------------
