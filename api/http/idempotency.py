@@ -8,7 +8,6 @@ which of two requests is the first. The other one is replayed (api/resume/replay
 import contextlib
 import hashlib
 from functools import partial
-from typing import Any
 
 import orjson
 from starlette.requests import Request
@@ -20,14 +19,6 @@ from common import ids
 
 REPLAYED = "idempotency-replayed"
 IDEMPOTENCY_KEY = "idempotency-key"
-IDEMPOTENCY_HEADER: dict[str, Any] = {
-    "name": "Idempotency-Key",
-    "in": "header",
-    "description": "A random text, the same when the request is sent again: the answer is computed once, and "
-    "each attempt gets it. It is forgotten after ANSWER_TTL_S.",
-    "schema": {"type": "string", "maxLength": 255, "pattern": r"^[!-~]*[!#-~][!-~]*$"},
-}
-"""How /docs describes it; quotes around a key do not count."""
 KEY_REUSED = "The `Idempotency-Key` was sent before with another route or body"
 """Of status 409."""
 

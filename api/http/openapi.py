@@ -102,6 +102,11 @@ def json_body(model: type[BaseModel], example: dict[str, Any]) -> dict[str, Any]
     return {"requestBody": {"required": True, "content": {"application/json": content}}}
 
 
+def header(name: str, description: str, **schema: Any) -> dict[str, Any]:
+    """A parameter of a route in a header."""
+    return {"name": name, "in": "header", "description": description, "schema": schema}
+
+
 def schema_of(shape: Any) -> dict[str, Any]:
     """The JSON schema of an example (see `Shape`)."""
     match shape:

@@ -12,7 +12,7 @@ from starlette.types import Scope
 
 from api.answers.answer import HttpAnswer, Rendering
 from api.errors import Family, anthropic, kserve, openai, tgi
-from api.http.idempotency import IDEMPOTENCY_HEADER, KEY_REUSED
+from api.http.idempotency import KEY_REUSED
 from api.http.openapi import Responses, json_answer, json_body
 from api.http.sse import Feed
 from api.requests.fields import Strict
@@ -163,14 +163,13 @@ class Protocol(NamedTuple):
         """What /docs says of it, for FastAPI."""
         content = {**(json_answer(self.whole) if self.whole else {}), **self.events}
         body = json_body(self.shown_body or self.body, dict(self.example))
-        headers = [*SERVICE_HEADERS, IDEMPOTENCY_HEADER]
         conflict = {**self.errors[503], "description": KEY_REUSED}
         return {
             "tags": [self.tag],
             "summary": self.summary,
             "description": self.description,
             "responses": {409: conflict, **self.errors, 200: {"content": content}},
-            "openapi_extra": body | {"parameters": [*self.parameters, *headers]},
+            "openapi_extra": body | {"parameters": [*self.parameters, *SERVICE_HEADERS]},
             **({} if self.whole else {"response_class": EventSourceResponse}),
         }
 

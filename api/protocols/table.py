@@ -30,12 +30,12 @@ from api.requests.fields import Strict
 from api.requests.metrics import ARRIVED_S
 from api.requests.on_pool import on_pool, own_pool
 from api.requests.pool import Pool
-from api.requests.respond import answer_id, read_terms, submit, with_adapter
+from api.requests.respond import answer_id, read_terms, with_adapter
 from api.requests.service_terms import on_terms
 from api.streams.answer_trace import traced
-from api.streams.describe_answer import describe_answer
+from api.streams.describe_answer import describe_answer, make_room
 from api.streams.http_response import TokenStream, respond_with_whole
-from api.webhooks import with_webhook
+from api.webhooks import check_room, with_webhook
 
 
 async def serve(protocol: Protocol, request: Request) -> Response:
@@ -54,13 +54,20 @@ async def serve(protocol: Protocol, request: Request) -> Response:
 
 
 async def serve_on(protocol: Protocol, request: Request, route: str, parsed: Strict, pool: Pool) -> Response:
-    """Validate and submit what the body asks for, and respond. Raises ApiError."""
+    """Validate and submit what the body asks for, and respond. Raises ApiError, and Repeated as
+    `Admission.submit_all`.
+    """
     await pool.admission.check()
     in_frames = bool(getattr(parsed, "stream", None)) if protocol.streams is None else protocol.streams
     context = Context(pool, route, answer_id(request), in_frames, request)
     asked = await protocol.read(parsed, context)
     answer = new_answer(protocol, request, parsed, context, asked)
-    streams = await submit(pool, answer)
+    if kept_s := answer.terms.kept_s:  # there must be room for those that are kept
+        names = [choice.request_id for choice in answer.choices()]
+        await make_room(pool.client, pool.settings, names, kept_s)
+    if answer.requests[0].webhook:
+        await check_room(pool.client)
+    streams = await pool.admission.submit_all(answer)
     compute_type, release = pool.settings.compute_type, pool.admission.release
     headers = {"x-compute-type": compute_type} if compute_type else {}
     headers |= {"x-compute-characters": str(asked.num_chars), **streams[-1].limit_headers}

@@ -14,11 +14,8 @@ from api.http.auth import key_of, sent_key
 from api.http.idempotency import idempotency_key
 from api.http.middleware import request_id
 from api.requests.metrics import durations
-from api.requests.pool import Pool
 from api.requests.service_terms import tenant_of
-from api.streams.describe_answer import make_room
 from api.streams.stream import Stream
-from api.webhooks import check_room
 from common.messages.request import Generate
 
 RESUME_HEADER = "x-resume-seconds"
@@ -99,15 +96,3 @@ def total_headers(
 def with_adapter(requests: Iterable[Generate], adapter: str) -> list[Generate]:
     """The requests with the adapter that has this key; an empty one leaves them as they are."""
     return [replace(one, adapter=adapter) if adapter else one for one in requests]
-
-
-async def submit(pool: Pool, answer: HttpAnswer) -> list[Stream]:
-    """Submit all requests of the answer, once there is room for those that are kept. Raises ApiError, and
-    Repeated as `Admission.submit_all`.
-    """
-    if kept_s := answer.terms.kept_s:
-        names = [choice.request_id for choice in answer.choices()]
-        await make_room(pool.client, pool.settings, names, kept_s)
-    if answer.requests[0].webhook:
-        await check_room(pool.client)
-    return await pool.admission.submit_all(answer)

@@ -6,12 +6,12 @@ import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from starlette.requests import Request
 
 from api.errors import ApiError, invalid, quoted
 from api.http.auth import key_of, sent_key
+from api.http.openapi import header
 from common.adapters import adapter_name
 from common.api_keys import ApiKey
 from common.ids import TENANT
@@ -31,28 +31,36 @@ TIERS = {
 }
 """OpenAI's service tiers → classes."""
 
-SERVICE_HEADERS: list[dict[str, Any]] = [
-    {
-        "name": PRIORITY,
-        "in": "header",
-        "description": "The class of the request: `interactive` before `standard` (the default) before "
-        "`batch`. Or vLLM's number: below 0, 0, above 0.",
-        "schema": {"anyOf": [{"enum": list(SERVICE_CLASSES)}, {"type": "integer", **NUMBERS}]},
-    },
-    {
-        "name": TENANT_NAME,
-        "in": "header",
-        "description": "Whose request it is: tenants have fair shares. Default: the tenant of the API key. "
-        "With another than an admin's key, it must be that one.",
-        "schema": {"type": "string", "pattern": f"^{TENANT.pattern}$"},
-    },
-    {
-        "name": DEADLINE,
-        "in": "header",
-        "description": "The request ends with an error if it is not finished after this many milliseconds. "
-        "Default, and the most: REQUEST_TIMEOUT_S.",
-        "schema": {"type": "integer", "minimum": 1, "maximum": MAX_DEADLINE_MS},
-    },
+SERVICE_HEADERS = [
+    header(
+        PRIORITY,
+        "The class of the request: `interactive` before `standard` (the default) before `batch`. Or vLLM's "
+        "number: below 0, 0, above 0.",
+        anyOf=[{"enum": list(SERVICE_CLASSES)}, {"type": "integer", **NUMBERS}],
+    ),
+    header(
+        TENANT_NAME,
+        "Whose request it is: tenants have fair shares. Default: the tenant of the API key. With another "
+        "than an admin's key, it must be that one.",
+        type="string",
+        pattern=f"^{TENANT.pattern}$",
+    ),
+    header(
+        DEADLINE,
+        "The request ends with an error if it is not finished after this many milliseconds. Default, and "
+        "the most: REQUEST_TIMEOUT_S.",
+        type="integer",
+        minimum=1,
+        maximum=MAX_DEADLINE_MS,
+    ),
+    header(  # quotes around a key do not count
+        "Idempotency-Key",
+        "A random text, the same when the request is sent again: the answer is computed once, and each "
+        "attempt gets it. It is forgotten after ANSWER_TTL_S.",
+        type="string",
+        maxLength=255,
+        pattern=r"^[!-~]*[!#-~][!-~]*$",
+    ),
 ]
 
 
