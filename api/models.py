@@ -28,19 +28,9 @@ MODEL = Shape(
     },
 )
 MODEL_LIST = Shape("ModelList", {"object": "list", "data": [MODEL.example], "models": [{}]})
-MODEL_INFO = Shape(
-    "ModelInfo",
-    {"type": "model", "id": "SmolLM2", "display_name": "SmolLM2", "created_at": "2025-11-24T16:00:00Z"},
-)
-MODEL_INFO_PAGE = Shape(
-    "ModelInfoPage",
-    {
-        "data": [MODEL_INFO.example],
-        "first_id": ("SmolLM2", None),
-        "last_id": ("SmolLM2", None),
-        "has_more": False,
-    },
-)
+INFO = {"type": "model", "id": "SmolLM2", "display_name": "SmolLM2", "created_at": "2025-11-24T16:00:00Z"}
+ENDS = {"first_id": ("SmolLM2", None), "last_id": ("SmolLM2", None)}
+MODEL_INFO_PAGE = Shape("ModelInfoPage", {"data": [INFO], **ENDS, "has_more": False})
 router = APIRouter(tags=[OPENAI])
 NO_CATALOGUE: list[Any] = []
 """The field `models`, without which Codex reads no list of models. It is a catalogue of OpenAI's own models
@@ -84,7 +74,7 @@ async def list_models(
 @router.get(
     "/v1/models/{name:path}",
     summary="Retrieve a model",
-    responses=answer((MODEL, MODEL_INFO)) | only(OPENAI_ERRORS, 404, 503),
+    responses=answer((MODEL, Shape("ModelInfo", INFO))) | only(OPENAI_ERRORS, 404, 503),
     response_model=None,
 )
 async def retrieve_model(

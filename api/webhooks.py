@@ -257,12 +257,23 @@ class WebhookSender:
         await self.settle(event, event_type, outcome, said)
 
     async def post(self, url: str, headers: Mapping[str, str], payload: bytes) -> tuple[str, str]:
-        """Send an event once; return its outcome, and what the receiver answered or why it did not."""
+        """Send an event once; return its outcome, and what the receiver answered or why it did not. No
+        redirect is followed: a receiver cannot send the gateway to a service of its own network.
+        """
         try:
             target = read_url(url)
             named = [target.host] if check_target(target, self.settings.webhook_allowed_hosts) else []
-            async with asyncio.timeout(TIMEOUT_S):
-                status = await post(target, PublicHosts(named), headers, payload)
+            own = {"host": target.host_header, "user-agent": "tokenfleet", "connection": "close"}
+            whole = [*{**own, **headers, "content-length": str(len(payload))}.items()]
+            connections = httpcore.AsyncConnectionPool(
+                ssl_context=tls_context(), network_backend=PublicHosts(named), max_connections=1
+            )
+            async with (
+                asyncio.timeout(TIMEOUT_S),
+                connections,
+                connections.stream("POST", target.url, headers=whole, content=payload) as response,
+            ):
+                status = response.status  # the body is not read
         except UrlError as error:
             return FAILED, f"the URL {error}"
         except TimeoutError:
@@ -295,18 +306,3 @@ class WebhookSender:
 def tls_context() -> ssl.SSLContext:
     """Reading the certificates takes some 20 ms."""
     return httpcore.default_ssl_context()
-
-
-async def post(target: TargetUrl, backend: PublicHosts, headers: Mapping[str, str], payload: bytes) -> int:
-    """The status with which the receiver answers; its body is not read. No redirect is followed: a receiver
-    cannot send the gateway to a service of its own network.
-    """
-    own = {"host": target.host_header, "user-agent": "tokenfleet", "connection": "close"}
-    whole = {**own, **headers} | {"content-length": str(len(payload))}
-    async with (
-        httpcore.AsyncConnectionPool(
-            ssl_context=tls_context(), network_backend=backend, max_connections=1
-        ) as connections,
-        connections.stream("POST", target.url, headers=list(whole.items()), content=payload) as response,
-    ):
-        return response.status

@@ -3,7 +3,7 @@
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -70,6 +70,20 @@ def read_response_format(value: Mapping[str, Any], field: str = "response_format
         case kind:
             allowed = "text, json_object, json_schema, json, regex, structural_tag"
             raise invalid(f"`{field}.type` must be one of {allowed}. Given: {quoted(kind)}", f"{field}.type")
+
+
+def read_flat_format(form: Mapping[str, Any] | None, field: str, kinds: Sequence[str]) -> Grammar | None:
+    """The grammar of a format of one of these types, whose `schema` stands beside `type`; None for any text.
+    Raises ApiError.
+    """
+    if form is None:
+        return None
+    if (kind := form.get("type")) not in kinds:
+        allowed = f"{'one of ' if len(kinds) > 1 else ''}{', '.join(kinds)}"
+        raise invalid(f"`{field}.type` must be {allowed}. Given: {quoted(kind)}", f"{field}.type")
+    if kind == "json_schema":
+        return read_named_schema(form, field)
+    return Grammar("json", ANY_OBJECT, field) if kind == "json_object" else None
 
 
 def read_structured_outputs(value: Mapping[str, Any], field: str = "structured_outputs") -> Grammar | None:

@@ -16,8 +16,7 @@ from api.answers.answer import HttpAnswer
 from api.answers.scanner import CallArguments, CallStart, ContentDelta, Delta, ReasoningDelta
 from api.errors import ApiError, anthropic, failed, invalid, quoted
 from api.event_loop import offload
-from api.grammar.compile import Grammar
-from api.grammar.read import read_named_schema
+from api.grammar.read import read_flat_format
 from api.http.body import UnsupportedFields, reject_unsupported, schema_error
 from api.http.middleware import request_id
 from api.http.openapi import ANTHROPIC, CAUSES, Shape, answer, error_responses, event_stream, json_body
@@ -251,7 +250,9 @@ Part = dict[str, Any]
 async def read_messages(body: CountTokensRequest, pool: Pool) -> ChatParams:
     """The parameters of the chat that a body asks for. Raises ApiError."""
     chat = await offload(CHARS_OF_MESSAGE * len(body.messages), lambda: to_chat(body))
-    read = await read_other(chat, pool, text_grammar(body), FIELD_OF_CHAT, MESSAGE_NAMES)
+    form = body.output_config.format if body.output_config is not None else None
+    grammar = read_flat_format(form, "output_config.format", ["json_schema"])
+    read = await read_other(chat, pool, grammar, FIELD_OF_CHAT, MESSAGE_NAMES)
     return replace(read, params=replace(read.params, cuts_to_room=True))
 
 
@@ -275,17 +276,6 @@ def to_chat(body: CountTokensRequest) -> ChatRequest:
         **reasoning_fields(body),
         **shared,
     )
-
-
-def text_grammar(body: CountTokensRequest) -> Grammar | None:
-    """What the text must look like; None for any text. Raises ApiError."""
-    form = body.output_config.format if body.output_config is not None else None
-    if form is None:
-        return None
-    if form.get("type") != "json_schema":
-        name = "output_config.format.type"
-        raise invalid(f"`{name}` must be json_schema. Given: {quoted(form.get('type'))}", name)
-    return read_named_schema(form, "output_config.format")
 
 
 def reasoning_fields(body: CountTokensRequest) -> dict[str, Any]:

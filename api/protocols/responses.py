@@ -15,8 +15,7 @@ from starlette.requests import Request
 from api.answers.answer import ResponseParts
 from api.errors import ApiError, cut, invalid, openai, quoted
 from api.event_loop import offload
-from api.grammar.compile import Grammar
-from api.grammar.read import ANY_OBJECT, read_named_schema
+from api.grammar.read import read_flat_format
 from api.http.body import UnsupportedFields, reject_unsupported, schema_error
 from api.http.openapi import OPENAI, OPENAI_ERRORS, event_stream
 from api.json import to_json
@@ -503,24 +502,6 @@ def add_item(messages: list[dict[str, Any]], item: Item) -> None:
                 messages.append({"role": item["role"], "content": chat_content(item["content"])})
 
 
-def text_grammar(body: ResponsesRequest) -> Grammar | None:
-    """What the text must look like; None for any text. Raises ApiError."""
-    form = body.text.format if body.text is not None else None
-    if form is None:
-        return None
-    match form.get("type"):
-        case "text":
-            return None
-        case "json_object":
-            return Grammar("json", ANY_OBJECT, "text.format")
-        case "json_schema":
-            return read_named_schema(form, "text.format")
-        case kind:
-            name = "text.format.type"
-            allowed = "text, json_object, json_schema"
-            raise invalid(f"`{name}` must be one of {allowed}. Given: {quoted(kind)}", name)
-
-
 # --- the row ------------------------------------------------------------------------------------------------
 
 
@@ -566,7 +547,9 @@ async def read_response_body(body: ResponsesRequest, context: Context) -> Asked:
         body = body.model_copy(update={"store": False})
     all_items = [*before, *items]
     asked = await offload(CHARS_OF_MESSAGE * len(all_items), lambda: to_chat(body, all_items))
-    chat = await read_other(asked, pool, text_grammar(body), FIELD_OF_CHAT, RESPONSE_NAMES)
+    form = body.text.format if body.text is not None else None
+    grammar = read_flat_format(form, "text.format", ["text", "json_object", "json_schema"])
+    chat = await read_other(asked, pool, grammar, FIELD_OF_CHAT, RESPONSE_NAMES)
     requests = await context.validate(chat.params)
     fields = response_fields(body, chat.params.sampling)
     response = ResponseParts(to_json(fields), to_json(before), to_json(items))
