@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import re
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,8 @@ from typing import Any
 from common import model_files
 from common.ids import HUB_ID
 from common.messages.codec import wire_field
-from common.settings.settings import SettingError
+from common.settings.settings import SettingError, Settings
+from common.settings.types import AdapterSource
 
 SHOWN_DIGITS = 16
 """Digits of an adapter's digest in its key."""
@@ -269,3 +271,48 @@ def digest_of(folder: Path) -> str:
         with (folder / name).open("rb") as file:
             whole.update(hashlib.file_digest(file, "sha256").digest())
     return whole.hexdigest()
+
+
+MAX_HEADER_BYTES = 100_000_000
+"""The longest header that safetensors reads."""
+
+FACTOR = re.compile(r"\.lora_(A|embedding_A)\b")
+
+
+def find_adapter(source: AdapterSource) -> PoolAdapter:
+    """Return the record of an adapter that a person names. Raises AdapterFault if it cannot be served."""
+    try:
+        folder = find_folder(source.path)
+        config, path, digest = read_config(folder), folder / WEIGHTS, digest_of(folder)
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            head = file.read(size) if size <= MAX_HEADER_BYTES else b""
+    except OSError as error:
+        raise AdapterFault(f"{source.path} cannot be read: {error.strerror or error}") from error
+    try:
+        tensors = {name: one["shape"] for name, one in json.loads(head).items() if name != "__metadata__"}
+        shapes = {name: [int(size) for size in shape] for name, shape in tensors.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
+        raise AdapterFault(f"{path} is no file of safetensors, or damaged") from None
+    ranks = [shape[0] for name, shape in shapes.items() if shape and FACTOR.search(name)]
+    if not ranks:
+        raise AdapterFault(f"{path} has no matrices of a LoRA adapter")
+    return PoolAdapter(
+        source.name,
+        str(folder) if Path(source.path).expanduser().is_dir() else source.path,
+        digest,
+        rank=max(ranks),
+        base_model=config.base_model,
+        added_ms=int(1000 * time.time()),
+    )
+
+
+def adapters_of(settings: Settings) -> list[PoolAdapter]:
+    """Return the records of the adapters of LORA_ADAPTERS. Raises SettingError."""
+    found = []
+    for source in settings.adapters:
+        try:
+            found.append(find_adapter(source))
+        except AdapterFault as fault:
+            raise SettingError("lora_adapters", f"{source.name}: {fault}") from fault
+    return found

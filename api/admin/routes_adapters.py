@@ -15,13 +15,12 @@ from api.errors import ApiError, asking_broker, invalid, quoted, unavailable
 from api.http import body
 from api.http.openapi import FLEET, OPENAI_ERRORS, Shape, answer, json_body, only
 from api.json import fresh_json
-from api.requests.adapter_files import find_adapter
 from api.requests.fields import Strict
 from api.requests.on_pool import own_pool, pools_of
 from api.requests.pool import Pool
 from api.requests.pool_registry import PoolRegistry
 from common.adapter_registry import AdapterChangeError, AdapterRegistry, change_registry
-from common.adapters import AdapterFault, HeldAdapters, PoolAdapter
+from common.adapters import AdapterFault, HeldAdapters, PoolAdapter, find_adapter
 from common.ids import ADAPTER_NAME
 from common.settings.types import AdapterSource
 

@@ -19,13 +19,12 @@ from api.event_loop import background_task
 from api.http.key_ring import KeyRing
 from api.prompts.pictures import PicturePrompts
 from api.prompts.tokenizer import ModelTokenizer, TextBudget
-from api.requests.adapter_files import adapters_of
 from api.requests.admission import Admission
 from api.requests.monitors import AdapterMonitor, BatcherMonitor, WorkerMonitor
 from api.requests.params import load_sampling_defaults
 from api.streams.relay import Relay
 from common import model_files
-from common.adapters import PoolAdapter
+from common.adapters import PoolAdapter, adapters_of
 from common.broker.client import CONNECT_TIMEOUT_S
 from common.broker.pool_client import PoolClient
 from common.model_files import context_length

@@ -13,11 +13,10 @@ from redis.asyncio import Redis
 
 from api.admin import routes_metrics
 from api.lifecycle import Gateway
-from api.requests.adapter_files import find_adapter
 from batcher.housekeeping import count_adapters
 from batcher.scheduling.sequence import PlacedRow
 from common.adapter_registry import AdapterRegistry, change_registry, read_registry
-from common.adapters import AdapterLoad, adapter_name
+from common.adapters import AdapterLoad, adapter_name, find_adapter
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.request import extend_hashes, prompt_hashes, root_hash

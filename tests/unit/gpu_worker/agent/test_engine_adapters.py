@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from api.requests.adapter_files import find_adapter
 from common.adapter_registry import change_registry
-from common.adapters import READY, PoolAdapter
+from common.adapters import READY, PoolAdapter, find_adapter
 from common.broker.pool_client import PoolClient
 from common.settings.types import AdapterSource
 from gpu_worker.agent.agent import Agent
