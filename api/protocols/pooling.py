@@ -64,28 +64,6 @@ DOCUMENTS_SCHEMA: dict[str, Any] = {
     "items": {"anyOf": [{"type": "string", "minLength": 1}, DOCUMENT_SCHEMA]},
 }
 
-LEFT, RIGHT = "left", "right"
-
-
-@dataclass(frozen=True, slots=True)
-class InputOptions:
-    """How inputs become token ids.
-
-    Attributes:
-        truncate: tokens to which longer inputs are cut; None refuses those that are too long, 0 cuts them to
-            the most that the model takes.
-        side: from which tokens are cut.
-        prompt: what is put before each text.
-        adds_special: whether special tokens are put around a text.
-        cache_salt: only requests with the same salt share KV blocks.
-    """
-
-    truncate: int | None = None
-    side: str = RIGHT
-    prompt: str = ""
-    adds_special: bool = True
-    cache_salt: str = ""
-
 
 class PoolingFields(Strict):
     """Fields of all routes of OpenAI's and vLLM's APIs that bring vectors or scores. `user` and other labels
@@ -115,17 +93,6 @@ class PoolingFields(Strict):
         given, name = self.truncate_prompt_tokens, "truncate_prompt_tokens"
         if given is not None and (given < -1 or given == 0):
             raise invalid(f"`{name}` must be -1 or at least 1. Given: {given}", name)
-
-    def options(self, prompt: str = "") -> InputOptions:
-        """How inputs become token ids."""
-        cut_to = self.truncate_prompt_tokens
-        return InputOptions(
-            truncate=None if cut_to is None else max(cut_to, 0),
-            side=self.truncation_side or RIGHT,
-            prompt=prompt,
-            adds_special=self.add_special_tokens is not False,
-            cache_salt=self.cache_salt or "",
-        )
 
 
 class EmbeddingRequest(PoolingFields):
@@ -246,18 +213,24 @@ def pooling_of(context: Context) -> PoolingConfig:
 
 
 async def ask_for(
-    context: Context, inputs: Sequence[PoolingInput], options: InputOptions, name: str, shown: VectorAnswer
+    context: Context,
+    inputs: Sequence[PoolingInput],
+    body: PoolingFields,
+    name: str,
+    shown: VectorAnswer,
+    prompt: str = "",
 ) -> Asked:
     """A request for each input. Raises ApiError.
 
     Args:
         name: of the field that has them.
+        prompt: what is put before each text.
     """
     pool = context.pool
     check_number(inputs, pool.workers.limits, name)
     requests, num_chars, pace = [], 0, Pace()
     for one in inputs:
-        requests.append(await make_request(pool, one, options))
+        requests.append(await make_request(pool, one, body, prompt))
         num_chars += len(one.text) + len(one.pair or "")
         await pace.step()
     need, most = sum(request.logits_bytes for request in requests), MAX_LOGITS_BYTES
@@ -274,18 +247,15 @@ def check_number(inputs: Sequence[object], limits: Limits, name: str) -> None:
         raise invalid(f"`{name}` supports up to {most} inputs. Given: {len(inputs)}", name)
 
 
-async def make_request(pool: Pool, one: PoolingInput, options: InputOptions) -> Generate:
+async def make_request(pool: Pool, one: PoolingInput, body: PoolingFields, prompt: str) -> Generate:
     """The request for one input. Raises ApiError."""
     pooling, limits = pool.pooling, pool.workers.limits
     assert pooling is not None
-    most = limits.max_input_tokens
-    if options.truncate is not None and options.truncate > most:
-        raise invalid(
-            f"`truncate_prompt_tokens` must be at most {most}. Given: {quoted(options.truncate)}",
-            "truncate_prompt_tokens",
-        )
-    cut_to = None if options.truncate is None else options.truncate or most
-    ids, pair_start = await encode(pool, pooling, one, options, cut_to)
+    most, cut_to, name = limits.max_input_tokens, body.truncate_prompt_tokens, "truncate_prompt_tokens"
+    if cut_to is not None and cut_to > most:
+        raise invalid(f"`{name}` must be at most {most}. Given: {quoted(cut_to)}", name)
+    cut_to = most if cut_to == -1 else cut_to
+    ids, pair_start = await encode(pool, pooling, one, body, prompt, cut_to)
     if not ids:
         raise invalid(f"`{one.where}` cannot be empty", one.where)
     if len(ids) > most:
@@ -299,7 +269,7 @@ async def make_request(pool: Pool, one: PoolingInput, options: InputOptions) -> 
         stopping=StoppingParams(max_new_tokens=1),
         logits=params.logits(pooling.size),
         pooling=params,
-        cache_salt=options.cache_salt,
+        cache_salt=body.cache_salt or "",
     )
 
 
@@ -307,7 +277,12 @@ async def make_request(pool: Pool, one: PoolingInput, options: InputOptions) -> 
 
 
 async def encode(
-    pool: Pool, pooling: PoolingConfig, one: PoolingInput, options: InputOptions, cut_to: int | None
+    pool: Pool,
+    pooling: PoolingConfig,
+    one: PoolingInput,
+    body: PoolingFields,
+    prompt: str,
+    cut_to: int | None,
 ) -> tuple[list[int], int]:
     """Token ids of an input, and where the second text of a pair begins, 0 for none. Raises ApiError."""
     if one.ids is not None:
@@ -317,28 +292,29 @@ async def encode(
                 words = f"must have token ids of at least 0 and below {num_ids}. Given: {quoted(token_id)}"
                 raise invalid(f"`{one.where}` {words}", one.where)
         kept = len(one.ids) if cut_to is None else min(cut_to, len(one.ids))
-        return [*(one.ids[:kept] if options.side == RIGHT else one.ids[len(one.ids) - kept :])], 0
+        return [*(one.ids[:kept] if body.truncation_side != "left" else one.ids[len(one.ids) - kept :])], 0
     if not one.text and one.pair is None:
         raise invalid(f"`{one.where}` cannot be empty", one.where)
-    texts = [options.prompt + one.text, *([] if one.pair is None else [one.pair])]
+    texts = [prompt + one.text, *([] if one.pair is None else [one.pair])]
     texts = [text.lower() for text in texts] if pooling.lowers else texts
     backend = pool.tokenizer.backend
     whole = Rendered("".join(texts), None)  # says only how much work it is
-    return await pool.tokenizer.run(whole, lambda: encode_texts(backend, texts, options, cut_to))
+    return await pool.tokenizer.run(whole, lambda: encode_texts(backend, texts, body, cut_to))
 
 
 def encode_texts(
-    backend: Tokenizer, texts: Sequence[str], options: InputOptions, cut_to: int | None
+    backend: Tokenizer, texts: Sequence[str], body: PoolingFields, cut_to: int | None
 ) -> tuple[list[int], int]:
     """Token ids of a text or a pair, with the special tokens around what is left of it when it is cut."""
+    adds_special = body.add_special_tokens is not False
     encodings: list[Encoding] = backend.encode_batch(texts, add_special_tokens=False)
     if cut_to is not None:
-        added = backend.num_special_tokens_to_add(len(texts) > 1) if options.adds_special else 0
+        added = backend.num_special_tokens_to_add(len(texts) > 1) if adds_special else 0
         lengths = kept_lengths([len(one.ids) for one in encodings], max(0, cut_to - added))
         for one, length in zip(encodings, lengths, strict=True):
-            one.truncate(length, direction=options.side)
+            one.truncate(length, direction=body.truncation_side or "right")
     first, second = encodings[0], encodings[1] if len(texts) > 1 else None
-    whole = backend.post_process(first, second, add_special_tokens=options.adds_special)
+    whole = backend.post_process(first, second, add_special_tokens=adds_special)
     ids: list[int] = whole.ids
     return ids, next((place for place, kind in enumerate(whole.type_ids) if kind == 1), 0)
 
@@ -363,7 +339,7 @@ async def ask_for_pairs(
     queries: Sequence[str],
     others: Sequence[str],
     names: tuple[str, str],
-    options: InputOptions,
+    body: PoolingFields,
     shown: VectorAnswer,
 ) -> Asked:
     """The requests for scores of pairs. An embedding model computes both sides once, and their cosines are
@@ -381,13 +357,13 @@ async def ask_for_pairs(
             for name, texts in zip(names, (queries, others), strict=True)
             for i, text in enumerate(texts)
         ]
-        return await ask_for(context, sides, options, names[1], replace(shown, num_queries=len(queries)))
+        return await ask_for(context, sides, body, names[1], replace(shown, num_queries=len(queries)))
     firsts = [*queries] * len(others) if len(queries) == 1 else queries
     pairs = [
         PoolingInput(f"{names[1]}[{i}]", text=first, pair=second)
         for i, (first, second) in enumerate(zip(firsts, others, strict=True))
     ]
-    return await ask_for(context, pairs, options, names[1], replace(shown, raw=pooling.is_raw))
+    return await ask_for(context, pairs, body, names[1], replace(shown, raw=pooling.is_raw))
 
 
 Vector = Sequence[float]
@@ -496,14 +472,15 @@ async def read_embedding(parsed: EmbeddingRequest, context: Context) -> Asked:
         raise invalid(f"`prompt_name` {words}", "prompt_name")
     if dimensions is not None and not 1 <= dimensions <= own.size:
         raise invalid(f"`dimensions` must be 1 to {own.size}. Given: {dimensions}", "dimensions")
-    options = parsed.options(own.prompts.get(prompt, ""))
     shown = VectorAnswer(
         AS_EMBEDDINGS,
         base64=parsed.encoding_format == "base64",
         dimensions=dimensions or 0,
         normalized=parsed.normalize is not False,
     )
-    return await ask_for(context, listed_inputs(parsed.input, "input"), options, "input", shown)
+    return await ask_for(
+        context, listed_inputs(parsed.input, "input"), parsed, "input", shown, own.prompts.get(prompt, "")
+    )
 
 
 async def read_rerank(parsed: RerankFields, context: Context) -> Asked:
@@ -514,7 +491,7 @@ async def read_rerank(parsed: RerankFields, context: Context) -> Asked:
     given = [] if parsed.return_documents is False else texts
     shown = VectorAnswer(AS_RERANK, top_n=parsed.top_n or 0, texts=given)
     names = ("query", "documents")
-    return await ask_for_pairs(context, [parsed.query], texts, names, parsed.options(), shown)
+    return await ask_for_pairs(context, [parsed.query], texts, names, parsed, shown)
 
 
 async def read_score(parsed: ScoreRequest, context: Context) -> Asked:
@@ -526,7 +503,7 @@ async def read_score(parsed: ScoreRequest, context: Context) -> Asked:
             "text_1",
         )
     names = ("text_1", "text_2")
-    return await ask_for_pairs(context, first, second, names, parsed.options(), VectorAnswer(AS_SCORE))
+    return await ask_for_pairs(context, first, second, names, parsed, VectorAnswer(AS_SCORE))
 
 
 def listed_inputs(given: Prompt, name: str) -> list[PoolingInput]:
