@@ -128,7 +128,12 @@ async def usage(
     if format not in (None, "json"):
         raise invalid(f"`format` must be json. Given: {quoted(format)}", "format")
     now = datetime.fromtimestamp(own_pool(request).client.clock.now_s(), UTC)
-    by = read_groups(group_by)
+    names = [name.strip() for name in group_by.split(",") if name.strip()]
+    for name in names:
+        if name not in GROUPS:
+            words = f"must be some of {', '.join(GROUPS)}. Given: {quoted(name)}"
+            raise invalid(f"`group_by` {words}", "group_by")
+    by = [name for name in GROUPS if name in names]
     first = read_time(begin, "from") if begin is not None else month_begin(now.timestamp())
     last = read_time(end, "to") if end is not None else now
     if last < first:
@@ -177,17 +182,6 @@ def narrow(request: Request, tenant: str | None) -> str | None:
 
 
 # --- parameters ---------------------------------------------------------------------------------------------
-
-
-def read_groups(text: str) -> list[str]:
-    """Names of GROUPS, in the order of columns. Raises ApiError (422)."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in GROUPS:
-            raise invalid(
-                f"`group_by` must be some of {', '.join(GROUPS)}. Given: {quoted(name)}", "group_by"
-            )
-    return [name for name in GROUPS if name in names]
 
 
 def read_time(text: str, name: str) -> datetime:

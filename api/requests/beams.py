@@ -80,8 +80,16 @@ class BeamFields(SamplingFields):
                 "`diversity` and `beam_search_diversity_rate` exclude each other",
                 "beam_search_diversity_rate",
             )
+        given = {
+            "length_penalty": self.length_penalty,
+            "early_stopping": self.early_stopping and stopping_number(self.early_stopping),
+            "diversity": self.diversity,
+            "beam_search_diversity_rate": self.beam_search_diversity_rate,
+        }
         if width is None:
-            self.check_no_beams()
+            for name, value in given.items():
+                if value is not None and value != WITHOUT_SEARCH.get(name, 0.0):
+                    raise invalid(f"`{name}` needs a beam search: set `beam_width`", name)
             return None
         return BeamParams(
             width=width,
@@ -90,18 +98,6 @@ class BeamFields(SamplingFields):
             diversity=self.diversity or self.beam_search_diversity_rate or 0.0,
             num_returned=width if num_returned is None else num_returned,
         )
-
-    def check_no_beams(self) -> None:
-        """Raises ApiError (422) for a field that has no effect without a beam search."""
-        given = {
-            "length_penalty": self.length_penalty,
-            "early_stopping": self.early_stopping and stopping_number(self.early_stopping),
-            "diversity": self.diversity,
-            "beam_search_diversity_rate": self.beam_search_diversity_rate,
-        }
-        for name, value in given.items():
-            if value is not None and value != WITHOUT_SEARCH.get(name, 0.0):
-                raise invalid(f"`{name}` needs a beam search: set `beam_width`", name)
 
 
 def stopping_number(early_stopping: bool | str | int | None) -> int:
