@@ -96,13 +96,18 @@ class DirectoryMonitor(Monitor):
     async def read(self) -> None:
         began_s = time.monotonic()
         found = await self.client.read()
-        # those known before have become older: a directory whose broker was replaced has none at first
-        passed_s = began_s - self.read_s
-        older = {name: one._replace(age_s=one.age_s + passed_s) for name, one in self.pools.items()}
-        self.pools = {name: one for name, one in (older | found.pools).items() if one.age_s <= TTL_S}
+        self.pools = merge(self.pools, found.pools, began_s - self.read_s)
         self.weights = found.weights
         self.read_s = began_s
         self.is_new.set()
+
+
+def merge(known: dict[str, KnownPool], found: dict[str, KnownPool], passed_s: float) -> dict[str, KnownPool]:
+    """The pools that were just found, and those known before, which have become older: a directory whose
+    broker was replaced has none until they write again.
+    """
+    older = {name: pool._replace(age_s=pool.age_s + passed_s) for name, pool in known.items()}
+    return {name: pool for name, pool in (older | found).items() if pool.age_s <= TTL_S}
 
 
 # --- pool registry ------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
     ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
-    ({"metadata": {"k": "v" * 513}}, "metadata"),
+    ({"metadata": {"k": "v" * 513}}, "metadata.k"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"truncation": "auto"}, "truncation"),
     ({"temperature": -1}, "temperature"),
