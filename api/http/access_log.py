@@ -97,9 +97,6 @@ def iso(time_s: float) -> str:
     return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="milliseconds")
 
 
-# --- access -------------------------------------------------------------------------------------------------
-
-
 class AccessRecord:
     """What the access log says of one request, as far as it is known.
 

@@ -287,9 +287,6 @@ class OutputRenderer(TextRenderer):
         return model_fields(self.answer)
 
 
-# --- whole texts --------------------------------------------------------------------------------------------
-
-
 def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> WholeBody:
     best = [rank(streams[i : i + answer.n])[0] for i in range(0, len(streams), answer.n)]
     texts = [prefix + stream.text for prefix, stream in zip(answer.prefixes, best, strict=True)]

@@ -347,9 +347,6 @@ def render_details(stream: Stream) -> dict[str, Any]:
     return render_end(stream) | all_tokens | tops
 
 
-# --- tokens -------------------------------------------------------------------------------------------------
-
-
 def render_token(stream: Stream, i: int) -> dict[str, Any]:
     return describe_token(stream, stream.ids[i], stream.texts[i], stream.logprobs[i])
 
