@@ -239,9 +239,7 @@ class PoolRegistry:
             return rank_by_weight({name: weights[name] for name in best}, key)[:2] or best[:1]
         if grades[best[0]] == Grade.AWAY:
             return best[:1]
-        known = self.directory.pools
-        depths = {name: known[name].entry.depth if name in known else 0.0 for name in best}
-        return pick_by_depth(depths, self.chance)
+        return pick_by_depth({name: self.depth(name) for name in best}, self.chance)
 
     def has_model(self, name: str, model: str) -> bool:
         return is_named(model, self.directory.pools[name].entry.models)
@@ -255,6 +253,10 @@ class PoolRegistry:
             return Grade.CLOSED
         pool = self.own if is_own else self.foreign[name].pool
         return Grade.OPEN if pool.is_live else Grade.AWAY
+
+    def depth(self, name: str) -> float:
+        known = self.directory.pools.get(name)
+        return known.entry.depth if known else 0.0
 
     def served_names(self) -> list[str]:
         """The names of all models that live pools serve, of pools with another model than the own one, and of
