@@ -81,17 +81,17 @@ def check_page(allowed: Collection[str], request: Request) -> None:
     if "*" in allowed:
         return
     host, origin = request.headers.get("host", "").lower(), request.headers.get("origin")
-    is_allowed = origin in allowed if allowed else re.fullmatch(LOCAL_ORIGINS, origin or "") is not None
-    if origin is not None and host_of(origin) != host and not is_allowed:
-        raise forbidden(f"pages of the origin {quoted(origin)}")
+    if origin is not None and host_of(origin) != host:
+        if not (origin in allowed if allowed else re.fullmatch(LOCAL_ORIGINS, origin)):
+            raise forbidden(f"pages of the origin {quoted(origin)}")
     if origin is None and request.headers.get("sec-fetch-site") == "cross-site":
         raise forbidden("pages of other sites")
     server, _ = request.scope.get("server") or ("", None)
-    # an address, or a name that cannot be registered in the public DNS
-    name = re.sub(r":\d*$", "", host).strip("[]")
-    is_local = is_address(name) or LOCAL_NAME.fullmatch(name) or name == socket.gethostname().lower()
-    if is_loopback(server) and not is_local and host not in map(host_of, allowed):
-        raise forbidden(f"pages of the host {quoted(host)}, which is not known to be this machine,")
+    if is_loopback(server) and host not in map(host_of, allowed):
+        # an address, or a name that cannot be registered in the public DNS
+        name = re.sub(r":\d*$", "", host).strip("[]")
+        if not (is_address(name) or LOCAL_NAME.fullmatch(name) or name == socket.gethostname().lower()):
+            raise forbidden(f"pages of the host {quoted(host)}, which is not known to be this machine,")
 
 
 def forbidden(who: str) -> ApiError:
