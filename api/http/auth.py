@@ -81,9 +81,12 @@ def check_page(allowed: Collection[str], request: Request) -> None:
     if "*" in allowed:
         return
     host, origin = request.headers.get("host", "").lower(), request.headers.get("origin")
-    if origin is not None and host_of(origin) != host:
-        if not (origin in allowed if allowed else re.fullmatch(LOCAL_ORIGINS, origin)):
-            raise forbidden(f"pages of the origin {quoted(origin)}")
+    if (
+        origin is not None
+        and host_of(origin) != host
+        and not (origin in allowed if allowed else re.fullmatch(LOCAL_ORIGINS, origin))
+    ):
+        raise forbidden(f"pages of the origin {quoted(origin)}")
     if origin is None and request.headers.get("sec-fetch-site") == "cross-site":
         raise forbidden("pages of other sites")
     server, _ = request.scope.get("server") or ("", None)
