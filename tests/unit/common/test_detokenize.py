@@ -51,7 +51,7 @@ def texts(tokenizer: Tokenizer, prompt_ids: list[int], ids: list[int]) -> list[s
     return [detokenizer.step(token_id) for token_id in ids]
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(prompt=st.text(max_size=8), text=st.text(max_size=40))
 def test_the_pieces_of_any_text_are_the_text(smollm2: Tokenizer, prompt: str, text: str) -> None:
     ids = smollm2.encode(text).ids
@@ -119,7 +119,7 @@ def decoded(tokenizer: Tokenizer, prompt_ids: list[int], ids: list[int]) -> list
     return [detokenizer.decode_step(token_id) for token_id in ids]
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(data=st.data())
 @pytest.mark.parametrize("name", ["smollm2", "llama"])
 def test_cached_pieces_are_what_the_tokens_add(

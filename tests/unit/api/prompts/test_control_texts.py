@@ -5,7 +5,7 @@ plain copy gives the ids of the original.
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -161,6 +161,7 @@ def ids(name: str, guarded: str, add_special_tokens: bool = False) -> list[int]:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=40)
 @given(parts=st.lists(ORDINARY, min_size=1, max_size=4), add_special_tokens=st.booleans())
 def test_ids_of_ordinary_texts_are_the_same(name: str, parts: list[str], add_special_tokens: bool) -> None:
     """With a template's control tokens between them."""
@@ -170,6 +171,7 @@ def test_ids_of_ordinary_texts_are_the_same(name: str, parts: list[str], add_spe
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=40)
 @given(before=ORDINARY, after=ORDINARY)
 def test_a_client_s_control_text_is_text_and_the_template_s_stays_a_token(
     name: str, before: str, after: str

@@ -164,14 +164,6 @@ async def test_all_streams_are_offered_to_another_server(redis: Redis, relay: Re
     assert await ids(redis) == IDS[:3] and not stream.terminal
 
 
-async def test_a_request_past_its_deadline_is_not_queued_again(redis: Redis, relay: Relay) -> None:
-    stream = await shown(relay, 1)
-    stream.times.started_s -= 10_000
-    relay.filler.request_fill([stream])
-    await wait_until(lambda: stream.terminal)
-    assert stream.terminal and stream.terminal.error_type == "timeout"
-
-
 async def test_log_probabilities_of_the_likeliest_tokens_are_offered(redis: Redis, relay: Relay) -> None:
     stream = new_stream(top_n_tokens=2)
     relay.add(stream)

@@ -32,7 +32,7 @@ WAITING = {
     "unique_consecutive",
     "bincount",
 }
-FAMILIES_TRIED = ("Qwen2", "Phi3-longrope", "Qwen3-MoE", "GPT2", "gpt-oss", "OPT", "StableLM")
+FAMILIES_TRIED = ("Qwen2", "Phi3-longrope", "Qwen3-MoE", "gpt-oss")
 ASKED: list[dict[str, Any]] = [
     {
         "top_n_tokens": 2,

@@ -17,11 +17,6 @@ from gpu_worker.swapping.choose import (
 )
 
 
-def test_an_idle_worker_swaps_at_once() -> None:
-    idle = ModelTurn(PoolDemand("own", swap_s=1.0), lasted_s=0.5, idle_s=0.5)
-    assert choose(idle, [PoolDemand("other", num_waiting=1, swap_s=1.0)]) == "other"
-
-
 def test_a_large_swap_waits_for_a_client_that_asks_again_at_once() -> None:
     """A chat whose next question comes a second after the answer is not left for another model each time."""
     own = PoolDemand("own", swap_s=30.0)
@@ -58,12 +53,6 @@ def test_a_model_with_a_worker_gets_another_only_from_an_idle_one() -> None:
     working = PoolDemand("own", num_rows=1, swap_s=2.0)
     assert choose(ModelTurn(working, 1000.0, 0.0), [served]) is None
     assert choose(ModelTurn(PoolDemand("own", swap_s=2.0), 10.0, 10.0), [served]) == "served"
-
-
-def test_a_model_that_cannot_be_woken_is_left_alone() -> None:
-    broken = PoolDemand("broken", num_waiting=1, can_wake=False)
-    assert choose(ModelTurn(PoolDemand("own"), 100.0, 100.0), [broken]) is None
-    assert choose_first([broken]) is None
 
 
 def test_a_worker_begins_with_the_model_that_has_waited_longest_for_one() -> None:

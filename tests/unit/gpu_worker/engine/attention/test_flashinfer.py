@@ -4,11 +4,7 @@ need plans for, and when the rows of a step are split.
 
 import itertools
 import math
-import os
-import shutil
-import sysconfig
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +15,6 @@ import torch
 from gpu_worker.engine.attention import backend as attention
 from gpu_worker.engine.attention import choose
 from gpu_worker.engine.attention.flashinfer_support import (
-    add_ninja_to_path,
     plans_needed_because,
     unsupported_because,
     workspace_bytes,
@@ -37,7 +32,6 @@ if not install():
     pytest.skip("where there is a GPU, the tests marked gpu try the real parts", allow_module_level=True)
 from gpu_worker.engine.attention.flashinfer import (
     FlashInferBackend,
-    splits_rows,
 )
 
 HOPPER = 9
@@ -240,39 +234,3 @@ def test_unsupported_models_use_torch(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (HOPPER, 0))
     backend = choose.choose_cuda_backend(geometry, CPU, 8, 4)
     assert isinstance(backend, SdpaBackend if why else FlashInferBackend) and found in caplog.text
-
-
-def test_ninja_is_found_where_no_environment_was_activated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
-    program = tmp_path / "scripts/ninja"
-    program.parent.mkdir()
-    program.touch(0o755)
-    for _ in range(2):
-        add_ninja_to_path()
-        assert shutil.which("ninja") == str(program)
-    assert os.environ["PATH"] == f"{tmp_path}/bin:{tmp_path}/scripts", "once"
-
-
-H200 = 132
-
-
-@pytest.mark.parametrize(
-    ("lengths", "kv_heads", "is_split"),
-    [
-        ([32_000] + [500] * 64, 8, True),
-        ([32_000] * 65, 8, False),
-        ([500] * 65, 8, False),
-        ([32_000], 8, True),
-        ([2_000], 8, False),
-        ([32_000] + [500] * 2, 8, True),
-        ([8_000] + [500] * 255, 8, False),
-        ([32_000] + [500] * 64, 1, True),
-        ([1] * 256, 8, False),
-    ],
-    ids=["one long", "all long", "all short", "alone", "one short", "few", "many", "one K head", "nothing"],
-)
-def test_rows_are_split_for_the_sake_of_a_long_one(lengths: list[int], kv_heads: int, is_split: bool) -> None:
-    assert splits_rows(np.array(lengths, np.int32), kv_heads, H200) == is_split

@@ -16,16 +16,12 @@ from gpu_worker.engine.cuda.linear import (
     BlockLinear,
     Fp8Linear,
     FusedLinearSlice,
-    fits_block_kernel,
     fuse_linears,
-    has_fp8,
-    multiplies_blocks,
     round_rows,
 )
-from gpu_worker.engine.model.quantized_linears import blocks_of, find_blocks, replace_linears, shard_blocks
+from gpu_worker.engine.model.quantized_linears import find_blocks, replace_linears, shard_blocks
 from gpu_worker.engine.parallel.shards import make_tp_plan
 from gpu_worker.engine.quantization.blocks import Blocks
-from gpu_worker.engine.quantization.weight import ScaledFloats
 from tests.support.engine import fake_products, quantized_models
 from tests.support.engine.quantized_models import FORMATS, multiplies_floats
 
@@ -70,24 +66,6 @@ def test_a_checkpoints_own_numbers_are_multiplied(form: str, tmp_path: Path) -> 
         if all(type(linear) is BlockLinear for linear in own):
             columns = [linear(torch.eye(linear.in_features)).T for linear in own]
             assert torch.equal(torch.cat(columns, plan.shards[f"{name}.weight"].dim), expected), name
-
-
-def test_only_cuda_in_16_bits_multiplies_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert multiplies_blocks(CUDA, torch.bfloat16) and not multiplies_blocks(CUDA, torch.float32)
-    assert not multiplies_blocks(torch.device("cpu"), torch.bfloat16)
-    floats = Blocks(torch.zeros(4, 96).to(torch.float8_e4m3fn), torch.ones(4, 3), None)
-    assert fits_block_kernel(floats) and not fits_block_kernel(
-        Blocks(torch.zeros(4, 96, dtype=torch.uint8), torch.ones(4, 3), None)
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert not multiplies_blocks(CUDA, torch.float16)
-
-
-def test_cards_that_convert_no_floats_dequantise_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = ScaledFloats(torch.zeros(64, 64).to(torch.float8_e4m3fn), torch.ones(2, 2), (32, 32))
-    assert blocks_of(weight, has_fp8(CUDA)) is not None
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    assert blocks_of(weight, has_fp8(CUDA)) is None
 
 
 NEEDS_PRODUCTS = pytest.mark.skipif(

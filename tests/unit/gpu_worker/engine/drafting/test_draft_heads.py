@@ -15,7 +15,6 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from common.settings.settings import SettingError
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.cpu.fused_layer import FusedLayers
-from gpu_worker.engine.drafting.eagle import HiddenStates
 from tests.support.engine import tiny_models
 from tests.support.engine.tiny_models import FAMILIES, VOCAB
 from tests.support.parameters.slow_but import slow_but
@@ -265,16 +264,3 @@ def test_a_layer_that_does_not_fit_is_refused_by_name(
     with pytest.raises(SettingError) as error:
         drafting_engine(tmp_path / "model", {"model": str(head), "num_speculative_tokens": 2})
     assert error.value.name == "speculative_config" and cause in error.value.cause
-
-
-def test_on_cuda_they_are_copied_to_a_place_that_stays() -> None:
-    states = HiddenStates([], 4, torch.device("cuda"))
-    states.recorded = [torch.empty(0)]
-    rows = [torch.rand(size, 3) for size in (2, 4, 6)]
-    states.record(0, rows[0])
-    place = states.recorded[0].data_ptr()
-    assert torch.equal(states.newest(2), rows[0])
-    for one in rows[1:]:  # of the last only as many as there is room for: it belongs to no step of rows
-        states.record(0, one)
-        assert torch.equal(states.newest(4), one[:4])
-    assert states.recorded[0].data_ptr() == place

@@ -50,13 +50,6 @@ def test_ranks_exchange_messages_and_learn_of_the_first_loss() -> None:
         ranks[0].exchange("anything")
 
 
-def test_an_end_in_order_is_no_loss() -> None:
-    ranks = connected(2)
-    ranks[0].say_end()
-    lost = ranks[1].wait_for_loss(20)
-    assert lost is not None and lost.is_end
-
-
 def test_those_who_are_missing_are_named_at_every_rank() -> None:
     given = infos(4)
     futures = [start(lambda info=info: connect_ranks(info, 1.0)) for info in given[:2]]  # type: ignore[misc]

@@ -12,10 +12,7 @@ import torch
 
 from common.messages.request import LogitsParams, SamplingParams
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.sampling import logprobs as module
-from gpu_worker.engine.sampling import native_sampler
 from gpu_worker.engine.sampling.logprobs import score_tokens
-from gpu_worker.engine.sampling.multinomial import raw_logprobs
 from gpu_worker.protocol import StepResult
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import AHEAD, Player, player
@@ -66,24 +63,6 @@ def test_bits_do_not_depend_on_the_number_of_scored_tokens() -> None:
     logits /= 8  # flatter: many tokens contribute to the sum
     alone = [score_tokens(logits[row : row + 1], ids[row : row + 1], 0).logprobs for row in range(len(ids))]
     assert torch.equal(torch.cat(alone), score_tokens(logits, ids, 0).logprobs)
-
-
-def test_torch_copies_a_bounded_number_of_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    chunk_sizes: list[int] = []
-    monkeypatch.setattr(native_sampler, "kernels", lambda logits: None)
-    monkeypatch.setattr(
-        module,
-        "raw_logprobs",
-        lambda logits, *others: (chunk_sizes.append(logits.numel()), raw_logprobs(logits, *others))[1],  # type: ignore[func-returns-value]
-    )
-    logits, ids = random_logits(23, 1000, torch.bfloat16)
-    whole = score_tokens(logits, ids, 2)
-    assert chunk_sizes == [logits.numel()]
-    monkeypatch.setattr(module, "MAX_CHUNK_LOGITS", 5999)
-    chunked = score_tokens(logits, ids, 2)
-    assert chunk_sizes[1:] == [5000] * 4 + [3000]
-    for found, in_chunks in zip(whole, chunked, strict=True):
-        torch.testing.assert_close(found, in_chunks, rtol=1e-6, atol=1e-6)
 
 
 # --- an engine ----------------------------------------------------------------------------------------------

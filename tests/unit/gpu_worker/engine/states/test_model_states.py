@@ -217,15 +217,3 @@ def test_rows_beside_each_other_start_from_one_snapshot(served: tuple[Any, Engin
     assert {row: found[row] for row in others} == {
         row: tiny_models.generate(model, ids, NEW) for row, ids in others.items()
     }
-
-
-def test_granted_blocks_have_no_snapshot(served: tuple[Any, Engine]) -> None:
-    """Their tokens are others now."""
-    _, engine = served
-    played = keeping_player(engine)
-    played.run([played.start(1, prompts()[3], NEW, ignore_eos=True)])
-    slots, used = engine.rows.state_slots, {*played.tables[1]}
-    assert slots and used & slots.snapshots.slots.keys()
-    played.kept, played.free = set(), sorted(used)
-    played.run([played.start(2, prompts()[3][:4], 2, ignore_eos=True)])
-    assert played.tables[2][0] not in slots.snapshots.slots
