@@ -4,7 +4,6 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-METHODS = ("gptq", "awq")
 GROUP_SIZES = (128, 64, 32)
 """Sizes of groups that are tried in this order where none is given."""
 WHOLE_ROW = -1
@@ -18,7 +17,6 @@ class QuantizeJob:
     Attributes:
         source: the directory of the plain model.
         output: the directory that is made.
-        method: one of METHODS.
         bits: of a weight.
         group_size: inputs that share a scale; None: the largest that divides all layers, of GROUP_SIZES.
         damping: what GPTQ adds to the diagonal of its Hessian, as a share of the diagonal's mean.
@@ -29,7 +27,6 @@ class QuantizeJob:
 
     source: str
     output: str
-    method: str = "gptq"
     bits: int = 4
     group_size: int | None = None
     damping: float = 0.01

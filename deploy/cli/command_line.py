@@ -150,7 +150,7 @@ SECTIONS = {
             "MODEL_ID", "fetch a model before the first start", "deploy.cli.download"
         ),
         "quantize": module_command(
-            "MODEL OUT", "make a quantised checkpoint (gptq, awq, fp8) of a plain one", "deploy.cli.quantize"
+            "MODEL OUT", "make a quantised checkpoint (GPTQ) of a plain one", "deploy.cli.quantize"
         ),
     },
     "Use a running fleet": {

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common import model_files
-from common.quantize_job import METHODS, WHOLE_ROW, QuantizeJob
+from common.quantize_job import WHOLE_ROW, QuantizeJob
 from common.settings.flags import FlagParser
 from common.settings.settings import SettingError
 from common.settings.types import convert
@@ -17,7 +17,7 @@ from deploy.launcher import prepare
 from deploy.launcher.fleet import command
 
 DESCRIPTION = "Quantise a plain model, layer by layer; the error of each layer's weights is printed."
-BITS = {"gptq": (4, 8), "awq": (4,)}
+BITS = (4, 8)
 SETTINGS = {
     "revision": "of a hub model",
     "device": "auto, cpu or cuda",
@@ -49,8 +49,8 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     parser = FlagParser(prog="tokenfleet quantize", allow_abbrev=False, description=DESCRIPTION)
     parser.add_argument("model_id", metavar="MODEL", help="hub id, directory, GGUF file or `smollm2`")
     parser.add_argument("output", metavar="OUT", help="the directory that is made")
-    parser.add_argument("--method", default="gptq", help=f"{', '.join(METHODS)} (default: %(default)s)")
-    parser.add_argument("--bits", type=int, help="4 or 8 for gptq, 4 for awq (default: 4)")
+    parser.add_argument("--method", default="gptq", help="gptq; llm-compressor writes others")
+    parser.add_argument("--bits", type=int, default=4, help="4 or 8 (default: %(default)s)")
     parser.add_argument(
         "--group-size",
         "--groupsize",
@@ -91,12 +91,14 @@ def read_job(flags: argparse.Namespace) -> QuantizeJob:
         raise SettingError(
             "--method", "fp8 is not written: `tokenfleet serve MODEL --quantize fp8` rounds at load"
         )
-    if flags.method not in METHODS:
-        raise SettingError("--method", f"{flags.method!r} is not one of {', '.join(METHODS)}")
-    bits = flags.bits or BITS[flags.method][0]
-    if bits not in BITS[flags.method]:
-        able = " or ".join(map(str, BITS[flags.method]))
-        raise SettingError("--bits", f"{bits}, but {flags.method} has {able}")
+    if flags.method != "gptq":
+        raise SettingError(
+            "--method",
+            f"{flags.method!r} is not gptq; checkpoints of other methods that llm-compressor and "
+            "AutoAWQ write are read",
+        )
+    if flags.bits not in BITS:
+        raise SettingError("--bits", f"{flags.bits} is neither 4 nor 8")
     size = flags.group_size
     if size is not None and size != WHOLE_ROW and (size not in range(16, MAX_GROUP + 1) or size & (size - 1)):
         raise SettingError(
@@ -114,8 +116,7 @@ def read_job(flags: argparse.Namespace) -> QuantizeJob:
     return QuantizeJob(
         source="",
         output=str(output),
-        method=flags.method,
-        bits=bits,
+        bits=flags.bits,
         group_size=size,
         damping=flags.percdamp,
         act_order=convert(bool, flags.act_order, "--act-order"),

@@ -14,8 +14,6 @@ from gpu_worker.protocol import first_cause
 FP8_AT_LOAD = "fp8"
 MADE_AT_LOAD = (FP8_AT_LOAD, *ROUNDINGS)
 """Values of QUANTIZE for which plain weights are quantised at load."""
-MADE_BEFORE = {"awq": "awq", "gptq": "gptq", "compressed-tensors": "fp8"}
-"""Values of QUANTIZE → the method of `tokenfleet quantize` that makes such weights."""
 TEXT_ONLY = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 """Model types of text parts → those of the models for text that are equal without images."""
 LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "moe", "mlp"}
@@ -79,8 +77,8 @@ def check_quantize(quantization: dict[str, Any] | None, settings: Settings) -> N
         return  # see `quantizes`
     if quantization is None:
         made = f"{', '.join(MADE_AT_LOAD)} are made of such at load"
-        if asked in MADE_BEFORE:
-            made = f"`tokenfleet quantize MODEL OUT --method {MADE_BEFORE[asked]}` makes such a checkpoint"
+        if asked == "gptq":
+            made = "`tokenfleet quantize MODEL OUT` makes such a checkpoint"
         cause = f"this checkpoint's weights are plain; {made}"
         raise SettingError("quantize", f"{asked} is not served: {cause}")
     own = methods_of(quantization)

@@ -1,5 +1,5 @@
-"""Checkpoint: a quantised model as GPTQ (version 1) and AutoAWQ (gemm) write it, which moves to its place
-when it is whole. gpu_worker/engine/quantization/ reads these formats.
+"""Checkpoint: a quantised model as GPTQ (version 1) writes it, which moves to its place when it is whole.
+gpu_worker/engine/quantization/ reads it.
 """
 
 import json
@@ -17,7 +17,6 @@ from huggingface_hub import save_torch_state_dict
 from common import model_files
 from common.quantize_job import QuantizeJob
 from common.settings.settings import SettingError
-from gpu_worker.engine.quantization.integers import AWQ_PLACES
 from gpu_worker.engine.quantization.weight import Fields
 from gpu_worker.engine.quantizing.rounding import Rounded
 
@@ -33,38 +32,24 @@ def pack_bits(quants: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
-def gptq_fields(rounded: Rounded, bits: int, dtype: torch.dtype) -> Fields:
+def fields_of(rounded: Rounded, bits: int, dtype: torch.dtype) -> Fields:
     """A layer's tensors; version 1 stores zeros smaller by one."""
     inputs, groups = rounded.quants.shape[1], rounded.scales.shape[1]
+    zeros = torch.full_like(rounded.scales.T, rounded.zero - 1)
     return {
         "qweight": pack_bits(rounded.quants, bits).T,
-        "qzeros": pack_bits(rounded.zeros.T - 1, bits),
+        "qzeros": pack_bits(zeros, bits),
         "scales": rounded.scales.T.to(dtype),
         "g_idx": torch.arange(inputs, dtype=torch.int32) // (inputs // groups),
     }
 
 
-def awq_fields(rounded: Rounded, dtype: torch.dtype) -> Fields:
-    """A layer's tensors: eight outputs in a word, in AutoAWQ's order."""
+def config_of(job: QuantizeJob, group_size: int) -> Mapping[str, Any]:
+    """`quantization_config` in config.json."""
     return {
-        "qweight": pack_outputs(rounded.quants.T),
-        "qzeros": pack_outputs(rounded.zeros.T),
-        "scales": rounded.scales.T.to(dtype),
-    }
-
-
-def pack_outputs(table: torch.Tensor) -> torch.Tensor:
-    """Integers from 0 to 15 [rows, outputs] → words int32 [rows, outputs / 8]"""
-    in_words = torch.tensor(AWQ_PLACES).argsort()
-    return pack_bits(table.reshape(len(table), -1, 8)[..., in_words].flatten(1), 4)
-
-
-def config_of(job: QuantizeJob, group_size: int, head: str) -> Mapping[str, Any]:
-    """`quantization_config` in config.json. `head`: name of the layer that stays plain."""
-    own: dict[str, Any] = {"quant_method": job.method, "bits": job.bits, "group_size": group_size}
-    if job.method == "awq":
-        return own | {"zero_point": True, "version": "gemm", "modules_to_not_convert": [head]}
-    return own | {
+        "quant_method": "gptq",
+        "bits": job.bits,
+        "group_size": group_size,
         "desc_act": False,
         "static_groups": True,
         "sym": True,

@@ -29,15 +29,8 @@ from gpu_worker.engine.model.weights import check_files, load_pretrained, quanti
 from gpu_worker.engine.parallel.stages import find_layers
 from gpu_worker.engine.parallel.tensor_parallel import parameter_finder
 from gpu_worker.engine.quantization.checkpoint import read_tensors
-from gpu_worker.engine.quantization.weight import Fields
 from gpu_worker.engine.quantizing import checkpoint
-from gpu_worker.engine.quantizing.rounding import (
-    Grid,
-    Rounded,
-    record_inputs,
-    round_by_gptq,
-    scale_inputs,
-)
+from gpu_worker.engine.quantizing.rounding import Grid, Rounded, record_hessians, round_by_gptq
 from gpu_worker.protocol import UnservableModel
 
 ATTENTION = "eager"
@@ -63,14 +56,14 @@ def quantize(job: QuantizeJob, settings: Settings) -> None:
         size = check_layers(model, job)
         texts = read_texts(job, model_files.read_tokenizer(source), model_files.context_length(source))
         count = sum(ids.shape[1] for ids in texts)
-        say(f"quantising {settings.model_id} ({job.method}, {job.bits} bits) with {count} tokens on {device}")
+        say(f"quantising {settings.model_id} (gptq, {job.bits} bits) with {count} tokens on {device}")
         tensors = quantize_layers(job, model, size, texts)
     except (UnservableModel, ValueError) as error:
         cause = cannot_serve(settings.model_id, error).cause.replace("be served", "be quantised")
         raise SettingError("model_id", cause) from error
     rest = {name: tensor[...] for name, tensor in model.tensors.items() if name not in tensors}
     whole = {name: tensor for name, tensor in (rest | tensors).items() if tensor is not None}
-    checkpoint.write(output, source, whole, checkpoint.config_of(job, size, model.head))
+    checkpoint.write(output, source, whole, checkpoint.config_of(job, size))
     before, after = (sum(file.stat().st_size for file in it.glob("*.safetensors")) for it in (source, output))
     say(f"{before / 2**20:.0f} MiB before, {after / 2**20:.0f} MiB after")
     print(output.absolute(), flush=True)
@@ -92,7 +85,6 @@ class PlainModel:
         layers: its layers; `prefix` is their list's name.
         tensors: the checkpoint's, none read yet.
         keys: of a parameter, the name of its tensor in the checkpoint.
-        head: name of the module that makes logits.
     """
 
     whole: Any
@@ -100,7 +92,6 @@ class PlainModel:
     prefix: str
     tensors: Mapping[str, Any]
     keys: Mapping[str, str]
-    head: str
     device: torch.device
 
 
@@ -121,9 +112,7 @@ def open_model(path: Path, settings: Settings, device: torch.device) -> PlainMod
     for name, key in keys.items():
         if name not in known and len(tensors[key].get_shape()) > 1 and not key.startswith("lm_head."):
             raise UnservableModel(f"it has weights beside its text model's ({key}), which would stay plain")
-    modules = {module: name for name, module in whole.named_modules()}
-    head = modules[whole.get_output_embeddings()]
-    return PlainModel(whole, whole.get_submodule(prefix), prefix, tensors, keys, head, device)
+    return PlainModel(whole, whole.get_submodule(prefix), prefix, tensors, keys, device)
 
 
 def linears_of(layer: nn.Module) -> dict[str, nn.Linear]:
@@ -150,7 +139,7 @@ def check_layers(model: PlainModel, job: QuantizeJob) -> int:
         if linear.out_features % multiple:
             raise UnservableModel(
                 f"layer {name} has {linear.out_features} outputs, no multiple of {multiple}, with which "
-                f"{job.method} packs {job.bits} bits"
+                f"{job.bits} bits are packed"
             )
     sizes = GROUP_SIZES if job.group_size is None else (job.group_size,)
     for size in sizes:
@@ -201,24 +190,26 @@ def quantize_layers(
     made: dict[str, torch.Tensor | None] = {}
     for number, layer in enumerate(model.layers):
         begun_s = time.monotonic()
-        dtypes = {name: own.dtype for name, own in layer.named_parameters()}
+        dtypes = {own.dtype for own in layer.parameters()}
+        dtype = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float16
         layer.to(model.device, torch.float32)
-        before = {name: own.clone() for name, own in layer.named_parameters()}
+        linears = linears_of(layer)
         forwards = [functools.partial(own[number], it) for own, it in zip(runs, states, strict=True)]
-        fields = round_layer(job, layer, size, dtypes, forwards)
-        states = [forward() for forward in forwards]
+        hessians = record_hessians([*linears.values()], forwards)
         off = whole = 0.0
-        for name, own in layer.named_parameters():
-            key, linear = model.keys.get(f"{model.prefix}.{number}.{name}", ""), name.removesuffix(".weight")
-            if linear in fields:
-                off += float((own - before[name]).norm() ** 2)
-                whole += float(before[name].norm() ** 2)
-                made |= {key: None} | {
-                    key.removesuffix("weight") + field: tensor.contiguous()
-                    for field, tensor in fields[linear].items()
-                }
-            elif not torch.equal(own, before[name]):
-                made[key] = own.cpu()
+        for name, linear in linears.items():
+            grid = Grid(job.bits, dtype, linear.in_features if size == WHOLE_ROW else size)
+            weight = linear.weight.detach().clone()
+            rounded = round_by_gptq(weight, hessians[linear], grid, job.act_order, job.damping)
+            linear.weight.copy_(rounded.widen())
+            off += float((linear.weight - weight).norm() ** 2)
+            whole += float(weight.norm() ** 2)
+            key = model.keys[f"{model.prefix}.{number}.{name}.weight"]
+            host = Rounded(rounded.quants.cpu(), rounded.scales.cpu(), rounded.zero)
+            made[key] = None
+            for field, tensor in checkpoint.fields_of(host, job.bits, dtype).items():
+                made[key.removesuffix("weight") + field] = tensor.contiguous()
+        states = [forward() for forward in forwards]
         layer.to("meta")
         error, seconds = (off / whole) ** 0.5, time.monotonic() - begun_s
         say(f"layer {number + 1} of {len(model.layers)}: error {error:.2%}, {seconds:.1f} s")
@@ -271,41 +262,3 @@ def run(
     output = forward(moved[0], *moved[1], **moved[2])
     own: torch.Tensor = output[0] if isinstance(output, tuple) else output
     return own
-
-
-def round_layer(
-    job: QuantizeJob,
-    layer: nn.Module,
-    size: int,
-    dtypes: Mapping[str, torch.dtype],
-    forwards: Sequence[Callable[[], torch.Tensor]],
-) -> Mapping[str, Fields]:
-    """Round the linear layers of a layer in place; `dtypes` of the checkpoint. Returns their tensors."""
-    names = {linear: name for name, linear in linears_of(layer).items()}
-    dtype = torch.bfloat16 if torch.bfloat16 in dtypes.values() else torch.float16
-    groups = record_inputs(layer, list(names), forwards)
-    is_awq = job.method == "awq"
-    widths = [group.linears[0].in_features if size == WHOLE_ROW else size for group in groups]
-    grids = [Grid(job.bits, not is_awq, dtype, width) for width in widths]
-    if is_awq:
-        scale_inputs(layer, groups, grids, forwards[0])
-        for name, own in layer.named_parameters():
-            if own.dim() == 1:
-                own.copy_(own.to(dtypes[name]))
-    fields = {}
-    for group, grid in zip(groups, grids, strict=True):
-        for linear in group.linears:
-            weight = linear.weight.detach()
-            rounded = (
-                grid.round(weight)
-                if is_awq
-                else round_by_gptq(weight, group.hessian, grid, job.act_order, job.damping)
-            )
-            linear.weight.copy_(rounded.widen())
-            host = Rounded(rounded.quants.cpu(), rounded.scales.cpu(), rounded.zeros.cpu())
-            fields[names[linear]] = (
-                checkpoint.awq_fields(host, dtype)
-                if is_awq
-                else checkpoint.gptq_fields(host, job.bits, dtype)
-            )
-    return fields

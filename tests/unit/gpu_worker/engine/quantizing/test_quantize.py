@@ -14,26 +14,20 @@ from transformers import AutoModelForCausalLM
 from common.quantize_job import QuantizeJob
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.quantization.checkpoint import StoredWeight, read_tensors
-from gpu_worker.engine.quantization.integers import read_awq, read_gptq
+from gpu_worker.engine.quantization.integers import read_gptq
 from gpu_worker.engine.quantization.weight import widen
-from gpu_worker.engine.quantizing.checkpoint import awq_fields, config_of, gptq_fields
+from gpu_worker.engine.quantizing.checkpoint import config_of, fields_of
 from gpu_worker.engine.quantizing.quantize import BUNDLED, LONGEST, quantize, read_texts
-from gpu_worker.engine.quantizing.rounding import (
-    Grid,
-    output_error,
-    round_by_gptq,
-)
+from gpu_worker.engine.quantizing.rounding import Grid, output_error, round_by_gptq
 from tests.support.engine import tiny_models
 from tests.support.engine.tiny_engine import NEW_TOKENS, check_ids, engine_of, prompts
 from tests.support.parameters.slow_but import slow_but
 
 JOBS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gptq": ("Llama", {"method": "gptq"}),
-    "gptq-8": ("Llama", {"method": "gptq", "bits": 8, "act_order": False, "group_size": -1}),
-    "awq": ("Llama", {"method": "awq", "group_size": 32}),
-    "tied": ("Llama-tied", {"method": "awq"}),
-    "norms of 1 more": ("Gemma2", {"method": "awq"}),
-    "joined layers": ("Phi3", {"method": "awq"}),
+    "4 bits": ("Llama", {}),
+    "8 bits": ("Llama", {"bits": 8, "act_order": False, "group_size": -1}),
+    "tied": ("Llama-tied", {"group_size": 32}),
+    "joined layers": ("Phi3", {}),
 }
 LLAMA = tiny_models.FAMILIES["Llama"]
 
@@ -66,7 +60,7 @@ def loss(model: Any, folder: Path) -> float:
     return sum(float(model(ids, labels=ids).loss) for ids in texts) / len(texts)
 
 
-@pytest.mark.parametrize("case", slow_but(["gptq", "awq"], JOBS))
+@pytest.mark.parametrize("case", slow_but(["4 bits"], JOBS))
 def test_a_quantised_model_is_served_with_its_own_numbers(case: str, tmp_path: Path) -> None:
     family, job = JOBS[case]
     source = tiny_models.save_with_bytes(tmp_path / "plain", *tiny_models.FAMILIES[family])
@@ -78,7 +72,7 @@ def test_a_quantised_model_is_served_with_its_own_numbers(case: str, tmp_path: P
     check_ids(engine_of(tmp_path / "made"), expected)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "plain"]
     assert len({file.stat().st_mode for file in (tmp_path / "made").iterdir()}) == 1, "as the umask says"
-    with pytest.raises(SettingError, match=rf"it is quantised already \({job['method']}\)"):
+    with pytest.raises(SettingError, match=r"it is quantised already \(gptq\)"):
         make(tmp_path / "made", tmp_path / "again")
 
 
@@ -130,16 +124,12 @@ def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
     assert len(BUNDLED.read_text()) > 6000
 
 
-@pytest.mark.parametrize(("method", "bits"), [("gptq", 4), ("gptq", 8), ("awq", 4)])
-def test_integers_are_read_back(method: str, bits: int) -> None:
+@pytest.mark.parametrize("bits", [4, 8])
+def test_integers_are_read_back(bits: int) -> None:
     torch.manual_seed(0)
-    job = QuantizeJob("", "", method, bits)
-    rounded = Grid(bits, method == "gptq", torch.bfloat16, 32).round(torch.randn(64, 128))
-    config = config_of(job, 32, "lm_head")
-    if method == "awq":
-        weight = read_awq(awq_fields(rounded, torch.bfloat16), config)
-    else:
-        weight = read_gptq(gptq_fields(rounded, bits, torch.bfloat16), config)
+    rounded = Grid(bits, torch.bfloat16, 32).round(torch.randn(64, 128))
+    config = config_of(QuantizeJob("", "", bits), 32)
+    weight = read_gptq(fields_of(rounded, bits, torch.bfloat16), config)
     assert torch.equal(widen(weight), rounded.widen())
 
 
@@ -157,7 +147,7 @@ def outliers(rows: int = 512, inputs: int = 64) -> torch.Tensor:
 def test_outputs_are_nearer_than_with_the_nearest_weights(bits: int, act_order: bool) -> None:
     rows, weight = outliers(), torch.randn(48, 64)
     weight[:, 5] = 0
-    hessian, grid = rows.T @ rows / len(rows), Grid(bits, True, torch.float16, SIZE)
+    hessian, grid = rows.T @ rows / len(rows), Grid(bits, torch.float16, SIZE)
     rounded = round_by_gptq(weight, hessian, grid, act_order, 0.01)
     nearest = grid.round(weight)
     own, other = (output_error(weight - it.widen(), hessian) for it in (rounded, nearest))
