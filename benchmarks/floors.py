@@ -140,7 +140,7 @@ def stored_weights(module: nn.Module, rows: int) -> Iterable[torch.Tensor]:
         return [module.packed]
     if isinstance(module, NativeLinear):
         if module.blocks and (module.packed is None or rows <= module.library.tf_block_rows(module.dtype)):
-            return module.blocks.tensors
+            return module.tensors
         return [] if module.packed is None else [module.packed]
     return (tensor for tensor in module.parameters(recurse=False) if tensor.dim() > 1)
 

@@ -30,7 +30,7 @@ def weight_bytes(model: Any) -> int:
     tensors = {one.data_ptr(): one for one in (*model.parameters(), *model.buffers())}
     for module in model.modules():
         if isinstance(module, NativeLinear):
-            parts = [*(module.blocks.tensors if module.blocks else []), module.packed]
+            parts = [*module.tensors, module.packed]
             tensors |= {one.data_ptr(): one for one in parts if one is not None}
     return sum(one.nbytes for one in tensors.values())
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.settings.settings import Settings
-from gpu_worker.engine.cuda.graphs import CaptureError, CudaGraphs, make_capture
+from gpu_worker.engine.cuda.graphs import PLAIN, CaptureError, CudaGraphs, make_capture
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.model import LoadedModel
@@ -53,7 +53,7 @@ def replay(graphs: CudaGraphs, size: int) -> torch.Tensor:
     inputs = np.vstack((ids, positions, positions, slots, np.arange(1, 1 + size)[None]))
     with torch.inference_mode():
         graphs.copy_inputs(inputs.astype(np.int32), size)
-        graphs.graphs[size]()
+        graphs.graphs[PLAIN][size]()
         return graphs.logits[:size].clone()
 
 
@@ -111,19 +111,12 @@ def test_all_graphs_share_the_memory_of_the_largest(
     """And replays of all of them take nothing more."""
     engine = engine_of(device, tmp_path, monkeypatch)
     assert isinstance(engine.graphs, CudaGraphs)
-    sizes, largest = sorted(engine.graphs.graphs), max(engine.graphs.graphs)
+    sizes, largest = sorted(engine.graphs.graphs[PLAIN]), max(engine.graphs.graphs[PLAIN])
     taken = dict[str, int]()
     for what, some in (("largest", [largest]), ("all", sizes)):
         engine.graphs = None
         before_bytes = reserved_bytes()
-        graphs = CudaGraphs(
-            engine.loaded,
-            largest,
-            8,
-            engine.loaded.vocab_size,
-            engine.loaded.geometry.dtype,
-            torch.device(device),
-        )
+        graphs = CudaGraphs(engine.loaded, largest, 8)
         graphs.capture(make_capture(torch.device(device)), some)
         taken[what] = reserved_bytes() - before_bytes
         engine.graphs = graphs

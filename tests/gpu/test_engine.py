@@ -9,7 +9,7 @@ import torch
 from common import model_files
 from common.settings.settings import SettingError
 from gpu_worker.engine.cuda.compile import layers_of
-from gpu_worker.engine.cuda.graphs import CudaGraphs, graph_sizes
+from gpu_worker.engine.cuda.graphs import PLAIN, CudaGraphs, graph_sizes
 from gpu_worker.engine.cuda.linear import FusedLinearSlice
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model.warmup import max_captured_tokens
@@ -95,7 +95,7 @@ def test_steps_of_few_tokens_come_from_graphs(
     engine, fresh = engine_on(device, tmp_path, monkeypatch, dtype="bfloat16"), dict(enumerate(prompts()))
     assert isinstance(engine.graphs, CudaGraphs)
     largest = max_captured_tokens(SETTINGS["max_batch_size"])
-    assert list(engine.graphs.graphs) == graph_sizes(SETTINGS["max_batch_size"], largest)
+    assert list(engine.graphs.graphs[PLAIN]) == graph_sizes(SETTINGS["max_batch_size"], largest)
     for num_rows in (1, 2, 3, 4):
         some = {row: fresh[row] for row in range(num_rows)}
         with noted(engine) as (computed, replayed):

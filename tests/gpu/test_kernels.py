@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker.engine.cuda.linear import BlockLinear, Fp8Linear, round_rows
+from gpu_worker.engine.cuda.linear import QuantisedLinear, round_rows
 from gpu_worker.engine.quantization.blocks import Blocks
 from gpu_worker.engine.sampling.multinomial import SamplerOutput
 from gpu_worker.engine.sampling.sampler import sample_in_groups
@@ -97,7 +97,7 @@ def test_products_with_blocks_are_those_of_dequantised_weights(
     inputs, outputs = (4096, 1536 + 48) if device == "cuda" else (256, 80)
     for size in (16, 32, 128):
         blocks = blocks_of(kind, outputs, inputs, size, device)
-        linear = BlockLinear(blocks, torch.randn(outputs, device=device, dtype=dtype))
+        linear = QuantisedLinear(blocks, torch.randn(outputs, device=device, dtype=dtype))
         weight = blocks.widen(dtype).double()
         for num_rows in (1, 2, 17, 40, 300) if device == "cuda" else (1, 17):
             rows = torch.randn(num_rows, inputs, device=device, dtype=dtype)
@@ -114,7 +114,7 @@ def test_products_of_8_bit_floats_are_those_of_the_rounded_numbers(device: str, 
     torch.manual_seed(0)
     values, scales = round_rows(torch.randn(1024 + 16, 512, device=device))
     bias = torch.randn(len(values), device=device).bfloat16() if biased else None
-    linear = Fp8Linear(values, scales, bias)
+    linear = QuantisedLinear(Blocks(values, scales, None), bias)
     compiled = torch.compile(linear, dynamic=True)
     for num_rows in (1, 2, 3, 17, 300):
         rows = torch.randn(1, num_rows, 512, device=device).bfloat16()

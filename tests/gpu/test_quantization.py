@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from gpu_worker.engine.cuda.linear import BlockLinear, Fp8Linear, FusedLinearSlice
+from gpu_worker.engine.cuda.linear import FP8, FusedLinearSlice, QuantisedLinear
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import quantized_linears
 from tests.support.engine import quantized_models, tiny_models
@@ -42,10 +42,14 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(quantized_linears, "multiplies_fp8", lambda device, dtype: True)
 
 
-def kinds_of(model: nn.Module) -> set[type]:
-    """Of linear layers but the head."""
-    merged = {module.fused.kind for module in model.modules() if isinstance(module, FusedLinearSlice)}
-    return merged | {type(module) for module in model.modules() if type(module) in (BlockLinear, Fp8Linear)}
+def are_floats(model: nn.Module) -> set[bool]:
+    """Of linear layers but the head: whether 8-bit floats with a scale for each output are multiplied."""
+    weights = [
+        module
+        for module in model.modules()
+        if isinstance(module, QuantisedLinear) or (isinstance(module, FusedLinearSlice) and not module.number)
+    ]
+    return {linear.weight.dtype == FP8 and linear.scales.shape[1] == 1 for linear in weights}
 
 
 def check_mean(engine: Engine, model: Any, limit: float) -> None:
@@ -64,7 +68,7 @@ def test_blocks_give_the_ids_of_their_numbers(
     needs_flash(device)
     model = quantized_models.save(tmp_path, *FORMATS[form])
     engine = engine_on(device, tmp_path, monkeypatch, dtype="bfloat16")
-    assert engine.graphs and kinds_of(engine.loaded.model) == {BlockLinear}
+    assert engine.graphs and are_floats(engine.loaded.model) == {False}
     check_mean(engine, model, WIDENED)
 
 
@@ -83,5 +87,5 @@ def test_8_bit_floats_give_ids_near_those_of_their_numbers(
     )
     quantize = {"quantize": "fp8"} if form == "plain" else {}
     engine = engine_on(device, tmp_path, monkeypatch, dtype="bfloat16", **quantize)
-    assert engine.graphs and kinds_of(engine.loaded.model) == {Fp8Linear}
+    assert engine.graphs and are_floats(engine.loaded.model) == {True}
     check_mean(engine, model, ROUNDED)

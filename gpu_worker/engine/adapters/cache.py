@@ -99,7 +99,7 @@ class AdapterCache:
         except Exception as error:  # whatever is in the files of others, the worker goes on
             log.warning("adapter %s", folder, exc_info=True)
             cause = f"it cannot be read: {error!r}"
-        cause = next(filter(None, self.communicator.gather_texts(cause)), "")
+        cause = next(filter(None, self.communicator.exchange(cause)), "")
         return (None if cause else found), cause
 
     def read(self, folder: Path, known: Source | None) -> tuple[AdapterWeights, Source]:
@@ -111,8 +111,7 @@ class AdapterCache:
             source = Source(folder, stamp_of(folder))
             if known and source != known:
                 raise AdapterFault(f"{folder} has changed since it was loaded")
-            sizes = (layers.targets, layers.max_rank)
-            return read_adapter(folder, layers.model, *sizes, layers.pack, layers.settle), source
+            return read_adapter(folder, layers), source
         except OSError as error:
             raise AdapterFault(f"{folder} cannot be read: {error.strerror}") from error
         except MemoryError as error:

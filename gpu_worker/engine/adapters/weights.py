@@ -177,30 +177,20 @@ def make_pair(
     return LowRankPair(down.float(), up.float() * config.scaling(layer, expressions.matches))
 
 
-Pack = Callable[[LoraTarget, torch.Tensor, torch.Tensor], LowRankPair]
-"""(target, down [rank, inputs], up [outputs, rank], float32, both this rank's part) → as the device takes
-them.
-"""
-Settle = Callable[[Mapping[str, LowRankPair]], Mapping[str, LowRankPair]]
-"""What was packed of all layers → where it stays."""
-
-
-def read_adapter(
-    folder: Path, model: Any, targets: Mapping[str, LoraTarget], max_rank: int, pack: Pack, settle: Settle
-) -> AdapterWeights:
-    """Read an adapter. Raises AdapterFault."""
-    rank, layers = 0, {}
-    for target, pair in read_pairs(folder, model, targets, max_rank):
+def read_adapter(folder: Path, layers: Any) -> AdapterWeights:
+    """Read an adapter for the layers of a model (adapters/layers.py). Raises AdapterFault."""
+    rank, found = 0, {}
+    for target, pair in read_pairs(folder, layers.model, layers.targets, layers.max_rank):
         rank = max(rank, pair.rank)
         if target:
-            packed = pack(target, *target.part(pair.down, pair.up * target.scale))
+            packed = layers.pack(target, *target.part(pair.down, pair.up * target.scale))
             if not (packed.down.isfinite().all() and packed.up.isfinite().all()):
                 kind = str(packed.down.dtype).removeprefix("torch.")
                 raise AdapterFault(
                     f"the matrices of {target.name}, scaled as {kind}, have numbers that are not finite"
                 )
-            layers[target.name] = packed
-    return AdapterWeights(rank, sum(packed.nbytes for packed in layers.values()), settle(layers))
+            found[target.name] = packed
+    return AdapterWeights(rank, sum(packed.nbytes for packed in found.values()), layers.settle(found))
 
 
 def listed(names: list[str]) -> str:

@@ -5,8 +5,8 @@ tensors, and the backend, which knows the step that runs: so no layer's signatur
 the same code in every layer.
 """
 
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from transformers import AttentionInterface
@@ -14,17 +14,18 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from gpu_worker.engine.attention.kv_cache import Geometry, KVCache, over_latents
 from gpu_worker.engine.batch.inputs import Inputs
+from gpu_worker.engine.batch.step_result import Int32
 
 NAME = "tokenfleet"
 
 
-class AttentionBackend(Protocol):
+class AttentionBackend:
     """The attention of all layers on one device.
 
     Attributes:
         geometry: what the cache keeps of each token for this backend.
-        capturable: the backend has `plan_decode`, `prepare_decode`, `splits_rows` and `agree`, so steps in
-            which all rows decode can be captured as CUDA graphs.
+        capturable: the backend has `plan_decode` and `prepare_decode`, so steps in which all rows decode can
+            be captured as CUDA graphs.
         plan_free: captured steps need no `plan_decode`: sums are split by the shape of a step, and by whether
             rows are split for the sake of a long one.
         compilable: compilers see one operation in `attend`. They would look into other backends, and compile
@@ -32,11 +33,14 @@ class AttentionBackend(Protocol):
         modules: the attention modules, in the order of layers.
     """
 
-    geometry: Geometry
-    capturable: bool
-    plan_free: bool
-    compilable: bool
-    modules: list[Any]
+    capturable = False
+    plan_free = False
+    compilable = False
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+        self.block_size = geometry.block_size
+        self.modules: list[Any] = []
 
     def take_pages(self) -> None:
         """Follow the modules to a new cache."""
@@ -60,6 +64,22 @@ class AttentionBackend(Protocol):
         (AttentionSpec.latent) query is [1, heads, tokens, value_dim + key_dim]. `module`
         carries `keys`, `values`, `spec`, `key_scale` and `value_scale` of its layer.
         """
+        raise NotImplementedError
+
+    def plan_decode(self, positions: Int32, table: Int32) -> None:
+        """Prepare a `prepare_decode`: positions int32 [rows], table int32 [rows, blocks]."""
+
+    def prepare_decode(self, positions: torch.Tensor, table: torch.Tensor, is_split: bool = False) -> None:
+        """Prepare a forward of rows that all decode and are planned, from tensors on the device: positions
+        int32 [rows], table int32 [rows, blocks]. `is_split`: rows are split.
+        """
+
+    def splits_rows(self, lengths: Int32) -> bool:
+        """Whether rows that decode are split for the sake of a long one: lengths int [rows] in the cache."""
+        return False
+
+    def agree(self, smallest: Callable[[int], int]) -> None:
+        """Split the rows of the same steps on all ranks; `smallest`: the least number of all ranks."""
 
 
 @over_latents

@@ -1,14 +1,25 @@
 """Attention on CPU by the native kernels: K and V are read where they lie in their pages, not gathered."""
 
 import ctypes
+from collections.abc import Iterator, Sequence
 from ctypes import byref
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from gpu_worker.engine.attention.backend import AttentionBackend
 from gpu_worker.engine.attention.kv_cache import Geometry
+from gpu_worker.engine.batch.inputs import Inputs, Span, offsets_of
 from gpu_worker.engine.cpu import native
-from gpu_worker.engine.cpu.kernel_arguments import KernelArguments
+
+TILE_TOKENS = 32
+"""Tokens of a prompt whose queries go over a chunk of keys together."""
+SEGMENT = 1024
+"""Keys that are summed by themselves, as in kernels/pages.h."""
+UNITS_A_THREAD = 4
+"""A tile with more than the work of a thread by this number is split."""
 
 
 def supports(geometry: Geometry) -> bool:
@@ -24,19 +35,77 @@ def supports(geometry: Geometry) -> bool:
     )
 
 
-class CpuPagedBackend(KernelArguments):
-    """Attention with these arguments. K pages are transposed, `[key_dim / 2, block_size, 2]` or `[key_dim,
-    block_size]`: one load takes numbers of many keys.
+class CpuPagedBackend(AttentionBackend):
+    """Arguments of `tf_attend` and `tf_layers`, as pointers that stay valid for a step. K pages are
+    transposed, `[key_dim / 2, block_size, 2]` or `[key_dim, block_size]`: one load takes numbers of many
+    keys.
+
+    Attributes:
+        step: what the layers of the step that runs share.
+        caches: by attention module, from its first use on.
+        adapters: those of the layers; None where there can be none.
     """
 
-    capturable = False
-    plan_free = False
-    compilable = False
+    adapters: Any = None
 
     def __init__(self, geometry: Geometry, library: ctypes.CDLL) -> None:
-        super().__init__(library, geometry.block_size, geometry.dtype)
-        self.geometry = geometry
-        self.modules: list[Any] = []
+        super().__init__(geometry)
+        self.library = library
+        self.dtype = native.TYPE_CODES[geometry.dtype]
+        self.step = byref(native.StepStruct())
+        self.caches: dict[Any, native.CacheStruct] = {}
+        self.step_arrays: tuple[npt.NDArray[Any], ...] = ()  # `step` points into these
+        self.sinks: list[torch.Tensor] = []  # `caches` point into these
+
+    def prepare_forward(self, inputs: Inputs) -> None:
+        """Set the step that runs."""
+        widths = [span.blocks.shape[1] for span in inputs.spans]
+        starts = offsets_of(span.blocks.size for span in inputs.spans)
+        tiles = np.concatenate(
+            [
+                tiles_of(span, start, width)
+                for span, start, width in zip(inputs.spans, starts, widths, strict=False)
+            ]
+        )
+        threads = torch.get_num_threads()
+        parts = split_tiles(tiles, threads).astype(np.int32)
+        tables = np.concatenate([span.blocks.ravel() for span in inputs.spans]).astype(np.int32)
+        self.step_arrays = (inputs.slots, parts, tables)
+        pointers = (array.ctypes.data for array in self.step_arrays)
+        num_parts = int((parts[:, 6] > 1).sum())
+        counts = (threads, len(inputs.slots), len(parts), self.block_size, num_parts)
+        adapters = self.adapters.address if self.adapters else None
+        self.step = byref(native.StepStruct(*counts, *pointers, adapters))
+
+    def cache_of(self, module: Any, sinks: torch.Tensor | None) -> native.CacheStruct:
+        """What stays the same for an attention module in every step. sinks [heads] of any float dtype"""
+        cache = self.caches.get(module)
+        if cache is None:
+            cache = self.caches[module] = self.make_cache(module, sinks)
+        return cache
+
+    def make_cache(self, module: Any, sinks: torch.Tensor | None) -> native.CacheStruct:
+        """Make what `cache_of` returns. sinks [heads] of any float dtype"""
+        keys, values, spec = module.keys, module.values, module.spec
+        if sinks is not None:
+            sinks = sinks.detach().float().contiguous()
+            self.sinks.append(sinks)
+        return native.CacheStruct(
+            pages_of(module),
+            spec.kv_heads,
+            spec.group,
+            keys.shape[3],
+            values.shape[3],
+            spec.window or 0,
+            spec.scaling,
+            spec.softcap or 0.0,
+            None if sinks is None else sinks.data_ptr(),
+        )
+
+    def take_pages(self) -> None:
+        """Point to the pages that the modules have got since `caches` were made."""
+        for module, cache in self.caches.items():
+            cache.pages = pages_of(module)
 
     def attend(
         self,
@@ -68,3 +137,67 @@ def with_dense_heads(tensor: torch.Tensor) -> torch.Tensor:
 def heads_of(tensor: torch.Tensor) -> native.HeadsStruct:
     """[1, heads, tokens, dim] of any dtype, dense heads"""
     return native.HeadsStruct(tensor.data_ptr(), tensor.stride(2), tensor.stride(1))
+
+
+def pages_of(module: Any) -> native.PagesStruct:
+    keys, values = module.keys, module.values
+    return native.PagesStruct(
+        keys.data_ptr(),
+        values.data_ptr(),
+        native.STORED_CODES.get(keys.dtype, 0),
+        module.key_scale,
+        module.value_scale,
+    )
+
+
+def tiles_of(span: Span, start: int, width: int) -> npt.NDArray[np.int64]:
+    """→ int64 [tiles, 5], the first fields of a Tile in kernels/structs.h; a row's blocks begin at a multiple
+    of `width` after `start` in the tables. A row and its proposals are one tile, which reads its blocks as
+    the last of them has them: tokens that see each other's K are never in tiles of one token only.
+    """
+    if span.count == 1:
+        last = np.cumsum(span.shares) - 1
+        first = last - span.shares + 1
+        tables = start + last * width
+        fields = span.begin + first, span.shares, span.lengths[first] - 1, tables, np.zeros_like(first)
+        return np.stack(fields, 1)
+    position = int(span.lengths[0]) - span.count
+    parts = [
+        tiles_between(begin - position, end - position, seen)
+        for begin, end, seen in pieces_of(position, position + span.count, span.pictures)
+    ]
+    offsets, counts, seen = np.concatenate(parts, 1) if len(parts) > 1 else parts[0]
+    return np.stack((span.begin + offsets, counts, position + offsets, np.full_like(offsets, start), seen), 1)
+
+
+def tiles_between(begin: int, end: int, seen: int) -> npt.NDArray[np.int64]:
+    """→ int64 [3, tiles]: offsets of tiles, how many tokens they have, and `seen`"""
+    offsets = np.arange(begin, end, TILE_TOKENS)
+    return np.stack((offsets, np.minimum(TILE_TOKENS, end - offsets), np.full_like(offsets, seen)))
+
+
+def pieces_of(begin: int, end: int, pictures: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Yield (begin, end, keys that all tokens see) of what lies between and within pictures that are seen as
+    one.
+    """
+    for first, last in pictures:
+        if begin < first:
+            yield begin, first, 0
+        begin = max(begin, first)
+        yield begin, min(end, last), last
+        begin = min(end, last)
+    if begin < end:
+        yield begin, end, 0
+
+
+def split_tiles(tiles: npt.NDArray[np.int64], threads: int) -> npt.NDArray[np.int64]:
+    """Order tiles [tiles, 5] by their work, most first, and split large ones, so that threads end together
+    → int64 [tiles and parts, 7] as in kernels/structs.h.
+    """
+    keys = np.maximum(tiles[:, 1] + tiles[:, 2], tiles[:, 4])
+    work = tiles[:, 1] * keys
+    parts = np.where(work * threads * UNITS_A_THREAD > work.sum(), -(-keys // SEGMENT), 1)
+    order = np.argsort(-work, kind="stable")
+    counts = parts[order]
+    part = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.column_stack((np.repeat(tiles[order], counts, axis=0), part, np.repeat(counts, counts)))

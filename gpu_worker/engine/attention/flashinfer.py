@@ -26,6 +26,7 @@ from flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
 from torch.nn.functional import pad
 
 from common.settings.settings import SettingError
+from gpu_worker.engine.attention.backend import AttentionBackend
 from gpu_worker.engine.attention.flashinfer_support import (
     add_ninja_to_path,
     latent_kernel,
@@ -493,7 +494,7 @@ COUNTERS_BYTES = 8 * 2**20
 ALIGNMENT = 1024
 
 
-class FlashInferBackend:
+class FlashInferBackend(AttentionBackend):
     """Attention by FlashInfer. Pages are `[kv_heads, block_size, dim]`, FlashInfer's HND.
 
     Heads smaller than those of FlashInfer's kernels are padded with zeros, which add nothing to scores;
@@ -519,8 +520,8 @@ class FlashInferBackend:
     ) -> None:
         if device.type == "cuda":
             add_ninja_to_path()
-        self.geometry = geometry = with_padded_heads(geometry)
-        self.block_size = geometry.block_size
+        geometry = with_padded_heads(geometry)
+        super().__init__(geometry)
         self.device = device
         self.views = geometry.views
         reasons = [plans_needed_because(geometry, view.spec, generation) for view in self.views]
@@ -538,7 +539,6 @@ class FlashInferBackend:
         self.plans = StepPlans(geometry, self.planned, scratch, generation)
         self.decode_plans = DecodePlans(geometry, self.planned, scratch, generation, max_rows, max_blocks)
         self.decoders: list[Any] = [None] * len(self.views)
-        self.modules: list[Any] = []
         self.step = self.rows_that_decode(
             torch.zeros(1, dtype=torch.int32, device=device),
             torch.zeros(1, 1, dtype=torch.int32, device=device),
@@ -556,9 +556,6 @@ class FlashInferBackend:
         )
         return max(sizes, default=0) + ALIGNMENT
 
-    def take_pages(self) -> None:
-        """Nothing is kept of a cache."""
-
     def prepare_forward(self, inputs: Inputs) -> None:
         first = next((place for place, span in enumerate(inputs.spans) if span.count > 1), len(inputs.spans))
         table, lengths = table_of(inputs.spans[:first])
@@ -572,26 +569,20 @@ class FlashInferBackend:
         self.plans.plan(inputs.spans, first)
 
     def splits_rows(self, lengths: Int32) -> bool:
-        """Whether rows that decode are split for the sake of a long one: lengths int [rows] in the cache."""
         shape = (self.split_heads, self.split_processors)
         return bool(self.split_heads and len(lengths) and splits_rows(lengths, *shape))
 
     def agree(self, smallest: Callable[[int], int]) -> None:
-        """Split the rows of the same steps on all ranks: steps that are split have graphs of other sizes, and
-        a sum over ranks must have one size. Ranks may have different numbers of K heads. `smallest`: the
-        least number of all ranks.
+        """Steps that are split have graphs of other sizes, and a sum over ranks must have one size. Ranks may
+        have different numbers of K heads.
         """
         self.split_heads, self.split_processors = smallest(self.split_heads), smallest(self.processors)
 
     def plan_decode(self, positions: Int32, table: Int32) -> None:
-        """Prepare a `prepare_decode`: positions int32 [rows], table int32 [rows, blocks]."""
         if not self.plan_free:
             self.decode_plans.plan(positions, table)
 
     def prepare_decode(self, positions: torch.Tensor, table: torch.Tensor, is_split: bool = False) -> None:
-        """Prepare a forward of rows that all decode and are planned, from tensors on the device: positions
-        int32 [rows], table int32 [rows, blocks]. `is_split`: rows are split.
-        """
         self.step = self.rows_that_decode(positions, table, is_split)
         wrappers = self.decode_plans.wrappers.get(len(positions), {})
         self.decoders = [wrappers.get(view) for view in self.views]

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpu_worker.engine.attention.backend import AttentionBackend
 from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, from_kv, raw, to_kv
 from gpu_worker.engine.batch.inputs import Inputs, Span, to_device
 
@@ -43,17 +44,13 @@ class GatheredSpan:
     tiles: list[QueryTile]
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedStep:
-    """What the layers of one view share in a step; `slots` are lines of the cache seen as [blocks * kv_heads
-    * block_size] lines.
-    """
-
-    slots: torch.Tensor
-    spans: list[GatheredSpan]
+PreparedStep = tuple[torch.Tensor, list[GatheredSpan]]
+"""What the layers of one view share in a step: lines of the cache seen as [blocks * kv_heads * block_size]
+lines, int64 [kv_heads * tokens], and spans.
+"""
 
 
-class SdpaBackend:
+class SdpaBackend(AttentionBackend):
     """Attention by torch's products. The queries that share a K head stand in one matrix, so products are
     batched over rows and K heads. (The fused `scaled_dot_product_attention` of torch 2.13 was measured on
     CPU: 4 to 6 times slower for rows that decode.)
@@ -62,21 +59,12 @@ class SdpaBackend:
     tokens, key_dim], value [1, kv_heads, tokens, value_dim], sinks [heads] → [1, tokens, heads, value_dim].
     """
 
-    capturable = False
-    plan_free = False
-    compilable = False
-
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
-        self.geometry = geometry
-        self.block_size = geometry.block_size
+        super().__init__(geometry)
         self.dtype = geometry.dtype
         self.device = device
         self.specs = {layer.spec for layer in geometry.layers}
         self.prepared: dict[AttentionSpec, PreparedStep] = {}
-        self.modules: list[Any] = []
-
-    def take_pages(self) -> None:
-        """Nothing is kept of a cache."""
 
     def prepare_forward(self, inputs: Inputs) -> None:
         self.prepared = {spec: self.prepare(spec, inputs) for spec in self.specs}
@@ -84,9 +72,7 @@ class SdpaBackend:
     def prepare(self, spec: AttentionSpec, inputs: Inputs) -> PreparedStep:
         blocks, offsets = np.divmod(inputs.slots, self.block_size)
         slots = (blocks * spec.kv_heads + np.arange(spec.kv_heads)[:, None]) * self.block_size + offsets
-        return PreparedStep(
-            self.tensor(slots.reshape(-1)), [self.gather(spec, span) for span in inputs.spans]
-        )
+        return self.tensor(slots.reshape(-1)), [self.gather(spec, span) for span in inputs.spans]
 
     def gather(self, spec: AttentionSpec, span: Span) -> GatheredSpan:
         blocks, tiles = (
@@ -152,15 +138,15 @@ class SdpaBackend:
         value: torch.Tensor,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        prepared, spec = self.prepared[module.spec], module.spec
+        (slots, spans), spec = self.prepared[module.spec], module.spec
         for cache, new, scale in (
             (module.keys, key, module.key_scale),
             (module.values, value, module.value_scale),
         ):
             lines = to_kv(new.reshape(-1, new.shape[-1]), cache.dtype, scale)
-            raw(cache).view(-1, new.shape[-1]).index_copy_(0, prepared.slots, raw(lines))
+            raw(cache).view(-1, new.shape[-1]).index_copy_(0, slots, raw(lines))
         outputs = []
-        for span in prepared.spans:
+        for span in spans:
             keys = self.pages(module.keys, span, spec.kv_heads, module.key_scale)
             values = self.pages(module.values, span, spec.kv_heads, module.value_scale)
             keys = torch.cat((values, keys), -1) if spec.latent else keys

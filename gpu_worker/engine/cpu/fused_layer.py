@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
 from gpu_worker.engine.batch.inputs import Inputs, build_inputs
 from gpu_worker.engine.batch.row import Row, RowSlice
 from gpu_worker.engine.cpu import native
-from gpu_worker.engine.cpu.kernel_arguments import KernelArguments
 from gpu_worker.engine.cpu.packed_linear import NativeLinear
 
 TRIAL_TOKENS = 8
@@ -106,7 +106,7 @@ class FusedLayers:
         self,
         layers: list[native.LayerStruct],
         weights: list[torch.Tensor | None],
-        arguments: KernelArguments,
+        arguments: CpuPagedBackend,
     ) -> None:
         self.layers = (native.LayerStruct * len(layers))(*layers)
         self.weights = weights  # the structs point into their memory
@@ -115,7 +115,7 @@ class FusedLayers:
         self.run = arguments.library.tf_layers
 
     @classmethod
-    def of(cls, layer: Any, arguments: KernelArguments, rotary: int) -> "FusedLayers":
+    def of(cls, layer: Any, arguments: CpuPagedBackend, rotary: int) -> "FusedLayers":
         """One layer. `rotary`: numbers of a head that are rotated."""
         attention, mlp = layer.self_attn, layer.mlp
         linears = [getattr(attention, f"{name}_proj").struct for name in "qkvo"]
@@ -177,7 +177,7 @@ def norm_of(module: Any, weight: torch.Tensor | None) -> native.NormStruct:
 
 def fuse_layers(
     model: Any,
-    arguments: KernelArguments,
+    arguments: CpuPagedBackend,
     forward: Callable[[Inputs], torch.Tensor],
     context: int,
     apart: Sequence[Any] = (),
@@ -232,7 +232,7 @@ def set_forwards(forwards: Mapping[Any, Callable[..., torch.Tensor]]) -> None:
         layer.forward = forward
 
 
-def find_equal(layer: Any, arguments: KernelArguments, call: LayerCall) -> FusedLayers | None:
+def find_equal(layer: Any, arguments: CpuPagedBackend, call: LayerCall) -> FusedLayers | None:
     """The native layer that computes what this one does, if there is one. Some models leave positions out of
     some layers: so it is tried with and without rotation.
     """

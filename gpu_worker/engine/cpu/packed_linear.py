@@ -10,7 +10,6 @@ import math
 import mmap
 from collections.abc import Callable, Mapping
 from ctypes import byref
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch import nn
 
 from common.process import machine
 from gpu_worker.engine.cpu import native
-from gpu_worker.engine.cpu.adapters import NativeAdapters
 from gpu_worker.engine.cpu.weight_store import HUGE_BYTES, WeightStore, private_memory
 from gpu_worker.engine.quantization.blocks import Blocks
 
@@ -43,7 +41,9 @@ class LargePages:
     sixth at 8 rows, a twentieth at 32.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, region_bytes: int = REGION_BYTES) -> None:
+        """`region_bytes`: taken from the system at a time."""
+        self.region_bytes = region_bytes
         self.regions: list[torch.Tensor] = []
         self.free = torch.empty(0, dtype=torch.uint8)
 
@@ -52,10 +52,14 @@ class LargePages:
         num_bytes = count * dtype.itemsize
         size = -(-num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
         if size > len(self.free):
-            self.free = region(max(size, REGION_BYTES))
+            self.free = region(max(size, self.region_bytes))
             self.regions.append(self.free)
         begin, self.free = self.free[:num_bytes], self.free[size:]
         return begin.view(dtype)
+
+    def move(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor [...] of any dtype, its numbers in their order."""
+        return self.allocate(tensor.numel(), tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def share(self, store: WeightStore) -> None:
         """Share all tensors with the other engines, once they are written: they can only be read then."""
@@ -78,28 +82,23 @@ def region(num_bytes: int) -> torch.Tensor:
     return whole[-whole.data_ptr() % HUGE_BYTES :][:num_bytes]
 
 
-@dataclass
-class PackedBlocks:
-    """Blocks as the kernels read them (kernels/blocks.h); `struct` points into the tensors."""
-
-    tensors: list[torch.Tensor]
-    struct: native.BlocksStruct
-
-
-def pack_blocks(blocks: Blocks, panel: int, words: int, pages: LargePages) -> PackedBlocks:
-    """Pack blocks in panels of `panel` outputs, with `words` of an output's quants next to each other."""
+def pack_blocks(
+    blocks: Blocks, panel: int, words: int, pages: LargePages
+) -> tuple[native.BlocksStruct, list[torch.Tensor]]:
+    """Pack blocks in panels of `panel` outputs, with `words` of an output's quants next to each other, as the
+    kernels read them (kernels/blocks.h); the struct points into the tensors [...] of several dtypes.
+    """
     factors = [factor for factor in (blocks.scales, blocks.offsets) if factor is not None]
     tensors = [
-        move(pack_quants(in_panels(blocks.quants, panel), blocks.bits, words), pages),
-        *(move(in_panels(factor, panel).transpose(1, 2), pages) for factor in factors),
+        pages.move(pack_quants(in_panels(blocks.quants, panel), blocks.bits, words)),
+        *(pages.move(in_panels(factor, panel).transpose(1, 2)) for factor in factors),
     ]
     quants, scales, offsets = (*(tensor.data_ptr() for tensor in tensors), None)[:3]
     half, codes = blocks.scales.dtype == torch.float16, None
     if blocks.codes is not None:
-        tensors.append(move(blocks.codes.float(), pages))
+        tensors.append(pages.move(blocks.codes.float()))
         codes = tensors[-1].data_ptr()
-    struct = native.BlocksStruct(quants, scales, offsets, codes, blocks.bits, blocks.size, half)
-    return PackedBlocks(tensors, struct)
+    return native.BlocksStruct(quants, scales, offsets, codes, blocks.bits, blocks.size, half), tensors
 
 
 def pack_quants(quants: torch.Tensor, bits: int, words: int) -> torch.Tensor:
@@ -114,13 +113,6 @@ def in_panels(tensor: torch.Tensor, panel: int) -> torch.Tensor:
     """[outputs, n], any dtype → [panels, panel, n], the last one filled up with zeros"""
     missing = -len(tensor) % panel
     return torch.nn.functional.pad(tensor, (0, 0, 0, missing)).view(-1, panel, tensor.shape[1])
-
-
-def move(tensor: torch.Tensor, pages: LargePages) -> torch.Tensor:
-    """Copy numbers in their order into large pages: [numbers], of the same dtype."""
-    to = pages.allocate(tensor.numel(), tensor.dtype)
-    to.view(tensor.shape).copy_(tensor)
-    return to
 
 
 class PackedLinear(nn.Module):
@@ -180,7 +172,7 @@ class NativeLinear(PackedLinear):
         is_head: its rows are the tokens whose logits are needed.
     """
 
-    adapters: NativeAdapters | None = None
+    adapters: Any = None
     number = 0
     is_head = False
 
@@ -199,13 +191,15 @@ class NativeLinear(PackedLinear):
         self.dtype = native.TYPE_CODES[self.weight_dtype]
         self.panel = library.tf_panel(self.dtype)
         self.panels = -(-self.out_features // self.panel)
-        words = library.tf_words(self.dtype)
-        self.blocks = pack_blocks(blocks, self.panel, words, pages) if blocks else None
+        self.blocks: native.BlocksStruct | None = None
+        self.tensors: list[torch.Tensor] = []
+        if blocks:
+            self.blocks, self.tensors = pack_blocks(blocks, self.panel, library.tf_words(self.dtype), pages)
         self.packed = self.pack(linear.weight.detach(), pages) if plain else None
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         output = self.product(rows, True)
-        return self.adapters.add(self, rows, output) if self.adapters else output
+        return self.adapters.add_native(self, rows, output) if self.adapters else output
 
     def pack(self, weight: torch.Tensor, pages: LargePages) -> torch.Tensor:
         weight = weight.contiguous()
@@ -227,9 +221,10 @@ class NativeLinear(PackedLinear):
         return self.struct_with(self.biases.data_ptr())
 
     def struct_with(self, bias: int | None) -> native.LinearStruct:
-        blocks = self.blocks.struct if self.blocks else native.BlocksStruct()
         packed = None if self.packed is None else self.packed.data_ptr()
-        return native.LinearStruct(packed, bias, self.in_features, self.out_features, blocks, self.number)
+        sizes = self.in_features, self.out_features
+        blocks = self.blocks or native.BlocksStruct()
+        return native.LinearStruct(packed, bias, *sizes, blocks, self.number)
 
     def product(self, rows: torch.Tensor, biased: bool) -> torch.Tensor:
         """Raises RuntimeError where the rows do not fit the weights, as torch's own does: the kernel would
@@ -272,7 +267,7 @@ def pack_linear(
     """`blocks` and `plain` as in NativeLinear; without blocks, weights are always plain."""
     library, dtype = native.library(), linear.weight.dtype
     if library and linear.in_features % 2 == 0 and multiplies_correctly(library, dtype):
-        if blocks and not expands_correctly(library, dtype):
+        if blocks and not (blocks.are_in_turn and expands_correctly(library, dtype)):
             blocks = None
         plain &= library.tf_block_rows(native.TYPE_CODES[dtype]) < native.ANY_ROWS
         return NativeLinear(linear, library, whole, pages, blocks, plain or blocks is None)

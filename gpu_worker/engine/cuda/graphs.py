@@ -5,13 +5,14 @@ With DETERMINISTIC one graph of a fixed shape computes all steps (FixedShapeGrap
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_worker.engine.batch.adapters import NO_TOKENS, AdaptedStep
+from gpu_worker.engine.batch.adapters import NO_TOKENS
 from gpu_worker.engine.batch.inputs import (
     adapted_step,
     fill_pending_ids,
@@ -23,6 +24,7 @@ from gpu_worker.engine.batch.inputs import (
 )
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.step_result import Int32
+from gpu_worker.engine.model.model import LoadedModel
 
 FIXED_TOKENS = 256
 """Tokens of the graph with DETERMINISTIC. As far as reading weights from memory takes the time, a step of so
@@ -37,41 +39,13 @@ that launching operations takes less time.
 """
 
 
-class DecodeSteps(Protocol):
-    """Steps in which all rows decode, as LoadedModel computes them: positions int32 [rows], table int32
-    [rows, blocks].
-    """
-
-    def plan_decode(self, positions: Int32, table: Int32) -> None:
-        """Prepare what the host decides before a captured step is replayed."""
-
-    def splits_rows(self, lengths: Int32) -> bool: ...
-
-    @property
-    def captures_adapters(self) -> bool:
-        """Whether steps with LoRA adapters can be captured."""
-
-    def set_adapters(self, step: AdaptedStep | None) -> None:
-        """Say which rows of the next `decode`, captured or not, have an adapter; None: it has no code for
-        adapters.
-        """
-
-    def decode(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        table: torch.Tensor,
-        is_split: bool,
-        rotary: torch.Tensor | None = None,
-        slots: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """ids int64 [1, rows], rotary and slots int32 [rows] → logits [rows, vocabulary] of the model's
-        dtype
-        """
-
-
-Capture = Callable[[Callable[[], None]], Callable[[], None]]
+Replay = Callable[[], None]
+Capture = Callable[[Replay], Replay]
 """Captures what a function launches → a function that replays it."""
+
+
+PLAIN, SPLIT, ADAPTED = VARIANTS = ("plain", "split", "adapted")
+"""Of steps, of those whose rows are split for the sake of a long one, and of those with LoRA adapters."""
 
 
 class CaptureError(Exception):
@@ -102,60 +76,46 @@ class CudaGraphs:
             be smaller.
         table: int32 [max_rows, max_blocks]; the rows' blocks.
         slots: int32 [max_rows]; the rows' slots of states.
-        graphs: by number of rows; replays a step.
-        split_graphs: as `graphs`, for steps whose rows are split for the sake of a long one.
-        adapted_graphs: as `graphs`, for steps in which rows have LoRA adapters.
+        graphs: by variant, then by number of rows: replays a step.
         previous: int64 [max_rows]; ids that the step in flight samples.
         logits: [max_rows, vocabulary] of the model's dtype.
     """
 
-    def __init__(
-        self,
-        steps: DecodeSteps,
-        max_rows: int,
-        max_blocks: int,
-        vocab_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.steps = steps
-        self.takes_prompts = False
-        self.device = device
+    def __init__(self, loaded: LoadedModel, max_rows: int, max_blocks: int) -> None:
+        self.loaded = loaded
+        self.takes_prompts = loaded.computes_tokens_alone
+        self.device = device = loaded.device
         self.max_rows = max_rows
-        self.ids = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self.positions = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self.rotary = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self.ids, self.positions, self.rotary, self.slots = (
+            torch.zeros(max_rows, dtype=torch.int32, device=device) for _ in range(4)
+        )
         self.table = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
-        self.slots = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self.previous = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.logits = torch.zeros(max_rows, vocab_size, dtype=dtype, device=device)
-        self.graphs: dict[int, Callable[[], None]] = {}
-        self.split_graphs: dict[int, Callable[[], None]] = {}
-        self.adapted_graphs: dict[int, Callable[[], None]] = {}
+        self.logits = torch.zeros(max_rows, loaded.vocab_size, dtype=loaded.geometry.dtype, device=device)
+        self.graphs: dict[str, dict[int, Replay]] = {variant: {} for variant in VARIANTS}
 
     def capture(self, capture: Capture, sizes: Sequence[int], longest: int = 1) -> None:
         """Capture the largest size first: the others share its memory. If rows of up to `longest` tokens are
         split, steps of split rows are captured, too, in few sizes.
         """
         for size in sorted(sizes, reverse=True):
-            self.steps.plan_decode(np.zeros(size, np.int32), np.zeros((size, 1), np.int32))
-            self.steps.set_adapters(None)
-            self.graphs[size] = capture(lambda size=size: self.forward(size, False))  # type: ignore[misc]
-            if is_split_size(size, sizes) and self.steps.splits_rows(skewed_lengths(size, longest)):
-                run = lambda size=size: self.forward(size, True)  # noqa: E731
-                self.split_graphs[size] = capture(run)
-            if self.steps.captures_adapters:
-                self.steps.set_adapters(NO_TOKENS)
-                self.adapted_graphs[size] = capture(lambda size=size: self.forward(size, False))  # type: ignore[misc]
-        self.adapted_graphs = dict(sorted(self.adapted_graphs.items()))
-        self.graphs = dict(sorted(self.graphs.items()))
-        self.split_graphs = dict(sorted(self.split_graphs.items()))
+            self.loaded.plan_decode(np.zeros(size, np.int32), np.zeros((size, 1), np.int32))
+            skewed, adapters = skewed_lengths(size, longest), self.loaded.adapters
+            are_captured = {
+                PLAIN: True,
+                SPLIT: is_split_size(size, sizes) and self.loaded.backend.splits_rows(skewed),
+                ADAPTED: adapters is not None and adapters.capturable,
+            }
+            for variant in filter(are_captured.__getitem__, VARIANTS):
+                self.loaded.set_adapters(NO_TOKENS if variant == ADAPTED else None)
+                self.graphs[variant][size] = capture(partial(self.forward, size, variant == SPLIT))
+        self.graphs = {variant: dict(sorted(found.items())) for variant, found in self.graphs.items()}
 
     def forward(self, size: int, is_split: bool) -> None:
         ids = fill_pending_ids(self.ids[:size].long(), self.previous)
         inputs = ids[None], self.positions[:size], self.table[:size]
         own = self.rotary[:size], self.slots[:size]
-        self.logits[:size].copy_(self.steps.decode(*inputs, is_split, *own))
+        self.logits[:size].copy_(self.loaded.decode(*inputs, is_split, *own))
 
     def can_run(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> bool:
         """Whether the largest graph has room for all tokens. Slices are arranged: rows that decode come
@@ -163,9 +123,9 @@ class CudaGraphs:
         """
         num_tokens = sum(row_slice.count for row_slice in slices)
         rows = max(num_tokens, 0 if previous is None else len(previous))
-        if not self.adapted_graphs and any(row_slice.row.adapter for row_slice in slices):
+        if not self.graphs[ADAPTED] and any(row_slice.row.adapter for row_slice in slices):
             return False
-        if rows > max(self.graphs, default=0):
+        if rows > max(self.graphs[PLAIN], default=0):
             return False
         return slices[-1].decodes or (self.takes_prompts and are_plain(slices) and see_little(slices))
 
@@ -176,32 +136,29 @@ class CudaGraphs:
         positions = positions_of(slices).astype(np.int32)
         rows = len(positions)
         adapters = adapted_step(slices)
-        self.steps.set_adapters(adapters)
-        graphs = self.adapted_graphs if adapters else self.graphs_for(positions)
+        self.loaded.set_adapters(adapters)
+        graphs = self.graphs[ADAPTED if adapters else self.variant_of(positions)]
         size = next(size for size in graphs if size >= rows)
         self.copy_inputs(inputs_of(slices, positions, size), size)
         if previous is not None:
             self.previous[: len(previous)].copy_(previous)
         graphs[size]()
         if adapters:
-            self.steps.set_adapters(None)
+            self.loaded.set_adapters(None)
         if slices[-1].decodes:
             return self.logits[:rows]
         return self.logits.index_select(0, to_device(logit_positions(slices), self.device))
 
-    def graphs_for(self, positions: Int32) -> dict[int, Callable[[], None]]:
-        """The split graphs if splitting takes less time and one has room, else the others. positions int32
-        [rows]
-        """
-        if len(positions) > max(self.split_graphs, default=0):
-            return self.graphs
-        return self.split_graphs if self.steps.splits_rows(positions + 1) else self.graphs
+    def variant_of(self, positions: Int32) -> str:
+        """Rows are split if that takes less time and a graph has room. positions int32 [rows]"""
+        has_room = len(positions) <= max(self.graphs[SPLIT], default=0)
+        return SPLIT if has_room and self.loaded.backend.splits_rows(positions + 1) else PLAIN
 
     def copy_inputs(self, inputs: npt.NDArray[Any], size: int) -> None:
         """Plan a step, and copy its inputs to the graphs' tensors, in one transfer: int32 [4 + blocks, size]
         as of `inputs_of`. Rows that only fill the graph write to scratch block 0 and scratch slot 0.
         """
-        self.steps.plan_decode(inputs[1], inputs[4:].T)
+        self.loaded.plan_decode(inputs[1], inputs[4:].T)
         staged = to_device(inputs, self.device)
         self.ids[:size].copy_(staged[0])
         self.positions[:size].copy_(staged[1])
@@ -314,7 +271,7 @@ class FixedShapeGraph:
         for begin in chunks:
             graphs.copy_inputs(inputs[:, begin : begin + self.size], self.size)
             graphs.ids.copy_(fill_pending_ids(graphs.ids.long(), previous))
-            graphs.graphs[self.size]()
+            graphs.graphs[PLAIN][self.size]()
             inside = places[(places >= begin) & (places < begin + self.size)] - begin
             logits.append(graphs.logits.index_select(0, to_device(inside, graphs.device)))
         return torch.cat(logits)

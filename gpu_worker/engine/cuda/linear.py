@@ -1,4 +1,4 @@
-"""Linear layers on CUDA: with weights in blocks, with weights of 8-bit floats, and fused ones.
+"""Linear layers on CUDA: with weights in blocks or of 8-bit floats, and fused ones.
 
 Quantised weights take a half or a quarter of the bytes of bfloat16. Layers with the same input are fused,
 since a bigger product is nearer to the card's bandwidth.
@@ -28,25 +28,24 @@ LEAST_MAXIMUM = 1e-12
 """A row of smaller numbers is rounded as if this were its largest."""
 FUSED_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of linear layers that model code calls one after the other with the same input."""
-JOINED = ("weight", "bias", "scales", "offsets")
+JOINED = ("weight", "scales", "offsets", "bias")
 """Tensors with an entry for each output, which the layers of a group join; not all layers have each."""
-SHARED = ("codes", "order")
+SHARED = ("order", "codes")
 """Tensors that must be the same in all layers of a group."""
 
 
-class BlockLinear(nn.Module):
+class QuantisedLinear(nn.Module):
     """Replaces a linear layer: rows [..., inputs] of bfloat16 or float16 → [..., outputs]. All tensors are
     parameters, so that they move with the model.
 
     Attributes:
-        weight: packed quants, [outputs, inputs / 2] or [outputs, inputs].
+        weight: quants [outputs, inputs], those of 4 bits packed in [outputs, inputs / 2].
         scales, offsets, codes, order: as in Blocks; None if it has none.
     """
 
     def __init__(self, blocks: Blocks, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self.out_features = blocks.quants.shape[0]
-        self.in_features = blocks.quants.shape[1]
+        self.out_features, self.in_features = blocks.quants.shape
         self.weight = constant(pack(blocks.quants) if blocks.bits == 4 else blocks.quants.contiguous())
         self.scales = constant(blocks.scales.contiguous())
         self.offsets = None if blocks.offsets is None else constant(blocks.offsets.contiguous())
@@ -55,8 +54,30 @@ class BlockLinear(nn.Module):
         self.bias = None if bias is None else constant(bias.detach())
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        tensors = (self.weight, self.scales, self.offsets, self.codes, self.bias)
-        return block_linear(rows, self.order, *tensors)
+        return product(rows, self.order, self.codes, self.weight, self.scales, self.offsets, self.bias)
+
+
+def product(
+    rows: torch.Tensor,
+    order: torch.Tensor | None,
+    codes: torch.Tensor | None,
+    weight: torch.Tensor,
+    scales: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """rows [..., inputs], tensors as in QuantisedLinear, or plain weights without scales → [..., outputs] of
+    the rows' dtype. 8-bit floats with one scale for an output are multiplied as such, all others from blocks.
+    """
+    if scales is None:
+        return functional.linear(rows, weight, bias)
+    if weight.dtype == FP8 and scales.shape[1] == 1:
+        return fp8_linear(rows, weight, scales, bias)
+    in_order = rows if order is None else rows[..., order]
+    outputs: torch.Tensor = multiply_blocks(
+        in_order.reshape(-1, rows.shape[-1]).contiguous(), weight, scales, offsets, codes, bias
+    )
+    return outputs.view(*rows.shape[:-1], len(weight))
 
 
 def constant(tensor: torch.Tensor) -> nn.Parameter:
@@ -72,17 +93,6 @@ def pack(quants: torch.Tensor) -> torch.Tensor:
     return (pairs[:, :, 0] | pairs[:, :, 1] << 4).flatten(1)
 
 
-def block_linear(
-    rows: torch.Tensor, order: torch.Tensor | None, weight: torch.Tensor, *factors: torch.Tensor | None
-) -> torch.Tensor:
-    """rows [..., inputs], tensors as in BlockLinear → [..., outputs] of the rows' dtype"""
-    in_order = rows if order is None else rows[..., order]
-    product: torch.Tensor = multiply_blocks(
-        in_order.reshape(-1, rows.shape[-1]).contiguous(), weight, *factors
-    )
-    return product.view(*rows.shape[:-1], len(weight))
-
-
 @torch.library.custom_op("tokenfleet::multiply_blocks", mutates_args=())
 def multiply_blocks(
     rows: torch.Tensor,
@@ -92,7 +102,7 @@ def multiply_blocks(
     codes: Optional[torch.Tensor],  # noqa: UP045
     bias: Optional[torch.Tensor],  # noqa: UP045
 ) -> torch.Tensor:
-    """rows [n, inputs] of bfloat16 or float16, tensors as in BlockLinear → [n, outputs]"""
+    """rows [n, inputs] of bfloat16 or float16, tensors as in QuantisedLinear → [n, outputs]"""
     from gpu_worker.engine.cuda.kernels.products import multiply_tiles  # Triton: in CUDA builds only
 
     return multiply_tiles(rows, weight, scales, offsets, codes, bias, INPUTS_AT_ONCE)
@@ -120,30 +130,13 @@ def multiplies_blocks(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Whether the card converts and multiplies 8-bit floats."""
-    return torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+    """Whether the device converts and multiplies 8-bit floats."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
 def multiplies_fp8(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the device multiplies rows of this dtype as 8-bit floats."""
-    return device.type == "cuda" and dtype == torch.bfloat16 and has_fp8(device)
-
-
-class Fp8Linear(nn.Module):
-    """Replaces a linear layer: rows [..., inputs] bfloat16 → [..., outputs]. weight e4m3 [outputs, inputs],
-    scales float32 [outputs, 1]
-    """
-
-    def __init__(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> None:
-        super().__init__()
-        self.out_features = weight.shape[0]
-        self.in_features = weight.shape[1]
-        self.weight = constant(weight)
-        self.scales = constant(scales)
-        self.bias = None if bias is None else constant(bias.detach())
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return fp8_linear(rows, self.weight, self.scales, self.bias)
+    return dtype == torch.bfloat16 and has_fp8(device)
 
 
 def fp8_linear(
@@ -175,37 +168,22 @@ class FusedLinear:
     outputs of one layer].
 
     Attributes:
+        shared: tensors that are the same in all layers, by SHARED.
+        joined: tensors with an entry for each output, by JOINED.
         multiplied, parts: the rows of the last product, and its parts, until the last layer has read its own.
     """
 
     def __init__(self, linears: Sequence[Any]) -> None:
-        self.kind = type(linears[0])
-        self.weight = joined(linears, "weight")
-        self.bias = joined(linears, "bias")
-        self.scales = joined(linears, "scales")
-        self.offsets = joined(linears, "offsets")
-        self.codes = getattr(linears[0], "codes", None)
-        self.order = getattr(linears[0], "order", None)
+        self.shared = [getattr(linears[0], name, None) for name in SHARED]
+        self.joined = [joined(linears, name) for name in JOINED]
         self.sizes = [linear.out_features for linear in linears]
         self.multiplied: torch.Tensor | None = None
         self.parts: tuple[torch.Tensor, ...] = ()
 
     def multiply(self, rows: torch.Tensor) -> torch.Tensor:
         self.multiplied = rows
-        self.parts = torch.split(self.product(rows, slice(None)), self.sizes, -1)
+        self.parts = torch.split(product(rows, *self.shared, *self.joined), self.sizes, -1)  # type: ignore[arg-type]
         return self.parts[0]
-
-    def product(self, rows: torch.Tensor, own: slice) -> torch.Tensor:
-        weight, bias, scales, offsets = (
-            None if tensor is None else tensor[own]
-            for tensor in (self.weight, self.bias, self.scales, self.offsets)
-        )
-        assert weight is not None
-        if self.kind is BlockLinear:
-            return block_linear(rows, self.order, weight, scales, offsets, self.codes, bias)
-        if scales is not None:
-            return fp8_linear(rows, weight, scales, bias)
-        return functional.linear(rows, weight, bias)
 
     def output_of(self, number: int, rows: torch.Tensor) -> torch.Tensor:
         """Return one layer's part of the last product. If that had another input, since model code may call
@@ -213,7 +191,9 @@ class FusedLinear:
         """
         if self.multiplied is not rows:
             begin = sum(self.sizes[:number])
-            return self.product(rows, slice(begin, begin + self.sizes[number]))
+            end = begin + self.sizes[number]
+            own = [None if tensor is None else tensor[begin:end] for tensor in self.joined]
+            return product(rows, *self.shared, *own)  # type: ignore[arg-type]
         part = self.parts[number]
         if number == len(self.sizes) - 1:
             self.multiplied, self.parts = None, ()
@@ -232,8 +212,8 @@ class FusedLinearSlice(nn.Module):
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         if number == 0:
-            for name in (*JOINED, *SHARED):
-                setattr(self, name, getattr(fused, name))
+            for name, tensor in zip((*SHARED, *JOINED), (*fused.shared, *fused.joined), strict=True):
+                setattr(self, name, tensor)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return self.fused.output_of(self.number, rows) if self.number else self.fused.multiply(rows)
@@ -255,7 +235,7 @@ def fuse_linears(model: nn.Module) -> None:
 
 def is_unchanged_linear(linear: Any) -> bool:
     """Whether a layer is linear and its forward is not replaced."""
-    return type(linear) in (nn.Linear, Fp8Linear, BlockLinear) and "forward" not in vars(linear)
+    return type(linear) in (nn.Linear, QuantisedLinear) and "forward" not in vars(linear)
 
 
 def signature_of(linear: Any) -> tuple[object, ...]:

@@ -2,24 +2,44 @@
 that cannot be served.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig
 
+from common.pooling import PoolingConfig
 from common.settings.settings import SettingError, Settings
+from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.quantization.at_load import ROUNDINGS
 from gpu_worker.protocol import first_cause
 
-FP8_AT_LOAD = "fp8"
-MADE_AT_LOAD = (FP8_AT_LOAD, *ROUNDINGS)
-"""Values of QUANTIZE for which plain weights are quantised at load."""
 TEXT_ONLY = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 """Model types of text parts → those of the models for text that are equal without images."""
 LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "moe", "mlp"}
 """Types of layers that may be served; the probe looks what they need."""
 LEFT = {"codegen": "StarCoder2", "gptj": "GPT-NeoX", "xglm": "Qwen3 or Gemma 3"}
 """Model types that were served → models for the same that are."""
+
+
+@dataclass(slots=True)
+class ModelSource:
+    """Where a model is read, and for what.
+
+    Attributes:
+        config: of its text part; None before it is read.
+        dtype: in which it is computed.
+        pooling: how it makes vectors; None if it generates.
+    """
+
+    path: Path
+    config: Any
+    dtype: torch.dtype
+    device: torch.device
+    settings: Settings
+    communicator: Communicator
+    pooling: PoolingConfig | None = None
 
 
 def read_config(path: Path, settings: Settings) -> Any:
@@ -65,7 +85,7 @@ def quantization_of(config: Any) -> dict[str, Any] | None:
 
 def quantizes(config: Any, settings: Settings) -> bool:
     """Whether plain weights are quantised at load."""
-    return quantization_of(config) is None and settings.quantize in MADE_AT_LOAD
+    return quantization_of(config) is None and settings.quantize in ROUNDINGS
 
 
 def check_quantize(quantization: dict[str, Any] | None, settings: Settings) -> None:
@@ -73,10 +93,10 @@ def check_quantize(quantization: dict[str, Any] | None, settings: Settings) -> N
     is not made at load.
     """
     asked = settings.quantize
-    if quantization is None and asked in (None, *MADE_AT_LOAD):
+    if quantization is None and asked in (None, *ROUNDINGS):
         return  # see `quantizes`
     if quantization is None:
-        made = f"{', '.join(MADE_AT_LOAD)} are made of such at load"
+        made = f"{', '.join(ROUNDINGS)} are made of such at load"
         if asked == "gptq":
             made = "`tokenfleet quantize MODEL OUT` makes such a checkpoint"
         cause = f"this checkpoint's weights are plain; {made}"

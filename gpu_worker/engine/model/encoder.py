@@ -6,7 +6,8 @@ is padded, and what a sequence gets does not depend on those beside it. There is
 nothing, and bound the tokens of the rows that the engine holds.
 """
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -18,19 +19,20 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForSequenceClassification
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from common import model_files
 from common.messages.request import CLASSIFY
 from common.pooling import CLS, LAST, MAX, OFFSET_POSITIONS, PoolingConfig
 from common.settings.settings import SettingError, Settings
+from gpu_worker.engine.attention.backend import AttentionBackend
 from gpu_worker.engine.attention.kv_cache import Geometry
 from gpu_worker.engine.batch.inputs import Inputs, to_device
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.cpu.packed_linear import pack_linears
-from gpu_worker.engine.model.config import cannot_serve, quantization_of
+from gpu_worker.engine.model.config import ModelSource, cannot_serve, quantization_of
 from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.model.weights import check_files, check_missing
-from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.pooling.head import output_size, read_dense
 from gpu_worker.engine.states.model_states import ModelStates
 from gpu_worker.protocol import UnservableModel
@@ -40,31 +42,22 @@ POOLER = "pooler."
 """Weights that an embedding model does without: its vectors are pooled otherwise."""
 
 
-class PackedAttention:
+class PackedAttention(AttentionBackend):
     """The attention of all layers in the forward that runs.
 
     Attributes:
         groups: (number of sequences, their length) of neighbours of one length, in the order of the line.
     """
 
-    capturable = plan_free = compilable = False
-
     def __init__(self, geometry: Geometry) -> None:
-        self.geometry = geometry
-        self.modules: list[Any] = []
+        super().__init__(geometry)
         self.groups: list[tuple[int, int]] = []
-
-    def take_pages(self) -> None:
-        """Do nothing: there are none."""
-
-    def prepare_forward(self, inputs: Inputs) -> None:
-        """Do nothing: the model says which sequences follow each other."""
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Set the lengths of the sequences that follow each other in the next forward."""
         self.groups = [(len([*group]), length) for length, group in groupby(lengths)]
 
-    def attend(
+    def attend_packed(
         self,
         module: Any,
         query: torch.Tensor,
@@ -107,7 +100,7 @@ def window_mask(length: int, window: int | None, device: torch.device) -> torch.
 
 def register(attention: PackedAttention) -> None:
     """Have models that are made for NAME call this attention, without a mask."""
-    AttentionInterface.register(NAME, attention.attend)
+    AttentionInterface.register(NAME, attention.attend_packed)
     ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(NAME, None)
 
 
@@ -178,31 +171,23 @@ def pool_states(states: torch.Tensor, lengths: Sequence[int], method: str) -> to
 
 
 @torch.inference_mode()
-def load_encoder(
-    settings: Settings,
-    path: Path,
-    pooling: PoolingConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    communicator: Communicator,
-    block_size: int,
-) -> EncoderModel:
+def load_encoder(source: ModelSource, pooling: PoolingConfig, block_size: int) -> EncoderModel:
     """Load an encoder. Raises SettingError if the settings cannot be served."""
-    if communicator.world_size > 1:
+    settings, path, device = source.settings, source.path, source.device
+    if (size := source.communicator.world_size) > 1:
         cause = "an encoder is computed by one rank; NUM_WORKERS starts several of them"
-        raise SettingError("num_shard", f"{communicator.world_size} ranks, but {cause}")
-    attention = PackedAttention(Geometry([], block_size, dtype, dtype))
+        raise SettingError("num_shard", f"{size} ranks, but {cause}")
+    attention = PackedAttention(Geometry([], block_size, source.dtype, source.dtype))
     register(attention)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
         check_config(config, settings)
-        model = read_encoder(path, config, pooling, settings, dtype)
-        head, size = make_head(model, config, pooling, dtype)
+        model = read_encoder(path, config, pooling, settings, source.dtype).eval()
+        if device.type == "cpu":
+            pack_linears(model, {})
+        head, size = make_head(model, config, pooling, source.dtype)
     except (UnservableModel, ValueError, OSError, KeyError) as error:
         raise cannot_serve(settings.model_id, error) from error
-    model.eval()
-    if device.type == "cpu":
-        pack_linears(model, {})
     if pooling.kind != CLASSIFY:
         model.pooling_head = head  # moves and sleeps with it
     loaded = EncoderModel(
@@ -211,7 +196,7 @@ def load_encoder(
         attentions=[],
         geometry=attention.geometry,
         device=device,
-        backend=attention,  # type: ignore[arg-type]  # transformers calls its `attend` itself
+        backend=attention,
         context=pooling.max_tokens,
         eos_ids=[],
         vocab_size=config.vocab_size,
@@ -263,53 +248,33 @@ def read_encoder(
 
 
 class ClassifierHead(nn.Module):
-    """The head of transformers' model for sequence classification, after its own pooling."""
+    """What transformers' model for sequence classification does after its encoder, for which pooled states
+    stand: sequences of one token.
+    """
 
-    def __init__(self, model: Any, model_type: str) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
-        self.model = model
-        self.score = SCORES[model_type]
+        self.model = copy.copy(model)
+        self.model._modules = dict(model._modules)
+        self.encoder = self.model._modules.pop(model.base_model_prefix)
+        setattr(self.model, model.base_model_prefix, self.give)
+
+    def give(self, input_ids: None = None, inputs_embeds: Any = None, **rest: Any) -> Any:
+        """inputs_embeds [sequences, 1, hidden] of the model's dtype → what the encoder returns for them"""
+        pooler = getattr(self.encoder, "pooler", None)
+        pooled = pooler(inputs_embeds) if pooler else None
+        return BaseModelOutputWithPooling(last_hidden_state=inputs_embeds, pooler_output=pooled)
 
     def forward(self, pooled: torch.Tensor) -> torch.Tensor:
         """pooled [sequences, hidden] → scores [sequences, labels], both of the model's dtype"""
-        return self.score(self.model, pooled)
-
-
-def score_by_pooler(model: Any, pooled: torch.Tensor) -> torch.Tensor:
-    """pooled [sequences, hidden] → scores [sequences, labels] of one dtype; its pooler takes a sequence"""
-    return model.classifier(model.bert.pooler(pooled[:, None]))  # type: ignore[no-any-return]
-
-
-def score_by_head(model: Any, pooled: torch.Tensor) -> torch.Tensor:
-    """pooled [sequences, hidden] → scores [sequences, labels] of one dtype; its head takes a sequence"""
-    return model.classifier(pooled[:, None])  # type: ignore[no-any-return]
-
-
-def score_by_layers(model: Any, pooled: torch.Tensor) -> torch.Tensor:
-    """pooled [sequences, hidden] → scores [sequences, labels] of one dtype"""
-    return model.classifier(model.pre_classifier(pooled).relu())  # type: ignore[no-any-return]
-
-
-def score_by_prediction(model: Any, pooled: torch.Tensor) -> torch.Tensor:
-    """pooled [sequences, hidden] → scores [sequences, labels] of one dtype"""
-    return model.classifier(model.head(pooled))  # type: ignore[no-any-return]
-
-
-SCORES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
-    "bert": score_by_pooler,
-    "roberta": score_by_head,
-    "xlm-roberta": score_by_head,
-    "camembert": score_by_head,
-    "distilbert": score_by_layers,
-    "modernbert": score_by_prediction,
-}
-"""By the type of a model: pooled states → scores."""
+        scores: torch.Tensor = self.model(inputs_embeds=pooled[:, None]).logits
+        return scores
 
 
 def make_head(model: Any, config: Any, pooling: PoolingConfig, dtype: torch.dtype) -> tuple[nn.Module, int]:
     """The head, and the values that come out of it. Raises UnservableModel."""
     if pooling.kind == CLASSIFY:
-        return ClassifierHead(model, config.model_type), int(config.num_labels)
+        return ClassifierHead(model), int(config.num_labels)
     layers = read_dense(pooling.dense)
     hidden_size = getattr(config, "hidden_size", None) or config.dim
     return layers.to(dtype), output_size(layers, hidden_size)

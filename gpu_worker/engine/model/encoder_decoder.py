@@ -11,7 +11,6 @@ the others its own. So an encoder-decoder row needs as many blocks as any other 
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,10 +31,11 @@ from gpu_worker.engine.attention.kv_cache import (
     write_kv,
 )
 from gpu_worker.engine.attention.sdpa import SdpaBackend
-from gpu_worker.engine.batch.inputs import Inputs, to_device
+from gpu_worker.engine.batch.inputs import Inputs, positions_of, to_device
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.cpu.packed_linear import PackedLinear, pack_linears
+from gpu_worker.engine.model.config import ModelSource
 from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.states.model_states import ModelStates
@@ -48,19 +48,6 @@ MAX_GATHERED = 2**15
 Int64 = npt.NDArray[np.int64]
 
 # --- what a step computes -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedPrompt:
-    """A prompt that the step encodes.
-
-    Attributes:
-        ids: int32 [tokens] of the encoder.
-        slots: int64 [tokens]; where the decoder's K and V of each are written: block * block_size + offset.
-    """
-
-    ids: Int32
-    slots: Int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,45 +78,37 @@ def num_encoded(row_slice: RowSlice, num_starting: int) -> int:
     return max(0, len(row.ids) - row.base - num_starting)
 
 
-def encoded_prompts(slices: Sequence[RowSlice], num_starting: int, block_size: int) -> list[EncodedPrompt]:
-    """The prompts whose first token for the decoder is in the step. Earlier chunks of them compute nothing:
-    each encoded token depends on all others.
+def encoded_prompts(
+    slices: Sequence[RowSlice], num_starting: int, block_size: int
+) -> Iterator[tuple[Int32, Int64]]:
+    """Yield the prompts whose first token for the decoder is in the step: ids int32 [tokens] of the encoder,
+    and where the decoder's K and V of each are written, int64 [tokens]. Earlier chunks of them compute
+    nothing: each encoded token depends on all others.
     """
-    found = []
-    for row_slice in slices:
-        encoded = num_encoded(row_slice, num_starting)
-        if 0 < encoded < row_slice.kv_len and row_slice.begin <= encoded:
-            row = row_slice.row
-            found.append(
-                EncodedPrompt(row.ids[:encoded], slots_of(row.blocks, np.arange(encoded), block_size))
-            )
-    return found
+    for part in slices:
+        encoded = num_encoded(part, num_starting)
+        if 0 < encoded < part.kv_len and part.begin <= encoded:
+            places, blocks = np.arange(encoded), part.row.blocks.astype(np.int64)
+            yield part.row.ids[:encoded], blocks[places // block_size] * block_size + places % block_size
 
 
-def decoded_tokens(slices: Sequence[RowSlice], num_starting: int, block_size: int) -> DecodedTokens:
-    """The tokens of arranged slices that are not only encoded."""
-    begins = np.cumsum([0, *(row_slice.count for row_slice in slices)])
-    parts = []
-    for begin, row_slice in zip(begins.tolist(), slices, strict=False):
-        encoded = num_encoded(row_slice, num_starting)
-        positions = np.arange(max(row_slice.begin, encoded), row_slice.kv_len)
-        if len(positions):
-            places = positions - row_slice.begin + begin
-            parts.append((row_slice.row.blocks, encoded, positions, places))
-    counts = [len(positions) for _, _, positions, _ in parts]
-    slots = [slots_of(blocks, positions, block_size) for blocks, _, positions, _ in parts]
-    held = [-(-int(positions[-1] + 1) // block_size) for _, _, positions, _ in parts]
-    encoded_blocks = [blocks[: -(-encoded // block_size)] for blocks, encoded, _, _ in parts]
-    own_blocks = [
-        blocks[encoded // block_size : end] for (blocks, encoded, _, _), end in zip(parts, held, strict=True)
-    ]
+def decoded_tokens(inputs: Inputs, num_starting: int, block_size: int) -> DecodedTokens:
+    """The tokens of a step that are not only encoded."""
+    slices, positions = inputs.slices, positions_of(inputs.slices)
+    encoded = np.array([num_encoded(part, num_starting) for part in slices], np.int64)
+    ends = [part.kv_len if part.kv_len > own else 0 for part, own in zip(slices, encoded, strict=True)]
+    lines = np.repeat(np.arange(len(slices)), [part.count for part in slices])
+    places = np.flatnonzero(positions >= encoded[lines])
+    lines, parts = lines[places], list(zip(slices, encoded.tolist(), ends, strict=True))
+    encoded_blocks = [part.row.blocks[: -(-own // block_size) if end else 0] for part, own, end in parts]
+    own_blocks = [part.row.blocks[own // block_size : -(-end // block_size)] for part, own, end in parts]
     return DecodedTokens(
-        places=joined([places for *_, places in parts]),
-        positions=joined([positions for _, _, positions, _ in parts]),
-        num_encoded=np.repeat(np.array([encoded for _, encoded, _, _ in parts], np.int64), counts),
-        slots=joined(slots),
-        encoded_blocks=padded(encoded_blocks).repeat(counts, axis=0),
-        own_blocks=padded(own_blocks).repeat(counts, axis=0),
+        places=places,
+        positions=positions[places],
+        num_encoded=encoded[lines],
+        slots=inputs.slots[places],
+        encoded_blocks=padded(encoded_blocks)[lines],
+        own_blocks=padded(own_blocks)[lines],
     )
 
 
@@ -139,15 +118,6 @@ def padded(lists: Sequence[Int32]) -> Int64:
     for line, blocks in zip(table, lists, strict=True):
         line[: len(blocks)] = blocks
     return table
-
-
-def slots_of(blocks: Int32, positions: Int64, block_size: int) -> Int64:
-    """Lines of the cache of a row's positions, int64 [positions]."""
-    return blocks.astype(np.int64)[positions // block_size] * block_size + positions % block_size
-
-
-def joined(parts: Sequence[Int64]) -> Int64:
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
 # --- attention of the decoder -------------------------------------------------------------------------------
@@ -291,26 +261,19 @@ def table_of_biases(relative: Any, device: torch.device, dtype: torch.dtype) -> 
 # --- the model ----------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class DecoderLayer:
-    """The attention modules of one layer of the decoder; their K and V lie in the same pages."""
-
-    own: Any
-    encoded: Any
-
-
 @dataclass(slots=True, kw_only=True)
 class EncoderDecoderModel(LoadedModel):
     """An encoder-decoder model that is ready to compute steps.
 
     Attributes:
-        layers: of the decoder.
+        layers: attention modules of each layer of the decoder, to its own tokens and to encoded ones; their K
+            and V lie in the same pages.
         decoder: attention of the decoder.
         num_starting: last tokens of a prompt, which start the decoder.
         places: int64 [tokens]; positions of the decoder's tokens in the forward that runs.
     """
 
-    layers: list[DecoderLayer]
+    layers: list[tuple[Any, Any]]
     decoder: DecoderAttention
     num_starting: int
     places: torch.Tensor = field(init=False)
@@ -322,17 +285,17 @@ class EncoderDecoderModel(LoadedModel):
 
     def attach(self, num_blocks: int, geometry: Geometry | None = None) -> None:
         self.cache = KVCache(geometry or self.geometry, num_blocks, self.device)
-        for layer, keys, values in zip(self.layers, self.cache.keys, self.cache.values, strict=True):
-            for module in (layer.own, layer.encoded):
+        for modules, keys, values in zip(self.layers, self.cache.keys, self.cache.values, strict=True):
+            for module in modules:
                 module.keys, module.values = keys, values
 
     @torch.inference_mode()
     def forward(self, inputs: Inputs, states: torch.Tensor | None = None) -> torch.Tensor:
         """Compute a step → logits [entries of `inputs.sampled`, vocabulary] of the model's dtype."""
         block_size = self.geometry.block_size
-        for prompt in encoded_prompts(inputs.slices, self.num_starting, block_size):
-            self.encode(prompt)
-        tokens = decoded_tokens(inputs.slices, self.num_starting, block_size)
+        for ids, slots in encoded_prompts(inputs.slices, self.num_starting, block_size):
+            self.encode(ids, slots)
+        tokens = decoded_tokens(inputs, self.num_starting, block_size)
         hidden = torch.zeros(inputs.ids.shape[1], self.model.config.d_model, dtype=self.geometry.dtype)
         hidden = hidden.to(self.device)
         if len(tokens.places):
@@ -342,15 +305,14 @@ class EncoderDecoderModel(LoadedModel):
             hidden[chosen] = self.decode_tokens(inputs.ids[:, chosen])[0].to(hidden.dtype)
         return self.head(hidden[inputs.sampled])
 
-    def encode(self, prompt: EncodedPrompt) -> None:
-        """Encode a prompt, and write what the decoder sees of it."""
-        ids = to_device(prompt.ids.astype(np.int64), self.device)[None]
-        states = self.model.get_encoder()(input_ids=ids).last_hidden_state
-        slots = to_device(prompt.slots, self.device)
-        for layer in self.layers:
-            module = layer.encoded
+    def encode(self, ids: Int32, slots: Int64) -> None:
+        """Encode a prompt int32 [tokens], and write what the decoder sees of it to slots int64 [tokens]."""
+        tokens = to_device(ids.astype(np.int64), self.device)[None]
+        states = self.model.get_encoder()(input_ids=tokens).last_hidden_state
+        places = to_device(slots, self.device)
+        for _, module in self.layers:
             key, value = (split_heads(part(states), module) for part in (module.encoded_k, module.encoded_v))
-            write_kv(layer.encoded.keys, layer.encoded.values, key, value, slots)
+            write_kv(module.keys, module.values, key, value, places)
 
     def decode_tokens(self, ids: torch.Tensor) -> torch.Tensor:
         """ids int64 [1, tokens] → hidden states [1, tokens, hidden]"""
@@ -375,17 +337,11 @@ class EncoderDecoderModel(LoadedModel):
         return arguments, options | {"position_ids": self.places}
 
 
-def load(
-    settings: Settings,
-    path: Path,
-    config: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-    communicator: Communicator,
-    block_size: int,
-) -> EncoderDecoderModel:
+def load(source: ModelSource, block_size: int) -> EncoderDecoderModel:
     """Load a model, still without a cache. Raises SettingError, UnservableModel."""
-    check(settings, config, communicator)
+    settings, path, config = source.settings, source.path, source.config
+    device, dtype = source.device, source.dtype
+    check(settings, config, source.communicator)
     model = AutoModelForSeq2SeqLM.from_pretrained(
         path, config=config, dtype=dtype, attn_implementation=backend.NAME
     )
@@ -395,23 +351,25 @@ def load(
         hide_weights(model)
     model.to(device)
     layers = [find_attention(layer) for layer in decoder_layers(model)]
-    spec = AttentionSpec(*heads_of(layers[0].own), None, float(layers[0].own.scaling))
-    dim = projections(layers[0].own)[0].out_features // spec.kv_heads
+    first = layers[0][0]
+    spec = AttentionSpec(*heads_of(first), None, float(first.scaling))
+    dim = projections(first)[0].out_features // spec.kv_heads
     geometry = Geometry([LayerSpec(spec, dim, dim)] * len(layers), block_size, dtype, dtype)
-    decoder = DecoderAttention(block_size, spec.kv_heads, device, dtype, relative_of(layers[0].own))
+    relative = first if getattr(first, "has_relative_attention_bias", False) else None
+    decoder = DecoderAttention(block_size, spec.kv_heads, device, dtype, relative)
     of_encoder = copy.deepcopy(config)
     of_encoder._attn_implementation = "sdpa"
     for module in attention_modules(model.get_encoder()):
         module.config = of_encoder
-    for layer in layers:
-        take_projections(layer.encoded)
-        layer.own.backend = layer.encoded.backend = decoder
-        decoder.encoded.add(layer.encoded)
+    for own, encoded in layers:
+        take_projections(encoded)
+        own.backend = encoded.backend = decoder
+        decoder.encoded.add(encoded)
     tokenizer = model_files.find_tokenizer(settings.tokenizer_name, path)
     loaded = EncoderDecoderModel(
         tokenizer=tokenizer,
         model=model,
-        attentions=[layer.own for layer in layers],
+        attentions=[own for own, _ in layers],
         geometry=geometry,
         device=device,
         backend=SdpaBackend(geometry, device),
@@ -451,11 +409,11 @@ def decoder_layers(model: Any) -> Any:
     return decoder.layers if hasattr(decoder, "layers") else decoder.block
 
 
-def find_attention(layer: Any) -> DecoderLayer:
+def find_attention(layer: Any) -> tuple[Any, Any]:
     """The attention of one layer: BART's names, or T5's."""
     if hasattr(layer, "self_attn"):
-        return DecoderLayer(layer.self_attn, layer.encoder_attn)
-    return DecoderLayer(layer.layer[0].SelfAttention, layer.layer[1].EncDecAttention)
+        return layer.self_attn, layer.encoder_attn
+    return layer.layer[0].SelfAttention, layer.layer[1].EncDecAttention
 
 
 def attention_modules(encoder: Any) -> Iterator[Any]:
@@ -484,11 +442,6 @@ def hide_weights(model: Any) -> None:
 def heads_of(module: Any) -> tuple[int, int]:
     """Heads of K, and query heads that share one."""
     return (module.num_heads if hasattr(module, "num_heads") else module.n_heads), 1
-
-
-def relative_of(module: Any) -> Any:
-    """The module itself if it has T5's table of relative positions; else None."""
-    return module if getattr(module, "has_relative_attention_bias", False) else None
 
 
 def split_heads(states: torch.Tensor, module: Any) -> torch.Tensor:

@@ -36,10 +36,9 @@ from gpu_worker.engine.model.warmup import (
     max_captured_tokens,
     peak_bytes,
 )
-from gpu_worker.engine.model.weights import read_weights
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.stages import ModelStage
-from gpu_worker.engine.parallel.tensor_parallel import read_shard
+from gpu_worker.engine.parallel.tensor_parallel import read_weights
 from gpu_worker.engine.pictures.encoder import VisionTower
 from gpu_worker.protocol import UnservableModel, first_cause
 
@@ -81,15 +80,14 @@ def load(
     report_progress(progress)
     threads = f", {plural(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else ""
     progress(f"loading {settings.model_name} as {name_of(dtype)} on {device.type}{threads}")
+    context = LoadContext(path, None, dtype, device, settings, communicator, pooling)
     if pooling and is_encoder:
-        block_size = settings.block_size or BLOCK_SIZES[device.type]
-        return load_encoder(settings, path, pooling, dtype, device, communicator, block_size)
-    config = read_config(path, settings)
+        return load_encoder(context, pooling, settings.block_size or BLOCK_SIZES[device.type])
+    context.config = config = read_config(path, settings)
     check_fp8(config, settings, device, dtype)
     register_family(config.model_type)
     if config.is_encoder_decoder:
-        return load_encoder_decoder(settings, path, config, dtype, device, communicator)
-    context = LoadContext(path, config, dtype, device, settings, communicator, pooling)
+        return load_encoder_decoder(context)
     loaded = assemble(read_model(context), context)
     loaded.add_draft(load_draft(settings, path, loaded, communicator, progress))
     attach_empty(loaded, communicator)
@@ -97,7 +95,8 @@ def load(
     room = count_room(settings, loaded, communicator, lambda: peak_bytes(loaded, settings), kept_bytes)
     loaded.states.num_slots, loaded.states.num_snapshots = room.num_slots, room.num_snapshots
     num_fused = try_to_fuse(loaded)
-    loaded.deepstack = make_deepstack(loaded)
+    if loaded.num_deep:
+        loaded.deepstack = DeepStack(loaded.model.model.layers[: loaded.num_deep])
     loaded.attach(room.num_blocks)
     if settings.deterministic and (
         reason := nondeterministic_because(settings, loaded, num_fused, communicator)
@@ -112,24 +111,15 @@ def attach_empty(loaded: LoadedModel, communicator: Communicator) -> None:
     """Attach an empty cache, and have the ranks agree on what their backends do."""
     loaded.attach(0)
     if loaded.backend.capturable:
-        loaded.backend.agree(communicator.all_reduce_min)  # type: ignore[attr-defined]
-
-
-def make_deepstack(loaded: LoadedModel) -> DeepStack | None:
-    """What adds embeddings of pictures to the first layers; None where the model has no such."""
-    if not loaded.num_deep:
-        return None
-    return DeepStack(loaded.model.model.layers[: loaded.num_deep])
+        loaded.backend.agree(communicator.all_reduce_min)
 
 
 def read_model(context: LoadContext) -> Any:
     """Read this rank's part of a model, and change it by all passes. Raises SettingError."""
     settings, kind = context.settings, context.config.model_type
     try:
-        model = read(context)
-        context.tower = load_tower(
-            context.path, context.dtype, context.device, settings, context.stage.is_first
-        )
+        model, context.plan, context.stage = read_weights(context)
+        context.tower = load_tower(context, context.stage.is_first)
         if context.tower:
             check_deep_layers(context.tower, context.stage)
         for change in PASSES:
@@ -142,16 +132,6 @@ def read_model(context: LoadContext) -> Any:
     return model
 
 
-def read(context: LoadContext) -> Any:
-    """This rank's part of a model, as transformers reads it."""
-    settings, communicator, needs_head = context.settings, context.communicator, context.pooling is None
-    common = context.path, context.config, context.dtype, context.device, settings
-    if communicator.world_size == 1:
-        return read_weights(*common, needs_head=needs_head)
-    model, context.plan, context.stage = read_shard(*common, communicator, needs_head=needs_head)
-    return model
-
-
 def check_deep_layers(tower: VisionTower, stage: ModelStage) -> None:
     """Raises UnservableModel if layers that take embeddings of pictures are in several stages."""
     if stage.is_first and stage.num_stages > 1 and stage.end < tower.family.num_deep:
@@ -159,18 +139,11 @@ def check_deep_layers(tower: VisionTower, stage: ModelStage) -> None:
         raise UnservableModel(f"{cause} several stages (PIPELINE_PARALLEL_SIZE)")
 
 
-def load_encoder_decoder(
-    settings: Settings,
-    path: Path,
-    config: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-    communicator: Communicator,
-) -> LoadedModel:
+def load_encoder_decoder(source: LoadContext) -> LoadedModel:
     """Load an encoder-decoder model. Raises SettingError."""
-    block_size = settings.block_size or BLOCK_SIZES[device.type]
+    settings, communicator = source.settings, source.communicator
     try:
-        loaded = encoder_decoder.load(settings, path, config, dtype, device, communicator, block_size)
+        loaded = encoder_decoder.load(source, settings.block_size or BLOCK_SIZES[source.device.type])
     except (UnservableModel, ValueError, OSError) as error:
         raise cannot_serve(settings.model_id, error) from error
     loaded.attach(0)
@@ -217,7 +190,7 @@ def try_to_fuse(loaded: LoadedModel) -> int:
     """Fuse layers on CPU → how many."""
     if not isinstance(loaded.backend, CpuPagedBackend):
         return 0
-    loaded.backend.adapters = loaded.adapters.native if loaded.adapters else None
+    loaded.backend.adapters = loaded.adapters
     loaded.attach(num_trial_blocks(loaded.geometry.block_size), loaded.geometry.unrounded)
     num_deep = loaded.num_deep
     # each of the first layers hands its output on to what adds embeddings of pictures

@@ -293,7 +293,7 @@ class LoadedModel:
             if inputs.pictures and self.stage.is_first:
                 logits = self.forward_pictures(inputs)
             else:
-                logits = self.logits(inputs.ids, inputs.positions, inputs.sampled)
+                logits = self.run(inputs.positions, inputs.sampled, input_ids=inputs.ids)
         finally:
             if inputs.adapters:
                 self.set_adapters(None)
@@ -304,13 +304,13 @@ class LoadedModel:
         """As `forward`, of a step with pictures → [entries of `inputs.sampled`, vocabulary], float32 or the
         model's dtype.
         """
-        if not self.deepstack:
-            return self.run(inputs.positions, inputs.sampled, inputs_embeds=self.embed(inputs))
-        self.deepstack.added = inputs.pictures
+        if self.deepstack:
+            self.deepstack.added = inputs.pictures
         try:
             return self.run(inputs.positions, inputs.sampled, inputs_embeds=self.embed(inputs))
         finally:
-            self.deepstack.added = ()
+            if self.deepstack:
+                self.deepstack.added = ()
 
     def embed(self, inputs: Inputs) -> torch.Tensor:
         """Embeddings of a step's tokens, those of pictures in their places → [1, tokens, hidden] of the
@@ -326,12 +326,7 @@ class LoadedModel:
         """Prepare what the host decides before a `decode`, captured or not: positions int32 [rows], table of
         blocks int32 [rows, blocks].
         """
-        self.backend.plan_decode(positions, table)  # type: ignore[attr-defined]
-
-    @property
-    def captures_adapters(self) -> bool:
-        """Whether steps with LoRA adapters can be captured."""
-        return self.adapters is not None and self.adapters.capturable
+        self.backend.plan_decode(positions, table)
 
     def set_adapters(self, step: AdaptedStep | None) -> None:
         """Say which tokens of the next `forward` or `decode` have an adapter. Whatever else calls layers has
@@ -339,10 +334,6 @@ class LoadedModel:
         """
         if self.adapters:
             self.adapters.prepare(step)
-
-    def splits_rows(self, lengths: Int32) -> bool:
-        """Whether rows that decode are split for the sake of a long one: lengths int [rows] in the cache."""
-        return bool(self.backend.splits_rows(lengths))  # type: ignore[attr-defined]
 
     @torch.inference_mode()
     def decode(
@@ -361,20 +352,17 @@ class LoadedModel:
         vocabulary]. `is_split`: each row's keys are split. rotary int32 [rows]: what turns queries and keys,
         if not the positions. slots int32 [rows], of states.
         """
-        self.backend.prepare_decode(positions, table, is_split)  # type: ignore[attr-defined]
+        self.backend.prepare_decode(positions, table, is_split)
         self.states.prepare_decode(slots)
         for rope in self.ropes:
             rope.lengths = positions.long() + 1  # rows that decode have outgrown their prompts
         if self.axis_rope:
             self.axis_rope.positions = None  # after pictures all axes have one number
-        return self.logits(ids, (positions if rotary is None else rotary).long()[None], 0)
-
-    def logits(self, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | int) -> torch.Tensor:
-        """ids and positions int64 [1, tokens]; kept int64 [positions], or 0 for all → logits [kept,
-        vocabulary]
-        """
-        return self.run(positions, kept, input_ids=ids)
+        turned = positions if rotary is None else rotary
+        return self.run(turned.long()[None], 0, input_ids=ids)
 
     def run(self, positions: torch.Tensor, kept: torch.Tensor | int, **inputs: torch.Tensor) -> torch.Tensor:
-        """As `logits`, of `input_ids` or of `inputs_embeds` [1, tokens, hidden] of the model's dtype."""
+        """positions int64 [1, tokens]; kept int64 [positions], or 0 for all; `input_ids` int64 [1, tokens] or
+        `inputs_embeds` [1, tokens, hidden] of the model's dtype → logits [kept, vocabulary]
+        """
         return self.stage.run(self.model, position_ids=positions, logits_to_keep=kept, **inputs)[0]

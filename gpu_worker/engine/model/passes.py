@@ -10,49 +10,38 @@ cache, layers on CPU may be fused (cpu/fused_layer.py), and embeddings of pictur
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from common.pooling import PoolingConfig
-from common.settings.settings import Settings
-from gpu_worker.engine.adapters.layers import AdapterLayers, make_adapter_layers
+from gpu_worker.engine.adapters.layers import AdapterLayers, make_adapter_layers, takes_adapters
+from gpu_worker.engine.adapters.targets import find_targets
 from gpu_worker.engine.attention.choose import PROBE_TOKENS, probe_attention
 from gpu_worker.engine.attention.kv_cache import FLOATS8, LayerSpec, keep_latents
 from gpu_worker.engine.cpu.packed_linear import pack_linears
 from gpu_worker.engine.cuda.linear import fuse_linears
 from gpu_worker.engine.model import rope
-from gpu_worker.engine.model.config import quantizes
+from gpu_worker.engine.model.config import ModelSource
 from gpu_worker.engine.model.families import page_attention
 from gpu_worker.engine.model.kv_budget import scale_layers
-from gpu_worker.engine.model.quantized_linears import (
-    find_blocks,
-    quantize_blocks,
-    replace_linears,
-    shard_blocks,
-    use_fp8,
-)
+from gpu_worker.engine.model.quantized_linears import quantise_linears
 from gpu_worker.engine.model.rope import AxisRope, PerTokenRope
 from gpu_worker.engine.model.warmup import max_step_tokens
-from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.shards import TpPlan
 from gpu_worker.engine.parallel.stages import WHOLE, ModelStage, checked_layers, learn_form
 from gpu_worker.engine.parallel.tensor_parallel import connect_shards
 from gpu_worker.engine.pictures.encoder import VisionTower
 from gpu_worker.engine.pooling.head import replace_head
-from gpu_worker.engine.quantization.at_load import ROUNDINGS
 from gpu_worker.engine.quantization.blocks import Blocks
 from gpu_worker.engine.states.mixers import find_mixers
 from gpu_worker.engine.states.model_states import ModelStates
 
 
 @dataclass(slots=True)
-class LoadContext:
+class LoadContext(ModelSource):
     """In what a model is loaded, and what is known of it.
 
     Attributes:
-        pooling: how it makes vectors; None if it generates.
         plan, stage: how ranks share it, and which part of it this is.
         blocks: weights in blocks, by names of linear layers.
         layers: what each attention module keeps of a token, in the order of layers.
@@ -62,13 +51,6 @@ class LoadContext:
         vector_size: values of a vector, of a model that pools.
     """
 
-    path: Path
-    config: Any
-    dtype: torch.dtype
-    device: torch.device
-    settings: Settings
-    communicator: Communicator
-    pooling: PoolingConfig | None = None
     plan: TpPlan = field(default_factory=lambda: TpPlan({}, {}))
     stage: ModelStage = WHOLE
     blocks: Mapping[str, Blocks] = field(default_factory=dict)
@@ -80,11 +62,6 @@ class LoadContext:
     axis_rope: AxisRope | None = None
     vector_size: int = 0
 
-    @property
-    def rank(self) -> int:
-        """Among the ranks of its stage."""
-        return self.communicator.tp_rank
-
 
 def head(model: Any, context: LoadContext) -> None:
     """Vectors take the place of logits."""
@@ -94,24 +71,14 @@ def head(model: Any, context: LoadContext) -> None:
         )
 
 
-def blocks(model: Any, context: LoadContext) -> None:
-    """Find the checkpoint's blocks that the device can multiply; nothing is changed yet."""
-    if not (context.settings.makes_weights or quantizes(context.config, context.settings)):
-        whole = find_blocks(context.path, context.config, model, context.device)
-        context.blocks = shard_blocks(whole, context.plan.shards, context.rank)
-
-
 def latents(model: Any, context: LoadContext) -> None:
     """Latent attention keeps latents, while its linear layers are still plain."""
     keep_latents(model)
 
 
 def quantise(model: Any, context: LoadContext) -> None:
-    """Linear layers multiply 8-bit floats, or are rounded at load (QUANTIZE)."""
-    settings, device = context.settings, context.device
-    use_fp8(model, context.path, context.config, device, settings, context.plan.shards, context.rank)
-    if settings.quantize and settings.quantize in ROUNDINGS and quantizes(context.config, settings):
-        context.blocks = quantize_blocks(model, settings.quantize, device)
+    """Linear layers multiply the checkpoint's quantised weights, or are rounded at load (QUANTIZE)."""
+    context.blocks = quantise_linears(model, context, context.plan.shards)
 
 
 def linears(model: Any, context: LoadContext) -> None:
@@ -119,16 +86,16 @@ def linears(model: Any, context: LoadContext) -> None:
     if context.device.type == "cpu":
         pack_linears(model, context.blocks)
     else:
-        replace_linears(model, context.blocks)
         model.to(context.device)
         fuse_linears(model)
 
 
 def adapters(model: Any, context: LoadContext) -> None:
     """Layers add what LoRA adapters give. Ranks are not connected yet: it is a part of what they sum."""
-    settings, device = context.settings, context.device
-    most = max_step_tokens(settings, device)
-    context.adapters = make_adapter_layers(model, context.plan.shards, context.rank, settings, device, most)
+    if takes_adapters(context.settings, context.device):
+        targets = find_targets(model, context.plan.shards, context.communicator.tp_rank)
+        most = max_step_tokens(context.settings, context.device)
+        context.adapters = make_adapter_layers(model, targets, context.settings, context.device, most)
 
 
 def shard(model: Any, context: LoadContext) -> None:
@@ -165,7 +132,6 @@ def ropes(model: Any, context: LoadContext) -> None:
 Pass = Callable[[Any, LoadContext], None]
 PASSES: list[Pass] = [
     head,
-    blocks,
     latents,
     quantise,
     linears,

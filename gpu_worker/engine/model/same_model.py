@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.model_files import REQUIRED_FILES, weight_files
 from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.parallel.rank_links import Member
+from gpu_worker.engine.parallel.rendezvous import Member
 
 PART_BYTES = 2**16
 """The first and last bytes of a weight file tell another one of the same shapes."""

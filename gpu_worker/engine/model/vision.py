@@ -4,10 +4,8 @@ loaded by itself as a model for text.
 
 import copy
 import logging
-import time
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +14,8 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextTo
 from transformers.utils import logging as transformers_logging
 
 from common.settings.settings import Settings
-from gpu_worker.engine.model.config import cannot_serve, quantization_of
+from gpu_worker.engine.model.config import ModelSource, cannot_serve, quantization_of
+from gpu_worker.engine.model.warmup import fastest_ms
 from gpu_worker.engine.model.weights import check_missing, make_dummy_model, without_quantization
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.stages import changed_class
@@ -34,17 +33,15 @@ PICTURE_CACHE_BYTES = 256 * 2**20
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 ATTENTION = "sdpa"
 """Of the tower: torch's own, since nothing of a picture is paged."""
-NUM_MEASURED = 3
 NOT_MEASURED = 2.0**30
 """More than anything measured: a stage without a tower takes what the first one measures."""
 
 
-def load_tower(
-    path: Path, dtype: torch.dtype, device: torch.device, settings: Settings, is_first: bool
-) -> VisionTower | None:
+def load_tower(source: ModelSource, is_first: bool) -> VisionTower | None:
     """The tower of a model that sees; None of others, and of those without a processor. A stage that is not
     the first has its processor only. Raises SettingError.
     """
+    path, settings, device = source.path, source.settings, source.device
     config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
     make_family = FAMILIES.get(config.model_type)
     if make_family is None or not any((path / name).exists() for name in PROCESSOR_FILES):
@@ -55,12 +52,12 @@ def load_tower(
         return None
     try:
         processor: Any = AutoImageProcessor.from_pretrained(path, backend="pil")  # type: ignore[no-untyped-call]
-        model = read_tower(path, config, family, dtype, device, settings) if is_first else None
+        model = read_tower(source, config, family) if is_first else None
     except (ValueError, OSError, ImportError) as error:
         raise cannot_serve(settings.model_id, error) from error
     placeholder_id, hidden_size = config.image_token_id, config.get_text_config().hidden_size
     hidden_size *= 1 + family.num_deep
-    return VisionTower(model, processor, family, placeholder_id, hidden_size, device, dtype)
+    return VisionTower(model, processor, family, placeholder_id, hidden_size, device, source.dtype)
 
 
 def blind_because(family: PictureFamily, settings: Settings, device: torch.device) -> str:
@@ -89,32 +86,16 @@ def make_encoder(
     """The encoder of a model's pictures; None if it does not see. All ranks get the same measures."""
     if tower is None:
         return None
-    embedding_ms = measure(tower) if tower.model else NOT_MEASURED
+    embedding_ms = NOT_MEASURED
+    if tower.model:
+        encode = tower.try_out()
+        embedding_ms = fastest_ms(encode, tower.device) / len(encode())
     cost = communicator.all_reduce_min(round(embedding_ms / token_ms * 1e3)) / 1e3
     waits = communicator.world_size > 1
     return PictureEncoder(tower, PICTURE_CACHE_BYTES, cost, waits, side_threads)
 
 
-def measure(tower: VisionTower) -> float:
-    """The ms of one embedding."""
-    encode, times = tower.try_out(), []
-    for _ in range(NUM_MEASURED):
-        began_s = time.perf_counter()
-        num_embeddings = len(encode())
-        if tower.device.type == "cuda":
-            torch.cuda.synchronize(tower.device)
-        times.append(time.perf_counter() - began_s)
-    return min(times) * 1e3 / num_embeddings
-
-
-def read_tower(
-    path: Path,
-    config: Any,
-    family: PictureFamily,
-    dtype: torch.dtype,
-    device: torch.device,
-    settings: Settings,
-) -> Any:
+def read_tower(source: ModelSource, config: Any, family: PictureFamily) -> Any:
     """The whole model without its language model, on the device. Its weights are plain in quantised
     checkpoints, too. Raises SettingError where weights are missing.
     """
@@ -122,22 +103,19 @@ def read_tower(
     plain.tie_word_embeddings = False
     whole: Any = AutoModelForImageTextToText._model_mapping[type(config)]
     part = changed_class(whole, partial(remove_language_model, family=family))
-    if settings.makes_weights:
-        return make_dummy_model(part, plain, dtype, device, settings, attention=ATTENTION)
-    source = partial(part.from_pretrained, path, config=plain)
-    if quantization and method_of(quantization) in METHODS:
-        source = partial(
-            part.from_pretrained, None, config=plain, state_dict=read_tensors(path, quantization)
-        )
+    if source.settings.makes_weights:
+        return make_dummy_model(part, plain, source, attention=ATTENTION)
+    known = quantization if quantization and method_of(quantization) in METHODS else None
+    read = partial(part.from_pretrained, None, config=plain, state_dict=read_tensors(source.path, known))
     verbosity = transformers_logging.get_verbosity()
     # else it would list the weights of the language model
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
-        model, info = source(dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True)
+        model, info = read(dtype=source.dtype, attn_implementation=ATTENTION, output_loading_info=True)
     finally:
         transformers_logging.set_verbosity(verbosity)
-    check_missing(info, settings.model_id)
-    return model.to(device)
+    check_missing(info, source.settings.model_id)
+    return model.to(source.device)
 
 
 def remove_language_model(model: Any, family: PictureFamily) -> None:

@@ -127,29 +127,13 @@ def capture_steps(loaded: LoadedModel, capture: Capture, max_rows: int, determin
     """Capture steps of few tokens; with `deterministic` one of a fixed shape. Where the cache has no blocks
     yet, rows have as many as their context needs.
     """
-    takes_prompts = loaded.computes_tokens_alone
-    tokens = max_captured_tokens(max_rows) if takes_prompts else max_decoded_tokens(max_rows)
+    tokens = (max_captured_tokens if loaded.computes_tokens_alone else max_decoded_tokens)(max_rows)
     tokens = FIXED_TOKENS if deterministic else tokens
-    max_blocks = -(-loaded.context // loaded.geometry.block_size)
-    max_blocks = min(max_blocks, loaded.cache.num_blocks or max_blocks)
-    dtype, device = loaded.geometry.dtype, loaded.device
-    graphs = CudaGraphs(loaded, tokens, max_blocks, loaded.vocab_size, dtype, device)
-    graphs.takes_prompts = takes_prompts
+    max_blocks = min(loaded.max_row_blocks, loaded.cache.num_blocks or loaded.max_row_blocks)
+    graphs = CudaGraphs(loaded, tokens, max_blocks)
     longest = 1 if deterministic else max_blocks * loaded.geometry.block_size
     graphs.capture(capture, [tokens] if deterministic else graph_sizes(max_rows, tokens), longest)
     return graphs
-
-
-def run_captured_steps(loaded: LoadedModel, max_rows: int, deterministic: bool) -> None:
-    """Run the steps that will be captured, to measure their memory: inputs, logits and plans of all sizes,
-    which stay, and what the largest step computes with, which the graphs' pool will hold.
-    """
-
-    def run_once(run: Callable[[], None]) -> Callable[[], None]:
-        run()
-        return run
-
-    capture_steps(loaded, run_once, max_rows, deterministic)
 
 
 def run_all_shapes(forward: Forward, vocab_size: int, block_size: int, has_adapters: bool = False) -> None:
@@ -204,8 +188,15 @@ def peak_bytes(loaded: LoadedModel, settings: Settings) -> int:
 
 
 def captured_bytes(loaded: LoadedModel, settings: Settings) -> int:
-    """What captured steps keep: tensors of all sizes, and the memory in which the largest one computes."""
+    """What captured steps keep: inputs, logits and plans of all sizes, and the memory in which the largest
+    one computes, which the graphs' pool will hold. The steps are run, not captured.
+    """
     if settings.enforce_eager or not loaded.capturable:
         return 0
-    run = partial(run_captured_steps, loaded, settings.max_batch_size, settings.deterministic)
-    return measure_peak(loaded.device, run)
+
+    def run_once(run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        return run
+
+    sizes = settings.max_batch_size, settings.deterministic
+    return measure_peak(loaded.device, partial(capture_steps, loaded, run_once, *sizes))

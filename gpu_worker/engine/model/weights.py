@@ -3,10 +3,8 @@ by transformers' own quantizer. Weights that the config does not explain are ref
 """
 
 import copy
-import json
 import logging
 from collections.abc import Callable, Collection
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +17,12 @@ from common import model_files
 from common.settings.settings import SettingError, Settings
 from common.settings.types import UNSERVED_METHODS
 from gpu_worker.engine.attention import backend
-from gpu_worker.engine.model.config import quantization_of
+from gpu_worker.engine.model.config import ModelSource, quantization_of
 from gpu_worker.engine.quantization.checkpoint import (
     METHODS,
     file_slices,
     find_packed,
     method_of,
-    read_tensors,
 )
 
 log = logging.getLogger(__name__)
@@ -44,65 +41,25 @@ SmolVLM) → names in the model for text.
 
 
 def make_dummy_model(
-    kind: type[Any],
-    config: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-    settings: Settings,
-    seed: int = 0,
-    attention: str = backend.NAME,
+    kind: type[Any], config: Any, source: ModelSource, seed: int = 0, attention: str = backend.NAME
 ) -> Any:
     """A model of the class `kind` with random weights, to measure speed without a checkpoint; equal for equal
     seeds on devices of one kind. Raises SettingError if the checkpoint is quantised.
     """
+    model_id = source.settings.model_id
     if getattr(config, "quantization_config", None) is not None:
-        raise SettingError("load_format", f"dummy makes plain weights, but {settings.model_id} is quantised")
-    log.warning(
-        "LOAD_FORMAT=dummy: the weights of %s are random, and its answers mean nothing", settings.model_id
-    )
+        raise SettingError("load_format", f"dummy makes plain weights, but {model_id} is quantised")
+    log.warning("LOAD_FORMAT=dummy: the weights of %s are random, and its answers mean nothing", model_id)
     torch.manual_seed(seed)
     verbosity = transformers_logging.get_verbosity()
     # else it would list each weight that no file has
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
-        options = {"dtype": dtype, "device_map": {"": device}, "attn_implementation": attention}
+        options = {"dtype": source.dtype, "device_map": {"": source.device}}
+        options["attn_implementation"] = attention
         return kind.from_pretrained(None, config=config, state_dict={}, **options)
     finally:
         transformers_logging.set_verbosity(verbosity)
-
-
-def read_weights(
-    path: Path,
-    config: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-    settings: Settings,
-    needs_head: bool = True,
-) -> Any:
-    """The model on its device; on the CPU if some of its layers may be quantised. Raises SettingError if its
-    weights would not be what the checkpoint means, and what transformers raises. With `needs_head` the
-    weights of the head must be there.
-    """
-    method = quantization_method(config, settings.model_id)
-    if settings.makes_weights:
-        return make_dummy_model(type(meta_model(config, settings)), config, dtype, device, settings)
-    check_files(path, settings.model_id, is_plain=method is None)
-    whole = partial(AutoModelForCausalLM.from_pretrained, path, config=config)
-    if method is None:
-        model = load_pretrained(whole, settings, needs_head, dtype=dtype)
-        if settings.quantize is None:
-            model.to(device)
-        return model
-    if method in METHODS:
-        plain = without_quantization(config)
-        source = partial(type(meta_model(plain, settings)).from_pretrained, None, config=plain)
-        tensors = read_tensors(path, quantization_of(config))
-        return load_pretrained(source, settings, needs_head, dtype=dtype, state_dict=tensors)
-    try:
-        return load_pretrained(whole, settings, needs_head, dtype=dtype, device_map={"": device})
-    except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
-        cause = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise SettingError("model_id", f"{settings.model_id} is quantised ({method}): {cause}") from error
 
 
 def meta_model(config: Any, settings: Settings) -> Any:
@@ -177,33 +134,15 @@ def without_quantization(config: Any) -> Any:
 
 
 def check_files(path: Path, model_id: str, is_plain: bool) -> None:
-    """Raises SettingError unless all .safetensors files are there and whole; pickled files are not read. It
-    is raised, too, for weights of few bits if the config `is_plain`: transformers would read plain numbers.
+    """Raises SettingError unless all .safetensors files are there, and UnservableModel unless they are whole;
+    pickled files are not read. SettingError is raised, too, for weights of few bits if the config `is_plain`:
+    transformers would read plain numbers.
     """
-    files = model_files.weight_files(path)
-    if not files:
+    if not model_files.weight_files(path):
         cause = f"has no whole set of .safetensors files in {path}, and nothing else is served"
         raise SettingError(
             "model_id", f"{model_id} {cause} (LOAD_FORMAT=dummy makes weights up, to measure speed)"
         )
-    for file in files:
-        if cause := fault_of(file):
-            raise SettingError("model_id", f"{model_id} cannot be served: {file} {cause}")
-    for packed in find_packed(dict(file_slices(path))) if is_plain else ():
+    slices = dict(file_slices(path))
+    for packed in find_packed(slices) if is_plain else ():
         raise SettingError("model_id", f"{model_id} has {packed}, and its config.json says nothing of them")
-
-
-def fault_of(file: Path) -> str:
-    """What is wrong with a safetensors file; empty if nothing is. The file has the length of its header in 8
-    little-endian bytes, the header in JSON, then the data of the tensors that the header names.
-    """
-    size = file.stat().st_size
-    try:
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(min(length, size)))
-        ends = (value["data_offsets"][1] for name, value in header.items() if name != "__metadata__")
-        end = 8 + length + max(ends, default=0)
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return "is no safetensors file, or damaged: its header cannot be read"
-    return "" if size == end else f"is damaged: it has {size} bytes, and {end} by its header"

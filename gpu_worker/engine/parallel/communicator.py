@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from common.rank import LOOPBACK, RankInfo
 from common.settings.settings import SettingError
-from gpu_worker.engine.parallel.rank_links import RankLinks
-from gpu_worker.engine.parallel.rendezvous import RendezvousFailed, connect_ranks
+from gpu_worker.engine.parallel.rendezvous import RankLinks, RendezvousFailed, connect_ranks
 from gpu_worker.frames import FrameDecoder, encode
 from gpu_worker.protocol import Command
 
@@ -98,6 +97,14 @@ class Communicator:
         """The messages of all ranks, which are JSON, by rank."""
         return self.links.exchange(message) if self.links else [message]
 
+    def all_reduce_min(self, value: int) -> int:
+        """The least number of all ranks."""
+        return int(min(self.exchange(value)))
+
+    def all_reduce_sum(self, value: int) -> int:
+        """The sum of the numbers of all ranks."""
+        return int(sum(self.exchange(value)))
+
     @property
     def samples(self) -> bool:
         """Whether this rank samples for all."""
@@ -138,27 +145,6 @@ class Communicator:
         """
         if self.num_stages == 1:
             self.broadcast_tensor(sampled)
-
-    # Integers, of all ranks.
-
-    def all_reduce_min(self, value: int) -> int:
-        return self.reduce_int(value, dist.ReduceOp.MIN)
-
-    def all_reduce_sum(self, value: int) -> int:
-        return self.reduce_int(value, dist.ReduceOp.SUM)
-
-    def reduce_int(self, value: int, operation: dist.ReduceOp.RedOpType) -> int:
-        tensor = torch.tensor(value)
-        if self.world_size > 1:
-            dist.all_reduce(tensor, operation)
-        return int(tensor)
-
-    def gather_texts(self, text: str) -> list[str]:
-        """The texts of all ranks, by rank."""
-        texts: list[Any] = [text] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(texts, text)
-        return texts
 
     # From rank to rank. A sender does not wait: its next step may run before the receiver is there.
 

@@ -11,11 +11,11 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -25,8 +25,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.model.config import quantization_of
+from common.settings.settings import SettingError
+from gpu_worker.engine.model.config import ModelSource, quantization_of
 from gpu_worker.engine.model.weights import (
     TEXT_KEY_MAPPING,
     check_files,
@@ -86,56 +86,66 @@ class RankSlices:
         return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
 
-def read_shard(
-    path: Path,
-    config: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-    settings: Settings,
-    communicator: Communicator,
-    needs_head: bool = True,
-) -> tuple[Any, TpPlan, ModelStage]:
-    """This rank's part of a model, on the device that `read_weights` leaves it on, how the parts of its stage
-    belong together, and the stage. Takes `needs_head` and raises as `read_weights`, and UnservableModel.
+def read_weights(source: ModelSource) -> tuple[Any, TpPlan, ModelStage]:
+    """This rank's part of a model, how the parts of its stage belong together, and the stage. The part is on
+    its device; on the CPU if some of its layers may be quantised. Raises SettingError if its weights would
+    not be what the checkpoint means, UnservableModel, and what transformers raises. The weights of the head
+    must be there unless the model pools.
     """
-    rank, num_stages = communicator.tp_rank, communicator.num_stages
+    settings, communicator, config = source.settings, source.communicator, source.config
     method, quantization = quantization_method(config, settings.model_id), quantization_of(config)
-    if method and method not in METHODS:
-        setting = ("num_shard", communicator.tp_size)
-        if communicator.tp_size == 1:
-            setting = ("pipeline_parallel_size", num_stages)
-        raise SettingError(
-            setting[0],
-            f"{setting[1]}, but {settings.model_id} is quantised ({method}), and its weights cannot be split",
-        )
+    plan, stage = TpPlan({}, {}), WHOLE
     if not settings.makes_weights:
+        check_files(source.path, settings.model_id, is_plain=method is None)
+        if method and method not in METHODS:
+            return read_by_package(source, method), plan, stage
         config = without_quantization(config)
     whole = meta_model(config, settings)
-    plan = make_tp_plan(whole, communicator.tp_size) if communicator.tp_size > 1 else TpPlan({}, {})
-    part, stage = changed_class(type(whole), partial(shrink_parameters, shards=plan.shards, rank=rank)), WHOLE
-    own_tensors: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
-    if num_stages > 1:
-        stages = make_stage_plan(whole, num_stages)
+    part = type(whole)
+    if communicator.tp_size > 1:
+        plan = make_tp_plan(whole, communicator.tp_size)
+        part = changed_class(part, partial(shrink_parameters, shards=plan.shards, rank=communicator.tp_rank))
+    if communicator.num_stages > 1:
+        stages = make_stage_plan(whole, communicator.num_stages)
         stage = make_stage(stages, communicator.stage)
         part = changed_class(part, partial(remove_others, plan=stages, stage=stage))
         plan = own_plan(plan, stages, stage)
         config = untied(config)
-        own_tensors = partial(stage_tensors, model=whole, plan=stages, stage=stage)
     if settings.makes_weights:
-        model = make_dummy_model(part, config, dtype, device, settings, seed=communicator.rank)
+        model = make_dummy_model(part, config, source, seed=communicator.rank)
         equalize_replicas(model, plan, communicator)
         return model, plan, stage
-    check_files(path, settings.model_id, is_plain=method is None)
-    tensors = dict(rank_tensors(own_tensors(read_tensors(path, quantization)), whole, plan.shards, rank))
-    source = partial(part.from_pretrained, None, config=config)
+    tensors: Mapping[str, Any] = read_tensors(source.path, quantization)
+    if stage is not WHOLE:
+        tensors = stage_tensors(tensors, whole, stages, stage)
+    if plan.shards:
+        tensors = dict(rank_tensors(tensors, whole, plan.shards, communicator.tp_rank))
+    read, needs_head = partial(part.from_pretrained, None, config=config), source.pooling is None
     try:
-        model = load_pretrained(source, settings, needs_head, dtype=dtype, state_dict=tensors)
+        model = load_pretrained(read, settings, needs_head, dtype=source.dtype, state_dict=tensors)
     except AttributeError as error:  # a stage has no module of theirs
         if stage is WHOLE:
             raise
         cause = "its code looks into layers that other stages have (PIPELINE_PARALLEL_SIZE)"
         raise UnservableModel(f"{cause}: {error}") from error
-    return model if method or settings.quantize else model.to(device), plan, stage
+    return model if method or settings.quantize else model.to(source.device), plan, stage
+
+
+def read_by_package(source: ModelSource, method: str) -> Any:
+    """A whole model on its device, quantised by a method for which transformers has a quantizer, which may
+    need a package. Raises SettingError.
+    """
+    settings, ranks = source.settings, source.communicator
+    for name, size in (("num_shard", ranks.tp_size), ("pipeline_parallel_size", ranks.num_stages)):
+        if size > 1:
+            cause = f"{settings.model_id} is quantised ({method}), and its weights cannot be split"
+            raise SettingError(name, f"{size}, but {cause}")
+    read = partial(AutoModelForCausalLM.from_pretrained, source.path, config=source.config)
+    try:
+        return load_pretrained(read, settings, dtype=source.dtype, device_map={"": source.device})
+    except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
+        cause = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise SettingError("model_id", f"{settings.model_id} is quantised ({method}): {cause}") from error
 
 
 def own_plan(plan: TpPlan, stages: StagePlan, stage: ModelStage) -> TpPlan:

@@ -1,15 +1,16 @@
-"""Quantising of plain weights at load, with the numbers of the packages whose methods these are: bitsandbytes
-(LLM.int8, NF4 and FP4) and EETQ.
+"""Quantising of plain weights at load: 8-bit floats, and with the numbers of the packages whose methods these
+are bitsandbytes' (LLM.int8, NF4 and FP4) and EETQ's.
 """
 
 from collections.abc import Callable, Mapping
 
 import torch
 
+from gpu_worker.engine.cuda.linear import fits_fp8_kernel, round_rows
 from gpu_worker.engine.quantization.blocks import Blocks
-from gpu_worker.engine.quantization.floats import scaled
-from gpu_worker.engine.quantization.weight import Weight, scale_integers
+from gpu_worker.engine.quantization.checkpoint import Weight, scale_integers, scaled
 
+FP8_AT_LOAD = "fp8"
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
     *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
@@ -41,6 +42,13 @@ def round_eetq(weight: torch.Tensor) -> Weight:
     scales = nonzero(weight.float().abs().amax(1, keepdim=True) / 128)
     quants = (weight.float() / scales).round().clamp(-128, 127).to(torch.int8)
     return scale_integers(quants, scales.half(), None, weight.shape[1])
+
+
+def round_fp8(weight: torch.Tensor) -> Weight:
+    """Weights of any float dtype [outputs, inputs], with a scale for each output; plain ones, which no device
+    multiplies as 8-bit floats, stay as they are.
+    """
+    return Blocks(*round_rows(weight), None) if fits_fp8_kernel(weight) else weight
 
 
 def round_nf4(weight: torch.Tensor) -> Weight:
@@ -85,6 +93,7 @@ def nonzero(largest: torch.Tensor) -> torch.Tensor:
 
 
 ROUNDINGS: Mapping[str, Callable[[torch.Tensor], Weight]] = {
+    FP8_AT_LOAD: round_fp8,
     "bitsandbytes": round_bnb8,
     "bitsandbytes-nf4": round_nf4,
     "bitsandbytes-fp4": round_fp4,

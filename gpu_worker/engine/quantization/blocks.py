@@ -22,7 +22,7 @@ class Blocks:
 
     Attributes:
         quants: uint8 from 0 to 15, int8 or 8-bit floats; [outputs, inputs].
-        scales: float16 or float32 [outputs, inputs / size].
+        scales: float16 or float32 [outputs, inputs / size]; of 8-bit floats a row may be one block.
         offsets: as `scales`; None where all are 0.
         codes: float32 [16], what quants of 4 bits stand for; None where they stand for themselves.
         order: int64 [inputs], of each input of these blocks its place among the layer's; None where they lie
@@ -91,6 +91,8 @@ class Blocks:
         """The blocks of some inputs in turn, in smaller blocks where these begin or end within one; None
         where blocks would be too small, or the inputs of a block lie apart.
         """
+        if self.quants.dtype.is_floating_point and self.scales.shape[1] == 1:
+            return replace(self, quants=self.quants[:, begin:end])
         size = math.gcd(self.size, begin, end)
         if size < SMALLEST_BLOCK or self.order is not None:
             return None

@@ -1,20 +1,318 @@
 """Checkpoint of quantised weights: its tensors as a plain checkpoint would have them, each computed when it
-is read. METHODS are those that need no package of their own.
+is read. The layouts: integers in groups (GPTQ, AWQ and compressed-tensors), 8-bit floats with scales, and
+those of bitsandbytes; METHODS need no package of their own.
+
+Functions named `shape` return [outputs, inputs] of a layer, whose tensors are `stored` in the file.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from common import model_files
-from gpu_worker.engine.quantization import floats, integers
-from gpu_worker.engine.quantization.weight import Config, Fields, Stored, Weight, widen
+from gpu_worker.engine.quantization.blocks import LARGEST_BLOCK, SMALLEST_BLOCK, Blocks
 from gpu_worker.protocol import UnservableModel
+
+Config = Mapping[str, Any]
+"""What config.json says of the quantisation."""
+Fields = Mapping[str, torch.Tensor]
+"""A layer's tensors, by their names in it."""
+Stored = Mapping[str, Any]
+"""The same in a safetensors file, not read yet."""
+
+
+Weight = Blocks | torch.Tensor
+"""In blocks, or float32 [outputs, inputs]."""
+
+
+def widen(weight: Weight) -> torch.Tensor:
+    """float32 [outputs, inputs]"""
+    return weight.widen(torch.float32) if isinstance(weight, Blocks) else weight.float()
+
+
+def scale_floats(values: torch.Tensor, scales: torch.Tensor, part: tuple[int, int] | None = None) -> Weight:
+    """8-bit floats [outputs, inputs] with scales of any float dtype: one, one for each output, or [parts
+    along the outputs, parts along the inputs], then with the `part`'s size where it is known, else they are
+    equal; in blocks where each row has whole ones. Raises ValueError.
+    """
+    scales, inputs = scales.float(), values.shape[1]
+    table = scales if scales.dim() == 2 else scales.reshape(-1, 1)
+    if part is None or table.numel() == 1 or table.shape == (len(values), 1):
+        part = equal_part(values, table)
+    counts = [-(-size // width) for size, width in zip(values.shape, part, strict=True)]
+    if list(table.shape) != counts:
+        raise ValueError(f"scales {list(scales.shape)} do not fit weights {list(values.shape)}")
+    table = table.repeat_interleave(part[0], 0)[: len(values)]
+    size = inputs if table.shape[1] == 1 else math.gcd(part[1], LARGEST_BLOCK)
+    if table.shape[1] == 1 or (inputs % part[1] == 0 and size >= SMALLEST_BLOCK):
+        return Blocks(values, table.repeat_interleave(max(1, part[1] // size), 1), None)
+    return values.float() * table.repeat_interleave(part[1], 1)[:, :inputs]
+
+
+def equal_part(values: torch.Tensor, table: torch.Tensor) -> tuple[int, int]:
+    """How many outputs and inputs share a scale, where 8-bit floats [outputs, inputs] have scales [parts
+    along the outputs, parts along the inputs] of any dtype. Raises ValueError.
+    """
+    (outputs, inputs), (rows, columns) = values.shape, table.shape
+    if outputs % rows or inputs % columns:
+        scales = f"scales {list(table.shape)} of blocks whose size the config does not name"
+        raise ValueError(f"{scales} do not divide weights {list(values.shape)}")
+    return outputs // rows, inputs // columns
+
+
+def scale_integers(
+    quants: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    size: int,
+    groups: torch.Tensor | None = None,
+) -> Blocks | torch.Tensor:
+    """Weights (quant - zero) * scale, of each group of inputs its own; in blocks where a group has `size`
+    inputs and the kernels' sums are exact.
+
+    quants uint8, then with zeros, or int8 [outputs, inputs]; scales of any float dtype and zeros, integers,
+    [outputs, groups]; `groups`, integers [inputs]: of each input. Raises ValueError.
+    """
+    outputs, inputs = quants.shape
+    in_turn = torch.arange(inputs) // size
+    expected = [outputs, -(-inputs // size) if groups is None else scales.shape[-1]]
+    if list(scales.shape) != expected:
+        raise ValueError(f"scales {list(scales.shape)} do not fit weights {[outputs, inputs]}")
+    groups = in_turn if groups is None else groups.long()
+    width = math.gcd(size, LARGEST_BLOCK, inputs)
+    exact = zeros is None or any(
+        torch.equal(scales.to(kind).to(scales.dtype), scales) for kind in (torch.half, torch.bfloat16)
+    )
+    order = None if torch.equal(groups, in_turn) else groups.argsort(stable=True)
+    even = order is None or torch.equal(groups[order], in_turn)
+    if not even or width < SMALLEST_BLOCK or not exact:
+        centred = quants.float() if zeros is None else quants.float() - zeros.float()[:, groups]
+        return centred * scales.float()[:, groups]
+    if quants.dtype == torch.uint8 and quants.max() > 15 and zeros is not None:
+        quants, zeros = (quants.short() - 128).to(torch.int8), zeros.short() - 128
+    columns = in_turn[::width]
+    quants = quants if order is None else quants[:, order]
+    offsets = None if zeros is None else (-zeros.float() * scales.float())[:, columns]
+    return Blocks(quants, scales.float()[:, columns], offsets, order=order).halved()
+
+
+STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
+
+
+# --- 8-bit floats: weight [outputs, inputs], and weight_scale or weight_scale_inv, which both multiply
+
+
+def weight_shape(stored: Stored, config: Config) -> list[int]:
+    return list(stored["weight"].get_shape())
+
+
+def read_fp8(fields: Fields, config: Config) -> Weight:
+    """Raises ValueError where the layer has no scales, or others than these mean."""
+    scales = fields.get("weight_scale_inv", fields.get("weight_scale"))
+    if scales is None:
+        raise ValueError("8-bit floats without weight_scale or weight_scale_inv")
+    zeros = fields.get("weight_zero_point")
+    if zeros is not None and zeros.float().any():
+        raise ValueError("8-bit floats with zero points")
+    return scale_floats(fields["weight"], scales, next(iter(block_sizes(config)), None))
+
+
+def block_sizes(config: Config) -> list[tuple[int, int]]:
+    """Outputs and inputs of blocks that have a scale each, in order. compressed-tensors has them in each of
+    its groups of layers, older versions as `128x128`.
+    """
+    groups = (config.get("config_groups") or {}).values()
+    sizes = [(group.get("weights") or {}).get("block_structure") for group in groups]
+    named = filter(None, (config.get("weight_block_size"), *sizes))
+    return sorted({block_size(size) for size in named})
+
+
+def block_size(named: str | Sequence[int]) -> tuple[int, int]:
+    outputs, inputs = named.split("x") if isinstance(named, str) else named
+    return int(outputs), int(inputs)
+
+
+# --- bitsandbytes, 8 bits: weight int8 [outputs, inputs], SCB [outputs]; 127 stands for SCB
+
+
+def read_bnb8(fields: Fields, config: Config) -> Weight:
+    return scale_integers(
+        fields["weight"], fields["SCB"].float()[:, None] / 127, None, fields["weight"].shape[1]
+    )
+
+
+# --- bitsandbytes, 4 bits: weight uint8 [quants / 2, 1], the first quant of a byte in its upper half;
+# quant_map [16]; absmax [blocks], or of 8 bits with nested_quant_map [256] and nested_absmax;
+# quant_state, JSON
+
+
+def bnb4_shape(stored: Stored, config: Config) -> list[int]:
+    states = {name: tensor[...] for name, tensor in stored.items() if name in STATES}
+    return list(quant_state(states)["shape"])
+
+
+def quant_state(fields: Fields) -> dict[str, Any]:
+    """Raises ValueError where the layer has none."""
+    text = next((bytes(fields[name].tolist()) for name in STATES if name in fields), None)
+    if text is None:
+        raise ValueError(f"4-bit floats without {' or '.join(STATES)}")
+    state: dict[str, Any] = json.loads(text)
+    return state
+
+
+def read_bnb4(fields: Fields, config: Config) -> Weight:
+    state, packed = quant_state(fields), fields["weight"].flatten()
+    quants = torch.stack([packed >> 4, packed & 15], 1).flatten()
+    factors = fields["weight.absmax"]
+    if factors.dtype == torch.uint8:
+        factors = fields["weight.nested_quant_map"].float()[factors.long()]
+        factors = scaled(factors, fields["weight.nested_absmax"].float(), state["nested_blocksize"])
+        factors = factors + state["nested_offset"]
+    codes, shape, size = fields["weight.quant_map"].float(), state["shape"], state["blocksize"]
+    quants = quants[: torch.Size(shape).numel()]
+    if len(shape) == 2 and shape[1] % size == 0 and size % SMALLEST_BLOCK == 0:
+        return Blocks(quants.view(shape), factors.float().view(shape[0], -1), None, codes)
+    return scaled(codes[quants.long()], factors.float(), size).view(shape)
+
+
+def scaled(numbers: torch.Tensor, factors: torch.Tensor, size: int) -> torch.Tensor:
+    """float32 [numbers], each times the factor of its block of `size` numbers; factors float32 [blocks]"""
+    return numbers * factors.repeat_interleave(size)[: len(numbers)]
+
+
+AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Of eight outputs in turn, the place of each in its word."""
+
+
+def unpack_bits(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Words int32 [rows, n], each row a string of bits from the lowest of the first word on → quants of 2, 3,
+    4 or 8 bits, uint8 [rows, n * 32 / bits]
+    """
+    octets = words.contiguous().view(torch.uint8)
+    if 8 % bits == 0:
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+        quants: torch.Tensor = octets[..., None] >> shifts & 2**bits - 1
+        return quants.flatten(-2)
+    threes = octets.view(len(octets), -1, 3).int()  # 24 bits are eight quants of 3
+    joined = threes[..., 0] | threes[..., 1] << 8 | threes[..., 2] << 16
+    shifts = torch.arange(0, 24, bits, dtype=torch.int32)
+    return (joined[..., None] >> shifts).bitwise_and(2**bits - 1).to(torch.uint8).flatten(-2)
+
+
+# --- GPTQ: qweight [inputs * bits / 32, outputs], scales [groups, outputs], g_idx [inputs],
+# qzeros [groups, outputs * bits / 32]
+
+
+def gptq_shape(stored: Stored, config: Config) -> list[int]:
+    words, outputs = stored["qweight"].get_shape()
+    inputs = stored["g_idx"].get_shape()[0] if "g_idx" in stored else words * 32 // config["bits"]
+    return [outputs, inputs]
+
+
+def read_gptq(fields: Fields, config: Config) -> Weight:
+    """Version 1 stores zeros smaller by one. A layer may have another number of bits than the config."""
+    qweight, groups = fields["qweight"], fields.get("g_idx")
+    bits = config["bits"] if groups is None else len(qweight) * 32 // len(groups)
+    quants = unpack_bits(qweight.T, bits)
+    zeros = unpack_bits(fields["qzeros"], bits).T.short()
+    if config.get("checkpoint_format") != "gptq_v2":
+        zeros = zeros + 1
+    return scale_integers(quants, fields["scales"].T, zeros, group_size(config, quants.shape[1]), groups)
+
+
+def refuse_gptq(config: Config) -> str | None:
+    form = config.get("checkpoint_format") or "gptq"
+    if form not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
+        return f"its weights are packed as {form if form != 'gptq' else 'marlin'}; gptq and gptq_v2 are read"
+    if config.get("bits") not in (2, 3, 4, 8):
+        return f"it has {config.get('bits')} bits; 2, 3, 4 and 8 are read"
+    return None
+
+
+# --- AWQ: qweight [inputs, outputs / 8], scales [groups, outputs], qzeros [groups, outputs / 8]
+
+
+def awq_shape(stored: Stored, config: Config) -> list[int]:
+    inputs, words = stored["qweight"].get_shape()
+    return [words * 8, inputs]
+
+
+def read_awq(fields: Fields, config: Config) -> Weight:
+    quants, zeros = (in_order(unpack_bits(fields[name], 4)).T for name in ("qweight", "qzeros"))
+    return scale_integers(quants.contiguous(), fields["scales"].T, zeros, group_size(config, quants.shape[1]))
+
+
+def in_order(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [rows, outputs], in the order of their words"""
+    return packed.view(len(packed), -1, 8)[..., AWQ_PLACES].flatten(1)
+
+
+def refuse_awq(config: Config) -> str | None:
+    form = str(config.get("version") or config.get("format") or "gemm").lower()
+    if form != "gemm":
+        return f"its weights are packed as {form}; gemm is read"
+    bits = config.get("bits", config.get("w_bit"))
+    return None if bits == 4 else f"it has {bits} bits; 4 are read"
+
+
+def group_size(config: Config, inputs: int) -> int:
+    size = int(config.get("group_size", config.get("q_group_size", -1)))
+    return size if size > 0 else inputs
+
+
+# --- compressed-tensors: weight_packed [outputs, inputs * bits / 32], or weight [outputs, inputs] of int8;
+# weight_scale [outputs or 1, groups], weight_zero_point as these or packed along the outputs
+
+
+def packed_shape(stored: Stored, config: Config) -> list[int]:
+    return list(stored["weight_shape"][...].tolist())
+
+
+def read_packed(fields: Fields, config: Config) -> Weight:
+    outputs, inputs = fields["weight_shape"].tolist()
+    packed, zeros = fields["weight_packed"], fields.get("weight_zero_point")
+    bits = next((bits for bits in (4, 8, 2) if packed.shape[1] == -(-inputs * bits // 32)), None)
+    if bits is None:
+        raise ValueError(f"weight_packed {list(packed.shape)} does not fit weight_shape {[outputs, inputs]}")
+    quants, middle = unpack_bits(packed, bits)[:, :inputs].contiguous(), 2 ** (bits - 1)
+    if zeros is None:
+        zeros = torch.full_like(fields["weight_scale"], middle, dtype=torch.short)
+    elif zeros.dtype == torch.int32:
+        zeros = unpack_bits(zeros.T, bits).T[:outputs].short()
+    else:
+        zeros = zeros.short() + middle
+    return scale_channels(quants, fields, zeros)
+
+
+def read_int8(fields: Fields, config: Config) -> Weight:
+    zeros = fields.get("weight_zero_point")
+    return scale_channels(fields["weight"], fields, zeros if zeros is not None and zeros.any() else None)
+
+
+def scale_channels(quants: torch.Tensor, fields: Fields, zeros: torch.Tensor | None) -> Weight:
+    """quants uint8 or int8 [outputs, inputs], zeros, integers, as weight_scale. Raises ValueError."""
+    outputs, inputs = quants.shape
+    groups = fields.get("weight_g_idx")
+    if groups is not None and (groups < 0).any():
+        groups = None
+    scales = for_each_output(fields["weight_scale"], outputs)
+    if inputs % scales.shape[1]:
+        raise ValueError(f"{scales.shape[1]} groups do not divide {inputs} inputs")
+    zeros = None if zeros is None else for_each_output(zeros, outputs)
+    return scale_integers(quants, scales, zeros, inputs // scales.shape[1], groups)
+
+
+def for_each_output(table: torch.Tensor, outputs: int) -> torch.Tensor:
+    """[outputs, groups] of any dtype, also from one number, or one for each output"""
+    return (table if table.dim() == 2 else table.reshape(-1, 1)).expand(outputs, -1)
+
 
 FLOATS8 = {"F8_E4M3", "F8_E5M2"}
 
@@ -45,32 +343,32 @@ class Layout:
     read: Callable[[Fields, Config], Weight]
 
 
-GPTQ = Layout({"I32"}, ("qweight", "scales", "qzeros"), ("g_idx",), integers.gptq_shape, integers.read_gptq)
-AWQ = Layout({"I32"}, ("qweight", "scales", "qzeros"), (), integers.awq_shape, integers.read_awq)
+GPTQ = Layout({"I32"}, ("qweight", "scales", "qzeros"), ("g_idx",), gptq_shape, read_gptq)
+AWQ = Layout({"I32"}, ("qweight", "scales", "qzeros"), (), awq_shape, read_awq)
 FP8 = Layout(
     FLOATS8,
     ("weight",),
     ("weight_scale", "weight_scale_inv", "weight_zero_point"),
-    floats.weight_shape,
-    floats.read_fp8,
+    weight_shape,
+    read_fp8,
 )
 ZEROS = ("weight_zero_point", "weight_g_idx")
 PACKED = Layout(
     {"I32"},
     ("weight_packed", "weight_scale", "weight_shape"),
     ZEROS,
-    integers.packed_shape,
-    integers.read_packed,
+    packed_shape,
+    read_packed,
 )
-INT8 = Layout({"I8"}, ("weight", "weight_scale"), ZEROS, floats.weight_shape, integers.read_int8)
-BNB8 = Layout({"I8"}, ("weight", "SCB"), (), floats.weight_shape, floats.read_bnb8)
-NESTED = ("weight.nested_absmax", "weight.nested_quant_map", *floats.STATES)
+INT8 = Layout({"I8"}, ("weight", "weight_scale"), ZEROS, weight_shape, read_int8)
+BNB8 = Layout({"I8"}, ("weight", "SCB"), (), weight_shape, read_bnb8)
+NESTED = ("weight.nested_absmax", "weight.nested_quant_map", *STATES)
 BNB4 = Layout(
     {"U8"},
     ("weight", "weight.absmax", "weight.quant_map"),
     NESTED,
-    floats.bnb4_shape,
-    floats.read_bnb4,
+    bnb4_shape,
+    read_bnb4,
 )
 METHODS: dict[str, tuple[Layout, ...]] = {
     "gptq": (GPTQ,),
@@ -114,9 +412,9 @@ def method_refusal_of(config: Config) -> str | None:
     """Why weights of one of METHODS cannot be read; None where they can."""
     method = method_of(config)
     if method == "gptq":
-        return integers.refuse_gptq(config)
+        return refuse_gptq(config)
     if method == "awq":
-        return integers.refuse_awq(config)
+        return refuse_awq(config)
     return refuse_compressed(config) if method == "compressed-tensors" else None
 
 
@@ -125,7 +423,7 @@ def refuse_compressed(config: Config) -> str | None:
     for form in (config.get("format"), *(group.get("format") for group in groups)):
         if form and form not in COMPRESSED:
             return f"its format is {form}; {', '.join(sorted(COMPRESSED))} are read"
-    if len(sizes := floats.block_sizes(config)) > 1:
+    if len(sizes := block_sizes(config)) > 1:
         return f"its blocks have several sizes: {', '.join(f'{rows}x{columns}' for rows, columns in sizes)}"
     sparsity = config.get("sparsity_config") or {}
     if sparsity.get("format", "dense") != "dense":
@@ -152,6 +450,11 @@ class StoredWeight:
         with naming_layer(self.layer):
             fields = {name: tensor[...] for name, tensor in self.stored.items()}
             return self.layout.read(fields, self.config)
+
+    def read_blocks(self) -> Blocks | None:
+        """Raises UnservableModel."""
+        weight = self.read()
+        return weight if isinstance(weight, Blocks) else None
 
     def get_dtype(self) -> str:
         return "F32"
@@ -198,8 +501,12 @@ def read_tensors(path: Path, config: Config | None = None) -> dict[str, Any]:
 
 
 def file_slices(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors of the files of a model by their names, none read yet. Raises UnservableModel."""
     for file in model_files.weight_files(path):
-        opened: Any = safe_open(file, framework="pt")
+        try:
+            opened: Any = safe_open(file, framework="pt")
+        except SafetensorError as error:
+            raise UnservableModel(f"{file} is damaged, or no safetensors file: {error}") from error
         for name in opened.keys():  # noqa: SIM118
             yield name, opened.get_slice(name)
 

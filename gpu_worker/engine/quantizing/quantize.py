@@ -1,16 +1,24 @@
-"""Quantising: a plain checkpoint becomes a quantised one, layer by layer. The inputs of a layer are the
-outputs of the layers before it as they are quantised, so that its rounding makes up for theirs.
+"""Quantising: a plain checkpoint becomes one of GPTQ (version 1, arXiv:2210.17323), layer by layer. The
+inputs of a layer are the outputs of the layers before it as they are quantised, so that its rounding makes up
+for theirs. The new checkpoint moves to its place when it is whole.
 """
 
+import contextlib
 import functools
+import json
+import os
+import shutil
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from tokenizers import Tokenizer
 from torch import nn
 from torch.utils._pytree import tree_map_only
@@ -28,10 +36,241 @@ from gpu_worker.engine.model.quantized_linears import ROUTERS
 from gpu_worker.engine.model.weights import check_files, load_pretrained, quantization_method
 from gpu_worker.engine.parallel.stages import find_layers
 from gpu_worker.engine.parallel.tensor_parallel import parameter_finder
-from gpu_worker.engine.quantization.checkpoint import read_tensors
-from gpu_worker.engine.quantizing import checkpoint
-from gpu_worker.engine.quantizing.rounding import Grid, Rounded, record_hessians, round_by_gptq
+from gpu_worker.engine.quantization.checkpoint import Fields, read_tensors
 from gpu_worker.protocol import UnservableModel
+
+SHRINKS = [1 - step / 20 for step in range(11)]
+"""Parts of a group's range that are tried: a narrower one clips the largest weights, and has finer steps."""
+COLUMNS = 128
+"""Inputs after which GPTQ changes the others, all at once."""
+MAX_DAMPING = 1.0
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """The weights of a layer as integers: (quant - zero) * scale.
+
+    Attributes:
+        quants: uint8 [outputs, inputs].
+        scales: float32 [outputs, groups], numbers that the checkpoint's dtype has.
+        zero: the middle of the integers.
+    """
+
+    quants: torch.Tensor
+    scales: torch.Tensor
+    zero: int
+
+    def widen(self) -> torch.Tensor:
+        """float32 [outputs, inputs]"""
+        size = self.quants.shape[1] // self.scales.shape[1]
+        return (self.quants.float() - self.zero) * self.scales.repeat_interleave(size, 1)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Integers from 0 to 2**bits - 1, the middle of which is the zero. Scales are numbers of `dtype`, and
+    `size` inputs share one.
+    """
+
+    bits: int
+    dtype: torch.dtype
+    size: int
+
+    @property
+    def zero(self) -> int:
+        return int(2 ** (self.bits - 1))
+
+    def quants(self, weights: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Whole numbers, float32 as the weights [..., numbers]."""
+        return (weights / scales + self.zero).round().clamp(0, 2 * self.zero - 1)
+
+    def round(self, weight: torch.Tensor) -> Rounded:
+        """Round weights float32 [outputs, inputs] to the nearest integers, with the scales of SHRINKS for
+        which the squared errors of a group are the least.
+        """
+        groups = weight.reshape(len(weight), -1, self.size)
+        whole = groups.abs().amax(-1, keepdim=True) / (self.zero - 0.5)
+        scales, least = torch.ones_like(whole), torch.full_like(whole, torch.inf)
+        for shrink in SHRINKS:
+            tried = (whole * shrink).to(self.dtype).float()
+            tried = torch.where(tried > 0, tried, 1.0)
+            errors = ((self.quants(groups, tried) - self.zero) * tried - groups).pow(2).sum(-1, keepdim=True)
+            better = errors < least
+            scales, least = torch.where(better, tried, scales), torch.where(better, errors, least)
+        return Rounded(self.quants(groups, scales).to(torch.uint8).flatten(1), scales[..., 0], self.zero)
+
+
+def output_error(error: torch.Tensor, hessian: torch.Tensor) -> float:
+    """The mean squared error of a layer's outputs, summed over these, where its weights are wrong by `error`
+    [outputs, inputs]; all float32.
+    """
+    return float(((error @ hessian) * error).sum())
+
+
+def record_hessians(
+    linears: Sequence[nn.Linear], runs: Sequence[Callable[[], object]]
+) -> dict[nn.Module, torch.Tensor]:
+    """By linear layer the mean of its inputs' outer products in these runs, float32 [inputs, inputs]. Layers
+    that get one tensor, one after the other, share it.
+    """
+    hessians: dict[nn.Module, torch.Tensor] = {}
+    counts: dict[nn.Module, int] = {}
+    last: list[Any] = [None, None]
+
+    def note(linear: Any, arguments: Any) -> None:
+        if arguments[0] is not last[0]:
+            rows = arguments[0].flatten(0, -2).float()
+            own = hessians.setdefault(linear, rows.new_zeros(rows.shape[1], rows.shape[1]))
+            counts[linear] = counts.get(linear, 0) + len(rows)
+            own.lerp_(rows.T @ rows / len(rows), len(rows) / counts[linear])
+            last[:] = arguments[0], own
+        hessians[linear] = last[1]
+
+    hooks = [linear.register_forward_pre_hook(note) for linear in linears]
+    try:
+        for run in runs:
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return hessians
+
+
+def round_by_gptq(
+    weight: torch.Tensor, hessian: torch.Tensor, grid: Grid, act_order: bool, damping: float
+) -> Rounded:
+    """Round weights float32 [outputs, inputs] input by input, and change those that are left such that the
+    outputs stay near. `hessian` float32 [inputs, inputs] is the mean of the inputs' outer products. With
+    `act_order` the inputs with the largest values are rounded first. Scales are chosen before, so that groups
+    lie in turn. Raises SettingError.
+    """
+    outputs, inputs = weight.shape
+    unused = hessian.diagonal() == 0
+    left = torch.where(unused, 0.0, weight)
+    hessian = hessian + torch.diag(unused.float())
+    nearest = grid.round(left)
+    order = hessian.diagonal().argsort(descending=True) if act_order else torch.arange(inputs)
+    order = order.to(weight.device)
+    factor = inverse_factor(hessian[order][:, order], damping)
+    left = left[:, order]
+    quants = torch.zeros_like(left)
+    groups = (order // grid.size).tolist()
+    for begin in range(0, inputs, COLUMNS):
+        end = min(begin + COLUMNS, inputs)
+        errors = left.new_zeros(outputs, end - begin)
+        with one_thread():
+            for place in range(begin, end):
+                scale = nearest.scales[:, groups[place]]
+                quants[:, place] = grid.quants(left[:, place], scale)
+                error = (left[:, place] - (quants[:, place] - grid.zero) * scale) / factor[place, place]
+                left[:, place + 1 : end].addr_(error, factor[place, place + 1 : end], alpha=-1)
+                errors[:, place - begin] = error
+        left[:, end:].addmm_(errors, factor[begin:end, end:], alpha=-1)
+    return Rounded(quants[:, order.argsort()].to(torch.uint8), nearest.scales, grid.zero)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Within it the CPU computes with one thread: for operations on one column, waiting for others takes
+    longer than computing.
+    """
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
+
+
+def inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
+    """The upper Cholesky factor of the inverse, float32 [inputs, inputs]; damped more where a lack of
+    calibration text needs it. Raises SettingError.
+    """
+    mean = hessian.diagonal().mean()
+    while damping <= MAX_DAMPING:
+        damped = hessian + torch.eye(len(hessian), device=hessian.device) * (damping * mean)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            upper: torch.Tensor
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        if not failed:
+            return upper
+        damping *= 10
+    raise SettingError(
+        "--calibration", "the inputs of a layer are not finite, or too much alike, for this text"
+    )
+
+
+WORD_BITS = 32
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+"""Ends of names of files that have weights."""
+
+
+def pack_bits(quants: torch.Tensor, bits: int) -> torch.Tensor:
+    """Integers [rows, n] → words int32 [rows, n * bits / 32], the first quants in the lowest bits"""
+    places = quants.to(torch.int64).view(len(quants), -1, WORD_BITS // bits)
+    words = (places << torch.arange(0, WORD_BITS, bits)).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def fields_of(rounded: Rounded, bits: int, dtype: torch.dtype) -> Fields:
+    """A layer's tensors; version 1 stores zeros smaller by one."""
+    inputs, groups = rounded.quants.shape[1], rounded.scales.shape[1]
+    zeros = torch.full_like(rounded.scales.T, rounded.zero - 1)
+    return {
+        "qweight": pack_bits(rounded.quants, bits).T,
+        "qzeros": pack_bits(zeros, bits),
+        "scales": rounded.scales.T.to(dtype),
+        "g_idx": torch.arange(inputs, dtype=torch.int32) // (inputs // groups),
+    }
+
+
+def config_of(job: QuantizeJob, group_size: int) -> Mapping[str, Any]:
+    """`quantization_config` in config.json."""
+    return {
+        "quant_method": "gptq",
+        "bits": job.bits,
+        "group_size": group_size,
+        "desc_act": False,
+        "static_groups": True,
+        "sym": True,
+        "true_sequential": False,
+        "damp_percent": job.damping,
+        "lm_head": False,
+        "checkpoint_format": "gptq",
+        "pack_dtype": "int32",
+        "meta": {"quantizer": [f"tokenfleet {version('tokenfleet')}"]},
+    }
+
+
+def write(output: Path, source: Path, tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> None:
+    """Write tensors [...] of any dtype, their quantisation `config` and the other files of `source`; where
+    that fails nothing is left. Raises SettingError.
+    """
+    folder = None
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        if output.is_dir() and not any(output.iterdir()):
+            output.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+        save_torch_state_dict(tensors, folder, metadata={"format": "pt"})
+        for file in source.iterdir():
+            if file.is_file() and file.suffix not in WEIGHTS and not file.name.endswith(".index.json"):
+                shutil.copyfile(file, folder / file.name)
+        path = folder / model_files.CONFIG_FILE
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}, indent=2))
+        model_files.follow_umask(folder)
+        mask = os.umask(0)
+        os.umask(mask)
+        folder.chmod(0o777 & ~mask)
+        folder.rename(output)
+    except OSError as error:
+        cause = error.strerror or error
+        raise SettingError("output", f"{output} cannot be written: {cause}") from error
+    finally:
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+
 
 ATTENTION = "eager"
 """transformers' own attention, written out: a sequence at a time, without a cache."""
@@ -63,7 +302,7 @@ def quantize(job: QuantizeJob, settings: Settings) -> None:
         raise SettingError("model_id", cause) from error
     rest = {name: tensor[...] for name, tensor in model.tensors.items() if name not in tensors}
     whole = {name: tensor for name, tensor in (rest | tensors).items() if tensor is not None}
-    checkpoint.write(output, source, whole, checkpoint.config_of(job, size))
+    write(output, source, whole, config_of(job, size))
     before, after = (sum(file.stat().st_size for file in it.glob("*.safetensors")) for it in (source, output))
     say(f"{before / 2**20:.0f} MiB before, {after / 2**20:.0f} MiB after")
     print(output.absolute(), flush=True)
@@ -134,7 +373,7 @@ def check_layers(model: PlainModel, job: QuantizeJob) -> int:
         raise UnservableModel(f"its experts are one parameter ({experts[0]}); linear layers are quantised")
     if not linears:
         raise UnservableModel(f"{type(model.whole).__name__} has no linear layers that can be quantised")
-    multiple = checkpoint.WORD_BITS // job.bits
+    multiple = WORD_BITS // job.bits
     for name, linear in linears.items():
         if linear.out_features % multiple:
             raise UnservableModel(
@@ -207,7 +446,7 @@ def quantize_layers(
             key = model.keys[f"{model.prefix}.{number}.{name}.weight"]
             host = Rounded(rounded.quants.cpu(), rounded.scales.cpu(), rounded.zero)
             made[key] = None
-            for field, tensor in checkpoint.fields_of(host, job.bits, dtype).items():
+            for field, tensor in fields_of(host, job.bits, dtype).items():
                 made[key.removesuffix("weight") + field] = tensor.contiguous()
         states = [forward() for forward in forwards]
         layer.to("meta")

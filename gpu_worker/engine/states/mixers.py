@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from gpu_worker.engine.parallel.shards import is_mixer
-from gpu_worker.engine.states.model_states import StateSpec
-from gpu_worker.engine.states.row_states import RECURRENT, RowStates, StateName
-from gpu_worker.engine.states.scans import Padding, continue_scans, heed_padding, padding, update_in_place
+from gpu_worker.engine.states.model_states import RECURRENT, RowStates, StateName, StateSpec
+from gpu_worker.engine.states.scans import adapt_scans
 from gpu_worker.protocol import UnservableModel
 
 CACHE_NAMES = {"cache_params", "past_key_values"}
@@ -35,9 +34,7 @@ def find_mixers(model: Any) -> "MixerRecorder":
             module.cache_name = cache_name_of(module)
             module.states = recorder
             module.__class__ = mixing_class(type(module))  # type: ignore[arg-type]
-            continue_scans(module)
-            heed_padding(module)
-            update_in_place(module)
+            adapt_scans(module)
     return recorder
 
 
@@ -67,7 +64,8 @@ def mixing_class(own: type[Any]) -> type[Any]:
 
     def mix_rows(self: Any, hidden: torch.Tensor, states: RowStates) -> torch.Tensor:
         """hidden [rows, tokens, hidden] of the model's dtype → the same shape"""
-        return own.forward(self, hidden, **{self.cache_name: states})  # type: ignore[no-any-return]
+        with states.mixing():
+            return own.forward(self, hidden, **{self.cache_name: states})  # type: ignore[no-any-return]
 
     return type(
         own.__name__, (own,), {"forward": forward, "mix_rows": mix_rows, "__module__": own.__module__}
@@ -137,10 +135,9 @@ def takes_padding(mixer: Any, like: torch.Tensor) -> bool:
     alone = RowStates()
     expected = mixer.mix_rows(hidden[:, :short], alone)
     padded = torch.arange(count, device=like.device) >= torch.tensor([[count], [short]], device=like.device)
-    together = RowStates(counts=torch.tensor([count, short], device=like.device))
-    with padding(padded):
-        found = mixer.mix_rows(hidden.expand(2, -1, -1), together)
-    if not Padding.num_scans and any(name.kind == RECURRENT for name in together.states):
+    together = RowStates(counts=torch.tensor([count, short], device=like.device), padded=padded)
+    found = mixer.mix_rows(hidden.expand(2, -1, -1), together)
+    if not together.num_scans and any(name.kind == RECURRENT for name in together.states):
         return False
     return is_near(found[1:, :short], expected) and all(
         is_near(together.states[name][1:], state) for name, state in alone.states.items()

@@ -16,13 +16,12 @@ passes. GPUs have kernels for that (mamba-ssm, flash-linear-attention).
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from gpu_worker.engine.states.row_states import RECURRENT, RowStates, StateName
+from gpu_worker.engine.states.model_states import RowStates
 
 STILL = {"dt": -torch.inf, "g": 0.0, "beta": 0.0}
 """Arguments of scans, and what they are where a state stays as it is: `dt` is before softplus."""
@@ -33,34 +32,25 @@ LEAST_CHUNK = 16
 """torch's scans compute whole chunks of tokens, of 64 or 256; on a CPU few tokens get a shorter one."""
 
 
-class Padding:
-    """Which tokens of the mixer that runs are padding.
-
-    Attributes:
-        mask: bool [rows, tokens]; None if none is.
-        num_scans: scans that have heeded it.
+def adapt_scans(mixer: Any) -> None:
+    """Give the module of a mixer's code scans that leave states alone where tokens are padding and, of Mamba
+    1, go on from the states of rows; and the updates of this module, where transformers has ones of these
+    names.
     """
-
-    mask: torch.Tensor | None = None
-    num_scans = 0
-
-
-@contextmanager
-def padding(mask: torch.Tensor | None) -> Iterator[None]:
-    """Have scans heed a mask, bool [rows, tokens]; None: no token is padding."""
-    Padding.mask, Padding.num_scans = mask, 0
-    try:
-        yield
-    finally:
-        Padding.mask = None
-
-
-def heed_padding(mixer: Any) -> None:
-    """Give a mixer scans that leave states alone where tokens are padding."""
     modeling = sys.modules[type(mixer).__module__]
-    for name, scan in list(vars(modeling).items()):
-        if inspect.isfunction(scan) and is_scan(scan) and not hasattr(scan, "heeds_padding"):
-            setattr(modeling, name, heeding(scan, token_dim=-1 if name == SCAN else 1))
+    for name, own in list(vars(modeling).items()):
+        if not callable(own) or hasattr(own, "is_adapted"):
+            continue
+        if name in UPDATES:
+            adapted: Any = functools.wraps(own)(UPDATES[name](own))
+        elif name == SCAN:
+            adapted = heeding(continuing(own), token_dim=-1)
+        elif inspect.isfunction(own) and is_scan(own):
+            adapted = heeding(own, token_dim=1)
+        else:
+            continue
+        adapted.is_adapted = True
+        setattr(modeling, name, adapted)
 
 
 def is_scan(function: Callable[..., Any]) -> bool:
@@ -73,15 +63,17 @@ def is_scan(function: Callable[..., Any]) -> bool:
 
 
 def heeding(scan: Callable[..., Any], token_dim: int) -> Callable[..., Any]:
-    """A scan that heeds `Padding`, and on a CPU computes no more than its tokens need. Its arguments have
-    tokens in `token_dim`.
+    """A scan that heeds the padding of the rows that are mixed, and on a CPU computes no more than its tokens
+    need. Its arguments have tokens in `token_dim`.
     """
     signature = inspect.signature(scan)
     has_chunks = "chunk_size" in signature.parameters
 
     @functools.wraps(scan)
     def scan_on(*arguments: Any, **options: Any) -> Any:
-        if Padding.mask is None and not has_chunks:
+        rows = RowStates.mixed
+        padded = rows.padded
+        if padded is None and not has_chunks:
             return scan(*arguments, **options)
         named = signature.bind(*arguments, **options).arguments
         rest = named.pop("kwargs", {})
@@ -89,12 +81,14 @@ def heeding(scan: Callable[..., Any], token_dim: int) -> Callable[..., Any]:
         if has_chunks and steps.device.type == "cpu":
             longest = named.get("chunk_size", signature.parameters["chunk_size"].default)
             named["chunk_size"] = min(longest, max(LEAST_CHUNK, power_above(steps.shape[token_dim])))
-        for name in STILL.keys() & named.keys() if Padding.mask is not None else ():
-            named[name] = filled(named[name], token_dim, STILL[name])
-        Padding.num_scans += 1
+        if padded is not None:
+            for name in STILL.keys() & named.keys():
+                shape = [1] * named[name].dim()
+                shape[0], shape[token_dim] = padded.shape
+                named[name] = named[name].masked_fill(padded.view(shape), STILL[name])
+        rows.num_scans += 1
         return scan(**named, **rest)
 
-    scan_on.heeds_padding = True  # type: ignore[attr-defined]
     return scan_on
 
 
@@ -103,58 +97,13 @@ def power_above(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def filled(tensor: torch.Tensor, token_dim: int, value: float) -> torch.Tensor:
-    """tensor [rows, …] of any dtype with tokens in `token_dim` → a copy with `value` at padding"""
-    assert Padding.mask is not None
-    shape = [1] * tensor.dim()
-    shape[0], shape[token_dim] = Padding.mask.shape
-    return tensor.masked_fill(Padding.mask.view(shape), value)
-
-
 SCAN = "mamba_selective_scan"
-FIRST = StateName(RECURRENT, 0)
 TOKENS = 128
 """How many are computed at a time: each needs memory as a whole state does."""
 
 
-class FirstStates:
-    """The states with which the next scans of the mixer that runs begin, [rows, channels, size] of any dtype.
-    Zamba scans its heads one by one, the others have one scan. Without any left scans begin with zeros.
-    """
-
-    left: Iterator[torch.Tensor] = iter(())
-
-
-def continue_scans(mixer: Any) -> None:
-    """Give a mixer of Mamba 1 a scan that goes on from the states of its rows."""
-    modeling = sys.modules[type(mixer).__module__]
-    scan = getattr(modeling, SCAN, None)
-    if scan is None:
-        return
-    if not hasattr(scan, "continues"):
-        setattr(modeling, SCAN, continuing(scan))
-    mixer.__class__ = continuing_class(type(mixer))  # type: ignore[arg-type]
-
-
-@functools.cache
-def continuing_class(own: type[Any]) -> type[Any]:
-    """A mixer's class whose scans begin with the rows' states."""
-
-    def mix_rows(self: Any, hidden: torch.Tensor, states: RowStates) -> torch.Tensor:
-        """hidden [rows, tokens, hidden] of the model's dtype → the same shape"""
-        first = states.states.get(FIRST)
-        if first is not None:
-            FirstStates.left = iter(first.unbind(1) if first.dim() == 4 else [first])
-        try:
-            return own.mix_rows(self, hidden, states)  # type: ignore[no-any-return]
-        finally:
-            FirstStates.left = iter(())
-
-    return type(own.__name__, (own,), {"mix_rows": mix_rows, "__module__": own.__module__})
-
-
 def continuing(scan: Callable[..., Any]) -> Callable[..., Any]:
-    """A scan that begins with the next of `FirstStates`."""
+    """A scan that begins with the next of the first states of the rows that are mixed."""
 
     @functools.wraps(scan)
     def scan_on(
@@ -185,7 +134,7 @@ def continuing(scan: Callable[..., Any]) -> Callable[..., Any]:
             delta_softplus=delta_softplus,
             **options,
         )
-        first = next(FirstStates.left, None)
+        first = next(RowStates.mixed.first, None)
         if first is None:
             return result
         steps = dt.float() if delta_bias is None else dt.float() + delta_bias.float()[:, None]
@@ -196,7 +145,6 @@ def continuing(scan: Callable[..., Any]) -> Callable[..., Any]:
         outputs = outputs + added.to(outputs.dtype)
         return outputs if last is None else (outputs, last + left.to(last.dtype))
 
-    scan_on.continues = True  # type: ignore[attr-defined]
     return scan_on
 
 
@@ -216,17 +164,6 @@ def carried(
 
 EPSILON = 1e-6
 """Of the lengths of queries and keys, as in transformers."""
-
-
-def update_in_place(mixer: Any) -> None:
-    """Give a mixer the updates of this module, where transformers has ones of these names."""
-    modeling = sys.modules[type(mixer).__module__]
-    for name, updating in UPDATES.items():
-        own = getattr(modeling, name, None)
-        if own is not None and not hasattr(own, "is_in_place"):
-            update = functools.wraps(own)(updating(own))
-            update.is_in_place = True  # type: ignore[attr-defined]
-            setattr(modeling, name, update)
 
 
 def updating_scan(own: Callable[..., Any]) -> Callable[..., Any]:

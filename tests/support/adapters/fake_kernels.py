@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from gpu_worker.engine.cuda import adapters
+from gpu_worker.engine.adapters import layers
 
 KERNELS = "gpu_worker.engine.cuda.kernels.adapters"
 
@@ -17,7 +17,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     module = ModuleType(KERNELS)
     vars(module).update(shrink=shrink, expand=expand)
     patch.setitem(sys.modules, KERNELS, module)
-    patch.setattr(adapters, "multiplies_adapters", lambda device: True)
+    patch.setattr(layers, "multiplies_adapters", lambda device: True)
 
 
 def groups(

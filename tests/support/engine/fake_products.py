@@ -33,7 +33,7 @@ def multiply_tiles(
 
 
 def unpack(quants: torch.Tensor) -> torch.Tensor:
-    """As BlockLinear's → [outputs, inputs]"""
+    """As QuantisedLinear's → [outputs, inputs]"""
     if quants.dtype != torch.uint8:
         return quants
     parts = quants.view(len(quants), -1, INPUTS_AT_ONCE)

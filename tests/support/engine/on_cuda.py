@@ -5,7 +5,7 @@ pass where there is no GPU.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,6 @@ from gpu_worker.engine.cuda.graphs import CudaGraphs
 from gpu_worker.engine.cuda.linear import fuse_linears
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import load, passes
-from gpu_worker.engine.model.quantized_linears import replace_linears
-from gpu_worker.engine.quantization.blocks import Blocks
 from tests.support.engine import fake_products
 from tests.support.engine.fake_flashinfer.install import install
 from tests.support.engine.tiny_models import FAMILIES, LLAMA
@@ -106,11 +104,6 @@ def backend_of(geometry: Geometry, device: torch.device, max_rows: int, max_bloc
     )
 
 
-def replace_and_fuse(model: Any, blocks: Mapping[str, Blocks]) -> None:
-    replace_linears(model, blocks)
-    fuse_linears(model)
-
-
 def engine_on(device: str, folder: Path | str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Engine:
     """With all that an engine on CUDA does: merged products, compiled layers, captured steps where the
     backend has them, a step ahead.
@@ -119,7 +112,7 @@ def engine_on(device: str, folder: Path | str, monkeypatch: pytest.MonkeyPatch, 
     if device == "cuda":
         return Engine(chosen)
     fake_products.install(monkeypatch)
-    monkeypatch.setattr(passes, "pack_linears", replace_and_fuse)
+    monkeypatch.setattr(passes, "pack_linears", lambda model, blocks: fuse_linears(model))
     monkeypatch.setattr(load, "choose_backend", backend_of)
     monkeypatch.setattr(engines, "make_capture", lambda device: again)
     engine = Engine(chosen)

@@ -14,21 +14,6 @@ OPTIONS = {"num_warps": 16}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def maximum(one: tl.tensor, other: tl.tensor) -> tl.tensor:
-    return tl.maximum(one, other)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def minimum(one: tl.tensor, other: tl.tensor) -> tl.tensor:
-    return tl.minimum(one, other)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def add(one: tl.tensor, other: tl.tensor) -> tl.tensor:
-    return one + other
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def greedy_row(
     logits: tl.tensor, ids: tl.tensor, logprobs: tl.tensor, size: tl.constexpr, width: tl.constexpr
 ) -> None:  # fmt: skip
@@ -42,15 +27,15 @@ def greedy_row(
         )
         place = tl.where(found > best, begin + column, place)
         best = tl.maximum(best, found)
-    most = tl.reduce(best, 0, maximum)
+    most = tl.max(best, 0)
     total = tl.full((width,), 0.0, tl.float32)
     for begin in range(0, size, width):
         found = tl.load(logits + row * size + begin + column, mask=begin + column < size, other=none).to(
             tl.float32
         )
         total += tl.exp(found - most)
-    tl.store(ids + row, tl.reduce(tl.where(best == most, place, size), 0, minimum).to(tl.int64))
-    tl.store(logprobs + row, -tl.log(tl.reduce(total, 0, add)))
+    tl.store(ids + row, tl.min(tl.where(best == most, place, size), 0).to(tl.int64))
+    tl.store(logprobs + row, -tl.log(tl.sum(total, 0)))
 
 
 def greedy_rows(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -69,8 +69,8 @@ def multiply_tiles(
     bias: torch.Tensor | None,
     part: int,
 ) -> torch.Tensor:
-    """rows [n, inputs] and bias [outputs] of the model's dtype; quants as BlockLinear packs them; scales and
-    offsets float16 or float32 [outputs, blocks], codes float32 [16] → [n, outputs] of the rows' dtype.
+    """rows [n, inputs] and bias [outputs] of the model's dtype; quants as QuantisedLinear packs them; scales
+    and offsets float16 or float32 [outputs, blocks], codes float32 [16] → [n, outputs] of the rows' dtype.
     `part`: inputs multiplied at once.
     """
     num_rows, inputs = rows.shape

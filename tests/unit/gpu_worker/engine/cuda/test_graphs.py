@@ -15,7 +15,7 @@ from common.model_files import no_progress
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine import engine as engine_module
 from gpu_worker.engine.cuda import compile as compiling
-from gpu_worker.engine.cuda.graphs import CudaGraphs, run_without_sync
+from gpu_worker.engine.cuda.graphs import PLAIN, SPLIT, CudaGraphs, run_without_sync
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model.warmup import max_captured_tokens
 from tests.support.engine import on_cuda, tiny_models
@@ -58,9 +58,9 @@ def test_steps_of_few_tokens_come_from_graphs(tmp_path: Path, like_cuda: Callabl
     assert isinstance(engine.graphs, CudaGraphs)
     graphs = {
         size: (lambda run=run, size=size: (seen.append(size), run()))  # type: ignore[func-returns-value]
-        for size, run in engine.graphs.graphs.items()
+        for size, run in engine.graphs.graphs[PLAIN].items()
     }
-    engine.graphs.graphs = graphs  # type: ignore[assignment]
+    engine.graphs.graphs[PLAIN] = graphs  # type: ignore[assignment]
     some = dict(enumerate(prompts()[:2]))
     expected = {row: tiny_models.generate(model, ids, NEW_TOKENS) for row, ids in some.items()}
     assert play(engine, some) == expected
@@ -132,7 +132,7 @@ def test_a_long_row_is_split_in_a_graph_of_its_own(
     monkeypatch.setattr(FlashInferBackend, "splits_rows", lambda backend, lengths: (lengths > 50).any())
     engine, fresh = like_cuda(tmp_path), {0: list(range(3, 60)), 1: [5, 6], 2: [7, 8, 9]}
     graphs = engine.graphs
-    assert isinstance(graphs, CudaGraphs) and list(graphs.split_graphs) == [1, 2, max_captured_tokens(3)]
+    assert isinstance(graphs, CudaGraphs) and list(graphs.graphs[SPLIT]) == [1, 2, max_captured_tokens(3)]
 
     def note(kind: str, size: int, run: Callable[[], None]) -> Callable[[], None]:
         def noted() -> None:
@@ -141,14 +141,14 @@ def test_a_long_row_is_split_in_a_graph_of_its_own(
 
         return noted
 
-    graphs.graphs = {size: note("own", size, run) for size, run in graphs.graphs.items()}
-    graphs.split_graphs = {size: note("split", size, run) for size, run in graphs.split_graphs.items()}
+    for variant, found in graphs.graphs.items():
+        graphs.graphs[variant] = {size: note(variant, size, run) for size, run in found.items()}
     for some in ([0, 1], [1, 2]):
         rows = {row: fresh[row] for row in some}
         expected = {row: tiny_models.generate(model, ids, NEW_TOKENS) for row, ids in rows.items()}
         assert play(engine, rows) == expected
     decoded = [step for step in seen if step[1] == 2]  # the others computed prompts
-    assert decoded == [("split", 2)] * (NEW_TOKENS - 1) + [("own", 2)] * (NEW_TOKENS - 1)
+    assert decoded == [(SPLIT, 2)] * (NEW_TOKENS - 1) + [(PLAIN, 2)] * (NEW_TOKENS - 1)
 
 
 def test_what_torch_compiles_is_kept_where_nobody_else_writes(

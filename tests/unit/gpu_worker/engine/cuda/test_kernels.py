@@ -11,7 +11,7 @@ import torch
 from gpu_worker.engine.attention.kv_cache import FLOATS8, write_kv
 from gpu_worker.engine.batch.adapters import AdaptedTokens
 from gpu_worker.engine.cuda.adapters import DeviceTokens
-from gpu_worker.engine.cuda.linear import INPUTS_AT_ONCE, BlockLinear
+from gpu_worker.engine.cuda.linear import INPUTS_AT_ONCE, QuantisedLinear
 from gpu_worker.engine.quantization.blocks import Blocks
 from gpu_worker.engine.sampling.triton_sampler import ALIGNMENT, greedy
 from tests.support.adapters import fake_kernels
@@ -122,7 +122,7 @@ def test_products_with_blocks_equal_those_with_dequantised_weights(
     multiply_tiles = interpreted("products").multiply_tiles
     for codes, own in ((None, slice(None)), (torch.randn(16) if kind == torch.uint8 else None, slice(6, 70))):
         blocks = Blocks(quants, scales, offsets if codes is None else None, codes)
-        packed = BlockLinear(blocks, bias)
+        packed = QuantisedLinear(blocks, bias)
         tensors = (packed.weight, packed.scales, packed.offsets)
         parts = [None if tensor is None else tensor[own] for tensor in tensors]
         found = multiply_tiles(numbers, *parts, codes, bias[own], INPUTS_AT_ONCE)
@@ -275,7 +275,7 @@ def test_what_adapters_add_equals_what_torch_computes(num_tokens: int, module: M
     torch.manual_seed(num_tokens)
     slots = np.random.default_rng(0).integers(-1, SLOTS, num_tokens).astype(np.int32)
     tokens = DeviceTokens(64, SLOTS, torch.device("cpu"))
-    tokens.set(AdaptedTokens.of(slots), by_kernels=True)
+    tokens.set(AdaptedTokens.of(slots))
     inputs, outputs = 150, 70
     rows = torch.randn(num_tokens, inputs)
     down, up = torch.randn(SLOTS, MAX_RANK, inputs), torch.randn(SLOTS, outputs, MAX_RANK)

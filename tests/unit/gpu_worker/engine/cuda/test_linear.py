@@ -4,6 +4,7 @@ import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,15 +12,17 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from common.settings.settings import Settings
 from gpu_worker.engine.cuda import linear as block_linear
 from gpu_worker.engine.cuda.linear import (
-    BlockLinear,
-    Fp8Linear,
+    FP8,
     FusedLinearSlice,
+    QuantisedLinear,
     fuse_linears,
     round_rows,
 )
-from gpu_worker.engine.model.quantized_linears import find_blocks, replace_linears, shard_blocks
+from gpu_worker.engine.model.config import ModelSource
+from gpu_worker.engine.model.quantized_linears import quantise_linears
 from gpu_worker.engine.parallel.shards import make_tp_plan
 from gpu_worker.engine.quantization.blocks import Blocks
 from tests.support.engine import fake_products, quantized_models
@@ -36,10 +39,10 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_products.install(monkeypatch)
 
 
-def make(outputs: int, order: torch.Tensor | None = None) -> BlockLinear:
+def make(outputs: int, order: torch.Tensor | None = None) -> QuantisedLinear:
     quants = torch.randint(0, 16, (outputs, 128)).to(torch.uint8)
     scales, offsets = torch.rand(outputs, 4).half(), torch.randn(outputs, 4).half()
-    return BlockLinear(Blocks(quants, scales, offsets, order=order), torch.randn(outputs))
+    return QuantisedLinear(Blocks(quants, scales, offsets, order=order), torch.randn(outputs))
 
 
 @torch.inference_mode()
@@ -50,20 +53,20 @@ def test_a_checkpoints_own_numbers_are_multiplied(form: str, tmp_path: Path) -> 
     plain: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
     config = AutoConfig.from_pretrained(tmp_path)
     config.quantization_config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    plan = make_tp_plan(plain, 2)
-    whole, parts = copy.deepcopy(plain), [copy.deepcopy(plain) for _ in range(2)]
-    blocks = find_blocks(tmp_path, config, copy.deepcopy(plain).half(), CUDA)
-    replace_linears(whole, blocks)
-    for rank, part in enumerate(parts):
-        replace_linears(part, shard_blocks(blocks, plan.shards, rank))
-    found = {name: child for name, child in whole.named_modules() if type(child) is BlockLinear}
+    plan, shards = make_tp_plan(plain, 2), [{}, *[make_tp_plan(plain, 2).shards] * 2]
+    whole, *parts = (copy.deepcopy(plain).half() for _ in shards)
+    for number, model in enumerate((whole, *parts)):
+        ranks: Any = SimpleNamespace(tp_rank=max(0, number - 1))
+        source = ModelSource(tmp_path, config, torch.float16, CUDA, Settings(), ranks)
+        quantise_linears(model, source, shards[number])
+    found = {name: child for name, child in whole.named_modules() if type(child) is QuantisedLinear}
     assert len(found) == 21
     exact = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
     for name, linear in found.items():
         expected = exact.get_parameter(f"{name}.weight")
         assert torch.equal(linear(torch.eye(linear.in_features)).T, expected), name
         own: list[Any] = [part.get_submodule(name) for part in parts]
-        if all(type(linear) is BlockLinear for linear in own):
+        if all(type(linear) is QuantisedLinear for linear in own):
             columns = [linear(torch.eye(linear.in_features)).T for linear in own]
             assert torch.equal(torch.cat(columns, plan.shards[f"{name}.weight"].dim), expected), name
 
@@ -74,10 +77,10 @@ NEEDS_PRODUCTS = pytest.mark.skipif(
 )
 
 
-def make_floats(outputs: int, seed: int) -> Fp8Linear:
+def make_floats(outputs: int, seed: int) -> QuantisedLinear:
     torch.manual_seed(seed)
     values, scales = round_rows(torch.randn(outputs, 64))
-    return Fp8Linear(values, scales, torch.randn(outputs).bfloat16())
+    return QuantisedLinear(Blocks(values, scales, None), torch.randn(outputs).bfloat16())
 
 
 @NEEDS_PRODUCTS
@@ -130,8 +133,8 @@ def changed_group() -> Group:
 )
 def test_merged_products_equal_those_of_the_parts(make_group: Callable[[], Group], merged: bool) -> None:
     model = make_group()
-    rows = torch.randn(5, 64 if not isinstance(model.q_proj, BlockLinear) else 128)
-    rows = rows.bfloat16() if isinstance(model.q_proj, Fp8Linear) else rows
+    rows = torch.randn(5, model.q_proj.in_features)  # type: ignore[call-overload]
+    rows = rows.bfloat16() if model.q_proj.weight.dtype == FP8 else rows
     expected, kind = model(rows), type(model.q_proj)
     dtype = model.q_proj.weight.dtype
     fuse_linears(model)

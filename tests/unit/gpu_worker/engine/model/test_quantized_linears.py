@@ -2,7 +2,9 @@
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +13,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.cuda.linear import Fp8Linear, fuse_linears, round_rows
-from gpu_worker.engine.model.quantized_linears import check_fp8, multiply_fp8, quantize_linears
+from gpu_worker.engine.cuda.linear import QuantisedLinear, fuse_linears, round_rows
+from gpu_worker.engine.model import quantized_linears
+from gpu_worker.engine.model.config import ModelSource
+from gpu_worker.engine.model.quantized_linears import check_fp8, quantise_linears, round_linears
+from gpu_worker.engine.parallel.communicator import SINGLE_RANK
 from gpu_worker.engine.parallel.shards import make_tp_plan
 from tests.support.engine import quantized_models, tiny_models
 from tests.support.engine.quantized_models import FORMATS, multiplies_floats
@@ -24,6 +29,15 @@ NEEDS_PRODUCTS = pytest.mark.skipif(
 )
 ROWS = {0: [5, 6, 7], 1: list(range(3, 40))}
 IDS = torch.tensor([list(range(3, 40))])
+
+
+CPU = torch.device("cpu")
+
+
+def with_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the CPU multiply 8-bit floats as a card does."""
+    monkeypatch.setattr(quantized_linears, "has_fp8", lambda device: True)
+    monkeypatch.setattr(quantized_linears, "multiplies_fp8", lambda device, dtype: True)
 
 
 def linears_of(model: nn.Module, kind: type[nn.Module]) -> dict[str, Any]:
@@ -45,16 +59,19 @@ def test_plain_weights_are_rounded_at_load(tmp_path: Path) -> None:
 
 @NEEDS_PRODUCTS
 @torch.inference_mode()
-def test_products_of_8_bit_floats_are_near_those_of_their_numbers(tmp_path: Path) -> None:
+def test_products_of_8_bit_floats_are_near_those_of_their_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With q, k and v in one product; the head stays plain."""
     tiny_models.save(tmp_path, *tiny_models.FAMILIES["Llama"])
     rounded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     multiplied = copy.deepcopy(rounded)
-    quantize_linears(rounded, multiplied=False)
-    quantize_linears(multiplied, multiplied=True)
+    round_linears(rounded, "fp8", CPU)
+    with_products(monkeypatch)
+    round_linears(multiplied, "fp8", CPU)
     assert [*linears_of(multiplied, nn.Linear)] == ["lm_head"]
     fuse_linears(multiplied)
-    assert [*linears_of(multiplied, Fp8Linear)] == [
+    assert [*linears_of(multiplied, QuantisedLinear)] == [
         f"model.layers.{layer}.{name}" for layer in range(3) for name in ("self_attn.o_proj", "mlp.down_proj")
     ]
     assert similarity(multiplied, rounded) > 0.999
@@ -63,14 +80,18 @@ def test_products_of_8_bit_floats_are_near_those_of_their_numbers(tmp_path: Path
 @NEEDS_PRODUCTS
 @torch.inference_mode()
 @pytest.mark.parametrize("form", ["w8a8-fp8", "fp8-tensor"])
-def test_a_checkpoints_own_floats_are_multiplied(form: str, tmp_path: Path) -> None:
+def test_a_checkpoints_own_floats_are_multiplied(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whole, and the parts of two ranks."""
     quantized_models.save(tmp_path, *FORMATS[form])
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
     config, model = AutoConfig.from_pretrained(tmp_path), copy.deepcopy(plain)
     config.quantization_config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    multiply_fp8(model, tmp_path, config, {}, 0)
-    found = linears_of(model, Fp8Linear)
+    with_products(monkeypatch)
+    source = ModelSource(tmp_path, config, torch.float32, CPU, Settings(), SINGLE_RANK)
+    quantise_linears(model, source, {})
+    found = linears_of(model, QuantisedLinear)
     assert len(found) == 21
     for name, linear in found.items():
         numbers = linear.weight.float() * linear.scales
@@ -78,7 +99,8 @@ def test_a_checkpoints_own_floats_are_multiplied(form: str, tmp_path: Path) -> N
     assert similarity(model, plain) > 0.999
     plan, parts = make_tp_plan(plain, 2), [copy.deepcopy(plain) for _ in range(2)]
     for rank, part in enumerate(parts):
-        multiply_fp8(part, tmp_path, config, plan.shards, rank)
+        ranks: Any = SimpleNamespace(tp_rank=rank)
+        quantise_linears(part, replace(source, communicator=ranks), plan.shards)
     for name in ("model.layers.1.mlp.up_proj", "model.layers.1.mlp.down_proj"):
         own: list[Any] = [part.get_submodule(name) for part in parts]
         numbers = torch.cat(
@@ -120,7 +142,7 @@ def test_routers_stay_plain_also_within_a_module_of_their_own(tmp_path: Path) ->
     name, sizes = tiny_models.FAMILIES["HunYuan-MoE"]
     model = tiny_models.save(tmp_path, name, sizes | {"num_experts": 16})
     before = {name: weight.clone() for name, weight in model.named_parameters() if "layers.0" in name}
-    quantize_linears(model, multiplied=False)
+    round_linears(model, "fp8", CPU)
     same = {name for name, weight in before.items() if torch.equal(weight, model.get_parameter(name))}
     assert "model.layers.0.mlp.gate.wg.weight" in same
     assert "model.layers.0.self_attn.q_proj.weight" not in same

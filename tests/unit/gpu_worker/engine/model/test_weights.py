@@ -135,16 +135,18 @@ def test_a_damaged_file_ends_the_start_with_its_name(damage: str, tmp_path: Path
     file = tmp_path / "model.safetensors"
     data = file.read_bytes()
     damaged, fault = {
-        "truncated": (data[:-7], f"is damaged: it has {len(data) - 7} bytes, and {len(data)} by its header"),
-        "longer": (data + b"0", f"is damaged: it has {len(data) + 1} bytes, and {len(data)} by its header"),
-        "no header": (data[:8] + b"\xff" * 9000, "is no safetensors file, or damaged"),
-        "a long header": (b"\xff" * 100, "is no safetensors file, or damaged"),
-        "empty": (b"", "is no safetensors file, or damaged"),
+        "truncated": (data[:-7], "file not fully covered"),
+        "longer": (data + b"0", "file not fully covered"),
+        "no header": (data[:8] + b"\xff" * 9000, "header"),
+        "a long header": (b"\xff" * 100, "header too large"),
+        "empty": (b"", "header too small"),
     }[damage]
     file.write_bytes(damaged)
     with pytest.raises(SettingError) as caught:
         engine_of(tmp_path)
-    assert str(caught.value).startswith(f"MODEL_ID: {tmp_path} cannot be served: {file} {fault}")
+    cause = f"{file} is damaged, or no safetensors file: "
+    assert str(caught.value).startswith(f"MODEL_ID: {tmp_path} cannot be served: {cause}")
+    assert fault in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -227,8 +229,7 @@ def test_the_checkpoints_own_method_is_served(quantization: dict[str, Any] | Non
         (
             None,
             "gptq",
-            "this checkpoint's weights are plain; `tokenfleet quantize MODEL OUT --method gptq` makes such a "
-            "checkpoint",
+            "this checkpoint's weights are plain; `tokenfleet quantize MODEL OUT` makes such a checkpoint",
         ),
         (
             None,

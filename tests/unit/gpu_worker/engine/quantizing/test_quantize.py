@@ -13,12 +13,18 @@ from transformers import AutoModelForCausalLM
 
 from common.quantize_job import QuantizeJob
 from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.quantization.checkpoint import StoredWeight, read_tensors
-from gpu_worker.engine.quantization.integers import read_gptq
-from gpu_worker.engine.quantization.weight import widen
-from gpu_worker.engine.quantizing.checkpoint import config_of, fields_of
-from gpu_worker.engine.quantizing.quantize import BUNDLED, LONGEST, quantize, read_texts
-from gpu_worker.engine.quantizing.rounding import Grid, output_error, round_by_gptq
+from gpu_worker.engine.quantization.checkpoint import StoredWeight, read_gptq, read_tensors, widen
+from gpu_worker.engine.quantizing.quantize import (
+    BUNDLED,
+    LONGEST,
+    Grid,
+    config_of,
+    fields_of,
+    output_error,
+    quantize,
+    read_texts,
+    round_by_gptq,
+)
 from tests.support.engine import tiny_models
 from tests.support.engine.tiny_engine import NEW_TOKENS, check_ids, engine_of, prompts
 from tests.support.parameters.slow_but import slow_but
@@ -79,7 +85,7 @@ def test_a_quantised_model_is_served_with_its_own_numbers(case: str, tmp_path: P
 def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one of a disk that becomes full."""
     source = tiny_models.save_with_bytes(tmp_path / "plain", *LLAMA)
-    module = "gpu_worker.engine.quantizing.checkpoint.save_torch_state_dict"
+    module = "gpu_worker.engine.quantizing.quantize.save_torch_state_dict"
 
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")

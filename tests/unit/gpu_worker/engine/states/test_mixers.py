@@ -11,7 +11,8 @@ from torch import nn
 from transformers.models.mamba import modeling_mamba
 
 from gpu_worker.engine.states.mixers import MixerRecorder, check_parts, find_mixers
-from gpu_worker.engine.states.scans import FirstStates, continuing
+from gpu_worker.engine.states.model_states import RECURRENT, RowStates, StateName
+from gpu_worker.engine.states.scans import continuing
 from gpu_worker.protocol import UnservableModel
 from tests.support.engine import tiny_models
 from tests.support.engine.tiny_engine import MANY_NEW_TOKENS, NEW_TOKENS, check_ids, engine_of, prompts
@@ -114,7 +115,7 @@ def test_two_scans_are_one(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None
 
     whole, last = part(0, tokens)
     first, state = part(0, 5)
-    monkeypatch.setattr(FirstStates, "left", iter([state]))
+    monkeypatch.setattr(RowStates, "mixed", RowStates({StateName(RECURRENT, 0): state}))
     rest, end = part(5, tokens)
     torch.testing.assert_close(torch.cat((first, rest), -1), whole, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(end, last, rtol=1e-4, atol=1e-4)
