@@ -6,7 +6,7 @@
 #include "vector.h"
 
 template <class T> constexpr int SPAN = WIDTH<T>;  // vectors of a panel's outputs
-template <class T> constexpr int EXPANDED = BY_TILES<T> ? 512 : 128;  // inputs; a multiple of every block size
+template <class T> constexpr int EXPANDED = BY_TILES<T> ? 512 : 128;  // inputs; a multiple of any block size
 constexpr int BLOCKS_AHEAD = 2048;  // bytes of quants prefetched in advance
 
 // Quants lie in words of 32 bits, [panels][inputs / (P * PLACES)][panel][P]: of bfloat16 (P = 2) the first of
