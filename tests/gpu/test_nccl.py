@@ -14,7 +14,7 @@ import torch.distributed as dist
 from common.rank import LOOPBACK, RankInfo, free_port
 from gpu_worker.engine.cuda.graphs import CudaGraphs, make_capture
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.model import load
+from gpu_worker.engine.model import passes
 from gpu_worker.engine.parallel.communicator import Communicator, join_process_group
 from gpu_worker.engine.parallel.rendezvous import connect_ranks
 from gpu_worker.engine.parallel.shards import TpPlan, make_tp_plan
@@ -77,7 +77,7 @@ def test_an_engine_whose_sums_go_by_nccl_gives_the_same_ids(
         connect_shards(own, make_tp_plan(model, 1), communicator)
         connections.append("of all layers")  # a count of sums would be compiled with the layers, and guarded
 
-    monkeypatch.setattr(load, "connect_shards", connected)
+    monkeypatch.setattr(passes, "connect_shards", connected)
     engine: Engine = engine_on(device, tmp_path, monkeypatch, dtype="bfloat16")
     assert isinstance(engine.graphs, CudaGraphs) and connections
     with noted(engine) as (computed, replayed):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.messages.request import SamplingParams
+from common.messages.request import LogitsParams, SamplingParams
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.in_flight import InFlightStep, LaunchedStep
 from tests.support.engine import tiny_models
@@ -43,7 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "sampling": SamplingParams(temperature=0.8, raw_logprobs=True, seed=1),
         "top_n_tokens": 3,
     },
-    "logits": {"logits": (0, 1000, "float32")},
+    "logits": {"logits": LogitsParams(True, True, "float32", 1)},
     "logits in place of log-probabilities": {
         "sampling": SamplingParams(temperature=0.8, report_logits=True, seed=1),
     },
