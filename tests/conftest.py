@@ -46,7 +46,7 @@ tests.support.machine.ports.PORTS = TEST_PORTS[WORKER * NUM_PORTS : (WORKER + 1)
 Fleet.start_process = forks.ForkedProcess
 FLEETS = ("clients", "fleet/two_workers", "fleet")
 LOADED = ("tests/unit/gpu_worker/engine", "tests/unit/gpu_worker/engine/sampling")
-BUDGETS_S = {"unit/gpu_worker": 130, "unit": 90, "integration": 130, "fleet": 60, "repo": 30}
+BUDGETS_S = {"unit/gpu_worker": 130, "unit": 85, "integration": 130, "fleet": 60, "repo": 30}
 DEFAULT_MARKS = "not slow and not gpu"
 LONG = ("unit/gpu_worker", "integration", "repo")
 
