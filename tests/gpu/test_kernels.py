@@ -13,7 +13,7 @@ import torch
 from gpu_worker.engine.cuda.linear import QuantisedLinear, round_rows
 from gpu_worker.engine.quantization.blocks import Blocks
 from gpu_worker.engine.sampling.multinomial import SamplerOutput
-from gpu_worker.engine.sampling.sampler import sample_in_groups
+from gpu_worker.engine.sampling.sampler import sample_by_torch
 from gpu_worker.engine.sampling.triton_sampler import sample_on_cuda
 from tests.support.engine.on_cuda import ANYWHERE, ON_GPUS
 from tests.support.engine.triton_interpreter import forget_kernels, interpret_kernels, kernels
@@ -62,7 +62,7 @@ def test_rows_are_sampled_as_by_torch(device: str, dtype: torch.dtype, module: C
             requests = [random_request(random, size, num_words) for _ in range(num_rows)]
             if not any(requests):
                 continue
-            found, expected = sample_on_cuda(logits, requests), sample_in_groups(logits, requests)
+            found, expected = sample_on_cuda(logits, requests), sample_by_torch(logits, requests)
             typical = [bool(row and row.state.sampling.typical_p < 1) for row in requests]
             others = [place for place, is_typical in enumerate(typical) if not is_typical]
             compare(rows_of(found, others), rows_of(expected, others), [requests[row] for row in others])

@@ -1,5 +1,5 @@
-"""Multinomial sampling by inverse transform, with one uniform number for each row; and selection of the
-likeliest tokens.
+"""Multinomial sampling by inverse transform, with one uniform number for each row, of the tokens that top-k,
+top-p, min-p and typical-p keep; and selection of the likeliest tokens.
 
 Probabilities are summed as integers, whose sum is the same in every order: so a token depends on its own row
 and number alone, in any batch and on any device. Of two equally likely tokens the lower id comes first.
@@ -12,15 +12,6 @@ import torch
 LIKELIEST_WEIGHT = 2.0**40
 """The weight of a row's likeliest token: 2**23 equally likely tokens fit into an int64."""
 EXCLUDED = float("-inf")
-KEY_DIGITS = ((20, 11), (10, 10), (0, 10))
-"""The digits of a key's 31 bits: shift and number of bits."""
-
-
-def sort_keys(scores: torch.Tensor) -> torch.Tensor:
-    """scores float32 [rows, vocabulary], none above 0 → keys int32 [rows, vocabulary], which rise from 0 as
-    scores fall: the bits of the score without its sign
-    """
-    return scores.view(torch.int32) & 0x7FFFFFFF
 
 
 def top_k(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,29 +20,10 @@ def top_k(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]
     """
     if not width:
         return scores[:, :0], scores[:, :0].long()
-    places = sort_keys(scores).long() << 32 | torch.arange(scores.shape[1], device=scores.device)
+    keys = scores.view(torch.int32) & 0x7FFFFFFF  # they rise from 0 as scores fall
+    places = keys.long() << 32 | torch.arange(scores.shape[1], device=scores.device)
     ids = places.topk(width, largest=False).values & 0xFFFFFFFF
     return scores.gather(1, ids), ids
-
-
-def kth_key(keys: torch.Tensor, weights: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """keys int32 [rows, n], none negative; weights int64 [rows, n], none negative; targets int64 [rows, 1] →
-    int32 [rows, 1]: the least key of each row such that tokens with keys up to it weigh more than the target;
-    a key above all others if there is none. With weights of 1 and target k - 1 it is the k-th key.
-
-    By radix, without sorting: the weights of the tokens by digit tell the digit of the key, and only tokens
-    with that digit remain for the next one.
-    """
-    found, left = torch.zeros_like(targets), targets
-    for shift, bits in KEY_DIGITS:
-        digits = (keys >> shift & (1 << bits) - 1).long()
-        masses = weights.new_zeros(len(keys), 1 << bits).scatter_add_(1, digits, weights)
-        ends = masses.cumsum(-1)
-        digit = torch.searchsorted(ends, left, right=True).clamp_(max=(1 << bits) - 1)
-        left = left - (ends - masses).gather(1, digit)
-        weights = weights.masked_fill(digits != digit, 0)
-        found |= digit << shift
-    return found.int()
 
 
 class SamplerOutput(NamedTuple):
@@ -86,41 +58,80 @@ def log_of_weights(weights: torch.Tensor) -> torch.Tensor:
     return weights.double().div_(LIKELIEST_WEIGHT).log_().float()
 
 
-def pick(cumulative: torch.Tensor, totals: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Pick a candidate for each row → int64 [rows, 1].
+class DrawParameters(NamedTuple):
+    """Parameters of rows, each [rows, 1]: top_k int64, by_likelihood bool, the others float64.
 
-    cumulative int64 [rows, n]: sums of the weights up to each candidate; totals int64 [rows, 1]: the sum up
-    to the last candidate that may be picked; uniforms float64 [rows, 1] in [0, 1).
+    Attributes:
+        top_k, top_p, min_p, typical_p: 0, 1, 0 and 1 keep all tokens.
+        by_likelihood: the likeliest tokens come first in the draw, else the lowest ids.
+        uniforms: random numbers in [0, 1); 0 draws the first token that is kept.
     """
-    places = torch.searchsorted(cumulative, target_weight(uniforms, totals), right=True)
-    return places.clamp_(max=cumulative.shape[1] - 1)  # beyond the end only where scores are NaN
+
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    typical_p: torch.Tensor
+    by_likelihood: torch.Tensor
+    uniforms: torch.Tensor
 
 
-def target_weight(uniforms: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
-    """uniforms float64 [rows, 1], totals int64 [rows, 1] → int64 [rows, 1]: the candidate that is picked is
-    the first one up to which candidates weigh more.
+def draw(scores: torch.Tensor, parameters: DrawParameters, num_tops: int) -> SamplerOutput:
+    """Draw tokens by inverse transform, of those that truncation keeps: scores float32 [rows, vocabulary],
+    the likeliest of a row at 0.
     """
-    return torch.minimum((uniforms * totals).long(), totals - 1)
-
-
-def multinomial_sample(scores: torch.Tensor, uniforms: torch.Tensor, num_tops: int) -> SamplerOutput:
-    """Sample from all tokens, without sorting: scores float32 [rows, vocabulary], uniforms float64 [rows,
-    1].
-    """
-    cumulative = to_weights(scores).cumsum(-1)
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    left_out = torch.ones_like(ordered, dtype=torch.bool)
+    left_out.scatter_(1, order, ~is_likely(ordered, parameters))
+    is_typical = parameters.typical_p < 1
+    kept = scores.masked_fill(left_out, EXCLUDED)
+    kept = kept.masked_fill(is_typical & is_atypical(kept, parameters.typical_p), EXCLUDED)
+    weights = to_weights(kept)
+    cumulative = torch.where(parameters.by_likelihood, weights.gather(1, order), weights).cumsum(-1)
     totals = cumulative[:, -1:]
-    return make_output(scores, totals, pick(cumulative, totals, uniforms), num_tops)
-
-
-def make_output(
-    scores: torch.Tensor, totals: torch.Tensor, ids: torch.Tensor, num_tops: int
-) -> SamplerOutput:
-    """The output for ids int64 [rows, 1], by scores float32 [rows, vocabulary] and totals int64 [rows, 1],
-    the sums of the rows' weights.
-    """
-    top_scores, top_ids = top_k(scores, num_tops)
+    wanted = torch.minimum((parameters.uniforms * totals).long(), totals - 1)
+    places = torch.searchsorted(cumulative, wanted, right=True)
+    places.clamp_(max=scores.shape[1] - 1)  # beyond the end only where scores are NaN
+    ids = torch.where(parameters.by_likelihood, order.gather(1, places), places)
+    top_ids = top_k(torch.where(is_typical, kept, scores), num_tops)[1]
     total = log_of_weights(totals)
-    return SamplerOutput(ids[:, 0], (scores.gather(1, ids) - total)[:, 0], top_ids, top_scores - total)
+    return SamplerOutput(
+        ids[:, 0], (scores.gather(1, ids) - total)[:, 0], top_ids, kept.gather(1, top_ids) - total
+    )
+
+
+def is_likely(ordered: torch.Tensor, parameters: DrawParameters) -> torch.Tensor:
+    """scores float32 [rows, vocabulary] in falling order → bool [rows, vocabulary]: the tokens that top-k,
+    top-p and min-p keep.
+
+    Top-k keeps the tokens that are as likely as the k-th one. Top-p (arXiv:1904.09751) keeps the fewest that
+    have this share of what top-k kept. Min-p (arXiv:2407.01082) keeps the tokens that have this share of the
+    likeliest one's probability.
+    """
+    _, top_p, min_p, *_ = parameters
+    kth = ordered.gather(1, parameters.top_k.clamp(1, ordered.shape[1]) - 1)
+    in_k = (ordered >= kth) | (parameters.top_k == 0)
+    weights = to_weights(ordered)
+    wanted = (top_p * weights.masked_fill(~in_k, 0).sum(-1, keepdim=True)).ceil().long().clamp_(min=1)
+    in_p = (weights.cumsum(-1) - weights < wanted) | (top_p >= 1)
+    return in_k & in_p & (ordered >= min_p.log().float())
+
+
+def is_atypical(scores: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """scores float32 [rows, vocabulary], share float64 [rows, 1] → bool [rows, vocabulary]: the tokens that
+    locally typical sampling (arXiv:2202.00666) leaves out.
+
+    It keeps the fewest tokens with that share whose information is nearest to the entropy, and those as near
+    as the last of them. A row's likeliest score is 0: information and entropy both lack the logarithm of the
+    total.
+    """
+    weights = to_weights(scores)
+    total = weights.sum(-1, keepdim=True)
+    entropy = (scores.exp() * -scores * LIKELIEST_WEIGHT).nan_to_num_(0).long().sum(-1, keepdim=True) / total
+    distances = (scores + entropy).float().abs()
+    nearest, order = distances.sort(dim=-1)
+    wanted = (share * total).ceil().long().clamp_(min=1)
+    last = torch.searchsorted(weights.gather(1, order).cumsum(-1), wanted)
+    return distances > nearest.gather(1, last.clamp_(max=scores.shape[1] - 1))
 
 
 def raw_logprobs(logits: torch.Tensor, ids: torch.Tensor, num_tops: int) -> SamplerOutput:
@@ -129,8 +140,10 @@ def raw_logprobs(logits: torch.Tensor, ids: torch.Tensor, num_tops: int) -> Samp
     """
     scores = logits.to(torch.float32, copy=True)
     scores.sub_(scores.amax(-1, keepdim=True))
-    totals = to_weights(scores).sum(-1, keepdim=True)
-    return make_output(scores, totals, ids[:, None], num_tops)
+    total = log_of_weights(to_weights(scores).sum(-1, keepdim=True))
+    top_scores, top_ids = top_k(scores, num_tops)
+    own = scores.gather(1, ids[:, None]) - total
+    return SamplerOutput(ids, own[:, 0], top_ids, top_scores - total)
 
 
 def write_raw_logprobs(output: SamplerOutput, logits: torch.Tensor, rows: torch.Tensor) -> None:

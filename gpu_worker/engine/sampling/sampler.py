@@ -2,12 +2,11 @@
 
 On CPU native kernels sample all rows in one call (native_sampler.py), on CUDA one Triton kernel does
 (triton_sampler.py): the work is only queued, without waiting for the device. Else torch samples, and tests
-compare both with it. Rows are grouped by the function that samples them, and each group passes, in this
-order: bias, bans, penalties and grammar (penalties.py), temperature (here), truncation by top-k, top-p, min-p
-and typical-p (truncation.py), and the draw of a token (multinomial.py).
+compare both with it: bias, bans, penalties and grammar (penalties.py), temperature (here), truncation by
+top-k, top-p, min-p and typical-p and the draw of a token (multinomial.py), in this order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -16,22 +15,15 @@ from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.sampling import native_sampler
 from gpu_worker.engine.sampling.multinomial import (
     EXCLUDED,
+    DrawParameters,
     SamplerOutput,
+    draw,
     empty_output,
-    make_output,
-    multinomial_sample,
     put_into,
-    to_weights,
     write_raw_logprobs,
 )
 from gpu_worker.engine.sampling.penalties import adjust_scores
-from gpu_worker.engine.sampling.triton_sampler import greedy_output, sample_on_cuda
-from gpu_worker.engine.sampling.truncation import SamplingTensors, truncated_sample, typical_sample
-
-SampleFunction = Callable[[torch.Tensor, SamplingTensors, int], SamplerOutput]
-"""scores float32 [rows, vocabulary] with the likeliest at 0, parameters, number of top log-probabilities →
-sampled tokens.
-"""
+from gpu_worker.engine.sampling.triton_sampler import greedy, greedy_output, sample_on_cuda
 
 
 @torch.inference_mode()
@@ -56,7 +48,7 @@ def sample_on_device(logits: torch.Tensor, requests: Sequence[SampleRequest | No
         return native_sampler.sample_natively(library, logits, requests)
     if logits.is_cuda and any(requests):
         return sample_on_cuda(logits, requests)
-    return sample_in_groups(logits, requests)
+    return sample_by_torch(logits, requests)
 
 
 def write_logits(
@@ -81,50 +73,29 @@ def write_logits(
     output.top_logprobs.index_copy_(0, rows, torch.where(tops == EXCLUDED, tops, top_scores))
 
 
-def sample_in_groups(logits: torch.Tensor, requests: Sequence[SampleRequest | None]) -> SamplerOutput:
+def sample_by_torch(logits: torch.Tensor, requests: Sequence[SampleRequest | None]) -> SamplerOutput:
     """`sample` by torch: logits float [rows, vocabulary] → ids int64 [rows], log-probabilities float32
     [rows].
     """
     if not any(requests):
         return greedy_output(logits)
-    groups: dict[SampleFunction | None, list[int]] = {}
-    for place, request in enumerate(requests):
-        groups.setdefault(sample_function_of(request.state) if request else None, []).append(place)
-    num_tops = max(request.state.top_n_tokens for request in requests if request)
-    output = empty_output(len(requests), num_tops, logits.device)
-    for function, places in groups.items():
-        index = to_device(places, logits.device)
-        group = [request for place in places if (request := requests[place])]
-        put_into(output, index, sample_group(logits.index_select(0, index), function, group))
+    rows = to_device([row for row, request in enumerate(requests) if request], logits.device)
+    chosen = [request for request in requests if request]
+    output = empty_output(len(requests), max(request.state.top_n_tokens for request in chosen), logits.device)
+    if len(chosen) < len(requests):
+        for column, values in zip(output, greedy(logits), strict=False):
+            column.copy_(values)
+    put_into(output, rows, sample_requested(logits.index_select(0, rows), chosen, output.top_ids.shape[1]))
     return output
 
 
-def sample_function_of(state: SamplingState) -> SampleFunction:
-    """Choose the function for a row's next token: functions differ in the part of the vocabulary they
-    need.
-    """
-    sampling = state.sampling
-    if sampling.temperature == 0:
-        return greedy_sample
-    if sampling.typical_p < 1:
-        return typical_sample
-    return truncated_sample if sampling.top_k or state.top_p < 1 or sampling.min_p else untruncated_sample
-
-
-def sample_group(
-    logits: torch.Tensor, function: SampleFunction | None, requests: Sequence[SampleRequest]
-) -> SamplerOutput:
-    """logits float [rows, vocabulary] of rows with one function → ids int64 [rows], log-probabilities float32
-    [rows]. Without a function the rows are greedy, and have no requests.
-    """
-    if function is None:
-        return greedy_output(logits)
+def sample_requested(logits: torch.Tensor, requests: Sequence[SampleRequest], num_tops: int) -> SamplerOutput:
+    """logits float [rows, vocabulary] → ids int64 [rows], log-probabilities float32 [rows]."""
     states = [request.state for request in requests]
     scores = logits.to(torch.float32, copy=True)
     adjust_scores(scores, states, [request.index for request in requests])
     apply_temperature(scores, states)
-    num_tops = max(state.top_n_tokens for state in states)
-    output = function(scores, sampling_tensors(requests, scores.device), num_tops)
+    output = draw(scores, draw_parameters(requests, scores.device), num_tops)
     raw = [row for row, state in enumerate(states) if state.sampling.raw_logprobs]
     if raw:
         write_raw_logprobs(output, logits, to_device(raw, logits.device))
@@ -150,31 +121,19 @@ def temperatures_of(states: Sequence[SamplingState], device: torch.device) -> to
     return to_device([state.sampling.temperature or 1.0 for state in states], device)[:, None]
 
 
-def sampling_tensors(requests: Sequence[SampleRequest], device: torch.device) -> SamplingTensors:
-    """Return the parameters of the rows as tensors [rows, 1] on the device: top_k int64, others float64."""
-    states = [request.state for request in requests]
-    top_k, top_p = [state.sampling.top_k for state in states], [state.top_p for state in states]
-    others = [
-        [
-            request.state.sampling.min_p,
-            request.state.sampling.typical_p,
-            request.state.random.at(request.index),
-        ]
-        for request in requests
-    ]
-    return SamplingTensors(
-        to_device(top_k, device)[:, None] if any(top_k) else None,
-        to_device(top_p, device, torch.float64)[:, None] if min(top_p) < 1 else None,
-        *to_device(others, device, torch.float64)[..., None].unbind(1),
+def draw_parameters(requests: Sequence[SampleRequest], device: torch.device) -> DrawParameters:
+    """The parameters of the rows on the device. A greedy row draws the likeliest of all tokens."""
+    rows = []
+    for state, index in ((request.state, request.index) for request in requests):
+        one, top_p = state.sampling, state.top_p
+        truncates = bool(one.top_k) or top_p < 1 or one.min_p > 0
+        drawn = (one.top_k, top_p, one.min_p, one.typical_p, truncates and one.typical_p == 1)
+        rows.append((*drawn, state.random.at(index)) if one.temperature else (0, 1, 0, 1, True, 0))
+    top_k, top_p, min_p, typical_p, by_likelihood, uniforms = zip(*rows, strict=True)
+    others = to_device([[*top_p], [*min_p], [*typical_p], [*uniforms]], device, torch.float64)[..., None]
+    return DrawParameters(
+        to_device([*top_k], device, torch.int64)[:, None],
+        *others[:3],
+        to_device([*by_likelihood], device, torch.bool)[:, None],
+        others[3],
     )
-
-
-def greedy_sample(scores: torch.Tensor, tensors: SamplingTensors, num_tops: int) -> SamplerOutput:
-    """scores float32 [rows, vocabulary] → the likeliest tokens after penalties."""
-    totals = to_weights(scores).sum(-1, keepdim=True)
-    return make_output(scores, totals, scores.max(-1, keepdim=True).indices, num_tops)
-
-
-def untruncated_sample(scores: torch.Tensor, tensors: SamplingTensors, num_tops: int) -> SamplerOutput:
-    """scores float32 [rows, vocabulary] → tokens sampled from the whole vocabulary."""
-    return multinomial_sample(scores, tensors.uniforms, num_tops)

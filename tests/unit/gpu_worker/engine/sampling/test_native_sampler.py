@@ -13,7 +13,7 @@ from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.sampling import native_sampler
 from gpu_worker.engine.sampling.multinomial import SamplerOutput
-from gpu_worker.engine.sampling.sampler import sample_in_groups
+from gpu_worker.engine.sampling.sampler import sample_by_torch
 from tests.support.engine.fixed_grammar import FixedGrammar
 from tests.support.engine.start_rows import start_row
 from tests.support.parameters.slow_but import slow_but
@@ -107,7 +107,7 @@ def test_kernels_sample_the_same_ids_as_torch(size: int, dtype: torch.dtype, lib
         requests = [random_request(random, size, num_words) for _ in range(num_rows)]
         compare(
             native_sampler.sample_natively(library, logits, requests),
-            sample_in_groups(logits, requests),
+            sample_by_torch(logits, requests),
             requests,
         )
 

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.messages.request import SamplingParams
 from gpu_worker.engine.batch.sampling_state import SampleRequest
-from gpu_worker.engine.sampling import multinomial, triton_sampler, truncation
-from gpu_worker.engine.sampling.sampler import sample_in_groups
+from gpu_worker.engine.sampling import multinomial, triton_sampler
+from gpu_worker.engine.sampling.sampler import sample_by_torch
 from gpu_worker.engine.sampling.triton_sampler import sample_on_cuda
 from tests.support.engine.sample_requests import request
 from tests.support.engine.triton_interpreter import KERNELS, forget_kernels, interpret_kernels, kernels
@@ -67,7 +67,6 @@ def same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     number lies at the border of two tokens.
     """
     monkeypatch.setattr(multinomial, "to_weights", weights_of)
-    monkeypatch.setattr(truncation, "to_weights", weights_of)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -83,7 +82,7 @@ def test_rows_with_any_parameters_are_sampled_as_by_torch(
             *(random_request(random, size, num_words) for _ in range(7)),
             request(replace(DRAWN, top_p=0.7)),
         ]
-        compare(sample_on_cuda(logits, requests), sample_in_groups(logits, requests), requests)
+        compare(sample_on_cuda(logits, requests), sample_by_torch(logits, requests), requests)
 
 
 def drawn(uniform: float, **params: Any) -> SampleRequest:
@@ -129,7 +128,7 @@ def hard_logits(size: int) -> dict[str, torch.Tensor]:
 def test_hard_logits_give_the_choices_of_torch(uniform: float, name: str, kernel: ModuleType) -> None:
     requests = cases(uniform)
     logits = hard_logits(200)[name].repeat(len(requests), 1)
-    found, expected = sample_on_cuda(logits, requests), sample_in_groups(logits, requests)
+    found, expected = sample_on_cuda(logits, requests), sample_by_torch(logits, requests)
     assert found.ids.tolist() == expected.ids.tolist()
     torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-6)
 
@@ -151,7 +150,7 @@ def test_at_the_border_of_two_tokens_the_choice_is_torchs(params: dict[str, Any]
     ]
     requests = [drawn(float(number), **params) for number in numbers]
     rows = logits.repeat(len(requests), 1)
-    assert sample_on_cuda(rows, requests).ids.tolist() == sample_in_groups(rows, requests).ids.tolist()
+    assert sample_on_cuda(rows, requests).ids.tolist() == sample_by_torch(rows, requests).ids.tolist()
 
 
 def test_a_row_is_its_own_beside_others_that_are_broken(kernel: ModuleType) -> None:
@@ -211,5 +210,5 @@ def test_a_step_of_any_parameters_is_one_launch(monkeypatch: pytest.MonkeyPatch)
         assert len(launches) == wanted
         assert mode.counts.keys() <= {"zeros", "_to_copy", "copy_"} and mode.counts.total() <= 1 + 2 * wanted
     with CountedOperations() as mode:
-        sample_in_groups(torch.zeros(1, 50), [request(replace(DRAWN, top_p=0.9))])
-    assert mode.counts.total() > 100
+        sample_by_torch(torch.zeros(1, 50), [request(replace(DRAWN, top_p=0.9))])
+    assert mode.counts.total() > 50
