@@ -2,49 +2,17 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import get_args
 
 import msgpack
 
 from common.messages.codec import decode as from_bytes
 from common.messages.codec import encode as to_bytes
 from common.messages.plan import Plan, WorkerCapacity
-from gpu_worker.protocol import (
-    AdapterLoaded,
-    AdapterRefused,
-    AdapterUnloaded,
-    Asleep,
-    Begin,
-    End,
-    EngineFailure,
-    Frame,
-    LoadAdapter,
-    LoadProgress,
-    ProtocolError,
-    Sleep,
-    StepResult,
-    UnloadAdapter,
-    WakeUp,
-)
+from gpu_worker.protocol import Frame, ProtocolError
 
 MAX_FIELD_BYTES = 2**28
 """The longest text or packed field of a frame: incomplete ones are kept in memory."""
-NAMES: dict[type[Frame], str] = {
-    Begin: "begin",
-    End: "end",
-    Plan: "plan",
-    Sleep: "sleep",
-    Asleep: "asleep",
-    WakeUp: "wake_up",
-    LoadProgress: "progress",
-    WorkerCapacity: "ready",
-    StepResult: "step",
-    EngineFailure: "failure",
-    LoadAdapter: "load_adapter",
-    UnloadAdapter: "unload_adapter",
-    AdapterLoaded: "adapter_loaded",
-    AdapterRefused: "adapter_refused",
-    AdapterUnloaded: "adapter_unloaded",
-}
 
 
 def encode(frame: Frame) -> bytes:
@@ -52,7 +20,7 @@ def encode(frame: Frame) -> bytes:
     kind: type[Frame] = type(frame)
     is_message = isinstance(frame, Plan | WorkerCapacity)
     fields = [to_bytes(frame)] if is_message else [getattr(frame, name) for name in kind.__slots__]
-    data: bytes = PACKER.pack([NAMES[kind], *fields])
+    data: bytes = PACKER.pack([kind.__name__, *fields])
     return data
 
 
@@ -85,8 +53,7 @@ class FrameDecoder:
             raise ProtocolError(f"not a frame: {type(error).__name__}: {error}") from error
 
 
-CONSTRUCTORS: dict[str, Callable[..., Frame]] = {name: kind for kind, name in NAMES.items()} | {
-    "plan": partial(from_bytes, Plan),
-    "ready": partial(from_bytes, WorkerCapacity),
+CONSTRUCTORS: dict[str, Callable[..., Frame]] = {kind.__name__: kind for kind in get_args(Frame)} | {
+    kind.__name__: partial(from_bytes, kind) for kind in (Plan, WorkerCapacity)
 }
 """By the name of a frame; they take its fields, which are trusted: both ends come from one checkout."""

@@ -21,11 +21,7 @@ from gpu_worker.engine.batch.launchable import needed_pictures
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.rows import NO_BLOCKS, Rows
 from gpu_worker.engine.batch.sampling_state import SampleRequest
-from gpu_worker.engine.batch.split_step import (
-    Forward,
-    forward_in_parts,
-    forward_without_failing,
-)
+from gpu_worker.engine.batch.split_step import Forward, forward_in_halves
 from gpu_worker.engine.batch.state_slots import StateSlots
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.cuda.compile import compile_layers, stop_compiling
@@ -39,7 +35,7 @@ from gpu_worker.engine.cuda.graphs import (
 from gpu_worker.engine.drafting.acceptance import ProposalCosts, measure_steps
 from gpu_worker.engine.drafting.drafter import Drafter
 from gpu_worker.engine.drafting.load_draft import load_draft, make_drafter
-from gpu_worker.engine.drafting.proposers import guessing_factory, proposer_factory
+from gpu_worker.engine.drafting.proposers import guessing_factory
 from gpu_worker.engine.in_flight import (
     InFlightStep,
     LaunchedStep,
@@ -184,9 +180,7 @@ class Engine:
         self.adapters = AdapterCache(loaded.adapters, settings, communicator)
         self.costs = ProposalCosts()
         self.drafter = make_drafter(loaded, self.matchers, self.costs)
-        guessing = (
-            self.drafter.make_guessing if self.drafter else guessing_factory(settings.speculation, self.costs)
-        )
+        guessing = guessing_factory(settings.speculation, self.costs)
         self.rows = Rows(
             block_size=self.block_size,
             eos_ids=loaded.eos_ids,
@@ -194,7 +188,7 @@ class Engine:
             max_scored_tokens=max(1, MAX_LOGITS // loaded.vocab_size),
             recompute_length=loaded.recompute_length,
             prefix_caching=self.prefix_caching,
-            make_proposer=None if loaded.states else proposer_factory(guessing),
+            make_proposer=None if loaded.states else self.drafter.make_proposer if self.drafter else guessing,
             max_decoded=warmup.max_decoded_tokens(settings.max_batch_size),
             num_micro_batches=communicator.num_stages,
             make_text=text_factory(loaded.tokenizer),
@@ -474,9 +468,9 @@ class Engine:
         self.rows.result.logits += samples.logits
 
     def forward_able(self, slices: list[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
-        """`forward` without the rows for which it raises: they fail, and are removed from `slices`.
-        `previous` int64 [rows]. With several ranks the worker ends, since the others may wait for this rank
-        within a sum.
+        """`forward`, in halves if it raises, and without the rows for which it raises again: they fail, and
+        are removed from `slices`. `previous` int64 [rows]. With several ranks the worker ends, since the
+        others may wait for this rank within a sum.
         """
         try:
             return self.forward(slices, previous)
@@ -485,25 +479,15 @@ class Engine:
                 raise
             trial = warmup.prompt_parts(1, 1, self.loaded.vocab_size, self.block_size)
             forward = partial(self.forward, previous=previous)
-            computed, logits = forward_without_failing(forward, slices, trial, error)
+            computed, logits = forward_in_halves(forward, slices, trial, error)
         self.rows.fail(slices, computed)
         return logits
 
+    @torch.inference_mode()
     def forward(self, slices: Sequence[RowSlice], previous: torch.Tensor | None = None) -> torch.Tensor:
         """Arranged slices → logits float [num_logits, vocabulary]. `previous` int64 [rows]: ids that the step
-        in flight samples. If memory does not suffice, the step is run in halves.
-        """
-        try:
-            return self.compute(slices, previous)
-        except RuntimeError as error:
-            if self.communicator.world_size > 1:  # ranks must all run the same steps
-                raise
-            return forward_in_parts(partial(self.forward, previous=previous), slices, error)
-
-    @torch.inference_mode()
-    def compute(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
-        """`forward` in one step: logits float [num_logits, vocabulary]; `previous` int64 [rows]. In a stage
-        before the last hidden states [1, tokens, hidden], which go to the next stage.
+        in flight samples. In a stage before the last hidden states [1, tokens, hidden], which go to the next
+        stage.
         """
         loaded, communicator = self.loaded, self.communicator
         if self.graphs and self.graphs.can_run(slices, previous):

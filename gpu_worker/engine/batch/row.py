@@ -11,15 +11,13 @@ import numpy as np
 from common.messages.plan import NewRow
 from common.messages.request import BeamParams, Generate, PoolingParams, class_index
 from gpu_worker.engine.batch.adapters import Adapter
-from gpu_worker.engine.batch.proposer import Proposer
 from gpu_worker.engine.batch.row_pictures import RowPictures
 from gpu_worker.engine.batch.sampling_state import GrammarMask, SampleRequest, SamplingState
 from gpu_worker.engine.batch.step_result import Int32
+from gpu_worker.engine.drafting.proposers import Proposer, ProposerFactory
 
 GrammarFactory = Callable[[str, Sequence[int]], GrammarMask]
 """(grammar, tokens of the row so far) → its mask."""
-ProposerFactory = Callable[[Int32, GrammarMask | None], Proposer | None]
-"""(ids of a row so far, its grammar) → its proposer."""
 PicturesFactory = Callable[[NewRow], RowPictures | None]
 """A row that starts → the pictures of its prompt; None if it has none."""
 

@@ -27,7 +27,6 @@ from gpu_worker.engine.batch.prefill_budget import PrefillBudget
 from gpu_worker.engine.batch.row import (
     GrammarFactory,
     PicturesFactory,
-    ProposerFactory,
     Row,
     RowSlice,
     arrange,
@@ -45,6 +44,7 @@ from gpu_worker.engine.batch.step_result import (
     PromptLogprobs,
     TopLogprobs,
 )
+from gpu_worker.engine.drafting.proposers import ProposerFactory
 from gpu_worker.protocol import SAMPLE, StepResult
 
 log = logging.getLogger(__name__)

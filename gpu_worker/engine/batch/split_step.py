@@ -5,7 +5,7 @@ A forward that is run again writes again what the first try wrote into the cache
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -27,23 +27,6 @@ def is_out_of_memory(error: Exception) -> bool:
     )
 
 
-def forward_in_parts(forward: Forward, slices: Sequence[RowSlice], error: RuntimeError) -> torch.Tensor:
-    """Compute a step in halves → its logits float [num_logits, vocabulary]. Raises `error` if memory was not
-    its cause, or if the step cannot be split.
-    """
-    smaller = split_step(slices)
-    if not smaller or not is_out_of_memory(error):
-        raise error
-    log.warning(
-        "out of memory in a step of %d tokens: running it in halves",
-        sum(row_slice.count for row_slice in slices),
-    )
-    release_tensors(error)
-    torch.cuda.empty_cache()
-    # cloned: graphs write all logits into one buffer
-    return torch.cat([forward(half).clone() for half in smaller])
-
-
 def release_tensors(error: Exception) -> None:
     """Release the local variables of the functions that an error ended: the error would keep them in
     memory.
@@ -51,14 +34,51 @@ def release_tensors(error: Exception) -> None:
     traceback.clear_frames(error.__traceback__)
 
 
-def split_step(slices: Sequence[RowSlice]) -> list[list[RowSlice]]:
-    """Return the slices of two steps that do together what one would; none for a single token, or for one row
-    that decodes.
+def forward_in_halves(
+    forward: Forward, slices: Sequence[RowSlice], trial: Sequence[RowSlice], error: Exception
+) -> tuple[list[RowSlice], torch.Tensor]:
+    """Compute in halves a step for which `forward` raised `error`, without the rows for which it raises again
+    → the slices computed, and their logits float [num_logits, vocabulary].
+
+    Raises `error` if the rows may not be its cause: memory does not suffice for one of them, or `trial`, a
+    step that belongs to no request, fails, too.
     """
-    if len(slices) > 1:
-        middle = len(slices) // 2
-        return [list(slices[:middle]), list(slices[middle:])]
-    [row_slice] = slices
+    parts = computable_halves(forward, slices, error)
+    computed = [row_slice for half, _ in parts for row_slice in half]
+    if num_failed := len(slices) - len(computed):
+        log.error("the forward failed for %d of %s", num_failed, plural(len(slices), "row"), exc_info=error)
+        run_trial(forward, trial, error)
+    return computed, torch.cat([logits for _, logits in parts] or [torch.empty(0)])
+
+
+def computable_halves(
+    forward: Forward, slices: Sequence[RowSlice], error: Exception
+) -> list[tuple[Sequence[RowSlice], torch.Tensor]]:
+    """Return what can be computed of a failed step, in order: slices, and their logits float [num_logits,
+    vocabulary]. A row whose tokens do not fit into memory together is computed in pieces.
+    """
+    is_scarce = is_out_of_memory(error)
+    if is_scarce:
+        log.warning("out of memory in a step of %d tokens: halves", sum(one.count for one in slices))
+    release_tensors(error)
+    torch.cuda.empty_cache()
+    middle = len(slices) // 2
+    halves = [slices[:middle], slices[middle:]] if middle else []
+    if is_scarce and not (halves := halves or split_slice(slices[0])):
+        raise error
+    found: list[tuple[Sequence[RowSlice], torch.Tensor]] = []
+    for half in halves:
+        try:
+            found.append((half, forward(half).clone()))  # graphs write all logits into one buffer
+        except Exception as cause:
+            found += computable_halves(forward, half, cause)
+    if middle or len(found) < len(halves):
+        return found if middle else []
+    return [(slices, torch.cat([logits for _, logits in found]))] if found else []
+
+
+def split_slice(row_slice: RowSlice) -> list[list[RowSlice]]:
+    """Return two halves of a slice; none of a single token, or of a row that decodes."""
     if row_slice.decodes or row_slice.count == 1:
         return []
     first = row_slice.count // 2
@@ -82,42 +102,6 @@ def split_step(slices: Sequence[RowSlice]) -> list[list[RowSlice]]:
             )
         ],
     ]
-
-
-def forward_without_failing(
-    forward: Forward, slices: Sequence[RowSlice], trial: Sequence[RowSlice], error: Exception
-) -> tuple[list[RowSlice], torch.Tensor]:
-    """Compute a step for which `forward` raised `error`, without the rows for which it raises → the slices
-    computed, and their logits float [num_logits, vocabulary].
-
-    Raises `error` if the rows may not be its cause: memory does not suffice, or `trial`, a step that belongs
-    to no request, fails, too.
-    """
-    parts = list(forward_in_halves(forward, slices, error))
-    computed = [row_slice for half, _ in parts for row_slice in half]
-    if num_failed := len(slices) - len(computed):
-        log.error("the forward failed for %d of %s", num_failed, plural(len(slices), "row"), exc_info=error)
-        run_trial(forward, trial, error)
-    return computed, torch.cat([logits for _, logits in parts] or [torch.empty(0)])
-
-
-def forward_in_halves(
-    forward: Forward, slices: Sequence[RowSlice], error: Exception
-) -> Iterator[tuple[Sequence[RowSlice], torch.Tensor]]:
-    """Yield what can be computed of a failed step, in order: slices, and their logits float [num_logits,
-    vocabulary].
-    """
-    if is_out_of_memory(error):
-        raise error
-    release_tensors(error)
-    middle = len(slices) // 2
-    for half in (slices[:middle], slices[middle:]) if middle else ():
-        try:
-            logits = forward(half).clone()  # graphs write all logits into one buffer
-        except Exception as cause:
-            yield from forward_in_halves(forward, half, cause)
-        else:
-            yield half, logits
 
 
 def run_trial(forward: Forward, trial: Sequence[RowSlice], error: Exception) -> None:

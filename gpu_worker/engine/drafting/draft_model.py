@@ -17,7 +17,8 @@ from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.batch.split_step import Forward
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.cuda.graphs import Capture, CudaGraphs
-from gpu_worker.engine.drafting.drafter import DraftProposer, DraftRow, DraftSource, draft_proposer_of
+from gpu_worker.engine.drafting.drafter import DraftRow, DraftSource, draft_proposer_of
+from gpu_worker.engine.drafting.proposers import Proposer
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.sampling.grammar import Matchers
@@ -131,7 +132,7 @@ class ModelSource(DraftSource):
         if chunks:
             self.forward(chunks)
 
-    def held_length(self, row: Row, proposer: DraftProposer) -> int:
+    def held_length(self, row: Row, proposer: Proposer) -> int:
         """How many of a row's tokens are in the cache, from the first on."""
         if proposer.kv_len is None:
             proposer.kv_len = min(self.table.length(row.blocks), proposer.text.length - 1)

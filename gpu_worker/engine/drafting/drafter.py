@@ -11,86 +11,23 @@ from dataclasses import dataclass
 
 import torch
 
-from gpu_worker.engine.batch.proposer import Proposer
 from gpu_worker.engine.batch.row import Row, RowSlice
 from gpu_worker.engine.batch.sampling_state import GrammarMask
 from gpu_worker.engine.batch.split_step import is_out_of_memory, release_tensors
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.cuda.graphs import Capture
-from gpu_worker.engine.drafting.acceptance import (
-    FIRST_PAUSE,
-    TRIAL_PROPOSALS,
-    Acceptance,
-    ProposalCosts,
-)
-from gpu_worker.engine.drafting.proposers import GuidedProposer, RowIds
+from gpu_worker.engine.drafting.acceptance import TRIAL_PROPOSALS, Acceptance, ProposalCosts
+from gpu_worker.engine.drafting.proposers import Proposer
 
 log = logging.getLogger(__name__)
 
 NO_DRAFT = -1
 """Fills up the drafts that are sent to other ranks."""
-MAX_UNREADY = 2
-"""Drafts in vain: heads are ready at the second, and a model once it has computed the row so far."""
 
 
-class DraftProposer:
-    """Proposes what the drafter has left here for the next step.
-
-    Attributes:
-        text: the row's ids, those sampled included.
-        kv_len: of these, whose K and V the draft's cache has; None while nobody has looked.
-        drafted: the next proposals.
-        num_drafting: rows that the last draft was for.
-        num_unready: drafts since the last one that brought proposals.
-        states: hidden states [tokens, any] of the last step with samples, and the position of the first.
-    """
-
-    is_sure = False
-
-    def __init__(self, method: str, num_drafted: int, ids: Int32, worker: Acceptance, costs: ProposalCosts):
-        self.method = method
-        self.num_drafted = num_drafted
-        self.text = RowIds(ids)
-        self.acceptance = Acceptance(budget=worker.budget, gate=worker)
-        self.costs = costs
-        self.kv_len: int | None = None
-        self.states: tuple[int, torch.Tensor] | None = None
-        self.drafted: Sequence[int] = ()
-        self.num_drafting = 1
-        self.num_unready = 0
-
-    @property
-    def waits(self) -> bool:
-        return self.costs.of_one < 1 and not self.acceptance.is_paused
-
-    def num_wanted(self, most: int) -> int:
-        """How many drafts pay, at most `most`."""
-        return self.acceptance.num_worth(min(most, self.num_drafted), self.costs.of_one)
-
-    def take(self, drafted: Sequence[int], num_drafting: int) -> None:
-        """Take the next proposals, of a draft for so many rows; none if there is no draft yet. A row that has
-        none for long does not wait for steps in vain.
-        """
-        self.drafted, self.num_drafting = drafted, num_drafting
-        self.num_unready = 0 if drafted else self.num_unready + 1
-        if self.num_unready > MAX_UNREADY and self.acceptance.is_on_trial:
-            self.num_unready, self.acceptance.pause = 0, FIRST_PAUSE
-
-    def propose(self, most: int, skipped: int = 0) -> Sequence[int]:
-        drafted, self.drafted = self.drafted, ()
-        return () if skipped else drafted[:most]
-
-    def learn(self, tokens: Sequence[int], num_proposed: int) -> None:
-        self.text.append(tokens)
-        if self.kv_len is not None:  # that of wrong drafts does not count, and the newest token has none
-            self.kv_len = min(self.kv_len, self.text.length - 1)
-        self.acceptance.learn(len(tokens), num_proposed, self.costs.of_drafted(self.num_drafting))
-
-
-def draft_proposer_of(row: Row) -> DraftProposer | None:
+def draft_proposer_of(row: Row) -> Proposer | None:
     """The proposer of a row for which a model drafts."""
-    proposer = row.proposer.guessing if isinstance(row.proposer, GuidedProposer) else row.proposer
-    return proposer if isinstance(proposer, DraftProposer) else None
+    return row.proposer if row.proposer and row.proposer.drafts_by else None
 
 
 @dataclass(slots=True)
@@ -102,7 +39,7 @@ class DraftRow:
     """
 
     row: Row
-    proposer: DraftProposer
+    proposer: Proposer
     count: int
 
 
@@ -146,9 +83,10 @@ class Drafter:
         self.worker = Acceptance()
         self.asked: list[DraftRow] = []
 
-    def make_guessing(self, ids: Int32, grammar: GrammarMask | None) -> Proposer:
+    def make_proposer(self, ids: Int32, grammar: GrammarMask | None) -> Proposer:
         """The proposer of a row with these ids so far."""
-        return DraftProposer(self.method, self.num_drafted, ids, self.worker, self.costs)
+        acceptance = Acceptance(budget=self.worker.budget, gate=self.worker)
+        return Proposer(ids, grammar, self.num_drafted, acceptance, self.costs, drafts_by=self.method)
 
     def draft(self, rows: Sequence[Row], block_size: int, spare: int, may_fail: bool) -> torch.Tensor | None:
         """Make drafts for rows that decode next, at most `spare` together → int64 [rows, most drafts], filled
@@ -185,7 +123,7 @@ class Drafter:
             most = min(room, row.max_new_tokens - row.index - 1, spare, most_each)
             if proposer is None or most <= 0 or row.num_unread or is_forced(row):
                 continue
-            if count := proposer.num_wanted(most):
+            if count := proposer.num_worth(most):
                 wanted.append(DraftRow(row, proposer, count))
                 spare -= count
         return wanted

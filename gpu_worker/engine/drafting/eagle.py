@@ -31,7 +31,8 @@ from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.row import Row, RowSlice, arrange
 from gpu_worker.engine.cuda.graphs import Capture
 from gpu_worker.engine.drafting.draft_model import DraftSampler, ModelSource
-from gpu_worker.engine.drafting.drafter import DraftProposer, DraftRow, draft_proposer_of
+from gpu_worker.engine.drafting.drafter import DraftRow, draft_proposer_of
+from gpu_worker.engine.drafting.proposers import Proposer
 from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.protocol import UnservableModel
 
@@ -233,7 +234,7 @@ class EagleSource(ModelSource):
     def catch_up(self, one: DraftRow, left: int) -> RowSlice | None:
         return self.next_piece(one.row, one.proposer)
 
-    def next_piece(self, row: Row, proposer: DraftProposer) -> RowSlice | None:
+    def next_piece(self, row: Row, proposer: Proposer) -> RowSlice | None:
         """The positions of a row that are not computed yet although the tokens after them are known; None if
         there are none, or if states before them are missing.
         """
@@ -300,7 +301,7 @@ class EagleSource(ModelSource):
         """One layer is few operations: nothing is captured."""
 
 
-def keep_states(proposer: DraftProposer, begin: int, states: torch.Tensor) -> None:
+def keep_states(proposer: Proposer, begin: int, states: torch.Tensor) -> None:
     """Keep hidden states [tokens, any] of the model's dtype from a position on, in place of earlier ones."""
     states = states.clone() if states.is_cuda else states
     if proposer.states is not None:
@@ -310,6 +311,6 @@ def keep_states(proposer: DraftProposer, begin: int, states: torch.Tensor) -> No
     proposer.states = (begin, states)
 
 
-def num_waiting(proposer: DraftProposer) -> int:
+def num_waiting(proposer: Proposer) -> int:
     """How many states are kept."""
     return len(proposer.states[1]) if proposer.states else 0

@@ -15,8 +15,9 @@ from torch import nn
 from gpu_worker.engine.batch.inputs import to_device
 from gpu_worker.engine.batch.row import RowSlice, request_at
 from gpu_worker.engine.drafting.draft_model import DraftSampler
-from gpu_worker.engine.drafting.drafter import DraftProposer, DraftRow, DraftSource, draft_proposer_of
+from gpu_worker.engine.drafting.drafter import DraftRow, DraftSource, draft_proposer_of
 from gpu_worker.engine.drafting.eagle import HiddenStates
+from gpu_worker.engine.drafting.proposers import Proposer
 from gpu_worker.engine.model.model import Draft, LoadedModel
 from gpu_worker.engine.model.warmup import fastest_ms
 from gpu_worker.protocol import UnservableModel
@@ -229,7 +230,7 @@ class HeadSource(DraftSource):
         return fastest_ms(lambda: self.heads.logits(0, states, tokens), self.device)
 
 
-def last_state(proposer: DraftProposer) -> torch.Tensor | None:
+def last_state(proposer: Proposer) -> torch.Tensor | None:
     """The state [hidden] of the model's dtype that gave the row's last token; None if it was not kept."""
     if proposer.states is None:
         return None

@@ -1,4 +1,4 @@
-"""What proposes the next tokens of rows without a model: the tokens that a grammar forces, n-grams, suffixes.
+"""What proposes the next tokens of rows: their grammars (jump-forward), n-grams, suffixes, or a drafter.
 
 N-grams: the last ids of a row are looked up in its own ids (prompt look-up).
 
@@ -8,19 +8,22 @@ index of pairs of ids finds the same places as a suffix tree, with less memory a
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
-from common.settings.speculation import NGRAM, SUFFIX, Speculation
-from gpu_worker.engine.batch.proposer import ForcedProposer, Proposer
-from gpu_worker.engine.batch.row import ProposerFactory
+from common.settings.speculation import GRAMMAR, NGRAM, SUFFIX, Speculation
 from gpu_worker.engine.batch.sampling_state import GrammarMask
 from gpu_worker.engine.batch.step_result import Int32
-from gpu_worker.engine.drafting.acceptance import Acceptance, ProposalCosts, TrialBudget
+from gpu_worker.engine.drafting.acceptance import FIRST_PAUSE, Acceptance, ProposalCosts, TrialBudget
+
+MAX_FORCED = 15
+"""Proposals of a grammar at a time."""
+MAX_UNREADY = 2
+"""Drafts in vain: heads are ready at the second, and a model once it has computed the row so far."""
 
 
 class RowIds:
@@ -218,95 +221,118 @@ class Guesser:
             self.answers.append(self.number, tokens)
 
 
-class GuessProposer:
-    """Proposes guesses as far as they pay.
+class Proposer:
+    """Proposes what a row samples next; the model checks all proposals in one step.
+
+    They are what the row's grammar forces. Where it forces nothing, they are what the row's guesser finds, or
+    what a drafter has left here, up to the first token that the grammar forbids, and as far as they pay.
 
     Attributes:
-        num_speculated: most ids proposed at a time.
+        most: ids that are guessed or drafted at a time, at most; 0 for none.
+        guesser: None where a drafter drafts, or `most` is 0.
+        text: the row's ids, those sampled included.
+        is_sure: all proposals are sampled but for rare cases, so the next step may be launched before they
+            are checked.
+        kv_len: of the ids, whose K and V the draft's cache has; None while nobody has looked.
+        drafted: the next proposals of the drafter.
+        num_drafting: rows that the last draft was for; 0 for all.
+        num_unready: drafts since the last one that brought proposals.
+        states: hidden states [tokens, any] of the last step with samples, and the position of the first.
     """
-
-    is_sure = False
-    waits = False
 
     def __init__(
         self,
-        num_speculated: int,
-        guesser: Guesser,
-        budget: TrialBudget | None = None,
+        ids: Int32,
+        grammar: GrammarMask | None = None,
+        most: int = 0,
+        acceptance: Acceptance | None = None,
         costs: ProposalCosts | None = None,
+        guesser: Guesser | None = None,
+        drafts_by: str = "",
     ) -> None:
-        self.num_speculated = num_speculated
+        self.grammar = grammar
+        self.most = most
+        self.acceptance = acceptance or Acceptance()
         self.costs = costs or ProposalCosts()
         self.guesser = guesser
-        self.acceptance = Acceptance(budget=budget or TrialBudget())
-        self.method = guesser.method
-
-    def propose(self, most: int, skipped: int = 0) -> list[int]:
-        count = self.acceptance.num_worth(min(most, self.num_speculated), self.costs.of_one)
-        return self.guesser.guess(skipped + count)[skipped:] if count else []
-
-    def learn(self, tokens: Sequence[int], num_proposed: int) -> None:
-        self.guesser.append(tokens)
-        self.acceptance.learn(len(tokens), num_proposed, self.costs.of_one)
-
-
-class GuidedProposer:
-    """Proposes what the row's grammar forces; where it forces nothing, what `guessing` proposes up to the
-    first token that the grammar forbids.
-    """
-
-    def __init__(self, grammar: GrammarMask, guessing: Proposer) -> None:
-        self.grammar = grammar
-        self.forcing = ForcedProposer(grammar)
-        self.guessing = guessing
-        self.newest: Proposer = self.forcing
-
-    @property
-    def is_sure(self) -> bool:
-        return self.newest.is_sure
+        self.drafts_by = drafts_by
+        self.text = guesser.text if guesser else RowIds(ids)
+        self.is_sure = most == 0
+        self.kv_len: int | None = None
+        self.states: Any = None
+        self.drafted: Sequence[int] = ()
+        self.num_drafting = 0
+        self.num_unready = 0
 
     @property
     def waits(self) -> bool:
-        return self.guessing.waits
+        """Whether the next proposals need the tokens of the step in flight: the next step is launched only
+        once that one is read.
+        """
+        return bool(self.drafts_by) and self.costs.of_one < 1 and not self.acceptance.is_paused
 
     @property
     def method(self) -> str:
-        return self.newest.method
+        """Where the newest proposals come from, for metrics."""
+        return GRAMMAR if self.is_sure else self.guesser.method if self.guesser else self.drafts_by
+
+    def num_worth(self, most: int) -> int:
+        """How many guesses or drafts pay, at most `most`."""
+        return self.acceptance.num_worth(min(most, self.most), self.costs.of_one)
+
+    def take(self, drafted: Sequence[int], num_drafting: int) -> None:
+        """Take the next proposals, of a draft for so many rows; none if there is no draft yet. A row that has
+        none for long does not wait for steps in vain.
+        """
+        self.drafted, self.num_drafting = drafted, num_drafting
+        self.num_unready = 0 if drafted else self.num_unready + 1
+        if self.num_unready > MAX_UNREADY and self.acceptance.is_on_trial:
+            self.num_unready, self.acceptance.pause = 0, FIRST_PAUSE
 
     def propose(self, most: int, skipped: int = 0) -> Sequence[int]:
-        self.newest = self.forcing
-        if forced := self.forcing.propose(most, skipped):
-            return forced
-        self.newest = self.guessing
-        guessed = self.guessing.propose(most + skipped)
-        return guessed[: self.grammar.num_allowed(guessed)][skipped:] if guessed else ()
+        """Return at most `most` ids that follow the next `skipped` ones, which the step in flight samples;
+        none if proposals do not pay.
+        """
+        if self.grammar:
+            forced = self.grammar.forced(skipped + min(most, MAX_FORCED))[skipped:]
+            self.is_sure = bool(forced) or not self.most
+            if self.is_sure:
+                return forced
+        if self.guesser:
+            count = self.num_worth(most)
+            found: Sequence[int] = self.guesser.guess(skipped + count) if count else ()
+        else:
+            found, self.drafted = () if skipped else self.drafted[:most], ()
+        if self.grammar and found:
+            found = found[: self.grammar.num_allowed(found)]
+        return found[skipped:]
 
     def learn(self, tokens: Sequence[int], num_proposed: int) -> None:
-        self.guessing.learn(tokens, 0 if self.newest is self.forcing else num_proposed)
+        """Take the tokens that a step with `num_proposed` proposals sampled: all but the last were
+        proposed.
+        """
+        if not self.most:  # the grammar has taken them
+            return
+        (self.guesser or self.text).append(tokens)
+        if self.kv_len is not None:  # that of wrong drafts does not count, and the newest token has none
+            self.kv_len = min(self.kv_len, self.text.length - 1)
+        cost = self.costs.of_drafted(self.num_drafting or self.costs.num_rows)
+        self.acceptance.learn(len(tokens), 0 if self.is_sure else num_proposed, cost)
 
 
-def make_proposer(make_guessing: ProposerFactory, ids: Int32, grammar: GrammarMask | None) -> Proposer | None:
-    """The proposer of a row with these ids so far: of its grammar, of `make_guessing`, or of both; None if it
-    has neither.
-    """
-    guessing = make_guessing(ids, grammar)
-    if grammar is None:
-        return guessing
-    return GuidedProposer(grammar, guessing) if guessing else ForcedProposer(grammar)
+ProposerFactory = Callable[[Int32, GrammarMask | None], Proposer | None]
+"""(ids of a row so far, its grammar) → its proposer."""
 
 
 def guessing_factory(speculation: Speculation, costs: ProposalCosts | None = None) -> ProposerFactory:
-    """What makes the guessing proposers of rows for which no model proposes."""
+    """What makes the proposers of rows for which no model proposes."""
     number, values = speculation.num_found, speculation.values
     budget, is_suffix = TrialBudget(), speculation.method == SUFFIX
     answers = RecentAnswers(int(values["suffix_decoding_max_cached_requests"])) if is_suffix else None
 
     def make(ids: Int32, grammar: GrammarMask | None) -> Proposer | None:
-        return GuessProposer(number, Guesser(ids, values, answers), budget, costs) if number else None
+        if not number:
+            return Proposer(ids, grammar) if grammar else None
+        return Proposer(ids, grammar, number, Acceptance(budget=budget), costs, Guesser(ids, values, answers))
 
     return make
-
-
-def proposer_factory(make_guessing: ProposerFactory) -> ProposerFactory:
-    """What makes the proposers of rows, with and without grammars."""
-    return partial(make_proposer, make_guessing)

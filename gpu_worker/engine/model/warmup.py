@@ -16,11 +16,11 @@ from common.process.machine import run_delay_s
 from common.settings.settings import Settings
 from gpu_worker.engine.batch.adapters import Adapter
 from gpu_worker.engine.batch.inputs import build_inputs
-from gpu_worker.engine.batch.proposer import MAX_FORCED
 from gpu_worker.engine.batch.row import Row, RowSlice
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.batch.split_step import Forward
 from gpu_worker.engine.cuda.graphs import FIXED_TOKENS, Capture, CudaGraphs, graph_sizes
+from gpu_worker.engine.drafting.proposers import MAX_FORCED
 from gpu_worker.engine.model.kv_budget import measure_peak
 from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.sampling.sampler import sample

@@ -129,11 +129,13 @@ def draw_parameters(requests: Sequence[SampleRequest], device: torch.device) -> 
         truncates = bool(one.top_k) or top_p < 1 or one.min_p > 0
         drawn = (one.top_k, top_p, one.min_p, one.typical_p, truncates and one.typical_p == 1)
         rows.append((*drawn, state.random.at(index)) if one.temperature else (0, 1, 0, 1, True, 0))
-    top_k, top_p, min_p, typical_p, by_likelihood, uniforms = zip(*rows, strict=True)
-    others = to_device([[*top_p], [*min_p], [*typical_p], [*uniforms]], device, torch.float64)[..., None]
+    top_k, *shares, by_likelihood, uniforms = ([*column] for column in zip(*rows, strict=True))
+    top_p, min_p, typical_p, numbers = to_device([*shares, uniforms], device, torch.float64)[..., None]
     return DrawParameters(
-        to_device([*top_k], device, torch.int64)[:, None],
-        *others[:3],
-        to_device([*by_likelihood], device, torch.bool)[:, None],
-        others[3],
+        to_device(top_k, device, torch.int64)[:, None],
+        top_p,
+        min_p,
+        typical_p,
+        to_device(by_likelihood, device, torch.bool)[:, None],
+        numbers,
     )

@@ -32,6 +32,7 @@ from gpu_worker.engine.agent_link import AgentLink
 from gpu_worker.engine.batch.adapters import Adapter
 from gpu_worker.engine.batch.row import RowSlice, confirmed
 from gpu_worker.engine.batch.rows import Rows
+from gpu_worker.engine.drafting.proposers import Proposer
 from gpu_worker.protocol import (
     AdapterAnswer,
     AdapterLoaded,
@@ -163,14 +164,14 @@ class ScriptedEngine:
         return sampled
 
 
-class Guesser:
+class Guesser(Proposer):
     """Proposes what a row of the scripted engine will sample; each fifth time the last of them is wrong."""
 
-    is_sure = False
     waits = False
     method = "ngram"
 
     def __init__(self, engine: ScriptedEngine, row: int) -> None:
+        self.is_sure = False
         self.engine = engine
         self.row = row
         self.num_tokens = 0

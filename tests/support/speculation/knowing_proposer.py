@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from gpu_worker.engine.batch.proposer import Proposer
 from gpu_worker.engine.batch.sampling_state import GrammarMask
 from gpu_worker.engine.batch.step_result import Int32
+from gpu_worker.engine.drafting.proposers import Proposer
 
 
-class KnowingProposer:
+class KnowingProposer(Proposer):
     """Proposes `answer`, from a place on, with a share `wrong` of other ids.
 
     Attributes:
@@ -19,6 +19,7 @@ class KnowingProposer:
 
     waits = False
     method = "knowing"
+    drafts_by = ""
 
     def __init__(
         self,

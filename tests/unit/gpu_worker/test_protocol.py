@@ -77,8 +77,8 @@ def test_frames_arrive_whole_wherever_their_bytes_are_cut(sent: list[Frame], dat
         (b"GET / HTTP/1.1", "cannot unpack"),
         (msgpack.packb(["leap", 1]), "'leap'"),
         (msgpack.packb(["progress", "a", "b"]), "takes 2 positional arguments"),
-        (msgpack.packb(["step"]), "missing 1 required positional argument: 'step'"),
-        (msgpack.packb(["plan", msgpack.packb({"v": 1, "e": "no"})]), "Plan.epoch"),
+        (msgpack.packb(["StepResult"]), "missing 1 required positional argument: 'step'"),
+        (msgpack.packb(["Plan", msgpack.packb({"v": 1, "e": "no"})]), "Plan.epoch"),
     ],
 )
 def test_bytes_that_are_not_a_frame_raise_protocol_error(data: bytes, cause: str) -> None:

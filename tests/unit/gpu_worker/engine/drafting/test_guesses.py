@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from common.settings.speculation import read_speculation
-from gpu_worker.engine.batch.proposer import ForcedProposer
 from gpu_worker.engine.drafting.acceptance import (
     FIRST_LOSS,
     FIRST_PAUSE,
@@ -22,11 +21,9 @@ from gpu_worker.engine.drafting.acceptance import (
 from gpu_worker.engine.drafting.proposers import (
     MIN_SUFFIX,
     Guesser,
-    GuessProposer,
-    GuidedProposer,
+    Proposer,
     RecentAnswers,
     guessing_factory,
-    make_proposer,
 )
 from tests.support.engine.fixed_grammar import FixedGrammar
 
@@ -127,7 +124,7 @@ class Forcing(FixedGrammar):
 
 def test_a_grammar_forces_tokens_or_cuts_guesses() -> None:
     grammar = Forcing(None, forces=[1, 2], allows=2)
-    proposer = GuidedProposer(grammar, GuessProposer(3, guesser(IDS.tolist())))
+    proposer = Proposer(IDS, grammar, 3, guesser=guesser(IDS.tolist()))
     assert (proposer.propose(9), proposer.is_sure, proposer.method) == ([1, 2], True, "grammar")
     grammar.forces = []
     assert (proposer.propose(9), proposer.is_sure, proposer.method) == ([9, 8], False, "ngram")
@@ -138,13 +135,11 @@ def test_a_grammar_forces_tokens_or_cuts_guesses() -> None:
 def test_what_proposes_is_what_the_settings_say() -> None:
     grammar = Forcing(None)
     none = guessing_factory(read_speculation(0, None))
-    assert make_proposer(none, IDS, None) is None
-    assert isinstance(make_proposer(none, IDS, grammar), ForcedProposer)
+    assert none(IDS, None) is None
+    assert (forced := none(IDS, grammar)) and forced.is_sure and forced.method == "grammar"
     for config, method in ((None, "ngram"), ('{"method": "suffix"}', "suffix")):
-        guessing = guessing_factory(read_speculation(3, config))
-        proposer = make_proposer(guessing, IDS, None)
-        assert proposer and proposer.method == method
-        assert isinstance(make_proposer(guessing, IDS, grammar), GuidedProposer)
+        proposer = guessing_factory(read_speculation(3, config))(IDS, grammar)
+        assert proposer and proposer.method == method and not proposer.is_sure
 
 
 MOST = 4
