@@ -18,10 +18,11 @@ from gpu_worker.agent.engine_client import EngineClient
 log = logging.getLogger(__name__)
 
 
-def resolve(settings: Settings, dtype: str) -> Path:
+def resolve(settings: Settings, dtype: str = "") -> Path:
     """The directory of the model. Raises SettingError."""
+    weightless, dtype = settings.makes_weights, dtype or settings.dtype
     return model_files.resolve(
-        settings.model_id, settings.revision, log.info, weightless=settings.makes_weights, dtype=dtype
+        settings.model_id, settings.revision, log.info, weightless=weightless, dtype=dtype
     )
 
 

@@ -109,27 +109,19 @@ async def serve(
     preloaded: Sequence[RankProcess],
 ) -> int:
     """Serve as one incarnation → the exit status. `environ`: for the engine's processes, beside settings."""
-    # other machines wait for these ranks: they all find the model once they are connected
-    is_spread = len(ranks) < ranks[0].world_size
-    directory = None if is_spread else resolve(settings, settings.dtype)
-    found = settings.model_copy(update={"model_id": str(directory)}) if directory else settings
-    engine = await EngineClient.start({**found.environ(), **environ}, ranks, preloaded)
+    model = ServedModel(settings, PoolClient.connect(settings), environ, ranks)
     try:
-        table = RowTable(find_tokenizer(settings, directory)) if directory else None
-        ready = await wait_for_engine(settings, engine, own.incarnation)
-        directory = directory or resolve(settings, ready.dtype)
-        table = table or RowTable(find_tokenizer(settings, directory))
-        worker = capacity(settings, ready, own.name, own.incarnation, directory)
-        state = AgentState(table)
-        status = await serve_engine(settings, engine, state, worker)
-        if is_spread and status == 0:
+        engine, worker = await model.wake(own.name, own.incarnation, preloaded)
+        assert model.state is not None
+        status = await serve_engine(settings, engine, model.state, worker)
+        if model.is_spread and status == 0:
             await engine.end()
         return status
     except EngineDied as error:
         log.error("%s", error)
         return 1
     finally:
-        engine.kill()
+        model.end()
 
 
 async def serve_models(

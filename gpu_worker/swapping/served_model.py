@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from common import model_files
 from common.broker.pool_client import PoolClient
@@ -67,6 +68,11 @@ class ServedModel:
         return self.settings.pool
 
     @property
+    def is_spread(self) -> bool:
+        """Whether other machines have ranks of it, too."""
+        return len(self.ranks) < self.ranks[0].world_size
+
+    @property
     def kept_in(self) -> str:
         return MEMORY if self.engine else DISK
 
@@ -105,15 +111,17 @@ class ServedModel:
         self.woken_from, started_s = self.kept_in, time.monotonic()
         self.doing = "waking"
         try:
-            directory = await asyncio.to_thread(resolve, self.settings, self.settings.dtype)
-            engine = self.engine = self.engine or await self.start(str(directory), preloaded)
+            # ranks of other machines wait for these: they all find the model once they are connected
+            directory = None if self.is_spread else await asyncio.to_thread(resolve, self.settings)
+            engine = self.engine = self.engine or await self.start(directory, preloaded)
             if self.woken_from == MEMORY:
                 engine.wake_up()
+            if directory:
+                await self.read_tokenizer(directory)
             ready = await wait_for_engine(self.settings, engine, incarnation)
+            directory = directory or resolve(self.settings, ready.dtype)
             worker = capacity(self.settings, ready, name, incarnation, directory)
-            if self.state is None:
-                tokenizer = await asyncio.to_thread(find_tokenizer, self.settings, directory)
-                self.state = AgentState(RowTable(tokenizer))
+            await self.read_tokenizer(directory)
         except BaseException:
             self.end()
             raise
@@ -122,9 +130,16 @@ class ServedModel:
         self.num_failures = 0
         return engine, worker
 
-    async def start(self, directory: str, preloaded: Sequence[RankProcess]) -> EngineClient:
-        found = self.settings.model_copy(update={"model_id": directory})
-        return await EngineClient.start({**found.environ(), **self.environ}, self.ranks, preloaded)
+    async def start(self, directory: Path | None, preloaded: Sequence[RankProcess]) -> EngineClient:
+        found = {"model_id": str(directory)} if directory else {}
+        settings = self.settings.model_copy(update=found)
+        return await EngineClient.start({**settings.environ(), **self.environ}, self.ranks, preloaded)
+
+    async def read_tokenizer(self, directory: Path) -> None:
+        """Make the state of the first incarnation over an engine, if there is none yet."""
+        if self.state is None:
+            tokenizer = await asyncio.to_thread(find_tokenizer, self.settings, directory)
+            self.state = AgentState(RowTable(tokenizer))
 
     async def sleep(self) -> None:
         """Have the engine, which holds no row, sleep; several ranks end instead."""
