@@ -28,8 +28,7 @@ from tokenizers import Tokenizer
 from benchmarks.serve import OUT_TOKENS, STREAMS, Figures, load, median, prompt
 from common import model_files
 from common.messages.plan import NewRow, WorkerCapacity
-from gpu_worker.frames import FrameDecoder, encode
-from gpu_worker.protocol import Frame, StepResult
+from gpu_worker.protocol import Frame, FrameDecoder, StepResult, encode
 from tests.support.chaos.engine import STEP_MS
 from tests.support.chaos.launcher import ChaosFleet
 from tests.support.engine.start_rows import plan, start_row

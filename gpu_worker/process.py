@@ -1,5 +1,8 @@
 """The worker process: starts the engine, runs the agent, and seals its own logs when it ends.
 
+On a machine without its rank 0 it is a follower: it starts the ranks of this machine, and ends with them. It
+needs no broker: rank 0 tells its ranks what to do.
+
 A preloaded worker process, and its engine's processes, have imported everything and perhaps loaded the model.
 It waits until the launcher says which worker it becomes.
 """
@@ -18,26 +21,63 @@ import uvloop
 
 from common.broker.pool_client import PoolClient
 from common.messages.plan import WorkerCapacity
+from common.metrics import exposition
 from common.metrics.exposition import publishing_metrics
-from common.process import launch
-from common.process.launch import ACCEPTED, PRELOAD_FLAG, READY, detach_stdin
-from common.process.startup import ProcessIdentity, configure_process, exit_when_unservable, start_process
+from common.process import launch, logs
+from common.process.launch import ACCEPTED, PRELOAD_FLAG, detach_stdin
+from common.process.startup import (
+    READY,
+    ProcessIdentity,
+    configure_process,
+    exit_when_unservable,
+    start_process,
+)
 from common.rank import RankInfo, machine_ranks
 from common.settings.settings import SettingError, Settings
 from gpu_worker.agent import gpu_claims
-from gpu_worker.agent.agent import Agent
+from gpu_worker.agent.agent import Agent, EngineStuck, Stay
 from gpu_worker.agent.engine_client import EngineClient, EngineDied, RankProcess
 from gpu_worker.agent.publish import Sealed
-from gpu_worker.agent.row_text import RowTable
 from gpu_worker.agent.state import AgentState
-from gpu_worker.agent.watchdog import EngineStuck
-from gpu_worker.follower import configure_follower, follow
-from gpu_worker.loading import capacity, find_tokenizer, resolve, wait_for_engine
 from gpu_worker.protocol import LoadProgress
-from gpu_worker.stay import Stay
+from gpu_worker.swapping.served_model import ServedModel
 from gpu_worker.swapping.swapper import Swapper
 
 log = logging.getLogger(__name__)
+
+
+async def follow(
+    settings: Settings,
+    environ: Mapping[str, str],
+    ranks: Sequence[RankInfo],
+    preloaded: Sequence[RankProcess] = (),
+) -> int:
+    """Run the ranks until they end → the exit status: 0 if rank 0 has ended the worker in order. Raises
+    SettingError.
+
+    SIGTERM waits GRACEFUL_TERMINATION_TIMEOUT for that: when all machines are told to end, the requests that
+    run are finished.
+    """
+    engine = await EngineClient.start({**settings.environ(), **environ}, ranks, preloaded)
+    loop = asyncio.get_running_loop()
+    grace_s = settings.graceful_termination_timeout
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, loop.call_later, grace_s, engine.kill)
+    try:
+        await engine.ready(log.info)
+        READY.set()
+        numbers = ", ".join(str(info.rank) for info in ranks)
+        log.info("rank %s of %d: ready for rank 0", numbers, ranks[0].world_size)
+        await engine.run_steps(lambda _: None)  # ranks above 0 send none
+    except EngineDied as error:
+        if engine.has_ended_in_order:
+            log.info("the worker has ended")
+            return 0
+        log.error("%s", error)
+        return 1
+    finally:
+        engine.kill()
+    return 0
 
 
 async def wait_for_place(num_ranks: int, flags: Sequence[str]) -> list[RankProcess]:
@@ -51,7 +91,7 @@ async def wait_for_place(num_ranks: int, flags: Sequence[str]) -> list[RankProce
         if not isinstance(frame := await rank.link.receive(), LoadProgress):
             sys.exit(f"an engine cannot be preloaded: {frame}")
     setproctitle.setproctitle("tokenfleet preloaded")
-    writer.write(READY)
+    writer.write(launch.READY)
     line = await first_line(reader, ranks)
     if not line:
         sys.exit(0)
@@ -93,7 +133,8 @@ async def run(settings: Settings, own: ProcessIdentity, preloaded: Sequence[Rank
     if RankInfo.read(os.environ).world_size == 1 and (gpus := gpu_claims.claim(settings, len(ranks))):
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # torchrun has chosen the GPUs of its ranks
     if ranks[0].rank:
-        configure_follower(own, settings)
+        logs.set_up(own.name, settings.log_level, settings.json_output, own.incarnation)
+        exposition.start_metrics_server(settings, READY.is_set)
         return await follow(settings, environ, ranks, preloaded)
     configure_process(own, settings)
     if settings.models:

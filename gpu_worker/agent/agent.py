@@ -1,5 +1,5 @@
-"""The agent: plans in, tokens out. It knows Redis and text; the engine, in its own processes, knows
-neither.
+"""The agent: plans in, tokens out. It knows Redis and text; the engine, in its own processes, knows neither.
+And its stay: its time in one pool, over one engine, in one incarnation or several.
 """
 
 import asyncio
@@ -8,7 +8,8 @@ import logging
 import secrets
 from dataclasses import replace
 
-from common.broker.client import FailureLog
+from common.broker import process_scripts
+from common.broker.client import ERRORS, FailureLog, describe_error
 from common.broker.heartbeat import Readers, process_fields
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
@@ -25,8 +26,7 @@ from gpu_worker.agent.grants import PlanHandler, PlanStream
 from gpu_worker.agent.pictures import PictureReader
 from gpu_worker.agent.publish import Publisher, Sealed, StreamsGone, raise_refusal
 from gpu_worker.agent.state import AgentState
-from gpu_worker.agent.steps import StepHandler
-from gpu_worker.agent.watchdog import EngineStuck, Watchdog
+from gpu_worker.agent.steps import EngineStuck, StepHandler, Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -232,3 +232,34 @@ class Agent:
     async def run_out_of_time(self) -> None:
         await self.state.signalled.wait()
         await asyncio.sleep(self.settings.graceful_termination_timeout)
+
+
+SEAL_TIMEOUT_S = 2.0
+
+
+class Stay:
+    """One stay. `agent`: of the incarnation that serves now."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+
+    async def run(self) -> None:
+        """Serve until the worker is drained. If the streams are gone, it goes on as the next incarnation.
+        Raises Sealed, EngineDied, EngineStuck.
+        """
+        while not await self.agent.run():
+            self.agent = await self.agent.next_incarnation()
+            log.warning("the same engine goes on as incarnation %s", self.incarnation)
+
+    @property
+    def incarnation(self) -> str:
+        return self.agent.worker.incarnation
+
+    async def seal(self, why: str) -> None:
+        """Seal the logs, so that batcher and gateways learn at once that the stay has ended."""
+        pool = self.agent.pool
+        try:
+            async with asyncio.timeout(SEAL_TIMEOUT_S):
+                await pool.run(process_scripts.seal(pool.keys, self.incarnation, why=why))
+        except (*ERRORS, TimeoutError) as error:
+            log.warning("not sealed: %s", describe_error(error))

@@ -20,7 +20,6 @@ from common.process.machine import run_delay_s
 from common.rank import RankInfo
 from common.settings.settings import SettingError
 from gpu_worker.agent.metrics import BatchMetrics
-from gpu_worker.frames import FrameDecoder, encode
 from gpu_worker.protocol import (
     AdapterAnswer,
     Asleep,
@@ -28,6 +27,7 @@ from gpu_worker.protocol import (
     End,
     EngineFailure,
     Frame,
+    FrameDecoder,
     LoadAdapter,
     LoadProgress,
     ProtocolError,
@@ -35,6 +35,7 @@ from gpu_worker.protocol import (
     StepResult,
     UnloadAdapter,
     WakeUp,
+    encode,
 )
 
 ENGINE_MODULE = "gpu_worker.engine"

@@ -9,8 +9,17 @@ import threading
 from collections.abc import Iterator
 from typing import TypeVar
 
-from gpu_worker.frames import FrameDecoder, encode
-from gpu_worker.protocol import Command, End, Frame, ModelSleeps, PeerClosed, Sleep, WorkerEnds
+from gpu_worker.protocol import (
+    Command,
+    End,
+    Frame,
+    FrameDecoder,
+    ModelSleeps,
+    PeerClosed,
+    Sleep,
+    WorkerEnds,
+    encode,
+)
 
 Received = TypeVar("Received", bound=Frame)
 

@@ -17,7 +17,7 @@ from gpu_worker.engine.adapters.cache import AdapterCache
 from gpu_worker.engine.batch.adapters import AdapterTurns
 from gpu_worker.engine.batch.beams import BeamScores, score_beams, search_steps, text_factory
 from gpu_worker.engine.batch.inputs import build_inputs
-from gpu_worker.engine.batch.launchable import needed_pictures
+from gpu_worker.engine.batch.prefill import needed_pictures
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.rows import NO_BLOCKS, Rows
 from gpu_worker.engine.batch.sampling_state import SampleRequest

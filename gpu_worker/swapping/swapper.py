@@ -27,9 +27,8 @@ from common.process.logs import next_incarnation
 from common.process.startup import ProcessIdentity
 from common.rank import RankInfo
 from common.settings.settings import SettingError, Settings
-from gpu_worker.agent.agent import Agent
+from gpu_worker.agent.agent import Agent, Stay
 from gpu_worker.agent.engine_client import EngineDied, RankProcess
-from gpu_worker.stay import Stay
 from gpu_worker.swapping.choose import ModelTurn, PoolDemand, choose, choose_first
 from gpu_worker.swapping.served_model import MEMORY, ServedModel
 

@@ -1,9 +1,21 @@
-"""Prefill: which prompts a step computes, and in which order. No tensors."""
+"""Which rows a step computes: which are launched, which prompts it has in which order, and which units of
+pictures are encoded before it. No tensors.
 
-from collections.abc import Iterable, Iterator, Sequence
+A unit counts as the prompt tokens that take as long, so a step's budget of prompt tokens bounds its
+encodings, too. A unit that costs more than a whole budget is encoded all the same, since it cannot be split.
+Then prompts beside rows that decode wait until the budgets of further steps have made up for it.
+"""
 
-from gpu_worker.engine.batch.prefill_budget import StepBudget
+import sys
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from common.messages.plan import Plan
+from gpu_worker.engine.batch.beams import BeamGroup
+from gpu_worker.engine.batch.prefill_budget import PrefillBudget, StepBudget
 from gpu_worker.engine.batch.row import Row, RowSlice
+from gpu_worker.engine.batch.row_pictures import PictureState
 
 PATIENCE = 16
 """One step in this number begins with the prompt that has waited longest, unless it was first since then."""
@@ -71,3 +83,123 @@ def num_computable(row: Row, block_size: int) -> int:
     """Return how many tokens of a row's prompt are left and have blocks, and embeddings."""
     end = min(len(row.blocks) * block_size, len(row.ids))
     return (row.pictures.embedded_until(row.kv_len, end) if row.pictures else end) - row.kv_len
+
+
+class EncodedUnit(NamedTuple):
+    """A unit that is encoded before the step just scheduled."""
+
+    picture: PictureState
+    number: int
+
+
+@dataclass(slots=True)
+class EncodingSchedule:
+    """The units of the next step.
+
+    Attributes:
+        debt: prompt tokens that encodings took beyond the budgets of earlier steps.
+    """
+
+    units: list[EncodedUnit] = field(default_factory=list)
+    debt: int = 0
+
+    def schedule(self, line: Sequence[Row], block_size: int, budget: int, is_mixed: bool) -> int:
+        """Schedule units for rows in line, as far as their blocks reach → the budget that is left for tokens.
+        `is_mixed`: rows decode in this step, too.
+        """
+        self.debt = self.debt if is_mixed else 0
+        paid = min(budget, self.debt)
+        self.debt -= paid
+        left = budget - paid
+        cost = 0
+        for row in line:
+            own = self.schedule_row(row, block_size, left, budget) if row.pictures else 0
+            cost += own
+            left -= own + max(0, min(left - own, num_computable(row, block_size)))
+        self.debt += max(0, cost + paid - budget)
+        return max(0, budget - paid - cost)
+
+    def schedule_row(self, row: Row, block_size: int, left: int, budget: int) -> int:
+        """Schedule the next units of a row → what they cost. The first unit of a step may cost more than its
+        budget.
+        """
+        assert row.pictures
+        end, cost = len(row.blocks) * block_size, 0
+        for placed in row.pictures.left(row.kv_len):
+            picture = placed.picture
+            while not picture.is_scheduled and placed.places[picture.num_embedded] < end:
+                if left - cost < picture.unit_cost and left - cost < budget:
+                    return cost
+                self.units.append(EncodedUnit(picture, picture.num_scheduled))
+                picture.num_scheduled += 1
+                cost += picture.unit_cost
+        return cost
+
+    def take(self) -> list[EncodedUnit]:
+        """Return the units that are encoded before the step is computed."""
+        units, self.units = self.units, []
+        return units
+
+
+def encoding_cost(row: Row) -> int:
+    """Prompt tokens that take as long as what is left to encode for a row."""
+    if not row.pictures:
+        return 0
+    pictures = (placed.picture for placed in row.pictures.left(row.kv_len))
+    return sum((one.num_units - one.num_scheduled) * one.unit_cost for one in pictures)
+
+
+def runnable(rows: Iterable[Row], max_places: int, block_size: int) -> Iterator[Row]:
+    """Yield the rows that a step may compute: those with a place, room and a compiled grammar."""
+    places = max_places
+    for row in rows:
+        if row.ended or row.needs_no_step:
+            continue
+        if places < row.num_places:
+            return
+        places -= row.num_places
+        if row.is_ready and room(row, block_size) > 0:
+            yield row
+
+
+def room(row: Row, block_size: int) -> int:
+    """Tokens for which a row has blocks."""
+    return len(row.blocks) * block_size - row.kv_len
+
+
+def micro_batch_size(rows: Collection[Row], num_micro_batches: int) -> int:
+    """How many rows that decode the next launch may have: a share of all, so that the others are left for the
+    launches beside it.
+    """
+    if num_micro_batches == 1:
+        return sys.maxsize
+    decoding = sum(
+        row.kv_len >= len(row.ids) and not row.ended and row.index < row.max_new_tokens for row in rows
+    )
+    return -(-decoding // num_micro_batches)
+
+
+def may_join(row: Row, group: BeamGroup | None, step: int) -> bool:
+    """Whether a row may be in the next micro-batch. A group waits for its samples by itself."""
+    if group is not None:
+        return (group.rows or [row])[0].launched_step < step
+    return row.launched_step < step and not row.num_unread
+
+
+def step_budget(
+    budget: PrefillBudget, grant: Plan, decoding: Sequence[Row], line: Sequence[Row], block_size: int
+) -> StepBudget:
+    """What a step may have in which these rows could decode, and the prompts in line be computed."""
+    left = [(row.class_index, num_computable(row, block_size) + encoding_cost(row)) for row in line]
+    return budget.plan(grant, [row.class_index for row in decoding], left)
+
+
+def needed_pictures(rows: Iterable[Row]) -> set[PictureState]:
+    """The pictures that rows are still to read, or whose shapes they wait for."""
+    return {
+        placed.picture
+        for row in rows
+        if row.pictures and not row.ended
+        for placed in row.pictures.placed
+        if placed.end > row.kv_len or not placed.picture.shape.done()
+    }

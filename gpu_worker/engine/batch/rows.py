@@ -20,9 +20,17 @@ from common.messages.records import pack_floats, pack_ids, pack_sequences
 from common.messages.request import Generate
 from gpu_worker.engine.batch.adapters import Adapter, AdapterTurns
 from gpu_worker.engine.batch.beams import BeamGroup, BeamTextFactory, BlockCopy, Candidate, no_texts
-from gpu_worker.engine.batch.encoding import EncodingSchedule
-from gpu_worker.engine.batch.launchable import may_join, micro_batch_size, room, runnable, step_budget
-from gpu_worker.engine.batch.prefill import chunks, line_up, whole_prompts
+from gpu_worker.engine.batch.prefill import (
+    EncodingSchedule,
+    chunks,
+    line_up,
+    may_join,
+    micro_batch_size,
+    room,
+    runnable,
+    step_budget,
+    whole_prompts,
+)
 from gpu_worker.engine.batch.prefill_budget import PrefillBudget
 from gpu_worker.engine.batch.row import (
     GrammarFactory,

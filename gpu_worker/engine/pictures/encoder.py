@@ -20,7 +20,7 @@ from PIL import Image
 
 from common.messages.plan import NewRow
 from common.pictures import decoded
-from gpu_worker.engine.batch.encoding import EncodedUnit
+from gpu_worker.engine.batch.prefill import EncodedUnit
 from gpu_worker.engine.batch.row_pictures import (
     PictureState,
     PlacedPicture,

@@ -19,8 +19,7 @@ from common.messages.events import Events
 from common.messages.plan import NewRow, Plan
 from common.messages.records import unpack_ids
 from gpu_worker.engine.agent_link import AgentLink
-from gpu_worker.frames import encode
-from gpu_worker.protocol import SAMPLE, StepResult
+from gpu_worker.protocol import SAMPLE, StepResult, encode
 
 LOGPROB, DURATION_MS = -1.5, 10.0
 

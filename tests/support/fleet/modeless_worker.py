@@ -8,11 +8,10 @@ from typing import Any
 from common.broker.pool_client import PoolClient
 from common.messages.plan import Plan, WorkerCapacity
 from common.settings.settings import Settings
-from gpu_worker.agent.agent import Agent
+from gpu_worker.agent.agent import Agent, Stay
 from gpu_worker.agent.engine_client import EngineClient, StepsHandler
 from gpu_worker.agent.row_text import RowTable
 from gpu_worker.agent.state import AgentState
-from gpu_worker.stay import Stay
 from tests.support.chaos.engine import BLOCK_SIZE, ScriptedEngine
 from tests.support.tokenizer import TOKENIZER
 

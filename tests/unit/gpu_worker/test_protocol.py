@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from common.messages.plan import WorkerCapacity
 from common.messages.request import SamplingParams
-from gpu_worker.frames import FrameDecoder, encode
 from gpu_worker.protocol import (
     SAMPLE,
     AdapterLoaded,
@@ -15,11 +14,13 @@ from gpu_worker.protocol import (
     AdapterUnloaded,
     EngineFailure,
     Frame,
+    FrameDecoder,
     LoadAdapter,
     LoadProgress,
     ProtocolError,
     StepResult,
     UnloadAdapter,
+    encode,
 )
 from tests.support.engine.start_rows import plan, start_row
 

@@ -16,7 +16,7 @@ import torch
 import transformers
 from PIL import Image
 
-from gpu_worker.engine.batch.launchable import needed_pictures
+from gpu_worker.engine.batch.prefill import needed_pictures
 from gpu_worker.engine.engine import Engine
 from gpu_worker.protocol import StepResult
 from tests.support.engine import tiny_models

@@ -21,7 +21,7 @@ from gpu_worker.agent import grants as grants_module
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.grants import Entry, PlanStream, StreamId
 from gpu_worker.agent.state import ReportClock
-from gpu_worker.agent.watchdog import EngineStuck, Watchdog
+from gpu_worker.agent.steps import EngineStuck, Watchdog
 from tests.support.agents import (
     KEYS,
     grants,

@@ -22,13 +22,14 @@ from gpu_worker.engine import loop, process
 from gpu_worker.engine.agent_link import AgentLink
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK
-from gpu_worker.frames import FrameDecoder, encode
 from gpu_worker.protocol import (
     EngineFailure,
     Frame,
+    FrameDecoder,
     LoadProgress,
     PeerClosed,
     StepResult,
+    encode,
 )
 from tests.support.engine.reference import prompt_ids
 from tests.support.engine.start_rows import plan, start_row

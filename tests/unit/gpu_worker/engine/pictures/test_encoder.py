@@ -10,7 +10,7 @@ import pytest
 
 from gpu_worker.engine.attention import cpu_paged
 from gpu_worker.engine.attention.sdpa import SdpaBackend
-from gpu_worker.engine.batch.encoding import EncodedUnit
+from gpu_worker.engine.batch.prefill import EncodedUnit
 from gpu_worker.engine.pictures.encoder import PictureEncoder
 from tests.support.engine.pictures import models
 from tests.support.engine.pictures.models import SettledEngine, picture
