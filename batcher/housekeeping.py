@@ -13,11 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from batcher import batcher_scripts
-from batcher.failure_detector import FailureDetector, WorkerAbsence
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from batcher.timeline import TimelineWriter
-from batcher.worker_registry import WorkerRegistry
+from batcher.worker_registry import FailureDetector, WorkerAbsence, WorkerRegistry
 from common.adapter_registry import AdapterChangeError, AdapterRegistry, change_registry, read_newer
 from common.adapters import LEAVING, LOADING, READY, AdapterLoad, adapter_name
 from common.broker.heartbeat import Heartbeat

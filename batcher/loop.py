@@ -8,17 +8,15 @@ from typing import Any, NoReturn
 from batcher import batcher_scripts, inbox, worker_registry
 from batcher.actions import Action, ActionQueue, ScriptAction
 from batcher.batcher_scripts import PlanReply
-from batcher.failure_detector import FailureDetector
 from batcher.housekeeping import Housekeeping
 from batcher.inbox import Inbox, StreamEntry
 from batcher.lease import Lease, LeaseLost, WritesLost
-from batcher.recovery import Backlog, Recovery, in_slices
+from batcher.recovery import Backlog, Recovery, Terminals, in_slices
 from batcher.scheduling.plan_builder import PendingPlan
 from batcher.scheduling.replica import WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
-from batcher.terminals import Terminals
 from batcher.timeline import TimelineWriter
-from batcher.worker_registry import WorkerRegistry
+from batcher.worker_registry import FailureDetector, WorkerRegistry
 from common.broker.client import FailureLog
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode

@@ -40,8 +40,7 @@ from gpu_worker.agent.engine_client import EngineClient, EngineDied, RankProcess
 from gpu_worker.agent.publish import Sealed
 from gpu_worker.agent.state import AgentState
 from gpu_worker.protocol import LoadProgress
-from gpu_worker.swapping.served_model import ServedModel
-from gpu_worker.swapping.swapper import Swapper
+from gpu_worker.swapping.swapper import ServedModel, Swapper
 
 log = logging.getLogger(__name__)
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from batcher.scheduling.placement import importance, preempt_for
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import PREEMPT, PlacedRow
-from batcher.scheduling.turn import importance, preempt_for
 from common.messages.plan import NewRow, Plan
 from common.messages.records import pack_ids
 

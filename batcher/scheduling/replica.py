@@ -278,7 +278,7 @@ class Replica:
 
     @property
     def debts(self) -> dict[str, int]:
-        """What it owes (`batcher/failure_detector.py`), with what was last heard of it."""
+        """What it owes (`batcher/worker_registry.py`), with what was last heard of it."""
         if not (self.rows or self.leaving):
             return {}
         unseen = {"plans": self.plan_seen} if self.plan_seen < self.plan_written else {}

@@ -10,12 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from batcher.scheduling.hand_over import HandOver, adopt_rows
-from batcher.scheduling.placement import WorkerSet
+from batcher.scheduling.placement import Turn, WorkerSet, move_interrupted, move_standby
 from batcher.scheduling.plan_builder import PendingPlan, next_plan, set_lengths
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.request_queue import RequestQueue
 from batcher.scheduling.sequence import PREEMPT, PlacedRow, Sequence
-from batcher.scheduling.turn import Turn, move_interrupted, move_standby
 from common.messages.events import INTERRUPTED
 from common.messages.plan import Report, WorkerCapacity
 from common.messages.request import LEAST_URGENT

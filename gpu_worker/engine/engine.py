@@ -32,10 +32,9 @@ from gpu_worker.engine.cuda.graphs import (
     FixedShapeGraph,
     make_capture,
 )
-from gpu_worker.engine.drafting.acceptance import ProposalCosts, measure_steps
 from gpu_worker.engine.drafting.drafter import Drafter
 from gpu_worker.engine.drafting.load_draft import load_draft, make_drafter
-from gpu_worker.engine.drafting.proposers import guessing_factory
+from gpu_worker.engine.drafting.proposers import ProposalCosts, guessing_factory, measure_steps
 from gpu_worker.engine.in_flight import (
     InFlightStep,
     LaunchedStep,

@@ -16,8 +16,7 @@ from gpu_worker.engine.batch.sampling_state import GrammarMask
 from gpu_worker.engine.batch.split_step import is_out_of_memory, release_tensors
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.cuda.graphs import Capture
-from gpu_worker.engine.drafting.acceptance import TRIAL_PROPOSALS, Acceptance, ProposalCosts
-from gpu_worker.engine.drafting.proposers import Proposer
+from gpu_worker.engine.drafting.proposers import TRIAL_PROPOSALS, Acceptance, ProposalCosts, Proposer
 
 log = logging.getLogger(__name__)
 

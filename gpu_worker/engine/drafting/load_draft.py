@@ -27,17 +27,19 @@ from common.settings.speculation import (
 from gpu_worker.engine.attention.choose import choose_backend
 from gpu_worker.engine.attention.kv_cache import Geometry
 from gpu_worker.engine.cpu.packed_linear import pack_linears
-from gpu_worker.engine.drafting.acceptance import ProposalCosts
 from gpu_worker.engine.drafting.draft_model import DraftSampler, ModelSource
 from gpu_worker.engine.drafting.drafter import Drafter, DraftSource
-from gpu_worker.engine.drafting.eagle import (
+from gpu_worker.engine.drafting.heads import (
     Eagle3Head,
     EagleSource,
+    HeadSource,
+    MedusaHeads,
+    MlpSpeculatorHeads,
     names_of,
     read_eagle_config,
     recorded_layers,
 )
-from gpu_worker.engine.drafting.heads import HeadSource, MedusaHeads, MlpSpeculatorHeads
+from gpu_worker.engine.drafting.proposers import ProposalCosts
 from gpu_worker.engine.model.config import read_config
 from gpu_worker.engine.model.families import register_family
 from gpu_worker.engine.model.load import assemble, attach_empty, name_of, read_model, try_to_fuse

@@ -17,7 +17,7 @@ from gpu_worker.agent.row_text import RowTable
 from gpu_worker.agent.state import AgentState
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.process import serve_engine
-from gpu_worker.swapping.served_model import capacity, find_tokenizer, resolve
+from gpu_worker.swapping.swapper import capacity, find_tokenizer, resolve
 from tests.support.chaos.engine import BLOCK_SIZE
 from tests.support.coding_agents.script import ASIDE, ScriptFolder
 from tests.support.fleet.modeless_worker import ModelessEngine

@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
-from batcher import failure_detector
-from batcher.failure_detector import CLOCK_JUMP_MS, STALL_S, FailureDetector, Silence, WorkerAbsence
 from batcher.housekeeping import OrphanTracker
 from batcher.scheduling.sequence import Sequence
+from batcher.worker_registry import CLOCK_JUMP_MS, STALL_S, FailureDetector, Silence, WorkerAbsence
 from common.broker.heartbeat import Heartbeat
 from common.broker.pool_client import PoolClient
 from tests.support.broker_state import KEYS, make_request

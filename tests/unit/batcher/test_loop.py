@@ -10,7 +10,6 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
-from batcher import failure_detector
 from batcher.housekeeping import Housekeeping
 from batcher.lease import Lease, WritesLost
 from batcher.loop import Batcher

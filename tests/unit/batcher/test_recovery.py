@@ -7,15 +7,13 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
 from batcher.actions import ActionQueue
-from batcher.failure_detector import FailureDetector
 from batcher.inbox import Inbox
 from batcher.recovery import Backlog, Recovery
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
-from batcher.terminals import Terminals
 from batcher.timeline import TimelineWriter
-from batcher.worker_registry import WorkerRegistry
+from batcher.worker_registry import FailureDetector, WorkerRegistry
 from common.broker.lua import Reply, ScriptCall
 from common.broker.pool_client import PoolClient
 from common.messages.codec import decode

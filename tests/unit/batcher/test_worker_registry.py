@@ -6,12 +6,17 @@ import time
 import pytest
 from redis.asyncio import Redis
 
-from batcher import failure_detector
-from batcher.failure_detector import LOST_S, SILENT_S, FailureDetector
 from batcher.inbox import Inbox, StreamEntry
 from batcher.scheduling.replica import WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
-from batcher.worker_registry import KnownWorker, WorkerRegistry, WorkerState
+from batcher.worker_registry import (
+    LOST_S,
+    SILENT_S,
+    FailureDetector,
+    KnownWorker,
+    WorkerRegistry,
+    WorkerState,
+)
 from common.broker.pool_client import PoolClient
 from common.messages.codec import decode
 from common.messages.plan import Plan, Report
@@ -24,8 +29,8 @@ ANSWER = Report(1, EPOCH, 1, 3, takeover=True)
 @pytest.fixture
 def workers(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> WorkerRegistry:
     """They are checked by a process that the machine may stop for a while."""
-    monkeypatch.setattr(failure_detector, "STALL_S", 60.0)
-    monkeypatch.setattr(failure_detector, "CLOCK_JUMP_MS", 60_000)
+    monkeypatch.setattr(worker_registry, "STALL_S", 60.0)
+    monkeypatch.setattr(worker_registry, "CLOCK_JUMP_MS", 60_000)
     scheduler = Scheduler(WorkerLimits(), EPOCH)
     detector = FailureDetector(5.0)
     detector.check_clock_jump(round(time.time() * 1000))

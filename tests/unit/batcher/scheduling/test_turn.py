@@ -8,10 +8,10 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from batcher.scheduling.placement import may_stand_by, rows_in_the_way
 from batcher.scheduling.replica import WorkerLimits
 from batcher.scheduling.scheduler import CALLERS_MS
 from batcher.scheduling.sequence import Sequence
-from batcher.scheduling.turn import may_stand_by, rows_in_the_way
 from common.messages.request import BeamParams
 from tests.support.fleet.simulated_pool import Pool, request, sharing_request
 

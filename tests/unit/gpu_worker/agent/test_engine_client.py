@@ -17,7 +17,7 @@ from common.settings.settings import SettingError, Settings
 from gpu_worker.agent import gpu_claims as gpus
 from gpu_worker.agent.engine_client import EngineClient, EngineDied, EngineLink, RankProcess
 from gpu_worker.protocol import SAMPLE, EngineFailure, LoadProgress, StepResult, encode
-from gpu_worker.swapping.served_model import capacity
+from gpu_worker.swapping.swapper import capacity
 from tests.support.machine import fake_nvml
 from tests.support.waiting import wait_until
 

@@ -6,7 +6,7 @@ from redis.asyncio import Redis
 from common.messages.plan import NewRow, Plan
 from common.messages.records import pack_ids
 from common.messages.request import Generate, Picture, StoppingParams
-from gpu_worker.agent import pictures
+from gpu_worker.agent import grants as module
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.grants import PlanHandler
 from tests.support.agents import KEYS, grants, make_agent
@@ -86,7 +86,7 @@ async def test_a_row_whose_picture_is_lost_never_starts_and_its_request_fails(re
 async def test_rows_with_large_pictures_are_sent_one_after_the_other(
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pictures, "MAX_FRAME_PICTURES", 10)
+    monkeypatch.setattr(module, "MAX_FRAME_PICTURES", 10)
     agent = await make_agent(redis)
     await keep(redis, aa=b"red", bb=b"blue")
     before = len(grants(agent))

@@ -31,7 +31,7 @@ from common.messages.request import BeamParams, Generate, LogitsParams, Stopping
 from common.metrics import catalogue
 from common.metrics.catalogue import TOTAL
 from gpu_worker.agent.agent import Agent
-from gpu_worker.agent.metrics import BatchMetrics
+from gpu_worker.agent.engine_client import BatchMetrics
 from gpu_worker.agent.publish import Publisher
 from gpu_worker.agent.row_text import RowTable, RowText
 from gpu_worker.protocol import SAMPLE, StepResult

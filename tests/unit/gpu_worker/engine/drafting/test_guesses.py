@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from common.settings.speculation import read_speculation
-from gpu_worker.engine.drafting.acceptance import (
+from gpu_worker.engine.drafting.proposers import (
     FIRST_LOSS,
     FIRST_PAUSE,
     LOSS_SHARE,
@@ -21,8 +21,10 @@ from gpu_worker.engine.drafting.acceptance import (
 from gpu_worker.engine.drafting.proposers import (
     MIN_SUFFIX,
     Guesser,
+    ProposalCosts,
     Proposer,
     RecentAnswers,
+    TrialBudget,
     guessing_factory,
 )
 from tests.support.engine.fixed_grammar import FixedGrammar
