@@ -1,4 +1,4 @@
-"""Plans on their way from the batcher to the engine, with the bytes of pictures that a row must still compute."""
+"""Plans on their way from the batcher to the engine, with the bytes of the pictures that rows must see."""
 
 import asyncio
 import logging
@@ -96,7 +96,6 @@ def in_parts(plan: Plan) -> Iterator[Plan]:
 
 NUM_READS = 2
 BLOCK_MS = 5000
-RETRY_S = 0.05
 
 StreamId = tuple[int, int]
 Entry = tuple[bytes, dict[bytes, bytes]]

@@ -10,9 +10,9 @@ them, for other tokens before the next draft. A row that pauses goes on with it,
 of tokens that other rows have computed are not there: a row that starts with their blocks drafts only if
 these hold the layer's K and V.
 
-Others take a row's last state, and cache nothing. Medusa (arXiv:2401.10774): each head proposes the token at one place after the next, from that state alone.
-MLP speculator (arXiv:2404.19124; checkpoints of ibm-fms and ibm-ai-platform): a recurrent state of the last
-hidden state and of the tokens proposed so far.
+Others take a row's last state, and cache nothing. Medusa (arXiv:2401.10774): each head proposes the token at
+one place after the next, from that state alone. MLP speculator (arXiv:2404.19124; checkpoints of ibm-fms and
+ibm-ai-platform): a recurrent state of the last hidden state and of the tokens proposed so far.
 """
 
 import math

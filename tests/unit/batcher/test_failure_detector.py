@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
+from batcher import worker_registry
 from batcher.housekeeping import OrphanTracker
 from batcher.scheduling.sequence import Sequence
 from batcher.worker_registry import CLOCK_JUMP_MS, STALL_S, FailureDetector, Silence, WorkerAbsence
@@ -30,7 +31,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(failure_detector, "time", clock)
+    monkeypatch.setattr(worker_registry, "time", clock)
     return clock
 
 

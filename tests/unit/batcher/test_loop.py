@@ -10,6 +10,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
+from batcher import worker_registry
 from batcher.housekeeping import Housekeeping
 from batcher.lease import Lease, WritesLost
 from batcher.loop import Batcher
@@ -26,7 +27,7 @@ async def batcher(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     """One that waits for no entry: what its tests write is there before a turn."""
     monkeypatch.setattr(Housekeeping, "left_ms", 0)
     monkeypatch.setattr(Housekeeping, "wait_ms", 1)
-    monkeypatch.setattr(failure_detector, "STALL_S", 60.0)  # the machine may stop us for a while
+    monkeypatch.setattr(worker_registry, "STALL_S", 60.0)  # the machine may stop us for a while
     pool = PoolClient(redis, KEYS)
     lease = Lease(pool, "b0-1", 60.0)
     batcher = Batcher(Settings(), pool, lease, await lease.acquire())

@@ -6,6 +6,7 @@ import time
 import pytest
 from redis.asyncio import Redis
 
+from batcher import worker_registry
 from batcher.inbox import Inbox, StreamEntry
 from batcher.scheduling.replica import WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
