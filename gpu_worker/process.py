@@ -35,10 +35,11 @@ from common.process.startup import (
 from common.rank import RankInfo, machine_ranks
 from common.settings.settings import SettingError, Settings
 from gpu_worker.agent import gpu_claims
-from gpu_worker.agent.agent import Agent, EngineStuck, Stay
+from gpu_worker.agent.agent import Agent, Stay
 from gpu_worker.agent.engine_client import EngineClient, EngineDied, RankProcess
 from gpu_worker.agent.publish import Sealed
 from gpu_worker.agent.state import AgentState
+from gpu_worker.agent.steps import EngineStuck
 from gpu_worker.protocol import LoadProgress
 from gpu_worker.swapping.swapper import ServedModel, Swapper
 

@@ -22,6 +22,7 @@ from gpu_worker.agent.steps import StepHandler
 
 log = logging.getLogger(__name__)
 
+RETRY_S = 0.05
 MAX_CACHED_BYTES = 32 * 2**20
 """Of pictures that were read last: choices of one prompt, and further requests with them, read none again."""
 MAX_FRAME_PICTURES = 64 * 2**20

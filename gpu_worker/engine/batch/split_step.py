@@ -63,8 +63,8 @@ def computable_halves(
     release_tensors(error)
     torch.cuda.empty_cache()
     middle = len(slices) // 2
-    halves = [slices[:middle], slices[middle:]] if middle else []
-    if is_scarce and not (halves := halves or split_slice(slices[0])):
+    halves: list[Sequence[RowSlice]] = [slices[:middle], slices[middle:]] if middle else []
+    if is_scarce and not (halves := halves or [*split_slice(slices[0])]):
         raise error
     found: list[tuple[Sequence[RowSlice], torch.Tensor]] = []
     for half in halves:
