@@ -40,7 +40,6 @@ from gpu_worker.engine.in_flight import (
     LaunchedStep,
     LaunchPace,
     SentStep,
-    StepSamples,
     pack_samples,
     sample_requests,
     unpack_sent_samples,
@@ -448,23 +447,11 @@ class Engine:
 
     def collect(self, in_flight: InFlightStep | SentStep) -> float:
         """Read a step → its duration in ms; in a pipeline, in all stages."""
-        self.take(in_flight.slices, in_flight.read())
+        self.rows.collect(in_flight.slices, in_flight.read())
         self.collected_step = in_flight.number
         if self.communicator.num_stages > 1:
             return (time.monotonic() - in_flight.started_s) * 1e3
         return self.pace.on_read(in_flight.started_s, time.monotonic(), self.rows.result.prefill_tokens) * 1e3
-
-    def take(self, slices: Sequence[RowSlice], samples: StepSamples) -> None:
-        """Give the rows what a step sampled."""
-        self.rows.collect(
-            slices,
-            samples.ids,
-            samples.logprobs,
-            samples.top_logprobs,
-            samples.prompt_logprobs,
-            samples.candidates,
-        )
-        self.rows.result.logits += samples.logits
 
     def forward_able(self, slices: list[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
         """`forward`, in halves if it raises, and without the rows for which it raises again: they fail, and

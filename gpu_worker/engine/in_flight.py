@@ -1,15 +1,15 @@
 """A step in flight: launched on the device, not yet read by the host; and the pace of launches."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import msgpack
 import torch
 
-from gpu_worker.engine.batch.beams import BeamScores, Candidate
+from gpu_worker.engine.batch.beams import BeamScores
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.sampling_state import SampleRequest
-from gpu_worker.engine.batch.step_result import PromptLogprobs, TopLogprobs
+from gpu_worker.engine.batch.step_result import Candidate, PromptLogprobs, StepSamples, TopLogprobs
 from gpu_worker.engine.sampling.logprobs import CopiedLogits
 from gpu_worker.engine.sampling.multinomial import SamplerOutput
 
@@ -94,37 +94,9 @@ def sample_requests(slices: Sequence[RowSlice]) -> list[SampleRequest | None]:
     return requests
 
 
-@dataclass(frozen=True, slots=True)
-class StepSamples:
-    """What a step sampled, on the host.
-
-    Attributes:
-        top_logprobs: by the place of the sample in `ids`.
-        prompt_logprobs: of the slices that ask for them, in order.
-        candidates: continuations of beams, by the number of their search.
-        logits: pieces of those that rows return: (row, first position, little-endian values).
-    """
-
-    ids: list[int]
-    logprobs: list[float]
-    top_logprobs: dict[int, TopLogprobs] = field(default_factory=dict)
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    candidates: dict[int, list[Candidate]] = field(default_factory=dict)
-    logits: list[tuple[int, int, bytes]] = field(default_factory=list)
-
-
 def pack_samples(samples: StepSamples) -> bytes:
     """Pack what a step sampled, for another rank."""
-    data: bytes = msgpack.packb(
-        (
-            samples.ids,
-            samples.logprobs,
-            samples.top_logprobs,
-            samples.prompt_logprobs,
-            samples.candidates,
-            samples.logits,
-        )
-    )
+    data: bytes = msgpack.packb([getattr(samples, name) for name in StepSamples.__slots__])
     return data
 
 

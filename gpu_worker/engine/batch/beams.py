@@ -30,7 +30,7 @@ from common.model_files import read_tokenizer
 from gpu_worker.engine.batch.inputs import to_device
 from gpu_worker.engine.batch.row import Row, RowSlice
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
-from gpu_worker.engine.batch.step_result import Int32
+from gpu_worker.engine.batch.step_result import Candidate, Int32
 from gpu_worker.engine.sampling.penalties import adjust_scores
 
 
@@ -86,21 +86,6 @@ def no_texts(prompt: list[int], stopping: StoppingParams) -> BeamText:
 AT_FULL, NEVER = 1, 2
 """Values of `BeamParams.early_stopping`."""
 LARGEST = float(np.finfo(np.float32).max)
-
-
-class Candidate(NamedTuple):
-    """A beam and a token that may continue it.
-
-    Attributes:
-        parent: place of the beam.
-        logprob: of the token, after penalties.
-        total: the sum of all log-probabilities up to the token.
-    """
-
-    parent: int
-    token: int
-    logprob: float
-    total: float
 
 
 class BeamToken(NamedTuple):

@@ -19,7 +19,7 @@ from common.messages.plan import Plan
 from common.messages.records import pack_floats, pack_ids, pack_sequences
 from common.messages.request import Generate
 from gpu_worker.engine.batch.adapters import Adapter, AdapterTurns
-from gpu_worker.engine.batch.beams import BeamGroup, BeamTextFactory, BlockCopy, Candidate, no_texts
+from gpu_worker.engine.batch.beams import BeamGroup, BeamTextFactory, BlockCopy, no_texts
 from gpu_worker.engine.batch.prefill import (
     EncodingSchedule,
     chunks,
@@ -45,13 +45,7 @@ from gpu_worker.engine.batch.row import (
     place_samples,
 )
 from gpu_worker.engine.batch.state_slots import StateSlots
-from gpu_worker.engine.batch.step_result import (
-    NO_PROMPT_LOGPROBS,
-    NO_TOP_LOGPROBS,
-    Int32,
-    PromptLogprobs,
-    TopLogprobs,
-)
+from gpu_worker.engine.batch.step_result import Candidate, Int32, PromptLogprobs, StepSamples, TopLogprobs
 from gpu_worker.engine.drafting.proposers import ProposerFactory
 from gpu_worker.protocol import SAMPLE, StepResult
 
@@ -59,7 +53,6 @@ log = logging.getLogger(__name__)
 NO_BLOCKS: Int32 = np.zeros(0, np.int32)
 NO_GRANT = Plan(epoch=0, number=0, until=0, prefill_tokens=0)
 MAX_SCORED_TOKENS = 256
-NO_CANDIDATES: Mapping[int, Sequence[Candidate]] = {}
 
 
 @dataclass(slots=True, eq=False)
@@ -276,39 +269,32 @@ class Rows:
         copies, self.copies = self.copies, []
         return copies
 
-    def collect(
-        self,
-        slices: Sequence[RowSlice],
-        ids: Sequence[int],
-        logprobs: Sequence[float],
-        top_logprobs: Mapping[int, TopLogprobs] = NO_TOP_LOGPROBS,
-        prompt_logprobs: Sequence[PromptLogprobs] = NO_PROMPT_LOGPROBS,
-        candidates: Mapping[int, Sequence[Candidate]] = NO_CANDIDATES,
-    ) -> None:
-        """Take what a launched step sampled: `ids` and `logprobs` of all samples of all slices, in order;
-        `top_logprobs` by the place in `ids`; `prompt_logprobs` of the slices that report them, in order;
-        `candidates` of beam searches, by row, in place of their samples.
+    def collect(self, slices: Sequence[RowSlice], samples: StepSamples) -> None:
+        """Take what a launched step sampled: all samples of all slices, in order; for beam searches there are
+        `candidates` in their place.
         """
-        sampled, scored = enumerate(zip(ids, logprobs, strict=True)), iter(prompt_logprobs)
+        self.result.logits += samples.logits
+        pairs = zip(samples.ids, samples.logprobs, strict=True)
+        sampled, scored = enumerate(pairs), iter(samples.prompt_logprobs)
         searched: dict[int, None] = {}
         for row_slice in slices:
             if row_slice.count > 1 and not row_slice.decodes:
                 self.result.prefill_tokens += row_slice.count
             if row_slice.num_scored and row_slice.row.prompt_logprobs is not None:
                 self.add_prompt_logprobs(row_slice, next(scored))
-            samples = list(islice(sampled, row_slice.num_samples))
+            own = list(islice(sampled, row_slice.num_samples))
             if row_slice.row.beams:
                 self.result.num_beams += row_slice.decodes
-                searched |= {row_slice.row.number: None} if samples else {}
-            elif samples and not row_slice.is_void:
-                self.add_tokens(row_slice, samples, top_logprobs)
+                searched |= {row_slice.row.number: None} if own else {}
+            elif own and not row_slice.is_void:
+                self.add_tokens(row_slice, own, samples.top_logprobs)
             elif row_slice.row.pooling and row_slice.kv_len == len(row_slice.row.ids):
                 self.end_pooling(row_slice.row)
             row_slice.row.in_flight -= 1
             if row_slice.row.ended:
                 self.release(row_slice.row)
         for number in searched:
-            self.advance_search(number, candidates.get(number, ()))
+            self.advance_search(number, samples.candidates.get(number, ()))
 
     def advance_search(self, number: int, candidates: Sequence[Candidate]) -> None:
         """Go on with the best continuations of the beams of a search."""

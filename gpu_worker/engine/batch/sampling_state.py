@@ -2,22 +2,29 @@
 numbers, counts of tokens, a decaying top-p, a grammar). No tensors.
 """
 
+import logging
+import re
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
+import llguidance
 import numpy as np
 import numpy.typing as npt
 
 from common.messages.plan import NewRow
 from common.messages.request import SamplingParams
 
+log = logging.getLogger(__name__)
+
 Bits = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 
+LIMIT_ERROR = re.compile("too (many|big)|; max is")
+"""In llguidance's error if a grammar takes more work or memory than llguidance allows."""
 NUMBERS_PER_BLOCK = 4
 """Numbers that Philox gives for one value of its counter."""
 BUFFERED_NUMBERS = 64
@@ -132,36 +139,76 @@ class TopPDecay:
         self.top_p = self.sampling.top_p if token in self.reset_ids else smaller
 
 
-class GrammarMask(Protocol):
-    """What a grammar allows as a row's next token. The mask is read after the forward is launched and may be
-    computed while it runs: only the sampler waits.
+@dataclass(slots=True, eq=False)
+class GrammarMask:
+    """What a grammar allows as a row's next token: the row's place in its grammar. The mask is read after the
+    forward is launched and may be computed while it runs: only the sampler waits.
+
+    Attributes:
+        compiled: llguidance's matcher, once it is compiled. If it has an error, every token fails the row.
+        bits: the mask of the next token, once `Matchers` has computed it.
+        following: a token, and the copy of this matcher that has taken that token, too.
     """
+
+    compiled: "Future[llguidance.LLMatcher]"
+    num_words: int
+    bits: Bits | None = None
+    following: "tuple[int, GrammarMask] | None" = None
 
     def is_ready(self) -> bool:
         """Tell whether the next token can be sampled: a grammar takes time to compile."""
+        return self.compiled.done()
 
     def must_end(self) -> bool:
         """Tell whether only an end-of-sequence token may come next."""
+        return self.compiled.result().is_stopped()
 
     def accept(self, token: int) -> str:
         """Take the row's newest token → why the row fails: `grammar` if the token is not allowed, or
         `grammar_limit`; "" if the row goes on.
         """
+        self.bits = self.following = None
+        matcher = self.compiled.result()
+        # with an error it would take an end-of-sequence token, the only one in its mask
+        if not matcher.is_error() and matcher.consume_token(token):
+            return ""
+        error = matcher.get_error().split("<state>")[0].strip()
+        log.warning("a row fails: %s", error)
+        return "grammar_limit" if LIMIT_ERROR.search(error) else "grammar"
 
     def copy(self) -> "GrammarMask":
         """An independent copy."""
+        copied: Future[llguidance.LLMatcher] = Future()
+        copied.set_result(self.compiled.result().deep_copy())
+        return GrammarMask(copied, self.num_words)
 
     def after(self, token: int) -> "GrammarMask":
         """A copy that has taken one more token."""
+        if self.following is None or self.following[0] != token:
+            following = self.copy()
+            following.compiled.result().consume_token(token)
+            self.following = token, following
+        return self.following[1]
 
-    def forced(self, most: int) -> Sequence[int]:
-        """At most `most` next tokens, as far as the grammar allows no others."""
+    def forced(self, most: int) -> list[int]:
+        """At most `most` next tokens, as far as the grammar allows no others; none for a matcher with an
+        error.
+
+        llguidance tokenizes the text that a grammar forces. The tokens may be another text, as the name of a
+        special token becomes that token: these the grammar does not accept.
+        """
+        state = self.compiled.result()
+        tokens = state.compute_ff_tokens()[:most]
+        return tokens[: state.validate_tokens(tokens)] if tokens else []
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
-        """How many of these next tokens it allows, one after the other."""
+        """How many of these next tokens it allows, one after the other; none for a matcher with an error."""
+        state = self.compiled.result()
+        return 0 if state.is_error() else state.validate_tokens(list(tokens))
 
     def mask(self) -> Bits | None:
         """Return the tokens that may come next, at least one: bit t % 32 of word t // 32. None allows all."""
+        return self.bits
 
 
 @dataclass(slots=True, eq=False)

@@ -2,11 +2,8 @@
 application of these masks, and of those of allowed ids, to scores on the device.
 """
 
-import logging
-import re
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -16,14 +13,10 @@ import torch
 
 from common.process import machine
 from gpu_worker.engine.batch.inputs import to_device
-from gpu_worker.engine.batch.sampling_state import Bits, SampleRequest, SamplingState
+from gpu_worker.engine.batch.sampling_state import Bits, GrammarMask, SampleRequest, SamplingState
 from gpu_worker.engine.side_threads import SideThreads
 
-log = logging.getLogger(__name__)
-
 WORD_BITS = 32
-LIMIT_ERROR = re.compile("too (many|big)|; max is")
-"""In llguidance's error if a grammar takes more work or memory than llguidance allows."""
 COMPILER_STACK_BYTES = 128 * 2**20
 """Twice the stack with which a gateway compiles: no grammar that it accepts is too deep here. Most grammars
 leave it unused.
@@ -77,69 +70,6 @@ def unpack_mask(bits: torch.Tensor) -> torch.Tensor:
     return ((bits[..., None] >> shifts) & 1).bool().flatten(1)
 
 
-@dataclass(slots=True, eq=False)
-class Matcher:
-    """One row's place in its grammar: a GrammarMask.
-
-    Attributes:
-        compiled: llguidance's matcher, once it is compiled. If it has an error, every token fails the row.
-        bits: the mask of the next token, once `Matchers` has computed it.
-        following: a token, and the copy of this matcher that has taken that token, too.
-    """
-
-    compiled: "Future[llguidance.LLMatcher]"
-    num_words: int
-    bits: Bits | None = None
-    following: "tuple[int, Matcher] | None" = None
-
-    def is_ready(self) -> bool:
-        return self.compiled.done()
-
-    def must_end(self) -> bool:
-        return self.compiled.result().is_stopped()
-
-    def accept(self, token: int) -> str:
-        self.bits = self.following = None
-        matcher = self.compiled.result()
-        # with an error it would take an end-of-sequence token, the only one in its mask
-        if not matcher.is_error() and matcher.consume_token(token):
-            return ""
-        error = matcher.get_error().split("<state>")[0].strip()
-        log.warning("a row fails: %s", error)
-        return "grammar_limit" if LIMIT_ERROR.search(error) else "grammar"
-
-    def copy(self) -> "Matcher":
-        copied: Future[llguidance.LLMatcher] = Future()
-        copied.set_result(self.compiled.result().deep_copy())
-        return Matcher(copied, self.num_words)
-
-    def after(self, token: int) -> "Matcher":
-        if self.following is None or self.following[0] != token:
-            following = self.copy()
-            following.compiled.result().consume_token(token)
-            self.following = token, following
-        return self.following[1]
-
-    def forced(self, most: int) -> list[int]:
-        """At most `most` next tokens, as far as the grammar allows no others; none for a matcher with an
-        error.
-
-        llguidance tokenizes the text that a grammar forces. The tokens may be another text, as the name of a
-        special token becomes that token: these the grammar does not accept.
-        """
-        state = self.compiled.result()
-        tokens = state.compute_ff_tokens()[:most]
-        return tokens[: state.validate_tokens(tokens)] if tokens else []
-
-    def num_allowed(self, tokens: Sequence[int]) -> int:
-        """None for a matcher with an error."""
-        state = self.compiled.result()
-        return 0 if state.is_error() else state.validate_tokens(list(tokens))
-
-    def mask(self) -> Bits | None:
-        return self.bits
-
-
 class Matchers:
     """Makes matchers for one model's vocabulary, and computes the masks of a step together.
 
@@ -185,12 +115,12 @@ class Matchers:
         """
         self.compiler.submit(lambda: self.vocabulary)
 
-    def start(self, source: str, tokens: Sequence[int]) -> Matcher:
+    def start(self, source: str, tokens: Sequence[int]) -> GrammarMask:
         """The matcher of a row that has sampled these tokens so far."""
         compiled = self.compiler.submit(self.compile, source, list(tokens))
         if self.waits:
             compiled.result()
-        return Matcher(compiled, num_words(self.vocab_size))
+        return GrammarMask(compiled, num_words(self.vocab_size))
 
     def compile(self, source: str, tokens: list[int]) -> llguidance.LLMatcher:
         matcher = llguidance.LLMatcher(self.vocabulary, source, log_level=0)
@@ -210,7 +140,7 @@ class Matchers:
         if matchers := without_masks(requests):
             self.compute(matchers)
 
-    def compute(self, matchers: Sequence[Matcher]) -> None:
+    def compute(self, matchers: Sequence[GrammarMask]) -> None:
         bits = np.empty((len(matchers), matchers[0].num_words), np.int32)
         states = [matcher.compiled.result() for matcher in matchers]
         plain = [plain_token(self.vocabulary, state) for state in states]
@@ -223,7 +153,7 @@ class Matchers:
 
 def plain_token(vocabulary: llguidance.LLTokenizer, state: llguidance.LLMatcher) -> int | None:
     """The first token of the text that a grammar forces, if the grammar does not accept llguidance's own
-    (`Matcher.forced` says when); None if the mask is right.
+    (`GrammarMask.forced` says when); None if the mask is right.
     """
     written = state.compute_ff_tokens()[:1]
     if not written or state.validate_tokens(written):
@@ -235,12 +165,9 @@ def plain_token(vocabulary: llguidance.LLTokenizer, state: llguidance.LLMatcher)
     return next((token for token in tokens if state.validate_tokens([token])), None)
 
 
-def without_masks(requests: Iterable[SampleRequest | None]) -> list[Matcher]:
+def without_masks(requests: Iterable[SampleRequest | None]) -> list[GrammarMask]:
     """The matchers of the rows that sample next, as far as their masks are not computed."""
     grammars = [request.state.grammar for request in requests if request and request.state.grammar]
     return [
-        grammar
-        for grammar in grammars
-        if isinstance(grammar, Matcher) and grammar.bits is None
-        if not grammar.compiled.result().is_error()
+        grammar for grammar in grammars if grammar.bits is None and not grammar.compiled.result().is_error()
     ]

@@ -32,6 +32,7 @@ from gpu_worker.engine.agent_link import AgentLink
 from gpu_worker.engine.batch.adapters import Adapter
 from gpu_worker.engine.batch.row import RowSlice, confirmed
 from gpu_worker.engine.batch.rows import Rows
+from gpu_worker.engine.batch.step_result import StepSamples
 from gpu_worker.engine.drafting.proposers import Proposer
 from gpu_worker.protocol import (
     AdapterAnswer,
@@ -139,7 +140,7 @@ class ScriptedEngine:
             self.compute(duration_s)
             self.fill_blocks(slices)
             ids = [token for one in slices if one.samples for token in self.sample(one)]
-            self.rows.collect(slices, ids, [-0.5] * len(ids))
+            self.rows.collect(slices, StepSamples(ids, [-0.5] * len(ids)))
         result = self.rows.take_result()
         self.chains = {row: chain for row, chain in self.chains.items() if row in self.rows.rows}
         self.ids = {row: ids for row, ids in self.ids.items() if row in self.rows.rows}

@@ -4,12 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gpu_worker.engine.batch.sampling_state import GrammarMask
+
 
 @dataclass
-class FixedGrammar:
-    """Accepts every token, and never ends a row."""
+class FixedGrammar(GrammarMask):
+    """Accepts every token, and never ends a row; `bits` is its mask."""
 
-    mask_words: Any
+    compiled: Any = None
+    num_words: int = 0
 
     def is_ready(self) -> bool:
         return True
@@ -31,6 +34,3 @@ class FixedGrammar:
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
         return len(tokens)
-
-    def mask(self) -> Any:
-        return self.mask_words

@@ -5,6 +5,7 @@ from typing import Any
 from common.messages.plan import NewRow
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.rows import Rows
+from gpu_worker.engine.batch.step_result import StepSamples
 from gpu_worker.protocol import StepResult
 from tests.support.engine.start_rows import plan, start_row
 
@@ -40,7 +41,7 @@ def spans_of(slices: list[RowSlice]) -> list[tuple[int, int, int, bool]]:
 
 def collect(rows: Rows, slices: list[RowSlice], token: int = TEXT) -> StepResult:
     num_samples = sum(row_slice.samples for row_slice in slices)
-    rows.collect(slices, [token] * num_samples, [-0.5] * num_samples)
+    rows.collect(slices, StepSamples([token] * num_samples, [-0.5] * num_samples))
     return rows.take_result()
 
 

@@ -12,7 +12,7 @@ from gpu_worker.engine.batch.prefill_budget import PrefillBudget
 from gpu_worker.engine.batch.row import Row
 from gpu_worker.engine.batch.row_pictures import PictureShape, PictureState, PlacedPicture, RowPictures
 from gpu_worker.engine.batch.rows import Rows
-from gpu_worker.engine.batch.step_result import PromptLogprobs
+from gpu_worker.engine.batch.step_result import PromptLogprobs, StepSamples
 from tests.support.engine.row_steps import BLOCK, EOS, TEXT, rows_with, run_step, sampled_indices, start
 from tests.support.engine.start_rows import plan, start_row
 
@@ -100,12 +100,9 @@ def test_prompts_with_logprobs_take_few_tokens_of_a_step() -> None:
             ]
         )
         num_samples = sum(one.samples for one in slices)
-        rows.collect(
-            slices,
-            [TEXT] * num_samples,
-            [-0.5] * num_samples,
-            prompt_logprobs=[NO_LOGPROBS for one in slices if one.num_scored],
-        )
+        prompts = [NO_LOGPROBS for one in slices if one.num_scored]
+        logprobs = [-0.5] * num_samples
+        rows.collect(slices, StepSamples([TEXT] * num_samples, logprobs, prompt_logprobs=prompts))
         scored.append([(row, first) for row, first, *_ in rows.take_result().prompt_logprobs])
     assert shapes == [
         [(3, 0, 1, True, 0), (2, 0, 2, False, 2), (1, 0, 4, True, 0)],
@@ -198,7 +195,7 @@ def test_a_row_is_computed_up_to_the_first_placeholder_that_is_not_encoded() -> 
         slices = rows.launch()
         units = [unit.number for unit in rows.encoding.take()]
         chunks += [(one.begin, one.kv_len, units) for one in slices]
-        rows.collect(slices, [0] * sum(one.num_samples for one in slices), [0.0] * len(slices))
+        rows.collect(slices, StepSamples([0] * sum(one.num_samples for one in slices), [0.0] * len(slices)))
     # 14 tokens a step: a tile costs 8 of them
     assert chunks == [(0, 6, [0]), (6, 12, [1]), (12, 18, [2]), (18, 32, [])]
 

@@ -15,6 +15,7 @@ from gpu_worker.engine.batch.adapters import TURN_STEPS, Adapter, AdapterTurns
 from gpu_worker.engine.batch.row import Row, RowSlice
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.engine.batch.state_slots import Snapshots
+from gpu_worker.engine.batch.step_result import StepSamples
 from tests.support.engine.batch_player import packed
 from tests.support.engine.row_steps import (
     BLOCK,
@@ -51,11 +52,11 @@ def test_a_row_is_released_after_the_last_launched_step_that_held_it() -> None:
     first = rows.launch()
     second = rows.launch()
     assert spans_of(second) == [(0, 3, 1, True), (1, 3, 1, True)]
-    rows.collect(first, [EOS, TEXT], [0.0, 0.0])
+    rows.collect(first, StepSamples([EOS, TEXT], [0.0, 0.0]))
     result = rows.take_result()
     assert (sampled_rows(result), result.ended, result.released) == ([0, 1], [(0, "eos_token", 1)], [])
     rows.apply(plan(1000, 1000, stops=[(1, "cancelled")]))
-    rows.collect(second, [TEXT, TEXT], [0.0, 0.0])
+    rows.collect(second, StepSamples([TEXT, TEXT], [0.0, 0.0]))
     result = rows.take_result()
     assert (sampled_rows(result), result.ended, result.released) == (
         [],
@@ -99,7 +100,9 @@ def test_every_row_ends_once_and_within_its_blocks(
         if in_flight and (not ahead or len(in_flight) > 1 or not slices):
             collected = in_flight.pop(0)
             num_samples = sum(row_slice.samples for row_slice in collected)
-            rows.collect(collected, [tokens.pop() for _ in range(num_samples)], [0.0] * num_samples)
+            rows.collect(
+                collected, StepSamples([tokens.pop() for _ in range(num_samples)], [0.0] * num_samples)
+            )
         result = rows.take_result()
         for row, index, token, _ in result.sampled:
             assert index == len(sampled[row]) and row not in ended

@@ -125,7 +125,7 @@ class Forcing(FixedGrammar):
 
 
 def test_a_grammar_forces_tokens_or_cuts_guesses() -> None:
-    grammar = Forcing(None, forces=[1, 2], allows=2)
+    grammar = Forcing(forces=[1, 2], allows=2)
     proposer = Proposer(IDS, grammar, 3, guesser=guesser(IDS.tolist()))
     assert (proposer.propose(9), proposer.is_sure, proposer.method) == ([1, 2], True, "grammar")
     grammar.forces = []
@@ -135,7 +135,7 @@ def test_a_grammar_forces_tokens_or_cuts_guesses() -> None:
 
 
 def test_what_proposes_is_what_the_settings_say() -> None:
-    grammar = Forcing(None)
+    grammar = Forcing()
     none = guessing_factory(read_speculation(0, None))
     assert none(IDS, None) is None
     assert (forced := none(IDS, grammar)) and forced.is_sure and forced.method == "grammar"

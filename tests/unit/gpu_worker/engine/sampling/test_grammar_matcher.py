@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 
 from api.grammar.compile import Grammar, compile_unchecked
 from common import model_files
-from gpu_worker.engine.sampling.grammar import Matcher, Matchers
+from gpu_worker.engine.batch.sampling_state import GrammarMask
+from gpu_worker.engine.sampling.grammar import Matchers
 from gpu_worker.engine.side_threads import SideThreads
 from tests.support.deep_grammars import DEEP
 from tests.support.engine import tiny_tokenizers
@@ -78,7 +79,7 @@ class Model:
             assert len(ids) > before
         return self.matchers.vocabulary.decode_str(ids)
 
-    def allowed(self, matcher: Matcher) -> list[int]:
+    def allowed(self, matcher: GrammarMask) -> list[int]:
         if matcher.bits is None:
             self.matchers.compute([matcher])
         assert matcher.bits is not None

@@ -69,7 +69,7 @@ def random_request(random: np.random.Generator, size: int, num_words: int) -> Sa
     )
     words = random.integers(-(2**31), 2**31, num_words).astype(np.int32)
     words[size // 64 :][:1] = -1
-    grammar = choose(None, None, FixedGrammar(words))
+    grammar = choose(None, None, FixedGrammar(bits=words))
     generated = ids(choose(0, 9))
     start = start_row(
         0,

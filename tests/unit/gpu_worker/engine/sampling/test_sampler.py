@@ -206,7 +206,7 @@ def test_a_single_token_that_is_left_has_logprob_0() -> None:
 def fixed(allowed: Sequence[int]) -> FixedGrammar:
     bits = np.zeros(-(-VOCABULARY // 32) * 32, np.uint8)
     bits[list(allowed)] = 1
-    return FixedGrammar(np.packbits(bits, bitorder="little").view(np.int32))
+    return FixedGrammar(bits=np.packbits(bits, bitorder="little").view(np.int32))
 
 
 def test_a_mask_applies_to_its_row_alone() -> None:
