@@ -1,26 +1,32 @@
-"""A worker without model, text or Redis: it obeys plans and makes reports, and complains when a plan breaks
+"""A worker without model, text or Redis: the engine's own rows, with reports. It complains when a plan breaks
 the rules of blocks.
 """
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass, field, replace
 from zlib import crc32
 
 from common.messages.events import INTERRUPTED
 from common.messages.plan import HeldRow, NewRow, Plan, Report
 from common.messages.records import pack_ids, unpack_ids
-from common.messages.request import HASHED_TOKENS, block_names, class_index, extend_hashes
-from gpu_worker.engine.batch.prefill import PATIENCE
-from gpu_worker.engine.batch.prefill_budget import PrefillBudget, StepBudget
+from common.messages.request import HASHED_TOKENS, block_names, extend_hashes
+from gpu_worker.engine.batch.adapters import Adapter
+from gpu_worker.engine.batch.beams import BeamGroup
+from gpu_worker.engine.batch.row import Row, RowSlice
+from gpu_worker.engine.batch.rows import Rows
+from gpu_worker.engine.batch.step_result import Candidate, StepSamples
+from gpu_worker.protocol import StepResult
+from tests.support.speculation.knowing_proposer import KnowingProposer
 
-NO_PLAN = Plan(epoch=0, number=0, until=0, prefill_tokens=0)
+FIRST_ID, EOS = 1_000_000, 2
+ANSWER = range(FIRST_ID, FIRST_ID + 2**16)
+"""What every request generates, up to its end."""
 
 
 def generated_id(index: int) -> int:
     """The token that every request generates at this index."""
-    return 1_000_000 + index
+    return ANSWER[index]
 
 
 def ends_at(request_id: str, num_tokens: int, chance: float) -> bool:
@@ -30,49 +36,49 @@ def ends_at(request_id: str, num_tokens: int, chance: float) -> bool:
 
 @dataclass(eq=False)
 class SimulatedRow:
+    """A row as the worker sees it: `row` is the engine's."""
+
     start: NewRow
-    blocks: list[int]
-    kv_len: int = 0
-    num_tokens: int = 0
+    row: Row
     told_as: tuple[int, int] = (0, 0)
     is_ahead: bool = False
-    num_passed: int = 0
     ids: bytes = b""
     hashes: bytes = b""
 
     def __post_init__(self) -> None:
-        self.ids = self.start.request.prompt_ids + pack_ids([*map(generated_id, range(self.num_tokens))])
+        self.ids = self.start.request.prompt_ids
         self.hashes = self.start.request.block_hashes
+
+    @property
+    def kv_len(self) -> int:
+        return self.row.kv_len
+
+    @property
+    def num_tokens(self) -> int:
+        return self.row.collected_index
+
+    @property
+    def is_prefilled(self) -> bool:
+        return self.told_as != (0, 0)
 
     def names(self, block_size: int) -> list[bytes]:
         """Names of its full blocks; none if it shares no blocks."""
         if self.start.request.block_hashes:
+            known = len(self.ids) // 4 - self.start.request.num_prompt
+            self.ids += pack_ids(ANSWER[known : self.num_tokens])
             self.hashes = extend_hashes(self.hashes, self.ids[: 4 * self.kv_len])
         return block_names(self.hashes, block_size)[: self.kv_len // block_size]
-
-    @property
-    def target(self) -> int:
-        return len(self.start.request.prompt_ids) // 4 + self.start.base
-
-    @property
-    def is_prefilled(self) -> bool:
-        return self.kv_len >= self.target
-
-    @property
-    def place_in_line(self) -> tuple[int, int]:
-        """Return the row's place in line, as the engine's prefill has it."""
-        if self.num_passed >= PATIENCE:
-            return -1, 0
-        return self.urgency, self.target - self.kv_len
-
-    @property
-    def urgency(self) -> int:
-        return class_index(self.start.request.class_name)
 
     @property
     def generated_hashes(self) -> bytes:
         self.names(HASHED_TOKENS)
         return self.hashes[len(self.start.request.block_hashes) :]
+
+
+def candidates(group: BeamGroup) -> list[Candidate]:
+    """Continuations of which none ends a beam."""
+    num_beams = len(group.search.beams)
+    return [Candidate(i % num_beams, FIRST_ID + i, -1.0, -1.0) for i in range(group.search.params.width)]
 
 
 @dataclass
@@ -89,17 +95,11 @@ class SimulatedWorker:
     leaving: list[tuple[int, SimulatedRow]] = field(default_factory=list)
     owned: dict[int, set[int]] = field(default_factory=dict)
     contents: dict[int, bytes] = field(default_factory=dict)
-    num_prefilled: int = 0
     computed: Counter[str] = field(default_factory=Counter)
     committed: dict[str, int] = field(default_factory=dict)
-    until: int = 0
-    step: int = 0
     plan: int = 0
     sequence: int = 0
-    grant: Plan = NO_PLAN
-    prefill_budget: PrefillBudget = field(default_factory=PrefillBudget)
-    max_rows: int = 0
-    report_at: int = 0
+    num_prefilled: int = 0
     num_decoded: int = 0
     most_rows: int = 0
     last_row: int = 0
@@ -107,7 +107,21 @@ class SimulatedWorker:
     report: Report = field(init=False)
 
     def __post_init__(self) -> None:
+        self.adapters: dict[str, Adapter] = {}
+        self.engine = Rows(self.block_size, [EOS], prefix_caching=True, adapters=self.adapters)
         self.clear()
+
+    @property
+    def step(self) -> int:
+        return self.engine.step
+
+    @property
+    def until(self) -> int:
+        return self.engine.grant.until
+
+    @property
+    def report_at(self) -> int:
+        return self.engine.grant.report_at
 
     def clear(self) -> None:
         self.sequence += 1
@@ -115,31 +129,31 @@ class SimulatedWorker:
 
     def apply_plan(self, plan: Plan) -> None:
         assert plan.number > self.plan, "plans come in order"
-        self.plan, self.until = plan.number, max(self.until, plan.until)
-        self.grant = plan
-        self.max_rows, self.report_at = plan.max_rows, plan.report_at
-        for number, why in plan.stops:
-            if number in self.rows:
-                self.end(number, why)
+        self.plan = plan.number
+        self.adapters |= {one.request.adapter: Adapter(one.request.adapter) for one in plan.starts}
+        self.engine.apply(replace(plan, until=max(self.until, plan.until)))
+        self.note(self.engine.take_result())
         for number, blocks in plan.blocks:
             if number in self.rows:
                 self.own(number, unpack_ids(blocks))
         for start in plan.starts:
             assert start.row > self.last_row, "row numbers go on"
             self.last_row = start.row
-            self.rows[start.row] = row = SimulatedRow(start, [], num_tokens=start.base)
+            row = self.engine.rows[start.row]
+            row.proposer = KnowingProposer(
+                ANSWER, start.base, 0, self.draw.randrange(2**32), [], self.num_speculated, False
+            )
+            self.rows[start.row] = simulated = SimulatedRow(start, row)
             num_shared, held = start.num_cached // self.block_size, unpack_ids(start.blocks)
-            self.share(row, held[:num_shared])
+            self.share(simulated, held[:num_shared])
             self.own(start.row, held[num_shared:])
 
     def share(self, row: SimulatedRow, blocks: list[int]) -> None:
-        row.kv_len = len(blocks) * self.block_size
-        assert row.kv_len == row.start.num_cached < row.target
+        assert len(blocks) * self.block_size == row.start.num_cached < len(row.row.ids)
         for name, block in zip(row.names(self.block_size), blocks, strict=True):
             held = self.contents.get(block)
             assert held == name, f"block {block} holds {held!r}"
             self.owned.setdefault(block, set()).add(row.start.row)
-            row.blocks.append(block)
 
     def own(self, number: int, blocks: list[int]) -> None:
         for block in blocks:
@@ -149,7 +163,6 @@ class SimulatedWorker:
             )
             self.owned[block] = {number}
             self.contents.pop(block, None)
-        self.rows[number].blocks += blocks
 
     def end(self, number: int, why: str) -> None:
         row = self.rows.pop(number)
@@ -160,71 +173,44 @@ class SimulatedWorker:
 
     def run(self) -> bool:
         """Run one step, if one is granted and a row can take part."""
-        in_step = list(islice(self.rows.items(), self.max_rows))
-        self.most_rows = max(self.most_rows, len(in_step))
-        decoding = [item for item in in_step if item[1].is_prefilled]
-        prompts = [item for item in in_step if not item[1].is_prefilled]
-        prompts.sort(key=lambda item: item[1].place_in_line)
-        took_part = False
-        if self.step >= self.until:
-            return False
-        budget = self.prefill_budget_of([row for _, row in decoding], [row for _, row in prompts])
-        for number, row in decoding:
-            if (room := self.room(row)) and budget.decodes(row.urgency):
-                took_part = True
-                self.decode(number, row, min(room, 1 + self.draw.randint(0, self.num_speculated)))
-        for number, row in prompts:
-            chunk = min(row.target - row.kv_len, budget.left(row.urgency), self.room(row))
-            budget.spend(row.urgency, chunk)
-            row.num_passed += self.room(row) > 0 and not chunk
-            row.kv_len += chunk
-            self.num_prefilled += chunk
-            self.fill(row, chunk)
-            took_part = took_part or chunk > 0
-            if row.is_prefilled:
-                row.told_as = row.kv_len, self.step + 1
-                self.report.prefilled.append((number, *row.told_as))
-                self.sample(number, row)
-        self.step += took_part
-        return took_part
+        slices = self.engine.launch()
+        self.most_rows = max(self.most_rows, len(slices))
+        ids = [self.sample(one, place) for one in slices for place in range(one.num_samples)]
+        found = {number: candidates(group) for number, group in self.engine.groups.items()}
+        self.engine.collect(slices, StepSamples(ids, [0.0] * len(ids), candidates=found))
+        for one in slices:
+            self.fill(self.rows[one.row.number], one)
+        self.note(self.engine.take_result())
+        return bool(slices)
 
-    def prefill_budget_of(self, decoding: list[SimulatedRow], prompts: list[SimulatedRow]) -> StepBudget:
-        """What the step may have, as the engine's rows have it."""
-        classes = [row.urgency for row in decoding if self.room(row)]
-        left = [(row.urgency, min(row.target - row.kv_len, self.room(row))) for row in prompts]
-        return self.prefill_budget.plan(self.grant, classes, left)
+    def sample(self, one: RowSlice, place: int) -> int:
+        index = one.first_index + place
+        request_id = self.rows[one.row.number].start.request.request_id
+        return EOS if ends_at(request_id, index + 1, self.eos_chance) else generated_id(index)
 
-    def room(self, row: SimulatedRow) -> int:
-        """Number of free slots in a row's blocks."""
-        return len(row.blocks) * self.block_size - row.kv_len
-
-    def decode(self, number: int, row: SimulatedRow, most: int) -> None:
-        """Decode a token, and further ones if its proposals were right."""
-        for num_right in range(most):
-            if number in self.rows:
-                row.kv_len += 1
-                row.is_ahead |= num_right > 0
-                self.num_decoded += 1
-                self.fill(row, 1)
-                self.sample(number, row)
-
-    def fill(self, row: SimulatedRow, count: int) -> None:
-        """Note that the row has computed `count` tokens: blocks that are full now hold its ids."""
-        self.computed[row.start.request.tenant] += count
-        filled = range((row.kv_len - count) // self.block_size, row.kv_len // self.block_size)
+    def fill(self, row: SimulatedRow, one: RowSlice) -> None:
+        """Note what a row has computed: blocks that are full now hold its ids."""
+        count, request = max(0, row.kv_len - one.begin), row.start.request
+        self.computed[request.tenant] += count
+        if one.decodes:
+            self.num_decoded += count
+            row.is_ahead |= count > 1
+        else:
+            self.num_prefilled += count
+        if row.num_tokens > row.start.base:
+            self.committed[request.request_id] = row.num_tokens
+        filled = range(one.begin // self.block_size, row.kv_len // self.block_size)
         if filled and (names := row.names(self.block_size)):
             for i in filled:
-                self.contents[row.blocks[i]] = names[i]
+                self.contents[int(row.row.blocks[i])] = names[i]
 
-    def sample(self, number: int, row: SimulatedRow) -> None:
-        row.ids += pack_ids([generated_id(row.num_tokens)])
-        row.num_tokens += 1
-        request = row.start.request
-        self.committed[request.request_id] = row.num_tokens
-        if row.num_tokens == request.stopping.max_new_tokens:
-            self.end(number, "length")
-        elif ends_at(request.request_id, row.num_tokens, self.eos_chance):
-            self.end(number, "eos_token")
+    def note(self, result: StepResult) -> None:
+        """Report what a step has brought."""
+        for number, kv_len in result.prefilled:
+            self.rows[number].told_as = kv_len, self.step
+            self.report.prefilled.append((number, kv_len, self.step))
+        for number, why, _ in result.ended:
+            self.end(number, why)
 
     def release(self) -> None:
         """Release rows that have ended, some sooner and some later."""
@@ -233,7 +219,7 @@ class SimulatedWorker:
             if self.draw.random() < 0.5:
                 staying.append((number, row))
                 continue
-            for block in row.blocks:
+            for block in row.row.blocks.tolist():
                 self.owned[block].remove(number)
                 if not self.owned[block]:
                     del self.owned[block]
@@ -252,20 +238,9 @@ class SimulatedWorker:
         return Report(self.sequence, epoch, 1, self.step, takeover=True, held=held, last_row=self.last_row)
 
     def held(self, number: int, row: SimulatedRow, ended: bool) -> HeldRow:
-        request, (kv_len, step) = row.start.request.request_id, row.told_as
-        start = row.start
-        return HeldRow(
-            number,
-            request,
-            start.attempt,
-            start.base,
-            row.num_tokens,
-            pack_ids(row.blocks),
-            kv_len,
-            step,
-            ended,
-            start.num_cached,
-        )
+        start, (kv_len, step), blocks = row.start, row.told_as, row.row.blocks.tobytes()
+        own = number, start.request.request_id, start.attempt, start.base
+        return HeldRow(*own, row.num_tokens, blocks, kv_len, step, ended, start.num_cached)
 
     def take_lengths(self) -> list[tuple[int, int, int]]:
         """Take the lengths of rows that are ahead of one token a step."""
@@ -275,19 +250,6 @@ class SimulatedWorker:
         return [(number, *row.told_as) for number, row in ahead]
 
     def take_report(self) -> Report:
-        report = Report(
-            self.sequence,
-            1,
-            self.plan,
-            self.step,
-            self.report.prefilled,
-            self.report.ended,
-            self.report.released,
-            self.report.takeover,
-            hashes=self.report.hashes,
-            step_times=self.report.step_times,
-            lengths=self.take_lengths(),
-            round_trips=self.report.round_trips,
-        )
+        report = replace(self.report, plan=self.plan, step=self.step, lengths=self.take_lengths())
         self.clear()
         return report
