@@ -8,7 +8,7 @@ from redis.exceptions import ConnectionError
 
 from batcher.actions import ActionQueue
 from batcher.inbox import Inbox
-from batcher.recovery import Backlog, Recovery
+from batcher.recovery import Backlog, Recovery, Terminals
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence

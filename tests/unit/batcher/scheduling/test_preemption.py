@@ -12,7 +12,6 @@ from batcher.scheduling.placement import importance, standby_rows
 from batcher.scheduling.plan_builder import next_plan
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import PlacedRow
-from batcher.scheduling.turn import importance, standby_rows
 from tests.support.fleet.simulated_pool import (
     BLOCK_SIZE,
     Pool,

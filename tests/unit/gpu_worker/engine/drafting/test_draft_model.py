@@ -12,7 +12,7 @@ import pytest
 from api.grammar.compile import Grammar, compile_unchecked
 from common.messages.request import SamplingParams
 from common.settings.settings import SettingError
-from gpu_worker.engine.drafting.acceptance import FIRST_PAUSE
+from gpu_worker.engine.drafting.proposers import FIRST_PAUSE
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player, player

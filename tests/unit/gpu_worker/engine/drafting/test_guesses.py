@@ -14,14 +14,10 @@ from gpu_worker.engine.drafting.proposers import (
     FIRST_LOSS,
     FIRST_PAUSE,
     LOSS_SHARE,
+    MIN_SUFFIX,
     TRIAL_PROPOSALS,
     Acceptance,
-    TrialBudget,
-)
-from gpu_worker.engine.drafting.proposers import (
-    MIN_SUFFIX,
     Guesser,
-    ProposalCosts,
     Proposer,
     RecentAnswers,
     TrialBudget,

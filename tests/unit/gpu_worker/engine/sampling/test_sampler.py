@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.messages.request import BeamParams, SamplingParams
-from gpu_worker.engine.batch.beams import Beam, BeamSearch, Candidate, SearchStep, score_beams
-from gpu_worker.engine.in_flight import StepSamples
+from gpu_worker.engine.batch.beams import Beam, BeamSearch, SearchStep, score_beams
+from gpu_worker.engine.batch.step_result import Candidate, StepSamples
 from gpu_worker.engine.sampling import native_sampler, sampler
 from tests.support.engine.fixed_grammar import FixedGrammar
 from tests.support.engine.sample_requests import (
