@@ -193,13 +193,13 @@ class Flusher:
     async def write_logits(self, flush: Flush) -> None:
         """Write the logits of a flush, which come before its tokens."""
         while flush.logits:
-            piece = flush.logits[0]
-            reply = await self.publisher.write_logits(piece)
+            row, *piece = flush.logits[0]
+            reply = await self.publisher.write_logits(row, *piece)
             flush.logits.popleft()
             if reply == LOGITS_LOST:
-                self.compute_again([piece.row])
+                self.compute_again([row])
             elif reply == LOGITS_REFUSED:
-                self.drop([piece.row])
+                self.drop([row])
 
     async def prepare_again(self, flush: Flush, error: Exception) -> None:
         """Prepare to write a flush again after this error. Raises the error if a retry cannot help."""

@@ -6,7 +6,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.broker.client import SerialClient
 from common.broker.heartbeat import TOKEN_COLUMNS_SINCE, WIRE_VERSION
@@ -50,51 +50,20 @@ class FlushesLost(Exception):
     """The broker does not have the flush before this one: it was restored from an older state."""
 
 
-@dataclass(slots=True)
-class Spill:
-    """Tokens of a row that a flush writes into the request's own string at byte `offset`; `num_tokens` are in
-    the string then.
-    """
+class Spill(NamedTuple):
+    """Tokens of a row that a flush writes into the request's own string; `num_tokens` are in it then."""
 
     row: RowText
-    offset: int
     num_tokens: int
-    records: bytes
-    num_speculated: int
+    flushed: FlushedSpill
 
     @classmethod
-    def rest(cls, row: RowText) -> "Spill":
-        """The tokens that are not spilled yet."""
-        offset = row.num_spilled * RECORD.size * row.request.width
-        return cls(row, offset, row.num_tokens, bytes(row.records[offset:]), row.num_speculated)
-
-    @classmethod
-    def whole(cls, row: RowText) -> "Spill":
-        """All tokens."""
-        return cls(row, 0, row.num_tokens, bytes(row.records), row.num_speculated)
-
-    @property
-    def flushed(self) -> FlushedSpill:
-        row = self.row
-        return FlushedSpill(
-            row.request.request_id,
-            attempt=row.attempt,
-            base=row.base,
-            offset=self.offset,
-            records=self.records,
-            num_speculated=self.num_speculated,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class LogitsPiece:
-    """Logits of a row that are written before the flush of their tokens: `values` of the positions from
-    `place` on, among those that the request returns.
-    """
-
-    row: RowText
-    place: int
-    values: bytes
+    def of(cls, row: RowText, begin: int = 0) -> "Spill":
+        """The tokens from index `begin` on, all by default."""
+        request, offset = row.request, begin * RECORD.size * row.request.width
+        records = bytes(row.records[offset:])
+        flushed = FlushedSpill(request.request_id, row.attempt, row.base, offset, records, row.num_speculated)
+        return cls(row, row.num_tokens, flushed)
 
 
 @dataclass(slots=True)
@@ -102,7 +71,7 @@ class Flush:
     """One call of the script `flush`, after those that write logits; repeated calls change nothing.
 
     Attributes:
-        logits: pieces that are not written yet.
+        logits: as in Outbox, those that are not written yet; they come before the tokens.
         messages: (channel, payload); the log gets the same payloads.
         counts: of live rows with new tokens whose API keys have budgets.
         mode: what the script does with the log.
@@ -119,7 +88,7 @@ class Flush:
     counts: list[FlushedCount]
     mode: str
     method: str
-    logits: deque[LogitsPiece] = field(default_factory=deque)
+    logits: deque[tuple[RowText, int, bytes]] = field(default_factory=deque)
 
 
 def check_reply(flush: Flush, reply: FlushReply) -> FlushReply:
@@ -128,13 +97,6 @@ def check_reply(flush: Flush, reply: FlushReply) -> FlushReply:
         raise FlushesLost(f"flush {flush.sequence}")
     raise_refusal(reply.status)
     return reply
-
-
-def row_count(row: RowText) -> FlushedCount:
-    request = row.request
-    return FlushedCount(
-        request.key_id, request.request_id, row.attempt, row.base, row.num_tokens, row.num_speculated
-    )
 
 
 class Publisher:
@@ -183,11 +145,14 @@ class Publisher:
                 FlushedPrompt(row.request.request_id, bytes(row.prompt or b"")) for row in outbox.prompts
             ],
             terminals=[self.terminal(row, why) for row, why in outbox.terminals],
-            spills=[*map(Spill.whole, outbox.interrupted), *(map(Spill.rest, live) if trim else ())],
-            counts=[row_count(row) for row in outbox.rows if row.has_budget and not row.ended],
+            spills=[
+                *map(Spill.of, outbox.interrupted),
+                *(Spill.of(row, row.num_spilled) for row in live if trim),
+            ],
+            counts=[row.flushed_count for row in outbox.rows if row.has_budget and not row.ended],
             mode="trim" if trim else "",
             method="prefill" if outbox.prefilled else "decode",
-            logits=deque(LogitsPiece(*piece) for piece in outbox.logits),
+            logits=deque(outbox.logits),
         )
 
     def call(self, flush: Flush) -> ScriptCall[FlushReply]:
@@ -240,11 +205,11 @@ class Publisher:
         catalogue.BATCH_FILTER.observe(time.perf_counter() - started_s, flush.method)
         return check_reply(flush, reply)
 
-    async def write_logits(self, piece: LogitsPiece) -> int:
-        """Write logits → the reply of the script `write_logits`. Raises Sealed, StreamsGone, or what the
-        broker raises.
+    async def write_logits(self, row: RowText, place: int, values: bytes) -> int:
+        """Write logits of the positions from `place` on, among those that the request returns → the reply of
+        the script `write_logits`. Raises Sealed, StreamsGone, or what the broker raises.
         """
-        row, request = piece.row, piece.row.request
+        request = row.request
         assert request.logits is not None
         call = worker_scripts.write_logits(
             self.keys,
@@ -252,9 +217,9 @@ class Publisher:
             request.request_id,
             attempt=row.attempt,
             base=row.base,
-            place=piece.place,
-            num_rows=len(piece.values) // request.logits.row_bytes,
-            values=piece.values,
+            place=place,
+            num_rows=len(values) // request.logits.row_bytes,
+            values=values,
             ttl_ms=request.ttl_ms + request.result_ttl_ms,
         )
         reply = await self.pool.run(call)
@@ -295,6 +260,6 @@ class Publisher:
         """Make a flush follow any state of the broker: it spills all tokens of its own and of live rows."""
         rows = dict.fromkeys([*(spill.row for spill in flush.spills), *live])
         flush.report = report
-        flush.spills = [Spill.whole(row) for row in rows]
+        flush.spills = [Spill.of(row) for row in rows]
         flush.mode = "whole"
         self.resynced_at = flush.sequence  # so that the batcher has time to save the log before a trim

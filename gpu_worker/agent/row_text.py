@@ -20,6 +20,7 @@ from common.messages.records import (
     unpack_records,
 )
 from common.messages.request import Generate, extend_hashes
+from gpu_worker.worker_scripts import FlushedCount
 
 
 @dataclass(slots=True, eq=False)
@@ -141,6 +142,13 @@ class RowText:
         """Free slots in the row's blocks; infinitely many if the row never needs another block."""
         num_slots = len(self.blocks) // 4 * block_size
         return num_slots - self.kv_now if num_slots < self.request.max_kv else inf
+
+    @property
+    def flushed_count(self) -> FlushedCount:
+        """What is counted against its key's budget."""
+        request = self.request
+        own = request.key_id, request.request_id, self.attempt, self.base
+        return FlushedCount(*own, self.num_tokens, self.num_speculated)
 
     @property
     def held(self) -> HeldRow:
