@@ -21,9 +21,8 @@ from common.settings.settings import Settings
 from gpu_worker import worker_scripts
 from gpu_worker.agent.engine_adapters import AdapterFollower
 from gpu_worker.agent.engine_client import EngineClient, EngineDied
-from gpu_worker.agent.flush import Flusher
 from gpu_worker.agent.grants import PictureReader, PlanHandler, PlanStream
-from gpu_worker.agent.publish import Publisher, Sealed, StreamsGone, raise_refusal
+from gpu_worker.agent.publish import Flusher, Publisher, Sealed, StreamsGone, raise_refusal
 from gpu_worker.agent.state import AgentState
 from gpu_worker.agent.steps import EngineStuck, StepHandler, Watchdog
 

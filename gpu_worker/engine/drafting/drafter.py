@@ -3,20 +3,29 @@
 One rank drafts, the one that samples, and tells the others. Drafts are sampled as the row's own tokens are:
 with its parameters, its grammar and the random numbers of those tokens. So a draft that computes the same
 logits is always right, whatever the temperature.
+
+A draft model is a smaller model with a cache of its own, whose blocks are those of the rows. Its K and V are computed along with prompts, and along with drafts. Where they are missing (rows that paused,
+blocks of rows that paused, tokens of an earlier worker) they are computed before the next draft, in chunks.
 """
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
-from gpu_worker.engine.batch.row import Row, RowSlice
-from gpu_worker.engine.batch.sampling_state import GrammarMask
-from gpu_worker.engine.batch.split_step import is_out_of_memory, release_tensors
+from gpu_worker.engine.batch.inputs import build_inputs
+from gpu_worker.engine.batch.row import Row, RowSlice, arrange, request_at
+from gpu_worker.engine.batch.sampling_state import GrammarMask, SampleRequest, SamplingState
+from gpu_worker.engine.batch.split_step import Forward, is_out_of_memory, release_tensors
 from gpu_worker.engine.batch.step_result import Int32
-from gpu_worker.engine.cuda.graphs import Capture
+from gpu_worker.engine.cuda.graphs import Capture, CudaGraphs
 from gpu_worker.engine.drafting.proposers import TRIAL_PROPOSALS, Acceptance, ProposalCosts, Proposer
+from gpu_worker.engine.model import warmup
+from gpu_worker.engine.model.model import LoadedModel
+from gpu_worker.engine.sampling.grammar import Matchers
+from gpu_worker.engine.sampling.sampler import sample
 
 log = logging.getLogger(__name__)
 
@@ -137,3 +146,207 @@ def is_forced(row: Row) -> bool:
     """Whether a row's grammar says what comes next, so that nothing need be drafted."""
     state = row.sampling_state
     return bool(state and state.grammar and state.grammar.forced(1))
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSampler:
+    """Samples with the grammars of the rows, too."""
+
+    matchers: Matchers
+    vocab_size: int
+
+    def sample(self, logits: torch.Tensor, requests: Sequence[SampleRequest | None]) -> list[int]:
+        """logits float [rows, vocabulary of the draft] → an id for each row."""
+        self.matchers.finish_masks(requests)
+        ids: list[int] = sample(fit(logits, self.vocab_size), requests).ids.tolist()
+        return ids
+
+
+def fit(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """logits float [rows, any] → [rows, vocab_size]: tokens that a draft lacks are never likely."""
+    missing = vocab_size - logits.shape[1]
+    if missing > 0:
+        return torch.nn.functional.pad(logits, (0, missing), value=torch.finfo(logits.dtype).min)
+    return logits[:, :vocab_size].contiguous() if missing else logits
+
+
+MAX_CATCH_UP = {"cpu": 128, "cuda": 2048}
+"""Tokens that are computed before a draft, at most, of rows whose K and V are missing."""
+
+
+class BlockTable:
+    """Which tokens of each block the draft's cache holds.
+
+    Attributes:
+        held: int64 [blocks + 1]: how many, from the block's first on.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.held = np.zeros(num_blocks + 1, np.int64)
+        self.block_size = block_size
+
+    def clear(self, blocks: Int32) -> None:
+        self.held[blocks] = 0
+
+    def length(self, blocks: Int32) -> int:
+        """How many tokens of a row are there from its first on."""
+        held = self.held[blocks]
+        incomplete = np.flatnonzero(held < self.block_size)
+        full = int(incomplete[0]) if len(incomplete) else len(held)
+        return full * self.block_size + (int(held[full]) if full < len(held) else 0)
+
+    def note(self, blocks: Int32, length: int) -> None:
+        """A row's first `length` tokens are there."""
+        full, rest = divmod(length, self.block_size)
+        self.held[blocks[:full]] = self.block_size
+        if rest:
+            self.held[blocks[full]] = max(self.held[blocks[full]], rest)
+
+
+class ModelSource(DraftSource):
+    """Drafts by a model.
+
+    Attributes:
+        graphs: captured steps; None computes each step by itself.
+    """
+
+    def __init__(self, loaded: LoadedModel, sampler: DraftSampler) -> None:
+        self.loaded = loaded
+        self.sampler = sampler
+        self.block_size = loaded.geometry.block_size
+        self.table = BlockTable(loaded.cache.num_blocks, self.block_size)
+        self.graphs: CudaGraphs | None = None
+
+    def capture(self, capture: Capture, max_rows: int) -> None:
+        """Capture steps in which all rows draft one token."""
+        if self.loaded.capturable:
+            self.graphs = warmup.capture_steps(self.loaded, capture, max_rows, deterministic=False)
+
+    def on_sleep(self) -> None:
+        self.graphs = None
+        self.table.held[:] = 0
+
+    def measure_ms(self, num_rows: int) -> float:
+        return self.time_single_tokens(self.forward, num_rows)
+
+    def time_single_tokens(self, forward: Forward, num_rows: int) -> float:
+        """ms of a step of one token of so many rows."""
+        slices = warmup.single_tokens(num_rows, self.sampler.vocab_size, self.block_size)
+        return warmup.measure_ms(forward, slices, self.loaded.device)
+
+    def on_granted(self, granted: Iterable[Int32]) -> None:
+        for blocks in granted:
+            self.table.clear(blocks)
+
+    def on_forward(self, slices: Sequence[RowSlice]) -> None:
+        """Compute the chunks of prompts that the model has computed, as far as all tokens before them are
+        there.
+        """
+        chunks = []
+        for row_slice in slices:
+            proposer = draft_proposer_of(row_slice.row)
+            if row_slice.decodes or proposer is None or proposer.acceptance.is_paused:
+                continue
+            row = row_slice.row
+            if self.held_length(row, proposer) >= row_slice.begin and row_slice.kv_len < self.loaded.context:
+                chunks.append(RowSlice(row, row_slice.begin, row_slice.count, samples=False))
+                proposer.kv_len = row_slice.kv_len
+                self.table.note(row.blocks, row_slice.kv_len)
+        if chunks:
+            self.forward(chunks)
+
+    def held_length(self, row: Row, proposer: Proposer) -> int:
+        """How many of a row's tokens are in the cache, from the first on."""
+        if proposer.kv_len is None:
+            proposer.kv_len = min(self.table.length(row.blocks), proposer.text.length - 1)
+        return proposer.kv_len
+
+    def draft(self, rows: Sequence[DraftRow]) -> list[list[int]]:
+        chains = [DraftChain(one, None, one.row.sampling_state) for one in rows]
+        left = MAX_CATCH_UP[self.loaded.device.type] + 2 * len(rows)
+        for chain in chains:
+            if chain.one.proposer.text.length + chain.one.count <= self.loaded.context:
+                chain.piece = self.catch_up(chain.one, left)
+                left -= chain.piece.count if chain.piece else 0
+        running = [chain for chain in chains if chain.piece]
+        while running:
+            self.extend(running)
+            running = [chain for chain in running if chain.goes_on]
+        return [chain.drafted for chain in chains]
+
+    def extend(self, chains: Sequence["DraftChain"]) -> None:
+        """Compute the next tokens of all chains, and draft one more for those whose tokens are all known."""
+        by_row = {chain.piece.row.number: chain for chain in chains if chain.piece}
+        pieces = arrange([chain.piece for chain in chains if chain.piece])
+        logits = self.forward(pieces)
+        for piece in pieces:
+            by_row[piece.row.number].one.proposer.kv_len = piece.kv_len
+        sampling = [by_row[piece.row.number] for piece in pieces if piece.samples]
+        if sampling:
+            tokens = self.sampler.sample(logits, [chain.sample_request for chain in sampling])
+            for chain, token in zip(sampling, tokens, strict=True):
+                chain.add(token)
+
+    def catch_up(self, one: DraftRow, left: int) -> RowSlice | None:
+        """What a row must compute before its first draft: all known tokens whose K and V are missing, at
+        least the last; if these are more than `left`, only so many. None if it cannot draft.
+        """
+        text, row = one.proposer.text, one.row
+        begin = self.held_length(row, one.proposer)
+        if (
+            text.length - begin > MAX_CATCH_UP[self.loaded.device.type]
+            and one.proposer.acceptance.is_on_trial
+        ):
+            return None  # too dear as long as nobody knows whether drafts pay
+        end = min(text.length, begin + max(1, left))
+        self.table.note(row.blocks, end)
+        known, samples = text.known[: text.length], end == text.length
+        if samples and end - begin <= 2:  # as a row that decodes, the last token as a proposal of it
+            first, *rest = known[begin:end].tolist()
+            drafting = Row(row.number, known[:begin], 0, 1, row.blocks, last_id=first)
+            return RowSlice(drafting, begin, end - begin, True, proposed=rest)
+        return RowSlice(Row(row.number, known, 0, 1, row.blocks), begin, end - begin, samples)
+
+    @torch.inference_mode()
+    def forward(self, slices: Sequence[RowSlice]) -> torch.Tensor:
+        """→ logits float [slices that sample, vocabulary], of the last token of each."""
+        if self.graphs and self.graphs.can_run(slices, None):
+            logits = self.graphs.run(slices, None)
+        else:
+            logits = self.loaded.forward(build_inputs(slices, self.block_size, self.loaded.device))
+        counts = [piece.num_logits for piece in slices]
+        if sum(counts) == sum(piece.samples for piece in slices):
+            return logits
+        ends = np.cumsum(counts)[[piece.samples for piece in slices]] - 1
+        return logits[torch.as_tensor(ends, device=logits.device)]
+
+
+@dataclass(slots=True)
+class DraftChain:
+    """The drafts of one row, one after the other.
+
+    Attributes:
+        piece: what is computed next; None if the row is too long to draft for.
+        state: that of the row after the drafts so far.
+    """
+
+    one: DraftRow
+    piece: RowSlice | None
+    state: SamplingState | None
+    drafted: list[int] = field(default_factory=list)
+
+    @property
+    def goes_on(self) -> bool:
+        return bool(self.piece and self.piece.samples and len(self.drafted) < self.one.count)
+
+    @property
+    def sample_request(self) -> SampleRequest | None:
+        """How the next draft is sampled."""
+        return request_at(self.state, self.one.row.index + len(self.drafted))
+
+    def add(self, token: int) -> None:
+        assert self.piece
+        self.drafted.append(token)
+        self.state = self.state.after(token) if self.state else None
+        self.piece.row.last_id = token
+        self.piece = RowSlice(self.piece.row, self.piece.kv_len, 1, True)

@@ -35,8 +35,13 @@ from gpu_worker.engine.attention.kv_cache import AttentionSpec, LayerSpec
 from gpu_worker.engine.batch.inputs import build_inputs, to_device
 from gpu_worker.engine.batch.row import Row, RowSlice, arrange, request_at
 from gpu_worker.engine.cuda.graphs import Capture
-from gpu_worker.engine.drafting.draft_model import DraftSampler, ModelSource
-from gpu_worker.engine.drafting.drafter import DraftRow, DraftSource, draft_proposer_of
+from gpu_worker.engine.drafting.drafter import (
+    DraftRow,
+    DraftSampler,
+    DraftSource,
+    ModelSource,
+    draft_proposer_of,
+)
 from gpu_worker.engine.drafting.proposers import Proposer
 from gpu_worker.engine.model.model import Draft, LoadedModel
 from gpu_worker.engine.model.warmup import fastest_ms

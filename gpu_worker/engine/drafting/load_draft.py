@@ -27,8 +27,7 @@ from common.settings.speculation import (
 from gpu_worker.engine.attention.choose import choose_backend
 from gpu_worker.engine.attention.kv_cache import Geometry
 from gpu_worker.engine.cpu.packed_linear import pack_linears
-from gpu_worker.engine.drafting.draft_model import DraftSampler, ModelSource
-from gpu_worker.engine.drafting.drafter import Drafter, DraftSource
+from gpu_worker.engine.drafting.drafter import Drafter, DraftSampler, DraftSource, ModelSource
 from gpu_worker.engine.drafting.heads import (
     Eagle3Head,
     EagleSource,

@@ -32,9 +32,8 @@ from common.messages.request import Generate, StoppingParams
 from common.settings.settings import Settings
 from deploy.launcher.embedded_broker import Broker
 from gpu_worker import worker_scripts
-from gpu_worker.agent.flush import Flusher
 from gpu_worker.agent.grants import PlanStream
-from gpu_worker.agent.publish import Sealed
+from gpu_worker.agent.publish import Flusher, Sealed
 from tests.support import broker_state
 from tests.support.broker.rollback import restorable
 from tests.support.broker_state import (

@@ -20,8 +20,7 @@ from common.messages.events import Events
 from common.messages.records import unpack_ids, unpack_records
 from deploy.launcher.embedded_broker import Broker
 from gpu_worker.agent.agent import Agent
-from gpu_worker.agent.flush import MAX_WAIT_S
-from gpu_worker.agent.publish import Sealed
+from gpu_worker.agent.publish import MAX_WAIT_S, Sealed
 from tests.support import brokers
 from tests.support.agents import KEYS, start, step
 from tests.support.broker_state import seal
@@ -177,7 +176,7 @@ async def pacing(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     """An agent that flushes by itself and waits for a step without end, with a row that has its first
     token.
     """
-    monkeypatch.setattr("gpu_worker.agent.flush.MAX_WAIT_S", 3600.0)
+    monkeypatch.setattr("gpu_worker.agent.publish.MAX_WAIT_S", 3600.0)
     task = asyncio.create_task(agent.flusher.run())
     await start(agent)
     complete_short(agent, 0, prefilled=[(1, 2)])
@@ -222,6 +221,6 @@ async def test_the_tokens_of_two_short_steps_share_a_flush(pacing: Agent) -> Non
 async def test_a_step_that_does_not_come_is_not_waited_for_long(
     pacing: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpu_worker.agent.flush.MAX_WAIT_S", MAX_WAIT_S)
+    monkeypatch.setattr("gpu_worker.agent.publish.MAX_WAIT_S", MAX_WAIT_S)
     complete_short(pacing, 1)
     await logged(pacing.pool.redis, [[0], [1]])

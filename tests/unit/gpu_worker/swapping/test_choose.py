@@ -6,7 +6,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_worker.swapping.choose import (
+from gpu_worker.swapping.swapper import (
     MAX_SHARE,
     MIN_TURN_S,
     TURN_SWAPS,
