@@ -1,9 +1,10 @@
 """The models of a worker. Of each, files and tokenizer are found, the engine becomes ready, its capacity is
 known. A worker that has several leaves one pool and joins another.
 
-Which is next is a pure function of what waits, and of what swaps take. A worker serves one model at a time. A turn is its time with one of them. A turn that is asked for by others
-ends when nobody asks for its own model any more, or when it has lasted several times as long as a swap: so
-swaps take a bounded share of the time. A deadline that would pass ends it sooner.
+Which is next is a pure function of what waits, and of what swaps take. A worker serves one model at a time. A
+turn is its time with one of them. A turn that is asked for by others ends when nobody asks for its own model
+any more, or when it has lasted several times as long as a swap: so swaps take a bounded share of the time. A
+deadline that would pass ends it sooner.
 
 A swap is: no row starts any more, rows get a moment to end, the incarnation is sealed, so that its batcher
 resumes what is left; the engine sleeps, the other one wakes, and joins its pool as the next incarnation. All

@@ -4,8 +4,9 @@ One rank drafts, the one that samples, and tells the others. Drafts are sampled 
 with its parameters, its grammar and the random numbers of those tokens. So a draft that computes the same
 logits is always right, whatever the temperature.
 
-A draft model is a smaller model with a cache of its own, whose blocks are those of the rows. Its K and V are computed along with prompts, and along with drafts. Where they are missing (rows that paused,
-blocks of rows that paused, tokens of an earlier worker) they are computed before the next draft, in chunks.
+A draft model is a smaller model with a cache of its own, whose blocks are those of the rows. Its K and V are
+computed along with prompts, and along with drafts. Where they are missing (rows that paused, blocks of rows
+that paused, tokens of an earlier worker) they are computed before the next draft, in chunks.
 """
 
 import logging
