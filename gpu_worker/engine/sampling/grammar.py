@@ -1,5 +1,5 @@
-"""Grammars: which tokens a row's grammar allows next, as bit masks that llguidance computes; and the
-application of these masks, and of those of allowed ids, to scores on the device.
+"""Grammars: which tokens a row's grammar allows next, as bit masks that llguidance computes; and masks of
+allowed ids.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -9,10 +9,8 @@ from pathlib import Path
 
 import llguidance
 import numpy as np
-import torch
 
 from common.process import machine
-from gpu_worker.engine.batch.inputs import to_device
 from gpu_worker.engine.batch.sampling_state import Bits, GrammarMask, SampleRequest, SamplingState
 from gpu_worker.engine.side_threads import SideThreads
 
@@ -43,31 +41,6 @@ def mask_of_ids(ids: Collection[int], vocab_size: int) -> Bits:
 
 def num_words(vocab_size: int) -> int:
     return -(-vocab_size // WORD_BITS)
-
-
-def cut_or_extend(mask: Bits, vocab_size: int) -> Bits:
-    """A mask of just the vocabulary: tokens beyond the end of the given one are allowed."""
-    words = mask[: num_words(vocab_size)]
-    return np.pad(words, (0, num_words(vocab_size) - len(words)), constant_values=-1)
-
-
-def apply_masks(scores: torch.Tensor, states: Sequence[SamplingState]) -> None:
-    """Set masked tokens of scores float32 [rows, vocabulary] to -inf, in place. Tokens beyond the end of a
-    mask stay as they are.
-    """
-    size = scores.shape[1]
-    masks = {row: mask for row, state in enumerate(states) if (mask := mask_of(state, size)) is not None}
-    if masks:
-        rows = to_device(list(masks), scores.device)
-        bits = to_device(np.stack([cut_or_extend(mask, size) for mask in masks.values()]), scores.device)
-        masked = ~unpack_mask(bits)[:, :size]
-        scores.index_copy_(0, rows, scores.index_select(0, rows).masked_fill_(masked, float("-inf")))
-
-
-def unpack_mask(bits: torch.Tensor) -> torch.Tensor:
-    """bits int32 [rows, words] → bool [rows, 32 * words]: the lowest bit of a word first."""
-    shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
-    return ((bits[..., None] >> shifts) & 1).bool().flatten(1)
 
 
 class Matchers:
