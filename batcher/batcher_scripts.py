@@ -141,12 +141,7 @@ def publish_state(
     Args:
         oldest: id of the oldest message of `control` to keep.
     """
-    args: Args = {
-        "oldest": oldest,
-        "state_ttl_ms": state_ttl_ms,
-        "num_counts": len(counts),
-        **beat.args,
-    }
+    args: Args = {"oldest": oldest, "state_ttl_ms": state_ttl_ms, "num_counts": len(counts), **beat.args}
     return call_script(
         "publish_state",
         lambda _: None,

@@ -122,11 +122,7 @@ async def serve(settings: Settings, incarnation: str) -> None:
 
 
 async def run_batcher(
-    settings: Settings,
-    pool: PoolClient,
-    lease: Lease,
-    announcer: PoolAnnouncer,
-    told_to_end: asyncio.Event,
+    settings: Settings, pool: PoolClient, lease: Lease, announcer: PoolAnnouncer, told_to_end: asyncio.Event
 ) -> NoReturn:
     """Be active, one epoch after another, until the lease is lost (raises LeaseLost)."""
     while True:

@@ -38,11 +38,7 @@ class Terminals:
     """Publishes the batcher's terminals. Each method may be repeated: a request gets one terminal only."""
 
     def __init__(
-        self,
-        pool: PoolClient,
-        channels: ChannelSequences,
-        scheduler: Scheduler,
-        timeline: TimelineWriter,
+        self, pool: PoolClient, channels: ChannelSequences, scheduler: Scheduler, timeline: TimelineWriter
     ) -> None:
         self.pool = pool
         self.channels = channels

@@ -235,11 +235,7 @@ class WorkerRegistry:
     """
 
     def __init__(
-        self,
-        pool: PoolClient,
-        inbox: Inbox,
-        scheduler: Scheduler,
-        detector: FailureDetector,
+        self, pool: PoolClient, inbox: Inbox, scheduler: Scheduler, detector: FailureDetector
     ) -> None:
         self.pool = pool
         self.inbox = inbox

@@ -136,13 +136,7 @@ def flush(
         "mode": mode,
     }
     return call_script(
-        "flush",
-        read_flush_reply,
-        keys,
-        worker,
-        args=args,
-        more_keys=more_keys,
-        more_args=more_args,
+        "flush", read_flush_reply, keys, worker, args=args, more_keys=more_keys, more_args=more_args
     )
 
 

@@ -25,13 +25,7 @@ from gpu_worker.engine.batch.split_step import Forward, forward_in_halves
 from gpu_worker.engine.batch.state_slots import StateSlots
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.cuda.compile import compile_layers, stop_compiling
-from gpu_worker.engine.cuda.graphs import (
-    Capture,
-    CaptureError,
-    CudaGraphs,
-    FixedShapeGraph,
-    make_capture,
-)
+from gpu_worker.engine.cuda.graphs import Capture, CaptureError, CudaGraphs, FixedShapeGraph, make_capture
 from gpu_worker.engine.drafting.drafter import Drafter
 from gpu_worker.engine.drafting.load_draft import load_draft, make_drafter
 from gpu_worker.engine.drafting.proposers import ProposalCosts, guessing_factory, measure_steps
@@ -54,11 +48,7 @@ from gpu_worker.engine.sampling.logprobs import MAX_LOGITS, copy_logits, score_p
 from gpu_worker.engine.sampling.multinomial import empty_output
 from gpu_worker.engine.sampling.sampler import sample
 from gpu_worker.engine.side_threads import SideThreads
-from gpu_worker.protocol import (
-    AdapterAnswer,
-    Command,
-    StepResult,
-)
+from gpu_worker.protocol import AdapterAnswer, Command, StepResult
 
 
 def compile_model(loaded: LoadedModel, forward: Forward, progress: Progress) -> None:
@@ -430,10 +420,7 @@ class Engine:
         return SentStep(launched.number, slices, launched.started_s, lambda: samples)
 
     def score_beams(
-        self,
-        slices: Sequence[RowSlice],
-        logits: torch.Tensor,
-        requests: Sequence[SampleRequest | None],
+        self, slices: Sequence[RowSlice], logits: torch.Tensor, requests: Sequence[SampleRequest | None]
     ) -> BeamScores | None:
         """Launch the search for the best continuations of the beams in a step. `logits` float [samples,
         vocabulary].

@@ -450,10 +450,7 @@ class BeamScores:
 
 @torch.inference_mode()
 def score_beams(
-    logits: torch.Tensor,
-    requests: Sequence[SampleRequest | None],
-    steps: Sequence[SearchStep],
-    samples: bool,
+    logits: torch.Tensor, requests: Sequence[SampleRequest | None], steps: Sequence[SearchStep], samples: bool
 ) -> BeamScores:
     """logits float [rows, vocabulary] and requests of all samples of a step → the continuations of its
     searches; room for those of another rank if this one does not sample.

@@ -37,11 +37,7 @@ def line_up(prompts: Iterable[Row], step: int) -> list[Row]:
 
 
 def chunks(
-    line: Sequence[Row],
-    block_size: int,
-    budget: StepBudget,
-    scores_left: int,
-    has_snapshots: bool = False,
+    line: Sequence[Row], block_size: int, budget: StepBudget, scores_left: int, has_snapshots: bool = False
 ) -> Iterator[RowSlice]:
     """Yield chunks of as many tokens as the budget has, at most `scores_left` of them scored. With
     `has_snapshots` one ends at the last end of a block in a prompt.

@@ -222,11 +222,7 @@ def load_heads(
 
 
 def load_eagle(
-    path: Path,
-    speculation: Speculation,
-    settings: Settings,
-    target: LoadedModel,
-    communicator: Communicator,
+    path: Path, speculation: Speculation, settings: Settings, target: LoadedModel, communicator: Communicator
 ) -> Draft:
     """The layer of an EAGLE-3 checkpoint, with a cache of its own. Raises SettingError, UnservableModel."""
     if not speculation.num_tokens:

@@ -54,12 +54,7 @@ class Matchers:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        vocab_size: int,
-        eos_ids: Sequence[int],
-        waits: bool,
-        side_threads: SideThreads,
+        self, directory: Path, vocab_size: int, eos_ids: Sequence[int], waits: bool, side_threads: SideThreads
     ) -> None:
         self.directory = directory
         self.vocab_size = vocab_size

@@ -12,13 +12,7 @@ import numpy.typing as npt
 import torch
 
 from gpu_worker.engine.batch.inputs import to_device
-from gpu_worker.engine.batch.sampling_state import (
-    Float32,
-    Float64,
-    Int64,
-    SampleRequest,
-    SamplingState,
-)
+from gpu_worker.engine.batch.sampling_state import Float32, Float64, Int64, SampleRequest, SamplingState
 from gpu_worker.engine.sampling.grammar import WORD_BITS, mask_of, num_words
 from gpu_worker.engine.sampling.multinomial import (
     EXCLUDED,

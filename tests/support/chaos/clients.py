@@ -270,11 +270,7 @@ class Reader:
                 return answer.add_whole(await job.result(timeout=SUBMIT_AGAIN_S, poll_delay=0.25))
             except SerializationError as error:
                 raise RequestFailed(str(error)) from error
-            except (
-                *ERRORS,
-                TimeoutError,
-                ResultNotFound,
-            ):  # ResultNotFound: the broker has lost it
+            except (*ERRORS, TimeoutError, ResultNotFound):  # ResultNotFound: the broker has lost it
                 await asyncio.sleep(0.1)
 
 

@@ -10,13 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batcher.scheduling.plan_builder import mixed_prefill_tokens, next_plan
-from batcher.scheduling.replica import (
-    CACHE_PARTS,
-    LEAST_HORIZON,
-    StepTimes,
-    WorkerLimits,
-    WorkerPace,
-)
+from batcher.scheduling.replica import CACHE_PARTS, LEAST_HORIZON, StepTimes, WorkerLimits, WorkerPace
 from benchmarks.batcher.timed_pool import Load, StepCosts, TimedPool
 from common.messages.plan import Report
 from tests.support.fleet.simulated_pool import make_replica, make_sequence

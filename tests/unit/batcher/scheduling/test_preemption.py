@@ -41,11 +41,7 @@ def full_replica(*rows: tuple[int, int]) -> tuple[Replica, list[PlacedRow]]:
 
 @pytest.mark.parametrize(
     ("rows", "victim"),
-    [
-        ([(1, 1), (1, 2), (1, 3)], 2),
-        ([(1, 3), (1, 2), (1, 1)], 0),
-        ([(1, 2), (2, 1), (0, 3)], 1),
-    ],
+    [([(1, 1), (1, 2), (1, 3)], 2), ([(1, 3), (1, 2), (1, 1)], 0), ([(1, 2), (2, 1), (0, 3)], 1)],
     ids=["the youngest", "the youngest request, though its row is the oldest", "the least urgent class"],
 )
 def test_the_victim_is_the_least_important_request(rows: list[tuple[int, int]], victim: int) -> None:
@@ -81,9 +77,7 @@ class WatchedWorker(SimulatedWorker):
 @settings(max_examples=80)
 @given(
     sizes=st.lists(
-        st.tuples(st.integers(1, 100), st.integers(1, 200), st.integers(0, 2)),
-        min_size=2,
-        max_size=20,
+        st.tuples(st.integers(1, 100), st.integers(1, 200), st.integers(0, 2)), min_size=2, max_size=20
     ),
     num_blocks=st.integers(20, 50),
     horizon=st.sampled_from([4, 16, 32]),

@@ -9,12 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batcher.scheduling.replica import WorkerLimits
-from batcher.scheduling.request_queue import (
-    MAX_LOOKED_PAST,
-    MAX_PASSED,
-    PATIENCE,
-    RequestQueue,
-)
+from batcher.scheduling.request_queue import MAX_LOOKED_PAST, MAX_PASSED, PATIENCE, RequestQueue
 from batcher.scheduling.sequence import PlacedRow, Sequence
 from common.messages.request import SERVICE_CLASSES
 from tests.support.fleet.simulated_pool import Pool, request

@@ -80,8 +80,7 @@ sizes = st.tuples(
     num_blocks=st.integers(20, 80),
     seed=st.integers(0, 10**6),
     actions=st.lists(
-        st.sampled_from(["kill", "drain", "cancel", "cancel", "succeed", "next turn", ""]),
-        max_size=12,
+        st.sampled_from(["kill", "drain", "cancel", "cancel", "succeed", "next turn", ""]), max_size=12
     ),
     shares=st.booleans(),
     num_speculated=st.sampled_from([0, 1, 5]),
