@@ -11,7 +11,7 @@ from batcher.batcher_scripts import PlanReply
 from batcher.housekeeping import Housekeeping
 from batcher.inbox import Inbox, StreamEntry
 from batcher.lease import Lease, LeaseLost, WritesLost
-from batcher.recovery import Backlog, Recovery, Terminals, in_slices
+from batcher.recovery import Backlog, Recovery, in_slices
 from batcher.scheduling.plan_builder import PendingPlan
 from batcher.scheduling.replica import WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
@@ -56,14 +56,13 @@ class Batcher:
         self.detector = FailureDetector(settings.worker_ttl_s)
         self.timeline = TimelineWriter(pool, self.detector.now_ms)
         self.workers = WorkerRegistry(pool, self.inbox, self.scheduler, self.detector)
-        self.terminals = Terminals(pool, self.channels, self.scheduler, self.timeline)
         self.pending = ActionQueue(pool.redis)
         self.recovery = Recovery(
             pool=pool,
             pending=self.pending,
             scheduler=self.scheduler,
             workers=self.workers,
-            terminals=self.terminals,
+            channels=self.channels,
             timeline=self.timeline,
             backlog=self.backlog,
         )
@@ -107,7 +106,7 @@ class Batcher:
         self.pending.defer(self.timeline.traces.recall)
         for sequence, state in self.backlog.ended:
             self.timeline.note_unseen_end(sequence, state)
-            self.pending.add(partial(self.terminals.dequeue, sequence))
+            self.pending.add(partial(self.recovery.dequeue, sequence))
         self.recovery.restore_unheld()
         for incarnation in self.workers.dead_holders(self.backlog.held_by, self.backlog.dead):
             self.pending.add(partial(self.recovery.seal, incarnation, "it ended before this epoch"))
@@ -161,7 +160,7 @@ class Batcher:
             catalogue.UNDECODABLE.add()
             log.error("%s of %s cannot be read: %s", entry.id, entry.stream, error)
             if entry.stream == self.requests:
-                self.pending.add(partial(self.terminals.finish_undecodable, entry))
+                self.pending.add(partial(self.recovery.finish_undecodable, entry))
 
     def on_request(self, entry: StreamEntry) -> None:
         if entry.kind != "generate":
@@ -170,7 +169,7 @@ class Batcher:
         is_new = self.requests in self.inbox.last_ids
         sequence = inbox.parse_sequence(entry, now_ms if is_new else inbox.parse_queued_ms(entry, now_ms))
         if (known := self.scheduler.sequences.get(sequence.request_id)) is not None:
-            self.pending.add(partial(self.terminals.replace_entry, known, entry))
+            self.pending.add(partial(self.recovery.replace_entry, known, entry))
             return
         self.scheduler.register(sequence)
         if is_new and sequence.request.num_shown:
@@ -231,7 +230,7 @@ class Batcher:
         outcomes = self.scheduler.pop_outcomes()
         self.pending.add(*map(self.recovery.dequeue_finished, in_slices(outcomes.finished, MAX_DEQUEUED)))
         for sequence, why in outcomes.to_finish:
-            self.pending.add(partial(self.terminals.finish, sequence, why))
+            self.pending.add(partial(self.recovery.finish, sequence, why))
         if outcomes.interrupted:
             self.pending.add(partial(self.recovery.resume, outcomes.interrupted))
 
@@ -256,7 +255,7 @@ class Batcher:
             case PlanReply("refused", positions) if self.scheduler.replicas.get(incarnation) is replica:
                 for row in self.scheduler.withdraw(plan, positions):
                     why = row.sequence.stop_reason or "client"
-                    self.pending.add(partial(self.terminals.finish, row.sequence, why))
+                    self.pending.add(partial(self.recovery.finish, row.sequence, why))
                 return [self.publication(plan)]
             case PlanReply("FENCED"):
                 raise LeaseLost(f"worker {incarnation} has a plan of a newer epoch")

@@ -34,76 +34,6 @@ log = logging.getLogger(__name__)
 UNDECODABLE_RESULT_TTL_MS = 60_000
 
 
-class Terminals:
-    """Publishes the batcher's terminals. Each method may be repeated: a request gets one terminal only."""
-
-    def __init__(
-        self, pool: PoolClient, channels: ChannelSequences, scheduler: Scheduler, timeline: TimelineWriter
-    ) -> None:
-        self.pool = pool
-        self.channels = channels
-        self.scheduler = scheduler
-        self.timeline = timeline
-
-    async def finish(self, sequence: Sequence, why: str) -> None:
-        """End a request that no worker holds. A terminal that it has already stays."""
-        request = sequence.request
-        await self.publish(request.request_id, request.channel, request.result_ttl_ms, why, sequence.base)
-        log.info(
-            "request %s ended by the batcher: %s",
-            request.request_id,
-            why,
-            extra=for_request(request.request_id, request.traceparent),
-        )
-        await self.dequeue(sequence)
-        self.timeline.record(sequence, "ended", num_tokens=sequence.base, why=why)
-
-    async def dequeue(self, sequence: Sequence) -> bool:
-        """Remove a request from the queue and from the scheduler, if it has its terminal. Return whether it
-        has.
-        """
-        if has_ended := await self.delete_entry(sequence.request_id, sequence.entry_id):
-            self.on_dequeued(sequence)
-        return has_ended
-
-    def on_dequeued(self, sequence: Sequence) -> None:
-        self.scheduler.forget(sequence)
-        self.timeline.record_dequeued(sequence)
-
-    async def replace_entry(self, sequence: Sequence, entry: StreamEntry) -> None:
-        """Remove the entry of a live request that a gateway has queued again, after the broker lost it."""
-        if sequence.entry_id != entry.id:
-            await self.delete_entry("", sequence.entry_id)
-        sequence.entry_id = entry.id
-
-    async def finish_undecodable(self, entry: StreamEntry) -> None:
-        """Remove an entry that is no valid request; publish a terminal if its request id can be read."""
-        if (request_id := inbox.parse_request_id(entry.data)) is not None:
-            channel: bytes | None = await self.pool.redis.hget(self.pool.keys.request(request_id), "channel")  # type: ignore[misc]
-            await self.publish(
-                request_id, (channel or b"").decode(), UNDECODABLE_RESULT_TTL_MS, "malformed", 0
-            )
-        await self.delete_entry(request_id or "", entry.id)
-
-    async def publish(self, request_id: str, channel: str, ttl_ms: int, why: str, num_tokens: int) -> None:
-        terminal = terminal_for(request_id, why, num_tokens)
-        number = self.channels.next_number(channel) if channel else 0
-        events = Events(self.channels.source, number, terminals=[terminal])
-        await self.pool.run(
-            batcher_scripts.finish(
-                self.pool.keys, terminal, records=b"", ttl_ms=ttl_ms, channel=channel, payload=encode(events)
-            )
-        )
-
-    async def delete_entry(self, request_id: str, entry_id: str) -> bool:
-        call = batcher_scripts.dequeue(self.pool.keys, QueuedRequest(request_id, entry_id))
-        return (await self.pool.run(call))[0]
-
-    def dequeue_call(self, sequences: list[Sequence]) -> ScriptCall[list[bool]]:
-        requests = [QueuedRequest(one.request_id, one.entry_id) for one in sequences]
-        return batcher_scripts.dequeue(self.pool.keys, *requests)
-
-
 ENTRIES_IN_ONE_READ = 256
 APPENDED_IN_ONE_SLICE = 2048
 SAVED_IN_ONE_CALL = 64
@@ -184,7 +114,8 @@ def count_crashes(state: Committed, is_crash: bool) -> int:
 
 
 class Recovery:
-    """Resumes requests. Each coroutine may be repeated: sequences change only after everything was saved.
+    """Resumes requests, and ends those that no worker holds. Each coroutine may be repeated: sequences change
+    only after everything was saved, and a request gets one terminal only.
 
     Coroutines that read many requests are deferred: they run once all earlier decisions are written.
     """
@@ -196,7 +127,7 @@ class Recovery:
         pending: ActionQueue,
         scheduler: Scheduler,
         workers: WorkerRegistry,
-        terminals: Terminals,
+        channels: ChannelSequences,
         timeline: TimelineWriter,
         backlog: Backlog,
     ) -> None:
@@ -204,7 +135,7 @@ class Recovery:
         self.pending = pending
         self.scheduler = scheduler
         self.workers = workers
-        self.terminals = terminals
+        self.channels = channels
         self.timeline = timeline
         self.backlog = backlog
 
@@ -258,11 +189,11 @@ class Recovery:
         def on_reply(flags: list[int]) -> list[Action]:
             for sequence, has_ended in zip(sequences, flags, strict=True):
                 if has_ended:
-                    self.terminals.on_dequeued(sequence)
+                    self.on_dequeued(sequence)
             left = [one for one, has_ended in zip(sequences, flags, strict=True) if not has_ended]
             return [partial(self.resume, left)] if left else []
 
-        return ScriptAction(lambda: self.terminals.dequeue_call(sequences), on_reply)
+        return ScriptAction(lambda: self.dequeue_call(sequences), on_reply)
 
     async def restore(self, sequences: list[Sequence]) -> None:
         """Resume requests that their workers, from before this epoch, hold no more. Most have ended."""
@@ -325,8 +256,68 @@ class Recovery:
         for sequence in sequences:
             if not (state := states[sequence.request_id]).is_live:
                 self.timeline.note_unseen_end(sequence, state)
-                await self.terminals.dequeue(sequence)
+                await self.dequeue(sequence)
         return [sequence for sequence in sequences if states[sequence.request_id].is_live]
+
+    # --- ends of requests that no worker holds --------------------------------------------------------------
+
+    async def finish(self, sequence: Sequence, why: str) -> None:
+        """End a request that no worker holds. A terminal that it has already stays."""
+        request = sequence.request
+        await self.publish(request.request_id, request.channel, request.result_ttl_ms, why, sequence.base)
+        log.info(
+            "request %s ended by the batcher: %s",
+            request.request_id,
+            why,
+            extra=for_request(request.request_id, request.traceparent),
+        )
+        await self.dequeue(sequence)
+        self.timeline.record(sequence, "ended", num_tokens=sequence.base, why=why)
+
+    async def dequeue(self, sequence: Sequence) -> bool:
+        """Remove a request from the queue and from the scheduler, if it has its terminal. Return whether it
+        has.
+        """
+        if has_ended := await self.delete_entry(sequence.request_id, sequence.entry_id):
+            self.on_dequeued(sequence)
+        return has_ended
+
+    def on_dequeued(self, sequence: Sequence) -> None:
+        self.scheduler.forget(sequence)
+        self.timeline.record_dequeued(sequence)
+
+    async def replace_entry(self, sequence: Sequence, entry: StreamEntry) -> None:
+        """Remove the entry of a live request that a gateway has queued again, after the broker lost it."""
+        if sequence.entry_id != entry.id:
+            await self.delete_entry("", sequence.entry_id)
+        sequence.entry_id = entry.id
+
+    async def finish_undecodable(self, entry: StreamEntry) -> None:
+        """Remove an entry that is no valid request; publish a terminal if its request id can be read."""
+        if (request_id := inbox.parse_request_id(entry.data)) is not None:
+            channel: bytes | None = await self.pool.redis.hget(self.pool.keys.request(request_id), "channel")  # type: ignore[misc]
+            await self.publish(
+                request_id, (channel or b"").decode(), UNDECODABLE_RESULT_TTL_MS, "malformed", 0
+            )
+        await self.delete_entry(request_id or "", entry.id)
+
+    async def publish(self, request_id: str, channel: str, ttl_ms: int, why: str, num_tokens: int) -> None:
+        terminal = terminal_for(request_id, why, num_tokens)
+        number = self.channels.next_number(channel) if channel else 0
+        events = Events(self.channels.source, number, terminals=[terminal])
+        await self.pool.run(
+            batcher_scripts.finish(
+                self.pool.keys, terminal, records=b"", ttl_ms=ttl_ms, channel=channel, payload=encode(events)
+            )
+        )
+
+    async def delete_entry(self, request_id: str, entry_id: str) -> bool:
+        call = batcher_scripts.dequeue(self.pool.keys, QueuedRequest(request_id, entry_id))
+        return (await self.pool.run(call))[0]
+
+    def dequeue_call(self, sequences: list[Sequence]) -> ScriptCall[list[bool]]:
+        requests = [QueuedRequest(one.request_id, one.entry_id) for one in sequences]
+        return batcher_scripts.dequeue(self.pool.keys, *requests)
 
 
 def update(sequence: Sequence, state: Committed) -> None:

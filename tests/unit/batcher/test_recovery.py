@@ -8,7 +8,7 @@ from redis.exceptions import ConnectionError
 
 from batcher.actions import ActionQueue
 from batcher.inbox import Inbox
-from batcher.recovery import Backlog, Recovery, Terminals
+from batcher.recovery import Backlog, Recovery
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
@@ -39,7 +39,6 @@ def recovery(redis: Redis) -> Recovery:
     scheduler = Scheduler(WorkerLimits(), epoch=1)
     pool = PoolClient(redis, KEYS)
     timeline = TimelineWriter(pool, lambda: 1000)
-    terminals = Terminals(pool, ChannelSequences("b0-1"), scheduler, timeline)
     detector = FailureDetector(5.0)
     workers = WorkerRegistry(pool, Inbox(redis), scheduler, detector)
     return Recovery(
@@ -47,7 +46,7 @@ def recovery(redis: Redis) -> Recovery:
         pending=ActionQueue(redis),
         scheduler=scheduler,
         workers=workers,
-        terminals=terminals,
+        channels=ChannelSequences("b0-1"),
         timeline=timeline,
         backlog=Backlog(pool),
     )
@@ -156,20 +155,12 @@ async def test_what_a_log_says_of_requests_that_the_worker_gave_up_is_saved(
 CHANNEL = KEYS.events("g")
 
 
-@pytest.fixture
-def terminals(redis: Redis) -> Terminals:
-    scheduler = Scheduler(WorkerLimits(), epoch=1)
-    pool = PoolClient(redis, KEYS)
-    timeline = TimelineWriter(pool, lambda: 1000)
-    return Terminals(pool, ChannelSequences("b0-1"), scheduler, timeline)
-
-
-async def queue_registered(redis: Redis, terminals: Terminals, request_id: str) -> Sequence:
+async def queue_registered(redis: Redis, recovery: Recovery, request_id: str) -> Sequence:
     """Queue a request and register its sequence."""
     request = make_request(request_id, channel=CHANNEL)
     entry_id = await admit(redis, request)
     sequence = Sequence(request, entry_id, 10**15)
-    terminals.scheduler.register(sequence)
+    recovery.scheduler.register(sequence)
     return sequence
 
 
@@ -181,11 +172,11 @@ async def published(redis: Redis, *actions: object) -> list[Events]:
         return [decode(Events, message) for message in await messages()]
 
 
-async def test_finish_publishes_stores_and_dequeues(redis: Redis, terminals: Terminals) -> None:
-    sequence = await queue_registered(redis, terminals, "r1")
+async def test_finish_publishes_stores_and_dequeues(redis: Redis, recovery: Recovery) -> None:
+    sequence = await queue_registered(redis, recovery, "r1")
     sequence.commit(RECORD.pack(7, -1.0) * 3)
     await redis.set(KEYS.tokens("r1"), sequence.records)
-    [events] = await published(redis, terminals.finish(sequence, "timeout"))
+    [events] = await published(redis, recovery.finish(sequence, "timeout"))
     [terminal] = events.terminals
     assert (events.source, events.sequence) == ("b0-1", 1)
     assert (terminal.request_id, terminal.reason, terminal.error_type) == ("r1", "error", "timeout")
@@ -193,5 +184,5 @@ async def test_finish_publishes_stores_and_dequeues(redis: Redis, terminals: Ter
     assert await redis.hmget(KEYS.request("r1"), ["terminal", "error_type"]) == [b"error", b"timeout"]  # type: ignore[misc]
     assert await redis.exists(KEYS.requests, KEYS.places, KEYS.tokens("r1")) == 1, "an empty stream"
     assert await redis.xlen(KEYS.requests) == 0
-    assert terminals.scheduler.sequences == {}
-    assert [event.what for event in terminals.timeline.unwritten["r1"]] == ["ended"]
+    assert recovery.scheduler.sequences == {}
+    assert [event.what for event in recovery.timeline.unwritten["r1"]] == ["ended"]
