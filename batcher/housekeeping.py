@@ -11,6 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from batcher import batcher_scripts
 from batcher.scheduling.scheduler import Scheduler
@@ -36,6 +37,7 @@ LOAD_TIMEOUT_S = 900.0
 """An adapter that is still loaded after this time is taken back: its gateway has died."""
 
 
+@dataclass(eq=False)
 class AdapterKeeper:
     """Forgets adapters that were unloaded, and finds requests whose adapter is gone.
 
@@ -45,10 +47,9 @@ class AdapterKeeper:
             request used it, or at which it was being loaded.
     """
 
-    def __init__(self, pool: PoolClient) -> None:
-        self.pool = pool
-        self.registry = AdapterRegistry()
-        self.since_s: dict[tuple[str, str], float] = {}
+    pool: PoolClient
+    registry: AdapterRegistry = field(default_factory=AdapterRegistry)
+    since_s: dict[tuple[str, str], float] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
@@ -108,6 +109,7 @@ HURRY_S = 0.05
 """Least time between two runs."""
 
 
+@dataclass(eq=False)
 class OrphanTracker:
     """Finds orphans.
 
@@ -116,10 +118,9 @@ class OrphanTracker:
         moved: request id → the gateway through which its client came back.
     """
 
-    def __init__(self, pool: PoolClient) -> None:
-        self.pool = pool
-        self.absent_since_s: dict[str, float] = {}
-        self.moved: dict[str, str] = {}
+    pool: PoolClient
+    absent_since_s: dict[str, float] = field(default_factory=dict)
+    moved: dict[str, str] = field(default_factory=dict)
 
     async def orphans(self, live: Mapping[str, Sequence], gateways: Collection[str]) -> list[str]:
         """Return the ids of the live requests whose gateway has been absent for longer than their grace.

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 from batcher import batcher_scripts, inbox
@@ -113,6 +114,7 @@ def count_crashes(state: Committed, is_crash: bool) -> int:
     return 0 if state.num_tokens > state.base else state.crash_count + is_crash
 
 
+@dataclass(eq=False)
 class Recovery:
     """Resumes requests, and ends those that no worker holds. Each coroutine may be repeated: sequences change
     only after everything was saved, and a request gets one terminal only.
@@ -120,24 +122,13 @@ class Recovery:
     Coroutines that read many requests are deferred: they run once all earlier decisions are written.
     """
 
-    def __init__(
-        self,
-        *,
-        pool: PoolClient,
-        pending: ActionQueue,
-        scheduler: Scheduler,
-        workers: WorkerRegistry,
-        channels: ChannelSequences,
-        timeline: TimelineWriter,
-        backlog: Backlog,
-    ) -> None:
-        self.pool = pool
-        self.pending = pending
-        self.scheduler = scheduler
-        self.workers = workers
-        self.channels = channels
-        self.timeline = timeline
-        self.backlog = backlog
+    pool: PoolClient
+    pending: ActionQueue
+    scheduler: Scheduler
+    workers: WorkerRegistry
+    channels: ChannelSequences
+    timeline: TimelineWriter
+    backlog: Backlog
 
     def on_takeover_report(self, incarnation: str, report: Report) -> None:
         """Adopt the rows that a worker holds, and resume the requests that it held before and holds no more.

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from batcher.scheduling.plan_builder import PendingPlan
@@ -37,6 +37,7 @@ ENDED, PLACED, QUEUED, PREFILLED = "ended", "placed", "queued", "prefilled"
 DECODE_EVENTS = ("interrupted", "died", "taken_over")
 
 
+@dataclass(eq=False)
 class RequestTraces:
     """Collects the events of live requests that are traced.
 
@@ -47,12 +48,11 @@ class RequestTraces:
         unread: ids of requests whose events from before this epoch are not read yet.
     """
 
-    def __init__(self, pool: PoolClient) -> None:
-        self.pool = pool
-        self.live: dict[str, tuple[Generate, list[TimelineEvent]]] = {}
-        self.over: set[str] = set()
-        self.ends: dict[str, TimelineEvent] = {}
-        self.unread: set[str] = set()
+    pool: PoolClient
+    live: dict[str, tuple[Generate, list[TimelineEvent]]] = field(default_factory=dict)
+    over: set[str] = field(default_factory=set)
+    ends: dict[str, TimelineEvent] = field(default_factory=dict)
+    unread: set[str] = field(default_factory=set)
 
     def add(self, request: Generate, event: TimelineEvent) -> None:
         if request.traceparent and tracing.is_on():

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from batcher import batcher_scripts
@@ -224,6 +224,7 @@ class KnownWorker:
         return self.is_earlier and self.state not in (WorkerState.ACTIVE, WorkerState.REMOVED)
 
 
+@dataclass(eq=False)
 class WorkerRegistry:
     """Takes workers over, and finds those that are dead.
 
@@ -234,19 +235,16 @@ class WorkerRegistry:
         lost: those of them that have been silent for too long.
     """
 
-    def __init__(
-        self, pool: PoolClient, inbox: Inbox, scheduler: Scheduler, detector: FailureDetector
-    ) -> None:
-        self.pool = pool
-        self.inbox = inbox
-        self.scheduler = scheduler
-        self.detector = detector
-        self.workers: dict[str, KnownWorker] = {}
-        self.listed: list[str] = []
-        self.sealed: list[str] = []
-        self.silence = Silence()
-        self.silent: set[str] = set()
-        self.lost: set[str] = set()
+    pool: PoolClient
+    inbox: Inbox
+    scheduler: Scheduler
+    detector: FailureDetector
+    workers: dict[str, KnownWorker] = field(default_factory=dict)
+    listed: list[str] = field(default_factory=list)
+    sealed: list[str] = field(default_factory=list)
+    silence: Silence = field(default_factory=Silence)
+    silent: set[str] = field(default_factory=set)
+    lost: set[str] = field(default_factory=set)
 
     def state(self, incarnation: str) -> WorkerState:
         return self.workers[incarnation].state if incarnation in self.workers else WorkerState.FOUND

@@ -5,6 +5,7 @@ The batcher has numbers of blocks only; the engine has their memory.
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from batcher.scheduling.sequence import PlacedRow
 
@@ -43,6 +44,7 @@ class PrefixIndex:
             yield from self.others.get(name, ())
 
 
+@dataclass(eq=False)
 class PrefixCache:
     """The blocks of a worker whose tokens are all computed, by name.
 
@@ -60,13 +62,12 @@ class PrefixCache:
             from there; None if its model has no states, and rows can go on from each block.
     """
 
-    def __init__(self) -> None:
-        self.blocks: dict[bytes, int] = {}
-        self.names: dict[int, bytes] = {}
-        self.idle: OrderedDict[int, None] = OrderedDict()
-        self.expected: dict[bytes, PlacedRow] = {}
-        self.index = PrefixIndex()
-        self.snapshots: set[int] | None = None
+    blocks: dict[bytes, int] = field(default_factory=dict)
+    names: dict[int, bytes] = field(default_factory=dict)
+    idle: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    expected: dict[bytes, PlacedRow] = field(default_factory=dict)
+    index: PrefixIndex = field(default_factory=PrefixIndex)
+    snapshots: set[int] | None = None
 
     def join_index(self, index: PrefixIndex) -> None:
         """Become one of the caches in which requests are looked up."""

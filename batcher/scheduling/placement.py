@@ -17,6 +17,7 @@ are stopped, adopted and resumed.
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator
+from dataclasses import InitVar, dataclass, field
 from itertools import chain, islice
 
 from batcher.scheduling.kv_blocks import PrefixCache, PrefixIndex
@@ -55,6 +56,7 @@ def is_as_large(tokens: tuple[float, float], others: tuple[float, float]) -> boo
     return tokens[0] >= others[0] and tokens[1] >= others[1]
 
 
+@dataclass(eq=False)
 class Placement:
     """The workers that may be given rows.
 
@@ -67,18 +69,17 @@ class Placement:
             request with an adapter or with pictures, which some workers may not serve.
     """
 
-    def __init__(self, limits: WorkerLimits) -> None:
-        self.limits = limits
-        self.index = PrefixIndex()
-        self.replicas: dict[PrefixCache, Replica] = {}
-        self.rows: dict[Replica, int] = {}
-        self.levels: dict[int, dict[Replica, None]] = {}
-        self.num_rows = 0
-        self.with_batch: dict[Replica, None] = {}
-        self.block_size = 1
-        self.changes: OrderedDict[Replica, int] = OrderedDict()
-        self.num_changes = 0
-        self.refusal = ((math.inf, math.inf), 0)
+    limits: WorkerLimits
+    index: PrefixIndex = field(default_factory=PrefixIndex)
+    replicas: dict[PrefixCache, Replica] = field(default_factory=dict)
+    rows: dict[Replica, int] = field(default_factory=dict)
+    levels: dict[int, dict[Replica, None]] = field(default_factory=dict)
+    num_rows: int = 0
+    with_batch: dict[Replica, None] = field(default_factory=dict)
+    block_size: int = 1
+    changes: OrderedDict[Replica, int] = field(default_factory=OrderedDict)
+    num_changes: int = 0
+    refusal: tuple[tuple[float, float], int] = ((math.inf, math.inf), 0)
 
     def set_open(self, replicas: Collection[Replica]) -> None:
         """Give rows to these workers, and to no others."""
@@ -228,6 +229,7 @@ class Placement:
         return list(found)
 
 
+@dataclass(eq=False)
 class WorkerSet:
     """The workers of the pool. It walks all of them only when one comes, goes or drains.
 
@@ -241,14 +243,16 @@ class WorkerSet:
         evacuating: workers that drain while others stay: their rows go to these.
     """
 
-    def __init__(self, limits: WorkerLimits) -> None:
-        self.replicas: dict[str, Replica] = {}
-        self.closing = False
+    limits: InitVar[WorkerLimits]
+    replicas: dict[str, Replica] = field(default_factory=dict)
+    closing: bool = False
+    changed: dict[Replica, None] = field(default_factory=dict)
+    joined: list[Replica] = field(default_factory=list)
+    largest: list[Replica] = field(default_factory=list)
+    evacuating: list[Replica] = field(default_factory=list)
+
+    def __post_init__(self, limits: WorkerLimits) -> None:
         self.placement = Placement(limits)
-        self.changed: dict[Replica, None] = {}
-        self.joined: list[Replica] = []
-        self.largest: list[Replica] = []
-        self.evacuating: list[Replica] = []
 
     def add(self, replica: Replica) -> None:
         self.replicas[replica.capacity.incarnation] = replica

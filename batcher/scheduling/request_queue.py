@@ -52,6 +52,7 @@ class Account:
         return self.waiting[0][1] if self.waiting else None
 
 
+@dataclass(eq=False)
 class ClassQueue:
     """The requests of one class that wait, in the order in which they start.
 
@@ -71,16 +72,15 @@ class ClassQueue:
         skipped: requests of this turn that may not start now, even where there is room.
     """
 
-    def __init__(self, weights: dict[str, float]) -> None:
-        self.weights = weights
-        self.resumed: list[tuple[int, int, Sequence]] = []
-        self.accounts: dict[str, Account] = {}
-        self.order: list[tuple[float, int, int, Account]] = []
-        self.num_places = 0
-        self.level = 0.0
-        self.num_passed = 0
-        self.looked_past: list[Sequence] = []
-        self.skipped: list[Sequence] = []
+    weights: dict[str, float]
+    resumed: list[tuple[int, int, Sequence]] = field(default_factory=list)
+    accounts: dict[str, Account] = field(default_factory=dict)
+    order: list[tuple[float, int, int, Account]] = field(default_factory=list)
+    num_places: int = 0
+    level: float = 0.0
+    num_passed: int = 0
+    looked_past: list[Sequence] = field(default_factory=list)
+    skipped: list[Sequence] = field(default_factory=list)
 
     def add(self, sequence: Sequence) -> None:
         """Have a new request wait after the older ones of its tenant."""

@@ -51,6 +51,7 @@ class EngineAdapters:
         return [key for key in self.loaded if key not in registry.adapters and key not in used]
 
 
+@dataclass(eq=False)
 class AdapterFollower:
     """Has the engine load what the registry has, and unload what it has no more once no row has it.
 
@@ -61,24 +62,14 @@ class AdapterFollower:
         note_change: called when the engine has answered.
     """
 
-    def __init__(
-        self,
-        pool: PoolClient,
-        engine: EngineClient,
-        adapters: EngineAdapters,
-        *,
-        interval_s: float,
-        used: Callable[[], Collection[str]],
-        note_change: Callable[[], None],
-    ) -> None:
-        self.pool = pool
-        self.engine = engine
-        self.adapters = adapters
-        self.interval_s = interval_s
-        self.used = used
-        self.note_change = note_change
-        self.registry = AdapterRegistry()
-        self.loading: PoolAdapter | None = None
+    pool: PoolClient
+    engine: EngineClient
+    adapters: EngineAdapters
+    interval_s: float
+    used: Callable[[], Collection[str]]
+    note_change: Callable[[], None]
+    registry: AdapterRegistry = field(default_factory=AdapterRegistry)
+    loading: PoolAdapter | None = None
 
     async def run(self) -> None:
         """Never returns."""

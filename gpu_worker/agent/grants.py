@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from redis.asyncio import Redis
 
@@ -29,6 +29,7 @@ MAX_FRAME_PICTURES = 64 * 2**20
 """Bytes of pictures in one frame, unless one row has more."""
 
 
+@dataclass(eq=False)
 class PictureReader:
     """Reads the bytes of pictures.
 
@@ -37,11 +38,10 @@ class PictureReader:
         contents: digest → bytes: those that the next rows need, and the ones that were used last.
     """
 
-    def __init__(self, pool: PoolClient, needs_all: bool) -> None:
-        self.pool = pool
-        self.needs_all = needs_all
-        self.contents: OrderedDict[str, bytes] = OrderedDict()
-        self.failures = FailureLog(log, "reading pictures")
+    pool: PoolClient
+    needs_all: bool
+    contents: OrderedDict[str, bytes] = field(default_factory=OrderedDict)
+    failures: FailureLog = field(default_factory=lambda: FailureLog(log, "reading pictures"))
 
     def needed_by(self, start: NewRow) -> list[Picture]:
         """The pictures of a row that its engine must see: those that have a token whose KV is not cached."""
@@ -102,6 +102,7 @@ StreamId = tuple[int, int]
 Entry = tuple[bytes, dict[bytes, bytes]]
 
 
+@dataclass(eq=False)
 class PlanStream:
     """Reads the stream of a worker's plans, in order, each as soon as it is written.
 
@@ -113,11 +114,10 @@ class PlanStream:
         reads: reads in progress, each by the id after which it reads.
     """
 
-    def __init__(self, redis: Redis, name: str) -> None:
-        self.redis = redis
-        self.name = name
-        self.last: StreamId = (0, 0)
-        self.reads: dict[StreamId, asyncio.Task[list[Entry]]] = {}
+    redis: Redis
+    name: str
+    last: StreamId = (0, 0)
+    reads: dict[StreamId, asyncio.Task[list[Entry]]] = field(default_factory=dict)
 
     async def next(self) -> list[Entry]:
         """Return new entries, or none after a few seconds. Raises what the broker raises."""
@@ -149,23 +149,16 @@ class PlanStream:
             read.cancel()
 
 
+@dataclass(eq=False)
 class PlanHandler:
     """Sends the engine each plan, with what its rows need besides."""
 
-    def __init__(
-        self,
-        stream: PlanStream,
-        pictures: PictureReader,
-        engine: EngineClient,
-        state: AgentState,
-        steps: StepHandler,
-    ) -> None:
-        self.stream = stream
-        self.pictures = pictures
-        self.engine = engine
-        self.state = state
-        self.steps = steps
-        self.failures = FailureLog(log, "reading plans")
+    stream: PlanStream
+    pictures: PictureReader
+    engine: EngineClient
+    state: AgentState
+    steps: StepHandler
+    failures: FailureLog = field(default_factory=lambda: FailureLog(log, "reading plans"))
 
     async def run(self) -> None:
         """Apply plans as they come. A plan that cannot be read is counted and skipped."""

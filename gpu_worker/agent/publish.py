@@ -301,6 +301,7 @@ def may_wait(outbox: Outbox, num_rows: int, step_ms: float) -> bool:
     )
 
 
+@dataclass(eq=False)
 class Flusher:
     """Publishes the outbox, one flush after the other.
 
@@ -320,27 +321,18 @@ class Flusher:
         answered: set when `started` has its answer.
     """
 
-    def __init__(
-        self,
-        publisher: Publisher,
-        state: AgentState,
-        drop: Callable[[Iterable[RowText]], None],
-        cut: Callable[[], None],
-        compute_again: Callable[[Iterable[RowText]], None],
-        block_size: int,
-    ) -> None:
-        self.publisher = publisher
-        self.state = state
-        self.drop = drop
-        self.cut = cut
-        self.compute_again = compute_again
-        self.block_size = block_size
-        self.reported_s = 0.0
-        self.rests = False
-        self.started: Flush | None = None
-        self.failed: tuple[Flush, Exception] | None = None
-        self.answered = asyncio.Event()
-        self.failures = FailureLog(log, "a flush")
+    publisher: Publisher
+    state: AgentState
+    drop: Callable[[Iterable[RowText]], None]
+    cut: Callable[[], None]
+    compute_again: Callable[[Iterable[RowText]], None]
+    block_size: int
+    reported_s: float = 0.0
+    rests: bool = False
+    started: Flush | None = None
+    failed: tuple[Flush, Exception] | None = None
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
+    failures: FailureLog = field(default_factory=lambda: FailureLog(log, "a flush"))
 
     async def run(self) -> None:
         """Flush whenever something waits. Raises Sealed, StreamsGone."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from common.messages.events import BUDGET, INTERRUPTED
 from common.process.event_loop import run_until_one_ends, until_beat
@@ -33,6 +33,7 @@ class EngineStuck(Exception):
     """The engine holds rows and may run, or has a command, but has completed nothing for too long."""
 
 
+@dataclass(eq=False)
 class Watchdog:
     """Raises EngineStuck after `timeout_s()` busy seconds without a `reset`. Time in which the engine's
     threads waited for a core does not count: on a loaded machine a step may take a hundred times as long, and
@@ -44,15 +45,12 @@ class Watchdog:
         checked_s, delay_s: monotonic time of the last check, and `run_delay_s()` then.
     """
 
-    def __init__(
-        self, timeout_s: Callable[[], float], is_busy: Callable[[], bool], run_delay_s: Callable[[], float]
-    ) -> None:
-        self.timeout_s = timeout_s
-        self.is_busy = is_busy
-        self.run_delay_s = run_delay_s
-        self.stuck_s = 0.0
-        self.checked_s = time.monotonic()
-        self.delay_s = 0.0
+    timeout_s: Callable[[], float]
+    is_busy: Callable[[], bool]
+    run_delay_s: Callable[[], float]
+    stuck_s: float = 0.0
+    checked_s: float = field(default_factory=time.monotonic)
+    delay_s: float = 0.0
 
     def reset(self) -> None:
         self.stuck_s = 0.0
@@ -75,15 +73,15 @@ class Watchdog:
             raise EngineStuck(f"no step and no answer for {self.stuck_s:.0f} s (STEP_TIMEOUT_S)")
 
 
+@dataclass(eq=False)
 class StepHandler:
     """Adds what each completed step brings to the rows and to the outbox. With `prefix_caching` the batcher
     learns what the blocks of released rows hold.
     """
 
-    def __init__(self, engine: EngineClient, state: AgentState, prefix_caching: bool) -> None:
-        self.engine = engine
-        self.state = state
-        self.prefix_caching = prefix_caching
+    engine: EngineClient
+    state: AgentState
+    prefix_caching: bool
 
     async def run(self, watchdog: Watchdog, publish: Callable[[], None]) -> None:
         """Apply steps as they come; `publish` is called after them. Never returns; raises EngineDied."""

@@ -76,6 +76,7 @@ class DraftSource:
         return 0.0
 
 
+@dataclass(eq=False)
 class Drafter:
     """Makes drafts before each step.
 
@@ -84,13 +85,12 @@ class Drafter:
         asked: the rows of the last `draft`.
     """
 
-    def __init__(self, method: str, num_drafted: int, source: DraftSource, costs: ProposalCosts) -> None:
-        self.method = method
-        self.num_drafted = num_drafted
-        self.source = source
-        self.costs = costs
-        self.worker = Acceptance()
-        self.asked: list[DraftRow] = []
+    method: str
+    num_drafted: int
+    source: DraftSource
+    costs: ProposalCosts
+    worker: Acceptance = field(default_factory=Acceptance)
+    asked: list[DraftRow] = field(default_factory=list)
 
     def make_proposer(self, ids: Int32, grammar: GrammarMask | None) -> Proposer:
         """The proposer of a row with these ids so far."""

@@ -11,7 +11,7 @@ index of pairs of ids finds the same places as a suffix tree, with less memory a
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -406,6 +406,7 @@ class Guesser:
             self.answers.append(self.number, tokens)
 
 
+@dataclass(eq=False)
 class Proposer:
     """Proposes what a row samples next; the model checks all proposals in one step.
 
@@ -425,29 +426,22 @@ class Proposer:
         states: hidden states [tokens, any] of the last step with samples, and the position of the first.
     """
 
-    def __init__(
-        self,
-        ids: Int32,
-        grammar: GrammarMask | None = None,
-        most: int = 0,
-        acceptance: Acceptance | None = None,
-        costs: ProposalCosts | None = None,
-        guesser: Guesser | None = None,
-        drafts_by: str = "",
-    ) -> None:
-        self.grammar = grammar
-        self.most = most
-        self.acceptance = acceptance or Acceptance()
-        self.costs = costs or ProposalCosts()
-        self.guesser = guesser
-        self.drafts_by = drafts_by
-        self.text = guesser.text if guesser else RowIds(ids)
-        self.is_sure = most == 0
-        self.kv_len: int | None = None
-        self.states: Any = None
-        self.drafted: Sequence[int] = ()
-        self.num_drafting = 0
-        self.num_unready = 0
+    ids: InitVar[Int32]
+    grammar: GrammarMask | None = None
+    most: int = 0
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    costs: ProposalCosts = field(default_factory=ProposalCosts)
+    guesser: Guesser | None = None
+    drafts_by: str = ""
+    kv_len: int | None = None
+    states: Any = None
+    drafted: Sequence[int] = ()
+    num_drafting: int = 0
+    num_unready: int = 0
+
+    def __post_init__(self, ids: Int32) -> None:
+        self.text = self.guesser.text if self.guesser else RowIds(ids)
+        self.is_sure = self.most == 0
 
     @property
     def waits(self) -> bool:
@@ -513,6 +507,7 @@ def guessing_factory(speculation: Speculation, costs: ProposalCosts | None = Non
     """What makes the proposers of rows for which no model proposes."""
     number, values = speculation.num_found, speculation.values
     budget, is_suffix = TrialBudget(), speculation.method == SUFFIX
+    costs = costs or ProposalCosts()
     answers = RecentAnswers(int(values["suffix_decoding_max_cached_requests"])) if is_suffix else None
 
     def make(ids: Int32, grammar: GrammarMask | None) -> Proposer | None:
