@@ -3,10 +3,9 @@
 import contextlib
 import time
 
-from gpu_worker.engine.agent_link import AgentLink
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel.communicator import Communicator
-from gpu_worker.protocol import Asleep, LoadProgress, ModelSleeps, StepResult, WakeUp
+from gpu_worker.protocol import AgentLink, Asleep, LoadProgress, ModelSleeps, StepResult, WakeUp
 
 KEEPALIVE_S = 5.0
 

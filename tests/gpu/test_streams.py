@@ -12,7 +12,7 @@ import torch
 from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, KVCache, LayerSpec
 from gpu_worker.engine.batch.inputs import build_inputs, to_device
 from gpu_worker.engine.cuda.graphs import CudaGraphs
-from gpu_worker.engine.in_flight import InFlightStep, LaunchedStep
+from gpu_worker.engine.engine import InFlightStep, LaunchedStep
 from gpu_worker.engine.sampling.multinomial import SamplerOutput
 from tests.gpu.test_attention import LENGTHS, Pair, parts_of
 from tests.support.engine import tiny_models

@@ -28,7 +28,6 @@ from common.messages.plan import NewRow, Plan, WorkerCapacity
 from common.messages.records import pack_ids, unpack_ids
 from common.process.launch import die_with_parent
 from common.settings.settings import Settings
-from gpu_worker.engine.agent_link import AgentLink
 from gpu_worker.engine.batch.adapters import Adapter
 from gpu_worker.engine.batch.row import RowSlice, confirmed
 from gpu_worker.engine.batch.rows import Rows
@@ -39,6 +38,7 @@ from gpu_worker.protocol import (
     AdapterLoaded,
     AdapterRefused,
     AdapterUnloaded,
+    AgentLink,
     Asleep,
     LoadAdapter,
     LoadProgress,

@@ -11,7 +11,7 @@ import torch
 from common.messages.request import SamplingParams
 from gpu_worker.engine.batch.sampling_state import GrammarMask, SampleRequest, SamplingState
 from gpu_worker.engine.batch.step_result import StepSamples
-from gpu_worker.engine.in_flight import unpack_samples
+from gpu_worker.engine.engine import unpack_samples
 from gpu_worker.engine.sampling import sampler
 from tests.support.engine.sampling_reference import log_softmax, processed
 from tests.support.engine.start_rows import start_row

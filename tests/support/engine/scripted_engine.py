@@ -18,8 +18,7 @@ from common.messages.codec import decode
 from common.messages.events import Events
 from common.messages.plan import NewRow, Plan
 from common.messages.records import unpack_ids
-from gpu_worker.engine.agent_link import AgentLink
-from gpu_worker.protocol import SAMPLE, StepResult, encode
+from gpu_worker.protocol import SAMPLE, AgentLink, StepResult, encode
 
 LOGPROB, DURATION_MS = -1.5, 10.0
 

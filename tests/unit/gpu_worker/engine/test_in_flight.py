@@ -11,8 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.messages.request import LogitsParams, SamplingParams
-from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.in_flight import LaunchPace
+from gpu_worker.engine.engine import Engine, LaunchPace
 from gpu_worker.engine.sampling import native_sampler
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player, player

@@ -19,10 +19,10 @@ from api.grammar.compile import Grammar, compile_unchecked
 from common.messages.plan import NewRow, WorkerCapacity
 from common.messages.request import BeamParams, LogitsParams, SamplingParams
 from gpu_worker.engine import loop, process
-from gpu_worker.engine.agent_link import AgentLink
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK
 from gpu_worker.protocol import (
+    AgentLink,
     EngineFailure,
     Frame,
     FrameDecoder,
