@@ -78,11 +78,6 @@ def text_factory(directory: Path) -> BeamTextFactory:
     return make
 
 
-def no_texts(prompt: list[int], stopping: StoppingParams) -> BeamText:
-    """Raises ValueError: beams of this engine have no stop strings."""
-    raise ValueError("beams with stop strings need a tokenizer")
-
-
 AT_FULL, NEVER = 1, 2
 """Values of `BeamParams.early_stopping`."""
 LARGEST = float(np.finfo(np.float32).max)

@@ -5,16 +5,15 @@ tensors.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-
-import numpy as np
+from typing import NoReturn
 
 from common.messages.plan import NewRow
-from common.messages.request import BeamParams, Generate, PoolingParams, class_index
+from common.messages.request import BeamParams, Generate, PoolingParams
 from gpu_worker.engine.batch.adapters import Adapter
 from gpu_worker.engine.batch.row_pictures import RowPictures
 from gpu_worker.engine.batch.sampling_state import GrammarMask, SampleRequest, SamplingState
 from gpu_worker.engine.batch.step_result import Int32
-from gpu_worker.engine.drafting.proposers import Proposer, ProposerFactory
+from gpu_worker.engine.drafting.proposers import Proposer
 
 GrammarFactory = Callable[[str, Sequence[int]], GrammarMask]
 """(grammar, tokens of the row so far) → its mask."""
@@ -22,9 +21,9 @@ PicturesFactory = Callable[[NewRow], RowPictures | None]
 """A row that starts → the pictures of its prompt; None if it has none."""
 
 
-def no_grammars(source: str, tokens: Sequence[int]) -> GrammarMask:
-    """Raises ValueError: rows of this engine have no grammar."""
-    raise ValueError("rows with a grammar need a model's vocabulary")
+def not_served(*_: object) -> NoReturn:
+    """Raises ValueError: this engine lacks what a row asks for."""
+    raise ValueError("rows with grammars, and beams with stop strings, need a model's tokenizer")
 
 
 def no_pictures(start: NewRow) -> None:
@@ -94,50 +93,6 @@ class Row:
     pictures: RowPictures | None = None
     slots: list[int] = field(default_factory=list)
     pooling: PoolingParams | None = None
-
-    @classmethod
-    def of(
-        cls,
-        start: NewRow,
-        eos_ids: Sequence[int],
-        make_grammar: GrammarFactory = no_grammars,
-        generated_as_prompt: bool = False,
-        make_proposer: ProposerFactory | None = None,
-        make_pictures: PicturesFactory = no_pictures,
-    ) -> "Row":
-        """Make a row. `eos_ids` end it, too, unless it ignores them. A row with a grammar cannot ignore them:
-        the grammar ends with one of them.
-        """
-        request, stopping = start.request, start.request.stopping
-        ids, blocks = np.frombuffer(start.ids, "<i4"), np.frombuffer(start.blocks, "<i4")
-        source = request.sampling.grammar if request.sampling else ""
-        grammar = make_grammar(source, ids[len(ids) - start.base :].tolist()) if source else None
-        ends = dict.fromkeys(stopping.stop_ids, "stop_sequence")
-        if grammar or not stopping.ignore_eos:
-            ends |= dict.fromkeys(eos_ids, "eos_token")
-        return cls(
-            number=start.row,
-            ids=ids,
-            index=start.base,
-            max_new_tokens=stopping.max_new_tokens,
-            blocks=blocks,
-            ends=ends,
-            sampling_state=SamplingState.of(start, list(ends), grammar),
-            base=start.base,
-            generated_as_prompt=generated_as_prompt,
-            prompt_logprobs=start.prompt_logprobs,
-            logits=logits_span(request),
-            collected_index=start.base,
-            last_id=int(ids[-1]) if start.base else 0,
-            kv_len=start.num_cached,
-            proposer=make_proposer(ids, grammar)
-            if make_proposer and not (request.logits or request.beams)
-            else None,
-            class_index=class_index(request.class_name),
-            beams=request.beams,
-            pictures=make_pictures(start),
-            pooling=request.pooling,
-        )
 
     @property
     def num_places(self) -> int:

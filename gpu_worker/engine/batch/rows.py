@@ -15,11 +15,11 @@ from itertools import islice
 
 import numpy as np
 
-from common.messages.plan import Plan
+from common.messages.plan import NewRow, Plan
 from common.messages.records import pack_floats, pack_ids, pack_sequences
-from common.messages.request import Generate
+from common.messages.request import Generate, class_index
 from gpu_worker.engine.batch.adapters import Adapter, AdapterTurns
-from gpu_worker.engine.batch.beams import BeamGroup, BeamTextFactory, BlockCopy, no_texts
+from gpu_worker.engine.batch.beams import BeamGroup, BeamTextFactory, BlockCopy
 from gpu_worker.engine.batch.prefill import (
     EncodingSchedule,
     chunks,
@@ -40,10 +40,12 @@ from gpu_worker.engine.batch.row import (
     arrange,
     confirmed,
     decode_slice,
-    no_grammars,
+    logits_span,
     no_pictures,
+    not_served,
     place_samples,
 )
+from gpu_worker.engine.batch.sampling_state import SamplingState
 from gpu_worker.engine.batch.state_slots import StateSlots
 from gpu_worker.engine.batch.step_result import Candidate, Int32, PromptLogprobs, StepSamples, TopLogprobs
 from gpu_worker.engine.drafting.proposers import ProposerFactory
@@ -85,14 +87,14 @@ class Rows:
 
     block_size: int
     eos_ids: Sequence[int]
-    make_grammar: GrammarFactory = no_grammars
+    make_grammar: GrammarFactory = not_served
     max_scored_tokens: int = MAX_SCORED_TOKENS
     recompute_length: int | None = None
     prefix_caching: bool = False
     make_proposer: ProposerFactory | None = None
     max_decoded: int = sys.maxsize
     num_micro_batches: int = 1
-    make_text: BeamTextFactory = no_texts
+    make_text: BeamTextFactory = not_served
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     turns: AdapterTurns = field(default_factory=lambda: AdapterTurns(sys.maxsize))
     make_pictures: PicturesFactory = no_pictures
@@ -116,14 +118,7 @@ class Rows:
                 self.finish(self.rows[number], why)
         granted = [self.extend(number, np.frombuffer(blocks, "<i4")) for number, blocks in grant.blocks]
         for start in grant.starts:
-            self.rows[start.row] = row = Row.of(
-                start,
-                self.eos_ids,
-                self.make_grammar,
-                self.recompute_length is not None,
-                self.make_proposer,
-                self.make_pictures,
-            )
+            self.rows[start.row] = row = self.make_row(start)
             row.adapter = self.adapters.get(start.request.adapter)
             granted.append(row.blocks[start.num_cached // self.block_size :])
             if row.beams:
@@ -133,6 +128,41 @@ class Rows:
             elif start.request.adapter and row.adapter is None:
                 self.finish(row, "adapter")
         return granted
+
+    def make_row(self, start: NewRow) -> Row:
+        """Make a row. `eos_ids` end it, too, unless it ignores them. A row with a grammar cannot ignore them:
+        the grammar ends with one of them.
+        """
+        request, stopping = start.request, start.request.stopping
+        ids, blocks = np.frombuffer(start.ids, "<i4"), np.frombuffer(start.blocks, "<i4")
+        source = request.sampling.grammar if request.sampling else ""
+        grammar = self.make_grammar(source, ids[len(ids) - start.base :].tolist()) if source else None
+        ends = dict.fromkeys(stopping.stop_ids, "stop_sequence")
+        if grammar or not stopping.ignore_eos:
+            ends |= dict.fromkeys(self.eos_ids, "eos_token")
+        return Row(
+            number=start.row,
+            ids=ids,
+            index=start.base,
+            max_new_tokens=stopping.max_new_tokens,
+            blocks=blocks,
+            ends=ends,
+            sampling_state=SamplingState.of(start, list(ends), grammar),
+            base=start.base,
+            generated_as_prompt=self.recompute_length is not None,
+            prompt_logprobs=start.prompt_logprobs,
+            logits=logits_span(request),
+            collected_index=start.base,
+            last_id=int(ids[-1]) if start.base else 0,
+            kv_len=start.num_cached,
+            proposer=self.make_proposer(ids, grammar)
+            if self.make_proposer and not (request.logits or request.beams)
+            else None,
+            class_index=class_index(request.class_name),
+            beams=request.beams,
+            pictures=self.make_pictures(start),
+            pooling=request.pooling,
+        )
 
     def start_search(self, row: Row, request: Generate) -> None:
         """Start the beam search of a row. Beams whose K must all be computed anew have no blocks for that:
