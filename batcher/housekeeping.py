@@ -69,7 +69,10 @@ class AdapterKeeper:
             log.info("adapters that are gone: %s", ", ".join(gone))
             with contextlib.suppress(AdapterChangeError):  # others change it all the time
                 self.registry = await change_registry(
-                    self.pool, lambda found: found.forgetting(still_due(found, gone))
+                    self.pool,
+                    lambda found: found.forgetting(  # unless they have been loaded again meanwhile
+                        key for key in gone if key in found.adapters and found.adapters[key].state != READY
+                    ),
                 )
         held = {key for replica in scheduler.replicas.values() for key in replica.adapters}
         return [sequence.request_id for sequence in lost(sequences, held, self.registry)] if used else []
@@ -85,11 +88,6 @@ class AdapterKeeper:
         self.since_s = {one: self.since_s.get(one, now_s) for one in waiting}
         linger_s = {LEAVING: LINGER_S, LOADING: LOAD_TIMEOUT_S}
         return [key for (key, state), since_s in self.since_s.items() if now_s - since_s >= linger_s[state]]
-
-
-def still_due(registry: AdapterRegistry, keys: Iterable[str]) -> Iterator[str]:
-    """Yield those of the keys whose adapters have not been loaded again meanwhile."""
-    return (key for key in keys if key in registry.adapters and registry.adapters[key].state != READY)
 
 
 def lost(

@@ -109,11 +109,6 @@ class Backlog:
         self.held_by.setdefault(state.worker, []).append(sequence)
 
 
-def count_crashes(state: Committed, is_crash: bool) -> int:
-    """Return how many workers in a row died under a request without a new committed token."""
-    return 0 if state.num_tokens > state.base else state.crash_count + is_crash
-
-
 @dataclass(eq=False)
 class Recovery:
     """Resumes requests, and ends those that no worker holds. Each coroutine may be repeated: sequences change
@@ -223,7 +218,8 @@ class Recovery:
         it, any worker) holds the request no more. Raises LeaseLost.
         """
         for state in states.values():
-            state.crash_count = count_crashes(state, is_crash and state.worker == worker)
+            crash_count = state.crash_count + (is_crash and state.worker == worker)
+            state.crash_count = 0 if state.num_tokens > state.base else crash_count  # of workers in a row
         for names in in_slices([name for name in states if states[name].is_live], SAVED_IN_ONE_CALL):
             requests = [saved_request(name, states[name], worker) for name in names]
             call = batcher_scripts.save_committed(

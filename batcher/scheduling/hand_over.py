@@ -176,7 +176,8 @@ class HandOver:
         self.moves = {
             sequence: move
             for sequence, move in self.moves.items()
-            if sequence.request_id in live and is_on_its_way(sequence, move.left)
+            if sequence.request_id in live
+            and (sequence.row is None or sequence.row is move.left or not sequence.row.is_prefilled)
         }
         if not (due := self.due()):
             return
@@ -234,9 +235,3 @@ class HandOver:
         placement = self.workers.placement
         for level in sorted(placement.levels):
             yield from placement.levels[level]
-
-
-def is_on_its_way(sequence: Sequence, left: PlacedRow) -> bool:
-    """Whether a request that was stopped is not computed elsewhere yet."""
-    row = sequence.row
-    return row is None or row is left or not row.is_prefilled

@@ -46,10 +46,6 @@ class EngineAdapters:
             if key not in self.loaded and (key, one.added_ms) not in tried
         ]
 
-    def unwanted(self, registry: AdapterRegistry, used: Collection[str]) -> list[str]:
-        """Return the keys of those that the registry has no more, and that no row has."""
-        return [key for key in self.loaded if key not in registry.adapters and key not in used]
-
 
 @dataclass(eq=False)
 class AdapterFollower:
@@ -97,7 +93,8 @@ class AdapterFollower:
         for key in gone:
             del adapters.refused[key]
         if self.registry.version:
-            for key in adapters.unwanted(self.registry, self.used()):
+            kept = {*self.registry.adapters, *self.used()}
+            for key in [key for key in adapters.loaded if key not in kept]:
                 await self.unload(key)
 
     async def load(self, adapter: PoolAdapter) -> None:

@@ -214,7 +214,7 @@ class RowTable:
         """Add a row. Tokens of earlier attempts are published already: they only advance the detokenizer and
         the stop strings.
         """
-        prompt_ids = unpack_ids(start.request.prompt_ids)
+        prompt_ids, stops = unpack_ids(start.request.prompt_ids), start.request.stopping.stop
         committed_ids, _, _ = unpack_records(start.committed, start.request.width)
         row = RowText(
             row=start.row,
@@ -223,7 +223,7 @@ class RowTable:
             request=start.request,
             prompt_ids=prompt_ids,
             detokenizer=Detokenizer(self.tokenizer, prompt_ids),
-            matcher=None if start.request.beams else stop_matcher(start.request.stopping.stop),
+            matcher=StopMatcher(stops) if stops and not start.request.beams else None,
             records=bytearray(start.committed),
             num_tokens=0,
             num_spilled=start.base,
@@ -254,7 +254,3 @@ class RowTable:
             num_filled = -(-(len(row.prompt_ids) + row.num_tokens) // block_size)
             filled.update(unpack_ids(row.blocks)[: None if row.request.beams else num_filled])
         return len(filled)
-
-
-def stop_matcher(stops: Sequence[str]) -> StopMatcher | None:
-    return StopMatcher(stops) if stops else None

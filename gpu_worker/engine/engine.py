@@ -601,26 +601,18 @@ class Engine:
         )
         communicator.share(output.ids)
         copied = copy_logits(logits, slices) if communicator.samples else []
-        beams = self.score_beams(slices, sampled, requests) if self.rows.groups else None
+        groups = self.rows.groups
+        searches = [*search_steps(slices, groups, self.loaded.vocab_size)] if groups else []
+        beams = score_beams(sampled, requests, searches, communicator.samples) if searches else None
+        if beams:
+            communicator.share(beams.places)
+            communicator.share(beams.scores)
         step = InFlightStep(launched, requests, output, score_prompts(logits, slices), copied, beams)
         if communicator.num_stages == 1:
             return step
         samples = step.read()
         communicator.send_to_all(pack_samples(samples), SAMPLES)
         return SentStep(launched.number, slices, launched.started_s, lambda: samples)
-
-    def score_beams(
-        self, slices: Sequence[RowSlice], logits: torch.Tensor, requests: Sequence[SampleRequest | None]
-    ) -> BeamScores | None:
-        """Launch the search for the best continuations of the beams in a step. `logits` float [samples,
-        vocabulary].
-        """
-        if not (steps := list(search_steps(slices, self.rows.groups, self.loaded.vocab_size))):
-            return None
-        scores = score_beams(logits, requests, steps, self.communicator.samples)
-        self.communicator.share(scores.places)
-        self.communicator.share(scores.scores)
-        return scores
 
     def collect(self, in_flight: InFlightStep | SentStep) -> float:
         """Read a step → its duration in ms; in a pipeline, in all stages."""

@@ -30,7 +30,7 @@ from common.model_files import read_tokenizer
 from gpu_worker.engine.batch.inputs import to_device
 from gpu_worker.engine.batch.row import Row, RowSlice
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
-from gpu_worker.engine.batch.step_result import Candidate, Int32
+from gpu_worker.engine.batch.step_result import Candidate
 from gpu_worker.engine.sampling.penalties import adjust_scores
 
 
@@ -334,11 +334,6 @@ class BeamGroup:
         """Tokens that each beam holds: the newest one is not computed yet."""
         return len(self.leader.ids) + self.search.length - 1
 
-    def add_blocks(self, blocks: Int32) -> None:
-        """Take blocks that are granted to the leader."""
-        if self.blocks:
-            self.blocks.free += blocks.tolist()
-
     def slices(self) -> tuple[list[RowSlice], list[BlockCopy]]:
         """Return what the next step computes, and the blocks to copy before that; nothing while a step is
         not read, or the blocks granted do not suffice.
@@ -383,11 +378,6 @@ class BeamGroup:
             row.sampling_state = beam.state
         for row, slots in zip(self.rows, self.slots.tables if self.slots else (), strict=False):
             row.slots = slots
-        return copies
-
-    def take_slot_copies(self) -> list[SlotCopy]:
-        """Return the slots to copy before the next step."""
-        copies, self.slot_copies = self.slot_copies, []
         return copies
 
 

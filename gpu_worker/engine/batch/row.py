@@ -265,7 +265,8 @@ class RowSlice:
 
 def request_at(state: SamplingState | None, index: int) -> SampleRequest | None:
     """How the token of this index is sampled; None is greedy without penalties."""
-    return SampleRequest(state, index) if state and state.applies_at(index) else None
+    applies = state and (state.always_applies or index < state.min_new_tokens)
+    return SampleRequest(state, index) if state and applies else None
 
 
 def confirmed(sampled: Sequence[int], proposed: Sequence[int]) -> list[int]:

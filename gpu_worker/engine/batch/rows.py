@@ -47,7 +47,7 @@ from gpu_worker.engine.batch.row import (
 )
 from gpu_worker.engine.batch.sampling_state import SamplingState
 from gpu_worker.engine.batch.state_slots import StateSlots
-from gpu_worker.engine.batch.step_result import Candidate, Int32, PromptLogprobs, StepSamples, TopLogprobs
+from gpu_worker.engine.batch.step_result import Candidate, Int32, StepSamples, TopLogprobs
 from gpu_worker.engine.drafting.proposers import ProposerFactory
 from gpu_worker.protocol import SAMPLE, StepResult
 
@@ -180,8 +180,8 @@ class Rows:
         if row is None:
             return NO_BLOCKS
         row.blocks = np.concatenate((row.blocks, blocks))
-        if row.beams:
-            self.groups[number].add_blocks(blocks)
+        if row.beams and (shared := self.groups[number].blocks):
+            shared.free += blocks.tolist()
         return blocks
 
     def launch(self) -> list[RowSlice]:
@@ -291,7 +291,8 @@ class Rows:
         slices, copies = group.slices()
         self.copies += copies
         if self.state_slots:
-            self.state_slots.copies += group.take_slot_copies()
+            self.state_slots.copies += group.slot_copies
+            group.slot_copies = []
         return slices
 
     def take_copies(self) -> list[BlockCopy]:
@@ -311,7 +312,8 @@ class Rows:
             if row_slice.count > 1 and not row_slice.decodes:
                 self.result.prefill_tokens += row_slice.count
             if row_slice.num_scored and row_slice.row.prompt_logprobs is not None:
-                self.add_prompt_logprobs(row_slice, next(scored))
+                prompt = row_slice.row.number, row_slice.begin + 1, *next(scored)
+                self.result.prompt_logprobs += [] if row_slice.row.ended else [prompt]
             own = list(islice(sampled, row_slice.num_samples))
             if row_slice.row.beams:
                 self.result.num_beams += row_slice.decodes
@@ -341,10 +343,6 @@ class Rows:
         if why := search.finish_reason:
             self.result.sequences.append((leader.number, pack_sequences(search.finished)))
             self.finish(leader, why)
-
-    def add_prompt_logprobs(self, row_slice: RowSlice, logprobs: PromptLogprobs) -> None:
-        if not row_slice.row.ended:
-            self.result.prompt_logprobs.append((row_slice.row.number, row_slice.begin + 1, *logprobs))
 
     def add_tokens(
         self,

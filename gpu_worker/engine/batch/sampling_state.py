@@ -296,10 +296,6 @@ class SamplingState:
         """Whether the next token can be sampled."""
         return self.grammar is None or self.grammar.is_ready()
 
-    def applies_at(self, index: int) -> bool:
-        """Tell whether the token of this index needs more than greedy sampling."""
-        return self.always_applies or index < self.min_new_tokens
-
     def banned_ids_at(self, index: int) -> list[int]:
         """Return the ids that must not be sampled as the token of this index."""
         words = [last for rest, last in self.bad_words if self.tail[-len(rest) :] == rest]
