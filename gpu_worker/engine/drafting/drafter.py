@@ -204,6 +204,17 @@ class BlockTable:
             self.held[blocks[full]] = max(self.held[blocks[full]], rest)
 
 
+def piece_of(row: Row, known: Int32, begin: int, end: int, samples: bool) -> RowSlice:
+    """The positions of a row's known ids from `begin` to `end`; two or fewer as a row that decodes, the last
+    token as a proposal of it.
+    """
+    if samples and end - begin <= 2:
+        first, *rest = known[begin:end].tolist()
+        drafting = Row(row.number, known[:begin], 0, 1, row.blocks, last_id=first)
+        return RowSlice(drafting, begin, end - begin, True, proposed=rest)
+    return RowSlice(Row(row.number, known, 0, 1, row.blocks), begin, end - begin, samples)
+
+
 class ModelSource(DraftSource):
     """Drafts by a model.
 
@@ -302,11 +313,7 @@ class ModelSource(DraftSource):
         end = min(text.length, begin + max(1, left))
         self.table.note(row.blocks, end)
         known, samples = text.known[: text.length], end == text.length
-        if samples and end - begin <= 2:  # as a row that decodes, the last token as a proposal of it
-            first, *rest = known[begin:end].tolist()
-            drafting = Row(row.number, known[:begin], 0, 1, row.blocks, last_id=first)
-            return RowSlice(drafting, begin, end - begin, True, proposed=rest)
-        return RowSlice(Row(row.number, known, 0, 1, row.blocks), begin, end - begin, samples)
+        return piece_of(row, known, begin, end, samples)
 
     @torch.inference_mode()
     def forward(self, slices: Sequence[RowSlice]) -> torch.Tensor:

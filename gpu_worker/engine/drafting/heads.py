@@ -41,6 +41,7 @@ from gpu_worker.engine.drafting.drafter import (
     DraftSource,
     ModelSource,
     draft_proposer_of,
+    piece_of,
 )
 from gpu_worker.engine.drafting.proposers import Proposer
 from gpu_worker.engine.model.model import Draft, LoadedModel
@@ -256,13 +257,7 @@ class EagleSource(ModelSource):
         first, states = proposer.states
         held = max(held, first)
         self.table.note(row.blocks, end)
-        following = text.known[1 : text.length]
-        if end - held <= 2:  # as a row that decodes
-            token, *rest = following[held:end].tolist()
-            drafting = Row(row.number, following[:held], 0, 1, row.blocks, last_id=token)
-            piece = RowSlice(drafting, held, end - held, True, proposed=rest)
-        else:
-            piece = RowSlice(Row(row.number, following, 0, 1, row.blocks), held, end - held, True)
+        piece = piece_of(row, text.known[1 : text.length], held, end, samples=True)
         self.inputs[piece.row] = self.layer.fc(states[held - first : end - first])
         proposer.states = (end, states[end - first :])
         proposer.kv_len = end
