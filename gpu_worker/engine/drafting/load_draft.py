@@ -77,17 +77,16 @@ def load_draft(
         dtype = name_of(target.geometry.dtype)
         found = model_files.resolve(speculation.model, speculation.revision, progress, dtype=dtype)
         method = method_of(found, speculation)
+        if method == DRAFT_MODEL:
+            return load_model(found, speculation, settings, target, communicator, progress)
+        if settings.deterministic:
+            cause = f"{method} needs hidden states, which steps of a fixed shape do not keep (DETERMINISTIC)"
+            raise SettingError(CONFIG, cause)
         if method == EAGLE3:
-            check_combinations(method, settings)
             return load_eagle(found, speculation, settings, target, communicator)
-        if method in HEADS:
-            check_combinations(method, settings)
-            draft = load_heads(
-                HEADS[method], found, replace(speculation, method=method), target, communicator
-            )
-            draft.max_states = max_step_tokens(settings, target.device)
-            return draft
-        return load_model(found, speculation, settings, target, communicator, progress)
+        draft = load_heads(HEADS[method], found, replace(speculation, method=method), target, communicator)
+        draft.max_states = max_step_tokens(settings, target.device)
+        return draft
     except SettingError as error:
         raise SettingError(CONFIG, error.cause) from error
     except UnservableModel as error:
@@ -109,7 +108,9 @@ def speculation_of(settings: Settings, path: Path) -> Speculation:
 
 
 def method_of(path: Path, speculation: Speculation) -> str:
-    """The method of the files at `path`. Raises SettingError if SPECULATIVE_CONFIG names another."""
+    """The method of the files at `path`. Raises SettingError if SPECULATIVE_CONFIG names another,
+    UnservableModel.
+    """
     config = read_json(path / CONFIG_FILE)
     kind = str(config.get("model_type"))
     names = " ".join(config.get("architectures") or ()).lower()
@@ -121,18 +122,10 @@ def method_of(path: Path, speculation: Speculation) -> str:
     elif "eagle3" in names or "eagle3" in str(config.get("speculators_model_type")):
         found = EAGLE3
     elif "eagle" in names or "mtp" in names or "medusa" in names:
-        cause = f"{' '.join(config['architectures'])} is no kind of heads that is served"
-        raise SettingError(CONFIG, f"{speculation.model} cannot propose tokens: {cause}")
+        raise UnservableModel(f"{' '.join(config['architectures'])} is no kind of heads that is served")
     if speculation.method not in (NO_METHOD, found):
         raise SettingError(CONFIG, f"method is {speculation.method}, but {speculation.model} is a {found}")
     return found
-
-
-def check_combinations(method: str, settings: Settings) -> None:
-    """Raises SettingError for what heads cannot be combined with."""
-    if settings.deterministic:
-        cause = f"{method} needs hidden states, which steps of a fixed shape do not keep (DETERMINISTIC)"
-        raise SettingError(CONFIG, cause)
 
 
 def load_model(
@@ -143,10 +136,10 @@ def load_model(
     communicator: Communicator,
     progress: Progress,
 ) -> Draft:
-    """A smaller model with the same vocabulary. Raises SettingError."""
+    """A smaller model with the same vocabulary. Raises SettingError, UnservableModel."""
     if not speculation.num_tokens:
         raise SettingError(CONFIG, f"{DRAFT_MODEL} needs num_speculative_tokens")
-    check_vocabulary(speculation.model, path, target)
+    check_vocabulary(path, target)
     if not communicator.samples:
         return Draft(DRAFT_MODEL, speculation.num_tokens)
     progress(f"loading {speculation.model}, which proposes tokens")
@@ -165,26 +158,25 @@ def load_model(
         (loaded.states.mixers, "its states cannot go back from wrong proposals"),
     )
     if cause:
-        raise SettingError(CONFIG, f"{speculation.model} cannot propose tokens: {cause}")
+        raise UnservableModel(cause)
     attach_empty(loaded, SINGLE_RANK)
     try_to_fuse(loaded)
     return Draft(DRAFT_MODEL, speculation.num_tokens, loaded.model, loaded)
 
 
-def check_vocabulary(name: str, path: Path, target: LoadedModel) -> None:
-    """Raises SettingError unless each token of one model is the same token in the other. Where only one has a
+def check_vocabulary(path: Path, target: LoadedModel) -> None:
+    """Raises UnservableModel unless each token of one model is the same token in the other. Where only one has a
     tokenizer, their sizes are compared.
     """
     own, other = read_vocabulary(path), read_vocabulary(target.tokenizer)
     if own and other and own != other:
         different = sorted({*own.items()} ^ {*other.items()}, key=lambda item: (item[1], item[0]))[0]
-        cause = f"its vocabulary is another: token {different[1]} is {different[0]!r} in one of both only"
-        raise SettingError(CONFIG, f"{name} cannot propose tokens: {cause}")
+        token = f"token {different[1]} is {different[0]!r} in one of both only"
+        raise UnservableModel(f"its vocabulary is another: {token}")
     config = read_json(path / CONFIG_FILE)
     size = int((config.get("text_config") or config).get("vocab_size") or 0)
     if not (own and other) and size != target.vocab_size:
-        cause = f"its vocabulary has {size} tokens, and {target.vocab_size} are needed"
-        raise SettingError(CONFIG, f"{name} cannot propose tokens: {cause}")
+        raise UnservableModel(f"its vocabulary has {size} tokens, and {target.vocab_size} are needed")
 
 
 def read_vocabulary(path: Path) -> dict[str, int]:
