@@ -165,7 +165,7 @@ def load_model(
 
 
 def check_vocabulary(path: Path, target: LoadedModel) -> None:
-    """Raises UnservableModel unless each token of one model is the same token in the other. Where only one has a
+    """Raises UnservableModel unless a token of one model is the same token in the other. Where only one has a
     tokenizer, their sizes are compared.
     """
     own, other = read_vocabulary(path), read_vocabulary(target.tokenizer)
