@@ -24,7 +24,8 @@ import orjson
 from api.grammar.compile import Grammar, compile_checked
 from benchmarks.serve import OUT_TOKENS, Figures, answers_of, figures, load, median, request
 from common import model_files
-from gpu_worker.engine.sampling.grammar import Matcher, Matchers
+from gpu_worker.engine.batch.sampling_state import GrammarMask
+from gpu_worker.engine.sampling.grammar import Matchers
 from gpu_worker.engine.side_threads import SideThreads
 from tests.support.fleet.fleet import Fleet
 
@@ -88,7 +89,7 @@ def measure_masks(model: str) -> None:
     print(f"a new schema's first mask: {statistics.median(first_ms):.1f} ms, {max(first_ms):.1f} at most")
 
 
-def mask_us(matchers: Matchers, started: list[Matcher], tokens: list[int]) -> Iterator[float]:
+def mask_us(matchers: Matchers, started: list[GrammarMask], tokens: list[int]) -> Iterator[float]:
     """Microseconds of each step's masks, for each row."""
     for token in tokens[:-1]:
         begun_s = time.perf_counter()

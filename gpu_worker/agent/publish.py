@@ -445,8 +445,8 @@ class Flusher:
     async def write_logits(self, flush: Flush) -> None:
         """Write the logits of a flush, which come before its tokens."""
         while flush.logits:
-            row, *piece = flush.logits[0]
-            reply = await self.publisher.write_logits(row, *piece)
+            row, place, values = flush.logits[0]
+            reply = await self.publisher.write_logits(row, place, values)
             flush.logits.popleft()
             if reply == LOGITS_LOST:
                 self.compute_again([row])

@@ -170,8 +170,8 @@ async def test_pieces_are_written_once_although_a_call_fails(
 ) -> None:
     failures, write = [0, 1, 1, 0, 0, 0], Publisher.write_logits
 
-    async def failing(self: Publisher, piece: object) -> int:
-        reply = await write(self, piece)  # type: ignore[arg-type]
+    async def failing(self: Publisher, row: RowText, place: int, values: bytes) -> int:
+        reply = await write(self, row, place, values)
         if failures.pop(0):
             raise ConnectionError("the answer is lost")
         return reply
