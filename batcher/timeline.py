@@ -8,7 +8,7 @@ Redis, so a new batcher reads what its predecessor had recorded, and the trace o
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -136,7 +136,7 @@ def spans_of(request: Generate, events: Iterable[TimelineEvent], end: TimelineEv
     happened = complete(events, end)
     attempts = [event for event in happened if event.what == PLACED]
     return [
-        *(queued_span(request, *wait) for wait in waits_of(happened)),
+        *queued_spans(request, happened),
         *(span for placed in attempts for span in attempt_spans(request, placed, happened)),
         *decode_spans(request, happened),
     ]
@@ -159,28 +159,17 @@ def complete(events: Iterable[TimelineEvent], end: TimelineEvent) -> list[Timeli
     return happened
 
 
-def waits_of(events: Items[TimelineEvent]) -> list[tuple[TimelineEvent, TimelineEvent]]:
-    """From what let a request wait to what ended that, for each wait."""
-    waits: list[tuple[TimelineEvent, TimelineEvent]] = []
+def queued_spans(request: Generate, events: Iterable[TimelineEvent]) -> Iterator[TraceSpan]:
+    """Of each wait, from what let a request wait to what ended that."""
     began: TimelineEvent | None = None
     for event in events:
         if event.what in (PLACED, ENDED) and began is not None:
-            waits.append((began, event))
+            cause = {"tokenfleet.cause": began.why or began.what}
+            known: dict[str, Value] = {**cause, "tokenfleet.service_class": request.service_class}
+            yield make_span(request, "queued", str(began.at_ms), began.at_ms, event.at_ms, known)
             began = None
         elif event.what in (QUEUED, *DECODE_EVENTS) and began is None:
             began = event
-    return waits
-
-
-def queued_span(request: Generate, began: TimelineEvent, ended: TimelineEvent) -> TraceSpan:
-    return make_span(
-        request,
-        "queued",
-        str(began.at_ms),
-        began.at_ms,
-        ended.at_ms,
-        {"tokenfleet.cause": began.why or began.what, "tokenfleet.service_class": request.service_class},
-    )
 
 
 def attempt_spans(request: Generate, placed: TimelineEvent, events: Items[TimelineEvent]) -> list[TraceSpan]:
