@@ -187,9 +187,7 @@ class HandOver:
                 return
             room.take(row.sequence, kv_len)
             self.moves[row.sequence] = Move(row, kv_len)
-            replica = self.workers.replicas[row.worker]
-            replica.preempt(row)
-            self.workers.note_change(replica)
+            self.workers.preempt(self.workers.replicas[row.worker], [row])
 
     def holds_back(self, sequence: Sequence) -> bool:
         """Whether a new request must wait, since the places that are left are for rows on their way."""

@@ -16,7 +16,7 @@ are stopped, adopted and resumed.
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import InitVar, dataclass, field
 from itertools import chain, islice
 
@@ -306,6 +306,12 @@ class WorkerSet:
             self.changed[replica] = None
             self.placement.update(replica)
 
+    def preempt(self, replica: Replica, rows: Iterable[PlacedRow]) -> None:
+        """Have the next plan of a worker stop rows, whose requests go on elsewhere or later."""
+        for row in rows:
+            replica.preempt(row)
+        self.note_change(replica)
+
     def take_joined(self) -> list[Replica]:
         """Return the workers that have joined, and are still here, once."""
         joined, self.joined = self.joined, []
@@ -367,8 +373,7 @@ def move_standby(workers: WorkerSet) -> None:
         rows = standby_rows(replica)
         is_moving = any(row.stopping == PREEMPT for row in replica.split_rows(replica.running)[1])
         if rows and not is_moving and placement.fewest_rows(rows[-1].sequence) is not None:
-            replica.preempt(rows[-1])
-            workers.note_change(replica)
+            workers.preempt(replica, rows[-1:])
 
 
 def importance(row: PlacedRow) -> tuple[int, int]:
@@ -412,9 +417,7 @@ def move_interrupted(workers: WorkerSet) -> None:
     share = len(joined) / len(workers.replicas)
     for replica in workers.replicas.values():
         if rows := movable(replica, share):
-            for row in rows:
-                replica.preempt(row)
-            workers.note_change(replica)
+            workers.preempt(replica, rows)
 
 
 def movable(replica: Replica, share: float) -> list[PlacedRow]:
@@ -495,18 +498,13 @@ class Turn:
             if count > len(victims):
                 continue
             if takes_place:
-                self.preempt(replica, victims[:count])
+                self.workers.preempt(replica, victims[:count])
                 return replica
             if victims and may_wait:
-                self.preempt(replica, victims[: max(1, count)])
+                self.workers.preempt(replica, victims[: max(1, count)])
                 sequence.victim = victims[0]
                 return None
         return None
-
-    def preempt(self, replica: Replica, victims: list[PlacedRow]) -> None:
-        for row in victims:
-            replica.preempt(row)
-        self.workers.note_change(replica)
 
 
 def rows_in_the_way(
