@@ -165,7 +165,7 @@ def noted(engine: Engine) -> Iterator[tuple[list[bool], list[int]]]:
     graphs.
     """
     computed, replayed = list[bool](), list[int]()
-    compute, graphs = engine.compute, engine.graphs if isinstance(engine.graphs, CudaGraphs) else None
+    compute, graphs = engine.forward, engine.graphs if isinstance(engine.graphs, CudaGraphs) else None
     run = graphs.run if graphs else None
 
     def note(slices: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
@@ -177,12 +177,12 @@ def noted(engine: Engine) -> Iterator[tuple[list[bool], list[int]]]:
         replayed.append(len(slices))
         return run(slices, previous)
 
-    engine.compute = note  # type: ignore[method-assign]
+    engine.forward = note  # type: ignore[method-assign]
     if graphs:
         graphs.run = note_replay  # type: ignore[method-assign]
     try:
         yield computed, replayed
     finally:
-        del engine.compute
+        del engine.forward
         if graphs:
             del graphs.run
