@@ -26,7 +26,7 @@ engine = Engine(Settings(model_id=folder, device=device, dtype=sys.argv[3], **{s
 fresh, steps = dict(enumerate(prompts())), 0
 play(engine, fresh)
 print("it serves", flush=True)
-compute = engine.compute
+compute = engine.forward
 
 def lose(slices, previous):
     global steps
@@ -38,7 +38,7 @@ def lose(slices, previous):
             raise RuntimeError("the device is lost")
     return compute(slices, previous)
 
-engine.compute = lose
+engine.forward = lose
 try:
     play(engine, fresh)
 except AssertionError as error:

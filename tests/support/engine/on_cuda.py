@@ -168,7 +168,7 @@ def noted(engine: Engine) -> Iterator[tuple[list[bool], list[int]]]:
     compute, graphs = engine.forward, engine.graphs if isinstance(engine.graphs, CudaGraphs) else None
     run = graphs.run if graphs else None
 
-    def note(slices: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
+    def note(slices: Sequence[RowSlice], previous: torch.Tensor | None = None) -> torch.Tensor:
         computed.append(all(row_slice.decodes for row_slice in slices))
         return compute(slices, previous)
 
