@@ -49,7 +49,7 @@ class Watchdog:
     is_busy: Callable[[], bool]
     run_delay_s: Callable[[], float]
     stuck_s: float = 0.0
-    checked_s: float = field(default_factory=time.monotonic)
+    checked_s: float = field(default_factory=lambda: time.monotonic())
     delay_s: float = 0.0
 
     def reset(self) -> None:

@@ -77,7 +77,7 @@ def test_frames_arrive_whole_wherever_their_bytes_are_cut(sent: list[Frame], dat
         (b"\xc1", "FormatError"),
         (b"GET / HTTP/1.1", "cannot unpack"),
         (msgpack.packb(["leap", 1]), "'leap'"),
-        (msgpack.packb(["progress", "a", "b"]), "takes 2 positional arguments"),
+        (msgpack.packb(["LoadProgress", "a", "b"]), "takes 2 positional arguments"),
         (msgpack.packb(["StepResult"]), "missing 1 required positional argument: 'step'"),
         (msgpack.packb(["Plan", msgpack.packb({"v": 1, "e": "no"})]), "Plan.epoch"),
     ],
