@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from common.messages.records import num_group_blocks, pack_ids
 from common.messages.request import BeamParams
-from gpu_worker.engine.batch.beams import BeamBlocks, BeamToken, Candidate
+from gpu_worker.engine.batch.beams import BeamBlocks, BeamToken
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.rows import Rows
+from gpu_worker.engine.batch.step_result import Candidate, StepSamples
 from tests.support.engine.row_steps import BLOCK, EOS, start
 from tests.support.engine.start_rows import plan
 
@@ -93,7 +94,7 @@ def test_beams_read_their_own_tokens_from_blocks_that_suffice(
             )
         ]
         num_samples = len(slices)
-        rows.collect(slices, [7] * num_samples, [-1.0] * num_samples, candidates={1: candidates})
+        rows.collect(slices, StepSamples([7] * num_samples, [-1.0] * num_samples, candidates={1: candidates}))
         check_blocks(group.blocks)
     result = rows.take_result()
     assert [row for row, _ in result.released] == [1] and not rows.groups and not rows.copies
