@@ -24,9 +24,8 @@ from common.process import logs
 from common.process.launch import LOAD_FLAG, PRELOAD_FLAG, die_with_parent
 from common.rank import RankInfo
 from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.agent_link import AgentLink
 from gpu_worker.engine.parallel.rendezvous import RankLinks, RankLost, RendezvousFailed, connect_ranks
-from gpu_worker.protocol import Begin, EngineFailure, LoadProgress, PeerClosed, WorkerEnds
+from gpu_worker.protocol import AgentLink, Begin, EngineFailure, LoadProgress, PeerClosed, WorkerEnds
 
 log = logging.getLogger(__name__)
 

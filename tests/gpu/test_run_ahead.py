@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from common.messages.request import LogitsParams, SamplingParams
-from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.in_flight import InFlightStep, LaunchedStep
+from gpu_worker.engine.engine import Engine, InFlightStep, LaunchedStep
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player, player
 from tests.support.engine.on_cuda import (

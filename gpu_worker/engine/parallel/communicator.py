@@ -20,8 +20,7 @@ import torch.distributed as dist
 from common.rank import LOOPBACK, RankInfo
 from common.settings.settings import SettingError
 from gpu_worker.engine.parallel.rendezvous import RankLinks, RendezvousFailed, connect_ranks
-from gpu_worker.frames import FrameDecoder, encode
-from gpu_worker.protocol import Command
+from gpu_worker.protocol import Command, FrameDecoder, encode
 
 CONNECT_TIMEOUT = timedelta(seconds=60)
 SIOCGIFADDR = 0x8915
