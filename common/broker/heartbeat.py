@@ -1,9 +1,4 @@
-"""Heartbeat: what a process reports about itself in Redis at an interval while it lives; and readers of a
-pool's messages: gateways and batchers, and the wire version that all of them read.
-
-A heartbeat says what its process reads beyond fields with defaults. A message that earlier processes would
-misread counts up WIRE_VERSION. It is written only while all readers read it, so two releases serve one pool
-side by side, in any order of their replacement. CONTRIBUTING.md has the rule.
+"""Heartbeat: what a process reports about itself in Redis at an interval while it lives.
 
 Workers have a script of their own, `worker_heartbeat`, which a seal refuses.
 """
@@ -23,10 +18,7 @@ from common.broker.pool_client import PoolClient
 from common.process.event_loop import until_beat
 
 WIRE_VERSION = 3
-"""What this release reads. A process whose heartbeat says none reads version 1."""
-TOKEN_COLUMNS_SINCE = 2
-"""First version whose readers find tokens in `Events.columns`."""
-
+"""Told to workers of the first snapshots: they write what gateways and batchers of all versions read."""
 
 log = logging.getLogger(__name__)
 
@@ -112,43 +104,3 @@ class Heartbeat:
             pipe.delete(self.pool.keys.process(self.kind, self.name))
             pipe.zrem(self.pool.keys.processes, f"{self.kind}:{self.name}")
             await pipe.execute()
-
-
-# --- readers ------------------------------------------------------------------------------------------------
-
-READING_KINDS = ("gateway", "batcher")
-
-
-class Readers:
-    """Readers of a pool's workers.
-
-    Attributes:
-        current: readers that read all that this release writes. They are asked once: a process keeps its
-            version.
-    """
-
-    def __init__(self, pool: PoolClient) -> None:
-        self.pool = pool
-        self.current: set[str] = set()
-
-    async def lowest_version(self) -> int:
-        """Return the lowest wire version of the readers that are alive; this release's if there are none."""
-        names = {
-            self.pool.keys.process(kind, name)
-            for kind in READING_KINDS
-            for name in await self.pool.processes(kind)
-        }
-        self.current &= names
-        asked = sorted(names - self.current)
-        async with self.pool.redis.pipeline(transaction=False) as pipe:
-            for key in asked:
-                pipe.hmget(key, ["pid", "wire"])
-            answers = await pipe.execute()
-        alive = {key: read_version(wire) for key, (pid, wire) in zip(asked, answers, strict=True) if pid}
-        self.current |= {key for key, version in alive.items() if version >= WIRE_VERSION}
-        return min(alive.values(), default=WIRE_VERSION)
-
-
-def read_version(text: bytes | None) -> int:
-    """Return the version that a heartbeat tells. Releases before the first that tells it read version 1."""
-    return int(text) if text and text.isdigit() else 1

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from common.broker import process_scripts
 from common.broker.client import ERRORS, FailureLog, describe_error
-from common.broker.heartbeat import Readers, process_fields
+from common.broker.heartbeat import process_fields
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.events import REPEAT_S, SILENT_S
@@ -59,7 +59,6 @@ class Agent:
         self.state = state
         self.state.idle.set()
         self.publisher = Publisher(pool, worker.incarnation)
-        self.readers = Readers(pool)
         self.steps = StepHandler(engine, self.state, worker.prefix_caching)
         plans = PlanStream(pool.redis, pool.keys.plans(worker.incarnation))
         pictures = PictureReader(pool, worker.all_pictures)
@@ -184,10 +183,9 @@ class Agent:
             self.heartbeat_now.clear()
 
     async def send_heartbeat(self) -> None:
-        """Learn what readers read, and write to Redis that the worker is alive, what it can hold and what it
-        holds; the answer may ask it to drain. Raises Sealed or StreamsGone when the incarnation is over.
+        """Write to Redis that the worker is alive, what it can hold and what it holds; the answer may ask it
+        to drain. Raises Sealed or StreamsGone when the incarnation is over.
         """
-        self.publisher.set_wire_version(await self.readers.lowest_version())
         state, table = self.state, self.state.table
         call = worker_scripts.worker_heartbeat(
             self.pool.keys,

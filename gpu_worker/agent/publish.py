@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from common.broker.client import ERRORS, FailureLog, SerialClient
-from common.broker.heartbeat import TOKEN_COLUMNS_SINCE, WIRE_VERSION
 from common.broker.lua import ScriptCall
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
@@ -118,7 +117,6 @@ class Publisher:
     Attributes:
         spill_due: the next flush spills all rows, since the broker lacks an earlier spill.
         resynced_at: number of the last flush that `resync` changed.
-        wire_version: what all readers read.
     """
 
     def __init__(self, pool: PoolClient, incarnation: str) -> None:
@@ -130,14 +128,6 @@ class Publisher:
         self.sequence = 0
         self.spill_due = False
         self.resynced_at = 0
-        self.wire_version = WIRE_VERSION
-
-    def set_wire_version(self, version: int) -> None:
-        """Write what readers of a version read. If it is lower than before, the next flush moves all tokens
-        from the log, where such a reader would not find them, to the requests' strings.
-        """
-        self.spill_due |= version < self.wire_version
-        self.wire_version = version
 
     def build(self, outbox: Outbox, report: Report | None, acknowledged: int, live: list[RowText]) -> Flush:
         """Build the flush of an outbox. `report` has the flush's number; `live` rows may have to be
@@ -188,7 +178,7 @@ class Publisher:
         alone.
         """
         number = self.channels.next_number(channel, self.sequence) if channel else 0
-        columns = take_columns(rows) if self.wire_version >= TOKEN_COLUMNS_SINCE else None
+        columns = take_columns(rows)
         tokens = [row.new_tokens() for row in rows if row.texts]
         return encode(Events(self.incarnation, number, tokens, [*terminals], self.sequence, columns))
 

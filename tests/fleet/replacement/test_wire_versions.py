@@ -10,19 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from redis.asyncio import Redis
 
 from benchmarks.client import Stream
-from common.broker.committed import logged_messages
-from common.broker.keys import Keys
-from common.messages.codec import decode
-from common.messages.events import Events
 from deploy.launcher.embedded_broker import Broker
 from tests.support.releases.mixed_pool import expected_ids, mixed_pool
 from tests.support.source_tree import ROOT
 from tests.support.waiting import wait_until
 
-LAST_RELEASE = "544b3029"
+LAST_RELEASE = "c01bc0ed"
 """Tag or commit of the last release: a release's commit names the one before it here."""
 FOLDERS = ("api", "batcher", "benchmarks", "common", "deploy", "gpu_worker", "tests/support")
 OLD, NEW = "old", "new"
@@ -62,7 +57,7 @@ def other(release: str) -> str:
 @pytest.mark.slow  # five processes that nothing has forked start for each mix
 @pytest.mark.parametrize(("gateway", "batcher"), MIXES)
 async def test_streams_outlive_a_worker_and_a_batcher_in_every_mix(
-    broker: Broker, redis: Redis, releases: dict[str, Path], gateway: str, batcher: str
+    broker: Broker, releases: dict[str, Path], gateway: str, batcher: str
 ) -> None:
     """The rows of a killed worker resume on a worker of the other release, that of the gateway; a standby of
     the other release takes over from a killed batcher.
@@ -80,7 +75,6 @@ async def test_streams_outlive_a_worker_and_a_batcher_in_every_mix(
             for prompt, answer in zip(PROMPTS, answers, strict=True):
                 clients.create_task(pool.ask(prompt, NUM_TOKENS, answer))
             await go_on(answers)
-            assert not await written_columns(redis, Keys(pool.pool)), "one batcher is of the last release"
             for victim in ("w0", "b0"):
                 await go_on(answers)
                 pool.kill(victim)
@@ -95,15 +89,6 @@ async def go_on(answers: list[Stream]) -> None:
         lambda: all(len(answer.frames) > count + 5 for answer, count in zip(answers, before, strict=True))
     )
     assert all(len(answer.frames) < NUM_TOKENS for answer in answers), "tokens come as they are generated"
-
-
-async def written_columns(redis: Redis, keys: Keys) -> list[Events]:
-    """Return the messages in logs that readers of the last release misread."""
-    names = [name.decode() for name in await redis.zrange(keys.workers, 0, -1)]
-    entries = [fields for name in names for _, fields in await redis.xrange(keys.log(name), min="1")]
-    logged = [decode(Events, message) for fields in entries for message in logged_messages(fields)]
-    assert any(one.tokens for one in logged)
-    return [one for one in logged if one.columns]
 
 
 def check(answers: list[Stream]) -> None:

@@ -8,7 +8,6 @@ import pytest
 from redis.asyncio import Redis
 
 from common.broker.committed import Committed, logged_messages, read
-from common.broker.heartbeat import TOKEN_COLUMNS_SINCE, WIRE_VERSION, Heartbeat, Readers
 from common.broker.pool_client import PoolClient
 from common.messages.codec import decode
 from common.messages.events import Events
@@ -113,40 +112,11 @@ def decode_only_message(agent: Agent) -> Events:
     return decode(Events, message)
 
 
-async def test_the_oldest_reader_that_is_alive_counts(redis: Redis) -> None:
-    pool = PoolClient(redis, KEYS)
-    readers = Readers(pool)
-    assert await readers.lowest_version() == WIRE_VERSION, "nobody reads yet"
-    await Heartbeat(pool, "gateway", "g0-a", 60).send()
-    await Heartbeat(pool, "worker", "w9-a", 60).send(wire=1)
-    assert await readers.lowest_version() == WIRE_VERSION, "no worker reads what others write"
-    for kind, name in (("batcher", "b0-old"), ("gateway", "g1-old")):
-        old = Heartbeat(pool, kind, name, 60)
-        await old.send()
-        await redis.hdel(KEYS.process(kind, name), "wire")  # type: ignore[misc]
-        assert await readers.lowest_version() == 1
-        await redis.delete(KEYS.process(kind, name))
-        assert await readers.lowest_version() == WIRE_VERSION, "it has died, and its name stays in the list"
-
-
-async def test_a_worker_writes_no_columns_while_an_old_reader_lives(agent: Agent, redis: Redis) -> None:
+async def test_tokens_after_the_first_are_in_columns(agent: Agent) -> None:
     await start(agent, row=1)
     step(agent, {1: (0, 5)})
     assert has_columns(agent) is False, "first tokens never are"
     step(agent, {1: (1, 6)})
-    assert has_columns(agent)
-    agent.publisher.set_wire_version(TOKEN_COLUMNS_SINCE - 1)
-    step(agent, {1: (2, 7)})
-    rows = [*agent.state.table.rows.values()]
-    outbox, agent.state.outbox = agent.state.outbox, Outbox()
-    flush = agent.publisher.build(outbox, None, 0, rows)
-    [(_, message)] = flush.messages
-    assert decode(Events, message).columns is None
-    assert flush.mode == "trim" and [spill.num_tokens for spill in flush.spills] == [3], (
-        "columns leave the log"
-    )
-    agent.publisher.set_wire_version(WIRE_VERSION)
-    step(agent, {1: (3, 8)})
     assert has_columns(agent)
 
 
