@@ -1,12 +1,13 @@
 """OTLP: sends the spans of one process by OpenTelemetry's SDK, whose variables hold (OTEL_EXPORTER_OTLP_…,
 OTEL_TRACES_SAMPLER, OTEL_BSP_…, OTEL_RESOURCE_ATTRIBUTES, OTEL_PROPAGATORS). It is imported only where traces
-are on. The SDK's thread sends: no request waits for the receiver.
+are on. The SDK's thread sends: no request waits for the receiver. It drops spans beyond its queue, and those
+that the receiver does not take, and logs that.
 """
 
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
@@ -15,13 +16,11 @@ from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.sampling import Decision
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from common.metrics import catalogue
-from common.process.logs import plural
 from common.settings.settings import Settings
 from common.settings.types import SettingError
 from common.spans import ENDPOINTS, Attributes, Kind, TraceSpan, ids_of
@@ -31,7 +30,7 @@ log = logging.getLogger(__name__)
 CLOSE_S = 3.0
 """How long a process that ends waits for its last spans to be sent."""
 SERVICE = "tokenfleet"
-PROTOCOL, QUEUE_SIZE = "OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_BSP_MAX_QUEUE_SIZE"
+PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
 
 
 class OtlpExporter:
@@ -39,18 +38,12 @@ class OtlpExporter:
 
     Attributes:
         sampler: the one that OTEL_TRACES_SAMPLER names; it decides once for each trace.
-        num_given: spans that were handed to the thread.
     """
 
     def __init__(self, settings: Settings, incarnation: str) -> None:
         """Raises SettingError."""
-        self.sender = CountingExporter(make_exporter(settings.otlp_endpoint))
-        size = os.environ.get(QUEUE_SIZE) or "2048"
-        if not size.isdecimal() or not int(size):
-            raise SettingError(QUEUE_SIZE, f"must be a whole number of at least 1. Given: {size!r}")
-        self.max_waiting, self.num_given = int(size), 0
         try:
-            self.processor = BatchSpanProcessor(self.sender, max_queue_size=self.max_waiting)
+            self.processor = BatchSpanProcessor(make_exporter(settings.otlp_endpoint))
         except ValueError as error:  # of a batch that is larger than the queue
             raise SettingError("otel_bsp_max_export_batch_size", str(error)) from error
         self.sampler = TracerProvider(shutdown_on_exit=False).sampler
@@ -76,13 +69,9 @@ class OtlpExporter:
         return f"{trace_id:032x}", f"{parent.span_id:016x}" if parent.is_valid else ""
 
     def export(self, span: TraceSpan) -> None:
-        """Hand a span to the thread that sends, or drop it where too many wait. The SDK's span is made as a
-        whole: a tracer, which lets spans grow, takes six times as long, and draws their ids by itself.
+        """Hand a span to the thread that sends. The SDK's span is made as a whole: a tracer, which lets spans
+        grow, takes six times as long, and draws their ids by itself.
         """
-        if self.num_given - self.sender.num_done >= self.max_waiting:
-            self.sender.drop(1, f"more than {QUEUE_SIZE} wait")
-            return
-        self.num_given += 1
         trace_id, span_id = ids_of(span.traceparent)
         made = ReadableSpan(
             span.name,
@@ -105,44 +94,6 @@ class OtlpExporter:
         closing = threading.Thread(target=self.processor.shutdown, daemon=True)
         closing.start()
         closing.join(CLOSE_S)
-        if num_left := self.num_given - self.sender.num_done:
-            self.sender.drop(num_left, f"they were not sent within {CLOSE_S:.0f} s")
-
-
-class CountingExporter(SpanExporter):
-    """Sends by another exporter, and counts spans that are dropped. Each cause is logged once until spans are
-    sent again; the SDK's log, which says so of each request, is only read for the cause.
-    """
-
-    def __init__(self, exporter: SpanExporter) -> None:
-        self.exporter = exporter
-        self.num_done = self.num_dropped = 0
-        self.told = set[str]()
-        self.detail = ""
-        quiet, sdk_log = logging.Handler(), logging.getLogger("opentelemetry")
-        quiet.emit = lambda record: setattr(self, "detail", record.getMessage())  # type: ignore[method-assign]
-        sdk_log.handlers, sdk_log.propagate = [quiet], False
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        result = self.exporter.export(spans)
-        self.num_done += len(spans)
-        if result is not SpanExportResult.SUCCESS:
-            self.drop(len(spans), "the receiver did not take them", self.detail)
-        elif self.told:
-            log.warning("traces are sent again; %s dropped", plural(self.num_dropped, "span"))
-            self.num_dropped = 0
-            self.told.clear()
-        return result
-
-    def drop(self, num_spans: int, cause: str, detail: str = "") -> None:
-        if cause not in self.told:
-            log.warning("spans are dropped: %s%s", cause, f": {detail}" if detail else "")
-        self.told.add(cause)
-        self.num_dropped += num_spans
-        catalogue.SPANS_DROPPED.add(num_spans)
-
-    def shutdown(self) -> None:
-        self.exporter.shutdown()
 
 
 def make_exporter(endpoint: str | None) -> SpanExporter:

@@ -375,10 +375,6 @@ LOOP_HOLD = Histogram(
     {"clock": ("wall", "cpu")},
     HOLD_S,
 )
-SPANS_DROPPED = Counter(
-    "tokenfleet_trace_spans_dropped",
-    "Number of spans that were not sent: the receiver of traces was away or slow",
-)
 USED_TOKENS = Counter(
     "tokenfleet_used_tokens",
     "Number of committed tokens of this calendar month, by tenant and model, as GET /usage counts them",

@@ -10,7 +10,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,12 +28,13 @@ from common.broker import process_scripts
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, connect_setting, describe_error
 from common.broker.directory import SILENT_S, DirectoryClient, DirectoryContent
 from common.broker.pool_client import PoolClient
+from common.messages import events as finish_reasons
 from common.process.logs import first_incarnation, plural
 from common.settings import flags as setting_flags
 from common.settings.flags import FlagParser, refuse_unknown
 from common.settings.settings import SettingError, Settings
 from common.settings.types import AdapterSource, read_adapter
-from deploy.cli import batch, chat, explain, status
+from deploy.cli import batch, chat, status
 from deploy.cli.client import (
     ServerError,
     api_key,
@@ -142,8 +143,15 @@ def new_parser(command: str) -> FlagParser:
     return parser
 
 
-def show_table(rows: Iterable[Any], columns: Mapping[str, str | Callable[[Any], str]]) -> None:
-    """Print a line for each row. `columns`: title → field of a row, or what makes the text of a row."""
+Columns = Mapping[str, str | Callable[[Any], str]]
+"""Title → field of a row, or what makes the text of a row."""
+
+
+def show_table(rows: Sequence[Any], columns: Columns, if_none: str = "") -> None:
+    """Print a line for each row, or `if_none`."""
+    if not rows and if_none:
+        print(if_none)
+        return
     table = new_table()
     for title in columns:
         justify: Any = "right" if title in NUMBERS else "left"
@@ -154,7 +162,7 @@ def show_table(rows: Iterable[Any], columns: Mapping[str, str | Callable[[Any], 
     print_lines(table)
 
 
-NUMBERS = ("rank", "share", "waiting", "running", "failures")
+NUMBERS = ("rank", "share", "waiting", "running", "failures", "after s", "attempt", "tokens", "cached")
 """Titles of columns with numbers."""
 LONG = ("why", "said", "workers", "limits", "broker")
 """Titles of columns whose texts may be folded."""
@@ -236,19 +244,10 @@ def list_adapters(client: httpx.Client, flags: argparse.Namespace) -> None:
         causes = "".join(f"; {worker}: {why}" for worker, why in one["refused"].items())
         return f"{one['num_workers']} of {content['num_workers']}{causes}"
 
+    columns: Columns = {"adapter": "name", "state": "state", "workers": workers, "rank": "rank"}
+    columns = {**columns, "base model": "base_model", "path": "path"}
     with frame_errors(content):
-        if not content["adapters"]:
-            print("there are no adapters")
-            return
-        columns: dict[str, str | Callable[[Any], str]] = {
-            "adapter": "name",
-            "state": "state",
-            "workers": workers,
-            "rank": "rank",
-            "base model": "base_model",
-            "path": "path",
-        }
-        show_table(content["adapters"], columns)
+        show_table(content["adapters"], columns, "there are no adapters")
 
 
 def load_adapter(client: httpx.Client, flags: argparse.Namespace) -> None:
@@ -320,6 +319,33 @@ def check_return(worker: str, workers: Sequence[str]) -> None:
         raise ServerError(f"{worker} was cut off, and is back as {back[0]}, which is not drained")
 
 
+# --- explain ------------------------------------------------------------------------------------------------
+
+ANSWER_ID = re.compile(r"(chatcmpl-|cmpl-|resp_|msg_)(?=[0-9a-f]{32}(\.|$))")
+"""What the routes of `/v1` put before a request's id in the `id` of its answer."""
+
+
+def explain(client: httpx.Client, flags: argparse.Namespace) -> None:
+    """Print a line for each event of a request: its times, the worker, the tokens by then, and why."""
+    request_id = ANSWER_ID.sub("", flags.request_id, count=1)
+    found = fetch_json(client, f"/fleet/requests/{quote(request_id, safe='')}")
+    with frame_errors(found):
+        for name, events in found["timelines"].items():
+            begin_ms = events[0]["at_ms"]
+            columns: Columns = {
+                "time": lambda one: local_time(one["at_ms"] / 1000),
+                "after s": lambda one, begin_ms=begin_ms: f"{(one['at_ms'] - begin_ms) / 1000:.3f}",
+                "what": lambda one: one["what"].replace("_", " "),
+                "worker": "worker",
+                "attempt": lambda one: str(one["attempt"] or ""),
+                "tokens": "num_tokens",
+                "cached": lambda one: str(one.get("num_cached") or ""),
+                "why": lambda one: ": ".join([one["why"], *finish_reasons.ERRORS.get(one["why"], ())[1:]]),
+            }
+            print(f"request {printable(name)}")
+            show_table(events, columns)
+
+
 # --- jobs ---------------------------------------------------------------------------------------------------
 
 
@@ -337,11 +363,8 @@ def list_jobs(client: httpx.Client, flags: argparse.Namespace, status: str = "")
             cursor = content["cursor"] or ""
         if not cursor:
             break
-    if not found and not cursor:
-        print("there are no such jobs")
-        return
     with frame_errors(found):
-        show_table(found, JOB_COLUMNS)
+        show_table(found, JOB_COLUMNS, "" if cursor else "there are no such jobs")
     if cursor:
         print(f"more follow: --cursor '{printable(cursor)}'")
 
@@ -390,20 +413,7 @@ async def revoke_key(pool: PoolClient, flags: argparse.Namespace) -> None:
 
 
 async def list_keys(pool: PoolClient, flags: argparse.Namespace) -> None:
-    show_keys([*(await api_keys.read_keys(pool)).values()], await pool.read_time())
-
-
-def print_issued(issued: IssuedKey) -> None:
-    """Print the key alone to stdout, so that a script can take it."""
-    key = issued.record
-    print(f"{key.key_id} of the tenant {key.tenant}; its key is shown this once:", file=sys.stderr)
-    print(issued.text)
-
-
-def show_keys(keys: Sequence[ApiKey], now_s: float) -> None:
-    if not keys:
-        print("there are no API keys")
-        return
+    keys, now_s = [*(await api_keys.read_keys(pool)).values()], await pool.read_time()
     columns: dict[str, Callable[[ApiKey], str]] = {
         "id": lambda key: key.key_id,
         "name": lambda key: key.name,
@@ -415,7 +425,14 @@ def show_keys(keys: Sequence[ApiKey], now_s: float) -> None:
         "adapters": lambda key: ", ".join(key.adapters),
         "expires": lambda key: utc_time(key.expires_at),
     }
-    show_table(keys, columns)
+    show_table(keys, columns, "there are no API keys")
+
+
+def print_issued(issued: IssuedKey) -> None:
+    """Print the key alone to stdout, so that a script can take it."""
+    key = issued.record
+    print(f"{key.key_id} of the tenant {key.tenant}; its key is shown this once:", file=sys.stderr)
+    print(issued.text)
 
 
 def describe_limits(key: ApiKey) -> str:
@@ -588,10 +605,7 @@ def list_events(client: httpx.Client, flags: argparse.Namespace, state: str) -> 
         "url": "url",
     }
     with frame_errors(content):
-        if not content["events"]:
-            print(f"no events are {state}")
-            return
-        show_table(content["events"], columns)
+        show_table(content["events"], columns, f"no events are {state}")
         if (hidden := content["total"] - len(content["events"])) > 0:
             print(f"and {hidden} more (--limit)")
 
@@ -669,7 +683,7 @@ KEY_FLAGS = (
     "--budget-tokens --models --adapters --expires --webhook --webhook-secret --admin"
 )
 ACTIONS = (
-    Action("explain", explain.show, "request_id"),
+    Action("explain", explain, "request_id"),
     Action("status", status.show, "--once --json", read_s=5.0),
     Action("chat", chat.run, "--system --temperature --max-tokens --seed", read_s=600.0),
     Action("batch", batch.run, "file -i/--input-file -o/--output-file --id --window", read_s=60.0),
@@ -717,7 +731,10 @@ ACTIONS = (
 )
 PROGRAMS = {
     "explain": Program(
-        add_url, call_gateway, "Show what happened to a request: where it waited and ran, and why it ended."
+        add_url,
+        call_gateway,
+        "Show what happened to a request: when it was queued (with the tokens of its prompt), placed and "
+        "prefilled, what interrupted it, and why it ended (with the tokens of its answer).",
     ),
     "status": Program(add_url, call_gateway, "Show every process of the fleet, a line each."),
     "chat": Program(
