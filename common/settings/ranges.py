@@ -1,11 +1,12 @@
-"""Ranges of a request's numeric parameters, where they depend on nothing else.
+"""Ranges of a request's numeric parameters, where they depend on nothing else, and of the numbers in settings
+that are JSON objects.
 
 The default values of /v1 are checked against them, too: those of a model's generation_config.json, and those
 of OVERRIDE_GENERATION_CONFIG.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,17 +16,18 @@ MAX_CHOICES = 128
 MAX_STOP_CHARS = 1000
 DEFAULTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 """Values of a generation_config.json that vLLM takes where a request says nothing."""
-WHOLE = ("top_k", "max_new_tokens")
-"""Those of them that are whole numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Numbers from `least` (with `above`: greater than `least`) to `most`, or without an upper bound."""
+    """Numbers from `least` (with `above`: greater than `least`) to `most`, or without an upper bound;
+    `is_whole`: whole ones, where more than the range itself is checked.
+    """
 
-    least: int
-    most: int | None = None
+    least: float
+    most: float | None = None
     above: bool = False
+    is_whole: bool = False
 
     def holds(self, value: float) -> bool:
         """Whether a value lies in the range; NaN lies in none."""
@@ -44,13 +46,13 @@ class Range:
 
 
 RANGES = {
-    "max_new_tokens": Range(1),
+    "max_new_tokens": Range(1, is_whole=True),
     "min_new_tokens": Range(0),
     "truncate": Range(1),
     "top_n_tokens": Range(0),
     "prompt_logprobs": Range(0),
     "temperature": Range(0, 100),
-    "top_k": Range(-1),
+    "top_k": Range(-1, is_whole=True),
     "top_p": Range(0, 1),
     "top_p_decay": Range(0, 1, above=True),
     "top_p_min": Range(0, 1),
@@ -72,21 +74,31 @@ DIVERSITIES = Range(0, 100)
 def read_overrides(text: str) -> dict[str, float]:
     """The values of OVERRIDE_GENERATION_CONFIG. Raises SettingError."""
     name = "override_generation_config"
+    return checked_defaults(read_object(name, text, DEFAULTED), name, "the object")
+
+
+def read_object(setting: str, text: str, known: Sequence[str]) -> dict[str, Any]:
+    """The values that are not null of a setting that is a JSON object. Raises SettingError."""
     try:
-        overrides = json.loads(text)
+        given = json.loads(text)
     except ValueError as error:
-        raise SettingError(name, f"{text!r} is not JSON: {error}") from error
-    if not isinstance(overrides, dict) or not overrides.keys() <= set(DEFAULTED):
-        raise SettingError(name, f"{text} must be an object with some of {', '.join(DEFAULTED)}")
-    return checked_defaults(overrides, name, "the object")
+        raise SettingError(setting, f"{text!r} is not JSON: {error}") from error
+    if not isinstance(given, dict) or not given.keys() <= {*known}:
+        raise SettingError(setting, f"{text} must be an object with some of {', '.join(known)}")
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def checked_defaults(values: Mapping[str, Any], setting: str, where: str) -> dict[str, float]:
     """The values that are not null. Raises SettingError for one that is not in its range."""
     given = {name: value for name, value in values.items() if value is not None}
     for name, value in given.items():
-        number = isinstance(value, int if name in WHOLE else (int, float)) and not isinstance(value, bool)
-        if not number or not RANGES[name].holds(value):
-            kind = "a whole number" if name in WHOLE else "a number"
-            raise SettingError(setting, f"{name} in {where} must be {kind}, {RANGES[name]}. Given: {value!r}")
+        check_number(setting, f"{name} in {where}", value, RANGES[name])
     return given
+
+
+def check_number(setting: str, name: str, value: Any, limits: Range) -> None:
+    """Raises SettingError for a value that is no number, or not in its range."""
+    is_number = isinstance(value, int if limits.is_whole else (int, float)) and not isinstance(value, bool)
+    if not is_number or not limits.holds(value):
+        kind = "a whole number" if limits.is_whole else "a number"
+        raise SettingError(setting, f"{name} must be {kind}, {limits}. Given: {value!r}")

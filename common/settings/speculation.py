@@ -1,10 +1,9 @@
 """Speculation: how tokens are proposed, read from SPECULATE (TGI's) and SPECULATIVE_CONFIG (vLLM's)."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from common.settings.ranges import Range, check_number, read_object
 from common.settings.types import SettingError
 
 CONFIG = "speculative_config"
@@ -18,26 +17,16 @@ WITHOUT_MODEL = (NGRAM, SUFFIX)
 WITH_MODEL = (DRAFT_MODEL, MEDUSA, MLP_SPECULATOR, EAGLE3)
 
 
-@dataclass(frozen=True, slots=True)
-class SpeculationField:
-    """A number of SPECULATIVE_CONFIG: its range and its default."""
-
-    least: float
-    most: float
-    default: float
-    is_whole: bool = True
-
-
-FIELDS: Mapping[str, SpeculationField] = {
-    "num_speculative_tokens": SpeculationField(1, MAX_SPECULATED, 0),
-    "prompt_lookup_min": SpeculationField(1, 32, 2),
-    "prompt_lookup_max": SpeculationField(1, 32, 8),
-    "suffix_decoding_max_tree_depth": SpeculationField(2, 64, 24),
-    "suffix_decoding_max_cached_requests": SpeculationField(0, 100_000, 10_000),
-    "suffix_decoding_max_spec_factor": SpeculationField(0.1, 16, 1.0, is_whole=False),
-    "suffix_decoding_min_token_prob": SpeculationField(0, 1, 0.1, is_whole=False),
+FIELDS: Mapping[str, tuple[Range, float]] = {
+    "num_speculative_tokens": (Range(1, MAX_SPECULATED, is_whole=True), 0),
+    "prompt_lookup_min": (Range(1, 32, is_whole=True), 2),
+    "prompt_lookup_max": (Range(1, 32, is_whole=True), 8),
+    "suffix_decoding_max_tree_depth": (Range(2, 64, is_whole=True), 24),
+    "suffix_decoding_max_cached_requests": (Range(0, 100_000, is_whole=True), 10_000),
+    "suffix_decoding_max_spec_factor": (Range(0.1, 16), 1.0),
+    "suffix_decoding_min_token_prob": (Range(0, 1), 0.1),
 }
-"""vLLM's names."""
+"""Numbers of SPECULATIVE_CONFIG by vLLM's names: their ranges and defaults."""
 TEXTS = ("method", "model", "revision")
 
 
@@ -71,9 +60,14 @@ def read_speculation(speculate: int, config: str | None) -> Speculation:
     """What the two settings say. SPECULATE alone finds tokens in the row itself, unless the model's
     config.json names a speculator. Raises SettingError.
     """
-    given = read_object(config) if config else {}
-    numbers = {name: field.default for name, field in FIELDS.items()}
-    numbers |= {name: checked_number(name, given[name]) for name in FIELDS if name in given}
+    given = read_object(CONFIG, config, (*TEXTS, *FIELDS)) if config else {}
+    numbers = {name: float(default) for name, (_, default) in FIELDS.items()}
+    for name, value in given.items():
+        if name in FIELDS:
+            check_number(CONFIG, name, value, FIELDS[name][0])
+            numbers[name] = float(value)
+        elif not isinstance(value, str):
+            raise SettingError(CONFIG, f"{name} must be a text. Given: {value!r}")
     method, model = given.get("method") or NO_METHOD, given.get("model") or ""
     if model.strip("[]") in WITHOUT_MODEL:  # vLLM's older spelling
         method, model = model.strip("[]"), ""
@@ -89,31 +83,6 @@ def read_speculation(speculate: int, config: str | None) -> Speculation:
     if method in (NGRAM, DRAFT_MODEL) and not num_tokens:
         raise SettingError(CONFIG, f"{method} needs num_speculative_tokens, 1 to {MAX_SPECULATED}")
     return Speculation(method, num_tokens, model, given.get("revision"), numbers)
-
-
-def read_object(config: str) -> dict[str, Any]:
-    """The object in SPECULATIVE_CONFIG. Raises SettingError."""
-    try:
-        given = json.loads(config)
-    except ValueError as error:
-        raise SettingError(CONFIG, f"{config!r} is not JSON: {error}") from error
-    known = (*TEXTS, *FIELDS)
-    if not isinstance(given, dict) or not given.keys() <= set(known):
-        raise SettingError(CONFIG, f"{config} must be an object with some of {', '.join(known)}")
-    for name in TEXTS:
-        if not isinstance(given.get(name), str | None):
-            raise SettingError(CONFIG, f"{name} must be a text. Given: {given[name]!r}")
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def checked_number(name: str, value: Any) -> float:
-    """A number of SPECULATIVE_CONFIG. Raises SettingError if it is not in its range."""
-    field = FIELDS[name]
-    is_number = isinstance(value, int if field.is_whole else (int, float)) and not isinstance(value, bool)
-    if not is_number or not field.least <= value <= field.most:
-        kind = "a whole number" if field.is_whole else "a number"
-        raise SettingError(CONFIG, f"{name} must be {kind}, {field.least} to {field.most}. Given: {value!r}")
-    return float(value)
 
 
 def check_method(method: str, model: str, is_given: bool) -> None:

@@ -293,7 +293,7 @@ def test_a_value_of_vllm_replaces_its_default() -> None:
     config = '{"method":"suffix","suffix_decoding_max_tree_depth":9,"suffix_decoding_min_token_prob":0.5}'
     values = Settings.read(["--speculative-config", config], {}).speculation.values
     changed = {"suffix_decoding_max_tree_depth": 9.0, "suffix_decoding_min_token_prob": 0.5}
-    assert values == {name: field.default for name, field in FIELDS.items()} | changed
+    assert values == {name: default for name, (_, default) in FIELDS.items()} | changed
 
 
 @pytest.mark.parametrize(
@@ -308,8 +308,14 @@ def test_a_value_of_vllm_replaces_its_default() -> None:
         ("--speculative-config {}", "an object without a method needs a model"),
         ('--speculative-config {"method":"ngram"}', "ngram needs num_speculative_tokens, 1 to 15"),
         ('--speculative-config {"model":3}', "model must be a text"),
-        ('-sc {"method":"suffix","num_speculative_tokens":16}', "must be a whole number, 1 to 15. Given: 16"),
-        ('-sc {"method":"suffix","suffix_decoding_min_token_prob":2}', "must be a number, 0 to 1. Given: 2"),
+        (
+            '-sc {"method":"suffix","num_speculative_tokens":16}',
+            "must be a whole number, at least 1 and at most 15. Given: 16",
+        ),
+        (
+            '-sc {"method":"suffix","suffix_decoding_min_token_prob":2}',
+            "must be a number, at least 0 and at most 1. Given: 2",
+        ),
         ('-sc {"method":"suffix","num_speculative_tokens":true}', "must be a whole number"),
         ('--speculate 3 -sc {"model":"m","num_speculative_tokens":4}', "is 4, and SPECULATE is 3"),
         (
