@@ -373,43 +373,37 @@ def is_outage(error: BaseException) -> bool:
     return isinstance(error, (*away, BusyLoadingError, ReadOnlyError))
 
 
-FIRST_PAUSE_S, FIRST_OUTAGE_PAUSE_S, MAX_PAUSE_S = 1.0, 5.0, 60.0
-"""Times between two log lines about the same failure, or the same outage."""
+REPEAT_S = 60.0
+"""Time between two log lines about the same failure, or the same outage. A step that never returns has
+succeeded when it has not failed for this time.
+"""
 SETTLED_S = 1.0
 """Time without a failure after which a success ends an outage. In a partial outage some steps succeed."""
 
 
 class FailureLog:
     """What is logged about a step that the broker refuses again and again: each new cause at once, repeated
-    ones at growing intervals with their count, and the end. While the broker is away, the failures of all
-    steps are those of one, `OUTAGE`.
-
-    A step that never returns has succeeded when it has not failed for MAX_PAUSE_S.
+    ones every minute, and the end. While the broker is away, the failures of all steps are those of one,
+    `OUTAGE`.
 
     Attributes:
         step: what fails, as in "reading plans".
         settled_s: how long it must not have failed until a success counts.
-        first_pause_s: time until a repeated cause is logged again for the first time.
-        causes: causes that were logged since the step last succeeded.
+        causes: cause → monotonic time at which it was logged last, since the step last succeeded.
         count: failures since then.
         since_s, last_s: monotonic times of the first and the last of them.
-        due_s: monotonic time from which a repeated cause is logged again.
     """
 
-    def __init__(
-        self, log: logging.Logger, step: str, settled_s: float = 0.0, first_pause_s: float = FIRST_PAUSE_S
-    ) -> None:
+    def __init__(self, log: logging.Logger, step: str, settled_s: float = 0.0) -> None:
         self.log = log
         self.step = step
         self.settled_s = settled_s
-        self.first_pause_s = first_pause_s
         self.since_s = self.last_s = 0.0
         self.forget()
 
     def forget(self) -> None:
-        self.causes: set[str] = set()
+        self.causes: dict[str, float] = {}
         self.count = 0
-        self.due_s = 0.0
 
     @contextlib.contextmanager
     def caught(self) -> Iterator[None]:
@@ -435,20 +429,15 @@ class FailureLog:
     def count_failure(self, cause: str, text: str) -> None:
         """`text`: the cause in words."""
         now_s = time.monotonic()
-        if self.count and now_s - self.last_s > MAX_PAUSE_S:
+        if self.count and now_s - self.last_s > REPEAT_S:
             self.forget()
         if not self.count:
             self.since_s = now_s
         self.last_s = now_s
         self.count += 1
-        if cause not in self.causes:
-            self.causes.add(cause)
+        if now_s - self.causes.get(cause, -REPEAT_S) >= REPEAT_S:
+            self.causes[cause] = now_s
             self.log.warning("%s failed, trying again: %s", self.step, text)
-            self.due_s = max(self.due_s, now_s + self.first_pause_s)
-        elif now_s >= self.due_s:
-            age_s = now_s - self.since_s
-            self.log.warning("%s has failed %d times in %.0f s: %s", self.step, self.count, age_s, text)
-            self.due_s = now_s + min(max(age_s, self.first_pause_s), MAX_PAUSE_S)
 
     def succeeded(self) -> None:
         """Log that the step has succeeded, if it had failed."""
@@ -463,7 +452,7 @@ class FailureLog:
 
 def new_outage() -> FailureLog:
     """One for all steps of a process, while the broker is away."""
-    return FailureLog(log, "the broker", SETTLED_S, FIRST_OUTAGE_PAUSE_S)
+    return FailureLog(log, "the broker", SETTLED_S)
 
 
 OUTAGE = new_outage()

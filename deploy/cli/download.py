@@ -12,7 +12,6 @@ from common.settings.flags import FlagParser, flag_of
 from common.settings.settings import SettingError, Settings
 from common.settings.types import convert
 from deploy.launcher import prepare
-from deploy.launcher.prepare import progress
 
 SWITCHES = {
     "auto_convert": "accepted: safetensors are served, and GGUF is always converted",
@@ -70,8 +69,7 @@ def download(settings: Settings) -> int:
     if path is not None:
         print(f"{settings.model_id} is here already", file=sys.stderr)
     else:
-        with progress() as show:
-            path = model_files.resolve(settings.model_id, settings.revision, show, dtype=dtype)
+        path = model_files.resolve(settings.model_id, settings.revision, prepare.progress, dtype=dtype)
     if not model_files.weight_files(path):
         raise SettingError(
             "model_id",

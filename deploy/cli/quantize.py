@@ -37,10 +37,8 @@ def main(argv: Sequence[str]) -> int:
     job = read_job(flags)
     settings = settings_of(flags, ("model_id", *SETTINGS), "tokenfleet quantize")
     prepare.set_hub_variables(settings)
-    with prepare.progress() as show:
-        path = model_files.resolve(
-            settings.model_id, settings.revision, show, dtype=prepare.weights_dtype(settings)
-        )
+    dtype = prepare.weights_dtype(settings)
+    path = model_files.resolve(settings.model_id, settings.revision, prepare.progress, dtype=dtype)
     words = [*command("gpu_worker.engine.quantizing"), job.of_source(str(path)).to_json()]
     os.execve(words[0], words, os.environ | settings.environ())
 

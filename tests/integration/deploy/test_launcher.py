@@ -198,7 +198,7 @@ def test_a_second_signal_ends_the_fleet_now(launch: Callable[[], Launched]) -> N
     )
     assert fleet.process.returncode != 0
     wait_until_sync(lambda: have_ended(children))
-    assert "no request runs: the fleet ends" in fleet.error()
+    assert "for running requests to finish" in fleet.error()
     assert "a second signal: the fleet ends without waiting for requests" in fleet.error()
     assert "Unknown child process" not in fleet.error()
 

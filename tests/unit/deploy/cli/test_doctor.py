@@ -14,6 +14,7 @@ from common.broker import acl
 from common.settings.settings import Settings
 from deploy.cli import doctor
 from deploy.launcher import prepare
+from deploy.launcher.control_socket import RunningFleet
 from deploy.launcher.embedded_broker import Broker
 from deploy.launcher.prepare import Finding
 from tests.integration.deploy.test_cli import tokenfleet
@@ -157,9 +158,9 @@ def test_a_disk_without_room_for_the_model_fails(tmp_path: Path, monkeypatch: py
 def test_the_port_of_a_fleet_that_runs_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         settings = Settings(hostname="127.0.0.1", port=taken.getsockname()[1])
-        monkeypatch.setattr(prepare, "ASK_S", 0.1)
         assert dict(doctor.examine(settings))["port"].level == "fail"
-        monkeypatch.setattr(prepare, "is_fleet", lambda _: True)
+        fleet = RunningFleet(1, "/", "tokenfleet serve", prepare.base_url(settings), "", "", "default")
+        monkeypatch.setattr(prepare, "running_fleets", lambda: [fleet])
         beside = dict(doctor.examine(settings))["port"]
     assert beside.level == "warn" and "taken by a fleet that runs already" in beside.found
 

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import contextlib
-import io
 import os
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -80,7 +79,6 @@ async def test_what_is_named_is_taken_wherever_it_is(folder: Path, monkeypatch: 
 async def test_a_fleet_that_was_searched_for_is_read_but_not_changed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a terminal nobody can be asked."""
     monkeypatch.chdir(folder / "elsewhere")
     async with running(folder / "theirs", 2) as other:
         assert await found(changes=False) == other.url
@@ -94,25 +92,6 @@ async def test_a_fleet_that_was_searched_for_is_read_but_not_changed(
         async with running(folder / "mine", 1):
             with pytest.raises(SettingError, match=r"several fleets run: .*30001 .*30002"):
                 await found(changes=False)
-
-
-@pytest.mark.parametrize("answer", ["y\n", "\n", ""])
-async def test_in_a_terminal_a_question_is_asked(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, answer: str
-) -> None:
-    terminal = io.StringIO(answer)
-    for stream in (terminal, said := io.StringIO()):
-        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr("sys.stdin", terminal)
-    monkeypatch.setattr("sys.stderr", said)
-    monkeypatch.chdir(folder / "elsewhere")
-    async with running(folder / "theirs", 2) as other:
-        if answer == "y\n":
-            assert await found(changes=True) == other.url
-        else:
-            with pytest.raises(SystemExit, match="nothing was done"):
-                await found(changes=True)
-    assert "[y/N]" in said.getvalue()
 
 
 async def test_without_any_fleet_port_3000_is_asked_and_a_broker_is_needed() -> None:

@@ -1,5 +1,3 @@
-import http.server
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -110,31 +108,3 @@ def test_a_fleet_for_everybody_without_a_key_is_a_warning(
     warnings = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     assert bool(warnings) == warns
     assert not warns or "set API_KEY, or HOSTNAME=127.0.0.1" in warnings[0]
-
-
-class Metadata(http.server.BaseHTTPRequestHandler):
-    """Another server, which says who it is."""
-
-    name = b"tokenfleet"
-
-    def do_GET(self) -> None:
-        self.send_response(200 if self.path == "/v2" else 404)
-        self.end_headers()
-        self.wfile.write(b'{"name": "%b"}' % self.name)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-@pytest.mark.parametrize(
-    ("name", "who"), [(b"tokenfleet", "a fleet that runs already"), (b"x", "another process")]
-)
-def test_a_taken_port_says_whether_a_fleet_has_it(name: bytes, who: str) -> None:
-    handler = type("Named", (Metadata,), {"name": name})
-    with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        port = server.server_address[1]
-        with pytest.raises(SettingError) as refusal:
-            prepare.check_port(Settings(hostname="127.0.0.1", port=port))
-        server.shutdown()
-    assert str(refusal.value) == f"PORT: 127.0.0.1:{port} is taken by {who}"
