@@ -1,15 +1,15 @@
 """Cloud storage: fetches the folder that Vertex names in AIP_STORAGE_URI, `gs://bucket/folder`; s3:// works
-too. fsspec's stores read it, with the credentials of the machine. Files that are here whole are not fetched
-again.
+too. fsspec's stores read it, with the credentials of the machine. A folder that is here is not fetched again.
 """
 
 import hashlib
 import os
 import sys
+import tempfile
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from common.model_files import CACHE_SETTING, cache_errors, cache_folder, make_cache_folder
+from common.process.logs import plural
 from common.settings.settings import SettingError
 
 VARIABLE = "AIP_STORAGE_URI"
@@ -30,16 +30,20 @@ def fetch_folder(uri: str) -> Path:
         raise SettingError(VARIABLE, f"{uri!r} is no folder of Cloud Storage, such as gs://bucket/model")
     with cache_errors(CACHE_SETTING, cache_folder("cloud")):
         target = make_cache_folder("cloud") / hashlib.sha256(uri.encode()).hexdigest()[:32]
+    if target.is_dir():
+        return target
     try:
-        with cache_errors(CACHE_SETTING, target):
+        with cache_errors(CACHE_SETTING, target), tempfile.TemporaryDirectory(dir=target.parent) as part:
             store, root = url_to_fs(uri)
-            store.invalidate_cache()
-            found = {name: info["size"] for name, info in store.find(root, detail=True).items()}
-            files = {name: size for name, size in found.items() if not name.endswith("/")}
+            files = store.find(root)
             if not files:
                 raise SettingError(VARIABLE, f"{uri} has no files")
-            for name, size in files.items():
-                fetch(store, name, size, target / relative_path(name, root))
+            print(f"fetching {plural(len(files), 'file')} of {uri}", file=sys.stderr, flush=True)
+            for name in files:
+                place = Path(part, "files", *relative_path(name, root).parts)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                store.get_file(name, os.fspath(place))
+            Path(part, "files").rename(target)
     except SettingError:
         raise
     except ImportError as error:
@@ -57,18 +61,3 @@ def relative_path(name: str, root: str) -> PurePosixPath:
     if path.is_absolute() or ".." in path.parts:
         raise SettingError(VARIABLE, f"{name!r} is no name of a file in a folder")
     return path
-
-
-def fetch(store: Any, name: str, size: int, target: Path) -> None:
-    """Fetch one object, unless it is here with its size and time. Raises SettingError if it is cut."""
-    changed_s = int(store.modified(name).timestamp())
-    if target.is_file() and (target.stat().st_size, int(target.stat().st_mtime)) == (size, changed_s):
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    print(f"fetching {name} ({size / 2**20:.1f} MiB)", file=sys.stderr, flush=True)
-    part = target.with_name(f"{target.name}.part")
-    store.get_file(name, os.fspath(part))
-    if part.stat().st_size != size:
-        raise SettingError(VARIABLE, f"{name} did not arrive whole: {part.stat().st_size} bytes")
-    os.utime(part, (changed_s, changed_s))
-    part.replace(target)
