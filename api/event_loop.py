@@ -1,7 +1,7 @@
 """Event loop of a gateway: no work may hold it for long, because all streams wait meanwhile.
 
-Long work runs in slices (`Pace`, `PacedQueue`), begins in turns (`Turns`) or runs in a thread (`offload`);
-`watch_loop` measures where none of these was done. Background tasks and retries stand here, too.
+Long work runs in slices (`Pace`, `PacedQueue`), begins in turns (`Turns`) or runs in a thread (`offload`).
+Background tasks and retries stand here, too.
 """
 
 import asyncio
@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 
 from api.errors import ApiError
 from common.broker.client import ERRORS, FailureLog, describe_error
-from common.metrics.catalogue import LOOP_HOLD
-from common.process.event_loop import until_beat
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +24,6 @@ Policy = Callable[[Exception], Awaitable[None]]
 """Called after a failure: raises to give up, or returns when it is time for the next attempt."""
 
 RETRY_PAUSE_S = 0.2
-WATCH_INTERVAL_S = 0.1
-"""A timer wakes the process, which costs some 100 µs where caches are cold, also without requests. A hold
-that is shorter than this is seen if the timer was due in it.
-"""
 LONG_SIZE = 4000
 """Size of work that takes about a millisecond: characters to tokenise, bytes of JSON, or tokens to render."""
 SLICE_UNITS = 32
@@ -92,21 +86,6 @@ def exit_unless_cancelled(task: asyncio.Task[None]) -> None:
     if not task.cancelled():
         log.critical("a background task of the gateway ended", exc_info=task.exception())
         os._exit(1)  # no stream can go on; the next gateway process serves new ones
-
-
-async def watch_loop() -> None:
-    """Observe how late a timer is (`LOOP_HOLD`), and how much of that is work of this thread. Never
-    returns.
-    """
-    began_s, began_cpu_s = time.perf_counter(), time.thread_time()
-    while True:
-        pause_s = until_beat(WATCH_INTERVAL_S)
-        await asyncio.sleep(pause_s)
-        ended_s, ended_cpu_s = time.perf_counter(), time.thread_time()  # a call into the kernel: one a beat
-        held_s = max(0.0, ended_s - began_s - pause_s)
-        LOOP_HOLD.observe(held_s, "wall")
-        LOOP_HOLD.observe(min(held_s, ended_cpu_s - began_cpu_s), "cpu")
-        began_s, began_cpu_s = ended_s, ended_cpu_s
 
 
 # --- long work ----------------------------------------------------------------------------------------------

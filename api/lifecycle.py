@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Collection
 from functools import partial
 
-from api.event_loop import background_task, offload, watch_loop
+from api.event_loop import background_task, offload
 from api.http.access_log import AccessLog, AuditLog
 from api.http.connection_limits import ConnectionLimits
 from api.http.key_ring import KeyRing
@@ -75,7 +75,6 @@ class Gateway:
         with contextlib.suppress(*ERRORS):
             await self.keys.refresh(self.pool.client)
         async with (
-            background_task(watch_loop()),
             background_task(self.unread.watch()),
             self.pool.running(),
             background_task(self.keys.watch(self.pool.client, self.end_requests)),

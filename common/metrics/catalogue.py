@@ -172,7 +172,6 @@ FIRST_TOKEN_S = (
     160,
     INFINITY,
 )
-HOLD_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, INFINITY)
 SIZES = (*map(float, range(1, 1025)), INFINITY)
 SKIPPED = (*map(float, range(16)), INFINITY)
 """SPECULATE is 15 at most."""
@@ -368,12 +367,6 @@ CONNECTIONS_CUT = Counter(
     "tokenfleet_connections_cut",
     "Number of connections that were cut off or made way for others, by limit",
     {"reason": ("address", "total", "reserved", "head", "body", "size", "drain", "protocol")},
-)
-LOOP_HOLD = Histogram(
-    "tokenfleet_event_loop_hold_seconds",
-    "Time for which a gateway's event loop was held, by the clock and of CPU, in seconds",
-    {"clock": ("wall", "cpu")},
-    HOLD_S,
 )
 USED_TOKENS = Counter(
     "tokenfleet_used_tokens",

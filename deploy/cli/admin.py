@@ -1,7 +1,7 @@
-"""Commands that use a running fleet, all but `bench`.
+"""Commands that use a running fleet.
 
-The tables at the end have all of them: PROGRAMS how a command reaches the fleet, ACTIONS what its words do,
-FLAGS what they take.
+The tables at the end have all of them: ACTIONS what their words do, FLAGS what they take, WAYS how they reach
+the fleet.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from common.settings import flags as setting_flags
 from common.settings.flags import FlagParser, refuse_unknown
 from common.settings.settings import SettingError, Settings
 from common.settings.types import AdapterSource, read_adapter
-from deploy.cli import batch, chat, status
+from deploy.cli import batch, bench, chat, status
 from deploy.cli.client import (
     ServerError,
     api_key,
@@ -42,15 +42,15 @@ from deploy.cli.client import (
     frame_errors,
     new_client,
     new_table,
+    parse_url,
     post,
     print_error,
     print_lines,
     printable,
 )
+from deploy.cli.command_line import describe
 from deploy.cli.target import (
     RULE,
-    add_redis_url,
-    add_url,
     find_broker,
     find_directory,
     find_launcher,
@@ -94,19 +94,6 @@ class Action(NamedTuple):
         return self.words.split()[-1] not in READING
 
 
-class Program(NamedTuple):
-    """A command.
-
-    Attributes:
-        add_flags: adds the flags that name a fleet to a parser.
-        call: finds the fleet, and runs an action there. Raises SettingError, ServerError.
-    """
-
-    add_flags: Callable[[argparse.ArgumentParser], None]
-    call: Callable[[Action, argparse.Namespace], int | None]
-    description: str
-
-
 def main(words: Sequence[str]) -> int:
     """Run a command, named by its first word. Returns 1 if the fleet refuses, or does not answer, or what the
     command itself returns. Raises SettingError.
@@ -119,25 +106,22 @@ def main(words: Sequence[str]) -> int:
     flags.rest = rest
     setproctitle.setproctitle(f"tokenfleet {command}")  # other users can read a command line
     try:
-        return PROGRAMS[command].call(flags.action, flags) or 0
+        return WAYS.get(command, GATEWAY).call(flags.action, flags) or 0
     except ServerError as error:
         return print_error(error)
 
 
 def new_parser(command: str) -> FlagParser:
-    options: Any = {"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = FlagParser(prog=f"tokenfleet {command}", description=PROGRAMS[command].description, **options)
+    parser = FlagParser(prog=f"tokenfleet {command}", description=describe(command), allow_abbrev=False)
     actions = {it.words.partition(" ")[2]: it for it in ACTIONS if it.words.split()[0] == command}
     words = None
     if "" not in actions:
         words = parser.add_subparsers(required=True, metavar="|".join(actions), parser_class=FlagParser)
     for word, action in actions.items():
-        own = (
-            words.add_parser(word, help=action.help, description=action.help, **options) if words else parser
-        )
+        more: Any = {"help": action.help, "description": action.help, "allow_abbrev": False}
+        own = words.add_parser(word, **more) if words else parser
         own.set_defaults(action=action)
-        PROGRAMS[command].add_flags(own)
-        for flag in action.flags.split():
+        for flag in (WAYS.get(command, GATEWAY).flag, *action.flags.split()):
             help, more = FLAGS.get(f"{command} {flag}") or FLAGS[flag]
             own.add_argument(*flag.split("/"), help=help, **more)
     return parser
@@ -215,15 +199,6 @@ def call_directory(action: Action, flags: argparse.Namespace) -> None:
                 raise ServerError(describe_error(error)) from error
 
     asyncio.run(run())
-
-
-def add_directory_url(parser: argparse.ArgumentParser) -> None:
-    text = f"the broker with the directory (default: DIRECTORY_URL, REDIS_URL, {RULE})"
-    parser.add_argument("--directory-url", metavar="URL", help=text)
-
-
-def add_pid(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--pid", type=int, help=f"the launcher's process (default: {RULE})")
 
 
 def call_launcher(action: Action, flags: argparse.Namespace) -> None:
@@ -621,6 +596,25 @@ NUMBER = {"type": int, "metavar": "N"}
 NAMES = {"nargs": "+", "metavar": "NAME"}
 JOB_STATES = ("queued", "running", "scheduled", "done", "failed", "cancelled", "dead")
 FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "--url": (f"the server (default: that at PORT, {RULE})", {"type": parse_url}),
+    "--redis-url": (f"the fleet's broker (default: REDIS_URL, {RULE})", {"metavar": "URL"}),
+    "--directory-url": (
+        f"the broker with the directory of pools (default: DIRECTORY_URL, REDIS_URL, {RULE})",
+        {"metavar": "URL"},
+    ),
+    "--pid": (f"the launcher's process (default: {RULE})", {"type": int}),
+    "--against": ("the other server; AGAINST_API_KEY is sent to it", {"type": parse_url, "metavar": "URL"}),
+    "--duration": (
+        "seconds of all loads together (default: %(default)g)",
+        {"type": float, "default": 60.0, "metavar": "S"},
+    ),
+    "--concurrency": (
+        "users at once (default: 1,8,32)",
+        {"type": bench.read_users, "default": (1, 8, 32), "metavar": "N,N"},
+    ),
+    "--prompt-tokens": ("of each prompt (default: %(default)s)", NUMBER | {"default": 128}),
+    "bench --max-tokens": ("of each answer (default: %(default)s)", NUMBER | {"default": 64}),
+    "bench --json": ("write the figures", {"type": Path, "metavar": "FILE"}),
     "adapter": ("its folder, which all workers can read, or its hub id", {"metavar": "NAME=PATH"}),
     "--replace": ("take the place of one of this name", {"action": "store_true"}),
     "name": ("as `tokenfleet adapters list` shows it", {"metavar": "NAME"}),
@@ -683,6 +677,7 @@ KEY_FLAGS = (
     "--budget-tokens --models --adapters --expires --webhook --webhook-secret --admin"
 )
 ACTIONS = (
+    Action("bench", bench.run, "--against --duration --concurrency --prompt-tokens --max-tokens --json"),
     Action("explain", explain, "request_id"),
     Action("status", status.show, "--once --json", read_s=5.0),
     Action("chat", chat.run, "--system --temperature --max-tokens --seed", read_s=600.0),
@@ -729,93 +724,26 @@ ACTIONS = (
     Action("webhooks dead", partial(list_events, state="dead"), "--limit", "show events that were given up"),
     Action("webhooks retry", retry_event, "event_id", "send an event again, now"),
 )
-PROGRAMS = {
-    "explain": Program(
-        add_url,
-        call_gateway,
-        "Show what happened to a request: when it was queued (with the tokens of its prompt), placed and "
-        "prefilled, what interrupted it, and why it ended (with the tokens of its answer).",
-    ),
-    "status": Program(add_url, call_gateway, "Show every process of the fleet, a line each."),
-    "chat": Program(
-        add_url,
-        call_gateway,
-        f"Talk with the model in this terminal; with a piped stdin, print one answer on stdout. {chat.HELP}",
-    ),
-    "batch": Program(
-        add_url,
-        call_gateway,
-        """
-Answers the requests of a file (a JSON object a line, as OpenAI's Batch API and vLLM's run-batch have them).
-Writes the answers in the order of the requests. Those that fail are written to OUT.errors.jsonl.
-""",
-    ),
-    "adapters": Program(
-        add_url,
-        call_gateway,
-        """
-LoRA adapters of a fleet. A request names one as its model, or as adapter_id. Loading one answers once every
-worker has it; workers that start later load it, too. If the fleet has API keys, API_KEY must be an admin's.
-""",
-    ),
-    "drain": Program(
-        add_redis_url,
-        call_broker,
-        """
-Make a worker leave, as SIGTERM does: it gets no new requests, and its requests go on elsewhere from their
-last token. If no other worker is ready, it finishes the requests of clients first. The command ends when the
-worker is gone, and prints its last known state, since it may also die meanwhile. Ctrl-C only ends the
-waiting. The worker's supervisor starts it again, so draining one worker after the other restarts them all.
-""",
-    ),
-    "jobs": Program(
-        add_url,
-        call_gateway,
-        """
-Jobs over Redis and of arq: those that wait, run, are scheduled, or have ended within an hour; and those that
-could not be served (dead), which are kept with their requests. If the fleet has API keys, API_KEY must be an
-admin's. A worker that takes arq's jobs is `tokenfleet jobworker`.
-""",
-    ),
-    "keys": Program(
-        add_redis_url,
-        call_broker,
-        """
-API keys of a fleet. Once there is one, each request needs a key; the one in the variable API_KEY is always an
-admin's. Gateways see a change within seconds: a revoked key is refused, and its running requests end.
-A key is printed once, when it is added or rotated; Redis has only its SHA-256.
-""",
-    ),
-    "models": Program(
-        add_directory_url,
-        call_directory,
-        """
-Show which pools serve which models, on which brokers, and share the requests of a model out over its pools:
-`tokenfleet models set my-model a=90 b=10` sends a tenth of them to pool b. The name may be a new one, and
-pools may serve other checkpoints by other names. Weights are relative to their sum. A pool with weight 0, or
-without one, gets none. All gateways follow within seconds; requests that run stay where they are, and one
-that is sent again with the same x-request-id goes the same way. Without weights, the requests of a model go
-to the pools that serve it by that name, by queue depth.
-""",
-    ),
-    "roll": Program(
-        add_pid,
-        call_launcher,
-        """
-Replace the processes of the `tokenfleet serve` or `tokenfleet supervise` of this folder one by one: with the
-files of Tokenfleet as they are now, and with the settings given here. Streams go on: a worker's successor is
-ready before the worker hands its requests over and leaves. Where a GPU has no room for both, the worker
-leaves first. Settings are flags of `tokenfleet serve`, such as --max-batch-size 128; they hold until the
-fleet ends. The command ends when all are replaced; Ctrl-C only ends the waiting.
-""",
-    ),
-    "usage": Program(add_url, call_gateway, "Show what was used, in requests and tokens."),
-    "webhooks": Program(
-        add_url,
-        call_gateway,
-        """
-Events of webhooks: those that wait to be delivered, and those that were given up (dead). If the fleet has API
-keys, API_KEY must be an admin's.
-""",
-    ),
+
+
+class Way(NamedTuple):
+    """A way to the fleet.
+
+    Attributes:
+        flag: names the fleet.
+        call: finds the fleet, and runs an action there. Raises SettingError, ServerError.
+    """
+
+    flag: str
+    call: Callable[[Action, argparse.Namespace], int | None]
+
+
+GATEWAY = Way("--url", call_gateway)
+WAYS = {
+    "bench": Way("--url", lambda action, flags: action.run(find_server(flags, action.changes), flags)),
+    "drain": Way("--redis-url", call_broker),
+    "keys": Way("--redis-url", call_broker),
+    "models": Way("--directory-url", call_directory),
+    "roll": Way("--pid", call_launcher),
 }
+"""Command → its way, where that is not GATEWAY."""

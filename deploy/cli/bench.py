@@ -17,14 +17,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 import httpx
 import orjson
 
 from common.process.logs import plural
-from common.settings.flags import FlagParser
 from common.settings.settings import SettingError
 from deploy.cli.client import (
     ServerError,
@@ -38,12 +36,9 @@ from deploy.cli.client import (
     new_client,
     new_table,
     one_line,
-    parse_url,
-    print_error,
     print_lines,
     write_file,
 )
-from deploy.cli.target import add_url, find_server
 
 READ_TIMEOUT_S = 60.0
 RETRY_S = 0.2
@@ -300,58 +295,27 @@ def notes(found: Sequence[Figures], plan: LoadPlan, cores: float) -> Iterator[st
         yield f"this client used {cores:.0%} of a core: it may be what limits the figures"
 
 
-DESCRIPTION = """Measure this fleet, and with --against another server beside it (vLLM, TGI, llama.cpp or
-OpenAI-compatible). Both get prompts of the same kind, streamed and greedy. API_KEY is sent to our server,
-AGAINST_API_KEY to the other."""
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the command. Returns 0 when every server sent tokens under every load. Raises SettingError for a
-    wrong flag.
-    """
-    flags = read_flags(argv)
+def run(url: str, flags: argparse.Namespace) -> int:
+    """Returns 0 when every server sent tokens under every load. Raises SettingError, ServerError."""
+    for name in ("duration", "prompt_tokens", "max_tokens"):
+        if not 1 <= (value := getattr(flags, name)) < float("inf"):
+            raise SettingError(f"--{name.replace('_', '-')}", f"{value} is less than 1, or endless")
+    if flags.json is not None:
+        write_file("--json", flags.json, b"", "ab")  # fails now, and not after a minute
     plan = LoadPlan(flags.duration, flags.concurrency, flags.prompt_tokens, flags.max_tokens)
-    url = find_server(flags, changes=True)
-    try:
-        found, cores = asyncio.run(measure([url, flags.against] if flags.against else [url], plan))
-    except ServerError as error:
-        return print_error(error)
+    found, cores = asyncio.run(measure([url, flags.against] if flags.against else [url], plan))
     show(found, plan, cores)
-    if flags.json:
+    if flags.json is not None:
         figures = {"plan": dataclasses.asdict(plan), "figures": [one._asdict() for one in found]}
         write_file("--json", flags.json, orjson.dumps(figures, option=orjson.OPT_INDENT_2))
     return 0 if all(one.tokens_per_s for one in found) else 1
 
 
-def read_flags(argv: Sequence[str]) -> argparse.Namespace:
-    parser = FlagParser(prog="tokenfleet bench", allow_abbrev=False, description=DESCRIPTION)
-    add_url(parser)
-    parser.add_argument("--against", type=parse_url, metavar="URL", help="the other server")
-    numbers = {
-        "--duration": (float, 60.0, "seconds of all loads together"),
-        "--prompt-tokens": (int, 128, "of each prompt"),
-        "--max-tokens": (int, 64, "of each answer"),
-    }
-    for flag, (kind, default, help) in numbers.items():
-        parser.add_argument(
-            flag, type=kind, default=default, metavar="N", help=f"{help} (default: %(default)g)"
-        )
-    parser.add_argument(
-        "--concurrency", default="1,8,32", metavar="N,N", help="users at once (default: %(default)s)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
-    flags = parser.parse_args(list(argv))
-    try:
-        flags.concurrency = sorted({int(word) for word in flags.concurrency.split(",")})
-    except ValueError as error:
-        cause = f"{flags.concurrency!r} is not a list of numbers such as 1,8,32"
-        raise SettingError("--concurrency", cause) from error
-    if not (flags.concurrency[0] >= 1 and flags.concurrency[-1] <= MAX_USERS):
-        raise SettingError("--concurrency", f"from 1 to {MAX_USERS} users")
-    for flag in numbers:
-        value = getattr(flags, flag.strip("-").replace("-", "_"))
-        if not 1 <= value < float("inf"):
-            raise SettingError(flag, f"{value} is less than 1, or endless")
-    if flags.json is not None:
-        write_file("--json", flags.json, b"", "ab")  # fails now, and not after a minute
-    return flags
+def read_users(text: str) -> list[int]:
+    """The numbers of users, of `1,8,32`. Raises SettingError."""
+    with contextlib.suppress(ValueError):
+        found = sorted({int(word) for word in text.split(",")})
+        if found[0] >= 1 and found[-1] <= MAX_USERS:
+            return found
+    cause = f"{text!r} is not a list of numbers of users, each from 1 to {MAX_USERS}, such as 1,8,32"
+    raise SettingError("--concurrency", cause)

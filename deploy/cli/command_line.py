@@ -1,7 +1,6 @@
 """Command line: the commands of `tokenfleet`, which start a fleet or one of its processes, or use a fleet."""
 
 import difflib
-import functools
 import importlib
 import io
 import logging
@@ -27,11 +26,11 @@ log = logging.getLogger(__name__)
 
 
 class Command(NamedTuple):
-    """A command. `run` takes the words after its name and returns the exit code."""
+    """A command. `run` takes its name and the words after that, and returns the exit code."""
 
     operand: str
     help: str
-    run: Callable[[list[str]], int]
+    run: Callable[[str, list[str]], int]
 
 
 def main(translate: Callable[[Sequence[str]], Sequence[str]]) -> int:
@@ -60,7 +59,7 @@ def run(argv: Sequence[str]) -> int:
         case [word, *rest]:
             if word not in COMMANDS:
                 raise SettingError("command", f"{word!r} is not a command{suggestion(word)}")
-            return COMMANDS[word].run(rest)
+            return COMMANDS[word].run(word, rest)
     return 0
 
 
@@ -71,8 +70,8 @@ def suggestion(word: str) -> str:
     return f"; the nearest is {near[0]}" if near else "; `tokenfleet --help` lists them"
 
 
-def serve(argv: list[str]) -> int:
-    settings = Settings.read(argv, prog="tokenfleet serve", description=sentence(COMMANDS["serve"].help))
+def serve(word: str, argv: list[str]) -> int:
+    settings = Settings.read(argv, prog="tokenfleet serve", description=describe(word))
     logs.set_up("serve", settings.log_level, settings.json_output)
     for line in flags.unheeded(argv):
         log.warning("%s", line)
@@ -101,7 +100,8 @@ def replace_process(word: str, argv: list[str]) -> NoReturn:
     os.execve(words[0], words, os.environ | settings.environ() | names | parent)
 
 
-def sentence(text: str) -> str:
+def describe(word: str) -> str:
+    text = COMMANDS[word].help
     return f"{text[:1].upper()}{text[1:]}."
 
 
@@ -115,19 +115,12 @@ def run_module(module: str, argv: list[str]) -> int:
     return code
 
 
-def module_command(operand: str, help: str, module: str) -> Command:
-    return Command(operand, help, functools.partial(run_module, module))
+def of_module(module: str) -> Callable[[str, list[str]], int]:
+    return lambda _, argv: run_module(module, argv)
 
 
-def process_command(word: str, help: str) -> Command:
-    return Command("", help, functools.partial(replace_process, word))
-
-
-def admin_command(word: str, operand: str, help: str) -> Command:
-    def run_admin(argv: list[str]) -> int:
-        return run_module("deploy.cli.admin", [word, *argv])
-
-    return Command(operand, help, run_admin)
+def admin(word: str, argv: list[str]) -> int:
+    return run_module("deploy.cli.admin", [word, *argv])
 
 
 GONE_COMMANDS = {
@@ -141,42 +134,46 @@ SECTIONS = {
         "serve": Command(
             "[MODEL]", "start everything on this machine: broker, gateway, batcher, worker, job worker", serve
         ),
-        "doctor": module_command(
+        "doctor": Command(
             "",
             "check this machine and the settings, and say how to fix what would not work",
-            "deploy.cli.doctor",
+            of_module("deploy.cli.doctor"),
         ),
-        "download-weights": module_command(
-            "MODEL_ID", "fetch a model before the first start", "deploy.cli.download"
+        "download-weights": Command(
+            "MODEL_ID", "fetch a model before the first start", of_module("deploy.cli.download")
         ),
-        "quantize": module_command(
-            "MODEL OUT", "make a quantised checkpoint (GPTQ) of a plain one", "deploy.cli.quantize"
+        "quantize": Command(
+            "MODEL OUT",
+            "make a quantised checkpoint (GPTQ) of a plain one",
+            of_module("deploy.cli.quantize"),
         ),
     },
     "Use a running fleet": {
-        "chat": admin_command("chat", "", "talk with the model in this terminal"),
-        "status": admin_command("status", "", "show the processes and what they do, as a live table"),
-        "explain": admin_command("explain", "REQUEST_ID", "show what happened to one request, and when"),
-        "batch": admin_command("batch", "FILE", "answer the requests of a file, beside other work"),
-        "usage": admin_command("usage", "", "show what API keys, tenants and models have used"),
-        "drain": admin_command("drain", "WORKER", "make a worker hand its requests to others and leave"),
-        "models": admin_command("models", "list|set|unset", "share the requests of a model out over pools"),
-        "adapters": admin_command("adapters", "list|load|…", "list, load and unload LoRA adapters"),
-        "roll": admin_command(
-            "roll", "", "replace the processes of the fleet on this machine one by one, without a cut"
+        "chat": Command("", "talk with the model in this terminal", admin),
+        "status": Command("", "show the processes and what they do, as a live table", admin),
+        "explain": Command("REQUEST_ID", "show what happened to one request, and when", admin),
+        "batch": Command("FILE", "answer the requests of a file, beside other work", admin),
+        "usage": Command("", "show what API keys, tenants and models have used", admin),
+        "drain": Command("WORKER", "make a worker hand its requests to others and leave", admin),
+        "models": Command("list|set|unset", "share the requests of a model out over pools", admin),
+        "adapters": Command("list|load|…", "list, load and unload LoRA adapters", admin),
+        "roll": Command(
+            "", "replace the processes of the fleet on this machine one by one, without a cut", admin
         ),
-        "keys": admin_command("keys", "add|list|…", "make, list, revoke and rotate API keys"),
-        "jobs": admin_command("jobs", "list|dead|…", "list, search, cancel and retry jobs"),
-        "webhooks": admin_command("webhooks", "list|dead|…", "list events of webhooks, and send them again"),
-        "bench": module_command("", "measure speed for a minute, beside another server", "deploy.cli.bench"),
+        "keys": Command("add|list|…", "make, list, revoke and rotate API keys", admin),
+        "jobs": Command("list|dead|…", "list, search, cancel and retry jobs", admin),
+        "webhooks": Command("list|dead|…", "list events of webhooks, and send them again", admin),
+        "bench": Command("", "measure speed for a minute, beside another server", admin),
     },
     "Start one process (these need REDIS_URL)": {
-        "api": process_command("api", "a gateway"),
-        "batcher": process_command("batcher", "a batcher"),
-        "worker": process_command("worker", "a worker"),
-        "jobworker": process_command("jobworker", "a job worker: the arq jobs `generate` and `chat`"),
-        "supervise": module_command(
-            "KIND", "one of these (api, batcher, worker, jobworker), kept alive", "deploy.launcher.launcher"
+        "api": Command("", "a gateway", replace_process),
+        "batcher": Command("", "a batcher", replace_process),
+        "worker": Command("", "a worker", replace_process),
+        "jobworker": Command("", "a job worker: the arq jobs `generate` and `chat`", replace_process),
+        "supervise": Command(
+            "KIND",
+            "one of these (api, batcher, worker, jobworker), kept alive",
+            of_module("deploy.launcher.launcher"),
         ),
     },
 }

@@ -16,19 +16,10 @@ from urllib.parse import urlsplit
 
 from common.broker.directory import address_of
 from common.settings.settings import SettingError, Settings
-from deploy.cli.client import parse_url
 from deploy.launcher import prepare
 from deploy.launcher.control_socket import RunningFleet, current_folder, running_fleets
 
 RULE = "else the fleet of this folder's `tokenfleet serve`, else this user's only one on this machine"
-
-
-def add_url(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", type=parse_url, help=f"the server (default: that at PORT, {RULE})")
-
-
-def add_redis_url(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--redis-url", metavar="URL", help=f"the fleet's broker (default: REDIS_URL, {RULE})")
 
 
 def find_server(flags: argparse.Namespace, changes: bool = False) -> str:

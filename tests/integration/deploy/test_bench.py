@@ -7,7 +7,8 @@ import httpx
 import pytest
 
 from common.settings.settings import SettingError
-from deploy.cli.bench import Endpoint, TimedAnswer, figures_of, main, percentile
+from deploy.cli import admin
+from deploy.cli.bench import Endpoint, TimedAnswer, figures_of, percentile
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import EOS, Answer
@@ -37,7 +38,9 @@ def test_a_run_beside_another_server_prints_ratios_and_writes_the_figures(
     monkeypatch.setenv("AGAINST_API_KEY", "theirs")
     told = tmp_path / "figures.json"
     with running(pause_s=0.002) as ours, running(pause_s=0.002) as other:
-        assert main(["--url", ours.url, "--against", other.url, *QUICK, "--json", str(told)]) == 0
+        assert (
+            admin.main(["bench", "--url", ours.url, "--against", other.url, *QUICK, "--json", str(told)]) == 0
+        )
     out = capsys.readouterr().out
     assert all(word in out for word in ("tokens/s", "first token ms", "next p99", "ours / theirs", "×"))
     assert (set(ours.keys), set(other.keys)) == ({"Bearer ours"}, {"Bearer theirs"})
@@ -64,7 +67,7 @@ async def test_an_answer_of_a_real_gateway_goes_on_after_the_end_of_sequence(bro
 def test_a_failing_server_is_named_with_the_cause(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with running() as ours, running(refusal=(400, {"error": {"message": "no such field"}})) as other:
         url = other.url if "400" in words else f"http://127.0.0.1:{free_port()}"
-        assert main(["--url", ours.url, "--against", url, *QUICK]) == 1
+        assert admin.main(["bench", "--url", ours.url, "--against", url, *QUICK]) == 1
     out, error = capsys.readouterr()
     assert out == ""
     assert words in error and url in error
@@ -81,5 +84,5 @@ def test_a_failing_server_is_named_with_the_cause(words: str, capsys: pytest.Cap
 )
 def test_invalid_flags_are_refused(argv: list[str], words: str) -> None:
     with pytest.raises(SettingError) as error:
-        main(argv)
+        admin.main(["bench", *argv])
     assert words in str(error.value)
