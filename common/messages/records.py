@@ -125,19 +125,6 @@ def pack_sequences(sequences: Sequence[BeamSequence]) -> bytes:
     )
 
 
-def unpack_sequences(records: bytes) -> list[BeamSequence]:
-    """Return the sequences of a finished beam search. Raises WireError."""
-    ids, values, _ = unpack_records(records)
-    sequences, begin = [], 0
-    for end, token_id in enumerate(ids):
-        if token_id in REASONS:
-            sequences.append(BeamSequence(ids[begin:end], values[begin:end], values[end], REASONS[token_id]))
-            begin = end + 1
-    if begin != len(ids):
-        raise WireError(f"the last {len(ids) - begin} records of a beam search belong to no sequence")
-    return sequences
-
-
 def num_group_blocks(num_prompt: int, kv_len: int, width: int, block_size: int) -> int:
     """Return how many blocks a beam search needs while its beams hold `kv_len` tokens, at least the prompt's:
     full blocks of the prompt are shared, and each beam has all others for itself.

@@ -124,54 +124,6 @@ METHODS = {"method": ("prefill", "decode")}
 PROPOSERS = {"method": (NGRAM, SUFFIX, DRAFT_MODEL, MEDUSA, MLP_SPECULATOR, EAGLE3, GRAMMAR)}
 CLASSES = {"class": SERVICE_CLASSES}
 DURATION_S = exponential(0.00015, 1.5, 35)
-LATENCY_S = (
-    0.001,
-    0.0025,
-    0.005,
-    0.0075,
-    0.01,
-    0.015,
-    0.02,
-    0.03,
-    0.04,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.5,
-    1,
-    2.5,
-    5,
-    10,
-    INFINITY,
-)
-FIRST_TOKEN_S = (
-    0.005,
-    0.01,
-    0.02,
-    0.03,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.5,
-    0.75,
-    1,
-    1.5,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-    160,
-    INFINITY,
-)
 SIZES = (*map(float, range(1, 1025)), INFINITY)
 SKIPPED = (*map(float, range(16)), INFINITY)
 """SPECULATE is 15 at most."""
@@ -267,18 +219,18 @@ FIRST_TOKEN = Histogram(
     "tokenfleet_time_to_first_token_seconds",
     "Time from admission to the first token at the gateway, in seconds",
     CLASSES,
-    FIRST_TOKEN_S,
+    DURATION_S,
 )
 TOKEN_LATENCY = Histogram(
     "tokenfleet_inter_token_latency_seconds",
     "Time between tokens at the gateway, pauses included, in seconds",
     CLASSES,
-    LATENCY_S,
+    DURATION_S,
 )
 PREFILL_DURATION = Histogram(
     "tokenfleet_request_prefill_seconds",
     "Time of a finished request from its start on a worker to its first token, in seconds",
-    bounds=FIRST_TOKEN_S,
+    bounds=DURATION_S,
 )
 DECODE_DURATION = Histogram(
     "tokenfleet_request_decode_seconds",
@@ -288,7 +240,7 @@ DECODE_DURATION = Histogram(
 DECODE_PER_TOKEN = Histogram(
     "tokenfleet_request_decode_seconds_per_token",
     "Mean time between the tokens of a finished request, in seconds",
-    bounds=LATENCY_S,
+    bounds=DURATION_S,
 )
 LONGEST_CHOICE = Histogram(
     "tokenfleet_answer_longest_choice_tokens", "Number of tokens of the longest choice of an answer"
@@ -334,7 +286,7 @@ MODEL_SWAP = Histogram(
     "tokenfleet_model_swap_seconds",
     "Time in which a worker woke this pool's model, from memory or from disk, in seconds",
     {"from": ("memory", "disk")},
-    FIRST_TOKEN_S,
+    DURATION_S,
 )
 UNDECODABLE = Counter(
     "tokenfleet_undecodable_entries", "Number of stream entries and plans that could not be decoded"

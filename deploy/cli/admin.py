@@ -307,9 +307,10 @@ def explain(client: httpx.Client, flags: argparse.Namespace) -> None:
     with frame_errors(found):
         for name, events in found["timelines"].items():
             begin_ms = events[0]["at_ms"]
+            rows = [one | {"after": f"{(one['at_ms'] - begin_ms) / 1000:.3f}"} for one in events]
             columns: Columns = {
                 "time": lambda one: local_time(one["at_ms"] / 1000),
-                "after s": lambda one, begin_ms=begin_ms: f"{(one['at_ms'] - begin_ms) / 1000:.3f}",
+                "after s": "after",
                 "what": lambda one: one["what"].replace("_", " "),
                 "worker": "worker",
                 "attempt": lambda one: str(one["attempt"] or ""),
@@ -318,7 +319,7 @@ def explain(client: httpx.Client, flags: argparse.Namespace) -> None:
                 "why": lambda one: ": ".join([one["why"], *finish_reasons.ERRORS.get(one["why"], ())[1:]]),
             }
             print(f"request {printable(name)}")
-            show_table(events, columns)
+            show_table(rows, columns)
 
 
 # --- jobs ---------------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
-"""Messages with tokens, as a worker sends them."""
+"""Messages with tokens, as a worker sends them, and the sequences of a beam search."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from common.messages.events import TokenColumns, Tokens, pack_tokens
+from common.messages.records import REASONS, BeamSequence, unpack_records
 
 
 def as_sent(tokens: Iterable[Tokens]) -> dict[str, Any]:
@@ -19,3 +20,15 @@ def as_sent(tokens: Iterable[Tokens]) -> dict[str, Any]:
         else:
             others.append(one)
     return {"tokens": others, "columns": columns if columns.request_ids else None}
+
+
+def unpack_sequences(records: bytes) -> list[BeamSequence]:
+    """The sequences of a finished beam search, the best first."""
+    ids, values, _ = unpack_records(records)
+    ends = [i for i, token_id in enumerate(ids) if token_id in REASONS]
+    begins = [0, *(end + 1 for end in ends)]
+    assert begins[-1] == len(ids), "the last record is that of an end"
+    return [
+        BeamSequence(ids[begin:end], values[begin:end], values[end], REASONS[ids[end]])
+        for begin, end in zip(begins, ends, strict=False)
+    ]

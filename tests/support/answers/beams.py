@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from common.messages.records import BeamSequence, pack_sequences, unpack_sequences
+from common.messages.records import BeamSequence, pack_sequences
 from tests.support.fleet.scripted_worker import Answer
+from tests.support.token_columns import unpack_sequences
 from tests.support.tokenizer import IM_END, TOKENIZER, ids
 
 TEXTS = (" one two é🙂", " three", " four zzz", " five six seven")

@@ -16,11 +16,11 @@ from common.messages.records import (
     num_group_blocks,
     pack_columns,
     unpack_floats,
-    unpack_sequences,
 )
 from gpu_worker.engine.engine import Engine
 from gpu_worker.protocol import StepResult
 from tests.support.engine.start_rows import plan, start_row
+from tests.support.token_columns import unpack_sequences
 
 AHEAD = pytest.mark.parametrize("engine", [True], ids=["ahead"], indirect=True)
 """A step is launched before the last one is read, as on a device that computes by itself. Without this mark

@@ -28,9 +28,9 @@ from common.messages.records import (
     unpack_columns,
     unpack_ids,
     unpack_records,
-    unpack_sequences,
 )
 from common.messages.request import Cancel, block_names, extend_hashes, root_hash
+from tests.support.token_columns import unpack_sequences
 
 # --- codec --------------------------------------------------------------------------------------------------
 
@@ -246,11 +246,6 @@ SEQUENCES = [
 
 def test_sequences_come_out_as_they_were_packed() -> None:
     assert unpack_sequences(pack_sequences(SEQUENCES)) == SEQUENCES
-
-
-def test_records_after_the_last_sequence_are_refused() -> None:
-    with pytest.raises(WireError, match="last 1 records"):
-        unpack_sequences(pack_sequences(SEQUENCES) + RECORD.pack(5, -1.0))
 
 
 # --- block hashes -------------------------------------------------------------------------------------------
