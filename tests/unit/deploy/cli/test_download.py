@@ -9,7 +9,6 @@ import pytest
 
 from common import model_files
 from deploy.cli import download
-from deploy.launcher import prepare
 from tests.integration.deploy.test_cli import tokenfleet
 from tests.unit.deploy.cli.test_doctor import model
 
@@ -142,10 +141,3 @@ def test_an_unavailable_model_is_one_error_line(argv: list[str], words: str) -> 
     done = tokenfleet("download-weights", *argv, HF_ENDPOINT="http://127.0.0.1:1", HF_HUB_OFFLINE="")
     assert done.returncode == os.EX_CONFIG
     assert words in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
-
-
-def test_progress_outside_a_terminal_is_one_line_a_step(capsys: pytest.CaptureFixture[str]) -> None:
-    with prepare.progress() as show:
-        show("looking up this")
-        show("[converting] that")
-    assert capsys.readouterr().err == "looking up this\n[converting] that\n"
