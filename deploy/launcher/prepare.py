@@ -9,7 +9,6 @@ import errno
 import ipaddress
 import logging
 import os
-import resource
 import shutil
 import socket
 import subprocess
@@ -45,8 +44,6 @@ HEADERS = Path(sysconfig.get_path("include"))
 """Where this Python's headers are, if they are installed."""
 LITTLE_DISK_BYTES = 5 * GIB
 FULL_DISK_BYTES = 16 * 2**20
-SPARE_FILES = 256
-"""Files that a process has open besides its clients' connections."""
 POLL_S = 0.5
 NVIDIA = Path("/dev/nvidiactl")
 """Exists where NVIDIA's driver is loaded."""
@@ -262,21 +259,6 @@ def bytes_to_convert(settings: Settings) -> int:
         return 0  # check_model reports it
 
 
-def check_files(settings: Settings) -> Finding:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = settings.max_concurrent_requests + SPARE_FILES
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return Finding("ok", f"{soft} for each process")
-    fix = (
-        f"ulimit -n {wanted}"
-        if hard == resource.RLIM_INFINITY or hard >= wanted
-        else f"raise the hard limit to {wanted}"
-    )
-    return Finding(
-        "warn", f"{soft}: too few for MAX_CONCURRENT_REQUESTS={settings.max_concurrent_requests}", fix
-    )
-
-
 class TakenByFleet(SettingError):
     """A port of another fleet of this user."""
 
@@ -371,7 +353,6 @@ CHECKS: dict[str, Callable[[Settings], Finding]] = {
     "memory": check_memory,
     "broker": check_broker,
     "disk": check_disk,
-    "open files": check_files,
     "model": check_model,
 }
 """All checks, in the order of a start: `doctor` prints what each finds."""
@@ -472,8 +453,13 @@ def prepare(settings: Settings, kind: str) -> Settings:
 
 
 def say_access(settings: Settings) -> None:
-    """Log who may send requests; a warning, if that is everybody who reaches this machine."""
-    log.info("%s", describe_access(settings))
+    """Log who may send requests, without the key itself; a warning, if that is everybody who reaches this
+    machine.
+    """
+    key = "must carry the key in API_KEY" if settings.api_key else "need no key (API_KEY is not set)"
+    if settings.api_keys_file:
+        key = "must carry a key of API_KEYS_FILE" + (", or API_KEY" if settings.api_key else "")
+    log.info("requests %s", key)
     if not settings.has_keys and not ipaddress.ip_address(settings.listen_host).is_loopback:
         log.warning(
             "everybody who reaches %s:%d may use this fleet, unless it has keys (docs/security.md): "
@@ -481,22 +467,6 @@ def say_access(settings: Settings) -> None:
             settings.listen_host,
             settings.port,
         )
-
-
-def describe_access(settings: Settings) -> str:
-    """Say who may send requests, without the key itself."""
-    key = "must carry the key in API_KEY" if settings.api_key else "need no key (API_KEY is not set)"
-    if settings.api_keys_file:
-        key = "must carry a key of API_KEYS_FILE" + (", or API_KEY" if settings.api_key else "")
-    return f"requests {key}; of web pages, {describe_pages(settings)} may send them (CORS_ALLOW_ORIGIN)"
-
-
-def describe_pages(settings: Settings) -> str:
-    """Say which web pages may send requests."""
-    if "*" in settings.cors_allow_origin or (settings.has_keys and not settings.cors_allow_origin):
-        return "any"
-    named = " and ".join(settings.cors_allow_origin) or "those of this machine"
-    return f"only the fleet's own and {named}"
 
 
 def set_hub_variables(settings: Settings) -> None:

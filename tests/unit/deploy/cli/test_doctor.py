@@ -1,6 +1,5 @@
 import json
 import re
-import resource
 import shutil
 import socket
 from importlib.util import find_spec
@@ -135,13 +134,6 @@ def program(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("")
     path.chmod(0o755)
-
-
-def test_a_limit_of_open_files_that_is_too_low(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
-    assert found("open files", max_concurrent_requests=100).level == "ok"
-    assert found("open files", max_concurrent_requests=2000).fix == f"ulimit -n {2000 + prepare.SPARE_FILES}"
-    assert found("open files", max_concurrent_requests=5000).fix.startswith("raise the hard limit")
 
 
 def test_a_disk_without_room_for_the_model_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
