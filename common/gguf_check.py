@@ -28,21 +28,9 @@ MAX_ELEMENTS = 2**22
 """Of all arrays together; the largest vocabularies have a third of it."""
 MAX_DIMENSIONS = 4
 DEFAULT_ALIGNMENT = 32
-MAX_SIZE = 2**27
-"""Most of each of a model's SIZES; the longest contexts have a tenth of it."""
 BLOCK = re.compile(r"(?:^|\.)blk\.(\d{1,9})\.")
-SIZES = (
-    "embedding_length",
-    "context_length",
-    "feed_forward_length",
-    "attention.head_count",
-    "attention.head_count_kv",
-    "rope.dimension_count",
-)
 TOKENIZER, TOKENS, MERGES = (f"tokenizer.ggml.{name}" for name in ("model", "tokens", "merges"))
 EMBEDDING = "token_embd.weight"
-PER_TOKEN = ("tokenizer.ggml.scores", "tokenizer.ggml.token_type")
-TOKEN_ID = re.compile(r"tokenizer\.ggml\.\w+_token_id")
 
 
 class Damaged(Exception):
@@ -231,23 +219,13 @@ def check_values(header: Header) -> None:
     family = header.values.get("general.architecture")
     if not isinstance(family, str):
         raise Damaged("it has no `general.architecture`")
-    if is_count(parts := header.values.get("split.count"), MAX_SIZE) and parts > 1:
+    if is_count(parts := header.values.get("split.count"), 2**16) and parts > 1:
         raise Damaged(f"it is one of {parts} parts, which `llama-gguf-split --merge` joins")
     blocks = {int(found[1]) for name in header.tensors if (found := BLOCK.search(name))}
     count = header.values.get(key := f"{family}.block_count")
     if not is_count(count, len(blocks)) or blocks != {*range(count)}:
         raise Damaged(f"`{key}` is {count!r}, but it has tensors of {len(blocks)} blocks")
-    for name in SIZES:
-        check_size(f"{family}.{name}", header)
     check_vocabulary(family, header)
-
-
-def check_size(key: str, header: Header) -> None:
-    """Check a key that is a size of the model, if it is there, or has one for each block. Raises Damaged."""
-    size = header.values.get(key)
-    is_zero = size == 0 and not any("attn" in name or "ffn" in name for name in header.tensors)
-    if size is not None and not isinstance(size, ArrayOf) and not is_zero and not is_count(size, MAX_SIZE):
-        raise Damaged(f"`{key}` is {size!r}; a whole number from 1 to {MAX_SIZE} is possible")
 
 
 def check_vocabulary(family: str, header: Header) -> None:
@@ -263,11 +241,6 @@ def check_vocabulary(family: str, header: Header) -> None:
         raise Damaged(f"{width}, but `{EMBEDDING}` has the shape {list(embedding.shape)}")
     if (size := header.values.get(f"{family}.vocab_size", tokens.length)) != tokens.length:
         raise Damaged(f"`{family}.vocab_size` is {size!r}, but `{TOKENS}` has {tokens.length} elements")
-    for key, value in header.values.items():
-        if key in PER_TOKEN and (not isinstance(value, ArrayOf) or value.length != tokens.length):
-            raise Damaged(f"`{key}` is not an array of {tokens.length} elements, as `{TOKENS}` is")
-        if TOKEN_ID.fullmatch(key) and not (value == 0 or is_count(value, tokens.length - 1)):
-            raise Damaged(f"`{key}` is {value!r}; it has the tokens 0 to {tokens.length - 1}")
 
 
 def is_texts(value: Any) -> TypeGuard[ArrayOf]:

@@ -122,14 +122,14 @@ def new_fleet(
             "gateway",
             command(MODULES["gateway"]),
             environs["gateway"],
-            lambda: gateway_flags(settings),
+            lambda: preload_flags(settings, "gateway"),
             keeper.open_channel,
         )
         preloaded["worker"] = PreloadedProcess(
             "worker",
             command(MODULES["worker"]),
             environs["worker"],
-            lambda: worker_flags(settings, worker_bytes(fleet)),
+            lambda: preload_flags(settings, "worker", worker_bytes(fleet)),
         )
 
     def members(kind: str) -> list[SupervisedProcess]:
@@ -182,36 +182,25 @@ def sharing_weights(fleet: LocalFleet) -> Iterator[None]:
         os.close(handle)
 
 
-def worker_flags(settings: Settings, worker_bytes: int) -> list[str]:
-    """Choose how far a worker is preloaded; empty: not at all.
+def preload_flags(settings: Settings, kind: str, worker_bytes: int = 0) -> list[str]:
+    """Choose how far a process is preloaded; empty: not at all. Where memory does not suffice even for one
+    without a model, PRELOAD can still demand one.
 
-    It loads its model, too, if the model is on CPU, has one rank, and leaves enough memory. Where memory
-    suffices not even for a worker without a model, PRELOAD can still demand one. `worker_bytes`:
-    memory of a worker that has loaded the model; 0: not known, as on macOS.
+    A worker loads its model, too, if the model is on CPU, has one rank, and leaves enough memory.
+
+    Args:
+        worker_bytes: memory of a worker that has loaded the model; 0: not known, as on macOS.
     """
+    on_gpu, is_worker = prepare.caches_on_gpu(settings), kind == "worker"
+    caches_bytes = 0 if on_gpu else settings.num_workers * settings.cpu_cache_bytes
+    half_bytes = (machine.available_bytes() - caches_bytes) // 2  # caches take pages only as they are used
     num_ranks = -(-settings.num_ranks // settings.nnodes)
-    may_load = num_ranks == settings.nnodes == 1 and not prepare.caches_on_gpu(settings) and worker_bytes > 0
-    may_load &= not settings.models  # which of them is needed is not known yet
-    if may_load and fits_in_memory(settings, max(worker_bytes, RANK_BYTES)):
+    may_load = num_ranks == settings.nnodes == 1 and not on_gpu and worker_bytes > 0
+    may_load &= is_worker and not settings.models  # which of them is needed is not known yet
+    if may_load and max(worker_bytes, RANK_BYTES) <= half_bytes:
         return [PRELOAD_FLAG, LOAD_FLAG]
-    return (
-        [PRELOAD_FLAG]
-        if settings.preload or fits_in_memory(settings, settings.num_ranks * RANK_BYTES)
-        else []
-    )
-
-
-def gateway_flags(settings: Settings) -> list[str]:
-    """Choose how far a gateway is preloaded; empty: not at all."""
-    return [PRELOAD_FLAG] if settings.preload or fits_in_memory(settings, GATEWAY_BYTES) else []
-
-
-def fits_in_memory(settings: Settings, process_bytes: int) -> bool:
-    """Whether memory has room for twice such a process besides all caches. Caches on CPU count as a whole:
-    they take their pages only as they are used.
-    """
-    caches_bytes = 0 if prepare.caches_on_gpu(settings) else settings.num_workers * settings.cpu_cache_bytes
-    return machine.available_bytes() - caches_bytes >= 2 * process_bytes
+    wanted_bytes = settings.num_ranks * RANK_BYTES if is_worker else GATEWAY_BYTES
+    return [PRELOAD_FLAG] if settings.preload or wanted_bytes <= half_bytes else []
 
 
 def worker_bytes(fleet: LocalFleet) -> int:

@@ -295,14 +295,6 @@ def cut(length: int, header: bytes) -> bytes:
             f"`llama.embedding_length` is 65, and `tokenizer.ggml.tokens` has {VOCAB} elements, "
             f"but `token_embd.weight` has the shape [{HIDDEN}, {VOCAB}]",
         ),
-        (
-            partial(put, "llama.context_length", "I", 2**31),
-            "`llama.context_length` is 2147483648; a whole number from 1 to 134217728 is possible",
-        ),
-        (
-            partial(put, "tokenizer.ggml.eos_token_id", "I", VOCAB),
-            f"`tokenizer.ggml.eos_token_id` is {VOCAB}; it has the tokens 0 to {VOCAB - 1}",
-        ),
         (partial(replace, b"gpt2", b"gp\xff2"), "`tokenizer.ggml.model` is no UTF-8: b'"),
         (
             partial(replace, b"blk.1.attn_q", b"blk.0.attn_q"),

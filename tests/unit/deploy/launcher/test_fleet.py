@@ -24,11 +24,10 @@ from deploy.launcher.fleet import (
     RANK_BYTES,
     LocalFleet,
     describe_wait,
-    gateway_flags,
     last_lines,
     new_fleet,
+    preload_flags,
     sharing_weights,
-    worker_flags,
 )
 from deploy.launcher.launcher import is_stopped, report_death
 from deploy.launcher.process import Restarts, family
@@ -94,13 +93,13 @@ def test_a_worker_is_preloaded_with_its_model_or_without(
 ) -> None:
     """What the caches of all workers may still take is not free. Ranks and GPUs load for themselves."""
     monkeypatch.setattr(machine, "available_bytes", lambda: 2 * CACHE_BYTES + spare_bytes)
-    assert worker_flags(Settings(**SETTINGS | settings), WORKER_BYTES) == flags
+    assert preload_flags(Settings(**SETTINGS | settings), "worker", WORKER_BYTES) == flags
 
 
 def test_a_model_of_unknown_size_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without /proc nobody knows what a worker takes: a second model might fill the memory."""
     monkeypatch.setattr(machine, "available_bytes", lambda: 2**40)
-    assert worker_flags(Settings(**SETTINGS), 0) == [PRELOAD_FLAG]
+    assert preload_flags(Settings(**SETTINGS), "worker") == [PRELOAD_FLAG]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +114,7 @@ def test_a_gateway_is_preloaded(
     spare_bytes: int, wanted: bool | None, flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "available_bytes", lambda: 2 * CACHE_BYTES + spare_bytes)
-    assert gateway_flags(Settings(**SETTINGS, preload=wanted)) == flags
+    assert preload_flags(Settings(**SETTINGS, preload=wanted), "gateway") == flags
 
 
 # --- fleet shared weights -----------------------------------------------------------------------------------
