@@ -10,7 +10,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +19,6 @@ from urllib.parse import quote, urlencode
 import httpx
 import orjson
 import setproctitle
-from rich.table import Table
-from rich.text import Text
 
 from common import api_keys
 from common.api_keys import ApiKey, IssuedKey, KeyChangeError, KeyFields, read_fields
@@ -36,17 +34,18 @@ from common.settings.settings import SettingError, Settings
 from common.settings.types import AdapterSource, read_adapter
 from deploy.cli import batch, bench, chat, status
 from deploy.cli.client import (
+    Columns,
     ServerError,
     api_key,
     fetch_json,
     frame_errors,
     new_client,
-    new_table,
     parse_url,
     post,
     print_error,
     print_lines,
     printable,
+    table_of,
 )
 from deploy.cli.command_line import describe
 from deploy.cli.target import (
@@ -127,29 +126,9 @@ def new_parser(command: str) -> FlagParser:
     return parser
 
 
-Columns = Mapping[str, str | Callable[[Any], str]]
-"""Title → field of a row, or what makes the text of a row."""
-
-
 def show_table(rows: Sequence[Any], columns: Columns, if_none: str = "") -> None:
     """Print a line for each row, or `if_none`."""
-    if not rows and if_none:
-        print(if_none)
-        return
-    table = new_table()
-    for title in columns:
-        justify: Any = "right" if title in NUMBERS else "left"
-        table.add_column(title, justify=justify, no_wrap=title not in LONG)
-    for row in rows:
-        cells = (str(row[of]) if isinstance(of, str) else of(row) for of in columns.values())
-        table.add_row(*map(printable, cells))
-    print_lines(table)
-
-
-NUMBERS = ("rank", "share", "waiting", "running", "failures", "after s", "attempt", "tokens", "cached")
-"""Titles of columns with numbers."""
-LONG = ("why", "said", "workers", "limits", "broker")
-"""Titles of columns whose texts may be folded."""
+    print_lines(table_of(rows, columns) if rows or not if_none else if_none)
 
 
 def local_time(unix_s: float) -> str:
@@ -544,26 +523,20 @@ USAGE_COLUMNS = {
 
 
 def show_usage(client: httpx.Client, flags: argparse.Namespace) -> None:
+    """Print a line for each group, and one for all together."""
     names = ("key", "tenant", "model", "from", "to", "group_by")
     params = {name: value for name in names if (value := getattr(flags, name)) is not None}
     found = fetch_json(client, f"/usage?{httpx.QueryParams(params)}")
     with frame_errors(found):
-        period, table = Text(f"{found['from']} to {found['to']}", style="dim"), usage_table(found)
-    print_lines(period, table)
-
-
-def usage_table(found: Mapping[str, Any]) -> Table:
-    """Return a line for each group, and one for all together."""
-    by: list[str] = found["group_by"]
-    table = new_table(show_footer=bool(by))
-    for i, name in enumerate(by):
-        table.add_column(name, footer="total" if i == 0 else "", no_wrap=True)
-    for name, title in USAGE_COLUMNS.items():
-        table.add_column(title, footer=f"{found['total'][name]:,}", justify="right", no_wrap=True)
-    for row in found["data"]:
-        groups = [printable(row[name]) or "-" for name in by]
-        table.add_row(*groups, *(f"{row[name]:,}" for name in USAGE_COLUMNS))
-    return table
+        by: list[str] = found["group_by"]
+        total = found["total"] | dict.fromkeys(by, "") | dict.fromkeys(by[:1], "total")
+        rows = [
+            {name: row[name] or "-" for name in by}
+            | {t: f"{row[name]:,}" for name, t in USAGE_COLUMNS.items()}
+            for row in (*found["data"], *([total] if by else []))
+        ]
+        print(printable(f"{found['from']} to {found['to']}"))
+        show_table(rows, {title: title for title in (*by, *USAGE_COLUMNS.values())})
 
 
 # --- webhooks -----------------------------------------------------------------------------------------------

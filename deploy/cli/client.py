@@ -5,7 +5,7 @@ and files.
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -14,6 +14,7 @@ import httpx
 import orjson
 from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from common.settings.settings import SettingError
 from deploy.launcher.control_socket import running_fleets
@@ -174,6 +175,34 @@ def printable(text: str) -> str:
 def new_table(**options: bool) -> Table:
     """A table without lines, as commands show lists."""
     return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", **options)  # type: ignore[arg-type]
+
+
+Columns = Mapping[str, str | Callable[[Any], str]]
+"""Title → field of a row, or what makes the text of a row."""
+NUMBERS = (
+    *("rank", "share", "waiting", "running", "failures", "after s", "attempt", "tokens", "cached"),
+    *("requests", "prompt", "answers", "speculated", "tokens/s", "pid"),
+)
+"""Titles of columns with numbers."""
+LONG = ("why", "said", "workers", "limits", "broker")
+"""Titles of columns whose texts may be folded."""
+
+
+def table_of(rows: Iterable[Any], columns: Columns) -> Table:
+    """A line for each row."""
+    table = new_table()
+    for title in columns:
+        justify: Any = "right" if title in NUMBERS else "left"
+        table.add_column(
+            title,
+            justify=justify,
+            no_wrap=title not in LONG,
+            overflow="ellipsis" if title not in LONG else "fold",
+        )
+    for row in rows:
+        cells = (str(row[of]) if isinstance(of, str) else of(row) for of in columns.values())
+        table.add_row(*(Text(printable(cell)) for cell in cells))
+    return table
 
 
 def print_lines(*parts: RenderableType) -> None:

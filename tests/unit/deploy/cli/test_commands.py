@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from common.broker.client import connect
 from common.broker.directory import DirectoryClient, PoolEntry
 from common.settings.settings import SettingError
 from deploy.cli import admin
-from deploy.cli.admin import check_return, choose_worker, usage_table
+from deploy.cli.admin import check_return, choose_worker
 from deploy.cli.client import ServerError, print_lines
 from deploy.launcher.embedded_broker import Broker
 
@@ -204,8 +205,12 @@ NUMBERS = {
 
 def test_a_line_for_each_group_and_one_for_all(capsys: pytest.CaptureFixture[str]) -> None:
     row = {"key": "k1", "model": "", **NUMBERS}
-    print_lines(usage_table({"group_by": ["key", "model"], "data": [row], "total": NUMBERS}))
-    head, line, last = capsys.readouterr().out.splitlines()
+    body = {"group_by": ["key", "model"], "data": [row], "total": NUMBERS, "from": "a", "to": "b"}
+    answer = httpx.MockTransport(lambda _: httpx.Response(200, json=body))
+    asked = Namespace(key=None, tenant=None, model=None, to=None, group_by=None, **{"from": None})
+    admin.show_usage(httpx.Client(transport=answer, base_url="http://a"), asked)
+    period, head, line, last = capsys.readouterr().out.splitlines()
+    assert period == "a to b"
     assert head.split()[:3] == ["key", "model", "requests"]
     assert line.split() == ["k1", "-", "2", "1,200", "0", "34", "0", "1,234"]
     assert last.split()[0] == "total"

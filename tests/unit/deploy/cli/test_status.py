@@ -34,9 +34,14 @@ def later(seconds: float, tokens: int) -> dict[str, Any]:
 
 
 def test_rates_use_the_clock_of_the_fleet() -> None:
-    assert status.rates(FLEET, later(4, 100)) == {"w0-aaaa": 25.0}
-    assert status.rates(FLEET, later(2, -900)) == {"w0-aaaa": 0.0}, "counted anew"
-    assert status.rates(FLEET, FLEET) == {}, "the same moment"
+    def rate(last: dict[str, Any]) -> float | None:
+        found = status.with_rates(FLEET, last)
+        assert found["processes"][0]["tokens_per_s"] == found["tokens_per_s"]
+        return found["tokens_per_s"]  # type: ignore[no-any-return]
+
+    assert rate(later(4, 100)) == 25.0
+    assert rate(later(2, -900)) == 0.0, "counted anew"
+    assert rate(FLEET) is None, "the same moment"
 
 
 @pytest.mark.parametrize("width", [80, 120])
