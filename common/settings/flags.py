@@ -281,20 +281,8 @@ def refuse_unknown(words: Sequence[str], parser: argparse.ArgumentParser, hint: 
 
 def nearest(flag: str, parser: argparse.ArgumentParser) -> str:
     flags = [name for name in parser._option_string_actions if name.startswith("--")]
-    matches = [
-        name
-        for name in difflib.get_close_matches(flag, flags, n=5, cutoff=0.8)
-        if has_words(name, flag) or has_words(flag, name)
-    ]
+    matches = difflib.get_close_matches(flag, flags, n=1, cutoff=0.83)
     return f"; the nearest is {matches[0]}" if matches else "; --help lists them"
-
-
-def has_words(flag: str, other: str) -> bool:
-    """Whether a flag has all words of another one, or such as look like them."""
-    words = flag.removeprefix("--").split("-")
-    return all(
-        difflib.get_close_matches(word, words, cutoff=0.65) for word in other.removeprefix("--").split("-")
-    )
 
 
 def read(

@@ -10,7 +10,7 @@ import contextlib
 import ipaddress
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 
 from common.settings import flags
@@ -81,83 +81,51 @@ class Settings(SettingFields):
 
     def check(self) -> None:
         """Check what the type of a field does not say. Raises SettingError."""
-        if self.worker_ttl_s < 2 * self.heartbeat_s:
-            raise SettingError(
-                "worker_ttl_s", f"{self.worker_ttl_s} is less than twice HEARTBEAT_S ({self.heartbeat_s})"
-            )
-        if None not in (self.sharded, self.num_shard) and self.sharded != (self.num_ranks != 1):
-            raise SettingError(
-                "sharded",
-                f"{str(self.sharded).lower()} and {self.num_ranks} ranks (NUM_SHARD) contradict each other",
-            )
-        self.check_tokens()
-        if self.rope_scaling and self.rope_factor is None:
-            raise SettingError("rope_scaling", f"{self.rope_scaling} needs ROPE_FACTOR")
-        if self.api_key and not is_header(self.api_key):
-            raise SettingError("api_key", "cannot be sent as a header: it must be printable ASCII")
+        _ = (self.weights, self.urls_of_pools, self.adapters, self.sampling_overrides, self.speculation)
+        for name, cause in self.faults():
+            raise SettingError(name, cause)
+
+    def faults(self) -> Iterator[tuple[str, str]]:
+        """Yield settings that contradict others, or cannot be used, and why."""
+        for name in ("api_key", "compute_type"):
+            if (text := getattr(self, name)) and not (text.isascii() and text.isprintable()):
+                yield name, "cannot be sent as a header: it must be printable ASCII"
         if self.webhook_secret:
             try:
                 key_of_secret(self.webhook_secret)
             except ValueError as error:
-                raise SettingError("webhook_secret", str(error)) from error
-        if self.compute_type and not is_header(self.compute_type):
-            raise SettingError(
-                "compute_type",
-                f"{self.compute_type!r} cannot be sent as a header: it must be printable ASCII",
-            )
+                yield "webhook_secret", str(error)
         if self.otlp_endpoint and not ENDPOINT.fullmatch(self.otlp_endpoint):
-            raise SettingError(
-                "otlp_endpoint", f"{self.otlp_endpoint!r} is no URL as http://collector:4317 or https://…"
-            )
-        for word in self.tenant_weights:
-            read_weight(word)
-        for word in self.pool_urls:
-            read_pool_url(word)
-        self.check_models()
-        self.check_adapters()
-        read_overrides(self.override_generation_config or "{}")
-        self.check_speculation()
-        if self.demo and not ipaddress.ip_address(self.listen_host).is_loopback:
-            raise SettingError(
-                "demo", "lets everybody who sees the page kill processes: it is for HOSTNAME=127.0.0.1 only"
-            )
-
-    def check_models(self) -> None:
-        """Check that MODELS are pools of their own, whose workers are on one machine."""
-        names = [name for name, _ in map(read_model, self.models)]
-        for name in names:
-            if names.count(name) > 1 or name == self.pool:
-                cause = f"{name!r} is the name of two models: give one another name, as other={name}"
-                raise SettingError("models", cause)
-        if self.models and self.nnodes > 1:
-            cause = f"a worker on several machines (NNODES {self.nnodes}) serves one model"
-            raise SettingError("models", cause)
-
-    def check_adapters(self) -> None:
-        """Check the names of adapters, and that memory of the host has room for those of one step."""
-        read_adapters(self.lora_adapters)
+            yield "otlp_endpoint", f"{self.otlp_endpoint!r} is no URL as http://collector:4317 or https://…"
+        if self.worker_ttl_s < 2 * self.heartbeat_s:
+            yield "worker_ttl_s", f"{self.worker_ttl_s} is less than twice HEARTBEAT_S ({self.heartbeat_s})"
+        if None not in (self.sharded, self.num_shard) and self.sharded != (self.num_ranks != 1):
+            shown = str(self.sharded).lower()
+            yield "sharded", f"{shown} and {self.num_ranks} ranks (NUM_SHARD) contradict each other"
+        if self.rope_scaling and self.rope_factor is None:
+            yield "rope_scaling", f"{self.rope_scaling} needs ROPE_FACTOR"
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
-            cause = f"{self.max_cpu_loras} is less than MAX_LORAS ({self.max_loras})"
-            raise SettingError("max_cpu_loras", cause)
-
-    def check_speculation(self) -> None:
-        """Check what proposes tokens. Raises SettingError."""
+            yield "max_cpu_loras", f"{self.max_cpu_loras} is less than MAX_LORAS ({self.max_loras})"
         if self.speculation.model and self.pipeline_parallel_size > 1:
             cause = "a model that proposes tokens cannot be combined with PIPELINE_PARALLEL_SIZE"
-            raise SettingError("speculative_config", cause)
-
-    def check_tokens(self) -> None:
-        """Check that a request has room for a new token, and a worker for a request."""
+            yield "speculative_config", cause
+        if self.demo and not ipaddress.ip_address(self.listen_host).is_loopback:
+            yield "demo", "lets everybody who sees the page kill processes: it is for HOSTNAME=127.0.0.1 only"
         for name in ("max_total_tokens", "max_batch_total_tokens"):
             tokens, limit = self.max_input_tokens, getattr(self, name)
             if tokens and limit and tokens >= limit:
                 cause = f"{tokens} is not less than {name.upper()} ({limit}), which counts new tokens, too"
-                raise SettingError("max_input_tokens", cause)
+                yield "max_input_tokens", cause
         tokens, limit = self.max_total_tokens, self.max_batch_total_tokens
         if tokens and limit and tokens > limit:
-            raise SettingError(
-                "max_total_tokens", f"{tokens} is more than MAX_BATCH_TOTAL_TOKENS ({limit}) allows"
-            )
+            yield "max_total_tokens", f"{tokens} is more than MAX_BATCH_TOTAL_TOKENS ({limit}) allows"
+        names = [self.pool, *(name for name, _ in map(read_model, self.models))]
+        for name in names[1:]:
+            if names.count(name) > 1:
+                cause = f"{name!r} is the name of two models: give one another name, as other={name}"
+                yield "models", cause
+        if self.models and self.nnodes > 1:
+            yield "models", f"a worker on several machines (NNODES {self.nnodes}) serves one model"
 
     @property
     def num_ranks(self) -> int:
@@ -272,11 +240,6 @@ def read_model(word: str) -> tuple[str, str]:
         cause = f"{word!r} is not a model, or a name and a model as small=Qwen/Qwen3-0.6B"
         raise SettingError("models", cause)
     return name, model_id
-
-
-def is_header(text: str) -> bool:
-    """Whether a text arrives as the value of a header as it was sent."""
-    return text.isascii() and text.isprintable()
 
 
 def read_weight(word: str) -> tuple[str, float]:

@@ -94,7 +94,7 @@ def view(before: Snapshot, last: Snapshot, width: int) -> RenderableType:
         f"{number(requests.get('live'))} live, {number(requests.get('waiting'))} waiting{limit}"
         f"   {number(fleet['tokens_per_s'], 1)} tokens/s\n{health(fleet)[1]}\n"
     )
-    narrow = PROCESSES | {"name": lambda one: str(one.get("id", "")).split("-")[0]}
+    narrow: Columns = {**PROCESSES, "name": lambda one: str(one.get("id", "")).split("-")[0]}
     columns = PROCESSES if width >= WIDE else {t: of for t, of in narrow.items() if t not in ("host", "pid")}
     parts: list[RenderableType] = [
         Text(printable(head)),

@@ -91,7 +91,7 @@ REFUSED = {
     "--max-model-length 3": "--max-model-length: unknown flag; the nearest is --max-model-len",
     "--tensor-parallel 3": "--tensor-parallel: unknown flag; the nearest is --tensor-parallel-size",
     "--tool-call-parser-plugin a": "the nearest is --tool-parser-plugin",
-    "--deploy-config a": "--deploy-config: unknown flag; --help lists them",
+    "--deploy-config a": "--deploy-config: unknown flag; the nearest is --eplb-config",
     "--cfg-parallel-size 2": "--cfg-parallel-size: unknown flag; --help lists them",
     "--no-port": "--no-port: unknown flag",
     "--config /missing.yaml": "--config: '/missing.yaml' cannot be read",
