@@ -85,10 +85,10 @@ def serve(word: str, argv: list[str]) -> int:
 def replace_process(word: str, argv: list[str]) -> NoReturn:
     """Replace this process by one of the fleet, so that our parent watches and ends that one."""
     kind = KINDS[word]
-    name, rest = launcher.take_name(argv, kind)
     parent = {"PARENT_PID": os.environ["PARENT_PID"]}
     die_with_parent()
-    settings = Settings.read(rest, prog=f"tokenfleet {word}", description=describe_process(word))
+    description = f"Start {COMMANDS[word].help}. It needs REDIS_URL. "
+    name, settings = launcher.read_process(kind, argv, f"tokenfleet {word}", description)
     setproctitle.setproctitle(
         f"tokenfleet {word}"
     )  # other users can read a command line, and this one has a key
@@ -103,10 +103,6 @@ def replace_process(word: str, argv: list[str]) -> NoReturn:
 def describe(word: str) -> str:
     text = COMMANDS[word].help
     return f"{text[:1].upper()}{text[1:]}."
-
-
-def describe_process(word: str) -> str:
-    return f"Start {COMMANDS[word].help}. It needs REDIS_URL. {launcher.name_help(KINDS[word])}"
 
 
 def run_module(module: str, argv: list[str]) -> int:

@@ -6,7 +6,6 @@ It starts and downloads nothing.
 import sys
 from collections.abc import Iterator, Sequence
 
-from rich.table import Table
 from rich.text import Text
 
 from common.broker import acl
@@ -39,7 +38,11 @@ def main(argv: Sequence[str]) -> int:
     settings = Settings.read(argv, prog="tokenfleet doctor", description=DESCRIPTION)
     prepare.set_hub_variables(settings)
     findings = dict(examine(settings))
-    print_lines(table(findings))
+    table = new_table(show_header=False)
+    for name, finding in findings.items():
+        fix = finding.fix and f"→ {finding.fix}"
+        table.add_row(Text(finding.level, STYLES[finding.level]), name, Text(finding.found), Text(fix))
+    print_lines(table)
     return 1 if any(finding.level == "fail" for finding in findings.values()) else 0
 
 
@@ -64,21 +67,5 @@ def examine(settings: Settings) -> Iterator[tuple[str, Finding]]:
         except prepare.TakenByFleet as error:
             yield name, Finding("warn", error.cause, "set PORT to another one for a second fleet")
         except SettingError as error:
-            yield (
-                name,
-                Finding("fail", error.cause, prepare.FIXES.get(error.name, f"set {error.name.upper()}")),
-            )
-
-
-def table(findings: dict[str, Finding]) -> Table:
-    rows = new_table(show_header=False)
-    for _ in range(4):
-        rows.add_column(overflow="fold")
-    for name, finding in findings.items():
-        rows.add_row(
-            Text(finding.level, STYLES[finding.level]),
-            name,
-            Text(finding.found),
-            Text(finding.fix and f"→ {finding.fix}"),
-        )
-    return rows
+            fix = prepare.FIXES.get(error.name, f"set {error.name.upper()}")
+            yield name, Finding("fail", error.cause, fix)

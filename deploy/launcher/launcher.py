@@ -224,8 +224,7 @@ def main(argv: Sequence[str]) -> int:
             "kind", f"{word!r} is not one of {kinds}" if word else f"is missing; one of {kinds}"
         )
     kind = KINDS[word]
-    name, rest = take_name(argv[1:], kind)
-    settings = Settings.read(rest, prog=f"tokenfleet supervise {word}", description=name_help(kind))
+    name, settings = read_process(kind, argv[1:], f"tokenfleet supervise {word}")
     logs.set_up(f"supervisor of {name}", settings.log_level, settings.json_output)
     die_with_parent()
     setproctitle.setproctitle(f"tokenfleet supervise {word}")
@@ -236,16 +235,13 @@ def main(argv: Sequence[str]) -> int:
     return asyncio.run(run(fleet))
 
 
-def take_name(argv: Sequence[str], kind: str) -> tuple[str, list[str]]:
-    """The name of a process that starts alone, and the words without it. Raises SettingError."""
+def read_process(kind: str, argv: Sequence[str], prog: str, description: str = "") -> tuple[str, Settings]:
+    """The name of a process that starts alone, and its settings. Raises SettingError."""
     parser = FlagParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--name", default=f"{kind[0]}0")
     own, rest = parser.parse_known_args(list(argv))
-    return own.name, rest
-
-
-def name_help(kind: str) -> str:
-    return f"--name X (default {kind[0]}0) is its name in logs and in `tokenfleet status`."
+    description += f"--name X (default {kind[0]}0) is its name in logs and in `tokenfleet status`."
+    return own.name, Settings.read(rest, prog=prog, description=description)
 
 
 async def run(fleet: LocalFleet) -> int:
