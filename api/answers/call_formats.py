@@ -1,6 +1,6 @@
 """Formats of calls and reasoning: how a model writes them, and what shows that it does.
 
-Their names are those of TOOL_CALL_PARSER and REASONING_PARSER (`common/settings/types.py`).
+Their names are those of TOOL_CALL_PARSER and REASONING_PARSER.
 """
 
 from collections.abc import Callable
@@ -179,6 +179,13 @@ CALL_FORMATS = {
     )
 }
 """By name. vLLM does not have `lfm2`, nor `tgi`, which is for models without a format of their own."""
+CALL_FORMAT_ALIASES = {
+    "qwen3_xml": "qwen3_coder",
+    "llama4_json": "llama3_json",
+    "glm47": "glm45",
+    "llama4": "llama4_pythonic",
+}
+"""Other names of call formats, in vLLM and SGLang."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import TypeVar
 
 from api.answers.call_formats import (
+    CALL_FORMAT_ALIASES,
     CALL_FORMATS,
     REASONING_FORMATS,
     CallFormat,
@@ -29,9 +31,11 @@ from common.broker.client import CONNECT_TIMEOUT_S
 from common.broker.pool_client import PoolClient
 from common.model_files import context_length
 from common.pooling import read_pooling
-from common.settings.settings import Settings
+from common.settings.settings import SettingError, Settings
 
 log = logging.getLogger(__name__)
+
+Format = TypeVar("Format")
 
 PICTURE_PAYLOAD_LIMIT = 24_000_000
 """Bytes of a request body where the model sees pictures, which are sent in it as base64."""
@@ -173,7 +177,7 @@ def call_format_of(settings: Settings, tokenizer: ModelTokenizer) -> CallFormat:
     template, name = tokenizer.chat_template, settings.tool_call_parser
     source = template.for_tools.source if template else ""
     shown = find_call_format(source, tokenizer.backend.token_to_id) if name is None else None
-    found = shown or CALL_FORMATS[name or PLAIN_FORMAT]
+    found = shown or named_format("tool_call_parser", CALL_FORMATS, name or PLAIN_FORMAT)
     log.info("call format of the model: %s", found.name)
     return found
 
@@ -184,4 +188,11 @@ def reasoning_format_of(settings: Settings, tokenizer: ModelTokenizer) -> Reason
     if name is None:
         source = tokenizer.chat_template.source if tokenizer.chat_template else ""
         return find_reasoning_format(source)
-    return None if name == NO_REASONING else REASONING_FORMATS[name]
+    return None if name.lower() == NO_REASONING else named_format("reasoning_parser", REASONING_FORMATS, name)
+
+
+def named_format(setting: str, formats: Mapping[str, Format], name: str) -> Format:
+    """The format of this name. Raises SettingError."""
+    if found := formats.get(CALL_FORMAT_ALIASES.get(name.lower(), name.lower())):
+        return found
+    raise SettingError(setting, f"{name!r} is not one of {', '.join(formats)}")

@@ -20,11 +20,9 @@ from common.settings.types import (
     Port,
     Processes,
     Quantize,
-    ReasoningParser,
     RopeScaling,
     Runner,
     Seconds,
-    ToolCallParser,
     Url,
     Words,
 )
@@ -77,9 +75,9 @@ class SettingFields(BaseModel):
     """chats continue an assistant's last message, as in TGI"""
     control_tokens_in_messages: bool = False
     """control tokens' texts in messages become the tokens, as in TGI and vLLM"""
-    tool_call_parser: ToolCallParser | None = None
+    tool_call_parser: str | None = None
     """how the model writes calls, by vLLM's names (default: as its template)"""
-    reasoning_parser: ReasoningParser | None = None
+    reasoning_parser: str | None = None
     """how the model writes reasoning, by vLLM's names; none: as content (default: as its template)"""
     rope_scaling: RopeScaling | None = None
     """linear or dynamic: how ROPE_FACTOR stretches positions"""

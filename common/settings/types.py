@@ -36,13 +36,6 @@ UNSERVED_METHODS = {
     "marlin": "weights packed for Marlin's kernel are not read; checkpoints of GPTQ and AWQ are",
 }
 """Methods of TGI without transformers' quantizer → the reason why they are refused."""
-CALL_FORMAT_ALIASES = {
-    "qwen3_xml": "qwen3_coder",
-    "llama4_json": "llama3_json",
-    "glm47": "glm45",
-    "llama4": "llama4_pythonic",
-}
-"""Other names of call formats, in vLLM and SGLang."""
 
 
 class SettingError(Exception):
@@ -161,47 +154,6 @@ Quantize = Annotated[
     BeforeValidator(to_method),
 ]
 """Methods that are read without a package of their own, and those that transformers has a quantizer for."""
-ToolCallParser = Annotated[
-    Literal[
-        "hermes",
-        "qwen3_coder",
-        "seed_oss",
-        "llama3_json",
-        "llama4_pythonic",
-        "pythonic",
-        "mistral",
-        "deepseek_v3",
-        "deepseek_v31",
-        "kimi_k2",
-        "glm45",
-        "openai",
-        "granite",
-        "nemotron_json",
-        "jamba",
-        "phi4_mini_json",
-        "lfm2",
-        "tgi",
-    ],
-    spelled(CALL_FORMAT_ALIASES),
-]
-ReasoningParser = Annotated[
-    Literal[
-        "deepseek_r1",
-        "deepseek_v3",
-        "qwen3",
-        "glm45",
-        "hunyuan_a13b",
-        "holo2",
-        "kimi_k2",
-        "minimax_m2",
-        "ernie45",
-        "nemotron_v3",
-        "mistral",
-        "seed_oss",
-        "none",
-    ],
-    spelled({}),
-]
 
 
 @contextlib.contextmanager

@@ -3,10 +3,13 @@
 import pytest
 
 from api.answers.call_formats import (
+    CALL_FORMATS,
     REASONING_FORMATS,
     find_call_format,
     find_reasoning_format,
 )
+from api.requests.pool import named_format
+from common.settings.settings import SettingError
 from tests.support.tool_calls.answers import Answer, Reading
 from tests.support.tool_calls.golden import check
 
@@ -100,3 +103,11 @@ def test_some_models_begin_thinking_without_a_mark() -> None:
         Reading(reasoning=R1), {"So</think>It": Answer("It", "So"), "<think>So</think>It": Answer("It", "So")}
     )
     check(Reading(reasoning=R1, prompt="<think>\n</think>\n"), {"It": Answer("It")})
+
+
+def test_a_format_has_vllms_names_and_another_one_is_refused_with_those_there_are() -> None:
+    assert named_format("tool_call_parser", CALL_FORMATS, "Qwen3_XML").name == "qwen3_coder"
+    with pytest.raises(
+        SettingError, match=r"^REASONING_PARSER: 'step3' is not one of deepseek_r1, deepseek_v3,"
+    ):
+        named_format("reasoning_parser", REASONING_FORMATS, "step3")

@@ -72,8 +72,6 @@ REFUSED = {
     "--mamba-block-size x": "MAMBA_BLOCK_SIZE: ",
     "--quantization modelopt": "--quantization: 'modelopt' is not one of aqlm, auto-round, awq,",
     "-q nf4": "QUANTIZE: 'nf4' is not one of aqlm, auto-round, awq,",
-    "--tool-call-parser xlam": "TOOL_CALL_PARSER: 'xlam' is not one of hermes, qwen3_coder,",
-    "--reasoning-parser step3": "REASONING_PARSER: 'step3' is not one of deepseek_r1, deepseek_v3,",
     '--override-generation-config {"n":2}': 'OVERRIDE_GENERATION_CONFIG: {"n":2} must be an object with',
     "--load-format mistral": "LOAD_FORMAT: 'mistral' is not one of auto, dummy",
     "--enable-prompt-adapter": "ENABLE_PROMPT_ADAPTER: true is not served: prompt adapters",
