@@ -120,40 +120,8 @@ LogprobsMode = Annotated[
 Runner = Annotated[Literal["auto", "generate", "pooling"], spelled({})]
 RopeScaling = Annotated[Literal["linear", "dynamic"], spelled({})]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(to_level)]
-Quantize = Annotated[
-    Literal[
-        "aqlm",
-        "auto-round",
-        "awq",
-        "bitnet",
-        "bitsandbytes",
-        "bitsandbytes-fp4",
-        "bitsandbytes-nf4",
-        "compressed-tensors",
-        "eetq",
-        "fbgemm-fp8",
-        "fouroversix",
-        "fp-quant",
-        "fp8",
-        "gemma",
-        "gguf",
-        "gptq",
-        "higgs",
-        "hqq",
-        "metal",
-        "mxfp4",
-        "mxfp8",
-        "nvfp4",
-        "quanto",
-        "quark",
-        "sinq",
-        "spqr",
-        "torchao",
-        "vptq",
-    ],
-    BeforeValidator(to_method),
-]
-"""Methods that are read without a package of their own, and those that transformers has a quantizer for."""
+Quantize = Annotated[str, BeforeValidator(to_method)]
+"""A worker refuses a method that its model does not have (gpu_worker/engine/model/config.py)."""
 
 
 @contextlib.contextmanager
