@@ -12,8 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, OUTAGE, describe_error
-from common.broker.keys import Keys
-from common.broker.lua import Args, Fields, ScriptCall, call_script, in_pairs
+from common.broker.lua import Args, Fields, call_script, in_pairs
 from common.broker.pool_client import PoolClient
 from common.process.event_loop import until_beat
 
@@ -40,12 +39,6 @@ class ProcessBeat(NamedTuple):
         return {"member": f"{self.kind}:{self.name}", "ttl_ms": self.ttl_ms}
 
 
-def heartbeat(keys: Keys, beat: ProcessBeat) -> ScriptCall[None]:
-    """Write the heartbeat of a process that is no worker."""
-    owner, fields = (beat.kind, beat.name), in_pairs(beat.fields)
-    return call_script("heartbeat", lambda _: None, keys, *owner, args=beat.args, more_args=fields)
-
-
 def process_fields() -> HeartbeatFields:
     """Return process id and host name, which say where this process runs, and what it reads."""
     return {"pid": os.getpid(), "host": socket.gethostname(), "wire": WIRE_VERSION}
@@ -65,7 +58,10 @@ class Heartbeat:
         return ProcessBeat(self.kind, self.name, self.ttl_ms, process_fields() | fields)
 
     async def send(self, **fields: str | int) -> None:
-        await self.pool.run(heartbeat(self.pool.keys, self.beat(**fields)))
+        beat, owner = self.beat(**fields), (self.kind, self.name)
+        more = in_pairs(beat.fields)
+        call = call_script("heartbeat", bool, self.pool.keys, *owner, args=beat.args, more_args=more)
+        await self.pool.run(call)
 
     async def send_forever(self, every_s: float, fields: Callable[[], HeartbeatFields]) -> None:
         """Never returns: errors of the broker are logged, and the next heartbeat is sent all the same."""

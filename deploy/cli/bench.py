@@ -9,7 +9,6 @@ answered, too, so every wait is known.
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import os
 import random
 import sys
@@ -169,19 +168,10 @@ def percentile(waits: Sequence[float], part: int) -> float | None:
     return sorted(waits)[-(-part * len(waits) // 100) - 1] if waits else None
 
 
-@dataclass(frozen=True, slots=True)
-class LoadPlan:
-    """The loads of one benchmark, which take `duration_s` together; each server has its turn in each."""
-
-    duration_s: float
-    concurrency: Sequence[int]
-    prompt_tokens: int
-    max_tokens: int
-
-
-async def measure(urls: Sequence[str], plan: LoadPlan) -> tuple[list[Figures], float]:
-    """Measure the servers, ours first, under every load. Returns the figures, and the processor time of this
-    client by time. Raises ServerError if a server does not answer its first requests.
+async def measure(urls: Sequence[str], plan: argparse.Namespace) -> tuple[list[Figures], float]:
+    """Measure the servers, ours first, in turns under the loads of a plan (the flags of the command). Returns
+    the figures, and the processor time of this client by time. Raises ServerError if a server does not answer
+    its first requests.
     """
     async with contextlib.AsyncExitStack() as stack:
         servers = []
@@ -192,7 +182,7 @@ async def measure(urls: Sequence[str], plan: LoadPlan) -> tuple[list[Figures], f
             servers.append(Endpoint(client, model_name(url, models)))
         begun_s, begun_cpu_s = time.monotonic(), time.process_time()
         texts = prompts(await warm_up(servers, plan))
-        seconds = plan.duration_s / len(servers) / len(plan.concurrency)
+        seconds = plan.duration / len(servers) / len(plan.concurrency)
         found = [
             await run_load(server, users, texts, plan.max_tokens, seconds)
             for turn, users in enumerate(plan.concurrency)
@@ -202,7 +192,7 @@ async def measure(urls: Sequence[str], plan: LoadPlan) -> tuple[list[Figures], f
     return sorted(found, key=lambda one: (one.users, urls.index(one.url))), cores
 
 
-async def warm_up(servers: Sequence[Endpoint], plan: LoadPlan) -> int:
+async def warm_up(servers: Sequence[Endpoint], plan: argparse.Namespace) -> int:
     """Have each server answer as many requests at once as it will get. Returns the number of words of a
     prompt with the wanted number of tokens, as the first server counts them. Raises ServerError.
     """
@@ -256,7 +246,7 @@ COLUMNS: dict[str, tuple[Callable[[Figures], float | None], float]] = {
 """Title → the value, and what it is multiplied with to be shown."""
 
 
-def show(found: Sequence[Figures], plan: LoadPlan, cores: float) -> None:
+def show(found: Sequence[Figures], plan: argparse.Namespace, cores: float) -> None:
     """Print a line for each load and server, with ours divided by theirs, and what a reader must know to
     judge the figures.
     """
@@ -284,7 +274,7 @@ def number(value: float | None) -> str:
     return "–" if value is None else f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
-def notes(found: Sequence[Figures], plan: LoadPlan, cores: float) -> Iterator[str]:
+def notes(found: Sequence[Figures], plan: argparse.Namespace, cores: float) -> Iterator[str]:
     for one in found:
         yield f"{one.url}: prompts of {one.prompt_tokens or 'unknown'} tokens, {plan.max_tokens} new ones"
         if one.error:
@@ -302,11 +292,12 @@ def run(url: str, flags: argparse.Namespace) -> int:
             raise SettingError(f"--{name.replace('_', '-')}", f"{value} is less than 1, or endless")
     if flags.json is not None:
         write_file("--json", flags.json, b"", "ab")  # fails now, and not after a minute
-    plan = LoadPlan(flags.duration, flags.concurrency, flags.prompt_tokens, flags.max_tokens)
-    found, cores = asyncio.run(measure([url, flags.against] if flags.against else [url], plan))
-    show(found, plan, cores)
+    found, cores = asyncio.run(measure([url, flags.against] if flags.against else [url], flags))
+    show(found, flags, cores)
     if flags.json is not None:
-        figures = {"plan": dataclasses.asdict(plan), "figures": [one._asdict() for one in found]}
+        names = ("duration", "concurrency", "prompt_tokens", "max_tokens")
+        plan = {name: getattr(flags, name) for name in names}
+        figures = {"plan": plan, "figures": [one._asdict() for one in found]}
         write_file("--json", flags.json, orjson.dumps(figures, option=orjson.OPT_INDENT_2))
     return 0 if all(one.tokens_per_s for one in found) else 1
 

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from common.broker.client import ERRORS, broker_url
 from common.broker.pool_client import PoolClient
@@ -117,19 +118,13 @@ def new_fleet(
     environs = {kind: settings.environ() | users[kind] for kind in MODULES}
     pools = [settings.of_pool(pool).environ() | users["batcher"] for pool in settings.pools]
     preloaded: dict[str, PreloadedProcess] = {}
-    if settings.preload is not False:
-        preloaded["gateway"] = PreloadedProcess(
-            "gateway",
-            command(MODULES["gateway"]),
-            environs["gateway"],
-            lambda: preload_flags(settings, "gateway"),
-            keeper.open_channel,
-        )
-        preloaded["worker"] = PreloadedProcess(
-            "worker",
-            command(MODULES["worker"]),
-            environs["worker"],
-            lambda: preload_flags(settings, "worker", worker_bytes(fleet)),
+    for kind in ("gateway", "worker") if settings.preload is not False else ():
+        preloaded[kind] = PreloadedProcess(
+            kind,
+            command(MODULES[kind]),
+            environs[kind],
+            partial(lambda kind: preload_flags(settings, kind, worker_bytes(fleet)), kind),
+            keeper.open_channel if kind == "gateway" else None,
         )
 
     def members(kind: str) -> list[SupervisedProcess]:
@@ -205,7 +200,7 @@ def preload_flags(settings: Settings, kind: str, worker_bytes: int = 0) -> list[
 
 def worker_bytes(fleet: LocalFleet) -> int:
     """Memory of the largest worker."""
-    return max(sum(map(resident_bytes, family(worker.pid))) for worker in fleet.workers)
+    return max((sum(map(resident_bytes, family(worker.pid))) for worker in fleet.workers), default=0)
 
 
 def supervised_broker(broker: Broker) -> SupervisedProcess:

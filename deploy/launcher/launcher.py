@@ -14,7 +14,7 @@ import contextlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -178,6 +178,8 @@ log = logging.getLogger(__name__)
 POLL_S = 0.1
 REPORT_TIMEOUT_S = 5.0
 DEATH_NOTE_TTL_S = 60
+TOLD = ("worker", "gateway", "batcher")
+"""Kinds whose deaths are told in Redis."""
 NUM_LOOKS = 5
 """A process is ended when this many looks in a row find the same stop. Looks are counted, not seconds: the
 launcher may have been stopped itself, and processes get a moment to go on after it does.
@@ -323,7 +325,7 @@ async def supervise(process: SupervisedProcess, fleet: LocalFleet, tasks: asynci
         returncode, lived_s = await process.run_once()
         if not process.should_run or (fleet.is_ending and returncode == 0):
             return
-        if process.kind in DEATHS and not fleet.follows:
+        if process.kind in TOLD and not fleet.follows:
             for pool in pools_of(process, fleet.settings):
                 settings = fleet.settings.of_pool(pool)
                 tasks.create_task(report_death(settings, process.kind, process.incarnation))
@@ -348,33 +350,21 @@ def pools_of(process: SupervisedProcess, settings: Settings) -> Sequence[str]:
     return settings.pools if process.kind == "worker" else (process.environ.get("POOL", settings.pool),)
 
 
-async def report_worker(pool: PoolClient, incarnation: str) -> None:
-    """Tell the batcher that a worker has ended."""
-    entry: Any = {"died": encode(WorkerDied(incarnation))}
-    await pool.redis.xadd(pool.keys.control, entry)
-
-
-async def mark_gateway(pool: PoolClient, incarnation: str) -> None:
-    """Note the death in a gateway's heartbeat, if it has not expired: other gateways claim its jobs."""
-    key = pool.keys.gateway(incarnation)
-    if await pool.redis.exists(key):
+async def tell_death(pool: PoolClient, kind: str, incarnation: str) -> None:
+    """Tell the batcher that a worker has ended; note it in a gateway's heartbeat, if that has not expired, so
+    that others claim its jobs; release the lease that a batcher held.
+    """
+    if kind == "worker":
+        entry: Any = {"died": encode(WorkerDied(incarnation))}
+        await pool.redis.xadd(pool.keys.control, entry)
+    elif kind == "batcher":
+        lease = process_scripts.lease(pool.keys, holder=incarnation, ttl_ms=0, own_epoch="", clock_ms=b"")
+        await pool.run(lease)
+    elif await pool.redis.exists(key := pool.keys.gateway(incarnation)):
         async with pool.redis.pipeline() as pipe:
             pipe.hset(key, "state", "died")
             pipe.expire(key, DEATH_NOTE_TTL_S, lt=True)
             await pipe.execute()
-
-
-async def release_lease(pool: PoolClient, incarnation: str) -> None:
-    """Release the lease if this batcher held it, so that another can take it."""
-    await pool.run(process_scripts.lease(pool.keys, holder=incarnation, ttl_ms=0, own_epoch="", clock_ms=b""))
-
-
-DEATHS: dict[str, Callable[[PoolClient, str], Awaitable[None]]] = {
-    "worker": report_worker,
-    "gateway": mark_gateway,
-    "batcher": release_lease,
-}
-"""Kind of process → what reports its death."""
 
 
 async def report_death(settings: Settings, kind: str, incarnation: str) -> None:
@@ -384,7 +374,7 @@ async def report_death(settings: Settings, kind: str, incarnation: str) -> None:
             async with asyncio.timeout(REPORT_TIMEOUT_S):
                 while True:
                     with contextlib.suppress(*ERRORS):
-                        await DEATHS[kind](pool, incarnation)
+                        await tell_death(pool, kind, incarnation)
                         return
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
