@@ -34,9 +34,6 @@ class QuantizeJob:
     calibration: str | None = None
     max_tokens: int = 65_536
 
-    def of_source(self, source: str) -> "QuantizeJob":
-        return dataclasses.replace(self, source=source)
-
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
 

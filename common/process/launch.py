@@ -79,11 +79,6 @@ def shared_handles(environ: Mapping[str, str]) -> list[int]:
     return [int(handle)] if handle else []
 
 
-def encode_variables(variables: Mapping[str, str]) -> bytes:
-    """One line, a JSON object."""
-    return json.dumps(dict(variables)).encode() + b"\n"
-
-
 def wait_for_place() -> None:
     """Say READY, and return when this process has its place in the fleet: its variables are in the
     environment then. Exits when the launcher ends before.

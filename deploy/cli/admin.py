@@ -417,13 +417,35 @@ def fields_of(flags: argparse.Namespace, now_s: float) -> KeyFields:
 
 
 async def list_models(directory: DirectoryClient, flags: argparse.Namespace) -> None:
-    """Print a line for each model and pool."""
+    """Print a line for each model and pool: models with weights first, then each pool's own names."""
     content = await directory.read()
-    titles = ("model", "pool", "share", "state", "workers", "waiting", "running", "broker")
     rows = [
-        dict(zip(titles, [*line, *cells_of(content, line[1])], strict=True)) for line in lines_of(content)
+        {"model": model, "share": f"{100 * weight / (sum(weights.values()) or 1):.4g}%"}
+        | of_pool(content, pool)
+        for model, weights in sorted(content.weights.items())
+        for pool, weight in weights.items()
     ]
+    own = {(model, name) for name, known in content.pools.items() for model in known.entry.models or [name]}
+    rows += [
+        {"model": model, "share": ""} | of_pool(content, pool)
+        for model, pool in sorted(own)
+        if model not in content.weights
+    ]
+    titles = ("model", "pool", "share", "state", "workers", "waiting", "running", "broker")
     show_table(rows, {title: title for title in titles})
+
+
+def of_pool(content: DirectoryContent, pool: str) -> dict[str, str | int]:
+    """What the directory says of a pool."""
+    if (known := content.pools.get(pool)) is None:
+        return dict.fromkeys(("workers", "waiting", "running", "broker"), "") | {
+            "pool": pool,
+            "state": "gone",
+        }
+    entry, silent = known.entry, f"silent for {known.age_s:.0f} s"
+    state = silent if known.age_s > SILENT_S else "live" if known.is_live else "no worker"
+    counts = {"workers": entry.num_ready, "waiting": entry.waiting, "running": entry.rows}
+    return {"pool": pool, "state": state, **counts, "broker": entry.address}
 
 
 async def set_weights(directory: DirectoryClient, flags: argparse.Namespace) -> None:
@@ -468,33 +490,6 @@ def read_weight(word: str) -> tuple[str, float]:
     if pool and 0 <= weight <= MAX_WEIGHT:
         return pool, weight
     raise SettingError("weights", f"{word!r} is not a pool and a weight of 0 to {MAX_WEIGHT}, as a=90")
-
-
-def lines_of(content: DirectoryContent) -> list[tuple[str, str, str]]:
-    """Model, pool and share: models with weights first, then each pool's own names."""
-    weighted = [
-        (model, pool, f"{100 * weight / (sum(weights.values()) or 1):.4g}%")
-        for model, weights in sorted(content.weights.items())
-        for pool, weight in weights.items()
-    ]
-    own = [
-        (model, pool, "")
-        for pool, known in sorted(content.pools.items())
-        for model in known.entry.models or [pool]
-        if model not in content.weights
-    ]
-    return weighted + sorted(own)
-
-
-def cells_of(content: DirectoryContent, pool: str) -> list[str]:
-    """What the directory says of a pool."""
-    if (known := content.pools.get(pool)) is None:
-        return ["gone", "", "", "", ""]
-    entry = known.entry
-    state = "live" if known.is_live else "no worker"
-    if known.age_s > SILENT_S:
-        state = f"silent for {known.age_s:.0f} s"
-    return [state, str(entry.num_ready), str(entry.waiting), str(entry.rows), entry.address]
 
 
 # --- roll ---------------------------------------------------------------------------------------------------

@@ -28,12 +28,12 @@ LEAST_TOKENS = 128
 def main(argv: Sequence[str]) -> int:
     """Become the process that quantises. Raises SettingError for what is wrong before it starts."""
     flags = read_flags(argv)
-    job = read_job(flags)
+    read_job(flags, "")  # refuses what is wrong before anything is fetched
     settings = settings_of(flags, ("model_id", "huggingface_hub_cache", *SETTINGS), "tokenfleet quantize")
     prepare.set_hub_variables(settings)
     dtype = prepare.weights_dtype(settings)
     path = model_files.resolve(settings.model_id, settings.revision, prepare.progress, dtype=dtype)
-    words = [*command("gpu_worker.engine.quantizing"), job.of_source(str(path)).to_json()]
+    words = [*command("gpu_worker.engine.quantizing"), read_job(flags, str(path)).to_json()]
     os.execve(words[0], words, os.environ | settings.environ())
 
 
@@ -73,12 +73,12 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(list(argv))
 
 
-def read_job(flags: argparse.Namespace) -> QuantizeJob:
-    """What is asked for, without the model. Raises SettingError."""
+def read_job(flags: argparse.Namespace, source: str) -> QuantizeJob:
+    """What is asked for, with the directory of the model. Raises SettingError."""
     for name, cause in faults(flags):
         raise SettingError(name, cause)
     return QuantizeJob(
-        source="",
+        source=source,
         output=str(Path(flags.output).expanduser().absolute()),
         bits=flags.bits,
         group_size=flags.group_size,

@@ -188,9 +188,6 @@ STOPPED = b"T"
 """State in /proc of a process that a signal stopped. `t`, held by a debugger, is left alone."""
 SUPERVISE_HELP = f"""Start one process of a fleet and keep it alive, as containers do.
 
-The process is started again at once when it ends; a worker's death is reported to the batcher; a gateway's
-answers are kept for its successor.
-
 KIND is {", ".join(KINDS)}; flags are those of `tokenfleet KIND --help`."""
 
 

@@ -7,6 +7,7 @@ no process of the fleet. When memory runs out, the kernel ends it first.
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from common.messages.kept_answer import HANDLE_VARIABLE
 from common.process.event_loop import run_until_one_ends
-from common.process.launch import ACCEPTED, LOAD_FLAG, READY, encode_variables, shared_handles
+from common.process.launch import ACCEPTED, LOAD_FLAG, READY, shared_handles
 from common.process.logs import new_incarnation
 
 log = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ class WaitingProcess:
         """
         self.taken.set()
         score_memory(self.process.pid, memory_score())
-        self.writer.write(encode_variables(variables))
+        self.writer.write(json.dumps({**variables}).encode() + b"\n")
         if not self.is_ready:
             return True
         with contextlib.suppress(TimeoutError):

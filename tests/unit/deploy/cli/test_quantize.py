@@ -33,7 +33,7 @@ WRONG = {
 @pytest.mark.parametrize("words", WRONG)
 def test_a_wrong_argument_is_refused(words: str, tmp_path: Path) -> None:
     with pytest.raises(SettingError) as refusal:
-        read_job(read_flags(["smollm2", str(tmp_path / "out"), *words.split()]))
+        read_job(read_flags(["smollm2", str(tmp_path / "out"), *words.split()]), "")
     assert str(refusal.value).startswith(WRONG[words])
 
 
