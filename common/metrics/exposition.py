@@ -19,10 +19,11 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
-from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.core import Metric as Family
-from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from common.broker.client import ERRORS, describe_error
@@ -66,7 +67,7 @@ def own_values() -> dict[str, float]:
 
 def render_own(pool: str) -> bytes:
     """Return the counts of this process alone, and its memory and processor time."""
-    return render(FleetCollector(pool, COUNTED, own_values(), {})) + generate_latest(REGISTRY)
+    return render(pool, COUNTED, own_values(), {}) + generate_latest(REGISTRY)
 
 
 def render_fleet(pool: str, values: Values | None, gauges: Gauges) -> bytes:
@@ -80,50 +81,35 @@ def render_fleet(pool: str, values: Values | None, gauges: Gauges) -> bytes:
     known = [
         metric for metric in TABLE if metric.name in gauges or (metric.kind != "gauge" and values is not None)
     ]
-    return render(FleetCollector(pool, known, values or {}, gauges))
+    return render(pool, known, values or {}, gauges)
 
 
-def render(collector: Collector) -> bytes:
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(collector)
+def render(pool: str, metrics: Iterable[Metric], values: Values, gauges: Gauges) -> bytes:
+    """Return metrics as text; our own have the label `pool`. Unknown fields are left out."""
+    series, families = by_metric(values), []
+    for metric in metrics:
+        family = Family(metric.name, metric.help, metric.kind)
+        own = {} if is_of_tgi(metric) else {POOL: pool}
+        for suffix, labels, value in samples(metric, series.get(metric.name, {}), gauges):
+            family.add_sample(f"{metric.name}{suffix}", own | labels, value)
+        families.append(family)
+    registry: Any = SimpleNamespace(collect=lambda: families)
     return TGI_COUNTER.sub(rb"\1 ", generate_latest(registry))
 
 
-class FleetCollector(Collector):
-    """Metrics and their values for prometheus_client. Unknown fields are left out."""
-
-    def __init__(self, pool: str, metrics: Iterable[Metric], values: Values, gauges: Gauges) -> None:
-        self.pool = pool
-        self.metrics = metrics
-        self.gauges = gauges
-        self.series = by_metric(values)
-
-    def collect(self) -> Iterator[Family]:
-        for metric in self.metrics:
-            family = Family(metric.name, metric.help, metric.kind)
-            for suffix, labels, value in self.samples(metric):
-                family.add_sample(f"{metric.name}{suffix}", labels, value)
-            yield family
-
-    def samples(self, metric: Metric) -> Iterator[Sample]:
-        """Yield suffix of the name, labels and value of each sample of a metric."""
-        series = self.series.get(metric.name, {})
-        match metric:
-            case Counter():
-                suffix = "" if is_of_tgi(metric) else "_total"
-                for labels in all_labels(metric, series):
-                    yield suffix, self.named(metric, labels), series.get(labels, {}).get("", 0.0)
-            case Histogram():
-                for labels in all_labels(metric, series):
-                    yield from histogram(metric, self.named(metric, labels), series.get(labels, {}))
-            case _:
-                for labels, value in self.gauges[metric.name].items():
-                    yield "", self.named(metric, labels), value
-
-    def named(self, metric: Metric, labels: Labels) -> dict[str, str]:
-        """Return labels by their names; our own metrics begin with the pool."""
-        pool = {} if is_of_tgi(metric) else {POOL: self.pool}
-        return pool | dict(zip(metric.labels, labels, strict=True))
+def samples(metric: Metric, series: Series, gauges: Gauges) -> Iterator[Sample]:
+    """Yield suffix of the name, labels and value of each sample of a metric."""
+    if not isinstance(metric, Counter | Histogram):
+        for values, gauge in gauges[metric.name].items():
+            yield "", dict(zip(metric.labels, values, strict=True)), gauge
+        return
+    # label values that the catalogue knows, and those that have occurred
+    for values in sorted({*product(*metric.labels.values()), *series}):
+        labels, parts = dict(zip(metric.labels, values, strict=True)), series.get(values, {})
+        if isinstance(metric, Histogram):
+            yield from histogram(metric, labels, parts)
+        else:
+            yield "" if is_of_tgi(metric) else "_total", labels, parts.get("", 0.0)
 
 
 def is_of_tgi(metric: Metric) -> bool:
@@ -152,11 +138,6 @@ def is_part(metric: Metric, part: str) -> bool:
         return part == SUM or float(part) >= 0
     except ValueError:
         return False
-
-
-def all_labels(metric: Metric, series: Series) -> list[Labels]:
-    """Return label values that the catalogue knows, and those that have occurred."""
-    return sorted({*product(*metric.labels.values()), *series})
 
 
 def histogram(metric: Histogram, labels: dict[str, str], parts: Mapping[str, float]) -> Iterator[Sample]:

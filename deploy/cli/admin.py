@@ -435,7 +435,7 @@ async def list_models(directory: DirectoryClient, flags: argparse.Namespace) -> 
     show_table(rows, {title: title for title in titles})
 
 
-def of_pool(content: DirectoryContent, pool: str) -> dict[str, str | int]:
+def of_pool(content: DirectoryContent, pool: str) -> dict[str, Any]:
     """What the directory says of a pool."""
     if (known := content.pools.get(pool)) is None:
         return dict.fromkeys(("workers", "waiting", "running", "broker"), "") | {
