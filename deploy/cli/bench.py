@@ -206,7 +206,7 @@ async def warm_up(servers: Sequence[Endpoint], plan: argparse.Namespace) -> int:
             await asyncio.gather(*(server.ask(next(texts), plan.max_tokens, one) for one in others))
         except ServerError as error:
             raise ServerError(f"{server.url} answers no request: {error}") from error
-    return max(1, round(num_words * plan.prompt_tokens / (first.prompt_tokens or plan.prompt_tokens)))
+    return max(1, round(num_words * int(plan.prompt_tokens) / (first.prompt_tokens or plan.prompt_tokens)))
 
 
 def prompts(num_words: int) -> Iterator[str]:

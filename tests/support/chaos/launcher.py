@@ -55,7 +55,10 @@ def chaos_fleet(settings: Settings, broker: Broker | None) -> LocalFleet:
         files = broker.directory / "appendonlydir"
         (directory / ADDRESS).write_text(json.dumps({"url": broker.url, "files": str(files)}))
     if STEP_MS in os.environ:
-        launched.worker_flags = lambda *_: []  # none is preloaded
+        own = launched.preload_flags
+        launched.preload_flags = lambda settings, kind, *more: (
+            own(settings, kind, *more) if kind == "gateway" else []
+        )
     fleet = new_fleet(settings, broker)
     for process in fleet.brokers:
         process.command = [*command("tests.support.chaos.broker"), str(directory / CUT_TO), *process.command]

@@ -72,5 +72,8 @@ class Striker:
 
 if __name__ == "__main__":
     launched.MODULES["worker"] = "tests.support.coding_agents.worker"
-    launched.worker_flags = lambda *_: []  # none is preloaded
+    own = launched.preload_flags
+    launched.preload_flags = lambda settings, kind, *more: (
+        own(settings, kind, *more) if kind == "gateway" else []
+    )
     sys.exit(main())
