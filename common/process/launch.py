@@ -24,6 +24,10 @@ from collections.abc import Mapping
 
 POLL_S = 0.5
 PR_SET_PDEATHSIG = 1
+KEEP_FLAG = "--keep"
+"""The command gets no SIGTERM. A machine that shuts down sends it to all processes at once, but requests in
+flight need the broker until they are finished: the launcher ends that last, by SIGINT.
+"""
 
 
 def die_with_parent() -> None:
@@ -100,4 +104,7 @@ def detach_stdin() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+    words = sys.argv[1:]
+    if words[:1] == [KEEP_FLAG]:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # exec keeps the mask
+    sys.exit(run(words[words[:1] == [KEEP_FLAG] :]))

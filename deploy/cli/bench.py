@@ -196,7 +196,8 @@ async def warm_up(servers: Sequence[Endpoint], plan: argparse.Namespace) -> int:
     """Have each server answer as many requests at once as it will get. Returns the number of words of a
     prompt with the wanted number of tokens, as the first server counts them. Raises ServerError.
     """
-    num_words = round(plan.prompt_tokens * WORDS_PER_TOKEN)
+    wanted: int = plan.prompt_tokens
+    num_words = round(wanted * WORDS_PER_TOKEN)
     texts, first = prompts(num_words), TimedAnswer()
     for server in servers:
         print(f"{server.url}: warming up", file=sys.stderr)
@@ -206,7 +207,7 @@ async def warm_up(servers: Sequence[Endpoint], plan: argparse.Namespace) -> int:
             await asyncio.gather(*(server.ask(next(texts), plan.max_tokens, one) for one in others))
         except ServerError as error:
             raise ServerError(f"{server.url} answers no request: {error}") from error
-    return max(1, round(num_words * int(plan.prompt_tokens) / (first.prompt_tokens or plan.prompt_tokens)))
+    return max(1, round(num_words * wanted / (first.prompt_tokens or wanted)))
 
 
 def prompts(num_words: int) -> Iterator[str]:

