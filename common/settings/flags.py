@@ -220,31 +220,14 @@ def shown(default: Any) -> str:
 def table_of_tgi() -> str:
     """A table in Markdown of all options of text-generation-inference, as rows of equal answers."""
     lines = ["| option of TGI | here |", "|---|---|"]
-    for names, outcome in options_of_tgi():
-        lines.append(f"| {' '.join(f'`{name}`' for name in names)} | {outcome} |")
-    return "\n".join(lines)
-
-
-def options_of_tgi() -> Iterator[tuple[list[str], str]]:
-    """Names of options of text-generation-inference, and what becomes of them."""
     for row in read_rows(TABLE.read_text(encoding="utf-8")):
         if not row.server.startswith(("vLLM", "earlier")):
             names = [word.partition(":")[0] for word in row.names.split()]
-            yield [shown_name(name, row) for name in names], outcome_of(names[0], row)
-
-
-def shown_name(name: str, row: OptionRow) -> str:
-    if name.startswith("-"):
-        return name
-    return f"--{name.replace('_', '-')}" if row.flag else name.upper()
-
-
-def outcome_of(name: str, row: OptionRow) -> str:
-    if row.answer == SAME:
-        return "the same"
-    if row.target is not None:
-        return f"`--{row.target.replace('_', '-')}`"
-    return OTHERS.options[name].outcome.replace("|", "\\|")
+            outcome = "the same" if row.answer == SAME else row.target and f"`{flag_of(row.target)}`"
+            outcome = outcome or OTHERS.options[names[0]].outcome.replace("|", "\\|")
+            spell = str if names[0].startswith("-") else flag_of if row.flag else str.upper
+            lines.append(f"| {' '.join(f'`{spell(name)}`' for name in names)} | {outcome} |")
+    return "\n".join(lines)
 
 
 OBJECTS = ("-sc", "--speculative-config")
@@ -390,13 +373,8 @@ def spell_flag(word: str, parser: argparse.ArgumentParser) -> list[str]:
         name = whole
     if name == "--config" and equals:
         return [name, value]
-    switch = parser._option_string_actions.get("--" + name.removeprefix("--no-"))
-    if (
-        name not in parser._option_string_actions
-        and switch is not None
-        and switch.nargs == "?"
-        and not equals
-    ):
+    switch = known.get("--" + name.removeprefix("--no-"))
+    if name not in known and switch is not None and switch.nargs == "?" and not equals:
         return [f"{switch.option_strings[-1]}=false"]
     return [name + equals + value]
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from common.settings.flags import OTHERS, options_of_tgi
+from common.settings.flags import OTHERS, table_of_tgi
 from common.settings.settings import SettingError, Settings
 
 LAUNCHER = """
@@ -183,7 +183,9 @@ def test_help_and_version_are_shown(word: str, capsys: pytest.CaptureFixture[str
 
 
 def test_the_table_of_options_has_every_flag_of_the_help_pages() -> None:
-    listed = {name for names, _ in options_of_tgi() for name in names}
+    listed = {
+        word for line in table_of_tgi().splitlines() for word in re.findall(r"`(\S+)`", line.split(" | ")[0])
+    }
     pages = flags_in(LAUNCHER) | flags_in(OTHERS_PAGES)
     own_help = {"--help", "--version"}
     assert {flag for flag in pages - listed - own_help if not flag.startswith("--no-")} == set()
