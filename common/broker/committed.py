@@ -5,14 +5,14 @@ gaps with it and the batcher resumes requests with it, so both see the same.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from redis.exceptions import ResponseError
 
-from common.broker.keys import Keys, request_keys
-from common.broker.lua import ScriptCall, call_script
+from common.broker.keys import request_keys
+from common.broker.lua import call_script
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
 from common.messages.events import Events, Tokens, pack_tokens
@@ -182,27 +182,19 @@ def append_tokens(logged: Iterable[Tokens], states: dict[str, Committed]) -> Non
 async def read_slice(
     pool: PoolClient, offsets: Mapping[str, int | None], of_ended: bool
 ) -> dict[str, Committed]:
-    """Return the state of each request as `read_requests` reads it."""
-    call = read_requests(pool.keys, offsets, fields=FIELDS, of_ended=of_ended)
-    found = await pool.run(call)
-    return {name: parse_state(*state) for name, state in zip(offsets, found, strict=True)}
-
-
-def read_requests(
-    keys: Keys, offsets: Mapping[str, int | None], *, fields: Sequence[str], of_ended: bool
-) -> ScriptCall[list[tuple[list[bytes | None], bytes]]]:
-    """Read fields and tokens of requests.
+    """Return the state of each request.
 
     Args:
         offsets: the first byte of the tokens that are read, by request id; None reads no tokens.
         of_ended: whether the tokens of a request that has ended are read, too, and then all of them.
     """
     first_bytes = ["" if offset is None else offset for offset in offsets.values()]
-    return call_script(
+    call = call_script(
         "read_requests",
-        lambda reply: [(fields, records) for *fields, records in reply],
-        keys,
-        args={"which": "all" if of_ended else "live", "num_fields": len(fields)},
-        more_keys=request_keys(keys, offsets),
-        more_args=[*fields, *first_bytes],
+        lambda reply: [parse_state(fields, records) for *fields, records in reply],
+        pool.keys,
+        args={"which": "all" if of_ended else "live", "num_fields": len(FIELDS)},
+        more_keys=request_keys(pool.keys, offsets),
+        more_args=[*FIELDS, *first_bytes],
     )
+    return dict(zip(offsets, await pool.run(call), strict=True))

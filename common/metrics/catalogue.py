@@ -115,15 +115,11 @@ class Histogram(Metric):
                 yield self.field(labels, SUM if bound == TOTAL else repr(bound)), number
 
 
-def exponential(first: float, factor: float, count: int) -> tuple[float, ...]:
-    return (*(first * factor**i for i in range(count)), INFINITY)
-
-
 POOL = "pool"
 METHODS = {"method": ("prefill", "decode")}
 PROPOSERS = {"method": (NGRAM, SUFFIX, DRAFT_MODEL, MEDUSA, MLP_SPECULATOR, EAGLE3, GRAMMAR)}
 CLASSES = {"class": SERVICE_CLASSES}
-DURATION_S = exponential(0.00015, 1.5, 35)
+DURATION_S = (*(0.00015 * 1.5**i for i in range(35)), INFINITY)
 SIZES = (*map(float, range(1, 1025)), INFINITY)
 SKIPPED = (*map(float, range(16)), INFINITY)
 """SPECULATE is 15 at most."""

@@ -68,10 +68,8 @@ def new_client(kind: type[Client], url: str, read_s: float, key: str | None) -> 
     if key is not None and not key.isascii():
         raise ServerError("API_KEY has characters that are not ASCII, which no HTTP header can carry")
     headers = {"accept-encoding": "identity"} | ({"authorization": f"Bearer {key}"} if key else {})
-    timeout, limits = (
-        httpx.Timeout(read_s, connect=CONNECT_TIMEOUT_S),
-        httpx.Limits(max_connections=None, max_keepalive_connections=None),
-    )
+    timeout = httpx.Timeout(read_s, connect=CONNECT_TIMEOUT_S)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     proxies = urlsplit(url).hostname not in LOOPBACK
     try:
         return kind(base_url=url, timeout=timeout, limits=limits, headers=headers, trust_env=proxies)

@@ -276,7 +276,8 @@ async def launch(fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:
     if not fleet.follows and await wait_until_ready(fleet):
         fleet.was_ready = True
         if fleet.is_whole:
-            say_ready(fleet.settings)
+            show = log.info if fleet.settings.json_output else partial(print, flush=True)
+            show(last_lines(fleet.settings))
         for preloaded in fleet.preloaded:
             tasks.create_task(preloaded.keep_one_waiting(partial(are_ready, fleet, preloaded.kind)))
 
@@ -306,14 +307,6 @@ async def take_orders(fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:
     )
     async with listening(own, carry_out):
         await asyncio.Future()
-
-
-def say_ready(settings: Settings) -> None:
-    """Print how to use the fleet; with JSON_OUTPUT log it."""
-    if settings.json_output:
-        log.info("%s", last_lines(settings))
-    else:
-        print(last_lines(settings), flush=True)
 
 
 async def supervise(process: SupervisedProcess, fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:

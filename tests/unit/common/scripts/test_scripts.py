@@ -12,7 +12,7 @@ from api.streams.fill import read_tails
 from batcher import batcher_scripts
 from batcher.batcher_scripts import PlanReply, SavedRequest
 from batcher.recovery import read_saved
-from common.broker.committed import Committed, read, read_requests
+from common.broker.committed import Committed, read, read_slice
 from common.broker.keys import SEALED
 from common.broker.lua import run_script
 from common.broker.pool_client import PoolClient
@@ -273,21 +273,17 @@ async def test_saving_leaves_a_request_that_has_another_attempt_than_was_read(re
 
 async def test_a_request_of_another_type_is_read_as_absent(redis: Redis) -> None:
     await admit(redis, "r1", width=3)
-    await redis.set(KEYS.tokens("r1"), b"x" * 8)
+    await redis.set(KEYS.tokens("r1"), b"x" * 48)
     await redis.set(KEYS.request("r2"), "x")
     await redis.lpush(KEYS.tokens("r2"), "x")  # type: ignore[misc]
 
-    async def read(offsets: dict[str, int | None], *fields: str, of_ended: bool = False) -> Any:
-        call = read_requests(KEYS, offsets, fields=fields, of_ended=of_ended)
-        return await run_script(redis, call)
+    async def read(offsets: dict[str, int | None], of_ended: bool = False) -> list[tuple[bool, int, bytes]]:
+        found = await read_slice(PoolClient(redis, KEYS), offsets, of_ended)
+        return [(one.known, one.width, one.records) for one in found.values()]
 
-    assert await read({"r1": 0, "r2": 0, "r3": 0}, "digest", "width") == [
-        ([b"d", b"3"], b"x" * 8),
-        ([None, None], b""),
-        ([None, None], b""),
-    ]
-    assert await read({"r1": None}, "digest") == [([b"d"], b"")]
-    assert await read({"r1": 6}, "digest", of_ended=True) == [([b"d"], b"xx")]
+    assert await read({"r1": 0, "r2": 0, "r3": 0}) == [(True, 3, b"x" * 48), (False, 1, b""), (False, 1, b"")]
+    assert await read({"r1": None}) == [(True, 3, b"")]
+    assert await read({"r1": 24}, of_ended=True) == [(True, 3, b"x" * 24)]
 
 
 # --- terminal scripts ---------------------------------------------------------------------------------------
