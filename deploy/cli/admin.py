@@ -7,6 +7,7 @@ the fleet.
 import argparse
 import asyncio
 import math
+import os
 import re
 import sys
 import time
@@ -36,13 +37,11 @@ from deploy.cli import batch, bench, chat, status
 from deploy.cli.client import (
     Columns,
     ServerError,
-    api_key,
     fetch_json,
     frame_errors,
     new_client,
     parse_url,
     post,
-    print_error,
     print_lines,
     printable,
     table_of,
@@ -107,7 +106,8 @@ def main(words: Sequence[str]) -> int:
     try:
         return WAYS.get(command, GATEWAY).call(flags.action, flags) or 0
     except ServerError as error:
-        return print_error(error)
+        print(f"tokenfleet: {error}", file=sys.stderr)
+        return 1
 
 
 def new_parser(command: str) -> FlagParser:
@@ -144,7 +144,7 @@ def utc_time(unix_s: float) -> str:
 
 def call_gateway(action: Action, flags: argparse.Namespace) -> int | None:
     url = find_server(flags, action.changes)
-    with new_client(httpx.Client, url, action.read_s, api_key()) as client:
+    with new_client(httpx.Client, url, action.read_s, os.environ.get("API_KEY")) as client:
         result: int | None = action.run(client, flags)
     return result
 

@@ -26,7 +26,6 @@ from common.settings.settings import SettingError
 from deploy.cli.client import (
     ServerError,
     SseDecoder,
-    api_key,
     check_status,
     connection_errors,
     error_text,
@@ -175,7 +174,7 @@ async def measure(urls: Sequence[str], plan: argparse.Namespace) -> tuple[list[F
     """
     async with contextlib.AsyncExitStack() as stack:
         servers = []
-        for url, key in zip(urls, (api_key(), os.environ.get("AGAINST_API_KEY")), strict=False):
+        for url, key in zip(urls, map(os.environ.get, ("API_KEY", "AGAINST_API_KEY")), strict=False):
             client = await stack.enter_async_context(new_client(httpx.AsyncClient, url, READ_TIMEOUT_S, key))
             with connection_errors(url):
                 models = await client.get("/v1/models")

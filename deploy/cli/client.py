@@ -3,7 +3,6 @@ and files.
 """
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -31,12 +30,6 @@ Client = TypeVar("Client", httpx.Client, httpx.AsyncClient)
 
 class ServerError(Exception):
     """The server cannot be reached, or refuses. `str()` is the one line that a person sees."""
-
-
-def print_error(error: ServerError) -> int:
-    """Print the error in one line. Returns the exit code."""
-    print(f"tokenfleet: {error}", file=sys.stderr)
-    return 1
 
 
 def parse_url(text: str) -> str:
@@ -75,10 +68,6 @@ def new_client(kind: type[Client], url: str, read_s: float, key: str | None) -> 
         return kind(base_url=url, timeout=timeout, limits=limits, headers=headers, trust_env=proxies)
     except (ImportError, ValueError, httpx.InvalidURL) as error:
         raise ServerError(f"{url} cannot be used: {error}") from error
-
-
-def api_key() -> str | None:
-    return os.environ.get("API_KEY")
 
 
 @contextlib.contextmanager

@@ -158,7 +158,7 @@ class Roll:
         while True:
             self.check_fleet()
             first = first or process.incarnation
-            if process.incarnation != first or has_ended(process):
+            if process.incarnation != first or (process.running and process.pid is None):
                 return False
             if first and first in await ready(self.fleet.settings, process.kind):
                 return True
@@ -167,10 +167,6 @@ class Roll:
     def check_fleet(self) -> None:
         if self.fleet.is_ending:
             raise OrderFailed("the fleet ends")
-
-
-def has_ended(process: SupervisedProcess) -> bool:
-    return process.running is not None and process.running.returncode is not None
 
 
 log = logging.getLogger(__name__)
