@@ -168,12 +168,8 @@ def test_a_conversation_in_a_terminal() -> None:
         person.waits_for("› ")
         person.types("And more\r")
         person.waits_for("any sign.")
-        assert [one["role"] for one in server.bodies[1]["messages"]] == [
-            "system",
-            "user",
-            "assistant",
-            "user",
-        ]
+        roles = [one["role"] for one in server.bodies[1]["messages"]]
+        assert roles == ["system", "user", "assistant", "user"]
         assert server.bodies[1]["messages"][2]["content"] == TEXT + " "
         person.types("/reset\rAgain\r")
         person.waits_for("forgotten")
@@ -190,11 +186,6 @@ def test_ctrl_c_stops_the_answer_and_not_the_program() -> None:
         person.process.send_signal(signal.SIGINT)
         person.waits_for("stopped")
         wait_until_sync(lambda: server.num_closed == 1)
-        person.waits_for("› ")
-        server.endless = False
-        person.types("Go on\r")
-        person.waits_for("any sign.")
-        assert server.bodies[1]["messages"][1]["content"].startswith("The sky")
         person.waits_for("› ")
         person.process.send_signal(signal.SIGINT)
         person.waits_for("/exit ends")

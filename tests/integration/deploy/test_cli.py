@@ -78,15 +78,6 @@ def test_a_port_in_time_wait_is_free() -> None:
     )
 
 
-def test_a_missing_model_is_refused(tmp_path: Path) -> None:
-    assert refusal("serve", "/no/such/model", PORT=str(free_port())).startswith(
-        "tokenfleet: MODEL_ID: /no/such/model"
-    )
-    assert refusal("serve", PORT=str(free_port()), MODEL_ID=str(tmp_path)).startswith(
-        f"tokenfleet: MODEL_ID: {tmp_path}"
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["batcher", "jobworker"])
 def test_batcher_and_job_worker_start_without_the_model(command: str) -> None:

@@ -17,17 +17,6 @@ from deploy.launcher.embedded_broker import PREFIX, Broker, embedded
 from tests.support import brokers
 from tests.support.waiting import wait_until_sync
 
-
-def test_restarted_broker_keeps_its_socket_and_data() -> None:
-    with embedded() as broker:
-        for number in range(3):
-            process = brokers.start(broker)
-            with redis.Redis.from_url(broker.url) as client:
-                assert client.incr("starts") == number + 1
-            process.kill()
-            process.wait()
-
-
 NOBODY = 65_534
 
 
