@@ -197,4 +197,5 @@ async def read_slice(
         more_keys=request_keys(pool.keys, offsets),
         more_args=[*FIELDS, *first_bytes],
     )
-    return dict(zip(offsets, await pool.run(call), strict=True))
+    states = await pool.run(call)
+    return dict(zip(offsets, states, strict=True))
