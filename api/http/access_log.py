@@ -26,7 +26,9 @@ log = logging.getLogger(__name__)
 
 ACCESS = "access"
 """Key of a request's state: its AccessRecord."""
-POLLED = ("/", "/health", "/ping", "/livez", "/readyz", "/load", "/metrics", "/fleet", "/v2/health/live")
+PROBES = ("/health", "/ping", "/livez", "/readyz", "/load", "/metrics")
+"""Paths of health and metrics."""
+POLLED = ("/", *PROBES, "/fleet", "/v2/health/live")
 """Paths that monitors, load balancers and the page get again and again: they have no line."""
 PAGE = "/page/"
 INTERVAL_S = 1.0

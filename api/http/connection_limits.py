@@ -13,6 +13,7 @@ from typing import Protocol
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.errors import ApiError
+from api.http.access_log import PROBES
 from api.http.error_handlers import error_response
 from api.protocols.protocol import errors_of
 from common.metrics import catalogue
@@ -33,7 +34,6 @@ DEFAULT_CONNECTIONS = 16_384
 NUM_RESERVED = 32
 RESERVED_HEAD_S = 2.0
 """How long a reserved connection may take to send its request."""
-RESERVED_PATHS = ("/health", "/ping", "/livez", "/readyz", "/load", "/metrics")
 LOG_INTERVAL_S = 10.0
 CAUSES = {
     "address": "one address has half of the connections; its oldest idle one is closed",
@@ -188,7 +188,7 @@ def default_max_connections() -> int:
 async def serve_reserved(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """Serve health and metrics on a reserved connection, and refuse everything else."""
     served = app
-    if scope["path"] not in RESERVED_PATHS:
+    if scope["path"] not in PROBES:
         why = "this gateway has too many connections (half of all for one address; `ulimit -n` bounds them)"
         error = ApiError(503, "too_many_connections", why, retry_after_s=1)
         served = error_response(error, errors_of(scope), {"connection": "close"})
