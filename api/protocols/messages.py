@@ -41,7 +41,7 @@ from api.requests.service_terms import TIERS, on_terms
 from api.requests.tools import FunctionSchema, ToolSchema
 from api.streams.stream import Stream
 from api.webhooks import WebhookField
-from common.settings.ranges import MAX_STOP_CHARS
+from common.settings.ranges import STOP_SCHEMA
 
 # --- responses, for /docs -----------------------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ class CountTokensRequest(ServedFields):
     output_config: OutputConfig | None = None
     stop_sequences: Listed[str] | None = optional(
         "Stop strings: the text ends before the first of them that appears.",
-        {"items": {"minLength": 1, "maxLength": MAX_STOP_CHARS}},
+        {"items": STOP_SCHEMA},
     )
     service_tier: str | None = optional(
         "`auto` and `standard_only` are the class `standard`; OpenAI's names are taken, too.",

@@ -64,7 +64,7 @@ from api.requests.validate import check_generates, check_not_streamed, check_siz
 from api.webhooks import WebhookField
 from common.messages.records import unpack_ids
 from common.messages.request import Generate
-from common.settings.ranges import MAX_STOP_CHARS
+from common.settings.ranges import STOP_SCHEMA
 
 Stop = Annotated[str | Listed[str], with_one_error("Input should be a string or a list of strings")]
 Prompt = Annotated[
@@ -137,11 +137,7 @@ class OpenAIRequest(ServedFields, BeamFields):
     )
     stop: Stop | None = optional(
         "A stop string or several: the text ends before the first of them that appears.",
-        {
-            "minLength": 1,
-            "maxLength": MAX_STOP_CHARS,
-            "items": {"minLength": 1, "maxLength": MAX_STOP_CHARS},
-        },
+        {**STOP_SCHEMA, "items": STOP_SCHEMA},
     )
     include_stop_str_in_output: bool | None = optional(
         "Let the text include its stop string or stop token. Default: false."

@@ -53,15 +53,10 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 """Fields of vLLM and Cohere that are not served → values that are accepted."""
 
 OneOrMore = Annotated[str | Listed[str], with_one_error("Input should be a text or a list of texts")]
-ONE_OR_MORE_SCHEMA: dict[str, Any] = {"minLength": 1, "minItems": 1, "items": {"minLength": 1}}
-DOCUMENT_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "required": ["text"],
-    "properties": {"text": {"type": "string", "minLength": 1}},
-}
+TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
 DOCUMENTS_SCHEMA: dict[str, Any] = {
     "minItems": 1,
-    "items": {"anyOf": [{"type": "string", "minLength": 1}, DOCUMENT_SCHEMA]},
+    "items": {"anyOf": [TEXT, {"type": "object", "required": ["text"], "properties": {"text": TEXT}}]},
 }
 
 

@@ -48,7 +48,7 @@ from api.streams.beams import all_outputs, is_absent
 from api.streams.stream import Stream
 from api.webhooks import WebhookField
 from common.messages.request import EMBED, Generate
-from common.settings.ranges import MAX_STOP_CHARS
+from common.settings.ranges import STOP_SCHEMA
 
 # --- responses, for /docs -----------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class GenerateParameters(BeamFields):
     )
     stop: Listed[str] | None = optional(
         "Stop strings: the text ends with the first of them that appears, and includes it.",
-        {"items": {"minLength": 1, "maxLength": MAX_STOP_CHARS}},
+        {"items": STOP_SCHEMA},
     )
     truncate: Whole | None = ranged("truncate", "The most tokens of the prompt to use: its last ones.")
 

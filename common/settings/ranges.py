@@ -14,6 +14,7 @@ from common.settings.types import SettingError
 
 MAX_CHOICES = 128
 MAX_STOP_CHARS = 1000
+STOP_SCHEMA: dict[str, Any] = {"minLength": 1, "maxLength": MAX_STOP_CHARS}
 DEFAULTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 """Values of a generation_config.json that vLLM takes where a request says nothing."""
 
