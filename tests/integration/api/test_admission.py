@@ -591,7 +591,6 @@ async def test_a_pool_whose_worker_still_loads_is_asked_for_again_later(broker: 
     assert "the worker of pool b still loads its model" in named.json()["error"]
 
 
-HEADERS = {"x-priority": "batch", "x-tenant": "acme", "x-deadline-ms": "5000"}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 ROUTES: dict[str, dict[str, Any]] = {
     "/": {"inputs": "Hi"},
@@ -631,16 +630,6 @@ async def asked(
     response = await client.post(path, json=ROUTES[path] | fields, headers=headers)
     assert response.status_code == 200, response.text
     return loaded_worker.seen[-1]
-
-
-async def test_headers_count_on_every_route(client: httpx.AsyncClient, loaded_worker: FakeWorker) -> None:
-    for path in ROUTES:
-        request = await asked(client, loaded_worker, path, HEADERS)
-        assert (request.class_name, request.tenant, request.ttl_ms) == ("batch", "acme", 5000), path
-        request = await asked(client, loaded_worker, path, {"x-deadline-ms": str(MAX_DEADLINE_MS)})
-        assert (request.class_name, request.tenant, request.ttl_ms) == ("standard", "", TIMEOUT_S * 1000), (
-            path
-        )
 
 
 async def test_fields_of_openai_and_vllm_count_and_headers_come_before_them(

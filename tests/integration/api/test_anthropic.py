@@ -14,7 +14,7 @@ from common.messages.records import unpack_ids
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_tools import ARGUMENTS, CALLS, HERMES, PARAMETERS
 from tests.support.answers.openai_frames import streamed
-from tests.support.fleet.gateways import answering, ready, serving
+from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer, FakeWorker
 from tests.support.tokenizer import TOKENIZER, ids
 
@@ -318,32 +318,6 @@ async def test_a_key_is_taken_from_both_headers(broker: Broker, name: str) -> No
         none = await client.post(PATH, json=BODY, headers={"anthropic-version": "2023-06-01"})
     for refused in (wrong, none):
         assert refused.status_code == 401 and refused.json()["error"]["type"] == "authentication_error"
-
-
-async def test_a_stream_goes_on_at_another_gateway(broker: Broker) -> None:
-    """The events are byte for byte those of the first connection."""
-    body = ASKED | {"resume_s": 60, "stream": True}
-    scripted = Answer(ids(THOUGHT + CALLS), num_cached=16)
-    async with answering(broker.url, scripted, **HERMES) as (_, _, client):
-        first = await client.post(PATH, json=body)
-        headers = {"last-event-id": "3", "x-request-id": first.headers["x-request-id"]}
-        async with serving(broker.url, name="g1-test", **HERMES) as (gateway, other):
-            await ready(gateway)
-            again = await other.post(PATH, json=body, headers=headers)
-    frames = first.content.split(b"\n\n")
-    assert first.status_code == again.status_code == 200 and b"id: 4\n" in frames[3]
-    assert again.content.split(b"\n\n") == frames[3:]
-
-
-async def test_a_stream_that_is_asked_for_again_has_the_same_bytes(broker: Broker) -> None:
-    """The first event comes before anybody knows what was cached of the prompt."""
-    async with answering(broker.url, Answer(ids(" one two"), num_cached=16)) as (_, _, client):
-        body, headers = BODY | {"stream": True}, {"idempotency-key": "again"}
-        first, again = [await client.post(PATH, json=body, headers=headers) for _ in range(2)]
-    assert again.headers["idempotency-replayed"] == "true"
-    assert again.content == first.content
-    usage = events_of(first.content)[0]["message"]["usage"]
-    assert usage["cache_read_input_tokens"] == 0 and b'"cache_read_input_tokens":16' in first.content
 
 
 MODELS_ASKED = {VERSION_HEADER: "2023-06-01"}

@@ -10,12 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 from openai import AsyncOpenAI, AuthenticationError
 from redis.asyncio import Redis
@@ -33,11 +30,10 @@ from common.settings.settings import SettingError, Settings
 from deploy.launcher.embedded_broker import Broker
 from tests.support.api_errors import tgi_error
 from tests.support.fleet.batchers import batcher
-from tests.support.fleet.gateways import answering, serving, stream
+from tests.support.fleet.gateways import answering, serving
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.forks.client import ForkedProcess
-from tests.support.machine.ports import free_port
 from tests.support.tokenizer import TOKENIZER, ids
 from tests.support.waiting import wait_until
 
@@ -421,57 +417,6 @@ def start(broker: Broker, name: str, port: int, **variables: str) -> subprocess.
     }
     environ = {key: value for key, value in os.environ.items() if key != "INCARNATION"} | own | variables
     return ForkedProcess([sys.executable, "-m", "api"], env=environ, stderr=subprocess.PIPE, text=True)
-
-
-@dataclass
-class Pair:
-    """Two gateways that share a port; each has one of its own. The second one's relay loses messages."""
-
-    url: str
-    own_urls: list[str]
-    processes: list[subprocess.Popen[str]]
-
-
-@pytest.fixture
-def pair(broker: Broker) -> Iterator[Pair]:
-    port, first, second = free_port(), str(free_port()), str(free_port())
-    processes = [
-        start(broker, "g0", port, GATEWAY_PORT=first),
-        start(broker, "g1", port, GATEWAY_PORT=second, TOKENFLEET_TEST_LOSE="0.2:7"),
-    ]
-    yield Pair(
-        f"http://127.0.0.1:{port}", [f"http://127.0.0.1:{first}", f"http://127.0.0.1:{second}"], processes
-    )
-    for process in processes:
-        process.kill()
-        process.communicate()
-
-
-@pytest.mark.slow
-async def test_gateways_share_a_port_and_drain_at_sigterm(broker: Broker, pair: Pair) -> None:
-    ids = TOKENIZER.encode(" one two three four five six seven eight").ids
-
-    async def talk() -> bytes:
-        async with httpx.AsyncClient(base_url=pair.url, timeout=90) as client:
-            return await stream(client, {"inputs": "count", "parameters": {"max_new_tokens": len(ids)}})
-
-    async with (
-        batching(broker.url),
-        working(broker.url, TOKENIZER, lambda _: Answer(ids), step_s=0.05) as worker,
-    ):
-        for url in pair.own_urls:
-            await wait_until(lambda url=url: healthy(url))  # type: ignore[misc]
-        titles = {" ".join(psutil.Process(process.pid).cmdline()).strip() for process in pair.processes}
-        assert titles == {"tokenfleet api g0", "tokenfleet api g1"}
-        talks = [asyncio.create_task(talk()) for _ in range(16)]
-        await wait_until(lambda: len(worker.seen) == 16)
-        assert {request.gateway.split("-")[0] for request in worker.seen} == {"g0", "g1"}
-        for process in pair.processes:
-            process.send_signal(signal.SIGTERM)
-        contents = await asyncio.gather(*talks)
-        assert len(set(contents)) == 1 and contents[0].count(b"data: ") == len(ids)
-        assert [await asyncio.to_thread(process.wait, 20) for process in pair.processes] == [0, 0]
-        assert not await worker.redis.keys("*:gateway:*") and not await worker.redis.keys("*:request:*")
 
 
 async def healthy(url: str) -> bool:

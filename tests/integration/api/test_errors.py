@@ -12,22 +12,17 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
-import httpx
 import pytest
-from jsonschema_rs import Draft202012Validator
 
-from api.app import build
 from api.errors import ApiError, Family, conflict, failed, invalid, openai, overloaded, unavailable
 from api.http.error_handlers import error_response
-from api.lifecycle import Gateway
 from api.models import STARTED_S
 from api.protocols.protocol import ROW, errors_of
 from api.protocols.table import protocol_at
 from common.messages.events import Terminal, terminal_for
 from common.messages.request import Generate
-from common.settings.settings import Settings
 from deploy.launcher.embedded_broker import Broker
-from tests.integration.api.test_tgi import tgi_frames
+from tests.integration.api.test_routes import document
 from tests.support import brokers
 from tests.support.api_errors import openai_error, tgi_error
 from tests.support.fleet.gateways import answering, nothing_left, ready, serving
@@ -35,7 +30,7 @@ from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.pooling.pooling_gateway import pooling_gateway
 from tests.support.pooling.tiny_encoders import save_encoder
-from tests.support.tokenizer import TOKENIZER, ids, model_tokenizer
+from tests.support.tokenizer import TOKENIZER, ids
 from tests.support.waiting import PATIENCE_S, wait_until
 
 JSON = {"content-type": "application/json"}
@@ -205,16 +200,9 @@ async def test_what_is_not_built_is_refused_by_name(broker: Broker) -> None:
         assert not worker.seen
 
 
-async def document() -> Any:
-    """The OpenAPI document of a gateway; it needs no broker."""
-    app = build(Gateway(Settings(redis_url="redis://127.0.0.1:1"), "g0-test", model_tokenizer()))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
-        return (await client.get("/api-doc/openapi.json")).json()
-
-
 @pytest.fixture(scope="module")
 def described() -> Any:
-    return asyncio.run(document())
+    return document()
 
 
 TAKES_BODY = [
@@ -226,7 +214,6 @@ TAKES_BODY = [
     "/v1/chat/completions",
     "/v1/completions",
 ]
-EVERYTHING = {"details": True, "best_of": 2, "do_sample": True, "top_n_tokens": 2, "max_new_tokens": 4}
 
 
 def nodes(node: Any) -> Iterator[dict[str, Any]]:
@@ -319,39 +306,6 @@ async def test_the_introduction_s_commands_work(broker: Broker) -> None:
             response = await client.post(path, headers=headers, content=data)
             assert response.status_code == 200, response.text
             assert ("data: [DONE]" in response.text) == bool(json.loads(data).get("stream"))
-
-
-async def test_answers_are_as_described(broker: Broker) -> None:
-    """Answers have everything in them, and no field that the description lacks."""
-    async with answering(broker.url, Answer([5, 6])) as (_, _, client):
-        document = (await client.get("/api-doc/openapi.json")).json()
-
-        def check(path: str, method: str, status: int, answer: Any) -> None:
-            content = document["paths"][path][method]["responses"][str(status)]["content"]["application/json"]
-            Draft202012Validator(content["schema"] | {"components": document["components"]}).validate(answer)
-
-        for path, method, body in [
-            ("/generate", "post", {"inputs": "a", "parameters": EVERYTHING}),
-            ("/generate", "post", {"inputs": "a"}),
-            ("/generate", "post", {"inputs": ""}),
-            ("/", "post", {"inputs": "a", "parameters": EVERYTHING}),
-            ("/tokenize", "post", {"inputs": "a b"}),
-            ("/chat_tokenize", "post", {"messages": [{"role": "user", "content": "a"}]}),
-            ("/info", "get", None),
-        ]:
-            response = await client.request(method, path, json=body)
-            check(path, method, response.status_code, response.json())
-        parameters = EVERYTHING | {"best_of": 1}
-        shown = tgi_frames(
-            (await client.post("/generate_stream", json={"inputs": "a", "parameters": parameters})).content
-        )
-    event = document["paths"]["/generate_stream"]["post"]["responses"]["200"]["content"]["text/event-stream"][
-        "schema"
-    ]
-    frame = event["properties"]["data"]["contentSchema"] | {"components": document["components"]}
-    for one in shown:
-        Draft202012Validator(frame).validate(one)
-    assert shown[-1]["details"] and shown[-1]["top_tokens"]
 
 
 IDS = ids(" one two three four five six")

@@ -270,26 +270,6 @@ async def test_a_response_can_be_deleted_before_it_has_ended(broker: Broker) -> 
         await wait_until(nothing_is_left)
 
 
-async def test_a_response_belongs_to_a_key(broker: Broker) -> None:
-    own = {"authorization": "Bearer one"}
-    async with answering(broker.url, STORED_ANSWER) as (_, _, client):
-        whole = (await client.post(PATH, json=BODY, headers=own)).json()
-        path = f"{PATH}/{whole['id']}"
-        for headers in ({"authorization": "Bearer two"}, {}):
-            calls = (
-                client.get(path, headers=headers),
-                client.delete(path, headers=headers),
-                client.post(f"{path}/cancel", headers=headers),
-                client.get(f"{path}/input_items", headers=headers),
-            )
-            assert [(await call).status_code for call in calls] == [404] * 4
-            body = BODY | {"previous_response_id": whole["id"]}
-            assert (await client.post(PATH, json=body, headers=headers)).status_code == 400
-            reference = {"type": "item_reference", "id": whole["output"][0]["id"]}
-            assert (await client.post(PATH, json={"input": [reference]}, headers=headers)).status_code == 400
-        assert await get(client, whole["id"], headers=own) == whole
-
-
 async def test_a_client_that_leaves_cancels_its_response_which_stays(
     broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -310,28 +290,6 @@ async def test_a_client_that_leaves_cancels_its_response_which_stays(
         for after in (0, len(events) - 2, len(events) - 1):
             assert read_events(await follow(client, left["id"], after)) == events[after + 1 :]
     assert "terse" not in caplog.text
-
-
-async def test_a_stored_response_expires(broker: Broker) -> None:
-    async with answering(broker.url, STORED_ANSWER, answer_ttl_s=4000.0) as (worker, _, client):
-        whole = (await client.post(PATH, json=BODY)).json()
-        request_id = whole["id"].removeprefix("resp_")
-        for key in (worker.keys.request(request_id), worker.keys.tokens(request_id)):
-            assert 3900_000 < await worker.redis.pttl(key) <= 4000_000
-
-
-async def test_of_too_many_stored_responses_the_oldest_are_deleted(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("api.streams.describe_answer.MAX_STORED", 2)
-    async with answering(broker.url, STORED_ANSWER) as (worker, _, client):
-        made = [(await client.post(PATH, json=BODY)).json()["id"] for _ in range(3)]
-        await client.post(PATH, json=BODY | {"store": False})
-        found = [(await client.get(f"{PATH}/{one}")).status_code for one in made]
-        assert found == [404, 200, 200]
-        await client.delete(f"{PATH}/{made[1]}")
-        assert await worker.redis.zcard(worker.keys.responses) == 1
-        assert not await worker.redis.exists(worker.keys.tokens(made[0].removeprefix("resp_")))
 
 
 TOOLS: list[dict[str, Any]] = [

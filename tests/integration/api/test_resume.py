@@ -241,18 +241,6 @@ async def test_a_wrong_last_event_id_is_refused_by_name(broker: Broker) -> None:
         assert bare.status_code == 400 and bare.json()["error"]["param"] == "Last-Event-ID"
 
 
-async def test_the_same_post_with_last_event_id_goes_on(broker: Broker) -> None:
-    body = {"prompt": "a", "stream": True, "resume_s": 60}
-    async with two_gateways(broker.url) as (worker, _, client, other):
-        first, place = await read_frames(client, "/v1/completions", body, 2)
-        headers = {"last-event-id": "2", "x-request-id": place.split("/")[2]}
-        rest = await other.post("/v1/completions", json=body, headers=headers)
-        frames = numbered(first + rest.content)
-        assert [ordinal for ordinal, _ in frames] == [*range(1, len(frames) + 1)]
-        assert frames[-1][1] == "[DONE]"
-        assert len(worker.seen) == 1
-
-
 async def test_the_newest_connection_has_the_answer(broker: Broker) -> None:
     """An older connection, whose client has gone unnoticed, neither cancels nor deletes the request."""
     async with two_gateways(broker.url, LONG) as (worker, gateway, client, _):

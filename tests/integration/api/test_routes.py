@@ -1,36 +1,49 @@
 """Each route that makes answers keeps the contract of its row (api/protocols/table.py). Answers, streams and
 errors are as /docs describes them; a client that leaves cancels its request, a stream goes on where it
-stopped, and a request keeps its id and is counted. The body is the example of
-/docs: a new row is tested without a new line.
+stopped, and a request keeps its id and its terms, is counted, told to its webhook and not computed twice. The
+body is the example of /docs: a new row is tested without a new line.
 """
 
 import asyncio
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from jsonschema_rs import Draft202012Validator
+from redis.asyncio import Redis
 
+from api.app import build
 from api.errors import ApiError, internal_error, invalid
 from api.lifecycle import Gateway
+from api.prompts.tokenizer import ModelTokenizer
 from api.protocols.protocol import Protocol
 from api.protocols.table import PROTOCOLS
+from common.settings.settings import Settings
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_admin import Figures
 from tests.integration.api.test_resume import read_frames, two_gateways
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
+from tests.support.keys.issued import add_key, bearer, known
 from tests.support.pooling.pooling_gateway import pooling_gateway
 from tests.support.pooling.tiny_encoders import save_encoder
-from tests.support.tokenizer import ids
+from tests.support.tokenizer import ids, model_tokenizer
 from tests.support.waiting import wait_until
+from tests.support.webhooks.receiver import receiving
 
 IDS = ids(" one two three four five six seven eight")
 JSON = {"content-type": "application/json"}
+TERMS = {"x-priority": "batch", "x-tenant": "acme", "x-deadline-ms": "5000"}
+
+PAYLOAD_LIMIT = 400_000
+LONG = "a " * 150_000
+"""A text that is longer than the scripted worker's limit (1023 tokens), whatever its tokens are."""
 GENERATING = [row for row in PROTOCOLS if row.counts]
 STREAMED = [
     row for row in GENERATING if row.streams or (row.streams is None and "stream" in row.body.model_fields)
@@ -53,39 +66,66 @@ def body_of(row: Protocol, streamed: bool = False) -> dict[str, Any]:
     return example | ({"stream": True} if streamed and row.streams is None else {})
 
 
-class Described:
-    """A route, as the OpenAPI document has it."""
-
-    def __init__(self, document: Any, row: Protocol) -> None:
-        path = row.path.replace(":path", "")
-        self.responses = document["paths"][path]["post"]["responses"]
-        self.components = {"components": document["components"]}
-
-    def check(self, response: httpx.Response) -> None:
-        content = self.responses[str(response.status_code)]["content"]
-        Draft202012Validator(content["application/json"]["schema"] | self.components).validate(
-            response.json()
-        )
-
-    def check_stream(self, content: bytes) -> list[Any]:
-        """Returns its events."""
-        data = self.responses["200"]["content"]["text/event-stream"]["schema"]["properties"]["data"]
-        texts, schema = data.get("anyOf", ({"enum": []}, data))
-        found = re.findall(r"^data: (.*)$", content.decode(), re.MULTILINE)
-        events = [json.loads(one) for one in found if one not in texts["enum"]]
-        validator = Draft202012Validator(schema["contentSchema"] | self.components)
-        for event in events:
-            validator.validate(event)
-        return events
+def keyed(row: Protocol) -> dict[str, str]:
+    return {"idempotency-key": row.name}
 
 
-async def described(client: httpx.AsyncClient, row: Protocol) -> Described:
-    return Described((await client.get("/api-doc/openapi.json")).json(), row)
+def texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from texts_in(inner)
+
+
+def too_long(body: dict[str, Any]) -> dict[str, Any]:
+    """The body with a prompt beyond the limit: the prompt is the longest text of an example."""
+    prompt = max(texts_in(body), key=len)
+    longer: dict[str, Any] = json.loads(json.dumps(body).replace(prompt, LONG))
+    return longer
+
+
+async def fetch_document() -> Any:
+    """The OpenAPI document of a gateway; it needs no broker."""
+    app = build(Gateway(Settings(redis_url="redis://127.0.0.1:1"), "g0-test", model_tokenizer()))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
+        return (await client.get("/api-doc/openapi.json")).json()
+
+
+@cache
+def document() -> Any:
+    """It takes longer to make than the test of a route; a thread, since the event loop waits for it."""
+    with ThreadPoolExecutor() as pool:
+        return pool.submit(asyncio.run, fetch_document()).result()
+
+
+@cache
+def validator(schema: str) -> Draft202012Validator:
+    return Draft202012Validator(json.loads(schema) | {"components": document()["components"]})
+
+
+def responses_of(row: Protocol) -> Any:
+    return document()["paths"][row.path.replace(":path", "")]["post"]["responses"]
+
+
+def check(row: Protocol, response: httpx.Response) -> None:
+    """An answer is as /docs describes it."""
+    content = responses_of(row)[str(response.status_code)]["content"]
+    validator(json.dumps(content["application/json"]["schema"])).validate(response.json())
+
+
+def check_stream(row: Protocol, content: bytes) -> list[Any]:
+    """So is a stream. Returns its events."""
+    data = responses_of(row)["200"]["content"]["text/event-stream"]["schema"]["properties"]["data"]
+    texts, schema = data.get("anyOf", ({"enum": []}, data))
+    found = re.findall(r"^data: (.*)$", content.decode(), re.MULTILINE)
+    events = [json.loads(one) for one in found if one not in texts["enum"]]
+    for event in events:
+        validator(json.dumps(schema["contentSchema"])).validate(event)
+    return events
 
 
 async def check_refusals(client: httpx.AsyncClient, row: Protocol) -> None:
-    shown, (wrong, _) = await described(client, row), row.error(invalid("x"))
-    body = body_of(row)
+    body, (wrong, _) = body_of(row), row.error(invalid("x"))
     field = next(iter(body))
     for content, headers, status, words in (
         (b"{", JSON, 400, "JSON"),
@@ -93,27 +133,71 @@ async def check_refusals(client: httpx.AsyncClient, row: Protocol) -> None:
         (b"{}", JSON, wrong, field),
         (json.dumps(body | {field: 7}).encode(), JSON, wrong, field),
         (json.dumps(body).encode(), {}, 415, "Content-Type"),
-        (b"x" * 5001, JSON, 413, "5000 bytes"),
+        (b"x" * (PAYLOAD_LIMIT + 1), JSON, 413, f"{PAYLOAD_LIMIT} bytes"),
+        (json.dumps(too_long(body)).encode(), JSON, wrong, "must have at most"),
     ):
-        response = await client.post(url(row), content=content, headers=headers)
+        response = await client.post(url(row), content=content, headers=headers | {"x-request-id": "mine"})
         assert (response.status_code, words in response.text) == (status, True), (content, response.text)
         assert response.headers["content-type"] == "application/json"
-        shown.check(response)
+        assert response.headers["x-request-id"] == "mine"
+        check(row, response)
+
+
+async def check_repetition(client: httpx.AsyncClient, row: Protocol, first: httpx.Response) -> None:
+    """With its key, a request that is sent again has the same answer, and another one is refused."""
+    headers, body = keyed(row) | TERMS, body_of(row)
+    again = await client.post(url(row), json=body, headers=headers)
+    assert (again.status_code, again.content) == (200, first.content)
+    assert (first.headers.get("idempotency-replayed"), again.headers["idempotency-replayed"]) == (
+        None,
+        "true",
+    )
+    other = await client.post(url(row), json=body | {"unknown": 1}, headers=headers)
+    assert (other.status_code, "keys for idempotent requests" in other.text) == (409, True), other.text
+    check(row, other)
+
+
+@pytest.fixture
+def no_long_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that cannot fit is refused before it costs anything."""
+    encode = ModelTokenizer.encode
+
+    def encode_short(self: ModelTokenizer, text: str, *more: Any, **options: Any) -> Any:
+        assert len(text) < len(LONG), "this is paid for in vain"
+        return encode(self, text, *more, **options)
+
+    monkeypatch.setattr(ModelTokenizer, "encode", encode_short)
 
 
 @names(WHOLE)
-async def test_a_whole_answer_is_as_described_is_counted_and_keeps_its_id(
+@pytest.mark.usefixtures("no_long_tokens")
+async def test_a_whole_answer_is_as_described_is_counted_told_and_keeps_its_id_and_its_terms(
     broker: Broker, row: Protocol
 ) -> None:
-    async with answering(broker.url, Answer(IDS), payload_limit=5000) as (worker, _, client):
+    async with (
+        receiving() as receiver,
+        answering(
+            broker.url, Answer(IDS), payload_limit=PAYLOAD_LIMIT, webhook_allowed_hosts=(receiver.host,)
+        ) as (worker, _, client),
+    ):
         figures = await Figures(client).begin()
-        response = await client.post(url(row), json=body_of(row))
+        body = body_of(row) | {"webhook": receiver.hook()}
+        response = await client.post(url(row), json=body, headers=TERMS)
         assert response.status_code == 200, response.text
-        (await described(client, row)).check(response)
-        assert worker.seen[0].request_id.startswith(response.headers["x-request-id"])
+        check(row, response)
+        [request] = worker.seen
+        assert request.request_id.startswith(response.headers["x-request-id"])
+        assert (request.class_name, request.tenant, request.ttl_ms) == ("batch", "acme", 5000)
         await figures.until("tgi_request_count", 1)
+        await wait_until(lambda: receiver.deliveries)
+        assert receiver.types == [f"{row.event}.completed"]
+        assert receiver.told == {
+            response.json()["id"] if row.event == "response" else request.request_id[:32]
+        }
+        first = await client.post(url(row), json=body_of(row), headers=keyed(row) | TERMS)
+        await check_repetition(client, row, first)
         await check_refusals(client, row)
-        assert len(worker.seen) == 1
+        assert len(worker.seen) == 2 and len(receiver.deliveries) == 1
 
 
 @names(STREAMED)
@@ -127,8 +211,10 @@ async def test_a_stream_is_as_described_and_goes_on_where_it_stopped(broker: Bro
         body = body_of(row, streamed=True)
         response = await client.post(url(row), json=body)
         assert response.headers["content-type"].startswith("text/event-stream")
-        assert len((await described(client, row)).check_stream(response.content)) > 2
+        assert len(check_stream(row, response.content)) > 2
         assert worker.seen[0].request_id.startswith(response.headers["x-request-id"])
+        one, same = [await each.post(url(row), json=body, headers=keyed(row)) for each in (client, other)]
+        assert same.headers["idempotency-replayed"] == "true" and same.content == one.content
         if not row.resumable:
             return
         client.headers["x-resume-seconds"] = "600"
@@ -138,7 +224,7 @@ async def test_a_stream_is_as_described_and_goes_on_where_it_stopped(broker: Bro
         assert first + rest == again
         headers = {"last-event-id": "4", "x-request-id": place.split("/")[2]}
         assert (await client.post(url(row), json=body, headers=headers)).content == rest
-        assert len(worker.seen) == 2
+        assert len(worker.seen) == 3
 
 
 @names(STREAMED)
@@ -166,30 +252,33 @@ async def all_left(gateway: Gateway, worker: Any) -> None:
 
 @names(GENERATING)
 async def test_failures_have_the_form_of_the_api(
-    broker: Broker, row: Protocol, monkeypatch: pytest.MonkeyPatch
+    broker: Broker, redis: Redis, row: Protocol, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also the last event of a stream, a request without the key, and a crash."""
+    """Also the last event of a stream, a request without the key or with another model's, and a crash."""
     failing = Answer(IDS, error="the worker says no")
+    elsewhere = await add_key(redis, models=["llama"])
     async with answering(broker.url, failing, api_key="sesame", served_model_name="smollm2") as (
         _,
         gateway,
         client,
     ):
-        shown = await described(client, row)
         for key in (None, "sesame", "Bearer", "Bearer sésame", "Bearer sesame2", "Basic sesame"):
             headers = {} if key is None else {b"authorization": key.encode()}
             refused = await client.post(url(row), json=body_of(row), headers=headers)
             assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
-            shown.check(refused)
+            check(row, refused)
+        await known([gateway], elsewhere)
+        refused = await client.post(url(row), json=body_of(row), headers=bearer(elsewhere))
+        assert refused.status_code == 403 and "may not use the model" in refused.text
         client.headers["authorization"] = "Bearer sesame"
         response = await client.post(url(row), json=body_of(row))
         if not row.streams and row.path != "/v1/responses":  # a response says itself that it has failed
             assert response.status_code == row.error(ApiError(424, "generation", ""))[0]
-            shown.check(response)
+            check(row, response)
         assert "the worker says no" in response.text
         if row in STREAMED:
             content = (await client.post(url(row), json=body_of(row, streamed=True))).content
-            assert "the worker says no" in str(shown.check_stream(content)[-1])
+            assert "the worker says no" in str(check_stream(row, content)[-1])
         monkeypatch.setattr(gateway.pool.admission, "check", lambda: 1 / 0)
         crashed = await client.post(url(row), json=body_of(row))
         assert (crashed.status_code, crashed.json()) == row.error(internal_error())
@@ -197,15 +286,23 @@ async def test_failures_have_the_form_of_the_api(
 
 
 @pytest.mark.parametrize("kind", POOLING)
+@pytest.mark.usefixtures("no_long_tokens")
 async def test_vectors_and_scores_are_as_described(broker: Broker, tmp_path: Path, kind: str) -> None:
     model = save_encoder(tmp_path, "BERT", **({"num_labels": 1} if kind == "classify" else {}))
-    async with pooling_gateway(broker.url, tmp_path, model, kind, payload_limit=5000) as (_, _, client):
+    async with pooling_gateway(broker.url, tmp_path, model, kind, payload_limit=PAYLOAD_LIMIT) as (
+        worker,
+        _,
+        client,
+    ):
         for row in PROTOCOLS:
             if row.path in POOLING[kind]:
-                response = await client.post(url(row), json=body_of(row))
+                response = await client.post(url(row), json=body_of(row), headers=keyed(row) | TERMS)
                 assert response.status_code == 200, response.text
-                (await described(client, row)).check(response)
+                check(row, response)
+                num_seen = len(worker.seen)
+                await check_repetition(client, row, response)
                 await check_refusals(client, row)
+                assert len(worker.seen) == num_seen
     assert {row.path for row in PROTOCOLS if not row.counts} == {
         path for paths in POOLING.values() for path in paths
     }

@@ -1,43 +1,18 @@
 """Requests on TGI's routes: which parameters are refused by name and limit, what reaches the worker,
-/tokenize and /info, and requests with pictures and adapters as TGI's own integration tests send them.
-
-What a model says of a picture, and that an adapter changes the ids as PEFT does, is tested where engines are.
+/tokenize and /info.
 """
 
-import asyncio
-import io
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from PIL import Image
 
 from common.messages.request import SamplingParams, StoppingParams
 from deploy.launcher.embedded_broker import Broker
-from tests.integration.api.test_tgi import (
-    CHOICE,
-    CHUNK,
-    GREEDY,
-    KNOWN,
-    MESSAGE,
-    PARAMETERS,
-    PREFILL,
-    TOKEN,
-    USAGE,
-    paths,
-)
-from tests.support.adapters.files import write_adapter
-from tests.support.adapters.fleet import adapter_fleet
-from tests.support.answers.openai_frames import CHAT_PATH, frames, streamed
 from tests.support.fleet.gateways import answering, ready, serving
-from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
-from tests.support.pictures.gateways import data_url, image_part, png, showing, user
-from tests.support.pictures.processors import make_processor
+from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.tokenizer import TOKENIZER, ids, model_tokenizer
-from tests.support.waiting import wait_until
 
 SIZE = model_tokenizer().size
 
@@ -419,126 +394,3 @@ async def test_info_has_the_limits(
         "docker_label",
         "adapters",
     ]
-
-
-Seeing = tuple[FakeWorker, httpx.AsyncClient]
-CHICKEN, COW = data_url(png()), data_url(png(color="brown"))
-WHOLE_ANSWER = f"generated_text:str details.finish_reason:str details.generated_tokens:int {TOKEN}"
-WHOLE_CHAT = f"{KNOWN} {CHOICE} {MESSAGE} {USAGE}"
-LOAD = 4
-
-
-def opaque(mode: str, kind: str) -> str:
-    """An empty picture of 100 x 100 pixels, as TGI's tests make it."""
-    target = io.BytesIO()
-    Image.new(mode, (100, 100), (0, 0, 0, 0) if mode == "RGBA" else (255, 255, 255)).save(target, kind)
-    return data_url(target.getvalue(), f"image/{kind.lower()}")
-
-
-SHORT = {"max_new_tokens": 10}
-URL_PROMPT = f"<|begin_of_text|><|begin_of_text|>User:![]({CHICKEN})What is in this image?<end_of_utterance>"
-STORY = f"User:![]({CHICKEN})Write me a short story<end_of_utterance> \nAssistant:"
-BOTH = f"User:![]({CHICKEN})![]({COW})Where are the cow and chicken?<end_of_utterance> \nAssistant:"
-STANDING = f"![]({COW})Where is the cow standing?\n"
-PROMPTS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "test_idefics_two_images": (BOTH, 2, SHORT),
-    "test_idefics_load": (STORY, 1, SHORT),
-    "test_flash_idefics2_next_all_params": ("Test request", 0, PARAMETERS),
-    "test_flash_idefics3_next_simple_url": (f"{URL_PROMPT}\nAssistant:", 1, SHORT | {"seed": 1337}),
-    "test_flash_pali_gemma": (STANDING, 1, {"max_new_tokens": 20}),
-}
-"""Case → its prompt with pictures as Markdown, how many, and its parameters."""
-
-AFTER = {"seed": 42}
-CHATS: dict[str, tuple[list[Any], dict[str, Any]]] = {
-    "test_flash_qwen2_vl_simple": ([image_part(CHICKEN), "Describe this image."], AFTER),
-    "test_flash_qwen2_vl_simple_streaming": ([image_part(CHICKEN), "Describe this image."], AFTER),
-    "test_flash_gemma3_image_base64_rgba": ([image_part(opaque("RGBA", "PNG")), "What do you see?"], AFTER),
-    "test_flash_gemma3_image_base64_rgb_jpg": (
-        [image_part(opaque("RGB", "JPEG")), "What do you see?"],
-        AFTER,
-    ),
-    "test_mllama_load": (["Describe the image in 10 words.", image_part(CHICKEN)], {"temperature": 0.0}),
-}
-"""Case → the parts of its message, and its parameters."""
-
-
-@pytest.fixture
-async def seeing(broker: Broker, tmp_path: Path) -> AsyncIterator[Seeing]:
-    make_processor("idefics3", tmp_path)
-    async with showing(broker.url, tmp_path, Answer([40, 41])) as (worker, _, client):
-        yield worker, client
-
-
-def check_shape(name: str, expected: str, value: Any) -> None:
-    assert set(expected.split()) - {*paths(value)} == set(), name
-
-
-async def test_prompts_with_pictures(seeing: Seeing) -> None:
-    worker, client = seeing
-    for name, (prompt, num_pictures, parameters) in PROMPTS.items():
-        body = {"inputs": prompt, "parameters": {"details": True, **parameters}}
-        times = LOAD if name.endswith("_load") else 1
-        answers = await asyncio.gather(*(client.post("/generate", json=body) for _ in range(times)))
-        for answer in answers:
-            assert answer.status_code == 200, answer.text
-            check_shape(name, WHOLE_ANSWER, answer.json())
-        assert len({answer.json()["generated_text"] for answer in answers}) == 1, name
-        assert [len(one.pictures) for one in worker.seen[-times:]] == times * [num_pictures], name
-
-
-async def test_chats_with_pictures(seeing: Seeing) -> None:
-    worker, client = seeing
-    for name, (parts, parameters) in CHATS.items():
-        body = {"model": "tgi", "messages": user(*parts), "max_tokens": 100, **parameters}
-        if name.endswith("_streaming"):
-            chunks = frames(await streamed(client, CHAT_PATH, body))
-            found = {place for chunk in chunks for place in paths(chunk)}
-            assert set(f"{CHUNK} choices[].delta.content:str".split()) - found == set(), name
-        else:
-            times = LOAD if name.endswith("_load") else 1
-            for answer in await asyncio.gather(*(client.post(CHAT_PATH, json=body) for _ in range(times))):
-                assert answer.status_code == 200, answer.text
-                check_shape(name, WHOLE_CHAT, answer.json())
-        assert len(worker.seen[-1].pictures) == 1, name
-
-
-DBPEDIA, SUPPORT, HUGCODE = (
-    "predibase/dbpedia",
-    "predibase/customer_support",
-    "smangrul/starcoder-3b-hugcoder",
-)
-ARTICLE = (
-    "You are given the title and the body of an article below.\n### Title: Great White Whale\n\n### Type:"
-)
-WORDS = "What are 3 unique words that describe you?"
-CODE = "def print_hello"
-SCORED = {"max_new_tokens": 10, "decoder_input_details": True}
-LONG = {"max_new_tokens": 40, "details": True}
-SAMPLED = {"max_new_tokens": 60, "temperature": 0.6, "top_p": 0.95, "seed": 0, "details": True}
-ADAPTER_CASES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "test_lora_mistral": ("Test request", SCORED, ""),
-    "test_lora_mistral_with_dbpedia_adapter": (ARTICLE, LONG, DBPEDIA),
-    "test_lora_mistral_without_customer_support_adapter": (WORDS, LONG, ""),
-    "test_flash_starcoder2_default_params": ("who are you?", SAMPLED, ""),
-    "test_flash_starcoder2_with_hugcode_adapter": (CODE, {"max_new_tokens": 10, "details": True}, HUGCODE),
-}
-"""Case → its prompt, its parameters, and its `adapter_id`."""
-
-
-async def test_prompts_with_adapters(broker: Broker, tmp_path: Path) -> None:
-    names = (DBPEDIA, SUPPORT, HUGCODE)
-    words = tuple(f"{name}={write_adapter(tmp_path / name.replace('/', '-'))}" for name in names)
-    async with adapter_fleet(broker.url, lora_adapters=words) as (worker, _, client):
-        await wait_until(lambda: len(worker.held.loaded) == len(names))
-        for case, (prompt, parameters, adapter) in ADAPTER_CASES.items():
-            given = parameters | ({"adapter_id": adapter} if adapter else {})
-            body, times = {"inputs": prompt, "parameters": given}, LOAD if case.endswith("_load") else 1
-            answers = await asyncio.gather(*(client.post("/generate", json=body) for _ in range(times)))
-            expected = PREFILL if "decoder_input_details" in given else f"{GREEDY} {TOKEN}"
-            expected = expected.replace("details.seed:null", "details.seed:int" if "seed" in given else "")
-            for answer in answers:
-                assert answer.status_code == 200, answer.text
-                found = {*paths(answer.json())}
-                assert {"generated_text:str", *expected.split()} - found == set(), case
-            assert [one.adapter.partition("@")[0] for one in worker.seen[-times:]] == times * [adapter], case

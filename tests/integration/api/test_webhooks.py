@@ -74,33 +74,6 @@ async def test_a_batch_tells_its_end(broker: Broker, tmp_path: Path) -> None:
 
 PROMPT: dict[str, Any] = {"inputs": "Say it", "parameters": {"max_new_tokens": 2}}
 SHORT_CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Say it"}], "max_tokens": 2}
-TEXT: dict[str, Any] = {"text_input": "Say it", "max_tokens": 2}
-TENSOR = {"name": "text_input", "shape": [2], "datatype": "BYTES", "data": ["one", "two"]}
-ROUTES: list[tuple[str, dict[str, Any]]] = [
-    ("/generate", PROMPT),
-    ("/generate_stream", PROMPT),
-    ("/", PROMPT),
-    ("/invocations", PROMPT),
-    ("/vertex", {"instances": [PROMPT, SHORT_CHAT]}),
-    ("/v1/completions", {"prompt": ["Say it", "twice"], "max_tokens": 2}),
-    ("/v1/chat/completions", SHORT_CHAT | {"n": 2}),
-    ("/v1/messages", SHORT_CHAT),
-    ("/v2/models/tgi/generate", TEXT),
-    ("/v2/models/tgi/generate_stream", TEXT),
-    ("/v2/models/tgi/infer", {"inputs": [TENSOR], "parameters": {"max_tokens": 2}}),
-]
-
-
-async def test_each_route_tells_the_end_of_its_request_once(broker: Broker) -> None:
-    async with receiving() as receiver, answering(broker.url, ANSWER, **allowing(receiver)) as (_, _, client):
-        expected = {}
-        for path, body in ROUTES:
-            answer = await client.post(path, json=body | {"webhook": receiver.hook()})
-            assert answer.status_code == 200, (path, answer.text)
-            expected[answer.headers["x-request-id"]] = "request.completed"
-        await wait_until(lambda: len(receiver.deliveries) >= len(ROUTES))
-        assert told_by(receiver) == expected
-        assert len(receiver.deliveries) == len(ROUTES)
 
 
 async def test_a_failure_and_a_cancel_are_told_by_their_names(broker: Broker) -> None:
@@ -131,12 +104,10 @@ async def cancelled_chat(client: httpx.AsyncClient, receiver: Receiver) -> str:
     return request_id
 
 
-@pytest.mark.parametrize("path", ["/generate", "/v1/messages", "/v2/models/tgi/infer"])
-async def test_a_webhook_at_fault_is_named(broker: Broker, path: str) -> None:
-    body = dict(ROUTES)[path]
+async def test_a_webhook_at_fault_is_named(broker: Broker) -> None:
     async with receiving() as receiver, answering(broker.url, ANSWER, **allowing(receiver)) as (_, _, client):
-        wrong = await client.post(path, json=with_hook(body, receiver, url="http://example.org"))
-        assert wrong.status_code in (400, 422)
+        wrong = await client.post("/generate", json=with_hook(PROMPT, receiver, url="http://example.org"))
+        assert wrong.status_code == 422
         assert "`webhook.url` must begin with https:" in wrong.text
 
 
