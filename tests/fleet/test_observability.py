@@ -213,61 +213,23 @@ async def test_prometheus_scrapes_the_fleet_and_each_process(prometheus: str) ->
 
 # --- TGI's own Grafana dashboard ----------------------------------------------------------------------------
 
-ONE = '{container="$service"}'
-PREFILL = '{method="prefill", container="$service"}'
-DECODE = '{method="decode", container="$service"}'
-TENTHS = (0.5, 0.9, 0.99)
-
-
-def quantile(share: float, series: str, labels: str) -> str:
-    return f"histogram_quantile({share}, sum by (le) (rate({series}_bucket{labels}[10m])))"
-
-
-QUANTILES = {
-    "Number of tokens per prompt": ("tgi_request_input_length", ONE),
-    "Number of generated tokens per request": ("tgi_request_generated_tokens", ONE),
-    "Mean Time Per Token quantiles": ("tgi_request_mean_time_per_token_duration", ONE),
-    "Speculated Tokens": ("tgi_request_skipped_tokens", ONE),
-    "Latency quantiles": ("tgi_request_duration", ONE),
-    "Queue quantiles": ("tgi_request_queue_duration", ONE),
-    "Prefill Quantiles": ("tgi_batch_inference_duration", PREFILL),
-    "Decode quantiles": ("tgi_batch_inference_duration", DECODE),
-    "Forward quantiles": ("tgi_batch_forward_duration", DECODE),
-    "Token Decode quantiles": ("tgi_batch_decode_duration", DECODE),
-    "Filter Batch quantiles": ("tgi_batch_filter_duration", DECODE),
-    "Batch Concat quantiles": ("tgi_batch_concat_duration", DECODE),
-}
-"""Panel → the histogram of which it shows three quantiles. "Prompt Tokens" is the first one again."""
-HEATMAPS = {
-    "Mean Time Per Token": QUANTILES["Mean Time Per Token quantiles"],
-    "Prefill Latency": QUANTILES["Prefill Quantiles"],
-    "Decode Latency": QUANTILES["Decode quantiles"],
-    "Forward Latency": QUANTILES["Forward quantiles"],
-    "Token Decode Latency": QUANTILES["Token Decode quantiles"],
-    "Filter Batch Latency": QUANTILES["Filter Batch quantiles"],
-    "Batch Concat latency": QUANTILES["Batch Concat quantiles"],
-}
-GENERATED = "tgi_request_generated_tokens"
-OTHERS = {
-    "Time to first token: queue": f"({quantile(0.5, 'tgi_request_queue_duration', ONE)} * 1000) > 0",
-    "Time to first token: prefill": f"({quantile(0.5, 'tgi_batch_inference_duration', PREFILL)} * 1000) > 0",
-    "Decode per-token latency": f"({quantile(0.5, 'tgi_batch_forward_duration', DECODE)} * 1000)>0",
-    "Throughput": f"sum((rate({GENERATED}_sum{ONE}[10m]) / rate({GENERATED}_count{ONE}[10m]))>0)",
-    "Requests": f"sum(increase(tgi_request_success{ONE}[1m]))",
-    "Requests: failures": f"sum(increase(tgi_request_failure{ONE}[1m])) by (err)",
-    "Number of replicas": f"count(tgi_request_count{ONE})",
-    "Queue Size": f"sum(tgi_queue_size{ONE})",
-    "Max tokens per batch": f"avg(tgi_batch_current_max_tokens{ONE})",
-    "Batch Size": f"avg(tgi_batch_current_size{ONE})",
-    "Concatenates": f"sum(increase(tgi_batch_concat{ONE}[1m])) by (reason)",
-}
-QUERIES = OTHERS | {
-    f"{panel}: {share}": quantile(share, *asked) for panel, asked in QUANTILES.items() for share in TENTHS
-}
+HISTOGRAMS = [
+    *(f"tgi_request_{name}" for name in ("input_length", "generated_tokens", "skipped_tokens")),
+    *(f"tgi_request_{name}duration" for name in ("mean_time_per_token_", "", "queue_")),
+    *(f"tgi_batch_{name}_duration" for name in ("inference", "forward", "decode", "filter", "concat")),
+]
+OTHERS = [
+    *(f"tgi_request_{name}" for name in ("success", "failure", "count")),
+    *(f"tgi_{name}" for name in ("queue_size", "batch_current_max_tokens", "batch_current_size")),
+    "tgi_batch_concat",
+]
+QUERIES = {name: f"histogram_quantile(0.5, sum by (le) (rate({name}_bucket[10m])))" for name in HISTOGRAMS}
+QUERIES |= {name: f"sum({name})" for name in OTHERS}
 QUERIES |= {
-    panel: f"sum(increase({series}_bucket{labels}[5m])) by (le)"
-    for panel, (series, labels) in HEATMAPS.items()
+    f"{part} of {method}": f'sum(rate(tgi_batch_{part}_duration_count{{method="{method}"}}[10m])) > 0'
+    for part, method in (("inference", "prefill"), ("inference", "decode"), ("forward", "decode"))
 }
+"""What the panels of TGI's dashboard show."""
 
 
 @needs_prometheus
@@ -286,8 +248,7 @@ async def test_every_panel_of_tgis_dashboard_has_data(fleet: Fleet, prometheus: 
             for tokens in (4, 0, 8):
                 await ask(tokens)
             await asyncio.gather(*running)
-            asked = {panel: query.replace("$service", "tokenfleet") for panel, query in QUERIES.items()}
-            found = {panel: await values(client, query) for panel, query in asked.items()}
+            found = {panel: await values(client, query) for panel, query in QUERIES.items()}
             empty = [panel for panel, numbers in found.items() if all(map(math.isnan, numbers))]
             print("empty:", empty)
             return not empty

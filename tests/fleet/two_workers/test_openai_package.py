@@ -6,63 +6,8 @@ import openai
 import pydantic
 import pytest
 from openai import AsyncOpenAI
-from openai.types import CompletionUsage
-from transformers import AutoTokenizer
-
-from common import model_files
 
 MODEL = "smollm2"
-CHAT: list[Any] = [{"role": "user", "content": "Name three colours."}]
-GREEDY: dict[str, Any] = {"model": MODEL, "messages": CHAT, "temperature": 0, "max_tokens": 12}
-
-
-async def test_a_chat_is_the_same_streamed_and_whole(client: AsyncOpenAI) -> None:
-    whole = await client.chat.completions.create(**GREEDY)
-    [choice] = whole.choices
-    tokenizer = AutoTokenizer.from_pretrained(model_files.resolve(MODEL))
-    prompt = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
-    same = await client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=12)
-    assert choice.message.content and choice.message.content == same.choices[0].text
-    assert whole.usage is not None and whole.usage.prompt_tokens == len(tokenizer(prompt)["input_ids"])
-    chunks = [
-        chunk
-        async for chunk in await client.chat.completions.create(
-            **GREEDY, stream=True, stream_options={"include_usage": True}
-        )
-    ]
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == choice.message.content
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert chunks[-2].choices[0].finish_reason == choice.finish_reason
-    assert chunks[-1].usage is not None and totals(chunks[-1].usage) == totals(whole.usage)
-    assert len({chunk.id for chunk in chunks}) == 1
-
-
-def totals(usage: CompletionUsage) -> tuple[int, int, int]:
-    """Usage without cached tokens, whose number depends on the worker."""
-    return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
-
-
-async def test_choices_differ_and_a_seed_repeats_them(client: AsyncOpenAI) -> None:
-    async def texts(seed: int) -> list[str | None]:
-        warm = GREEDY | {"temperature": 1.5, "n": 2, "seed": seed, "max_tokens": 8}
-        return [choice.message.content for choice in (await client.chat.completions.create(**warm)).choices]
-
-    first, again, other = await texts(1), await texts(1), await texts(2)
-    assert first == again
-    assert len({*first, *other}) == 4
-
-
-async def test_refusals_are_the_exceptions_of_the_package(client: AsyncOpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        await client.chat.completions.create(**GREEDY | {"temperature": -1}, stream=True)
-    assert (caught.value.param, caught.value.type) == ("temperature", "invalid_request_error")
-    with pytest.raises(openai.NotFoundError) as missing:
-        await client.chat.completions.create(**GREEDY | {"model": "gpt-5"})
-    assert missing.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError, match="`web_search_options` is not supported yet"):
-        await client.chat.completions.create(**GREEDY, web_search_options={})
-    assert [model.id async for model in client.models.list()] == [MODEL]
-    assert (await client.models.retrieve(MODEL)).id == MODEL
 
 
 async def test_a_parsed_answer_is_an_object_of_its_class(client: AsyncOpenAI) -> None:
