@@ -223,26 +223,15 @@ async def test_a_model_s_own_defaults_do_not_forbid_a_search(broker: Broker) -> 
 REFUSED_BY_BOTH: list[tuple[dict[str, Any], str]] = [
     ({"beam_width": 9}, "`beam_width` must be at least 1 and at most 8. Given: 9"),
     ({"beam_width": 2, "length_penalty": 1e999}, "`length_penalty` must be at least -5 and at most 5"),
-    (
-        {"beam_width": 2, "length_penalty": -6},
-        "`length_penalty` must be at least -5 and at most 5. Given: -6",
-    ),
-    ({"beam_width": 2, "diversity": -1}, "`diversity` must be at least 0 and at most 100. Given: -1"),
-    ({"beam_width": 2, "early_stopping": -1}, "`early_stopping` must be at least 0. Given: -1"),
     ({"beam_width": 2, "early_stopping": "often"}, 'early_stopping`: Input should be true, false, "never"'),
     ({"beam_width": 2, "temperature": 0.5}, "`temperature` and a beam search exclude each other: it draws"),
-    ({"beam_width": 2, "top_p": 0.5}, "`top_p` and a beam search exclude each other"),
     ({"length_penalty": 2}, "`length_penalty` needs a beam search: set `beam_width`"),
-    ({"beam_search_diversity_rate": 0.5}, "`beam_search_diversity_rate` needs a beam search"),
     ({"diversity": 0, "beam_search_diversity_rate": 0.5}, "exclude each other"),
 ]
 REFUSED_BY_TGI: list[tuple[dict[str, Any], str]] = [
-    ({"beam_width": 2, "do_sample": True}, "`do_sample` and a beam search exclude each other"),
     ({"beam_width": 2, "best_of": 2}, "`best_of`"),
     ({"beam_width": 2, "top_n_tokens": 1}, "`top_n_tokens` and a beam search exclude each other"),
     ({"beam_width": 2, "decoder_input_details": True}, "`decoder_input_details` and a beam search"),
-    ({"beam_width": 2, "watermark": True}, "`watermark` and a beam search exclude each other"),
-    ({"use_beam_search": True}, "`use_beam_search` is not a field of this route"),
     (
         {"beam_width": 8, "max_new_tokens": 1000},
         "`max_new_tokens` must be at most 128 with this prompt and `beam_width`: a worker's KV cache holds "
@@ -255,9 +244,6 @@ REFUSED_BY_OPENAI: list[tuple[str, dict[str, Any], str]] = [
     (PATH, {"beam_width": 2, "use_beam_search": False}, "`use_beam_search`: false and `beam_width` exclude"),
     (PATH, {"use_beam_search": True, "n": 9}, "`n` must be at least 1 and at most 8"),
     (PATH, {"beam_width": 2, "logprobs": 1}, "`logprobs` and a beam search exclude each other"),
-    (PATH, {"beam_width": 2, "prompt_logprobs": 0}, "`prompt_logprobs` and a beam search exclude each other"),
-    (PATH, {"beam_width": 2, "echo": True, "max_tokens": 0}, "`max_tokens` must be at least 1"),
-    (CHAT_PATH, {"beam_width": 2, "logprobs": True, "top_logprobs": 1}, "`top_logprobs` and a beam search"),
     ("/v1/responses", {"beam_width": 2}, "`beam_width` is not supported yet"),
 ]
 

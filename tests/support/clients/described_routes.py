@@ -24,14 +24,8 @@ from api.http.idempotency import REPLAYED
 SETTINGS = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 FEW, MANY = 3, 50
 """Random cases of a route, in each mode."""
-CASES = "hypothesis_explicit_examples"
-"""Where hypothesis keeps the cases of a test that are not random; one without any lacks it."""
-SHARE = 48
-"""Of the cases at the limits of a route's fields, one in this number is tried, unless all are."""
-MODES = list(HypothesisTestMode)
-UNCOVERED = [HypothesisTestMode.EXAMPLES, HypothesisTestMode.FUZZING]
-TWINS = ("/", "/generate_stream", "/invocations", "/vertex", "/chat_tokenize")
-"""Routes that take the body of another: not each of its fields is tried at each of its limits."""
+FEW_MODES = [HypothesisTestMode.EXAMPLES, HypothesisTestMode.FUZZING]
+"""Without the cases at the limits of each field."""
 UNKNOWN_HEADER = "x-schemathesis-unknown-property"
 UNDESCRIBED = re.compile(
     "Input should be a valid integer"  # JSON Schema takes 5.0 for one
@@ -77,7 +71,7 @@ def try_routes(
     apart: Callable[[str], AbstractContextManager[Any]],
 ) -> None:
     """Try each route, by its path at a gateway of a model that it is for, `apart` by its label. Thoroughly is
-    with many random cases, and all cases at limits.
+    with many random cases, and the cases at limits.
     """
     chosen = settings(SETTINGS, max_examples=MANY if thoroughly else FEW)
     schema = schemathesis.openapi.from_dict(document)
@@ -93,13 +87,10 @@ def try_routes(
         for found in schema.get_all_operations():
             assert isinstance(found, Ok), found
             operation = found.ok()
-            modes = MODES if thoroughly or operation.path not in TWINS else UNCOVERED
+            modes = list(HypothesisTestMode) if thoroughly else FEW_MODES
             config = HypothesisTestConfig(schema.config, modes, settings=chosen)
             with apart(operation.label):
-                test = create_test(operation=operation, test_func=check, config=config)
-                if not thoroughly and (cases := getattr(test, CASES, None)):
-                    setattr(test, CASES, cases[::SHARE])
-                test()
+                create_test(operation=operation, test_func=check, config=config)()
                 assert num_cases[operation.path]
 
 
