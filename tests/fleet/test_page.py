@@ -12,9 +12,8 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from deploy.launcher.embedded_broker import Broker
-from tests.integration.api.test_app import start
 from tests.support.fleet.fleet import Fleet
-from tests.support.machine.ports import free_port
+from tests.support.fleet.gateway_processes import GatewayProcesses
 from tests.support.page.browser import CHROMIUM, browsing, opened
 from tests.support.waiting import wait_until_sync
 
@@ -150,27 +149,19 @@ def test_an_answer_goes_on_after_its_gateway_died(fleet: Fleet, page: Page) -> N
 
 
 def test_the_api_key_is_kept_over_a_reload(broker: Broker, browser: Browser) -> None:
-    port = free_port()
-    process = start(broker, "g0", port, API_KEY="open sesame")
-    context = browser.new_context()
-    try:
-        page = context.new_page()
-        wait_until_sync(lambda: answers(port))
-        page.goto(f"http://127.0.0.1:{port}")
-        for key in ("wrong", "open sesame"):
-            page.get_by_label("API key", exact=True).fill(key)
-            page.get_by_role("button", name="Use this key").click()
-        expect(page.locator(".tile[data-kind=gateway]")).to_be_visible()
-        page.reload()
-        expect(page.locator(".tile[data-kind=gateway]")).to_be_visible()
-        expect(page.get_by_role("dialog")).to_be_hidden()
-    finally:
-        context.close()
-        process.kill()
-        process.communicate()
+    with GatewayProcesses(broker.url, 1, API_KEY="open sesame") as gateways:
+        wait_until_sync(lambda: answers(gateways.url))
+        with opened(browser, gateways.url) as page:
+            for key in ("wrong", "open sesame"):
+                page.get_by_label("API key", exact=True).fill(key)
+                page.get_by_role("button", name="Use this key").click()
+            expect(page.locator(".tile[data-kind=gateway]")).to_be_visible()
+            page.reload()
+            expect(page.locator(".tile[data-kind=gateway]")).to_be_visible()
+            expect(page.get_by_role("dialog")).to_be_hidden()
 
 
-def answers(port: int) -> bool:
+def answers(url: str) -> bool:
     with contextlib.suppress(httpx.TransportError):
-        return httpx.get(f"http://127.0.0.1:{port}/fleet").status_code == 401
+        return httpx.get(f"{url}/fleet").status_code == 401
     return False

@@ -26,6 +26,18 @@ async def wait_until(predicate: Callable[[], Any | Awaitable[Any]], timeout_s: f
     raise TimeoutError(f"not within {timeout_s} s: {source(predicate)}")
 
 
+async def wait_for(read: Callable[[], Any], expected: Any, timeout_s: float = PATIENCE_S) -> None:
+    """Returns when what a coroutine reads is this. Raises TimeoutError."""
+
+    async def has_come() -> bool:
+        return bool(await read() == expected)
+
+    try:
+        await wait_until(has_come, timeout_s)
+    except TimeoutError as error:
+        raise TimeoutError(f"not {expected!r} within {timeout_s} s: {source(read)}") from error
+
+
 def wait_until_sync(predicate: Callable[[], Any], timeout_s: float = PATIENCE_S) -> Any:
     """The predicate's first true value. Raises TimeoutError."""
     for pause_s in pauses(timeout_s):

@@ -8,8 +8,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 from typing import Any
 
 import httpx
@@ -30,10 +28,10 @@ from common.settings.settings import SettingError, Settings
 from deploy.launcher.embedded_broker import Broker
 from tests.support.api_errors import tgi_error
 from tests.support.fleet.batchers import batcher
+from tests.support.fleet.gateway_processes import start
 from tests.support.fleet.gateways import answering, serving
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
-from tests.support.forks.client import ForkedProcess
 from tests.support.tokenizer import TOKENIZER, ids
 from tests.support.waiting import wait_until
 
@@ -406,32 +404,11 @@ def test_processes_are_judged(
     assert judge_processes(ProcessList(0.0, 0, processes), num_workers) == expected
 
 
-def start(broker: Broker, name: str, port: int, **variables: str) -> subprocess.Popen[str]:
-    own = {
-        "PROCESS_NAME": name,
-        "REDIS_URL": broker.url,
-        "PORT": str(port),
-        "HOSTNAME": "127.0.0.1",
-        "PYTHONPATH": os.getcwd(),
-        "WORKER_GRACE_S": "3600",  # a scripted worker shows itself once
-    }
-    environ = {key: value for key, value in os.environ.items() if key != "INCARNATION"} | own | variables
-    return ForkedProcess([sys.executable, "-m", "api"], env=environ, stderr=subprocess.PIPE, text=True)
-
-
-async def healthy(url: str) -> bool:
-    try:
-        async with httpx.AsyncClient() as client:
-            return (await client.get(f"{url}/health")).status_code == 200
-    except httpx.TransportError:
-        return False
-
-
 def test_a_taken_port_is_one_error_line_and_ex_config(broker: Broker) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        process = start(broker, "g0", taken.getsockname()[1])
+        process = start(broker.url, "g0", taken.getsockname()[1])
         error = process.communicate(timeout=60)[1]
     assert process.returncode == os.EX_CONFIG
     assert "PORT: cannot listen on 127.0.0.1:" in error and len(error.splitlines()) == 1

@@ -22,13 +22,12 @@ from api.streams.stream import Stream
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from deploy.launcher.embedded_broker import Broker
-from tests.integration.api.test_app import healthy, start
 from tests.support.answers.openai_frames import CHAT
+from tests.support.fleet.gateway_processes import GatewayProcesses
 from tests.support.fleet.gateways import nothing_left, ready, serving
 from tests.support.fleet.resuming import ResumingClient
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
-from tests.support.machine.ports import free_port
 from tests.support.sse import data_of, numbered
 from tests.support.tokenizer import TOKENIZER, ids, model_tokenizer
 from tests.support.waiting import PATIENCE_S, wait_until
@@ -110,42 +109,30 @@ async def test_tokens_that_move_while_they_are_read_are_read_again(
 
 async def test_a_killed_gateway_costs_its_streams_a_reconnect(broker: Broker) -> None:
     """In the middle of every kind of stream; the other gateway goes on with all of them."""
-    ports = free_port(), free_port()
-    own = [f"http://127.0.0.1:{port}" for port in ports]
-    processes = [start(broker, f"g{i}", free_port(), GATEWAY_PORT=str(port)) for i, port in enumerate(ports)]
-    try:
+    with GatewayProcesses(broker.url) as gateways:
         async with (
             working(broker.url, TOKENIZER, lambda _: LONG, step_s=0.02) as worker,
             batching(broker.url),
         ):
-            for url in own:
-                await wait_until(lambda url=url: healthy(url))  # type: ignore[misc]
+            await gateways.until_healthy()
             worker.most_tokens = 10  # none ends before its gateway does
-            clients = [ResumingClient(*own) for _ in range(2 * len(REQUESTS))]
+            clients = [ResumingClient(*gateways.urls) for _ in range(2 * len(REQUESTS))]
             reads = [
                 asyncio.create_task(client.read(path, body | {"stream": True}))
                 for client, (path, body) in zip(clients, 2 * REQUESTS, strict=True)
             ]
             await wait_until(lambda: all(client.num_frames > 3 for client in clients))
-            processes[0].kill()
+            gateways.processes[0].kill()
             await wait_until(lambda: all(client.num_returns for client in clients))
             worker.most_tokens = sys.maxsize
             worker.step_s = 0.0
-            contents = await asyncio.gather(*reads)
+            contents = [without_names(content) for content in await asyncio.gather(*reads)]
             assert len(worker.seen) == 2 * sum(num_choices(body) for _, body in REQUESTS)
-            whole = [
-                await ResumingClient(own[1]).read(path, body | {"stream": True}) for path, body in REQUESTS
+            alone = [
+                ResumingClient(gateways.urls[1]).read(path, body | {"stream": True})
+                for path, body in REQUESTS
             ]
-        differ = [
-            i
-            for i, (content, expected) in enumerate(zip(contents, 2 * whole, strict=True))
-            if without_names(content) != without_names(expected)
-        ]
-        assert differ == []
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+            assert contents == 2 * [without_names(await one) for one in alone]
 
 
 def without_names(content: bytes) -> bytes:

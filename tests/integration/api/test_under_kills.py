@@ -24,10 +24,10 @@ from common.broker.client import connect
 from common.messages.records import unpack_ids
 from common.messages.request import Generate
 from deploy.launcher.embedded_broker import Broker
+from tests.support.fleet.gateway_processes import GatewayProcesses
 from tests.support.fleet.gateways import answering, nothing_left, stream
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.keys.issued import add_key, bearer
-from tests.support.machine.killed_gateways import KilledGateways
 from tests.support.machine.killed_pool import KilledPool
 from tests.support.tokenizer import TOKENIZER
 from tests.support.waiting import wait_until
@@ -61,7 +61,7 @@ class Served:
     """
 
     keys: dict[str, IssuedKey]
-    gateways: KilledGateways
+    gateways: GatewayProcesses
     receiver: Receiver
     client: httpx.AsyncClient
     told: list[str] = field(default_factory=list)
@@ -156,17 +156,14 @@ async def served(broker: Broker, redis: Redis, files: Path) -> AsyncIterator[tup
             "WEBHOOK_ALLOWED_HOSTS": receiver.host,
             "LOG_LEVEL": "error",
         }
-        gateways = KilledGateways(broker, **settings)
         pool = KilledPool(broker.url, redis, num_workers=2, step_s=0.01, num_blocks=4000)
-        try:
+        with GatewayProcesses(broker.url, **settings) as gateways:
             async with pool.running():
                 await gateways.until_healthy()
                 yield Served(keys, gateways, receiver, client), pool
-        finally:
-            gateways.stop()
 
 
-async def kill(gateways: KilledGateways, pool: KilledPool) -> None:
+async def kill(gateways: GatewayProcesses, pool: KilledPool) -> None:
     draw = random.Random(1)
     for _ in range(NUM_KILLS):
         await asyncio.sleep(draw.uniform(0.0, 2 * EVERY_S))

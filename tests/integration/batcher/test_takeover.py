@@ -9,9 +9,8 @@ import os
 import random
 import signal
 import subprocess
-import sys
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable
 from functools import partial
 
 import httpx
@@ -28,10 +27,9 @@ from deploy.launcher.embedded_broker import Broker
 from tests.support.broker_state import queue, result_ids, seal
 from tests.support.chaos.engine import generate
 from tests.support.fleet.batchers import KEYS, active_batcher, batcher
+from tests.support.fleet.gateway_processes import GatewayProcesses
 from tests.support.fleet.modeless_worker import ModelessEngine, modeless_worker
-from tests.support.forks.client import ForkedProcess
 from tests.support.forks.command import tokenfleet
-from tests.support.machine.ports import free_port
 from tests.support.waiting import PATIENCE_S, wait_until
 
 PLACES = 16
@@ -295,37 +293,13 @@ PATIENT = {"HEARTBEAT_S": "1", "WORKER_TTL_S": "60"}
 """
 
 
-@contextlib.contextmanager
-def gateway(url: str, port: int, **settings: str) -> Iterator[subprocess.Popen[bytes]]:
-    variables = {
-        "REDIS_URL": url,
-        "PORT": str(port),
-        "HOSTNAME": "127.0.0.1",
-        "HEARTBEAT_S": "0.1",
-        **settings,
-    }
-    process = ForkedProcess([sys.executable, "-P", "-m", "api"], env=os.environ | variables)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-async def is_healthy(port: int) -> bool:
-    with contextlib.suppress(httpx.TransportError):
-        async with httpx.AsyncClient() as client:
-            return (await client.get(f"http://127.0.0.1:{port}/health")).status_code == 200
-    return False
-
-
-async def frames(port: int, number: int, num_tokens: int = FEW_TOKENS) -> list[dict[str, object]]:
+async def frames(url: str, number: int, num_tokens: int = FEW_TOKENS) -> list[dict[str, object]]:
     """Return all frames of one stream."""
     parameters = {"max_new_tokens": num_tokens, "ignore_eos": True, "details": True}
     body = {"inputs": f"number {number}", "parameters": parameters}
     async with (
         httpx.AsyncClient(timeout=90) as client,
-        client.stream("POST", f"http://127.0.0.1:{port}/generate_stream", json=body) as response,
+        client.stream("POST", f"{url}/generate_stream", json=body) as response,
     ):
         return [json.loads(line[5:]) async for line in response.aiter_lines() if line.startswith("data:")]
 
@@ -337,15 +311,15 @@ def indices(stream: list[dict[str, object]]) -> list[object]:
 async def test_sigterm_to_all_processes_at_once_finishes_streams_that_run_and_that_wait(
     broker: Broker, redis: Redis
 ) -> None:
-    port = free_port()
     async with modeless_worker(broker.url, "w0", step_s=0.2, max_batch_size=NUM_STREAMS // 2) as worker:
         with (
             batcher(broker.url, "b0", **PATIENT) as b0,
             batcher(broker.url, "b1", **PATIENT) as b1,
-            gateway(broker.url, port) as g0,
+            GatewayProcesses(broker.url, 1) as gateways,
         ):
-            await wait_until(lambda: is_healthy(port))
-            streams = [asyncio.create_task(frames(port, number)) for number in range(NUM_STREAMS)]
+            await gateways.until_healthy()
+            [g0] = gateways.processes
+            streams = [asyncio.create_task(frames(gateways.url, number)) for number in range(NUM_STREAMS)]
             await wait_until(lambda: all_are_admitted(redis))
             await wait_until(lambda: worker.rows.step > 1)
             worker.draining.set()
@@ -406,14 +380,14 @@ def is_stopped(pid: int) -> bool:
 async def test_a_gateway_whose_time_is_over_ends_its_streams_with_an_error(
     broker: Broker, redis: Redis
 ) -> None:
-    port = free_port()
     async with modeless_worker(broker.url, "w0"):
         with (
             batcher(broker.url) as b0,
-            gateway(broker.url, port, GRACEFUL_TERMINATION_TIMEOUT="0.5") as g0,
+            GatewayProcesses(broker.url, 1, GRACEFUL_TERMINATION_TIMEOUT="0.5") as gateways,
         ):
-            await wait_until(lambda: is_healthy(port))
-            stream = asyncio.create_task(frames(port, 1, 2000))
+            await gateways.until_healthy()
+            [g0] = gateways.processes
+            stream = asyncio.create_task(frames(gateways.url, 1, 2000))
             await wait_until(lambda: redis.xlen(KEYS.requests))
             g0.send_signal(signal.SIGTERM)
             *_, last = await stream

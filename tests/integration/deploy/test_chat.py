@@ -17,7 +17,7 @@ import pytest
 from deploy.cli.chat import Conversation
 from deploy.cli.client import SseDecoder, error_message, parse_url
 from deploy.launcher.embedded_broker import Broker
-from tests.integration.api.test_app import healthy, start
+from tests.support.fleet.gateway_processes import GatewayProcesses
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working
@@ -249,25 +249,18 @@ LONG_TEXT = "one two three four five six seven eight nine ten " * 6
 
 @pytest.mark.slow
 async def test_an_answer_goes_on_when_its_gateway_is_killed(broker: Broker) -> None:
-    port, own = free_port(), [free_port(), free_port()]
-    processes = {f"g{i}": start(broker, f"g{i}", port, GATEWAY_PORT=str(one)) for i, one in enumerate(own)}
-    try:
+    with GatewayProcesses(broker.url) as gateways:
         async with (
             working(broker.url, TOKENIZER, lambda _: Answer(ids(LONG_TEXT)), step_s=0.03) as worker,
             batching(broker.url),
         ):
-            for one in own:
-                await wait_until(lambda one=one: healthy(f"http://127.0.0.1:{one}"))  # type: ignore[misc]
+            await gateways.until_healthy()
             pieces: list[str] = []
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=90) as client:
+            with httpx.Client(base_url=gateways.url, timeout=90) as client:
                 conversation = Conversation(client, {"model": "tgi"})
                 sent = asyncio.create_task(asyncio.to_thread(conversation.send, "Count.", pieces.append))
                 await wait_until(lambda: len(pieces) > 5)
-                processes[worker.seen[0].gateway.split("-")[0]].kill()
+                gateways.processes[int(worker.seen[0].gateway[1])].kill()
                 answer = await sent
         assert "".join(pieces) == answer == LONG_TEXT
         assert len(worker.seen) == 1
-    finally:
-        for process in processes.values():
-            process.kill()
-            process.communicate()
