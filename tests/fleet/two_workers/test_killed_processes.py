@@ -26,7 +26,7 @@ from tests.support.fleet.fleet import Fleet
 from tests.support.fleet.http_calls import PROMPT, post, timeline
 from tests.support.forks.command import tokenfleet
 from tests.support.load import Load
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_for, wait_until
 
 KEYS = Keys("default")
 NUM_STREAMS, MAX_NEW_TOKENS, ENDLESS = 6, 60, 2000
@@ -67,14 +67,11 @@ async def test_a_suspended_worker_publishes_nothing_when_it_resumes(
     pid = fleet.pid("w0")
     processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
 
-    async def is_out_of_pool() -> bool:
-        return await redis.zscore(KEYS.workers, incarnation) is None
-
     async with redis.pubsub() as pubsub:
         await pubsub.psubscribe(KEYS.events("*"))
         for process in processes:
             process.suspend()
-        await wait_until(is_out_of_pool)
+        await wait_for(lambda: redis.zscore(KEYS.workers, incarnation), None)
         await load.progress(5)
         while_suspended = await received_events(pubsub)
         for process in processes:

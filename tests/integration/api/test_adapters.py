@@ -31,7 +31,7 @@ from tests.support.fleet.simulated_pool import request
 from tests.support.jobs import KEYS
 from tests.support.keys.issued import add_key, bearer
 from tests.support.tokenizer import ids
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_for, wait_until
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 TGI: dict[str, Any] = {"inputs": "Hi", "parameters": {"max_new_tokens": 4, "adapter_id": "legal"}}
@@ -283,10 +283,8 @@ async def test_live_requests_keep_an_adapter_that_is_unloaded(broker: Broker, tm
 
 
 async def wait_until_queued(worker: AdapterWorker) -> None:
-    async def is_queued() -> bool:
-        return bool(await worker.redis.xlen(worker.keys.requests) == 1)
 
-    await wait_until(is_queued)
+    await wait_for(lambda: worker.redis.xlen(worker.keys.requests), 1)
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -349,10 +347,7 @@ async def test_who_may_change_adapters(broker: Broker, redis: Redis, tmp_path: P
         async def status(at: httpx.AsyncClient, headers: dict[str, str]) -> int:
             return (await at.post("/v1/load_lora_adapter", json=body, headers=headers)).status_code
 
-        async def knows_keys() -> bool:
-            return await status(client, {}) == 401
-
-        await wait_until(knows_keys)
+        await wait_for(lambda: status(client, {}), 401)
         assert await status(client, bearer(user)) == 403
         assert await status(client, bearer(admin)) == 200
         assert await status(never, bearer(admin)) == 403

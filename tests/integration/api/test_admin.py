@@ -32,7 +32,7 @@ from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.keys.issued import add_key, bearer, known
 from tests.support.tokenizer import TOKENIZER, ids
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S, wait_for, wait_until
 
 KEYS = Keys("default")
 DEMO: dict[str, Any] = {"demo": True, "hostname": "127.0.0.1"}
@@ -114,14 +114,10 @@ async def test_a_process_without_heartbeats_is_not_listed(broker: Broker, redis:
         await show(redis, "b0-1", rows=1)
         assert await names() == {"broker", "g0-test", "b0-1"}
         await redis.pexpire(KEYS.process("batcher", "b0-1"), 1)
-        await wait_until(lambda: gone(redis))
+        await wait_for(lambda: redis.exists(KEYS.process("batcher", "b0-1")), 0)
         assert await names() == {"broker", "g0-test"}
     assert not await redis.exists(KEYS.gateway("g0-test")), "a gateway that leaves removes its heartbeat"
     assert await redis.zrange(KEYS.processes, 0, -1) in ([], [b"batcher:b0-1"])
-
-
-async def gone(redis: Any) -> bool:
-    return not await redis.exists(KEYS.process("batcher", "b0-1"))
 
 
 async def test_the_kill_button_kills_a_process_of_the_same_launcher(
@@ -249,10 +245,8 @@ class Figures:
         return (await self.read())[name] - self.before.get(name, 0.0)
 
     async def until(self, name: str, value: float) -> None:
-        async def reached() -> bool:
-            return await self.added(name) == value
 
-        await wait_until(reached)
+        await wait_for(lambda: self.added(name), value)
 
 
 async def test_counts_durations_and_lengths_of_requests(broker: Broker) -> None:

@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
@@ -38,7 +38,7 @@ from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.kubernetes.manifests import FOLDER
 from tests.support.tokenizer import TOKENIZER, ids
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_for, wait_until
 
 LIMIT, NUM_POSTS, NUM_JOBS = 10, 100, 60
 BODY = {"inputs": "a"}
@@ -64,19 +64,13 @@ async def test_a_hundred_posts_at_once_beside_many_jobs_get_exactly_ten_places(b
         async def places(name: str) -> int:
             return int(await redis.hget(keys.places, f"requests:{name}") or 0)  # type: ignore[misc]
 
-        async def jobs_fill_their_class() -> bool:
-            return await places("batch") == LIMIT
-
-        await wait_until(jobs_fill_their_class)
+        await wait_for(lambda: places("batch"), LIMIT)
         posts = [asyncio.create_task(clients[i % 3].post("/generate", json=BODY)) for i in range(NUM_POSTS)]
         await wait_until(lambda: sum(post.done() for post in posts) == NUM_POSTS - LIMIT)
         assert (await places("standard"), await places("batch")) == (LIMIT, LIMIT)
         urgent = asyncio.create_task(clients[0].post("/generate", json=BODY, headers={"x-priority": "-1"}))
 
-        async def urgent_is_admitted() -> bool:
-            return await places("interactive") == 1
-
-        await wait_until(urgent_is_admitted)
+        await wait_for(lambda: places("interactive"), 1)
         worker.going.set()
         answers = await asyncio.gather(*posts, urgent)
         assert Counter(answer.status_code for answer in answers) == {200: LIMIT + 1, 429: NUM_POSTS - LIMIT}
@@ -364,10 +358,6 @@ async def is_ready(client: httpx.AsyncClient) -> bool:
     return (await client.get("/readyz")).status_code == 200
 
 
-async def is_equal(read: Callable[[], Awaitable[Any]], expected: Any) -> bool:
-    return bool(await read() == expected)
-
-
 async def has_live(client: httpx.AsyncClient, count: int) -> bool:
     lines = (await client.get("/metrics")).text.splitlines()
     return f"{LIVE} {count:.1f}" in lines
@@ -411,9 +401,9 @@ async def test_a_request_that_waits_has_a_position_in_the_queue(broker: Broker) 
             async def positions() -> list[int | None]:
                 return [(await client.get(path)).json()["queue_position"] for path in paths]
 
-            await wait_until(lambda: is_equal(positions, [3, 2, 1]))
+            await wait_for(lambda: positions(), [3, 2, 1])
             async with modeless_worker(broker.url, "w0"):
-                await wait_until(lambda: is_equal(positions, [None, None, None]))
+                await wait_for(lambda: positions(), [None, None, None])
 
 
 async def test_limits_are_the_model_s_until_a_worker_says_its_own(broker: Broker) -> None:

@@ -26,7 +26,7 @@ from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.keys.issued import add_key, bearer, known
 from tests.support.responses.events import check_response
 from tests.support.tokenizer import TOKENIZER, ids
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_for, wait_until
 
 CHAT: Any = "/v1/chat/completions"
 NUM_LINES = 160
@@ -448,10 +448,7 @@ async def test_a_record_that_cannot_be_read_ends_its_batch_and_no_gateway(
             await redis.hset(worker.keys.batch(name), mapping={"record": text, "status": "validating"})
             await redis.zadd(worker.keys.live_batches, {f"acme {name}": 1})
 
-        async def none_left() -> bool:
-            return not await redis.zcard(worker.keys.live_batches)
-
-        await wait_until(none_left)
+        await wait_for(lambda: redis.zcard(worker.keys.live_batches), 0)
         states = [await redis.hget(worker.keys.batch(name), "status") for name in (later, spoiled)]
         assert states == [b"completed", b"failed"]
         assert (await ended(client, batch.id)).status == "completed"

@@ -33,7 +33,7 @@ from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.jobs import CHAT, KEYS, TEXT, answer, running_gateway
 from tests.support.keys.issued import add_key, bearer, client_of, gone, known, status
 from tests.support.tokenizer import TOKENIZER, ids
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_for, wait_until
 
 LONG = {"inputs": "a", "parameters": {"max_new_tokens": 900, "ignore_eos": True}}
 STREAMED_CHAT = {
@@ -379,10 +379,7 @@ async def test_live_requests_are_counted_anew_where_the_sum_is_lost(broker: Brok
         await redis.delete(KEYS.places, KEYS.key_use(key.record.key_id))
         second = asyncio.create_task(clients[1].post("/generate", json=body(), headers=bearer(key)))
 
-        async def both() -> bool:
-            return (await live_of(redis, key.record)) == {f"live:{KEYS.places}".encode(): b"2"}
-
-        await wait_until(both)
+        await wait_for(lambda: live_of(redis, key.record), {f"live:{KEYS.places}".encode(): b"2"})
         refused = await clients[1].post("/generate", json=body(), headers=bearer(key))
         assert refused.status_code == 429
         worker.going.set()
@@ -548,10 +545,7 @@ async def test_nobody_reads_or_cancels_the_job_of_another_tenant(
     for key in keys:
         await redis.xadd(KEYS.submit, {"cancel": "a"} | key)
 
-    async def are_read() -> bool:
-        return await redis.xlen(KEYS.submit) == 1  # type: ignore[no-any-return]
-
-    await wait_until(are_read)
+    await wait_for(lambda: redis.xlen(KEYS.submit), 1)
     assert not await redis.hexists(KEYS.job("a"), "cancel")  # type: ignore[misc]
     worker.going.set()
     assert await result(redis, "a") == ANSWER

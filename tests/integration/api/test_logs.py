@@ -21,7 +21,7 @@ from tests.support.fleet.gateways import answering, nothing_left
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.jobs import CHAT
 from tests.support.tokenizer import ids
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_for, wait_until
 
 IDS = ids(" the sea is so blue")
 SECRET = "The sky over Zanzibar"
@@ -179,19 +179,16 @@ async def test_load_counts_requests_for_tokens_until_their_last_byte(broker: Bro
         assert [*found] == ["server_load"]
         return found["server_load"]
 
-    async def has(client: httpx.AsyncClient, number: int) -> bool:
-        return await load(client) == number
-
     async with answering(broker.url, scripted) as (worker, _, client):
         assert await load(client) == 0
         await worker.pause()
         async with client.stream("POST", "/generate_stream", json=body()) as first:
             assert await load(client) == 1
             second = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT))
-            await wait_until(lambda: has(client, 2))
+            await wait_for(lambda: load(client), 2)
             worker.going.set()
             await asyncio.gather(first.aread(), second)
-        await wait_until(lambda: has(client, 0))
+        await wait_for(lambda: load(client), 0)
 
 
 def audit_lines(path: Path) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from tests.support.fleet.scripted_worker import Answer, FakeWorker
 from tests.support.jobs import Service
 from tests.support.pictures.gateways import data_url, image_part, png, showing, user
 from tests.support.pictures.processors import CHAT_TEMPLATES, make_processor, processed_ids
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_for, wait_until
 
 Shown = tuple[Any, FakeWorker, httpx.AsyncClient]
 ANSWER = Answer([40, 41])
@@ -341,10 +341,7 @@ async def test_pictures_live_with_their_requests(broker: Broker, tmp_path: Path)
 async def held_by(number: int, worker: FakeWorker, digest: str) -> None:
     """Wait until so many requests hold a picture."""
 
-    async def is_held() -> bool:
-        return bool(await worker.redis.zcard(KEYS.picture_holders(digest)) == number)
-
-    await wait_until(is_held)
+    await wait_for(lambda: worker.redis.zcard(KEYS.picture_holders(digest)), number)
 
 
 async def test_a_pool_whose_pictures_take_all_room_asks_to_wait(

@@ -20,7 +20,7 @@ from tests.support.fleet.gateways import answering, nothing_left
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.responses.events import BODY, PATH, check_response, read_events, text_of
 from tests.support.tokenizer import TOKENIZER, ids
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_for, wait_until
 
 ANSWER = Answer(ids(" one two é🙂 three"), num_cached=16)
 KINDS = [
@@ -260,10 +260,7 @@ async def test_a_response_can_be_deleted_before_it_has_ended(broker: Broker) -> 
         await wait_until(lambda: not worker.live and not one.pool.relay.streams)
         left = [worker.keys.request(response["id"][5:]) for response in (done, queued)]
 
-        async def nothing_is_left() -> bool:
-            return not await worker.redis.exists(*left)
-
-        await wait_until(nothing_is_left)
+        await wait_for(lambda: worker.redis.exists(*left), 0)
 
 
 async def test_a_client_that_leaves_cancels_its_response_which_stays(

@@ -30,7 +30,7 @@ from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.sse import data_of, numbered
 from tests.support.tokenizer import TOKENIZER, ids, model_tokenizer
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S, wait_for, wait_until
 
 ANSWER = Answer(ids(" one two é🙂 three four five six seven eight nine ten"))
 LONG = Answer(ids(" one two é🙂 three four five" * 8))
@@ -398,7 +398,7 @@ async def test_a_cancelled_request_is_shown_although_its_reader_has_deleted_it(
 ) -> None:
     async def cancel_and_wait(pool: PoolClient, request_id: str) -> bool:
         is_cancelled = await cancel_request(pool, request_id)
-        await wait_until(lambda: is_gone(pool, request_id))
+        await wait_for(lambda: pool.redis.exists(pool.keys.request(request_id)), 0)
         return is_cancelled
 
     monkeypatch.setattr(request_scripts, "cancel_request", cancel_and_wait)
@@ -414,10 +414,6 @@ async def test_a_cancelled_request_is_shown_although_its_reader_has_deleted_it(
         assert cancelled["choices"][0]["generated_tokens"] >= 2
         assert (await other.get(path, headers=OWN)).status_code == 404
         await nothing_left(gateway, worker)
-
-
-async def is_gone(pool: PoolClient, request_id: str) -> bool:
-    return not await pool.redis.exists(pool.keys.request(request_id))
 
 
 async def test_a_request_waits_then_runs_then_has_finished(broker: Broker) -> None:

@@ -16,7 +16,6 @@ from batcher.lease import Lease
 from batcher.loop import Batcher
 from common.broker import committed
 from common.broker.client import ERRORS, connect
-from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.plan import WorkerDied
@@ -43,7 +42,7 @@ from tests.support.broker_state import (
 from tests.support.chaos.engine import generate
 from tests.support.fleet.batchers import batcher
 from tests.support.fleet.modeless_worker import ModelessEngine, modeless_worker
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_for, wait_until
 
 NUM_TOKENS = 60
 LOST_S = 1.5
@@ -99,17 +98,13 @@ async def test_rows_of_a_worker_whose_agent_hangs_go_on_elsewhere(
                     await queue(redis, f"r{number}", prompt(number), NUM_TOKENS)
                 await wait_until(lambda: w0.num_starts + w1.num_starts == 8)
                 hung.add("w0-1")
-                await wait_until(lambda: says_silent(redis, b"w0-1"))
+                await wait_for(lambda: redis.hget(KEYS.state, "silent"), b"w0-1")
                 assert [await result_ids(redis, f"r{n}") for n in range(8)] == [
                     generate(prompt(n), NUM_TOKENS) for n in range(8)
                 ]
                 await wait_until(lambda: w0.serving.done() or "w0-1.2" in batcher.scheduler.replicas)
-                await wait_until(lambda: says_silent(redis, b""))
+                await wait_for(lambda: redis.hget(KEYS.state, "silent"), b"")
         assert not w1.serving.done()
-
-
-async def says_silent(redis: Redis, names: bytes) -> bool:
-    return await redis.hget(KEYS.state, "silent") == names  # type: ignore[misc,no-any-return]
 
 
 async def test_a_worker_whose_step_takes_long_is_not_silent(
@@ -287,11 +282,7 @@ async def test_the_next_batcher_removes_a_worker_of_which_the_last_has_saved_eve
         await place(redis, name, "")
     with batcher(broker.url):
         await wait_until(lambda: is_removed(redis))
-        await wait_until(lambda: is_forgotten(redis))
-
-
-async def is_forgotten(redis: Redis) -> bool:
-    return not await redis.exists(KEYS.sealed)
+        await wait_for(lambda: redis.exists(KEYS.sealed), 0)
 
 
 async def test_a_cancel_said_while_no_batcher_was_active_is_obeyed_by_the_next(
@@ -302,11 +293,7 @@ async def test_a_cancel_said_while_no_batcher_was_active_is_obeyed_by_the_next(
     await cancel_request(PoolClient(redis, KEYS), "r1")
     with batcher(broker.url):
         assert b"cancelled" in await wait_until(lambda: error_of(redis, "r1"))
-        await wait_until(lambda: is_empty(redis, KEYS))
-
-
-async def is_empty(redis: Redis, keys: Keys) -> bool:
-    return not await redis.xlen(keys.requests)
+        await wait_for(lambda: redis.xlen(KEYS.requests), 0)
 
 
 async def test_the_death_of_a_worker_that_is_long_gone_ends_no_other(broker: Broker, redis: Redis) -> None:

@@ -25,7 +25,7 @@ from tests.support.broker.shifted_clock import JumpingBroker, jumping_broker
 from tests.support.broker_state import queue
 from tests.support.fleet.batchers import CHANNEL, admit, batcher, ended, waiting
 from tests.support.fleet.modeless_worker import modeless_worker
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_for, wait_until
 
 KEYS = Keys("default")
 
@@ -106,14 +106,10 @@ async def test_garbage_in_its_streams_does_not_end_the_batcher(broker: Broker, r
             ):
                 await redis.xadd(stream, fields)  # type: ignore[arg-type]
         await wait_until(lambda: redis.hget(KEYS.state, "undecodable"))
-        await wait_until(lambda: empty(redis))
+        await wait_for(lambda: redis.xlen(KEYS.requests), 0)
         await admit(redis, "r1", ttl_ms=1)
         assert (await ended(redis, "r1")).error_type == "timeout"
         assert process.poll() is None
-
-
-async def empty(redis: Redis) -> bool:
-    return not await redis.xlen(KEYS.requests)
 
 
 async def test_a_standby_takes_over_the_waiting_requests(broker: Broker, redis: Redis) -> None:

@@ -30,7 +30,7 @@ from tests.support.fleet.batchers import KEYS, active_batcher, batcher
 from tests.support.fleet.gateway_processes import GatewayProcesses
 from tests.support.fleet.modeless_worker import ModelessEngine, modeless_worker
 from tests.support.forks.command import tokenfleet
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S, wait_for, wait_until
 
 PLACES = 16
 NUM_REQUESTS, NUM_TOKENS = 24, 150
@@ -49,11 +49,7 @@ async def send(redis: Redis) -> None:
 async def check_answers(redis: Redis, numbers: Iterable[int]) -> None:
     for number in numbers:
         assert await result_ids(redis, f"r{number}") == generate(prompt(number), NUM_TOKENS - 3 * number)
-    await wait_until(lambda: has_all_places(redis))
-
-
-async def has_all_places(redis: Redis) -> bool:
-    return not await redis.exists(KEYS.places)
+    await wait_for(lambda: redis.exists(KEYS.places), 0)
 
 
 async def states(redis: Redis, field: str) -> list[int]:
@@ -245,7 +241,7 @@ async def test_rows_of_a_drained_worker_go_on_elsewhere_and_it_gets_no_others(
             before = w0.num_starts
             w0.step_s = w1.step_s = 0.5  # a command takes long to start on a busy machine
             draining = drain(broker, "w0")
-            await wait_until(lambda: is_draining(redis))
+            await wait_for(lambda: redis.hget(KEYS.worker("w0-1"), "state"), b"draining")
             w0.step_s = w1.step_s = 0.01
             done = await draining
             assert done.returncode == 0
@@ -269,7 +265,7 @@ async def test_the_only_worker_finishes_its_rows_and_the_next_one_gets_what_wait
             await wait_until(lambda: w0.num_starts == 3 and w0.rows.step > 5)
             w0.step_s = 0.5  # a command takes long to start on a busy machine
             draining = drain(broker, "w0-1")
-            await wait_until(lambda: is_draining(redis))
+            await wait_for(lambda: redis.hget(KEYS.worker("w0-1"), "state"), b"draining")
             await send_short(redis, range(3, 5))
             w0.step_s = 0.01
             await check_short(redis, range(3))
@@ -277,10 +273,6 @@ async def test_the_only_worker_finishes_its_rows_and_the_next_one_gets_what_wait
             assert (await draining).returncode == 0
             async with modeless_worker(broker.url, "w1"):
                 await check_short(redis, range(3, 5))
-
-
-async def is_draining(redis: Redis) -> bool:
-    return bool(await redis.hget(KEYS.worker("w0-1"), "state") == b"draining")  # type: ignore[misc]
 
 
 async def counts(redis: Redis, what: str, number: int) -> bool:
@@ -320,7 +312,7 @@ async def test_sigterm_to_all_processes_at_once_finishes_streams_that_run_and_th
             await gateways.until_healthy()
             [g0] = gateways.processes
             streams = [asyncio.create_task(frames(gateways.url, number)) for number in range(NUM_STREAMS)]
-            await wait_until(lambda: all_are_admitted(redis))
+            await wait_for(lambda: redis.xlen(KEYS.requests), NUM_STREAMS)
             await wait_until(lambda: worker.rows.step > 1)
             worker.draining.set()
             for process in (b0, b1, g0):
@@ -338,10 +330,6 @@ async def gateway_drains(redis: Redis) -> bool:
     """Whether the gateway says that it drains: all were told to end, and the batchers have had some time."""
     states = [await redis.hget(key, "state") async for key in redis.scan_iter(KEYS.gateway("*"))]  # type: ignore[misc]
     return states == [b"draining"]
-
-
-async def all_are_admitted(redis: Redis) -> bool:
-    return bool(await redis.xlen(KEYS.requests) == NUM_STREAMS)
 
 
 async def test_a_standby_without_a_newer_heartbeat_does_not_count(broker: Broker, redis: Redis) -> None:
@@ -392,9 +380,5 @@ async def test_a_gateway_whose_time_is_over_ends_its_streams_with_an_error(
             g0.send_signal(signal.SIGTERM)
             *_, last = await stream
             assert (last["error_type"], "shut down" in str(last["error"])) == ("shutdown", True)
-            await wait_until(lambda: is_settled(redis))
+            await wait_for(lambda: redis.xlen(KEYS.requests), 0)
             assert await asyncio.to_thread(g0.wait, PATIENCE_S) == 0 and b0.poll() is None
-
-
-async def is_settled(redis: Redis) -> bool:
-    return not await redis.xlen(KEYS.requests)

@@ -31,7 +31,7 @@ from tests.support.clients.arq import QUEUE, arq_client, enqueue, job_worker, re
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.jobs import CHAT, IDS, TEXT, running_gateway
 from tests.support.tokenizer import TOKENIZER, model_tokenizer
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_for, wait_until
 
 KEYS = Keys("default")
 
@@ -150,10 +150,7 @@ async def test_malformed_arq_keys_do_not_kill_a_job_worker(
         assert (await result(await enqueue(client, "generate", "Count.")))["generated_text"] == TEXT
         await wait_until(lambda: running.job_counter == 0)
 
-        async def empty() -> bool:
-            return await client.zcard(QUEUE) == 0  # type: ignore[no-any-return]
-
-        await wait_until(empty)
+        await wait_for(lambda: client.zcard(QUEUE), 0)
 
 
 async def test_an_aborted_job_is_cancelled(client: ArqRedis, broker: Broker) -> None:
@@ -181,10 +178,7 @@ async def test_an_abort_of_no_job_ends_no_later_one(
     async with job_worker(broker.url):
         assert (await result(job))["generated_text"] == TEXT
 
-        async def none_left() -> bool:
-            return not await client.exists("arq:abort")
-
-        await wait_until(none_left)
+        await wait_for(lambda: client.exists("arq:abort"), 0)
 
 
 async def test_a_job_survives_its_job_workers(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:

@@ -27,7 +27,7 @@ from tests.support.fleet.gateways import SETTINGS, answering
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.jobs import CHAT, IDS, KEYS, TEXT, Service, answer, killed_gateway, running_gateway
 from tests.support.tokenizer import TOKENIZER, ids, model_tokenizer
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S, wait_for, wait_until
 
 
 async def test_a_job_gets_the_answer_of_http(service: Service, worker: FakeWorker, broker: Broker) -> None:
@@ -334,7 +334,7 @@ async def test_another_gateway_continues_the_jobs_of_a_dead_one(
         await wait_until(lambda: len(received) >= 3 and len(worker.seen) == 3)
         if loses_entries:
             await service.redis.delete(KEYS.submit)
-            await wait_until(lambda: has_entries(service.redis, 2))
+            await wait_for(lambda: service.redis.xlen(KEYS.submit), 2)
     async with running_gateway(broker.url, "g1", worker_ttl_s=0.3) as other:
         await wait_until(lambda: other.pool.relay.followed == {KEYS.events("g0"): 3})
         worker.most_tokens = sys.maxsize
@@ -357,10 +357,6 @@ async def test_another_gateway_continues_the_jobs_of_a_dead_one(
         ]
         assert "".join(deltas) == TEXT
     assert len(worker.seen) == 3
-
-
-async def has_entries(redis: Redis, count: int) -> bool:
-    return bool(await redis.xlen(KEYS.submit) == count)
 
 
 async def test_a_job_that_ended_two_gateways_is_failed_by_name(

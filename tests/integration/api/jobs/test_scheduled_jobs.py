@@ -23,7 +23,7 @@ from tests.support.fleet.gateways import SETTINGS, answering
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.jobs import IDS, KEYS, TEXT, Service, answer, killed_gateway, running_gateway
 from tests.support.tokenizer import TOKENIZER, model_tokenizer
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_for, wait_until
 
 HEARTBEAT_S = 0.05
 
@@ -156,10 +156,7 @@ async def test_jobs_that_wait_for_others_are_seen_and_cancelled(
         for i in range(4):
             await service.submit(id=f"j{i}", inputs="Count.")
 
-        async def are_seen() -> bool:
-            return await service.redis.zcard(KEYS.job_set(LIVE)) == 4  # type: ignore[no-any-return]
-
-        await wait_until(are_seen)
+        await wait_for(lambda: service.redis.zcard(KEYS.job_set(LIVE)), 4)
         await service.redis.xadd(KEYS.submit, {"cancel": "j3"})
         async with working(broker.url, TOKENIZER, answer):
             assert [await service.result(f"j{i}") for i in range(3)] == [{"generated_text": TEXT}] * 3
@@ -217,10 +214,7 @@ async def test_a_dead_job_is_kept_with_its_reason_and_tried_again(
     engine.is_broken = False
     assert await run("retry", "team/a") == "team/a is tried again\n"
 
-    async def is_mended() -> bool:
-        return bool(await service.result("team/a") == {"generated_text": TEXT})
-
-    await wait_until(is_mended)
+    await wait_for(lambda: service.result("team/a"), {"generated_text": TEXT})
     await service.settled()
     assert [frame["generated_text"] for frame in await service.stream("team/a")][-1] == TEXT
     assert json.loads(await run("show", "team/a"))["retries"] == 1
