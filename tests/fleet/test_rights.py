@@ -30,7 +30,8 @@ PROMPT: dict[str, Any] = {
     "inputs": "The sea",
     "parameters": {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "details": True},
 }
-LINE = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "The sea", "max_tokens": 8}}
+LINE: dict[str, Any] = {"method": "POST", "url": "/v1/completions"}
+LINE |= {"body": {"prompt": "The sea", "max_tokens": 8, "ignore_eos": True}}
 
 
 @pytest.mark.slow
@@ -73,6 +74,9 @@ async def test_all_work_goes_on_through_the_death_of_each_kind_of_process(tmp_pa
         assert (await ended_job(redis))["details"]["generated_tokens"] == NUM_TOKENS
         await wait_until(lambda: is_completed(client, batch))
         await wait_until(lambda: receiver.told >= {"job", batch})
+        used = (await client.get("/usage")).json()["total"]
+        counted = used["requests"], used["completion_tokens"]
+        assert counted == (3 + NUM_LINES, 3 * NUM_TOKENS + 8 * NUM_LINES), "each committed token counts once"
 
 
 async def is_refused(client: httpx.AsyncClient) -> bool:

@@ -20,7 +20,7 @@ from tests.support.engine.reference import (
     reference_logprobs,
 )
 from tests.support.fleet.fleet import Fleet
-from tests.support.fleet.http_calls import PROMPT, done_job, generate, post, sampled_body
+from tests.support.fleet.http_calls import PROMPT, complete, done_job, generate, post, sampled_body
 from tests.support.prompts import FEW, PROMPTS
 
 NEW_TOKENS, NUM_SHOWN, WIDTH = 20, 12, 4
@@ -128,3 +128,43 @@ async def test_logits_equal_transformers_on_every_route(http: httpx.AsyncClient,
         new_ids = [token["id"] for token in answer["details"]["tokens"]]
         check_logits(answer["generation_logits"], ids + new_ids, len(ids) - 1, -1)
     await asyncio.gather(*others)
+
+
+SHORT: dict[str, Any] = {"seed": 11, "temperature": 0.9, "top_k": 40, "top_p": 0.95}
+CHAT = [{"role": "user", "content": "Tell me a story."}]
+
+
+async def test_a_seed_gives_the_same_text_on_every_route(
+    fleet: Fleet, http: httpx.AsyncClient, redis: Redis
+) -> None:
+    async def streamed(path: str, body: dict[str, Any]) -> list[Any]:
+        return (await stream(fleet.base_url + path, body | {"stream": True})).frames
+
+    tgi, openai = SHORT | {"max_new_tokens": 12}, SHORT | {"max_tokens": 12}
+    prompt = (await post(http, "/chat_tokenize", {"messages": CHAT}))["templated_text"]
+    completion, chat = {"prompt": PROMPT, **openai}, {"messages": CHAT, **openai}
+    generated, [completed], chunks, job, [root] = await asyncio.gather(
+        generate(http, **tgi),
+        complete(http, **SHORT),
+        streamed("/v1/completions", completion),
+        done_job(redis, inputs=PROMPT, parameters=tgi),
+        post(http, "/", {"inputs": PROMPT, "parameters": tgi}),
+    )
+    text = generated["generated_text"]
+    assert text == completed == job["generated_text"] == root["generated_text"].removeprefix(PROMPT)
+    assert text == "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    generated, chatted, chunks, job = await asyncio.gather(
+        generate(http, prompt, **tgi),
+        post(http, "/v1/chat/completions", chat),
+        streamed("/v1/chat/completions", chat),
+        done_job(redis, messages=CHAT, parameters=openai),
+    )
+    assert (
+        generated["generated_text"]
+        == chatted["choices"][0]["message"]["content"]
+        == job["choices"][0]["message"]["content"]
+        != text
+    )
+    assert generated["generated_text"] == "".join(
+        chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks
+    )

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import orjson
 import pytest
 from redis.asyncio import Redis
 
@@ -85,20 +84,6 @@ async def test_an_adapter_shares_no_blocks_with_another_nor_with_the_model(
         assert other.block_hashes == prompt_hashes(other)
 
 
-async def test_an_unknown_adapter_is_refused_in_the_shape_of_each_api(broker: Broker) -> None:
-    async with adapter_fleet(broker.url) as (worker, _, client):
-        tgi = await client.post("/generate", json=TGI)
-        assert tgi.status_code == 422
-        assert tgi.json() == {
-            "error": "Input validation error: `adapter_id`: there is no adapter 'legal'",
-            "error_type": "validation",
-        }
-        openai = await client.post("/v1/chat/completions", json=CHAT | {"model": "legal"})
-        assert (openai.status_code, openai.json()["error"]["code"]) == (404, "model_not_found")
-        assert (await client.post("/v2/models/legal/generate", json={"text_input": "a"})).status_code == 404
-        assert not worker.seen
-
-
 async def test_models_lists_adapters_as_vllm_does(broker: Broker, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "legal")
     async with adapter_fleet(broker.url, lora_adapters=(f"legal={folder}",)) as (_, gateway, client):
@@ -137,22 +122,6 @@ async def test_a_key_may_use_its_adapters_and_tokens_count_by_their_names(
         }
         used = (await client.get("/usage?group_by=model", headers=bearer(admin))).json()
         assert {row["model"] for row in used["data"]} == {"legal", "smollm2"}
-
-
-async def test_a_job_names_its_adapter(broker: Broker, redis: Redis, tmp_path: Path) -> None:
-    jobs: list[dict[str, Any]] = [
-        {"inputs": "Hi", "parameters": {"adapter_id": "legal"}},
-        {"inputs": "Hi", "model": "legal"},
-        {"messages": CHAT["messages"], "model": "legal"},
-    ]
-    folder = write_adapter(tmp_path / "legal")
-    async with adapter_fleet(broker.url, lora_adapters=(f"legal={folder}",)) as (worker, _, _):
-        for i, job in enumerate(jobs):
-            await redis.xadd(worker.keys.submit, {"job": orjson.dumps(job | {"id": f"j{i}"})})
-            key = worker.keys.result(f"j{i}")
-            result = orjson.loads(await wait_until(lambda key=key: redis.get(key)))  # type: ignore[misc]
-            assert result.get("model", "legal") == "legal"
-        assert [adapter_name(request.adapter) for request in worker.seen] == ["legal"] * 3
 
 
 async def test_an_adapter_of_another_pool_is_found_by_the_directory(broker: Broker, tmp_path: Path) -> None:

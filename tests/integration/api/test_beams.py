@@ -2,12 +2,10 @@
 what is refused.
 """
 
-import asyncio
 import json
 from dataclasses import replace
 from typing import Any
 
-import httpx
 import pytest
 
 from common.messages.request import BeamParams
@@ -15,18 +13,16 @@ from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_resume import read_frames, two_gateways
 from tests.support.answers.beams import ANSWER, SEQUENCES, TEXTS, scores, shown_tokens
 from tests.support.answers.openai_frames import CHAT, CHAT_PATH, frames, streamed
-from tests.support.fleet.gateways import answering, nothing_left
+from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.sse import data_of, numbered
 from tests.support.tokenizer import ids
-from tests.support.waiting import wait_until
 
 PATH = "/v1/completions"
 BEAMS = {"beam_width": 4, "stop": ["zzz"]}
 SHOWN = [" one two é🙂", " three", " four ", " five six seven"]
 """What OpenAI's routes show: the text ends before its stop string."""
 FINISH = ["stop", "length", "stop", "length"]
-UNENDING = Answer([], ends=False)
 NUM_TOKENS = sum(len(one.ids) for one in SEQUENCES)
 
 
@@ -123,50 +119,6 @@ async def test_generate_stream_has_one_event_for_each_sequence(broker: Broker) -
         assert event["details"].items() >= scores(i).items()
         assert [token["id"] for token in event["details"]["tokens"]] == SEQUENCES[i].ids
         assert event["details"]["input_length"] == 1
-
-
-async def test_other_routes_of_tgi_have_the_best_text(broker: Broker) -> None:
-    prompt = {"inputs": "Hi", "parameters": BEAMS}
-    async with answering(broker.url, ANSWER) as (_, _, client):
-        compat = (
-            await client.post("/", json=prompt | {"parameters": BEAMS | {"return_full_text": False}})
-        ).json()
-        invoked = (await client.post("/invocations", json={"prompt": "Hi"} | BEAMS)).json()
-        vertex = await client.post("/vertex", json={"instances": [prompt, CHAT | BEAMS]})
-    assert [one["generated_text"] for one in compat] == [TEXTS[0]]
-    assert [one["text"] for one in invoked["choices"]] == SHOWN
-    assert vertex.json() == {"predictions": [TEXTS[0]] * 2}
-    assert vertex.headers["x-generated-tokens"] == str(2 * len(SEQUENCES[0].ids))
-
-
-async def read_into(seen: bytearray, client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> None:
-    async with client.stream("POST", path, json=body) as response:
-        async for part in response.aiter_raw():
-            seen += part
-
-
-async def test_a_search_whose_client_has_left_is_cancelled(broker: Broker) -> None:
-    async with answering(broker.url, UNENDING) as (worker, gateway, client):
-        for body in ({"prompt": "Hi"}, {"prompt": "Hi", "stream": True}):
-            leaving = asyncio.create_task(read_into(bytearray(), client, PATH, body | BEAMS))
-            await wait_until(lambda: worker.live)
-            leaving.cancel()
-            await wait_until(lambda: not worker.live)
-        await nothing_left(gateway, worker)
-
-
-async def test_a_search_that_fails_has_one_error(broker: Broker) -> None:
-    async with answering(broker.url, Answer([], error="a cause")) as (_, _, client):
-        whole = await client.post(PATH, json={"prompt": "Hi"} | BEAMS)
-        streamed_whole = await streamed(client, PATH, {"prompt": "Hi"} | BEAMS)
-        tgi = await client.post("/generate", json={"inputs": "Hi", "parameters": BEAMS})
-        body = {"inputs": "Hi", "parameters": BEAMS}
-        async with client.stream("POST", "/generate_stream", json=body) as response:
-            [event] = data_of(await response.aread())
-    assert whole.status_code == 500 and "a cause" in whole.text
-    [chunk] = frames(streamed_whole)
-    assert "a cause" in chunk["error"]["message"]
-    assert tgi.status_code == 424 and tgi.json()["error"] == json.loads(event)["error"]
 
 
 async def test_a_search_may_find_fewer_sequences_than_were_asked_for(broker: Broker) -> None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import httpx
 import pytest
 from huggingface_hub import AsyncInferenceClient
 from openai import AsyncOpenAI
@@ -28,7 +27,6 @@ from tests.support.clients.talk import DIFFERS, Talk
 from tests.support.fleet.kept_gateways import keeping, kept_gateways
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working
-from tests.support.sse import data_of
 from tests.support.tokenizer import TOKENIZER, ids
 from tests.support.waiting import wait_until
 
@@ -205,39 +203,3 @@ async def test_a_client_that_leaves_while_no_gateway_lives_is_noticed(broker: Br
         worker.step_s = 0.0
         assert await tasks[1] == undisturbed
         await wait_until(lambda: not gateways.keeper.kept)
-
-
-@pytest.mark.slow
-async def test_answers_go_on_that_the_broker_lost_with_their_gateway(broker: Broker, redis: Redis) -> None:
-    """Then only the keeper knows of them. Their requests are queued again and give the same bytes, even if
-    the client has left.
-    """
-    async with (
-        working(broker.url, TOKENIZER, lambda _: ANSWER) as worker,
-        batching(broker.url),
-        kept_gateways(broker.url, 1) as gateways,
-        httpx.AsyncClient(base_url=gateways.url, timeout=None) as http,
-    ):
-        gateways.keeper.left_s = 3600.0
-        talks = [Talk(gateways.port, *request) for request in (STREAMED[2], WHOLE[0])]
-        undisturbed = [await talk.run() for talk in talks]
-        worker.step_s, worker.most_tokens = 0.05, 10  # none ends before its gateway does
-        async with http.stream("POST", "/generate_stream", json={"inputs": "Hi", "detached": True}) as left:
-            await anext(left.aiter_raw())
-        tasks = [asyncio.create_task(talk.run()) for talk in talks]
-        await wait_until(lambda: talks[0].seen.count(b"data: ") > 6 and len(worker.live) == 4)
-        await wait_until(
-            lambda: sorted(kept.has_left for kept in gateways.keeper.kept.values()) == [False, False, True]
-        )
-        await worker.pause()
-        gateways.processes[0].kill()
-        for request_id, live in worker.live.items():
-            await redis.delete(KEYS.request(request_id), KEYS.tokens(request_id))
-            await redis.xdel(KEYS.requests, live.entry_id)
-        worker.live.clear()
-        worker.most_tokens = sys.maxsize
-        worker.going.set()
-        assert [await task for task in tasks] == undisturbed
-        detached = await http.get(left.headers["content-location"])
-        assert len(data_of(detached.content)) == len(ANSWER.ids) + 1
-        await wait_until(lambda: not worker.live)

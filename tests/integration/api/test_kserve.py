@@ -78,18 +78,6 @@ async def test_infer_answers_texts_with_texts_as_the_protocol_says(broker: Broke
     assert (second.json()["id"], second.json()["model_version"]) == ("4", "7")
 
 
-async def test_infer_returns_the_best_of_several(broker: Broker) -> None:
-    def worse(request: Generate) -> Answer:
-        return Answer(ids(" short" if request.request_id.endswith((".1", ".2")) else " rather long text"))
-
-    parameters = {"best_of": 2, "do_sample": True}
-    async with answering(broker.url, worse, **OWN) as (worker, _, client):
-        body = {"inputs": [as_texts("a", "one", "two")], "parameters": parameters}
-        answer = await client.post(f"{MODEL}/infer", json=body)
-    assert answer.json()["outputs"][0]["data"] == [" short", " short"]
-    assert len({one.sampling.seed for one in worker.seen if one.sampling}) == 4
-
-
 async def test_a_text_is_generated(broker: Broker) -> None:
     async with answering(broker.url, repeat, **OWN) as (worker, _, client):
         answer = await client.post(f"{MODEL}/generate", json={"text_input": "one"})

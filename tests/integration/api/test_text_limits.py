@@ -27,25 +27,12 @@ async def test_a_long_text_that_is_truncated_is_served(broker: Broker) -> None:
     assert len(worker.seen[0].prompt_ids) == 3 * 4
 
 
-async def test_too_many_prompts_are_refused(broker: Broker) -> None:
-    many: list[tuple[str, dict[str, Any], str]] = [
-        ("/v1/completions", {"prompt": ["a"] * 100_000}, "`prompt` supports up to 1024 prompts"),
-        ("/vertex", {"instances": [{"inputs": "a"}] * 100_000}, "`instances` must have 1 to 1024 items"),
-    ]
-    async with answering(broker.url, Answer([11])) as (_, _, client):
-        for path, body, words in many:
-            refused = await client.post(path, json=body)
-            assert refused.status_code in (400, 422) and f"{words}. Given: 100000" in refused.text
-
-
 @pytest.mark.parametrize(
     ("path", "body"),
     [
         ("/tokenize", {"inputs": LONG}),
-        ("/tokenize", {"prompt": LONG}),
         ("/chat_tokenize", {"messages": [{"role": "user", "content": LONG}]}),
         ("/detokenize", {"tokens": [11] * 100_000}),
-        ("/generate", {"inputs": LONG, "parameters": {"truncate": 3}}),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": LONG}], "truncate_prompt_tokens": 3},

@@ -273,23 +273,6 @@ async def test_a_stream_has_tgis_headers(broker: Broker) -> None:
     assert last["generated_text"] == "a b"
 
 
-async def test_a_frame_is_sent_as_soon_as_its_token_comes(broker: Broker) -> None:
-    """A frame does not wait for the token after it, unless it may be the last."""
-    answer = Answer(ids("one two three four"), ends=False)
-    async with (
-        answering(broker.url, answer) as (_, _, client),
-        client.stream(
-            "POST", "/generate_stream", json={"inputs": "count", "parameters": {"max_new_tokens": 9}}
-        ) as response,
-    ):
-        seen = b""
-        async for chunk in response.aiter_raw():
-            seen += chunk
-            if len(tgi_frames(seen)) == len(answer.ids):
-                break
-    assert [frame["index"] for frame in tgi_frames(seen)] == [1, 2, 3, 4]
-
-
 async def test_generate_returns_the_whole_answer(broker: Broker) -> None:
     answers = Answer(ids("one two three"))
     async with answering(broker.url, answers) as (_, _, client):
@@ -314,21 +297,6 @@ async def test_generate_returns_the_whole_answer(broker: Broker) -> None:
     assert response.headers["x-generated-tokens"] == "2"
     assert response.headers["x-compute-characters"] == "2"
     assert "x-compute-type" not in response.headers
-
-
-async def test_end_of_sequence_tokens_are_shown_at_once_when_ignored(broker: Broker) -> None:
-    answer = Answer([IM_END, IM_END], ends=False)
-    async with (
-        answering(broker.url, answer) as (_, _, client),
-        client.stream(
-            "POST", "/generate_stream", json={"inputs": "a", "parameters": {"ignore_eos": True}}
-        ) as response,
-    ):
-        seen = b""
-        async for chunk in response.aiter_raw():
-            seen += chunk
-            if len(tgi_frames(seen)) == 2:
-                break
 
 
 async def test_frames_are_json_whatever_a_token_holds() -> None:

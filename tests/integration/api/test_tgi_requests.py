@@ -216,13 +216,6 @@ async def test_odd_but_valid_inputs_are_served(broker: Broker) -> None:
         assert worker.seen[0].stopping.stop == ["a\x00b"]
 
 
-async def test_long_prompts_can_be_truncated(broker: Broker) -> None:
-    one = Answer(ids("a"))
-    async with answering(broker.url, one) as (worker, _, client):
-        assert (await generate(client, {"truncate": 1000}, "word " * 3000)).status_code == 200
-        assert (len(worker.seen[0].prompt_ids) // 4, worker.seen[0].stopping.max_new_tokens) == (1000, 24)
-
-
 async def test_every_parameter_reaches_the_worker(broker: Broker) -> None:
     parameters = {
         "temperature": 0.5,

@@ -148,24 +148,6 @@ async def test_a_prompt_can_be_truncated_to_fit(broker: Broker) -> None:
         assert choice["text"] == "a é b x"
 
 
-async def test_whole_numbers_may_be_written_with_a_point(broker: Broker) -> None:
-    body = {
-        "prompt": [11.0, 12.0],
-        "max_tokens": 2.0,
-        "n": 1.0,
-        "seed": 5.0,
-        "top_k": 3.0,
-        "stop_token_ids": [7.0],
-    }
-    async with answering(broker.url, Answer(ids(" x y z"), ends=False)) as (worker, _, client):
-        answer = await client.post(PATH, json=body)
-        refused = await client.post(PATH, json=body | {"max_tokens": 2.5})
-    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 2
-    assert unpack_ids(worker.seen[0].prompt_ids) == [11, 12]
-    assert worker.seen[0].stopping.stop_ids == [7]
-    assert refused.status_code == 400 and "`max_tokens`: Input should be a valid integer" in refused.text
-
-
 TEXT = "Hé 🙂 wörld"
 
 

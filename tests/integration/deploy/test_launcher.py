@@ -1,10 +1,6 @@
-"""Supervision, over fake gateways, batchers and workers and a real broker; and `tokenfleet supervise`, which
-keeps one process alive, as in a container.
-"""
+"""Supervision, over fake gateways, batchers and workers and a real broker."""
 
-import contextlib
 import functools
-import json
 import os
 import signal
 import subprocess
@@ -13,21 +9,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 import redis
-from redis.asyncio import Redis
 
 from common.broker.keys import Keys
 from common.messages.codec import decode
 from common.messages.plan import WorkerDied
-from deploy.launcher.embedded_broker import Broker
 from deploy.launcher.fleet import ONE_REQUEST_S
 from tests.support.fleet.fleet import have_ended, url_of
 from tests.support.forks.client import ForkedProcess
 from tests.support.machine.ports import free_port
-from tests.support.waiting import wait_until, wait_until_sync
+from tests.support.waiting import wait_until_sync
 
 GONE_S = 30.0
 
@@ -247,75 +240,3 @@ def test_a_restart_that_refuses_a_setting_leaves_the_others_running(launch: Call
     fleet.process.terminate()
     assert fleet.process.wait(60) == 0
     assert "w0 end" in fleet.notes()
-
-
-@dataclass
-class Supervised:
-    process: subprocess.Popen[bytes]
-    metrics_port: int
-    log: Path
-
-    def lines(self) -> list[dict[str, str]]:
-        """Return the lines of the log; each is JSON."""
-        return [json.loads(line) for line in self.log.read_text().splitlines()]
-
-    def incarnations(self) -> set[str]:
-        return {line["incarnation"] for line in self.lines() if line["process"] == "b7"}
-
-    def child(self) -> psutil.Process | None:
-        """Return the process that it keeps alive."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for one in psutil.Process(self.process.pid).children():
-                if " ".join(one.cmdline()).startswith("tokenfleet batcher"):
-                    return one
-        return None
-
-    async def is_healthy(self) -> bool:
-        try:
-            async with httpx.AsyncClient() as client:
-                return (await client.get(f"http://127.0.0.1:{self.metrics_port}/readyz")).status_code == 200
-        except httpx.TransportError:
-            return False
-
-
-@pytest.fixture
-def supervised(broker: Broker, tmp_path: Path) -> Iterator[Supervised]:
-    port = free_port()
-    variables = {
-        "REDIS_URL": broker.url,
-        "METRICS_PORT": str(port),
-        "JSON_OUTPUT": "true",
-        "HEARTBEAT_S": "0.1",
-    }
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "deploy.cli", "supervise", "batcher", "--name", "b7"],
-            env=os.environ | variables,
-            stdout=log,
-            stderr=log,
-        )
-    yield Supervised(process, port, tmp_path / "log")
-    process.kill()
-    process.wait()
-
-
-async def test_a_killed_process_starts_again_and_sigterm_ends_both(
-    supervised: Supervised, redis: Redis
-) -> None:
-    await wait_until(supervised.is_healthy)
-    first = await wait_until(supervised.child)
-    await wait_until(supervised.incarnations)
-    killed = await wait_until(lambda: redis.get("tf:{default}:batcher"))
-    first.kill()
-
-    async def has_a_successor() -> bool:
-        return await redis.get("tf:{default}:batcher") not in (None, killed)
-
-    await wait_until(has_a_successor)
-    await wait_until(lambda: len(supervised.incarnations()) == 2)
-    supervised.process.send_signal(signal.SIGTERM)
-    assert await wait_until(lambda: supervised.process.poll() is not None)
-    assert supervised.process.returncode == 0 and supervised.child() is None
-    lines = supervised.lines()
-    assert any("killed by SIGKILL" in line["message"] for line in lines)
-    assert all(line["host"] for line in lines)

@@ -38,36 +38,23 @@ class GatewayProcesses:
     """Gateways that share a port; each has one of its own beside it. `settings` are their variables."""
 
     def __init__(self, url: str, count: int = 2, **settings: str) -> None:
-        self.redis_url, self.settings = url, settings
         self.port = free_port()
-        self.ports = [free_port() for _ in range(count)]
+        ports = [free_port() for _ in range(count)]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.urls = [f"http://127.0.0.1:{port}" for port in self.ports]
-        self.num_kills = 0
-        self.processes = [self.start(place) for place in range(count)]
-
-    def start(self, place: int) -> "subprocess.Popen[str]":
-        own = {"GATEWAY_PORT": str(self.ports[place])} | self.settings
-        return start(self.redis_url, f"g{place}-{self.num_kills}", self.port, **own)
+        self.urls = [f"http://127.0.0.1:{port}" for port in ports]
+        self.processes = [
+            start(url, f"g{place}", self.port, GATEWAY_PORT=str(port), **settings)
+            for place, port in enumerate(ports)
+        ]
 
     async def until_healthy(self) -> None:
         for url in self.urls:
             await wait_until(lambda url=url: healthy(url))  # type: ignore[misc]
-
-    def kill(self, place: int) -> None:
-        """Kill a gateway and start it again."""
-        end(self.processes[place])
-        self.num_kills += 1
-        self.processes[place] = self.start(place)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         for process in self.processes:
-            end(process)
-
-
-def end(process: "subprocess.Popen[str]") -> None:
-    process.kill()
-    process.communicate()
+            process.kill()
+            process.communicate()
