@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import httpx
 import psutil
 import pytest
 
@@ -22,7 +21,9 @@ from benchmarks.client import stream
 from deploy.launcher.embedded_broker import Broker
 from tests.support.engine import tiny_models
 from tests.support.engine.reference import prompt_ids, reference_ids
+from tests.support.fleet.batchers import batcher
 from tests.support.fleet.fleet import READY_S, Fleet, have_ended, is_alive
+from tests.support.fleet.gateway_processes import GatewayProcesses, healthy
 from tests.support.forks.client import ForkedProcess
 from tests.support.load import Load
 from tests.support.machine.ports import free_port
@@ -189,40 +190,20 @@ async def test_a_killed_rank_costs_no_token(machines: tuple[Fleet, Machine], pla
 
 
 @contextlib.contextmanager
-def serving(broker: Broker, folder: Path) -> Iterator[str]:
-    """A batcher and a gateway without a worker → the gateway's URL."""
-    port = free_port()
-    own = {
-        "redis_url": broker.url,
-        "hostname": "127.0.0.1",
-        "port": port,
-        "dtype": "float32",
-        "device": "cpu",
-    }
-    for kind in ("batcher", "api"):
-        (folder / kind).mkdir()
-    with (
-        Machine(tokenfleet("batcher"), folder / "batcher", **own),
-        Machine(tokenfleet("api"), folder / "api", **own),
-    ):
-        yield f"http://127.0.0.1:{port}"
+def serving(broker: Broker) -> Iterator[GatewayProcesses]:
+    """A batcher and a gateway without a worker."""
+    with batcher(broker.url), GatewayProcesses(broker.url, 1) as gateways:
+        yield gateways
 
 
-async def generate(url: str) -> list[list[int]]:
+async def generate(gateways: GatewayProcesses) -> list[list[int]]:
     """The ids of a few prompts, once a worker serves."""
-
-    async def is_ready() -> bool:
-        with contextlib.suppress(httpx.TransportError):
-            async with httpx.AsyncClient(base_url=url, timeout=30) as client:
-                return (await client.get("/health")).status_code == 200
-        return False
-
-    await wait_until(is_ready, READY_S)
+    await wait_until(lambda: healthy(gateways.url), READY_S)
     bodies = [
         {"inputs": PROMPTS[place], "parameters": {"max_new_tokens": NEW_TOKENS, "details": True}}
         for place in FEW
     ]
-    answers = await asyncio.gather(*(stream(f"{url}/generate_stream", body) for body in bodies))
+    answers = await asyncio.gather(*(stream(f"{gateways.url}/generate_stream", body) for body in bodies))
     return [answer.ids for answer in answers]
 
 
@@ -236,8 +217,8 @@ async def test_mpirun_starts_the_ranks(broker: Broker, tmp_path: Path) -> None:
     """A model by its name; SIGTERM ends both ranks in order."""
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", *tokenfleet("worker")]
     own = SETTINGS | {"redis_url": broker.url, "kv_cache_bytes": "128MiB", "master_port": free_port()}
-    with serving(broker, tmp_path) as url, Machine(command, tmp_path, **own) as ranks:
-        assert await generate(url) == expected_ids()
+    with serving(broker) as gateways, Machine(command, tmp_path, **own) as ranks:
+        assert await generate(gateways) == expected_ids()
         engines = [*ranks.titled("tokenfleet engine")]
         assert len(engines) == 2
         ranks.command.send_signal(signal.SIGTERM)
@@ -251,17 +232,17 @@ async def test_torchrun_starts_ranks_on_two_machines_again(broker: Broker, tmp_p
     place = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     torchrun = [sys.executable, "-m", "torch.distributed.run", *place, "--max-restarts", "9"]
     with contextlib.ExitStack() as running:
-        url = running.enter_context(serving(broker, tmp_path))
+        gateways = running.enter_context(serving(broker))
         nodes = []
         for number in range(2):
             (tmp_path / str(number)).mkdir()
             command = [*torchrun, "--node-rank", str(number), "-m", "deploy.cli", "worker"]
             nodes.append(running.enter_context(Machine(command, tmp_path / str(number), **own)))
-        assert await generate(url) == expected_ids()
+        assert await generate(gateways) == expected_ids()
         engines = [node.engine() for node in nodes]
         engines[1].kill()
         await wait_until(lambda: have_ended(engines))
-        assert await generate(url) == expected_ids()
+        assert await generate(gateways) == expected_ids()
         assert all(is_alive(node.engine()) for node in nodes)
 
 

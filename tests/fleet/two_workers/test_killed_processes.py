@@ -24,7 +24,6 @@ from common.messages.request import Generate, StoppingParams
 from common.process.logs import next_incarnation
 from tests.support.fleet.fleet import Fleet
 from tests.support.fleet.http_calls import PROMPT, post, timeline
-from tests.support.forks.command import tokenfleet
 from tests.support.load import Load
 from tests.support.waiting import wait_for, wait_until
 
@@ -92,42 +91,6 @@ async def received_events(pubsub: Any) -> list[Events]:
         if message["type"] == "pmessage":
             events.append(decode(Events, message["data"]))
     return events
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["signal", "command"])
-async def test_a_drained_worker_costs_no_token(fleet: Fleet, undisturbed: list[list[int]], how: str) -> None:
-    await two_ready(fleet)
-    load = Load(fleet, MAX_NEW_TOKENS, NUM_STREAMS)
-    await load.progress(5)
-    old = fleet.pid("w1")
-    if how == "signal":
-        os.kill(old, signal.SIGTERM)
-    else:
-        words = ("drain", "w1", "--redis-url", fleet.redis_url)
-        assert (await asyncio.to_thread(tokenfleet, *words, environ=os.environ)).returncode == 0
-    await asyncio.to_thread(fleet.restarted, "w1", old)
-    assert await load.whole() == undisturbed
-
-
-@pytest.mark.slow
-async def test_a_killed_gateway_and_a_drained_one_cut_no_stream(
-    fleet: Fleet, undisturbed: list[list[int]]
-) -> None:
-    """The launcher keeps the sockets, so streams go on where they are. One stream is long enough to outlive
-    both gateways.
-    """
-    await two_ready(fleet)
-    load, endless = Load(fleet, MAX_NEW_TOKENS, NUM_STREAMS), Load(fleet, ENDLESS, 1)
-    for name, number in (("g0", signal.SIGKILL), ("g1", signal.SIGTERM)):
-        await asyncio.gather(load.progress(5), endless.progress(5))
-        old = fleet.pid(name)
-        os.kill(old, number)
-        await asyncio.to_thread(fleet.restarted, name, old)
-    await endless.progress(5)
-    assert await load.whole() == undisturbed
-    await wait_until(lambda: len(endless.streams[0].frames) >= MAX_NEW_TOKENS)
-    assert [ids[:MAX_NEW_TOKENS] for ids in await endless.cut()] == undisturbed[:1]
 
 
 REQUESTS: list[tuple[str, dict[str, Any]]] = [

@@ -17,31 +17,12 @@ from api.http.connection_limits import NUM_RESERVED
 from api.lifecycle import Gateway
 from common.metrics import catalogue
 from deploy.launcher.embedded_broker import Broker
-from tests.support.events import IDS, KEYS
+from tests.support.events import IDS
 from tests.support.fleet.gateways import answering, nothing_left, serving
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.tokenizer import TOKENIZER
 from tests.support.waiting import wait_until
-
-
-async def test_a_request_whose_client_leaves_before_its_first_token_is_cancelled(broker: Broker) -> None:
-    """Also one that no worker has taken yet."""
-    async with answering(broker.url, Answer([], ends=False)) as (worker, gateway, client):
-        task = asyncio.create_task(client.post("/generate_stream", json={"inputs": "a"}))
-        await wait_until(lambda: worker.seen)
-        task.cancel()
-        await nothing_left(gateway, worker)
-        await worker.pause()
-        task = asyncio.create_task(client.post("/generate", json={"inputs": "b"}))
-        await wait_until(lambda: worker.redis.xlen(KEYS.requests))
-        task.cancel()
-        await wait_until(
-            lambda: worker.redis.hexists(KEYS.request(list(gateway.pool.relay.streams)[-1]), "cancel")
-        )
-        worker.going.set()
-        await wait_until(lambda: len(worker.seen) == 2)
-        await nothing_left(gateway, worker)
 
 
 async def test_a_cancel_is_retried_until_the_broker_accepts_it(broker: Broker) -> None:
