@@ -1,7 +1,6 @@
 """The job worker as clients of arq know it, with jobs that are deferred, cron, and chains."""
 
 import asyncio
-import contextlib
 import json
 import math
 import pickle
@@ -14,16 +13,13 @@ import msgpack
 import pytest
 from arq import create_pool
 from arq.connections import ArqRedis, RedisSettings
-from arq.cron import CronJob, cron
 from arq.jobs import Job, JobStatus, SerializationError
-from arq.worker import Retry, Worker
 
 from api.jobs import arq_worker
 from api.jobs.arq_worker import JobWorker
 from common.broker.client import connect
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
-from common.messages.records import unpack_ids
 from common.messages.request import Generate
 from common.settings.settings import Settings
 from deploy.launcher.embedded_broker import Broker
@@ -251,29 +247,6 @@ async def scheduling_worker(broker: Broker) -> AsyncIterator[FakeWorker]:
         yield fake
 
 
-@contextlib.asynccontextmanager
-async def service(
-    client: ArqRedis, *functions: Any, cron_jobs: list[CronJob] | None = None
-) -> AsyncIterator[None]:
-    """A service's own arq worker, with a queue of its own."""
-    own = Worker(
-        functions,
-        queue_name="service:queue",
-        cron_jobs=cron_jobs,
-        redis_pool=client,
-        poll_delay=0.05,
-        handle_signals=False,
-        job_serializer=msgpack.packb,
-        job_deserializer=msgpack.unpackb,
-    )
-    task = asyncio.create_task(own.async_run())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
-
-
 async def test_deferred_jobs_run_at_their_time_and_not_before(
     client: ArqRedis, scheduling_worker: FakeWorker
 ) -> None:
@@ -285,36 +258,3 @@ async def test_deferred_jobs_run_at_their_time_and_not_before(
         info = await job.result_info()
         assert info is not None and info.start_time.timestamp() >= due_s - 0.001
     assert len(scheduling_worker.seen) == 2
-
-
-async def test_cron_enqueues_our_functions(client: ArqRedis, scheduling_worker: FakeWorker) -> None:
-    seen: list[str] = []
-
-    async def report(ctx: dict[str, Any]) -> None:
-        job = await ctx["redis"].enqueue_job("generate", "Count.", _queue_name=QUEUE)
-        seen.append((await result(job))["generated_text"])
-
-    async with service(client, cron_jobs=[cron(report, second=set(range(60)))]):
-        await wait_until(lambda: seen)
-    assert set(seen) == {TEXT}
-
-
-async def twice(ctx: dict[str, Any], text: str) -> str:
-    """Have a text continued, then what came of it, as docs/jobs.md does; the first try ends in the middle."""
-    for i in range(2):
-        if (ctx["job_try"], i) == (1, 1):
-            raise Retry
-        job_id = f"{ctx['job_id']}-{i}"
-        await ctx["redis"].enqueue_job("generate", text, _job_id=job_id, _queue_name=QUEUE)
-        text += (await result(Job(job_id, ctx["redis"], QUEUE, msgpack.unpackb)))["generated_text"]
-    return text
-
-
-async def test_a_chain_that_begins_again_goes_on_with_the_results_of_its_jobs(
-    client: ArqRedis, scheduling_worker: FakeWorker
-) -> None:
-    async with service(client, twice):
-        job = await enqueue(client, "twice", "Count.", _queue_name="service:queue")
-        assert await result(job) == "Count." + TEXT + TEXT
-    prompts = [TOKENIZER.decode(unpack_ids(request.prompt_ids)) for request in scheduling_worker.seen]
-    assert prompts == ["Count.", "Count." + TEXT]
