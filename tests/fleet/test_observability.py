@@ -2,10 +2,8 @@
 Its engines have no model.
 """
 
-import asyncio
 import contextlib
 import json
-import math
 import os
 import shutil
 import signal
@@ -209,48 +207,3 @@ async def test_prometheus_scrapes_the_fleet_and_each_process(prometheus: str) ->
         assert not [query for query in panel_queries("1m") if not await values(client, query)]
         answer = await client.get("/api/v1/targets/metadata", params={"metric": "tgi_request_count"})
         assert {one["type"] for one in answer.json()["data"]} == {"counter"}
-
-
-# --- TGI's own Grafana dashboard ----------------------------------------------------------------------------
-
-HISTOGRAMS = [
-    *(f"tgi_request_{name}" for name in ("input_length", "generated_tokens", "skipped_tokens")),
-    *(f"tgi_request_{name}duration" for name in ("mean_time_per_token_", "", "queue_")),
-    *(f"tgi_batch_{name}_duration" for name in ("inference", "forward", "decode", "filter", "concat")),
-]
-OTHERS = [
-    *(f"tgi_request_{name}" for name in ("success", "failure", "count")),
-    *(f"tgi_{name}" for name in ("queue_size", "batch_current_max_tokens", "batch_current_size")),
-    "tgi_batch_concat",
-]
-QUERIES = {name: f"histogram_quantile(0.5, sum by (le) (rate({name}_bucket[10m])))" for name in HISTOGRAMS}
-QUERIES |= {name: f"sum({name})" for name in OTHERS}
-QUERIES |= {
-    f"{part} of {method}": f'sum(rate(tgi_batch_{part}_duration_count{{method="{method}"}}[10m])) > 0'
-    for part, method in (("inference", "prefill"), ("inference", "decode"), ("forward", "decode"))
-}
-"""What the panels of TGI's dashboard show."""
-
-
-@needs_prometheus
-async def test_every_panel_of_tgis_dashboard_has_data(fleet: Fleet, prometheus: str) -> None:
-    """Rows run that others join and leave, and one request is refused, until Prometheus has all of it."""
-
-    async def ask(tokens: int) -> None:
-        body = {"inputs": "The sky", "parameters": {"max_new_tokens": tokens}}
-        async with httpx.AsyncClient(base_url=fleet.base_url, timeout=PATIENCE_S) as client:
-            assert (await client.post("/generate", json=body)).status_code == (200 if tokens else 422)
-
-    async with httpx.AsyncClient(base_url=prometheus) as client:
-
-        async def all_have_data() -> bool:
-            running = [asyncio.create_task(ask(96)) for _ in range(2)]
-            for tokens in (4, 0, 8):
-                await ask(tokens)
-            await asyncio.gather(*running)
-            found = {panel: await values(client, query) for panel, query in QUERIES.items()}
-            empty = [panel for panel, numbers in found.items() if all(map(math.isnan, numbers))]
-            print("empty:", empty)
-            return not empty
-
-        await wait_until(all_have_data)

@@ -55,13 +55,3 @@ class Load:
             assert one.frames[-1]["details"]["finish_reason"] == "length"
             assert one.frames[-1]["generated_text"] == "".join(frame["token"]["text"] for frame in one.frames)
         return [one.ids for one in self.streams]
-
-    async def cut(self) -> list[list[int]]:
-        """Return the ids that streams have so far, and end the streams; none of them has ended by itself."""
-        assert not any(task.done() for task in self.tasks)
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.wait(self.tasks)
-        for one in self.streams:
-            assert [frame.get("index") for frame in one.frames] == list(range(1, len(one.frames) + 1))
-        return [one.ids for one in self.streams]
