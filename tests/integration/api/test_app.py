@@ -16,11 +16,9 @@ from openai import AsyncOpenAI, AuthenticationError
 from redis.asyncio import Redis
 
 from api.admin.routes_fleet import ProcessList, judge_processes
-from api.http.sse import KEEP_ALIVE_S
 from api.requests import monitors
 from api.requests.monitors import SILENT_S
 from api.server import shared_listener
-from api.streams.http_response import TokenStream
 from batcher.loop import Batcher
 from batcher.process import serve
 from common.broker.keys import Keys
@@ -420,26 +418,3 @@ def test_gateways_listen_on_listen_host_or_name_the_error() -> None:
             assert one.getsockname()[0] == host
     with pytest.raises(SettingError, match=r"PORT: cannot listen on 192\.0\.2\.1:"):
         shared_listener("192.0.2.1", 0)
-
-
-async def test_a_silent_stream_gets_keep_alive_comments(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert KEEP_ALIVE_S == 15
-    init = TokenStream.__init__
-
-    def hasty(self: TokenStream, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        self.ping_interval = 0.05
-
-    monkeypatch.setattr(TokenStream, "__init__", hasty)
-    async with (
-        answering(broker.url, Answer([], ends=False)) as (_, _, client),
-        client.stream("POST", "/generate_stream", json={"inputs": "a"}) as response,
-    ):
-        seen = b""
-        async for chunk in response.aiter_raw():
-            seen += chunk
-            if len(seen) >= 8:
-                break
-    assert seen.startswith(b": \n\n: \n\n")

@@ -367,18 +367,6 @@ async def test_a_gateway_whose_clock_is_wrong_ends_and_deletes_nothing(
     assert abs(later["created_at"] - true_s) < 600 and abs(done.completed_at - true_s) < 600
 
 
-async def test_a_line_that_is_nested_too_deeply_is_in_the_error_file(broker: Broker, tmp_path: Path) -> None:
-    deep = json.dumps(chat_line(1, x=1)).replace('"x": 1', f'"x": {"[" * 260}{"]" * 260}')
-    async with answering(broker.url, answer, files_dir=str(tmp_path)) as (_, _, http):
-        client = openai_client(http)
-        batch = await run_batch(client, jsonl([chat_line(0)]) + deep.encode() + b"\n")
-        [error] = await lines(client, batch.error_file_id)
-    counts = batch.request_counts
-    assert (batch.status, counts.completed, counts.failed) == ("completed", 1, 1)
-    assert error["custom_id"] == "line-1"
-    assert "more than 201 levels deep" in error["response"]["body"]["error"]["message"]
-
-
 async def test_batches_that_cannot_go_on_end(
     broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

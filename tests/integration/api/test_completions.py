@@ -189,21 +189,6 @@ async def test_max_tokens_of_zero_scores_the_prompt(broker: Broker) -> None:
     assert (bare["text"], bare["logprobs"], worker.seen[-1].stopping.max_new_tokens) == ("a", None, 1)
 
 
-async def test_echo_of_a_truncated_prompt_is_truncated(broker: Broker) -> None:
-    async with answering(broker.url, Answer(ids(" x"), ends=False)) as (_, _, client):
-        for prompt in ("a é b", ids("a é b")):
-            body = {
-                "prompt": prompt,
-                "truncate_prompt_tokens": 2,
-                "max_tokens": 1,
-                "echo": True,
-                "logprobs": 0,
-            }
-            [choice] = (await client.post(PATH, json=body)).json()["choices"]
-            assert (choice["text"], choice["logprobs"]["text_offset"]) == (" é b x", [0, 2, 4])
-            assert choice["logprobs"]["token_logprobs"] == [*prompt_logprobs([1, 2]), *logprobs(1)]
-
-
 async def test_special_tokens_are_shown_on_request(broker: Broker) -> None:
     answer = Answer([*ids("a"), TOKENIZER.token_to_id("<|im_start|>"), *ids(" b")])  # type: ignore[list-item]
     async with answering(broker.url, answer) as (_, _, client):

@@ -18,6 +18,7 @@ from huggingface_hub import AsyncInferenceClient
 from openai import AsyncOpenAI
 from redis.asyncio import Redis
 
+from api.http.sse import KEEP_ALIVE_S
 from api.streams.http_response import TokenStream
 from deploy.launcher.embedded_broker import Broker
 from deploy.launcher.socket_keeper import SocketKeeper
@@ -144,6 +145,7 @@ async def test_no_client_notices_the_end_of_its_gateway(broker: Broker, redis: R
 
 async def test_comments_stay_at_their_places(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three gateways in turn write one stream, with keep-alive comments between its frames."""
+    assert KEEP_ALIVE_S == 15
     make_hasty(monkeypatch)
     keeper = SocketKeeper()
     async with (

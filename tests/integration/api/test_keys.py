@@ -3,7 +3,6 @@ admins manage keys.
 """
 
 import asyncio
-import contextlib
 import json
 import re
 import time
@@ -28,6 +27,7 @@ from common.api_keys import ApiKey, IssuedKey, digest_of
 from common.settings.settings import SettingError, Settings
 from deploy.cli import admin
 from deploy.launcher.embedded_broker import Broker
+from tests.integration.api.test_resume import two_gateways
 from tests.support.fleet.gateways import answering, ready, serving
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.jobs import CHAT, KEYS, TEXT, answer, running_gateway
@@ -306,23 +306,11 @@ async def test_the_first_key_is_not_made_by_whoever_comes(broker: Broker) -> Non
 
 
 SHORT = {"prompt": "a", "max_tokens": 1}
-Fleet = tuple[FakeWorker, list[httpx.AsyncClient]]
+ANSWERS = Answer(ids(" one") * 1000)
 
 
 def body(max_new_tokens: int = 1) -> dict[str, Any]:
     return {"inputs": "a", "parameters": {"max_new_tokens": max_new_tokens, "ignore_eos": True}}
-
-
-@contextlib.asynccontextmanager
-async def two_gateways(broker: Broker) -> AsyncIterator[Fleet]:
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer(ids(" one") * 1000)) as worker,
-        serving(broker.url, name="g0-test") as (first, one),
-        serving(broker.url, name="g1-test") as (second, other),
-    ):
-        await ready(first)
-        await ready(second)
-        yield worker, [one, other]
 
 
 async def live_of(redis: Redis, key: ApiKey) -> dict[bytes, bytes]:
@@ -332,7 +320,7 @@ async def live_of(redis: Redis, key: ApiKey) -> dict[bytes, bytes]:
 
 async def test_a_key_has_exactly_its_live_requests_over_all_gateways(broker: Broker, redis: Redis) -> None:
     key, free = await add_key(redis, max_concurrent=3), await add_key(redis)
-    async with two_gateways(broker) as (worker, clients):
+    async with two_gateways(broker.url, ANSWERS, 0.0) as (worker, _, *clients):
         await worker.pause()
         posts = [
             asyncio.create_task(clients[i % 2].post("/generate", json=body(), headers=bearer(key)))
@@ -357,7 +345,7 @@ async def test_more_choices_than_a_key_may_have_at_once_are_refused_for_that(
     broker: Broker, redis: Redis
 ) -> None:
     key = await add_key(redis, max_concurrent=2)
-    async with two_gateways(broker) as (worker, clients):
+    async with two_gateways(broker.url, ANSWERS, 0.0) as (worker, _, *clients):
         for more in ({"n": 3}, {"prompt": ["a", "b", "c"]}):
             refused = await clients[0].post("/v1/completions", json=SHORT | more, headers=bearer(key))
             assert refused.status_code == 400
@@ -368,7 +356,7 @@ async def test_more_choices_than_a_key_may_have_at_once_are_refused_for_that(
 
 async def test_live_requests_are_counted_anew_where_the_sum_is_lost(broker: Broker, redis: Redis) -> None:
     key = await add_key(redis, max_concurrent=2)
-    async with two_gateways(broker) as (worker, clients):
+    async with two_gateways(broker.url, ANSWERS, 0.0) as (worker, _, *clients):
         await worker.pause()
         post = asyncio.create_task(clients[0].post("/generate", json=body(), headers=bearer(key)))
 
@@ -388,7 +376,7 @@ async def test_live_requests_are_counted_anew_where_the_sum_is_lost(broker: Brok
 
 async def test_requests_a_minute_are_a_burst_and_then_come_evenly(broker: Broker, redis: Redis) -> None:
     key = await add_key(redis, requests_per_minute=5)
-    async with two_gateways(broker) as (_, clients):
+    async with two_gateways(broker.url, ANSWERS, 0.0) as (_, _, *clients):
         began_s = time.time()
         answers = [
             await clients[i % 2].post("/v1/completions", json=SHORT, headers=bearer(key)) for i in range(7)
@@ -413,7 +401,7 @@ async def test_requests_a_minute_are_a_burst_and_then_come_evenly(broker: Broker
 
 async def test_tokens_that_were_not_needed_come_back(broker: Broker, redis: Redis) -> None:
     key = await add_key(redis, tokens_per_minute=300)
-    async with two_gateways(broker) as (worker, clients):
+    async with two_gateways(broker.url, ANSWERS, 0.0) as (worker, _, *clients):
         answer = await clients[0].post("/generate", json=body(200), headers=bearer(key))
         assert answer.status_code == 200
         num_prompt = worker.seen[-1].num_prompt
@@ -429,7 +417,7 @@ async def test_a_request_of_more_than_a_minute_takes_all_and_leaves_a_debt(
     broker: Broker, redis: Redis
 ) -> None:
     key = await add_key(redis, tokens_per_minute=50)
-    async with two_gateways(broker) as (_, clients):
+    async with two_gateways(broker.url, ANSWERS, 0.0) as (_, _, *clients):
         answer = await clients[0].post("/generate", json=body(100), headers=bearer(key))
         assert (answer.status_code, answer.headers["x-ratelimit-remaining-tokens"]) == (200, "0")
         left = float(await redis.hget(KEYS.key_use(key.record.key_id), "tokens"))  # type: ignore[misc]
@@ -440,7 +428,7 @@ async def test_a_request_of_more_than_a_minute_takes_all_and_leaves_a_debt(
 
 async def test_choices_are_one_request_and_share_their_prompt(broker: Broker, redis: Redis) -> None:
     key = await add_key(redis, requests_per_minute=10, tokens_per_minute=1000)
-    async with two_gateways(broker) as (worker, clients):
+    async with two_gateways(broker.url, ANSWERS, 0.0) as (worker, _, *clients):
         asked = {"prompt": ["a", "b"], "n": 2, "max_tokens": 10, "temperature": 1, "stream": True}
         answer = await clients[0].post("/v1/completions", json=asked, headers=bearer(key))
         assert answer.status_code == 200
@@ -469,7 +457,7 @@ def test_a_reset_is_written_as_by_openai(limit: int, left: float, reset: str) ->
 
 
 async def test_nothing_is_told_or_stored_without_keys(broker: Broker, redis: Redis) -> None:
-    async with two_gateways(broker) as (_, clients):
+    async with two_gateways(broker.url, ANSWERS, 0.0) as (_, _, *clients):
         answer = await clients[0].post("/generate", json=body())
         assert not [name for name in answer.headers if name.startswith("x-ratelimit")]
         assert not await redis.keys("tf:keys*")

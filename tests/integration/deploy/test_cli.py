@@ -13,11 +13,9 @@ import psutil
 import pytest
 
 from deploy.launcher import prepare
-from tests.support import brokers
 from tests.support.forks import client as forks
 from tests.support.forks import command
 from tests.support.machine.ports import free_port
-from tests.support.waiting import wait_until_sync
 
 ENVIRON = {name: value for name, value in os.environ.items() if name not in ("REDIS_URL", "MODEL_ID", "PORT")}
 COMMAND = str(Path(sys.executable).parent / "tokenfleet")
@@ -76,27 +74,6 @@ def test_a_port_in_time_wait_is_free() -> None:
     assert refusal("serve", "/no/such/model", "--port", str(port), "--hostname", "127.0.0.1").startswith(
         "tokenfleet: MODEL_ID:"
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["batcher", "jobworker"])
-def test_batcher_and_job_worker_start_without_the_model(command: str) -> None:
-    """So they do in images without torch, before a worker has converted the model."""
-    environ = os.environ | {"MODEL_ID": "/no/such/model", "METRICS_PORT": str(free_port())}
-    with brokers.running() as broker:
-        words = [COMMAND, command]
-        process = subprocess.Popen(words, env=environ | {"REDIS_URL": broker.url}, stderr=subprocess.DEVNULL)
-        try:
-            wait_until_sync(lambda: process.poll() is not None or shows(int(environ["METRICS_PORT"])))
-            assert process.poll() is None
-        finally:
-            process.kill()
-            process.wait()
-
-
-def shows(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.mark.parametrize("command", ["serve", "worker"])

@@ -5,7 +5,7 @@ from typing import Any
 from common.messages.records import BeamSequence, pack_sequences
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.token_columns import unpack_sequences
-from tests.support.tokenizer import IM_END, TOKENIZER, ids
+from tests.support.tokenizer import IM_END, ids
 
 TEXTS = (" one two é🙂", " three", " four zzz", " five six seven")
 REASONS = ("eos_token", "length", "stop_sequence", "length")
@@ -35,8 +35,3 @@ def shown_tokens(number: int) -> list[dict[str, Any]]:
         {"id": token_id, "logprob": logprob, "special": token_id == IM_END}
         for token_id, logprob in zip(one.ids, one.logprobs, strict=True)
     ]
-
-
-def decoded(number: int) -> str:
-    text: str = TOKENIZER.decode(SEQUENCES[number].ids, skip_special_tokens=True)
-    return text
