@@ -1,4 +1,4 @@
-"""Coding agents' shapes of requests over many turns: what is killed in each of them changes no answer, and
+"""A coding agent's shape of requests over many turns: what is killed in each of them changes no answer, and
 prompts find their prefixes in the cache.
 """
 
@@ -13,21 +13,14 @@ from tests.support.clients.questions import MODEL, WARM_SCHEMA
 from tests.support.fleet.fleet import Fleet
 
 anthropic: Any = pytest.importorskip("anthropic")
-openai: Any = pytest.importorskip("openai")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
 KILLED = ("w0", "g0", "b0", "w1", "g1")
 PLACES = ("Rome", "Oslo", "Lima", "Bern", "Cairo")
 BILLING = "x-anthropic-billing-header: cc_version=2.1.37.fbe; cc_entrypoint=cli; cch={:05x};"
 RULES = "".join(f"Rule {i}: read a file before you change it, and say what you did.\n" for i in range(60))
-CODEX_TOOLS: list[dict[str, Any]] = [
-    {"type": "web_search", "external_web_access": False},
-    {"type": "namespace", "name": "mcp__files", "description": "", "tools": []},
-    {"type": "custom", "name": "apply_patch", "format": {"type": "text"}},
-]
 Strike = Callable[[int], None]
 """Kills a process in the turn with this number, or nothing."""
-Talk = Callable[[str, Strike], list[Any]]
 
 
 @pytest.fixture(scope="module")
@@ -67,43 +60,7 @@ def talk_as_claude_code(base_url: str, strike: Strike) -> list[Any]:
     return found
 
 
-def talk_as_codex(base_url: str, strike: Strike) -> list[Any]:
-    """The arguments of each turn's call, by OpenAI's package in the shape of Codex's requests."""
-    tool = {"type": "function", "name": "get_weather", "strict": False, "parameters": WARM_SCHEMA}
-    items: list[Any] = []
-    found = []
-    with openai.OpenAI(base_url=f"{base_url}/v1", api_key="none") as client:
-        for i, place in enumerate(PLACES):
-            items.append(
-                {"role": "user", "content": [{"type": "input_text", "text": f"How warm is {place}?"}]}
-            )
-            stream = client.responses.create(
-                model=MODEL,
-                instructions="You are an agent.",
-                input=items,
-                tools=[*CODEX_TOOLS, tool],
-                tool_choice="required",
-                parallel_tool_calls=False,
-                store=False,
-                stream=True,
-                temperature=0,
-                max_output_tokens=60,
-                include=["reasoning.encrypted_content"],
-            )
-            events = []
-            for event in stream:
-                events.append(event)
-                if len(events) == 5:
-                    strike(i)
-            [call] = events[-1].response.output
-            output = {"type": "function_call_output", "call_id": call.call_id, "output": f"{i} degrees"}
-            items += [call.model_dump(exclude_none=True), output]
-            found.append(call.arguments)
-    return found
-
-
-@pytest.mark.parametrize("talk", [talk_as_claude_code, talk_as_codex])
-def test_what_is_killed_in_each_turn_changes_no_answer(struck_fleet: Fleet, talk: Talk) -> None:
+def test_what_is_killed_in_each_turn_changes_no_answer(struck_fleet: Fleet) -> None:
     killed: list[str] = []
 
     def strike(turn: int) -> None:
@@ -113,9 +70,9 @@ def test_what_is_killed_in_each_turn_changes_no_answer(struck_fleet: Fleet, talk
         killed.append(name)
         struck_fleet.restarted(name, pid)
 
-    undisturbed = talk(struck_fleet.base_url, lambda turn: None)
+    undisturbed = talk_as_claude_code(struck_fleet.base_url, lambda turn: None)
     assert len(undisturbed) == len(PLACES) and all(undisturbed)
-    assert talk(struck_fleet.base_url, strike) == undisturbed
+    assert talk_as_claude_code(struck_fleet.base_url, strike) == undisturbed
     assert killed == [*KILLED]
 
 

@@ -284,54 +284,19 @@ async def test_fields_become_parameters_of_the_queued_request(broker: Broker) ->
 
 
 SYSTEM = {"role": "system", "content": "S"}
-
-
 USER = {"role": "user", "content": "U"}
-
-
 ASSISTANT = {"role": "assistant", "content": "A "}
-
-
 PARTS = {"role": "user", "content": [{"type": "text", "text": text} for text in ("", "U", "")]}
-
-
 BEGIN = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n"
-
-
 CONTINUED = BEGIN + GENERATION_PROMPT + "A "
 CLOSED = BEGIN + GENERATION_PROMPT + "A <|im_end|>\n" + GENERATION_PROMPT
-
-
 PROMPTS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [SYSTEM, USER]}, BEGIN + GENERATION_PROMPT),
     ({"messages": [SYSTEM, USER], "add_generation_prompt": False}, BEGIN),
     ({"messages": [SYSTEM, USER, ASSISTANT]}, CLOSED),
     ({"messages": [SYSTEM, USER, ASSISTANT], "continue_final_message": True}, CONTINUED),
     ({"messages": [SYSTEM, USER, ASSISTANT], "add_generation_prompt": False}, CONTINUED),
-    (
-        {
-            "messages": [SYSTEM, USER, ASSISTANT],
-            "continue_final_message": True,
-            "add_generation_prompt": False,
-        },
-        CONTINUED,
-    ),
-    (
-        {
-            "messages": [SYSTEM, USER, ASSISTANT],
-            "continue_final_message": False,
-            "add_generation_prompt": False,
-        },
-        CLOSED.removesuffix(GENERATION_PROMPT),
-    ),
-    (
-        {"messages": [SYSTEM, USER, ASSISTANT], "add_generation_prompt": True},
-        BEGIN + GENERATION_PROMPT + "A <|im_end|>\n" + GENERATION_PROMPT,
-    ),
-    (
-        {"messages": [SYSTEM, USER, ASSISTANT], "continue_final_message": False},
-        BEGIN + GENERATION_PROMPT + "A <|im_end|>\n" + GENERATION_PROMPT,
-    ),
+    ({"messages": [SYSTEM, USER, ASSISTANT], "add_generation_prompt": True}, CLOSED),
     ({"messages": [SYSTEM, USER], "continue_final_message": True}, BEGIN.removesuffix("<|im_end|>\n")),
     (
         {"messages": [SYSTEM | {"role": "developer"}, USER]},
