@@ -162,7 +162,7 @@ async def test_an_id_that_the_model_does_not_have_fails_its_request_alone(fleet:
         found = await redis.hmget(key, ["error_type", "error"])  # type: ignore[misc]
         assert found == [error_type.encode(), error.encode()]
     assert [len(ids) for ids in await load.whole()] == [40] * 6
-    assert fleet.pids() == before
+    assert before.items() <= fleet.pids().items(), "no process has ended"
 
 
 # --- answers ------------------------------------------------------------------------------------------------
