@@ -66,14 +66,6 @@ def reference_logprobs(
     return kept(prompts_ids, model_id, "logprobs")
 
 
-def reference_logits(ids: Sequence[int], model_id: str = "smollm2") -> Any:
-    """Logits float32 [tokens, vocabulary] at each of the ids, from a plain forward in float32."""
-    import torch
-
-    with torch.inference_mode():
-        return loaded(model_id)(torch.tensor([list(ids)])).logits[0].numpy()
-
-
 @cache
 def loaded(model_id: str) -> Any:
     return load(model_files.resolve(model_id, dtype="float32"))

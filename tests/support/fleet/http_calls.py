@@ -42,25 +42,6 @@ async def complete(http: httpx.AsyncClient, **fields: Any) -> list[str]:
     return [choice["text"] for choice in answer["choices"]]
 
 
-def sampled_body(i: int, max_new_tokens: int = 24) -> dict[str, Any]:
-    """Make a body; numbers give different ways to sample, and lengths of prompts."""
-    variants: list[dict[str, Any]] = [
-        {},
-        {"temperature": 1.3},
-        {"top_k": 5},
-        {"top_p": 0.8, "repetition_penalty": 1.2},
-        {"typical_p": 0.9},
-        {"min_p": 0.1},
-    ]
-    parameters = {
-        "max_new_tokens": max_new_tokens,
-        "ignore_eos": True,
-        "seed": i,
-        **variants[i % len(variants)],
-    }
-    return {"inputs": f"{PROMPT} " * (1 + i % 5), "parameters": parameters}
-
-
 async def done_job(redis: Redis, **job: Any) -> Any:
     """Submit a job → its result."""
     entry = await redis.xadd(KEYS.submit, {"job": json.dumps(job)})
