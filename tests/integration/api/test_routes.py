@@ -41,7 +41,6 @@ IDS = ids(" one two three four five six seven eight")
 JSON = {"content-type": "application/json"}
 TERMS = {"x-priority": "batch", "x-tenant": "acme", "x-deadline-ms": "5000"}
 
-PAYLOAD_LIMIT = 400_000
 LONG = "a " * 150_000
 """A text that is longer than the scripted worker's limit (1023 tokens), whatever its tokens are."""
 GENERATING = [row for row in PROTOCOLS if row.counts]
@@ -133,7 +132,6 @@ async def check_refusals(client: httpx.AsyncClient, row: Protocol) -> None:
         (b"{}", JSON, wrong, field),
         (json.dumps(body | {field: 7}).encode(), JSON, wrong, field),
         (json.dumps(body).encode(), {}, 415, "Content-Type"),
-        (b"x" * (PAYLOAD_LIMIT + 1), JSON, 413, f"{PAYLOAD_LIMIT} bytes"),
         (json.dumps(too_long(body)).encode(), JSON, wrong, "must have at most"),
     ):
         response = await client.post(url(row), content=content, headers=headers | {"x-request-id": "mine"})
@@ -176,9 +174,7 @@ async def test_a_whole_answer_is_as_described_is_counted_told_and_keeps_its_id_a
 ) -> None:
     async with (
         receiving() as receiver,
-        answering(
-            broker.url, Answer(IDS), payload_limit=PAYLOAD_LIMIT, webhook_allowed_hosts=(receiver.host,)
-        ) as (worker, _, client),
+        answering(broker.url, Answer(IDS), webhook_allowed_hosts=(receiver.host,)) as (worker, _, client),
     ):
         figures = await Figures(client).begin()
         body = body_of(row) | {"webhook": receiver.hook()}
@@ -254,10 +250,13 @@ async def all_left(gateway: Gateway, worker: Any) -> None:
 async def test_failures_have_the_form_of_the_api(
     broker: Broker, redis: Redis, row: Protocol, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also the last event of a stream, a request without the key or with another model's, and a crash."""
+    """Also the last event of a stream, a body that is too large, a request without the key or with that of
+    another model, and a crash.
+    """
     failing = Answer(IDS, error="the worker says no")
     elsewhere = await add_key(redis, models=["llama"])
-    async with answering(broker.url, failing, api_key="sesame", served_model_name="smollm2") as (
+    settings: dict[str, Any] = {"api_key": "sesame", "payload_limit": 5000}
+    async with answering(broker.url, failing, served_model_name="smollm2", **settings) as (
         _,
         gateway,
         client,
@@ -271,6 +270,9 @@ async def test_failures_have_the_form_of_the_api(
         refused = await client.post(url(row), json=body_of(row), headers=bearer(elsewhere))
         assert refused.status_code == 403 and "may not use the model" in refused.text
         client.headers["authorization"] = "Bearer sesame"
+        refused = await client.post(url(row), content=b"x" * 5001, headers=JSON)
+        assert refused.status_code == 413 and "5000 bytes" in refused.text
+        check(row, refused)
         response = await client.post(url(row), json=body_of(row))
         if not row.streams and row.path != "/v1/responses":  # a response says itself that it has failed
             assert response.status_code == row.error(ApiError(424, "generation", ""))[0]
@@ -289,11 +291,7 @@ async def test_failures_have_the_form_of_the_api(
 @pytest.mark.usefixtures("no_long_tokens")
 async def test_vectors_and_scores_are_as_described(broker: Broker, tmp_path: Path, kind: str) -> None:
     model = save_encoder(tmp_path, "BERT", **({"num_labels": 1} if kind == "classify" else {}))
-    async with pooling_gateway(broker.url, tmp_path, model, kind, payload_limit=PAYLOAD_LIMIT) as (
-        worker,
-        _,
-        client,
-    ):
+    async with pooling_gateway(broker.url, tmp_path, model, kind) as (worker, _, client):
         for row in PROTOCOLS:
             if row.path in POOLING[kind]:
                 response = await client.post(url(row), json=body_of(row), headers=keyed(row) | TERMS)
