@@ -119,6 +119,8 @@ URL_SCHEMES = ("http://", "https://")
 IDLE_S = 300.0
 """A foreign pool without live streams is closed after this time without a client that names it."""
 CHECK_S = 10.0
+NAMES_SHOWN = 5
+"""Served models that the error for an unknown one names; /v1/models lists all."""
 
 
 class Target(NamedTuple):
@@ -187,7 +189,8 @@ class PoolRegistry:
         if not (target := self.resolve(model)).pools:
             if self.directory.last_error:
                 raise unavailable(f"the directory of pools cannot be read: {self.directory.last_error}")
-            raise model_not_found(f"The model `{cut(model or '')}` does not exist")
+            served = ", ".join(f"`{name}`" for name in self.served_names()[:NAMES_SHOWN])
+            raise model_not_found(f"The model `{cut(model or '')}` does not exist; served: {served}")
         return target
 
     async def tried(self, target: Target, key: str) -> list[Pool]:

@@ -119,7 +119,12 @@ async def test_the_texts_of_a_stream_add_up_to_the_whole(broker: Broker) -> None
 async def test_errors_have_kserves_shape(broker: Broker) -> None:
     good = as_texts("a", "one")
     wrong: list[tuple[str, Any, int, str]] = [
-        ("/v2/models/gpt-5/generate", {"text_input": "a"}, 404, "The model `gpt-5` does not exist"),
+        (
+            "/v2/models/gpt-5/generate",
+            {"text_input": "a"},
+            404,
+            "The model `gpt-5` does not exist; served: `smollm2`",
+        ),
         (f"{MODEL}/generate", {}, 422, "Input validation error: `text_input`: Field required"),
         (f"{MODEL}/generate", {"text_input": ""}, 422, "`text_input` cannot be empty"),
         (f"{MODEL}/generate", {"text_input": "a", "max_tokens": 0}, 422, "`max_tokens` must be"),

@@ -373,7 +373,7 @@ async def test_an_error_names_its_instance(broker: Broker) -> None:
         ([good, {"inputs": "a", "parameters": {"best_of": 2}}], "`instances[1]`: `best_of` must be 1"),
         ([good | {"resume_s": 5}], "`instances[0]`: `resume_s` needs a stream"),
         ([CHAT | {"stream": True}], "`instances[0]`: `stream` must be false"),
-        ([CHAT | {"model": "gpt-5"}], "`instances[0]`: The model `gpt-5` does not exist"),
+        ([CHAT | {"model": "gpt-5"}], "`instances[0]`: The model `gpt-5` does not exist; served: `smollm2`"),
     ]
     async with answering(broker.url, Answer([11]), max_client_batch_size=2) as (worker, _, client):
         for instances, words in wrong:

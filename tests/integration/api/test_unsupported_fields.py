@@ -141,7 +141,7 @@ async def test_models_are_listed_and_found_by_name(client: httpx.AsyncClient) ->
         await client.get("/v1/models/gpt-5"),
     ):
         error = {
-            "message": "The model `gpt-5` does not exist",
+            "message": "The model `gpt-5` does not exist; served: `smollm2`",
             "type": "invalid_request_error",
             "param": "model",
             "code": "model_not_found",
