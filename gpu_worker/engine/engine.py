@@ -271,8 +271,7 @@ def measure_costs(
         *measure_steps(measure_ms),
         *(measure_steps(drafter.source.measure_ms) if drafter else (0.0, 0.0)),
     ]
-    own = int(communicator.rank == 0)
-    costs.set(*(communicator.all_reduce_sum(int(ms * 1e6) * own) / 1e6 for ms in times))
+    costs.set(*communicator.exchange(times)[0])
 
 
 def make_state_slots(loaded: LoadedModel) -> StateSlots | None:

@@ -362,12 +362,6 @@ def run_over_pages(wrapper: Any, module: Any, query: torch.Tensor, sinks: Any, o
         output.mul_(torch.sigmoid(log2_sum / LOG2_E - sinks)[..., None])
 
 
-def make_workspace(geometry: Geometry, device: torch.device, max_rows: int) -> torch.Tensor:
-    """→ uint8 [bytes]: where programs that share a row exchange results."""
-    size = workspace_bytes(geometry, processors_of(device), max_rows)
-    return torch.empty(size, dtype=torch.uint8, device=device)
-
-
 def processors_of(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
@@ -535,7 +529,8 @@ class FlashInferBackend(AttentionBackend):
         self.split_processors = self.processors
         self.counters = torch.zeros(COUNTERS_BYTES, dtype=torch.uint8, device=device)
         self.scratch = torch.empty(self.scratch_bytes(max_rows), dtype=torch.uint8, device=device)
-        scratch = make_workspace(geometry, device, max_rows)
+        size = workspace_bytes(geometry, self.processors, max_rows)
+        scratch = torch.empty(size, dtype=torch.uint8, device=device)
         self.plans = StepPlans(geometry, self.planned, scratch, generation)
         self.decode_plans = DecodePlans(geometry, self.planned, scratch, generation, max_rows, max_blocks)
         self.decoders: list[Any] = [None] * len(self.views)

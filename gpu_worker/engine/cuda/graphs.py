@@ -127,7 +127,11 @@ class CudaGraphs:
             return False
         if rows > max(self.graphs[PLAIN], default=0):
             return False
-        return slices[-1].decodes or (self.takes_prompts and are_plain(slices) and see_little(slices))
+        if slices[-1].decodes or not self.takes_prompts:
+            return slices[-1].decodes
+        needs_more = any(row_slice.row.pictures or row_slice.row.adapter for row_slice in slices)
+        seen = sum(row_slice.count * row_slice.kv_len for row_slice in slices)
+        return not needs_more and seen <= MAX_SEEN_TOKENS
 
     def run(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
         """Launch a step → logits [num_logits, vocabulary], which the next step overwrites. `previous`: ids
@@ -165,15 +169,6 @@ class CudaGraphs:
         self.rotary[:size].copy_(staged[2])
         self.slots[:size].copy_(staged[3])
         self.table[:size, : len(staged) - 4].copy_(staged[4:].T)
-
-
-def are_plain(slices: Sequence[RowSlice]) -> bool:
-    """Whether all that a step needs of its prompts are their ids."""
-    return not any(row_slice.row.pictures or row_slice.row.adapter for row_slice in slices)
-
-
-def see_little(slices: Sequence[RowSlice]) -> bool:
-    return sum(row_slice.count * row_slice.kv_len for row_slice in slices) <= MAX_SEEN_TOKENS
 
 
 def is_split_size(size: int, sizes: Sequence[int]) -> bool:

@@ -244,7 +244,7 @@ class ModelSource(DraftSource):
     def time_single_tokens(self, forward: Forward, num_rows: int) -> float:
         """ms of a step of one token of so many rows."""
         slices = warmup.single_tokens(num_rows, self.sampler.vocab_size, self.block_size)
-        return warmup.measure_ms(forward, slices, self.loaded.device)
+        return warmup.fastest_ms(lambda: forward(slices), self.loaded.device)
 
     def on_granted(self, granted: Iterable[Int32]) -> None:
         for blocks in granted:

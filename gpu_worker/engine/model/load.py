@@ -1,9 +1,13 @@
-"""Loading: from settings to a model on its device, with a KV cache on its attention modules."""
+"""Loading: from settings to a model on its device, with a KV cache on its attention modules. Ranks of several
+machines, which find the model by themselves, first compare its files and their settings.
+"""
 
+import hashlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +31,11 @@ from gpu_worker.engine.model.families import register_family
 from gpu_worker.engine.model.kv_budget import count_room
 from gpu_worker.engine.model.model import DeepStack, Draft, LoadedModel
 from gpu_worker.engine.model.passes import PASSES, LoadContext
-from gpu_worker.engine.model.quantized_linears import (
-    check_fp8,
-)
-from gpu_worker.engine.model.same_model import check_same, describe_model
+from gpu_worker.engine.model.quantized_linears import check_fp8
 from gpu_worker.engine.model.vision import PICTURE_CACHE_BYTES, load_tower
-from gpu_worker.engine.model.warmup import (
-    max_captured_tokens,
-    peak_bytes,
-)
+from gpu_worker.engine.model.warmup import max_captured_tokens, peak_bytes
 from gpu_worker.engine.parallel.communicator import Communicator
+from gpu_worker.engine.parallel.rendezvous import Member
 from gpu_worker.engine.parallel.stages import ModelStage
 from gpu_worker.engine.parallel.tensor_parallel import read_weights
 from gpu_worker.engine.pictures.encoder import VisionTower
@@ -262,3 +261,55 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+PART_BYTES = 2**16
+"""The first and last bytes of a weight file tell another one of the same shapes."""
+EQUAL_SETTINGS = (
+    "block_size",
+    "kv_cache_dtype",
+    "load_format",
+    "max_batch_size",
+    "max_batch_prefill_tokens",
+    "prefix_caching",
+    "quantize",
+    "rope_factor",
+    "rope_scaling",
+    "speculate",
+    "speculative_config",
+)
+"""Settings by which ranks compute the same steps."""
+
+
+def describe_model(path: Path, settings: Settings, dtype: str, device: str) -> dict[str, dict[str, str]]:
+    """What must be the same at all ranks: digests of files, and settings."""
+    weights = [] if settings.makes_weights else model_files.weight_files(path)
+    files = [*(path / name for name in model_files.REQUIRED_FILES), *weights]
+    values = {name: str(getattr(settings, name)) for name in EQUAL_SETTINGS}
+    return {
+        "files": {file.name: digest(file) for file in files},
+        "settings": {"version": version("tokenfleet"), "device": device, "dtype": dtype, **values},
+    }
+
+
+def digest(path: Path) -> str:
+    """A digest of a file's size, its beginning and its end."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(PART_BYTES)
+        file.seek(max(0, size - PART_BYTES))
+        return hashlib.sha256(b"%d %b %b" % (size, head, file.read())).hexdigest()
+
+
+def check_same(
+    model_id: str, descriptions: Sequence[Mapping[str, Mapping[str, str]]], members: Sequence[Member]
+) -> None:
+    """Raises SettingError with the first difference to rank 0, and where it is."""
+    first = descriptions[0]
+    for description, member in zip(descriptions, members, strict=True):
+        for name, value in description["settings"].items():
+            if value != (expected := first["settings"].get(name)):
+                raise SettingError(name, f"{value} at {member}, but {expected} at {members[0]}")
+        if differing := {*first["files"].items()} ^ {*description["files"].items()}:
+            name = min(name for name, _ in differing)
+            raise SettingError("model_id", f"{name} of {model_id} at {member} is not that of {members[0]}")

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText
-from transformers.utils import logging as transformers_logging
 
 from common.settings.settings import Settings
 from gpu_worker.engine.model.config import ModelSource, cannot_serve, quantization_of
 from gpu_worker.engine.model.warmup import fastest_ms
-from gpu_worker.engine.model.weights import check_missing, make_dummy_model, without_quantization
+from gpu_worker.engine.model.weights import check_missing, make_dummy_model, quietly, without_quantization
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.stages import changed_class
 from gpu_worker.engine.pictures.encoder import PictureEncoder, VisionTower
@@ -107,13 +106,8 @@ def read_tower(source: ModelSource, config: Any, family: PictureFamily) -> Any:
         return make_dummy_model(part, plain, source, attention=ATTENTION)
     known = quantization if quantization and method_of(quantization) in METHODS else None
     read = partial(part.from_pretrained, None, config=plain, state_dict=read_tensors(source.path, known))
-    verbosity = transformers_logging.get_verbosity()
-    # else it would list the weights of the language model
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    try:
+    with quietly():  # else it would list the weights of the language model
         model, info = read(dtype=source.dtype, attn_implementation=ATTENTION, output_loading_info=True)
-    finally:
-        transformers_logging.set_verbosity(verbosity)
     check_missing(info, source.settings.model_id)
     return model.to(source.device)
 

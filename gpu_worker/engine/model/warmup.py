@@ -69,18 +69,14 @@ def max_step_tokens(settings: Settings, device: torch.device) -> int:
 def token_ms(forward: Forward, context: int, vocab_size: int, block_size: int, device: torch.device) -> float:
     """ms of one prompt token, in a step of many."""
     timed = min(TIMED_TOKENS[device.type], context)
-    return measure_ms(forward, prompt_parts(timed, context, vocab_size, block_size), device) / timed
+    parts = prompt_parts(timed, context, vocab_size, block_size)
+    return fastest_ms(lambda: forward(parts), device) / timed
 
 
 def max_batch_prefill_tokens(token_ms: float, device: torch.device) -> int:
     """Prompt tokens of a step of TARGET_STEP_MS; a multiple of 32."""
     tokens = min(int(TARGET_STEP_MS[device.type] / token_ms), MAX_TOKENS[device.type])
     return max(TOKENS_MULTIPLE, tokens // TOKENS_MULTIPLE * TOKENS_MULTIPLE)
-
-
-def measure_ms(forward: Forward, slices: Sequence[RowSlice], device: torch.device) -> float:
-    """The ms of the fastest of several runs of a step."""
-    return fastest_ms(lambda: forward(slices), device)
 
 
 def fastest_ms(run: Callable[[], object], device: torch.device) -> float:

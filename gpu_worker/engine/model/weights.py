@@ -2,9 +2,10 @@
 by transformers' own quantizer. Weights that the config does not explain are refused.
 """
 
+import contextlib
 import copy
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,19 @@ def make_dummy_model(
         raise SettingError("load_format", f"dummy makes plain weights, but {model_id} is quantised")
     log.warning("LOAD_FORMAT=dummy: the weights of %s are random, and its answers mean nothing", model_id)
     torch.manual_seed(seed)
-    verbosity = transformers_logging.get_verbosity()
-    # else it would list each weight that no file has
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    try:
+    with quietly():  # else it would list each weight that no file has
         options = {"dtype": source.dtype, "device_map": {"": source.device}}
         options["attn_implementation"] = attention
         return kind.from_pretrained(None, config=config, state_dict={}, **options)
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Within it transformers logs errors only."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
     finally:
         transformers_logging.set_verbosity(verbosity)
 

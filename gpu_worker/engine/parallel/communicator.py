@@ -89,7 +89,8 @@ class Communicator:
             self.links = links or connect_ranks(info)
             join_process_group(self.links)
         if self.num_stages > 1 and self.tp_size > 1:
-            groups = [dist.new_group(self.ranks_of(stage), timeout=FOREVER) for stage in range(num_stages)]
+            begins = range(0, self.world_size, self.tp_size)
+            groups = [dist.new_group([*range(it, it + self.tp_size)], timeout=FOREVER) for it in begins]
             self.group = groups[self.stage]
 
     def exchange(self, message: Any) -> list[Any]:
@@ -113,9 +114,6 @@ class Communicator:
     def sampler(self) -> int:
         """The rank that samples."""
         return self.world_size - self.tp_size
-
-    def ranks_of(self, stage: int) -> list[int]:
-        return list(range(stage * self.tp_size, (stage + 1) * self.tp_size))
 
     # Tensors: the same on all ranks of a stage afterwards.
 

@@ -13,7 +13,7 @@ import pytest
 
 from common.rank import RankInfo
 from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.model.same_model import check_same, describe_model
+from gpu_worker.engine.model.load import check_same, describe_model
 from gpu_worker.engine.parallel.rendezvous import Member, RankLinks, RankLost, RendezvousFailed, connect_ranks
 from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until_sync
