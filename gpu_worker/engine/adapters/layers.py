@@ -127,16 +127,14 @@ class HostAdapters:
     def place(self, slot: int, weights: AdapterWeights) -> None:
         """Put an adapter into a slot, in place of what it had."""
         found = {self.targets[name].module: pair for name, pair in weights.layers.items()}
-        self.placed[slot] = {module: pair.moved(self.to_device) for module, pair in found.items()}
+        self.placed[slot] = {
+            module: pair.moved(lambda tensor: tensor.to(self.device)) for module, pair in found.items()
+        }
         for number, linear in enumerate(self.linears):
             pair = self.placed[slot].get(linear)
             self.ranks[slot, number] = pair.rank if pair else 0
             own = (pair.down.data_ptr(), pair.up.data_ptr(), pair.rank) if pair else (None, None, 0)
             self.matrices[slot * len(self.linears) + number] = native.LowRankStruct(*own)
-
-    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[...] of any dtype → the same on the device"""
-        return tensor.to(self.device)
 
     @torch.inference_mode()
     def prepare(self, step: AdaptedStep | None) -> None:

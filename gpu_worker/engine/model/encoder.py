@@ -53,10 +53,6 @@ class PackedAttention(AttentionBackend):
         super().__init__(geometry)
         self.groups: list[tuple[int, int]] = []
 
-    def set_lengths(self, lengths: Sequence[int]) -> None:
-        """Set the lengths of the sequences that follow each other in the next forward."""
-        self.groups = [(len([*group]), length) for length, group in groupby(lengths)]
-
     def attend_packed(
         self,
         module: Any,
@@ -138,7 +134,7 @@ class EncoderModel(LoadedModel):
         """→ float32 [prompts, size] of prompts in this order"""
         assert isinstance(self.backend, PackedAttention) and self.pooling
         lengths = [part.kv_len for part in slices]
-        self.backend.set_lengths(lengths)
+        self.backend.groups = [(len([*group]), length) for length, group in groupby(lengths)]
         ids = np.concatenate([part.row.ids[: part.kv_len] for part in slices])
         positions = np.concatenate([np.arange(length) for length in lengths]) + self.first_position
         taken = {"input_ids": ids, "position_ids": positions}

@@ -20,12 +20,11 @@ from gpu_worker.engine.attention.choose import PROBE_TOKENS, probe_attention
 from gpu_worker.engine.attention.kv_cache import FLOATS8, LayerSpec, keep_latents
 from gpu_worker.engine.cpu.packed_linear import pack_linears
 from gpu_worker.engine.cuda.linear import fuse_linears
-from gpu_worker.engine.model import rope
 from gpu_worker.engine.model.config import ModelSource
 from gpu_worker.engine.model.families import page_attention
 from gpu_worker.engine.model.kv_budget import scale_layers
 from gpu_worker.engine.model.quantized_linears import quantise_linears
-from gpu_worker.engine.model.rope import AxisRope, PerTokenRope
+from gpu_worker.engine.model.rope import BY_LENGTH, AxisRope, PerTokenRope, types_of
 from gpu_worker.engine.model.warmup import max_step_tokens
 from gpu_worker.engine.parallel.shards import TpPlan
 from gpu_worker.engine.parallel.stages import WHOLE, ModelStage, checked_layers, learn_form
@@ -120,13 +119,17 @@ def states(model: Any, context: LoadContext) -> None:
     if context.settings.kv_cache_dtype in FLOATS8 and not context.settings.makes_weights:
         layers = scale_layers(model, context.path, layers)
     context.layers, context.states = layers, ModelStates(device, mixers.kept, packs=mixers.packs)
-    context.states.attach()
+    for mixer in mixers.kept:
+        mixer.states = context.states
 
 
 def ropes(model: Any, context: LoadContext) -> None:
     """Rotary modules give each token the frequencies and the positions that it would have alone."""
-    context.ropes = rope.replace_ropes(model)
-    context.axis_rope = rope.find_axis_rope(model, context.tower.family.mrope_axes if context.tower else ())
+    rotary = [module for module in model.modules() if types_of(module)]
+    by_length = [module for module in rotary if {*BY_LENGTH} & {*types_of(module).values()}]
+    context.ropes = [PerTokenRope(module) for module in by_length]
+    axes = context.tower.family.mrope_axes if context.tower else ()
+    context.axis_rope = AxisRope(rotary[0], axes) if rotary and axes else None
 
 
 Pass = Callable[[Any, LoadContext], None]

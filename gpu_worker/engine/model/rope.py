@@ -137,14 +137,6 @@ class AxisRope:
         return cosines.gather(0, chosen), sines.gather(0, chosen)
 
 
-def find_axis_rope(model: Any, axes: Sequence[int]) -> AxisRope | None:
-    """Replace the forward of the rotary module of a model whose pictures have positions of three `axes`, by
-    half of a head's rotated numbers.
-    """
-    found = [module for module in model.modules() if types_of(module)] if axes else []
-    return AxisRope(found[0], axes) if found else None
-
-
 def options_of(layer_type: str | None) -> dict[str, str]:
     return {} if layer_type is None else {"layer_type": layer_type}
 
@@ -165,12 +157,3 @@ def recompute_length(model: Any) -> int | None:
     ):
         return None
     return int(config.original_max_position_embeddings)
-
-
-def replace_ropes(model: Any) -> list[PerTokenRope]:
-    """Replace the forward of the rotary modules of a model that need it."""
-    return [
-        PerTokenRope(module)
-        for module in model.modules()
-        if not set(BY_LENGTH).isdisjoint(types_of(module).values())
-    ]

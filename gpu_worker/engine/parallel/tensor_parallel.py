@@ -110,7 +110,8 @@ def read_weights(source: ModelSource) -> tuple[Any, TpPlan, ModelStage]:
         stage = make_stage(stages, communicator.stage)
         part = changed_class(part, partial(remove_others, plan=stages, stage=stage))
         plan = own_plan(plan, stages, stage)
-        config = untied(config)
+        config = copy.deepcopy(config)  # embedding and head are in different stages
+        config.tie_word_embeddings = False
     if settings.makes_weights:
         model = make_dummy_model(part, config, source, seed=communicator.rank)
         equalize_replicas(model, plan, communicator)
@@ -155,13 +156,6 @@ def own_plan(plan: TpPlan, stages: StagePlan, stage: ModelStage) -> TpPlan:
         {name: shards for name, shards in plan.shards.items() if has(name)},
         {name: style for name, style in plan.styles.items() if has(f"{name}.")},
     )
-
-
-def untied(config: Any) -> Any:
-    """A copy of a config that describes a head of its own: embedding and head are in different stages."""
-    own = copy.deepcopy(config)
-    own.tie_word_embeddings = False
-    return own
 
 
 def stage_tensors(

@@ -309,11 +309,6 @@ class ModelStates:
         """What the states of one row take."""
         return sum(spec.num_bytes for specs in self.mixers.values() for spec in specs.values())
 
-    def attach(self) -> None:
-        """Set itself on the mixers."""
-        for mixer in self.mixers:
-            mixer.states = self
-
     def allocate(self, num_slots: int) -> None:
         """Make the pool anew, with `num_slots` slots beside the scratch slot."""
         self.pool = {}  # the old one is freed first
