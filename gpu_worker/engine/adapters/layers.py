@@ -157,13 +157,14 @@ class HostAdapters:
 
     def add_native(self, linear: Any, rows: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """Add to `output` [..., outputs], of the layer's dtype or float32, what the adapters of `rows` [...,
-        inputs] give.
+        inputs] give. Raises RuntimeError if these are not the tokens of the step, one after the other.
         """
         prepared = self.kept if linear.is_head else self.tokens
         if prepared is None or not prepared.used[linear.number]:
             return output
         rows, num_rows = rows.contiguous(), math.prod(rows.shape[:-1])
-        check_rows(num_rows, len(prepared.arrays[2]))
+        if num_rows != (num_tokens := len(prepared.arrays[2])):
+            raise RuntimeError(f"a layer with adapters got {num_rows} rows in a step of {num_tokens} tokens")
         threads, shape = torch.get_num_threads(), byref(linear.struct)
         pointers = (byref(prepared.struct), linear.whole, output.data_ptr())
         linear.library.tf_adapt(linear.dtype, threads, rows.data_ptr(), num_rows, shape, *pointers)
@@ -176,12 +177,6 @@ class HostAdapters:
                 own = rows[places]
                 shrunk = pair.down[:, own].T if own.dtype == torch.int64 else own @ pair.down.T
                 output.index_add_(0, places, shrunk @ pair.up.T)
-
-
-def check_rows(num_rows: int, num_tokens: int) -> None:
-    """Raises RuntimeError if a layer is not called with the tokens of the step, one after the other."""
-    if num_rows != num_tokens:
-        raise RuntimeError(f"a layer with adapters got {num_rows} rows in a step of {num_tokens} tokens")
 
 
 AdapterLayers = HostAdapters | KernelAdapters

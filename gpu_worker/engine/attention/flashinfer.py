@@ -175,16 +175,6 @@ def empty_inputs(rows: int, num_blocks: int, device: torch.device) -> PlanInputs
     return PlanInputs(query_ends, block_ends, last_lengths, lengths, blocks, 1)
 
 
-def first_rows(inputs: PlanInputs, rows: int) -> PlanInputs:
-    """Views of them, of fewer rows."""
-    return inputs._replace(
-        query_ends=inputs.query_ends[: rows + 1],
-        block_ends=inputs.block_ends[: rows + 1],
-        last_lengths=inputs.last_lengths[:rows],
-        lengths=inputs.lengths[:rows],
-    )
-
-
 def plan_options(geometry: Geometry, spec: AttentionSpec) -> dict[str, Any]:
     """The options of each plan for a view, by FlashInfer's names."""
     return {
@@ -475,7 +465,12 @@ class DecodePlans:
                 wrapper.plan(inputs, self.geometry, view)
 
     def make_wrapper(self, rows: int, view: LayerSpec) -> Any:
-        buffers = first_rows(self.buffers, rows)
+        buffers = self.buffers._replace(
+            query_ends=self.buffers.query_ends[: rows + 1],
+            block_ends=self.buffers.block_ends[: rows + 1],
+            last_lengths=self.buffers.last_lengths[:rows],
+            lengths=self.buffers.lengths[:rows],
+        )
         if view.spec.latent:
             return LatentWrapper(self.workspace, self.generation, buffers)
         return DecodeWrapper(self.workspace, self.schedules[view], buffers)

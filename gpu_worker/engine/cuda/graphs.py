@@ -101,9 +101,10 @@ class CudaGraphs:
         for size in sorted(sizes, reverse=True):
             self.loaded.plan_decode(np.zeros(size, np.int32), np.zeros((size, 1), np.int32))
             skewed, adapters = skewed_lengths(size, longest), self.loaded.adapters
+            is_few = size & (size - 1) == 0 or size == max(sizes)  # steps of split rows are rare
             are_captured = {
                 PLAIN: True,
-                SPLIT: is_split_size(size, sizes) and self.loaded.backend.splits_rows(skewed),
+                SPLIT: is_few and self.loaded.backend.splits_rows(skewed),
                 ADAPTED: adapters is not None and adapters.capturable,
             }
             for variant in filter(are_captured.__getitem__, VARIANTS):
@@ -169,11 +170,6 @@ class CudaGraphs:
         self.rotary[:size].copy_(staged[2])
         self.slots[:size].copy_(staged[3])
         self.table[:size, : len(staged) - 4].copy_(staged[4:].T)
-
-
-def is_split_size(size: int, sizes: Sequence[int]) -> bool:
-    """Powers of two, and the largest: steps of split rows are rare."""
-    return size & (size - 1) == 0 or size == max(sizes)
 
 
 def skewed_lengths(rows: int, longest: int) -> Int32:

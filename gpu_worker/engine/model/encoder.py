@@ -94,12 +94,6 @@ def window_mask(length: int, window: int | None, device: torch.device) -> torch.
     return (places[:, None] - places).abs() < window
 
 
-def register(attention: PackedAttention) -> None:
-    """Have models that are made for NAME call this attention, without a mask."""
-    AttentionInterface.register(NAME, attention.attend_packed)
-    ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(NAME, None)
-
-
 @dataclass(slots=True, kw_only=True)
 class EncoderModel(LoadedModel):
     """An encoder on its device.
@@ -174,7 +168,8 @@ def load_encoder(source: ModelSource, pooling: PoolingConfig, block_size: int) -
         cause = "an encoder is computed by one rank; NUM_WORKERS starts several of them"
         raise SettingError("num_shard", f"{size} ranks, but {cause}")
     attention = PackedAttention(Geometry([], block_size, source.dtype, source.dtype))
-    register(attention)
+    AttentionInterface.register(NAME, attention.attend_packed)
+    ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(NAME, None)  # so transformers makes no mask
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
         check_config(config, settings)

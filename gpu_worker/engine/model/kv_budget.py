@@ -135,21 +135,15 @@ def count_room(
         num_slots = communicator.all_reduce_min(slots)
         left_bytes = share_bytes - slots_bytes(loaded, num_slots)
         if settings.prefix_caching and loaded.names_blocks:
-            most = count_snapshots(loaded, num_slots, min(left_bytes, share_bytes // SNAPSHOT_SHARE))
+            most = SNAPSHOTS_PER_ROW * num_slots
+            if slot_bytes := loaded.states.slot_bytes:  # a stage without states has room for any number
+                most = min(most, min(left_bytes, share_bytes // SNAPSHOT_SHARE) // slot_bytes)
             num_snapshots = communicator.all_reduce_min(most)
         share_bytes = left_bytes - loaded.states.slot_bytes * num_snapshots
     num_blocks = communicator.all_reduce_min(geometry.num_blocks(share_bytes, available_bytes))
     if num_slots:
         num_blocks = min(num_blocks, (num_slots + num_snapshots) * loaded.max_row_blocks)
     return CacheRoom(num_blocks, num_slots, num_snapshots)
-
-
-def count_snapshots(loaded: LoadedModel, num_slots: int, most_bytes: int) -> int:
-    """How many snapshots there are beside the states of rows: at most SNAPSHOTS_PER_ROW for each. A stage
-    without states has room for any number.
-    """
-    most = SNAPSHOTS_PER_ROW * num_slots
-    return min(most, most_bytes // loaded.states.slot_bytes) if loaded.states.slot_bytes else most
 
 
 def count_slots(loaded: LoadedModel, share_bytes: int, max_rows: int) -> int:

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -36,9 +37,7 @@ from gpu_worker.engine.model.vision import PICTURE_CACHE_BYTES, load_tower
 from gpu_worker.engine.model.warmup import max_captured_tokens, peak_bytes
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.rendezvous import Member
-from gpu_worker.engine.parallel.stages import ModelStage
 from gpu_worker.engine.parallel.tensor_parallel import read_weights
-from gpu_worker.engine.pictures.encoder import VisionTower
 from gpu_worker.protocol import UnservableModel, first_cause
 
 log = logging.getLogger(__name__)
@@ -88,7 +87,9 @@ def load(
     if config.is_encoder_decoder:
         return load_encoder_decoder(context)
     loaded = assemble(read_model(context), context)
-    loaded.add_draft(load_draft(settings, path, loaded, communicator, progress))
+    loaded.draft = draft = load_draft(settings, path, loaded, communicator, progress)
+    if draft and draft.cached:  # a block has room for its K and V, too
+        loaded.geometry = replace(loaded.geometry, draft_bytes=draft.cached.geometry.block_bytes)
     attach_empty(loaded, communicator)
     kept_bytes = PICTURE_CACHE_BYTES if loaded.tower else 0
     room = count_room(settings, loaded, communicator, lambda: peak_bytes(loaded, settings), kept_bytes)
@@ -119,8 +120,10 @@ def read_model(context: LoadContext) -> Any:
     try:
         model, context.plan, context.stage = read_weights(context)
         context.tower = load_tower(context, context.stage.is_first)
-        if context.tower:
-            check_deep_layers(context.tower, context.stage)
+        stage, num_deep = context.stage, context.tower.family.num_deep if context.tower else 0
+        if stage.is_first and stage.num_stages > 1 and stage.end < num_deep:
+            cause = f"its first {num_deep} layers take embeddings of pictures, and would be in several stages"
+            raise UnservableModel(f"{cause} (PIPELINE_PARALLEL_SIZE)")
         for change in PASSES:
             change(model, context)
     except KeyError as error:  # model code that looks attention up in a table of its own
@@ -129,13 +132,6 @@ def read_model(context: LoadContext) -> Any:
     except (UnservableModel, ValueError, OSError) as error:
         raise cannot_serve(settings.model_id, error) from error
     return model
-
-
-def check_deep_layers(tower: VisionTower, stage: ModelStage) -> None:
-    """Raises UnservableModel if layers that take embeddings of pictures are in several stages."""
-    if stage.is_first and stage.num_stages > 1 and stage.end < tower.family.num_deep:
-        cause = f"its first {tower.family.num_deep} layers take embeddings of pictures, and would be in"
-        raise UnservableModel(f"{cause} several stages (PIPELINE_PARALLEL_SIZE)")
 
 
 def load_encoder_decoder(source: LoadContext) -> LoadedModel:

@@ -6,7 +6,7 @@ of them, stay the same objects, so compiled layers stay valid. Captured graphs d
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -236,12 +236,6 @@ class LoadedModel:
     def max_row_blocks(self) -> int:
         """Blocks of the longest row."""
         return -(-self.context // self.geometry.block_size)
-
-    def add_draft(self, draft: Draft | None) -> None:
-        """Take what proposes tokens: a block has room for its K and V, too."""
-        self.draft = draft
-        if draft and draft.cached:
-            self.geometry = replace(self.geometry, draft_bytes=draft.cached.geometry.block_bytes)
 
     def attach(self, num_blocks: int, geometry: Geometry | None = None) -> None:
         """Make a cache of `num_blocks` and the scratch block; of another geometry for a trial."""

@@ -109,7 +109,10 @@ def read_weights(source: ModelSource) -> tuple[Any, TpPlan, ModelStage]:
         stages = make_stage_plan(whole, communicator.num_stages)
         stage = make_stage(stages, communicator.stage)
         part = changed_class(part, partial(remove_others, plan=stages, stage=stage))
-        plan = own_plan(plan, stages, stage)
+        plan = TpPlan(
+            {name: shards for name, shards in plan.shards.items() if stages.has(stage.number, name)},
+            {name: style for name, style in plan.styles.items() if stages.has(stage.number, f"{name}.")},
+        )
         config = copy.deepcopy(config)  # embedding and head are in different stages
         config.tie_word_embeddings = False
     if settings.makes_weights:
@@ -147,15 +150,6 @@ def read_by_package(source: ModelSource, method: str) -> Any:
     except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
         cause = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise SettingError("model_id", f"{settings.model_id} is quantised ({method}): {cause}") from error
-
-
-def own_plan(plan: TpPlan, stages: StagePlan, stage: ModelStage) -> TpPlan:
-    """What concerns the parameters of one stage."""
-    has = partial(stages.has, stage.number)
-    return TpPlan(
-        {name: shards for name, shards in plan.shards.items() if has(name)},
-        {name: style for name, style in plan.styles.items() if has(f"{name}.")},
-    )
 
 
 def stage_tensors(
