@@ -122,8 +122,8 @@ def read_model(context: LoadContext) -> Any:
         context.tower = load_tower(context, context.stage.is_first)
         stage, num_deep = context.stage, context.tower.family.num_deep if context.tower else 0
         if stage.is_first and stage.num_stages > 1 and stage.end < num_deep:
-            cause = f"its first {num_deep} layers take embeddings of pictures, and would be in several stages"
-            raise UnservableModel(f"{cause} (PIPELINE_PARALLEL_SIZE)")
+            deep = f"its first {num_deep} layers take embeddings of pictures, and would be in several stages"
+            raise UnservableModel(f"{deep} (PIPELINE_PARALLEL_SIZE)")
         for change in PASSES:
             change(model, context)
     except KeyError as error:  # model code that looks attention up in a table of its own
