@@ -123,7 +123,7 @@ async def test_errors_have_kserves_shape(broker: Broker) -> None:
             "/v2/models/gpt-5/generate",
             {"text_input": "a"},
             404,
-            "The model `gpt-5` does not exist; served: `smollm2`",
+            "The model `gpt-5` does not exist; served: `org/some-model`",
         ),
         (f"{MODEL}/generate", {}, 422, "Input validation error: `text_input`: Field required"),
         (f"{MODEL}/generate", {"text_input": ""}, 422, "`text_input` cannot be empty"),
