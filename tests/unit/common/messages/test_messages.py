@@ -40,7 +40,7 @@ common.messages.kept_answer common.messages.plan common.messages.request common.
 """.split()
 WIRE = """
 Reading ca re pe to na pa ol sr ei
-Rendering dt lp us ru sk is po rd ti ni pt js sf
+Rendering dt lp us ru sk is po rd ti ni pt js
 ResumeTerms ow rs de so rt bo
 ResponseParts f b i
 InferOutputs i o
