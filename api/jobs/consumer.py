@@ -20,9 +20,7 @@ from api.http.access_log import AccessLog
 from api.http.key_ring import POLL_S, unauthorized
 from api.jobs import scripts as job_scripts
 from api.jobs.job import Job, read_job, with_webhook
-from api.jobs.records import JobRecords, cancel_job
-from api.jobs.reply import Reply
-from api.jobs.runner import JobRun
+from api.jobs.runner import JobRun, Reply, cancel_job
 from api.json import to_json
 from api.requests import metrics
 from api.requests.pool import Pool
@@ -69,7 +67,6 @@ class JobConsumer:
         self.keys = pool.client.keys
         self.name = pool.gateway
         self.redis: Any = pool.client.redis
-        self.records = JobRecords(pool, GROUP)
         self.held: set[str] = set()
         self.waiting: asyncio.Queue[str] = asyncio.Queue()
         self.running: dict[str, Job] = {}
@@ -83,7 +80,6 @@ class JobConsumer:
         async with asyncio.TaskGroup() as self.tasks:
             self.tasks.create_task(repeat_forever(self.read_entries, "reading jobs"))
             self.tasks.create_task(repeat_forever(self.claim_entries, "claiming jobs"))
-            self.tasks.create_task(repeat_forever(self.records.release, "releasing jobs"))
             self.tasks.create_task(self.start_jobs())
 
     # --- reading entries ------------------------------------------------------------------------------------
@@ -146,14 +142,24 @@ class JobConsumer:
             await self.delete_entry(entry_id)
             return
         if self.permits.locked():
-            await self.note_waiting(entry_id, fields)
+            job = await self.parse(entry_id, fields)
+            with contextlib.suppress(ApiError):  # whether its API key counts is asked again in its turn
+                await self.note(job.of_key(self.find_key(job.api_key)))
         self.hold(entry_id)
 
-    async def note_waiting(self, entry_id: str, fields: Fields) -> None:
-        """Note a job that waits for others to end. Whether its API key counts is asked again in its turn."""
-        job = await self.parse(entry_id, fields)
-        with contextlib.suppress(ApiError):
-            await self.records.note_waiting(job.of_key(self.find_key(job.api_key)))
+    async def note(self, job: Job) -> None:
+        """Keep the record of a job that waits for others to end, or runs, so that people see it."""
+        asked = job.body.model if job.body is not None else None
+        fields: dict[str, str] = {
+            "first_entry": job.first_entry_id or job.entry_id,
+            "kind": job.kind,
+            "model": asked or self.settings.model_name,
+            "service_class": job.terms.service_class,
+            "tenant": job.terms.tenant,
+            "key_id": job.terms.key.key_id if job.terms.key else "",
+        }
+        call = job_scripts.note_job(self.keys, job.id, job.entry_id, fields)
+        await self.admission.retry_forever(lambda: self.pool.client.run(call))
 
     def hold(self, entry_id: str) -> None:
         if entry_id not in self.held:
@@ -261,16 +267,18 @@ class JobConsumer:
             allowed = job.of_key(await self.key_of(job.api_key))
         except ApiError as error:
             metrics.count_arrival()
-            if await self.records.has_noted(job):  # its key counted then
+            noted = await self.admission.retry_forever(
+                lambda: self.redis.hget(self.keys.job_record(job.id), "entry")
+            )
+            if noted == job.entry_id.encode():  # a gateway has accepted this very entry: its key counted then
                 await self.join_or_run(replace(job, fault=error), Reply(self.pool, job))
             else:
-                metrics.count_error(error.status, error.error_type)
                 await self.answer_error(job, error)
             return
         await self.serve(with_webhook(allowed, self.settings))
 
     async def serve(self, job: Job) -> None:
-        """Register a job, and run it unless it waits for its time; returns when it is answered or waits."""
+        """Register a job, and run it; returns when it is answered."""
         REQUEST_ID.set(job.id)
         metrics.count_arrival()
         reply = Reply(self.pool, job)
@@ -278,16 +286,7 @@ class JobConsumer:
             case "conflict":
                 await reply.send_error(conflict("job"), job.entry_id)
             case "live":
-                await self.run_in_time(job, reply)
-
-    async def run_in_time(self, job: Job, reply: Reply) -> None:
-        """Run a registered job, or leave it among the scheduled ones until its time."""
-        match await self.records.note(job):
-            case "full":
-                log.warning("job %s is rejected: SUBMIT_LIMIT jobs are scheduled", job.id)
-                metrics.count_error(429, "overloaded")
-                await self.answer_error(job, overloaded())
-            case "live":
+                await self.note(job)
                 self.running[job.entry_id] = job
                 try:
                     await self.join_or_run(job, reply)
@@ -334,21 +333,18 @@ class JobConsumer:
         return answer or await self.answer_own(job)  # the broker has lost that, too
 
     async def reject(self, entry_id: str, fields: Fields) -> None:
-        """Answer 429 to an entry beyond SUBMIT_LIMIT, unless its job was accepted before, and has waited."""
+        """Answer 429 to an entry beyond SUBMIT_LIMIT."""
         job = await self.parse(entry_id, fields)
-        if await self.records.has_noted(job):
-            self.hold(entry_id)
-            return
         log.warning(
             "job %s is rejected: SUBMIT_LIMIT (%d) jobs have not ended", entry_id, self.settings.submit_limit
         )
         metrics.count_arrival()
-        metrics.count_error(429, "overloaded")
         await self.answer_error(job, overloaded())
         await self.delete_entry(entry_id)
 
     async def answer_error(self, job: Job, error: ApiError) -> None:
         """Answer an entry with an error. The result of a job that is known by this id stays as it is."""
+        metrics.count_error(error.status, error.error_type)
         known = await self.redis.exists(self.keys.job(job.id))
         await Reply(self.pool, job).send_error(error, job.entry_id if known else job.id)
 
