@@ -52,20 +52,22 @@ from api.protocols.tokenize import version_router as vllm_version
 from api.requests.metrics import count_arrival, count_error
 from api.resume.inherit import write_inherited
 from api.resume.replay import check_repeated, replay
-from api.resume.routes import resume_posts
-from api.resume.routes import router as resume
+from api.resume.routes_requests import router as requests
+from api.resume.routes_resume import resume_posts
+from api.resume.routes_resume import router as resume
+from api.resume.routes_streams import router as streams
 from common import tracing
 from common.metrics.exposition import publishing_metrics
 from common.settings.settings import Settings
 
 protocols = make_router()
 ROUTERS = (
-    *(protocols, tokenize, stored_responses, count_tokens, resume),
+    *(protocols, tokenize, stored_responses, count_tokens, resume, streams, requests),
     *(health, live, kserve_ready, info, kserve_info, vllm_version, models, detokenize, batches),
     *(fleet, page, metrics, usage, manage, adapters),
 )
 REFUSED_WHILE_DRAINING = (
-    *(protocols, stored_responses, count_tokens, resume, batches),
+    *(protocols, stored_responses, count_tokens, resume, streams, batches),
     *(health, kserve_ready),
 )
 PATHS = {

@@ -17,6 +17,7 @@ from api.protocols.response_object import ResponseObjectRenderer
 from api.requests.pool import Pool
 from api.requests.pool_registry import PoolRegistry
 from api.resume import attach
+from api.resume.look_up import ask_broker
 from api.webhooks import WebhookSender
 from common.broker.client import ERRORS, broker_url
 from common.process.event_loop import collect_garbage
@@ -103,13 +104,12 @@ async def serving_batches(files: FileStore | None, consumer: JobConsumer) -> Asy
 async def ended_status(pools: PoolRegistry, response_id: str) -> str:
     """The status of a response of the gateway's own pool; empty if it is not kept. Raises ApiError (503)."""
     own, request_id = pools.own, response_id.removeprefix("resp_")
-    found = await attach.ask_broker(pools, broker_url(own.settings), [own.settings.pool], request_id)
-    if found is None or found[1].response is None:
+    found = await ask_broker(pools, broker_url(own.settings), [own.settings.pool], request_id)
+    if found is None or found.answer.response is None:
         return ""
-    _, answer, channel = found
-    [stream] = await attach.read_committed(own, answer, channel)
+    [stream] = await attach.read_committed(own, found.answer, found.channel)
     if stream.terminal is None:
         return ""
-    renderer = ResponseObjectRenderer(answer, stream)
+    renderer = ResponseObjectRenderer(found.answer, stream)
     status: str = (await offload(stream.num_records, renderer.render_so_far))["status"]
     return status

@@ -13,8 +13,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from api.app import build, build_heir
-from api.handover.answer_socket import Heir
 from api.handover.draining import Draining, DrainingServer
+from api.handover.heir import Heir
 from api.handover.keeper_channel import inherited_channel
 from api.http.connection_limits import raise_file_limit
 from api.http.protocol import UNREADABLE, HttpProtocol, InheritedConnection

@@ -16,6 +16,8 @@ FILE_ID = re.compile(r"file-[0-9a-f]{32}(output|error)?")
 FILE_PART = re.compile(r"[0-9]{9}(-[0-9]{1,19})?")
 """A part of a file; those of a batch's files have the epoch of their writer."""
 BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
+EVENT_ID = re.compile(r"evt_[0-9a-f]{32}")
+"""An event of a webhook."""
 JOB_ID = re.compile(r"[A-Za-z0-9._:@/+=~-]{1,128}")
 """A job of a service. Its requests are `{id}#{choice}`, which no job can have as its id."""
 CHANNEL = re.compile(f"ext:{JOB_ID.pattern}")

@@ -1,33 +1,32 @@
-"""Admin routes: what `tokenfleet keys` and `tokenfleet jobs` do. A key's text is in the answer that makes it,
-and nowhere else.
+"""Admin routes: what `tokenfleet keys`, `tokenfleet jobs` and `tokenfleet webhooks` do. A key's text is in
+the answer that makes it, and nowhere else.
 """
 
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
-import orjson
 from fastapi import APIRouter, Path, Query, Request
-from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from api.errors import ApiError, asking_broker, quoted
+from api.errors import ApiError, asking_broker
 from api.http import body
 from api.http.openapi import FLEET, TGI_ERRORS, ErrorResponse, Shape, answer, error_responses, json_body, only
-from api.jobs import runner
-from api.jobs.scripts import ENDED, LIVE
+from api.jobs import records
+from api.jobs.listing import JobQuery, count_jobs, read_content, read_page, read_record
+from api.jobs.scripts import JobRecord
 from api.json import fresh_json
 from api.requests.on_pool import own_pool
 from api.requests.pool import Pool
 from api.webhooks import check_url
 from common import api_keys
 from common.api_keys import ApiKey, IssuedKey, KeyChangeError, KeyFields
-from common.broker.pool_client import PoolClient
-from common.ids import JOB_ID
+from common.ids import EVENT_ID
+from common.webhooks import StoredEvent, retry_webhook, type_of
 
 FAULTS = {
     404: "There is none",
-    409: "It has ended, or the keys are in API_KEYS_FILE",
+    409: "It has ended or is not dead, or the keys are in API_KEYS_FILE",
 }
 ERRORS = only(TGI_ERRORS, 401, 403, 422, 503) | error_responses(ErrorResponse, FAULTS)
 router = APIRouter(responses=ERRORS, tags=[FLEET])
@@ -143,96 +142,156 @@ def respond_issued(pool: Pool, issued: IssuedKey) -> Response:
 # --- jobs ---------------------------------------------------------------------------------------------------
 
 
-MAX_LISTED = 1000
-"""Jobs of one answer; of live ones and of those that have ended as many are looked at, the newest ones."""
-JobId = Annotated[str, Path(description="Its `id`.", min_length=1, max_length=128)]
-
-
-class ListedJobs(BaseModel):
-    """Which jobs are listed."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    status: Literal["queued", "running", "done", "failed", "cancelled"] | None = Field(
-        default=None, description="Jobs in this state."
-    )
-    limit: int = Field(default=50, ge=1, le=MAX_LISTED, description="Most jobs.")
-
-
-def describe_job(job_id: str, fields: dict[bytes, bytes], has_started: bool) -> dict[str, Any]:
-    """A job from its record: one without an end runs if its turn has come. `status`, `reason` and `error` are
-    of one that has ended, as HTTP would answer it. Times are Unix times in s, 0 where there is none.
+def describe_job(record: JobRecord) -> dict[str, Any]:
+    """A job; `status`, `reason` and `error` are of one that has ended, as HTTP would answer it. Times are
+    Unix times in s, 0 where there is none.
     """
-    text = {name.decode(): value.decode(errors="replace") for name, value in fields.items()}
     return {
-        "id": job_id,
-        "state": text.get("state", "running" if has_started else "queued"),
-        **{name: text.get(name, "") for name in ("kind", "model", "tenant", "key_id", "service_class")},
-        "created_at": int(text.get("first_entry", "0").partition("-")[0]) // 1000,
-        "ended_at": int(text.get("ended_ms", "0")) // 1000,
-        "status": int(text.get("status", "0")),
-        **{name: text.get(name, "") for name in ("reason", "error")},
+        "id": record.id,
+        "state": record.state,
+        "kind": record.text("kind"),
+        "model": record.text("model"),
+        "tenant": record.text("tenant"),
+        "key_id": record.text("key_id"),
+        "service_class": record.text("service_class"),
+        "created_at": record.created_ms // 1000,
+        "not_before": record.number("not_before_ms") / 1000,
+        "ended_at": record.number("ended_ms") // 1000,
+        "status": record.number("status"),
+        "reason": record.text("reason"),
+        "error": record.text("error"),
+        "retries": record.number("retries"),
     }
 
 
-SHOWN_JOB = describe_job("night/3", {b"kind": b"chat"}, True)
+MAX_LISTED_JOBS = 200
+State = Literal["queued", "running", "scheduled", "done", "failed", "cancelled", "dead"]
+JobId = Annotated[str, Path(description="Its `id`.", min_length=1, max_length=128)]
+SHOWN_JOB = describe_job(JobRecord("night/3", {"kind": "chat"}, "live"))
 JOB = Shape("JobDetails", {**SHOWN_JOB, "job": ({}, None)})
-JOBS = Shape("JobList", {"jobs": [Shape("JobInfo", SHOWN_JOB)], "counts": {"live": 1, "ended": 0}})
+COUNTS = {"live": 1, "scheduled": 0, "dead": 0, "ended": 0}
+JOBS = Shape(
+    "JobList", {"jobs": [Shape("JobInfo", SHOWN_JOB)], "cursor": (None, "live:1:night/3"), "counts": COUNTS}
+)
 
 
 @router.get("/admin/jobs", summary="List jobs", responses=answer(JOBS))
-async def list_jobs(request: Request, asked: Annotated[ListedJobs, Query()]) -> Response:
-    """Returns jobs over Redis and of arq: live ones, then those that have ended, the newest first. `counts`
-    has all jobs.
+async def list_jobs(
+    request: Request,
+    status: Annotated[State | None, Query(description="Jobs in this state.")] = None,
+    tenant: Annotated[str, Query(description="Jobs of this tenant.", max_length=128)] = "",
+    search: Annotated[str, Query(description="Jobs whose id has this text.", max_length=128)] = "",
+    cursor: Annotated[str, Query(description="The `cursor` of the page before.", max_length=200)] = "",
+    limit: Annotated[int, Query(ge=1, le=MAX_LISTED_JOBS, description="Most jobs.")] = 50,
+) -> Response:
+    """Returns jobs over Redis and of arq: live ones, then scheduled, dead, and ended ones. `cursor` is where
+    the next page begins, null after the last one: a page may have fewer than `limit` jobs, even none, though
+    others follow. `counts` has all jobs.
     """
-    client, found, counts = own_pool(request).client, list[dict[str, Any]](), dict[str, int]()
+    client = own_pool(request).client
     async with asking_broker():
-        for set_name in (LIVE, ENDED):
-            key = client.keys.job_set(set_name)
-            counts[set_name] = await client.redis.zcard(key)
-            members = await client.redis.zrange(key, 0, MAX_LISTED - 1, desc=True)
-            found += await read_jobs(client, [member.decode() for member in members])
-    shown = [job for job in found if asked.status in (None, job["state"])]
-    return fresh_json({"jobs": shown[: asked.limit], "counts": counts})
+        page = await read_page(client, JobQuery(status or "", tenant, search), cursor, limit)
+        counts = await count_jobs(client)
+    return fresh_json({"jobs": [*map(describe_job, page.records)], "cursor": page.cursor, "counts": counts})
 
 
 @router.get("/admin/jobs/{job_id:path}", summary="Show a job", responses=answer(JOB))
 async def show_job(request: Request, job_id: JobId) -> Response:
-    """Returns a job, and what it asks for: null of one that has ended."""
+    """Returns a job, and what it asks for: null of one that is not kept, as it has ended and is not dead."""
     client = own_pool(request).client
     async with asking_broker():
-        job = await read_job(client, job_id)
-        entry = await client.redis.hget(client.keys.job_record(job_id), "entry")  # type: ignore[misc]
-        found = await client.redis.xrange(client.keys.submit, entry, entry) if entry else []
-    content = next((orjson.loads(fields[b"job"]) for _, fields in found), None)
-    return fresh_json(job | {"job": content})
+        record = await read_record(client, job_id)
+        content = await read_content(client, record)
+    return fresh_json(describe_job(record) | {"job": content})
 
 
 @router.post("/admin/jobs/{job_id:path}/cancel", summary="Cancel a job")
 async def cancel_job(request: Request, job_id: JobId) -> Response:
-    """Ends a job that waits or runs."""
+    """Ends a job that waits, is scheduled or runs."""
     pool = own_pool(request)
     async with asking_broker():
-        await read_job(pool.client, job_id)
-        if not await runner.cancel_job(pool, job_id):
+        await read_record(pool.client, job_id)
+        if not await records.cancel_job(pool, job_id):
             raise ApiError(409, "conflict", "The job has ended")
     return fresh_json({"id": job_id})
 
 
-async def read_job(client: PoolClient, job_id: str) -> dict[str, Any]:
-    """Raises ApiError (404)."""
-    found = await read_jobs(client, [job_id] if JOB_ID.fullmatch(job_id) else [])
-    if not found:
-        raise ApiError(404, "not_found", f"There is no job {quoted(job_id)}, or it has ended long ago")
-    return found[0]
+@router.post("/admin/jobs/{job_id:path}/retry", summary="Try a dead job again")
+async def retry_job(request: Request, job_id: JobId) -> Response:
+    """Submits a dead job again, with its id, as if it were new."""
+    pool = own_pool(request)
+    async with asking_broker():
+        await read_record(pool.client, job_id)
+        if not await records.retry_dead(pool, job_id):
+            raise ApiError(409, "conflict", "Only a dead job can be tried again, and this one is not dead")
+    return fresh_json({"id": job_id})
 
 
-async def read_jobs(client: PoolClient, job_ids: list[str]) -> list[dict[str, Any]]:
-    """The jobs that have a record."""
-    async with client.redis.pipeline(transaction=False) as pipe:
-        for job_id in job_ids:
-            pipe.hgetall(client.keys.job_record(job_id))
-            pipe.hexists(client.keys.job(job_id), "choices")
-        replies = await pipe.execute()
-    records = zip(job_ids, replies[::2], replies[1::2], strict=True)
-    return [describe_job(job_id, fields, started) for job_id, fields, started in records if fields]
+# --- webhooks -----------------------------------------------------------------------------------------------
+
+
+def describe_event(event: StoredEvent, state: str, at_ms: float) -> dict[str, Any]:
+    """An event without its secret. `object_id` is what has ended; `at` is when it is sent next, or since when
+    it is given up (Unix time, s); `said` is what the receiver answered last, or why it did not.
+    """
+    try:
+        webhook = event.webhook
+        kind, object_id, url = type_of(event, webhook), webhook.object_id, webhook.url
+    except ValueError:  # it cannot be read
+        kind = object_id = url = ""
+    return {
+        "id": event.id,
+        "type": kind,
+        "object_id": object_id,
+        "url": url,
+        "state": state,
+        "created_at": event.number("made_ms") // 1000,
+        "at": int(at_ms // 1000),
+        "failures": event.number("failures"),
+        "said": event.text("said"),
+    }
+
+
+MAX_LISTED_EVENTS = 1000
+EventState = Literal["waiting", "dead"]
+EVENT = Shape("EventInfo", describe_event(StoredEvent("evt_5f0f8c0e", {}), "waiting", 0))
+EVENTS = Shape("EventList", {"events": [EVENT], "total": 1})
+
+
+@router.get("/admin/webhooks", summary="List events of webhooks", responses=answer(EVENTS))
+async def list_events(
+    request: Request,
+    state: Annotated[EventState, Query(description="Not delivered yet, or given up.")] = "waiting",
+    limit: Annotated[int, Query(ge=1, le=MAX_LISTED_EVENTS, description="Most events.")] = 100,
+) -> Response:
+    """Returns events that wait to be delivered, the next one first, or that were given up, the oldest first;
+    `total` is the number of all in this state.
+    """
+    client = own_pool(request).client
+    key = client.keys.dead_webhooks if state == "dead" else client.keys.webhooks
+    async with asking_broker():
+        found = await client.redis.zrange(key, 0, limit - 1, withscores=True)
+        async with client.redis.pipeline(transaction=False) as pipe:
+            pipe.zcard(key)
+            for event_id, _ in found:
+                pipe.hgetall(client.keys.webhook_event(event_id.decode()))
+            total, *hashes = await pipe.execute()
+    events = [
+        describe_event(StoredEvent(event_id.decode(), fields), state, at_ms)
+        for (event_id, at_ms), fields in zip(found, hashes, strict=True)
+        if fields
+    ]
+    return fresh_json({"events": events, "total": total})
+
+
+@router.post("/admin/webhooks/{event_id}/retry", summary="Send an event again")
+async def retry_event(request: Request, event_id: Annotated[str, Path(description="Its `id`.")]) -> Response:
+    """Sends an event at once that waits or was given up, and tries for as long as if it were new."""
+    pool = own_pool(request)
+    is_there = False
+    if EVENT_ID.fullmatch(event_id):
+        async with asking_broker():
+            is_there = await pool.client.run(retry_webhook(pool.client.keys, event_id))
+    if not is_there:
+        raise ApiError(404, "not_found", "No event with this id waits or was given up")
+    return fresh_json({"id": event_id, "state": "waiting"})

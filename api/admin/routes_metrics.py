@@ -66,6 +66,7 @@ async def broker_gauges(client: PoolClient) -> Gauges:
     return {
         catalogue.UNFINISHED_JOBS.name: {(): float(await client.redis.xlen(client.keys.submit))},
         catalogue.WEBHOOKS_WAITING.name: {(): float(await client.redis.zcard(client.keys.webhooks))},
+        catalogue.WEBHOOKS_DEAD.name: {(): float(await client.redis.zcard(client.keys.dead_webhooks))},
         catalogue.BROKER_MEMORY.name: {(): int(info["used_memory"]) / most if most else 0.0},
     }
 

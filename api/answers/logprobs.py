@@ -9,7 +9,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from api.streams.stream import SequenceStream, Stream
+from api.streams.beams import SequenceStream
+from api.streams.stream import Stream
 from common.messages.records import TopTokens
 
 LEAST_LOGPROB = -9999.0

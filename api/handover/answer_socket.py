@@ -1,98 +1,23 @@
 """Answer socket: the connection of one answer. The socket keeper holds a copy of it until the kernel has the
 answer's last byte.
-
-Heir: continues answers of gateways that have ended, each at the byte that its client waits for. An answer is
-written from its first byte on, and only the bytes that the predecessor has not written are passed on.
 """
 
 import asyncio
 import functools
 import logging
-import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import h11
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
-from uvicorn.server import ServerState
 
 from api.handover.keeper_channel import KeeperChannel
-from api.http.sse import CYCLE, as_chunk
+from api.handover.rest_of_answer import RestOfAnswer, WrittenHead
+from api.http.sse import CYCLE
 from api.http.unread import bytes_written
 from common.messages.kept_answer import KeeperMessage, KeptAnswer, KeptRequests
 
 log = logging.getLogger(__name__)
-
-
-class RestOfAnswer:
-    """Skips the first `num_written` bytes, and inserts the comments that the predecessor has sent.
-
-    Attributes:
-        comment: a comment's bytes in the body.
-        position: offset in the answer up to which it was rendered.
-        comments: offsets of the comments that are not inserted yet.
-    """
-
-    def __init__(self, transport: Any, num_written: int, comment: bytes, comments: Sequence[int]) -> None:
-        self.transport = transport
-        self.num_written = num_written
-        self.comment = comment
-        self.comments = [*comments]
-        self.position = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.transport, name)
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether the predecessor has written more than was rendered."""
-        return self.position < self.num_written
-
-    @property
-    def untouched(self) -> Any:
-        """The connection, while no byte of the answer is written on it; else None."""
-        return None if max(self.position, self.num_written) > 0 else self.transport
-
-    def write(self, data: bytes) -> None:
-        """Write the new bytes of `data`: the head, a chunk, or a whole body."""
-        self.insert_comments()
-        self.put(data)
-
-    def insert_comments(self) -> None:
-        while self.comments and self.comments[0] <= self.position:
-            if self.comments.pop(0) < self.position:
-                self.cut("a comment is in the middle of a chunk")
-            self.put(self.comment)
-
-    def put(self, data: bytes) -> None:
-        num_skipped = min(max(0, self.num_written - self.position), len(data))
-        self.position += len(data)
-        if num_skipped < len(data) and not self.transport.is_closing():
-            self.transport.write(data[num_skipped:])
-
-    def close(self) -> None:
-        """Close the connection: the whole answer is rendered."""
-        if self.is_behind:
-            self.cut(f"{self.num_written} bytes were written, {self.position} are rendered")
-        self.transport.close()
-
-    def cut(self, why: str) -> None:
-        """Cut the connection: the bytes rendered here differ from those that were written."""
-        log.error("an inherited answer is cut: %s", why)
-        self.transport.abort()
-
-
-class WrittenHead:
-    """A transport that keeps the head of one response."""
-
-    def __init__(self) -> None:
-        self.head = b""
-
-    def write(self, data: bytes) -> None:
-        self.head += data
-
 
 ANSWER_SOCKET = "answer_socket"
 """Key of a request's state: its AnswerSocket."""
@@ -331,103 +256,3 @@ async def give_answer_socket(
         await app(scope, receive, send_start)
     finally:
         await answer_socket.finish()
-
-
-INHERITED = "inherited"
-"""Key of a request's state: the KeptAnswer that was inherited."""
-
-
-class Heir:
-    """Serves inherited answers beside a server's own requests.
-
-    Args:
-        new_connection: makes a connection of the server that reads nothing.
-        app: writes a whole answer from its first byte on; `scope["state"][INHERITED]` says which.
-    """
-
-    def __init__(
-        self,
-        new_connection: Callable[[], H11Protocol],
-        state: ServerState,
-        app: ASGIApp,
-        channel: KeeperChannel,
-    ) -> None:
-        self.new_connection = new_connection
-        self.state = state
-        self.app = app
-        self.channel = channel
-
-    def inherit(self, answer: KeptAnswer, connection: socket.socket) -> None:
-        """Continue an answer in a task of the server, which waits for it before it ends."""
-        task = asyncio.create_task(self.go_on(answer, connection))
-        self.state.tasks.add(task)
-        task.add_done_callback(self.state.tasks.discard)
-
-    async def go_on(self, answer: KeptAnswer, connection: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            connection.setblocking(False)
-            num_written = bytes_written(connection) - answer.base
-            if answer.format != FORMAT or num_written < -len(INTERIM):
-                raise OSError(f"format {answer.format}, {num_written} bytes written")
-            protocol = self.new_connection()
-            transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection)
-        except OSError as error:
-            log.warning("request %s cannot go on here: %s", answer.request_id, error)
-            connection.close()
-            self.channel.post(KeeperMessage(drop=answer.name))
-            return
-        log.debug("request %s goes on here at byte %d of its answer", answer.request_id, num_written)
-        comment = as_chunk(answer.comment, answer.http_version)
-        rest = RestOfAnswer(transport, num_written, comment, answer.comments)
-        cycle = self.new_cycle(answer, protocol, rest)
-        try:
-            await self.app(cycle.scope, cycle.receive, cycle.send)
-        except Exception:
-            log.exception("request %s", answer.request_id)
-            transport.abort()
-
-    def new_cycle(self, answer: KeptAnswer, protocol: H11Protocol, rest: RestOfAnswer) -> Any:
-        """uvicorn's object for a request whose body has arrived, and which is answered on this connection."""
-        read_request(protocol.conn, answer.http_version)
-        state = protocol.app_state | {"request_id": answer.request_id, INHERITED: answer}
-        scope: Any = {
-            "type": "http",
-            "asgi": {"version": protocol.asgi_version, "spec_version": "2.3"},
-            "http_version": answer.http_version,
-            "server": protocol.server,
-            "client": protocol.client,
-            "scheme": protocol.scheme,
-            "method": "POST",
-            "root_path": protocol.root_path,
-            "path": "/",
-            "raw_path": b"/",
-            "query_string": b"",
-            "headers": answer.headers,
-            "state": state,
-        }
-        cycle = RequestResponseCycle(
-            scope=scope,
-            conn=protocol.conn,
-            transport=rest,  # type: ignore[arg-type]
-            flow=protocol.flow,
-            logger=protocol.logger,
-            access_logger=protocol.access_logger,
-            access_log=False,
-            default_headers=self.state.default_headers,
-            message_event=asyncio.Event(),
-            on_response=protocol.on_response_complete,
-        )
-        cycle.more_body = False
-        cycle.message_event.set()  # its body has arrived
-        protocol.cycle = cycle
-        scope["extensions"] = {CYCLE: cycle}
-        state[ANSWER_SOCKET] = AnswerSocket(self.channel, cycle, answer)
-        return cycle
-
-
-def read_request(connection: h11.Connection, http_version: str) -> None:
-    """Let h11 read a request like the one that the first gateway has read, and no request after it."""
-    connection.receive_data(f"POST / HTTP/{http_version}\r\nhost: -\r\nconnection: close\r\n\r\n".encode())
-    while not isinstance(connection.next_event(), h11.EndOfMessage):
-        pass

@@ -59,11 +59,15 @@ class Draining:
         self.on_start = on_start
         self.on_timeout = on_timeout
 
+    def check(self) -> None:
+        """Raises ApiError (503) while the gateway refuses new requests."""
+        if self.refuses:
+            raise unavailable("this gateway is shutting down")
+
 
 async def check_serving(request: Request) -> None:
     """Raises ApiError (503) while the gateway refuses new requests."""
-    if request.app.state.draining.refuses:
-        raise unavailable("this gateway is shutting down")
+    request.app.state.draining.check()
 
 
 class DrainingServer(uvicorn.Server):

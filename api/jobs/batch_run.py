@@ -37,7 +37,7 @@ from api.jobs.batch import (
 from api.jobs.consumer import JobConsumer
 from api.jobs.files import FileStore, lines_of
 from api.jobs.job import Job
-from api.jobs.runner import cancel_job
+from api.jobs.records import cancel_job
 from api.json import to_json
 from api.requests.service_terms import ServiceTerms
 from common.broker.client import ERRORS
@@ -227,7 +227,13 @@ class BatchRun:
 
     async def check_input(self) -> tuple[int, list[dict[str, object]]]:
         """The number of requests, and what is wrong with them. Raises ApiError."""
-        seen, errors, pace, number = set[bytes](), list[dict[str, object]](), Pace(), 0
+        seen, errors, pace, most = (
+            set[bytes](),
+            list[dict[str, object]](),
+            Pace(),
+            MAX_LINES,
+        )
+        number = 0
         async for text in self.read_input():
             number += 1
             await pace.step()
@@ -239,8 +245,8 @@ class BatchRun:
                     why = "An earlier line has this `custom_id`."
                     raise LineFault("duplicate_custom_id", why, "custom_id")
                 seen.add(digest)
-                if len(seen) > MAX_LINES:
-                    why = f"A batch has at most {MAX_LINES} requests."
+                if len(seen) > most:
+                    why = f"A batch has at most {most} requests."
                     raise LineFault("too_many_tasks", why)
             except LineFault as fault:
                 errors.append(fault.render(number))
@@ -482,10 +488,12 @@ class BatchRunner:
             return
         if (batch := await read_batch(self.client, batch_id)) is None:
             log.error("batch %s cannot be read: it has failed", batch_id)
-            end = job_scripts.write_batch(
-                self.client.keys, batch_id, member, {"status": "failed"}, epoch=epoch, ended=True
+            failed = {"status": "failed"}
+            await self.client.run(
+                job_scripts.write_batch(
+                    self.client.keys, batch_id, member, failed, epoch=epoch, lease_ms=0, ended=True
+                )
             )
-            await self.client.run(end)
         else:
             task = self.runs[member] = asyncio.create_task(
                 self.serve(BatchRun(self.store, self.consumer, batch, epoch))
@@ -512,7 +520,15 @@ class BatchRunner:
 
     async def give_up(self, run: BatchRun) -> None:
         """Leave a batch to the next who looks; if the broker does not answer, its lease expires."""
-        call = job_scripts.write_batch(self.client.keys, run.batch.id, run.batch.member, {}, epoch=run.epoch)
+        call = job_scripts.write_batch(
+            self.client.keys,
+            run.batch.id,
+            run.batch.member,
+            {},
+            epoch=run.epoch,
+            lease_ms=0,
+            ended=False,
+        )
         with contextlib.suppress(*ERRORS):
             await self.client.run(call)
 

@@ -20,7 +20,9 @@ from api.http.access_log import AccessLog
 from api.http.key_ring import POLL_S, unauthorized
 from api.jobs import scripts as job_scripts
 from api.jobs.job import Job, read_job, with_webhook
-from api.jobs.runner import JobRun, Reply, cancel_job
+from api.jobs.records import JobRecords, cancel_job
+from api.jobs.reply import Reply
+from api.jobs.runner import JobRun
 from api.json import to_json
 from api.requests import metrics
 from api.requests.pool import Pool
@@ -67,6 +69,7 @@ class JobConsumer:
         self.keys = pool.client.keys
         self.name = pool.gateway
         self.redis: Any = pool.client.redis
+        self.records = JobRecords(pool, GROUP)
         self.held: set[str] = set()
         self.waiting: asyncio.Queue[str] = asyncio.Queue()
         self.running: dict[str, Job] = {}
@@ -80,6 +83,7 @@ class JobConsumer:
         async with asyncio.TaskGroup() as self.tasks:
             self.tasks.create_task(repeat_forever(self.read_entries, "reading jobs"))
             self.tasks.create_task(repeat_forever(self.claim_entries, "claiming jobs"))
+            self.tasks.create_task(repeat_forever(self.records.release, "releasing jobs"))
             self.tasks.create_task(self.start_jobs())
 
     # --- reading entries ------------------------------------------------------------------------------------
@@ -142,24 +146,14 @@ class JobConsumer:
             await self.delete_entry(entry_id)
             return
         if self.permits.locked():
-            job = await self.parse(entry_id, fields)
-            with contextlib.suppress(ApiError):  # whether its API key counts is asked again in its turn
-                await self.note(job.of_key(self.find_key(job.api_key)))
+            await self.note_waiting(entry_id, fields)
         self.hold(entry_id)
 
-    async def note(self, job: Job) -> None:
-        """Keep the record of a job that waits for others to end, or runs, so that people see it."""
-        asked = job.body.model if job.body is not None else None
-        fields: dict[str, str] = {
-            "first_entry": job.first_entry_id or job.entry_id,
-            "kind": job.kind,
-            "model": asked or self.settings.model_name,
-            "service_class": job.terms.service_class,
-            "tenant": job.terms.tenant,
-            "key_id": job.terms.key.key_id if job.terms.key else "",
-        }
-        call = job_scripts.note_job(self.keys, job.id, job.entry_id, fields)
-        await self.admission.retry_forever(lambda: self.pool.client.run(call))
+    async def note_waiting(self, entry_id: str, fields: Fields) -> None:
+        """Note a job that waits for others to end. Whether its API key counts is asked again in its turn."""
+        job = await self.parse(entry_id, fields)
+        with contextlib.suppress(ApiError):
+            await self.records.note_waiting(job.of_key(self.find_key(job.api_key)))
 
     def hold(self, entry_id: str) -> None:
         if entry_id not in self.held:
@@ -267,18 +261,16 @@ class JobConsumer:
             allowed = job.of_key(await self.key_of(job.api_key))
         except ApiError as error:
             metrics.count_arrival()
-            noted = await self.admission.retry_forever(
-                lambda: self.redis.hget(self.keys.job_record(job.id), "entry")
-            )
-            if noted == job.entry_id.encode():  # a gateway has accepted this very entry: its key counted then
+            if await self.records.has_noted(job):  # its key counted then
                 await self.join_or_run(replace(job, fault=error), Reply(self.pool, job))
             else:
+                metrics.count_error(error.status, error.error_type)
                 await self.answer_error(job, error)
             return
         await self.serve(with_webhook(allowed, self.settings))
 
     async def serve(self, job: Job) -> None:
-        """Register a job, and run it; returns when it is answered."""
+        """Register a job, and run it unless it waits for its time; returns when it is answered or waits."""
         REQUEST_ID.set(job.id)
         metrics.count_arrival()
         reply = Reply(self.pool, job)
@@ -286,7 +278,16 @@ class JobConsumer:
             case "conflict":
                 await reply.send_error(conflict("job"), job.entry_id)
             case "live":
-                await self.note(job)
+                await self.run_in_time(job, reply)
+
+    async def run_in_time(self, job: Job, reply: Reply) -> None:
+        """Run a registered job, or leave it among the scheduled ones until its time."""
+        match await self.records.note(job):
+            case "full":
+                log.warning("job %s is rejected: SUBMIT_LIMIT jobs are scheduled", job.id)
+                metrics.count_error(429, "overloaded")
+                await self.answer_error(job, overloaded())
+            case "live":
                 self.running[job.entry_id] = job
                 try:
                     await self.join_or_run(job, reply)
@@ -333,18 +334,21 @@ class JobConsumer:
         return answer or await self.answer_own(job)  # the broker has lost that, too
 
     async def reject(self, entry_id: str, fields: Fields) -> None:
-        """Answer 429 to an entry beyond SUBMIT_LIMIT."""
+        """Answer 429 to an entry beyond SUBMIT_LIMIT, unless its job was accepted before, and has waited."""
         job = await self.parse(entry_id, fields)
+        if await self.records.has_noted(job):
+            self.hold(entry_id)
+            return
         log.warning(
             "job %s is rejected: SUBMIT_LIMIT (%d) jobs have not ended", entry_id, self.settings.submit_limit
         )
         metrics.count_arrival()
+        metrics.count_error(429, "overloaded")
         await self.answer_error(job, overloaded())
         await self.delete_entry(entry_id)
 
     async def answer_error(self, job: Job, error: ApiError) -> None:
         """Answer an entry with an error. The result of a job that is known by this id stays as it is."""
-        metrics.count_error(error.status, error.error_type)
         known = await self.redis.exists(self.keys.job(job.id))
         await Reply(self.pool, job).send_error(error, job.entry_id if known else job.id)
 

@@ -8,13 +8,14 @@ import asyncio
 import logging
 import tempfile
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 import orjson
-from starlette.formparsers import MultiPartException, MultiPartParser
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
 from api.errors import ApiError, invalid, quoted, unavailable
@@ -277,123 +278,164 @@ PURPOSES = ("batch", "user_data", "assistants", "evals", "fine-tune", "vision")
 BATCH_TTL_S = 30 * 86_400
 """Of a file for a batch whose client names no time, as at OpenAI."""
 MIN_TTL_S, MAX_TTL_S = 3600, 2_592_000
-MAX_FORM_BYTES, MAX_FIELDS = 2**20, 10
+MAX_FIELD_BYTES = 1000
+MAX_FORM_BYTES = 2**20
 """Of a form besides its file."""
 
 
-class FileParts:
-    """The file of a form, which is kept in parts while it comes.
+@dataclass(slots=True)
+class FormPart:
+    """One part of a form."""
+
+    name: str = ""
+    filename: str | None = None
+    data: bytearray = field(default_factory=bytearray)
+
+
+class FormReader:
+    """Reads the parts of a form: small fields whole, the file as it comes.
 
     Attributes:
-        parts: name and size of each that is kept.
-    """
-
-    def __init__(self, store: FileStore, owner: str, file_id: str) -> None:
-        self.store = store
-        self.owner = owner
-        self.file_id = file_id
-        self.size = 0
-        self.buffer = bytearray()
-        self.parts: list[tuple[str, int]] = []
-
-    async def write(self, data: bytes) -> None:
-        self.size += len(data)
-        if self.size > MAX_FILE_BYTES:
-            raise too_large()
-        self.buffer += data
-        while len(self.buffer) >= PART_BYTES:
-            await self.put(PART_BYTES)
-
-    async def seek(self, _: int) -> None:
-        """Keep the rest: all has come."""
-        if self.buffer:
-            await self.put(len(self.buffer))
-
-    async def put(self, num_bytes: int) -> None:
-        part = f"{len(self.parts):09d}"
-        await self.store.put_part(self.owner, self.file_id, part, bytes(self.buffer[:num_bytes]))
-        self.parts.append((part, num_bytes))
-        del self.buffer[:num_bytes]
-
-
-class UploadForm(MultiPartParser):
-    """Starlette's reader of forms; the file goes to the store, and not to a folder of this machine.
-
-    Attributes:
+        fields: those that have ended.
+        file: bytes of the file that nobody has taken.
         filename: None before the file has come.
-        ended: whether the form has.
     """
 
-    def __init__(self, request: Request, file: FileParts) -> None:
-        super().__init__(request.headers, bounded(request), max_files=1, max_fields=MAX_FIELDS)
-        self.file: Any = file
+    def __init__(self, boundary: bytes) -> None:
+        self.fields: dict[str, str] = {}
+        self.file = bytearray()
         self.filename: str | None = None
+        self.part = FormPart()
+        self.header = bytearray()
+        self.value = bytearray()
         self.ended = False
+        self.parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self.begin_part,
+                "on_header_field": lambda data, start, end: self.header.extend(data[start:end]),
+                "on_header_value": lambda data, start, end: self.value.extend(data[start:end]),
+                "on_header_end": self.end_header,
+                "on_part_data": self.add_data,
+                "on_part_end": self.end_part,
+                "on_end": self.end_form,
+            },
+        )
 
-    def on_headers_finished(self) -> None:
-        super().on_headers_finished()
-        part = self._current_part
-        if (part.field_name == "file") != (part.file is not None):
-            raise invalid("`file` must be a file with a name, and the form's only one", "file")
-        if part.file is not None:
-            self.filename, part.file = part.file.filename, self.file
+    def begin_part(self) -> None:
+        self.part = FormPart()
 
-    def on_end(self) -> None:
+    def end_header(self) -> None:
+        if self.header.lower() == b"content-disposition":
+            _, options = parse_options_header(bytes(self.value))
+            self.part.name = options.get(b"name", b"").decode(errors="replace")
+            if b"filename" in options:
+                self.part.filename = options[b"filename"].decode(errors="replace")
+        self.header.clear()
+        self.value.clear()
+        if self.part.name == "file":
+            if self.part.filename is None:
+                raise invalid("`file` must be a file with a name", "file")
+            self.filename = self.part.filename
+
+    def add_data(self, data: bytes, start: int, end: int) -> None:
+        if self.part.name == "file":
+            self.file += data[start:end]
+            return
+        self.part.data += data[start:end]
+        if len(self.part.data) > MAX_FIELD_BYTES:
+            raise invalid(f"`{self.part.name[:100]}` is longer than {MAX_FIELD_BYTES} bytes", self.part.name)
+
+    def end_part(self) -> None:
+        if self.part.name != "file":
+            self.fields[self.part.name] = self.part.data.decode(errors="replace")
+
+    def end_form(self) -> None:
         self.ended = True
 
-    async def read(self) -> dict[str, str]:
-        """The fields of the form. Raises ApiError (400), also for a form that is cut."""
-        try:
-            form = await self.parse()
-        except MultiPartException as error:
-            raise ApiError(400, "invalid_form", f"The form cannot be read: {error.message}") from error
-        if not self.ended:
-            raise ApiError(400, "invalid_form", "The form is not complete")
-        return {name: text for name, text in form.items() if isinstance(text, str)}
 
-
-async def bounded(request: Request) -> AsyncGenerator[bytes, None]:
-    """The body. Raises ApiError (413)."""
-    left = MAX_FILE_BYTES + MAX_FORM_BYTES
-    async for chunk in request.stream():
-        left -= len(chunk)
-        if left < 0:
-            raise too_large()
-        yield chunk
+def read_boundary(request: Request) -> bytes:
+    """Raises ApiError (415)."""
+    kind, options = parse_options_header(request.headers.get("content-type", ""))
+    boundary = options.get(b"boundary")
+    if kind != b"multipart/form-data" or not boundary:
+        raise ApiError(415, "unsupported_media_type", "Expected a form: `Content-Type: multipart/form-data`")
+    return boundary
 
 
 async def upload(request: Request, store: FileStore, owner: str) -> StoredFile:
     """Keep the file of a form. Raises ApiError: 400, 413, 415, 422, 503."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "multipart/form-data":
-        raise ApiError(415, "unsupported_media_type", "Expected a form: `Content-Type: multipart/form-data`")
+    reader, file_id, parts = (
+        FormReader(read_boundary(request)),
+        new_id("file-", store.clock.now_s()),
+        list[tuple[str, int]](),
+    )
     if announces_more(request, MAX_FILE_BYTES + MAX_FORM_BYTES):
         raise too_large()
-    kept, file = False, FileParts(store, owner, new_id("file-", store.clock.now_s()))
-    form = UploadForm(request, file)
+
+    async def put(num_bytes: int) -> None:
+        part = f"{len(parts):09d}"
+        await store.put_part(owner, file_id, part, bytes(reader.file[:num_bytes]))
+        parts.append((part, num_bytes))
+        del reader.file[:num_bytes]
+
+    kept = False
     try:
-        fields = await form.read()
-        purpose, ttl_s = read_purpose(fields), read_ttl(fields)
-        if form.filename is None:
+        read = 0
+        async for chunk in request.stream():
+            read += len(chunk)
+            feed(reader, chunk)
+            size = sum(size for _, size in parts) + len(reader.file)
+            if size > MAX_FILE_BYTES or read > MAX_FILE_BYTES + MAX_FORM_BYTES:
+                raise too_large()
+            while len(reader.file) >= PART_BYTES:
+                await put(PART_BYTES)
+        if not reader.ended:
+            raise ApiError(400, "invalid_form", "The form is not complete")
+        purpose, ttl_s = read_purpose(reader.fields), read_ttl(reader.fields)
+        if reader.filename is None:
             raise invalid("`file` must be given", "file")
-        if not file.parts:
+        if reader.file:
+            await put(len(reader.file))
+        if not parts:
             raise invalid("`file` must not be empty", "file")
-        now_s = int(store.clock.now_s())
-        stored = StoredFile(
-            id=file.file_id,
-            owner=owner,
-            filename=form.filename[:512],
-            purpose=purpose,
-            num_bytes=file.size,
-            created_at=now_s,
-            expires_at=None if ttl_s is None else now_s + ttl_s,
-            parts=file.parts,
-        )
-        await store.put_record(stored)
+        file = describe(file_id, owner, reader.filename, purpose, ttl_s, parts, int(store.clock.now_s()))
+        await store.put_record(file)
         kept = True
-        return stored
+        return file
     finally:
         if not kept:
-            await store.remove_parts(owner, file.file_id)
+            await store.remove_parts(owner, file_id)
+
+
+def feed(reader: FormReader, chunk: bytes) -> None:
+    """Raises ApiError (400)."""
+    try:
+        if chunk:
+            reader.parser.write(chunk)
+    except FormParserError as error:
+        raise ApiError(400, "invalid_form", f"The form cannot be read: {error}") from error
+
+
+def describe(
+    file_id: str,
+    owner: str,
+    filename: str,
+    purpose: str,
+    ttl_s: int | None,
+    parts: list[tuple[str, int]],
+    now_s: int,
+) -> StoredFile:
+    return StoredFile(
+        id=file_id,
+        owner=owner,
+        filename=filename[:512],
+        purpose=purpose,
+        num_bytes=sum(size for _, size in parts),
+        created_at=now_s,
+        expires_at=None if ttl_s is None else now_s + ttl_s,
+        parts=parts,
+    )
 
 
 def read_purpose(fields: dict[str, str]) -> str:

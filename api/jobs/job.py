@@ -1,28 +1,23 @@
-"""Job: what an entry of `submit` asks for. It is read, and answered, as the route whose fields it has."""
+"""Not before: the time until which a job waits, as seconds since 1970 or in ISO 8601."""
 
 import asyncio
 import contextlib
 import hashlib
-import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from datetime import datetime
+from typing import Any, Literal
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
-from api.answers.answer import HttpAnswer, ResumeTerms
-from api.errors import ApiError, Family, cut, failed, internal_error, invalid, model_not_found, quoted, tgi
-from api.event_loop import offload
+from api.errors import ApiError, Family, failed, invalid, quoted, tgi
 from api.http.body import parse_body
-from api.http.request_trace import RequestTrace
-from api.jobs import scripts as job_scripts
-from api.json import parse_bytes, to_json
-from api.protocols.protocol import AnswerRenderer, Context, Protocol
+from api.json import parse_bytes
+from api.protocols.protocol import Protocol
 from api.protocols.table import JOBS, PROTOCOLS, protocol_at
 from api.requests.fields import Whole
 from api.requests.pool import Pool
-from api.requests.pool_registry import check_key_adapter, check_key_model, names_own
 from api.requests.service_terms import (
     MAX_DEADLINE_MS,
     ServiceTerms,
@@ -33,18 +28,51 @@ from api.requests.service_terms import (
     read_deadline,
     read_tenant,
 )
-from api.streams.answer_trace import generation_attributes
-from api.streams.describe_answer import describe_answer
-from api.streams.stream import Stream
-from api.webhooks import JOB, WebhookField, find_webhook
+from api.webhooks import WebhookField, find_webhook
 from common.api_keys import ApiKey
-from common.broker.client import ERRORS
 from common.ids import CHANNEL, ENTRY_ID, JOB_ID, is_job_id
 from common.messages.events import terminal_for
-from common.messages.request import Generate
-from common.process.logs import TRACEPARENT
 from common.settings.settings import Settings
-from common.spans import NS_PER_MS
+from common.webhooks import JOB
+
+MAX_WAIT_S = 30 * 86_400
+
+
+def read_not_before(value: float | str, submitted_ms: int) -> int:
+    """Milliseconds since 1970. Raises ApiError (422)."""
+    due_ms = round(1000 * (parse_time(value) if isinstance(value, str) else value))
+    if due_ms < 0:
+        raise refused(value)
+    if due_ms > submitted_ms + 1000 * MAX_WAIT_S:
+        raise invalid(
+            f"`not_before` must be at most {MAX_WAIT_S // 86_400} days ({MAX_WAIT_S} s) after the job was"
+            f" submitted. Given: {quoted(value)}",
+            "not_before",
+        )
+    return due_ms
+
+
+def parse_time(text: str) -> float:
+    """Seconds since 1970. Raises ApiError (422), also for a time without an offset."""
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise refused(text) from error
+    if time.tzinfo is None:
+        raise refused(text)
+    return time.timestamp()
+
+
+def refused(value: float | str) -> ApiError:
+    return invalid(
+        "`not_before` must be seconds since 1970, or a time with its offset as 2027-01-31T08:00:00Z."
+        f" Given: {quoted(value)}",
+        "not_before",
+    )
+
+
+# --- job ----------------------------------------------------------------------------------------------------
+
 
 ADDRESS = ("id", "reply_to", "reply", "webhook", "traceparent")
 """Fields that are not content: the id, where the answer and the event of the end go, and the trace that the
@@ -52,7 +80,7 @@ job is part of.
 """
 NOT_PARAMETERS = ("model", "stream", "resume_s", "detached", "webhook", "not_before", "url", *JOBS)
 """Fields of bodies that a job has beside its `parameters`, or does not have."""
-SPAN_NAME = r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$"
+TRACEPARENT = r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$"
 """Pattern of W3C's name of a span."""
 
 
@@ -79,10 +107,11 @@ class JobBody(BaseModel):
     priority: Whole | str | None = None
     tenant: str | None = None
     deadline_ms: Whole | None = None
+    not_before: float | str | None = None
     reply_to: str | None = Field(default=None, pattern=f"^{CHANNEL.pattern}$")
     reply: Literal["stream"] | None = None
     webhook: WebhookField | None = None
-    traceparent: str | None = Field(default=None, pattern=SPAN_NAME)
+    traceparent: str | None = Field(default=None, pattern=TRACEPARENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +127,7 @@ class Job:
         first_entry_id: of the entry that this one replaces, because the broker lost it; empty if there is
             none.
         api_key: that its entry carries; empty without one.
+        not_before_ms: until when it waits; 0 for a job that may run at once.
         webhook_field: the webhook that it names, also if it has another `fault`.
         webhook: where the event of its end goes, for `register_job`; empty for none.
     """
@@ -113,6 +143,7 @@ class Job:
     fault: ApiError | None = None
     first_entry_id: str = ""
     api_key: bytes = b""
+    not_before_ms: int = 0
     webhook_field: WebhookField | None = None
     webhook: bytes = b""
 
@@ -135,6 +166,11 @@ class Job:
     def entry_ms(self) -> int:
         """The broker's time of the job's first entry."""
         return int((self.first_entry_id or self.entry_id).partition("-")[0])
+
+    @property
+    def due_ms(self) -> int:
+        """From when on it may run: its deadline counts from then."""
+        return max(self.entry_ms, self.not_before_ms)
 
     @property
     def seed(self) -> int:
@@ -201,7 +237,8 @@ def read_job(entry_id: str, fields: Mapping[bytes, bytes], max_bytes: int) -> Jo
         if body.id is not None and not is_job_id(body.id):
             raise invalid("`id` must not be that of a batch's line, which is the fleet's own", "id")
         check_prompt(body, job.protocol)
-        return replace(job, body=body, terms=read_job_terms(body))
+        not_before_ms = 0 if body.not_before is None else read_not_before(body.not_before, job.entry_ms)
+        return replace(job, body=body, terms=read_job_terms(body), not_before_ms=not_before_ms)
     except ApiError as error:
         return replace(job, fault=error)
 
@@ -310,11 +347,16 @@ async def left_ms(pool: Pool, job: Job) -> int:
     """Milliseconds to the deadline, by the broker's clock. Raises ApiError if it has passed."""
     if job.terms.deadline_ms is None:
         return MAX_DEADLINE_MS
-    seconds, microseconds = await pool.admission.retry_forever(pool.client.redis.time)
-    left = job.entry_ms + job.terms.deadline_ms - (int(seconds) * 1000 + int(microseconds) // 1000)
+    left = job.due_ms + job.terms.deadline_ms - await broker_ms(pool)
     if left <= 0:
         raise expired(job)
     return left
+
+
+async def broker_ms(pool: Pool) -> int:
+    """The present by the broker's clock."""
+    seconds, microseconds = await pool.admission.retry_forever(pool.client.redis.time)
+    return int(seconds) * 1000 + int(microseconds) // 1000
 
 
 @contextlib.asynccontextmanager
@@ -329,173 +371,3 @@ async def waiting_turn(pool: Pool, job: Job, lock: asyncio.Lock) -> AsyncIterato
         yield
     finally:
         lock.release()
-
-
-log = logging.getLogger(__name__)
-
-MAX_DEATHS = 2
-"""Gateways that may end while they validate a job."""
-
-
-@dataclass(frozen=True, slots=True)
-class ValidatedJob:
-    """A job that can be served; its `requests` have no ids yet."""
-
-    requests: list[Generate]
-    answer: HttpAnswer
-    renderer: AnswerRenderer
-
-    async def frames(self, streams: list[Stream]) -> AsyncIterator[list[tuple[int, bytes]]]:
-        """Frames with their lanes: those of the answer, or else the whole; that one only of what has
-        finished.
-        """
-        if self.renderer.chunks is None:
-            for stream in streams:
-                await stream.ended.wait()
-            if all(stream.finished for stream in streams):
-                yield [(0, self.render_result(streams))]
-        elif (feed := self.renderer.chunks(self.answer, streams)) is not None:
-            async for new in feed:
-                yield new
-
-    def render_result(self, streams: list[Stream]) -> bytes:
-        return self.renderer.whole(self.answer, streams, 0.0)[0]
-
-
-async def validate_job(pool: Pool, job: Job, model: str) -> ValidatedJob:
-    """Validate a job, whose answer shows this name of its model. Raises ApiError, also for a job that has
-    ended MAX_DEATHS gateways while they validated it.
-    """
-    async with noting_deaths(pool, job):
-        return await read_as_route(pool, job, model)
-
-
-async def read_as_route(pool: Pool, job: Job, model: str) -> ValidatedJob:
-    """Read a job as its route would read its body. Raises ApiError."""
-    protocol = job.protocol
-    assert protocol is not None
-    content = to_json(content_of(job))
-    body = await offload(len(content), lambda: parse_body(protocol.body, content))
-    body.check()
-    asked = await protocol.read(body, Context(pool, protocol.path, job.id, job.has_listeners, seed=job.seed))
-    answer = describe_answer(
-        request_id=job.id,
-        route=protocol.path,
-        streamed=job.has_listeners,
-        model=model,
-        requests=job.terms.apply(asked.requests, pool.settings),
-        prefixes=asked.prefixes,
-        rendering=asked.rendering,
-        terms=ResumeTerms(detached=True),
-        created_s=job.created_s,
-    )
-    return ValidatedJob(asked.requests, replace(answer, **asked.parts), protocol.renderer)
-
-
-@contextlib.asynccontextmanager
-async def noting_deaths(pool: Pool, job: Job) -> AsyncIterator[None]:
-    """Note in the job that this gateway validates it, as the work that an input can end a process with. A
-    gateway that dies leaves its note; one that stops in order does not. A job that was validated once has no
-    notes any more. Raises ApiError (500).
-    """
-    call = job_scripts.begin_validation(pool.client.keys, job.id, gateway=pool.gateway)
-    dead = await pool.admission.retry_forever(lambda: pool.client.run(call))
-    try:
-        if len(dead) >= MAX_DEATHS:
-            why = f"{len(dead)} gateways ended while they validated this request"
-            log.error("job %s is not tried again: %s", job.id, why)
-            raise internal_error(why)
-        yield
-    except BaseException:
-        await drop_note(pool, job)
-        raise
-
-
-async def drop_note(pool: Pool, job: Job) -> None:
-    """Drop the note of this gateway; if the broker is away, it stays."""
-    with contextlib.suppress(*ERRORS):
-        await pool.client.redis.hdel(  # type: ignore[misc]
-            pool.client.keys.job(job.id), job_scripts.VALIDATES + pool.gateway
-        )
-
-
-# --- find model ---------------------------------------------------------------------------------------------
-
-
-class JobModel(NamedTuple):
-    """The model of a job.
-
-    Attributes:
-        name: of the pool's model, or of the adapter that the job names.
-        adapter: key of that adapter; empty without one.
-    """
-
-    name: str
-    adapter: str
-
-
-async def find_model(pool: Pool, job: Job) -> JobModel:
-    """The model that a job names: by its `model`, or one with `inputs` by TGI's `adapter_id`. Raises
-    ApiError: 404 for the model of another pool, 403 for one that the job's key may not use, 422 for an
-    adapter that there is not.
-    """
-    assert job.body is not None
-    assert job.protocol is not None
-    settings, adapter = pool.settings, None
-    has_parameters = "parameters" in job.protocol.body.model_fields
-    adapter_id = (job.body.parameters or {}).get("adapter_id") if has_parameters else None
-    name = job.body.model if adapter_id is None else adapter_id
-    # what is no text is refused later, with the other parameters
-    if isinstance(name, str) and not (adapter_id is None and names_own(name, settings)):
-        if adapter := await pool.find_adapter(name):
-            pool.workers.check_adapter(adapter)
-            check_key_adapter(job.terms.key, adapter.name)
-        elif adapter_id is not None:
-            raise invalid(f"`adapter_id`: there is no adapter {quoted(name)}", "adapter_id")
-    if adapter is None and job.body.model and not names_own(job.body.model, settings):
-        text = (
-            f"The model `{cut(job.body.model)}` is not that of the pool {settings.pool}, nor an adapter of it"
-        )
-        raise model_not_found(f"{text}: jobs and batches go to the pool of their model")
-    shown = adapter.name if adapter else settings.model_name
-    check_key_model(job.terms.key, settings, shown)
-    return JobModel(shown, adapter.key if adapter else "")
-
-
-# --- job trace ----------------------------------------------------------------------------------------------
-
-
-def begin_job_trace(pool: Pool, job: Job) -> RequestTrace | None:
-    """The trace that a job names, or its own; None if it is not sampled. This task is in it from now on."""
-    given = job.body.traceparent if job.body is not None else None
-    trace = RequestTrace.begin(
-        f"{pool.settings.pool}/{job.id}/{job.entry_ms}",
-        {"traceparent": given} if given else {},
-        name="process submit",
-        kind="CONSUMER",
-        inner_name=job.protocol.span if job.protocol else "generate",
-        attributes={
-            "messaging.system": "redis",
-            "messaging.operation.name": "process",
-            "messaging.operation.type": "process",
-            "messaging.destination.name": pool.client.keys.submit,
-            "messaging.message.id": job.entry_id,
-            "tokenfleet.request.id": job.id,
-        },
-        started_ns=NS_PER_MS * job.entry_ms,
-    )
-    TRACEPARENT.set(trace.generation if trace else "")
-    return trace
-
-
-def note_job(trace: RequestTrace | None, job: Job, requests: Sequence[Generate], model: str) -> None:
-    """Note what a valid job asks for."""
-    if trace is not None and job.protocol is not None:
-        trace.generation_attributes |= generation_attributes(requests[0], job.protocol.operation, model)
-        trace.generation_attributes |= {"gen_ai.request.choice.count": len(requests)}
-
-
-def note_failure(trace: RequestTrace | None, error_type: str, why: str) -> None:
-    if trace is not None:
-        trace.attributes["error.type"] = error_type
-        trace.error = trace.generation_error = why

@@ -1,41 +1,3 @@
---- lib/jobs
--- needs: lib/now
--- Records of jobs, for people. `jobs` is how the names of their keys begin. Each job is in one of the sorted
--- sets `jobs:live`, `jobs:ended`, and has a hash `jobs:record:{id}`.
-local JOB_TTL_MS, JOB_SETS_TTL_MS = 7 * 86400000, 60 * 86400000
-
--- Have a job in one set alone, and keep its record for `ttl_ms`. Records of the set that are older are
--- deleted, and of more than `most` the oldest.
-local function move_job(jobs, id, from, to, at_ms, ttl_ms, most)
-  local key = jobs .. ':' .. to
-  redis.call('ZREM', jobs .. ':' .. from, id)
-  redis.call('ZADD', key, at_ms, id)
-  redis.call('PEXPIRE', key, JOB_SETS_TTL_MS)
-  redis.call('PEXPIRE', jobs .. ':record:' .. id, ttl_ms)
-  local num_old = redis.call('ZCOUNT', key, '-inf', now_ms() - ttl_ms)
-  local surplus = math.max(num_old, redis.call('ZCARD', key) - most)
-  for _, other in ipairs(surplus > 0 and redis.call('ZRANGE', key, 0, surplus - 1) or {}) do
-    redis.call('ZREM', key, other)
-    redis.call('DEL', jobs .. ':record:' .. other)
-  end
-end
-
---- note_job
--- needs: lib/jobs
--- Keep the record of a job that waits for its turn or runs, unless it has ended.
--- KEYS jobs, job
--- ARGV job_id, entry_id, ...
--- More arguments: name, value of each field of the record.
--- Returns 1, or 0 when the job has ended.
-if redis.call('HEXISTS', job, 'last') == 1 then return 0 end
-local record = jobs .. ':record:' .. job_id
-local live_since = redis.call('ZSCORE', jobs .. ':live', job_id)
-if not live_since then redis.call('DEL', record) end
-for i = first_arg, #ARGV, 2 do redis.call('HSETNX', record, ARGV[i], ARGV[i + 1]) end
-redis.call('HSET', record, 'entry', entry_id)
-move_job(jobs, job_id, 'ended', 'live', live_since or now_ms(), JOB_TTL_MS, math.huge)
-return 1
-
 --- register_job
 -- Register a job, or find that it runs or has ended. Of an ended job the last frame is sent again.
 -- KEYS job, reply
@@ -101,12 +63,12 @@ return redis.call(unpack(claim))
 -- needs: lib/jobs, lib/webhooks
 -- Send the new frames of a job, each once, whichever gateway comes first; and store its answer, once. With
 -- the answer the event of its webhook is due.
--- KEYS job, reply, result, jobs, webhooks, ...
--- ARGV channel, max_entries, ttl_ms, request_ttl_ms, answer, num_heard, event, job_id, state, status, reason,
---  error, max_ended, ...
+-- KEYS job, reply, result, jobs, submit, webhooks, ...
+-- ARGV channel, max_entries, ttl_ms, request_ttl_ms, job_ttl_ms, answer, num_heard, event, job_id, state,
+--  status, reason, error, dead_ttl_ms, max_dead, max_ended, ...
 -- More keys: of the requests. With the answer they expire in `request_ttl_ms`, the job and the stream `reply`
--- in `ttl_ms`. `max_entries` is '0' without a stream. With the answer, `state` to `error` say how the job has
--- ended, and of `max_ended` such jobs the records are kept.
+-- in `ttl_ms`; a job that goes on expires in `job_ttl_ms`. `max_entries` is '0' without a stream. With the
+-- answer, `state` to `error` say how the job has ended; the last three bound the records of such jobs.
 -- More arguments: lane, index in its lane, text of each frame; the channel has heard the first `num_heard`.
 -- A lane is one choice; frames of a lane come in order, from any index.
 -- Returns the number of frames that were new, or -2, with nothing done, when frames before these are missing:
@@ -130,12 +92,9 @@ if answer ~= '' and redis.call('HEXISTS', job, 'last') == 0 then
   redis.call('PEXPIRE', job, ttl_ms)
   redis.call('SET', result, answer, 'PX', ttl_ms)
   for i = first_key, #KEYS do redis.call('PEXPIRE', KEYS[i], request_ttl_ms) end
-  local record, ended_ms = jobs .. ':record:' .. job_id, now_ms()
-  if redis.call('EXISTS', record) == 1 then
-    redis.call('HSET', record, 'ended_ms', ended_ms, 'state', state, 'status', status, 'reason', reason)
-    redis.call('HSET', record, 'error', error)
-    move_job(jobs, job_id, 'live', 'ended', ended_ms, tonumber(ttl_ms), tonumber(max_ended))
-  end
+  local ending = {'status', status, 'reason', reason, 'error', error}
+  end_job(jobs, submit, job_id, state, ending, tonumber(dead_ttl_ms), tonumber(max_dead), tonumber(ttl_ms),
+    tonumber(max_ended))
   local webhook = redis.call('HGET', job, 'webhook')
   if webhook then
     note_end(webhooks, webhook, event)
@@ -164,14 +123,15 @@ for i = first_arg, #ARGV, 3 do
   end
   if is_new then num_new = num_new + 1 end
 end
-if redis.call('HEXISTS', job, 'last') == 0 then redis.call('PEXPIRE', job, JOB_TTL_MS) end
+if redis.call('HEXISTS', job, 'last') == 0 then redis.call('PEXPIRE', job, job_ttl_ms) end
 if max_entries ~= '0' then redis.call('PEXPIRE', reply, ttl_ms) end
 return num_new
 
 --- cancel_job
 -- needs: lib/jobs
--- Cancel a job. One that is not known yet is marked, as its entry may still come.
--- KEYS job, jobs
+-- Cancel a job. One that is not known yet is marked, as its entry may still come. The entries of a scheduled
+-- one are submitted, so that it ends at once.
+-- KEYS job, jobs, submit
 -- ARGV tenant, mark_ttl_ms, job_id
 -- `tenant` whose job it must be, or '' for any.
 -- Returns as how many requests it was admitted, or -1 when it has ended or is another tenant's.
@@ -184,6 +144,7 @@ if is_new then
   local is_known = redis.call('ZSCORE', jobs .. ':live', job_id)
   redis.call('PEXPIRE', job, is_known and JOB_TTL_MS or mark_ttl_ms)
 end
+if redis.call('ZSCORE', jobs .. ':scheduled', job_id) then submit_entries(jobs, submit, job_id, false) end
 return tonumber(redis.call('HGET', job, 'choices') or '0')
 
 --- create_batch

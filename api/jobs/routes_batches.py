@@ -14,22 +14,23 @@ from api.http.auth import key_of
 from api.http.idempotency import REPLAYED, check_same, idempotency_key, noted_digest
 from api.http.openapi import OPENAI, OPENAI_ERRORS, OpenAIError, Shape, answer, error_responses, json_body
 from api.jobs import scripts as job_scripts
-from api.jobs.batch import ENDED, TIMES, Batch, needed_files, read_batch
+from api.jobs.batch import Batch, needed_files, read_batch
 from api.jobs.files import MAX_TTL_S, MIN_TTL_S, PURPOSES, FileStore, StoredFile, new_id, upload
-from api.protocols.responses import Label, LabelText
 from api.protocols.table import BATCHES
 from api.requests.on_pool import own_pool
 from api.requests.pool import Pool
 from api.requests.respond import answer_id
 from api.requests.service_terms import tenant_of
-from api.webhooks import BATCH, WebhookField, check_room, find_webhook
+from api.webhooks import WebhookField, check_room, find_webhook
 from common.api_keys import ApiKey
 from common.ids import BATCH_ID
+from common.webhooks import BATCH
 
 MAX_BATCHES = 10_000
 """Batches that the pool keeps; those that have ended leave first."""
 MAX_FILES = 10_000
 """Of one tenant."""
+MAX_METADATA, MAX_NAME, MAX_VALUE = 16, 64, 512
 
 
 class OutputExpiry(BaseModel):
@@ -49,7 +50,7 @@ class BatchRequest(BaseModel):
     input_file_id: str
     endpoint: Literal[BATCHES]  # type: ignore[valid-type]
     completion_window: Literal["1h", "24h", "best_effort"]
-    metadata: dict[Label, LabelText] | None = Field(default=None, max_length=16)
+    metadata: dict[str, str] | None = None
     output_expires_after: OutputExpiry | None = None
     webhook: WebhookField | None = None
 
@@ -74,6 +75,8 @@ FILE = Shape(
     },
 )
 DELETED_FILE = Shape("DeletedFile", {"id": "file-abc", "object": "file", "deleted": True})
+ENDED = ("completed", "failed", "expired", "cancelled")
+TIMES = ("expires", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 BATCH_SHAPE = Shape(
     "BatchObject",
     {
@@ -87,7 +90,7 @@ BATCH_SHAPE = Shape(
         "output_file_id": ("file-def", None),
         "error_file_id": (None, "file-ghi"),
         "created_at": 1764000000,
-        **dict.fromkeys(("expires_at", *TIMES), (1764000060, None)),
+        **{f"{name}_at": (1764000060, None) for name in TIMES},
         "request_counts": {"total": 2, "completed": 2, "failed": 0},
         "metadata": (None, {}),
     },
@@ -242,6 +245,7 @@ async def create_batch(request: Request, response: Response) -> dict[str, Any]:
     """
     store, pool, owner = store_of(request), own_pool(request), tenant_of(request)
     asked = await body.read(request, BatchRequest, pool.max_body_bytes)
+    check_batch(asked)
     async with asking_broker():
         now_s = await pool.client.read_time()
     batch_id = id_by_key(request, owner) if idempotency_key(request) else new_id("batch_", now_s)
@@ -320,6 +324,19 @@ async def webhook_of(asked: BatchRequest, key: ApiKey | None, pool: Pool, batch_
         return {}
     await check_room(pool.client)
     return {"webhook": webhook.text("")}
+
+
+def check_batch(asked: BatchRequest) -> None:
+    """Raises ApiError (422)."""
+    metadata = asked.metadata or {}
+    if len(metadata) > MAX_METADATA or any(
+        len(name) > MAX_NAME or len(value) > MAX_VALUE for name, value in metadata.items()
+    ):
+        raise invalid(
+            f"`metadata` has up to {MAX_METADATA} pairs: names of {MAX_NAME} characters, "
+            f"values of {MAX_VALUE}",
+            "metadata",
+        )
 
 
 @router.get("/v1/batches", summary="List batches", responses=answer(page_of("BatchList", BATCH_SHAPE)))

@@ -1,8 +1,4 @@
-"""Job run: one job from its admission to its answer; the gateway acts as its client.
-
-Frames go to a channel and to a stream, the whole answer to `result:{id}`. Frames are numbered, so that each
-is sent once even if two gateways serve the job.
-"""
+"""Job run: one job from its admission to its answer; the gateway acts as its client."""
 
 import asyncio
 import logging
@@ -21,19 +17,18 @@ from api.errors import (
 from api.event_loop import RETRY_PAUSE_S, attempt, offload
 from api.http.access_log import AccessLog, AccessRecord
 from api.http.request_trace import RequestTrace
-from api.jobs import scripts as job_scripts
-from api.jobs.job import (
-    Job,
+from api.jobs.job import Job, left_ms, waiting_turn
+from api.jobs.records import ending_of
+from api.jobs.reply import Frame, Reply
+from api.jobs.scripts import DONE, JobEnding
+from api.jobs.validated_job import (
     ValidatedJob,
     begin_job_trace,
     find_model,
-    left_ms,
     note_failure,
     note_job,
     validate_job,
-    waiting_turn,
 )
-from api.jobs.scripts import CANCELLED, DONE, FAILED, FRAMES_LOST, GOES_ON, JobEnding
 from api.json import to_json
 from api.prompts.pictures import PICTURE_GONE
 from api.requests import metrics
@@ -41,8 +36,9 @@ from api.requests.pool import Pool
 from api.requests.request_scripts import KeyCharge
 from api.requests.respond import with_adapter
 from api.streams.answer_trace import count_longest, note_answer, note_streams
+from api.streams.beams import new_stream
 from api.streams.describe_answer import address
-from api.streams.stream import Stream, new_stream
+from api.streams.stream import Stream
 from api.webhooks import check_room
 from common.broker.keys import RESULT_TTL_MS
 from common.messages.codec import encode
@@ -52,112 +48,12 @@ from common.process.event_loop import run_until_one_ends
 
 log = logging.getLogger(__name__)
 
-Frame = tuple[int, int, bytes]
-"""Lane, index in its lane, text. Every gateway makes the same frames of a lane; the order of lanes may
-differ.
-"""
-
-
-class Reply:
-    """Answers one entry of `submit`.
-
-    Attributes:
-        num_sent: frames of the job that this reply has sent.
-    """
-
-    def __init__(self, pool: Pool, job: Job) -> None:
-        self.client = pool.client
-        self.keys = pool.client.keys
-        self.retry_forever = pool.admission.retry_forever
-        self.settings = pool.settings
-        self.job = job
-        self.channel = self.keys.channel(job.reply_to) if job.reply_to else ""
-        self.num_sent = 0
-
-    async def register(self) -> str:
-        """Register the entry's job. Returns `live`, `ended` (answered again) or `conflict`."""
-        job = self.job
-        call = job_scripts.register_job(
-            self.keys,
-            job.id,
-            digest=job.digest,
-            tenant=job.terms.tenant if job.terms.key else "",
-            webhook=job.webhook,
-            channel=self.channel,
-            in_stream=job.in_stream,
-        )
-        return await self.retry_forever(lambda: self.client.run(call))
-
-    async def send_new(self, frames: list[Frame]) -> None:
-        """Send the frames that are not sent yet."""
-        if self.job.has_listeners and len(frames) > self.num_sent:
-            await self.send(frames)
-        self.num_sent = len(frames)
-
-    async def send_error(self, error: ApiError, result_id: str) -> None:
-        """Answer this entry alone; the job with its id stays as it is."""
-        body = to_json(self.job.family(error)[1])
-
-        async def command() -> None:
-            async with self.client.redis.pipeline() as pipe:
-                pipe.set(self.keys.result(result_id), body, px=RESULT_TTL_MS)
-                if self.channel:
-                    pipe.publish(self.channel, body)
-                await pipe.execute()
-
-        await self.retry_forever(command)
-
-    async def send(
-        self,
-        frames: list[Frame],
-        answer: bytes = b"",
-        request_ids: Sequence[str] = (),
-        ending: JobEnding = GOES_ON,
-    ) -> None:
-        """Send the new frames, or all of them if the broker has lost some. The answer is sent together with
-        the last frames: after the last frame a client finds it.
-        """
-
-        async def send_from(first: int) -> int:
-            call = job_scripts.reply(
-                self.keys,
-                self.job.id,
-                channel=self.channel,
-                max_entries=MAX_FRAMES * self.job.in_stream,
-                answer=answer,
-                request_ids=request_ids,
-                frames=frames[first:],
-                num_heard=self.num_sent - first,
-                ending=ending,
-            )
-            return await self.retry_forever(lambda: self.client.run(call))
-
-        if await send_from(self.num_sent) == FRAMES_LOST:
-            log.warning("job %s: the broker has lost frames: all are sent again", self.job.id)
-            await send_from(0)
-
-
 NO_RETRY = ("conflict", "unauthorized", INSUFFICIENT_QUOTA, PICTURE_GONE)
 """Types of errors that no wait mends."""
-MAX_FRAMES = 2**20
-"""Of the stream `reply`; a job has fewer, a few more than tokens."""
-MAX_ERROR_CHARACTERS = 500
-
-
-async def cancel_job(pool: Pool, job_id: str, tenant: str = "") -> bool:
-    """Cancel a job, at whatever gateway it runs. False if it has ended, or is not of the tenant, where one is
-    given.
-    """
-    num_requests = await pool.client.run(job_scripts.cancel_job(pool.client.keys, job_id, tenant=tenant))
-    for i in range(num_requests):
-        await pool.admission.cancel(f"{job_id}#{i}")
-    return num_requests >= 0
-
-
-def ending_of(error: ApiError) -> JobEnding:
-    """How a job ends with an error."""
-    state = CANCELLED if error.error_type == "cancelled" else FAILED
-    return JobEnding(state, error.status, error.error_type, error.text[:MAX_ERROR_CHARACTERS])
+MORE_FRAMES = 8
+"""Most frames of a choice besides those of its tokens."""
+MANY_FRAMES = 2**20
+"""Limit of a job's frames until the number of its tokens is known."""
 
 
 class JobRun:
@@ -187,6 +83,7 @@ class JobRun:
         self.ended = asyncio.Event()
         self.frames: list[Frame] = []
         self.num_frames: Counter[int] = Counter()
+        self.max_frames = MANY_FRAMES
         self.streams: list[Stream] = []
         self.trace: RequestTrace | None = None
         self.access = access
@@ -207,7 +104,7 @@ class JobRun:
         answer = await self.render_result()
         request_ids = [stream.request.request_id for stream in self.streams]
         for reply in self.replies:
-            await reply.send(self.frames, answer, request_ids, self.ending)
+            await reply.send(self.frames, self.max_frames, answer, request_ids, self.ending)
         if self.streams:
             note_streams(self.record, self.model_name, self.streams, "cancelled")
             count_longest(self.streams)
@@ -252,6 +149,10 @@ class JobRun:
             )
             note_job(self.trace, self.job, valid.requests, self.model_name)
             await self.admit_all(with_adapter(valid.requests, adapter))
+        self.max_frames = sum(
+            len(stream.outputs) * (stream.request.stopping.max_new_tokens + MORE_FRAMES)
+            for stream in self.streams
+        )
         await self.send_frames(valid)
         if self.trace is not None:
             note_answer(self.trace, self.streams)
@@ -345,7 +246,7 @@ class JobRun:
                 stream.terminal for stream in self.streams
             ):  # the last frames are sent with the answer
                 for reply in self.replies:
-                    await reply.send_new(self.frames)
+                    await reply.send_new(self.frames, self.max_frames)
 
     def add_frames(self, new: Iterable[tuple[int, bytes]]) -> None:
         """Add new frames, numbered in their lanes."""

@@ -25,7 +25,8 @@ from api.requests.params import GenerationParams
 from api.requests.pool import Pool
 from api.requests.respond import read_terms, total_headers, with_adapter
 from api.requests.validate import check_no_logits
-from api.streams.stream import Stream, all_outputs
+from api.streams.beams import all_outputs
+from api.streams.stream import Stream
 from api.webhooks import WebhookField
 
 PREDICTIONS = Shape("Predictions", {"predictions": [" Paris."]})

@@ -35,7 +35,8 @@ from api.json import to_json
 from api.protocols.openai_bodies import ChatRequest, CompletionRequest, read_chat_completion, read_completion
 from api.protocols.protocol import AnswerRenderer, Protocol, WholeBody
 from api.requests.respond import total_headers
-from api.streams.stream import Stream, all_outputs, is_absent
+from api.streams.beams import all_outputs, is_absent
+from api.streams.stream import Stream
 from common.detokenize import Detokenizer
 
 # --- responses, for /docs -----------------------------------------------------------------------------------
@@ -150,7 +151,7 @@ class Choice:
         offsets: for each token taken, the number of characters before it.
         begun: whether the first piece, or a chunk before it, was taken.
         ended: whether everything was taken.
-        is_absent: whether it does not exist (api/streams/stream.py).
+        is_absent: whether it does not exist (api/streams/beams.py).
     """
 
     is_absent = False

@@ -44,7 +44,8 @@ from api.requests.on_pool import own_pool
 from api.requests.params import SWITCH_NAMES, GenerationParams, Limits, draws
 from api.requests.respond import time_headers, total_headers
 from api.requests.validate import check_not_streamed
-from api.streams.stream import Stream, all_outputs, is_absent
+from api.streams.beams import all_outputs, is_absent
+from api.streams.stream import Stream
 from api.webhooks import WebhookField
 from common.messages.request import EMBED, Generate
 from common.settings.ranges import STOP_SCHEMA

@@ -24,9 +24,10 @@ from api.requests import metrics, request_scripts
 from api.requests.monitors import BatcherMonitor, WorkerMonitor
 from api.requests.request_scripts import AdmitReply, KeyCharge, LeftOfRates, cancel_request
 from api.requests.usage import seconds_to_next_month
+from api.streams.beams import new_stream
 from api.streams.describe_answer import address, keep_as_asked
 from api.streams.relay import Relay
-from api.streams.stream import Stream, new_stream
+from api.streams.stream import Stream
 from common.api_keys import ApiKey
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error
 from common.broker.pool_client import PoolClient

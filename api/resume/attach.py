@@ -1,40 +1,35 @@
 """Attach: find the answer to an admitted request by its id, read what is committed of it, and become its
-reader. Any gateway can do so. No other part of the fleet knows in which pool a request is: a gateway asks the
-brokers of all pools.
+reader. Any gateway can do so.
 """
 
-import asyncio
-import contextlib
 import hmac
-import logging
 import math
-from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from redis.asyncio import Redis
 from starlette.requests import Request
 
 from api.answers.answer import HttpAnswer
-from api.errors import ApiError, asking_broker, cut
+from api.errors import (
+    ApiError,
+    asking_broker,
+    cut,
+)
 from api.http.auth import key_of
 from api.requests import request_scripts
 from api.requests.on_pool import pools_of
 from api.requests.pool import Pool
 from api.requests.pool_registry import PoolRegistry
 from api.requests.respond import owner_of
+from api.resume.look_up import look_up
+from api.streams.beams import new_stream
 from api.streams.describe_answer import address, keep_as_asked
-from api.streams.fill import Filler, Sources, supersede
-from api.streams.stream import Stream, new_stream
-from common.broker.client import broker_url, connect
-from common.broker.directory import pool_url
-from common.broker.keys import Keys
+from api.streams.fill import Filler, Sources
+from api.streams.offers import supersede
+from api.streams.stream import Stream
 from common.ids import REQUEST_ID
-from common.messages.codec import WireError, decode, encode
-from common.settings.settings import SettingError
-
-log = logging.getLogger(__name__)
+from common.messages.codec import encode
 
 
 class Admitted(NamedTuple):
@@ -60,12 +55,14 @@ async def find_own(request: Request, request_id: str) -> Admitted | None:
     return await find(pools_of(request), request_id, owner)
 
 
-async def find_streamed(request: Request, request_id: str) -> Admitted:
-    """The streamed answer with this id, as `find_own`. Raises ApiError (404), too."""
-    admitted = await find_own(request, request_id)
-    if admitted is None or not admitted.answer.streamed:
-        raise unknown_answer(request_id)
-    return admitted
+async def find(pools: PoolRegistry, request_id: str, owner: str | None = None) -> Admitted | None:
+    """The answer with this id, if it is the owner's; None means any owner. Raises ApiError (503)."""
+    if (found := await look_up(pools, request_id)) is None:
+        return None
+    name, answer, channel = found
+    if owner is not None and not hmac.compare_digest(answer.terms.owner, owner):
+        return None
+    return Admitted(await pools.named(name), answer, channel)
 
 
 def unknown_answer(request_id: str) -> ApiError:
@@ -141,80 +138,3 @@ def relay_events(pool: Pool, stream: Stream) -> None:
     relay.add(stream)
     relay.note_admitted(stream)
     relay.filler.request_fill([stream])
-
-
-# --- looking it up ------------------------------------------------------------------------------------------
-
-
-FoundAnswer = tuple[str, HttpAnswer, str]
-"""The name of a pool, an answer, and the channel of its events."""
-
-
-async def find(pools: PoolRegistry, request_id: str, owner: str | None = None) -> Admitted | None:
-    """The answer with this id, if it is the owner's; None means any owner. All brokers are asked at once. The
-    first that knows the request ends the search, so one that is down is waited for only if no other does.
-    Raises ApiError (503) if none knows it, and one cannot say so.
-    """
-    tasks = [
-        asyncio.create_task(ask_broker(pools, url, names, request_id))
-        for url, names in pools_by_broker(pools).items()
-    ]
-    found, failures = None, list[ApiError]()
-    try:
-        for next_done in asyncio.as_completed(tasks):
-            try:
-                if (found := await next_done) is not None:
-                    break
-            except ApiError as error:
-                failures.append(error)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    if found is None and failures:
-        raise failures[0]
-    if found is None or not (owner is None or hmac.compare_digest(found[1].terms.owner, owner)):
-        return None
-    name, answer, channel = found
-    return Admitted(await pools.named(name), answer, channel)
-
-
-def pools_by_broker(pools: PoolRegistry) -> dict[str, list[str]]:
-    """URL of a broker → its pools; the own pool is the first."""
-    own = pools.own.settings
-    by_url = defaultdict(list, {broker_url(own): [own.pool]})
-    for name, known in pools.directory.pools.items():
-        if name != own.pool:
-            try:
-                by_url[pool_url(own, name, known.entry.address)].append(name)
-            except SettingError as error:
-                log.debug("requests of pool %s are not looked for: %s", name, error)
-    return by_url
-
-
-async def ask_broker(
-    pools: PoolRegistry, url: str, names: Sequence[str], request_id: str
-) -> FoundAnswer | None:
-    """Look the request up in the pools of one broker. Raises ApiError (503)."""
-    firsts = [(name, choice) for name in names for choice in (request_id, f"{request_id}.0")]
-    async with asking_broker(), client_at(pools, url, names) as redis:
-        pipe = redis.pipeline(transaction=False)
-        for name, choice in firsts:
-            pipe.hmget(Keys(name).request(choice), ["answer", "channel"])
-        replies = await pipe.execute(raise_on_error=False)
-    for (name, _), reply in zip(firsts, replies, strict=True):
-        if isinstance(reply, list) and None not in reply:
-            with contextlib.suppress(WireError):  # another program wrote to the key
-                return name, decode(HttpAnswer, reply[0]), reply[1].decode()
-    return None
-
-
-@contextlib.asynccontextmanager
-async def client_at(pools: PoolRegistry, url: str, names: Sequence[str]) -> AsyncIterator[Redis]:
-    """The connection of a pool that is open on this broker, or else one for this moment."""
-    for pool in pools.all():
-        if pool.settings.pool in names and pool.settings.redis_url == url:
-            yield pool.client.redis
-            return
-    async with connect(url) as redis:
-        yield redis

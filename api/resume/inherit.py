@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from api.answers.answer import HttpAnswer
 from api.errors import ApiError, asking_broker, tgi
 from api.event_loop import RETRY_PAUSE_S, attempt
-from api.handover.answer_socket import INHERITED
+from api.handover.heir import INHERITED
 from api.http.error_handlers import error_response
 from api.http.request_trace import inherit_trace, trace_of
 from api.http.sse import CYCLE, RestOfFeed
@@ -23,8 +23,8 @@ from api.requests.pool import Pool
 from api.requests.pool_registry import PoolRegistry
 from api.resume import attach
 from api.resume.attach import find
-from api.resume.rest import Rest, frames_of
-from api.streams.http_response import respond_with_whole
+from api.resume.rest import frames_of
+from api.streams.http_response import TokenStream, respond_with_whole
 from api.streams.stream import Stream
 from common.messages.codec import WireError, decode
 from common.messages.kept_answer import KeptAnswer, KeptRequests
@@ -62,11 +62,19 @@ async def respond(pools: PoolRegistry, request: Request, kept: KeptAnswer) -> Re
         lambda: attach_inherited(pools, kept),
         partial(wait_for_broker, request.scope["extensions"][CYCLE], kept),
     )
-    protocol = protocol_of(answer.route)
+    release, protocol = pool.admission.release, protocol_of(answer.route)
     inherit_trace(request.scope, answer, protocol.span)
     if answer.streamed:
         frames = RestOfFeed(frames_of(answer, streams), kept.num_seen)
-        return await Rest(pool, answer, streams, frames, kept.num_seen, reader).respond()
+        return TokenStream(
+            answer,
+            frames=frames,
+            streams=streams,
+            headers={},
+            release=release,
+            reader=reader,
+            num_seen=kept.num_seen,
+        )
     return await respond_with_whole(
         request,
         answer,
@@ -74,7 +82,7 @@ async def respond(pools: PoolRegistry, request: Request, kept: KeptAnswer) -> Re
         headers=dict(kept.extra),
         render=protocol.renderer.whole,
         arrived_s=time.monotonic() - attach.age_s(pool, answer),
-        release=pool.admission.release,
+        release=release,
         reader=reader,
     )
 

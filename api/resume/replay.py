@@ -15,8 +15,8 @@ from api.event_loop import offload
 from api.http.body import read_bytes
 from api.http.error_handlers import CountError, handle_api_error, handle_disconnect
 from api.http.idempotency import REPLAYED, Repeated, check_same, idempotency_key, noted_digest
-from api.json import json_response
-from api.protocols.responses import StoredResponse, read_response, render_response
+from api.json import to_json
+from api.protocols.response_object import ResponseObjectRenderer
 from api.protocols.table import protocol_of
 from api.requests.on_pool import own_pool
 from api.requests.pool import Pool
@@ -86,8 +86,7 @@ async def respond(request: Request, request_id: str) -> Response:
         assert found is not None, "every stream has a frame"
         return await found.respond()
     if answer.response is not None and answer.terms.detached:
-        stored = StoredResponse(*admitted)
-        return json_response(await render_response(stored, await read_response(stored)))
+        return await respond_with_state(admitted)
     await run_until_one_ends(wait_for_end(pool, answer), raise_when_gone(request))
     return await respond_with_ended(admitted)
 
@@ -106,6 +105,13 @@ async def find_admitted(request: Request, request_id: str) -> Admitted:
 
 def lost() -> ApiError:
     return unavailable("the answer to the earlier request with this key has just expired: ask again")
+
+
+async def respond_with_state(admitted: Admitted) -> Response:
+    """A response that is made in the background, with what is committed so far. Raises ApiError (503)."""
+    [stream] = await attach.read_committed(*admitted)
+    rendered = ResponseObjectRenderer(admitted.answer, stream).render_so_far()
+    return Response(to_json(rendered), 200, media_type="application/json")
 
 
 async def wait_for_end(pool: Pool, answer: HttpAnswer) -> None:

@@ -50,12 +50,13 @@ RIGHTS = {
     "gateway": Rights(
         "gateways",
         scripts="admit offer cancel attach forget read_requests delete_response keep_response"
-        " register_job begin_validation claim_jobs cancel_job reply note_job"
+        " register_job begin_validation claim_jobs cancel_job reply note_job note_waiting release_jobs"
+        " retry_job"
         " change_key change_adapters heartbeat"
         " keep_picture hold_pictures let_go_pictures"
         " create_batch claim_batch write_batch cancel_batch"
-        " claim_webhooks settle_webhook",
-        commands=f"{PROCESS} hgetall hexists hset expire set zscore zcount lrange xadd xack"
+        " claim_webhooks settle_webhook retry_webhook",
+        commands=f"{PROCESS} hgetall hexists hset expire set zscore zcount zrank zrevrank lrange xadd xack"
         " xdel xrange xrevrange xpending xclaim xreadgroup xgroup|create xinfo|consumers publish subscribe"
         " unsubscribe",
         in_all_pools=True,

@@ -42,10 +42,10 @@ return claimed
 
 --- settle_webhook
 -- needs: lib/now
--- Write what became of an attempt. An event that failed is due again. One that was delivered or is dead
--- leaves the queue, and nobody's secret stays.
--- KEYS webhooks
--- ARGV event_id, attempt, type, outcome, said, wait_ms, ttl_ms
+-- Write what became of an attempt. An event that was delivered leaves the queue, and nobody's secret stays;
+-- one that failed is due again, or is dead: of too many, those that are dead for longest leave.
+-- KEYS webhooks, dead_webhooks
+-- ARGV event_id, attempt, type, outcome, said, wait_ms, ttl_ms, max_dead
 -- `type` that the receiver was sent, or ''; each attempt sends the same.
 -- `outcome`: 'delivered', 'failed' or 'dead'. `said`: what the receiver answered. `wait_ms` until the next
 -- attempt of one that failed; `ttl_ms` of one that was delivered or is dead.
@@ -61,5 +61,35 @@ if outcome == 'failed' then
 end
 redis.call('ZREM', webhooks, event_id)
 redis.call('PEXPIRE', event, ttl_ms)
-redis.call('HDEL', event, 'webhook')
+if outcome ~= 'dead' then
+  redis.call('HDEL', event, 'webhook')
+  return 1
+end
+redis.call('HINCRBY', event, 'failures', 1)
+redis.call('ZADD', dead_webhooks, present_ms, event_id)
+redis.call('PEXPIRE', dead_webhooks, ttl_ms)
+local gone = redis.call('ZRANGEBYSCORE', dead_webhooks, '-inf', present_ms - tonumber(ttl_ms))
+local surplus = redis.call('ZCARD', dead_webhooks) - #gone - tonumber(max_dead)
+if surplus > 0 then gone = redis.call('ZRANGE', dead_webhooks, 0, #gone + surplus - 1) end
+for _, other in ipairs(gone) do
+  redis.call('ZREM', dead_webhooks, other)
+  redis.call('DEL', webhooks .. ':' .. other)
+end
+return 1
+
+--- retry_webhook
+-- needs: lib/webhooks
+-- Send an event that waits or is dead at once, and try for as long as if it were new.
+-- KEYS webhooks, dead_webhooks
+-- ARGV event_id
+-- Returns 1, or 0 when there is no such event, or it was delivered.
+local event = webhooks .. ':' .. event_id
+local is_dead = redis.call('ZREM', dead_webhooks, event_id) == 1
+if not is_dead and not redis.call('ZSCORE', webhooks, event_id) then return 0 end
+if redis.call('HEXISTS', event, 'webhook') == 0 then return 0 end
+local present_ms = now_ms()
+redis.call('HSET', event, 'failures', 0, 'state', 'waiting')
+redis.call('PEXPIRE', event, EVENT_TTL_MS)
+redis.call('ZADD', webhooks, present_ms, event_id)
+redis.call('PEXPIRE', webhooks, EVENT_TTL_MS)
 return 1

@@ -339,6 +339,7 @@ WEBHOOKS = Counter(
 WEBHOOKS_WAITING = Gauge(
     "tokenfleet_webhook_events_waiting", "Number of events of webhooks that are not delivered yet"
 )
+WEBHOOKS_DEAD = Gauge("tokenfleet_webhook_events_dead", "Number of events of webhooks that were given up")
 POOL_UP = Gauge(
     "tokenfleet_pool_up",
     "Whether a pool of the directory has a live batcher and worker, as this gateway knows it: 1 or 0",

@@ -56,7 +56,7 @@ from deploy.cli.target import (
 )
 from deploy.launcher import control_socket
 
-READING = ("list", "show", "usage", "explain", "status", "chat")
+READING = ("list", "dead", "show", "usage", "explain", "status", "chat")
 """Last words of actions that change nothing."""
 ADAPTER_TIMEOUT = httpx.Timeout(660.0, connect=5.0)
 """A gateway waits for ten minutes until all workers have an adapter."""
@@ -304,11 +304,24 @@ def explain(client: httpx.Client, flags: argparse.Namespace) -> None:
 # --- jobs ---------------------------------------------------------------------------------------------------
 
 
-def list_jobs(client: httpx.Client, flags: argparse.Namespace) -> None:
-    query = {"limit": flags.limit} | ({"status": flags.status} if flags.status else {})
-    content = fetch_json(client, f"/admin/jobs?{urlencode(query)}")
-    with frame_errors(content):
-        show_table(content["jobs"], JOB_COLUMNS, "there are no such jobs")
+def list_jobs(client: httpx.Client, flags: argparse.Namespace, status: str = "") -> None:
+    """Print jobs; pages are read until there are enough of them."""
+    asked = {"status": status or flags.status, "tenant": flags.tenant, "search": flags.search}
+    query = {name: text for name, text in asked.items() if text}
+    found: list[Any] = []
+    cursor = flags.cursor
+    while len(found) < flags.limit:
+        page = {"cursor": cursor, "limit": min(PAGE, flags.limit - len(found))}
+        content = fetch_json(client, f"/admin/jobs?{urlencode({**query, **page})}")
+        with frame_errors(content):
+            found += content["jobs"]
+            cursor = content["cursor"] or ""
+        if not cursor:
+            break
+    with frame_errors(found):
+        show_table(found, JOB_COLUMNS, "" if cursor else "there are no such jobs")
+    if cursor:
+        print(f"more follow: --cursor '{printable(cursor)}'")
 
 
 def show_job(client: httpx.Client, flags: argparse.Namespace) -> None:
@@ -317,9 +330,9 @@ def show_job(client: httpx.Client, flags: argparse.Namespace) -> None:
     print(orjson.dumps(content, option=orjson.OPT_INDENT_2).decode())
 
 
-def cancel_job(client: httpx.Client, flags: argparse.Namespace) -> None:
-    post(client, f"{path_of(flags)}/cancel")
-    print(f"{printable(flags.job_id)} is cancelled")
+def change_job(client: httpx.Client, flags: argparse.Namespace, change: str, done: str) -> None:
+    post(client, f"{path_of(flags)}/{change}")
+    print(f"{printable(flags.job_id)} is {done}")
 
 
 def path_of(flags: argparse.Namespace) -> str:
@@ -332,6 +345,7 @@ JOB_COLUMNS: dict[str, str | Callable[[Any], str]] = {
     "kind": "kind",
     "tenant": "tenant",
     "submitted": lambda one: local_time(one["created_at"]),
+    "not before": lambda one: local_time(one["not_before"]),
     "ended": lambda one: local_time(one["ended_at"]),
     "why": lambda one: f"{one['reason']}: {one['error']}" if one["reason"] else "",
 }
@@ -520,11 +534,36 @@ def show_usage(client: httpx.Client, flags: argparse.Namespace) -> None:
         show_table(rows, {title: title for title in (*by, *USAGE_COLUMNS.values())})
 
 
+# --- webhooks -----------------------------------------------------------------------------------------------
+
+
+def list_events(client: httpx.Client, flags: argparse.Namespace, state: str) -> None:
+    content = fetch_json(client, f"/admin/webhooks?state={state}&limit={flags.limit}")
+    columns: dict[str, str | Callable[[Any], str]] = {
+        "event": "id",
+        "type": "type",
+        "of": "object_id",
+        "dead since" if state == "dead" else "next": lambda one: local_time(one["at"]),
+        "failures": "failures",
+        "said": "said",
+        "url": "url",
+    }
+    with frame_errors(content):
+        show_table(content["events"], columns, f"no events are {state}")
+        if (hidden := content["total"] - len(content["events"])) > 0:
+            print(f"and {hidden} more (--limit)")
+
+
+def retry_event(client: httpx.Client, flags: argparse.Namespace) -> None:
+    post(client, f"/admin/webhooks/{quote(flags.event_id, safe='')}/retry")
+    print(f"{printable(flags.event_id)} is sent now")
+
+
 # --- the table ----------------------------------------------------------------------------------------------
 
 NUMBER = {"type": int, "metavar": "N"}
 NAMES = {"nargs": "+", "metavar": "NAME"}
-JOB_STATES = ("queued", "running", "done", "failed", "cancelled")
+JOB_STATES = ("queued", "running", "scheduled", "done", "failed", "cancelled", "dead")
 FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
     "--url": (f"the server (default: that at PORT, {RULE})", {"type": parse_url}),
     "--redis-url": (f"the fleet's broker (default: REDIS_URL, {RULE})", {"metavar": "URL"}),
@@ -553,7 +592,9 @@ FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
     "job_id": ("as `tokenfleet jobs list` shows it", {"metavar": "ID"}),
     "--status": ("only jobs in this state", {"choices": JOB_STATES}),
     "--tenant": ("only of this tenant", {}),
+    "--search": ("only jobs whose id has this text", {"metavar": "TEXT"}),
     "--limit": ("most lines that are shown (default 100)", {"type": int, "default": 100}),
+    "--cursor": ("go on where another list ended, as that one says", {"default": ""}),
     "key_id": ("as `tokenfleet keys list` shows it", {"metavar": "KEY_ID"}),
     "--name": ("what you call it", {}),
     "keys --tenant": ("whose requests it makes (default: a tenant of its own)", {}),
@@ -576,6 +617,7 @@ FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
     "--from": ("a time (UTC) as 2026-11-01 or 2026-11-27T08:00:00Z (default: the begin of this month)", {}),
     "--to": ("a time (default: now)", {}),
     "--group-by": ("some of hour,day,month,key,tenant,model (default: key,tenant,model)", {}),
+    "event_id": ("as `tokenfleet webhooks dead` shows it", {"metavar": "EVENT_ID"}),
     "request_id": (
         "the header x-request-id of the response, or its `id` on /v1; the number of a choice may follow",
         {},
@@ -613,9 +655,26 @@ ACTIONS = (
     Action("adapters load", load_adapter, "adapter --replace", "load an adapter on all workers"),
     Action("adapters unload", unload_adapter, "name", "give requests an adapter no more"),
     Action("drain", drain, "worker --pool"),
-    Action("jobs list", list_jobs, "--status --limit", "show jobs"),
+    Action("jobs list", list_jobs, "--status --tenant --search --limit --cursor", "show jobs"),
     Action("jobs show", show_job, "job_id", "print a job and what it asks for, as JSON"),
-    Action("jobs cancel", cancel_job, "job_id", "end a job that waits or runs"),
+    Action(
+        "jobs cancel",
+        partial(change_job, change="cancel", done="cancelled"),
+        "job_id",
+        "end a job that waits, is scheduled or runs",
+    ),
+    Action(
+        "jobs retry",
+        partial(change_job, change="retry", done="tried again"),
+        "job_id",
+        "try a dead job again, with its id",
+    ),
+    Action(
+        "jobs dead",
+        partial(list_jobs, status="dead"),
+        "--tenant --search --limit --cursor",
+        "show jobs that could not be served",
+    ),
     Action("keys add", add_key, KEY_FLAGS, "make a key, and print it once"),
     Action("keys list", list_keys, "", "show all keys"),
     Action("keys revoke", revoke_key, "key_id", "end a key for ever, and its running requests"),
@@ -625,6 +684,14 @@ ACTIONS = (
     Action("models unset", unset_weights, "model", "forget the weights of a model"),
     Action("roll", order_roll, ""),
     Action("usage", show_usage, "--key --tenant --model --from --to --group-by"),
+    Action(
+        "webhooks list",
+        partial(list_events, state="waiting"),
+        "--limit",
+        "show events that wait to be delivered",
+    ),
+    Action("webhooks dead", partial(list_events, state="dead"), "--limit", "show events that were given up"),
+    Action("webhooks retry", retry_event, "event_id", "send an event again, now"),
 )
 
 

@@ -123,7 +123,6 @@ GONE_COMMANDS = {
     "chaos": "`python -m benchmarks.chaos`, in a checkout, kills a fleet's processes and counts lost tokens",
     "plan": "measure with `tokenfleet bench`; /metrics says how full workers are",
     "replay": "the same request with the same `seed` gives the same tokens",
-    "webhooks": "the log and tokenfleet_webhook_attempts_total say what became of each event",
 }
 """Commands that have left → what serves in their place."""
 SECTIONS = {
@@ -158,7 +157,8 @@ SECTIONS = {
             "", "replace the processes of the fleet on this machine one by one, without a cut", admin
         ),
         "keys": Command("add|list|…", "make, list, revoke and rotate API keys", admin),
-        "jobs": Command("list|show|cancel", "list jobs, show one, cancel one", admin),
+        "jobs": Command("list|dead|…", "list, search, cancel and retry jobs", admin),
+        "webhooks": Command("list|dead|…", "list events of webhooks, and send them again", admin),
         "bench": Command("", "measure speed for a minute, beside another server", admin),
     },
     "Start one process (these need REDIS_URL)": {

@@ -1,4 +1,4 @@
-// Jobs over Redis: listed and cancelled.
+// Jobs over Redis: listed, searched, cancelled, and tried again if they are dead.
 
 import { figure, make, moment, say } from "../dom.js";
 import { ask } from "../requests.js";
@@ -7,57 +7,93 @@ import { table } from "./table.js";
 
 const ROUTE = "/admin/jobs";
 const HEADS = ["Job", "State", "Time (UTC)", ""];
-const STATES = ["queued", "running", "done", "failed", "cancelled"];
-const LIVE = ["queued", "running"];
-const MOST = 200;
+const STATES = ["queued", "running", "scheduled", "dead", "done", "failed", "cancelled"];
+const WAITING = ["queued", "running", "scheduled"];
+const PAGE = 50;
 const REFRESH_MS = 3000;
 
 const sum = make("p", { className: "sum" });
 const list = make("div");
 const words = make("p", { className: "keys-say", role: "status" });
+const more = make("button", { type: "button", className: "plain", onclick: () => attempt(showMore) }, "More");
+const search = make("input", { name: "search", maxLength: 128 });
 const state = make(
   "select",
   { name: "status" },
   make("option", { value: "" }, "all"),
   ...STATES.map((name) => make("option", {}, name)),
 );
+let shown = [];
+let cursor = null;
 
 /** The list, which is asked for again while it is seen. */
 export function startJobs(content) {
-  const form = make("form", { className: "new-key" }, make("label", {}, "State ", state));
-  form.setAttribute("aria-label", "Which jobs are shown");
+  const form = make(
+    "form",
+    { className: "new-key" },
+    make("label", {}, "Part of the id ", search),
+    make("label", {}, "State ", state),
+    make("button", { type: "submit", className: "main" }, "Search"),
+  );
+  form.setAttribute("aria-label", "Search for jobs");
+  form.onsubmit = (event) => (event.preventDefault(), attempt(refresh));
   state.onchange = () => attempt(refresh);
   show(content);
   setInterval(() => isSeen() && attempt(refresh), REFRESH_MS);
-  return make("div", {}, sum, form, words, list);
+  return make("div", {}, sum, form, words, list, more);
 }
 
-/** Whether the list is looked at, and no button of it has the focus. */
+/** Whether the first page is looked at, and no button of it has the focus. */
 function isSeen() {
-  return list.checkVisibility() && !document.hidden && !list.contains(document.activeElement);
+  const isUsed = list.contains(document.activeElement);
+  return shown.length <= PAGE && list.checkVisibility() && !document.hidden && !isUsed;
+}
+
+async function read(from) {
+  const query = new URLSearchParams({ limit: PAGE });
+  if (search.value.trim()) query.set("search", search.value.trim());
+  if (state.value) query.set("status", state.value);
+  if (from) query.set("cursor", from);
+  return (await ask(`${ROUTE}?${query}`)).json();
 }
 
 async function refresh() {
-  const query = new URLSearchParams({ limit: MOST });
-  if (state.value) query.set("status", state.value);
-  show(await (await ask(`${ROUTE}?${query}`)).json());
+  show(await read(null));
 }
 
-function show({ jobs, counts: { live, ended } }) {
-  say(sum, `${figure(live)} queued or running, ${figure(ended)} ended within the last hour.`);
+async function showMore() {
+  const before = shown;
+  const content = await read(cursor);
+  show({ ...content, jobs: [...before, ...content.jobs] });
+}
+
+function show({ jobs, counts, cursor: next }) {
+  shown = jobs;
+  cursor = next;
+  const { live, scheduled, dead, ended } = counts;
+  const ends = `${figure(dead)} dead, ${figure(ended)} ended otherwise within the last hour`;
+  say(sum, `${figure(live)} queued or running, ${figure(scheduled)} scheduled, ${ends}.`);
   list.replaceChildren(jobs.length ? table(HEADS, jobs.map(row)) : "");
+  more.hidden = !next;
 }
 
 function row(job) {
   const actions = make("span", { className: "actions" });
-  if (LIVE.includes(job.state)) actions.append(button("Cancel", job.id, cancel));
+  if (WAITING.includes(job.state)) actions.append(button("Cancel", job.id, cancel));
+  if (job.state === "dead") actions.append(button("Retry", job.id, retry));
   const state = make("span", { className: "job-state", "data-state": job.state }, job.state);
   return [
     twoLines(make("code", {}, job.id), [job.kind, job.tenant].filter(Boolean).join(", ")),
     twoLines(state, job.error),
-    twoLines(moment(job.ended_at || job.created_at), job.ended_at ? "ended" : "submitted", "two-lines time"),
+    twoLines(...timeOf(job), "two-lines time"),
     actions,
   ];
+}
+
+/** The time that matters, and what it says. */
+function timeOf({ ended_at, not_before, created_at, state }) {
+  if (ended_at) return [moment(ended_at), "ended"];
+  return state === "scheduled" ? [moment(not_before), "not before"] : [moment(created_at), "submitted"];
 }
 
 function twoLines(first, second, className = "two-lines") {
@@ -71,8 +107,13 @@ function button(text, id, action) {
 
 async function cancel(id) {
   const sure = "It ends with an error for whoever waits for its answer.";
-  if (!(await confirmed(`Cancel ${id}?`, sure))) return;
-  await ask(`${ROUTE}/${encodeURIComponent(id)}/cancel`, { method: "POST" });
+  if (await confirmed(`Cancel ${id}?`, sure)) await change(id, "cancel");
+}
+
+const retry = (id) => change(id, "retry");
+
+async function change(id, what) {
+  await ask(`${ROUTE}/${encodeURIComponent(id)}/${what}`, { method: "POST" });
   document.activeElement?.blur();
   await refresh();
 }

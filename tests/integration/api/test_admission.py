@@ -383,6 +383,29 @@ async def test_a_request_to_a_pool_without_workers_waits_for_the_one_that_is_sta
                 gateway.pool.workers.ready_s -= 7200
 
 
+async def test_a_request_that_waits_has_a_position_in_the_queue(broker: Broker) -> None:
+    """More urgent requests are before it, less urgent ones are not."""
+    stream = DETAILED | {"resume_s": 60}
+    with batcher(broker.url):
+        async with (
+            serving(broker.url, scale_to_zero=True) as (_, client),
+            contextlib.AsyncExitStack() as stack,
+        ):
+            await wait_until(lambda: is_ready(client))
+            paths = []
+            for name in ("batch", "standard", "interactive"):
+                sent = client.stream("POST", "/generate_stream", json=stream, headers={"x-priority": name})
+                answer = await stack.enter_async_context(sent)
+                paths.append(answer.headers["content-location"].removesuffix("/stream"))
+
+            async def positions() -> list[int | None]:
+                return [(await client.get(path)).json()["queue_position"] for path in paths]
+
+            await wait_for(lambda: positions(), [3, 2, 1])
+            async with modeless_worker(broker.url, "w0"):
+                await wait_for(lambda: positions(), [None, None, None])
+
+
 async def test_limits_are_the_model_s_until_a_worker_says_its_own(broker: Broker) -> None:
     """A request beyond them is refused at once, though no worker is there to refuse it."""
     with batcher(broker.url):

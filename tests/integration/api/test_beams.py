@@ -154,6 +154,10 @@ async def test_another_gateway_goes_on_with_the_next_sequence(broker: Broker) ->
             rest, _ = await read_frames(other, place, None, last_id=2)
             whole, _ = await read_frames(client, place, None)
             assert first + rest == whole and len(numbered(whole)) >= 4
+            state = (await other.get(place.removesuffix("/stream"))).json()
+            assert state["state"] == "finished"
+            tokens = [choice["generated_tokens"] for choice in state["choices"]]
+            assert tokens[:4] == [len(one.ids) for one in SEQUENCES]
     assert len(worker.seen) == 4
 
 

@@ -111,7 +111,7 @@ async def test_a_key_may_use_its_models_and_no_route_of_admins(
         assert [one.status_code for one in given] == [403, 200], path
     error = (await client.post("/v1/completions", json={"prompt": "a"}, headers=bearer(elsewhere))).json()
     assert error["error"]["type"] == "permission_error" and error["error"]["param"] == "model"
-    posts = ("/admin/jobs/a/cancel", "/fleet/processes/a/kill")
+    posts = ("/admin/jobs/a/retry", "/admin/webhooks/dead/retry", "/fleet/processes/a/kill")
     gets = ("/fleet", "/fleet/requests/a", "/admin/jobs/a", "/admin/jobs/a%23b")
     for method, path in (*(("GET", path) for path in gets), *(("POST", path) for path in posts)):
         assert (await client.request(method, path, headers=bearer(acme))).status_code == 403
@@ -166,7 +166,7 @@ async def test_requests_and_responses_belong_to_their_tenant(
     response_id = made.json()["id"]
     response = f"/v1/responses/{response_id}"
     paths = (response, f"/requests/{response_id.removeprefix('resp_')}", f"{response}/input_items")
-    for path in (paths[0], paths[2]):
+    for path in paths:
         found = [
             (await client.get(path, headers=bearer(key))).status_code
             for key in (acme, colleague, "sesame", stranger)

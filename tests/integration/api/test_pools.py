@@ -289,12 +289,14 @@ async def test_a_request_is_found_in_the_pool_that_has_it(own: OneBroker, other:
             lines = response.aiter_lines()
             await anext(lines)
             path = f"/requests/{response.headers['content-location'].split('/')[2]}"
+            assert (await client.get(path)).json()["state"] == "running"
             unknown = f"/requests/{'0' * 32}"
-            assert (await client.delete(unknown)).status_code == 404
+            assert (await client.get(unknown)).status_code == 404
             own.kill()
             await wait_until(lambda: gateway.pool.relay.last_error)
-            assert (await client.delete(unknown)).status_code == 503, "the broker that is down may know it"
-            assert (await client.delete(path)).json()["cancelled"]
+            assert (await client.get(path)).json()["state"] == "running"
+            assert (await client.get(unknown)).status_code == 503, "the broker that is down may know it"
+            assert (await client.delete(path)).json()["state"] == "cancelled"
             await wait_until(lambda: not worker.live)
         stored = {"model": "b", "input": "Hi", "max_output_tokens": 3, "store": True}
         created = (await client.post("/v1/responses", json=stored)).json()

@@ -1,6 +1,6 @@
 """A client that comes back with `Last-Event-ID`, at any gateway, misses nothing and gets nothing twice, also
-after the broker lost writes; several answers go on over one connection; and any gateway cancels a
-request.
+after the broker lost writes; several answers go on over one connection; and any gateway shows and cancels
+a request.
 """
 
 import asyncio
@@ -16,12 +16,14 @@ import pytest
 from redis.asyncio import Redis
 
 from api.lifecycle import Gateway
-from api.requests import admission
+from api.requests import admission, request_scripts
+from api.requests.request_scripts import cancel_request
 from api.resume import attach
 from api.streams import relay as relay_module
 from api.streams.stream import Stream
 from benchmarks.client import EventReader, StreamBroken
 from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
 from common.messages.records import unpack_ids
 from common.messages.request import Generate
 from deploy.launcher.embedded_broker import Broker
@@ -32,7 +34,7 @@ from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.sse import data_of, numbered
 from tests.support.tokenizer import TOKENIZER, ids, model_tokenizer
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S, wait_for, wait_until
 
 ANSWER = Answer(ids(" one two é🙂 three four five six seven eight nine ten"))
 LONG = Answer(ids(" one two é🙂 three four five" * 8))
@@ -68,6 +70,24 @@ async def read_frames(
                 break
         frames = seen.split(b"\n\n")[:-1][:count]
         return b"".join(frame + b"\n\n" for frame in frames), response.headers["content-location"]
+
+
+async def test_another_gateway_goes_on_after_the_last_frame(
+    broker: Broker, subtests: pytest.Subtests
+) -> None:
+    async with two_gateways(broker.url) as (worker, _, client, other):
+        for path, asked in REQUESTS:
+            with subtests.test(path=path, asked=asked):
+                body, num_seen = asked | {"stream": True, "resume_s": 600}, len(worker.seen)
+                first, place = await read_frames(client, path, body, 5)
+                rest, same_place = await read_frames(other, place, None, last_id=5)
+                whole, _ = await read_frames(client, place, None)
+                done = await other.get(place, headers={"last-event-id": str(len(numbered(whole)))})
+                assert first + rest == whole and place == same_place
+                ordinals = [ordinal for ordinal, _ in numbered(whole)]
+                assert ordinals == [*range(1, len(ordinals) + 1)]
+                assert done.status_code == 204
+                assert len(worker.seen) - num_seen == num_choices(body)
 
 
 async def test_tokens_that_move_while_they_are_read_are_read_again(
@@ -360,21 +380,69 @@ TWO_CHOICES = {"prompt": "Hi", "stream": True, "n": 2}
 ENDLESS = Answer(ids(" one two three" * 500), ends=False)
 
 
-async def test_a_request_is_cancelled_at_any_gateway(broker: Broker) -> None:
+async def states(client: httpx.AsyncClient, request_id: str) -> list[str]:
+    """Return the states of the request and of its choices."""
+    found = (await client.get(f"/requests/{request_id}", headers=OWN)).json()
+    return [found["state"], *(choice["state"] for choice in found["choices"])]
+
+
+async def test_a_request_is_shown_and_cancelled_at_any_gateway(broker: Broker) -> None:
     async with two_gateways(broker.url, ENDLESS) as (worker, gateway, client, other):
         async with client.stream("POST", "/v1/completions", json=TWO_CHOICES, headers=OWN) as response:
-            path = f"/requests/{response.headers['content-location'].split('/')[2]}"
+            request_id = response.headers["content-location"].split("/")[2]
             lines = response.aiter_lines()
             await anext(lines)
-            for headers in (OTHER, {}):
-                assert (await other.delete(path, headers=headers)).status_code == 404
-            assert len(worker.live) == 2, "another key cancels nothing"
+            path = f"/requests/{request_id}"
+            shown = (await other.get(path, headers=OWN)).json()
+            assert (shown["id"], shown["priority"], shown["tenant"]) == (request_id, "interactive", "acme")
+            assert shown["prompt_tokens"] > 0 and len(shown["choices"]) == 2
+            for method in ("GET", "DELETE"):
+                assert (await other.request(method, path, headers=OTHER)).status_code == 404
+                assert (await other.request(method, path)).status_code == 404
+            assert "cancelled" not in await states(other, request_id), "another key cancels nothing"
             cancelled = await other.delete(path, headers=OWN)
-            assert cancelled.json() == {"id": path.split("/")[2], "cancelled": True}
+            assert cancelled.json()["state"] == "cancelled"
             rest = [line async for line in lines]
         assert any("cancelled" in line for line in rest)
         await nothing_left(gateway, worker)
-        assert (await other.delete(path, headers=OWN)).status_code == 404
+
+
+async def test_a_cancelled_request_is_shown_although_its_reader_has_deleted_it(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def cancel_and_wait(pool: PoolClient, request_id: str) -> bool:
+        is_cancelled = await cancel_request(pool, request_id)
+        await wait_for(lambda: pool.redis.exists(pool.keys.request(request_id)), 0)
+        return is_cancelled
+
+    monkeypatch.setattr(request_scripts, "cancel_request", cancel_and_wait)
+    async with two_gateways(broker.url, ENDLESS) as (worker, gateway, client, other):
+        async with client.stream(
+            "POST", "/v1/completions", json=TWO_CHOICES | {"n": 1}, headers=OWN
+        ) as response:
+            path = f"/requests/{response.headers['content-location'].split('/')[2]}"
+            await wait_until(lambda: worker.live and next(iter(worker.live.values())).done > 2)
+            cancelled = (await other.delete(path, headers=OWN)).json()
+        assert cancelled["state"] == "cancelled"
+        assert [choice["state"] for choice in cancelled["choices"]] == ["cancelled"]
+        assert cancelled["choices"][0]["generated_tokens"] >= 2
+        assert (await other.get(path, headers=OWN)).status_code == 404
+        await nothing_left(gateway, worker)
+
+
+async def test_a_request_waits_then_runs_then_has_finished(broker: Broker) -> None:
+    body = {"inputs": "Hi", "resume_s": 600}
+    async with two_gateways(broker.url, LONG) as (worker, gateway, client, other):
+        await worker.pause()
+        asking = asyncio.create_task(client.post("/generate_stream", json=body, headers=OWN))
+        await wait_until(lambda: gateway.pool.relay.streams)
+        [request_id] = gateway.pool.relay.streams
+        await wait_until(lambda: gateway.pool.relay.streams[request_id].admitted)
+        assert await states(other, request_id) == ["queued", "queued"]
+        worker.going.set()
+        await asking
+        assert (await client.get("/requests/nothing")).status_code == 404
+        assert (await client.delete("/requests/" + "0" * 32)).status_code == 404
 
 
 KEYS = Keys("default")

@@ -2,6 +2,7 @@
 no event reaches a private network or holds up another.
 """
 
+import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -16,6 +17,7 @@ from standardwebhooks import Webhook
 
 from api import webhooks
 from api.webhooks import MAX_PER_RECEIVER, MAX_SENDING, WAITS_S
+from deploy.cli.admin import main
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_batches import chat_line, jsonl, openai_client
 from tests.integration.api.test_responses import TOOLS
@@ -130,22 +132,18 @@ async def tell(client: httpx.AsyncClient, receiver: Receiver, **fields: Any) -> 
     assert answer.status_code == 200, answer.text
 
 
-async def failed_event(redis: Redis) -> dict[str, str]:
-    """The event that waits after a failure: its fields, its `id`, and when it is sent next."""
+async def failed_event(client: httpx.AsyncClient) -> Any:
+    """The first event that waits after a failure."""
 
-    async def failed() -> dict[str, str] | None:
-        for name in await redis.zrange(KEYS.webhooks, 0, -1):
-            found = await redis.hgetall(KEYS.webhook_event(name.decode()))  # type: ignore[misc]
-            fields = {one.decode(): value.decode(errors="replace") for one, value in found.items()}
-            at_ms = int(await redis.zscore(KEYS.webhooks, name) or 0)
-            return fields | {"id": name.decode(), "at_ms": str(at_ms)} if "failures" in fields else None
-        return None
+    async def failed() -> list[Any]:
+        events = (await client.get("/admin/webhooks")).raise_for_status().json()["events"]
+        return [event for event in events if event["failures"]]
 
-    found: dict[str, str] = await wait_until(failed)
-    return found
+    [event] = await wait_until(failed)
+    return event
 
 
-async def test_a_redirect_is_a_failure_and_is_not_followed(broker: Broker, redis: Redis) -> None:
+async def test_a_redirect_is_a_failure_and_is_not_followed(broker: Broker) -> None:
     async with (
         receiving(302) as receiver,
         receiving() as inner,
@@ -153,14 +151,15 @@ async def test_a_redirect_is_a_failure_and_is_not_followed(broker: Broker, redis
     ):
         receiver.location = inner.url
         await tell(served[2], receiver)
-        event = await failed_event(redis)
-        assert (event["said"], event["failures"]) == ("status 302", "1")
-        assert int(event["at_ms"]) == int(event["settled_ms"]) + 1000 * WAITS_S[0]
+        event = await failed_event(served[2])
+        assert (event["said"], event["failures"]) == ("status 302", 1)
+        wait_s = event["at"] - event["created_at"]
+        assert WAITS_S[0] - 1 <= wait_s
         assert len(receiver.deliveries) == 1 and not inner.deliveries
 
 
 async def test_a_private_address_is_refused_by_name_and_a_name_when_the_connection_is_made(
-    broker: Broker, redis: Redis, monkeypatch: pytest.MonkeyPatch
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the host that a setting names may be private; https: alone does not open the way."""
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 1))]
@@ -186,13 +185,13 @@ async def test_a_private_address_is_refused_by_name_and_a_name_when_the_connecti
             refused = await client.post("/generate", json=PROMPT | {"webhook": hook})
             assert refused.status_code == 422 and "`webhook.url` is at" in refused.json()["error"], host
         await tell(client, receiver, url=f"https://inner.example:{inner.host.rpartition(':')[2]}/hooks")
-        said = (await failed_event(redis))["said"]
+        said = (await failed_event(client))["said"]
         assert said == "the URL is at inner.example, which is no host of the public internet"
         assert not inner.deliveries
 
 
 async def test_a_webhook_is_refused_while_too_many_events_wait(
-    broker: Broker, redis: Redis, monkeypatch: pytest.MonkeyPatch
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(webhooks, "MAX_WEBHOOKS", 1)
     async with (
@@ -200,7 +199,7 @@ async def test_a_webhook_is_refused_while_too_many_events_wait(
         answering(broker.url, ANSWER, **allowing(receiver)) as (_, _, client),
     ):
         await tell(client, receiver)
-        await failed_event(redis)
+        await failed_event(client)
         refused = await client.post("/generate", json=PROMPT | {"webhook": receiver.hook()})
         assert (refused.status_code, refused.json()["error_type"]) == (429, "overloaded")
         assert (
@@ -227,7 +226,7 @@ async def test_a_receiver_that_does_not_answer_holds_up_no_other(broker: Broker)
         await wait_until(lambda: len({*slow.ids}) > MAX_PER_RECEIVER)
 
 
-async def test_a_response_is_told_as_it_says_of_itself(broker: Broker, redis: Redis) -> None:
+async def test_a_response_is_told_as_it_says_of_itself(broker: Broker) -> None:
     """The model ends within a call, so its response is incomplete, although its last token is no cut."""
     cut = CALLS[: CALLS.rindex("{}")] + '{"place": "Z'
     async with (
@@ -237,10 +236,10 @@ async def test_a_response_is_told_as_it_says_of_itself(broker: Broker, redis: Re
         body = BODY | {"tools": TOOLS, "webhook": receiver.hook()}
         response = (await client.post(PATH, json=body)).raise_for_status().json()
         assert response["status"] == "incomplete"
-        event = await failed_event(redis)
-        assert told_by(receiver) == {response["id"]: "response.incomplete"}
+        event = await failed_event(client)
+        assert (event["type"], event["object_id"]) == ("response.incomplete", response["id"])
         (await client.delete(f"{PATH}/{response['id']}")).raise_for_status()
-        await redis.zadd(KEYS.webhooks, {event["id"]: 0})
+        (await client.post(f"/admin/webhooks/{event['id']}/retry")).raise_for_status()
         await wait_until(lambda: len(receiver.deliveries) == 2)
         assert receiver.types == ["response.incomplete"] * 2, "an event says the same each time"
 
@@ -341,16 +340,33 @@ async def test_all_that_a_key_asks_for_is_told(broker: Broker, redis: Redis, tmp
         )
 
 
-async def test_an_event_that_nobody_wants_is_sent_once_and_forgets_its_secret(
-    broker: Broker, redis: Redis, caplog: pytest.LogCaptureFixture
+async def test_dead_events_are_shown_and_sent_again(
+    broker: Broker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
     async with (
         receiving(410) as receiver,
         answering(broker.url, ANSWER, **allowing(receiver)) as (_, _, client),
     ):
-        await tell(client, receiver)
-        await wait_until(lambda: "request.completed: dead status 410" in caplog.text)
-        [event_id] = receiver.ids
-        assert not await redis.zcard(KEYS.webhooks)
-        kept = await redis.hgetall(KEYS.webhook_event(event_id))  # type: ignore[misc]
-        assert b"made_ms" in kept and SECRET not in str(kept)
+        url = str(client.base_url)
+
+        async def run(*words: str) -> str:
+            assert await asyncio.to_thread(main, ["webhooks", *words, "--url", url]) == 0
+            return capsys.readouterr().out
+
+        assert await run("list") == "no events are waiting\n"
+        body = BODY | {"background": True, "webhook": receiver.hook()}
+        (await client.post(PATH, json=body)).raise_for_status()
+
+        async def dead() -> bool:
+            return "status 410" in await run("dead")
+
+        await wait_until(dead)
+        line = (await run("dead")).splitlines()[1]
+        event_id = line.split()[0]
+        assert "response.completed" in line and receiver.url in line and SECRET not in line
+        assert await run("retry", event_id) == f"{event_id} is sent now\n"
+        await wait_until(lambda: len(receiver.deliveries) == 2)
+        assert receiver.ids == [event_id] * 2
+        assert await asyncio.to_thread(main, ["webhooks", "retry", "evt_unknown", "--url", url]) == 1
+        assert "No event with this id" in capsys.readouterr().err

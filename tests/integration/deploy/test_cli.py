@@ -109,7 +109,7 @@ def test_other_users_of_the_machine_see_no_password_among_the_words_of_a_command
     ("argv", "words"),
     [
         (["serv"], "COMMAND: 'serv' is not a command; the nearest is serve"),
-        (["jobs"], "LIST|SHOW|CANCEL: is missing; `tokenfleet jobs --help` says what it is"),
+        (["jobs"], "LIST|SHOW|CANCEL|RETRY|DEAD: is missing; `tokenfleet jobs --help` says what it is"),
         (["serve", "--prot", "80"], "--prot: unknown flag; the nearest is --port"),
         (["serve", "model", "another"], "ARGUMENTS: 'another' is not expected"),
         (["serve", "--num-batchers", "0"], "NUM_BATCHERS: 0 is less than 1"),

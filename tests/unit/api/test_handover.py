@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 
-from api.handover.answer_socket import RestOfAnswer
 from api.handover.draining import Draining, DrainingServer
 from api.handover.keeper_channel import KeeperChannel
+from api.handover.rest_of_answer import RestOfAnswer
 from api.server import own_listener
 from common.messages.codec import decode
 from common.messages.kept_answer import MAX_DATAGRAM_BYTES, KeeperMessage, KeptAnswer

@@ -10,19 +10,15 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from api.jobs import job as job_module
-from api.jobs.arq_worker import ArqClient
+from api.jobs import validated_job
+from api.jobs.arq_client import ArqClient
 from api.jobs.consumer import submit_lost
 from api.jobs.job import Job, read_job
-from api.jobs.scripts import LIVE
 from api.lifecycle import Gateway
 from api.requests.pool import Pool
-from common import api_keys
-from common.api_keys import KeyFields
 from common.broker.client import connect
 from common.broker.pool_client import PoolClient
 from common.settings.settings import Settings
-from deploy.cli.command_line import run as run_command
 from deploy.launcher.embedded_broker import Broker
 from tests.support.answers.beams import ANSWER, SEQUENCES, TEXTS, scores
 from tests.support.answers.logits import first_part, positions
@@ -53,6 +49,34 @@ async def test_a_job_gets_the_answer_of_http(service: Service, worker: FakeWorke
         await service.redis.ttl(key) for key in (KEYS.result(job_id), KEYS.reply(job_id), KEYS.job(job_id))
     ]
     assert all(3500 < ttl <= 3600 for ttl in hour)
+
+
+async def test_a_chat_job_gets_the_answer_of_http(
+    service: Service, worker: FakeWorker, broker: Broker
+) -> None:
+    received = await service.listen("ext:me")
+    async with running_gateway(broker.url):
+        await service.submit(
+            id="c",
+            **CHAT,
+            parameters={"n": 2, "stream_options": {"include_usage": True}},
+            reply_to="ext:me",
+            reply="stream",
+        )
+        result = await service.result("c")
+        await wait_until(lambda: received and received[-1].get("usage"))
+    assert result["object"] == "chat.completion"
+    assert [choice["message"]["content"] for choice in result["choices"]] == [TEXT, TEXT]
+    for i in range(2):
+        deltas = [
+            choice["delta"].get("content") or ""
+            for chunk in received
+            for choice in chunk["choices"]
+            if choice["index"] == i
+        ]
+        assert "".join(deltas) == TEXT
+    assert {chunk["object"] for chunk in received} == {"chat.completion.chunk"}
+    assert await service.stream("c") == received
 
 
 async def test_a_job_may_name_any_route_that_takes_its_prompt(
@@ -339,7 +363,7 @@ async def test_a_job_that_ended_two_gateways_is_failed_by_name(
     service: Service, worker: FakeWorker, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gateways that stop in order while they validate it do not count."""
-    validating, validate = asyncio.Event(), job_module.read_as_route
+    validating, validate = asyncio.Event(), validated_job.run
 
     async def validate_or_hang(pool: Pool, job: Job, model: str) -> Any:
         if pool.gateway == "last":
@@ -350,7 +374,7 @@ async def test_a_job_that_ended_two_gateways_is_failed_by_name(
     async def send_nothing(*_: Any) -> None:
         raise ConnectionError
 
-    monkeypatch.setattr(job_module, "read_as_route", validate_or_hang)
+    monkeypatch.setattr(validated_job, "run", validate_or_hang)
     await service.submit(id="slow", inputs="Count.")
     for i in range(3):
         async with running_gateway(broker.url, f"g{i}", worker_ttl_s=0.3):
@@ -496,84 +520,3 @@ async def test_a_job_worker_submits_a_lost_job_again(
     assert not client.waiting
     polling.cancel()
     await redis.aclose()
-
-
-# --- records ------------------------------------------------------------------------------------------------
-
-
-async def is_noted(service: Service, *job_ids: str) -> bool:
-    return {*await service.redis.zrange(KEYS.job_set(LIVE), 0, -1)} >= {one.encode() for one in job_ids}
-
-
-async def test_a_job_whose_key_has_ended_meanwhile_ends_with_that_error(
-    service: Service, broker: Broker
-) -> None:
-    async with PoolClient.connect(Settings(redis_url=broker.url, **SETTINGS)) as client:
-        key = await api_keys.add_key(client, KeyFields(tenant="acme"))
-        entry = {"job": json.dumps({"id": "a", "inputs": "Count."}), "api_key": key.text}
-        async with killed_gateway(broker.url):
-            await service.redis.xadd(KEYS.submit, entry)  # type: ignore[arg-type]
-            await wait_until(lambda: is_noted(service, "a"))
-        await api_keys.revoke_key(client, key.record.key_id)
-        async with working(broker.url, TOKENIZER, answer) as worker, running_gateway(broker.url):
-            assert (await service.result("a"))["error_type"] == "unauthorized"
-            await service.settled()
-    record = await service.redis.hgetall(KEYS.job_record("a"))  # type: ignore[misc]
-    assert (record[b"tenant"], record[b"state"], worker.seen) == (b"acme", b"failed", [])
-
-
-async def test_jobs_that_wait_for_others_are_seen_and_cancelled(
-    service: Service, broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("api.jobs.consumer.NUM_WAITING", 0)
-    settings = Settings(redis_url=broker.url, **SETTINGS | {"max_concurrent_requests": 1})
-    gateway = Gateway(settings, "g0", model_tokenizer())
-    async with gateway.running():
-        for i in range(4):
-            await service.submit(id=f"j{i}", inputs="Count.")
-        await wait_until(lambda: is_noted(service, "j0", "j1", "j2", "j3"))
-        await service.redis.xadd(KEYS.submit, {"cancel": "j3"})
-        async with working(broker.url, TOKENIZER, answer):
-            assert [await service.result(f"j{i}") for i in range(3)] == [{"generated_text": TEXT}] * 3
-            assert (await service.result("j3"))["error_type"] == "cancelled"
-        assert await service.redis.hget(KEYS.job_record("j3"), "state") == b"cancelled"  # type: ignore[misc]
-
-
-async def test_jobs_are_listed_shown_and_cancelled(
-    service: Service, broker: Broker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
-    endless = {"id": "team/live", "inputs": "Count.", "parameters": {"max_new_tokens": 50}}
-
-    def script(request: Any) -> Answer:
-        return Answer(IDS, ends=request.stopping.max_new_tokens != 50)
-
-    async with answering(broker.url, script) as (_, _, client):
-
-        async def run(*words: str, code: int = 0) -> str:
-            url = ["--url", str(client.base_url)]
-            assert await asyncio.to_thread(run_command, ["jobs", *words, *url]) == code
-            return "".join(capsys.readouterr())
-
-        async def listed(*words: str) -> list[list[str]]:
-            return [line.split()[:2] for line in (await run("list", *words)).splitlines()[1:]]
-
-        await service.submit(id="done", inputs="Count.", tenant="acme")
-        await service.submit(id="faulty", inputs="a", parameters={"top_p": 7})
-        await service.result("done"), await service.result("faulty")
-        await service.submit(**endless)
-        await wait_until(lambda: is_noted(service, "team/live"))
-        found = await wait_until(lambda: listed("--status", "running"))
-        assert found == [["team/live", "running"]]
-        assert (await listed())[0] == ["team/live", "running"] and len(await listed("--limit", "2")) == 2
-        assert {*map(tuple, await listed())} > {("done", "done"), ("faulty", "failed")}
-        assert "validation: `top_p` must be" in await run("list", "--status", "failed")
-        shown, ended = json.loads(await run("show", "team/live")), json.loads(await run("show", "done"))
-        assert (shown["state"], shown["job"]) == ("running", endless)
-        assert (ended["tenant"], ended["status"], ended["job"]) == ("acme", 200, None)
-        assert await run("cancel", "team/live") == "team/live is cancelled\n"
-        assert "cancelled" in (await service.result("team/live"))["error"]
-        await service.settled()
-        assert "The job has ended" in await run("cancel", "team/live", code=1)
-        assert "There is no job 'nobody'" in await run("show", "nobody", code=1)
-        assert "`tenant`" in (await client.get("/admin/jobs?tenant=acme")).text

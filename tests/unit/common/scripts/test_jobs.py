@@ -6,7 +6,13 @@ import pytest
 from redis.asyncio import Redis
 
 from api.jobs import scripts as job_scripts
-from api.jobs.scripts import ENDED, FAILED, FRAMES_LOST, LIVE, JobEnding, note_job
+from api.jobs.scripts import (
+    DEAD,
+    DONE,
+    FRAMES_LOST,
+    JobEnding,
+    note_job,
+)
 from common.broker.keys import RESULT_TTL_MS, Keys
 from common.broker.lua import run_script
 from tests.support.broker.listening import listening
@@ -80,12 +86,34 @@ async def test_cancel_job_marks_jobs_that_have_not_ended(
 
 # --- job records --------------------------------------------------------------------------------------------
 
+GROUP = "g"
+BROKEN = JobEnding(DEAD, 424, "generation", "it broke")
 
-async def note(redis: Redis, job_id: str) -> bool:
-    return await run_script(redis, note_job(KEYS, job_id, "1-0", {"first_entry": "1-0", "kind": "chat"}))
+
+async def submit(redis: Redis, **fields: str) -> str:
+    return (await redis.xadd(KEYS.submit, fields or {"job": "{}"})).decode()  # type: ignore[no-any-return, arg-type]
 
 
-async def end(redis: Redis, job_id: str) -> None:
+async def note(
+    redis: Redis, job_id: str, not_before_ms: int = 0, address: str = "", max_scheduled: int = 9, **entry: str
+) -> str:
+    """Submit a job, and note it."""
+    entry_id = await submit(redis, **entry)
+    await redis.hset(KEYS.job(job_id), "digest", "d")  # type: ignore[misc]
+    call = note_job(
+        KEYS,
+        job_id,
+        entry_id,
+        {"first_entry": entry_id, "not_before_ms": not_before_ms},
+        address=address,
+        not_before_ms=not_before_ms,
+        group=GROUP,
+        max_scheduled=max_scheduled,
+    )
+    return await run_script(redis, call)
+
+
+async def end(redis: Redis, job_id: str, ending: JobEnding = BROKEN) -> None:
     call = job_scripts.reply(
         KEYS,
         job_id,
@@ -95,7 +123,7 @@ async def end(redis: Redis, job_id: str) -> None:
         request_ids=[],
         frames=[],
         num_heard=0,
-        ending=JobEnding(FAILED, 424, "generation", "it broke"),
+        ending=ending,
     )
     await run_script(redis, call)
 
@@ -104,18 +132,25 @@ async def members(redis: Redis, name: str) -> list[bytes]:
     return await redis.zrange(KEYS.job_set(name), 0, -1)  # type: ignore[no-any-return]
 
 
-async def test_of_too_many_ended_jobs_the_oldest_are_forgotten(
+async def test_of_too_many_dead_jobs_the_oldest_leave_with_all_that_is_kept(
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_scripts, "MAX_ENDED", 2)
+    monkeypatch.setattr(job_scripts, "MAX_DEAD", 2)
     for name in "abc":
-        assert await note(redis, name)
+        await note(redis, name)
         await end(redis, name)
-    assert (await members(redis, LIVE), await members(redis, ENDED)) == ([], [b"b", b"c"])
-    assert await redis.exists(KEYS.job_record("a")) == 0
-    assert 0 < await redis.pttl(KEYS.job_record("c")) <= RESULT_TTL_MS
-    record = await redis.hgetall(KEYS.job_record("c"))  # type: ignore[misc]
-    assert (record[b"state"], record[b"status"], record[b"error"]) == (b"failed", b"424", b"it broke")
-    assert not await note(redis, "c"), "it has ended, so it waits for nothing"
+    assert await members(redis, DEAD) == [b"b", b"c"]
+    assert await redis.exists(KEYS.job_record("a"), KEYS.job_entries("a")) == 0
+    await redis.zadd(KEYS.job_set(DEAD), {"b": 1})
+    await note(redis, "d")
+    await end(redis, "d")
+    assert await members(redis, DEAD) == [b"c", b"d"]
+
+
+async def test_a_done_job_is_remembered_without_its_entry(redis: Redis) -> None:
+    await note(redis, "a", address="ext:me")
+    await end(redis, "a", JobEnding(DONE, 200))
+    assert await redis.exists(KEYS.job_entries("a")) == 0
+    assert 0 < await redis.pttl(KEYS.job_record("a")) <= RESULT_TTL_MS
     await end(redis, "never-noted")
     assert await redis.exists(KEYS.job_record("never-noted")) == 0
