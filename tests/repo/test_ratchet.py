@@ -13,15 +13,15 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (15_609, 30_188),
-    "batcher": (3_008, 5_266),
-    "gpu_worker": (12_956, 24_874),
-    "common": (4_382, 8_809),
-    "deploy": (3_167, 5_904),
-    "tests": (37_761, 65_643),
+    "api": (14_998, 28_645),
+    "batcher": (2_953, 5_168),
+    "gpu_worker": (12_120, 23_093),
+    "common": (4_246, 8_429),
+    "deploy": (2_640, 4_843),
+    "tests": (33_900, 58_920),
     "benchmarks": (2_255, 3_833),
 }
-MOST_WORDS_OF_DOCS = 32_837
+MOST_WORDS_OF_DOCS = 31_477
 SLACK = 0.01
 
 
