@@ -44,7 +44,7 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def are_floats(model: nn.Module) -> set[bool]:
     """Of linear layers but the head: whether 8-bit floats with a scale for each output are multiplied."""
-    weights = [
+    weights: list[Any] = [
         module
         for module in model.modules()
         if isinstance(module, QuantisedLinear) or (isinstance(module, FusedLinearSlice) and not module.number)

@@ -11,7 +11,7 @@ import torch
 
 from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, KVCache, LayerSpec
 from gpu_worker.engine.batch.inputs import build_inputs, to_device
-from gpu_worker.engine.cuda.graphs import CudaGraphs
+from gpu_worker.engine.cuda.graphs import PLAIN, CudaGraphs
 from gpu_worker.engine.engine import InFlightStep, LaunchedStep
 from gpu_worker.engine.sampling.multinomial import SamplerOutput
 from tests.gpu.test_attention import LENGTHS, Pair, parts_of
@@ -136,7 +136,7 @@ def test_captured_plans_are_those_of_their_own_replay(
     def replay(inputs: Any) -> torch.Tensor:
         assert isinstance(graphs, CudaGraphs)
         graphs.copy_inputs(inputs, 1)
-        graphs.graphs[1]()
+        graphs.graphs[PLAIN][1]()
         return graphs.logits[:1].clone()
 
     with torch.inference_mode():

@@ -141,7 +141,7 @@ async def served(broker: Broker, redis: Redis, files: Path) -> AsyncIterator[tup
             BATCHES: await add_key(redis, tenant=BATCHES, service_class="batch"),
             CALLERS: await add_key(redis, tenant=CALLERS),
         }
-        settings = {
+        settings: dict[str, Any] = {
             "API_KEY": ADMIN,
             "FILES_DIR": str(files),
             "WEBHOOK_ALLOWED_HOSTS": receiver.host,

@@ -68,9 +68,11 @@ def test_outputs_equal_those_of_torch(
             )
             outputs = []
             for backend, module, number in zip(backends, modules, (torch.float32, dtype), strict=True):
-                backend.prepare_forward(line)  # type: ignore[attr-defined]
-                inputs = [tensor.to(number) for tensor in (query, key, value)]
-                outputs.append(backend.attend(module, *inputs, None if sinks is None else sinks[: 2 * group]))  # type: ignore[attr-defined]
+                backend.prepare_forward(line)
+                own = None if sinks is None else sinks[: 2 * group]
+                outputs.append(
+                    backend.attend(module, query.to(number), key.to(number), value.to(number), own)
+                )
             torch.testing.assert_close(outputs[1].float(), outputs[0], rtol=0, atol=ERRORS[dtype])
 
 

@@ -62,13 +62,13 @@ def test_outputs_equal_those_of_torch(
         geometry = Geometry([layer], block_size, torch.float32, kv_dtype)
         backends = [SdpaBackend(geometry, CPU), FlashInferBackend(geometry, CPU, generation, 8, BLOCKS)]
         plan_free = (block_size, generation, softcap) == (16, HOPPER, None) and kv_dtype != torch.float8_e5m2
-        assert backends[1].plan_free == plan_free  # type: ignore[attr-defined]
-        caches = [KVCache(backend.geometry, BLOCKS, CPU) for backend in backends]  # type: ignore[attr-defined]
+        assert backends[1].plan_free == plan_free
+        caches = [KVCache(backend.geometry, BLOCKS, CPU) for backend in backends]
         assert caches[1].keys[0].shape[3] == caches[1].values[0].shape[3] == (64 if dim == 64 else 128)
         caches[1].fill(list(range(BLOCKS + 1)), math.nan)
         modules = [SimpleNamespace() for _ in caches]
         for module, cache, backend in zip(modules, caches, backends, strict=True):
-            attention.attach([module], backend.geometry, cache, backend)  # type: ignore[attr-defined, arg-type]
+            attention.attach([module], backend.geometry, cache, backend)
         lines = rows(block_size, (70, 1, 33, 90))
         for step in STEPS:
             line = build_inputs(
@@ -79,9 +79,9 @@ def test_outputs_equal_those_of_torch(
             key, value = torch.randn(1, 2, tokens, dim), torch.randn(1, tokens, 2, dim).transpose(1, 2)
             outputs = []
             for backend, module in zip(backends, modules, strict=True):
-                backend.prepare_forward(line)  # type: ignore[attr-defined]
+                backend.prepare_forward(line)
                 outputs.append(
-                    backend.attend(module, query, key, value, None if sinks is None else sinks[: 2 * group])  # type: ignore[attr-defined]
+                    backend.attend(module, query, key, value, None if sinks is None else sinks[: 2 * group])
                 )
             torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=2e-5)
 
@@ -161,7 +161,7 @@ def test_outputs_over_latents_equal_those_of_torch(block_size: int, heads: int) 
     caches[1].fill(list(range(BLOCKS + 1)), math.nan)
     modules = [SimpleNamespace() for _ in caches]
     for module, cache, backend in zip(modules, caches, backends, strict=True):
-        attention.attach([module], backend.geometry, cache, backend)  # type: ignore[attr-defined, arg-type]
+        attention.attach([module], backend.geometry, cache, backend)
     lines = rows(block_size, (70, 1, 33, 90))
     for step in STEPS:
         line = build_inputs(
@@ -171,8 +171,8 @@ def test_outputs_over_latents_equal_those_of_torch(block_size: int, heads: int) 
         query = torch.randn(1, tokens, heads, rank + rotary_dim).transpose(1, 2)
         key, value = torch.randn(1, 1, tokens, rotary_dim), torch.randn(1, 1, tokens, rank)
         for backend, module in zip(backends, modules, strict=True):
-            backend.prepare_forward(line)  # type: ignore[attr-defined]
-            outputs.append(backend.attend(module, query, key, value, None))  # type: ignore[attr-defined]
+            backend.prepare_forward(line)
+            outputs.append(backend.attend(module, query, key, value, None))
         assert outputs[0].shape == (1, tokens, heads, rank)
         torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=2e-5)
 

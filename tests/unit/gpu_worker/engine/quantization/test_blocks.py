@@ -81,8 +81,9 @@ def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """Of types of 4 and 8 bits, with and without offsets."""
     folder = tmp_path_factory.mktemp("gguf")
     source = write(folder / "tiny.gguf", TYPES.Q4_1, TYPES.Q8_0, TYPES.Q4_0, TYPES.Q5_1)
-    convert.convert(source, folder / request.param, request.param)
-    return folder / request.param
+    converted: Path = folder / request.param
+    convert.convert(source, converted, request.param)
+    return converted
 
 
 def test_every_layer_has_the_blocks_of_its_weights(converted: Path) -> None:
