@@ -18,7 +18,7 @@ MOST = {  # statements, lines
     "gpu_worker": (12_120, 23_093),
     "common": (4_246, 8_429),
     "deploy": (2_640, 4_843),
-    "tests": (33_900, 58_920),
+    "tests": (33_901, 58_923),
     "benchmarks": (2_255, 3_833),
 }
 MOST_WORDS_OF_DOCS = 31_477
