@@ -1,7 +1,7 @@
 """Commands that use a running fleet.
 
-The tables at the end have all of them: ACTIONS what their words do, FLAGS what they take, WAYS how they reach
-the fleet.
+The tables at the end have all of them: ACTIONS what their words do, FLAGS what they take, ACCESS how they
+reach the fleet.
 """
 
 import argparse
@@ -104,7 +104,7 @@ def main(words: Sequence[str]) -> int:
     flags.rest = rest
     setproctitle.setproctitle(f"tokenfleet {command}")  # other users can read a command line
     try:
-        return WAYS.get(command, GATEWAY).call(flags.action, flags) or 0
+        return ACCESS.get(command, GATEWAY).call(flags.action, flags) or 0
     except ServerError as error:
         print(f"tokenfleet: {error}", file=sys.stderr)
         return 1
@@ -120,7 +120,7 @@ def new_parser(command: str) -> FlagParser:
         more: Any = {"help": action.help, "description": action.help, "allow_abbrev": False}
         own = words.add_parser(word, **more) if words else parser
         own.set_defaults(action=action)
-        for flag in (WAYS.get(command, GATEWAY).flag, *action.flags.split()):
+        for flag in (ACCESS.get(command, GATEWAY).flag, *action.flags.split()):
             help, more = FLAGS.get(f"{command} {flag}") or FLAGS[flag]
             own.add_argument(*flag.split("/"), help=help, **more)
     return parser
@@ -695,8 +695,8 @@ ACTIONS = (
 )
 
 
-class Way(NamedTuple):
-    """A way to the fleet.
+class Access(NamedTuple):
+    """How a command reaches the fleet.
 
     Attributes:
         flag: names the fleet.
@@ -707,12 +707,12 @@ class Way(NamedTuple):
     call: Callable[[Action, argparse.Namespace], int | None]
 
 
-GATEWAY = Way("--url", call_gateway)
-WAYS = {
-    "bench": Way("--url", lambda action, flags: action.run(find_server(flags, action.changes), flags)),
-    "drain": Way("--redis-url", call_broker),
-    "keys": Way("--redis-url", call_broker),
-    "models": Way("--directory-url", call_directory),
-    "roll": Way("--pid", call_launcher),
+GATEWAY = Access("--url", call_gateway)
+ACCESS = {
+    "bench": Access("--url", lambda action, flags: action.run(find_server(flags, action.changes), flags)),
+    "drain": Access("--redis-url", call_broker),
+    "keys": Access("--redis-url", call_broker),
+    "models": Access("--directory-url", call_directory),
+    "roll": Access("--pid", call_launcher),
 }
-"""Command → its way, where that is not GATEWAY."""
+"""By command, where it is not GATEWAY."""

@@ -15,10 +15,10 @@ from tests.support.source_tree import ROOT, parse
 MOST = {  # statements, lines
     "api": (14_998, 28_645),
     "batcher": (2_953, 5_168),
-    "gpu_worker": (12_120, 23_093),
+    "gpu_worker": (12_118, 23_086),
     "common": (4_246, 8_429),
     "deploy": (2_640, 4_843),
-    "tests": (33_901, 58_923),
+    "tests": (33_900, 58_919),
     "benchmarks": (2_255, 3_833),
 }
 MOST_WORDS_OF_DOCS = 31_477

@@ -215,7 +215,7 @@ def piece_of(row: Row, known: Int32, begin: int, end: int, samples: bool) -> Row
     return RowSlice(Row(row.number, known, 0, 1, row.blocks), begin, end - begin, samples)
 
 
-class ModelSource(DraftSource):
+class DraftModelSource(DraftSource):
     """Drafts by a model.
 
     Attributes:

@@ -36,10 +36,10 @@ from gpu_worker.engine.batch.inputs import build_inputs, to_device
 from gpu_worker.engine.batch.row import Row, RowSlice, arrange, request_at
 from gpu_worker.engine.cuda.graphs import Capture
 from gpu_worker.engine.drafting.drafter import (
+    DraftModelSource,
     DraftRow,
     DraftSampler,
     DraftSource,
-    ModelSource,
     draft_proposer_of,
     piece_of,
 )
@@ -210,7 +210,7 @@ MAX_MISSING = 16
 """Tokens before those of a row whose K and V may be missing: the last ones of the row that had the blocks."""
 
 
-class EagleSource(ModelSource):
+class EagleSource(DraftModelSource):
     """Drafts by the layer.
 
     Attributes:

@@ -27,7 +27,7 @@ from common.settings.speculation import (
 from gpu_worker.engine.attention.choose import choose_backend
 from gpu_worker.engine.attention.kv_cache import Geometry
 from gpu_worker.engine.cpu.packed_linear import pack_linears
-from gpu_worker.engine.drafting.drafter import Drafter, DraftSampler, DraftSource, ModelSource
+from gpu_worker.engine.drafting.drafter import Drafter, DraftModelSource, DraftSampler, DraftSource
 from gpu_worker.engine.drafting.heads import (
     Eagle3Head,
     EagleSource,
@@ -325,5 +325,5 @@ def make_source(draft: Draft, loaded: LoadedModel, sampler: DraftSampler) -> Dra
     if draft.cached and draft.recorded:
         return EagleSource(draft.cached, sampler, draft.recorded, draft.max_states)
     if draft.cached:
-        return ModelSource(draft.cached, sampler)
+        return DraftModelSource(draft.cached, sampler)
     return HeadSource(draft, loaded, sampler)

@@ -100,13 +100,6 @@ class Grid:
         return Rounded(self.quants(groups, scales).to(torch.uint8).flatten(1), scales[..., 0], self.zero)
 
 
-def output_error(error: torch.Tensor, hessian: torch.Tensor) -> float:
-    """The mean squared error of a layer's outputs, summed over these, where its weights are wrong by `error`
-    [outputs, inputs]; all float32.
-    """
-    return float(((error @ hessian) * error).sum())
-
-
 def record_hessians(
     linears: Sequence[nn.Linear], runs: Sequence[Callable[[], object]]
 ) -> dict[nn.Module, torch.Tensor]:
