@@ -7,10 +7,11 @@ import asyncio
 import ipaddress
 import re
 import socket
+import ssl
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -124,6 +125,18 @@ def check_literal(host: str) -> None:
         raise not_public(host)
 
 
+def check_target(target: TargetUrl, allowed_hosts: Iterable[str]) -> bool:
+    """Whether WEBHOOK_ALLOWED_HOSTS names the host of a webhook. Raises UrlError for http: and for an address
+    that is not public, unless it does.
+    """
+    if any(is_allowed(target, host) for host in allowed_hosts):
+        return True
+    if target.scheme != "https":
+        raise UrlError("must begin with https:, as its host is not in WEBHOOK_ALLOWED_HOSTS")
+    check_literal(target.host)
+    return False
+
+
 def not_public(host: str) -> UrlError:
     return UrlError(f"is at {host}, which is no host of the public internet")
 
@@ -176,3 +189,9 @@ class PublicHosts(httpcore.AsyncNetworkBackend):
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
+
+
+@cache
+def tls_context() -> ssl.SSLContext:
+    """Reading the certificates takes some 20 ms."""
+    return httpcore.default_ssl_context()

@@ -18,11 +18,11 @@ from api.jobs.scripts import JobRecord
 from api.json import fresh_json
 from api.requests.on_pool import own_pool
 from api.requests.pool import Pool
-from api.webhooks import check_url
+from api.webhooks import StoredEvent, check_url, type_of
 from common import api_keys
 from common.api_keys import ApiKey, IssuedKey, KeyChangeError, KeyFields
+from common.broker.lua import call_script
 from common.ids import EVENT_ID
-from common.webhooks import StoredEvent, retry_webhook, type_of
 
 FAULTS = {
     404: "There is none",
@@ -291,7 +291,8 @@ async def retry_event(request: Request, event_id: Annotated[str, Path(descriptio
     is_there = False
     if EVENT_ID.fullmatch(event_id):
         async with asking_broker():
-            is_there = await pool.client.run(retry_webhook(pool.client.keys, event_id))
+            retry = call_script("retry_webhook", bool, pool.client.keys, args={"event_id": event_id})
+            is_there = await pool.client.run(retry)
     if not is_there:
         raise ApiError(404, "not_found", "No event with this id waits or was given up")
     return fresh_json({"id": event_id, "state": "waiting"})

@@ -28,12 +28,11 @@ from api.requests.service_terms import (
     read_deadline,
     read_tenant,
 )
-from api.webhooks import WebhookField, find_webhook
+from api.webhooks import JOB, WebhookField, find_webhook
 from common.api_keys import ApiKey
 from common.ids import CHANNEL, ENTRY_ID, JOB_ID, is_job_id
 from common.messages.events import terminal_for
 from common.settings.settings import Settings
-from common.webhooks import JOB
 
 MAX_WAIT_S = 30 * 86_400
 

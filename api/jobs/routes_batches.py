@@ -21,10 +21,9 @@ from api.requests.on_pool import own_pool
 from api.requests.pool import Pool
 from api.requests.respond import answer_id
 from api.requests.service_terms import tenant_of
-from api.webhooks import WebhookField, check_room, find_webhook
+from api.webhooks import BATCH, WebhookField, check_room, find_webhook
 from common.api_keys import ApiKey
 from common.ids import BATCH_ID
-from common.webhooks import BATCH
 
 MAX_BATCHES = 10_000
 """Batches that the pool keeps; those that have ended leave first."""

@@ -21,8 +21,8 @@ from api.requests.pool import Pool
 from api.requests.service_terms import SERVICE_HEADERS
 from api.requests.validate import validate
 from api.streams.stream import Stream
+from api.webhooks import REQUEST
 from common.messages.request import Generate
-from common.webhooks import REQUEST
 
 ROW = "protocol"
 """Key of a request's state: the row of its route; None for a route without one."""

@@ -56,10 +56,9 @@ from api.requests.validate import LOGITS_FIELDS
 from api.resume import attach
 from api.resume.attach import Admitted, find_own
 from api.streams.stream import Stream
-from api.webhooks import WebhookField
+from api.webhooks import RESPONSE, WebhookField
 from common.ids import ITEM_ID, RESPONSE_ID
 from common.messages.request import SamplingParams
-from common.webhooks import RESPONSE
 
 ROLES = ("user", "system", "developer", "assistant")
 

@@ -262,7 +262,7 @@ class Generate:
         pictures: those of its prompt, in the order of their places.
         pooling: it ends with its prompt, and its answer is a vector, which travels as its `logits`; None
             generates tokens.
-        webhook: where the event of its end goes (common/webhooks.py); its entry in the queue does not have
+        webhook: where the event of its end goes (api/webhooks.py); its entry in the queue does not have
             it. Empty for none.
     """
 

@@ -35,8 +35,8 @@ from tests.support.token_columns import unpack_sequences
 # --- codec --------------------------------------------------------------------------------------------------
 
 MODULES = """
-api.answers.answer common.adapters common.api_keys common.broker.directory common.messages.events
-common.messages.kept_answer common.messages.plan common.messages.request common.webhooks
+api.answers.answer api.webhooks common.adapters common.api_keys common.broker.directory common.messages.events
+common.messages.kept_answer common.messages.plan common.messages.request
 """.split()
 WIRE = """
 Reading ca re pe to na pa ol sr ei
