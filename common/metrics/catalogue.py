@@ -33,6 +33,7 @@ SUM = "sum"
 TOTAL = -INFINITY
 """The key of the sum of all values, among the bounds of a histogram's buckets."""
 SEPARATOR = "|"
+DURATION_S = (*(0.00015 * 1.5**i for i in range(35)), INFINITY)
 
 Labels = tuple[str, ...]
 Kind = Literal["counter", "histogram", "gauge"]
@@ -115,11 +116,20 @@ class Histogram(Metric):
                 yield self.field(labels, SUM if bound == TOTAL else repr(bound)), number
 
 
+@dataclass(slots=True, eq=False)
+class Duration(Histogram):
+    """Counts times in seconds, as its help says after what is given here."""
+
+    bounds: tuple[float, ...] = DURATION_S
+
+    def __post_init__(self) -> None:
+        self.help += ", in seconds"
+
+
 POOL = "pool"
 METHODS = {"method": ("prefill", "decode")}
 PROPOSERS = {"method": (NGRAM, SUFFIX, DRAFT_MODEL, MEDUSA, MLP_SPECULATOR, EAGLE3, GRAMMAR)}
 CLASSES = {"class": SERVICE_CLASSES}
-DURATION_S = (*(0.00015 * 1.5**i for i in range(35)), INFINITY)
 SIZES = (*map(float, range(1, 1025)), INFINITY)
 SKIPPED = (*map(float, range(16)), INFINITY)
 """SPECULATE is 15 at most."""
@@ -132,22 +142,14 @@ REQUEST_SUCCESS = Counter("tgi_request_success", "Number of requests that succee
 REQUEST_FAILURE = Counter(
     "tgi_request_failure", "Number of requests that failed, by cause", {"err": FAILURES}
 )
-REQUEST_DURATION = Histogram(
-    "tgi_request_duration", "Time from a request's arrival to its end, in seconds", bounds=DURATION_S
+REQUEST_DURATION = Duration("tgi_request_duration", "Time from a request's arrival to its end")
+VALIDATION_DURATION = Duration(
+    "tgi_request_validation_duration", "Time from a request's arrival to the queue"
 )
-VALIDATION_DURATION = Histogram(
-    "tgi_request_validation_duration",
-    "Time from a request's arrival to the queue, in seconds",
-    bounds=DURATION_S,
-)
-QUEUE_DURATION = Histogram("tgi_request_queue_duration", "Time in the queue, in seconds", bounds=DURATION_S)
-INFERENCE_DURATION = Histogram(
-    "tgi_request_inference_duration", "Time on workers, in seconds", bounds=DURATION_S
-)
-TIME_PER_TOKEN = Histogram(
-    "tgi_request_mean_time_per_token_duration",
-    "Mean inference time per generated token, in seconds",
-    bounds=DURATION_S,
+QUEUE_DURATION = Duration("tgi_request_queue_duration", "Time in the queue")
+INFERENCE_DURATION = Duration("tgi_request_inference_duration", "Time on workers")
+TIME_PER_TOKEN = Duration(
+    "tgi_request_mean_time_per_token_duration", "Mean inference time per generated token"
 )
 INPUT_LENGTH = Histogram("tgi_request_input_length", "Prompt length, in tokens")
 MAX_NEW_TOKENS = Histogram("tgi_request_max_new_tokens", "Maximum number of new tokens of a request")
@@ -169,26 +171,14 @@ BATCH_SUCCESS = Counter("tgi_batch_inference_success", "Number of steps that wer
 BATCH_FAILURE = Counter(
     "tgi_batch_inference_failure", "Number of steps during which the engine ended", METHODS
 )
-BATCH_DURATION = Histogram(
-    "tgi_batch_inference_duration", "Time of a step, detokenization included, in seconds", METHODS, DURATION_S
+BATCH_DURATION = Duration("tgi_batch_inference_duration", "Time of a step, detokenization included", METHODS)
+BATCH_FORWARD = Duration("tgi_batch_forward_duration", "Time of a step in the engine", METHODS)
+BATCH_DECODE = Duration("tgi_batch_decode_duration", "Time to detokenize a step", METHODS)
+BATCH_FILTER = Duration(
+    "tgi_batch_filter_duration", "Time to publish a step's tokens and finished requests", METHODS
 )
-BATCH_FORWARD = Histogram(
-    "tgi_batch_forward_duration", "Time of a step in the engine, in seconds", METHODS, DURATION_S
-)
-BATCH_DECODE = Histogram(
-    "tgi_batch_decode_duration", "Time to detokenize a step, in seconds", METHODS, DURATION_S
-)
-BATCH_FILTER = Histogram(
-    "tgi_batch_filter_duration",
-    "Time to publish a step's tokens and finished requests, in seconds",
-    METHODS,
-    DURATION_S,
-)
-BATCH_CONCAT_DURATION = Histogram(
-    "tgi_batch_concat_duration",
-    "Time to pass new requests to a running engine, in seconds",
-    {"method": ("decode",)},
-    DURATION_S,
+BATCH_CONCAT_DURATION = Duration(
+    "tgi_batch_concat_duration", "Time to pass new requests to a running engine", {"method": ("decode",)}
 )
 BATCH_CONCAT = Counter(
     "tgi_batch_concat",
@@ -211,32 +201,21 @@ BATCH_TOTAL_TOKENS = Gauge("tgi_batch_total_tokens", "Tokens in all KV blocks in
 MAX_TOTAL_TOKENS = Gauge("tgi_batch_max_total_tokens", "Capacity of all KV caches, in tokens")
 
 # Our own.
-FIRST_TOKEN = Histogram(
-    "tokenfleet_time_to_first_token_seconds",
-    "Time from admission to the first token at the gateway, in seconds",
-    CLASSES,
-    DURATION_S,
+FIRST_TOKEN = Duration(
+    "tokenfleet_time_to_first_token_seconds", "Time from admission to the first token at the gateway", CLASSES
 )
-TOKEN_LATENCY = Histogram(
-    "tokenfleet_inter_token_latency_seconds",
-    "Time between tokens at the gateway, pauses included, in seconds",
-    CLASSES,
-    DURATION_S,
+TOKEN_LATENCY = Duration(
+    "tokenfleet_inter_token_latency_seconds", "Time between tokens at the gateway, pauses included", CLASSES
 )
-PREFILL_DURATION = Histogram(
+PREFILL_DURATION = Duration(
     "tokenfleet_request_prefill_seconds",
-    "Time of a finished request from its start on a worker to its first token, in seconds",
-    bounds=DURATION_S,
+    "Time of a finished request from its start on a worker to its first token",
 )
-DECODE_DURATION = Histogram(
-    "tokenfleet_request_decode_seconds",
-    "Time of a finished request from its first token to its last, in seconds",
-    bounds=DURATION_S,
+DECODE_DURATION = Duration(
+    "tokenfleet_request_decode_seconds", "Time of a finished request from its first token to its last"
 )
-DECODE_PER_TOKEN = Histogram(
-    "tokenfleet_request_decode_seconds_per_token",
-    "Mean time between the tokens of a finished request, in seconds",
-    bounds=DURATION_S,
+DECODE_PER_TOKEN = Duration(
+    "tokenfleet_request_decode_seconds_per_token", "Mean time between the tokens of a finished request"
 )
 LONGEST_CHOICE = Histogram(
     "tokenfleet_answer_longest_choice_tokens", "Number of tokens of the longest choice of an answer"
@@ -278,11 +257,10 @@ RESUMES = Counter(
 )
 PLANS = Counter("tokenfleet_plans", "Number of plans sent to workers")
 WORKERS_LOST = Counter("tokenfleet_workers_lost", "Number of workers that ended, for any reason")
-MODEL_SWAP = Histogram(
+MODEL_SWAP = Duration(
     "tokenfleet_model_swap_seconds",
-    "Time in which a worker woke this pool's model, from memory or from disk, in seconds",
+    "Time in which a worker woke this pool's model, from memory or from disk",
     {"from": ("memory", "disk")},
-    DURATION_S,
 )
 UNDECODABLE = Counter(
     "tokenfleet_undecodable_entries", "Number of stream entries and plans that could not be decoded"

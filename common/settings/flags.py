@@ -8,8 +8,6 @@ argparse reads the flags. With pydantic-settings (2.16) a switch of TGI either s
 while TGI takes both (`--sharded`, `--sharded false`). Its errors name the field (`max_total_tokens`); ours
 repeat the name that the person wrote (`--max-model-len`). Its `Settings()` reads the environment by itself,
 which a test must not.
-
-`python -m common.settings.flags` prints the tables of docs/settings.md and docs/from-tgi.md.
 """
 
 import argparse
@@ -19,7 +17,6 @@ import inspect
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -34,29 +31,52 @@ SAME = "same"
 """The answer for an option that is a setting of the same name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
-    """An option with a fixed answer.
+class Option(NamedTuple):
+    """A name in the table, of an option of another server.
 
     Attributes:
-        accepts: values that ask for what is the case; `ANY` where all do.
-        why: what is the case.
-        known: if not empty, the only values that the other server knows, in small letters; the part before a
-            colon counts, and dashes are as underscores.
-        kind: type of its values.
-        variable: whether the variable is read.
-        flag: whether there is a flag.
-        secret: its value is not repeated.
+        word: the name, with its kind after a colon; `-x` is a short flag.
+        answer, why: its setting or answer, and the note.
+        flag, variable: whether there is a flag of this name, and whether the variable is read.
     """
 
-    name: str
-    accepts: tuple[str, ...]
+    word: str
+    answer: str
     why: str
-    kind: Any
-    variable: bool
     flag: bool
-    secret: bool
-    known: tuple[str, ...]
+    variable: bool
+
+    @property
+    def name(self) -> str:
+        return self.word.partition(":")[0]
+
+    @property
+    def kind(self) -> Any:
+        """The type of its values."""
+        return KINDS[self.word.partition(":")[2]]
+
+    @property
+    def is_secret(self) -> bool:
+        """Whether its value is not repeated."""
+        return self.word.endswith(":secret")
+
+    @property
+    def target(self) -> str | None:
+        """The setting or option of which it is another name."""
+        return self.answer[2:] if self.answer.startswith("= ") else None
+
+    @property
+    def accepts(self) -> tuple[str, ...]:
+        """The values that ask for what is the case; `ANY` where all do."""
+        values = self.answer.partition(" of ")[0]
+        return ANY if values == "any" else () if values == "none" else tuple(values.split(" or "))
+
+    @property
+    def known(self) -> list[str]:
+        """If not empty, the only values that the other server knows, in small letters; the part before a
+        colon counts, and dashes are as underscores.
+        """
+        return self.answer.partition(" of ")[2].split()
 
     @property
     def outcome(self) -> str:
@@ -67,74 +87,28 @@ class Option:
         return f"{f'only {accepted}' if accepted else 'refused'}: {self.why}"
 
 
-class OptionTable(NamedTuple):
-    """What the table says.
-
-    Attributes:
-        options: by their names.
-        flags, variables: other names → the setting or option that they mean, as flag and as variable.
-        short: flags of one dash → the same.
-    """
-
-    options: dict[str, Option]
-    flags: dict[str, str]
-    variables: dict[str, str]
-    short: dict[str, str]
-
-
-def read_table(text: str) -> OptionTable:
-    table = OptionTable({}, {}, {}, {})
-    for row in read_rows(text):
-        for word in row.names.split() if row.answer != SAME else ():
-            if row.target is None:
-                option = to_option(word, row)
-                table.options[option.name] = option
-            elif word.startswith("-"):
-                table.short[word] = row.target
-            else:
-                table.flags.update({word: row.target} if row.flag else {})
-                table.variables.update({word: row.target} if row.variable else {})
-    return table
-
-
-class OptionRow(NamedTuple):
-    """A row of the table, of the section of one server; `flag` and `variable` say what its names are."""
-
-    server: str
-    flag: bool
-    variable: bool
-    names: str
-    answer: str
-    note: str
-
-    @property
-    def target(self) -> str | None:
-        """The setting or option of which the names are other names."""
-        return self.answer[2:] if self.answer.startswith("= ") else None
-
-
-def read_rows(text: str) -> Iterator[OptionRow]:
-    server = kinds = note = ""
+def read_rows(text: str) -> Iterator[tuple[str, list[Option]]]:
+    """Yield the options of each row, after the server in whose section it stands."""
+    server = kinds = why = ""
     for line in filter(None, text.splitlines()):
         if line.startswith("["):
             server, _, kinds = line.strip("[]").partition(": ")
         elif not line.startswith("#"):
             names, answer, *notes = (cell.strip() for cell in line.split("|"))
-            note = "".join(notes) or note
-            yield OptionRow(server, "flags" in kinds, "variables" in kinds, names, answer, note)
+            why = "".join(notes) or why
+            places = "flags" in kinds, "variables" in kinds
+            yield server, [Option(word, answer, why, *places) for word in names.split()]
 
 
-def to_option(word: str, row: OptionRow) -> Option:
-    name, _, kind = word.partition(":")
-    values, _, known = row.answer.partition(" of ")
-    accepts = ANY if values == "any" else () if values == "none" else tuple(values.split(" or "))
-    is_secret = kind == "secret"
-    kind_of = KINDS[kind]
-    return Option(name, accepts, row.note, kind_of, row.variable, row.flag, is_secret, tuple(known.split()))
-
-
-OTHERS = read_table(TABLE.read_text(encoding="utf-8"))
+ROWS = [*read_rows(TABLE.read_text(encoding="utf-8"))]
 """The options of text-generation-inference, SageMaker and vLLM."""
+NAMES = [one for _, row in ROWS for one in row if one.answer != SAME]
+OPTIONS = {one.name: one for one in NAMES if one.target is None}
+"""Those with a fixed answer."""
+SHORT = {one.name: one.target for one in NAMES if one.target and one.name.startswith("-")}
+FLAGS = {one.name: one.target for one in NAMES if one.target and one.flag and one.name not in SHORT}
+VARIABLES = {one.name: one.target for one in NAMES if one.target and one.variable and one.name not in SHORT}
+"""Other names, as flags of one dash, as flags and as variables → the setting or option that they mean."""
 IMPLIED = {
     ("cuda_graphs", "0"): ("enforce_eager", "true"),
     ("disable_uvicorn_access_log", "true"): ("access_log_rate", "0"),
@@ -166,7 +140,9 @@ def check_option(option: Option, given: GivenValue) -> None:
         return
     accepted = [convert(option.kind, text, given.name) for text in option.accepts]
     if value not in accepted:
-        raise SettingError(given.name, f"{'…' if option.secret else given.text} is not served: {option.why}")
+        raise SettingError(
+            given.name, f"{'…' if option.is_secret else given.text} is not served: {option.why}"
+        )
 
 
 def with_underscores(name: str) -> str:
@@ -198,36 +174,6 @@ def help_texts() -> dict[str, str]:
         if isinstance(field.target, ast.Name)
         if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
     }
-
-
-def tables() -> str:
-    """One table in Markdown for each section of the help."""
-    lines = []
-    texts = help_texts()
-    for name, field in SettingFields.model_fields.items():
-        if name in SECTIONS:
-            lines += ["", f"## {SECTIONS[name]}", "", "| setting | default | |", "|---|---|---|"]
-        lines.append(f"| `{name.upper()}` | {shown(field.default)} | {texts[name]} |")
-    return "\n".join(lines[1:])
-
-
-def shown(default: Any) -> str:
-    if default in (None, ()):
-        return ""
-    return f"{default:_}" if type(default) is int and default >= 100_000 else str(default).lower()
-
-
-def table_of_tgi() -> str:
-    """A table in Markdown of all options of text-generation-inference, as rows of equal answers."""
-    lines = ["| option of TGI | here |", "|---|---|"]
-    for row in read_rows(TABLE.read_text(encoding="utf-8")):
-        if not row.server.startswith(("vLLM", "earlier")):
-            names = [word.partition(":")[0] for word in row.names.split()]
-            outcome = "the same" if row.answer == SAME else row.target and f"`{flag_of(row.target)}`"
-            outcome = outcome or OTHERS.options[names[0]].outcome.replace("|", "\\|")
-            spell = str if names[0].startswith("-") else flag_of if row.flag else str.upper
-            lines.append(f"| {' '.join(f'`{spell(name)}`' for name in names)} | {outcome} |")
-    return "\n".join(lines)
 
 
 OBJECTS = ("-sc", "--speculative-config")
@@ -281,12 +227,12 @@ def read(
         name: name
         for name in (
             *SettingFields.model_fields,
-            *(option.name for option in OTHERS.options.values() if option.variable),
+            *(option.name for option in OPTIONS.values() if option.variable),
         )
     }
     given = {
         target: GivenValue(name, environ[name.upper()].strip())
-        for name, target in (OTHERS.variables | own).items()  # our own last: the last one wins
+        for name, target in (VARIABLES | own).items()  # our own last: the last one wins
         if environ.get(name.upper())
     }
     given |= read_flags(argv, prog, description) if argv else {}
@@ -304,7 +250,7 @@ def read_flags(argv: Sequence[str], prog: str, description: str = "") -> dict[st
     refuse_unknown(models[1:], parser, f"; the model is {models[0]!r}" if models else "")
     given: dict[str, GivenValue] = {}
     for name, texts in vars(found).items():
-        target = OTHERS.flags.get(name, name)
+        target = FLAGS.get(name, name)
         if target in given:
             raise SettingError(
                 flag_of(name), f"means the same as {flag_of(given[target].name)}, which is given, too"
@@ -411,14 +357,14 @@ def is_list(name: str) -> bool:
 
 
 def is_switch(name: str) -> bool:
-    if name in OTHERS.options:
-        return OTHERS.options[name].kind is bool
+    if name in OPTIONS:
+        return OPTIONS[name].kind is bool
     return SettingFields.model_fields[name].annotation in (bool, bool | None)
 
 
 def unheeded(argv: Sequence[str]) -> list[str]:
     """A line for each flag that is accepted whatever its value is, because it changes nothing here."""
-    options = [OTHERS.options[name] for name in read_flags(argv, prog="") if name in OTHERS.options]
+    options = [OPTIONS[name] for name in read_flags(argv, prog="") if name in OPTIONS]
     return [
         f"{flag_of(option.name)} changes nothing: {option.why}"
         for option in options
@@ -443,11 +389,11 @@ def flag_parser(prog: str, everything: bool, description: str = "") -> FlagParse
         help = f"{texts[name]} [{name.upper()}{default}]" if everything or name in FIRST_WEEK else None
         add(section, name, help, nargs)
     others = parser.add_argument_group(f"Understood, too: {OF_OTHERS}")
-    for option in OTHERS.options.values():
+    for option in OPTIONS.values():
         if option.flag:
             nargs = "?" if option.kind is bool else None
             add(others, option.name, option.outcome if everything else None, nargs)
-    for name, target in OTHERS.flags.items():
+    for name, target in FLAGS.items():
         nargs = "?" if is_switch(target) else "+" if is_list(target) else None
         add(others, name, f"see {flag_of(target)}" if everything else None, nargs)
     return parser
@@ -455,7 +401,7 @@ def flag_parser(prog: str, everything: bool, description: str = "") -> FlagParse
 
 def add(parser: Any, name: str, help: str | None, nargs: str | None) -> None:
     """Add a flag: `nargs` is "?" for a switch, "+" for a list, None for one value."""
-    names = [short for short, target in OTHERS.short.items() if target == name] + [flag_of(name)]
+    names = [short for short, target in SHORT.items() if target == name] + [flag_of(name)]
     values: dict[str, Any] = {"action": "extend" if nargs == "+" else "append", "nargs": nargs}
     values |= {"const": "true"} if nargs == "?" else {}
     text = argparse.SUPPRESS if help is None else help.replace("%", "%%")
@@ -464,7 +410,3 @@ def add(parser: Any, name: str, help: str | None, nargs: str | None) -> None:
 
 def flag_of(name: str) -> str:
     return f"--{name.removeprefix('--').replace('_', '-')}"
-
-
-if __name__ == "__main__":
-    print(f"{tables()}\n\n{table_of_tgi()}")

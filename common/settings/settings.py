@@ -15,7 +15,7 @@ from pathlib import PurePath
 
 from common.settings import flags
 from common.settings.fields import SettingFields
-from common.settings.flags import OTHERS, check_option
+from common.settings.flags import OPTIONS, check_option
 from common.settings.ranges import read_overrides
 from common.settings.speculation import Speculation, read_speculation
 from common.settings.types import AdapterSource, SettingError, one_line_errors, read_adapters
@@ -74,7 +74,7 @@ class Settings(SettingFields):
         if settings.models:
             settings = with_models(settings, has_model="model_id" in texts)
         for name, value in given.items():
-            if (option := OTHERS.options.get(name)) is not None:
+            if (option := OPTIONS.get(name)) is not None:
                 check_option(option, value)
         settings.check()
         return settings

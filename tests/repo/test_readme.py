@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from common.api_keys import KeyFields
-from common.settings.flags import OTHERS, table_of_tgi, tables
+from common.settings.fields import SettingFields
+from common.settings.flags import FLAGS, OPTIONS, ROWS, SAME, SECTIONS, flag_of, help_texts
 from common.settings.settings import Settings
 from tests.support import brokers
 from tests.support.fleet.fleet import Fleet
@@ -56,6 +57,36 @@ FLAGS_OF_KEYS = {name.replace("_", "-") for name in KeyFields.model_fields} | {"
 # --- settings and flags -------------------------------------------------------------------------------------
 
 
+def tables() -> str:
+    """One table for each section of the help."""
+    lines = []
+    texts = help_texts()
+    for name, field in SettingFields.model_fields.items():
+        if name in SECTIONS:
+            lines += ["", f"## {SECTIONS[name]}", "", "| setting | default | |", "|---|---|---|"]
+        lines.append(f"| `{name.upper()}` | {shown(field.default)} | {texts[name]} |")
+    return "\n".join(lines[1:])
+
+
+def shown(default: Any) -> str:
+    if default in (None, ()):
+        return ""
+    return f"{default:_}" if type(default) is int and default >= 100_000 else str(default).lower()
+
+
+def table_of_tgi() -> str:
+    """A table of all options of text-generation-inference, as rows of equal answers."""
+    lines = ["| option of TGI | here |", "|---|---|"]
+    for server, row in ROWS:
+        if not server.startswith(("vLLM", "earlier")):
+            names, first = [one.name for one in row], row[0]
+            target = first.target and f"`{flag_of(first.target)}`"
+            outcome = "the same" if first.answer == SAME else target or first.outcome.replace("|", "\\|")
+            spell = str if names[0].startswith("-") else flag_of if first.flag else str.upper
+            lines.append(f"| {' '.join(f'`{spell(name)}`' for name in names)} | {outcome} |")
+    return "\n".join(lines)
+
+
 def test_the_table_of_settings_is_the_settings() -> None:
     page = (ROOT / "docs/settings.md").read_text()
     found = re.search(r"<!-- settings -->\n(.*)\n<!-- /settings -->", page, re.DOTALL)
@@ -65,7 +96,7 @@ def test_the_table_of_settings_is_the_settings() -> None:
 
 def test_every_flag_mentioned_exists() -> None:
     fields = set(Settings.model_fields)
-    ours = {name.replace("_", "-") for name in (*fields, *OTHERS.flags, *OTHERS.options)}
+    ours = {name.replace("_", "-") for name in (*fields, *FLAGS, *OPTIONS)}
     texts = [README, *(path.read_text() for path in (ROOT / "docs").glob("*.md"))]
     named = set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", "\n".join(texts)))
     of_tools = FLAGS_OF_OTHERS | FLAGS_OF_CONTAINERS | FLAGS_OF_KUBERNETES

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from common.settings.flags import ANY, OTHERS, SAME, TABLE, read_rows, unheeded
+from common.settings.flags import ANY, FLAGS, OPTIONS, ROWS, SAME, SHORT, VARIABLES, unheeded
 from common.settings.settings import SettingError, Settings
 
 # --- flags --------------------------------------------------------------------------------------------------
@@ -213,13 +213,12 @@ def test_vllms_names_are_no_variables() -> None:
 
 
 def test_every_name_is_answered_once() -> None:
-    fields, options = set(Settings.model_fields), set(OTHERS.options)
+    fields, options = set(Settings.model_fields), set(OPTIONS)
     assert not fields & options
-    assert not (fields | options) & {*OTHERS.flags, *OTHERS.variables}
-    meant = {*OTHERS.flags.values(), *OTHERS.variables.values(), *OTHERS.short.values()}
+    assert not (fields | options) & {*FLAGS, *VARIABLES}
+    meant = {*FLAGS.values(), *VARIABLES.values(), *SHORT.values()}
     assert meant <= fields | options
-    rows = [*read_rows(TABLE.read_text(encoding="utf-8"))]
-    names = [word.partition(":")[0] for row in rows for word in row.names.split()]
-    assert len(names) == len({*names})
-    assert {name for row in rows if row.answer == SAME for name in row.names.split()} <= fields
-    assert any(option.accepts is ANY for option in OTHERS.options.values())
+    listed = [one for _, row in ROWS for one in row]
+    assert len(listed) == len({one.name for one in listed})
+    assert {one.name for one in listed if one.answer == SAME} <= fields
+    assert any(option.accepts is ANY for option in OPTIONS.values())
