@@ -18,11 +18,11 @@ from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from batcher.timeline import TimelineWriter
 from batcher.worker_registry import FailureDetector, WorkerAbsence, WorkerRegistry
-from common.adapter_registry import AdapterChangeError, AdapterRegistry, change_registry, read_newer
+from common.adapter_registry import AdapterRegistry, change_registry, read_newer
 from common.adapters import LEAVING, LOADING, READY, AdapterLoad, adapter_name
 from common.broker.heartbeat import Heartbeat
 from common.broker.keys import ADAPTERS_TTL_MS
-from common.broker.pool_client import PoolClient
+from common.broker.pool_client import ChangeRefused, PoolClient
 from common.messages.codec import encode
 from common.messages.events import REPEAT_S, SILENT_S, ChannelSequences
 from common.messages.request import SERVICE_CLASSES
@@ -67,7 +67,7 @@ class AdapterKeeper:
         used = {sequence.request.adapter for sequence in sequences} - {""}
         if gone := self.overdue(used):
             log.info("adapters that are gone: %s", ", ".join(gone))
-            with contextlib.suppress(AdapterChangeError):  # others change it all the time
+            with contextlib.suppress(ChangeRefused):  # others change it all the time
                 self.registry = await change_registry(
                     self.pool,
                     lambda found: found.forgetting(  # unless they have been loaded again meanwhile

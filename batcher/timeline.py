@@ -27,7 +27,7 @@ from common.messages.plan import Report
 from common.messages.request import Generate
 from common.metrics import catalogue
 from common.process.logs import plural
-from common.spans import NS_PER_MS, SpanEvent, TraceSpan, Value, derive_span, ids_of
+from common.tracing import NS_PER_MS, SpanEvent, TraceSpan, Value, derive_span, ids_of
 
 log = logging.getLogger(__name__)
 

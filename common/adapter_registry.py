@@ -10,24 +10,12 @@ from dataclasses import dataclass, field, replace
 from common.adapters import LEAVING, LOADING, READY, PoolAdapter
 from common.broker.keys import ADAPTERS_TTL_MS, Keys
 from common.broker.lua import Args, ScriptCall, call_script
-from common.broker.pool_client import PoolClient
-from common.messages.codec import WireError, decode, encode
+from common.broker.pool_client import VERSION, ChangeRefused, PoolClient
+from common.messages.codec import decode_fields, encode
 
-VERSION, SEEDED = b"version", b"seeded"
+SEEDED = "seeded"
 MAX_ADAPTERS = 256
 MAX_TRIES = 32
-
-
-class AdapterChangeError(Exception):
-    """A change that is refused. `str()` is the one line that a person sees.
-
-    Attributes:
-        is_unknown: there is no such adapter.
-    """
-
-    def __init__(self, text: str, is_unknown: bool = False) -> None:
-        super().__init__(text)
-        self.is_unknown = is_unknown
 
 
 @dataclass(frozen=True)
@@ -55,25 +43,23 @@ class AdapterRegistry:
         return sorted(found, key=lambda one: (one.added_ms, one.name))
 
     def with_loading(self, adapter: PoolAdapter, in_place: bool) -> "AdapterRegistry":
-        """Return the registry with an adapter that workers are to load. Raises AdapterChangeError.
+        """Return the registry with an adapter that workers are to load. Raises ChangeRefused.
 
         Args:
             in_place: it may take the place of another one of its name.
         """
         for one in self.adapters.values():
             if one.name == adapter.name and one.state == LOADING:
-                raise AdapterChangeError(f"the adapter {adapter.name!r} is being loaded")
+                raise ChangeRefused(f"the adapter {adapter.name!r} is being loaded")
         known = self.named(adapter.name)
         if not in_place and known and not known.failure:
-            raise AdapterChangeError(
-                f"the adapter {adapter.name!r} is loaded already: `load_inplace` replaces it"
-            )
+            raise ChangeRefused(f"the adapter {adapter.name!r} is loaded already: `load_inplace` replaces it")
         return self.put(replace(adapter, state=LOADING))
 
     def with_ready(self, key: str) -> "AdapterRegistry":
         """Return the registry in which requests get this adapter, and no other one of its name."""
         if (adapter := self.adapters.get(key)) is None:
-            raise AdapterChangeError("the adapter was unloaded while workers loaded it", True)
+            raise ChangeRefused("the adapter was unloaded while workers loaded it", True)
         return self.without_name(adapter.name).put(replace(adapter, state=READY))
 
     def without_name(self, name: str) -> "AdapterRegistry":
@@ -101,7 +87,7 @@ class AdapterRegistry:
 
     def seeded_with(self, adapters: Iterable[PoolAdapter]) -> "AdapterRegistry":
         """Return the registry with the adapters of settings, those that it has had from them before left out.
-        Raises AdapterChangeError.
+        Raises ChangeRefused.
         """
         wanted = {one.key: one for one in adapters}
         found = self
@@ -115,45 +101,36 @@ class AdapterRegistry:
         return found if found.version else replace(self, version=b"")
 
     def put(self, adapter: PoolAdapter) -> "AdapterRegistry":
-        """Return the registry with this adapter. Raises AdapterChangeError."""
+        """Return the registry with this adapter. Raises ChangeRefused."""
         if adapter.key not in self.adapters and len(self.adapters) >= MAX_ADAPTERS:
-            raise AdapterChangeError(f"there are {MAX_ADAPTERS} adapters, which is the most: unload one")
+            raise ChangeRefused(f"there are {MAX_ADAPTERS} adapters, which is the most: unload one")
         return replace(self, adapters={**self.adapters, adapter.key: adapter})
 
     @property
     def fields(self) -> dict[str, bytes]:
         """The fields of the hash but its version."""
         records = {key: encode(one) for key, one in self.adapters.items()}
-        return records | ({SEEDED.decode(): "\n".join(sorted(self.seeded)).encode()} if self.seeded else {})
+        return records | ({SEEDED: "\n".join(sorted(self.seeded)).encode()} if self.seeded else {})
 
 
 # --- in Redis -----------------------------------------------------------------------------------------------
 
 
-async def read_version(client: PoolClient) -> bytes:
-    """Return the version of the registry; empty where there is none."""
-    return await client.redis.hget(client.keys.adapters, VERSION.decode()) or b""  # type: ignore[misc]
-
-
 async def read_registry(client: PoolClient) -> AdapterRegistry:
     """Return the registry. A record that cannot be read is no adapter."""
-    return parse_registry(await client.redis.hgetall(client.keys.adapters))  # type: ignore[misc]
+    fields = await client.redis.hgetall(client.keys.adapters)  # type: ignore[misc]
+    seeded = fields.get(SEEDED.encode(), b"").decode().split("\n")
+    version = fields.get(VERSION.encode(), b"")
+    return AdapterRegistry(decode_fields(PoolAdapter, fields), frozenset(filter(None, seeded)), version)
 
 
 async def read_newer(client: PoolClient, known: AdapterRegistry) -> AdapterRegistry:
     """Return the registry, which is read only if it is not the one that is known."""
-    return known if await read_version(client) == known.version else await read_registry(client)
-
-
-def parse_registry(fields: Mapping[bytes, bytes]) -> AdapterRegistry:
-    adapters: dict[str, PoolAdapter] = {}
-    for name, data in fields.items():
-        try:
-            adapters |= {} if name in (VERSION, SEEDED) else {name.decode(): decode(PoolAdapter, data)}
-        except WireError:  # another program wrote to the field, or a later release
-            continue
-    seeded = fields.get(SEEDED, b"").decode().split("\n")
-    return AdapterRegistry(adapters, frozenset(filter(None, seeded)), fields.get(VERSION, b""))
+    return (
+        known
+        if await client.read_version(client.keys.adapters) == known.version
+        else await read_registry(client)
+    )
 
 
 async def change_registry(
@@ -167,7 +144,7 @@ async def change_registry(
         after = edit(before)
         if after == before or await client.run(change_adapters(client.keys, before, after)):
             return after
-    raise AdapterChangeError("others change the adapters all the time: try again")
+    raise ChangeRefused("others change the adapters all the time: try again")
 
 
 def change_adapters(keys: Keys, before: AdapterRegistry, after: AdapterRegistry) -> ScriptCall[bool]:

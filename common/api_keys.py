@@ -26,9 +26,9 @@ from pydantic_core import PydanticCustomError
 
 from common.broker.keys import Keys
 from common.broker.lua import Args, ScriptCall, call_script
-from common.broker.pool_client import PoolClient
+from common.broker.pool_client import VERSION, ChangeRefused, PoolClient
 from common.ids import KEY_ID, TENANT
-from common.messages.codec import WireError, decode, encode, wire_field
+from common.messages.codec import decode, decode_fields, encode, wire_field
 from common.settings.settings import MAX_WEIGHT, MIN_WEIGHT
 from common.settings.types import MAX_NUMBER
 from common.webhook_secret import key_of_secret
@@ -182,20 +182,9 @@ def read_fields(given: dict[str, Any]) -> KeyFields:
 
 log = logging.getLogger(__name__)
 
-VERSION = b"version"
 MAX_KEYS = 10_000
 FORGOTTEN_S = 90 * 86_400
 """A key that was revoked, or has expired, is listed for this time, and then until another is added."""
-
-
-class KeyChangeError(Exception):
-    """A change that is refused. `str()` is the one line that a person sees. `is_unknown`: there is no such
-    key.
-    """
-
-    def __init__(self, text: str, is_unknown: bool = False) -> None:
-        super().__init__(text)
-        self.is_unknown = is_unknown
 
 
 class IssuedKey(NamedTuple):
@@ -205,35 +194,26 @@ class IssuedKey(NamedTuple):
     record: ApiKey
 
 
-async def read_version(client: PoolClient) -> bytes | None:
-    """The version of all keys; None while there is none."""
-    version: bytes | None = await client.redis.hget(client.keys.api_keys, VERSION.decode())  # type: ignore[misc]
-    return version
-
-
 async def read_keys(client: PoolClient) -> dict[str, ApiKey]:
     """All keys, by id, the oldest first. A record that cannot be read is no key."""
-    found = await client.redis.hgetall(client.keys.api_keys)  # type: ignore[misc]
-    records = []
-    for name, data in found.items():
-        try:
-            records += [decode(ApiKey, data)] if name != VERSION else []
-        except WireError as error:  # another program wrote to the field
-            log.error("the API key %r cannot be read: %s", name, error)
-    return {one.key_id: one for one in sorted(records, key=lambda one: (one.created_at, one.key_id))}
+    fields = await client.redis.hgetall(client.keys.api_keys)  # type: ignore[misc]
+    found = decode_fields(ApiKey, fields)
+    for name in {name.decode(errors="replace") for name in fields} - {*found, VERSION}:
+        log.error("the API key %r cannot be read", name)
+    return {one.key_id: one for one in sorted(found.values(), key=lambda one: (one.created_at, one.key_id))}
 
 
 async def add_key(client: PoolClient, fields: KeyFields) -> IssuedKey:
-    """Raises KeyChangeError."""
+    """Raises ChangeRefused."""
     text, now_s = new_key(), int(await client.read_time())
     record = fields.to_key(f"key_{secrets.token_hex(6)}", digest_of(text), created_at=now_s)
     known = await read_keys(client)
     old = [one.key_id for one in known.values() if is_forgotten(one, now_s)]
     changed = await client.run(change_key(client.keys, record.key_id, b"", record, old))
     if changed < 0:
-        raise KeyChangeError(f"there are {MAX_KEYS} keys, which is the most")
+        raise ChangeRefused(f"there are {MAX_KEYS} keys, which is the most")
     if not changed:
-        raise KeyChangeError(f"there is a key {record.key_id} already: try again")
+        raise ChangeRefused(f"there is a key {record.key_id} already: try again")
     return IssuedKey(text, record)
 
 
@@ -243,31 +223,31 @@ def is_forgotten(key: ApiKey, now_s: float) -> bool:
 
 
 async def revoke_key(client: PoolClient, key_id: str) -> ApiKey:
-    """Revoke a key for ever; one that was revoked stays as it is. Raises KeyChangeError."""
+    """Revoke a key for ever; one that was revoked stays as it is. Raises ChangeRefused."""
     return await edit_key(client, key_id, lambda key, now_s: replace(key, revoked=key.revoked or int(now_s)))
 
 
 async def rotate_key(client: PoolClient, key_id: str) -> IssuedKey:
-    """Give a key another text; the old one counts no more. Raises KeyChangeError."""
+    """Give a key another text; the old one counts no more. Raises ChangeRefused."""
     text = new_key()
 
     def rotated(key: ApiKey, now_s: float) -> ApiKey:
         if (state := key.state(now_s)) != "active":
-            raise KeyChangeError(f"the key {key_id} is {state}: add another one")
+            raise ChangeRefused(f"the key {key_id} is {state}: add another one")
         return replace(key, digest=digest_of(text))
 
     return IssuedKey(text, await edit_key(client, key_id, rotated))
 
 
 async def edit_key(client: PoolClient, key_id: str, edit: Callable[[ApiKey, float], ApiKey]) -> ApiKey:
-    """Change a record as `edit` says, and return it. Raises KeyChangeError."""
+    """Change a record as `edit` says, and return it. Raises ChangeRefused."""
     data = await client.redis.hget(client.keys.api_keys, key_id)  # type: ignore[misc]
-    if data is None or key_id.encode() == VERSION or not KEY_ID.fullmatch(key_id):
-        raise KeyChangeError(f"there is no key {key_id[:64]!r}; `tokenfleet keys list` shows all", True)
+    if data is None or key_id == VERSION or not KEY_ID.fullmatch(key_id):
+        raise ChangeRefused(f"there is no key {key_id[:64]!r}; `tokenfleet keys list` shows all", True)
     key = decode(ApiKey, data)
     edited = edit(key, await client.read_time())
     if edited != key and not await client.run(change_key(client.keys, key_id, data, edited)):
-        raise KeyChangeError(f"somebody else has just changed the key {key_id}: try again")
+        raise ChangeRefused(f"somebody else has just changed the key {key_id}: try again")
     return edited
 
 

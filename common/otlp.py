@@ -23,7 +23,7 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 
 from common.settings.settings import Settings
 from common.settings.types import SettingError
-from common.spans import ENDPOINTS, Attributes, Kind, TraceSpan, ids_of
+from common.tracing import ENDPOINTS, Attributes, Kind, TraceSpan, ids_of
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,9 @@ from api.requests.fields import Strict
 from api.requests.on_pool import own_pool, pools_of
 from api.requests.pool import Pool
 from api.requests.pool_registry import PoolRegistry
-from common.adapter_registry import AdapterChangeError, AdapterRegistry, change_registry
+from common.adapter_registry import AdapterRegistry, change_registry
 from common.adapters import AdapterFault, HeldAdapters, PoolAdapter, find_adapter
+from common.broker.pool_client import ChangeRefused
 from common.ids import ADAPTER_NAME
 from common.settings.types import AdapterSource
 
@@ -76,13 +77,13 @@ async def load_adapter(pools: PoolRegistry, source: AdapterSource, in_place: boo
         async with asking_broker():
             await change_registry(pool.client, lambda found: found.with_loading(adapter, in_place))
         return await wait_until_loaded(pool, adapter)
-    except AdapterChangeError as error:
+    except ChangeRefused as error:
         raise ApiError(400, "validation", f"The adapter cannot be loaded: {error}", "lora_name") from error
 
 
 async def wait_until_loaded(pool: Pool, adapter: PoolAdapter) -> PoolAdapter:
     """Wait for all ready workers, then let requests have the adapter; if that fails, take it back. Raises
-    ApiError, AdapterChangeError.
+    ApiError, ChangeRefused.
     """
     try:
         async with asyncio.timeout(LOAD_TIMEOUT_S):
@@ -112,13 +113,13 @@ async def unload_adapter(pool: Pool, name: str) -> None:
 
     def without(found: AdapterRegistry) -> AdapterRegistry:
         if found.named(name) is None:
-            raise AdapterChangeError(f"There is no adapter {quoted(name)}", True)
+            raise ChangeRefused(f"There is no adapter {quoted(name)}", True)
         return found.without_name(name)
 
     try:
         async with asking_broker():
             await change_registry(pool.client, without)
-    except AdapterChangeError as error:
+    except ChangeRefused as error:
         raise ApiError(404 if error.is_unknown else 409, "not_found", str(error), "lora_name") from error
     await pool.adapters.refresh()
     log.info("the adapter %s is unloaded", name)

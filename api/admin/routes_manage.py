@@ -20,8 +20,9 @@ from api.requests.on_pool import own_pool
 from api.requests.pool import Pool
 from api.webhooks import StoredEvent, check_url, type_of
 from common import api_keys
-from common.api_keys import ApiKey, IssuedKey, KeyChangeError, KeyFields
+from common.api_keys import ApiKey, IssuedKey, KeyFields
 from common.broker.lua import call_script
+from common.broker.pool_client import ChangeRefused
 from common.ids import EVENT_ID
 
 FAULTS = {
@@ -130,7 +131,7 @@ async def changing_keys(request: Request) -> AsyncIterator[Pool]:
         raise ApiError(409, "conflict", "The API keys of this fleet are in API_KEYS_FILE: change that file")
     try:
         yield pool
-    except KeyChangeError as error:
+    except ChangeRefused as error:
         status, kind = (404, "not_found") if error.is_unknown else (409, "conflict")
         raise ApiError(status, kind, str(error)) from error
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from api.errors import ApiError, unavailable
 from api.http.body import field_name
-from common.api_keys import STATIC_KEY_ID, ApiKey, FileKeyFields, digest_of, read_keys, read_version
+from common.api_keys import STATIC_KEY_ID, ApiKey, FileKeyFields, digest_of, read_keys
 from common.broker.client import CONNECT_TIMEOUT_S, FailureLog
 from common.broker.pool_client import BrokerClock, PoolClient
 from common.process.event_loop import until_beat
@@ -136,7 +136,7 @@ class KeyRing:
                     log.error("%s; the keys of before count on", error)
         else:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                if (version := await read_version(client) or b"") != self.seen:
+                if (version := await client.read_version(client.keys.api_keys)) != self.seen:
                     self.take((await read_keys(client)).values())
                     self.seen = version
         self.was_read.set()

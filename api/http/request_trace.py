@@ -12,7 +12,7 @@ from api.answers.answer import AnswerTrace, HttpAnswer
 from api.protocols.protocol import asks_for_tokens, row_of
 from common import tracing
 from common.process.logs import TRACEPARENT
-from common.spans import (
+from common.tracing import (
     Attributes,
     Kind,
     SpanEvent,

@@ -25,7 +25,7 @@ from api.streams.stream import Stream
 from common.broker.client import ERRORS
 from common.messages.request import Generate
 from common.process.logs import TRACEPARENT
-from common.spans import NS_PER_MS
+from common.tracing import NS_PER_MS
 
 log = logging.getLogger(__name__)
 

@@ -8,17 +8,15 @@ from collections.abc import Callable, Sequence
 from api.errors import LOADING_S, invalid, unavailable
 from api.requests.params import Limits
 from common.adapter_registry import (
-    AdapterChangeError,
     AdapterRegistry,
     change_registry,
     read_registry,
-    read_version,
 )
 from common.adapters import HeldAdapters, PoolAdapter
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, FailureLog, describe_error
 from common.broker.heartbeat import Heartbeat
 from common.broker.keys import LEASE_S
-from common.broker.pool_client import PoolClient
+from common.broker.pool_client import ChangeRefused, PoolClient
 from common.messages.codec import WireError, decode
 from common.messages.plan import WorkerCapacity
 from common.pooling import PoolingConfig
@@ -313,7 +311,8 @@ class AdapterMonitor(Monitor):
         return self.registry.named(name) if name else None
 
     async def read(self) -> None:
-        version, known, seeds = await read_version(self.client), self.registry, self.seeds
+        known, seeds = self.registry, self.seeds
+        version = await self.client.read_version(self.client.keys.adapters)
         if not version and known.version:
             log.warning("the broker has lost the registry of adapters, and gets it back")
             await change_registry(self.client, known.restored)
@@ -321,7 +320,7 @@ class AdapterMonitor(Monitor):
             try:
                 await change_registry(self.client, lambda found: found.seeded_with(seeds))
                 self.seeds = ()
-            except AdapterChangeError as error:
+            except ChangeRefused as error:
                 log.error("the adapters of LORA_ADAPTERS are not added: %s", error)
         if seeds or version != known.version:
             self.registry = await read_registry(self.client)

@@ -16,7 +16,7 @@ from common import tracing
 from common.messages.events import Terminal
 from common.messages.request import Generate
 from common.metrics import catalogue
-from common.spans import TraceSpan, Value, derive_span, ids_of
+from common.tracing import TraceSpan, Value, derive_span, ids_of
 
 PROVIDER = "tokenfleet"
 SENT = "send_generation"

@@ -5,7 +5,6 @@ It has addresses: a broker's URL without what only its clients may know. Who ope
 uses the user, password and options of its own REDIS_URL, or the URL that POOL_URLS gives for the pool.
 """
 
-import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from redis.asyncio import Redis
 from common.broker.client import connect_setting
 from common.broker.keys import LEASE_S, Keys
 from common.broker.lua import Args, ScriptCall, call_script, run_script
-from common.messages.codec import WireError, decode, encode, wire_field
+from common.messages.codec import decode_fields, encode, wire_field
 from common.settings.settings import SettingError, Settings
 
 
@@ -136,7 +135,7 @@ class DirectoryContent(NamedTuple):
     """What the directory says.
 
     Attributes:
-        pools: by name.
+        pools: by name, but those whose entry is missing, or of another version.
         weights: model → pool → weight, of models whose requests are shared out by weight.
     """
 
@@ -170,10 +169,11 @@ class DirectoryClient:
             pipe.hgetall(Keys.model_shares)
             pipe.time()
             seen_s, entries, shares, (seconds, microseconds) = await pipe.execute()
-        now_s = seconds + microseconds / 1e6
+        now_s, known = seconds + microseconds / 1e6, decode_fields(PoolEntry, entries)
+        ages_s = {name.decode(): max(0.0, now_s - at_s) for name, at_s in seen_s}
         return DirectoryContent(
-            read_pools({name.decode(): max(0.0, now_s - at_s) for name, at_s in seen_s}, entries),
-            read_weights(shares),
+            {name: KnownPool(known[name], age_s) for name, age_s in ages_s.items() if name in known},
+            {model: dict(one.weights) for model, one in decode_fields(ModelShares, shares).items()},
         )
 
     async def set_weights(self, model: str, weights: Mapping[str, float]) -> None:
@@ -201,20 +201,3 @@ def publish_pool(keys: Keys, entry: PoolEntry, *, silent_s: float, ttl_s: int) -
         "ttl_s": ttl_s,
     }
     return call_script("publish_pool", bytes.decode, keys, args=args)
-
-
-def read_pools(ages_s: Mapping[str, float], entries: Mapping[bytes, bytes]) -> dict[str, KnownPool]:
-    """The pools by name; those whose entry is missing, or of another version, are left out."""
-    found = {}
-    for name, age_s in ages_s.items():
-        with contextlib.suppress(KeyError, WireError):
-            found[name] = KnownPool(decode(PoolEntry, entries[name.encode()]), age_s)
-    return found
-
-
-def read_weights(shares: Mapping[bytes, bytes]) -> dict[str, dict[str, float]]:
-    found = {}
-    for model, packed in shares.items():
-        with contextlib.suppress(WireError):
-            found[model.decode()] = dict(decode(ModelShares, packed).weights)
-    return found

@@ -17,6 +17,21 @@ from common.broker.keys import Keys
 from common.broker.lua import Reply, ScriptCall, run_script
 from common.settings.settings import Settings
 
+VERSION = "version"
+"""Field of a hash with records that many processes watch: its value changes with each change of them."""
+
+
+class ChangeRefused(Exception):
+    """A change of such records that is refused. `str()` is the one line that a person sees.
+
+    Attributes:
+        is_unknown: there is no such record.
+    """
+
+    def __init__(self, text: str, is_unknown: bool = False) -> None:
+        super().__init__(text)
+        self.is_unknown = is_unknown
+
 
 class BrokerClock:
     """The broker's clock, extrapolated from the last look at it.
@@ -85,6 +100,10 @@ class PoolClient:
         seconds, microseconds = await self.redis.time()
         self.clock.note(seconds + microseconds / 1e6)
         return self.clock.now_s()
+
+    async def read_version(self, key: str) -> bytes:
+        """Return the version of the records in a hash; empty where there are none."""
+        return await self.redis.hget(key, VERSION) or b""  # type: ignore[misc]
 
     async def sealed(self) -> list[str]:
         """Return the incarnations that are sealed, and whose other keys are not deleted yet."""

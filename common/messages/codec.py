@@ -4,10 +4,11 @@ Fields have short stable names. A message has a version; unknown fields are igno
 pydantic's core, which makes a message in one call, since that runs for every token.
 """
 
+import contextlib
 import dataclasses
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, TypeVar
 
@@ -73,6 +74,17 @@ def decode(cls: type[T], data: bytes) -> T:
     Raises WireError: not msgpack, another version, a field missing or of the wrong type.
     """
     return from_map(cls, unpack(cls, data))
+
+
+def decode_fields(cls: type[T], fields: Mapping[bytes, bytes]) -> dict[str, T]:
+    """Return the messages in the fields of a hash in Redis, by name. Others are left out: another program, or
+    a later release, wrote to them.
+    """
+    found = {}
+    for name, data in fields.items():
+        with contextlib.suppress(WireError, UnicodeDecodeError):
+            found[name.decode()] = decode(cls, data)
+    return found
 
 
 def unpack(cls: type[Any], data: bytes) -> dict[str, Any]:

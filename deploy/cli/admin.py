@@ -22,11 +22,11 @@ import orjson
 import setproctitle
 
 from common import api_keys
-from common.api_keys import ApiKey, IssuedKey, KeyChangeError, KeyFields, read_fields
+from common.api_keys import ApiKey, IssuedKey, KeyFields, read_fields
 from common.broker import process_scripts
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, connect_setting, describe_error
 from common.broker.directory import SILENT_S, DirectoryClient, DirectoryContent
-from common.broker.pool_client import PoolClient
+from common.broker.pool_client import ChangeRefused, PoolClient
 from common.messages import events as finish_reasons
 from common.process.logs import first_incarnation, plural
 from common.settings import flags as setting_flags
@@ -160,7 +160,7 @@ def call_broker(action: Action, flags: argparse.Namespace) -> None:
                 await action.run(client, flags)
             except ERRORS as error:
                 raise ServerError(describe_error(error)) from error
-            except KeyChangeError as error:
+            except ChangeRefused as error:
                 raise ServerError(str(error)) from error
 
     asyncio.run(run())

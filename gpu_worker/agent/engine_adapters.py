@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.adapter_registry import AdapterChangeError, AdapterRegistry, change_registry, read_newer
+from common.adapter_registry import AdapterRegistry, change_registry, read_newer
 from common.adapters import AdapterFault, HeldAdapters, PoolAdapter, digest_of, find_folder, read_config
 from common.broker.client import FailureLog
-from common.broker.pool_client import PoolClient
+from common.broker.pool_client import ChangeRefused, PoolClient
 from common.process.event_loop import until_beat
 from gpu_worker.agent.engine_client import EngineClient
 from gpu_worker.protocol import AdapterRefused, LoadAdapter, UnloadAdapter
@@ -127,7 +127,7 @@ class AdapterFollower:
         failure = f"an engine ended while it loaded {adapter.name}: {cause}"
         log.error("%s", failure)
         failures = FailureLog(log, "noting the adapter that failed")
-        with failures.caught(), contextlib.suppress(AdapterChangeError):  # others change it all the time
+        with failures.caught(), contextlib.suppress(ChangeRefused):  # others change it all the time
             async with asyncio.timeout(NOTE_TIMEOUT_S):
                 await change_registry(self.pool, lambda found: found.with_failure(adapter, failure))
 

@@ -20,7 +20,7 @@ from common.messages.plan import Plan, Report, WorkerCapacity
 from common.messages.records import RECORD, pack_ids
 from common.messages.request import Generate, StoppingParams
 from common.metrics import catalogue
-from common.spans import TraceSpan, ids_of, span_name
+from common.tracing import TraceSpan, ids_of, span_name
 
 # --- timeline -----------------------------------------------------------------------------------------------
 

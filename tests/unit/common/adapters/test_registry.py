@@ -8,13 +8,12 @@ from redis.asyncio import Redis
 
 from common.adapter_registry import (
     MAX_ADAPTERS,
-    AdapterChangeError,
     AdapterRegistry,
     change_registry,
     read_registry,
 )
 from common.adapters import LOADING, READY, HeldAdapters, PoolAdapter, adapter_name
-from common.broker.pool_client import PoolClient
+from common.broker.pool_client import ChangeRefused, PoolClient
 from common.messages.codec import decode, encode
 from tests.support.broker_state import KEYS
 
@@ -26,7 +25,7 @@ def test_a_registry_has_at_most_so_many_adapters() -> None:
     full = EMPTY
     for i in range(MAX_ADAPTERS):
         full = full.put(replace(SQL, name=f"a{i}"))
-    with pytest.raises(AdapterChangeError, match=f"there are {MAX_ADAPTERS} adapters, which is the most"):
+    with pytest.raises(ChangeRefused, match=f"there are {MAX_ADAPTERS} adapters, which is the most"):
         full.with_loading(SQL, in_place=False)
     assert full.forgetting(["a0@" + "a" * 16]).with_loading(SQL, in_place=False)
 

@@ -11,7 +11,7 @@ from common import otlp, tracing
 from common.otlp import CLOSE_S, OtlpExporter
 from common.process.logs import TRACEPARENT
 from common.settings.settings import SettingError, Settings
-from common.spans import SpanEvent, TraceSpan, derive_span, derive_trace_id, span_name
+from common.tracing import SpanEvent, TraceSpan, derive_span, derive_trace_id, span_name
 from tests.support.traces import Receiver, traceparent
 
 TRACE_ID = derive_trace_id("r1")
