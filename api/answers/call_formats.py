@@ -3,17 +3,19 @@
 Their names are those of TOOL_CALL_PARSER and REASONING_PARSER.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Container
+from dataclasses import dataclass, replace
 from functools import partial
 
-from api.answers.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START, read_harmony
+from api.answers.harmony import CHANNEL, CONSTRAIN, ENDS, FUNCTIONS, MESSAGE, START, read_harmony
 from api.answers.json_calls import (
     ARGS,
     CALL_ID,
     DEEPSEEK,
+    FENCE,
     KIMI,
     PYTHON_TAG,
+    TGI_FUNCTION,
     TOOL_CALLS,
     SectionMarks,
     read_calls,
@@ -29,9 +31,6 @@ from api.answers.tagged_arguments import END_TOOL_CALL, FUNCTION, PAIR, TOOL_CAL
 
 HARMONY = "openai"
 """The format in which gpt-oss writes thinking, calls and content alike."""
-HARMONY_MARKS = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
-MISTRAL_MARKS = (TOOL_CALLS, CALL_ID, ARGS)
-GLM_MARKS = (TOOL_CALL, END_TOOL_CALL, PAIR.name, PAIR.name_end, PAIR.value, PAIR.end)
 THINK = ("<think>", "</think>")
 
 
@@ -94,6 +93,35 @@ def read_reasoning(scanner: Scanner, form: ReasoningFormat, begins_inside: bool)
 
 
 @dataclass(frozen=True, slots=True)
+class Writing:
+    """How calls are written, by a model of which a grammar forces them.
+
+    In `call`, `$name` is the function's name, and `$number` the call's number. The arguments are `$arguments`
+    as a JSON object, `$arguments_with_name` as one that has the function's name, too, `$parameters` and
+    `$pairs` between tags, `$keywords` as in Python.
+
+    Attributes:
+        mark: after this text, wherever it stands, calls follow; "" if they can only begin an answer.
+        open: what stands between the mark and the first call.
+        call: one call.
+        between: what stands between two calls; None if there may be only one.
+        close: what stands after the last call.
+        needs: marks that must be special tokens; with others the model writes calls in another way.
+        may_open: a special token that may stand before all.
+        other_calls: other ways to write one call.
+    """
+
+    mark: str
+    open: str
+    call: str
+    between: str | None
+    close: str = ""
+    needs: tuple[str, ...] = ()
+    may_open: str = ""
+    other_calls: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class CallFormat:
     """How a model writes calls.
 
@@ -102,6 +130,7 @@ class CallFormat:
         marks: texts in which calls begin, end, or are divided. Where one is a special token of the model, its
             text must be among what the parser is fed.
         read: the generator that reads an answer.
+        writings: how a grammar has calls written: the first of them that the model's special tokens allow.
         short_ids: the model's template takes ids of calls of 9 letters and digits.
         unmarked: what a call without a mark begins with.
         heads: how an object that is such a call begins, as models space it; `%s` is its function's name in
@@ -111,19 +140,38 @@ class CallFormat:
     name: str
     marks: tuple[str, ...]
     read: Callable[[Scanner], Scan]
+    writings: tuple[Writing, ...]
     short_ids: bool = False
     unmarked: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
 
+    def writing(self, special: Container[str]) -> Writing:
+        """How a model with these special tokens writes calls."""
+        return next(one for one in self.writings if all(mark in special for mark in one.needs))
 
-def json_between(name: str, open: str, close: str = "") -> CallFormat:
+
+OBJECT = '{"name": "$name", "arguments": $arguments}'
+
+
+def each_between(open: str, call: str, close: str) -> Writing:
+    """Each call stands between two marks, and on lines of its own."""
+    return Writing(open, "", call, f"{close}\n{open}", close)
+
+
+def json_list(name: str, open: str, close: str = "", written: str = "") -> CallFormat:
+    """A list of objects between two marks; some formats have no second mark."""
     marks = tuple(mark for mark in (open, close) if mark)
-    return CallFormat(name, marks, partial(read_marked, [open], read_calls, close))
+    writing = Writing(written or open, "" if written else "[", OBJECT, ", ", f"]{close}")
+    return CallFormat(name, marks, partial(read_marked, [open], read_calls, close), (writing,))
 
 
-def python_between(name: str, open: str, close: str) -> CallFormat:
+def python_list(name: str, open: str, close: str) -> CallFormat:
+    """A list of calls as in Python; where the marks around it are no special tokens, it has none."""
     marks = tuple(mark for mark in (open, close) if mark)
-    return CallFormat(name, marks, partial(read_pythonic, open, close), unmarked=("[",))
+    plain = Writing("", "[", "$name($keywords)", ", ", "]")
+    marked = replace(plain, mark=open, close=f"]{close}", needs=(open, close))
+    writings = (marked, plain) if close else (plain,)
+    return CallFormat(name, marks, partial(read_pythonic, open, close), writings, unmarked=("[",))
 
 
 def functions_between(name: str, open: str, close: str) -> CallFormat:
@@ -131,48 +179,95 @@ def functions_between(name: str, open: str, close: str) -> CallFormat:
         name,
         (open, close),
         partial(read_marked, [open, FUNCTION], read_function, close),
+        (each_between(open, f"\n{FUNCTION}$name>\n$parameters</function>\n", close),),
         unmarked=(FUNCTION,),
     )
 
 
-def sections(name: str, marks: SectionMarks) -> CallFormat:
-    read_one = partial(read_section, marks)
-    begins = [marks.calls_begin, marks.call_begin]
-    return CallFormat(name, marks, partial(read_marked, begins, read_one, ""))
+def sections(name: str, marks: SectionMarks, call: str, between: str = "") -> CallFormat:
+    return CallFormat(
+        name,
+        marks,
+        partial(read_marked, [marks.calls_begin, marks.call_begin], partial(read_section, marks), ""),
+        (
+            Writing(
+                marks.calls_begin, "", f"{marks.call_begin}{call}{marks.call_end}", between, marks.calls_end
+            ),
+        ),
+    )
 
 
 CALL_FORMATS = {
     form.name: form
     for form in (
-        json_between("hermes", TOOL_CALL, END_TOOL_CALL),
+        CallFormat(
+            "hermes",
+            (TOOL_CALL, END_TOOL_CALL),
+            partial(read_marked, [TOOL_CALL], read_calls, END_TOOL_CALL),
+            (each_between(TOOL_CALL, f"\n{OBJECT}\n", END_TOOL_CALL),),
+        ),
         functions_between("qwen3_coder", TOOL_CALL, END_TOOL_CALL),
         functions_between("seed_oss", "<seed:tool_call>", "</seed:tool_call>"),
         CallFormat(
             "llama3_json",
             (PYTHON_TAG,),
             read_llama_json,
+            (Writing("", "", '{"name": "$name", "parameters": $arguments}', "; ", may_open=PYTHON_TAG),),
             unmarked=("{",),
             heads=('{"name": %s, "parameters": {', '{"name":%s,"parameters":{'),
         ),
-        python_between("llama4_pythonic", "<|python_start|>", "<|python_end|>"),
-        python_between("pythonic", "<|python_tag|>", ""),
+        python_list("llama4_pythonic", "<|python_start|>", "<|python_end|>"),
+        python_list("pythonic", "<|python_tag|>", ""),
         CallFormat(
-            "mistral", MISTRAL_MARKS, partial(read_marked, [TOOL_CALLS], read_mistral, ""), short_ids=True
+            "mistral",
+            (TOOL_CALLS, CALL_ID, ARGS),
+            partial(read_marked, [TOOL_CALLS], read_mistral, ""),
+            (
+                Writing(TOOL_CALLS, "", f"$name{ARGS}$arguments", TOOL_CALLS, needs=(ARGS,)),
+                Writing(TOOL_CALLS, "[", OBJECT, ", ", "]"),
+            ),
+            short_ids=True,
         ),
-        sections("deepseek_v3", DEEPSEEK),
-        sections("deepseek_v31", DEEPSEEK),
-        sections("kimi_k2", KIMI),
-        CallFormat("glm45", GLM_MARKS, partial(read_marked, [TOOL_CALL], read_glm, "")),
-        CallFormat(HARMONY, HARMONY_MARKS, read_harmony),
-        json_between("granite", "<|tool_call|>"),
-        json_between("nemotron_json", "<TOOLCALL>", "</TOOLCALL>"),
-        json_between("jamba", "<tool_calls>", "</tool_calls>"),
-        json_between("phi4_mini_json", "functools"),
-        python_between("lfm2", "<|tool_call_start|>", "<|tool_call_end|>"),
+        sections(
+            "deepseek_v3",
+            DEEPSEEK,
+            f"function{DEEPSEEK.arguments_begin}$name\n{FENCE}json\n$arguments\n{FENCE}",
+            "\n",
+        ),
+        sections("deepseek_v31", DEEPSEEK, f"$name{DEEPSEEK.arguments_begin}$arguments"),
+        sections("kimi_k2", KIMI, f"functions.$name:$number{KIMI.arguments_begin}$arguments"),
+        CallFormat(
+            "glm45",
+            (TOOL_CALL, END_TOOL_CALL, PAIR.name, PAIR.name_end, PAIR.value, PAIR.end),
+            partial(read_marked, [TOOL_CALL], read_glm, ""),
+            (each_between(TOOL_CALL, "$name\n$pairs", END_TOOL_CALL),),
+        ),
+        CallFormat(
+            HARMONY,
+            (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS),
+            read_harmony,
+            (
+                Writing(
+                    "",
+                    "",
+                    f" to={FUNCTIONS}$name{CHANNEL}commentary json{MESSAGE}$arguments",
+                    None,
+                    other_calls=(
+                        f"{CHANNEL}commentary to={FUNCTIONS}$name {CONSTRAIN}json{MESSAGE}$arguments",
+                    ),
+                ),
+            ),
+        ),
+        json_list("granite", "<|tool_call|>"),
+        json_list("nemotron_json", "<TOOLCALL>", "</TOOLCALL>"),
+        json_list("jamba", "<tool_calls>", "</tool_calls>"),
+        json_list("phi4_mini_json", "functools", written="functools["),  # the word alone begins no calls
+        python_list("lfm2", "<|tool_call_start|>", "<|tool_call_end|>"),
         CallFormat(
             "tgi",
             (),
             read_tgi,
+            (Writing("", "", f'{{"{TGI_FUNCTION}": $arguments_with_name}}', None),),
             unmarked=("{",),
             heads=('{"function": {"_name": %s', '{"function":{"_name":%s'),
         ),

@@ -1,29 +1,46 @@
-"""Forced calls: the grammar of an answer with calls in the model's format, and of thinking before it."""
+"""Forced calls: the grammar of an answer with calls in the model's format, and of thinking before it.
+
+A format's row says how its calls are written. A format whose calls cannot be held to a keyword of a schema
+refuses it for strict functions.
+"""
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from api.answers.call_formats import HARMONY, CallFormat, ReasoningFormat
-from api.answers.scanner import Tool
+from api.answers.call_formats import CALL_FORMATS, HARMONY, CallFormat, ReasoningFormat, Writing
+from api.answers.harmony import CHANNEL, ENDS, MESSAGE, START
+from api.answers.json_calls import TGI_NAME
+from api.answers.scanner import NO_NAME, Tool
+from api.answers.tagged_arguments import PAIR, PARAMETER, ArgumentTags, resolve_reference, types_of
 from api.errors import ApiError, cut, invalid
 from api.grammar.apart import run_apart
-from api.grammar.call_rules import (
-    CALL_RULES,
-    CallsRule,
-    ForcedTools,
-    field_of,
-    forced_schema,
-    harmony_answer,
-    harmony_final,
-)
 from api.grammar.check import find_error
-from api.grammar.compile import MAX_GRAMMAR_BYTES
-from api.grammar.lark import TEXT, Lark, escaped
+from api.grammar.compile import MAX_GRAMMAR_BYTES, Grammar, compile_checked
+from api.grammar.json_schema import WHITESPACE, enforced_schema
+from api.grammar.lark import TEXT, Lark, escaped, literal, one_of
 
 LINES = r"/\n{0,2}/"
 """White space between thinking and what follows it."""
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+OPEN_OBJECT = ("additionalProperties", "patternProperties", "anyOf", "oneOf", "allOf", "$ref", "if")
+"""With one of these, a schema says itself which other properties there may be."""
+DEFINITIONS = ("$defs", "definitions")
+ANNOTATIONS = ("title", "description", "$schema", "$id", "$comment")
+WHOLE_OBJECT = (
+    *("anyOf", "oneOf", "allOf", "not", "if", "$ref", "enum", "const", "patternProperties", "propertyNames"),
+    *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
+)
+"""Keywords that say something of an object as a whole, not of one property."""
+TEXT_KEYWORDS = ("pattern", "format", "minLength", "maxLength")
+PYTHON_NAME = re.compile(f"[^\\s{re.escape(NO_NAME)}]+")
+Thinking = tuple[ReasoningFormat, bool] | None
+"""The thinking with which an answer begins, and whether the answer begins inside of it; None for none."""
+ForcedTools = Sequence[tuple[Tool, Mapping[str, Any]]]
+"""What a model may call: each function, and the schema that is forced of its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,26 +54,6 @@ class CallChoice:
 
     is_required: bool
     is_parallel: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Thinking:
-    """The thinking with which an answer begins.
-
-    Attributes:
-        form: None where the answer does not begin with thinking.
-        begins_inside: the answer begins inside of it.
-    """
-
-    form: ReasoningFormat | None = None
-    begins_inside: bool = False
-
-
-def thinking_after(form: ReasoningFormat | None, prompt: str) -> Thinking:
-    """The thinking that an answer to this prompt may begin with."""
-    if form is None or form.is_closed(prompt):
-        return Thinking()
-    return Thinking(form, form.begins_inside(prompt))
 
 
 async def call_grammar(
@@ -81,7 +78,7 @@ async def call_grammar(
     if len(key) > MAX_GRAMMAR_BYTES:
         raise invalid(f"`tools` must have at most {MAX_GRAMMAR_BYTES} characters. Given: {len(key)}", "tools")
     thinking = thinking_after(reasoning, prompt)
-    marks = {*calls.marks, *(thinking.form.marks if thinking.form else ())}
+    marks = {*calls.marks, *(thinking[0].marks if thinking else ())}
     ids = tuple((mark, special_ids[mark]) for mark in sorted(marks) if mark in special_ids)
     try:
         return await run_apart("tools", compile_calls, calls.name, key, choice, ids, thinking)
@@ -95,18 +92,20 @@ async def call_grammar(
 def compile_calls(
     name: str, key: str, choice: CallChoice, ids: tuple[tuple[str, int], ...], thinking: Thinking
 ) -> str:
-    tools = [Tool(*fields) for fields in json.loads(key)]
+    tools, form = [Tool(*fields) for fields in json.loads(key)], CALL_FORMATS[name]
     is_promised = must_be_forced(tools, choice)
-    forced = ForcedTools([(tool, forced_schema(tool)) for tool in tools], choice.is_parallel)
+    forced = [(tool, forced_schema(tool)) for tool in tools]
+    if not is_promised and not form.writing(dict(ids)).mark:
+        return ""  # nothing says where free text ends and a call begins
     try:
-        if not is_promised and (name == HARMONY or not CALL_RULES[name](Lark(dict(ids)), forced).mark):
-            return ""  # nothing says where free text ends and a call begins
-        check_calls(tools, call_source(name, Lark({}), forced, choice, thinking))
+        if cause := find_error(call_source(form, Lark({}), forced, choice, thinking)):
+            field = field_of(tools[0]) if len(tools) == 1 else "tools"
+            raise invalid(f"`{field}` cannot be compiled: {cut(cause)}", field)
     except ApiError:
         if is_promised:
             raise
         return ""
-    return call_source(name, Lark(dict(ids)), forced, choice, thinking)
+    return call_source(form, Lark(dict(ids)), forced, choice, thinking)
 
 
 def must_be_forced(tools: Sequence[Tool], choice: CallChoice) -> bool:
@@ -114,41 +113,66 @@ def must_be_forced(tools: Sequence[Tool], choice: CallChoice) -> bool:
     return choice.is_required or any(tool.strict for tool in tools)
 
 
-def check_calls(tools: Sequence[Tool], source: str) -> None:
-    """Raises ApiError if a grammar without special tokens cannot be served."""
-    if cause := find_error(source):
-        field = field_of(tools[0]) if len(tools) == 1 else "tools"
-        raise invalid(f"`{field}` cannot be compiled: {cut(cause)}", field)
+# --- answers ------------------------------------------------------------------------------------------------
 
 
-def call_source(name: str, lark: Lark, forced: ForcedTools, choice: CallChoice, thinking: Thinking) -> str:
-    """The grammar of an answer in the call format `name`."""
-    if name == HARMONY:
-        return lark.source(harmony_answer(lark, forced, choice.is_required))
-    calls = CALL_RULES[name](lark, forced)
-    required = f"{lark.mark(calls.mark)} {calls.rest}" if calls.mark else calls.rest
-    body = required if choice.is_required else optional_calls(lark, calls, choice.is_parallel)
+def call_source(
+    form: CallFormat, lark: Lark, forced: ForcedTools, choice: CallChoice, thinking: Thinking
+) -> str:
+    """The grammar of an answer in a format."""
+    writing = form.writing(lark.special_ids)
+    if form.name == HARMONY:
+        return lark.source(harmony_answer(lark, writing, forced, choice.is_required))
+    one = lark.rule(one_of(call_of(lark, writing.call, tool, schema) for tool, schema in forced))
+    several = choice.is_parallel and writing.between is not None
+    calls = f"{one} ({lark.marked(writing.between or '')} {one})*" if several else one
+    rest = f"{lark.marked(writing.open)} {calls} {lark.marked(writing.close)}"
+    if writing.may_open in lark.special_ids:
+        rest = f"({lark.mark(writing.may_open)})? {rest}"
+    body = f"{lark.mark(writing.mark)} {rest}" if writing.mark else rest
+    if not choice.is_required and not writing.mark:
+        other = lark.rule(rf"/[^\s{escaped((writing.open + writing.call)[0])}](.|\n)*/")
+        body = f"({other} | {rest})?"
+    elif not choice.is_required:
+        found, text = f"{lark.until(writing.mark)} {rest}", lark.rule(TEXT)
+        body = f"({found})* {text}" if choice.is_parallel else f"{found} | {text}"
     return lark.source(f"{thinking_rule(lark, thinking)} {lark.rule(body)}")
 
 
-def optional_calls(lark: Lark, calls: CallsRule, is_parallel: bool) -> str:
-    """Text with calls after their marks; in a format without a mark, either text or calls."""
-    if not calls.mark:
-        other = lark.rule(rf"/[^\s{escaped(calls.first)}](.|\n)*/")
-        return f"({other} | {calls.rest})?"
-    found = f"{lark.until(calls.mark)} {calls.rest}"
-    text = lark.rule(TEXT)
-    return f"({found})* {text}" if is_parallel else f"{found} | {text}"
+def harmony_answer(lark: Lark, writing: Writing, forced: ForcedTools, is_required: bool) -> str:
+    """Analysis, then a call; where none is required also preambles, and the answer ends in any message."""
+    texts = (writing.call, *writing.other_calls)
+    calls = [call_of(lark, text, tool, schema) for text in texts for tool, schema in forced]
+    if is_required:
+        return f"({aside(lark, ['analysis'])})* {one_of(calls)}"
+    asides = ["analysis", "commentary"]
+    last = [message_of(lark, asides, TEXT), message_of(lark, ["final"], TEXT)]
+    return f"({aside(lark, asides)})* {one_of([*calls, *last])}"
+
+
+def aside(lark: Lark, channels: Sequence[str]) -> str:
+    """A message of Harmony that is no answer, and the beginning of the next one."""
+    return f"{message_of(lark, channels, lark.until(ENDS[0]))} {lark.marked(f'{START}assistant')}"
+
+
+def message_of(lark: Lark, channels: Sequence[str], content: str) -> str:
+    return f"{lark.mark(CHANNEL)} {one_of(map(literal, channels))} {lark.mark(MESSAGE)} {content}"
+
+
+def thinking_after(form: ReasoningFormat | None, prompt: str) -> Thinking:
+    """The thinking that an answer to this prompt may begin with."""
+    return None if form is None or form.is_closed(prompt) else (form, form.begins_inside(prompt))
 
 
 def thinking_rule(lark: Lark, thinking: Thinking) -> str:
     """The rule of the thinking before an answer, and of the white space after it."""
-    if thinking.form is None:
+    if thinking is None:
         return ""
-    open, rest = lark.mark(thinking.form.open), f"{lark.until(thinking.form.close)} {LINES}"
-    if not thinking.begins_inside:
+    form, begins_inside = thinking
+    open, rest = lark.mark(form.open), f"{lark.until(form.close)} {LINES}"
+    if not begins_inside:
         return f"({open} {rest})?"
-    return f"({open})? {rest}" if thinking.form.open in lark.special_ids else rest
+    return f"({open})? {rest}" if form.open in lark.special_ids else rest
 
 
 def after_thinking(
@@ -163,8 +187,9 @@ def after_thinking(
     """
     lark, thinking = Lark(special_ids), thinking_after(reasoning, prompt)
     if calls is not None and calls.name == HARMONY:
-        return lark.source(harmony_final(lark, lark.nest(source, "answer")))
-    if thinking.form is None:
+        final = message_of(lark, ["final"], lark.nest(source, "answer"))
+        return lark.source(f"({aside(lark, ['analysis'])})* {final}")
+    if thinking is None:
         return source
     return lark.source(f"{thinking_rule(lark, thinking)} {lark.nest(source, 'answer')}")
 
@@ -173,3 +198,140 @@ def either(calls: str, text: str) -> str:
     """The grammar of answers that match one of two."""
     lark = Lark({})
     return lark.source(f"{lark.nest(calls, 'calls')} | {lark.nest(text, 'text')}")
+
+
+# --- calls --------------------------------------------------------------------------------------------------
+
+
+def call_of(lark: Lark, text: str, tool: Tool, schema: Mapping[str, Any]) -> str:
+    """A call of a function, from the text of the format's calls."""
+    pieces = re.split(r"\$(\w+)", text.replace("$name", tool.name))
+    return " ".join(
+        PARTS[piece](lark, tool, schema) if i % 2 else lark.marked(piece) for i, piece in enumerate(pieces)
+    )
+
+
+def with_name(name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of arguments that have the function's name among them, as TGI writes it."""
+    named = {TGI_NAME: {"enum": [name]}}  # older drafts have no `const`
+    return {
+        **schema,
+        "properties": {**named, **schema.get("properties", {})},
+        "required": [*named, *schema.get("required", ())],
+    }
+
+
+def tagged_arguments(tags: ArgumentTags, lark: Lark, tool: Tool, schema: Mapping[str, Any]) -> str:
+    """All arguments in the order of the schema; those that are not required may be missing."""
+    parts = []
+    for name, part, is_required in properties_of(tool, schema):
+        head = lark.marked(f"{tags.name}{name}{tags.name_end}\n{tags.value}")
+        argument = f'{head} {tagged_value(lark, tool, part, tags.end)} "\\n"'
+        parts.append(argument if is_required else f"({argument})?")
+    return " ".join(parts)
+
+
+def tagged_value(lark: Lark, tool: Tool, schema: Mapping[str, Any], end: str) -> str:
+    """A value and the mark after it: a text as it is, any other as JSON."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list) and any(isinstance(value, str) for value in values):
+        words = [value if isinstance(value, str) else json.dumps(value) for value in values]
+        return f"{one_of(map(literal, words))} {lark.marked(end)}"
+    if types_of(schema, schema) != {"string"}:
+        return f"{lark.json(schema)} {lark.marked(end)}"
+    check_keywords(tool, schema, TEXT_KEYWORDS)
+    return lark.until(end)
+
+
+def keyword_arguments(lark: Lark, tool: Tool, schema: Mapping[str, Any]) -> str:
+    """Arguments by name, as Python has them; their values are JSON. The required ones come first."""
+    required: list[str] = []
+    optional: list[str] = []
+    for name, part, is_required in properties_of(tool, schema):
+        if PYTHON_NAME.fullmatch(name) is None:
+            raise unsupported(tool, f"properties/{name}")
+        (required if is_required else optional).append(f"{literal(name + '=')} {lark.json(part)}")
+    more = [f' (", " {argument})?' for argument in optional]
+    if required:
+        return ' ", " '.join(required) + "".join(more)
+    starts = [first + "".join(more[i + 1 :]) for i, first in enumerate(optional)]
+    return f"({one_of(starts)})?" if starts else ""
+
+
+PARTS: Mapping[str, Callable[[Lark, Tool, Mapping[str, Any]], str]] = {
+    "arguments": lambda lark, tool, schema: lark.json(schema),
+    "arguments_with_name": lambda lark, tool, schema: lark.json(with_name(tool.name, schema)),
+    "parameters": functools.partial(tagged_arguments, PARAMETER),
+    "pairs": functools.partial(tagged_arguments, PAIR),
+    "keywords": keyword_arguments,
+    "number": lambda lark, tool, schema: "/[0-9]{1,2}/",
+}
+"""Parts of a call that `$` marks in its text → what makes its expression: (function, schema of arguments)."""
+
+
+# --- schemas of arguments -----------------------------------------------------------------------------------
+
+
+def field_of(tool: Tool) -> str:
+    return f"tools.{tool.name}.parameters"
+
+
+def forced_schema(tool: Tool) -> Mapping[str, Any]:
+    """The schema that a grammar forces: the function's own, or any object if that cannot be compiled. Raises
+    ApiError if the function is strict, and its schema cannot be compiled.
+    """
+    try:
+        schema = closed(tool.parameters)
+        compile_checked(Grammar("json", json.dumps(schema), field_of(tool), closed=True))
+    except ApiError:
+        if tool.strict:
+            raise
+        return with_whitespace(ANY_OBJECT)
+    return with_whitespace(enforced_schema(schema, closed=True))
+
+
+def closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of an object that has only the properties that the schema names."""
+    schema = {**(inlined(parameters) or {"properties": {}}), "type": "object"}
+    if "properties" in schema and not any(keyword in schema for keyword in OPEN_OBJECT):
+        return schema | {"additionalProperties": False}
+    return schema
+
+
+def inlined(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema that this one refers to, with its definitions, if it is only a reference; else itself."""
+    path = schema.get("$ref")
+    if not isinstance(path, str) or not {*schema} <= {"$ref", "type", *DEFINITIONS, *ANNOTATIONS}:
+        return schema
+    target = resolve_reference(path, schema)
+    if not isinstance(target, Mapping) or "$ref" in target:
+        return schema
+    return {name: schema[name] for name in DEFINITIONS if name in schema} | dict(target)
+
+
+def with_whitespace(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+
+
+def properties_of(tool: Tool, schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
+    """(name, schema, whether it is required) of each argument. A schema stands alone: it has the definitions
+    to which it may refer, and the white space of the whole.
+    """
+    check_keywords(tool, schema, WHOLE_OBJECT)
+    shared = {name: schema[name] for name in (*DEFINITIONS, "x-guidance") if name in schema}
+    properties, required = schema.get("properties") or {}, schema.get("required") or ()
+    for name in dict.fromkeys([*properties, *required]):
+        part = properties.get(name)
+        yield name, {**shared, **(part if isinstance(part, Mapping) else {})}, name in required
+
+
+def check_keywords(tool: Tool, schema: Mapping[str, Any], keywords: Sequence[str]) -> None:
+    """Raises ApiError for a strict function whose schema has a keyword that its calls cannot be held to."""
+    for keyword in keywords:
+        if tool.strict and keyword in schema:
+            raise unsupported(tool, keyword)
+
+
+def unsupported(tool: Tool, keyword: str) -> ApiError:
+    cause = f"the keyword `{keyword}` is not supported in the format in which this model writes calls"
+    return invalid(f"`{field_of(tool)}` cannot be compiled: {cause}", field_of(tool))

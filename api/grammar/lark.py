@@ -14,17 +14,18 @@ class Lark:
 
     Attributes:
         special_ids: the model's special tokens, id by text. A grammar names them by their ids.
+        rules: the name of each, by what it says.
         nested: whole grammars, to which rules refer by name.
     """
 
     def __init__(self, special_ids: Mapping[str, int]) -> None:
         self.special_ids = special_ids
-        self.rules: list[str] = []
+        self.rules: dict[tuple[str, str], str] = {}
         self.nested: list[dict[str, Any]] = []
 
     def source(self, start: str) -> str:
         """The grammar: Lark, or llguidance's list of grammars if others are nested in it."""
-        lark = "\n".join([f"start: {start}", *self.rules])
+        lark = "\n".join([f"start: {start}", *(f"{name}{body}" for (_, body), name in self.rules.items())])
         return json.dumps({"grammars": [{"lark_grammar": lark}, *self.nested]}) if self.nested else lark
 
     def nest(self, source: str, name: str = "") -> str:
@@ -55,16 +56,12 @@ class Lark:
         pieces = re.split(f"({'|'.join(marks)})", text) if marks else [text]
         return [piece for piece in pieces if piece]
 
-    def rule(self, body: str, option: str = "") -> str:
-        name = f"rule_{len(self.rules)}"
-        self.rules.append(f"{name}{option}: {body}")
-        return name
+    def rule(self, body: str, option: str = "", kind: str = "rule") -> str:
+        return self.rules.setdefault((kind, f"{option}: {body}"), f"{kind}_{len(self.rules)}")
 
     def lexeme(self, pattern: str) -> str:
         """One lexeme of regexes and literals; it takes the longest text that matches."""
-        name = f"LEXEME_{len(self.rules)}"
-        self.rules.append(f"{name}: {pattern}")
-        return name
+        return self.rule(pattern, kind="LEXEME")
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """A JSON value."""
