@@ -58,20 +58,20 @@ FLAGS_OF_KEYS = {name.replace("_", "-") for name in KeyFields.model_fields} | {"
 
 
 def tables() -> str:
-    """One table for each section of the help."""
+    """One table for each section of the help: the variable with its default, and what it says."""
     lines = []
     texts = help_texts()
     for name, field in SettingFields.model_fields.items():
         if name in SECTIONS:
-            lines += ["", f"## {SECTIONS[name]}", "", "| setting | default | |", "|---|---|---|"]
-        lines.append(f"| `{name.upper()}` | {shown(field.default)} | {texts[name]} |")
+            lines += ["", f"## {SECTIONS[name]}", "", "| setting=default | |", "|---|---|"]
+        lines.append(f"| `{name.upper()}{shown(field.default)}` | {texts[name]} |")
     return "\n".join(lines[1:])
 
 
 def shown(default: Any) -> str:
     if default in (None, ()):
         return ""
-    return f"{default:_}" if type(default) is int and default >= 100_000 else str(default).lower()
+    return f"={default:_}" if type(default) is int and default >= 100_000 else f"={default}".lower()
 
 
 def table_of_tgi() -> str:
