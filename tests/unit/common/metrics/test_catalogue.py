@@ -105,10 +105,10 @@ def test_tgi_histograms_have_tgi_s_buckets() -> None:
 
 def test_every_metric_of_ours_is_in_the_docs_with_its_type_and_labels() -> None:
     text = (Path(__file__).parents[4] / "docs/metrics.md").read_text()
-    rows = re.findall(r"^\| `(tokenfleet_\w+)` \| (\w+) \| ([\w, ]*?) ?\|", text, re.MULTILINE)
+    rows = re.findall(r"^\| `(tokenfleet_\w+)(?:{([\w, ]+)})?` \| (\w+) \|", text, re.MULTILINE)
     ours = [metric for metric in catalogue.TABLE if metric.name.startswith("tokenfleet_")]
     assert sorted(rows) == sorted(
-        (metric.name + "_total" * (metric.kind == "counter"), metric.kind, ", ".join(metric.labels))
+        (metric.name + "_total" * (metric.kind == "counter"), ", ".join(metric.labels), metric.kind)
         for metric in ours
     )
 
