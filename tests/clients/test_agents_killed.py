@@ -1,8 +1,10 @@
 """Coding agents and frameworks of agents, unmodified: each does a task of three turns, whose calls it runs,
 while a process of the fleet is killed in each turn.
 
-Each agent is installed in a folder of its own, as docs/clients.md shows, within the folder that
-CODING_AGENTS names.
+Each agent is installed in a folder of its own within the folder that CODING_AGENTS names, as
+`python3 -m venv agents/langgraph && agents/langgraph/bin/pip install langgraph langchain-openai` or
+`mkdir -p agents/opencode && cd agents/opencode && npm install opencode-ai`. `codex` is `@openai/codex`,
+`claude` `@anthropic-ai/claude-code`, `continue` `@continuedev/cli`. Those that are not there are skipped.
 """
 
 import contextlib
@@ -316,7 +318,7 @@ def serving(program: Program, fleet: AgentFleet, folder: Path, health: str) -> I
 def skip_without(*programs: Program) -> None:
     for program in programs:
         if not program.executable:
-            pytest.skip(f"{program.folder} has no {program.command[0]} (docs/clients.md installs it)")
+            pytest.skip(f"{program.folder} has no {program.command[0]}")
 
 
 def do_task(fleet: AgentFleet, program: Program, url: str, home: Path) -> None:
