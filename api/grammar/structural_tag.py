@@ -5,204 +5,156 @@ formats have xgrammar's names; each becomes an expression in Lark.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
-
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails, PydanticCustomError
+from typing import Any
 
 from api.errors import ApiError, cut, invalid, quoted
 from api.grammar.lark import TEXT, Lark, literal, one_of, regex, without
 
-Item = TypeVar("Item")
-Text = Annotated[str, Field(min_length=1)]
-OneOrMore = Annotated[list[Item], Field(min_length=1, fail_fast=True)]
-Count = Annotated[int, Field(ge=0, le=2**31 - 1, strict=False)]
+Check = Callable[[Any, str], Any]
+"""(value of a field, its place) → the value as it is read. Raises ApiError."""
+Format = Mapping[str, Any]
+"""A part of a structural tag, as it was read: its `type`, and the value of each field of this type."""
 Following = Sequence[str] | None
 """What follows a format: one of these texts; nothing at the end of the whole; None where it has no fixed
 beginning. Only a text shows where free text ends.
 """
+MAX_COUNT = 2**31 - 1
+REQUIRED: Any = object()
+"""In place of a default."""
 
 
-class TagModel(BaseModel):
-    """A part of a structural tag. Unknown fields are refused, and values are not converted."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+# --- fields -------------------------------------------------------------------------------------------------
 
 
-def as_list(end: Any) -> Any:
-    """The ends of a tag; a text is its only one."""
-    if not isinstance(end, str | list):
-        raise PydanticCustomError("ends", "must be a text, or a list of texts")
-    return [end] if isinstance(end, str) else end
+def must_be(words: str, is_right: Callable[[Any], bool]) -> Check:
+    """A check of a value that is read as it is."""
+
+    def check(value: Any, place: str) -> Any:
+        if not is_right(value):
+            raise invalid(f"`{place}` must be {words}", place)
+        return value
+
+    return check
 
 
-class ConstStringFormat(TagModel):
-    """This text."""
+def only(allowed: Any) -> Check:
+    """A check of a field that has one value here."""
 
-    type: Literal["const_string"]
-    value: Text
+    def check(value: Any, place: str) -> Any:
+        if value != allowed or type(value) is not type(allowed):
+            raise unsupported(value, place)
+        return value
 
-
-class RegexFormat(TagModel):
-    """A text that matches a regex."""
-
-    type: Literal["regex"]
-    pattern: Text
+    return check
 
 
-class GrammarFormat(TagModel):
-    """A text that a grammar in GBNF or Lark allows."""
-
-    type: Literal["grammar"]
-    grammar: Text
+def unsupported(value: Any, place: str) -> ApiError:
+    return invalid(f"`{place}` is not supported. Given: {quoted(value)}", place)
 
 
-class AnyTextFormat(TagModel):
-    """Any text that contains none of `excludes`."""
-
-    type: Literal["any_text"]
-    excludes: list[Text] = []
-    max_chars: Count | None = None
-    max_tokens: None = None
+def list_of(check: Check, least: int = 1) -> Check:
+    words = "a list that is not empty" if least else "a list"
+    is_list = must_be(words, lambda value: isinstance(value, list) and len(value) >= least)
+    return lambda value, place: [check(item, f"{place}.{i}") for i, item in enumerate(is_list(value, place))]
 
 
-class JSONSchemaFormat(TagModel):
-    """A JSON value that satisfies a schema. The styles of single models are not supported."""
-
-    type: Literal["json_schema"]
-    json_schema: Any
-    style: Literal["json"] = "json"
-    any_order: Literal[False] = False
-    max_whitespace_cnt: Count | None = None
-
-
-class SequenceFormat(TagModel):
-    """Several formats, one after the other."""
-
-    type: Literal["sequence"]
-    elements: OneOrMore["Format"]
-
-
-class OrFormat(TagModel):
-    """One of several formats."""
-
-    type: Literal["or"]
-    elements: OneOrMore["Format"]
-
-
-class TagFormat(TagModel):
-    """A format between two texts; the second is one of `end`."""
-
-    type: Literal["tag"] = "tag"
-    begin: str
-    content: "Format"
-    end: Annotated[OneOrMore[str], BeforeValidator(as_list)]
-
-
-class TriggeredTagsFormat(TagModel):
-    """Any text, with tags in it. A trigger begins one of the tags that begin with it."""
-
-    type: Literal["triggered_tags"]
-    triggers: OneOrMore[Text]
-    tags: OneOrMore[TagFormat]
-    at_least_one: bool = False
-    stop_after_first: bool = False
-    excludes: list[Text] = []
-
-
-class TagsWithSeparatorFormat(TagModel):
-    """Tags with a separator between them, and no other text."""
-
-    type: Literal["tags_with_separator"]
-    tags: OneOrMore[TagFormat]
-    separator: str
-    at_least_one: bool = False
-    stop_after_first: bool = False
-
-
-Format = Annotated[
-    ConstStringFormat
-    | RegexFormat
-    | GrammarFormat
-    | AnyTextFormat
-    | JSONSchemaFormat
-    | SequenceFormat
-    | OrFormat
-    | TagFormat
-    | TriggeredTagsFormat
-    | TagsWithSeparatorFormat,
-    Field(discriminator="type"),
-]
-"""Any of the formats, told apart by `type`."""
-
-
-class StructuralTag(BaseModel):
-    """A structural tag: one format that consists of others."""
-
-    format: Format
-
-
-class OlderStructure(TagModel):
-    """A JSON value between two texts, in the older form of structural tags."""
-
-    begin: str
-    json_schema: Any = Field(alias="schema", default_factory=dict)
-    end: str
-
-
-class OlderStructuralTag(BaseModel):
-    """The older form of a structural tag: text with structures in it, where a trigger comes."""
-
-    triggers: OneOrMore[Text]
-    structures: OneOrMore[OlderStructure]
-
-
-WORDS = {
-    "missing": "is required",
-    "union_tag_not_found": "must have a `type`",
-    "string_type": "must be a text",
-    "string_too_short": "must be a text that is not empty",
-    "bool_type": "must be true or false",
-    "list_type": "must be a list",
-    "too_short": "must be a list that is not empty",
-    "model_type": "must be an object",
-    "model_attributes_type": "must be an object",
-}
-"""What is wrong, by pydantic's types of errors."""
-UNSUPPORTED = ("extra_forbidden", "literal_error", "none_required")
-UNIONS = ("format", "content")
-"""Fields that are a format."""
-
-
-def read_tag(text: str, field: str) -> StructuralTag | OlderStructuralTag:
-    """Read a structural tag from its JSON. Raises ApiError that names the part at fault."""
-    fields = json.loads(text).keys()
-    model = OlderStructuralTag if "structures" in fields and "format" not in fields else StructuralTag
+def count(value: Any, place: str) -> int | None:
+    """A whole number, or its text; null for none."""
     try:
-        return model.model_validate_json(text)
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        raise tag_error(problem, path_of(problem["loc"], field)) from error
+        number = None if value is None else float(value)
+    except (TypeError, ValueError):
+        number = -1.0
+    if number is not None and not (number.is_integer() and 0 <= number <= MAX_COUNT):
+        words = f"must be greater than or equal to 0, and a whole number of at most {MAX_COUNT}"
+        raise invalid(f"`{place}` {words}", place)
+    return None if number is None else int(number)
 
 
-def tag_error(problem: ErrorDetails, place: str) -> ApiError:
-    """The error for what pydantic found."""
-    kind, given = problem["type"], problem["input"]
-    if kind == "union_tag_invalid":
-        allowed, place = problem["ctx"]["expected_tags"].replace("'", ""), f"{place}.type"
-        return invalid(f"`{place}` must be one of {allowed}. Given: {quoted(given['type'])}", place)
-    if kind in UNSUPPORTED:
-        return invalid(f"`{place}` is not supported. Given: {quoted(given)}", place)
-    return invalid(f"`{place}` {WORDS.get(kind) or problem['msg'].replace('Input should', 'must')}", place)
+def ends(value: Any, place: str) -> Any:
+    """The ends of a tag; a text is its only one."""
+    if not isinstance(value, str | list):
+        raise invalid(f"`{place}` must be a text, or a list of texts", place)
+    return [value] if isinstance(value, str) else list_of(any_text)(value, place)
 
 
-def path_of(steps: Sequence[int | str], field: str) -> str:
-    """The place of a problem: pydantic's path to it, without the names of types that follow each format."""
-    names = [field]
-    for before, last, step in zip(("", "", *steps), ("", *steps), steps, strict=False):
-        if last not in UNIONS and before != "elements":
-            names.append(cut(str(step)))
-    return ".".join(names)
+def read_fields(value: Any, place: str, fields: Mapping[str, tuple[Check, Any]]) -> Format:
+    """The fields of an object. Raises ApiError for the first that is wrong, missing or unknown."""
+    an_object(value, place)
+    read = {}
+    for name, (check, default) in fields.items():
+        if name not in value and default is REQUIRED:
+            raise invalid(f"`{place}.{name}` is required", f"{place}.{name}")
+        read[name] = check(value[name], f"{place}.{name}") if name in value else default
+    if unknown := [name for name in value if name not in fields]:
+        raise unsupported(value[unknown[0]], f"{place}.{cut(unknown[0])}")
+    return read
+
+
+def read_format(value: Any, place: str) -> Format:
+    """Any of the formats, told apart by `type`."""
+    kind = an_object(value, place).get("type", REQUIRED)
+    if kind is REQUIRED:
+        raise invalid(f"`{place}` must have a `type`", place)
+    if not isinstance(kind, str) or kind not in FORMATS:
+        place = f"{place}.type"
+        raise invalid(f"`{place}` must be one of {', '.join(FORMATS)}. Given: {quoted(kind)}", place)
+    return read_fields(value, place, {"type": (only(kind), kind), **FORMATS[kind]})
+
+
+def read_tag(value: Any, place: str) -> Format:
+    """A tag among others; its `type` may be missing."""
+    return read_fields(value, place, {"type": (only("tag"), "tag"), **FORMATS["tag"]})
+
+
+def read_structure(value: Any, place: str) -> Format:
+    """A JSON value between two texts, in the older form of structural tags, as a tag."""
+    read = read_fields(value, place, STRUCTURE)
+    schema = {} if read["schema"] is None else read["schema"]
+    content = {"type": "json_schema", "json_schema": schema}
+    return read_tag({"begin": read["begin"], "content": content, "end": read["end"]}, place)
+
+
+an_object = must_be("an object", lambda value: isinstance(value, dict))
+anything = must_be("", lambda value: True)
+any_text = must_be("a text", lambda value: isinstance(value, str))
+text = must_be("a text that is not empty", lambda value: isinstance(value, str) and value != "")
+flag = must_be("true or false", lambda value: isinstance(value, bool))
+excludes = (list_of(text, least=0), ())
+tags = {
+    "tags": (list_of(read_tag), REQUIRED),
+    "at_least_one": (flag, False),
+    "stop_after_first": (flag, False),
+}
+FORMATS: Mapping[str, Mapping[str, tuple[Check, Any]]] = {
+    "const_string": {"value": (text, REQUIRED)},
+    "regex": {"pattern": (text, REQUIRED)},
+    "grammar": {"grammar": (text, REQUIRED)},
+    "any_text": {"excludes": excludes, "max_chars": (count, None), "max_tokens": (only(None), None)},
+    "json_schema": {
+        "json_schema": (anything, REQUIRED),
+        "style": (only("json"), "json"),
+        "any_order": (only(False), False),
+        "max_whitespace_cnt": (count, None),
+    },
+    "sequence": {"elements": (list_of(read_format), REQUIRED)},
+    "or": {"elements": (list_of(read_format), REQUIRED)},
+    "tag": {"begin": (any_text, REQUIRED), "content": (read_format, REQUIRED), "end": (ends, REQUIRED)},
+    "triggered_tags": {"triggers": (list_of(text), REQUIRED), **tags, "excludes": excludes},
+    "tags_with_separator": {**tags, "separator": (any_text, REQUIRED)},
+}
+"""Types of formats → their fields → the check of each, and its default.
+
+- `const_string` is this text, `any_text` any text that contains none of `excludes`.
+- `regex`, `grammar` (GBNF or Lark) and `json_schema` are a text that matches.
+- `sequence` is several formats, one after the other, `or` one of several.
+- `tag` is a format between two texts, of which the second is one of `end`.
+- `triggered_tags` is any text with tags in it: a trigger begins one of the tags that begin with it.
+- `tags_with_separator` is tags with a separator between them, and no other text.
+"""
+STRUCTURE = {"begin": (any_text, REQUIRED), "schema": (anything, None), "end": (any_text, REQUIRED)}
+WHOLE = {"format": (read_format, REQUIRED)}
+OLDER = {"triggers": (list_of(text), REQUIRED), "structures": (list_of(read_structure), REQUIRED)}
+"""Fields of the older form: text with structures in it, where a trigger comes."""
 
 
 # --- rules --------------------------------------------------------------------------------------------------
@@ -223,16 +175,14 @@ class TagRules:
 
     def source(self, text: str, field: str) -> str:
         """The grammar of a structural tag, given as JSON. Raises ApiError that names the part at fault."""
-        tag = read_tag(text, field)
-        if isinstance(tag, StructuralTag):
-            return self.lark.source(self.rule(tag.format, f"{field}.format", ()))
-        tags = []
-        for i, one in enumerate(tag.structures):
-            schema = {} if one.json_schema is None else one.json_schema
-            self.schema(schema, f"{field}.structures.{i}.schema", "")
-            content = JSONSchemaFormat(type="json_schema", json_schema=schema)
-            tags.append(TagFormat(begin=one.begin, content=content, end=[one.end]))
-        form = TriggeredTagsFormat(type="triggered_tags", triggers=tag.triggers, tags=tags)
+        tag = json.loads(text)
+        fields = OLDER if "structures" in tag and "format" not in tag else WHOLE
+        tag = read_fields({name: tag[name] for name in tag if name in fields}, field, fields)
+        if fields is WHOLE:
+            return self.lark.source(self.rule(tag["format"], f"{field}.format", ()))
+        for i, one in enumerate(tag["structures"]):
+            self.schema(one["content"]["json_schema"], f"{field}.structures.{i}.schema", "")
+        form = tag | {"at_least_one": False, "stop_after_first": False, "excludes": ()}
         return self.lark.source(self.triggered(form, field, (), "structures").lstrip())
 
     def rule(self, form: Format, field: str, after: Following) -> str:
@@ -242,30 +192,30 @@ class TagRules:
     def rest(self, form: Format, field: str, after: Following) -> str:
         """What follows the beginning of a format."""
         match form:
-            case SequenceFormat(elements=elements):
+            case {"type": "sequence", "elements": elements}:
                 starts = [(start,) if (start := beginning_of(one)) else None for one in elements]
                 parts = enumerate(zip(elements, [*starts[1:], after], strict=True))
                 return " ".join(self.rest(one, f"{field}.elements.{i}", next_) for i, (one, next_) in parts)
-            case OrFormat(elements=elements):
+            case {"type": "or", "elements": elements}:
                 return one_of(
                     self.rule(one, f"{field}.elements.{i}", after) for i, one in enumerate(elements)
                 )
-            case TagFormat():
+            case {"type": "tag"}:
                 return self.content(form, field, after)
-            case TriggeredTagsFormat():
+            case {"type": "triggered_tags"}:
                 return self.triggered(form, field, after)
-            case AnyTextFormat(excludes=excludes, max_chars=most):
+            case {"type": "any_text", "excludes": excludes, "max_chars": most}:
                 return self.text(text_without(excludes, most), field, after)
-            case RegexFormat(pattern=pattern):
+            case {"type": "regex", "pattern": pattern}:
                 return self.text(regex(pattern), field, after)
-            case TagsWithSeparatorFormat():
+            case {"type": "tags_with_separator"}:
                 source = self.separated(form, field)
-            case GrammarFormat(grammar=grammar):
+            case {"type": "grammar", "grammar": grammar}:
                 source = self.lark.nest(self.grammar(grammar, f"{field}.grammar"))
-            case JSONSchemaFormat(json_schema=schema, max_whitespace_cnt=most):
+            case {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": most}:
                 whitespace = "" if most is None else rf"[ \n\t]{{0,{most}}}"
                 source = self.lark.json(self.schema(schema, f"{field}.json_schema", whitespace))
-            case ConstStringFormat():
+            case _:  # a text, which is its beginning
                 source = ""
         return f"{source} {self.lark.any_marked(after or ())}"
 
@@ -279,58 +229,59 @@ class TagRules:
             one_of(self.lark.until(mark, pattern) for mark in after) if after else self.lark.lexeme(pattern)
         )
 
-    def content(self, tag: TagFormat, field: str, after: Following) -> str:
+    def content(self, tag: Format, field: str, after: Following) -> str:
         """What stands after the beginning of a tag. Without an end, it goes on up to what follows."""
-        place, ends = f"{field}.content", [end for end in tag.end if end]
-        found = [self.rule(tag.content, place, after)] if "" in tag.end else []
+        content, place, ends = tag["content"], f"{field}.content", [end for end in tag["end"] if end]
+        found = [self.rule(content, place, after)] if "" in tag["end"] else []
         if ends:
-            found.append(f"{self.rule(tag.content, place, ends)} {self.lark.any_marked(after or ())}")
+            found.append(f"{self.rule(content, place, ends)} {self.lark.any_marked(after or ())}")
         return one_of(found)
 
-    def triggered(self, form: TriggeredTagsFormat, field: str, after: Following, name: str = "tags") -> str:
+    def triggered(self, form: Format, field: str, after: Following, name: str = "tags") -> str:
         """Free text, with tags wherever their triggers come; `name` is the field that has the tags."""
         groups: dict[str, list[str]] = {}
-        for i, tag in enumerate(form.tags):
+        at_least_one, stop_after_first = form["at_least_one"], form["stop_after_first"]
+        for i, tag in enumerate(form[name]):
             place = f"{field}.{name}.{i}"
-            trigger = self.trigger_of(tag, form.triggers, place)
-            head = self.lark.marked(tag.begin.removeprefix(trigger))
-            content = self.content(tag, place, after if form.stop_after_first or after == () else None)
+            trigger = self.trigger_of(tag["begin"], form["triggers"], place)
+            head = self.lark.marked(tag["begin"].removeprefix(trigger))
+            content = self.content(tag, place, after if stop_after_first or after == () else None)
             groups.setdefault(trigger, []).append(f"{head} {content}")
         first = one_of(f"{self.lark.marked(trigger)} {one_of(rest)}" for trigger, rest in groups.items())
-        if form.at_least_one and form.stop_after_first:
+        if at_least_one and stop_after_first:
             return f"{first} {self.lark.any_marked(after or ())}"
-        pattern = text_without(form.excludes)
+        pattern = text_without(form["excludes"])
         found = (f"{self.lark.until(trigger, pattern)} {one_of(rest)}" for trigger, rest in groups.items())
         any_tag, text = self.lark.rule(one_of(found)), self.text(pattern, field, after)
-        if form.stop_after_first:
+        if stop_after_first:
             return one_of([any_tag, text])
-        return f"{first if form.at_least_one else ''} ({any_tag})* {text}"
+        return f"{first if at_least_one else ''} ({any_tag})* {text}"
 
-    def trigger_of(self, tag: TagFormat, triggers: Sequence[str], place: str) -> str:
+    def trigger_of(self, begin: str, triggers: Sequence[str], place: str) -> str:
         """The shortest trigger that a tag begins with, since it comes first; if it is a part of a special
         token, the whole token. Raises ApiError where there is none.
         """
-        trigger = min((one for one in triggers if tag.begin.startswith(one)), key=len, default=None)
+        trigger = min((one for one in triggers if begin.startswith(one)), key=len, default=None)
         if trigger is None:
             raise invalid(f"`{place}.begin` must begin with one of `triggers`", f"{place}.begin")
-        marks = [mark for mark in self.lark.special_ids if tag.begin.startswith(mark)]
+        marks = [mark for mark in self.lark.special_ids if begin.startswith(mark)]
         return next((mark for mark in marks if mark.startswith(trigger)), trigger)
 
-    def separated(self, form: TagsWithSeparatorFormat, field: str) -> str:
+    def separated(self, form: Format, field: str) -> str:
         """Tags with a separator between them."""
-        tags = [self.rule(tag, f"{field}.tags.{i}", None) for i, tag in enumerate(form.tags)]
+        tags = [self.rule(tag, f"{field}.tags.{i}", None) for i, tag in enumerate(form["tags"])]
         one = self.lark.rule(one_of(tags))
-        many = one if form.stop_after_first else f"{one} ({self.lark.marked(form.separator)} {one})*"
-        return many if form.at_least_one else f"({many})?"
+        more = "" if form["stop_after_first"] else f"({self.lark.marked(form['separator'])} {one})*"
+        return f"{one} {more}" if form["at_least_one"] else f"({one} {more})?"
 
 
 def beginning_of(form: Format) -> str:
     """The fixed text with which a format begins; "" if there is none."""
     match form:
-        case ConstStringFormat(value=text) | TagFormat(begin=text):
+        case {"type": "const_string", "value": str(text)} | {"type": "tag", "begin": str(text)}:
             return text
-        case SequenceFormat(elements=elements):
-            return beginning_of(elements[0])
+        case {"type": "sequence", "elements": [first, *_]}:
+            return beginning_of(first)
         case _:
             return ""
 
