@@ -9,8 +9,8 @@ import heapq
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from itertools import count
+from typing import NamedTuple
 
 import llguidance
 
@@ -149,13 +149,12 @@ def matches_only_space(pattern: str) -> bool:
 # --- dead ends ----------------------------------------------------------------------------------------------
 
 
-@dataclass(order=True, slots=True)
-class Way:
-    """The beginning of a text, and the grammar's state after it.
+class Way(NamedTuple):
+    """The beginning of a text, and the grammar's state after it. Ways are tried in this order.
 
     Attributes:
         num_turns: how many of its bytes were not the ones that close soonest.
-        number: the order of ways; the newest has the lowest.
+        number: the newest way has the lowest.
         matcher: the grammar's state after the text.
         text: as tokens of single bytes.
         mask: what was allowed in the place of its last byte.
@@ -164,28 +163,10 @@ class Way:
 
     num_turns: int
     number: int
-    matcher: llguidance.LLMatcher = field(compare=False)
-    text: tuple[int, ...] = field(compare=False, default=())
-    mask: bytes = field(compare=False, default=b"")
-    num_alike: int = field(compare=False, default=0)
-
-    @property
-    def place(self) -> object:
-        return self.mask, self.text[-1:], self.num_alike, *(self.text.count(byte) for byte in SHAPE)
-
-    def follow_forced(self) -> bool:
-        """Follow what is forced. False if that is too much."""
-        forced = self.matcher.compute_ff_tokens()
-        if 0 < len(forced) <= MAX_FORCED:
-            self.matcher.consume_tokens(forced)
-            self.text += tuple(forced)
-        return len(forced) <= MAX_FORCED
-
-    def look(self) -> None:
-        """See what may follow. At a dead end the matcher has an error afterwards."""
-        mask = self.matcher.compute_bitmask()
-        self.num_alike = self.num_alike + 1 if mask == self.mask else 0
-        self.mask = mask
+    matcher: llguidance.LLMatcher
+    text: tuple[int, ...] = ()
+    mask: bytes = b""
+    num_alike: int = 0
 
 
 def find_dead_end(start: llguidance.LLMatcher, end: int) -> Way | None:
@@ -203,20 +184,26 @@ def find_dead_end(start: llguidance.LLMatcher, end: int) -> Way | None:
     ways = [Way(0, 0, start)]
     while ways and len(seen) < MAX_PLACES:
         way = heapq.heappop(ways)
-        if not way.follow_forced():
+        matcher, forced = way.matcher, way.matcher.compute_ff_tokens()
+        if len(forced) > MAX_FORCED:
             return way
-        if way.matcher.is_stopped() and not way.matcher.is_error():
+        matcher.consume_tokens(forced)
+        text = (*way.text, *forced)
+        if matcher.is_stopped() and not matcher.is_error():
             continue
-        way.look()
-        if way.matcher.is_error():
-            return way
-        if way.place not in seen and way.num_alike < MAX_ALIKE:
-            seen.add(way.place)
-            for turns, byte in enumerate(tokens_to_try(way.mask, end)):
-                matcher = way.matcher.deep_copy()
-                matcher.consume_token(byte)
-                later = way.num_turns + bool(turns), next(numbers), matcher, (*way.text, byte)
-                heapq.heappush(ways, Way(*later, way.mask, way.num_alike))
+        mask = matcher.compute_bitmask()  # at a dead end the matcher has an error afterwards
+        if matcher.is_error():
+            return way._replace(text=text)
+        num_alike = way.num_alike + 1 if mask == way.mask else 0
+        place = mask, text[-1:], num_alike, *(text.count(byte) for byte in SHAPE)
+        if place in seen or num_alike >= MAX_ALIKE:
+            continue
+        seen.add(place)
+        for turns, byte in enumerate(tokens_to_try(mask, end)):
+            after = matcher.deep_copy()
+            after.consume_token(byte)
+            turned = way.num_turns + bool(turns)
+            heapq.heappush(ways, Way(turned, next(numbers), after, (*text, byte), mask, num_alike))
     return None
 
 
