@@ -7,27 +7,39 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from functools import partial
 
-from api.answers.harmony import CHANNEL, CONSTRAIN, ENDS, FUNCTIONS, MESSAGE, START, read_harmony
-from api.answers.json_calls import (
+from api.answers.call_readers import (
     ARGS,
     CALL_ID,
+    CHANNEL,
+    CONSTRAIN,
     DEEPSEEK,
-    FENCE,
+    END_FUNCTION,
+    END_TOOL_CALL,
+    ENDS,
+    FUNCTION,
+    FUNCTIONS,
     KIMI,
+    MESSAGE,
+    PAIR,
+    PARAMETER,
     PYTHON_TAG,
+    START,
     TGI_FUNCTION,
+    TOOL_CALL,
     TOOL_CALLS,
     SectionMarks,
+    read_call,
     read_calls,
-    read_llama_json,
+    read_harmony,
+    read_lines,
     read_marked,
     read_mistral,
+    read_python_list,
     read_section,
+    read_tagged_call,
     read_tgi,
 )
-from api.answers.python_calls import read_pythonic
 from api.answers.scanner import SPACE, Scan, Scanner
-from api.answers.tagged_arguments import END_TOOL_CALL, FUNCTION, PAIR, TOOL_CALL, read_function, read_glm
 
 HARMONY = "openai"
 """The format in which gpt-oss writes thinking, calls and content alike."""
@@ -150,6 +162,8 @@ class CallFormat:
         return next(one for one in self.writings if all(mark in special for mark in one.needs))
 
 
+HARMONY_CALL = f" to={FUNCTIONS}$name{CHANNEL}commentary json{MESSAGE}$arguments"
+CHANNEL_CALL = f"{CHANNEL}commentary to={FUNCTIONS}$name {CONSTRAIN}json{MESSAGE}$arguments"
 OBJECT = '{"name": "$name", "arguments": $arguments}'
 
 
@@ -171,30 +185,24 @@ def python_list(name: str, open: str, close: str) -> CallFormat:
     plain = Writing("", "[", "$name($keywords)", ", ", "]")
     marked = replace(plain, mark=open, close=f"]{close}", needs=(open, close))
     writings = (marked, plain) if close else (plain,)
-    return CallFormat(name, marks, partial(read_pythonic, open, close), writings, unmarked=("[",))
+    read = partial(read_lines, read_python_list, open, close, "\n[", "")
+    return CallFormat(name, marks, read, writings, unmarked=("[",))
 
 
 def functions_between(name: str, open: str, close: str) -> CallFormat:
-    return CallFormat(
-        name,
-        (open, close),
-        partial(read_marked, [open, FUNCTION], read_function, close),
-        (each_between(open, f"\n{FUNCTION}$name>\n$parameters</function>\n", close),),
-        unmarked=(FUNCTION,),
-    )
+    """Functions with their parameters in tags, between two marks, which the model may leave out."""
+    read_one = partial(read_tagged_call, FUNCTION, ">", PARAMETER, END_FUNCTION)
+    writing = each_between(open, f"\n{FUNCTION}$name>\n$parameters{END_FUNCTION}\n", close)
+    read = partial(read_marked, [open, FUNCTION], read_one, close)
+    return CallFormat(name, (open, close), read, (writing,), unmarked=(FUNCTION,))
 
 
 def sections(name: str, marks: SectionMarks, call: str, between: str = "") -> CallFormat:
-    return CallFormat(
-        name,
-        marks,
-        partial(read_marked, [marks.calls_begin, marks.call_begin], partial(read_section, marks), ""),
-        (
-            Writing(
-                marks.calls_begin, "", f"{marks.call_begin}{call}{marks.call_end}", between, marks.calls_end
-            ),
-        ),
-    )
+    """A section of calls, each between two marks. `|` in the call is the mark before its arguments."""
+    one = f"{marks.call_begin}{call.replace('|', marks.arguments_begin)}{marks.call_end}"
+    writing = Writing(marks.calls_begin, "", one, between, marks.calls_end)
+    read = partial(read_marked, [marks.calls_begin, marks.call_begin], partial(read_section, marks), "")
+    return CallFormat(name, marks, read, (writing,))
 
 
 CALL_FORMATS = {
@@ -211,7 +219,7 @@ CALL_FORMATS = {
         CallFormat(
             "llama3_json",
             (PYTHON_TAG,),
-            read_llama_json,
+            partial(read_lines, read_call, PYTHON_TAG, "", "\n{", ";"),
             (Writing("", "", '{"name": "$name", "parameters": $arguments}', "; ", may_open=PYTHON_TAG),),
             unmarked=("{",),
             heads=('{"name": %s, "parameters": {', '{"name":%s,"parameters":{'),
@@ -228,35 +236,20 @@ CALL_FORMATS = {
             ),
             short_ids=True,
         ),
-        sections(
-            "deepseek_v3",
-            DEEPSEEK,
-            f"function{DEEPSEEK.arguments_begin}$name\n{FENCE}json\n$arguments\n{FENCE}",
-            "\n",
-        ),
-        sections("deepseek_v31", DEEPSEEK, f"$name{DEEPSEEK.arguments_begin}$arguments"),
-        sections("kimi_k2", KIMI, f"functions.$name:$number{KIMI.arguments_begin}$arguments"),
+        sections("deepseek_v3", DEEPSEEK, "function|$name\n```json\n$arguments\n```", "\n"),
+        sections("deepseek_v31", DEEPSEEK, "$name|$arguments"),
+        sections("kimi_k2", KIMI, "functions.$name:$number|$arguments"),
         CallFormat(
             "glm45",
             (TOOL_CALL, END_TOOL_CALL, PAIR.name, PAIR.name_end, PAIR.value, PAIR.end),
-            partial(read_marked, [TOOL_CALL], read_glm, ""),
+            partial(read_marked, [TOOL_CALL], partial(read_tagged_call, "", "", PAIR, END_TOOL_CALL), ""),
             (each_between(TOOL_CALL, "$name\n$pairs", END_TOOL_CALL),),
         ),
         CallFormat(
             HARMONY,
             (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS),
             read_harmony,
-            (
-                Writing(
-                    "",
-                    "",
-                    f" to={FUNCTIONS}$name{CHANNEL}commentary json{MESSAGE}$arguments",
-                    None,
-                    other_calls=(
-                        f"{CHANNEL}commentary to={FUNCTIONS}$name {CONSTRAIN}json{MESSAGE}$arguments",
-                    ),
-                ),
-            ),
+            (Writing("", "", HARMONY_CALL, None, other_calls=(CHANNEL_CALL,)),),
         ),
         json_list("granite", "<|tool_call|>"),
         json_list("nemotron_json", "<TOOLCALL>", "</TOOLCALL>"),

@@ -1,9 +1,10 @@
 """Scanner: an answer's text as it comes, read by generators that wait for more of it. What it says is deltas.
 
 A generator yields where the text so far does not decide what follows. It never looks at where the text so far
-ends, so it decides the same for every cut of the text.
+ends, so it decides the same for every cut of the text. A JSON value is passed on as it is read.
 """
 
+import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -272,3 +273,123 @@ def end_of_certain(text: str, marks: Sequence[str], start: int) -> int:
         if any(len(mark) > len(rest) and mark.startswith(rest) for mark in marks):
             return place
     return len(text)
+
+
+MAX_DEPTH = 64
+MAX_NUMBER = 400
+"""Characters of a number, which waits for its end."""
+NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+NUMBER_CHARS = frozenset("0123456789+-.eE")
+PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})')
+ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f"}
+"""Control characters that models write into strings, where JSON has escapes."""
+Write = Callable[[str], None]
+
+
+def read_value(scanner: Scanner, write: Write, depth: int = 0) -> Waiting:
+    """Read a value. False where the text is none, with all before that place read."""
+    if depth > MAX_DEPTH:
+        return False
+    match (yield from scanner.char()):
+        case "{" | "[" as first:
+            return (yield from read_object(scanner, write, depth, "}" if first == "{" else "]"))
+        case '"':
+            return (yield from read_string(scanner, write))
+        case "t" | "f" | "n" as first:
+            word = {"t": "true", "f": "false", "n": "null"}[first]
+            found = yield from scanner.literal(word)
+            if found:
+                write(word)
+            return found
+        case _:
+            return (yield from read_number(scanner, write))
+
+
+def read_object(scanner: Scanner, write: Write, depth: int = 0, close: str = "}") -> Waiting:
+    """Read an object, or a list, which ends in another bracket."""
+    yield from pass_char(scanner, write)
+    if (yield from pass_if(scanner, write, close)):
+        return True
+    return (yield from read_members(scanner, write, depth, close))
+
+
+def read_members(scanner: Scanner, write: Write, depth: int = 0, close: str = "}") -> Waiting:
+    """Read the rest of an object or a list, from the first of the members to come."""
+    while True:
+        yield from pass_space(scanner, write)
+        if close == "}":
+            if (yield from scanner.char()) != '"' or not (yield from read_string(scanner, write)):
+                return False
+            if not (yield from pass_if(scanner, write, ":")):
+                return False
+            yield from pass_space(scanner, write)
+        if not (yield from read_value(scanner, write, depth + 1)):
+            return False
+        if (yield from pass_if(scanner, write, close)):
+            return True
+        if not (yield from pass_if(scanner, write, ",")):
+            return False
+
+
+def read_string(scanner: Scanner, write: Write) -> Waiting:
+    """Control characters are written as escapes."""
+    yield from pass_char(scanner, write)
+    while char := (yield from scanner.char()):
+        if found := PLAIN.match(scanner.text, scanner.position):
+            scanner.position = found.end()
+            write(found[0])
+        elif char == "\\":
+            if not (yield from read_escape(scanner, write)):
+                return False
+        else:
+            scanner.position += 1
+            write(ESCAPES.get(char) or (char if char == '"' else f"\\u{ord(char):04x}"))
+            if char == '"':
+                return True
+    return False
+
+
+def read_escape(scanner: Scanner, write: Write) -> Waiting:
+    escape = yield from scanner.peek(2)
+    if escape == "\\u":
+        escape = yield from scanner.peek(6)
+    if ESCAPE.fullmatch(escape) is None:
+        return False
+    scanner.position += len(escape)
+    write(escape)
+    return True
+
+
+def read_number(scanner: Scanner, write: Write) -> Waiting:
+    word = ""
+    while len(word) < MAX_NUMBER:
+        longer = yield from scanner.peek(len(word) + 1)
+        if longer == word or longer[-1] not in NUMBER_CHARS:
+            break
+        word = longer
+    if NUMBER.fullmatch(word) is None:
+        return False
+    scanner.position += len(word)
+    write(word)
+    return True
+
+
+def pass_char(scanner: Scanner, write: Write) -> Scan:
+    write((yield from scanner.char()))
+    scanner.position += 1
+
+
+def pass_if(scanner: Scanner, write: Write, char: str) -> Waiting:
+    """Pass on white space, and this character if it follows."""
+    yield from pass_space(scanner, write)
+    found = (yield from scanner.char()) == char
+    if found:
+        yield from pass_char(scanner, write)
+    return found
+
+
+def pass_space(scanner: Scanner, write: Write) -> Scan:
+    while (char := (yield from scanner.char())) and char in SPACE:
+        scanner.position += 1
+        write(char)

@@ -12,10 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from api.answers.call_formats import CALL_FORMATS, HARMONY, CallFormat, ReasoningFormat, Writing
-from api.answers.harmony import CHANNEL, ENDS, MESSAGE, START
-from api.answers.json_calls import TGI_NAME
+from api.answers.call_readers import (
+    CHANNEL,
+    ENDS,
+    MESSAGE,
+    PAIR,
+    PARAMETER,
+    START,
+    TGI_NAME,
+    ArgumentTags,
+    resolve_reference,
+    types_of,
+)
 from api.answers.scanner import NO_NAME, Tool
-from api.answers.tagged_arguments import PAIR, PARAMETER, ArgumentTags, resolve_reference, types_of
 from api.errors import ApiError, cut, invalid
 from api.grammar.apart import run_apart
 from api.grammar.check import find_error

@@ -14,15 +14,16 @@ from api.answers.chat_answer import (
     render_deltas,
     render_message,
 )
-from api.answers.logits import LOGITS, logits_fields
 from api.answers.logprobs import (
     CHAT_LOGPROBS,
     COMPLETION_LOGPROBS,
+    LOGITS,
     PROMPT_LOGPROBS,
     LogprobLists,
     chat_logprobs,
     completion_logprobs,
     join_logprobs,
+    logits_fields,
     prompt_logprobs,
     sequence_scores,
 )

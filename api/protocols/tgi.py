@@ -17,8 +17,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from api.answers.answer import HttpAnswer, Rendering
-from api.answers.logits import LOGITS, logits_fields
-from api.answers.logprobs import sequence_scores
+from api.answers.logprobs import LOGITS, logits_fields, sequence_scores
 from api.errors import ApiError, invalid, quoted, tgi, unavailable
 from api.grammar.read import GRAMMAR_SCHEMA, read_tgi_grammar
 from api.http.body import reject_unsupported

@@ -15,8 +15,8 @@ import pytest
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from api.answers.call_formats import CALL_FORMATS, REASONING_FORMATS, ReasoningFormat
+from api.answers.call_readers import PAIR, PARAMETER
 from api.answers.scanner import Tool
-from api.answers.tagged_arguments import PAIR, PARAMETER
 from api.errors import ApiError
 from api.grammar.compile import Grammar, compile_grammar
 from api.grammar.force import CallChoice, after_thinking, call_grammar
