@@ -182,7 +182,7 @@ class TagRules:
             return self.lark.source(self.rule(tag["format"], f"{field}.format", ()))
         for i, one in enumerate(tag["structures"]):
             self.schema(one["content"]["json_schema"], f"{field}.structures.{i}.schema", "")
-        form = tag | {"at_least_one": False, "stop_after_first": False, "excludes": ()}
+        form = {**tag, "at_least_one": False, "stop_after_first": False, "excludes": ()}
         return self.lark.source(self.triggered(form, field, (), "structures").lstrip())
 
     def rule(self, form: Format, field: str, after: Following) -> str:
