@@ -8,13 +8,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from api.errors import ApiError, cut, invalid, quoted
+from api.errors import cut, invalid, quoted
 from api.grammar.compile import MAX_SCHEMA_DEPTH, Grammar, depth_of
+from api.grammar.structural_tag import flag, list_of, must_be, required, text
 from api.json import parse_text
 
 ANY_OBJECT = '{"type": "object"}'
-KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-"""Kinds of `structured_outputs`, of which it has one."""
 WITHOUT_EFFECT = ("disable_fallback", "disable_any_whitespace", "_backend", "_backend_was_auto")
 PATTERN = "whitespace_pattern"
 GRAMMAR_SCHEMA: Any = {
@@ -64,7 +63,7 @@ def read_response_format(value: Mapping[str, Any], field: str = "response_format
                 raise required(f"{field}.{name}.schema")
             return read_named_schema(inner, f"{field}.{name}", closed=name == "value")
         case "regex":
-            return read_kind("regex", value.get("value"), f"{field}.value")
+            return KINDS["regex"](value.get("value"), f"{field}.value")
         case "structural_tag":
             return read_structural_tag(value, field)
         case kind:
@@ -95,7 +94,7 @@ def read_structured_outputs(value: Mapping[str, Any], field: str = "structured_o
     if len(given) != 1:
         raise invalid(f"`{field}` must have one of {', '.join(KINDS)}. Given: {len(given)}", field)
     [(name, item)] = given.items()
-    return with_whitespace(read_kind(name, item, f"{field}.{name}"), value.get(PATTERN), f"{field}.{PATTERN}")
+    return with_whitespace(KINDS[name](item, f"{field}.{name}"), value.get(PATTERN), f"{field}.{PATTERN}")
 
 
 def with_whitespace(grammar: Grammar | None, pattern: Any, field: str) -> Grammar | None:
@@ -106,43 +105,34 @@ def with_whitespace(grammar: Grammar | None, pattern: Any, field: str) -> Gramma
         return grammar
     if grammar is None or grammar.kind not in ("json", "structural_tag"):
         raise invalid(f"`{field}` can only be used for JSON: beside a JSON schema or a structural tag", field)
-    return replace(grammar, whitespace=read_text(pattern, field))
+    return replace(grammar, whitespace=text(pattern, field))
 
 
 # --- one kind of grammar ------------------------------------------------------------------------------------
 
 
-def read_kind(kind: str, value: Any, field: str) -> Grammar:
-    """The grammar of a field that has the kind in its name. Raises ApiError."""
-    match kind:
-        case "json":
-            return read_schema(value, field)
-        case "json_object" if value is not True:
-            raise invalid(f"`{field}` must be true", field)
-        case "json_object":
-            return Grammar("json", ANY_OBJECT, field)
-        case "structural_tag":
-            return read_structural_tag(value, field)
-        case "choice":
-            if (
-                not isinstance(value, list)
-                or not value
-                or not all(isinstance(one, str) and one for one in value)
-            ):
-                raise invalid(f"`{field}` must be a list of texts that are not empty", field)
-            return Grammar(kind, json.dumps(value), field)
-        case _:
-            return Grammar(kind, read_text(value, field), field)
+def read_text(kind: str, value: Any, field: str) -> Grammar:
+    """A grammar that is a text. Raises ApiError."""
+    return Grammar(kind, text(value, field), field)
+
+
+def read_choice(value: Any, field: str) -> Grammar:
+    """A list of the texts that an answer may be. Raises ApiError."""
+    return Grammar("choice", json.dumps(list_of(text)(value, field)), field)
+
+
+def read_object(value: Any, field: str) -> Grammar:
+    """Any JSON object, which the value `true` asks for. Raises ApiError."""
+    must_be("true", lambda one: one is True)(value, field)
+    return Grammar("json", ANY_OBJECT, field)
 
 
 def read_named_schema(value: Mapping[str, Any], field: str, closed: bool = False) -> Grammar:
     """OpenAI's object with a `schema` and a name. Raises ApiError."""
     if "schema" not in value:
         raise required(f"{field}.schema")
-    strict = value.get("strict")
-    if not isinstance(strict, bool | None):
-        raise invalid(f"`{field}.strict` must be true or false", f"{field}.strict")
-    return read_schema(value["schema"], f"{field}.schema", closed=closed or strict is True)
+    strict = value.get("strict") is not None and flag(value["strict"], f"{field}.strict")
+    return read_schema(value["schema"], f"{field}.schema", closed=closed or strict)
 
 
 def read_schema(value: Any, field: str, closed: bool = False) -> Grammar:
@@ -167,19 +157,17 @@ def read_structural_tag(value: Any, field: str) -> Grammar:
     return Grammar("structural_tag", json.dumps(tag), field)
 
 
-def read_text(value: Any, field: str) -> str:
-    """A text that is not empty. Raises ApiError."""
-    if not isinstance(value, str) or not value:
-        raise invalid(f"`{field}` must be a text that is not empty", field)
-    return value
-
-
-def required(field: str) -> ApiError:
-    return invalid(f"`{field}` is required", field)
-
-
+KINDS: Mapping[str, Callable[[Any, str], Grammar]] = {
+    "json": read_schema,
+    "regex": partial(read_text, "regex"),
+    "choice": read_choice,
+    "grammar": partial(read_text, "grammar"),
+    "json_object": read_object,
+    "structural_tag": read_structural_tag,
+}
+"""Kinds of `structured_outputs`, of which it has one → their readers."""
 FIELDS: Mapping[str, Callable[[Any, str], Grammar | None]] = {
-    **{f"guided_{kind}": partial(read_kind, kind) for kind in ("json", "regex", "choice", "grammar")},
+    **{f"guided_{kind}": KINDS[kind] for kind in ("json", "regex", "choice", "grammar")},
     "response_format": read_response_format,
     "structured_outputs": read_structured_outputs,
 }

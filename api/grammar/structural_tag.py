@@ -52,6 +52,10 @@ def unsupported(value: Any, place: str) -> ApiError:
     return invalid(f"`{place}` is not supported. Given: {quoted(value)}", place)
 
 
+def required(place: str) -> ApiError:
+    return invalid(f"`{place}` is required", place)
+
+
 def list_of(check: Check, least: int = 1) -> Check:
     words = "a list that is not empty" if least else "a list"
     is_list = must_be(words, lambda value: isinstance(value, list) and len(value) >= least)
@@ -72,8 +76,7 @@ def count(value: Any, place: str) -> int | None:
 
 def ends(value: Any, place: str) -> Any:
     """The ends of a tag; a text is its only one."""
-    if not isinstance(value, str | list):
-        raise invalid(f"`{place}` must be a text, or a list of texts", place)
+    must_be("a text, or a list of texts", lambda one: isinstance(one, str | list))(value, place)
     return [value] if isinstance(value, str) else list_of(any_text)(value, place)
 
 
@@ -83,7 +86,7 @@ def read_fields(value: Any, place: str, fields: Mapping[str, tuple[Check, Any]])
     read = {}
     for name, (check, default) in fields.items():
         if name not in value and default is REQUIRED:
-            raise invalid(f"`{place}.{name}` is required", f"{place}.{name}")
+            raise required(f"{place}.{name}")
         read[name] = check(value[name], f"{place}.{name}") if name in value else default
     if unknown := [name for name in value if name not in fields]:
         raise unsupported(value[unknown[0]], f"{place}.{cut(unknown[0])}")

@@ -1,7 +1,6 @@
 """Structural tags: texts in which structured parts stand between tags; others are refused by their field."""
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import llguidance
@@ -9,7 +8,7 @@ import pytest
 
 from api.errors import ApiError
 from api.grammar.check import byte_tokenizer
-from api.grammar.compile import Grammar, compile_checked, compile_grammar
+from api.grammar.compile import compile_checked, compile_grammar
 from api.grammar.read import read_response_format, read_structured_outputs
 from common import model_files
 from tests.support.tokenizer import model_tokenizer
@@ -42,6 +41,9 @@ DAY = {"begin": "<call=day>", "content": {"type": "any_text"}, "end": "</call>"}
 YEAR = {"begin": "<call=year>", "content": AGE, "end": "</call>"}
 CALLS = {"type": "triggered_tags", "triggers": ["<call="], "tags": [DAY, YEAR]}
 OTHER = {"begin": "[age ", "content": AGE, "end": "]"}
+ANY_TEXT = {"type": "any_text"}
+YES = {"type": "grammar", "grammar": 'root ::= answer "!"\nanswer ::= "yes" | "no"'}
+NESTED = {"type": "grammar", "grammar": 'root ::= "(" root ")" | rule_0\nrule_0 ::= [a-z]'}
 ACCEPTED: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"type": "const_string", "value": 'a"b'}, ['a"b'], ["", "a", 'a"bc']),
     ({"type": "regex", "pattern": r"a/\d\/+"}, ["a/7/"], ["a/", "a7/"]),
@@ -118,11 +120,41 @@ ACCEPTED: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ["", "[age 3]"],
         ["[age 3],[age 4]"],
     ),
+    ({"type": "grammar", "grammar": r"root ::= [+\-\\]+"}, ["+-", "\\"], ["", "x"]),
+    (
+        one_of(sequence(YES, NESTED), NESTED),
+        ["yes!((a))", "(b)", "c"],
+        ["yes!", "((a)", "yes!yes!"],
+    ),
+    (sequence(ANY_TEXT, text(": "), YES), ["so: no!", ": yes!"], ["so no!"]),
+    (
+        {"type": "any_text", "excludes": ["<x>", "no"]},
+        ["", "<x", "on <y>"],
+        ["a<x>b", "know", "no"],
+    ),
+    (
+        tag({"type": "any_text", "excludes": ["<x>"]}),
+        ["<t>a<x</t>"],
+        ["<t>a<x></t>", "<t>a"],
+    ),
+    (tag({"type": "any_text", "max_chars": 2}), ["<t>é\n</t>", "<t></t>"], ["<t>abc</t>"]),
+    (tag(ANY_TEXT, end=["</a>", "</b>"]), ["<t>x</a>", "<t>a</b>"], ["<t>x</c>", "<t></a></b>"]),
+    (tag(text("x"), end=["", "."]), ["<t>x", "<t>x."], ["<t>x..", "<t>"]),
+    (
+        {"type": "json_schema", "json_schema": {"type": "object"}, "max_whitespace_cnt": 1},
+        ["{}", "{\t}"],
+        ["{  }"],
+    ),
+    (
+        {"type": "triggered_tags", "triggers": ["<t>"], "tags": [tag(AGE)], "excludes": ["x"]},
+        ["a<t>1</t>b"],
+        ["x", "a<t>1</t>x"],
+    ),
 ]
 
 
-def compile_unchecked(form: Mapping[str, Any]) -> str:
-    grammar = read_response_format({"type": "structural_tag", "format": form})
+def compile_format(form: Any) -> str:
+    grammar = read_response_format({"type": "structural_tag", "format": form}, "f")
     assert grammar is not None
     return compile_checked(grammar)
 
@@ -134,7 +166,7 @@ def accepts(vocabulary: llguidance.LLTokenizer, source: str, tokens: list[int]) 
 
 @pytest.mark.parametrize(("form", "right", "wrong"), ACCEPTED)
 def test_texts_of_a_format_and_others(form: dict[str, Any], right: list[str], wrong: list[str]) -> None:
-    source = compile_unchecked(form)
+    source = compile_format(form)
     assert [text for text in right if not accepts(byte_tokenizer(), source, list(text.encode()))] == []
     assert [text for text in wrong if accepts(byte_tokenizer(), source, list(text.encode()))] == []
 
@@ -180,92 +212,29 @@ async def test_tags_may_be_special_tokens() -> None:
     assert not accepts(vocabulary, source, [*hello, 1, *hello])
 
 
-@pytest.mark.parametrize(
-    ("form", "text"),
-    [
-        (
-            {"type": "regex", "pattern": "a", "excludes": ["a"]},
-            "`response_format.format.excludes` is not supported",
-        ),
-        ({"type": "const_string"}, "`response_format.format.value` is required"),
-        ({**CALLS, "at_least_one": 1}, "`response_format.format.at_least_one` must be true or false"),
-        (sequence(CALLS, CALLS), "`response_format.format.elements.0` has no end"),
-        (
-            tag({**CALLS, "tags": [{**DAY, "end": ""}]}),
-            "`response_format.format.content.tags.0.content` has no end",
-        ),
-        (tag(regex("a)(b")), "`response_format` cannot be compiled: "),
-        (tag({}), "`response_format.format.content` must have a `type`"),
-        (
-            {"type": "json_schema", "json_schema": {"not": {}}},
-            "`response_format.format.json_schema` cannot be compiled: the keyword `not` .at `#/not`. is not",
-        ),
-    ],
-)
-def test_what_cannot_be_served_is_refused_by_its_place(form: dict[str, Any], text: str) -> None:
-    with pytest.raises(ApiError, match=text):
-        compile_unchecked(form)
-
-
-# --- tag formats --------------------------------------------------------------------------------------------
-
-ANY_TEXT = {"type": "any_text"}
-YES = {"type": "grammar", "grammar": 'root ::= answer "!"\nanswer ::= "yes" | "no"'}
-NESTED = {"type": "grammar", "grammar": 'root ::= "(" root ")" | rule_0\nrule_0 ::= [a-z]'}
-TEXTS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
-    "a dash in a grammar": ({"type": "grammar", "grammar": r"root ::= [+\-\\]+"}, ["+-", "\\"], ["", "x"]),
-    "grammars with the same names": (
-        one_of(sequence(YES, NESTED), NESTED),
-        ["yes!((a))", "(b)", "c"],
-        ["yes!", "((a)", "yes!yes!"],
-    ),
-    "a grammar behind free text": (sequence(ANY_TEXT, text(": "), YES), ["so: no!", ": yes!"], ["so no!"]),
-    "excludes": (
-        {"type": "any_text", "excludes": ["<x>", "no"]},
-        ["", "<x", "on <y>"],
-        ["a<x>b", "know", "no"],
-    ),
-    "excludes before a mark": (
-        tag({"type": "any_text", "excludes": ["<x>"]}),
-        ["<t>a<x</t>"],
-        ["<t>a<x></t>", "<t>a"],
-    ),
-    "max_chars": (tag({"type": "any_text", "max_chars": 2}), ["<t>é\n</t>", "<t></t>"], ["<t>abc</t>"]),
-    "many ends": (tag(ANY_TEXT, end=["</a>", "</b>"]), ["<t>x</a>", "<t>a</b>"], ["<t>x</c>", "<t></a></b>"]),
-    "no end or one": (tag(text("x"), end=["", "."]), ["<t>x", "<t>x."], ["<t>x..", "<t>"]),
-    "white space in JSON": (
-        {"type": "json_schema", "json_schema": {"type": "object"}, "max_whitespace_cnt": 1},
-        ["{}", "{\t}"],
-        ["{  }"],
-    ),
-    "triggered tags with excludes": (
-        {"type": "triggered_tags", "triggers": ["<t>"], "tags": [tag(AGE)], "excludes": ["x"]},
-        ["a<t>1</t>b"],
-        ["x", "a<t>1</t>x"],
-    ),
-}
-
-
-def grammar_of(form: Any) -> Grammar:
-    grammar = read_response_format({"type": "structural_tag", "format": form}, "f")
-    assert grammar is not None
-    return grammar
-
-
-@pytest.mark.parametrize("name", TEXTS)
-def test_texts_of_more_formats(name: str) -> None:
-    form, right, wrong = TEXTS[name]
-    source = compile_checked(grammar_of(form))
-    assert [one for one in right if not accepts(byte_tokenizer(), source, list(one.encode()))] == []
-    assert [one for one in wrong if accepts(byte_tokenizer(), source, list(one.encode()))] == []
-
-
 FORMATS = "const_string, regex, grammar, any_text, json_schema, sequence, or, tag, triggered_tags, "
 
 
 @pytest.mark.parametrize(
     ("form", "message"),
     [
+        (
+            {"type": "regex", "pattern": "a", "excludes": ["a"]},
+            "`f.format.excludes` is not supported",
+        ),
+        ({"type": "const_string"}, "`f.format.value` is required"),
+        ({**CALLS, "at_least_one": 1}, "`f.format.at_least_one` must be true or false"),
+        (sequence(CALLS, CALLS), "`f.format.elements.0` has no end"),
+        (
+            tag({**CALLS, "tags": [{**DAY, "end": ""}]}),
+            "`f.format.content.tags.0.content` has no end",
+        ),
+        (tag(regex("a)(b")), "`f` cannot be compiled: "),
+        (tag({}), "`f.format.content` must have a `type`"),
+        (
+            {"type": "json_schema", "json_schema": {"not": {}}},
+            "`f.format.json_schema` cannot be compiled: the keyword `not` (at `#/not`) is not",
+        ),
         (tag(AGE, {"type": "token", "token": "a"}), "`f.format.begin` must be a text"),
         (tag(AGE, "a", {"type": "token", "token": "a"}), "`f.format.end` must be a text, or a list of texts"),
         ({"type": "any_text", "max_tokens": 9}, "`f.format.max_tokens` is not supported. Given: 9"),
@@ -282,14 +251,14 @@ FORMATS = "const_string, regex, grammar, any_text, json_schema, sequence, or, ta
 )
 def test_what_is_not_served_is_refused_by_its_place(form: dict[str, Any], message: str) -> None:
     with pytest.raises(ApiError) as refusal:
-        compile_checked(grammar_of(form))
+        compile_format(form)
     assert str(refusal.value).startswith(message) and refusal.value.param == message.split("`")[1]
 
 
 @pytest.mark.parametrize("kind", ["qwen_xml_parameter", "token_dispatch", "x" * 999])
 def test_other_types_are_refused_by_name(kind: str) -> None:
     with pytest.raises(ApiError) as refusal:
-        compile_checked(grammar_of(tag(sequence({"type": kind, "content": AGE}))))
+        compile_format(tag(sequence({"type": kind, "content": AGE})))
     place = "f.format.content.elements.0.type"
     assert refusal.value.param == place and str(refusal.value).startswith(
         f"`{place}` must be one of {FORMATS}"
