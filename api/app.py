@@ -44,7 +44,7 @@ from api.protocols.kserve import info_router as kserve_info
 from api.protocols.kserve import ready_router as kserve_ready
 from api.protocols.messages import router as count_tokens
 from api.protocols.stored_responses import router as stored_responses
-from api.protocols.table import make_router, protocol_at
+from api.protocols.table import hint, make_router, protocol_at
 from api.protocols.tgi import info_router as info
 from api.protocols.tokenize import detokenize_router as detokenize
 from api.protocols.tokenize import router as tokenize
@@ -70,12 +70,12 @@ REFUSED_WHILE_DRAINING = (
     *(protocols, stored_responses, count_tokens, resume, streams, batches),
     *(health, kserve_ready),
 )
-PATHS = {
-    route.path: None
+PATHS = [
+    route.path
     for router in ROUTERS
     for route in router.routes
     if isinstance(route, APIRoute) and route.include_in_schema
-}
+]
 """Described paths, in order."""
 WITHOUT_KEY = (health, live, kserve_ready, info, kserve_info, vllm_version, models, page, metrics)
 FOR_ADMINS = (fleet, manage, adapters)
@@ -109,7 +109,7 @@ def build(
     app.openapi = lambda: build_document(app)  # type: ignore[method-assign]
     app.add_api_route("/openapi.json", lambda: build_document(app), include_in_schema=False)
     app.state.settings, app.state.keys = gateway.settings, gateway.keys
-    app.state.paths = PATHS
+    app.state.hint = partial(hint, PATHS)
     app.state.pools = gateway.pools
     app.state.access = gateway.access
     app.state.files = gateway.files

@@ -18,8 +18,6 @@ from api.protocols.protocol import errors_of
 CLIENT_CLOSED_REQUEST = 499
 CountError = Callable[[int, str], None]
 """Counts an error response by its status and type."""
-NOT_SERVED = ("/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/pooling", "/classify")
-"""Routes of text-embeddings-inference and vLLM that make vectors and scores, and are not served."""
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 
 
@@ -55,14 +53,8 @@ async def handle_http_exception(request: Request, exception: HTTPException) -> R
     """Answer a request whose path or method no route has."""
     status, error_type = exception.status_code, exception.detail.lower().replace(" ", "_")
     note_refusal(request.scope, error_type)
-    path, hint = request.url.path, ""
-    own = [known for known in request.app.state.paths if known.startswith("/v1/") and "{" not in known]
-    if status == 404 and path in NOT_SERVED:
-        hint = ". Vectors are made by /v1/embeddings, scores by /v1/rerank and /v1/score"
-    elif status == 404 and path.startswith("/v1/"):
-        hint = f". Of OpenAI's API this server has {', '.join(own)}"
-    elif status == 404 and any(path.endswith(known.removeprefix("/v1")) for known in own):
-        hint = ". The base URL of OpenAI's clients ends with /v1"
+    path = request.url.path
+    hint = request.app.state.hint(path) if status == 404 else ""
     asked = f"{cut(request.method)} {cut(path)}"
     error = ApiError(status, error_type, f"{exception.detail}: {asked}{hint}")
     headers = exception.headers

@@ -81,7 +81,7 @@ BATCH_SHAPE = Shape(
     {
         "id": "batch_abc",
         "object": "batch",
-        "endpoint": "/v1/chat/completions",
+        "endpoint": BATCHES[0],
         "errors": (None, {"object": "list", "data": [{}]}),
         "input_file_id": "file-abc",
         "completion_window": "24h",
@@ -113,7 +113,7 @@ router = APIRouter(
 )
 FileId = Annotated[str, Path(description="The `id` of a file.")]
 BatchId = Annotated[str, Path(description="The `id` of a batch.")]
-EXAMPLE = {"input_file_id": "file-abc", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+EXAMPLE = {"input_file_id": "file-abc", "endpoint": BATCHES[0], "completion_window": "24h"}
 FORM = {
     "requestBody": {
         "required": True,

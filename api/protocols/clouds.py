@@ -97,6 +97,7 @@ async def read_instance(
     """The parameters of one instance, and the key of its adapter. Raises ApiError that names the instance."""
     where = f"instances[{i}]"
     try:
+        instance.check()
         read_terms(request, "", False, instance.resume_s, instance.detached)  # refuses both fields
         if instance.webhook is not None:
             raise invalid("`webhook` stands beside `instances`: one event tells the end of all", "webhook")
@@ -127,7 +128,6 @@ async def read_instance(
 
 
 async def read_messages(request: Request, pool: Pool, chat: ChatRequest) -> GenerationParams:
-    chat.check()
     if chat.stream:
         raise invalid("`stream` must be false: the answer has all predictions", "stream")
     pools = pools_of(request)

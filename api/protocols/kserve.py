@@ -36,7 +36,7 @@ from api.protocols.tgi import (
     render_top_tokens,
     with_own_seeds,
 )
-from api.requests.fields import DETACHED, RESUME_S, Listed, Strict, Whole, optional, ranged
+from api.requests.fields import DETACHED, RESUME_S, Listed, Strict, Whole, least, optional, ranged
 from api.requests.on_pool import pools_of
 from api.requests.params import GenerationParams
 from api.requests.respond import total_headers
@@ -109,8 +109,8 @@ DATA_SCHEMA: dict[str, Any] = {
 class KServeParameters(GenerateParameters):
     """TGI's parameters, some also under the names of the open inference protocol and of Triton."""
 
-    max_tokens: Whole | None = ranged("max_new_tokens", "The same as `max_new_tokens`.")
-    min_length: Whole | None = ranged("min_new_tokens", "The same as `min_new_tokens`.")
+    max_tokens: Whole | None = least(1, "The same as `max_new_tokens`.")
+    min_length: Whole | None = least(0, "The same as `min_new_tokens`.")
     stop_words: Listed[str] | None = optional("The same as `stop`.")
     random_seed: Whole | None = ranged("seed", "The same as `seed`.")
     stream: bool | None = optional("The path says whether tokens are streamed: true on `…/generate_stream`.")
@@ -224,6 +224,7 @@ class InferRequest(GenerateBody):
 
     def check(self) -> None:
         """Raises ApiError (422) for what cannot be answered, or not in tensors of text."""
+        super().check()
         parameters = self.parameters or KServeParameters()
         if parameters.stream:
             raise invalid("`stream` must be false on this path: see …/generate_stream", "stream")

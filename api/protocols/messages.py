@@ -33,7 +33,16 @@ from api.protocols.protocol import Asked, Context, Protocol
 from api.protocols.tokenize import shown_prompt
 from api.protocols.typed_events import Event, EventRenderer, renderer_of
 from api.requests.chat_prompt import REASONING_SWITCHES, ChatMessage
-from api.requests.fields import Listed, SamplingFields, ServedFields, Strict, Whole, optional, with_one_error
+from api.requests.fields import (
+    Listed,
+    SamplingFields,
+    ServedFields,
+    Strict,
+    Whole,
+    optional,
+    ranged,
+    with_one_error,
+)
 from api.requests.on_pool import pool_for, read_body
 from api.requests.pool import Pool
 from api.requests.respond import read_terms
@@ -41,7 +50,7 @@ from api.requests.service_terms import TIERS, on_terms
 from api.requests.tools import FunctionSchema, ToolSchema
 from api.streams.stream import Stream
 from api.webhooks import WebhookField
-from common.settings.ranges import STOP_SCHEMA
+from common.settings.ranges import STOP_SCHEMA, Range
 
 # --- responses, for /docs -----------------------------------------------------------------------------------
 
@@ -198,6 +207,7 @@ class CountTokensRequest(ServedFields):
 
     def check(self) -> None:
         """Raises ApiError for unsupported fields."""
+        super().check()
         reject_unsupported(self.model_extra or {}, UNSUPPORTED, OPENAI_FIELDS - {"max_tokens"})
 
     @property
@@ -217,9 +227,8 @@ class MessagesRequest(CountTokensRequest):
     `metadata`, `cache_control`, `context_management`, `speed` and other labels and hints have no effect.
     """
 
-    max_tokens: Whole = Field(
-        description="The most tokens to generate; no more than the model's context leaves.",
-        json_schema_extra={"minimum": 1},
+    max_tokens: Whole = ranged(
+        Range(1), "The most tokens to generate; no more than the model's context leaves.", ...
     )
     webhook: WebhookField | None = None
 

@@ -39,6 +39,7 @@ from api.requests.fields import (
     BIAS_SCHEMA,
     DETACHED,
     TEXTS_OR_IDS,
+    TRUNCATION,
     Listed,
     SamplingFields,
     ServedFields,
@@ -147,8 +148,8 @@ class OpenAIRequest(ServedFields, BeamFields):
         "Add the special tokens that the tokenizer puts around a prompt. Default: true for "
         "completions; false for chats, whose template has them."
     )
-    truncate_prompt_tokens: Whole | None = least(
-        -1, "The most tokens of the prompt to use: its last ones. -1: all that fit."
+    truncate_prompt_tokens: Whole | None = ranged(
+        TRUNCATION, "The most tokens of the prompt to use: its last ones. -1: all that fit."
     )
     n: Whole | None = ranged("n", "The number of choices for each prompt. Default: 1.")
     best_of: Whole | None = optional(
@@ -250,6 +251,7 @@ class OpenAIRequest(ServedFields, BeamFields):
 
     def check(self) -> None:
         """Raises ApiError for unsupported fields and contradictions."""
+        super().check()
         reject_unsupported(self.model_extra or {}, UNSUPPORTED, OPENAI_FIELDS.union(TGI_FIELDS))
         if self.stream_options is not None and not self.stream:
             raise invalid("`stream_options` is only allowed with `stream`: true", "stream_options")
@@ -323,6 +325,11 @@ class CompletionRequest(OpenAIRequest):
         "Return each token with its log-probability, and this number of the most likely tokens at its "
         "position; with `echo`, also for the prompt.",
     )
+
+    def check(self) -> None:
+        super().check()
+        if self.max_tokens == 0 and not self.echo:
+            raise invalid("`max_tokens` must be at least 1. Given: 0", "max_tokens")
 
     @property
     def shows_prompt_only(self) -> bool:

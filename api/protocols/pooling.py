@@ -25,11 +25,13 @@ from api.requests.fields import (
     MODEL,
     PRIORITY,
     TEXTS_OR_IDS,
+    TRUNCATION,
     Listed,
     Strict,
     Whole,
     least,
     optional,
+    ranged,
     with_one_error,
 )
 from api.requests.params import Limits
@@ -68,8 +70,8 @@ class PoolingFields(Strict):
     model_config = ConfigDict(extra="allow")
 
     model: str | None = MODEL
-    truncate_prompt_tokens: Whole | None = least(
-        -1,
+    truncate_prompt_tokens: Whole | None = ranged(
+        TRUNCATION,
         "The most tokens of an input: longer ones are cut. -1: as many as the model takes. Default: longer "
         "ones are refused.",
     )
@@ -84,10 +86,8 @@ class PoolingFields(Strict):
 
     def check(self) -> None:
         """Raises ApiError for unsupported fields."""
+        super().check()
         reject_unsupported(self.model_extra or {}, UNSUPPORTED, ())
-        given, name = self.truncate_prompt_tokens, "truncate_prompt_tokens"
-        if given is not None and (given < -1 or given == 0):
-            raise invalid(f"`{name}` must be -1 or at least 1. Given: {given}", name)
 
 
 class EmbeddingRequest(PoolingFields):
@@ -465,8 +465,8 @@ async def read_embedding(parsed: EmbeddingRequest, context: Context) -> Asked:
         known = ", ".join(sorted(own.prompts)) or "it has none"
         words = f"must be a prompt of the model: {known}. Given: {quoted(prompt)}"
         raise invalid(f"`prompt_name` {words}", "prompt_name")
-    if dimensions is not None and not 1 <= dimensions <= own.size:
-        raise invalid(f"`dimensions` must be 1 to {own.size}. Given: {dimensions}", "dimensions")
+    if dimensions is not None and dimensions > own.size:
+        raise invalid(f"`dimensions` must be at most {own.size}. Given: {dimensions}", "dimensions")
     shown = VectorAnswer(
         AS_EMBEDDINGS,
         base64=parsed.encoding_format == "base64",
@@ -480,8 +480,6 @@ async def read_embedding(parsed: EmbeddingRequest, context: Context) -> Asked:
 
 async def read_rerank(parsed: RerankFields, context: Context) -> Asked:
     """Raises ApiError."""
-    if parsed.top_n is not None and parsed.top_n < 0:
-        raise invalid(f"`top_n` must be at least 0. Given: {parsed.top_n}", "top_n")
     texts = [one if isinstance(one, str) else one.text for one in parsed.documents]
     given = [] if parsed.return_documents is False else texts
     shown = VectorAnswer(AS_RERANK, top_n=parsed.top_n or 0, texts=given)
@@ -525,6 +523,7 @@ RERANK_EXAMPLE = {
 EMBEDDINGS = Protocol(
     path="/v1/embeddings",
     name="embeddings",
+    instead_of=["/embed", "/embed_all", "/embed_sparse", "/pooling"],
     operation="embeddings",
     body=EmbeddingRequest,
     read=read_embedding,
@@ -547,6 +546,7 @@ RERANK = EMBEDDINGS._replace(
     path="/v1/rerank",
     name="rerank",
     aliases=["/rerank", "/v2/rerank"],
+    instead_of=["/predict", "/similarity", "/classify"],
     body=RerankFields,
     read=read_rerank,
     prompt=["query", "documents"],

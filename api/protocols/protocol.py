@@ -108,6 +108,7 @@ class Protocol(NamedTuple):
 
     Attributes:
         path: with `{model:path}` for a part of it; `aliases` are served alike, and not described.
+        instead_of: routes of other servers in whose place clients may ask for it.
         name: of its operation in /docs.
         body: what a body is read into. Its fields `model`, `adapter_id`, `stream`, `resume_s`, `detached`,
             `priority`, `tier` and `webhook`, where it has them, say how it is served.
@@ -148,6 +149,7 @@ class Protocol(NamedTuple):
     span: str = "generate"
     operation: str = "text_completion"
     aliases: Sequence[str] = ()
+    instead_of: Sequence[str] = ()
     streams: bool | None = None
     by_field: Mapping[str, "Protocol"] = {}
     counts: bool = True

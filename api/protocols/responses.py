@@ -207,6 +207,7 @@ class ResponsesRequest(ServedFields):
 
     def check(self) -> None:
         """Raises ApiError for unsupported fields and contradictions."""
+        super().check()
         reject_unsupported(self.model_extra or {}, UNSUPPORTED, LOGITS_FIELDS)
         if self.background and not self.is_stored:
             raise invalid(

@@ -2,7 +2,7 @@
 it is none.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -159,6 +159,21 @@ def protocol_of(path: str) -> Protocol:
     row = protocol_at(path)
     assert row is not None, path
     return row
+
+
+def hint(described: Iterable[str], path: str) -> str:
+    """What a client may have meant by a path that no route has, as the end of a sentence.
+
+    Args:
+        described: paths of all routes that /docs shows.
+    """
+    of_openai = dict.fromkeys(one for one in described if one.startswith("/v1/") and "{" not in one)
+    if instead := [row.path for row in PROTOCOLS if path in row.instead_of]:
+        return f". In its place this server has {' and '.join(instead)}"
+    if path.startswith("/v1/"):
+        return f". Of OpenAI's API this server has {', '.join(of_openai)}"
+    is_of_openai = any(path.endswith(one.removeprefix("/v1")) for one in of_openai)
+    return ". The base URL of OpenAI's clients ends with /v1" if is_of_openai else ""
 
 
 def make_router() -> APIRouter:

@@ -38,7 +38,17 @@ from api.protocols.openai import Choice, ChunkFeed, ChunkRenderer, render_frames
 from api.protocols.openai_bodies import OPENAI_FIELDS
 from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, WholeBody
 from api.requests.beams import BeamFields
-from api.requests.fields import BIAS_SCHEMA, DETACHED, RESUME_S, Listed, Strict, Whole, optional, ranged
+from api.requests.fields import (
+    BIAS_SCHEMA,
+    DETACHED,
+    RESUME_S,
+    Listed,
+    Strict,
+    Whole,
+    least,
+    optional,
+    ranged,
+)
 from api.requests.on_pool import own_pool
 from api.requests.params import SWITCH_NAMES, GenerationParams, Limits, draws
 from api.requests.respond import time_headers, total_headers
@@ -47,7 +57,7 @@ from api.streams.beams import all_outputs, is_absent
 from api.streams.stream import Stream
 from api.webhooks import WebhookField
 from common.messages.request import EMBED, Generate
-from common.settings.ranges import STOP_SCHEMA
+from common.settings.ranges import MAX_CHOICES, STOP_SCHEMA, Range
 
 # --- responses, for /docs -----------------------------------------------------------------------------------
 
@@ -133,17 +143,17 @@ TGI_NAMES = {
 class GenerateParameters(BeamFields):
     """Generation parameters. Null and absent mean the default."""
 
-    max_new_tokens: Whole | None = ranged(
-        "max_new_tokens", "The most tokens to generate. Default: what is left of the model's context."
+    max_new_tokens: Whole | None = least(
+        1, "The most tokens to generate. Default: what is left of the model's context."
     )
-    min_new_tokens: Whole | None = ranged(
-        "min_new_tokens", "The fewest tokens to generate: before them only `max_new_tokens` ends the text."
+    min_new_tokens: Whole | None = least(
+        0, "The fewest tokens to generate: before them only `max_new_tokens` ends the text."
     )
     stop: Listed[str] | None = optional(
         "Stop strings: the text ends with the first of them that appears, and includes it.",
         {"items": STOP_SCHEMA},
     )
-    truncate: Whole | None = ranged("truncate", "The most tokens of the prompt to use: its last ones.")
+    truncate: Whole | None = least(1, "The most tokens of the prompt to use: its last ones.")
 
     do_sample: bool | None = optional(
         f"Sample tokens. Default: true if any of {SWITCH_NAMES} has an effect; else the most "
@@ -155,11 +165,9 @@ class GenerateParameters(BeamFields):
     )
     logit_bias: dict[int, float] | None = optional("Numbers to add to the logits, by token id.", BIAS_SCHEMA)
 
-    best_of: Whole | None = Field(
-        default=None,
-        ge=0,
-        json_schema_extra={"minimum": 0},
-        description="The number of texts to generate; the one of highest mean log-probability is returned.",
+    best_of: Whole | None = ranged(
+        Range(0, MAX_CHOICES),
+        "The number of texts to generate; the one of highest mean log-probability is returned.",
     )
     details: bool | None = optional(
         "Return the tokens with their log-probabilities, the seed and the finish reason."
@@ -168,9 +176,7 @@ class GenerateParameters(BeamFields):
         "Return `details`, and in `prefill` the prompt's tokens with their log-probabilities. "
         "Not for streams."
     )
-    top_n_tokens: Whole | None = ranged(
-        "top_n_tokens", "The number of most likely tokens to return at each position."
-    )
+    top_n_tokens: Whole | None = least(0, "The number of most likely tokens to return at each position.")
     return_full_text: bool | None = optional(
         "Begin the text with the prompt. Default: false; on `POST /`, true."
     )
@@ -198,6 +204,12 @@ class GenerateBody(Strict):
     parameters: GenerateParameters | None = None
     webhook: WebhookField | None = None
 
+    def check(self) -> None:
+        super().check()
+        if self.parameters:
+            self.parameters.check()
+            reject_unsupported(self.parameters.model_extra or {}, {}, OPENAI_FIELDS)
+
     @property
     def adapter_id(self) -> str | None:
         """The adapter that its parameters name."""
@@ -212,18 +224,13 @@ class GenerateRequest(GenerateBody):
     detached: bool | None = DETACHED
 
     def generation_params(self, streamed: bool) -> GenerationParams:
-        """Convert the parameters. Raises ApiError (422) for unsupported ones and contradictions."""
+        """Convert the parameters. Raises ApiError (422) for contradictions."""
         parameters = self.parameters or GenerateParameters()
         if parameters.decoder_input_details and streamed:
             raise invalid(
                 "`decoder_input_details` must be false when tokens are streamed", "decoder_input_details"
             )
         check_not_streamed(parameters, streamed)
-        reject_unsupported(
-            parameters.model_extra or {},
-            {},
-            OPENAI_FIELDS,
-        )
         return parameters.generation_params(
             text=self.inputs,
             has_inline_pictures=True,

@@ -14,7 +14,9 @@ from api.requests.fields import (
     LogitsDtype,
     SamplingFields,
     Whole,
+    least,
     optional,
+    ranged,
     with_one_error,
 )
 from api.requests.params import GREEDY_BELOW, MAX_BEAM_WIDTH, NEUTRAL, SWITCHES, GenerationParams, Limits
@@ -34,13 +36,13 @@ WITHOUT_SEARCH = {"length_penalty": 1.0, "early_stopping": 0, "diversity": 0.0}
 class BeamFields(SamplingFields):
     """Sampling parameters, those of a beam search, and which logits are returned."""
 
-    beam_width: Whole | None = optional(
-        "Search for the likeliest sequences, this many at once, in place of sampling.", {"minimum": 1}
+    beam_width: Whole | None = least(
+        1, "Search for the likeliest sequences, this many at once, in place of sampling."
     )
-    length_penalty: float | None = optional(
+    length_penalty: float | None = ranged(
+        LENGTH_PENALTIES,
         "Of a beam search: the sum of a sequence's log-probabilities is divided by its length to "
         "this power. Default: 1.",
-        LENGTH_PENALTIES.schema,
     )
     early_stopping: EarlyStopping | None = optional(
         "Of a beam search: end it with the first `beam_width` sequences that have ended (true, "
@@ -48,10 +50,10 @@ class BeamFields(SamplingFields):
         "Default: false.",
         {"enum": [True, False, "never", 0, 1, 2, None]},
     )
-    diversity: float | None = optional(
-        "Of a beam search: TensorRT-LLM's `beam_search_diversity_rate`. Default: 0.", DIVERSITIES.schema
+    diversity: float | None = ranged(
+        DIVERSITIES, "Of a beam search: TensorRT-LLM's `beam_search_diversity_rate`. Default: 0."
     )
-    beam_search_diversity_rate: float | None = optional("The same as `diversity`.", DIVERSITIES.schema)
+    beam_search_diversity_rate: float | None = ranged(DIVERSITIES, "The same as `diversity`.")
 
     return_context_logits: bool | None = RETURN_CONTEXT_LOGITS
     return_generation_logits: bool | None = RETURN_GENERATION_LOGITS
@@ -117,9 +119,7 @@ def check_beams(params: GenerationParams, limits: Limits) -> None:
     setting = "" if most == MAX_BEAM_WIDTH else " (MAX_BATCH_SIZE)"
     check_range(params, "beam_width", Range(1, most), beams.width, setting)
     check_range(params, "num_returned", Range(1, beams.width), beams.num_returned, " (the beam width)")
-    check_range(params, "length_penalty", LENGTH_PENALTIES, beams.length_penalty)
     check_range(params, "early_stopping", Range(0), beams.early_stopping)
-    check_range(params, "diversity", DIVERSITIES, beams.diversity)
     for name, why in excluded(params):
         text = f"`{params.name(name)}` and a beam search exclude each other: {why}"
         raise invalid(text, params.name(name))

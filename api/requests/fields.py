@@ -1,10 +1,12 @@
 """Fields of request bodies: kinds of fields, and the parameters that TGI's and OpenAI's routes share.
 
-The ranges of numbers are only described here, for /docs; `validate.py` checks them with the fleet's limits.
+The range of a number is what /docs shows and what `Strict.check` checks; `validate.py` checks the
+fleet's limits.
 """
 
 import inspect
 from dataclasses import fields
+from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -20,9 +22,10 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from api.errors import invalid, quoted
 from api.requests.service_terms import TIERS
 from common.messages.request import SERVICE_CLASSES, SamplingParams, StoppingParams
-from common.settings.ranges import BIASES, RANGES
+from common.settings.ranges import BIASES, RANGES, Range
 
 Item = TypeVar("Item")
 
@@ -69,6 +72,8 @@ def to_whole(number: float) -> int:
 
 
 Whole = Annotated[int, WholeNumber()]
+TRUNCATION = Range(-1, hole=0)
+"""Of `truncate_prompt_tokens`: -1 is as many tokens as fit."""
 
 
 class Strict(BaseModel):
@@ -77,7 +82,20 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True)
 
     def check(self) -> None:
-        """Raises ApiError for unsupported fields, and for fields that contradict each other."""
+        """Raises ApiError for a number that is not in its range; in bodies that have more to check, also for
+        unsupported fields, and for fields that contradict each other.
+        """
+        for name, allowed in ranges_of(type(self)):
+            value = getattr(self, name)
+            if value is not None and not allowed.holds(value):
+                raise invalid(f"`{name}` must be {allowed}. Given: {quoted(value)}", name)
+
+
+@cache
+def ranges_of(body: type[BaseModel]) -> list[tuple[str, Range]]:
+    """The fields of a body that are `ranged`."""
+    fields = body.model_fields.items()
+    return [(name, one) for name, field in fields for one in field.metadata if isinstance(one, Range)]
 
 
 TEXTS_OR_IDS: Any = {
@@ -98,14 +116,17 @@ def optional(description: str, schema: Any = None) -> Any:
     return Field(default=None, description=description, json_schema_extra=schema)
 
 
-def ranged(name: str, description: str) -> Any:
-    """An optional number in the range that RANGES has for `name`."""
-    return optional(description, RANGES[name].schema)
+def ranged(allowed: str | Range, description: str, default: Any = None) -> Any:
+    """A number in a range, or in that of RANGES by name; `...` as its default makes it required."""
+    found = RANGES[allowed] if isinstance(allowed, str) else allowed
+    field = Field(default=default, description=description, json_schema_extra=found.schema)
+    field.metadata.append(found)
+    return field
 
 
 def least(value: int, description: str) -> Any:
     """An optional whole number that is at least `value`."""
-    return optional(description, {"minimum": value})
+    return ranged(Range(value), description)
 
 
 def token_ids(description: str) -> Any:
@@ -126,11 +147,12 @@ PRIORITY: Any = optional(
     "`batch`; these names are taken, too. The header `x-priority` comes before it.",
     {"anyOf": [{"type": "integer"}, {"enum": [*SERVICE_CLASSES, None]}]},
 )
-RESUME_S: Any = optional(
+RESUMES_S = Range(0, 3600)
+RESUME_S: Any = ranged(
+    RESUMES_S,
     "With a stream: after its connection is lost, the request goes on for this many seconds, and "
     "`GET /requests/{id}/stream` continues it. Default: 0, and 30 if its gateway has died. The "
     "header `x-resume-seconds` means the same.",
-    {"minimum": 0, "maximum": 3600},
 )
 DETACHED: Any = optional(
     "With a stream: the request goes on without a client, up to its deadline; "

@@ -13,13 +13,13 @@ from api.errors import invalid
 from api.http.auth import key_of, sent_key
 from api.http.idempotency import idempotency_key
 from api.http.middleware import request_id
+from api.requests.fields import RESUMES_S
 from api.requests.metrics import durations
 from api.requests.service_terms import tenant_of
 from api.streams.stream import Stream
 from common.messages.request import Generate
 
 RESUME_HEADER = "x-resume-seconds"
-MAX_RESUME_S = 3600
 
 
 def read_terms(
@@ -39,8 +39,8 @@ def read_terms(
             seconds = float(given)
         except ValueError:
             seconds = -1.0  # it is refused as any number that is too low
-    if seconds is not None and not 0 <= seconds <= MAX_RESUME_S:
-        raise invalid(f"`{name}` must be at least 0 and at most {MAX_RESUME_S} seconds", name)
+    if seconds is not None and not RESUMES_S.holds(seconds):
+        raise invalid(f"`{name}` must be {RESUMES_S} seconds", name)
     if detached and seconds is not None:
         raise invalid(f"`detached` waits for no client: leave `{name}` out", name)
     if not streamed and (seconds or detached):

@@ -17,7 +17,7 @@ from api.requests.params import GenerationParams, Limits, sampling_params
 from common import tracing
 from common.messages.records import pack_ids
 from common.messages.request import Generate, LogitsParams
-from common.settings.ranges import BIASES, MAX_STOP_CHARS, RANGES
+from common.settings.ranges import BIASES, MAX_STOP_CHARS
 
 MAX_LOGITS_BYTES = 64 * 2**20
 """Of one answer: the broker and the gateway hold them until it is sent."""
@@ -109,10 +109,6 @@ def check_generates(limits: Limits) -> None:
 
 def check(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> None:
     """Raises ApiError (422) for parameters that are wrong with any prompt."""
-    for name, allowed in RANGES.items():
-        value = params.value(name)
-        if value is not None and not allowed.holds(value):
-            raise invalid_field(params, name, f"must be {allowed}. Given: {quoted(value)}")
     check_lists(params, limits, tokenizer)
     check_items(params)
     ids, least = params.sampling.allowed_token_ids, params.stopping.min_new_tokens

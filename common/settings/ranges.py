@@ -21,37 +21,36 @@ DEFAULTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "ma
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Numbers from `least` (with `above`: greater than `least`) to `most`, or without an upper bound;
-    `is_whole`: whole ones, where more than the range itself is checked.
+    """Numbers from `least` (with `above`: greater than `least`) to `most`, or without an upper bound, but not
+    `hole`; `is_whole`: whole ones, where more than the range itself is checked.
     """
 
     least: float
     most: float | None = None
     above: bool = False
     is_whole: bool = False
+    hole: float | None = None
 
     def holds(self, value: float) -> bool:
         """Whether a value lies in the range; NaN lies in none."""
         enough = value > self.least if self.above else value >= self.least
-        return enough and (self.most is None or value <= self.most)
+        return enough and value != self.hole and (self.most is None or value <= self.most)
 
     def __str__(self) -> str:
         low = f"{'above' if self.above else 'at least'} {self.least}"
-        return low if self.most is None else f"{low} and at most {self.most}"
+        most = "" if self.most is None else f" and at most {self.most}"
+        return f"{low}{most}{'' if self.hole is None else f' and not {self.hole}'}"
 
     @property
     def schema(self) -> dict[str, Any]:
         """The range as JSON Schema; its bounds do not concern null."""
         low = {"exclusiveMinimum" if self.above else "minimum": self.least}
-        return low if self.most is None else low | {"maximum": self.most}
+        most = {} if self.most is None else {"maximum": self.most}
+        return low | most | ({} if self.hole is None else {"not": {"const": self.hole}})
 
 
 RANGES = {
     "max_new_tokens": Range(1, is_whole=True),
-    "min_new_tokens": Range(0),
-    "truncate": Range(1),
-    "top_n_tokens": Range(0),
-    "prompt_logprobs": Range(0),
     "temperature": Range(0, 100),
     "top_k": Range(-1, is_whole=True),
     "top_p": Range(0, 1),

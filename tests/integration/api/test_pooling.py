@@ -142,16 +142,16 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     ("/v1/embeddings", {"input": []}, 400, "`input` cannot be empty"),
     ("/v1/embeddings", {"input": ["hi", ""]}, 400, "`input[1]` cannot be empty"),
     ("/v1/embeddings", {"input": [[5, 99_999]]}, 400, "`input[0]` must have token ids of at least 0"),
-    ("/v1/embeddings", {"input": "hi", "dimensions": 33}, 400, "`dimensions` must be 1 to 32. Given: 33"),
+    ("/v1/embeddings", {"input": "hi", "dimensions": 33}, 400, "`dimensions` must be at most 32. Given: 33"),
     ("/v1/embeddings", {"input": "hi", "messages": []}, 400, "`messages` is not supported"),
     ("/v1/embeddings", {"input": ["hi"] * 5}, 400, "`input` supports up to 4 inputs. Given: 5"),
     ("/v1/rerank", {"query": "hi", "documents": []}, 400, "`documents` cannot be empty"),
     ("/v1/embeddings", {"input": "hi", "prompt_name": "x"}, 400, "`prompt_name` must be a prompt of the"),
     ("/v1/embeddings", {"input": "hi", "task": "token_embed"}, 400, "`task` is not supported"),
     ("/rerank", {"query": "hi", "texts": ["a"]}, 400, "`documents`: Field required"),
-    ("/embed", {"inputs": "hi"}, 404, "Vectors are made by /v1/embeddings, scores by /v1/rerank"),
-    ("/pooling", {"input": "hi"}, 404, "Vectors are made by /v1/embeddings, scores by /v1/rerank"),
-    ("/classify", {"input": "hi"}, 404, "Vectors are made by /v1/embeddings, scores by /v1/rerank"),
+    ("/embed", {"inputs": "hi"}, 404, "In its place this server has /v1/embeddings"),
+    ("/pooling", {"input": "hi"}, 404, "In its place this server has /v1/embeddings"),
+    ("/classify", {"input": "hi"}, 404, "In its place this server has /v1/rerank and /v1/score"),
     ("/v1/score", {"text_1": ["a", "b"], "text_2": "c"}, 400, "`text_1` must be one text, or as many as"),
     ("/v1/completions", {"prompt": "hi"}, 400, "`tiny` is an embedding model: it generates no text"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, 400, "generates no text"),
@@ -160,7 +160,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
 
 
 WRONG_JOBS: list[tuple[dict[str, Any], str]] = [
-    ({"input": "hi", "parameters": {"dimensions": 99}}, "`dimensions` must be 1 to 32"),
+    ({"input": "hi", "parameters": {"dimensions": 99}}, "`dimensions` must be at most 32"),
     (
         {"input": "hi", "messages": []},
         "either `inputs` or `messages` must be given, or `prompt`, or for vectors",

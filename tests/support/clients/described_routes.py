@@ -37,8 +37,7 @@ FEW_MODES = [HypothesisTestMode.EXAMPLES, HypothesisTestMode.COVERAGE]
 UNKNOWN_HEADER = "x-schemathesis-unknown-property"
 UNDESCRIBED = re.compile(
     "Input should be a valid integer"  # JSON Schema takes 5.0 for one
-    "|`(seed|truncate|truncate_prompt_tokens|min_new_tokens|min_tokens)` must be"
-    "|`(top_n_tokens|top_logprobs|prompt_logprobs|logprobs|best_of)` must be"
+    "|`(seed|best_of)` must be"
     "|supports up to|must be at most"  # limits of this fleet; and of seeds, 2**64-1 is no float
     "|tokens below|and below"
     "|has no tokens"
@@ -65,7 +64,7 @@ UNDESCRIBED = re.compile(
     # files and batches
     "|`expires_after|`file` must|`metadata` has up to|may keep|`input_file_id` must|there is no "
     # vectors and scores
-    "|must have at most [0-9]+ tokens|`dimensions` must be 1 to|must be a prompt of the model"
+    "|must have at most [0-9]+ tokens|must be a prompt of the model"
     "|must be one text, or as many"
     "|must be a URL that begins with|must be the `cursor` of a page|length mismatch"
 )

@@ -11,8 +11,12 @@ from redis.asyncio import Redis
 
 from api.errors import ApiError
 from api.http.body import parse_body
+from api.http.openapi import json_schema
 from api.prompts.pictures import PicturePrompts
-from api.requests.fields import Listed, SamplingFields, Strict, Whole
+from api.protocols.kserve import KServeParameters
+from api.protocols.table import PROTOCOLS
+from api.protocols.tgi import GenerateParameters
+from api.requests.fields import Listed, SamplingFields, Strict, Whole, ranges_of
 from api.requests.params import (
     DRAW_ONLY,
     GenerationParams,
@@ -26,7 +30,6 @@ from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.messages.records import pack_ids
 from common.messages.request import Generate, SamplingParams, StoppingParams
-from common.settings.ranges import RANGES
 from common.settings.settings import SettingError, Settings
 from tests.support.tokenizer import model_tokenizer
 
@@ -184,12 +187,18 @@ async def validated(tokenizer: Any = None, **fields: Any) -> list[Generate]:
     return await validate(generation_params(**fields), LIMITS, tokenizer or model_tokenizer(), prompts)
 
 
-@pytest.mark.parametrize("name", RANGES)
-async def test_every_range_is_checked_wherever_its_parameter_stands(name: str) -> None:
-    allowed = RANGES[name]
-    for wrong in (allowed.least - 1, float("nan")):
-        with pytest.raises(ApiError, match=f"`{name}` must be {allowed}"):
-            await validated(**{name: wrong})
+@pytest.mark.parametrize("body", [*{row.body for row in PROTOCOLS}, GenerateParameters, KServeParameters])
+def test_a_number_is_checked_by_the_range_that_the_document_shows(body: type[Strict]) -> None:
+    shown = {**json_schema(body, "validation")["properties"]}
+    bounded = {name for name, one in shown.items() if {"minimum", "exclusiveMinimum"} & {*one}}
+    assert bounded == {name for name, _ in ranges_of(body)}
+    given = {"parameters": None} | dict.fromkeys(body.model_fields)
+    for name, allowed in ranges_of(body):
+        assert allowed.schema.items() <= shown[name].items()
+        for wrong in (allowed.least - 1, float("nan"), allowed.hole):
+            if wrong is not None:
+                with pytest.raises(ApiError, match=f"`{name}` must be {allowed}. Given: "):
+                    body.model_construct(**given | {name: wrong}).check()
 
 
 async def test_requests_of_one_prompt_differ_only_in_their_choice() -> None:
@@ -200,8 +209,6 @@ async def test_requests_of_one_prompt_differ_only_in_their_choice() -> None:
         (9, 2),
     ]
     assert [one.sampling for one in await validated(n=2)] == [None, None]
-    with pytest.raises(ApiError, match="`n` must be at least 1 and at most 128"):
-        await validated(n=0)
 
 
 async def test_a_prompt_of_an_encoder_decoder_model_ends_with_what_starts_the_decoder() -> None:
