@@ -21,10 +21,9 @@ from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, Who
 from api.protocols.tgi import COMPAT_GENERATE, GENERATE_ERRORS, GenerateRequest
 from api.requests.fields import Listed, Strict
 from api.requests.on_pool import allowed_adapter, check_adapter_id, pools_of
-from api.requests.params import GenerationParams
 from api.requests.pool import Pool
 from api.requests.respond import read_terms, total_headers, with_adapter
-from api.requests.validate import check_no_logits
+from api.requests.validate import GenerationParams, check_no_logits
 from api.streams.beams import all_outputs
 from api.streams.stream import Stream
 from api.webhooks import WebhookField

@@ -38,9 +38,8 @@ from api.protocols.tgi import (
 )
 from api.requests.fields import DETACHED, RESUME_S, Listed, Strict, Whole, least, optional, ranged
 from api.requests.on_pool import pools_of
-from api.requests.params import GenerationParams
 from api.requests.respond import total_headers
-from api.requests.validate import check_no_logits
+from api.requests.validate import GenerationParams, check_no_logits
 from api.streams.stream import Stream
 from common.messages.request import Generate
 

@@ -32,7 +32,7 @@ from api.protocols.openai_bodies import (
 from api.protocols.protocol import Asked, Context, Protocol
 from api.protocols.tokenize import shown_prompt
 from api.protocols.typed_events import Event, EventRenderer, renderer_of
-from api.requests.chat_prompt import REASONING_SWITCHES, ChatMessage
+from api.requests.chat_prompt import REASONING_SWITCHES, ChatMessage, FunctionSchema, ToolSchema
 from api.requests.fields import (
     Listed,
     SamplingFields,
@@ -47,7 +47,6 @@ from api.requests.on_pool import pool_for, read_body
 from api.requests.pool import Pool
 from api.requests.respond import read_terms
 from api.requests.service_terms import TIERS, on_terms
-from api.requests.tools import FunctionSchema, ToolSchema
 from api.streams.stream import Stream
 from api.webhooks import WebhookField
 from common.settings.ranges import STOP_SCHEMA, Range

@@ -23,14 +23,20 @@ from api.http.body import UnsupportedFields, reject_unsupported
 from api.prompts.control_texts import Rendered
 from api.prompts.tokenizer import ModelTokenizer
 from api.protocols.protocol import Asked, Context
-from api.requests.beams import BeamFields
 from api.requests.chat_prompt import (
     EFFORTS,
     TOOL_PROMPT,
     Chat,
     ChatMessage,
+    FunctionSchema,
+    ToolChoice,
+    ToolSchema,
+    answer_grammar,
     join_parts,
     picture_sources,
+    read_functions,
+    read_tools,
+    reading_beside,
     reasoning_variables,
     render_prompt,
     template_messages,
@@ -40,6 +46,7 @@ from api.requests.fields import (
     DETACHED,
     TEXTS_OR_IDS,
     TRUNCATION,
+    BeamFields,
     Listed,
     SamplingFields,
     ServedFields,
@@ -50,18 +57,15 @@ from api.requests.fields import (
     ranged,
     with_one_error,
 )
-from api.requests.params import SWITCHES, GenerationParams
 from api.requests.pool import Pool
-from api.requests.tools import (
-    FunctionSchema,
-    ToolChoice,
-    ToolSchema,
-    answer_grammar,
-    read_functions,
-    read_tools,
-    reading_beside,
+from api.requests.validate import (
+    SWITCHES,
+    GenerationParams,
+    check_generates,
+    check_not_streamed,
+    check_size,
+    with_truncate,
 )
-from api.requests.validate import check_generates, check_not_streamed, check_size, with_truncate
 from api.webhooks import WebhookField
 from common.messages.records import unpack_ids
 from common.messages.request import Generate

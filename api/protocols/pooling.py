@@ -34,10 +34,9 @@ from api.requests.fields import (
     ranged,
     with_one_error,
 )
-from api.requests.params import Limits
 from api.requests.pool import Pool
 from api.requests.respond import total_headers
-from api.requests.validate import MAX_LOGITS_BYTES
+from api.requests.validate import MAX_LOGITS_BYTES, Limits
 from api.streams.stream import Stream
 from common.messages.records import pack_ids
 from common.messages.request import EMBED, Generate, PoolingParams, StoppingParams

@@ -16,10 +16,9 @@ from api.http.idempotency import KEY_REUSED
 from api.http.openapi import Responses, json_answer, json_body
 from api.http.sse import Feed
 from api.requests.fields import Strict
-from api.requests.params import GenerationParams
 from api.requests.pool import Pool
 from api.requests.service_terms import SERVICE_HEADERS
-from api.requests.validate import validate
+from api.requests.validate import GenerationParams, validate
 from api.streams.stream import Stream
 from api.webhooks import REQUEST
 from common.messages.request import Generate

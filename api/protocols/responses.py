@@ -40,7 +40,7 @@ from api.protocols.response_object import (
     item_id,
     response_id,
 )
-from api.requests.chat_prompt import ChatMessage
+from api.requests.chat_prompt import ChatMessage, ToolSchema
 from api.requests.fields import (
     Listed,
     SamplingFields,
@@ -51,7 +51,6 @@ from api.requests.fields import (
     optional,
     with_one_error,
 )
-from api.requests.tools import ToolSchema
 from api.requests.validate import LOGITS_FIELDS
 from api.resume import attach
 from api.resume.attach import Admitted, find_own

@@ -37,11 +37,11 @@ from api.json import json_response, to_json
 from api.protocols.openai import Choice, ChunkFeed, ChunkRenderer, render_frames
 from api.protocols.openai_bodies import OPENAI_FIELDS
 from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, WholeBody
-from api.requests.beams import BeamFields
 from api.requests.fields import (
     BIAS_SCHEMA,
     DETACHED,
     RESUME_S,
+    BeamFields,
     Listed,
     Strict,
     Whole,
@@ -50,9 +50,8 @@ from api.requests.fields import (
     ranged,
 )
 from api.requests.on_pool import own_pool
-from api.requests.params import SWITCH_NAMES, GenerationParams, Limits, draws
 from api.requests.respond import time_headers, total_headers
-from api.requests.validate import check_not_streamed
+from api.requests.validate import SWITCH_NAMES, GenerationParams, Limits, check_not_streamed, draws
 from api.streams.beams import all_outputs, is_absent
 from api.streams.stream import Stream
 from api.webhooks import WebhookField

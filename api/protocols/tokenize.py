@@ -30,9 +30,8 @@ from api.protocols.openai_bodies import ChatRequest, read_chat
 from api.protocols.tgi import TokenizeRequest
 from api.requests.fields import Listed, Strict, Whole, optional
 from api.requests.on_pool import own_pool, pool_for, read_body
-from api.requests.params import GenerationParams
 from api.requests.pool import Pool
-from api.requests.validate import check, show_pictures
+from api.requests.validate import GenerationParams, check, show_pictures
 
 TOKENIZE_ERRORS: Responses = only(TGI_ERRORS, 400, 401, 403, 404, 413, 415, 422, 500, 503)
 

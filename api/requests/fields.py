@@ -24,8 +24,9 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from api.errors import invalid, quoted
 from api.requests.service_terms import TIERS
-from common.messages.request import SERVICE_CLASSES, SamplingParams, StoppingParams
-from common.settings.ranges import BIASES, RANGES, Range
+from api.requests.validate import GenerationParams
+from common.messages.request import SERVICE_CLASSES, BeamParams, SamplingParams, StoppingParams
+from common.settings.ranges import BIASES, DIVERSITIES, LENGTH_PENALTIES, RANGES, Range
 
 Item = TypeVar("Item")
 
@@ -259,6 +260,89 @@ class SamplingFields(Strict, extra="allow"):
             name: schema["properties"][name] for name in names if name in schema["properties"]
         }
         return reference
+
+
+EarlyStopping = Annotated[
+    bool | Literal["never"] | Whole, with_one_error('Input should be true, false, "never" or a whole number')
+]
+NEVER = 2
+"""`BeamParams.early_stopping` for transformers' "never", and for TensorRT-LLM's numbers from 2 on."""
+WITHOUT_SEARCH = {"length_penalty": 1.0, "early_stopping": 0, "diversity": 0.0}
+"""Fields that mean nothing without a beam search → the value that is accepted all the same."""
+
+
+class BeamFields(SamplingFields):
+    """Sampling parameters, those of a beam search, and which logits are returned."""
+
+    beam_width: Whole | None = least(
+        1, "Search for the likeliest sequences, this many at once, in place of sampling."
+    )
+    length_penalty: float | None = ranged(
+        LENGTH_PENALTIES,
+        "Of a beam search: the sum of a sequence's log-probabilities is divided by its length to "
+        "this power. Default: 1.",
+    )
+    early_stopping: EarlyStopping | None = optional(
+        "Of a beam search: end it with the first `beam_width` sequences that have ended (true, "
+        'TensorRT-LLM\'s 1), when no better one is likely (false, 0), or when none is possible ("never", 2). '
+        "Default: false.",
+        {"enum": [True, False, "never", 0, 1, 2, None]},
+    )
+    diversity: float | None = ranged(
+        DIVERSITIES, "Of a beam search: TensorRT-LLM's `beam_search_diversity_rate`. Default: 0."
+    )
+    beam_search_diversity_rate: float | None = ranged(DIVERSITIES, "The same as `diversity`.")
+
+    return_context_logits: bool | None = RETURN_CONTEXT_LOGITS
+    return_generation_logits: bool | None = RETURN_GENERATION_LOGITS
+    logits_dtype: LogitsDtype | None = LOGITS_DTYPE
+
+    def generation_params(self, **others: Any) -> GenerationParams:
+        """The parameters that are given, and `others`."""
+        return GenerationParams(
+            cache_salt=self.cache_salt or "",
+            seed=self.seed,
+            bad_words=self.bad_words or [],
+            context_logits=bool(self.return_context_logits),
+            generation_logits=bool(self.return_generation_logits),
+            logits_dtype=self.logits_dtype,
+            **others,
+        )
+
+    def beam_params(self, width: int | None, num_returned: int | None = None) -> BeamParams | None:
+        """How a beam search of this width is done; None for no beam search. Raises ApiError (422).
+
+        Args:
+            num_returned: sequences that are returned; by default all.
+        """
+        if None not in (self.diversity, self.beam_search_diversity_rate):
+            raise invalid(
+                "`diversity` and `beam_search_diversity_rate` exclude each other",
+                "beam_search_diversity_rate",
+            )
+        given = {
+            "length_penalty": self.length_penalty,
+            "early_stopping": self.early_stopping and stopping_number(self.early_stopping),
+            "diversity": self.diversity,
+            "beam_search_diversity_rate": self.beam_search_diversity_rate,
+        }
+        if width is None:
+            for name, value in given.items():
+                if value is not None and value != WITHOUT_SEARCH.get(name, 0.0):
+                    raise invalid(f"`{name}` needs a beam search: set `beam_width`", name)
+            return None
+        return BeamParams(
+            width=width,
+            length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
+            early_stopping=stopping_number(self.early_stopping),
+            diversity=self.diversity or self.beam_search_diversity_rate or 0.0,
+            num_returned=width if num_returned is None else num_returned,
+        )
+
+
+def stopping_number(early_stopping: bool | str | int | None) -> int:
+    """`early_stopping` as `BeamParams` has it."""
+    return NEVER if early_stopping == "never" else min(int(early_stopping or 0), NEVER)
 
 
 class ServedFields(SamplingFields):

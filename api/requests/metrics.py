@@ -4,7 +4,7 @@ import time
 from contextvars import ContextVar
 
 from api.errors import ADMITTED
-from api.requests.params import Limits
+from api.requests.validate import Limits
 from api.streams.stream import Stream
 from common.metrics import catalogue
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from api.errors import LOADING_S, invalid, unavailable
-from api.requests.params import Limits
+from api.requests.validate import Limits
 from common.adapter_registry import (
     AdapterRegistry,
     change_registry,

@@ -23,7 +23,7 @@ from api.prompts.pictures import PicturePrompts
 from api.prompts.tokenizer import ModelTokenizer, TextBudget
 from api.requests.admission import Admission
 from api.requests.monitors import AdapterMonitor, BatcherMonitor, WorkerMonitor
-from api.requests.params import load_sampling_defaults
+from api.requests.validate import load_sampling_defaults
 from api.streams.relay import Relay
 from common import model_files
 from common.adapters import PoolAdapter, adapters_of

@@ -1,23 +1,186 @@
-"""Validation: makes requests of generation parameters, or refuses them by the name of the field at fault."""
+"""Validation: generation parameters, which the routes of each API make of their bodies, become requests, or
+are refused by the name of the field at fault. What cannot stand beside a beam search is here, too.
+"""
 
-from collections.abc import Sequence
-from dataclasses import replace
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 from api.errors import ApiError, invalid, quoted, too_long, unavailable
 from api.event_loop import offload
-from api.grammar.compile import CompiledGrammar, compile_grammar
-from api.prompts.control_texts import Rendered
-from api.prompts.pictures import PicturePrompts, ShownPictures
+from api.grammar.compile import CompiledGrammar, Grammar, compile_grammar
+from api.prompts.control_texts import Guarded, Rendered
+from api.prompts.pictures import PicturePrompts, PictureSource, ShownPictures
 from api.prompts.tokenizer import ModelTokenizer
-from api.requests.beams import check_beams, most_of_beams, searched_beams
-from api.requests.params import GenerationParams, Limits, sampling_params
 from common import tracing
-from common.messages.records import pack_ids
-from common.messages.request import Generate, LogitsParams
-from common.settings.ranges import BIASES, MAX_STOP_CHARS
+from common.messages.records import group_room, pack_ids
+from common.messages.request import BeamParams, Generate, LogitsParams, SamplingParams, StoppingParams
+from common.model_files import read_json
+from common.settings.ranges import BIASES, DEFAULTED, MAX_STOP_CHARS, Range, checked_defaults
+from common.settings.settings import SettingError, Settings
+
+MAX_BEAM_WIDTH = 8
+
+GREEDY_BELOW = 1e-5
+"""A temperature this low is greedy: logits divided by it would leave float32."""
+GREEDY = SamplingParams()
+NEUTRAL = SamplingParams(temperature=1.0)
+SWITCHES = ("temperature", "top_k", "top_p", "top_p_decay", "min_p", "typical_p")
+"""Parameters that ask for sampling on their own, where they are not neutral."""
+SWITCH_NAMES = ", ".join(f"`{name}`" for name in SWITCHES)
+DRAW_ONLY = (*SWITCHES, "top_p_min", "top_p_reset_ids", "seed")
+"""Parameters that mean nothing where no token is drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of each request.
+
+    Attributes:
+        max_total_tokens: of prompt and new tokens together.
+        vocab_size, dtype: of the logits that workers return; 0 if they return none.
+        pictures: whether a worker computes pictures.
+        model_kind: what people call a model that pools; empty for one that generates.
+        num_blocks, block_size: of the smallest KV cache of a worker; 0 if that is not known.
+    """
+
+    max_input_tokens: int
+    max_total_tokens: int
+    settings: Settings
+    vocab_size: int = 0
+    dtype: str = "float32"
+    num_blocks: int = 0
+    block_size: int = 0
+    pictures: bool = False
+    model_kind: str = ""
+
+    @property
+    def max_client_batch_size(self) -> int:
+        """Prompts of one request."""
+        return self.settings.max_client_batch_size or self.settings.max_concurrent_requests
+
+    @property
+    def max_beam_width(self) -> int:
+        """Sequences that a beam search extends at once: each is a row."""
+        return min(MAX_BEAM_WIDTH, self.settings.max_batch_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationParams:
+    """One prompt and how to continue it, not yet validated. Defaults change nothing.
+
+    Five parameters stand here because only validation can complete them and move them into `stopping` and
+    `sampling`: `max_new_tokens` (by default what the context leaves), `seed` (by default random),
+    `bad_words` (words that become token ids), `grammar` (which is compiled) and `watermark` (whose strength
+    is the fleet's).
+
+    Attributes:
+        text, prompt_ids: the prompt; one of the two is given.
+        guarded: `text` with guards, where a client wrote control tokens' texts into messages.
+        pictures: those for which `text` has markers, in their order.
+        has_inline_pictures: whether `![](URL)` in `text` is a picture.
+        add_special_tokens: whether `text` gets the special tokens that the model expects around a prompt; a
+            chat template adds them itself.
+        truncate: only the last tokens of the prompt are used, this many.
+        truncates_to_fit: only as many as fit are used.
+        cuts_to_room: a `max_new_tokens` beyond the model's context means all that is left of it.
+        do_sample: whether tokens are sampled; each of SWITCHES also turns sampling on.
+        stopping: without `max_new_tokens`.
+        sampling: without `seed`, `choice`, `bad_words`, `grammar` and watermark; its temperature is 1 by
+            default.
+        top_n_tokens: number of likeliest tokens that are reported with each token.
+        prompt_logprobs: number of likeliest tokens that are reported at each place of the prompt, beside the
+            prompt's own tokens, with the model's own log-probabilities; None reports nothing of the prompt.
+        context_logits, generation_logits: whether the logits of the prompt, and of the generated tokens, are
+            returned.
+        logits_dtype: "float32", the default, or "model".
+        n: answers to this prompt, each by a request of its own.
+        beams: how a beam search is done; None samples.
+        cache_salt: only requests with the same salt share KV blocks.
+        names: a parameter's name here → its name in this API, where that is another one.
+    """
+
+    text: str | None = None
+    guarded: Guarded | None = None
+    pictures: Sequence[PictureSource] = ()
+    has_inline_pictures: bool = False
+    prompt_ids: list[int] | None = None
+    add_special_tokens: bool = True
+    truncate: int | None = None
+    truncates_to_fit: bool = False
+    cuts_to_room: bool = False
+    max_new_tokens: int | None = None
+    stopping: StoppingParams
+    do_sample: bool = False
+    sampling: SamplingParams
+    seed: int | None = None
+    bad_words: list[str] = field(default_factory=list)
+    grammar: Grammar | CompiledGrammar | None = None
+    watermark: bool = False
+    top_n_tokens: int = 0
+    prompt_logprobs: int | None = None
+    context_logits: bool = False
+    generation_logits: bool = False
+    logits_dtype: str | None = None
+    n: int = 1
+    beams: BeamParams | None = None
+    cache_salt: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def value(self, name: str) -> Any:
+        """A parameter's value, here or in `stopping` or `sampling`; None where it is not given."""
+        part = next(part for part in (self, self.stopping, self.sampling) if hasattr(part, name))
+        return getattr(part, name)
+
+    def name(self, field: str) -> str:
+        """A parameter as the client wrote it."""
+        return self.names.get(field, field)
+
+
+# --- sampling -----------------------------------------------------------------------------------------------
+
+
+def draws(params: GenerationParams) -> bool:
+    """Whether tokens are drawn: `do_sample` says so, or a parameter makes no sense otherwise."""
+    sampling = params.sampling
+    if sampling.temperature < GREEDY_BELOW or params.beams is not None:
+        return False
+    sampling = replace(sampling, top_k=max(sampling.top_k, 0))
+    return params.do_sample or any(getattr(sampling, name) != getattr(NEUTRAL, name) for name in SWITCHES)
+
+
+def sampling_params(params: GenerationParams, tokenizer: ModelTokenizer) -> SamplingParams | None:
+    """Complete sampling parameters; None for plain greedy. A seed is chosen where none is given."""
+    sampling = replace(
+        params.sampling,
+        top_k=min(max(params.sampling.top_k, 0), tokenizer.size),
+        logit_bias=[(token_id, value) for token_id, value in params.sampling.logit_bias if value],
+        bad_words=[ids for word in params.bad_words for ids in tokenizer.spellings(word)],
+        seed=secrets.randbits(63) if params.seed is None else params.seed,
+    )
+    if draws(params):
+        return sampling
+    greedy = replace(sampling, **{name: getattr(GREEDY, name) for name in DRAW_ONLY})
+    return None if replace(greedy, raw_logprobs=False) == GREEDY else greedy
+
+
+def load_sampling_defaults(path: Path, settings: Settings) -> dict[str, Any]:
+    """The sampling values of /v1 for the model in the directory `path`, as GENERATION_CONFIG,
+    OVERRIDE_GENERATION_CONFIG and LOGPROBS_MODE say. Raises SettingError.
+    """
+    given = settings.generation_config
+    directory = path if given == "auto" else Path(given).expanduser()
+    file = directory / "generation_config.json"
+    if given not in ("auto", "vllm") and not file.is_file():
+        raise SettingError("generation_config", f"{file} does not exist")
+    found = {} if given == "vllm" else read_json(file)
+    defaults = checked_defaults({name: found.get(name) for name in DEFAULTED}, "generation_config", str(file))
+    return defaults | settings.sampling_overrides | {"logprobs_mode": settings.logprobs_mode}
+
 
 MAX_LOGITS_BYTES = 64 * 2**20
 """Of one answer: the broker and the gateway hold them until it is sent."""
@@ -119,14 +282,14 @@ def check(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -
     if ids and least and ends.issuperset(ids):
         words = f"has no token that may come before `{params.name('min_new_tokens')}`"
         raise invalid_field(params, "allowed_token_ids", words)
-    for field in ("prompt_logprobs", "context_logits"):
-        given = params.value(field)
+    for name in ("prompt_logprobs", "context_logits"):
+        given = params.value(name)
         if tokenizer.starting_ids and given is not None and given is not False:  # its encoder predicts none
-            raise invalid_field(params, field, "is not served with an encoder-decoder model")
+            raise invalid_field(params, name, "is not served with an encoder-decoder model")
     most = limits.settings.max_top_n_tokens
-    for field in ("top_n_tokens", "prompt_logprobs"):
-        if (number := params.value(field) or 0) > most:
-            raise invalid_field(params, field, f"must be at most {most}. Given: {quoted(number)}")
+    for name in ("top_n_tokens", "prompt_logprobs"):
+        if (number := params.value(name) or 0) > most:
+            raise invalid_field(params, name, f"must be at most {most}. Given: {quoted(number)}")
     check_beams(params, limits)
 
 
@@ -143,11 +306,11 @@ def check_lists(params: GenerationParams, limits: Limits, tokenizer: ModelTokeni
         "bad_words": (MAX_BAD_WORDS, "words"),
         "allowed_token_ids": (tokenizer.size, "token ids"),
     }
-    for field, (number, what) in most.items():
-        if (given := len(params.value(field))) > number:
-            raise invalid_field(params, field, f"supports up to {number} {what}. Given: {given}")
-    for field in LISTS_OF_IDS:
-        check_ids(params, field, params.value(field), tokenizer)
+    for name, (number, what) in most.items():
+        if (given := len(params.value(name))) > number:
+            raise invalid_field(params, name, f"supports up to {number} {what}. Given: {given}")
+    for name in LISTS_OF_IDS:
+        check_ids(params, name, params.value(name), tokenizer)
     check_ids(params, "logit_bias", [token_id for token_id, _ in params.sampling.logit_bias], tokenizer)
 
 
@@ -310,3 +473,88 @@ def check_size(requests: Sequence[Generate]) -> None:
         f"Given: {need} bytes, for {rows} tokens with {logits.vocab_size} logits of {logits.dtype} each",
         names[0],
     )
+
+
+def check_beams(params: GenerationParams, limits: Limits) -> None:
+    """Raises ApiError (422) for a beam search that is out of range, or beside which something stands."""
+    beams = params.beams
+    if beams is None:
+        return
+    most = limits.max_beam_width
+    setting = "" if most == MAX_BEAM_WIDTH else " (MAX_BATCH_SIZE)"
+    check_range(params, "beam_width", Range(1, most), beams.width, setting)
+    check_range(params, "num_returned", Range(1, beams.width), beams.num_returned, " (the beam width)")
+    check_range(params, "early_stopping", Range(0), beams.early_stopping)
+    for name, why in excluded(params):
+        text = f"`{params.name(name)}` and a beam search exclude each other: {why}"
+        raise invalid(text, params.name(name))
+
+
+def check_range(
+    params: GenerationParams, field: str, allowed: Range, value: float, setting: str = ""
+) -> None:
+    if not allowed.holds(value):
+        name = params.name(field)
+        raise invalid(f"`{name}` must be {allowed}{setting}. Given: {quoted(value)}", name)
+
+
+def excluded(params: GenerationParams) -> Iterator[tuple[str, str]]:
+    """Names of parameters that cannot stand beside a beam search, and why."""
+    greedy = params.sampling.temperature < GREEDY_BELOW
+    sampling = replace(
+        params.sampling,
+        temperature=NEUTRAL.temperature if greedy else params.sampling.temperature,
+        top_k=max(params.sampling.top_k, 0),
+    )
+    if params.do_sample:
+        yield "do_sample", "it draws no token"
+    for name in SWITCHES:
+        if getattr(sampling, name) != getattr(NEUTRAL, name):
+            yield name, "it draws no token"
+    if params.n > 1:
+        yield "n", "it finds several texts itself"
+    if params.watermark:
+        yield "watermark", "it would decide between sequences"
+    if params.top_n_tokens:
+        yield "top_n_tokens", "only the log-probabilities of its own tokens are returned"
+    for name in ("context_logits", "generation_logits"):
+        if getattr(params, name):
+            yield f"return_{name}", "logits of its sequences are not kept"
+    if params.prompt_logprobs is not None:
+        yield "prompt_logprobs", "only the log-probabilities of its own tokens are returned"
+
+
+def most_of_beams(params: GenerationParams, num_prompt: int, limits: Limits) -> int:
+    """How many new tokens of each sequence a worker's KV cache holds; below 1 if it holds too few sequences
+    of this prompt.
+    """
+    if params.beams is None or not limits.num_blocks:
+        return limits.max_total_tokens
+    room = group_room(num_prompt, limits.num_blocks, params.beams.width, limits.block_size)
+    return room - num_prompt + 1  # the last token is never computed
+
+
+def searched_beams(
+    params: GenerationParams, num_prompt: int, num_new: int, limits: Limits
+) -> BeamParams | None:
+    """The beam search of a request; None for greedy decoding, which a search of one sequence is. Raises
+    ApiError (422) if no KV cache of a worker holds it.
+
+    Args:
+        num_prompt, num_new: tokens of the prompt, and the most new ones.
+    """
+    beams, most = params.beams, most_of_beams(params, num_prompt, limits)
+    if beams is None or beams.width == 1:
+        return None
+    why = "a worker's KV cache holds the prompt once, and the new tokens of each sequence"
+    if most < 1:
+        name, widest = params.name("beam_width"), limits.num_blocks - num_prompt // limits.block_size
+        raise invalid(
+            f"`{name}` must be at most {widest} with this prompt: {why}. Given: {beams.width}", name
+        )
+    if num_new > most:
+        name, width = params.name("max_new_tokens"), params.name("beam_width")
+        raise invalid(
+            f"`{name}` must be at most {most} with this prompt and `{width}`: {why}. Given: {num_new}", name
+        )
+    return beams

@@ -17,17 +17,15 @@ from api.requests.chat_prompt import (
     TOOL_PROMPT,
     Chat,
     ChatMessage,
-    reasoning_variables,
-    render_prompt,
-    template_messages,
-)
-from api.requests.tools import (
     FunctionSchema,
     ToolChoice,
     ToolSchema,
     answer_grammar,
     read_tools,
     reading_beside,
+    reasoning_variables,
+    render_prompt,
+    template_messages,
 )
 from tests.support.tokenizer import model_tokenizer
 

@@ -17,15 +17,15 @@ from api.protocols.kserve import KServeParameters
 from api.protocols.table import PROTOCOLS
 from api.protocols.tgi import GenerateParameters
 from api.requests.fields import Listed, SamplingFields, Strict, Whole, ranges_of
-from api.requests.params import (
+from api.requests.validate import (
     DRAW_ONLY,
     GenerationParams,
     Limits,
     draws,
     load_sampling_defaults,
     sampling_params,
+    validate,
 )
-from api.requests.validate import validate
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.messages.records import pack_ids
