@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
-from common.broker import process_scripts
+from common.broker import heartbeat
 from common.broker.client import ERRORS, FailureLog, describe_error
+from common.broker.heartbeat import LeaseReply
 from common.broker.pool_client import PoolClient
-from common.broker.process_scripts import LeaseReply
 from common.process.event_loop import until_beat
 from common.process.startup import READY
 from common.settings.settings import Settings
@@ -90,7 +90,7 @@ class Lease:
         """
         asked_s = time.monotonic()
         ttl_ms, keys = int(ttl_s * 1000), self.pool.keys
-        call = process_scripts.lease(
+        call = heartbeat.lease(
             keys, holder=self.holder, ttl_ms=ttl_ms, own_epoch=self.epoch, clock_ms=clock_ms
         )
         reply = await self.pool.run(call)

@@ -25,7 +25,7 @@ from batcher.scheduling.plan_builder import PendingPlan
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from common.adapters import HeldAdapters
-from common.broker import process_scripts
+from common.broker import heartbeat
 from common.broker.keys import SLEEPER, STARTING, Keys
 from common.broker.lua import ScriptCall
 from common.broker.pool_client import PoolClient
@@ -394,7 +394,7 @@ class WorkerRegistry:
             why = "unreadable"
         else:
             why = "drained" if replica is not None and replica.draining else "died"
-        return await self.pool.run(process_scripts.seal(self.pool.keys, incarnation, why=why))
+        return await self.pool.run(heartbeat.seal(self.pool.keys, incarnation, why=why))
 
     async def remove_worker_keys(self, incarnation: str) -> None:
         """Delete the keys of a sealed worker whose reports were read to the end."""

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 Middleware = Callable[[ASGIApp, Scope, Receive, Send], Awaitable[None]]
 """Handles an HTTP request by calling the application that it is given."""
 REQUEST_ID_HEADER = "x-request-id"
+STREAM_PATH = "/requests/{request_id}/stream"
+"""Where a streamed answer goes on."""
 ID_HEADERS = (REQUEST_ID_HEADER, "request-id")
 """Of responses; the second one has Anthropic's API alone."""
 MAX_ARRIVALS = 4

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.errors import invalid, quoted
 from api.http.error_handlers import error_response
-from api.http.middleware import REQUEST_ID_HEADER
+from api.http.middleware import REQUEST_ID_HEADER, STREAM_PATH
 from api.http.openapi import (
     RESUME,
     TGI_ERRORS,
@@ -46,7 +46,7 @@ router = APIRouter(responses=ERRORS, tags=[RESUME])
 
 
 @router.get(
-    "/requests/{request_id}/stream",
+    STREAM_PATH,
     summary="Go on with a streamed answer",
     openapi_extra={"parameters": [LAST_EVENT_ID_PARAMETER]},
     responses={
@@ -90,6 +90,6 @@ async def resume_posts(app: ASGIApp, scope: Scope, receive: Receive, send: Send)
         text = f"`{LAST_EVENT_ID}` needs the request's id in `{REQUEST_ID_HEADER}`: see `content-location`"
         await error_response(invalid(text, LAST_EVENT_ID), errors_of(scope))(scope, receive, send)
     else:
-        path = f"/requests/{headers[REQUEST_ID_HEADER]}/stream"
+        path = STREAM_PATH.format(request_id=headers[REQUEST_ID_HEADER])
         scope.update(method="GET", path=path, raw_path=path.encode())
         await app(scope, receive, send)

@@ -19,6 +19,7 @@ from api.errors import failed
 from api.event_loop import offload
 from api.handover.answer_socket import flush_socket, probe_client, socket_of
 from api.http.access_log import access_of
+from api.http.middleware import STREAM_PATH
 from api.http.sse import COMMENT, COMMENT_AMONG_IDS, SSE_HEADERS, Feed, FeedResponse
 from api.http.unread import UNREAD, Unread, wait_for_disconnect
 from api.protocols.protocol import RenderWhole
@@ -103,7 +104,7 @@ class TokenStream(FeedResponse):
         reader: int = 0,
         num_seen: int = 0,
     ) -> None:
-        place = {"content-location": f"/requests/{answer.request_id}/stream"}
+        place = {"content-location": STREAM_PATH.format(request_id=answer.request_id)}
         comment = COMMENT_AMONG_IDS if answer.numbered else COMMENT
         super().__init__(frames, comment, SSE_HEADERS | place | dict(headers) | {"connection": "keep-alive"})
         self.answer = answer

@@ -15,7 +15,7 @@ from api.event_loop import RETRY_PAUSE_S, attempt, repeat_forever, retry_forever
 from api.requests import request_scripts
 from api.requests.request_scripts import OfferReply, cancel_request
 from api.streams.stream import Stream
-from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, FailureLog, read_server_id
+from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, FailureLog
 from common.broker.pool_client import PoolClient
 from common.messages import events
 from common.messages.events import Terminal
@@ -48,7 +48,8 @@ class Offers:
         streams: the relay's, by request id.
         pending: id of a stream to offer → whether its request has ended in Redis with other tokens.
         connected: set when a connection to the broker was made.
-        server_id: the last known id of the broker's server.
+        server_id: the last known id of the broker's server. Another one, as after a restart or a failover,
+            may lack what was written last.
     """
 
     def __init__(self, client: PoolClient, streams: dict[str, Stream]) -> None:
@@ -89,7 +90,7 @@ class Offers:
         self.connected.clear()
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                server_id = await read_server_id(self.client.redis)
+                server_id = str((await self.client.redis.info("server"))["run_id"])
         except ERRORS:
             self.connected.set()
             raise

@@ -360,13 +360,6 @@ def connect_setting(name: str, url: str) -> redis.asyncio.Redis:
         ) from error
 
 
-async def read_server_id(redis: redis.asyncio.Redis) -> str:
-    """Return an id of the server behind the broker's address. Another one, as after a restart or a failover,
-    may lack what was written last.
-    """
-    return str((await redis.info("server"))["run_id"])
-
-
 def is_outage(error: BaseException) -> bool:
     """Whether an error means that no step of this process can use the broker now."""
     away = (OSError, redis.exceptions.ConnectionError, redis.exceptions.TimeoutError)

@@ -1,4 +1,5 @@
-"""Heartbeat: what a process reports about itself in Redis at an interval while it lives.
+"""Heartbeat: what a process reports about itself in Redis at an interval while it lives; and the scripts about
+processes that several packages run: the lease of the active batcher, and a worker's end.
 
 Workers have a script of their own, `worker_heartbeat`, which a seal refuses.
 """
@@ -12,7 +13,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, OUTAGE, describe_error
-from common.broker.lua import Args, Fields, call_script, in_pairs
+from common.broker.keys import STREAMS_TTL_MS, Keys
+from common.broker.lua import Args, Fields, ScriptCall, call_script, decode_all, in_pairs
 from common.broker.pool_client import PoolClient
 from common.process.event_loop import until_beat
 
@@ -100,3 +102,44 @@ class Heartbeat:
             pipe.delete(self.pool.keys.process(self.kind, self.name))
             pipe.zrem(self.pool.keys.processes, f"{self.kind}:{self.name}")
             await pipe.execute()
+
+
+class LeaseReply(NamedTuple):
+    """The epoch, or "" while another holder has the lease; and the id of the server that answered."""
+
+    epoch: str
+    server_id: str
+
+
+def lease(
+    keys: Keys, *, holder: str, ttl_ms: int, own_epoch: str, clock_ms: int | bytes
+) -> ScriptCall[LeaseReply]:
+    """Take, renew or release the lease of the active batcher.
+
+    Args:
+        ttl_ms: 0 releases the lease.
+        own_epoch: the epoch of the holder; "" takes the lease.
+        clock_ms: of the holder, what the pool's clock shows; of another, b"" or where that clock has stopped.
+    """
+    args: Args = {"holder": holder, "ttl_ms": ttl_ms, "own_epoch": own_epoch, "clock_ms": clock_ms}
+    return call_script("lease", lambda reply: LeaseReply(*decode_all(reply)), keys, args=args)
+
+
+def drain(keys: Keys, worker: str) -> ScriptCall[tuple[str, int] | None]:
+    """Ask a worker to drain. The reply has its state and number of rows; None: there is no such worker."""
+
+    def read(reply: list[bytes | None] | None) -> tuple[str, int] | None:
+        return ((reply[0] or b"").decode(), int(reply[1] or 0)) if reply else None
+
+    return call_script("drain", read, keys, worker)
+
+
+def seal(keys: Keys, worker: str, *, why: str) -> ScriptCall[bool]:
+    """Seal an incarnation: nothing can be appended to its streams any more. False if it has no log.
+
+    Args:
+        why: `died`, `drained` or `unreadable`.
+    """
+    return call_script(
+        "seal", bool, keys, worker, args={"incarnation": worker, "why": why, "ttl_ms": STREAMS_TTL_MS}
+    )

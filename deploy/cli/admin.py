@@ -23,7 +23,7 @@ import setproctitle
 
 from common import api_keys
 from common.api_keys import ApiKey, IssuedKey, KeyFields, read_fields
-from common.broker import process_scripts
+from common.broker import heartbeat
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, connect_setting, describe_error
 from common.broker.directory import SILENT_S, DirectoryClient, DirectoryContent
 from common.broker.pool_client import ChangeRefused, PoolClient
@@ -236,7 +236,7 @@ async def drain(pool: PoolClient, flags: argparse.Namespace) -> None:
     shown, seen = "", "seen by nobody"
     while True:
         try:
-            found = await pool.run(process_scripts.drain(pool.keys, worker))
+            found = await pool.run(heartbeat.drain(pool.keys, worker))
             if found is None:
                 check_return(worker, await pool.workers())
                 print(f"{worker} is gone; it was last {seen}", flush=True)

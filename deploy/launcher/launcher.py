@@ -21,7 +21,7 @@ from typing import Any
 
 import setproctitle
 
-from common.broker import process_scripts
+from common.broker import heartbeat
 from common.broker.client import ERRORS
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
@@ -344,7 +344,7 @@ async def tell_death(pool: PoolClient, kind: str, incarnation: str) -> None:
         entry: Any = {"died": encode(WorkerDied(incarnation))}
         await pool.redis.xadd(pool.keys.control, entry)
     elif kind == "batcher":
-        lease = process_scripts.lease(pool.keys, holder=incarnation, ttl_ms=0, own_epoch="", clock_ms=b"")
+        lease = heartbeat.lease(pool.keys, holder=incarnation, ttl_ms=0, own_epoch="", clock_ms=b"")
         await pool.run(lease)
     elif await pool.redis.exists(key := pool.keys.gateway(incarnation)):
         async with pool.redis.pipeline() as pipe:

@@ -8,7 +8,7 @@ import logging
 import secrets
 from dataclasses import replace
 
-from common.broker import process_scripts
+from common.broker import heartbeat
 from common.broker.client import ERRORS, FailureLog, describe_error
 from common.broker.heartbeat import process_fields
 from common.broker.pool_client import PoolClient
@@ -256,6 +256,6 @@ class Stay:
         pool = self.agent.pool
         try:
             async with asyncio.timeout(SEAL_TIMEOUT_S):
-                await pool.run(process_scripts.seal(pool.keys, self.incarnation, why=why))
+                await pool.run(heartbeat.seal(pool.keys, self.incarnation, why=why))
         except (*ERRORS, TimeoutError) as error:
             log.warning("not sealed: %s", describe_error(error))

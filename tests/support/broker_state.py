@@ -6,7 +6,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from common.broker import process_scripts
+from common.broker import heartbeat
 from common.broker.committed import read
 from common.broker.keys import Keys
 from common.broker.lua import run_script
@@ -70,7 +70,7 @@ async def send_heartbeat(
 
 
 async def seal(redis: Redis, worker: str, why: str = "died") -> None:
-    await run_script(redis, process_scripts.seal(KEYS, worker, why=why))
+    await run_script(redis, heartbeat.seal(KEYS, worker, why=why))
 
 
 async def place(redis: Redis, request_id: str, incarnation: str, attempt: int = 1, base: int = 0) -> None:

@@ -10,7 +10,7 @@ from api.requests.request_scripts import AdmitReply, KeyCharge
 from batcher import batcher_scripts
 from batcher.batcher_scripts import PlanReply, QueuedRequest, SavedRequest, StartedRow
 from common.api_keys import ApiKey
-from common.broker import process_scripts
+from common.broker import heartbeat
 from common.broker.keys import Keys
 from common.broker.lua import run_script
 from common.messages.codec import encode
@@ -139,4 +139,4 @@ async def flush(
 
 
 async def seal(redis: Redis, worker: str = "w1") -> bool:
-    return await run_script(redis, process_scripts.seal(KEYS, worker, why="died"))
+    return await run_script(redis, heartbeat.seal(KEYS, worker, why="died"))

@@ -9,7 +9,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
-from common.broker import process_scripts
+from common.broker import heartbeat
 from common.broker.committed import read
 from common.broker.keys import parse_stream_id
 from common.broker.pool_client import PoolClient
@@ -224,7 +224,7 @@ async def test_a_worker_that_was_asked_to_drain_says_so_and_leaves(agent: Agent,
     agent.state.idle.clear()  # as with a row: an idle one may leave before it has said so
     running = asyncio.create_task(agent.run())
     keys, name = agent.pool.keys, agent.worker.incarnation
-    await wait_until(lambda: agent.pool.run(process_scripts.drain(keys, name)))
+    await wait_until(lambda: agent.pool.run(heartbeat.drain(keys, name)))
     await wait_until(lambda: is_draining(redis, keys.worker(name)))
     assert not agent.state.signalled.is_set(), "its rows have all the time they need"
     agent.state.idle.set()
