@@ -121,33 +121,24 @@ def is_spread(settings: Settings, environ: Mapping[str, str]) -> bool:
 
 
 def machine_ranks(settings: Settings, num_ranks: int) -> list[RankInfo]:
-    """Return the ranks on this machine, of all ranks of a worker. Raises SettingError."""
-    return local_ranks(num_ranks) if settings.nnodes == 1 else node_ranks(settings, num_ranks)
-
-
-def local_ranks(num_ranks: int) -> list[RankInfo]:
-    """Return the ranks of a model that all run on this machine."""
-    if num_ranks == 1:
-        return [RankInfo()]
-    port = free_port()
-    return [RankInfo(rank, num_ranks, rank, num_ranks, LOOPBACK, port) for rank in range(num_ranks)]
-
-
-def node_ranks(settings: Settings, num_ranks: int) -> list[RankInfo]:
-    """Return the ranks on machine NODE_RANK, when each of NNODES machines has as many. Raises
+    """Return the ranks on this machine, of all ranks of a worker; each of NNODES machines has as many. Raises
     SettingError.
     """
+    if num_ranks == settings.nnodes == 1:
+        return [RankInfo()]
     size, rest = divmod(num_ranks, settings.nnodes)
     if rest:
         cause = f"{num_ranks} ranks are not the same number on each of {settings.nnodes} machines (NNODES)"
         raise SettingError("num_shard", f"{cause}; torchrun and mpirun start them one by one")
-    if settings.node_rank >= settings.nnodes:
+    first, address, port = settings.node_rank * size, settings.master_addr, settings.master_port
+    if settings.nnodes == 1:
+        first, address, port = 0, LOOPBACK, free_port()
+    elif settings.node_rank >= settings.nnodes:
         raise SettingError(
             "node_rank", f"{settings.node_rank} is not one of {settings.nnodes} (NNODES), counted from 0"
         )
-    if not settings.master_addr:
+    elif not address:
         raise SettingError("master_addr", "is missing: with NNODES it is the address of machine 0")
-    first, address, port = settings.node_rank * size, settings.master_addr, settings.master_port
     return [RankInfo(first + i, num_ranks, i, size, address, port) for i in range(size)]
 
 

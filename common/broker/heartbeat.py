@@ -1,5 +1,5 @@
-"""Heartbeat: what a process reports about itself in Redis at an interval while it lives; and the scripts about
-processes that several packages run: the lease of the active batcher, and a worker's end.
+"""Heartbeat: what a process reports about itself in Redis at an interval while it lives; and the scripts of
+several packages about processes: the lease of the active batcher, and a worker's end.
 
 Workers have a script of their own, `worker_heartbeat`, which a seal refuses.
 """

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from common.rank import RankInfo, follows, is_spread, local_ranks, machine_ranks
+from common.rank import RankInfo, follows, is_spread, machine_ranks
 from common.settings.settings import SettingError, Settings
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -64,11 +64,11 @@ def test_variables_that_make_no_rank_are_refused_by_name(environ: dict[str, str]
 
 
 def test_the_ranks_of_one_machine_meet_at_loopback() -> None:
-    ranks = local_ranks(3)
+    ranks = machine_ranks(Settings(), 3)
     assert [(info.rank, info.local_rank, info.address) for info in ranks] == [
         (i, i, "127.0.0.1") for i in range(3)
     ]
-    assert all(info.is_local for info in ranks) and local_ranks(1) == [RankInfo()]
+    assert all(info.is_local for info in ranks) and machine_ranks(Settings(), 1) == [RankInfo()]
 
 
 def test_each_of_several_machines_has_as_many_ranks() -> None:
