@@ -55,7 +55,7 @@ class ValidatedJob:
                 yield new
 
     def render_result(self, streams: list[Stream]) -> bytes:
-        return self.renderer.whole(self.answer, streams, 0.0)[0]
+        return self.renderer.whole(self.answer, streams)[0]
 
 
 async def validate_job(pool: Pool, job: Job, model: str) -> ValidatedJob:

@@ -22,7 +22,7 @@ from api.protocols.tgi import COMPAT_GENERATE, GENERATE_ERRORS, GenerateRequest
 from api.requests.fields import Listed, Strict
 from api.requests.on_pool import allowed_adapter, check_adapter_id, pools_of
 from api.requests.pool import Pool
-from api.requests.respond import read_terms, total_headers, with_adapter
+from api.requests.respond import read_terms, with_adapter
 from api.requests.validate import GenerationParams, check_no_logits
 from api.streams.beams import all_outputs
 from api.streams.stream import Stream
@@ -83,11 +83,10 @@ async def read_vertex(body: UninspectedInstances, context: Context) -> Asked:
     return Asked(requests, [""] * len(requests), num_chars=num_chars)
 
 
-def render_predictions(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> WholeBody:
+def render_predictions(answer: HttpAnswer, streams: Sequence[Stream]) -> WholeBody:
     outputs = all_outputs(streams)
-    num_generated = sum(output.num_tokens for output in outputs)
     body = to_json({"predictions": [output.text for output in outputs]})
-    return body, total_headers(answer, streams, num_generated, arrived_s)
+    return body, sum(output.num_tokens for output in outputs)
 
 
 async def read_instance(

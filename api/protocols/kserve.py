@@ -38,7 +38,6 @@ from api.protocols.tgi import (
 )
 from api.requests.fields import DETACHED, RESUME_S, Listed, Strict, Whole, least, optional, ranged
 from api.requests.on_pool import pools_of
-from api.requests.respond import total_headers
 from api.requests.validate import GenerationParams, check_no_logits
 from api.streams.stream import Stream
 from common.messages.request import Generate
@@ -287,18 +286,18 @@ class OutputRenderer(TextRenderer):
         return model_fields(self.answer)
 
 
-def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> WholeBody:
+def render_whole(answer: HttpAnswer, streams: Sequence[Stream]) -> WholeBody:
     best = [rank(streams[i : i + answer.n])[0] for i in range(0, len(streams), answer.n)]
     texts = [prefix + stream.text for prefix, stream in zip(answer.prefixes, best, strict=True)]
-    headers = total_headers(answer, best, sum(stream.num_tokens for stream in best), arrived_s)
+    num_tokens = sum(stream.num_tokens for stream in best)
     if answer.infer is not None:
-        return to_json(render_tensors(answer, answer.infer, iter(texts))), headers
+        return to_json(render_tensors(answer, answer.infer, iter(texts))), num_tokens
     details: dict[str, Any] = {}
     if answer.rendering.details:
         details = render_details(best[0])
         details["logprobs"] = details.pop("tokens")
         details = {"details": details}
-    return to_json({**model_fields(answer), "text_output": texts[0], **details}), headers
+    return to_json({**model_fields(answer), "text_output": texts[0], **details}), num_tokens
 
 
 def render_tensors(answer: HttpAnswer, infer: InferOutputs, texts: Iterator[str]) -> dict[str, Any]:

@@ -35,7 +35,6 @@ from api.http.sse import MAX_ITEMS, Change, Feed, MappedFeed, sse_frames
 from api.json import to_json
 from api.protocols.openai_bodies import ChatRequest, CompletionRequest, read_chat_completion, read_completion
 from api.protocols.protocol import AnswerRenderer, Protocol, WholeBody
-from api.requests.respond import total_headers
 from api.streams.beams import all_outputs, is_absent
 from api.streams.stream import Stream
 from common.detokenize import Detokenizer
@@ -654,12 +653,9 @@ def render_frames(kind: type[ChunkRenderer], answer: HttpAnswer, streams: Sequen
     return sse_frames(answer, MappedFeed(chunks, lambda chunk: chunk[1], kind.last_frames))
 
 
-def render_whole(
-    kind: type[ChoicesRenderer], answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float
-) -> WholeBody:
+def render_whole(kind: type[ChoicesRenderer], answer: HttpAnswer, streams: Sequence[Stream]) -> WholeBody:
     renderer = kind(answer, streams)
-    body = renderer.render_whole()
-    return body, total_headers(answer, streams, renderer.usage()["completion_tokens"], arrived_s)
+    return renderer.render_whole(), renderer.usage()["completion_tokens"]
 
 
 def renderer_of(kind: type[ChoicesRenderer]) -> AnswerRenderer:

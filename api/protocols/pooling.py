@@ -35,7 +35,6 @@ from api.requests.fields import (
     with_one_error,
 )
 from api.requests.pool import Pool
-from api.requests.respond import total_headers
 from api.requests.validate import MAX_LOGITS_BYTES, Limits
 from api.streams.stream import Stream
 from common.messages.records import pack_ids
@@ -393,7 +392,7 @@ def sigmoid(score: float) -> float:
 AS_EMBEDDINGS, AS_SCORE, AS_RERANK = "embeddings", "score", "rerank"
 
 
-def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> WholeBody:
+def render_whole(answer: HttpAnswer, streams: Sequence[Stream]) -> WholeBody:
     shown = answer.vectors
     assert shown is not None
     model, usage = {"model": answer.model}, {"prompt_tokens": answer.num_prompt_tokens}
@@ -426,7 +425,7 @@ def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float
                 for i, score in (ranked[: shown.top_n] if shown.top_n else ranked)
             ]
             content = {**head, **model, "usage": usage, "results": results}
-    return to_json(content), total_headers(answer, streams, 0, arrived_s)
+    return to_json(content), 0
 
 
 def shown_values(shown: VectorAnswer, vector: Vector) -> Any:

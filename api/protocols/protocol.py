@@ -33,10 +33,10 @@ ERRORS_BELOW: dict[str, Family] = {
 }
 """Paths → the errors of all routes at and below them that have no row."""
 
-WholeBody = tuple[bytes, dict[str, str]]
-"""The body of a whole answer, and the headers that are known with it."""
-RenderWhole = Callable[[HttpAnswer, Sequence[Stream], float], WholeBody]
-"""Renders (answer, finished streams of all choices, monotonic time of the request's arrival)."""
+WholeBody = tuple[bytes, int]
+"""The body of a whole answer, and the number of generated tokens that its headers show."""
+RenderWhole = Callable[[HttpAnswer, Sequence[Stream]], WholeBody]
+"""Renders (answer, finished streams of all choices)."""
 
 
 class AnswerRenderer(NamedTuple):

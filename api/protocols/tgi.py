@@ -50,7 +50,6 @@ from api.requests.fields import (
     ranged,
 )
 from api.requests.on_pool import own_pool
-from api.requests.respond import time_headers, total_headers
 from api.requests.validate import SWITCH_NAMES, GenerationParams, Limits, check_not_streamed, draws
 from api.streams.beams import all_outputs, is_absent
 from api.streams.stream import Stream
@@ -315,11 +314,9 @@ def render_end(stream: Stream) -> dict[str, Any]:
 # --- whole texts --------------------------------------------------------------------------------------------
 
 
-def render_whole(
-    answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float, listed: bool = False
-) -> WholeBody:
+def render_whole(answer: HttpAnswer, streams: Sequence[Stream], listed: bool = False) -> WholeBody:
     """The response with the best text; each text begins with the prefix. Its details have the others; those
-    of a beam search are shown unasked, and its headers count the tokens of all.
+    of a beam search are shown unasked, and the tokens of all are counted.
     """
     best, *others = rank(streams)
     prefix, beams = answer.prefix(0), best.request.beams
@@ -329,11 +326,8 @@ def render_whole(
         details = render_details(best)
         tops = {"top_tokens": details.pop("top_tokens")} if best.tops else {}
         response["details"] = details | ({"best_of_sequences": losers} if losers else {}) | tops
-    num_tokens = sum(one.num_tokens for one in (best, *others))
-    headers = (
-        total_headers(answer, streams, num_tokens, arrived_s) if beams else time_headers(best, arrived_s)
-    )
-    return to_json([response] if listed else response), headers
+    num_tokens = sum(one.num_tokens for one in ((best, *others) if beams else (best,)))
+    return to_json([response] if listed else response), num_tokens
 
 
 def render_details(stream: Stream) -> dict[str, Any]:

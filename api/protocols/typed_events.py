@@ -12,7 +12,6 @@ from api.http.sse import MAX_ITEMS, Feed
 from api.json import to_json
 from api.protocols.openai import new_choices, new_parser
 from api.protocols.protocol import AnswerRenderer, WholeBody
-from api.requests.respond import total_headers
 from api.streams.stream import Stream
 
 Event = dict[str, Any]
@@ -111,12 +110,9 @@ class EventFrames(Feed[bytes]):
         return b"event: %b\n%bdata: %b\n\n" % (event["type"].encode(), own_id, to_json(body))
 
 
-def render_whole(
-    kind: type[EventRenderer], answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float
-) -> WholeBody:
+def render_whole(kind: type[EventRenderer], answer: HttpAnswer, streams: Sequence[Stream]) -> WholeBody:
     [stream] = streams
-    body = to_json(kind(answer, stream).render_so_far())
-    return body, total_headers(answer, streams, stream.num_tokens, arrived_s)
+    return to_json(kind(answer, stream).render_so_far()), stream.num_tokens
 
 
 def renderer_of(kind: type[EventRenderer]) -> AnswerRenderer:

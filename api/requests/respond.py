@@ -74,23 +74,18 @@ def answer_id(request: Request) -> str:
     return hashlib.blake2b(key.encode(), key=owner, digest_size=16).hexdigest()
 
 
-def time_headers(stream: Stream, arrived_s: float) -> dict[str, str]:
-    """Headers of a finished stream; `arrived_s` is the monotonic time of the request's arrival."""
-    seconds = durations(stream, arrived_s)
-    return {f"x-{name}": str(round(1000 * value)) for name, value in seconds.items()} | {
-        "x-compute-time": f"{seconds['total-time']:.6f}",
-        "x-prompt-tokens": str(len(stream.prompt_ids)),
-        "x-generated-tokens": str(stream.num_tokens),
-    }
-
-
 def total_headers(
     answer: HttpAnswer, streams: Sequence[Stream], num_generated: int, arrived_s: float
 ) -> dict[str, str]:
-    """Headers of several finished streams: token counts of all, and the times of the one that ended last."""
-    last = max(streams, key=lambda stream: stream.times.ended_s)
-    totals = {"x-prompt-tokens": str(answer.num_prompt_tokens), "x-generated-tokens": str(num_generated)}
-    return time_headers(last, arrived_s) | totals
+    """Headers of finished streams: token counts, and the times of the one that ended last; `arrived_s` is the
+    monotonic time of the request's arrival.
+    """
+    seconds = durations(max(streams, key=lambda stream: stream.times.ended_s), arrived_s)
+    return {f"x-{name}": str(round(1000 * value)) for name, value in seconds.items()} | {
+        "x-compute-time": f"{seconds['total-time']:.6f}",
+        "x-prompt-tokens": str(answer.num_prompt_tokens),
+        "x-generated-tokens": str(num_generated),
+    }
 
 
 def with_adapter(requests: Iterable[Generate], adapter: str) -> list[Generate]:

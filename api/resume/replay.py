@@ -20,7 +20,7 @@ from api.protocols.response_object import ResponseObjectRenderer
 from api.protocols.table import protocol_of
 from api.requests.on_pool import own_pool
 from api.requests.pool import Pool
-from api.requests.respond import answer_id
+from api.requests.respond import answer_id, total_headers
 from api.resume import attach, rest
 from api.resume.attach import Admitted, find_own
 from api.streams.describe_answer import delete_ended
@@ -142,5 +142,6 @@ async def respond_with_ended(admitted: Admitted) -> Response:
     arrived_s = time.monotonic() - attach.age_s(pool, answer)
     whole = protocol_of(answer.route).renderer.whole
     num_records = sum(stream.num_records for stream in streams)
-    body, headers = await offload(num_records, lambda: whole(answer, streams, arrived_s))
+    body, num_tokens = await offload(num_records, lambda: whole(answer, streams))
+    headers = total_headers(answer, streams, num_tokens, arrived_s)
     return Response(body, 200, headers, "application/json")

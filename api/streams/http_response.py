@@ -23,6 +23,7 @@ from api.http.middleware import STREAM_PATH
 from api.http.sse import COMMENT, COMMENT_AMONG_IDS, SSE_HEADERS, Feed, FeedResponse
 from api.http.unread import UNREAD, Unread, wait_for_disconnect
 from api.protocols.protocol import RenderWhole
+from api.requests.respond import total_headers
 from api.streams.answer_trace import count_longest, end_answer, note_streams
 from api.streams.stream import Stream
 from common.broker.keys import pool_of
@@ -160,10 +161,11 @@ async def respond_with_whole(
         await keep_socket(request.scope, answer, streams, extra=headers)
         await wait_until_finished(streams, request)
         num_records = sum(stream.num_records for stream in streams)
-        body, more_headers = await offload(num_records, partial(render, answer, streams, arrived_s))
+        body, num_tokens = await offload(num_records, partial(render, answer, streams))
     except BaseException:
         release_streams()
         raise
+    more_headers = total_headers(answer, streams, num_tokens, arrived_s)
     return WholeAnswer(body, {**headers, **more_headers}, release_streams)
 
 
