@@ -475,9 +475,8 @@ class ChatCompletionRenderer(ChoicesRenderer):
 
     def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
         super().__init__(answer, streams)
-        reading = answer.rendering.reading
-        names = [f"{answer.request_id}.{choice.index}" for choice in self.choices]
-        self.parsers = [ChoiceParser(reading, name) for name in names] if reading else []
+        parsers = [new_parser(answer, choice.index) for choice in self.choices]
+        self.parsers = [parser for parser in parsers if parser is not None]
 
     def render_choice(self, choice: Choice, pieces: Sequence[TextPiece]) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": join_text(choice, pieces), "refusal": None}

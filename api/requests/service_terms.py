@@ -16,12 +16,14 @@ from common.adapters import adapter_name
 from common.api_keys import ApiKey
 from common.ids import TENANT
 from common.messages.request import DEFAULT_CLASS, SERVICE_CLASSES, Generate, UsageAccount
+from common.settings.ranges import Range
 from common.settings.settings import Settings
 
 NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,8})")
 NUMBERS = {"minimum": -999_999_999, "maximum": 999_999_999}
 PRIORITY, TENANT_NAME, DEADLINE = "x-priority", "x-tenant", "x-deadline-ms"
 MAX_DEADLINE_MS = 7 * 86_400_000
+DEADLINES_MS = Range(1, MAX_DEADLINE_MS)
 TIERS = {
     "auto": "standard",
     "default": "standard",
@@ -50,8 +52,7 @@ SERVICE_HEADERS = [
         "The request ends with an error if it is not finished after this many milliseconds. Default, and "
         "the most: REQUEST_TIMEOUT_S.",
         type="integer",
-        minimum=1,
-        maximum=MAX_DEADLINE_MS,
+        **DEADLINES_MS.schema,
     ),
     header(  # quotes around a key do not count
         "Idempotency-Key",
@@ -131,8 +132,8 @@ def read_tenant(tenant: str, name: str) -> str:
 def read_deadline(value: str | int, name: str) -> int:
     """Milliseconds. Raises ApiError (422)."""
     text = str(value).strip()
-    if NUMBER.fullmatch(text) is None or not 1 <= int(text) <= MAX_DEADLINE_MS:
-        raise invalid(f"`{name}` must be 1 to {MAX_DEADLINE_MS} milliseconds. Given: {quoted(text)}", name)
+    if NUMBER.fullmatch(text) is None or not DEADLINES_MS.holds(int(text)):
+        raise invalid(f"`{name}` must be {DEADLINES_MS} milliseconds. Given: {quoted(text)}", name)
     return int(text)
 
 

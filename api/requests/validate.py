@@ -20,7 +20,7 @@ from common import tracing
 from common.messages.records import group_room, pack_ids
 from common.messages.request import BeamParams, Generate, LogitsParams, SamplingParams, StoppingParams
 from common.model_files import read_json
-from common.settings.ranges import BIASES, DEFAULTED, MAX_STOP_CHARS, Range, checked_defaults
+from common.settings.ranges import BIASES, DEFAULTED, MAX_STOP_CHARS, checked_defaults
 from common.settings.settings import SettingError, Settings
 
 MAX_BEAM_WIDTH = 8
@@ -482,20 +482,19 @@ def check_beams(params: GenerationParams, limits: Limits) -> None:
         return
     most = limits.max_beam_width
     setting = "" if most == MAX_BEAM_WIDTH else " (MAX_BATCH_SIZE)"
-    check_range(params, "beam_width", Range(1, most), beams.width, setting)
-    check_range(params, "num_returned", Range(1, beams.width), beams.num_returned, " (the beam width)")
-    check_range(params, "early_stopping", Range(0), beams.early_stopping)
+    check_number(params, "beam_width", beams.width, most, setting)
+    check_number(params, "num_returned", beams.num_returned, beams.width, " (the beam width)")
+    if beams.early_stopping < 0:
+        raise invalid_field(params, "early_stopping", f"must be at least 0. Given: {beams.early_stopping}")
     for name, why in excluded(params):
         text = f"`{params.name(name)}` and a beam search exclude each other: {why}"
         raise invalid(text, params.name(name))
 
 
-def check_range(
-    params: GenerationParams, field: str, allowed: Range, value: float, setting: str = ""
-) -> None:
-    if not allowed.holds(value):
-        name = params.name(field)
-        raise invalid(f"`{name}` must be {allowed}{setting}. Given: {quoted(value)}", name)
+def check_number(params: GenerationParams, field: str, value: int, most: int, setting: str) -> None:
+    if not 1 <= value <= most:
+        words = f"must be at least 1 and at most {most}{setting}. Given: {quoted(value)}"
+        raise invalid_field(params, field, words)
 
 
 def excluded(params: GenerationParams) -> Iterator[tuple[str, str]]:
