@@ -6,12 +6,7 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
-from common.adapter_registry import (
-    MAX_ADAPTERS,
-    AdapterRegistry,
-    change_registry,
-    read_registry,
-)
+from common.adapter_registry import MAX_ADAPTERS, AdapterRegistry, change_registry, read_registry
 from common.adapters import LOADING, READY, HeldAdapters, PoolAdapter, adapter_name
 from common.broker.pool_client import ChangeRefused, PoolClient
 from common.messages.codec import decode, encode
@@ -30,7 +25,9 @@ def test_a_registry_has_at_most_so_many_adapters() -> None:
     assert full.forgetting(["a0@" + "a" * 16]).with_loading(SQL, in_place=False)
 
 
-async def test_changes_at_once_are_all_kept(redis: Redis) -> None:
+async def test_changes_at_once_are_all_kept_and_what_another_program_wrote_is_no_adapter(
+    redis: Redis,
+) -> None:
     pool = PoolClient(redis, KEYS)
     made = [replace(SQL, name=f"a{i}") for i in range(8)]
 
@@ -38,17 +35,11 @@ async def test_changes_at_once_are_all_kept(redis: Redis) -> None:
         await change_registry(pool, lambda found: found.put(adapter))
 
     await asyncio.gather(*map(put, made))
+    await redis.hset(KEYS.adapters, "x@1", "nonsense")  # type: ignore[misc]
     found = await read_registry(pool)
     assert {*found.adapters} == {one.key for one in made}
     assert await change_registry(pool, lambda same: same) == found, "what changes nothing is not written"
     assert await redis.pttl(KEYS.adapters) > 0
-
-
-async def test_what_another_program_wrote_is_no_adapter(redis: Redis) -> None:
-    pool = PoolClient(redis, KEYS)
-    await change_registry(pool, lambda found: found.seeded_with([SQL]))
-    await redis.hset(KEYS.adapters, "x@1", "nonsense")  # type: ignore[misc]
-    assert [*(await read_registry(pool)).adapters] == [SQL.key]
 
 
 def test_the_bytes_of_the_messages() -> None:
