@@ -18,9 +18,9 @@ chunks beside them.
 def mixed_prefill_tokens(replica: Replica) -> int:
     """Return the most prompt tokens of a step in which rows decode, up to the next plan.
 
-    Usually they are as many as INTER_TOKEN_LATENCY_TARGET_MS, or the learnt target, leaves, so that running
-    answers go on evenly. Prompts get whole steps (MAX_BATCH_PREFILL_TOKENS) while an interrupted answer is
-    computed again, since it stands still, and when TGI's WAITING_SERVED_RATIO or MAX_WAITING_TOKENS says so.
+    They are MAX_BATCH_PREFILL_TOKENS, or as many as INTER_TOKEN_LATENCY_TARGET_MS leaves, so that running
+    answers go on evenly. With a target, prompts still get whole steps while an interrupted answer is computed
+    again, since it stands still, and when TGI's WAITING_SERVED_RATIO or MAX_WAITING_TOKENS says so.
     """
     limits, most = replica.limits, replica.capacity.max_batch_prefill_tokens
     replica.whole_steps_for = ""
@@ -118,7 +118,6 @@ def next_plan(
         acknowledged=replica.acknowledged,
         max_rows=replica.limits.max_batch_size,
         report_at=replica.report_at,
-        may_exceed=replica.limits.inter_token_target_ms is None,
         bulk_tokens=replica.pace.times.least_tokens if has_callers else 0,
     )
 

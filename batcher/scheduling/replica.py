@@ -24,12 +24,6 @@ LEAST_PREFILL_SHARE = 0.25
 """Least time of prefill in a step, as a share of a decode step's time. Without it prompts would starve where
 decode alone misses the target.
 """
-LEARNT_DECODE_STEPS = 3.0
-"""A learnt target is so many times the time of decode: a prompt that takes several steps then takes half as
-long again as it would alone.
-"""
-LEAST_LEARNT_MS = 100.0
-"""A learnt target is never shorter: nobody sees a shorter gap in a text that appears."""
 LEAST_PREFILL_TOKENS = 16
 """Least prompt tokens of a step that computes any: fewer take nearly as long."""
 LAUNCHED_STEPS = 2
@@ -76,17 +70,15 @@ class StepTimes:
         """Time of a step without prefill; 0 while it is not known."""
         return self.decode_ms / self.decode_steps if self.decode_steps else 0.0
 
-    def prefill_tokens(self, target_ms: float | None, most: int) -> int:
+    def prefill_tokens(self, target_ms: float, most: int) -> int:
         """Return how many prompt tokens, at most `most`, a step in which rows decode may compute.
 
         Args:
-            target_ms: how long the step may take; 0 sets no bound, None learns it.
+            target_ms: how long the step may take; 0 sets no bound.
         """
         step_ms = self.step_ms
         if target_ms == 0 or not step_ms or self.added_ms <= 0:
             return most
-        if target_ms is None:
-            target_ms = max(LEAST_LEARNT_MS, LEARNT_DECODE_STEPS * step_ms)
         return min(most, max(self.least_tokens, self.tokens_in(target_ms - step_ms)))
 
     @property
@@ -157,7 +149,7 @@ class WorkerLimits:
 
     max_batch_size: int = 256
     max_horizon: int = 256
-    inter_token_target_ms: float | None = None
+    inter_token_target_ms: float = 0
     waiting_served_ratio: float | None = None
     max_waiting_tokens: int | None = None
 

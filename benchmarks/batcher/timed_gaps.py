@@ -103,9 +103,9 @@ class GapsPool(TimedPool):
 def play(costs: StepCosts, load: Load) -> bool:
     """Prints one machine's ratios → whether both are met."""
     load = replace(load, shares=True)
-    alone, _ = GapsPool(costs, load, None, with_bulk=False).measure()
-    _, bulk_per_s = GapsPool(costs, load, None, with_callers=False).measure()
-    both, both_per_s = GapsPool(costs, load, None).measure()
+    alone, _ = GapsPool(costs, load, 0.0, with_bulk=False).measure()
+    _, bulk_per_s = GapsPool(costs, load, 0.0, with_callers=False).measure()
+    both, both_per_s = GapsPool(costs, load, 0.0).measure()
     later, share = percentile(both, 0.99) / percentile(alone, 0.99), both_per_s / bulk_per_s
     print(
         f"{costs.name:24} {len(alone):5} callers, first token p50 {statistics.median(alone):4.0f} → "

@@ -64,7 +64,7 @@ class TimedPool(Pool):
 
     costs: StepCosts
     load: Load
-    target_ms: float | None
+    target_ms: float
     clock_ms: float = 0.0
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     sent_ms: dict[str, float] = field(default_factory=dict)

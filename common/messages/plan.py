@@ -58,9 +58,8 @@ class Plan:
         until: the last step granted; for the engine never smaller than in an earlier plan.
         prefill_tokens: most prompt tokens in one step, over all rows; longer prompts are chunked.
         mixed_prefill_tokens: most prompt tokens in a step in which rows decode; 0 is `prefill_tokens`.
-        may_exceed: `mixed_prefill_tokens` may be exceeded for prompts that come together.
-        bulk_tokens: tokens of prompts of the class `batch` that a step may have in any case, while more
-            urgent requests come; 0 sets no bound.
+        bulk_tokens: most tokens of prompts of the class `batch` in a step, while more urgent requests come; 0
+            sets no bound.
         starts: rows that start, in order; one that has its last token already is reported ended.
         blocks: (row, packed numbers of blocks) that rows get in addition; ignored if the row has ended.
         stops: (row, why): the row takes part in no further step and is reported ended with `why`.
@@ -84,7 +83,6 @@ class Plan:
     mixed_prefill_tokens: int = wire_field("mp", default=0)
     max_rows: int = wire_field("mr", default=0)
     report_at: int = wire_field("ra", default=0)
-    may_exceed: bool = wire_field("me", default=False)
     bulk_tokens: int = wire_field("bt", default=0)
 
 

@@ -184,13 +184,13 @@ class SettingFields(BaseModel):
     max_batch_size: Count = 256
     """rows of one worker"""
     max_batch_prefill_tokens: Count | None = None
-    """prompt tokens of one step (default: 150 ms of work)"""
+    """prompt tokens of one step (default: 150 ms of work, 4 s on a CPU)"""
     max_batch_total_tokens: Count | None = None
     """KV tokens of one worker (default: its cache)"""
     prefix_caching: bool = True
     """requests that begin alike share KV blocks; BLOCK_SIZE must be a multiple of 16"""
-    inter_token_latency_target_ms: Annotated[float, Field(ge=0, le=60_000)] | None = None
-    """longest step with prompts beside decoding (ms; 0: no bound; default: learnt)"""
+    inter_token_latency_target_ms: Annotated[float, Field(ge=0, le=60_000)] = 0
+    """longest step with prompts beside decoding (ms; 0: MAX_BATCH_PREFILL_TOKENS alone bounds it)"""
     waiting_served_ratio: Annotated[float, Field(ge=0, le=1000)] | None = None
     """waiting prompts per decoding row that take whole steps"""
     max_waiting_tokens: Number | None = None

@@ -1,6 +1,4 @@
-"""Prefill budget: how many prompt tokens a step of a worker may have, and when rows of the class `batch` wait
-for a step. The engine keeps to it; a planner foresees it.
-"""
+"""Prefill budget: how many prompt tokens a step may have, and when rows of the class `batch` wait for one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,14 +6,6 @@ from dataclasses import dataclass
 from common.messages.plan import Plan
 from common.messages.request import LEAST_URGENT
 
-BURST_STEPS = 8
-"""The prompts that wait beside rows that decode take about this many steps, however long they are."""
-TOKENS_PER_PAUSE = 112
-"""A row that decodes pauses for prompts once in this many of its tokens: fewer than one gap in a hundred is
-such a pause, so their 99th percentile does not contain it.
-"""
-MOST_PAUSES = 16.0
-"""Pauses that may be left over from the time before."""
 BULK_SHARE = 3.0
 """Most tokens of bulk prompts in one step, as a multiple of what they have had in a step of late."""
 BULK_MEMORY = 0.97
@@ -68,16 +58,7 @@ class StepBudget:
 
 @dataclass(slots=True)
 class PrefillBudget:
-    """How many prompt tokens a step may have.
-
-    Beside rows that decode they are as many as the grant says, so that no step takes long. If the grant lets
-    the engine exceed that, prompts which come together do not wait for many such steps:
-
-    - All that wait are computed in about BURST_STEPS steps.
-    - As long as it is rare, they have a whole step. Each row that decodes pauses for it once, where several
-      middling steps would be as many long gaps for each row.
-
-    Only prompts as urgent as the rows that decode make a step longer.
+    """How many prompt tokens a step may have: as many as the grant says.
 
     Bulk rows, those of the class `batch`, fill what callers' rows leave. A caller waits for the rest of the
     step that runs when it comes, and then for its own prompt:
@@ -86,15 +67,13 @@ class PrefillBudget:
       A step has at most BULK_SHARE times what steps have had of late, so a backlog is worked off.
     - A step with callers' prompts has no bulk prompts, and no bulk rows decode in it where they would make it
       much longer. Of two such steps in a row this holds for the first, so bulk rows never stand still; the
-      second has `bulk_tokens` of bulk prompts at most. Pauses of bulk rows are not counted.
+      second has `bulk_tokens` of bulk prompts at most.
 
     Attributes:
-        pauses: of one row each, that are left. A whole step may begin while there are any, for all rows.
         bulk_pace: tokens of bulk prompts that a step has had of late.
         has_waited: whether bulk rows have waited for the last step.
     """
 
-    pauses: float = MOST_PAUSES
     bulk_pace: float = 0.0
     has_waited: bool = False
 
@@ -103,40 +82,20 @@ class PrefillBudget:
         computed, in this order: (class, tokens) of each. If a bulk prompt comes first, it has waited long
         enough.
         """
-        most_urgent, num_bulk = min(decoding, default=LEAST_URGENT), sum(map(is_bulk, decoding))
+        num_bulk = sum(map(is_bulk, decoding))
         callers = sum(tokens for class_index, tokens in prompts if not is_bulk(class_index))
-        urgent = sum(tokens for index, tokens in prompts if index <= most_urgent and not is_bulk(index))
         bulk = sum(tokens for class_index, tokens in prompts if is_bulk(class_index))
-        num_decoding = len(decoding) - (num_bulk if grant.may_exceed and callers else 0)
+        most = (grant.mixed_prefill_tokens if decoding else 0) or grant.prefill_tokens
         is_due = bool(callers and (bulk or num_bulk)) and not is_bulk(prompts[0][0])
         self.has_waited = is_due and not self.has_waited
         if self.has_waited:
             self.note_bulk(0)
-            bulk_decodes = num_bulk * TOKENS_PER_BULK_ROW <= callers
-            return StepBudget(self.tokens(grant, num_decoding, callers, urgent), 0, bulk_decodes)
+            return StepBudget(most, 0, bulk_decodes=num_bulk * TOKENS_PER_BULK_ROW <= callers)
         if grant.bulk_tokens:
             pace = 0 if callers else round(BULK_SHARE * self.bulk_pace)
             bulk = even_part(bulk, max(grant.bulk_tokens, pace))
-        urgent += bulk if is_bulk(most_urgent) else 0
-        most = self.tokens(grant, num_decoding, callers + bulk, urgent)
         self.note_bulk(min(bulk, most))
         return StepBudget(most, min(bulk, most) if grant.bulk_tokens else most)
 
     def note_bulk(self, tokens: int) -> None:
         self.bulk_pace = BULK_MEMORY * self.bulk_pace + (1 - BULK_MEMORY) * tokens
-
-    def tokens(self, grant: Plan, num_decoding: int, waiting: int, urgent: int) -> int:
-        """Return the budget of a step in which `num_decoding` rows decode and `waiting` prompt tokens could
-        be computed, `urgent` of them for requests that are as urgent.
-        """
-        whole = grant.prefill_tokens
-        if not num_decoding or not grant.mixed_prefill_tokens:
-            return whole
-        most = min(whole, grant.mixed_prefill_tokens)
-        if grant.may_exceed:
-            most = min(whole, max(most, -(-urgent // BURST_STEPS)))
-            if most < min(urgent, whole) and self.pauses > 0:
-                self.pauses -= num_decoding
-                return whole
-            self.pauses = min(MOST_PAUSES, self.pauses + num_decoding / TOKENS_PER_PAUSE)
-        return even_part(waiting, most)

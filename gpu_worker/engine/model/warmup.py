@@ -25,7 +25,7 @@ from gpu_worker.engine.model.kv_budget import measure_peak
 from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.sampling.sampler import sample
 
-TARGET_STEP_MS = {"cpu": 1200.0, "cuda": 150.0}
+TARGET_STEP_MS = {"cpu": 4000.0, "cuda": 150.0}
 """How long the largest step may take. On CPU a burst of short prompts takes about that long; in parts, the
 rows of each would pause for the next.
 """

@@ -38,7 +38,7 @@ FRAMES: list[Frame] = [
         ),
         blocks=[(1, b"more")],
     ),
-    plan(9, 64, stops=[(2, "cancelled")], mixed_prefill_tokens=16, max_rows=8, may_exceed=True),
+    plan(9, 64, stops=[(2, "cancelled")], mixed_prefill_tokens=16, max_rows=8),
     StepResult(1, prompt_logprobs=[(1, 1, b"1234", b"1234", b"5678")]),
     StepResult(
         2,

@@ -111,19 +111,6 @@ def test_noise_does_not_wear_the_budget_down() -> None:
     assert 60 < statistics.median(budgets[200:]) < 110
 
 
-@pytest.mark.parametrize(
-    ("step_ms", "tokens"),
-    [
-        (10.0, 360),  # 100 ms, of which decode leaves 90, for 0.25 ms each
-        (50.0, 400),  # 150 ms, three times as long as decode
-        (100.0, 800),
-        (600.0, 2048),
-    ],
-)
-def test_a_learnt_target_is_a_tenth_of_a_second_or_three_decode_steps(step_ms: float, tokens: int) -> None:
-    assert learnt_times((1, 1, 0, step_ms), (1, 1, 100, step_ms + 25)).prefill_tokens(None, 2048) == tokens
-
-
 # --- plan builder prefill budget ----------------------------------------------------------------------------
 
 SLOW = StepTimes(decode_steps=10, decode_ms=200.0, tokens=100, added_ms=100.0)
@@ -204,22 +191,9 @@ LONG = Load("", streams=8, requests=16, in_tokens=1309)
 MANY_ROWS = Load("", streams=256, requests=300, in_tokens=256, spread=0.8)
 
 
-@pytest.mark.parametrize("load", [TOGETHER, APART, LONG], ids=["together", "apart", "long"])
-@pytest.mark.parametrize("costs", [SLOW_PROMPTS, FAST_PROMPTS], ids=["slow", "fast"])
-def test_no_tail_is_longer_than_without_a_target(costs: StepCosts, load: Load) -> None:
-    learnt = TimedPool(costs, load, None).play()
-    free = TimedPool(costs, load, 0.0).play()
-    assert learnt.first_token_p99_ms <= 1.02 * free.first_token_p99_ms
-    assert learnt.gap_p99_ms <= 1.05 * free.gap_p99_ms
-    assert learnt.tokens_per_s >= 0.97 * free.tokens_per_s
-
-
-@pytest.mark.parametrize("costs", [SLOW_PROMPTS], ids=["cpu"])
-def test_neither_prompts_nor_answers_starve_at_256_rows(costs: StepCosts) -> None:
-    pool = TimedPool(costs, MANY_ROWS, None)
-    learnt, free = pool.play(), TimedPool(costs, MANY_ROWS, 0.0).play()
-    assert learnt.first_token_p99_ms <= 1.02 * free.first_token_p99_ms
-    assert learnt.tokens_per_s >= 0.97 * free.tokens_per_s
+def test_no_answer_stands_still_for_longer_than_the_longest_step_at_256_rows() -> None:
+    pool, costs = TimedPool(SLOW_PROMPTS, MANY_ROWS, 0.0), SLOW_PROMPTS
+    pool.play()
     longest = max(decoded for decoded, _ in pool.step_tokens) * costs.row_ms + costs.step_ms
     longest += costs.prefill_tokens * costs.token_ms
     gaps = [later - sooner for times in pool.token_ms.values() for sooner, later in pairwise(times)]
