@@ -3,9 +3,10 @@
 Their names are those of TOOL_CALL_PARSER and REASONING_PARSER.
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 from api.answers.call_readers import (
     ARGS,
@@ -44,6 +45,10 @@ from api.answers.scanner import SPACE, Scan, Scanner
 HARMONY = "openai"
 """The format in which gpt-oss writes thinking, calls and content alike."""
 THINK = ("<think>", "</think>")
+OTHER_THINKING = ("<response>", "<|channel|>")
+"""Texts of templates that mean something else by `<think>`, or whose format of calls has the thinking."""
+Signs = Sequence[tuple[str, ...]]
+"""Texts that show a format if all texts of one of the groups stand in the model's template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +57,15 @@ class ReasoningFormat:
 
     Attributes:
         always: an answer begins with thinking, even without the first mark.
+        signs, is_token: as of a format of calls.
     """
 
     name: str
     open: str
     close: str
+    signs: Signs = ()
     always: bool = False
+    is_token: bool = False
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -76,20 +84,21 @@ class ReasoningFormat:
 REASONING_FORMATS = {
     form.name: form
     for form in (
-        ReasoningFormat("deepseek_r1", *THINK, always=True),
-        ReasoningFormat("deepseek_v3", *THINK),
-        ReasoningFormat("qwen3", *THINK),
-        ReasoningFormat("glm45", *THINK),
+        ReasoningFormat("mistral", "[THINK]", "[/THINK]", (("[THINK]",),)),
+        ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>", (("<seed:think>",),)),
+        ReasoningFormat("glm45", *THINK, (("<think>", "<arg_key>"),)),
+        ReasoningFormat("kimi_k2", *THINK, (("<think>", "<|tool_call_begin|>"),)),
+        ReasoningFormat("deepseek_v3", *THINK, (("</think>", "<｜Assistant｜>", "thinking"),)),
+        ReasoningFormat("deepseek_r1", *THINK, (("</think>", "<｜Assistant｜>"),), always=True),
+        ReasoningFormat("qwen3", *THINK, (("<think>",), ("</think>",))),
         ReasoningFormat("hunyuan_a13b", *THINK),
         ReasoningFormat("holo2", *THINK),
-        ReasoningFormat("kimi_k2", *THINK),
         ReasoningFormat("minimax_m2", *THINK, always=True),
         ReasoningFormat("ernie45", *THINK),
         ReasoningFormat("nemotron_v3", *THINK),
-        ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
-        ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
     )
 }
+"""By name. A model's format is the first whose signs it shows."""
 
 
 def read_reasoning(scanner: Scanner, form: ReasoningFormat, begins_inside: bool) -> Scan:
@@ -143,6 +152,8 @@ class CallFormat:
             text must be among what the parser is fed.
         read: the generator that reads an answer.
         writings: how a grammar has calls written: the first of them that the model's special tokens allow.
+        signs: what shows in a template that the model writes calls so.
+        is_token: the first sign shows it in the vocabulary, too, where the template does not.
         short_ids: the model's template takes ids of calls of 9 letters and digits.
         unmarked: what a call without a mark begins with.
         heads: how an object that is such a call begins, as models space it; `%s` is its function's name in
@@ -153,6 +164,8 @@ class CallFormat:
     marks: tuple[str, ...]
     read: Callable[[Scanner], Scan]
     writings: tuple[Writing, ...]
+    signs: Signs = ()
+    is_token: bool = False
     short_ids: bool = False
     unmarked: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
@@ -162,8 +175,12 @@ class CallFormat:
         return next(one for one in self.writings if all(mark in special for mark in one.needs))
 
 
+LFM2_SIGNS = (("<|tool_call_start|>",), ("<|tool_list_start|>",))
+LLAMA4_SIGNS = (("func_name1(", "<|header_start|>"),)
+SEP = DEEPSEEK.arguments_begin
 HARMONY_CALL = f" to={FUNCTIONS}$name{CHANNEL}commentary json{MESSAGE}$arguments"
 CHANNEL_CALL = f"{CHANNEL}commentary to={FUNCTIONS}$name {CONSTRAIN}json{MESSAGE}$arguments"
+Format = TypeVar("Format", CallFormat, ReasoningFormat)
 OBJECT = '{"name": "$name", "arguments": $arguments}'
 
 
@@ -176,56 +193,73 @@ def json_list(name: str, open: str, close: str = "", written: str = "") -> CallF
     """A list of objects between two marks; some formats have no second mark."""
     marks = tuple(mark for mark in (open, close) if mark)
     writing = Writing(written or open, "" if written else "[", OBJECT, ", ", f"]{close}")
-    return CallFormat(name, marks, partial(read_marked, [open], read_calls, close), (writing,))
+    return CallFormat(name, marks, partial(read_marked, [open], read_calls, close), (writing,), ((open,),))
 
 
-def python_list(name: str, open: str, close: str) -> CallFormat:
+def python_list(name: str, open: str, close: str, signs: Signs) -> CallFormat:
     """A list of calls as in Python; where the marks around it are no special tokens, it has none."""
     marks = tuple(mark for mark in (open, close) if mark)
     plain = Writing("", "[", "$name($keywords)", ", ", "]")
     marked = replace(plain, mark=open, close=f"]{close}", needs=(open, close))
     writings = (marked, plain) if close else (plain,)
     read = partial(read_lines, read_python_list, open, close, "\n[", "")
-    return CallFormat(name, marks, read, writings, unmarked=("[",))
+    return CallFormat(name, marks, read, writings, signs, unmarked=("[",))
 
 
-def functions_between(name: str, open: str, close: str) -> CallFormat:
+def functions_between(name: str, open: str, close: str, *signs: str) -> CallFormat:
     """Functions with their parameters in tags, between two marks, which the model may leave out."""
     read_one = partial(read_tagged_call, FUNCTION, ">", PARAMETER, END_FUNCTION)
     writing = each_between(open, f"\n{FUNCTION}$name>\n$parameters{END_FUNCTION}\n", close)
     read = partial(read_marked, [open, FUNCTION], read_one, close)
-    return CallFormat(name, (open, close), read, (writing,), unmarked=(FUNCTION,))
+    return CallFormat(name, (open, close), read, (writing,), (signs,), unmarked=(FUNCTION,))
 
 
-def sections(name: str, marks: SectionMarks, call: str, between: str = "") -> CallFormat:
+def sections(
+    name: str, marks: SectionMarks, call: str, between: str, *signs: str, is_token: bool = False
+) -> CallFormat:
     """A section of calls, each between two marks. `|` in the call is the mark before its arguments."""
     one = f"{marks.call_begin}{call.replace('|', marks.arguments_begin)}{marks.call_end}"
     writing = Writing(marks.calls_begin, "", one, between, marks.calls_end)
     read = partial(read_marked, [marks.calls_begin, marks.call_begin], partial(read_section, marks), "")
-    return CallFormat(name, marks, read, (writing,))
+    return CallFormat(name, marks, read, (writing,), (signs,), is_token)
 
 
 CALL_FORMATS = {
     form.name: form
     for form in (
         CallFormat(
+            HARMONY,
+            (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS),
+            read_harmony,
+            (Writing("", "", HARMONY_CALL, None, other_calls=(CHANNEL_CALL,)),),
+            ((CHANNEL,),),
+            is_token=True,
+        ),
+        sections("kimi_k2", KIMI, "functions.$name:$number|$arguments", "", KIMI.call_begin, is_token=True),
+        sections("deepseek_v3", DEEPSEEK, "function|$name\n```json\n$arguments\n```", "\n", SEP, "```json"),
+        sections("deepseek_v31", DEEPSEEK, "$name|$arguments", "", SEP, is_token=True),
+        CallFormat(
+            "glm45",
+            (TOOL_CALL, END_TOOL_CALL, PAIR.name, PAIR.name_end, PAIR.value, PAIR.end),
+            partial(read_marked, [TOOL_CALL], partial(read_tagged_call, "", "", PAIR, END_TOOL_CALL), ""),
+            (each_between(TOOL_CALL, "$name\n$pairs", END_TOOL_CALL),),
+            ((PAIR.name,),),
+            is_token=True,
+        ),
+        functions_between("seed_oss", "<seed:tool_call>", "</seed:tool_call>", "<seed:tool_call>"),
+        functions_between("qwen3_coder", TOOL_CALL, END_TOOL_CALL, FUNCTION, PARAMETER.name),
+        python_list("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", LFM2_SIGNS),
+        json_list("nemotron_json", "<TOOLCALL>", "</TOOLCALL>"),
+        json_list("granite", "<|tool_call|>"),
+        json_list("jamba", "<tool_calls>", "</tool_calls>"),
+        json_list("phi4_mini_json", "functools", written="functools["),  # the word alone begins no calls
+        CallFormat(
             "hermes",
             (TOOL_CALL, END_TOOL_CALL),
             partial(read_marked, [TOOL_CALL], read_calls, END_TOOL_CALL),
             (each_between(TOOL_CALL, f"\n{OBJECT}\n", END_TOOL_CALL),),
+            ((TOOL_CALL,),),
         ),
-        functions_between("qwen3_coder", TOOL_CALL, END_TOOL_CALL),
-        functions_between("seed_oss", "<seed:tool_call>", "</seed:tool_call>"),
-        CallFormat(
-            "llama3_json",
-            (PYTHON_TAG,),
-            partial(read_lines, read_call, PYTHON_TAG, "", "\n{", ";"),
-            (Writing("", "", '{"name": "$name", "parameters": $arguments}', "; ", may_open=PYTHON_TAG),),
-            unmarked=("{",),
-            heads=('{"name": %s, "parameters": {', '{"name":%s,"parameters":{'),
-        ),
-        python_list("llama4_pythonic", "<|python_start|>", "<|python_end|>"),
-        python_list("pythonic", "<|python_tag|>", ""),
         CallFormat(
             "mistral",
             (TOOL_CALLS, CALL_ID, ARGS),
@@ -234,28 +268,21 @@ CALL_FORMATS = {
                 Writing(TOOL_CALLS, "", f"$name{ARGS}$arguments", TOOL_CALLS, needs=(ARGS,)),
                 Writing(TOOL_CALLS, "[", OBJECT, ", ", "]"),
             ),
+            ((TOOL_CALLS,),),
+            is_token=True,
             short_ids=True,
         ),
-        sections("deepseek_v3", DEEPSEEK, "function|$name\n```json\n$arguments\n```", "\n"),
-        sections("deepseek_v31", DEEPSEEK, "$name|$arguments"),
-        sections("kimi_k2", KIMI, "functions.$name:$number|$arguments"),
+        python_list("llama4_pythonic", "<|python_start|>", "<|python_end|>", LLAMA4_SIGNS),
+        python_list("pythonic", "<|python_tag|>", "", (("func_name1(",),)),
         CallFormat(
-            "glm45",
-            (TOOL_CALL, END_TOOL_CALL, PAIR.name, PAIR.name_end, PAIR.value, PAIR.end),
-            partial(read_marked, [TOOL_CALL], partial(read_tagged_call, "", "", PAIR, END_TOOL_CALL), ""),
-            (each_between(TOOL_CALL, "$name\n$pairs", END_TOOL_CALL),),
+            "llama3_json",
+            (PYTHON_TAG,),
+            partial(read_lines, read_call, PYTHON_TAG, "", "\n{", ";"),
+            (Writing("", "", '{"name": "$name", "parameters": $arguments}', "; ", may_open=PYTHON_TAG),),
+            (('"parameters": ', "ipython"),),
+            unmarked=("{",),
+            heads=('{"name": %s, "parameters": {', '{"name":%s,"parameters":{'),
         ),
-        CallFormat(
-            HARMONY,
-            (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS),
-            read_harmony,
-            (Writing("", "", HARMONY_CALL, None, other_calls=(CHANNEL_CALL,)),),
-        ),
-        json_list("granite", "<|tool_call|>"),
-        json_list("nemotron_json", "<TOOLCALL>", "</TOOLCALL>"),
-        json_list("jamba", "<tool_calls>", "</tool_calls>"),
-        json_list("phi4_mini_json", "functools", written="functools["),  # the word alone begins no calls
-        python_list("lfm2", "<|tool_call_start|>", "<|tool_call_end|>"),
         CallFormat(
             "tgi",
             (),
@@ -266,7 +293,9 @@ CALL_FORMATS = {
         ),
     )
 }
-"""By name. vLLM does not have `lfm2`, nor `tgi`, which is for models without a format of their own."""
+"""By name; a model's format is the first whose signs it shows. vLLM has neither `lfm2` nor `tgi`: this is for
+models without a format of their own.
+"""
 CALL_FORMAT_ALIASES = {
     "qwen3_xml": "qwen3_coder",
     "llama4_json": "llama3_json",
@@ -276,73 +305,25 @@ CALL_FORMAT_ALIASES = {
 """Other names of call formats, in vLLM and SGLang."""
 
 
-@dataclass(frozen=True, slots=True)
-class Signs:
-    """What shows that a model writes in a format.
-
-    Attributes:
-        texts: all of them stand in the template.
-        token: a token of the vocabulary that shows it where the template does not.
-    """
-
-    format: str
-    texts: tuple[str, ...]
-    token: str | None = None
-
-    def are_in(self, template: str) -> bool:
-        return all(text in template for text in self.texts)
-
-
-CALL_SIGNS = (
-    Signs(HARMONY, ("<|channel|>",), "<|channel|>"),
-    Signs("kimi_k2", ("<|tool_call_begin|>",), "<|tool_call_begin|>"),
-    Signs("deepseek_v3", ("<｜tool▁sep｜>", "```json")),
-    Signs("deepseek_v31", ("<｜tool▁sep｜>",), "<｜tool▁sep｜>"),
-    Signs("glm45", ("<arg_key>",), "<arg_key>"),
-    Signs("seed_oss", ("<seed:tool_call>",)),
-    Signs("qwen3_coder", ("<function=", "<parameter=")),
-    Signs("lfm2", ("<|tool_call_start|>",)),
-    Signs("lfm2", ("<|tool_list_start|>",)),
-    Signs("nemotron_json", ("<TOOLCALL>",)),
-    Signs("granite", ("<|tool_call|>",)),
-    Signs("jamba", ("<tool_calls>",)),
-    Signs("phi4_mini_json", ("functools",)),
-    Signs("hermes", ("<tool_call>",)),
-    Signs("mistral", ("[TOOL_CALLS]",), "[TOOL_CALLS]"),
-    Signs("llama4_pythonic", ("func_name1(", "<|header_start|>")),
-    Signs("pythonic", ("func_name1(",)),
-    Signs("llama3_json", ('"parameters": ', "ipython")),
-)
-"""The model's format is that of the first signs that it shows."""
-REASONING_SIGNS = (
-    Signs("mistral", ("[THINK]",)),
-    Signs("seed_oss", ("<seed:think>",)),
-    Signs("glm45", ("<think>", "<arg_key>")),
-    Signs("kimi_k2", ("<think>", "<|tool_call_begin|>")),
-    Signs("deepseek_v3", ("</think>", "<｜Assistant｜>", "thinking")),
-    Signs("deepseek_r1", ("</think>", "<｜Assistant｜>")),
-    Signs("qwen3", ("<think>",)),
-    Signs("qwen3", ("</think>",)),
-)
-OTHER_THINKING = ("<response>", "<|channel|>")
-"""Texts of templates that mean something else by `<think>`, or whose format of calls has the thinking."""
-
-
 def find_call_format(template: str, id_of: Callable[[str], int | None]) -> CallFormat | None:
     """The format in which a model writes calls; None if its template has no tools, or another format."""
-    if "tools" not in template:
-        return None
-    found = (
-        signs.format
-        for signs in CALL_SIGNS
-        if signs.are_in(template) or (signs.token and id_of(signs.token) is not None)
-    )
-    return next((CALL_FORMATS[name] for name in found), None)
+    return find_format(CALL_FORMATS.values(), template, id_of) if "tools" in template else None
 
 
 def find_reasoning_format(template: str) -> ReasoningFormat | None:
     """The format in which a model thinks; None if it does not, or if its format of calls has the thinking."""
     if any(text in template for text in OTHER_THINKING):
         return None
-    found = (signs.format for signs in REASONING_SIGNS if signs.are_in(template))
-    return next((REASONING_FORMATS[name] for name in found), None)
+    return find_format(REASONING_FORMATS.values(), template, lambda _: None)
+
+
+def find_format(
+    formats: Iterable[Format], template: str, id_of: Callable[[str], int | None]
+) -> Format | None:
+    """The first format whose signs are in the template or in the vocabulary."""
+    for form in formats:
+        if any(all(text in template for text in texts) for texts in form.signs):
+            return form
+        if form.is_token and id_of(form.signs[0][0]) is not None:
+            return form
+    return None

@@ -195,4 +195,4 @@ def named_format(setting: str, formats: Mapping[str, Format], name: str) -> Form
     """The format of this name. Raises SettingError."""
     if found := formats.get(CALL_FORMAT_ALIASES.get(name.lower(), name.lower())):
         return found
-    raise SettingError(setting, f"{name!r} is not one of {', '.join(formats)}")
+    raise SettingError(setting, f"{name!r} is not one of {', '.join(sorted(formats))}")
