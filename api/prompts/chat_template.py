@@ -203,6 +203,14 @@ class ChatTemplate:
         return PROBE in shown and f"'{PROBE}'" not in shown and shown != alone
 
     @cached_property
+    def takes_system(self) -> bool:
+        """Whether the first message may be the system's."""
+        try:
+            return PROBE in self.render([{"role": "system", "content": PROBE}, *probe_chat("?")], False, {})
+        except ApiError:
+            return False
+
+    @cached_property
     def takes_texts(self) -> bool:
         """Whether a content may be a text."""
         try:

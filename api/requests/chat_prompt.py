@@ -2,7 +2,9 @@
 by the model's template; the choice among the tools, and the grammar of the answer: it is reasoning first,
 then structured output or calls.
 
-A model whose template has no tools gets them as TGI puts them: as text at the end of the last message.
+A model whose template has no tools gets them as text at the beginning of the system message: a small model
+calls better than with the tools at the end, and the next turn of a chat begins with the same tokens. Requests
+with TGI's `tool_prompt` get them where TGI puts them, at the end of the last message.
 """
 
 import contextlib
@@ -445,18 +447,14 @@ def render_prompt(chat: Chat, template: ChatTemplate | None, controls: ControlTe
     if chat.tools is not None:
         template = template.for_tools
     messages = known_calls(messages, template)
-    tools = None
-    if chat.tools is not None:
-        messages = [*messages]
-        others = [i for i, one in enumerate(messages) if one["role"] != "assistant"]
-        place = others[-1] if others else len(messages) - 1
-        text = f"\n---\n{chat.tool_prompt}" if chat.tool_prompt else ""
-        if not template.takes_tools:
-            note_missing_tools()
-            shown = json.dumps(chat.tools.tools, ensure_ascii=False, separators=(",", ":"))
-            text = f"\n---\n{shown}\n{chat.tool_prompt or TOOL_PROMPT}"
-        messages[place] = {**messages[place], "content": messages[place]["content"] + text}
-        tools = chat.tools.tools if template.takes_tools else None
+    tools = chat.tools.tools if chat.tools is not None and template.takes_tools else None
+    text = (chat.tool_prompt or "") if chat.tools is not None else ""
+    if chat.tools is not None and tools is None:
+        note_missing_tools()
+        shown = json.dumps(chat.tools.tools, ensure_ascii=False, separators=(",", ":"))
+        text = f"{shown}\n{text or TOOL_PROMPT}"
+    if text:
+        messages = after_last(messages, text) if chat.tool_prompt else before_first(messages, text, template)
     variables, guard = chat.variables, controls.guard_for([messages, chat.variables, tools], template.source)
     if guard is not None:
         try:
@@ -468,9 +466,29 @@ def render_prompt(chat: Chat, template: ChatTemplate | None, controls: ControlTe
     return rendered_text(template.render(messages, chat.add_generation_prompt, variables, tools), guard)
 
 
+def after_last(messages: Sequence[Message], text: str) -> list[Message]:
+    """Messages with a text at the end of the last one that is not the assistant's, as TGI adds it."""
+    others = [i for i, one in enumerate(messages) if one["role"] != "assistant"]
+    place = others[-1] if others else len(messages) - 1
+    changed = {**messages[place], "content": f"{messages[place]['content']}\n---\n{text}"}
+    return [*messages[:place], changed, *messages[place + 1 :]]
+
+
+def before_first(messages: Sequence[Message], text: str, template: ChatTemplate) -> list[Message]:
+    """Messages with a text at the beginning: of the system message, or of the first user message where the
+    template has no system messages. If there is no such message, the text is one.
+    """
+    role, among = ("system", messages[:1]) if template.takes_system else ("user", messages)
+    place = next((i for i, one in enumerate(among) if one["role"] == role), None)
+    if place is None:
+        return [{"role": role, "content": text}, *messages]
+    changed = {**messages[place], "content": f"{text}\n---\n{messages[place]['content']}"}
+    return [*messages[:place], changed, *messages[place + 1 :]]
+
+
 @functools.cache
 def note_missing_tools() -> None:
-    log.warning("the chat template has no tools: the prompt has them as text, after the last message")
+    log.warning("the chat template has no tools: the prompt has them as text, before the first message")
 
 
 # --- earlier calls ------------------------------------------------------------------------------------------

@@ -78,15 +78,22 @@ def test_what_is_killed_in_each_turn_changes_no_answer(struck_fleet: Fleet) -> N
 
 def test_twenty_turns_find_their_prefixes(fleet: Fleet) -> None:
     """Of the tokens that a prompt has in common with the one before it, at least 95% are cached, although
-    Claude Code's line in the system prompt changes with each turn.
+    Claude Code's line in the system prompt changes with each turn, and the model's template has no tools.
     """
+    names = ("read", "write", "find")
+    tools = [{"name": one, "description": f"To {one} a file", "input_schema": WARM_SCHEMA} for one in names]
     messages: list[Any] = []
     hits, previous = [], 0
     with anthropic.Anthropic(base_url=fleet.base_url, api_key="none") as client:
         for i in range(20):
             messages.append({"role": "user", "content": f"Read the file number {i} and say what is in it."})
             system = [{"type": "text", "text": BILLING.format(i)}, {"type": "text", "text": RULES}]
-            own = {"model": MODEL, "max_tokens": 8, "extra_body": {"temperature": 0, "ignore_eos": True}}
+            own = {
+                "model": MODEL,
+                "max_tokens": 8,
+                "tools": tools,
+                "extra_body": {"temperature": 0, "ignore_eos": True},
+            }
             message = client.messages.create(**own, system=system, messages=messages)
             usage = message.usage
             if previous:

@@ -186,7 +186,7 @@ async def test_history_with_calls_is_in_the_prompt(broker: Broker) -> None:
         '<|im_start|>assistant\n{"name": "f", "parameters": {"a": 1}}<|im_end|>\n'
         "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
     ) in prompts[0]
-    text = prompts[2].partition("Hi\n---\n")[2]
+    text = prompts[2].removeprefix("<|im_start|>system\n").partition("<|im_end|>\n<|im_start|>user\nHi")[0]
     tools, _, tool_prompt = text.partition("\n")
     assert json.loads(tools)[0] == TOOLS[0] and tool_prompt.startswith("Given the functions available")
 

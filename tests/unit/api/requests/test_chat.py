@@ -130,8 +130,8 @@ NATIVE = ChatTemplate(
 TEXTS = ChatTemplate(NATIVE.source.replace("c.function.arguments | tojson", "'' + c.function.arguments"), {})
 
 
-def prompt(template: ChatTemplate, choice: Any = CHOICE, **fields: Any) -> str:
-    messages = template_messages([ChatMessage.model_validate(one) for one in MESSAGES])
+def prompt(template: ChatTemplate, choice: Any = CHOICE, messages: Any = MESSAGES, **fields: Any) -> str:
+    messages = template_messages([ChatMessage.model_validate(one) for one in messages])
     return render_prompt(
         Chat(messages=messages, tools=choice, variables={}, **fields), template, ControlTexts()
     ).text
@@ -146,14 +146,37 @@ def test_a_template_with_tools_gets_them(template: ChatTemplate) -> None:
     assert prompt(template, tool_prompt="Do.").splitlines()[-2:] == ["---", "Do."], "as TGI adds it"
 
 
-def test_a_template_without_tools_gets_them_behind_the_last_message() -> None:
+@pytest.mark.parametrize(
+    ("source", "sent", "first"),
+    [
+        (PLAIN.source, [], "system"),
+        (PLAIN.source, [{"role": "system", "content": "Be brief."}], "system"),
+        (
+            "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + PLAIN.source,
+            [],
+            "user",
+        ),
+    ],
+)
+def test_a_template_without_tools_gets_them_at_the_beginning_so_the_next_turn_finds_the_prompt(
+    source: str, sent: list[Any], first: str
+) -> None:
+    template, call = ChatTemplate(source, {}), '{"name": "f", "parameters": {"x": "é"}}'
+    turns = [prompt(template, messages=[*sent, *MESSAGES[:end]]) for end in (1, 4)]
+    tools, tool_prompt, *lines = turns[1].removeprefix(f"[{first}]").splitlines()
+    assert json.loads(tools) == SENT_TOOLS and tool_prompt == TOOL_PROMPT
+    own = ["---", "Be brief.", "[user]Q"] if sent else ["[user]Q"] if first == "system" else ["---", "Q"]
+    assert lines == [*own, "[assistant]See:", call, call, "[user]one", "two"]
+    assert turns[1].startswith(turns[0])
+
+
+def test_tgis_tool_prompt_has_the_tools_where_tgi_puts_them() -> None:
     call = '{"name": "f", "parameters": {"x": "é"}}'
     history = ["[user]Q", "[assistant]See:", call, call, "[user]one", "two"]
-    *lines, mark, tools, text = prompt(PLAIN).splitlines()
-    assert (lines, mark, text) == (history, "---", TOOL_PROMPT)
+    *lines, mark, tools, text = prompt(PLAIN, tool_prompt="Do.").splitlines()
+    assert (lines, mark, text) == (history, "---", "Do.")
     assert json.loads(tools) == SENT_TOOLS
-    assert prompt(PLAIN, None).splitlines() == history
-    assert prompt(PLAIN, tool_prompt="Do.").splitlines()[-1] == "Do."
+    assert prompt(PLAIN, None, tool_prompt="Do.").splitlines() == history
 
 
 def test_effort_turns_thinking_on_and_off_where_the_template_can() -> None:
