@@ -52,6 +52,8 @@ class LargePages:
         num_bytes = count * dtype.itemsize
         size = -(-num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
         if size > len(self.free):
+            if self.regions:
+                self.regions[-1] = self.regions[-1][: len(self.regions[-1]) - len(self.free)]  # what is used
             self.free = region(max(size, self.region_bytes))
             self.regions.append(self.free)
         begin, self.free = self.free[:num_bytes], self.free[size:]
@@ -258,6 +260,17 @@ def pack_linears(model: Any, blocks: Mapping[str, Blocks]) -> None:
                 own = blocks.get(f"{path}.{name}" if path else name)
                 setattr(module, name, pack_linear(child, child is head, pages, own, plain))
     if store := WeightStore.inherited():
+        pages.share(store)
+
+
+def share_parameters(model: Any) -> None:
+    """Share the parameters that a model on CPU computes with as they are, such as embeddings, with the other
+    engines of the launcher. The weight files, whose pages they were, need no memory then.
+    """
+    if store := WeightStore.inherited():
+        pages = LargePages()
+        for parameter in model.parameters():
+            parameter.data = pages.move(parameter.data)
         pages.share(store)
 
 

@@ -11,6 +11,7 @@ written, so an engine that ends while it adds one leaves nothing that another wo
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -51,7 +52,8 @@ class WeightStore:
         """Put shared memory with the same bytes in place of private memory, which is not written any more.
 
         `address` and `num_bytes` are multiples of HUGE_BYTES. Raises OSError, and the memory stays as it is,
-        if memory is short, or if shared memory has no large pages: products would take a tenth longer.
+        if memory is short, or if the kernel has no large pages for shared memory: products would take a tenth
+        longer. A kernel that has none left just now has none for private memory either.
         """
         with self.locked():
             self.begin()
@@ -70,7 +72,7 @@ class WeightStore:
             fcntl.lockf(self.handle, fcntl.LOCK_UN)
 
     def begin(self) -> None:
-        """Write the header, if it is not there. Raises OSError if it gets no large page."""
+        """Write the header, if it is not there. Raises OSError if the kernel has no large pages for it."""
         if os.fstat(self.handle).st_size == 0:
             os.ftruncate(self.handle, HUGE_BYTES)
             write(self.handle, bytes(8), 0)
@@ -142,9 +144,9 @@ def aligned_address(memory: mmap.mmap) -> int:
 
 
 def map_shared(handle: int, offset: int, num_bytes: int, address: int) -> bool:
-    """Map a part of a file for reading, in place of the memory at an address. Return whether it has large
-    pages. Raises OSError.
+    """Map a part of a file for reading, in place of the memory at an address. Return whether the kernel has
+    large pages for it. Raises OSError.
     """
     if C.mmap(address, num_bytes, mmap.PROT_READ, mmap.MAP_SHARED | MAP_FIXED, handle, offset) != address:
         raise OSError(ctypes.get_errno(), "weights cannot be mapped")
-    return int(C.madvise(address, num_bytes, MADV_COLLAPSE)) == 0
+    return C.madvise(address, num_bytes, MADV_COLLAPSE) == 0 or ctypes.get_errno() != errno.EINVAL

@@ -240,7 +240,8 @@ class LoadedModel:
     def attach(self, num_blocks: int, geometry: Geometry | None = None) -> None:
         """Make a cache of `num_blocks` and the scratch block; of another geometry for a trial."""
         self.cache = KVCache(geometry or self.geometry, num_blocks, self.device)
-        self.cache.fill([0], 0.0)  # the scratch block: on CUDA, so that no row waits until this is compiled
+        if self.device.type != "cpu":  # its pages take memory once they are written, and are zeros before
+            self.cache.fill([0], 0.0)  # the scratch block, so that no row waits until this is compiled
         attach(self.attentions, geometry or self.geometry, self.cache, self.backend)
         self.states.allocate(self.states.num_kept if num_blocks else 0)
         if geometry is None and self.draft and self.draft.cached:

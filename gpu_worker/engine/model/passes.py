@@ -18,7 +18,7 @@ from gpu_worker.engine.adapters.layers import AdapterLayers, make_adapter_layers
 from gpu_worker.engine.adapters.targets import find_targets
 from gpu_worker.engine.attention.choose import PROBE_TOKENS, probe_attention
 from gpu_worker.engine.attention.kv_cache import FLOATS8, LayerSpec, keep_latents
-from gpu_worker.engine.cpu.packed_linear import pack_linears
+from gpu_worker.engine.cpu.packed_linear import pack_linears, share_parameters
 from gpu_worker.engine.cuda.linear import fuse_linears
 from gpu_worker.engine.model.config import ModelSource
 from gpu_worker.engine.model.families import page_attention
@@ -132,6 +132,11 @@ def ropes(model: Any, context: LoadContext) -> None:
     context.axis_rope = AxisRope(rotary[0], axes) if rotary and axes else None
 
 
+def share(model: Any, context: LoadContext) -> None:
+    """Engines of one launcher on CPU share all parameters, which can only be read from here on."""
+    share_parameters(model)
+
+
 Pass = Callable[[Any, LoadContext], None]
 PASSES: list[Pass] = [
     head,
@@ -143,6 +148,7 @@ PASSES: list[Pass] = [
     attention,
     states,
     ropes,
+    share,
 ]
 
 

@@ -3,6 +3,7 @@ engines where their bytes are equal.
 """
 
 import ctypes
+import errno
 import fcntl
 import os
 import signal
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from common.process import machine
+from common.process.launch import WEIGHTS_VARIABLE
 from gpu_worker.engine.cpu import native, packed_linear, weight_store
 from gpu_worker.engine.cpu.packed_linear import LargePages, NativeLinear
 from gpu_worker.engine.cpu.weight_store import HUGE_BYTES, WeightStore, aligned_address, private_memory
@@ -160,13 +162,17 @@ class PrivateMemory:
 
     @property
     def offset(self) -> int | None:
-        """Where in the store this memory is mapped from; None if it is private."""
-        with open("/proc/self/maps") as maps:
-            for words in map(str.split, maps):
-                first, end = (int(word, 16) for word in words[0].split("-"))
-                if first <= self.address < end:
-                    return int(words[2], 16) + self.address - first if "weights" in words[-2] else None
-        raise AssertionError("not mapped")
+        return offset_of(self.address)
+
+
+def offset_of(address: int) -> int | None:
+    """Where in the store this memory is mapped from; None if it is private."""
+    with open("/proc/self/maps") as maps:
+        for words in map(str.split, maps):
+            first, end = (int(word, 16) for word in words[0].split("-"))
+            if first <= address < end:
+                return int(words[2], 16) + address - first if "weights" in words[-2] else None
+    raise AssertionError("not mapped")
 
 
 @pytest.fixture
@@ -216,3 +222,28 @@ def test_an_engine_that_is_killed_while_it_adds_weights_leaves_none(
     memory = PrivateMemory(b"live")
     store.share(memory.address, NUM_BYTES)  # the system has unlocked the store
     assert memory.offset == HUGE_BYTES and memory.content == b"live" * (NUM_BYTES // 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_engines_share_all_parameters_also_while_no_large_page_is_left(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setenv(WEIGHTS_VARIABLE, str(store.handle))
+    monkeypatch.setattr(weight_store, "C", FullMemory)
+    weight = torch.randn(2**10, 2**10).to(dtype)
+    engines = [nn.Embedding.from_pretrained(weight.clone()) for _ in range(2)]
+    for one in engines:
+        packed_linear.share_parameters(one)
+    assert all(torch.equal(one.weight, weight) for one in engines)
+    assert {offset_of(one.weight.data_ptr()) for one in engines} == {HUGE_BYTES}
+
+
+class FullMemory:
+    """The system, which has no large page left."""
+
+    mmap, memcmp = weight_store.C.mmap, weight_store.C.memcmp
+
+    @staticmethod
+    def madvise(*_: int) -> int:
+        ctypes.set_errno(errno.ENOMEM)
+        return -1
