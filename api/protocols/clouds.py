@@ -13,7 +13,7 @@ from api.answers.answer import HttpAnswer
 from api.errors import ApiError, invalid, quoted, tgi
 from api.event_loop import Pace, offload
 from api.http.body import parse_body
-from api.http.openapi import TGI, Shape
+from api.http.openapi import TGI, TGI_ERRORS, Shape, only
 from api.json import to_json
 from api.protocols.openai import CHAT_COMPLETIONS, COMPLETIONS
 from api.protocols.openai_bodies import ChatRequest, read_chat
@@ -146,7 +146,7 @@ VERTEX = Protocol(
     error=tgi,
     streams=False,
     tag=TGI,
-    errors=GENERATE_ERRORS,
+    errors=GENERATE_ERRORS | only(TGI_ERRORS, 404),
     example=VERTEX_EXAMPLE,
     summary="Generate several texts",
     description=(

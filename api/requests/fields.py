@@ -26,7 +26,7 @@ from api.errors import invalid, quoted
 from api.requests.service_terms import TIERS
 from api.requests.validate import GenerationParams
 from common.messages.request import SERVICE_CLASSES, BeamParams, SamplingParams, StoppingParams
-from common.settings.ranges import BIASES, DIVERSITIES, LENGTH_PENALTIES, RANGES, Range
+from common.settings.ranges import BIASES, DIVERSITIES, LENGTH_PENALTIES, MAX_BEAM_WIDTH, RANGES, Range
 
 Item = TypeVar("Item")
 
@@ -274,8 +274,9 @@ WITHOUT_SEARCH = {"length_penalty": 1.0, "early_stopping": 0, "diversity": 0.0}
 class BeamFields(SamplingFields):
     """Sampling parameters, those of a beam search, and which logits are returned."""
 
-    beam_width: Whole | None = least(
-        1, "Search for the likeliest sequences, this many at once, in place of sampling."
+    beam_width: Whole | None = ranged(
+        Range(1, MAX_BEAM_WIDTH),
+        "Search for the likeliest sequences, this many at once, in place of sampling.",
     )
     length_penalty: float | None = ranged(
         LENGTH_PENALTIES,

@@ -20,10 +20,8 @@ from common import tracing
 from common.messages.records import group_room, pack_ids
 from common.messages.request import BeamParams, Generate, LogitsParams, SamplingParams, StoppingParams
 from common.model_files import read_json
-from common.settings.ranges import BIASES, DEFAULTED, MAX_STOP_CHARS, checked_defaults
+from common.settings.ranges import BIASES, DEFAULTED, MAX_BEAM_WIDTH, MAX_STOP_CHARS, checked_defaults
 from common.settings.settings import SettingError, Settings
-
-MAX_BEAM_WIDTH = 8
 
 GREEDY_BELOW = 1e-5
 """A temperature this low is greedy: logits divided by it would leave float32."""

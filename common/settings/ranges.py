@@ -66,6 +66,7 @@ RANGES = {
     "n": Range(1, MAX_CHOICES),
 }
 BIASES = Range(-100, 100)
+MAX_BEAM_WIDTH = 8
 LENGTH_PENALTIES = Range(-5, 5)
 """With any length of a sequence, its score is then a number that float32 has."""
 DIVERSITIES = Range(0, 100)

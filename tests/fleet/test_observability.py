@@ -134,9 +134,8 @@ def test_explain_shows_the_resume(fleet: Fleet, request_id: str, capsys: pytest.
     assert run(["explain", request_id, "--url", fleet.base_url]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert (
-        f"died at token {died['num_tokens']}" in printed
-        and "resumed after" in printed
-        and f"ended with {NUM_TOKENS} tokens" in printed
+        f"died {died['worker']} 1 {died['num_tokens']}" in printed
+        and f"ended {ended['worker']} 2 {NUM_TOKENS} length" in printed
     )
 
 

@@ -126,7 +126,7 @@ class Served:
         if [one["custom_id"] for one in answers] != [
             line_of(number)["custom_id"] for number in range(NUM_LINES)
         ]:
-            self.wrong.append(f"the batch has {len(answers)} lines, or they are in another order")
+            self.wrong.append(f"the batch has {len(answers)} lines, or they are in another order: {batch}")
         self.tokens[BATCHES] += sum(one["response"]["body"]["usage"]["completion_tokens"] for one in answers)
 
     async def counted(self) -> dict[str, int]:

@@ -70,9 +70,11 @@ def test_builds_for_other_processors_compute_the_same(
             for inputs, outputs, bias in products.SHAPES:
                 products.test_products_do_not_depend_on_the_batch(dtype, True, inputs, outputs, bias, built)
                 products.test_products_do_not_depend_on_the_batch(dtype, False, inputs, outputs, bias, built)
-    for bits in (4, 8):
-        for scales in (torch.float16, torch.float32):
-            products.test_weights_in_blocks_give_the_bits_of_plain_weights(bits, 32, bits == 4, scales, built)
+            for bits, more in ((4, "offsets"), (4, "codes"), (8, "")):
+                for scales in (torch.float16, torch.float32):
+                    products.test_weights_in_blocks_give_the_bits_of_plain_weights(
+                        bits, 32, more, scales, dtype, built
+                    )
 
 
 def test_an_engine_without_a_compiler_generates_the_same_ids(
