@@ -97,23 +97,16 @@ async def call_grammar(
         return ""
 
 
-@functools.lru_cache(maxsize=64)
 def compile_calls(
     name: str, key: str, choice: CallChoice, ids: tuple[tuple[str, int], ...], thinking: Thinking
 ) -> str:
     tools, form = [Tool(*fields) for fields in json.loads(key)], CALL_FORMATS[name]
-    is_promised = must_be_forced(tools, choice)
-    forced = [(tool, forced_schema(tool)) for tool in tools]
-    if not is_promised and not form.writing(dict(ids)).mark:
+    if not must_be_forced(tools, choice) and not form.writing(dict(ids)).mark:
         return ""  # nothing says where free text ends and a call begins
-    try:
-        if cause := find_error(call_source(form, Lark({}), forced, choice, thinking)):
-            field = field_of(tools[0]) if len(tools) == 1 else "tools"
-            raise invalid(f"`{field}` cannot be compiled: {cut(cause)}", field)
-    except ApiError:
-        if is_promised:
-            raise
-        return ""
+    forced = [(tool, forced_schema(tool)) for tool in tools]
+    if cause := find_error(call_source(form, Lark({}), forced, choice, thinking)):
+        field = field_of(tools[0]) if len(tools) == 1 else "tools"
+        raise invalid(f"`{field}` cannot be compiled: {cut(cause)}", field)
     return call_source(form, Lark(dict(ids)), forced, choice, thinking)
 
 
