@@ -10,8 +10,7 @@ from api.answers.call_formats import (
 )
 from api.requests.pool import named_format
 from common.settings.settings import SettingError
-from tests.support.tool_calls.answers import Answer, Reading
-from tests.support.tool_calls.golden import check
+from tests.support.tool_calls import Answer, Reading, check
 
 THINK = "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>{% endif %}"
 DEEPSEEK = "{{ '<｜tool▁call▁begin｜>' + call.%s + '<｜tool▁sep｜>' + call.%s }}"

@@ -1,11 +1,8 @@
 """Calls in every format are read as they come, and the same for every cut of the text."""
 
-import pytest
-
 from api.answers.call_formats import CALL_FORMATS, REASONING_FORMATS
 from api.answers.scanner import CallArguments, CallStart
-from tests.support.tool_calls.answers import Answer, Reading, cuts
-from tests.support.tool_calls.golden import TOOLS, check
+from tests.support.tool_calls import TOOLS, Answer, Reading, check
 
 # --- json calls ---------------------------------------------------------------------------------------------
 
@@ -43,11 +40,8 @@ HERMES_ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("text", HERMES_ANSWERS)
-def test_every_cut_of_hermes_calls_says_the_same(text: str) -> None:
-    assert HERMES.read(text) == HERMES_ANSWERS[text]
-    for pieces in cuts(text):
-        assert HERMES.read(*pieces) == HERMES_ANSWERS[text], pieces
+def test_every_cut_of_hermes_calls_says_the_same() -> None:
+    check(HERMES, HERMES_ANSWERS)
 
 
 def test_the_name_comes_first_and_arguments_as_they_come() -> None:

@@ -10,8 +10,8 @@ from api.answers.answer import Reading
 from api.answers.call_formats import CALL_FORMATS, REASONING_FORMATS, CallFormat
 from api.answers.chat_answer import AnswerParser, ChoiceParser, finish_reason, render_message
 from api.answers.scanner import ContentDelta
-from tests.support.tool_calls.answers import Reading as ReadingOf
-from tests.support.tool_calls.golden import SCHEMA, TOOLS
+from tests.support.tool_calls import SCHEMA, TOOLS
+from tests.support.tool_calls import Reading as ReadingOf
 
 # --- chat answer --------------------------------------------------------------------------------------------
 

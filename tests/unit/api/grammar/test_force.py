@@ -21,8 +21,7 @@ from api.errors import ApiError
 from api.grammar.compile import Grammar, compile_grammar
 from api.grammar.force import CallChoice, after_thinking, call_grammar
 from common import model_files
-from tests.support.tool_calls.answers import Answer, Reading
-from tests.support.tool_calls.golden import SCHEMA
+from tests.support.tool_calls import SCHEMA, Answer, Reading
 
 ENDINGS = ('"', "}", "]", ")", "1", "true")
 """Tokens that bring values to their end."""

@@ -1,6 +1,6 @@
-"""Answers with calls, read whole or in pieces."""
+"""Answers with calls, read whole or in pieces, and what each says."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from api.answers.call_formats import CallFormat, ReasoningFormat
@@ -58,3 +58,26 @@ def cuts(text: str) -> Iterator[list[str]]:
     for i in range(1, len(text)):
         yield [text[:i], text[i:]]
     yield list(text)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "units": {"enum": ["c", "f"]},
+        "when": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "places": {"$ref": "#/$defs/places"},
+        "exact": {"type": "boolean"},
+    },
+    "$defs": {"places": {"type": "array", "items": {"type": "string"}}},
+}
+TOOLS = (Tool("weather", SCHEMA), Tool("now", {"type": "object", "properties": {}}))
+
+
+def check(reading: Reading, golden: Mapping[str, Answer]) -> None:
+    """Every cut of each text says the same."""
+    for text, answer in golden.items():
+        assert reading.read(text) == answer, text
+        for pieces in cuts(text):
+            assert reading.read(*pieces) == answer, pieces
