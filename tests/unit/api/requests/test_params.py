@@ -187,7 +187,9 @@ async def validated(tokenizer: Any = None, **fields: Any) -> list[Generate]:
     return await validate(generation_params(**fields), LIMITS, tokenizer or model_tokenizer(), prompts)
 
 
-@pytest.mark.parametrize("body", [*{row.body for row in PROTOCOLS}, GenerateParameters, KServeParameters])
+@pytest.mark.parametrize(
+    "body", [*dict.fromkeys(row.body for row in PROTOCOLS), GenerateParameters, KServeParameters]
+)
 def test_a_number_is_checked_by_the_range_that_the_document_shows(body: type[Strict]) -> None:
     shown = {**json_schema(body, "validation")["properties"]}
     bounded = {name for name, one in shown.items() if {"minimum", "exclusiveMinimum"} & {*one}}
