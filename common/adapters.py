@@ -17,7 +17,7 @@ from typing import Any
 from common import model_files
 from common.ids import HUB_ID
 from common.messages.codec import wire_field
-from common.settings.settings import SettingError, Settings
+from common.settings.settings import SettingError
 from common.settings.types import AdapterSource
 
 SHOWN_DIGITS = 16
@@ -305,14 +305,3 @@ def find_adapter(source: AdapterSource) -> PoolAdapter:
         base_model=config.base_model,
         added_ms=int(1000 * time.time()),
     )
-
-
-def adapters_of(settings: Settings) -> list[PoolAdapter]:
-    """Return the records of the adapters of LORA_ADAPTERS. Raises SettingError."""
-    found = []
-    for source in settings.adapters:
-        try:
-            found.append(find_adapter(source))
-        except AdapterFault as fault:
-            raise SettingError("lora_adapters", f"{source.name}: {fault}") from fault
-    return found

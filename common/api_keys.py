@@ -163,14 +163,6 @@ class KeyFields(BaseModel):
         return ApiKey(key_id=key_id, digest=digest, created_at=created_at, **fields)
 
 
-class FileKeyFields(KeyFields):
-    """A key in a file: its text, or its SHA-256."""
-
-    key_id: str = Field(pattern=f"^{KEY_ID.pattern}$")
-    key: str | None = Field(default=None, min_length=16, max_length=256, pattern="^[\\x21-\\x7e]+$")
-    digest: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
-
-
 def read_fields(given: dict[str, Any]) -> KeyFields:
     """Raises ValueError that names the field at fault."""
     try:

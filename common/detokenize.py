@@ -125,31 +125,3 @@ class StopMatcher:
             if stop in seen:
                 self.matched = True
         return self.matched
-
-
-def generated_text(
-    tokenizer: Tokenizer,
-    prompt_ids: Sequence[int],
-    ids: Sequence[int],
-    stops: Sequence[str],
-    reason: str,
-    min_new_tokens: int = 0,
-) -> str:
-    """Return the whole text of an ended request, without special tokens.
-
-    With reason `stop_sequence` it ends with the first stop string after the first `min_new_tokens` tokens.
-    """
-    text = clean_text(tokenizer, prompt_ids, ids)
-    if reason != "stop_sequence":
-        return text
-    begin = len(clean_text(tokenizer, prompt_ids, ids[:min_new_tokens])) if min_new_tokens else 0
-    found = [(text.find(stop, begin), stop) for stop in stops]
-    ends = [at + len(stop) for at, stop in found if at >= 0]
-    return text[: min(ends)] if ends else text
-
-
-def clean_text(tokenizer: Tokenizer, prompt_ids: Sequence[int], ids: Sequence[int]) -> str:
-    context = list(prompt_ids[-CONTEXT_TOKENS:])
-    before: str = tokenizer.decode(context, skip_special_tokens=True)
-    whole: str = tokenizer.decode(context + list(ids), skip_special_tokens=True)
-    return whole[len(before) :].rstrip(INCOMPLETE)

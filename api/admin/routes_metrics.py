@@ -19,9 +19,9 @@ from common.adapters import AdapterLoad
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
-from common.metrics import catalogue, exposition
+from common.metrics import catalogue
 from common.metrics.catalogue import Labels, Metric
-from common.metrics.exposition import CONTENT_TYPE, Gauges, Values, render_fleet
+from common.metrics.exposition import CONTENT_TYPE, Gauges, Values, render
 
 router = APIRouter(tags=[HEALTH])
 MAX_ADAPTERS_SHOWN = 64
@@ -37,7 +37,7 @@ async def metrics(request: Request) -> Response:
     gauges: Gauges = {catalogue.BROKER_UP.name: {(): 0.0}}
     with contextlib.suppress(*ERRORS):
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            totals = await exposition.read_totals(pool.client)
+            totals = await read_totals(pool.client)
             state, fields = pool.client.keys.state, ["blocks", "adapters"]
             granted, load = await pool.client.redis.hmget(state, fields)  # type: ignore[misc]
             listed = await list_processes(pool.client, pool.batcher)
@@ -110,3 +110,29 @@ def count_states(metric: Metric, processes: list[dict[str, object]]) -> dict[Lab
     known = dict.fromkeys(metric.labels["state"], 0)
     counts = Counter(str(process["state"]) for process in processes)
     return {(state,): float(count) for state, count in (known | counts).items()}
+
+
+def render_fleet(pool: str, values: Values | None, gauges: Gauges) -> bytes:
+    """Return the metrics of the whole pool.
+
+    Args:
+        values: the sums of all processes. None, if they are not known, leaves out all counters and
+            histograms, because zeros would look like a restart.
+        gauges: gauges that are not in it are left out.
+    """
+    known = [
+        metric
+        for metric in catalogue.TABLE
+        if metric.name in gauges or (metric.kind != "gauge" and values is not None)
+    ]
+    return render(pool, known, values or {}, gauges)
+
+
+async def read_totals(pool: PoolClient) -> dict[str, float]:
+    """Return the sums of all processes, dead ones included, without fields that are no numbers."""
+    found: dict[bytes, bytes] = await pool.redis.hgetall(pool.keys.metrics)  # type: ignore[misc]
+    values = {}
+    for name, value in found.items():
+        with contextlib.suppress(ValueError):
+            values[name.decode()] = float(value)
+    return values

@@ -12,9 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from api.errors import ApiError, unavailable
 from api.http.body import field_name
-from common.api_keys import STATIC_KEY_ID, ApiKey, FileKeyFields, digest_of, read_keys
+from common.api_keys import STATIC_KEY_ID, ApiKey, KeyFields, digest_of, read_keys
 from common.broker.client import CONNECT_TIMEOUT_S, FailureLog
 from common.broker.pool_client import BrokerClock, PoolClient
+from common.ids import KEY_ID
 from common.process.event_loop import until_beat
 from common.settings.settings import SettingError, Settings
 
@@ -165,6 +166,14 @@ def unauthorized(why: str) -> ApiError:
 
 NAME = "api_keys_file"
 MAX_BYTES = 16 * 2**20
+
+
+class FileKeyFields(KeyFields):
+    """A key in a file: its text, or its SHA-256."""
+
+    key_id: str = Field(pattern=f"^{KEY_ID.pattern}$")
+    key: str | None = Field(default=None, min_length=16, max_length=256, pattern="^[\\x21-\\x7e]+$")
+    digest: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
 
 
 class KeyFileContent(BaseModel):

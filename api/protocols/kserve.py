@@ -36,7 +36,7 @@ from api.protocols.tgi import (
     render_top_tokens,
     with_own_seeds,
 )
-from api.requests.fields import DETACHED, RESUME_S, Listed, Strict, Whole, least, optional, ranged
+from api.requests.fields import DETACHED, RESUME_S, SEEDS, Listed, Strict, Whole, least, optional, ranged
 from api.requests.on_pool import pools_of
 from api.requests.validate import GenerationParams, check_no_logits
 from api.streams.stream import Stream
@@ -110,7 +110,7 @@ class KServeParameters(GenerateParameters):
     max_tokens: Whole | None = least(1, "The same as `max_new_tokens`.")
     min_length: Whole | None = least(0, "The same as `min_new_tokens`.")
     stop_words: Listed[str] | None = optional("The same as `stop`.")
-    random_seed: Whole | None = ranged("seed", "The same as `seed`.")
+    random_seed: Whole | None = ranged(SEEDS, "The same as `seed`.")
     stream: bool | None = optional("The path says whether tokens are streamed: true on `…/generate_stream`.")
     exclude_input_in_output: bool | None = optional("False begins the text with the prompt. Default: true.")
 

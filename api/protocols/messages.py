@@ -34,6 +34,7 @@ from api.protocols.tokenize import shown_prompt
 from api.protocols.typed_events import Event, EventRenderer, renderer_of
 from api.requests.chat_prompt import REASONING_SWITCHES, ChatMessage, FunctionSchema, ToolSchema
 from api.requests.fields import (
+    STOP_SCHEMA,
     Listed,
     SamplingFields,
     ServedFields,
@@ -49,7 +50,7 @@ from api.requests.respond import read_terms
 from api.requests.service_terms import TIERS, on_terms
 from api.streams.stream import Stream
 from api.webhooks import WebhookField
-from common.settings.ranges import STOP_SCHEMA, Range
+from common.settings.ranges import Range
 
 # --- responses, for /docs -----------------------------------------------------------------------------------
 

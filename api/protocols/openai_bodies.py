@@ -43,7 +43,10 @@ from api.requests.chat_prompt import (
 )
 from api.requests.fields import (
     BIAS_SCHEMA,
+    CHOICES,
     DETACHED,
+    PENALTIES,
+    STOP_SCHEMA,
     TEXTS_OR_IDS,
     TRUNCATION,
     BeamFields,
@@ -69,7 +72,6 @@ from api.requests.validate import (
 from api.webhooks import WebhookField
 from common.messages.records import unpack_ids
 from common.messages.request import Generate
-from common.settings.ranges import STOP_SCHEMA
 
 Stop = Annotated[str | Listed[str], with_one_error("Input should be a string or a list of strings")]
 Prompt = Annotated[
@@ -155,7 +157,7 @@ class OpenAIRequest(ServedFields, BeamFields):
     truncate_prompt_tokens: Whole | None = ranged(
         TRUNCATION, "The most tokens of the prompt to use: its last ones. -1: all that fit."
     )
-    n: Whole | None = ranged("n", "The number of choices for each prompt. Default: 1.")
+    n: Whole | None = ranged(CHOICES, "The number of choices for each prompt. Default: 1.")
     best_of: Whole | None = optional(
         "Must be 1 or `n`, because all generated texts are returned. With `use_beam_search`: the "
         "number of sequences that are extended at once.",
@@ -167,7 +169,7 @@ class OpenAIRequest(ServedFields, BeamFields):
         {"enum": [False, None]},
     )
     frequency_penalty: float | None = ranged(
-        "frequency_penalty", "Penalty for tokens by their number in the generated text, as OpenAI defines it."
+        PENALTIES, "Penalty for tokens by their number in the generated text, as OpenAI defines it."
     )
     logit_bias: dict[str, float] | None = optional("Numbers to add to the logits, by token id.", BIAS_SCHEMA)
     prompt_logprobs: Whole | None = least(

@@ -39,8 +39,11 @@ from api.protocols.openai_bodies import OPENAI_FIELDS
 from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, WholeBody
 from api.requests.fields import (
     BIAS_SCHEMA,
+    CHOICES,
     DETACHED,
+    PENALTIES,
     RESUME_S,
+    STOP_SCHEMA,
     BeamFields,
     Listed,
     Strict,
@@ -55,7 +58,7 @@ from api.streams.beams import all_outputs, is_absent
 from api.streams.stream import Stream
 from api.webhooks import WebhookField
 from common.messages.request import EMBED, Generate
-from common.settings.ranges import MAX_CHOICES, STOP_SCHEMA, Range
+from common.settings.ranges import Range
 
 # --- responses, for /docs -----------------------------------------------------------------------------------
 
@@ -158,13 +161,13 @@ class GenerateParameters(BeamFields):
         "likely token is taken."
     )
     frequency_penalty: float | None = ranged(
-        "relative_frequency_penalty",
+        PENALTIES,
         "Penalty for tokens in proportion to their share of prompt and text, as TGI defines it.",
     )
     logit_bias: dict[int, float] | None = optional("Numbers to add to the logits, by token id.", BIAS_SCHEMA)
 
     best_of: Whole | None = ranged(
-        Range(0, MAX_CHOICES),
+        Range(0, CHOICES.most),
         "The number of texts to generate; the one of highest mean log-probability is returned.",
     )
     details: bool | None = optional(

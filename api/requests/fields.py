@@ -24,9 +24,9 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from api.errors import invalid, quoted
 from api.requests.service_terms import TIERS
-from api.requests.validate import GenerationParams
+from api.requests.validate import BIASES, MAX_BEAM_WIDTH, MAX_STOP_CHARS, GenerationParams
 from common.messages.request import SERVICE_CLASSES, BeamParams, SamplingParams, StoppingParams
-from common.settings.ranges import BIASES, DIVERSITIES, LENGTH_PENALTIES, MAX_BEAM_WIDTH, RANGES, Range
+from common.settings.ranges import RANGES, Range
 
 Item = TypeVar("Item")
 
@@ -75,6 +75,11 @@ def to_whole(number: float) -> int:
 Whole = Annotated[int, WholeNumber()]
 TRUNCATION = Range(-1, hole=0)
 """Of `truncate_prompt_tokens`: -1 is as many tokens as fit."""
+CHOICES, SHARES, PENALTIES = Range(1, 128), Range(0, 1, above=True), Range(-2, 2)
+LENGTH_PENALTIES = Range(-5, 5)
+"""With any length of a sequence, its score is then a number that float32 has."""
+DIVERSITIES, SEEDS = Range(0, 100), Range(-(2**63), 2**64 - 1)
+STOP_SCHEMA: dict[str, Any] = {"minLength": 1, "maxLength": MAX_STOP_CHARS}
 
 
 class Strict(BaseModel):
@@ -118,7 +123,7 @@ def optional(description: str, schema: Any = None) -> Any:
 
 
 def ranged(allowed: str | Range, description: str, default: Any = None) -> Any:
-    """A number in a range, or in that of RANGES by name; `...` as its default makes it required."""
+    """A number in a range, or in that of its name in RANGES; `...` as its default makes it required."""
     found = RANGES[allowed] if isinstance(allowed, str) else allowed
     field = Field(default=default, description=description, json_schema_extra=found.schema)
     field.metadata.append(found)
@@ -185,11 +190,9 @@ class SamplingFields(Strict, extra="allow"):
     top_p: float | None = ranged(
         "top_p", "Sample from the most likely tokens whose probabilities add up to this."
     )
-    top_p_decay: float | None = ranged(
-        "top_p_decay", "Factor by which `top_p` is multiplied after each token."
-    )
+    top_p_decay: float | None = ranged(SHARES, "Factor by which `top_p` is multiplied after each token.")
     top_p_min: float | None = ranged(
-        "top_p_min", "The least that `top_p_decay` lowers `top_p` to. Default: 0.000001."
+        "top_p", "The least that `top_p_decay` lowers `top_p` to. Default: 0.000001."
     )
     top_p_reset_ids: Listed[Whole] | None = token_ids(
         "Token ids after which a decayed `top_p` returns to its initial value."
@@ -198,14 +201,14 @@ class SamplingFields(Strict, extra="allow"):
         "min_p", "Sample from tokens that are at least this likely relative to the most likely one."
     )
     typical_p: float | None = ranged(
-        "typical_p", "Locally typical sampling: the probability mass of the tokens that are kept."
+        SHARES, "Locally typical sampling: the probability mass of the tokens that are kept."
     )
-    seed: Whole | None = ranged("seed", "Seed of the random numbers. Default: a random seed.")
+    seed: Whole | None = ranged(SEEDS, "Seed of the random numbers. Default: a random seed.")
     repetition_penalty: float | None = ranged(
         "repetition_penalty", "Penalty for tokens that the prompt or the text has already. 1 means none."
     )
     presence_penalty: float | None = ranged(
-        "presence_penalty", "Penalty for tokens that the generated text has already, as OpenAI defines it."
+        PENALTIES, "Penalty for tokens that the generated text has already, as OpenAI defines it."
     )
     bad_words: Listed[str] | None = optional("Words that are never generated.", {"items": {"pattern": r"\S"}})
     stop_token_ids: Listed[Whole] | None = token_ids("Token ids that end the text.")

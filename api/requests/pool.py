@@ -26,7 +26,7 @@ from api.requests.monitors import AdapterMonitor, BatcherMonitor, WorkerMonitor
 from api.requests.validate import load_sampling_defaults
 from api.streams.relay import Relay
 from common import model_files
-from common.adapters import PoolAdapter, adapters_of
+from common.adapters import AdapterFault, PoolAdapter, find_adapter
 from common.broker.client import CONNECT_TIMEOUT_S
 from common.broker.pool_client import PoolClient
 from common.model_files import context_length
@@ -196,3 +196,14 @@ def named_format(setting: str, formats: Mapping[str, Format], name: str) -> Form
     if found := formats.get(CALL_FORMAT_ALIASES.get(name.lower(), name.lower())):
         return found
     raise SettingError(setting, f"{name!r} is not one of {', '.join(sorted(formats))}")
+
+
+def adapters_of(settings: Settings) -> list[PoolAdapter]:
+    """Return the records of the adapters of LORA_ADAPTERS. Raises SettingError."""
+    found = []
+    for source in settings.adapters:
+        try:
+            found.append(find_adapter(source))
+        except AdapterFault as fault:
+            raise SettingError("lora_adapters", f"{source.name}: {fault}") from fault
+    return found

@@ -19,7 +19,16 @@ from api.requests.pool import Pool, load_tokenizer
 from common import model_files
 from common.api_keys import ApiKey
 from common.broker.client import broker_url
-from common.broker.directory import TTL_S, DirectoryClient, KnownPool, PoolEntry, address_of, pool_url
+from common.broker.directory import (
+    DATABASE,
+    TTL_S,
+    DirectoryClient,
+    KnownPool,
+    PoolEntry,
+    address_of,
+    join,
+    split,
+)
 from common.settings.settings import SettingError, Settings
 
 NUM_PICKS = 2
@@ -421,3 +430,30 @@ def check_key_model(key: ApiKey | None, settings: Settings, shown_name: str = ""
     if not any(names_own(name, settings) for name in key.models):
         why = f"The API key {key.key_id} may not use the model `{shown_name or settings.model_name}`"
         raise ApiError(403, "forbidden", why, "model")
+
+
+def url_at(address: str, own_url: str) -> str:
+    """The URL by which a process that reaches `own_url` reaches the broker at `address`.
+
+    Raises ValueError where the password would leave a broker with TLS for one without.
+    """
+    if address == address_of(own_url):
+        return own_url
+    scheme, user, _, own_options = split(own_url)
+    their_scheme, _, place, options = split(address)
+    if user and scheme.startswith("rediss") and their_scheme in ("redis", "redis+sentinel"):
+        raise ValueError("it has no TLS, and REDIS_URL has: the password is not sent in clear")
+    if scheme == their_scheme:
+        options = {name: text for name, text in own_options.items() if name != DATABASE} | options
+    return join(their_scheme, user, place, options)
+
+
+def pool_url(settings: Settings, pool: str, address: str) -> str:
+    """The URL of another pool's broker. Raises SettingError if there is no safe way to reach it."""
+    if (given := settings.urls_of_pools.get(pool)) is not None:
+        return given
+    try:
+        return url_at(address, settings.redis_url or "")
+    except ValueError as error:
+        cause = f"must name the broker of pool {pool!r}: by the directory it is at {address}, and {error}"
+        raise SettingError("pool_urls", cause) from error

@@ -20,8 +20,10 @@ from common import tracing
 from common.messages.records import group_room, pack_ids
 from common.messages.request import BeamParams, Generate, LogitsParams, SamplingParams, StoppingParams
 from common.model_files import read_json
-from common.settings.ranges import BIASES, DEFAULTED, MAX_BEAM_WIDTH, MAX_STOP_CHARS, checked_defaults
+from common.settings.ranges import RANGES, Range, checked_defaults
 from common.settings.settings import SettingError, Settings
+
+MAX_BEAM_WIDTH = 8
 
 GREEDY_BELOW = 1e-5
 """A temperature this low is greedy: logits divided by it would leave float32."""
@@ -176,7 +178,7 @@ def load_sampling_defaults(path: Path, settings: Settings) -> dict[str, Any]:
     if given not in ("auto", "vllm") and not file.is_file():
         raise SettingError("generation_config", f"{file} does not exist")
     found = {} if given == "vllm" else read_json(file)
-    defaults = checked_defaults({name: found.get(name) for name in DEFAULTED}, "generation_config", str(file))
+    defaults = checked_defaults({name: found.get(name) for name in RANGES}, "generation_config", str(file))
     return defaults | settings.sampling_overrides | {"logprobs_mode": settings.logprobs_mode}
 
 
@@ -185,7 +187,8 @@ MAX_LOGITS_BYTES = 64 * 2**20
 LOGITS_FIELDS = ("return_context_logits", "return_generation_logits")
 LISTS_OF_IDS = ("stop_ids", "top_p_reset_ids", "allowed_token_ids")
 MAX_LISTED_IDS = 128
-MAX_BIASES = 1024
+MAX_BIASES, BIASES = 1024, Range(-100, 100)
+MAX_STOP_CHARS = 1000
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 128, 200
 
 

@@ -13,9 +13,8 @@ from redis.asyncio import Redis
 
 from api.answers.answer import HttpAnswer
 from api.errors import ApiError, asking_broker
-from api.requests.pool_registry import PoolRegistry
+from api.requests.pool_registry import PoolRegistry, pool_url
 from common.broker.client import broker_url, connect
-from common.broker.directory import pool_url
 from common.broker.keys import Keys
 from common.messages.codec import WireError, decode
 from common.settings.settings import SettingError

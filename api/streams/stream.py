@@ -12,9 +12,10 @@ from tokenizers import Tokenizer
 from api.http.sse import Change
 from api.prompts.tokenizer import ModelTokenizer
 from common.broker.committed import Committed
-from common.detokenize import Detokenizer, StopMatcher, generated_text
-from common.messages.events import FINISHED, Terminal, Tokens, unpack_tokens
-from common.messages.records import RECORD, TopTokens, unpack_ids, unpack_records
+from common.detokenize import CONTEXT_TOKENS, INCOMPLETE, Detokenizer, StopMatcher
+from common.messages.codec import WireError
+from common.messages.events import FINISHED, Terminal, Tokens, pack_tokens
+from common.messages.records import RECORD, TopTokens, unpack_floats, unpack_ids, unpack_records
 from common.messages.request import Generate
 from common.metrics import catalogue
 
@@ -453,3 +454,45 @@ class Stream:
             self.matcher.step("".join(texts[unmatched:]))
         self.note_last(ids[-1])
         self.changed.set()
+
+
+def unpack_tokens(tokens: Tokens, num_tops: int) -> tuple[list[int], list[float], list[TopTokens]]:
+    """Return ids, log-probabilities and likeliest tokens of an event, or of a log's. Raises WireError."""
+    ids, logprobs = unpack_ids(tokens.ids), unpack_floats(tokens.logprobs)
+    if (
+        len(ids) != len(logprobs)
+        or len(tokens.texts) not in (0, len(ids))
+        or not len(tokens.top_ids) == len(tokens.top_logprobs) == 4 * len(ids) * num_tops
+    ):
+        raise WireError(
+            f"Tokens: {len(ids)} ids do not agree with log-probabilities, texts, or likeliest tokens"
+        )
+    return ids, logprobs, unpack_records(pack_tokens(tokens), 1 + num_tops)[2] if tokens.top_ids else []
+
+
+def generated_text(
+    tokenizer: Tokenizer,
+    prompt_ids: Sequence[int],
+    ids: Sequence[int],
+    stops: Sequence[str],
+    reason: str,
+    min_new_tokens: int = 0,
+) -> str:
+    """Return the whole text of an ended request, without special tokens.
+
+    With reason `stop_sequence` it ends with the first stop string after the first `min_new_tokens` tokens.
+    """
+    text = clean_text(tokenizer, prompt_ids, ids)
+    if reason != "stop_sequence":
+        return text
+    begin = len(clean_text(tokenizer, prompt_ids, ids[:min_new_tokens])) if min_new_tokens else 0
+    found = [(text.find(stop, begin), stop) for stop in stops]
+    ends = [at + len(stop) for at, stop in found if at >= 0]
+    return text[: min(ends)] if ends else text
+
+
+def clean_text(tokenizer: Tokenizer, prompt_ids: Sequence[int], ids: Sequence[int]) -> str:
+    context = list(prompt_ids[-CONTEXT_TOKENS:])
+    before: str = tokenizer.decode(context, skip_special_tokens=True)
+    whole: str = tokenizer.decode(context + list(ids), skip_special_tokens=True)
+    return whole[len(before) :].rstrip(INCOMPLETE)

@@ -5,14 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from common.messages.codec import WireError, encode, wire_field
-from common.messages.records import (
-    RECORD,
-    TopTokens,
-    pack_records,
-    unpack_floats,
-    unpack_ids,
-    unpack_records,
-)
+from common.messages.records import RECORD, pack_records
 
 BUDGET = "budget"
 """Reason of a request that ended because its API key has reached its budget: what it has is its answer."""
@@ -173,20 +166,6 @@ def single_token(request_id: str, attempt: int, index: int, record: tuple[int, f
 
 def pack_tokens(tokens: Tokens) -> bytes:
     return pack_records(tokens.ids, tokens.logprobs, tokens.top_ids, tokens.top_logprobs)
-
-
-def unpack_tokens(tokens: Tokens, num_tops: int) -> tuple[list[int], list[float], list[TopTokens]]:
-    """Return ids, log-probabilities and likeliest tokens of an event, or of a log's. Raises WireError."""
-    ids, logprobs = unpack_ids(tokens.ids), unpack_floats(tokens.logprobs)
-    if (
-        len(ids) != len(logprobs)
-        or len(tokens.texts) not in (0, len(ids))
-        or not len(tokens.top_ids) == len(tokens.top_logprobs) == 4 * len(ids) * num_tops
-    ):
-        raise WireError(
-            f"Tokens: {len(ids)} ids do not agree with log-probabilities, texts, or likeliest tokens"
-        )
-    return ids, logprobs, unpack_records(pack_tokens(tokens), 1 + num_tops)[2] if tokens.top_ids else []
 
 
 def terminal_for(request_id: str, why: str, num_tokens: int) -> Terminal:

@@ -35,7 +35,6 @@ from common.metrics.catalogue import (
     POOL,
     SEPARATOR,
     SUM,
-    TABLE,
     Counter,
     Histogram,
     Labels,
@@ -68,20 +67,6 @@ def own_values() -> dict[str, float]:
 def render_own(pool: str) -> bytes:
     """Return the counts of this process alone, and its memory and processor time."""
     return render(pool, COUNTED, own_values(), {}) + generate_latest(REGISTRY)
-
-
-def render_fleet(pool: str, values: Values | None, gauges: Gauges) -> bytes:
-    """Return the metrics of the whole pool.
-
-    Args:
-        values: the sums of all processes. None, if they are not known, leaves out all counters and
-            histograms, because zeros would look like a restart.
-        gauges: gauges that are not in it are left out.
-    """
-    known = [
-        metric for metric in TABLE if metric.name in gauges or (metric.kind != "gauge" and values is not None)
-    ]
-    return render(pool, known, values or {}, gauges)
 
 
 def render(pool: str, metrics: Iterable[Metric], values: Values, gauges: Gauges) -> bytes:
@@ -286,13 +271,3 @@ async def publishing_metrics(pool: PoolClient) -> AsyncIterator[None]:
         stopped.set()
         await asyncio.wait([task], timeout=FINAL_ADD_S)
         task.cancel()
-
-
-async def read_totals(pool: PoolClient) -> dict[str, float]:
-    """Return the sums of all processes, dead ones included, without fields that are no numbers."""
-    found: dict[bytes, bytes] = await pool.redis.hgetall(pool.keys.metrics)  # type: ignore[misc]
-    values = {}
-    for name, value in found.items():
-        with contextlib.suppress(ValueError):
-            values[name.decode()] = float(value)
-    return values

@@ -1,8 +1,5 @@
-"""Ranges of a request's numeric parameters, where they depend on nothing else, and of the numbers in settings
-that are JSON objects.
-
-The default values of /v1 are checked against them, too: those of a model's generation_config.json, and those
-of OVERRIDE_GENERATION_CONFIG.
+"""Ranges of numbers: of the parameters of /v1 that have defaults, in a model's generation_config.json and in
+OVERRIDE_GENERATION_CONFIG, and of the numbers in settings that are JSON objects.
 """
 
 import json
@@ -11,12 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.settings.types import SettingError
-
-MAX_CHOICES = 128
-MAX_STOP_CHARS = 1000
-STOP_SCHEMA: dict[str, Any] = {"minLength": 1, "maxLength": MAX_STOP_CHARS}
-DEFAULTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
-"""Values of a generation_config.json that vLLM takes where a request says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,32 +41,20 @@ class Range:
 
 
 RANGES = {
-    "max_new_tokens": Range(1, is_whole=True),
     "temperature": Range(0, 100),
     "top_k": Range(-1, is_whole=True),
     "top_p": Range(0, 1),
-    "top_p_decay": Range(0, 1, above=True),
-    "top_p_min": Range(0, 1),
     "min_p": Range(0, 1),
-    "typical_p": Range(0, 1, above=True),
     "repetition_penalty": Range(0, 100, above=True),
-    "frequency_penalty": Range(-2, 2),
-    "presence_penalty": Range(-2, 2),
-    "relative_frequency_penalty": Range(-2, 2),
-    "seed": Range(-(2**63), 2**64 - 1),
-    "n": Range(1, MAX_CHOICES),
+    "max_new_tokens": Range(1, is_whole=True),
 }
-BIASES = Range(-100, 100)
-MAX_BEAM_WIDTH = 8
-LENGTH_PENALTIES = Range(-5, 5)
-"""With any length of a sequence, its score is then a number that float32 has."""
-DIVERSITIES = Range(0, 100)
+"""Of the values of a generation_config.json that vLLM takes where a request says nothing."""
 
 
 def read_overrides(text: str) -> dict[str, float]:
     """The values of OVERRIDE_GENERATION_CONFIG. Raises SettingError."""
     name = "override_generation_config"
-    return checked_defaults(read_object(name, text, DEFAULTED), name, "the object")
+    return checked_defaults(read_object(name, text, [*RANGES]), name, "the object")
 
 
 def read_object(setting: str, text: str, known: Sequence[str]) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from api.admin.routes_metrics import render_fleet
 from api.requests.monitors import SILENT_S
 from common.metrics import catalogue
-from common.metrics.exposition import render_fleet
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 PROMETHEUS = DEPLOY / "prometheus"

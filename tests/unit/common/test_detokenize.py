@@ -5,13 +5,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from api.streams.stream import generated_text
 from common import model_files
 from common.detokenize import (
     MAX_INCOMPLETE_TOKENS,
     Detokenizer,
     StopMatcher,
     concatenates,
-    generated_text,
     piece_cache,
 )
 

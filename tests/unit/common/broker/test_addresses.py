@@ -2,7 +2,8 @@
 
 import pytest
 
-from common.broker.directory import address_of, pool_url, url_at
+from api.requests.pool_registry import pool_url, url_at
+from common.broker.directory import address_of
 from common.settings.settings import SettingError, Settings
 
 

@@ -11,11 +11,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio.client import Pipeline
 
+from api.admin.routes_metrics import read_totals, render_fleet
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.metrics import catalogue, exposition
 from common.metrics.catalogue import INFINITY, Histogram
-from common.metrics.exposition import MetricsPublisher, publishing_metrics, render_fleet
+from common.metrics.exposition import MetricsPublisher, publishing_metrics
 
 KEYS = Keys("default")
 DURATIONS = [
@@ -160,13 +161,13 @@ async def test_sums_add_up_over_processes_and_outlive_them(
     await other.add()
     mine["tgi_request_count|"] = 15.0
     await one.add()
-    assert await exposition.read_totals(PoolClient(redis, KEYS)) == {
+    assert await read_totals(PoolClient(redis, KEYS)) == {
         "tgi_request_count|": 8.0,
         "tgi_request_duration|0.1": 2.0,
     }
     assert await redis.pttl(KEYS.metrics) > 0
     await redis.hset(KEYS.metrics, mapping={"tgi_request_count|x": "no number", b"\xff": "1"})
-    assert len(await exposition.read_totals(PoolClient(redis, KEYS))) == 2
+    assert len(await read_totals(PoolClient(redis, KEYS))) == 2
 
 
 async def test_counts_in_flight_at_the_end_are_added_once(
@@ -189,7 +190,7 @@ async def test_counts_in_flight_at_the_end_are_added_once(
         mine["tgi_request_count|"] = 3.0
         await sent.wait()
         asyncio.get_running_loop().call_later(0.05, answered.set)
-    assert await exposition.read_totals(PoolClient(redis, KEYS)) == {"tgi_request_count|": 3.0}
+    assert await read_totals(PoolClient(redis, KEYS)) == {"tgi_request_count|": 3.0}
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
