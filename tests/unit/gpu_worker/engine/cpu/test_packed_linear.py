@@ -231,7 +231,7 @@ def test_two_engines_share_all_parameters_also_while_no_large_page_is_left(
     monkeypatch.setenv(WEIGHTS_VARIABLE, str(store.handle))
     monkeypatch.setattr(weight_store, "C", FullMemory)
     weight = torch.randn(2**10, 2**10).to(dtype)
-    engines = [nn.Embedding.from_pretrained(weight.clone()) for _ in range(2)]
+    engines = [nn.Embedding(2**10, 2**10, _weight=weight.clone()) for _ in range(2)]
     for one in engines:
         packed_linear.share_parameters(one)
     assert all(torch.equal(one.weight, weight) for one in engines)
