@@ -8,6 +8,7 @@ llguidance's form for their model's vocabulary.
 import functools
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +20,12 @@ from api.grammar.apart import run_apart
 from api.grammar.check import NUM_BYTES, find_error, matches_only_space
 from api.grammar.json_schema import WHITESPACE, all_schemas, enforced_schema
 from api.grammar.lark import Lark, literal
-from api.grammar.structural_tag import TagRules
+from api.grammar.structural_tag import TagRules, must_be
 from api.json import parse_text
 from api.prompts.tokenizer import ModelTokenizer
 
 MAX_GRAMMAR_BYTES = 256 * 1024
+ANY_OBJECT = '{"type": "object"}'
 MAX_SCHEMA_DEPTH = 64
 ESCAPED_DASH = re.compile(r"(?<!\\)((?:\\\\)*)\\-")
 UNFORCED = '\n\n\n%llguidance {"no_forcing": true}\n'
@@ -124,25 +126,24 @@ def compile_unchecked(grammar: Grammar, special_ids: SpecialIds = ()) -> str:
             words = " | ".join(map(literal, json.loads(grammar.text)))
             return llguidance.LLMatcher.grammar_from_lark(f"start: {words}")
         case "structural_tag":
-            schema_of = functools.partial(embedded_schema, grammar.whitespace)
+            schema_of = functools.partial(schema_in_tag, grammar.whitespace)
             rules = TagRules(Lark(dict(special_ids)), schema_of, embedded_grammar)
             return rules.source(grammar.text, grammar.field)
         case _:
             return llguidance.LLMatcher.grammar_from_lark(to_lark(grammar.text))
 
 
-def embedded_schema(own: str, schema: Any, field: str, whitespace: str = "") -> dict[str, Any]:
-    """A JSON schema as a part of a Lark grammar. Raises ApiError.
-
-    Args:
-        own: the white space of a schema that does not say its own.
-    """
-    if not isinstance(schema, dict | bool):
-        raise invalid(f"`{field}` must be a JSON schema", field)
-    grammar = Grammar("json", json.dumps(schema), field, whitespace or own)
+def embedded_schema(grammar: Grammar) -> Mapping[str, Any]:
+    """A JSON schema as a part of a Lark grammar. Raises ApiError."""
     compile_checked(grammar)
-    enforced = enforced_schema(parse_schema(grammar), closed=False)
+    enforced = enforced_schema(parse_schema(grammar), grammar.closed)
     return {**enforced, "x-guidance": {"whitespace_pattern": grammar.whitespace}}
+
+
+def schema_in_tag(own: str, schema: Any, field: str, whitespace: str = "") -> Mapping[str, Any]:
+    """A JSON schema as a part of a structural tag, whose own white space is `own`. Raises ApiError."""
+    must_be("a JSON schema", lambda value: isinstance(value, dict | bool))(schema, field)
+    return embedded_schema(Grammar("json", json.dumps(schema), field, whitespace or own))
 
 
 def embedded_grammar(text: str, field: str) -> str:

@@ -28,13 +28,11 @@ from api.answers.scanner import NO_NAME, Tool
 from api.errors import ApiError, cut, invalid
 from api.grammar.apart import run_apart
 from api.grammar.check import find_error
-from api.grammar.compile import MAX_GRAMMAR_BYTES, Grammar, compile_checked
-from api.grammar.json_schema import WHITESPACE, enforced_schema
+from api.grammar.compile import ANY_OBJECT, MAX_GRAMMAR_BYTES, Grammar, embedded_schema
 from api.grammar.lark import TEXT, Lark, escaped, literal, one_of
 
 LINES = r"/\n{0,2}/"
 """White space between thinking and what follows it."""
-ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 OPEN_OBJECT = ("additionalProperties", "patternProperties", "anyOf", "oneOf", "allOf", "$ref", "if")
 """With one of these, a schema says itself which other properties there may be."""
 DEFINITIONS = ("$defs", "definitions")
@@ -282,14 +280,13 @@ def forced_schema(tool: Tool) -> Mapping[str, Any]:
     """The schema that a grammar forces: the function's own, or any object if that cannot be compiled. Raises
     ApiError if the function is strict, and its schema cannot be compiled.
     """
+    field = field_of(tool)
     try:
-        schema = closed(tool.parameters)
-        compile_checked(Grammar("json", json.dumps(schema), field_of(tool), closed=True))
+        return embedded_schema(Grammar("json", json.dumps(closed(tool.parameters)), field, closed=True))
     except ApiError:
         if tool.strict:
             raise
-        return with_whitespace(ANY_OBJECT)
-    return with_whitespace(enforced_schema(schema, closed=True))
+        return embedded_schema(Grammar("json", ANY_OBJECT, field))
 
 
 def closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -309,10 +306,6 @@ def inlined(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(target, Mapping) or "$ref" in target:
         return schema
     return {name: schema[name] for name in DEFINITIONS if name in schema} | dict(target)
-
-
-def with_whitespace(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
 def properties_of(tool: Tool, schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], bool]]:

@@ -9,11 +9,10 @@ from functools import partial
 from typing import Any
 
 from api.errors import cut, invalid, quoted
-from api.grammar.compile import MAX_SCHEMA_DEPTH, Grammar, depth_of
+from api.grammar.compile import ANY_OBJECT, MAX_SCHEMA_DEPTH, Grammar, depth_of
 from api.grammar.structural_tag import flag, list_of, must_be, required, text
 from api.json import parse_text
 
-ANY_OBJECT = '{"type": "object"}'
 WITHOUT_EFFECT = ("disable_fallback", "disable_any_whitespace", "_backend", "_backend_was_auto")
 PATTERN = "whitespace_pattern"
 GRAMMAR_SCHEMA: Any = {

@@ -10,8 +10,7 @@ import pytest
 from openai import AsyncOpenAI
 from redis.asyncio import Redis
 
-from api.grammar.compile import Grammar, compile_checked
-from api.grammar.read import ANY_OBJECT
+from api.grammar.compile import ANY_OBJECT, Grammar, compile_checked
 from common.broker.keys import Keys
 from common.messages.records import unpack_ids
 from deploy.launcher.embedded_broker import Broker

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from api.errors import ApiError
-from api.grammar.compile import Grammar
-from api.grammar.read import ANY_OBJECT, read_response_format, read_structured_outputs
+from api.grammar.compile import ANY_OBJECT, Grammar
+from api.grammar.read import read_response_format, read_structured_outputs
 from api.protocols.openai_bodies import ChatRequest
 
 SCHEMA = {"type": "object"}
