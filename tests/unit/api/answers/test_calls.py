@@ -1,5 +1,9 @@
 """Calls in every format are read as they come, and the same for every cut of the text."""
 
+from collections.abc import Mapping
+
+import pytest
+
 from api.answers.call_formats import CALL_FORMATS, REASONING_FORMATS
 from api.answers.scanner import CallArguments, CallStart
 from tests.support.tool_calls import TOOLS, Answer, Reading, check
@@ -40,10 +44,6 @@ HERMES_ANSWERS = {
 }
 
 
-def test_every_cut_of_hermes_calls_says_the_same() -> None:
-    check(HERMES, HERMES_ANSWERS)
-
-
 def test_the_name_comes_first_and_arguments_as_they_come() -> None:
     pieces = ["<tool_call>", '{"name": "f", "arguments": ', '{"a', '": "x', 'yz"', "}}"]
     *deltas, last = HERMES.deltas(pieces)
@@ -62,44 +62,9 @@ def test_the_name_comes_first_and_arguments_as_they_come() -> None:
 
 LLAMA_CALL = f'{{"name": "weather", "parameters": {CITY}}}'
 
-
-def test_every_cut_of_llamas_calls_says_the_same() -> None:
-    check(
-        Reading(CALL_FORMATS["llama3_json"], tools=TOOLS),
-        {
-            LLAMA_CALL: Answer(calls=[READ]),
-            f"\n\n{LLAMA_CALL}\n": Answer(calls=[READ]),
-            f'<|python_tag|>{LLAMA_CALL}; {{"type": "function", "name": "now"}}': Answer(calls=[READ, NOW]),
-            f"Let me look.\n{LLAMA_CALL}": Answer("Let me look.", calls=[READ]),
-            f"It is <|python_tag|>{LLAMA_CALL}": Answer("It is", calls=[READ]),
-            f"A call is {LLAMA_CALL}": Answer(f"A call is {LLAMA_CALL}"),
-            '{"name": "Oslo", "parameters": {}}': Answer('{"name": "Oslo", "parameters": {}}'),
-            '{"city": "Oslo"}\n{': Answer('{"city": "Oslo"}\n{'),
-            '<|python_tag|>search.call(query="x")': Answer('<|python_tag|>search.call(query="x")'),
-        },
-    )
-
-
 # --- Mistral ------------------------------------------------------------------------------------------------
 
 LIST = f'[{{"name": "weather", "arguments": {CITY}}}, {{"name": "now", "arguments": {{}}}}]'
-
-
-def test_every_cut_of_mistrals_calls_says_the_same() -> None:
-    check(
-        Reading(CALL_FORMATS["mistral"]),
-        {
-            f'[TOOL_CALLS] [{{"name": "weather", "arguments": {CITY}, "id": "a"}}]': Answer(calls=[READ]),
-            f"[TOOL_CALLS]{LIST}": Answer(calls=[READ, NOW]),
-            f"So.[TOOL_CALLS]weather[ARGS]{CITY}[TOOL_CALLS]now[ARGS]{{}}": Answer("So.", "", [READ, NOW]),
-            f"[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{CITY}": Answer(calls=[READ]),
-            f"[TOOL_CALLS]weather{CITY}": Answer(calls=[READ]),
-            "[TOOL_CALLS] I cannot [1, 2].": Answer("[TOOL_CALLS] I cannot [1, 2]."),
-            "[TOOL_CALLS][1, 2]": Answer("[TOOL_CALLS][1, 2]"),
-            '[TOOL_CALLS]weather{"city": Oslo}': Answer("Oslo}", calls=[("weather", '{"city": ')]),
-        },
-    )
-
 
 # --- DeepSeek and Kimi --------------------------------------------------------------------------------------
 
@@ -112,45 +77,6 @@ KIMI = (
     "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
     f"{CITY}<|tool_call_end|><|tool_calls_section_end|>"
 )
-
-
-def test_every_cut_of_deepseeks_calls_says_the_same() -> None:
-    check(
-        Reading(CALL_FORMATS["deepseek_v3"]),
-        {
-            f"{BEGIN}{FENCED}{END}": Answer(calls=[READ]),
-            f"Yes.\n\n{BEGIN}{FENCED}\n{FENCED}{END}": Answer("Yes.", calls=[READ, READ]),
-            f"{BEGIN}{PLAIN}{PLAIN}{END}So": Answer("So", calls=[READ, READ]),
-            f"{BEGIN}Nothing.{END}": Answer(f"{BEGIN}Nothing.{END}"),
-            f"{OPEN}Oslo": Answer(f"{OPEN}Oslo"),
-            f"{CALL}" + "x" * 400 + SEP: Answer(f"{CALL}" + "x" * 400 + SEP),
-        },
-    )
-
-
-def test_every_cut_of_kimis_calls_says_the_same() -> None:
-    check(Reading(CALL_FORMATS["kimi_k2"]), {f"So.{KIMI}": Answer("So.", calls=[READ])})
-
-
-# --- TGI ----------------------------------------------------------------------------------------------------
-
-
-def test_every_cut_of_tgis_calls_says_the_same() -> None:
-    check(
-        Reading(CALL_FORMATS["tgi"]),
-        {
-            '{"function": {"_name": "weather", "city": "Oslo", "days": 3}}': Answer(
-                calls=[("weather", '{"city": "Oslo", "days": 3}')]
-            ),
-            '{"function":{"_name":"now"}}': Answer(calls=[("now", "{}")]),
-            '{"function": {"a": 1, "_name": "now"}}': Answer(calls=[("now", '{"a": 1}')]),
-            '{"function": {"a": 1}}': Answer('{"function": {"a": 1}}'),
-            '{"function": "now"}': Answer('{"function": "now"}'),
-            " It rains. ": Answer(" It rains. "),
-            '{"function":{"_name":"now", "a": ': Answer(calls=[("now", '{"a": ')]),
-        },
-    )
-
 
 # --- tagged arguments ---------------------------------------------------------------------------------------
 
@@ -169,55 +95,23 @@ def argument(name: str, value: str) -> str:
     return f"<arg_key>{name}</arg_key>\n<arg_value>{value}</arg_value>\n"
 
 
-def test_every_cut_of_qwens_calls_says_the_same() -> None:
-    values = [
-        parameter("city", 'Oslo "x"\nN'),
-        parameter("days", "3"),
-        parameter("units", "c"),
-        parameter("when", "null"),
-        parameter("places", '["a"]'),
-        parameter("exact", "True"),
-    ]
-    city = parameter("city", "Oslo")
-    check(
-        Reading(CALL_FORMATS["qwen3_coder"], tools=TOOLS),
-        {
-            f"Yes.\n{QWEN}{''.join(values)}{END_OF_QWEN}": Answer("Yes.", calls=[("weather", TYPED)]),
-            f"<function=now>\n</function>\n{QWEN}{city}{END_OF_QWEN}": Answer(
-                calls=[("now", "{}"), ("weather", '{"city": "Oslo"}')]
-            ),
-            f"{QWEN}{parameter('days', 'many')}{END_OF_QWEN}": Answer(
-                calls=[("weather", '{"days": "many"}')]
-            ),
-            f"{QWEN}{parameter('when', QUOTED)}{END_OF_QWEN}": Answer(calls=[("weather", MARK)]),
-            f"{QWEN}{city}</tool_call>": Answer("</tool_call>", calls=[("weather", '{"city": "Oslo"}')]),
-            f"{QWEN}<parameter=city>\nOs": Answer(calls=[("weather", '{"city": "Os')]),
-            f"{QWEN}what?": Answer(f"{QWEN}what?"),
-            "<tool_call>\n<parameter=a>": Answer("<tool_call>\n<parameter=a>"),
-        },
-    )
-
-
-def test_every_cut_of_glms_calls_says_the_same() -> None:
-    values = [
-        argument("city", 'Oslo "x"\nN'),
-        argument("days", "3"),
-        argument("units", "c"),
-        argument("when", "null"),
-        argument("places", '["a"]'),
-        argument("exact", "true"),
-    ]
-    check(
-        Reading(CALL_FORMATS["glm45"], tools=TOOLS),
-        {
-            f"Yes.\n<tool_call>weather\n{''.join(values)}</tool_call>": Answer(
-                "Yes.", "", [("weather", TYPED)]
-            ),
-            "<tool_call>now\n</tool_call>\n<tool_call>now</tool_call>": Answer(calls=[("now", "{}")] * 2),
-            "<tool_call>now or never</tool_call>": Answer("<tool_call>now or never</tool_call>"),
-        },
-    )
-
+QWEN_VALUES = [
+    parameter("city", 'Oslo "x"\nN'),
+    parameter("days", "3"),
+    parameter("units", "c"),
+    parameter("when", "null"),
+    parameter("places", '["a"]'),
+    parameter("exact", "True"),
+]
+QWEN_CITY = parameter("city", "Oslo")
+GLM_VALUES = [
+    argument("city", 'Oslo "x"\nN'),
+    argument("days", "3"),
+    argument("units", "c"),
+    argument("when", "null"),
+    argument("places", '["a"]'),
+    argument("exact", "true"),
+]
 
 # --- harmony ------------------------------------------------------------------------------------------------
 
@@ -229,9 +123,98 @@ OTHER = f"<|start|>assistant to=functions.weather<|channel|>commentary json<|mes
 FINAL = "<|start|>assistant<|channel|>final<|message|>It rains.\n<|return|>"
 PREAMBLE = "<|channel|>commentary<|message|>I look.<|end|>"
 
+# --- python calls -------------------------------------------------------------------------------------------
 
-def test_every_cut_of_harmony_says_the_same() -> None:
-    check(
+LITERALS = "<|python_start|>[weather(places=['a, (b', \"it's\\n\"], exact=True, when=None)]<|python_end|>"
+
+# --- every format -------------------------------------------------------------------------------------------
+
+ANSWERS: dict[str, tuple[Reading, Mapping[str, Answer]]] = {
+    "hermes": (HERMES, HERMES_ANSWERS),
+    "llama3_json": (
+        Reading(CALL_FORMATS["llama3_json"], tools=TOOLS),
+        {
+            LLAMA_CALL: Answer(calls=[READ]),
+            f"\n\n{LLAMA_CALL}\n": Answer(calls=[READ]),
+            f'<|python_tag|>{LLAMA_CALL}; {{"type": "function", "name": "now"}}': Answer(calls=[READ, NOW]),
+            f"Let me look.\n{LLAMA_CALL}": Answer("Let me look.", calls=[READ]),
+            f"It is <|python_tag|>{LLAMA_CALL}": Answer("It is", calls=[READ]),
+            f"A call is {LLAMA_CALL}": Answer(f"A call is {LLAMA_CALL}"),
+            '{"name": "Oslo", "parameters": {}}': Answer('{"name": "Oslo", "parameters": {}}'),
+            '{"city": "Oslo"}\n{': Answer('{"city": "Oslo"}\n{'),
+            '<|python_tag|>search.call(query="x")': Answer('<|python_tag|>search.call(query="x")'),
+        },
+    ),
+    "mistral": (
+        Reading(CALL_FORMATS["mistral"]),
+        {
+            f'[TOOL_CALLS] [{{"name": "weather", "arguments": {CITY}, "id": "a"}}]': Answer(calls=[READ]),
+            f"[TOOL_CALLS]{LIST}": Answer(calls=[READ, NOW]),
+            f"So.[TOOL_CALLS]weather[ARGS]{CITY}[TOOL_CALLS]now[ARGS]{{}}": Answer("So.", "", [READ, NOW]),
+            f"[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{CITY}": Answer(calls=[READ]),
+            f"[TOOL_CALLS]weather{CITY}": Answer(calls=[READ]),
+            "[TOOL_CALLS] I cannot [1, 2].": Answer("[TOOL_CALLS] I cannot [1, 2]."),
+            "[TOOL_CALLS][1, 2]": Answer("[TOOL_CALLS][1, 2]"),
+            '[TOOL_CALLS]weather{"city": Oslo}': Answer("Oslo}", calls=[("weather", '{"city": ')]),
+        },
+    ),
+    "deepseek_v3": (
+        Reading(CALL_FORMATS["deepseek_v3"]),
+        {
+            f"{BEGIN}{FENCED}{END}": Answer(calls=[READ]),
+            f"Yes.\n\n{BEGIN}{FENCED}\n{FENCED}{END}": Answer("Yes.", calls=[READ, READ]),
+            f"{BEGIN}{PLAIN}{PLAIN}{END}So": Answer("So", calls=[READ, READ]),
+            f"{BEGIN}Nothing.{END}": Answer(f"{BEGIN}Nothing.{END}"),
+            f"{OPEN}Oslo": Answer(f"{OPEN}Oslo"),
+            f"{CALL}" + "x" * 400 + SEP: Answer(f"{CALL}" + "x" * 400 + SEP),
+        },
+    ),
+    "kimi_k2": (
+        Reading(CALL_FORMATS["kimi_k2"]),
+        {f"So.{KIMI}": Answer("So.", calls=[READ])},
+    ),
+    "tgi": (
+        Reading(CALL_FORMATS["tgi"]),
+        {
+            '{"function": {"_name": "weather", "city": "Oslo", "days": 3}}': Answer(
+                calls=[("weather", '{"city": "Oslo", "days": 3}')]
+            ),
+            '{"function":{"_name":"now"}}': Answer(calls=[("now", "{}")]),
+            '{"function": {"a": 1, "_name": "now"}}': Answer(calls=[("now", '{"a": 1}')]),
+            '{"function": {"a": 1}}': Answer('{"function": {"a": 1}}'),
+            '{"function": "now"}': Answer('{"function": "now"}'),
+            " It rains. ": Answer(" It rains. "),
+            '{"function":{"_name":"now", "a": ': Answer(calls=[("now", '{"a": ')]),
+        },
+    ),
+    "qwen3_coder": (
+        Reading(CALL_FORMATS["qwen3_coder"], tools=TOOLS),
+        {
+            f"Yes.\n{QWEN}{''.join(QWEN_VALUES)}{END_OF_QWEN}": Answer("Yes.", calls=[("weather", TYPED)]),
+            f"<function=now>\n</function>\n{QWEN}{QWEN_CITY}{END_OF_QWEN}": Answer(
+                calls=[("now", "{}"), ("weather", '{"city": "Oslo"}')]
+            ),
+            f"{QWEN}{parameter('days', 'many')}{END_OF_QWEN}": Answer(
+                calls=[("weather", '{"days": "many"}')]
+            ),
+            f"{QWEN}{parameter('when', QUOTED)}{END_OF_QWEN}": Answer(calls=[("weather", MARK)]),
+            f"{QWEN}{QWEN_CITY}</tool_call>": Answer("</tool_call>", calls=[("weather", '{"city": "Oslo"}')]),
+            f"{QWEN}<parameter=city>\nOs": Answer(calls=[("weather", '{"city": "Os')]),
+            f"{QWEN}what?": Answer(f"{QWEN}what?"),
+            "<tool_call>\n<parameter=a>": Answer("<tool_call>\n<parameter=a>"),
+        },
+    ),
+    "glm45": (
+        Reading(CALL_FORMATS["glm45"], tools=TOOLS),
+        {
+            f"Yes.\n<tool_call>weather\n{''.join(GLM_VALUES)}</tool_call>": Answer(
+                "Yes.", "", [("weather", TYPED)]
+            ),
+            "<tool_call>now\n</tool_call>\n<tool_call>now</tool_call>": Answer(calls=[("now", "{}")] * 2),
+            "<tool_call>now or never</tool_call>": Answer("<tool_call>now or never</tool_call>"),
+        },
+    ),
+    "openai": (
         Reading(CALL_FORMATS["openai"]),
         {
             ANALYSIS + HARMONY_CALL: Answer("", "They ask.", [("weather", CITY)]),
@@ -246,16 +229,8 @@ def test_every_cut_of_harmony_says_the_same() -> None:
                 "1}It rains.", calls=[("now", '{"a" ')]
             ),
         },
-    )
-
-
-# --- python calls -------------------------------------------------------------------------------------------
-
-LITERALS = "<|python_start|>[weather(places=['a, (b', \"it's\\n\"], exact=True, when=None)]<|python_end|>"
-
-
-def test_every_cut_of_calls_as_python_says_the_same() -> None:
-    check(
+    ),
+    "llama4_pythonic": (
         Reading(CALL_FORMATS["llama4_pythonic"], tools=TOOLS),
         {
             '[weather(city="Oslo", days=3), now()]': Answer(
@@ -273,4 +248,10 @@ def test_every_cut_of_calls_as_python_says_the_same() -> None:
             "[later()]": Answer("[later()]"),
             '[weather(city="Oslo", days=date(1))]': Answer(")]", calls=[("weather", '{"city": "Oslo"')]),
         },
-    )
+    ),
+}
+
+
+@pytest.mark.parametrize("form", ANSWERS)
+def test_every_cut_of_an_answer_says_the_same(form: str) -> None:
+    check(*ANSWERS[form])
