@@ -37,12 +37,9 @@ def describe_adapter(holders: Mapping[str, HeldAdapters], adapter: PoolAdapter) 
     the last requests with it run. `refused` has the causes of workers that cannot serve it.
     """
     return {
-        "name": adapter.name,
-        "path": adapter.path,
-        "state": adapter.state,
-        "rank": adapter.rank,
-        "base_model": adapter.base_model,
-        "digest": adapter.digest,
+        **{
+            name: getattr(adapter, name) for name in ("name", "path", "state", "rank", "base_model", "digest")
+        },
         "added_at": adapter.added_ms // 1000,
         "num_workers": sum(adapter.key in held.loaded for held in holders.values()),
         "refused": {name: why for name, held in holders.items() if (why := held.why_not(adapter))},

@@ -78,13 +78,8 @@ class ProcessList:
     @property
     def requests(self) -> dict[str, int]:
         """Numbers of requests by state, from the active batcher; without one, all requests wait."""
-        active = self.active_batcher
-        counts = (
-            {"waiting": active["waiting"], "running": active["rows"]}
-            if active
-            else {"waiting": self.num_live, "running": 0}
-        )
-        return {"live": self.num_live} | counts
+        active = self.active_batcher or {"waiting": self.num_live, "rows": 0}
+        return {"live": self.num_live, "waiting": active["waiting"], "running": active["rows"]}
 
 
 async def list_processes(client: PoolClient, monitor: BatcherMonitor) -> ProcessList:
@@ -369,9 +364,6 @@ async def request_timeline(request: Request, request_id: RequestId) -> Response:
     async with asking_broker():
         timelines = await read_timelines(pool.client, request_id)
     if not timelines:
-        raise ApiError(
-            404,
-            "not_found",
-            f"There is no timeline of a request {cut(request_id)}: it was never queued, or it has expired",
-        )
+        why = f"There is no timeline of a request {cut(request_id)}: it was never queued, or it has expired"
+        raise ApiError(404, "not_found", why)
     return fresh_json({"request_id": request_id, "timelines": timelines})

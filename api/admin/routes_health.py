@@ -11,7 +11,9 @@ from starlette.responses import FileResponse, Response
 
 from api.errors import ApiError
 from api.http.access_log import AccessLog
+from api.http.auth import check_admin, check_key
 from api.http.openapi import HEALTH, TGI_ERRORS, ErrorResponse, Shape, answer, error_responses
+from api.json import fresh_json
 from api.requests.on_pool import pools_of
 
 SERVER_LOAD = Shape("ServerLoad", {"server_load": 3})
@@ -26,6 +28,10 @@ PAGE_HEADERS = {
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
 }
+HIDES_FLEET = "x-fleet-hidden"
+HIDDEN = (
+    "The proxy at this address shows no processes: they are not public. Open a gateway itself to see them."
+)
 
 
 @router.head("/ping", include_in_schema=False)
@@ -77,6 +83,21 @@ async def page_or_health(request: Request) -> Response:
     if "text/html" in request.headers.get("accept", ""):
         return FileResponse(PAGE_FILES["page.html"], headers=PAGE_HEADERS | {"vary": "accept"})
     return await health(request)
+
+
+@page_router.get("/page/access", include_in_schema=False)
+async def page_access(request: Request) -> Response:
+    """Returns what the page may ask with its key: the status that `/fleet` would have, and why; and whether
+    there are keys. The page asks here first, as browsers report each refusal as an error.
+    """
+    try:
+        await check_key(request)
+        await check_admin(request)
+        if HIDES_FLEET in request.headers:
+            raise ApiError(404, "not_found", HIDDEN)
+    except ApiError as error:
+        return fresh_json({"status": error.status, "text": error.text})
+    return fresh_json({"status": 200, "has_keys": not request.app.state.keys.is_open})
 
 
 @page_router.get("/page/{name:path}", include_in_schema=False)

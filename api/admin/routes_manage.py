@@ -35,27 +35,17 @@ router = APIRouter(responses=ERRORS, tags=[FLEET])
 # --- keys ---------------------------------------------------------------------------------------------------
 
 
+SHOWN_FIELDS = (
+    *("key_id", "name", "tenant", "service_class", "weight", "max_concurrent", "requests_per_minute"),
+    *("tokens_per_minute", "budget_tokens", "models", "adapters", "created_at", "expires_at", "revoked"),
+    *("admin", "webhook"),
+)
+"""What people see of a key: neither its text nor the secret of its webhook."""
+
+
 def describe_key(key: ApiKey, now_s: float) -> dict[str, Any]:
-    """A key without its text; 0 is no limit, and an empty list all names."""
-    return {
-        "key_id": key.key_id,
-        "name": key.name,
-        "tenant": key.tenant,
-        "state": key.state(now_s),
-        "service_class": key.service_class,
-        "weight": key.weight,
-        "max_concurrent": key.max_concurrent,
-        "requests_per_minute": key.requests_per_minute,
-        "tokens_per_minute": key.tokens_per_minute,
-        "budget_tokens": key.budget_tokens,
-        "models": key.models,
-        "adapters": key.adapters,
-        "created_at": key.created_at,
-        "expires_at": key.expires_at,
-        "revoked": key.revoked,
-        "admin": key.admin,
-        "webhook": key.webhook,
-    }
+    """A key as people see it; 0 is no limit, and an empty list all names."""
+    return {name: getattr(key, name) for name in SHOWN_FIELDS} | {"state": key.state(now_s)}
 
 
 SHOWN_KEY = describe_key(ApiKey("key_5f0f8c0e", "", tenant="acme", name="reports"), 0)
@@ -143,6 +133,9 @@ def respond_issued(pool: Pool, issued: IssuedKey) -> Response:
 # --- jobs ---------------------------------------------------------------------------------------------------
 
 
+JOB_TEXTS = ("kind", "model", "tenant", "key_id", "service_class", "reason", "error")
+
+
 def describe_job(record: JobRecord) -> dict[str, Any]:
     """A job; `status`, `reason` and `error` are of one that has ended, as HTTP would answer it. Times are
     Unix times in s, 0 where there is none.
@@ -150,17 +143,11 @@ def describe_job(record: JobRecord) -> dict[str, Any]:
     return {
         "id": record.id,
         "state": record.state,
-        "kind": record.text("kind"),
-        "model": record.text("model"),
-        "tenant": record.text("tenant"),
-        "key_id": record.text("key_id"),
-        "service_class": record.text("service_class"),
+        **{name: record.text(name) for name in JOB_TEXTS},
         "created_at": record.created_ms // 1000,
         "not_before": record.number("not_before_ms") / 1000,
         "ended_at": record.number("ended_ms") // 1000,
         "status": record.number("status"),
-        "reason": record.text("reason"),
-        "error": record.text("error"),
         "retries": record.number("retries"),
     }
 

@@ -1,14 +1,14 @@
 // The fleet's state: read every second, and passed to listeners.
 
-import { ask } from "./requests.js";
+import { ask, readAccess } from "./requests.js";
 
 const EVERY_MS = 1000;
 const PATIENCE_MS = 5000;
 const SILENT_S = 2;
 
-/** Listeners by what they hear: `seen` a snapshot; `lost` why there is none; `barred` that only an admin's
- * key may see one; a process that `came`, `turned` another state, `went`, or was `killed` from here. */
-const listeners = { seen: [], lost: [], barred: [], came: [], turned: [], went: [], killed: [] };
+/** Listeners by what they hear: `access` what the key may see; `seen` a snapshot; `lost` why there is none;
+ * a process that `came`, `turned` another state, `went`, or was `killed` from here. */
+const listeners = { access: [], seen: [], lost: [], came: [], turned: [], went: [], killed: [] };
 let known = null;
 let heartbeats = new Map();
 let looking = null;
@@ -17,7 +17,9 @@ export const on = (what, listener) => listeners[what].push(listener);
 export const tell = (what, ...about) => listeners[what].forEach((listener) => listener(...about));
 
 export async function watch() {
-  while (await look()) {
+  const access = await readAccess((why) => tell("lost", why));
+  tell("access", access);
+  while (access.status === 200 && (await look())) {
     await new Promise((resolve) => setTimeout(resolve, EVERY_MS));
   }
 }
@@ -34,10 +36,11 @@ async function glance() {
     fleet = await (await ask("/fleet", { patience_ms: PATIENCE_MS })).json();
   } catch (error) {
     const isBarred = error.status === 403;
-    if (isBarred) tell("barred");
+    if (isBarred) tell("access", { status: 403, text: error.message });
     else tell("lost", error.status ? error.message : "No gateway answers.");
     return !isBarred;
   }
+  for (const one of fleet.processes) if (one.kind === "broker") one.id = `Redis-${one.pid}`;
   measure(fleet);
   compare(fleet.processes);
   tell("seen", fleet);
@@ -74,7 +77,8 @@ function compare(processes) {
 }
 
 export async function kill(process) {
-  await ask(`/fleet/processes/${encodeURIComponent(process.id)}/kill`, { method: "POST" });
+  const id = process.kind === "broker" ? process.kind : process.id;
+  await ask(`/fleet/processes/${encodeURIComponent(id)}/kill`, { method: "POST" });
   tell("killed", process);
   setTimeout(look, 300);
 }

@@ -33,10 +33,13 @@ function startHealth() {
     find("trouble").hidden = true;
     showHealth(fleet.health.state, fleet.health.text);
   });
-  on("barred", () => {
+  on("access", ({ status, text }) => {
+    find("trouble").hidden = true;
+    if (status === 200) return;
     document.querySelector("main").dataset.access = "chat";
     find("tab-wall").hidden = true;
-    showHealth("", "chat only: no admin's key");
+    showHealth("", "chat only");
+    say(find("barred"), text);
   });
   on("lost", (text) => {
     showHealth("bad", "not connected");

@@ -36,6 +36,22 @@ export async function ask(path, { patience_ms, ...options } = {}) {
   return response;
 }
 
+/** What this key may see: `status` is what the fleet's routes answer, `text` why. It is asked for until a
+ * gateway knows; `missed` is told why none did. */
+export async function readAccess(missed) {
+  for (;;) {
+    try {
+      const access = await (await ask("/page/access")).json();
+      if (access.status === 401) await keyEntered();
+      else if (access.status < 500) return access;
+      else missed(access.text);
+    } catch (error) {
+      missed(error.message);
+    }
+    await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+  }
+}
+
 async function cause(response) {
   const text = await response.text();
   try {
@@ -117,7 +133,7 @@ export async function* mergedEvents(answers, signal) {
 }
 
 /** A response, asked for again while no gateway answers. */
-async function comeBack(path, options) {
+export async function comeBack(path, options) {
   const until_ms = performance.now() + RETURN_MS;
   for (;;) {
     options.signal.throwIfAborted();

@@ -29,6 +29,7 @@ QUESTION = "Count from one to two hundred in words."
 MAX_TOKENS = 128
 SOME_CHARS = 30
 ANSWER_MS = 60_000
+CHAOS_MS = 300_000
 
 pytestmark = [
     pytest.mark.slow,
@@ -85,7 +86,12 @@ def answered(page: Page) -> str:
     return said
 
 
-def test_a_killed_worker_changes_no_word(fleet: Fleet, page: Page) -> None:
+def test_a_killed_worker_changes_no_word(fleet: Fleet, browser: Browser) -> None:
+    with opened(browser, fleet.base_url, is_quiet=True) as page:
+        kill_the_worker_of_an_answer(fleet, page)
+
+
+def kill_the_worker_of_an_answer(fleet: Fleet, page: Page) -> None:
     expected = undisturbed(fleet, QUESTION)
     send(page, QUESTION)
     wait_until_sync(lambda: len(streamed(page)) > SOME_CHARS)
@@ -100,7 +106,7 @@ def test_a_killed_worker_changes_no_word(fleet: Fleet, page: Page) -> None:
     expect(page.locator(".turn.model .ribbon i")).to_have_count(2)
     assert name is not None
     incarnation = name.removeprefix("Kill worker ")
-    expect(page.locator("#log")).to_contain_text(f"worker {incarnation} is gone")
+    expect(page.locator("#log")).to_contain_text(f"worker {incarnation.split('-')[0]} was killed")
     expect(page.locator("#health[data-state=good]")).to_have_text("2 workers ready", timeout=90_000)
     expect(page.locator(".turn .figures")).to_contain_text(f"{incarnation.split('-')[0]} died at token")
     processes = httpx.get(f"{fleet.base_url}/fleet").json()["processes"]
@@ -148,10 +154,21 @@ def test_an_answer_goes_on_after_its_gateway_died(fleet: Fleet, page: Page) -> N
     expect(page.locator(".turn.model[data-state=done]")).to_be_visible(timeout=ANSWER_MS)
 
 
+def test_under_chaos_no_token_is_lost_or_changed(page: Page) -> None:
+    """Workers, a gateway, the batcher and the broker are killed under sixteen streams."""
+    page.get_by_role("tab", name="16 streams").click()
+    page.get_by_role("switch", name="Chaos").check()
+    expect(page.locator("#log")).to_contain_text("Redis is back", timeout=CHAOS_MS)
+    page.get_by_role("switch", name="Chaos").uncheck()
+    expect(page.get_by_role("button", name="Run 16 streams")).to_be_visible(timeout=CHAOS_MS)
+    tally = {name: page.locator(f"#tally-{name}").text_content() for name in ("tokens", "lost", "changed")}
+    assert tally["tokens"] != "0" and (tally["lost"], tally["changed"]) == ("0", "0")
+
+
 def test_the_api_key_is_kept_over_a_reload(broker: Broker, browser: Browser) -> None:
     with GatewayProcesses(broker.url, 1, API_KEY="open sesame") as gateways:
         wait_until_sync(lambda: answers(gateways.url))
-        with opened(browser, gateways.url) as page:
+        with opened(browser, gateways.url, is_quiet=True) as page:
             for key in ("wrong", "open sesame"):
                 page.get_by_label("API key", exact=True).fill(key)
                 page.get_by_role("button", name="Use this key").click()

@@ -20,6 +20,7 @@ import pytest
 import yaml
 from fastapi.routing import APIRoute
 
+from api.admin.routes_health import HIDES_FLEET
 from api.app import ROUTERS
 from common.broker import acl
 from common.rank import machine_ranks
@@ -116,8 +117,10 @@ def test_passwords_are_made_once_and_for_their_owner(tmp_path: Path) -> None:
 
 
 def test_the_proxy_passes_on_what_is_public() -> None:
-    """Routes of `api/admin` are not, but for health and the page."""
-    [listed] = re.findall(r"@internal path (.*)", (ROOT / "deploy/Caddyfile").read_text())
+    """Routes of `api/admin` are not, but for health and the page, which says so."""
+    caddyfile = (ROOT / "deploy/Caddyfile").read_text()
+    [listed] = re.findall(r"@internal path (.*)", caddyfile)
+    assert f"header_up {HIDES_FLEET} 1" in caddyfile.lower()
     for router in ROUTERS:
         for route in router.routes:
             assert isinstance(route, APIRoute)

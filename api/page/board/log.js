@@ -8,12 +8,13 @@ const MAX_LINES = 60;
 /** A process that is silent for longer does not show its new state itself. */
 const FRESH_S = 1.5;
 
-const title = ({ kind, id }) => (kind === id ? kind : `${kind} ${id}`);
+const title = ({ kind, id }) => (kind === "broker" ? split(id)[0] : `${kind} ${split(id)[0]}`);
 const place = ({ kind, id, host }) => `${kind} ${split(id)[0]} ${host}`;
 const clock = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit", second: "2-digit" });
 
 /** When the last process of each name ended, until it is back. */
 const endings_ms = new Map();
+const ended = new Set();
 
 export function startLog() {
   let begun = false;
@@ -21,13 +22,18 @@ export function startLog() {
     if (!begun) note(`watching ${fleet.processes.length} processes of pool ${fleet.pool}`);
     begun = true;
   });
-  on("came", (one) => note(arrival(one), "good"));
-  on("turned", (one) => one.age_s < FRESH_S && note(`${title(one)} is ${one.state} now`, "good"));
-  on("went", (one) => {
-    endings_ms.set(place(one), performance.now());
-    note(`${title(one)} is gone`, "bad");
-  });
-  on("killed", (one) => note(`${title(one)} was killed from this page`, "bad"));
+  on("came", (one) => note(arrival(one), "good", one.id));
+  on("turned", (one) => one.age_s < FRESH_S && note(`${title(one)} is ${one.state} now`, "good", one.id));
+  on("killed", (one) => end(one, "was killed from this page"));
+  on("went", (one) => end(one, "is gone"));
+}
+
+/** One line for one end: a process that was killed here is gone a moment later. */
+function end(one, how) {
+  if (ended.has(one.id)) return;
+  ended.add(one.id);
+  endings_ms.set(place(one), performance.now());
+  note(`${title(one)} ${how}`, "bad", one.id);
 }
 
 function arrival(process) {
@@ -35,12 +41,11 @@ function arrival(process) {
   if (ended_ms === undefined) return `${title(process)} joined, ${process.state}`;
   endings_ms.delete(place(process));
   const seconds = ((performance.now() - ended_ms) / 1000).toFixed(1);
-  const [name, incarnation] = split(process.id);
-  return `${process.kind} ${name} is back after ${seconds} s as ${incarnation}, ${process.state}`;
+  return `${title(process)} is back after ${seconds} s, ${process.state}`;
 }
 
-export function note(text, mood = "") {
+export function note(text, mood = "", about = "") {
   const log = find("log");
-  log.prepend(make("li", { "data-mood": mood }, make("time", {}, clock.format(new Date())), text));
+  log.prepend(make("li", { "data-mood": mood, title: about }, make("time", {}, clock.format(new Date())), text));
   while (log.children.length > MAX_LINES) log.lastElementChild.remove();
 }

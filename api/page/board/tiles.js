@@ -15,7 +15,7 @@ const DEAD = ["killed", "gone"];
 const DIALS = [
   { label: "rows", name: "rows", limit: "max_rows", means: "Requests that it computes now, of its most" },
   {
-    label: "KV blocks",
+    label: "KV",
     name: "blocks",
     limit: "num_blocks",
     means: "Blocks of its KV cache that these requests hold, of all",
@@ -62,33 +62,34 @@ function arrange() {
 
 function tile(process) {
   const [name] = split(process.id);
-  const incarnation = make("small");
   const state = make("span", { className: "state" });
   const foot = make("p", { className: "foot" });
   const [value, unit] = [make("output"), make("span")];
   const isWorker = process.kind === "worker";
-  const title = isWorker ? [label(process.id)] : [make("b", {}, name)];
+  const kind = process.kind === "jobworker" ? "job worker" : process.kind;
+  const title = make("h3", {}, isWorker ? label(process.id) : name, make("small", {}, kind));
   const dials = isWorker ? DIALS.map(dial) : [];
   const button = make("button", { type: "button", className: "kill", hidden: true }, "Kill");
   const node = make(
     "li",
     { className: `tile ${isWorker ? colourOf(process.id) : ""}`, "data-kind": process.kind },
-    make("p", { className: "kind" }, process.kind === "jobworker" ? "job worker" : process.kind),
-    make("div", { className: "head" }, make("h3", {}, ...title, incarnation), state),
+    title,
+    state,
     make("p", { className: "main-figure" }, value, unit),
-    ...dials.map((one) => one.node),
-    make("div", { className: "end" }, foot, button),
+    foot,
+    make("div", { className: "dials" }, ...dials.map((one) => one.node)),
+    button,
   );
   const self = { node, process, show, mark, lose, end, isFor, isLike, renew };
   button.onclick = () => press(button, self.process);
 
   function show(latest, demo) {
     self.process = latest;
-    say(incarnation, split(latest.id)[1]);
+    title.title = [latest.id, latest.host, `pid ${latest.pid}`, latest.dtype].filter(Boolean).join(", ");
     button.hidden = !demo;
     button.setAttribute("aria-label", `Kill ${latest.kind} ${latest.id}`);
     const isSilent = latest.age_s > SILENT_S;
-    if (node.dataset.state !== "killed" || latest.kind === "broker") mark(isSilent ? "silent" : latest.state);
+    if (node.dataset.state !== "killed") mark(isSilent ? "silent" : latest.state);
     const [main, about] = mainFigure(latest);
     say(value, main);
     say(unit, about);
@@ -159,13 +160,11 @@ function mainFigure(process) {
 function footnote(process) {
   switch (process.kind) {
     case "worker":
-      return [process.device, process.dtype, `pid\u00a0${process.pid}`, cached(process)]
-        .filter(Boolean)
-        .join(" · ");
+      return [process.device, cached(process)].filter(Boolean).join(" · ");
     case "broker":
       return `${bytes(process.memory_bytes)} · ${plural(process.clients, "client")}`;
     default:
-      return `${process.host} · pid\u00a0${process.pid}`;
+      return `pid\u00a0${process.pid}`;
   }
 }
 

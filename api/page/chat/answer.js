@@ -108,7 +108,7 @@ export class Answer {
     const { rows, active, streams, kind } = process;
     const matters = { worker: rows > 0, batcher: active, gateway: streams > 0, broker: true }[kind];
     if (!matters || this.heard_of.has(process.id)) return;
-    if (process.kind !== "broker") this.heard_of.add(process.id);
+    this.heard_of.add(process.id);
     this.dead = { process, at_ms: performance.now() };
     if (this.gap && performance.now() - this.gap.at_ms < RECENT_MS) this.explain();
     else this.tick();

@@ -9,8 +9,9 @@ import { contentNodes, hasPictures, startPictures, textOf, withPictures } from "
 
 const HISTORY = "tokenfleet.history";
 const ENDINGS = { stop: "", length: "stopped at its limit" };
+/** The model that `tokenfleet serve` starts with answers these without going round in circles. */
 const IDEAS = [
-  "Describe the life of a honeybee from egg to adult.",
+  "Why is the sky blue?",
   "Give me five tips for learning a new language.",
   "How does a computer work? Explain it simply.",
 ];

@@ -15,7 +15,7 @@ export const sees = () => seesPictures;
 export const chosen = () => find("chosen").value || OWN;
 
 export function startModel() {
-  on("barred", learn);
+  on("access", ({ status }) => status === 200 || learn());
   on("seen", ({ health }) => {
     const isServing = health.state !== "bad";
     if (isServing && !wasServing) learn();

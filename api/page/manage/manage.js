@@ -12,9 +12,15 @@ import { showUsage } from "./usage.js";
 
 const PATIENCE_MS = 5000;
 
-export async function startManage() {
-  const routes = ["/v1/models", "/usage", "/admin/keys", "/admin/adapters", "/admin/jobs"];
-  const [models, usage, keys, adapters, jobs] = await Promise.all(routes.map(answer));
+export const startManage = () => on("access", show);
+
+/** A key that is no admin's sees what its tenant has used. */
+async function show({ status, has_keys }) {
+  if (status === 404) return;
+  const routes = ["/v1/models", "/usage"];
+  if (status === 200) routes.push("/admin/adapters", "/admin/jobs");
+  if (has_keys) routes.push("/admin/keys");
+  const [models, usage, adapters, jobs, keys] = await Promise.all(routes.map(answer));
   const hasAdapters = adapters && (adapters.adapters.length > 0 || adapters.may_change);
   if (!usage && !keys && !hasAdapters && !jobs) return;
   find("tab-manage").hidden = false;
@@ -23,9 +29,10 @@ export async function startManage() {
   if (jobs) parts.push(["Jobs", startJobs(jobs)]);
   if (usage) parts.push(["Usage of this month", showUsage(usage)]);
   if (keys) parts.push(["API keys", startKeys(keys)]);
-  for (const [title, node] of parts) {
-    find("manage").append(make("section", { "aria-label": title }, make("h2", {}, title), node));
-  }
+  const sections = parts.map(([title, node]) =>
+    make("section", { "aria-label": title }, make("h2", {}, title), node),
+  );
+  find("manage").replaceChildren(...sections);
 }
 
 /** What a route answers; null if there is none, or this key may not ask it. */

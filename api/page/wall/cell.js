@@ -11,9 +11,10 @@ const USUAL_GAPS = 5;
 export class Cell {
   /** `state` is `waiting`, `streaming`, `silent` (nobody knows why), `paused` (its worker died), `done` or
    * `failed`. */
-  constructor(question, maxTokens) {
+  constructor(question, maxTokens, expected = null) {
     this.question = question;
     this.maxTokens = maxTokens;
+    this.expected = expected;
     this.answer = null;
     const words = make("p", { className: "words" });
     this.frame = make("div", { className: "scroll" }, words);
@@ -23,9 +24,15 @@ export class Cell {
     this.ribbon = make("div", { className: "ribbon", "aria-hidden": "true" });
     this.node = make("li", { className: "cell" }, make("h3", {}, question), this.frame, this.ribbon, foot);
     this.stretches = new Stretches(words);
-    this.pauses_ms = [];
+    /** When each token came. */
+    this.times_ms = [];
+    this.numChanged = 0;
+    /** The worker that died under it, until another one has gone on; and how long each of these took. */
     this.dead = null;
+    this.pauses_ms = [];
+    this.gap_ms = 0;
     this.isStale = false;
+    this.isStopped = false;
     this.ending = "";
     this.mark("waiting");
   }
@@ -54,13 +61,31 @@ export class Cell {
     if (finish_reason) this.finish();
   }
 
+  /** A paused cell may still get tokens of the worker that died: only its timeline tells when it goes on. */
   add(text) {
     const now_ms = performance.now();
-    if (["silent", "paused"].includes(this.state)) this.goOn(now_ms - this.heard_ms);
     if (this.state === "waiting") this.begin(now_ms);
+    if (this.state === "silent") {
+      this.gap_ms = now_ms - this.heard_ms;
+      this.mark("streaming");
+    }
+    if (this.dead) this.isStale = true;
+    if (this.expected && text !== this.expected[this.numTokens]) this.numChanged += 1;
     this.heard_ms = now_ms;
+    this.times_ms.push(now_ms);
     this.stretches.add(text);
+    this.goOn();
     this.follow();
+  }
+
+  /** Tokens of the undisturbed answer that did not come; while it lives, they still may. */
+  get numLost() {
+    return this.isLive || this.isStopped || !this.expected ? 0 : Math.max(0, this.expected.length - this.numTokens);
+  }
+
+  /** Whether it stands still since this process has died. */
+  isHeldBy({ id, kind }) {
+    return this.isLive && (kind === "worker" ? this.dead === id : this.state === "silent");
   }
 
   follow() {
@@ -74,21 +99,22 @@ export class Cell {
     this.mark("streaming");
   }
 
-  goOn(silence_ms) {
-    if (this.dead) {
-      this.pauses_ms.push(silence_ms);
-      this.stretches.doubt();
-    }
-    this.isStale = true;
+  /** Ends a pause once a token of the next worker is there. */
+  goOn() {
+    const last = this.stretches.runs.at(-1);
+    if (!this.dead || last.worker === this.dead || this.numTokens <= last.begin) return;
+    this.gap_ms = this.times_ms[last.begin] - (this.times_ms[last.begin - 1] ?? this.begun_ms);
+    this.pauses_ms.push(this.gap_ms);
     this.dead = null;
-    this.mark("streaming");
+    this.mark(this.isLive ? "streaming" : this.state);
   }
 
   /** Notes that its worker has died: it pauses until another one goes on. */
   lose(process) {
     if (!this.isLive || this.stretches.worker !== process.id) return false;
     this.dead = process.id;
-    this.heard_ms ??= performance.now();
+    this.stretches.doubt();
+    this.isStale = true;
     this.mark("paused");
     return true;
   }
@@ -108,6 +134,7 @@ export class Cell {
     if (worker === null) return;
     this.holder.replaceChildren(label(worker));
     this.node.classList.toggle("hopped", this.stretches.runs.length > 1);
+    this.goOn();
     this.follow();
     this.show();
   }
@@ -115,6 +142,11 @@ export class Cell {
   finish() {
     this.isStale = true;
     this.mark("done");
+  }
+
+  stop() {
+    this.isStopped = true;
+    this.fail("stopped");
   }
 
   fail(why) {
@@ -130,16 +162,17 @@ export class Cell {
 
   words(now_ms) {
     const silence = `${((now_ms - this.heard_ms) / 1000).toFixed(1)} s`;
-    const paused = this.pauses_ms.map((pause_ms) => `paused ${(pause_ms / 1000).toFixed(1)} s`);
+    const paused_s = (this.pauses_ms.reduce((sum, pause_ms) => sum + pause_ms, 0) / 1000).toFixed(1);
+    const often = this.pauses_ms.length > 1 ? `${this.pauses_ms.length} pauses,` : "paused";
     const tokens = plural(this.numTokens, "token");
-    const short = paused.length ? [this.numTokens, ...paused].join(" · ") : null;
+    const short = this.pauses_ms.length ? `${this.numTokens} · ${often} ${paused_s} s` : null;
     switch (this.state) {
       case "waiting":
         return "waits";
       case "paused":
         return `${markOf(this.dead)} ${nameOf(this.dead)} died, ${silence}`;
       case "silent":
-        return `${tokens} · silent ${silence}`;
+        return `${this.numTokens} · silent ${silence}`;
       case "failed":
         return this.ending;
       case "done":

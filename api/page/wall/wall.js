@@ -1,45 +1,62 @@
 // The wall: sixteen answers at once, each stretch of tokens in the colour of its worker. Kill a worker, and
-// its streams pause, hop to another one, and go on.
+// its streams pause, hop to another one, and go on. Answers of a run in which nothing dies are kept: each token
+// of later runs is compared with them.
 
 import { figure, find, make, plural, say } from "../dom.js";
 import { kill, look, on } from "../fleet.js";
-import { ask, mergedEvents } from "../requests.js";
+import { ask, comeBack, mergedEvents } from "../requests.js";
 import { readRuns } from "../runs.js";
 import { compareNames, label, meet, nameOf } from "../workers.js";
 import { Cell } from "./cell.js";
+import { isChaos, startChaos } from "./chaos.js";
 
+/** The model that `tokenfleet serve` starts with answers these without going round in circles. */
 const QUESTIONS = [
   "Why is the sky blue?",
-  "How do bees make honey?",
   "What is a black hole?",
-  "How does a sailboat move?",
-  "Why do leaves change colour?",
-  "What did the Romans build?",
-  "How is bread made?",
-  "What do whales eat?",
-  "How does rain form?",
-  "What is photosynthesis?",
-  "Who was Marie Curie?",
-  "How do magnets work?",
-  "Why do we dream?",
-  "What is jazz music?",
+  "What is gravity?",
+  "What is a comet?",
   "How do birds fly?",
+  "What is a galaxy?",
+  "What is DNA?",
+  "What is music?",
+  "What is the moon?",
+  "What is a robot?",
+  "What is electricity?",
+  "What is a tsunami?",
+  "What is a vaccine?",
+  "What is evolution?",
+  "What is jazz music?",
   "What is a volcano?",
 ];
-const MAX_TOKENS = 160;
+const MAX_TOKENS = 180;
 /** How long the fleet goes on without this page. */
 const RESUME_S = 30;
 const TICK_MS = 100;
 const READ_AGAIN_MS = 150;
 const READERS = 3;
+/** How long the end of a run is shown before the next one. */
+const SHOWN_MS = 2000;
 
 let cells = [];
 let running = null;
+/** The tokens of each answer as nothing disturbed them, once they are known. */
+let undisturbed = null;
+/** The last process that died in this run, and the cells that it held up. */
+let death = null;
+const dead = new Set();
+/** Of the earlier runs that were compared. */
+const compared = { tokens: 0, lost: 0, changed: 0 };
 
 export function startWall() {
   find("run").onclick = run;
   find("halt").onclick = halt;
   find("wall").append(...QUESTIONS.map((question) => new Cell(question, MAX_TOKENS).node));
+  startChaos({
+    begin: () => running || run(),
+    isDue: () => running && undisturbed && cells.every((cell) => !cell.isLive || cell.state === "streaming"),
+    failed: (why) => tell(why, "bad"),
+  });
   on("seen", (fleet) => {
     meet(fleet.processes.filter((one) => one.kind === "worker").map((one) => one.id));
     showLegend(fleet);
@@ -48,33 +65,43 @@ export function startWall() {
   on("killed", lose);
 }
 
+/** One run; with chaos one after the other. */
 async function run() {
   running = new AbortController();
   const { signal } = running;
-  cells = QUESTIONS.map((question) => new Cell(question, MAX_TOKENS));
-  find("wall").replaceChildren(...cells.map((cell) => cell.node));
   show(true);
-  tell(`${cells.length} streams run.`);
+  do await answerAll(signal);
+  while (isChaos() && !signal.aborted);
+  running = null;
+  show(false);
+}
+
+async function answerAll(signal) {
+  death = null;
+  cells = QUESTIONS.map((question, i) => new Cell(question, MAX_TOKENS, undisturbed?.[i]));
+  find("wall").replaceChildren(...cells.map((cell) => cell.node));
+  const isFirst = isChaos() && !undisturbed;
+  tell(isFirst ? "First undisturbed, to compare with." : `${cells.length} streams run.`);
   const ticking = setInterval(tick, TICK_MS);
-  const reading = readWorkers(signal);
+  const reading = readWorkers();
   try {
     await Promise.all(cells.map((cell) => begin(cell, signal).catch((error) => refuse(cell, error))));
     await readAll(signal);
   } catch (error) {
-    const why = error.name === "AbortError" ? "stopped" : error.message;
-    cells.forEach((cell) => cell.isLive && cell.fail(why));
+    const end = error.name === "AbortError" ? (cell) => cell.stop() : (cell) => cell.fail(error.message);
+    cells.filter((cell) => cell.isLive).forEach(end);
   }
-  clearInterval(ticking);
-  running.abort();
   await reading;
-  running = null;
-  show(false);
+  clearInterval(ticking);
   conclude();
+  if (isChaos() && !signal.aborted) await new Promise((resolve) => setTimeout(resolve, SHOWN_MS));
 }
 
 function tick() {
   for (const cell of cells) if (cell.isLive) cell.tick(performance.now());
   for (const one of chips.values()) one.count();
+  if (death) tellDeath();
+  tellTally();
 }
 
 /** Requests an answer, and hangs up once it is admitted: the frames of all come on one connection. */
@@ -89,7 +116,7 @@ async function begin(cell, signal) {
   };
   const headers = { "content-type": "application/json" };
   const options = { method: "POST", headers, body: JSON.stringify(body), signal };
-  const response = await ask("/v1/chat/completions", options);
+  const response = await comeBack("/v1/chat/completions", options);
   cell.answer = response.headers.get("content-location").split("/")[2];
   await response.body.cancel();
 }
@@ -108,9 +135,9 @@ async function readAll(signal) {
 }
 
 /** Reads which workers compute the cells, again whenever that may have changed. */
-async function readWorkers(signal) {
+async function readWorkers() {
   const readers = Array.from({ length: READERS }, async () => {
-    while (!signal.aborted || cells.some((cell) => cell.isStale)) {
+    while (cells.some((cell) => cell.isLive || cell.isStale)) {
       const cell = cells.find((one) => one.isStale);
       if (cell) await readWorker(cell);
       if (!cell || cell.isStale) await new Promise((resolve) => setTimeout(resolve, READ_AGAIN_MS));
@@ -135,36 +162,56 @@ async function halt() {
 // --- what is said
 
 function lose(process) {
-  if (process.kind !== "worker" || !running) return;
-  const struck = cells.filter((cell) => cell.lose(process));
-  if (!struck.length) return;
-  const name = nameOf(process.id);
-  tell(`${name} died: ${plural(struck.length, "stream")} paused.`, "bad");
-  awaitReturn({ name, struck, at_ms: performance.now() });
+  if (!running || dead.has(process.id)) return;
+  dead.add(process.id);
+  if (process.kind === "worker") cells.forEach((cell) => cell.lose(process));
+  death = { process, struck: new Set() };
 }
 
-/** Says how many streams have gone on, until all have. */
-async function awaitReturn({ name, struck, at_ms }) {
-  let numBack = 0;
-  while (running && numBack < struck.length) {
-    await new Promise((resolve) => setTimeout(resolve, TICK_MS));
-    const count = struck.filter((cell) => cell.dead === null && cell.state !== "failed").length;
-    if (count === numBack) continue;
-    numBack = count;
-    const all = plural(struck.length, "stream");
-    const which = numBack < struck.length ? `${numBack} of ${all}` : all;
-    const seconds = ((performance.now() - at_ms) / 1000).toFixed(1);
-    tell(`${name} died: ${which} went on within ${seconds} s, with no token lost.`, "good");
+/** Says what became of the streams that the last death held up, as their cells have it. */
+function tellDeath() {
+  const { process, struck } = death;
+  cells.filter((cell) => cell.isHeldBy(process)).forEach((cell) => struck.add(cell));
+  const back = [...struck].filter((cell) => !cell.isHeldBy(process) && cell.state !== "failed");
+  const [name, all] = [nameOf(process.id), plural(struck.size, "stream")];
+  if (!struck.size) return tell(`${name} died: no stream waits.`);
+  if (!back.length) return tell(`${name} died: ${all} paused.`, "bad");
+  if (back.length < struck.size) return tell(`${name} died: ${back.length} of ${all} went on.`, "bad");
+  const longest_s = Math.max(...back.map((cell) => cell.gap_ms)) / 1000;
+  tell(`${name} died: ${all} went on, after ${longest_s.toFixed(1)} s at most.`, "good");
+}
+
+/** What was compared with the undisturbed answers: earlier runs and this one. */
+function tally() {
+  const own = cells.filter((cell) => cell.expected);
+  const sum = (of) => own.reduce((total, cell) => total + of(cell), 0);
+  return {
+    tokens: compared.tokens + sum((cell) => cell.numTokens),
+    lost: compared.lost + sum((cell) => cell.numLost),
+    changed: compared.changed + sum((cell) => cell.numChanged),
+  };
+}
+
+function tellTally() {
+  find("tally").hidden = !undisturbed;
+  for (const [name, value] of Object.entries({ ...tally(), killed: dead.size })) {
+    say(find(`tally-${name}`), figure(value));
+    find(`tally-${name}`).dataset.mood = value && ["lost", "changed"].includes(name) ? "bad" : "";
   }
 }
 
 function conclude() {
   const whole = cells.filter((cell) => cell.state === "done");
   const tokens = whole.reduce((total, cell) => total + cell.numTokens, 0);
-  const hops = cells.reduce((total, cell) => total + cell.stretches.runs.length - 1, 0);
-  const hopped = hops > 0 ? ` ${plural(hops, "hop")} to another worker, and no token lost.` : "";
-  const all = whole.length === cells.length ? "All" : `${whole.length} of`;
-  tell(`${all} ${cells.length} answers are whole: ${figure(tokens)} tokens.${hopped}`);
+  const hops = cells.reduce((total, cell) => total + Math.max(0, cell.stretches.runs.length - 1), 0);
+  const hopped = hops > 0 ? ` ${plural(hops, "hop")} to another worker.` : "";
+  const isWhole = whole.length === cells.length;
+  const all = isWhole ? "All" : `${whole.length} of`;
+  tell(`${all} ${cells.length} answers are whole: ${figure(tokens)} tokens.${hopped}`, isWhole ? "good" : "");
+  Object.assign(compared, tally());
+  cells.forEach((cell) => (cell.expected = null));
+  if (!death && isWhole) undisturbed ??= cells.map((cell) => cell.stretches.tokens);
+  tellTally();
   look();
 }
 

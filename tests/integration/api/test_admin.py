@@ -196,6 +196,10 @@ async def test_browsers_get_the_page_and_other_clients_the_health(broker: Broker
             "icon.svg": "image/svg+xml",
         }.items():
             assert (await client.get(f"/page/{name}")).headers["content-type"].startswith(kind)
+        access = {"status": 200, "has_keys": False}
+        assert (await client.get("/page/access")).json() == access
+        hidden = (await client.get("/page/access", headers={"x-fleet-hidden": "1"})).json()
+        assert (hidden["status"], "proxy" in hidden["text"]) == (404, True)
         for name in ("nothing.js", "..%2froll.py", "%2e%2e/roll.py"):
             assert (await client.get(f"/page/{name}")).status_code == 404
 

@@ -294,6 +294,8 @@ async def test_nobody_else_does(broker: Broker, tmp_path: Path) -> None:
             200,
         ]
         assert (await client.get("/admin/keys")).status_code == 401
+        access = [(await client.get("/page/access", headers=key)).json()["status"] for key in (one, two, {})]
+        assert access == [403, 200, 401]
         refused = await client.post("/admin/keys", json={}, headers=two)
         assert (refused.status_code, "API_KEYS_FILE" in refused.text) == (409, True)
 

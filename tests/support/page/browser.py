@@ -21,15 +21,21 @@ def browsing() -> Iterator[Browser]:
 
 
 @contextlib.contextmanager
-def opened(browser: Browser, url: str, **context_options: Any) -> Iterator[Page]:
-    """A page. In the end it must not have logged an error or a violation of the Content Security Policy."""
+def opened(browser: Browser, url: str, is_quiet: bool = False, **context_options: Any) -> Iterator[Page]:
+    """A page. In the end it must not have raised an error nor violated the Content Security Policy; one that
+    is quiet has no error at all in the browser's console, as a response of 403 is.
+    """
     context = browser.new_context(**{"viewport": LAPTOP} | context_options)
     page = context.new_page()
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on(
         "console",
-        lambda message: errors.append(message.text) if "Content Security Policy" in message.text else None,
+        lambda message: (
+            errors.append(message.text)
+            if "Content Security Policy" in message.text or (is_quiet and message.type == "error")
+            else None
+        ),
     )
     page.goto(url)
     yield page

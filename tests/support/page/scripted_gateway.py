@@ -127,7 +127,10 @@ class ScriptedGateway:
         path = handler.path.partition("?")[0]
         length = int(handler.headers.get("content-length") or 0)
         body = json.loads(handler.rfile.read(length) or b"null")
-        if path == "/" or path.startswith("/page/"):
+        if path == "/page/access":
+            access = self.routes.get(("GET", path), lambda *_: (200, {"status": 200, "has_keys": True}))
+            self.send_json(handler, *access(path, body))
+        elif path == "/" or path.startswith("/page/"):
             self.send_file(handler, "page.html" if path == "/" else path.removeprefix("/page/"))
         elif path == "/fleet" and ("GET", path) not in self.routes:
             self.send_json(handler, 200, self.fleet())
@@ -213,7 +216,8 @@ class ScriptedGateway:
 
     def kill(self, worker_id: str) -> dict[str, str]:
         names = self.held_by(worker_id)
-        self.workers = [worker for worker in self.workers if worker["id"] != worker_id]
+        left = [worker for worker in self.workers if worker["id"] != worker_id]
+        self.workers = left or [self.workers[0] | {"id": f"{worker_id}0"}]
         for name in names:
             self.paused_until_s[name] = time.monotonic() + self.pause_s
             self.runs[name].append((self.counts[name], self.workers[0]["id"]))

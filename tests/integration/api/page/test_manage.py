@@ -108,18 +108,24 @@ def test_a_key_is_added_rotated_and_revoked(browser: Browser) -> None:
             ]
 
 
-def test_without_an_admins_key_there_is_the_chat_alone(browser: Browser) -> None:
+@pytest.mark.parametrize("status", [403, 404], ids=["no admin's key", "behind a proxy"])
+def test_who_may_not_see_the_fleet_has_the_chat_and_the_reason(browser: Browser, status: int) -> None:
     with ScriptedGateway(text="Hello you") as gateway:
-        gateway.routes["GET", "/fleet"] = lambda *_: (403, {"error": "This route needs an admin's key"})
-        with opened(browser, gateway.url) as page:
+        gateway.routes |= {
+            ("GET", "/page/access"): lambda *_: (200, {"status": status, "text": "It is hidden"}),
+            ("GET", "/v1/models"): lambda *_: (200, {"data": []}),
+            ("GET", "/info"): lambda *_: (200, {}),
+            ("GET", "/usage"): lambda *_: (200, {"data": [], "total": usage("", 0)}),
+        }
+        with opened(browser, gateway.url, is_quiet=True) as page:
             expect(page.locator("#health")).to_contain_text("chat only")
+            expect(page.get_by_role("region", name="Fleet")).to_have_text("It is hidden", use_inner_text=True)
             expect(page.get_by_role("tab", name="16 streams")).to_be_hidden()
-            expect(page.get_by_role("tab", name="Manage")).to_be_hidden()
-            expect(page.get_by_role("region", name="Fleet")).to_be_hidden()
+            expect(page.get_by_role("tab", name="Manage")).to_be_visible(visible=status == 403)
             page.get_by_label("Message").fill("Hi")
             page.get_by_label("Message").press("Enter")
             expect(page.locator(".turn.model[data-state=done] .words")).to_have_text("Hello you")
-            assert [path for _, path, _ in gateway.asked].count("/fleet") <= 2
+            expect(page.locator(".turn.model .figures")).to_contain_text("2 tokens")
 
 
 def adapter(name: str, **fields: Any) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def test_streams_of_a_killed_worker_pause_hop_and_go_on(browser: Browser) -> Non
         gateway.most = 1000
         expect(page.locator(".cell[data-state=done]")).to_have_count(NUM_STREAMS, timeout=PATIENCE_MS)
         expect(page.locator("#wall-says")).to_contain_text(
-            "All 16 answers are whole: 960 tokens. 8 hops to another worker, and no token lost."
+            "All 16 answers are whole: 960 tokens. 8 hops to another worker."
         )
         expect(page.get_by_role("button", name="Run 16 streams")).to_be_visible()
         cells = stretches(page)
@@ -68,6 +68,26 @@ def test_workers_have_colours_and_marks_by_the_order_of_their_names(browser: Bro
         assert len(set(colours)) == 8 and colours[0] == colours[8]
         tiles = page.locator(".tile[data-kind=worker] h3 .worker").all_text_contents()
         assert [tile[1:] for tile in tiles] == [f"w{i}" for i in range(12)], "w2 before w10"
+
+
+@pytest.mark.slow
+def test_later_runs_are_compared_with_the_undisturbed_one(browser: Browser) -> None:
+    with ScriptedGateway(2, TEXT) as gateway, opened(browser, gateway.url) as page:
+        tally = {name: page.locator(f"#tally-{name}") for name in ("tokens", "lost", "changed", "killed")}
+        run_wall(page)
+        expect(page.locator("#tally")).to_be_visible(timeout=PATIENCE_MS)
+        gateway.tokens = ["another", *gateway.tokens[1:-2]]
+        page.get_by_role("button", name="Run 16 streams").click()
+        expect(tally["lost"]).to_have_text("32", timeout=PATIENCE_MS)
+        expect(tally["changed"]).to_have_text("16")
+        gateway.tokens = TEXT.split(" ")
+        gateway.gap_s = 0.1
+        page.get_by_role("switch", name="Chaos").check()
+        expect(tally["killed"]).to_have_text("1", timeout=PATIENCE_MS)
+        page.get_by_role("switch", name="Chaos").uncheck()
+        expect(tally["tokens"]).to_have_text(f"{58 * 16 + 60 * 16:,}", timeout=PATIENCE_MS)
+        expect(page.get_by_role("button", name="Run 16 streams")).to_be_visible(timeout=PATIENCE_MS)
+        assert (tally["lost"].text_content(), tally["changed"].text_content()) == ("32", "16")
 
 
 @pytest.mark.slow
@@ -109,7 +129,7 @@ def test_a_refused_question_stops_no_other(browser: Browser) -> None:
 
 
 def refuse_second_question(route: Route) -> None:
-    if "honey" in (route.request.post_data or ""):
+    if "gravity" in (route.request.post_data or ""):
         route.fulfill(status=429, json={"error": {"message": "too many"}})
     else:
         route.continue_()
