@@ -9,6 +9,7 @@ const SILENT_S = 2;
 /** Listeners by what they hear: `access` what the key may see; `seen` a snapshot; `lost` why there is none;
  * a process that `came`, `turned` another state, `went`, or was `killed` from here. */
 const listeners = { access: [], seen: [], lost: [], came: [], turned: [], went: [], killed: [] };
+let isShown = false;
 let known = null;
 let heartbeats = new Map();
 let looking = null;
@@ -18,14 +19,19 @@ export const tell = (what, ...about) => listeners[what].forEach((listener) => li
 
 export async function watch() {
   const access = await readAccess((why) => tell("lost", why));
+  isShown = access.status === 200;
   tell("access", access);
-  while (access.status === 200 && (await look())) {
+  while (await look()) {
     await new Promise((resolve) => setTimeout(resolve, EVERY_MS));
   }
 }
 
+/** Whether this key may see the fleet, timelines included. */
+export const sees = () => isShown;
+
 /** Reads the state now; concurrent calls share one request. Returns whether to read it again. */
 export function look() {
+  if (!isShown) return Promise.resolve(false);
   looking ??= glance().finally(() => (looking = null));
   return looking;
 }
@@ -35,10 +41,10 @@ async function glance() {
   try {
     fleet = await (await ask("/fleet", { patience_ms: PATIENCE_MS })).json();
   } catch (error) {
-    const isBarred = error.status === 403;
-    if (isBarred) tell("access", { status: 403, text: error.message });
-    else tell("lost", error.status ? error.message : "No gateway answers.");
-    return !isBarred;
+    isShown = error.status !== 403;
+    if (isShown) tell("lost", error.status ? error.message : "No gateway answers.");
+    else tell("access", { status: 403, text: error.message });
+    return isShown;
   }
   for (const one of fleet.processes) if (one.kind === "broker") one.id = `Redis-${one.pid}`;
   measure(fleet);

@@ -1,6 +1,7 @@
 // Runs of an answer: which worker computed which tokens, as the request's timeline has it.
 
 import { make } from "./dom.js";
+import { sees } from "./fleet.js";
 import { ask } from "./requests.js";
 import { colourOf } from "./workers.js";
 
@@ -8,6 +9,7 @@ const PATIENCE_MS = 3000;
 
 /** The runs of an answer, in order: the first token of each, and its worker. Empty while none is known. */
 export async function readRuns(answer) {
+  if (!sees()) return [];
   let timelines;
   try {
     const response = await ask(`/fleet/requests/${answer}`, { patience_ms: PATIENCE_MS });
