@@ -1,8 +1,10 @@
 """Body: reads the JSON body of a request, and validates it against a schema.
 
-Unsupported fields are refused by name: a client would take silence for support.
+Unsupported fields are refused by name: a client would take silence for support. Unknown ones have no effect,
+and the log names them.
 """
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
@@ -21,7 +23,17 @@ ask for what happens anyway.
 """
 GONE_FIELDS = {"receipt": "the same request with the same `seed` gives the same tokens"}
 """Fields that have left every API → what serves in their place. False asks for what happens anyway."""
+LABELS = {
+    *("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"),
+    *("store", "user", "verbosity", "cache_control", "context_management", "speed"),
+}
+"""Fields of other servers that have no effect here, as their APIs allow."""
 MAX_PROBLEMS = 5
+MAX_WARNED = 100
+
+log = logging.getLogger(__name__)
+warned: set[str] = set()
+"""Unknown fields that the log has: each name once."""
 
 
 class AnyBody(BaseModel):
@@ -103,9 +115,7 @@ async def read_bytes(request: Request, max_bytes: int) -> bytes:
 def reject_unsupported(
     fields: Mapping[str, object], unsupported: UnsupportedFields, other_routes: Collection[str]
 ) -> None:
-    """Raises ApiError (422) for unsupported fields, and for fields that only other routes have. Unknown names
-    are ignored.
-    """
+    """Raises ApiError (422) for unsupported fields, and for fields that only other routes have."""
     for name, value in fields.items():
         if value is None or value in unsupported.get(name, ()):
             continue
@@ -115,3 +125,14 @@ def reject_unsupported(
             raise invalid(f"`{name}` is not supported yet", name)
         if name in other_routes:
             raise invalid(f"`{name}` is not a field of this route", name)
+    known = {*unsupported, *GONE_FIELDS}
+    warn_of_unknown({name: value for name, value in fields.items() if name not in known})
+
+
+def warn_of_unknown(fields: Mapping[str, object]) -> None:
+    """Log the name of each field once, up to MAX_WARNED names; null fields are as good as absent."""
+    for name, value in fields.items():
+        if value is None or name in LABELS or name in warned or len(warned) == MAX_WARNED:
+            continue
+        warned.add(name)
+        log.warning("a request has the unknown field %s, which has no effect", quoted(name))

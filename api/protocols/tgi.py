@@ -20,7 +20,7 @@ from api.answers.answer import HttpAnswer, Rendering
 from api.answers.logprobs import LOGITS, logits_fields, sequence_scores
 from api.errors import ApiError, invalid, quoted, tgi, unavailable
 from api.grammar.read import GRAMMAR_SCHEMA, read_tgi_grammar
-from api.http.body import reject_unsupported
+from api.http.body import reject_unsupported, warn_of_unknown
 from api.http.openapi import (
     TGI,
     TGI_ERRORS,
@@ -199,7 +199,7 @@ class GenerateParameters(BeamFields):
         return bool(self.details or self.decoder_input_details)
 
 
-class GenerateBody(Strict):
+class GenerateBody(Strict, extra="allow"):
     """Fields of all bodies with TGI's parameters."""
 
     parameters: GenerateParameters | None = None
@@ -207,6 +207,7 @@ class GenerateBody(Strict):
 
     def check(self) -> None:
         super().check()
+        warn_of_unknown(self.model_extra or {})
         if self.parameters:
             self.parameters.check()
             reject_unsupported(self.parameters.model_extra or {}, {}, OPENAI_FIELDS)

@@ -146,7 +146,7 @@ class SettingFields(BaseModel):
     submit_limit: Count = 10_000
     """unfinished jobs in the stream `submit`; more are refused"""
     files_dir: str | None = None
-    """folder or fsspec URL of /v1/files, shared by gateways (default: neither files nor batches)"""
+    """folder or fsspec URL of /v1/files, shared by gateways (default: a folder beside serve's own broker)"""
 
     pool: str = "default"
     """name of the workers that serve one model; part of Redis keys"""

@@ -11,13 +11,7 @@ import httpx
 import orjson
 
 from common.settings.settings import SettingError
-from deploy.cli.client import (
-    check_status,
-    connection_errors,
-    fetch_json,
-    frame_errors,
-    post,
-)
+from deploy.cli.client import check_status, connection_errors, fetch_json, frame_errors, post
 
 POLL_S = 1.0
 MAX_LINE_BYTES = 2**24

@@ -101,14 +101,12 @@ def replace_process(word: str, argv: list[str]) -> NoReturn:
 
 
 def describe(word: str) -> str:
-    text = COMMANDS[word].help
-    return f"{text[:1].upper()}{text[1:]}."
+    return f"{COMMANDS[word].help[:1].upper()}{COMMANDS[word].help[1:]}."
 
 
 def run_module(module: str, argv: list[str]) -> int:
     """Call `main` of a module, imported only now: no command waits for the libraries of another."""
-    code: int = importlib.import_module(module).main(argv)
-    return code
+    return int(importlib.import_module(module).main(argv))
 
 
 def of_module(module: str) -> Callable[[str, list[str]], int]:

@@ -203,7 +203,8 @@ def serve(settings: Settings) -> int:
     with own as broker:
         if broker is not None:
             log.info("the broker is at %s, for this user alone", broker.url)
-            settings = settings.model_copy(update={"redis_url": broker.url})
+            files = settings.files_dir or str(broker.directory / "files")
+            settings = settings.model_copy(update={"redis_url": broker.url, "files_dir": files})
         return asyncio.run(run(new_fleet(settings, broker)))
 
 

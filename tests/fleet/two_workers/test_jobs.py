@@ -1,5 +1,6 @@
 """Jobs of other services and of arq clients on a whole fleet: the examples of docs/ are true."""
 
+import json
 import re
 import shlex
 import shutil
@@ -47,6 +48,17 @@ def test_the_redis_cli_session_of_the_docs_is_true(fleet: Fleet) -> None:
         command, _, expected = step.partition("\n")
         output = wait_until_sync(partial(answer, command))
         assert looks_like(expected, output), f"{command}\n{output}"
+
+
+def test_batches_need_no_setting(fleet: Fleet, tmp_path: Path) -> None:
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": asked}
+    (tmp_path / "asked.jsonl").write_text(json.dumps(line))
+    words = ["batch", tmp_path / "asked.jsonl", "-o", tmp_path / "answers.jsonl", "--url", fleet.base_url]
+    command = [sys.executable, "-m", "deploy.cli", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "answers.jsonl").read_text())["custom_id"] == "a"
 
 
 def test_the_first_arq_example_of_the_docs_is_true(fleet: Fleet, tmp_path: Path) -> None:

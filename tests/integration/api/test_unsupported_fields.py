@@ -8,6 +8,8 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
+from api.http import body as bodies
+from api.http.body import LABELS
 from api.models import STARTED_S
 from api.protocols.openai_bodies import (
     UNSUPPORTED,
@@ -21,17 +23,6 @@ from tests.support.tokenizer import ids
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 PROMPT: dict[str, Any] = {"prompt": "Hi"}
-LABELS = {
-    "metadata",
-    "prompt_cache_key",
-    "prompt_cache_options",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "store",
-    "user",
-    "verbosity",
-}
-"""Fields that are accepted without effect."""
 
 
 def user(content: object, **fields: object) -> dict[str, Any]:
@@ -122,6 +113,23 @@ async def test_unsupported_fields_are_named_unless_they_are_neutral(client: http
             assert (
                 await client.post("/v1/chat/completions", json=CHAT | {name: value})
             ).status_code == 200, (name, value)
+
+
+async def test_an_unknown_field_is_warned_of_once_and_the_names_are_bounded(
+    client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "warned", set())
+    monkeypatch.setattr(bodies, "MAX_WARNED", 4)
+    misspelt = {"max_token": 3, "nothing": None, "user": "u"}
+    for path, sent in (
+        ("/v1/chat/completions", CHAT | misspelt),
+        ("/v1/chat/completions", CHAT | misspelt | {"modalities": ["text"]}),
+        ("/generate", {"inputs": "Hi", "parameters": {"top_a": 1}, "max_new_tokens": 3}),
+        ("/v1/completions", PROMPT | {"a": 1, "b": 1, "c": 1}),
+    ):
+        assert (await client.post(path, json=sent)).status_code == 200
+    texts = [one.getMessage() for one in caplog.records if one.name == "api.http.body"]
+    assert [text.split("'")[1] for text in texts] == ["max_token", "max_new_tokens", "top_a", "a"]
 
 
 def test_every_field_of_openai_is_known() -> None:
