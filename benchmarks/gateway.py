@@ -185,7 +185,7 @@ async def print_instructions(gateway: Gateway, meter: InstructionMeter, broker: 
     for streams, num_steps in COUNTED_STEPS.items():
         counted = await count_instructions(gateway, meter, worker, streams, num_steps)
         print(f"{streams:3d} streams: {counted:9,.0f} instructions a token", flush=True)
-    await worker.redis.aclose()
+    await worker.close()
 
 
 async def count_instructions(

@@ -125,10 +125,11 @@ async def test_no_client_notices_the_end_of_its_gateway(broker: Broker, redis: R
             await wait_until(lambda: len(gateways.keeper.kept) == len(running))
             await wait_until(lambda: len(worker.seen) - seen == seen)
             worker.most_tokens = sys.maxsize
-            done = [live.done for live in worker.live.values()]
+            done = [live.num_tokens for live in worker.live.values()]
             await wait_until(
                 lambda done=done: all(  # type: ignore[misc]
-                    live.done > before + 3 for live, before in zip(worker.live.values(), done, strict=True)
+                    live.num_tokens > before + 3
+                    for live, before in zip(worker.live.values(), done, strict=True)
                 )
             )
             worker.step_s = 0.5  # a gateway takes long to end on a busy machine

@@ -96,7 +96,7 @@ async def test_a_request_whose_client_left_is_there_for_its_repetition(broker: B
 
 
 async def test_what_was_refused_or_failed_does_not_take_the_key(broker: Broker) -> None:
-    script = [Answer(ids(" one two"), error="broken"), Answer(ids(" one two"))]
+    script = [Answer(ids(" one two"), error="forward"), Answer(ids(" one two"))]
     async with two_gateways(broker.url, max_total_tokens=64) as (worker, _, client, other):
         worker.answer = lambda _: script[min(1, len(worker.seen) - 1)]
         invalid = await client.post("/generate", json={"inputs": ""}, headers=keyed("k"))

@@ -28,7 +28,7 @@ SECRET = "The sky over Zanzibar"
 
 
 def scripted(request: Generate) -> Answer:
-    return Answer(IDS, error="" if request.stopping.max_new_tokens != 13 else "the worker says no")
+    return Answer(IDS, error="" if request.stopping.max_new_tokens != 13 else "forward")
 
 
 def body(**parameters: Any) -> dict[str, Any]:

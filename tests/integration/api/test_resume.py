@@ -421,7 +421,7 @@ async def test_a_cancelled_request_is_shown_although_its_reader_has_deleted_it(
             "POST", "/v1/completions", json=TWO_CHOICES | {"n": 1}, headers=OWN
         ) as response:
             path = f"/requests/{response.headers['content-location'].split('/')[2]}"
-            await wait_until(lambda: worker.live and next(iter(worker.live.values())).done > 2)
+            await wait_until(lambda: worker.live and next(iter(worker.live.values())).num_tokens > 2)
             cancelled = (await other.delete(path, headers=OWN)).json()
         assert cancelled["state"] == "cancelled"
         assert [choice["state"] for choice in cancelled["choices"]] == ["cancelled"]

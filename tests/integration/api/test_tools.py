@@ -84,7 +84,7 @@ async def test_a_call_that_a_stop_string_cuts_is_not_to_be_run(broker: Broker) -
 async def test_a_call_that_a_failure_cuts_has_no_reason(broker: Broker) -> None:
     """As at its deadline, or when it is cancelled."""
     cut = CALLS[: CALLS.index("rich")]
-    async with answering(broker.url, Answer(ids(cut), error="the deadline"), **HERMES) as (_, _, client):
+    async with answering(broker.url, Answer(ids(cut), error="forward"), **HERMES) as (_, _, client):
         whole = await client.post(CHAT_PATH, json=CHAT | {"tools": TOOLS})
         *shown, last = frames(await streamed(client, CHAT_PATH, CHAT | {"tools": TOOLS}))
     assert whole.status_code == 500 and "choices" not in whole.json()

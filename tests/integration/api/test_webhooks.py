@@ -78,7 +78,8 @@ SHORT_CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Say it"}
 
 async def test_a_failure_and_a_cancel_are_told_by_their_names(broker: Broker) -> None:
     def script(request: Any) -> Answer:
-        return Answer(ids(" one"), error="broken" if request.stopping.max_new_tokens == 3 else "", ends=False)
+        error = "forward" if request.stopping.max_new_tokens == 3 else ""
+        return Answer(ids(" one"), error=error, ends=False)
 
     async with receiving() as receiver, answering(broker.url, script, **allowing(receiver)) as (_, _, client):
         failed = await client.post(

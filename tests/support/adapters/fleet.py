@@ -69,7 +69,7 @@ async def following(url: str, answers: bool = True, pool: str = "default") -> As
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        await worker.redis.aclose()
+        await worker.close()
 
 
 @contextlib.asynccontextmanager

@@ -139,8 +139,7 @@ class ScriptedEngine:
         if slices:
             self.compute(duration_s)
             self.fill_blocks(slices)
-            ids = [token for one in slices if one.samples for token in self.sample(one)]
-            self.rows.collect(slices, StepSamples(ids, [-0.5] * len(ids)))
+            self.rows.collect(slices, self.forward(slices))
         result = self.rows.take_result()
         self.chains = {row: chain for row, chain in self.chains.items() if row in self.rows.rows}
         self.ids = {row: ids for row, ids in self.ids.items() if row in self.rows.rows}
@@ -150,6 +149,10 @@ class ScriptedEngine:
     def compute(self, duration_s: float) -> None:
         """Take the time of a step."""
         time.sleep(duration_s)
+
+    def forward(self, slices: Sequence[RowSlice]) -> StepSamples:
+        ids = [token for one in slices if one.samples for token in self.sample(one)]
+        return StepSamples(ids, [-0.5] * len(ids))
 
     def sample(self, one: RowSlice) -> list[int]:
         """Sample for a slice, and after its proposals, too. The row goes on with what is confirmed. A

@@ -1,5 +1,5 @@
 """Worker and batcher in one, without a model: takes requests from Redis and answers with ids that the test
-has scripted, through the scripts that real workers use.
+has scripted. Its rows are the engine's, and its text and flushes the agent's; only the forward is a fake.
 """
 
 import asyncio
@@ -7,7 +7,7 @@ import contextlib
 import secrets
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from redis.asyncio import Redis
@@ -18,25 +18,23 @@ from batcher.batcher_scripts import QueuedRequest
 from common.adapters import HeldAdapters
 from common.broker.client import ERRORS, connect
 from common.broker.keys import Keys
-from common.broker.lua import ScriptCall, run_script
-from common.detokenize import Detokenizer
+from common.broker.lua import run_script
+from common.broker.pool_client import PoolClient
 from common.messages.codec import decode, encode
-from common.messages.events import ChannelSequences, Events, Terminal, Tokens, pack_tokens
-from common.messages.plan import WorkerCapacity
-from common.messages.records import (
-    RECORD,
-    BeamSequence,
-    pack_floats,
-    pack_ids,
-    pack_records,
-    pack_sequences,
-    unpack_floats,
-    unpack_ids,
-)
+from common.messages.plan import NewRow, Plan, WorkerCapacity
+from common.messages.records import BeamSequence, pack_floats, pack_ids, pack_sequences
 from common.messages.request import Cancel, Generate
+from common.settings.settings import Settings
 from gpu_worker import worker_scripts
-from gpu_worker.worker_scripts import FlushedPrompt, FlushedSpill, FlushedTerminal, FlushReply
-from tests.support.token_columns import as_sent
+from gpu_worker.agent.agent import Agent
+from gpu_worker.agent.row_text import RowTable, RowText
+from gpu_worker.agent.state import AgentState
+from gpu_worker.engine.batch.row import Row, RowSlice
+from gpu_worker.engine.batch.rows import Rows
+from gpu_worker.engine.batch.step_result import PromptLogprobs, StepSamples, TopLogprobs
+from gpu_worker.protocol import StepResult
+from tests.support.chaos.engine import BLOCK_SIZE
+from tests.support.fleet.modeless_worker import ModelessEngine
 
 SPILL_STEPS = 5
 IDLE_MS = 20
@@ -44,13 +42,16 @@ TTL_MS = 3_600_000  # longer than any test takes on a busy machine
 EOS = 2
 VOCAB_SIZE = 5
 """Of the logits that it returns."""
+GRANT = Plan(epoch=1, number=1, until=2**30, prefill_tokens=2**20)
+"""Everything that it may ever compute."""
 
 
 @dataclass
 class Answer:
     """What a request is to be answered: ids, one a step, within the request's limits; then end-of-sequence,
-    the error, or nothing. `num_cached`: tokens of its prompt that are reported as found in the prefix cache.
-    `beams`: what a beam search finds, which comes at once, unless it does not end or fails.
+    the error (a reason of `ERRORS`), or nothing. `num_cached`: tokens of its prompt that are reported as
+    found in the prefix cache. `beams`: what a beam search finds, which comes at once, unless it does not end
+    or fails.
     """
 
     ids: list[int]
@@ -59,73 +60,95 @@ class Answer:
     num_cached: int = 0
     beams: Sequence[BeamSequence] = ()
 
+    @property
+    def tokens(self) -> list[int]:
+        return self.ids + [EOS] * (self.ends and not self.error)
 
-class Live:
-    """A request as the worker holds it."""
 
-    def __init__(self, entry_id: bytes, request: Generate, answer: Answer, tokenizer: Tokenizer) -> None:
-        self.entry_id, self.request, self.error = entry_id, request, answer.error
-        self.ids = [] if request.beams else answer.ids + [EOS] * (answer.ends and not answer.error)
-        self.logprobs = unpack_floats(pack_floats([-0.1 - i / 7 for i in range(len(self.ids))]))
-        detokenizer = Detokenizer(tokenizer, unpack_ids(request.prompt_ids))
-        self.texts = [detokenizer.step(token_id) for token_id in self.ids]
-        self.done = 0
-        self.cancelled = False
-        self.num_cached = answer.num_cached
-        self.beams = answer.beams[: request.beams.width] if request.beams and answer.ends else ()
+class HeldRows(Rows):
+    """Rows of which those that may not run take part in no step."""
+
+    may_run: Callable[[Row], bool]
 
     @property
-    def reason(self) -> str | None:
-        if self.cancelled:
-            return "cancelled"
-        if self.beams:
-            return self.beams[0].reason
-        if self.error and self.done == len(self.ids):
-            return "error"
-        if self.done == self.request.stopping.max_new_tokens:
-            return "length"
-        if self.done and self.ids[self.done - 1] == EOS and not self.request.stopping.ignore_eos:
-            return "eos_token"
-        if self.done and self.ids[self.done - 1] in self.request.stopping.stop_ids:
-            return "stop_sequence"
-        text = "".join(self.texts[self.request.stopping.min_new_tokens : self.done])
-        return "stop_sequence" if any(stop in text for stop in self.request.stopping.stop) else None
+    def runnable(self) -> list[Row]:
+        return [row for row in super().runnable if self.may_run(row)]
 
-    @property
-    def logits(self) -> bytes:
-        """Return float32 logits: at position p, all are p."""
-        logits, num_prompt = self.request.logits, self.request.num_prompt
-        if logits is None:
-            return b""
-        positions = range(logits.first_position(num_prompt), logits.end_position(num_prompt, self.done))
-        return b"".join(pack_floats([float(position)] * logits.vocab_size) for position in positions)
 
-    def tokens(self, begin: int, until: int) -> Tokens:
-        ids, logprobs = self.ids[begin:until], self.logprobs[begin:until]
-        likeliest = neighbours(ids, logprobs, self.request.top_n_tokens)
-        own = (pack_ids(ids), pack_floats(logprobs), self.texts[begin:until])
-        num_cached = 0 if begin else self.num_cached
-        return Tokens(self.request.request_id, 1, begin, *own, *likeliest, num_cached=num_cached)
+class AnsweringEngine(ModelessEngine):
+    """The engine of a FakeWorker. `answers`: by the number of a row."""
 
-    @property
-    def prompt(self) -> bytes:
-        """Return log-probabilities of the prompt: each token is half a nat less likely than the one before
-        it.
+    def __init__(self, worker: "FakeWorker") -> None:
+        super().__init__(0.0)
+        self.worker = worker
+        self.answers: dict[int, Answer] = {}
+        self.rows: HeldRows = HeldRows(BLOCK_SIZE, [EOS], adapters=self.adapters)
+        self.rows.may_run = self.may_run
+
+    def send(self, plan: Plan) -> None:
+        """Apply a plan. Ids are scripted, so no row needs what the vocabulary, an adapter, pictures or other
+        rows' blocks have to do with them.
         """
-        ids = unpack_ids(self.request.prompt_ids)[1:]
-        logprobs = [-0.5 * i for i in range(1, 1 + len(ids))]
-        likeliest = neighbours(ids, logprobs, self.request.prompt_logprobs or 0)
-        return pack_records(pack_ids(ids), pack_floats(logprobs), *likeliest)
+        super().send(
+            replace(
+                plan, starts=[replace(one, num_cached=0, request=plain(one.request)) for one in plan.starts]
+            )
+        )
+
+    def may_run(self, row: Row) -> bool:
+        """Whether a row has a next token, or makes a vector."""
+        most = min(len(self.answers[row.number].tokens), self.worker.most_tokens)
+        return row.pooling is not None or (row.beams is None and row.index < most)
+
+    def step(self) -> StepResult | None:
+        for row in [*self.rows.rows.values()]:
+            answer = self.answers[row.number]
+            if row.beams and answer.ends and not answer.error:
+                beams = answer.beams[: row.beams.width]
+                self.rows.result.sequences.append((row.number, pack_sequences(beams)))
+                self.rows.finish(row, beams[0].reason)
+            elif answer.error and row.index >= len(answer.tokens):
+                self.rows.finish(row, answer.error)
+        return super().step()
+
+    def forward(self, slices: Sequence[RowSlice]) -> StepSamples:
+        samples = StepSamples([], [])
+        for one in slices:
+            request = self.worker.agent.state.table.rows[one.row.number].request
+            if one.row.prompt_logprobs is not None and one.num_scored:
+                samples.prompt_logprobs.append(score_prompt(one, one.row.prompt_logprobs))
+            if self.worker.keeps_logits:
+                samples.logits.extend(self.worker.logits(request, one))
+            if one.samples:
+                index = one.first_index
+                token, logprob = self.answers[one.row.number].tokens[index], -0.1 - index / 7
+                if request.top_n_tokens:
+                    likeliest = TopLogprobs(*neighbours(token, logprob, request.top_n_tokens))
+                    samples.top_logprobs[len(samples.ids)] = likeliest
+                samples.ids.append(token)
+                samples.logprobs.append(logprob)
+        return samples
 
 
-def neighbours(ids: list[int], logprobs: list[float], count: int) -> tuple[bytes, bytes]:
-    """The likeliest tokens beside others: these themselves, then their neighbours, each a nat less likely."""
-    others = [
-        (token_id + i, logprob - i)
-        for token_id, logprob in zip(ids, logprobs, strict=True)
-        for i in range(count)
-    ]
-    return pack_ids([token_id for token_id, _ in others]), pack_floats([logprob for _, logprob in others])
+def plain(request: Generate) -> Generate:
+    """A request without what its ids depend on."""
+    stopping = replace(request.stopping, stop=[])
+    return replace(request, sampling=None, adapter="", pictures=[], stopping=stopping)
+
+
+def score_prompt(one: RowSlice, num_top: int) -> PromptLogprobs:
+    """Log-probabilities of a prompt: each token is half a nat less likely than the one before it."""
+    first = one.begin + 1
+    ids = one.row.ids[first : first + one.num_scored].tolist()
+    logprobs = [-0.5 * position for position in range(first, first + len(ids))]
+    likeliest = [neighbours(token, logprob, num_top) for token, logprob in zip(ids, logprobs, strict=True)]
+    top_ids, top_logprobs = ([x for top in likeliest for x in top[side]] for side in (0, 1))
+    return PromptLogprobs(pack_floats(logprobs), pack_ids(top_ids), pack_floats(top_logprobs))
+
+
+def neighbours(token: int, logprob: float, count: int) -> tuple[list[int], list[float]]:
+    """The likeliest tokens beside one: it itself, then its neighbours, each a nat less likely."""
+    return [token + i for i in range(count)], [logprob - i for i in range(count)]
 
 
 class FakeWorker:
@@ -139,6 +162,7 @@ class FakeWorker:
         held: the adapters that it has; None if it serves none.
         sees: whether it says that it computes pictures.
         pooling: what its model makes, if that is no tokens.
+        live: the requests that it holds, by id.
     """
 
     spill_steps = SPILL_STEPS
@@ -160,16 +184,24 @@ class FakeWorker:
         self.redis: Redis = connect(url)
         self.keys, self.tokenizer, self.answer, self.step_s = Keys(pool), tokenizer, answer, step_s
         self.incarnation = f"w0-{secrets.token_hex(4)}"
-        self.channels = ChannelSequences(self.incarnation)
-        self.live: dict[str, Live] = {}
+        self.engine = AnsweringEngine(self)
+        self.agent = Agent(
+            Settings(pool=pool),
+            PoolClient(self.redis, self.keys),
+            self.engine,
+            AgentState(RowTable(tokenizer)),
+            self.capacity(),
+        )
+        self.live: dict[str, RowText] = {}
+        self.entry_ids: dict[str, str] = {}
         self.seen: list[Generate] = []
         self.going, self.resting = asyncio.Event(), asyncio.Event()
         self.going.set()
-        self.sequence = self.steps = 0
+        self.steps = self.num_blocks = 0
         self.last_entry, self.last_control = b"0", b"0"
 
-    async def announce(self, state: str = "ready", num_blocks: int = 64) -> None:
-        capacity = WorkerCapacity(
+    def capacity(self, num_blocks: int = 64) -> WorkerCapacity:
+        return WorkerCapacity(
             *(self.incarnation, "w0", "fake", "float32", 16, num_blocks, 256, self.max_total_tokens),
             model_id="smollm2",
             vocab_size=VOCAB_SIZE,
@@ -178,10 +210,12 @@ class FakeWorker:
             pictures=self.sees,
             pooling=self.pooling,
         )
+
+    async def announce(self, state: str = "ready", num_blocks: int = 64) -> None:
         call = worker_scripts.worker_heartbeat(
             self.keys,
             self.incarnation,
-            capacity=encode(capacity),
+            capacity=encode(self.capacity(num_blocks)),
             ttl_ms=TTL_MS,
             state=state,
             step=0,
@@ -191,8 +225,7 @@ class FakeWorker:
         assert reply == "OK", reply
 
     async def open(self) -> None:
-        call = worker_scripts.create_logs(self.keys, self.incarnation, owner=self.incarnation)
-        await run_script(self.redis, call)
+        await self.agent.create_streams()
         await self.announce()
 
     async def run(self) -> None:
@@ -230,113 +263,56 @@ class FakeWorker:
 
     async def begin(self, entry_id: bytes, request: Generate) -> None:
         self.seen.append(request)
-        self.live[request.request_id] = live = self.row(entry_id, request)
-        placed = {"worker": self.incarnation, "attempt": 1, "base": 0, "cached": live.num_cached}
+        answer, table = self.answer(request), self.agent.state.table
+        placed = {"worker": self.incarnation, "attempt": 1, "base": 0, "cached": answer.num_cached}
         await self.redis.hset(self.keys.request(request.request_id), mapping=placed)  # type: ignore[misc]
+        first = self.num_blocks + 1
+        self.num_blocks += -(-request.max_kv // BLOCK_SIZE)
+        blocks = pack_ids(range(first, self.num_blocks + 1))
+        start = NewRow(table.last_row + 1, 1, 0, b"", blocks, request, num_cached=answer.num_cached)
+        self.engine.answers[start.row] = answer
+        self.entry_ids[request.request_id] = entry_id.decode()
+        await self.agent.plans.pictures.read_for([start])
+        self.agent.plans.apply(replace(GRANT, starts=[start]))
+        self.live[request.request_id] = table.rows[start.row]
 
-    def row(self, entry_id: bytes, request: Generate) -> Live:
-        return Live(entry_id, request, self.answer(request), self.tokenizer)
+    def logits(self, request: Generate, one: RowSlice) -> list[tuple[int, int, bytes]]:
+        """Return float32 logits: at position p, all are p."""
+        size = request.logits.vocab_size if request.logits else 0
+        return [(one.row.number, at, pack_floats([float(at)] * size)) for at in one.returned_logits]
 
     def heed(self, fields: dict[bytes, bytes]) -> None:
-        if b"cancel" in fields and (live := self.live.get(decode(Cancel, fields[b"cancel"]).request_id)):
-            live.cancelled = True
+        if b"cancel" in fields:
+            cancel = decode(Cancel, fields[b"cancel"])
+            if row := self.live.get(cancel.request_id):
+                self.agent.plans.apply(replace(GRANT, stops=[(row.row, cancel.why)]))
 
     async def flush(self) -> None:
         """Run one step of every row: the next token of each, and the ends."""
-        rows = [
-            (
-                live,
-                live.tokens(live.done, live.done if live.cancelled else min(live.done + 1, self.most_tokens)),
-            )
-            for live in self.live.values()
-        ]
-        if not any(tokens.ids or live.reason for live, tokens in rows):
+        if (step := self.engine.step()) is not None:
+            self.agent.steps.apply(step)
+        self.agent.steps.cut_at_budgets()
+        outbox = self.agent.state.outbox
+        if outbox.is_empty:
             return
-        self.sequence, self.steps = self.sequence + 1, self.steps + 1
-        messages: list[tuple[str, bytes]] = []
-        for channel in {live.request.channel for live, _ in rows}:
-            published = [tokens for live, tokens in rows if live.request.channel == channel and tokens.ids]
-            if published:
-                number = self.channels.next_number(channel, self.sequence)
-                events = Events(self.incarnation, number, **as_sent(published), flush=self.sequence)
-                messages.append((channel, encode(events)))
-        with_prompt_logprobs = [
-            live
-            for live, tokens in rows
-            if tokens.ids and not live.done and live.request.prompt_logprobs is not None
-        ]
-        for live, tokens in rows:
-            live.done += len(tokens.ids) // 4
-        ended = [live for live, _ in rows if live.reason]
-        spilled = [live for live, _ in rows if not live.reason] if self.steps % self.spill_steps == 0 else []
-        call = worker_scripts.flush(
-            self.keys,
-            self.incarnation,
-            sequence=self.sequence,
-            report=b"",
-            acknowledged=0,
-            mode="trim" if spilled else "",
-            messages=messages,
-            prompts=[FlushedPrompt(live.request.request_id, live.prompt) for live in with_prompt_logprobs],
-            terminals=[self.terminal(live) for live in ended],
-            spills=[
-                FlushedSpill(live.request.request_id, 1, 0, 0, pack_tokens(live.tokens(0, live.done)))
-                for live in spilled
-            ],
-        )
-        for live in ended if self.keeps_logits else ():
-            await self.write_logits(live)
-        await self.write(call)
-        for live in ended:
-            await self.dequeue(live)
+        self.steps += 1
+        self.agent.publisher.spill_due |= self.steps % self.spill_steps == 0
+        await self.agent.flusher.flush()
+        for row, _ in outbox.terminals:
+            await self.dequeue(row.request.request_id)
 
-    async def write_logits(self, live: Live) -> None:
-        """Write the logits of an answer in pieces of one row."""
-        row_bytes = live.request.logits.row_bytes if live.request.logits else 1
-        for place in range(len(live.logits) // row_bytes):
-            call = worker_scripts.write_logits(
-                self.keys,
-                self.incarnation,
-                live.request.request_id,
-                attempt=1,
-                base=0,
-                place=place,
-                num_rows=1,
-                values=live.logits[place * row_bytes :][:row_bytes],
-                ttl_ms=TTL_MS,
-            )
-            assert await run_script(self.redis, call) == 1
-
-    async def write(self, call: ScriptCall[FlushReply]) -> None:
-        """Write one flush, and retry while the broker is away: without it the next one is refused."""
-        while True:
-            try:
-                reply = await run_script(self.redis, call)
-            except ERRORS:
-                await asyncio.sleep(0.05)
-            else:
-                assert reply.status == "OK", reply
-                return
-
-    def terminal(self, live: Live) -> FlushedTerminal:
-        request, reason = live.request, live.reason or ""
-        records = pack_sequences(live.beams) if live.beams else pack_tokens(live.tokens(0, live.done))
-        num_tokens = len(records) // (RECORD.size * request.width)
-        end = Terminal(request.request_id, reason, num_tokens, live.error, "generation" if live.error else "")
-        number = self.channels.next_number(request.channel, self.sequence)
-        payload = encode(Events(self.incarnation, number, terminals=[end], flush=self.sequence))
-        ttl_ms = request.result_ttl_ms
-        return FlushedTerminal(request.request_id, 1, 0, end, records, ttl_ms, request.channel, payload)
-
-    async def dequeue(self, live: Live) -> None:
-        request_id = live.request.request_id
-        queued = QueuedRequest(request_id, live.entry_id.decode())
+    async def dequeue(self, request_id: str) -> None:
+        queued = QueuedRequest(request_id, self.entry_ids.pop(request_id))
         await run_script(self.redis, batcher_scripts.dequeue(self.keys, queued))
         del self.live[request_id]
 
     async def repeat(self) -> None:
-        for channel, payload in self.channels.repeated_messages():
+        for channel, payload in self.agent.publisher.channels.repeated_messages():
             await self.redis.publish(channel, payload)
+
+    async def close(self) -> None:
+        self.agent.publisher.client.close()
+        await self.redis.aclose()
 
 
 @contextlib.asynccontextmanager
@@ -368,6 +344,6 @@ async def at_work(worker: Worker) -> AsyncIterator[Worker]:
     finally:
         task.cancel()
         await asyncio.wait([task])
-        await worker.redis.aclose()
+        await worker.close()
         if not task.cancelled() and (error := task.exception()):
             raise error

@@ -14,26 +14,11 @@ from api.requests.pool import load_tokenizer
 from common.messages.records import pack_floats, unpack_ids
 from common.messages.request import Generate
 from common.settings.settings import Settings
+from gpu_worker.engine.batch.row import RowSlice
 from tests.support.fleet.gateways import ready, serving
-from tests.support.fleet.scripted_worker import Answer, FakeWorker, Live, at_work
+from tests.support.fleet.scripted_worker import Answer, FakeWorker, at_work
 
 NOTHING = Answer([], ends=False)
-
-
-class VectorRow(Live):
-    """A request that ends with its vector, and without a token."""
-
-    def __init__(self, entry_id: bytes, request: Generate, tokenizer: Tokenizer, model: Any) -> None:
-        super().__init__(entry_id, request, NOTHING, tokenizer)
-        self.model = model
-
-    @property
-    def reason(self) -> str | None:
-        return "cancelled" if self.cancelled else "length"
-
-    @property
-    def logits(self) -> bytes:
-        return pack_floats(pooled(self.model, self.request).flatten().tolist())
 
 
 @torch.inference_mode()
@@ -57,8 +42,9 @@ class VectorWorker(FakeWorker):
         self.model = model
         self.pooling = pooling
 
-    def row(self, entry_id: bytes, request: Generate) -> Live:
-        return VectorRow(entry_id, request, self.tokenizer, self.model)
+    def logits(self, request: Generate, one: RowSlice) -> list[tuple[int, int, bytes]]:
+        first, vector = one.returned_logits.start, pooled(self.model, request).flatten().tolist()
+        return [(one.row.number, first, pack_floats(vector))] if one.kv_len == len(one.row.ids) else []
 
 
 @contextlib.asynccontextmanager

@@ -101,17 +101,14 @@ async def test_a_job_may_name_any_route_that_takes_its_prompt(
 async def test_an_invalid_job_is_answered_with_its_error(service: Service, broker: Broker) -> None:
     received = await service.listen("ext:me")
     async with (
-        working(broker.url, TOKENIZER, lambda _: Answer(IDS[:3], error="the engine broke")),
+        working(broker.url, TOKENIZER, lambda _: Answer(IDS[:3], error="forward")),
         running_gateway(broker.url),
     ):
         await service.submit(id="a", inputs="Count.", reply_to="ext:me")
         result = await service.result("a")
         await wait_until(lambda: len(received) == 4)
-    assert (
-        result
-        == received[-1]
-        == {"error": "Request failed during generation: the engine broke", "error_type": "generation"}
-    )
+    text = "Request failed during generation: the model's forward failed for this request"
+    assert result == received[-1] == {"error": text, "error_type": "generation"}
 
 
 async def test_a_job_waits_for_room_in_the_queue(

@@ -173,7 +173,7 @@ class BrokenEngine:
         self.is_broken = True
 
     def __call__(self, _: Generate) -> Answer:
-        return Answer(IDS[:3], error="the engine broke") if self.is_broken else Answer(IDS)
+        return Answer(IDS[:3], error="forward") if self.is_broken else Answer(IDS)
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ async def test_a_dead_job_is_kept_with_its_reason_and_tried_again(
     await service.settled()
     line = (await run("dead")).splitlines()[1]
     assert line.split()[:4] == ["team/a", "dead", "generate", "acme"]
-    assert "generation: Request failed during generation: the engine broke" in line
+    assert "generation: Request failed during generation: the model's forward failed for this request" in line
     shown = json.loads(await run("show", "team/a"))
     assert (shown["state"], shown["status"], shown["job"]) == ("dead", 424, job)
     engine.is_broken = False
