@@ -17,7 +17,7 @@ from batcher import batcher_scripts
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from batcher.timeline import TimelineWriter
-from batcher.worker_registry import FailureDetector, WorkerAbsence, WorkerRegistry
+from batcher.worker_registry import FailureDetector, Since, WorkerAbsence, WorkerRegistry
 from common.adapter_registry import AdapterRegistry, change_registry, read_newer
 from common.adapters import LEAVING, LOADING, READY, AdapterLoad, adapter_name
 from common.broker.heartbeat import Heartbeat
@@ -43,13 +43,13 @@ class AdapterKeeper:
 
     Attributes:
         registry: as it was read last.
-        since_s: key of each adapter that waits for its end → monotonic time of the first look at which no
-            request used it, or at which it was being loaded.
+        waiting: key and state of each adapter that waits for its end: it is being loaded, or no request uses
+            it any more.
     """
 
     pool: PoolClient
     registry: AdapterRegistry = field(default_factory=AdapterRegistry)
-    since_s: dict[tuple[str, str], float] = field(default_factory=dict)
+    waiting: Since[tuple[str, str]] = field(default_factory=Since)
 
     @property
     def names(self) -> list[str]:
@@ -79,15 +79,17 @@ class AdapterKeeper:
 
     def overdue(self, used: Collection[str]) -> list[str]:
         """Return the keys of adapters that have waited for their end for long enough."""
-        now_s = time.monotonic()
-        waiting = {
+        self.waiting.look(
             (key, one.state)
             for key, one in self.registry.adapters.items()
             if one.state == LOADING or (one.state == LEAVING and key not in used)
-        }
-        self.since_s = {one: self.since_s.get(one, now_s) for one in waiting}
+        )
         linger_s = {LEAVING: LINGER_S, LOADING: LOAD_TIMEOUT_S}
-        return [key for (key, state), since_s in self.since_s.items() if now_s - since_s >= linger_s[state]]
+        return [
+            key
+            for key, state in self.waiting.since_s
+            if self.waiting.lasts_s((key, state)) >= linger_s[state]
+        ]
 
 
 def lost(
@@ -112,12 +114,12 @@ class OrphanTracker:
     """Finds orphans.
 
     Attributes:
-        absent_since_s: gateway → monotonic time of the first look at which it had no heartbeat.
+        absent: gateways without a heartbeat.
         moved: request id → the gateway through which its client came back.
     """
 
     pool: PoolClient
-    absent_since_s: dict[str, float] = field(default_factory=dict)
+    absent: Since[str] = field(default_factory=Since)
     moved: dict[str, str] = field(default_factory=dict)
 
     async def orphans(self, live: Mapping[str, Sequence], gateways: Collection[str]) -> list[str]:
@@ -126,13 +128,11 @@ class OrphanTracker:
         """
         self.moved = {name: gateway for name, gateway in self.moved.items() if name in live}
         await self.look_for({*gateways, *self.moved.values()} - {""})
-        sequences = live.values() if self.absent_since_s else ()
-        now_s = time.monotonic()
         overdue = [
             sequence
-            for sequence in sequences
-            if (since_s := self.absent_since_s.get(self.gateway(sequence))) is not None
-            and (now_s - since_s) * 1000 >= sequence.request.grace_ms
+            for sequence in (live.values() if self.absent.since_s else ())
+            if (gateway := self.gateway(sequence)) in self.absent.since_s
+            and self.absent.lasts_s(gateway) * 1000 >= sequence.request.grace_ms
         ]
         moved = await self.find_moved(overdue)
         self.moved |= moved
@@ -148,9 +148,7 @@ class OrphanTracker:
             for gateway in gateways:
                 pipe.exists(self.pool.keys.gateway(gateway))
             present = await pipe.execute()
-        now_s = time.monotonic()
-        absent = {gateway for gateway, exists in zip(gateways, present, strict=True) if not exists}
-        self.absent_since_s = {gateway: self.absent_since_s.get(gateway, now_s) for gateway in absent}
+        self.absent.look(gateway for gateway, exists in zip(gateways, present, strict=True) if not exists)
 
     async def find_moved(self, sequences: Collection[Sequence]) -> dict[str, str]:
         """Return the requests that have moved to another gateway, by their hash in Redis."""

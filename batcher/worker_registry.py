@@ -14,9 +14,10 @@ agent's own watchdog.
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Generic, TypeVar
 
 from batcher import batcher_scripts
 from batcher.batcher_scripts import PlanReply, StartedRow
@@ -94,27 +95,47 @@ class FailureDetector:
         return round(time.monotonic() * 1000 + (self.clock_offset_ms or 0.0))
 
 
+Thing = TypeVar("Thing", bound=Hashable)
+
+
+class Since(Generic[Thing]):
+    """For how long things have been so without a break.
+
+    Attributes:
+        since_s: each thing that was so at the last look → monotonic time of the first look at which it was.
+    """
+
+    def __init__(self) -> None:
+        self.since_s: dict[Thing, float] = {}
+
+    def look(self, things: Iterable[Thing]) -> None:
+        """Note what is so now. What is not so any more begins anew."""
+        now_s = time.monotonic()
+        self.since_s = {thing: self.since_s.get(thing, now_s) for thing in things}
+
+    def lasts_s(self, thing: Thing) -> float:
+        """Return for how long a thing has been so; 0 if it is not."""
+        return time.monotonic() - self.since_s[thing] if thing in self.since_s else 0.0
+
+    def lasting(self, seconds: float) -> list[Thing]:
+        """Return the things that have been so for so long."""
+        return [thing for thing in self.since_s if self.lasts_s(thing) >= seconds]
+
+
+@dataclass(eq=False)
 class WorkerAbsence:
     """How long the pool has had no worker, not even one that is starting, or serves another pool
     in its turn.
-
-    Attributes:
-        since_s: monotonic time of the first look without one; None while there is one.
     """
 
-    def __init__(self, pool: PoolClient, grace_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.pool = pool
-        self.grace_s = grace_s
-        self.clock = clock
-        self.since_s: float | None = None
+    pool: PoolClient
+    grace_s: float
+    since: Since[str] = field(default_factory=Since)
 
     async def is_over_grace(self, has_worker: bool) -> bool:
         """Whether the pool has had no worker for longer than WORKER_GRACE_S."""
-        if has_worker or await self.is_one_coming():
-            self.since_s = None
-            return False
-        self.since_s = self.clock() if self.since_s is None else self.since_s
-        return self.clock() - self.since_s > self.grace_s
+        self.since.look([] if has_worker or await self.is_one_coming() else ["no worker"])
+        return self.since.lasts_s("no worker") > self.grace_s
 
     async def is_one_coming(self) -> bool:
         keys = [
@@ -125,39 +146,12 @@ class WorkerAbsence:
         return bool(keys) and bool(await self.pool.redis.exists(*keys))
 
 
-Debt = tuple[str, str]
-"""A worker, and what it owes."""
 SILENT_S = 10.0
 """A worker that has been silent for so long is called that."""
 LOST_S = 60.0
 """One that has been silent for so long is sealed. Its agent gives a connection that hangs up before that, and
 may write the logits of many tokens before the next report.
 """
-
-
-class Silence:
-    """For how long each worker has been silent.
-
-    Attributes:
-        since: each debt, with what was last heard of it, and when.
-    """
-
-    def __init__(self) -> None:
-        self.since: dict[Debt, tuple[int, float]] = {}
-
-    def look(self, debts: Mapping[Debt, int], now_s: float) -> None:
-        """Note what is owed now, with what was last heard of it. A debt of which something else was heard
-        begins anew.
-        """
-        last = self.since
-        self.since = {
-            debt: last[debt] if debt in last and last[debt][0] == heard else (heard, now_s)
-            for debt, heard in debts.items()
-        }
-
-    def workers(self, seconds: float, now_s: float) -> set[str]:
-        """Return the workers that have been silent for so long."""
-        return {worker for (worker, _), (_, since_s) in self.since.items() if now_s - since_s >= seconds}
 
 
 def publish(keys: Keys, pending: PendingPlan) -> ScriptCall[PlanReply]:
@@ -231,6 +225,7 @@ class WorkerRegistry:
     Attributes:
         listed: incarnations in the pool at the last look.
         sealed: incarnations that were sealed before this epoch and not removed.
+        silence: (worker, what it owes, what was last heard of that), while nothing else is heard.
         silent: incarnations with a heartbeat that do not say what they owe.
         lost: those of them that have been silent for too long.
     """
@@ -242,7 +237,7 @@ class WorkerRegistry:
     workers: dict[str, KnownWorker] = field(default_factory=dict)
     listed: list[str] = field(default_factory=list)
     sealed: list[str] = field(default_factory=list)
-    silence: Silence = field(default_factory=Silence)
+    silence: Since[tuple[str, str, int]] = field(default_factory=Since)
     silent: set[str] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
 
@@ -372,10 +367,11 @@ class WorkerRegistry:
         """
         unheard = {entry.stream for entry in self.inbox.unhandled}
         listened = [one for one in alive if self.pool.keys.reports(one) not in unheard]
-        debts = {(one, what): heard for one in listened for what, heard in self.debts(one).items()}
-        now_s = time.monotonic()
-        self.silence.look(debts if self.detector.active else {}, now_s)
-        self.silent, self.lost = (self.silence.workers(seconds, now_s) for seconds in (SILENT_S, LOST_S))
+        debts = [(one, what, heard) for one in listened for what, heard in self.debts(one).items()]
+        self.silence.look(debts if self.detector.active else [])
+        self.silent, self.lost = (
+            {worker for worker, *_ in self.silence.lasting(seconds)} for seconds in (SILENT_S, LOST_S)
+        )
 
     def debts(self, incarnation: str) -> dict[str, int]:
         """What a worker owes, with what was last heard of it."""

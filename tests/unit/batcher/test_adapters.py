@@ -38,7 +38,8 @@ def scheduler(*adapters: str) -> Scheduler:
 
 
 def pass_time(keeper: AdapterKeeper, seconds: float) -> None:
-    keeper.since_s = {one: since_s - seconds for one, since_s in keeper.since_s.items()}
+    since = keeper.waiting
+    since.since_s = {one: at_s - seconds for one, at_s in since.since_s.items()}
 
 
 async def keys(keeper: AdapterKeeper) -> list[str]:

@@ -1,6 +1,7 @@
 """Who is dead, silent or absent, and when a missing heartbeat is not taken for a death."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -8,7 +9,7 @@ from redis.asyncio import Redis
 from batcher import worker_registry
 from batcher.housekeeping import OrphanTracker
 from batcher.scheduling.sequence import Sequence
-from batcher.worker_registry import CLOCK_JUMP_MS, STALL_S, FailureDetector, Silence, WorkerAbsence
+from batcher.worker_registry import CLOCK_JUMP_MS, STALL_S, FailureDetector, Since, WorkerAbsence
 from common.broker.heartbeat import Heartbeat
 from common.broker.pool_client import PoolClient
 from tests.support.broker_state import KEYS, make_request
@@ -84,22 +85,21 @@ def test_a_jump_of_the_broker_s_clock_pauses(detector: FailureDetector, clock: C
 
 
 async def test_only_a_pool_without_ready_and_starting_workers_waits(redis: Redis) -> None:
-    now_s = 0.0
     pool = PoolClient(redis, KEYS)
-    absence = WorkerAbsence(pool, 30.0, clock=lambda: now_s)
+    absence = WorkerAbsence(pool, 30.0)
     assert not await absence.is_over_grace(False)
-    now_s = 31.0
+    pass_time(absence.since, 31.0)
     assert await absence.is_over_grace(False)
     assert not await absence.is_over_grace(True)
-    now_s = 62.0
+    pass_time(absence.since, 31.0)
     assert not await absence.is_over_grace(False), "it begins anew"
-    now_s = 93.0
+    pass_time(absence.since, 31.0)
     starting = Heartbeat(pool, "starting", "w0-1", 5.0)
     await starting.send(doing="loading")
     assert not await absence.is_over_grace(False)
     await starting.remove()
     assert not await absence.is_over_grace(False)
-    now_s = 124.0
+    pass_time(absence.since, 31.0)
     assert await absence.is_over_grace(False)
     await Heartbeat(pool, "sleeper", "w0-1", 5.0).send(state="asleep")
     assert not await absence.is_over_grace(False), "a worker serves other models, and comes"
@@ -110,18 +110,24 @@ async def test_only_a_pool_without_ready_and_starting_workers_waits(redis: Redis
 REPORTS, PLANS = ("w1", "reports"), ("w1", "plans")
 
 
-def test_a_worker_is_silent_while_nothing_new_is_heard_of_one_of_its_debts() -> None:
-    silence = Silence()
-    silence.look({REPORTS: 3, PLANS: 7, ("w2", "takeover"): 0}, 100.0)
-    silence.look({REPORTS: 4, PLANS: 7}, 105.0)
-    assert silence.workers(5, 105.0) == {"w1"}, "its reports show no newer plan; w2 owes nothing any more"
-    silence.look({REPORTS: 4, PLANS: 8}, 106.0)
-    assert silence.workers(5, 109.9) == set()
-    silence.look({REPORTS: 4}, 110.0)
-    assert silence.workers(5, 110.0) == {"w1"}
-    silence.look({}, 110.0)  # as after a pause: the machine was stopped, the broker was away
-    silence.look({REPORTS: 4}, 200.0)
-    assert silence.workers(5, 200.0) == set()
+def pass_time(since: Since[Any], seconds: float) -> None:
+    since.since_s = {thing: at_s - seconds for thing, at_s in since.since_s.items()}
+
+
+def test_a_debt_lasts_while_nothing_new_is_heard_of_it() -> None:
+    silence = Since[tuple[str, str, int]]()
+    silence.look([(*REPORTS, 3), (*PLANS, 7), ("w2", "takeover", 0)])
+    pass_time(silence, 5.0)
+    silence.look([(*REPORTS, 4), (*PLANS, 7)])
+    assert silence.lasting(5) == [(*PLANS, 7)], "its reports show no newer plan; w2 owes nothing any more"
+    pass_time(silence, 4.0)
+    silence.look([(*REPORTS, 4), (*PLANS, 8)])
+    assert silence.lasting(5) == []
+    pass_time(silence, 1.0)
+    assert silence.lasting(5) == [(*REPORTS, 4)]
+    silence.look([])  # as after a pause: the machine was stopped, the broker was away
+    silence.look([(*REPORTS, 4)])
+    assert silence.lasting(5) == []
 
 
 # --- housekeeping -------------------------------------------------------------------------------------------
@@ -145,11 +151,11 @@ async def test_a_request_whose_client_came_back_has_another_gateway(redis: Redis
     await redis.hset(KEYS.request("r2"), "gateway", "g0")  # type: ignore[misc]
     await redis.set(KEYS.gateway("g1"), 1)
     assert await find(tracker, sequences) == []
-    tracker.absent_since_s["g0"] -= 60
+    tracker.absent.since_s["g0"] -= 60
     assert await find(tracker, sequences) == ["r2"]
     await redis.delete(KEYS.gateway("g1"))
     assert await find(tracker, sequences[:1]) == []
-    tracker.absent_since_s["g1"] -= 60
+    tracker.absent.since_s["g1"] -= 60
     assert await find(tracker, sequences[:1]) == ["r1"]
 
 
@@ -157,10 +163,10 @@ async def test_a_gateway_that_returns_has_its_whole_grace_again(redis: Redis) ->
     tracker = OrphanTracker(PoolClient(redis, KEYS))
     sequences = [sequence("r1", "g0", 600_000)]
     await find(tracker, sequences)
-    tracker.absent_since_s["g0"] -= 400
+    tracker.absent.since_s["g0"] -= 400
     await redis.set(KEYS.gateway("g0"), 1)
     assert await find(tracker, sequences) == []
     await redis.delete(KEYS.gateway("g0"))
     await find(tracker, sequences)
-    tracker.absent_since_s["g0"] -= 400
+    tracker.absent.since_s["g0"] -= 400
     assert await find(tracker, sequences) == []

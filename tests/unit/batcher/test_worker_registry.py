@@ -196,5 +196,5 @@ async def test_a_worker_that_does_not_answer_a_takeover_is_silent_then_sealed(
 
 
 def wait(workers: WorkerRegistry, seconds: float) -> None:
-    silence = workers.silence
-    silence.since = {debt: (heard, since_s - seconds) for debt, (heard, since_s) in silence.since.items()}
+    since = workers.silence
+    since.since_s = {debt: at_s - seconds for debt, at_s in since.since_s.items()}
