@@ -1,7 +1,7 @@
 """Prints the agent's CPU time per token, and its latency: `python -m benchmarks.agent [--runs 3]`.
 
 The whole agent runs (text, stop strings, both logs, events) between a real broker and an engine without a
-model (tests/support/chaos/engine.py), in two modes. In the first, the engine sends steps as fast as the
+model (tests/support/engine/echo_engine.py), in two modes. In the first, the engine sends steps as fast as the
 agent reads them, and a flush publishes several. In the second, it sends a step once the last one is
 published, and each has a flush of its own. CPU time is this process's, without broker and engine. Latency is
 that of the second mode: from the engine's frame to the gateway's event. All figures are medians of runs.
@@ -20,15 +20,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 import uvloop
-from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 from tokenizers import Tokenizer
 
@@ -36,8 +33,7 @@ from common import model_files
 from common.broker.client import connect
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
-from common.messages.codec import decode, encode
-from common.messages.events import Events
+from common.messages.codec import encode
 from common.messages.plan import NewRow, Plan, WorkerCapacity
 from common.messages.records import pack_ids
 from common.messages.request import Generate, StoppingParams
@@ -46,11 +42,7 @@ from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_client import EngineClient, EngineDied, EngineLink, RankProcess
 from gpu_worker.agent.row_text import RowTable
 from gpu_worker.agent.state import AgentState
-from gpu_worker.engine.batch.row import RowSlice
-from gpu_worker.protocol import AgentLink
-from gpu_worker.protocol import encode as encode_frame
 from tests.support import brokers
-from tests.support.chaos.engine import BLOCK_SIZE, ScriptedEngine
 from tests.support.machine.callgrind import VARIABLES, InstructionMeter, require_valgrind, under_callgrind
 from tests.support.waiting import wait_until
 
@@ -63,9 +55,6 @@ MAX_WAITING_STEPS = 2**11
 """Steps of one run in the second mode."""
 COUNTED_STEPS = {1: 128, 32: 64, 256: 64}
 """Number of rows → steps whose instructions are counted."""
-DURATION_S = 0.01
-"""What a step says that it took: so a flush does not wait for the next one."""
-GRANT = 10**6
 KEYS = Keys("default")
 CHANNEL = KEYS.events("g")
 
@@ -112,32 +101,31 @@ async def measure(
             name=name,
             model="m",
             dtype="bfloat16",
-            block_size=BLOCK_SIZE,
+            block_size=16,
             num_blocks=10_000,
             max_batch_prefill_tokens=64,
             context=100_000,
         ),
     )
     serving = asyncio.create_task(agent.run())
-    prompt_ids = pack_ids(tokenizer.encode(TEXT).ids[:PROMPT_TOKENS])
-    await start_rows(redis, name, num_rows, prompt_ids, -(-(PROMPT_TOKENS + num_steps) // BLOCK_SIZE))
+    blocks = pack_ids(range(1, 2 + (PROMPT_TOKENS + num_steps) // 16))  # of each row: they hold nothing
+    await start_rows(redis, name, num_rows, pack_ids(tokenizer.encode(TEXT).ids[:PROMPT_TOKENS]), blocks)
     await wait_until(lambda: len(agent.state.table.rows) == num_rows)
     meter.begin()
-    await plan(redis, name, Plan(1, 2, GRANT, GRANT))
+    await plan(redis, name, Plan(1, 2, 10**6, 10**6))
     with contextlib.suppress(EngineDied):  # after its last step
         await serving
-    used = meter.end()
-    latency_ms = await read_latency_ms(engine.ranks[0].process)
+    cost = Cost(meter.end() / (num_steps * num_rows), await read_latency_ms(engine.ranks[0].process))
     engine.ranks[0].link.transport.close()
     await redis.aclose()
-    return Cost(used / (num_steps * num_rows), latency_ms)
+    return cost
 
 
 async def start_engine(url: str, num_steps: int, waits: bool) -> RankProcess:
     ours, engines = socket.socketpair()
     with engines:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "benchmarks.agent", "--engine", str(engines.fileno()), url),
+            *(sys.executable, "-m", "tests.support.engine.echo_engine", str(engines.fileno()), url, CHANNEL),
             *(str(num_steps), str(int(waits))),
             pass_fds=[engines.fileno()],
             stdout=asyncio.subprocess.PIPE,
@@ -151,7 +139,7 @@ async def read_latency_ms(engine: asyncio.subprocess.Process) -> float:
     return statistics.median(json.loads(output)) if output else 0.0
 
 
-async def start_rows(redis: Redis, worker: str, num_rows: int, prompt_ids: bytes, num_blocks: int) -> None:
+async def start_rows(redis: Redis, worker: str, num_rows: int, prompt_ids: bytes, blocks: bytes) -> None:
     """Starts rows on a worker, as the batcher does; every other one looks for a stop string."""
     starts = []
     for row in range(1, num_rows + 1):
@@ -159,69 +147,12 @@ async def start_rows(redis: Redis, worker: str, num_rows: int, prompt_ids: bytes
         request = Generate(f"{worker}-{row}", "d", prompt_ids, stopping, channel=CHANNEL)
         placed = {"digest": "d", "worker": worker, "attempt": 1, "base": 0, "width": 1}
         await redis.hset(KEYS.request(request.request_id), mapping=placed)  # type: ignore[misc]
-        blocks = pack_ids(range(1 + (row - 1) * num_blocks, 1 + row * num_blocks))
         starts.append(NewRow(row, 1, 0, b"", blocks, request))
     await plan(redis, worker, Plan(1, 1, 0, 64, starts))
 
 
 async def plan(redis: Redis, worker: str, plan: Plan) -> None:
     await redis.xadd(KEYS.plans(worker), {"plan": encode(plan)}, id=f"{plan.epoch}-{plan.number}")
-
-
-class EchoEngine(ScriptedEngine):
-    """Its rows repeat their prompts, each from another place."""
-
-    def compute(self, duration_s: float) -> None:
-        """Its steps take no time, but say that they did."""
-
-    def fill_blocks(self, slices: Sequence[RowSlice]) -> None:
-        """No row starts with the blocks of another."""
-
-    def sample(self, one: RowSlice) -> list[int]:
-        ids = one.row.ids
-        return [int(ids[(one.first_index + one.row.number) % len(ids)])]
-
-
-def run_engine(link: AgentLink, url: str, num_steps: int, waits: bool) -> None:
-    """Compute all steps of the rows that are started by the time the first one is granted, then send them;
-    with `waits`, send each once the one before is published, and print the ms that each took. Return once
-    the last one is published.
-    """
-    published = published_counts(url)
-    next(published)
-    engine = EchoEngine(DURATION_S, prefix_caching=False)
-    while not engine.rows.grant.until:
-        for command in link.commands(60.0):
-            assert isinstance(command, Plan)
-            engine.apply(command)
-    frames = [encode_frame(step) for _ in range(num_steps) if (step := engine.step())]
-    if waits:
-        json.dump([send_and_wait(link.channel, frame, published) for frame in frames], sys.stdout)
-        return
-    threading.Thread(target=link.channel.sendall, args=[b"".join(frames)]).start()
-    while next(published) < num_steps:
-        pass
-
-
-def send_and_wait(channel: socket.socket, frame: bytes, published: Iterator[int]) -> float:
-    """Send a step and wait until it is published → ms."""
-    began_s = time.monotonic()
-    channel.sendall(frame)
-    next(published)
-    return (time.monotonic() - began_s) * 1e3
-
-
-def published_counts(url: str) -> Iterator[int]:
-    """Yield how many tokens of each row are published, with each message that has some; first 0, once
-    subscribed.
-    """
-    with SyncRedis.from_url(url).pubsub(ignore_subscribe_messages=False) as listener:  # type: ignore[no-untyped-call]
-        listener.subscribe(CHANNEL)
-        for message in listener.listen():
-            if message["type"] == "subscribe":
-                yield 0
-            elif tokens := decode(Events, message["data"]).all_tokens:
-                yield tokens[0].index + len(tokens[0].ids) // 4
 
 
 def load_tokenizer() -> Tokenizer:
@@ -280,12 +211,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--instructions", action="store_true")
     parser.add_argument("--counted", nargs=3, metavar=("URL", "ROWS", "FOLDER"), help=argparse.SUPPRESS)
-    parser.add_argument("--engine", nargs=4, metavar=("FD", "URL", "STEPS", "WAITS"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.engine:
-        fd, url, num_steps, waits = args.engine
-        run_engine(AgentLink(socket.socket(fileno=int(fd))), url, int(num_steps), waits == "1")
-        return
     if args.counted:
         url, num_rows, folder = args.counted
         uvloop.run(print_instructions(url, int(num_rows), Path(folder)))
