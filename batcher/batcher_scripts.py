@@ -11,15 +11,6 @@ from common.messages.events import Terminal, kept_records
 from common.messages.plan import Plan
 
 
-class StartedRow(NamedTuple):
-    """A row that starts with a plan; `base`: how many tokens its request has."""
-
-    request_id: str
-    attempt: int
-    base: int
-    num_cached: int
-
-
 class PlanReply(NamedTuple):
     """Whether a plan was written.
 
@@ -32,10 +23,9 @@ class PlanReply(NamedTuple):
     refused: Sequence[int] = ()
 
 
-def publish_plan(
-    keys: Keys, worker: str, *, plan: Plan, oldest: int, rows: Sequence[StartedRow]
-) -> ScriptCall[PlanReply]:
-    """Publish a plan, and set the worker of the rows that start with it.
+def publish_plan(keys: Keys, worker: str, *, plan: Plan, oldest: int) -> ScriptCall[PlanReply]:
+    """Publish a plan, and set the worker of the rows that start with it. A repeated call changes nothing: the
+    plan's id is its number.
 
     Args:
         oldest: number of the oldest plan to keep.
@@ -53,8 +43,8 @@ def publish_plan(
         keys,
         worker,
         args=args,
-        more_keys=[keys.request(row.request_id) for row in rows],
-        more_args=[part for row in rows for part in row[1:]],
+        more_keys=[keys.request(row.request.request_id) for row in plan.starts],
+        more_args=[part for row in plan.starts for part in (row.attempt, row.base, row.num_cached)],
     )
 
 

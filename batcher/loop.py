@@ -5,7 +5,7 @@ import logging
 from functools import partial
 from typing import Any, NoReturn
 
-from batcher import batcher_scripts, inbox, worker_registry
+from batcher import batcher_scripts, inbox
 from batcher.actions import Action, ActionQueue, ScriptAction
 from batcher.batcher_scripts import PlanReply
 from batcher.housekeeping import Housekeeping
@@ -18,6 +18,7 @@ from batcher.scheduling.scheduler import Scheduler
 from batcher.timeline import TimelineWriter
 from batcher.worker_registry import FailureDetector, WorkerRegistry
 from common.broker.client import FailureLog
+from common.broker.lua import ScriptCall
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
 from common.messages.events import ChannelSequences
@@ -235,9 +236,13 @@ class Batcher:
             self.pending.add(partial(self.recovery.resume, outcomes.interrupted))
 
     def publication(self, plan: PendingPlan) -> ScriptAction:
-        return ScriptAction(
-            partial(worker_registry.publish, self.keys, plan), partial(self.on_published, plan)
-        )
+        def call() -> ScriptCall[PlanReply]:
+            replica = plan.replica
+            oldest = min(replica.plan_seen, replica.plan_written)  # the script looks for the plan before
+            worker = replica.capacity.incarnation
+            return batcher_scripts.publish_plan(self.keys, worker, plan=plan.plan, oldest=oldest)
+
+        return ScriptAction(call, partial(self.on_published, plan))
 
     def on_published(self, plan: PendingPlan, reply: list[Any]) -> list[ScriptAction]:
         """Take the reply to a plan. Rows whose request is cancelled or has ended are withdrawn, and the plan

@@ -20,15 +20,12 @@ from enum import Enum, auto
 from typing import Generic, TypeVar
 
 from batcher import batcher_scripts
-from batcher.batcher_scripts import PlanReply, StartedRow
 from batcher.inbox import Inbox
-from batcher.scheduling.plan_builder import PendingPlan
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from common.adapters import HeldAdapters
 from common.broker import heartbeat
-from common.broker.keys import SLEEPER, STARTING, Keys
-from common.broker.lua import ScriptCall
+from common.broker.keys import SLEEPER, STARTING
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
 from common.messages.plan import Plan, Report, WorkerCapacity
@@ -152,18 +149,6 @@ LOST_S = 60.0
 """One that has been silent for so long is sealed. Its agent gives a connection that hangs up before that, and
 may write the logits of many tokens before the next report.
 """
-
-
-def publish(keys: Keys, pending: PendingPlan) -> ScriptCall[PlanReply]:
-    """Return the call that publishes a plan. A repeated call changes nothing: the plan's id is its number."""
-    replica = pending.replica
-    oldest = min(replica.plan_seen, replica.plan_written)  # the script looks for the plan before the next one
-    rows = [
-        StartedRow(row.sequence.request_id, row.sequence.attempt, row.sequence.base, row.num_cached)
-        for row in pending.rows
-    ]
-    worker = replica.capacity.incarnation
-    return batcher_scripts.publish_plan(keys, worker, plan=pending.plan, oldest=oldest, rows=rows)
 
 
 class WorkerState(Enum):
@@ -290,7 +275,7 @@ class WorkerRegistry:
             worker.state = WorkerState.UNREADABLE
             return
         plan, keys = Plan(self.scheduler.epoch, 1, 0, 0, takeover=True), self.pool.keys
-        call = batcher_scripts.publish_plan(keys, incarnation, plan=plan, oldest=1, rows=[])
+        call = batcher_scripts.publish_plan(keys, incarnation, plan=plan, oldest=1)
         is_sent = (await self.pool.run(call)).status == "OK"
         if is_sent and self.state(incarnation) in UNSENT:  # it may have answered another call, or ended
             worker.state = WorkerState.TAKEOVER_SENT

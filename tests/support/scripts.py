@@ -8,14 +8,14 @@ from redis.asyncio import Redis
 from api.requests import request_scripts
 from api.requests.request_scripts import AdmitReply, KeyCharge
 from batcher import batcher_scripts
-from batcher.batcher_scripts import PlanReply, QueuedRequest, SavedRequest, StartedRow
+from batcher.batcher_scripts import PlanReply, QueuedRequest, SavedRequest
 from common.api_keys import ApiKey
 from common.broker import heartbeat
 from common.broker.keys import Keys
 from common.broker.lua import run_script
 from common.messages.codec import encode
 from common.messages.events import Events, Terminal, Tokens
-from common.messages.plan import Plan
+from common.messages.plan import NewRow, Plan
 from common.messages.records import pack_floats, pack_ids
 from common.messages.request import Generate, StoppingParams
 from gpu_worker import worker_scripts
@@ -84,9 +84,12 @@ async def publish_plan(
 ) -> PlanReply:
     """Publish a plan that starts rows: request, attempt, base of each."""
     epoch, number = map(int, plan_id.split("-"))
-    started = [StartedRow(name, attempt, base, 16 * attempt) for name, attempt, base in rows]
-    plan = Plan(epoch, number, 0, 0)
-    call = batcher_scripts.publish_plan(KEYS, worker, plan=plan, oldest=0, rows=started)
+    started = [
+        NewRow(0, attempt, base, b"", b"", replace(REQUEST, request_id=name), 16 * attempt)
+        for name, attempt, base in rows
+    ]
+    plan = Plan(epoch, number, 0, 0, started)
+    call = batcher_scripts.publish_plan(KEYS, worker, plan=plan, oldest=0)
     return await run_script(redis, call)
 
 
