@@ -11,13 +11,13 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 from batcher import batcher_scripts
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from batcher.timeline import TimelineWriter
-from batcher.worker_registry import FailureDetector, Since, WorkerAbsence, WorkerRegistry
+from batcher.worker_registry import Since, WorkerAbsence, WorkerRegistry
 from common.adapter_registry import AdapterRegistry, change_registry, read_newer
 from common.adapters import LEAVING, LOADING, READY, AdapterLoad, adapter_name
 from common.broker.heartbeat import Heartbeat
@@ -163,6 +163,7 @@ class OrphanTracker:
         }
 
 
+@dataclass(eq=False)
 class Housekeeping:
     """Cancels requests that nobody reads or nobody can serve, finds dead workers, trims `control`, publishes
     the state, writes timelines. A turn starts each run, so a loop that hangs sends no heartbeat.
@@ -175,35 +176,25 @@ class Housekeeping:
         grace_ms: how long a client's request waits while there is no worker.
     """
 
-    def __init__(
-        self,
-        *,
-        settings: Settings,
-        pool: PoolClient,
-        incarnation: str,
-        scheduler: Scheduler,
-        workers: WorkerRegistry,
-        detector: FailureDetector,
-        channels: ChannelSequences,
-        timeline: TimelineWriter,
-        clock_ms: Callable[[], int],
-    ) -> None:
-        self.pool = pool
-        self.scheduler = scheduler
-        self.workers = workers
-        self.detector = detector
-        self.channels = channels
-        self.timeline = timeline
-        self.clock_ms = clock_ms
+    settings: InitVar[Settings]
+    pool: PoolClient
+    incarnation: InitVar[str]
+    scheduler: Scheduler
+    workers: WorkerRegistry
+    channels: ChannelSequences
+    timeline: TimelineWriter
+    clock_ms: Callable[[], int]
+    tasks: set[asyncio.Task[list[str]]] = field(default_factory=set)
+    due_s: float = 0.0
+    soonest_s: float = 0.0
+
+    def __post_init__(self, settings: Settings, incarnation: str) -> None:
         self.grace_ms = 1000 * settings.worker_grace_s
-        self.tasks: set[asyncio.Task[list[str]]] = set()
-        self.orphans = OrphanTracker(pool)
-        self.adapters = AdapterKeeper(pool)
-        self.absence = WorkerAbsence(pool, settings.worker_grace_s)
-        self.heartbeat = Heartbeat(pool, "batcher", incarnation, settings.worker_ttl_s)
+        self.orphans = OrphanTracker(self.pool)
+        self.adapters = AdapterKeeper(self.pool)
+        self.absence = WorkerAbsence(self.pool, settings.worker_grace_s)
+        self.heartbeat = Heartbeat(self.pool, "batcher", incarnation, settings.worker_ttl_s)
         self.interval_s = min(settings.heartbeat_s, REPEAT_S)
-        self.due_s = 0.0
-        self.soonest_s = 0.0
 
     @property
     def left_ms(self) -> int:
@@ -245,7 +236,7 @@ class Housekeeping:
         self.soonest_s = time.monotonic() + HURRY_S
         orphans = await self.orphans.orphans(self.scheduler.sequences, self.scheduler.gateways)
         dead = await self.workers.check()  # after the orphans: it looks for a jump of the clock
-        if self.detector.active:
+        if self.workers.detector.active:
             for request_id in orphans:
                 self.scheduler.cancel(request_id, "gateway")
             is_over_grace = await self.absence.is_over_grace(bool(self.scheduler.replicas))

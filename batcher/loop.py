@@ -73,7 +73,6 @@ class Batcher:
             incarnation=lease.holder,
             scheduler=self.scheduler,
             workers=self.workers,
-            detector=self.detector,
             channels=self.channels,
             timeline=self.timeline,
             clock_ms=lease.clock.now_ms,

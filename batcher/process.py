@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import uvloop
@@ -32,6 +32,7 @@ from common.settings.settings import Settings
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class PoolAnnouncer:
     """Announces the pool while its broker answers: a pool whose broker is down falls silent, whatever the
     directory's does.
@@ -40,15 +41,11 @@ class PoolAnnouncer:
         rival: address of another broker that has a pool of this name; empty without one.
     """
 
-    def __init__(
-        self, settings: Settings, pool: PoolClient, directory: DirectoryClient, lease: Lease
-    ) -> None:
-        self.address = address_of(broker_url(settings))
-        self.interval_s = settings.heartbeat_s
-        self.pool = pool
-        self.directory = directory
-        self.lease = lease
-        self.rival = ""
+    settings: Settings
+    pool: PoolClient
+    directory: DirectoryClient
+    lease: Lease
+    rival: str = ""
 
     async def run(self, scheduler: Scheduler, adapters: AdapterKeeper) -> NoReturn:
         """Announce what this scheduler has, and the names of adapters, until the epoch is over."""
@@ -58,12 +55,12 @@ class PoolAnnouncer:
                 with failures.caught():
                     async with asyncio.timeout(CONNECT_TIMEOUT_S):
                         await self.announce(scheduler, adapters.names)
-            await asyncio.sleep(until_beat(self.interval_s))
+            await asyncio.sleep(until_beat(self.settings.heartbeat_s))
 
     async def announce(self, scheduler: Scheduler, adapters: list[str]) -> None:
         replicas = [replica for replica in scheduler.replicas.values() if not replica.draining]
         waiting = sum(sequence.waiting for sequence in scheduler.sequences.values())
-        entry = replace(describe(self.address, replicas, waiting), adapters=adapters)
+        entry = replace(describe(address_of(broker_url(self.settings)), replicas, waiting), adapters=adapters)
         if not replicas:
             entry = await self.look_for_others(entry)
         rival = await self.directory.publish(self.pool.keys.pool, entry)
