@@ -8,7 +8,7 @@ import secrets
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 from tokenizers import Tokenizer
@@ -89,11 +89,9 @@ class AnsweringEngine(ModelessEngine):
         """Apply a plan. Ids are scripted, so no row needs what the vocabulary, an adapter, pictures or other
         rows' blocks have to do with them.
         """
-        super().send(
-            replace(
-                plan, starts=[replace(one, num_cached=0, request=plain(one.request)) for one in plan.starts]
-            )
-        )
+        own: dict[str, Any] = {"num_cached": 0, "contents": []}
+        starts = [replace(one, request=plain(one.request), **own) for one in plan.starts]
+        super().send(replace(plan, starts=starts))
 
     def may_run(self, row: Row) -> bool:
         """Whether a row has a next token, or makes a vector."""
@@ -274,7 +272,8 @@ class FakeWorker:
         self.entry_ids[request.request_id] = entry_id.decode()
         await self.agent.plans.pictures.read_for([start])
         self.agent.plans.apply(replace(GRANT, starts=[start]))
-        self.live[request.request_id] = table.rows[start.row]
+        if (row := table.rows.get(start.row)) is not None:  # else it has failed
+            self.live[request.request_id] = row
 
     def logits(self, request: Generate, one: RowSlice) -> list[tuple[int, int, bytes]]:
         """Return float32 logits: at position p, all are p."""
@@ -304,7 +303,7 @@ class FakeWorker:
     async def dequeue(self, request_id: str) -> None:
         queued = QueuedRequest(request_id, self.entry_ids.pop(request_id))
         await run_script(self.redis, batcher_scripts.dequeue(self.keys, queued))
-        del self.live[request_id]
+        self.live.pop(request_id, None)
 
     async def repeat(self) -> None:
         for channel, payload in self.agent.publisher.channels.repeated_messages():
