@@ -80,5 +80,5 @@ def published_counts(url: str, channel: str) -> Iterator[int]:
 
 if __name__ == "__main__":
     handle, broker_url, events_channel, steps, wait = sys.argv[1:]
-    own_link = AgentLink(socket.socket(fileno=int(handle)))
-    run(own_link, published_counts(broker_url, events_channel), int(steps), wait == "1")
+    tokens_published = published_counts(broker_url, events_channel)
+    run(AgentLink(socket.socket(fileno=int(handle))), tokens_published, int(steps), wait == "1")
