@@ -291,6 +291,17 @@ async def are_ready(fleet: LocalFleet, kind: str) -> bool:
     return bool(running) and running <= await ready(fleet.settings, kind)
 
 
+async def has_requests(fleet: LocalFleet) -> bool:
+    """Whether requests of its pools run or wait; False, if the broker does not answer."""
+    settings = fleet.settings
+    try:
+        async with asyncio.timeout(HEALTH_TIMEOUT_S), PoolClient.connect(settings) as own:
+            pools = [own.of_pool(pool) for pool in settings.pools]
+            return any([await pool.redis.xlen(pool.keys.requests) for pool in pools])
+    except ERRORS:
+        return False
+
+
 async def ready(settings: Settings, kind: str) -> set[str]:
     """First incarnations of a kind that have a ready heartbeat; none, if the broker does not answer."""
     found: set[str] = set()

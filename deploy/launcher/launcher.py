@@ -41,6 +41,7 @@ from deploy.launcher.fleet import (
     LocalFleet,
     are_ready,
     end_on_signals,
+    has_requests,
     last_lines,
     new_fleet,
     num_processes,
@@ -276,7 +277,8 @@ async def launch(fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:
             show = log.info if fleet.settings.json_output else partial(print, flush=True)
             show(last_lines(fleet.settings))
         for preloaded in fleet.preloaded:
-            tasks.create_task(preloaded.keep_one_waiting(partial(are_ready, fleet, preloaded.kind)))
+            questions = partial(are_ready, fleet, preloaded.kind), partial(has_requests, fleet)
+            tasks.create_task(preloaded.keep_one_waiting(*questions))
 
 
 async def take_orders(fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:

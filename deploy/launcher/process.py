@@ -32,6 +32,10 @@ FIRST_RETRY_S, LAST_RETRY_S = 10.0, 3600.0
 ACCEPT_TIMEOUT_S = 5.0
 """Less than a worker takes to start anew, but more than a busy machine lets a process wait."""
 
+BUSY_S = 20.0
+"""Longer than most requests run."""
+
+Question = Callable[[], Awaitable[bool]]
 OpenChannel = Callable[[], socket.socket]
 """Makes a channel for one run of a gateway to the socket keeper."""
 
@@ -161,7 +165,7 @@ class PreloadedProcess:
     """Keeps one process of a kind waiting, and starts another when it was used or has ended.
 
     It starts one only while all processes of its kind are ready, since it would take processor time from one
-    that starts.
+    that starts. It lets requests that run go first, up to BUSY_S: a fleet that is never idle has one, too.
 
     Attributes:
         kind: `worker` or `gateway`.
@@ -178,14 +182,16 @@ class PreloadedProcess:
     open_channel: OpenChannel | None = None
     waiting: WaitingProcess | None = None
 
-    async def keep_one_waiting(self, are_ready: Callable[[], Awaitable[bool]]) -> None:
+    async def keep_one_waiting(self, are_ready: Question, is_busy: Question) -> None:
         """Runs until it is cancelled; no process is left then."""
-        retry_s = FIRST_RETRY_S
+        retry_s, busy_s = FIRST_RETRY_S, 0.0
         try:
             while True:
-                if not await are_ready():
+                if not (ready := await are_ready()) or (busy_s < BUSY_S and await is_busy()):
+                    busy_s = busy_s + POLL_S if ready else 0.0
                     await asyncio.sleep(POLL_S)
                     continue
+                busy_s = 0.0
                 flags = self.choose_flags()
                 if not flags:
                     log.info("no %s is preloaded: memory is short", self.kind)
@@ -232,12 +238,13 @@ class PreloadedProcess:
 
     async def become(self, variables: Mapping[str, str]) -> Process | None:
         """Give the waiting process its place, with these variables, and return it. None: none waits, or it
-        does not accept. One that still imports is used, too: it is further than one that only starts.
+        does not accept. A gateway that still imports is used, too: it is further than one that only starts. A
+        worker's engine is not: nothing can raise its priority before it is loaded.
         """
         waiting, self.waiting = self.waiting, None
         if waiting is None:
             return None
-        if await waiting.takes(variables):
+        if (waiting.is_ready or self.kind == "gateway") and await waiting.takes(variables):
             log.info("a preloaded %s takes the place, process %d", self.kind, waiting.process.pid)
             return waiting.process
         await waiting.kill()

@@ -25,6 +25,7 @@ from common.process.launch import LOAD_FLAG, PRELOAD_FLAG, die_with_parent
 from common.rank import RankInfo
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.parallel.rendezvous import RankLinks, RankLost, RendezvousFailed, connect_ranks
+from gpu_worker.engine.side_threads import SideThreads
 from gpu_worker.protocol import AgentLink, Begin, EngineFailure, LoadProgress, PeerClosed, WorkerEnds
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ SPIN_COUNT = ("GOMP_SPINCOUNT", "2000")
 would keep the thread that it waits for from running. OpenMP reads it when torch is imported.
 """
 CUDA_ERROR_NOT_INITIALIZED = 3
+LOWEST_PRIORITY = 19
 LOSS_TIMEOUT_S = 1.0
 """How long an error of a collective operation waits for the news that a rank is lost."""
 
@@ -72,23 +74,31 @@ def main() -> None:
 
 def preload(link: AgentLink, loads_model: bool) -> Any:
     """Import all that an engine needs, and wait for its variables → the model if it is to be loaded, else
-    None. GPUs are not touched, since it is not known yet which of them may be used. Raises PeerClosed,
-    SettingError.
+    None. Raises PeerClosed, SettingError.
+
+    A thread of the lowest priority does it, which ends with those that it has started for torch: a process
+    may lower its own priority, and not raise it again.
     """
     setproctitle.setproctitle("tokenfleet engine preloaded")
     prepare_import()
+    with SideThreads().make("preload", LOWEST_PRIORITY) as thread:
+        loaded = thread.submit(import_and_load, loads_model).result()
+    link.send(LoadProgress("preloaded"))
+    os.environ.update(link.receive(Begin).variables)
+    return loaded
+
+
+def import_and_load(loads_model: bool) -> Any:
+    """GPUs are not touched, since it is not known yet which of them may be used. Raises SettingError."""
     import gpu_worker.engine.loop  # noqa: F401  it imports everything
     from gpu_worker.engine.drafting.load_draft import load_draft
     from gpu_worker.engine.model.load import load
     from gpu_worker.engine.parallel.communicator import SINGLE_RANK
 
     check_cuda_is_unused()
-    loaded = None
-    if loads_model:
-        loaded = load(Settings.read([], os.environ), no_progress, SINGLE_RANK, load_draft)
-    link.send(LoadProgress("preloaded"))
-    os.environ.update(link.receive(Begin).variables)
-    return loaded
+    if not loads_model:
+        return None
+    return load(Settings.read([], os.environ), no_progress, SINGLE_RANK, load_draft)
 
 
 def prepare_import() -> None:

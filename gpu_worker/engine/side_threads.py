@@ -2,6 +2,7 @@
 woken: rows may wait for it, and an idle loop waits for grants.
 """
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -51,5 +52,6 @@ class SideThread(ThreadPoolExecutor):
 
 
 def give_way(niceness: int) -> None:
-    """Lower the priority of this thread."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+    """Lower the priority of this thread, where threads have one of their own (Linux)."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

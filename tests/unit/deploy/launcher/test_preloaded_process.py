@@ -33,19 +33,24 @@ time.sleep(600)
 
 
 class Workshop:
-    """A preloaded worker, and a worker `w0` that may use it; `imports` is a file that keeps it importing."""
+    """A preloaded process, and a worker `w0` that may use it; `imports` is a file that keeps it importing."""
 
-    def __init__(self, directory: Path, flags: list[str]) -> None:
+    def __init__(self, directory: Path, flags: list[str], kind: str = "worker") -> None:
         self.imports, self.told = directory / "imports", directory / "told"
         command = [sys.executable, "-c", FAKE]
         environ = {"IMPORTS": str(self.imports), "TOLD": str(self.told)}
-        self.preloaded = PreloadedProcess("worker", command, environ, lambda: flags)
+        self.preloaded = PreloadedProcess(kind, command, environ, lambda: flags)
         self.worker = SupervisedProcess("worker", "w0", command, environ, self.preloaded)
         self.are_ready = asyncio.Event()
         self.are_ready.set()
+        self.are_busy, self.looks_at_requests = False, 0
 
     async def workers_are_ready(self) -> bool:
         return self.are_ready.is_set()
+
+    async def has_requests(self) -> bool:
+        self.looks_at_requests += 1
+        return self.are_busy
 
     async def ready(self) -> int:
         """The process that waits, once it has imported everything."""
@@ -64,11 +69,14 @@ class Workshop:
 
 
 @contextlib.asynccontextmanager
-async def workshop(directory: Path, *flags: str) -> AsyncIterator[Workshop]:
+async def workshop(
+    directory: Path, *flags: str, kind: str = "worker", busy: bool = False
+) -> AsyncIterator[Workshop]:
     """Leaving ends the keeping, and checks that it leaves no process."""
     others = set(psutil.Process().children(recursive=True))
-    shop = Workshop(directory, [*flags])
-    keeping = asyncio.create_task(shop.preloaded.keep_one_waiting(shop.workers_are_ready))
+    shop = Workshop(directory, [*flags], kind)
+    shop.are_busy = busy
+    keeping = asyncio.create_task(shop.preloaded.keep_one_waiting(shop.workers_are_ready, shop.has_requests))
     try:
         yield shop
     finally:
@@ -104,19 +112,37 @@ async def test_the_kernel_ends_a_preloaded_process_first_until_it_is_the_worker(
         await running
 
 
-async def test_a_process_that_still_imports_is_used_and_replaced(tmp_path: Path) -> None:
-    """It is further than a worker that starts."""
-    async with workshop(tmp_path, PRELOAD_FLAG) as shop:
+@pytest.mark.parametrize(("kind", "how"), [("gateway", "preloaded"), ("worker", "alone")])
+async def test_a_gateway_that_still_imports_is_used_and_a_worker_is_replaced(
+    tmp_path: Path, kind: str, how: str
+) -> None:
+    """The gateway is further than one that starts; the worker's engine loads at the lowest priority."""
+    async with workshop(tmp_path, PRELOAD_FLAG, kind=kind) as shop:
         shop.imports.touch()
         await wait_until(lambda: shop.preloaded.waiting)
         assert shop.preloaded.waiting is not None
         pid = shop.preloaded.waiting.process.pid
+        shop.are_ready.clear()
         starting = asyncio.create_task(shop.start())
         await wait_until(lambda: shop.worker.pid)
         assert shop.preloaded.waiting is None
         shop.imports.unlink()
-        assert await starting == [str(pid), "preloaded", shop.worker.incarnation]
+        started = await starting
+        assert started[1:] == [how, shop.worker.incarnation] and (started[0] == str(pid)) == (
+            how == "preloaded"
+        )
+        shop.are_ready.set()
         assert await shop.ready() != pid
+
+
+async def test_requests_that_run_go_first_but_not_forever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "POLL_S", 0.01)
+    monkeypatch.setattr(processes, "BUSY_S", 0.05)
+    async with workshop(tmp_path, PRELOAD_FLAG, busy=True) as shop:
+        await shop.ready()
+        assert shop.looks_at_requests >= 5
 
 
 async def test_a_process_that_does_not_answer_is_ended_and_a_worker_starts(
