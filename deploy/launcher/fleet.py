@@ -9,9 +9,10 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from common.broker.client import ERRORS, broker_url
 from common.broker.pool_client import PoolClient
@@ -292,30 +293,29 @@ async def are_ready(fleet: LocalFleet, kind: str) -> bool:
 
 
 async def has_requests(fleet: LocalFleet) -> bool:
-    """Whether requests of its pools run or wait; False, if the broker does not answer."""
-    settings = fleet.settings
-    try:
-        async with asyncio.timeout(HEALTH_TIMEOUT_S), PoolClient.connect(settings) as own:
-            pools = [own.of_pool(pool) for pool in settings.pools]
-            return any([await pool.redis.xlen(pool.keys.requests) for pool in pools])
-    except ERRORS:
-        return False
+    """Whether requests of its pools run or wait."""
+    return any(await ask_pools(fleet.settings, lambda pool: pool.redis.xlen(pool.keys.requests)))
 
 
 async def ready(settings: Settings, kind: str) -> set[str]:
-    """First incarnations of a kind that have a ready heartbeat; none, if the broker does not answer."""
-    found: set[str] = set()
+    """First incarnations of a kind that have a ready heartbeat."""
+
+    async def ready_of(pool: PoolClient) -> set[str]:
+        if kind != "worker":
+            return {*await pool.processes("jobworker" if kind == "jobs" else kind)}
+        heartbeats = (await pool.look_at_workers([], ["state"])).heartbeats
+        return {first_incarnation(name) for name, (state,) in heartbeats.items() if state}
+
+    return set().union(*await ask_pools(settings, ready_of))
+
+
+async def ask_pools(settings: Settings, question: Callable[[PoolClient], Awaitable[Any]]) -> list[Any]:
+    """What is true of each pool; nothing, if the broker does not answer."""
     try:
         async with asyncio.timeout(HEALTH_TIMEOUT_S), PoolClient.connect(settings) as own:
-            for pool in map(own.of_pool, settings.pools):
-                if kind == "worker":
-                    heartbeats = (await pool.look_at_workers([], ["state"])).heartbeats
-                    found |= {first_incarnation(name) for name, (state,) in heartbeats.items() if state}
-                else:
-                    found |= {*await pool.processes("jobworker" if kind == "jobs" else kind)}
+            return [await question(pool) for pool in map(own.of_pool, settings.pools)]
     except ERRORS:
-        return set()
-    return found
+        return []
 
 
 async def wait_for_broker(settings: Settings) -> None:

@@ -38,7 +38,8 @@ SPIN_COUNT = ("GOMP_SPINCOUNT", "2000")
 would keep the thread that it waits for from running. OpenMP reads it when torch is imported.
 """
 CUDA_ERROR_NOT_INITIALIZED = 3
-LOWEST_PRIORITY = 19
+PRELOAD_NICENESS = 10
+"""Beside busy threads it has a tenth of a core; at 19 it had hardly any, and was never loaded."""
 LOSS_TIMEOUT_S = 1.0
 """How long an error of a collective operation waits for the news that a rank is lost."""
 
@@ -76,12 +77,12 @@ def preload(link: AgentLink, loads_model: bool) -> Any:
     """Import all that an engine needs, and wait for its variables → the model if it is to be loaded, else
     None. Raises PeerClosed, SettingError.
 
-    A thread of the lowest priority does it, which ends with those that it has started for torch: a process
+    A thread of low priority does it, which ends with those that it has started for torch: a process
     may lower its own priority, and not raise it again.
     """
     setproctitle.setproctitle("tokenfleet engine preloaded")
     prepare_import()
-    with SideThreads().make("preload", LOWEST_PRIORITY) as thread:
+    with SideThreads().make("preload", PRELOAD_NICENESS) as thread:
         loaded = thread.submit(import_and_load, loads_model).result()
     link.send(LoadProgress("preloaded"))
     os.environ.update(link.receive(Begin).variables)

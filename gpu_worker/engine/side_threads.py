@@ -54,4 +54,5 @@ class SideThread(ThreadPoolExecutor):
 def give_way(niceness: int) -> None:
     """Lower the priority of this thread, where threads have one of their own (Linux)."""
     with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+        own = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + niceness)

@@ -116,7 +116,7 @@ async def test_the_kernel_ends_a_preloaded_process_first_until_it_is_the_worker(
 async def test_a_gateway_that_still_imports_is_used_and_a_worker_is_replaced(
     tmp_path: Path, kind: str, how: str
 ) -> None:
-    """The gateway is further than one that starts; the worker's engine loads at the lowest priority."""
+    """The gateway is further than one that starts; the worker's engine loads at a low priority."""
     async with workshop(tmp_path, PRELOAD_FLAG, kind=kind) as shop:
         shop.imports.touch()
         await wait_until(lambda: shop.preloaded.waiting)

@@ -255,6 +255,17 @@ def test_a_preloaded_engine_ends_with_its_agent() -> None:
     assert end(child) == 0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
+def test_a_preloaded_engine_gives_way_until_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    monkeypatch.setattr(process, "prepare_import", lambda: None)
+    monkeypatch.setattr(process, "import_and_load", lambda _: os.getpriority(os.PRIO_PROCESS, 0))
+    monkeypatch.setattr("setproctitle.setproctitle", lambda _: None)
+    link: Any = SimpleNamespace(send=lambda _: None, receive=lambda _: SimpleNamespace(variables={}))
+    assert process.preload(link, True) == min(own + process.PRELOAD_NICENESS, 19)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
+
+
 @pytest.mark.parametrize(("status", "refused"), [(0, True), (3, False)])
 def test_an_import_that_initialises_cuda_is_refused(
     status: int, refused: bool, monkeypatch: pytest.MonkeyPatch
