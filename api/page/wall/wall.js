@@ -63,6 +63,7 @@ export function startWall() {
   });
   on("went", lose);
   on("killed", lose);
+  on("came", restore);
 }
 
 /** One run; with chaos one after the other. */
@@ -166,6 +167,13 @@ function lose(process) {
   dead.add(process.id);
   if (process.kind === "worker") cells.forEach((cell) => cell.lose(process));
   death = { process, struck: new Set() };
+}
+
+/** A process that is there again with its old id was only silent. */
+function restore({ id }) {
+  if (!dead.delete(id) || death?.process.id !== id) return;
+  death = null;
+  tell(`${nameOf(id)} was silent, and is there again.`);
 }
 
 /** Says what became of the streams that the last death held up, as their cells have it. */
