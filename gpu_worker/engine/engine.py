@@ -183,7 +183,7 @@ class InFlightStep:
     @property
     def is_unsure(self) -> bool:
         """Whether the next step can be launched only once this one is read."""
-        return any(row_slice.is_unsure for row_slice in self.slices)
+        return any(one.row.output.is_unsure(one) for one in self.slices)
 
     @property
     def is_done(self) -> bool:

@@ -24,14 +24,15 @@ import torch
 from tokenizers import Tokenizer
 
 from common.detokenize import Detokenizer, StopMatcher
-from common.messages.records import BeamSequence, num_group_blocks
+from common.messages.records import BeamSequence, num_group_blocks, pack_sequences
 from common.messages.request import BeamParams, StoppingParams
 from common.model_files import read_tokenizer
 from gpu_worker.engine.batch.inputs import to_device
-from gpu_worker.engine.batch.row import Row, RowSlice
+from gpu_worker.engine.batch.row import Row, RowOutput, RowSlice
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
-from gpu_worker.engine.batch.step_result import Candidate
+from gpu_worker.engine.batch.step_result import Candidate, Int32, StepSamples
 from gpu_worker.engine.sampling.penalties import adjust_scores
+from gpu_worker.protocol import StepResult
 
 
 @dataclass(slots=True, eq=False)
@@ -291,38 +292,44 @@ class BeamBlocks:
 
 
 @dataclass(slots=True, eq=False)
-class BeamGroup:
+class BeamGroup(RowOutput):
     """One beam search in a batch. The leader computes the prompt, as every row does; then each beam has a row
     of its own.
 
     Attributes:
+        copies, slot_copies: take the blocks, and the slots of states, to copy before the next step.
         rows: of the beams that the last launched step computed; none before the second token.
         blocks: None before that.
         num_decoded: tokens that the rows have computed together.
         slots: the beams' slots of states, one each, shared out as their last blocks are; None without states.
-        slot_copies: slots to copy before the next step.
     """
 
     leader: Row
     search: BeamSearch
     block_size: int
+    copies: list[BlockCopy]
+    slot_copies: list[SlotCopy]
+    num_places: int
     rows: list[Row] = field(default_factory=list)
     blocks: BeamBlocks | None = None
     num_decoded: int = 0
     slots: BeamBlocks | None = None
-    slot_copies: list[SlotCopy] = field(default_factory=list)
+    has_branches = True
 
     @classmethod
-    def start(cls, row: Row, text: BeamText | None, block_size: int) -> "BeamGroup":
+    def start(
+        cls,
+        params: BeamParams,
+        row: Row,
+        text: BeamText | None,
+        block_size: int,
+        copies: list[BlockCopy],
+        slot_copies: list[SlotCopy],
+    ) -> "BeamGroup":
         """The search of a row that starts; `text` follows its stop strings."""
-        assert row.beams and not row.base
         beams = [Beam(state=row.sampling_state, text=text)]
-        return cls(row, BeamSearch(row.beams, row.max_new_tokens, row.ends, beams), block_size)
-
-    @property
-    def num_in_flight(self) -> int:
-        """Slices of its rows that are launched and not read."""
-        return self.leader.in_flight + sum(row.in_flight for row in self.rows)
+        search = BeamSearch(params, row.max_new_tokens, row.ends, beams)
+        return cls(row, search, block_size, copies, slot_copies, num_places=params.width)
 
     @property
     def num_shared(self) -> int:
@@ -334,15 +341,41 @@ class BeamGroup:
         """Tokens that each beam holds: the newest one is not computed yet."""
         return len(self.leader.ids) + self.search.length - 1
 
-    def slices(self) -> tuple[list[RowSlice], list[BlockCopy]]:
-        """Return what the next step computes, and the blocks to copy before that; nothing while a step is
-        not read, or the blocks granted do not suffice.
-        """
-        if self.num_in_flight or not self.has_room:
-            return [], []
-        copies = self.fork()
+    def extend(self, blocks: Int32) -> None:
+        if self.blocks:
+            self.blocks.free += blocks.tolist()
+
+    def num_in_flight(self, row: Row) -> int:
+        return self.leader.in_flight + sum(row.in_flight for row in self.rows)
+
+    def may_join(self, row: Row, step: int) -> bool:
+        return (self.rows or [row])[0].launched_step < step
+
+    def decode(self, row: Row, most: int) -> Sequence[RowSlice]:
+        """Nothing while a step is not read, or the blocks granted do not suffice."""
+        if self.num_in_flight(row) or not self.has_room:
+            return ()
+        self.fork()
         self.num_decoded += len(self.rows)
-        return [RowSlice(row, row.kv_len, 1, samples=True) for row in self.rows], copies
+        return [RowSlice(row, row.kv_len, 1, samples=True) for row in self.rows]
+
+    def is_unsure(self, row_slice: RowSlice) -> bool:
+        """It is not known which beams go on."""
+        return row_slice.samples
+
+    def take(self, row_slice: RowSlice, samples: StepSamples, place: int, result: StepResult) -> str | None:
+        """The search goes on once all of its slices are read."""
+        leader, search = self.leader, self.search
+        result.num_beams += row_slice.decodes
+        if not row_slice.samples or leader.ended or self.num_in_flight(leader):
+            return None
+        if not search.length:
+            result.prefilled.append((leader.number, leader.kv_len))
+        search.advance(samples.candidates.get(leader.number, ()))
+        leader.collected_index = search.length
+        if why := search.finish_reason:
+            result.sequences.append((leader.number, pack_sequences(search.finished)))
+        return why
 
     @property
     def has_room(self) -> bool:
@@ -351,8 +384,8 @@ class BeamGroup:
         needed = num_group_blocks(num_prompt, self.kv_len + 1, width, self.block_size)
         return len(self.leader.blocks) >= needed
 
-    def fork(self) -> list[BlockCopy]:
-        """Make the rows of the search's beams → the blocks to copy."""
+    def fork(self) -> None:
+        """Make the rows of the search's beams."""
         beams, kv_len = self.search.beams, self.kv_len
         if self.blocks is None:
             first, end = self.num_shared, -(-kv_len // self.block_size)
@@ -362,9 +395,9 @@ class BeamGroup:
                 self.slots = BeamBlocks(self.leader.slots[:1], self.leader.slots[1:])
         is_full = kv_len % self.block_size == 0
         parents = [beam.parent for beam in beams]
-        copies = self.blocks.fork(parents, is_full)
+        self.copies += self.blocks.fork(parents, is_full)
         if self.slots:
-            self.slot_copies = self.slots.fork(parents, is_full=False)
+            self.slot_copies += self.slots.fork(parents, is_full=False)
         shared = self.leader.blocks[: self.num_shared]
         while len(self.rows) < len(beams):
             self.rows.append(replace(self.leader))
@@ -378,7 +411,6 @@ class BeamGroup:
             row.sampling_state = beam.state
         for row, slots in zip(self.rows, self.slots.tables if self.slots else (), strict=False):
             row.slots = slots
-        return copies
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from common.messages.plan import Plan
-from gpu_worker.engine.batch.beams import BeamGroup
 from gpu_worker.engine.batch.prefill_budget import PrefillBudget, StepBudget
 from gpu_worker.engine.batch.row import Row, RowSlice
 from gpu_worker.engine.batch.row_pictures import PictureState
@@ -53,7 +52,7 @@ def chunks(
         if has_snapshots and begin < (end := last_block_end(row, block_size)):
             count = min(count, end - begin)
         if count > 0:
-            samples = count == prefill and not row.pooling
+            samples = count == prefill and row.output.samples
             yield RowSlice(row, begin, count, samples, num_scored=max(0, count - samples - unscored))
             budget.spend(row.class_index, count)
             scores_left -= max(0, count - unscored)
@@ -149,18 +148,14 @@ def runnable(rows: Iterable[Row], max_places: int, block_size: int) -> Iterator[
     """Yield the rows that a step may compute: those with a place, room and a compiled grammar."""
     places = max_places
     for row in rows:
-        if row.ended or row.needs_no_step:
+        output = row.output
+        if row.ended or output.is_launched(row):
             continue
-        if places < row.num_places:
+        if places < output.num_places:
             return
-        places -= row.num_places
-        if row.is_ready and room(row, block_size) > 0:
+        places -= output.num_places
+        if len(row.blocks) * block_size > row.kv_len and row.is_ready:
             yield row
-
-
-def room(row: Row, block_size: int) -> int:
-    """Tokens for which a row has blocks."""
-    return len(row.blocks) * block_size - row.kv_len
 
 
 def micro_batch_size(rows: Collection[Row], num_micro_batches: int) -> int:
@@ -173,13 +168,6 @@ def micro_batch_size(rows: Collection[Row], num_micro_batches: int) -> int:
         row.kv_len >= len(row.ids) and not row.ended and row.index < row.max_new_tokens for row in rows
     )
     return -(-decoding // num_micro_batches)
-
-
-def may_join(row: Row, group: BeamGroup | None, step: int) -> bool:
-    """Whether a row may be in the next micro-batch. A group waits for its samples by itself."""
-    if group is not None:
-        return (group.rows or [row])[0].launched_step < step
-    return row.launched_step < step and not row.num_unread
 
 
 def step_budget(

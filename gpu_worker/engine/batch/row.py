@@ -5,15 +5,17 @@ tensors.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from common.messages.plan import NewRow
-from common.messages.request import BeamParams, Generate, PoolingParams
+from common.messages.records import pack_floats, pack_ids
+from common.messages.request import Generate
 from gpu_worker.engine.batch.adapters import Adapter
 from gpu_worker.engine.batch.row_pictures import RowPictures
 from gpu_worker.engine.batch.sampling_state import GrammarMask, SampleRequest, SamplingState
-from gpu_worker.engine.batch.step_result import Int32
+from gpu_worker.engine.batch.step_result import Int32, StepSamples
 from gpu_worker.engine.drafting.proposers import Proposer
+from gpu_worker.protocol import SAMPLE, StepResult
 
 GrammarFactory = Callable[[str, Sequence[int]], GrammarMask]
 """(grammar, tokens of the row so far) → its mask."""
@@ -32,6 +34,137 @@ def no_pictures(start: NewRow) -> None:
         raise ValueError("rows with pictures need a model that sees")
 
 
+class Awaited(Protocol):
+    """What a row waits for: its grammar, its pictures."""
+
+    @property
+    def is_ready(self) -> bool: ...
+
+
+class RowOutput:
+    """What a row brings: tokens. Values of its prompt, and the sequences of a beam search (beams.py), answer
+    the same questions.
+
+    Attributes:
+        num_places: places that the row takes in a batch.
+        samples: a token is sampled at the end of its prompt.
+        has_branches: the tokens computed after its prompt belong to several sequences.
+        num_decoded: tokens that were computed beside the row's own.
+    """
+
+    num_places = 1
+    samples = True
+    has_branches = False
+    num_decoded = 0
+
+    def extend(self, blocks: Int32) -> None:
+        """Take note of blocks that the row has got."""
+
+    def is_launched(self, row: "Row") -> bool:
+        """Whether all that the row needs is launched."""
+        return row.index >= row.max_new_tokens
+
+    def num_in_flight(self, row: "Row") -> int:
+        """Slices that are launched and not read."""
+        return row.in_flight
+
+    def may_join(self, row: "Row", step: int) -> bool:
+        """Whether the row may be in the next micro-batch of a step."""
+        return row.launched_step < step and not row.num_unread
+
+    def decode(self, row: "Row", most: int) -> "Sequence[RowSlice]":
+        """What the next step computes of a row whose prompt is computed: its next token and proposals, at
+        most so many together, none beyond `recompute_length`.
+        """
+        begin, limit = row.kv_len, row.recompute_length
+        if limit and begin < limit:
+            most = min(most, limit - begin)
+        proposed = row.propose(most - 1) if row.proposer else ()
+        source_place = row.sample_place if row.num_unread else None
+        method = row.proposer.method if row.proposer and proposed else ""
+        return (RowSlice(row, begin, 1 + len(proposed), True, source_place, 0, proposed, method),)
+
+    def is_unsure(self, row_slice: "RowSlice") -> bool:
+        """Whether it is unknown, until the step is read, how many of a slice's proposals are right, or what
+        is computed next.
+        """
+        proposer = row_slice.row.proposer
+        if proposer is None or not row_slice.samples:
+            return False
+        return proposer.waits or bool(row_slice.proposed and not proposer.is_sure)
+
+    def take(self, row_slice: "RowSlice", samples: StepSamples, place: int, result: StepResult) -> str | None:
+        """Take what a step sampled for a slice, from `place` on → why the row ends; None if it goes on.
+        Tokens of a row that has ended are dropped, and those after wrong proposals.
+        """
+        row, proposed = row_slice.row, row_slice.proposed
+        if not row_slice.num_samples or row_slice.is_void:
+            return None
+        row.num_unread -= row_slice.num_samples
+        tokens = samples.ids[place : place + row_slice.num_samples]
+        tokens = confirmed(tokens, proposed) if proposed else tokens
+        first, why = row_slice.kv_len - len(proposed), None
+        kv_len = first
+        for kv_len, token in enumerate(() if row.ended else tokens, first):
+            if row.sampling_state and (why := row.sampling_state.accept(token) or None):
+                break
+            self.add(row_slice, kv_len, token, samples, place + kv_len - first, result)
+            why = "length" if row.collected_index >= row.max_new_tokens else row.ends.get(token)
+            if why := why or ("preempted" if kv_len == row.recompute_length else None):
+                break
+        if kv_len < row_slice.kv_len:
+            row.go_back(kv_len)
+        if proposed:
+            result.proposals.append((row_slice.method, len(proposed), len(tokens) - 1))
+        if row.proposer:
+            row.proposer.learn(tokens, len(proposed))
+        return why
+
+    def add(
+        self,
+        row_slice: "RowSlice",
+        kv_len: int,
+        token: int,
+        samples: StepSamples,
+        place: int,
+        result: StepResult,
+    ) -> None:
+        """Add the token at `place`, which was sampled after `kv_len` others."""
+        row = row_slice.row
+        if not row_slice.decodes:
+            result.prefilled.append((row.number, kv_len))
+        if samples.top_logprobs and (top := samples.top_logprobs.get(place)):
+            result.top_logprobs.append((result.num_samples, pack_ids(top.ids), pack_floats(top.logprobs)))
+        result.samples += SAMPLE.pack(row.number, row.collected_index, token, samples.logprobs[place])
+        row.last_id = token
+        row.collected_index += 1
+
+
+TOKENS = RowOutput()
+
+
+@dataclass(frozen=True, slots=True)
+class PooledValues(RowOutput):
+    """The row ends with its prompt, of which it returns values as `logits`.
+
+    Attributes:
+        pair_start: as in PoolingParams.
+    """
+
+    pair_start: int = 0
+    samples = False
+
+    def is_launched(self, row: "Row") -> bool:
+        return row.kv_len >= len(row.ids)
+
+    def take(self, row_slice: "RowSlice", samples: StepSamples, place: int, result: StepResult) -> str | None:
+        row = row_slice.row
+        if row.ended or row_slice.kv_len < len(row.ids):
+            return None
+        result.prefilled.append((row.number, row.kv_len))
+        return "length"
+
+
 @dataclass(slots=True, eq=False)
 class Row:
     """A row. `kv_len` and `index` are as of the last step launched, `collected_index` as of the last step
@@ -43,7 +176,8 @@ class Row:
         kv_len: tokens whose KV is written.
         index: index of the next token to sample.
         ends: ids that end the row → the reason.
-        generated_as_prompt: the generated tokens among `ids` are computed as if they belonged to the prompt.
+        recompute_length: beyond this length its model needs every K computed anew: the row is preempted, and
+            starts again with all its tokens, the generated ones computed as if they belonged to the prompt.
         prompt_logprobs: number of the likeliest tokens reported beside each token of `ids`; None reports no
             log-probabilities of the prompt.
         logits: (first position, end, dtype) of those whose logits are returned; None returns none.
@@ -57,12 +191,12 @@ class Row:
         proposer: proposes the tokens after the next one; None proposes none.
         class_index: the lower, the sooner its prompt is computed.
         num_passed: steps since its prompt was the first to be computed.
-        beams: it belongs to a beam search (beams.py); None to none.
+        output: what it brings; the rows of a beam search have one together.
+        awaited: what its prefill waits for.
         launched_step: the last step launched with this row.
         adapter: the LoRA adapter with which it is computed; None for the model alone.
         pictures: of its prompt; None if it has none.
         slots: where its states lie, in a model that has states; of a beam search one for each beam.
-        pooling: it ends with its prompt, of which it returns values as `logits`; None generates tokens.
     """
 
     number: int
@@ -73,7 +207,7 @@ class Row:
     ends: Mapping[int, str] = field(default_factory=dict)
     sampling_state: SamplingState | None = None
     base: int = 0
-    generated_as_prompt: bool = False
+    recompute_length: int | None = None
     prompt_logprobs: int | None = None
     logits: tuple[int, int, str] | None = None
     kv_len: int = 0
@@ -87,29 +221,17 @@ class Row:
     ended: bool = False
     class_index: int = 0
     num_passed: int = 0
-    beams: BeamParams | None = None
+    output: RowOutput = TOKENS
+    awaited: Sequence[Awaited] = ()
     launched_step: int = 0
     adapter: Adapter | None = None
     pictures: RowPictures | None = None
     slots: list[int] = field(default_factory=list)
-    pooling: PoolingParams | None = None
-
-    @property
-    def num_places(self) -> int:
-        """Places that it takes in a batch."""
-        return self.beams.width if self.beams else 1
 
     @property
     def slot(self) -> int:
         """The slot of its states; the scratch slot if it has none."""
         return self.slots[0] if self.slots else 0
-
-    @property
-    def needs_no_step(self) -> bool:
-        """Whether all that it needs is launched: its tokens, or the prompt of a row that pools."""
-        if self.pooling:
-            return self.kv_len >= len(self.ids)
-        return self.index >= self.max_new_tokens
 
     @property
     def has_grammar(self) -> bool:
@@ -124,22 +246,20 @@ class Row:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a step may compute it. The prefill of a row waits for its grammar and its pictures, too."""
-        return (self.sampling_state is None or self.sampling_state.is_ready) and (
-            self.pictures is None or self.pictures.is_ready
-        )
+        """Whether a step may compute it."""
+        return not self.awaited or all(one.is_ready for one in self.awaited)
 
     def propose(self, room: int) -> Sequence[int]:
         """Propose tokens after the next one, at most `room`."""
         most = min(room, self.max_new_tokens - self.index - 1)
         return self.proposer.propose(most, self.num_unread) if self.proposer and most > 0 else ()
 
-    def go_on(self, kv_len: int, num_samples: int, step: int) -> None:
+    def go_on(self, row_slice: "RowSlice", step: int) -> None:
         """Advance after the launch of a step."""
         self.launched_step = step
-        self.kv_len = kv_len
-        self.index += num_samples
-        self.num_unread += num_samples
+        self.kv_len = row_slice.kv_len
+        self.index += row_slice.num_samples
+        self.num_unread += row_slice.num_samples
         self.in_flight += 1
 
     def go_back(self, kv_len: int) -> None:
@@ -159,7 +279,7 @@ class Row:
     @property
     def first_length(self) -> int:
         """The length of the sequence when the K of its first tokens is computed."""
-        return len(self.ids) - (0 if self.generated_as_prompt else self.base)
+        return len(self.ids) - (self.base if self.recompute_length is None else 0)
 
 
 def logits_span(request: Generate) -> tuple[int, int, str] | None:
@@ -171,7 +291,6 @@ def logits_span(request: Generate) -> tuple[int, int, str] | None:
     return logits.first_position(request.num_prompt), end, logits.dtype
 
 
-@dataclass(slots=True)  # not frozen: making one would take twice as long
 class RowSlice:
     """What one step computes of a row: `count` positions from `begin` on, then a sample if `samples`, and one
     more sample after each proposal.
@@ -182,39 +301,41 @@ class RowSlice:
             prompt, or because logits are returned.
         proposed: ids at the last positions of a row that decodes; one counts if all samples before it confirm
             the proposals.
-        num_returns: the row's `num_returns` at the launch.
         method: where the proposals come from.
+        num_returns: the row's `num_returns` at the launch.
+        kv_len: tokens of the row whose KV is written once the slice is computed.
+        num_logits: last tokens whose logits are needed: the scored ones, then those that are sampled from.
     """
 
-    row: Row
-    begin: int
-    count: int
-    samples: bool
-    source_place: int | None = None
-    num_scored: int = 0
-    proposed: Sequence[int] = ()
-    num_returns: int = 0
-    method: str = ""
+    __slots__ = (
+        *("row", "begin", "count", "samples", "source_place", "num_scored", "proposed", "method"),
+        *("num_returns", "decodes", "kv_len", "num_samples", "num_logits"),
+    )
 
-    @property
-    def decodes(self) -> bool:
-        return self.begin >= len(self.row.ids)
-
-    @property
-    def kv_len(self) -> int:
-        """Tokens of the row whose KV is written once the slice is computed."""
-        return self.begin + self.count
-
-    @property
-    def num_samples(self) -> int:
-        return self.samples + len(self.proposed)
-
-    @property
-    def num_logits(self) -> int:
-        """Number of last tokens whose logits are needed: the scored ones, then those that are sampled
-        from.
-        """
-        return self.num_scored + self.num_samples
+    def __init__(
+        self,
+        row: Row,
+        begin: int,
+        count: int,
+        samples: bool,
+        source_place: int | None = None,
+        num_scored: int = 0,
+        proposed: Sequence[int] = (),
+        method: str = "",
+    ) -> None:
+        self.row = row
+        self.begin = begin
+        self.count = count
+        self.samples = samples
+        self.source_place = source_place
+        self.num_scored = num_scored
+        self.proposed = proposed
+        self.method = method
+        self.num_returns = row.num_returns
+        self.decodes = begin >= len(row.ids)
+        self.kv_len = begin + count
+        self.num_samples = samples + len(proposed)
+        self.num_logits = num_scored + self.num_samples
 
     @property
     def returned_logits(self) -> range:
@@ -230,18 +351,6 @@ class RowSlice:
         the cache is written again.
         """
         return self.num_returns != self.row.num_returns
-
-    @property
-    def is_unsure(self) -> bool:
-        """Whether it is unknown, until the step is read, how many of its proposals are right, what is
-        proposed next, or which beams go on.
-        """
-        if self.row.beams:
-            return self.samples
-        proposer = self.row.proposer
-        if proposer is None or not self.samples:
-            return False
-        return proposer.waits or bool(self.proposed and not proposer.is_sure)
 
     @property
     def first_index(self) -> int:
@@ -280,28 +389,6 @@ def arrange(slices: Sequence[RowSlice]) -> list[RowSlice]:
     decoding = [row_slice for row_slice in slices if row_slice.decodes]
     prompts = [row_slice for row_slice in slices if not row_slice.decodes]
     return sorted(decoding, key=attrgetter("begin"), reverse=True) + prompts
-
-
-def decode_slice(row: Row, room: int, recompute_length: int | None) -> RowSlice:
-    """The next token of a row that decodes, and proposals: as many as there is room for, none beyond
-    `recompute_length`.
-    """
-    begin = row.kv_len
-    if recompute_length and begin < recompute_length:
-        room = min(room, recompute_length - begin)
-    proposed = row.propose(room - 1)
-    source_place = row.sample_place if row.num_unread else None
-    method = row.proposer.method if row.proposer and proposed else ""
-    return RowSlice(
-        row,
-        begin,
-        1 + len(proposed),
-        True,
-        source_place,
-        proposed=proposed,
-        num_returns=row.num_returns,
-        method=method,
-    )
 
 
 def place_samples(slices: Sequence[RowSlice]) -> None:

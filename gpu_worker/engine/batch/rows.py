@@ -11,12 +11,10 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 import numpy as np
 
 from common.messages.plan import NewRow, Plan
-from common.messages.records import pack_floats, pack_ids, pack_sequences
 from common.messages.request import Generate, class_index
 from gpu_worker.engine.batch.adapters import Adapter, AdapterTurns
 from gpu_worker.engine.batch.beams import BeamGroup, BeamTextFactory, BlockCopy
@@ -24,22 +22,20 @@ from gpu_worker.engine.batch.prefill import (
     EncodingSchedule,
     chunks,
     line_up,
-    may_join,
     micro_batch_size,
-    room,
     runnable,
     step_budget,
     whole_prompts,
 )
 from gpu_worker.engine.batch.prefill_budget import PrefillBudget
 from gpu_worker.engine.batch.row import (
+    TOKENS,
     GrammarFactory,
     PicturesFactory,
+    PooledValues,
     Row,
     RowSlice,
     arrange,
-    confirmed,
-    decode_slice,
     logits_span,
     no_pictures,
     not_served,
@@ -47,9 +43,9 @@ from gpu_worker.engine.batch.row import (
 )
 from gpu_worker.engine.batch.sampling_state import SamplingState
 from gpu_worker.engine.batch.state_slots import StateSlots
-from gpu_worker.engine.batch.step_result import Candidate, Int32, StepSamples, TopLogprobs
+from gpu_worker.engine.batch.step_result import Int32, StepSamples
 from gpu_worker.engine.drafting.proposers import ProposerFactory
-from gpu_worker.protocol import SAMPLE, StepResult
+from gpu_worker.protocol import StepResult
 
 log = logging.getLogger(__name__)
 NO_BLOCKS: Int32 = np.zeros(0, np.int32)
@@ -65,13 +61,13 @@ class Rows:
         make_grammar: (grammar, tokens of the row before its base) → its mask.
         max_scored_tokens: prompt tokens of one step whose log-probabilities or logits are reported: each
             needs a row of logits.
-        recompute_length: beyond this length the model needs every K computed anew: the row is preempted, and
-            starts again with all its tokens.
+        recompute_length: as in Row.
         prefix_caching: other rows may start with the blocks that a row has filled.
         max_decoded: most tokens of one launch that are of rows that decode, or proposals.
         num_micro_batches: into how many launches the rows that decode are divided.
         make_text: makes the texts of beams with stop strings.
         adapters, turns: LoRA adapters that rows may have, by name; which of them the next step may have.
+        has_adapters: some row has had an adapter.
         make_pictures: finds the pictures of a row.
         encoding: units of pictures that must be encoded before the step just launched is computed.
         state_slots: slots of rows in a model that has states; None in one without.
@@ -97,6 +93,7 @@ class Rows:
     make_text: BeamTextFactory = not_served
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     turns: AdapterTurns = field(default_factory=lambda: AdapterTurns(sys.maxsize))
+    has_adapters: bool = False
     make_pictures: PicturesFactory = no_pictures
     encoding: EncodingSchedule = field(default_factory=EncodingSchedule)
     state_slots: StateSlots | None = None
@@ -119,15 +116,19 @@ class Rows:
         granted = [self.extend(number, np.frombuffer(blocks, "<i4")) for number, blocks in grant.blocks]
         for start in grant.starts:
             self.rows[start.row] = row = self.make_row(start)
-            row.adapter = self.adapters.get(start.request.adapter)
             granted.append(row.blocks[start.num_cached // self.block_size :])
-            if row.beams:
-                self.start_search(row, start.request)
-            if end := row.finish_reason:  # the broker had lost the end
+            if end := self.end_at_start(row, start.request):
                 self.finish(row, end)
-            elif start.request.adapter and row.adapter is None:
-                self.finish(row, "adapter")
         return granted
+
+    def end_at_start(self, row: Row, request: Generate) -> str | None:
+        """Why a row ends before its first step; None if it starts. The broker may have lost the end of an
+        answer. Beams whose K must all be computed anew have no blocks for that.
+        """
+        limit, num_prompt = self.recompute_length, len(row.ids)
+        if request.beams and limit and num_prompt <= limit < num_prompt + row.max_new_tokens - 1:
+            return "beam_length"
+        return row.finish_reason or ("adapter" if request.adapter and row.adapter is None else None)
 
     def make_row(self, start: NewRow) -> Row:
         """Make a row. `eos_ids` end it, too, unless it ignores them. A row with a grammar cannot ignore them:
@@ -140,7 +141,9 @@ class Rows:
         ends = dict.fromkeys(stopping.stop_ids, "stop_sequence")
         if grammar or not stopping.ignore_eos:
             ends |= dict.fromkeys(self.eos_ids, "eos_token")
-        return Row(
+        pictures, adapter = self.make_pictures(start), self.adapters.get(request.adapter)
+        self.has_adapters |= adapter is not None
+        row = Row(
             number=start.row,
             ids=ids,
             index=start.base,
@@ -149,7 +152,7 @@ class Rows:
             ends=ends,
             sampling_state=SamplingState.of(start, list(ends), grammar),
             base=start.base,
-            generated_as_prompt=self.recompute_length is not None,
+            recompute_length=self.recompute_length,
             prompt_logprobs=start.prompt_logprobs,
             logits=logits_span(request),
             collected_index=start.base,
@@ -159,20 +162,17 @@ class Rows:
             if self.make_proposer and not (request.logits or request.beams)
             else None,
             class_index=class_index(request.class_name),
-            beams=request.beams,
-            pictures=self.make_pictures(start),
-            pooling=request.pooling,
+            output=PooledValues(request.pooling.pair_start) if request.pooling else TOKENS,
+            awaited=[part for part in (grammar, pictures) if part],
+            adapter=adapter,
+            pictures=pictures,
         )
-
-    def start_search(self, row: Row, request: Generate) -> None:
-        """Start the beam search of a row. Beams whose K must all be computed anew have no blocks for that:
-        such a search ends at once.
-        """
-        text = self.make_text(row.ids.tolist(), request.stopping) if request.stopping.stop else None
-        self.groups[row.number] = BeamGroup.start(row, text, self.block_size)
-        limit, num_prompt = self.recompute_length, len(row.ids)
-        if limit is not None and num_prompt <= limit < num_prompt + row.max_new_tokens - 1:
-            self.finish(row, "beam_length")
+        if request.beams:
+            text = self.make_text(ids.tolist(), stopping) if stopping.stop else None
+            copies = self.copies, self.state_slots.copies if self.state_slots else []
+            row.output = group = BeamGroup.start(request.beams, row, text, self.block_size, *copies)
+            self.groups[row.number] = group
+        return row
 
     def extend(self, number: int, blocks: Int32) -> Int32:
         """Append blocks to a row → these blocks; none if the row is gone."""
@@ -180,8 +180,7 @@ class Rows:
         if row is None:
             return NO_BLOCKS
         row.blocks = np.concatenate((row.blocks, blocks))
-        if row.beams and (shared := self.groups[number].blocks):
-            shared.free += blocks.tolist()
+        row.output.extend(blocks)
         return blocks
 
     def launch(self) -> list[RowSlice]:
@@ -193,7 +192,7 @@ class Rows:
             slices = arrange(self.schedule_slices(self.step + 1))
             self.step += bool(slices)
         for row_slice in slices:
-            row_slice.row.go_on(row_slice.kv_len, row_slice.num_samples, self.step)
+            row_slice.row.go_on(row_slice, self.step)
         place_samples(slices)
         return slices
 
@@ -235,9 +234,9 @@ class Rows:
         """Return the rows that the next launch may have: those that decode, and those with prompts."""
         decoding, prompts = [], []
         wanted = (row.adapter for row in self.rows.values() if row.adapter and not row.ended)
-        adapters = self.turns.choose(wanted)
+        adapters = self.turns.choose(wanted) if self.has_adapters else ()
         for row in self.runnable:
-            if self.num_micro_batches > 1 and not may_join(row, self.groups.get(row.number), step):
+            if self.num_micro_batches > 1 and not row.output.may_join(row, step):
                 continue
             if row.adapter and row.adapter not in adapters:
                 continue
@@ -252,12 +251,9 @@ class Rows:
     def decode(self, rows: Sequence[Row]) -> list[RowSlice]:
         slices, spare = list[RowSlice](), self.num_spare
         for row in rows:
-            if row.beams:
-                slices += self.schedule_group(self.groups[row.number])
-            else:
-                most = min(room(row, self.block_size), 1 + spare)
-                slices.append(decode_slice(row, most, self.recompute_length))
-                spare -= len(slices[-1].proposed)
+            most = min(len(row.blocks) * self.block_size - row.kv_len, 1 + spare)
+            slices += (own := row.output.decode(row, most))
+            spare -= len(own[0].proposed) if own else 0
         return slices
 
     def check_pictures(self, row: Row) -> bool:
@@ -287,112 +283,33 @@ class Rows:
         """Places that all rows take together."""
         return len(self.rows) + sum(group.search.params.width - 1 for group in self.groups.values())
 
-    def schedule_group(self, group: BeamGroup) -> list[RowSlice]:
-        slices, copies = group.slices()
-        self.copies += copies
-        if self.state_slots:
-            self.state_slots.copies += group.slot_copies
-            group.slot_copies = []
-        return slices
-
     def take_copies(self) -> list[BlockCopy]:
         """Return the blocks that must be copied before the step just launched is computed."""
-        copies, self.copies = self.copies, []
+        copies = [*self.copies]
+        self.copies.clear()
         return copies
 
     def collect(self, slices: Sequence[RowSlice], samples: StepSamples) -> None:
         """Take what a launched step sampled: all samples of all slices, in order; for beam searches there are
         `candidates` in their place.
         """
-        self.result.logits += samples.logits
-        pairs = zip(samples.ids, samples.logprobs, strict=True)
-        sampled, scored = enumerate(pairs), iter(samples.prompt_logprobs)
-        searched: dict[int, None] = {}
+        result, place, scored = self.result, 0, iter(samples.prompt_logprobs)
+        result.logits += samples.logits
         for row_slice in slices:
-            if row_slice.count > 1 and not row_slice.decodes:
-                self.result.prefill_tokens += row_slice.count
-            if row_slice.num_scored and row_slice.row.prompt_logprobs is not None:
-                prompt = row_slice.row.number, row_slice.begin + 1, *next(scored)
-                self.result.prompt_logprobs += [] if row_slice.row.ended else [prompt]
-            own = list(islice(sampled, row_slice.num_samples))
-            if row_slice.row.beams:
-                self.result.num_beams += row_slice.decodes
-                searched |= {row_slice.row.number: None} if own else {}
-            elif own and not row_slice.is_void:
-                self.add_tokens(row_slice, own, samples.top_logprobs)
-            elif row_slice.row.pooling and row_slice.kv_len == len(row_slice.row.ids):
-                self.end_pooling(row_slice.row)
-            row_slice.row.in_flight -= 1
-            if row_slice.row.ended:
-                self.release(row_slice.row)
-        for number in searched:
-            self.advance_search(number, samples.candidates.get(number, ()))
-
-    def advance_search(self, number: int, candidates: Sequence[Candidate]) -> None:
-        """Go on with the best continuations of the beams of a search."""
-        leader = self.rows.get(number)
-        if leader is None or leader.ended:
-            if leader:
-                self.release(leader)
-            return
-        search = self.groups[number].search
-        if not search.length:
-            self.result.prefilled.append((leader.number, leader.kv_len))
-        search.advance(candidates)
-        leader.collected_index = search.length
-        if why := search.finish_reason:
-            self.result.sequences.append((leader.number, pack_sequences(search.finished)))
-            self.finish(leader, why)
-
-    def add_tokens(
-        self,
-        row_slice: RowSlice,
-        samples: Sequence[tuple[int, tuple[int, float]]],
-        top_logprobs: Mapping[int, TopLogprobs],
-    ) -> None:
-        """Add (place, (id, log-probability)) of the samples that count."""
-        row, proposed = row_slice.row, row_slice.proposed
-        row.num_unread -= row_slice.num_samples
-        tokens = confirmed([token for _, (token, _) in samples], proposed)
-        first_kv_len = row_slice.kv_len - len(proposed)
-        for kv_len, (place, (token, logprob)) in enumerate(samples[: len(tokens)], first_kv_len):
-            self.add_token(row_slice, kv_len, token, logprob, top_logprobs.get(place))
-            if row.ended:
-                break
-        if kv_len < row_slice.kv_len:
-            row.go_back(kv_len)
-        if proposed:
-            self.result.proposals.append((row_slice.method, len(proposed), len(tokens) - 1))
-        if row.proposer:
-            row.proposer.learn(tokens, len(proposed))
-
-    def add_token(
-        self, row_slice: RowSlice, kv_len: int, token: int, logprob: float, top: TopLogprobs | None
-    ) -> None:
-        """Add a token that was sampled after `kv_len` others."""
-        row, result = row_slice.row, self.result
-        if row.ended:
-            return
-        if row.sampling_state and (failure := row.sampling_state.accept(token)):
-            self.finish(row, failure)
-            return
-        if not row_slice.decodes:
-            result.prefilled.append((row.number, kv_len))
-        if top:
-            result.top_logprobs.append((result.num_samples, pack_ids(top.ids), pack_floats(top.logprobs)))
-        result.samples += SAMPLE.pack(row.number, row.collected_index, token, logprob)
-        row.last_id = token
-        row.collected_index += 1
-        if why := row.finish_reason:
-            self.finish(row, why)
-        elif kv_len == self.recompute_length:
-            self.finish(row, "preempted")
-
-    def end_pooling(self, row: Row) -> None:
-        """End a row whose prompt is computed, and with it its vector."""
-        if not row.ended:
-            self.result.prefilled.append((row.number, row.kv_len))
-            self.finish(row, "length")
+            row = row_slice.row
+            row.in_flight -= 1
+            if not row_slice.decodes:
+                result.prefill_tokens += row_slice.count if row_slice.count > 1 else 0
+                if row_slice.num_scored and row.prompt_logprobs is not None:
+                    prompt = row.number, row_slice.begin + 1, *next(scored)
+                    result.prompt_logprobs += [] if row.ended else [prompt]
+            why = row.output.take(row_slice, samples, place, result)
+            place += row_slice.num_samples
+            held = self.rows[row.number]
+            if why:
+                self.finish(held, why)
+            elif held.ended:
+                self.release(held)
 
     def finish(self, row: Row, why: str) -> None:
         """End a row, unless it has ended."""
@@ -403,16 +320,15 @@ class Rows:
 
     def release(self, row: Row) -> None:
         """Release the blocks of an ended row, unless a launched step still holds it."""
-        group = self.groups.get(row.number)
-        in_flight = group.num_in_flight if group else row.in_flight
-        if in_flight == 0 and (held := self.rows.pop(row.number, None)) is not None:
-            num_decoded = self.groups.pop(row.number).num_decoded if group else 0
-            self.result.released.append((row.number, row.kv_len + num_decoded))
+        if not row.output.num_in_flight(row):
+            del self.rows[row.number]
+            self.groups.pop(row.number, None)
+            self.result.released.append((row.number, row.kv_len + row.output.num_decoded))
             num_kept = row.kv_len // self.block_size if self.prefix_caching else 0
             if self.on_freed:
-                self.on_freed(row.blocks[num_kept:], held.slots)
+                self.on_freed(row.blocks[num_kept:], row.slots)
             if self.state_slots:
-                self.state_slots.give_back(held)
+                self.state_slots.give_back(row)
 
     def take_result(self) -> StepResult:
         """Return what happened since the last call."""

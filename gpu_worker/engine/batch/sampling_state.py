@@ -155,8 +155,9 @@ class GrammarMask:
     bits: Bits | None = None
     following: "tuple[int, GrammarMask] | None" = None
 
+    @property
     def is_ready(self) -> bool:
-        """Tell whether the next token can be sampled: a grammar takes time to compile."""
+        """Whether the next token can be sampled: a grammar takes time to compile."""
         return self.compiled.done()
 
     def must_end(self) -> bool:
@@ -290,11 +291,6 @@ class SamplingState:
     def top_p(self) -> float:
         """top_p of the next token."""
         return self.top_p_decay.top_p if self.top_p_decay else self.sampling.top_p
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the next token can be sampled."""
-        return self.grammar is None or self.grammar.is_ready()
 
     def banned_ids_at(self, index: int) -> list[int]:
         """Return the ids that must not be sampled as the token of this index."""

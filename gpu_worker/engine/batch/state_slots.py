@@ -81,9 +81,9 @@ class StateSlots:
         """Give a row its slots → whether it has them; it waits if too few are free. A row that starts with
         cached blocks goes on from the snapshot at their end; without it the row is computed from its start.
         """
-        if row.slots or len(self.free) < row.num_places:
+        if row.slots or len(self.free) < row.output.num_places:
             return bool(row.slots)
-        row.slots = [self.free.pop() for _ in range(row.num_places)]
+        row.slots = [self.free.pop() for _ in range(row.output.num_places)]
         if row.kv_len:
             if snapshot := self.snapshots.find(self.block_before(row, row.kv_len)):
                 self.copies.append((snapshot, row.slot))
@@ -93,7 +93,7 @@ class StateSlots:
 
     def give_back(self, row: Row) -> None:
         self.free += row.slots
-        self.copies = [copy for copy in self.copies if copy[1] not in row.slots]
+        self.copies[:] = [copy for copy in self.copies if copy[1] not in row.slots]
         row.slots = []
         if snapshot := self.reached.pop(row.number, None):
             self.snapshots.put(*snapshot)
@@ -103,7 +103,11 @@ class StateSlots:
         if not self.has_snapshots:
             return []
         ends = [one for one in slices if one.kv_len % self.block_size == 0]
-        copies = [(one.row.slot, self.slot_at(one)) for one in ends if not (one.decodes and one.row.beams)]
+        copies = [
+            (one.row.slot, self.slot_at(one))
+            for one in ends
+            if not (one.decodes and one.row.output.has_branches)
+        ]
         return [(source, target) for source, target in copies if target]
 
     def slot_at(self, end: RowSlice) -> int:
@@ -128,5 +132,6 @@ class StateSlots:
 
     def take_copies(self) -> list[SlotCopy]:
         """Return the copies that must be made before the step just launched is computed."""
-        copies, self.copies = self.copies, []
+        copies = [*self.copies]
+        self.copies.clear()
         return copies

@@ -28,7 +28,7 @@ from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.attention.backend import AttentionBackend
 from gpu_worker.engine.attention.kv_cache import Geometry
 from gpu_worker.engine.batch.inputs import Inputs, to_device
-from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.batch.row import PooledValues, RowSlice
 from gpu_worker.engine.cpu.packed_linear import pack_linears
 from gpu_worker.engine.model.config import ModelSource, cannot_serve, quantization_of
 from gpu_worker.engine.model.model import LoadedModel
@@ -142,7 +142,8 @@ class EncoderModel(LoadedModel):
 
 def token_types(part: RowSlice) -> np.typing.NDArray[np.bool_]:
     """bool [tokens]: whether they are those of a pair's second text"""
-    start = (part.row.pooling.pair_start if part.row.pooling else 0) or part.kv_len
+    output = part.row.output
+    start = (output.pair_start if isinstance(output, PooledValues) else 0) or part.kv_len
     return np.arange(part.kv_len) >= start
 
 

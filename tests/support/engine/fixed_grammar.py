@@ -14,6 +14,7 @@ class FixedGrammar(GrammarMask):
     compiled: Any = None
     num_words: int = 0
 
+    @property
     def is_ready(self) -> bool:
         return True
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.messages.plan import NewRow
-from common.messages.request import BeamParams, SamplingParams
+from common.messages.request import SamplingParams
 from gpu_worker.engine.batch.adapters import TURN_STEPS, Adapter, AdapterTurns
-from gpu_worker.engine.batch.row import Row, RowSlice
+from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.engine.batch.state_slots import Snapshots
 from gpu_worker.engine.batch.step_result import StepSamples
@@ -209,11 +209,6 @@ def test_chunks_of_one_prompt_follow_each_other_without_waiting() -> None:
     for slices in (first, second, third):
         collect(rows, slices, TEXT)
     assert numbers(rows.launch()) == [0]
-
-
-def row(number: int, width: int = 0) -> Row:
-    ids = np.zeros(4, np.int32)
-    return Row(number, ids, 0, 9, ids, beams=BeamParams(width) if width else None)
 
 
 def test_the_least_recently_used_snapshot_makes_room() -> None:
