@@ -20,8 +20,7 @@ from gpu_worker.engine.adapters.cache import AdapterCache
 from gpu_worker.engine.batch.adapters import AdapterTurns
 from gpu_worker.engine.batch.beams import BeamScores, score_beams, search_steps, text_factory
 from gpu_worker.engine.batch.inputs import build_inputs
-from gpu_worker.engine.batch.prefill import needed_pictures
-from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.batch.row import RowSlice, StepPart
 from gpu_worker.engine.batch.rows import NO_BLOCKS, Rows
 from gpu_worker.engine.batch.sampling_state import SampleRequest
 from gpu_worker.engine.batch.split_step import Forward, forward_in_halves
@@ -277,7 +276,9 @@ def measure_costs(
 def make_state_slots(loaded: LoadedModel) -> StateSlots | None:
     """Slots of rows and snapshots, none of which is taken; None in a model without states."""
     states, block_size = loaded.states, loaded.geometry.block_size
-    return StateSlots(states.num_slots, states.num_snapshots, block_size) if states else None
+    if not states:
+        return None
+    return StateSlots(states.copy, states.num_slots, states.num_snapshots, block_size)
 
 
 def capacity_of(
@@ -335,6 +336,7 @@ class Engine:
         in_flight: the steps that are launched and not read, oldest first.
         collected_step: the last step read.
         adapters: LoRA adapters that rows may have.
+        parts: what else a step has.
     """
 
     def __init__(
@@ -356,7 +358,7 @@ class Engine:
         self.prefix_caching = settings.prefix_caching and loaded.can_share_blocks
         self.adapters = AdapterCache(loaded.adapters, settings, communicator)
         self.costs = ProposalCosts()
-        self.drafter = make_drafter(loaded, self.matchers, self.costs)
+        self.drafter = make_drafter(loaded, self.matchers, self.costs, communicator)
         guessing = guessing_factory(settings.speculation, self.costs)
         self.rows = Rows(
             block_size=self.block_size,
@@ -394,6 +396,9 @@ class Engine:
         self.pictures = make_encoder(loaded.tower, self.ready.token_ms, communicator, self.side_threads)
         if self.pictures:
             self.rows.make_pictures = self.pictures.start
+        adapters = self.adapters if loaded.adapters else None
+        parts = (self.pictures, self.drafter, adapters, self.rows.state_slots)
+        self.parts: list[StepPart] = [part for part in parts if part]
 
     def compile_and_capture(self, settings: Settings, progress: Progress) -> None:
         """Compile layers, and capture steps where attention allows it; do nothing with ENFORCE_EAGER."""
@@ -435,9 +440,8 @@ class Engine:
         while self.in_flight:
             self.step()
         self.graphs = None
-        if self.drafter:
-            self.drafter.source.on_sleep()
-        self.rows.state_slots = make_state_slots(self.loaded)
+        for part in self.parts:
+            part.sleep()
         self.loaded.sleep()
 
     def wake_up(self, progress: Progress) -> WorkerCapacity:
@@ -471,10 +475,8 @@ class Engine:
         """Apply a plan. Granted blocks start as zeros: no earlier row's values may reach the products."""
         granted = self.rows.apply(plan)
         self.fill(granted, 0.0)
-        if self.rows.state_slots:
-            self.rows.state_slots.snapshots.forget(np.concatenate((NO_BLOCKS, *granted)).tolist())
-        if self.drafter:
-            self.drafter.source.on_granted(granted)
+        for part in self.parts:
+            part.granted(granted)
 
     def slack_s(self) -> float:
         """How long the next launch may wait for grants; several ranks do not wait, since they launch
@@ -517,64 +519,26 @@ class Engine:
     def launch(self, before: InFlightStep | None = None) -> LaunchedStep | None:
         """Launch the forward of the next step, if one can run; `before` is in flight."""
         started_s = time.monotonic()
-        if self.pictures:
-            self.pictures.advance(lambda: needed_pictures(self.rows.rows.values()))
         self.costs.num_rows = len(self.rows.rows) or 1
-        if self.drafter:
-            self.draft(self.drafter)
+        for part in self.parts:
+            part.before(self.rows)
         slices = self.rows.launch()
-        self.bring_adapters(slices)
-        self.encode_pictures(slices)
+        for part in self.parts:
+            able = part.prepare(self.rows, slices)
+            if len(able) < len(slices):
+                self.rows.fail(slices, able, part.failure)
         if not slices:
             return None
-        self.copy_beams()
+        if copies := self.rows.take_copies():
+            self.loaded.cache.copy(copies)
         if before:
             self.pace.on_launch(before.is_done)
         elif self.communicator.samples:
             self.matchers.start_masks(sample_requests([part for part in slices if part.row.has_grammar]))
         logits = self.forward_able(slices, before.ids if before else None)
-        if self.rows.state_slots and (kept := self.rows.state_slots.keep(slices)):
-            self.loaded.states.copy(kept)
-        if self.pictures and any(one.row.pictures for one in slices if not one.decodes):
-            self.pictures.trim(needed_pictures(self.rows.rows.values()))
+        for part in self.parts:
+            part.after(self.rows, slices)
         return LaunchedStep(self.rows.step, slices, logits, started_s) if slices else None
-
-    def copy_beams(self) -> None:
-        """Copy blocks and states of beams that a step extends, and snapshots that rows start with."""
-        if copies := self.rows.take_copies():
-            self.loaded.cache.copy(copies)
-        if (slots := self.rows.state_slots) and (state_copies := slots.take_copies()):
-            self.loaded.states.copy(state_copies)
-
-    def bring_adapters(self, slices: list[RowSlice]) -> None:
-        """Put the adapters of a launched step on the device. Rows whose adapter cannot be read any more fail,
-        and are removed from `slices`.
-        """
-        if lost := self.adapters.bring(part.row.adapter for part in slices if part.row.adapter):
-            able = [part for part in slices if part.row.adapter not in lost]
-            self.rows.fail(slices, able, "adapter")
-
-    def encode_pictures(self, slices: list[RowSlice]) -> None:
-        """Encode the units that are due before a step. Rows whose pictures fail end, and are removed from
-        `slices`.
-        """
-        if not self.pictures:
-            return
-        for unit in self.rows.encoding.take():
-            self.pictures.encode(unit)
-            self.rows.result.num_encoded += 1
-        computed = [one for one in slices if not (one.row.pictures and one.row.pictures.failure)]
-        if len(computed) < len(slices):
-            self.rows.fail(slices, computed, "picture")
-
-    def draft(self, drafter: Drafter) -> None:
-        """Leave proposals for the next step with its rows, on all ranks those of one."""
-        rows, spare = self.rows.decoding(), self.rows.num_spare
-        drafts = drafter.draft(rows, self.block_size, spare, may_fail=self.communicator.world_size == 1)
-        if drafts is not None:
-            drafts = drafts.to(self.loaded.device)
-            self.communicator.broadcast_tensor(drafts)
-            drafter.take(drafts)
 
     def sample(self, launched: LaunchedStep) -> InFlightStep | SentStep:
         """Launch the sampling of a step. One rank samples, and the others take its tokens. In a pipeline they

@@ -9,15 +9,17 @@ All ranks obey the same commands and launch the same steps, so their slots are t
 """
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from common.adapters import AdapterFault
 from common.settings.settings import Settings
 from gpu_worker.engine.adapters.layers import AdapterLayers
 from gpu_worker.engine.adapters.weights import AdapterWeights, Stamp, read_adapter, stamp_of
 from gpu_worker.engine.batch.adapters import Adapter
+from gpu_worker.engine.batch.row import RowSlice, StepPart
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.protocol import (
     AdapterAnswer,
@@ -42,7 +44,7 @@ class Source:
     stamp: Stamp
 
 
-class AdapterCache:
+class AdapterCache(StepPart):
     """The adapters of an engine.
 
     Attributes:
@@ -52,6 +54,8 @@ class AdapterCache:
         slots: what each slot of the device has; the weights stay in memory with it.
         used: adapters on the device, least recently used first.
     """
+
+    failure = "adapter"
 
     def __init__(self, layers: AdapterLayers | None, settings: Settings, communicator: Communicator) -> None:
         num_slots = settings.max_loras if layers else 0
@@ -131,6 +135,11 @@ class AdapterCache:
             self.host.pop(adapter, None)
             if self.used.pop(adapter, adapter) is None:
                 self.slots[adapter.slot], adapter.slot = None, -1
+
+    def prepare(self, rows: Any, slices: Sequence[RowSlice]) -> Sequence[RowSlice]:
+        """Put the adapters of the step on the device; without those that cannot be read any more."""
+        lost = self.bring(part.row.adapter for part in slices if part.row.adapter)
+        return [part for part in slices if part.row.adapter not in lost]
 
     def bring(self, wanted: Iterable[Adapter]) -> set[Adapter]:
         """Put the adapters of the next step on the device → those whose weights cannot be read any more."""

@@ -5,7 +5,7 @@ tensors.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from common.messages.plan import NewRow
 from common.messages.records import pack_floats, pack_ids
@@ -370,6 +370,33 @@ class RowSlice:
             state = state and state.after(token)
             requests.append(request_at(state, index))
         return requests
+
+
+class StepPart:
+    """What an engine has beside its model's forward (drafts, adapters, pictures, states): it is asked around
+    each step. `rows` are the engine's `Rows`.
+
+    Attributes:
+        failure: why rows end for which it cannot prepare a step.
+    """
+
+    failure = ""
+
+    def before(self, rows: Any) -> None:
+        """Before the rows of the next step are chosen."""
+
+    def prepare(self, rows: Any, slices: Sequence[RowSlice]) -> Sequence[RowSlice]:
+        """Before the forward → the slices that it may have."""
+        return slices
+
+    def after(self, rows: Any, slices: Sequence[RowSlice]) -> None:
+        """Once the forward is launched."""
+
+    def granted(self, blocks: Sequence[Int32]) -> None:
+        """These blocks have been granted: what they held is gone."""
+
+    def sleep(self) -> None:
+        """The model gives up its cache, and what was captured with it. No row is held."""
 
 
 def request_at(state: SamplingState | None, index: int) -> SampleRequest | None:

@@ -7,11 +7,13 @@ released, one at the last end that it has reached.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from gpu_worker.engine.batch.beams import SlotCopy
 from gpu_worker.engine.batch.prefill import last_block_end
-from gpu_worker.engine.batch.row import Row, RowSlice
+from gpu_worker.engine.batch.row import Row, RowSlice, StepPart
+from gpu_worker.engine.batch.step_result import Int32
 
 
 class Snapshots:
@@ -59,20 +61,25 @@ class Snapshots:
         return changes
 
 
-class StateSlots:
+class StateSlots(StepPart):
     """Gives each row that a step may compute its slots, one for each place, until the engine releases it.
     Slot 0 is scratch. Slots of snapshots follow those of rows.
 
     Attributes:
+        copy: copies the states of slots.
         copies: that must be made before the step just launched is computed.
         reached: number of a row → (block, slot) of the snapshot at the last end of a block that it has
             reached with a generated token.
     """
 
-    def __init__(self, num_slots: int, num_snapshots: int = 0, block_size: int = 1) -> None:
+    def __init__(
+        self, copy: Callable[[Sequence[SlotCopy]], None], num_slots: int, num_snapshots: int, block_size: int
+    ) -> None:
+        self.copy = copy
         self.free = list(range(num_slots, 0, -1))
         self.has_snapshots = num_snapshots > 0
-        self.snapshots = Snapshots(range(num_slots + num_snapshots, num_slots, -1))
+        self.snapshot_slots = range(num_slots + num_snapshots, num_slots, -1)
+        self.snapshots = Snapshots(self.snapshot_slots)
         self.block_size = block_size
         self.copies: list[SlotCopy] = []
         self.reached: dict[int, tuple[int, int]] = {}
@@ -98,17 +105,27 @@ class StateSlots:
         if snapshot := self.reached.pop(row.number, None):
             self.snapshots.put(*snapshot)
 
-    def keep(self, slices: Sequence[RowSlice]) -> list[SlotCopy]:
-        """Choose which states become snapshots once a step with these slices is computed → the copies."""
-        if not self.has_snapshots:
-            return []
-        ends = [one for one in slices if one.kv_len % self.block_size == 0]
-        copies = [
-            (one.row.slot, self.slot_at(one))
-            for one in ends
-            if not (one.decodes and one.row.output.has_branches)
-        ]
-        return [(source, target) for source, target in copies if target]
+    def prepare(self, rows: Any, slices: Sequence[RowSlice]) -> Sequence[RowSlice]:
+        """Copy the states of beams that the step extends, and snapshots that rows start with."""
+        if self.copies:
+            self.copy(self.copies)
+            self.copies.clear()
+        return slices
+
+    def after(self, rows: Any, slices: Sequence[RowSlice]) -> None:
+        """Keep the states that become snapshots once the step is computed."""
+        if self.has_snapshots:
+            ends = [one for one in slices if one.kv_len % self.block_size == 0]
+            ends = [one for one in ends if not (one.decodes and one.row.output.has_branches)]
+            if copies := [(one.row.slot, slot) for one in ends if (slot := self.slot_at(one))]:
+                self.copy(copies)
+
+    def granted(self, blocks: Sequence[Int32]) -> None:
+        self.snapshots.forget(number for one in blocks for number in one.tolist())
+
+    def sleep(self) -> None:
+        self.snapshots = Snapshots(self.snapshot_slots)
+        self.reached = {}
 
     def slot_at(self, end: RowSlice) -> int:
         """The slot that takes a row's states at the end of a slice, which is one of a block; 0: none does."""
@@ -129,9 +146,3 @@ class StateSlots:
     def block_before(self, row: Row, kv_len: int) -> int:
         """The block that ends with the first `kv_len` tokens of a row."""
         return int(row.blocks[kv_len // self.block_size - 1])
-
-    def take_copies(self) -> list[SlotCopy]:
-        """Return the copies that must be made before the step just launched is computed."""
-        copies = [*self.copies]
-        self.copies.clear()
-        return copies

@@ -12,12 +12,13 @@ that paused, tokens of an earlier worker) they are computed before the next draf
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from gpu_worker.engine.batch.inputs import build_inputs
-from gpu_worker.engine.batch.row import Row, RowSlice, arrange, request_at
+from gpu_worker.engine.batch.row import Row, RowSlice, StepPart, arrange, request_at
 from gpu_worker.engine.batch.sampling_state import GrammarMask, SampleRequest, SamplingState
 from gpu_worker.engine.batch.split_step import Forward, is_out_of_memory, release_tensors
 from gpu_worker.engine.batch.step_result import Int32
@@ -25,6 +26,7 @@ from gpu_worker.engine.cuda.graphs import Capture, CudaGraphs
 from gpu_worker.engine.drafting.proposers import TRIAL_PROPOSALS, Acceptance, ProposalCosts, Proposer
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.model import LoadedModel
+from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.sampling.grammar import Matchers
 from gpu_worker.engine.sampling.sampler import sample
 
@@ -77,7 +79,7 @@ class DraftSource:
 
 
 @dataclass(eq=False)
-class Drafter:
+class Drafter(StepPart):
     """Makes drafts before each step.
 
     Attributes:
@@ -89,6 +91,8 @@ class Drafter:
     num_drafted: int
     source: DraftSource
     costs: ProposalCosts
+    communicator: Communicator
+    device: torch.device
     worker: Acceptance = field(default_factory=Acceptance)
     asked: list[DraftRow] = field(default_factory=list)
 
@@ -96,6 +100,21 @@ class Drafter:
         """The proposer of a row with these ids so far."""
         acceptance = Acceptance(budget=self.worker.budget, gate=self.worker)
         return Proposer(ids, grammar, self.num_drafted, acceptance, self.costs, drafts_by=self.method)
+
+    def before(self, rows: Any) -> None:
+        """Leave proposals for the next step with its rows, on all ranks those of one."""
+        may_fail = self.communicator.world_size == 1
+        drafts = self.draft(rows.decoding(), rows.block_size, rows.num_spare, may_fail)
+        if drafts is not None:
+            drafts = drafts.to(self.device)
+            self.communicator.broadcast_tensor(drafts)
+            self.take(drafts)
+
+    def granted(self, blocks: Sequence[Int32]) -> None:
+        self.source.on_granted(blocks)
+
+    def sleep(self) -> None:
+        self.source.on_sleep()
 
     def draft(self, rows: Sequence[Row], block_size: int, spare: int, may_fail: bool) -> torch.Tensor | None:
         """Make drafts for rows that decode next, at most `spare` together → int64 [rows, most drafts], filled

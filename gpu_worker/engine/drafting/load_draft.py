@@ -310,13 +310,16 @@ def read_parameters(heads: Any, slices: Mapping[str, Any], shared: Sequence[str]
         parameters[own].data.copy_(tensor)
 
 
-def make_drafter(loaded: LoadedModel, matchers: Matchers, costs: ProposalCosts) -> Drafter | None:
+def make_drafter(
+    loaded: LoadedModel, matchers: Matchers, costs: ProposalCosts, communicator: Communicator
+) -> Drafter | None:
     """None if no model proposes tokens."""
     draft = loaded.draft
     if draft is None:
         return None
     sampler = DraftSampler(matchers, loaded.vocab_size)
-    return Drafter(draft.method, draft.num_tokens, make_source(draft, loaded, sampler), costs)
+    source = make_source(draft, loaded, sampler)
+    return Drafter(draft.method, draft.num_tokens, source, costs, communicator, loaded.device)
 
 
 def make_source(draft: Draft, loaded: LoadedModel, sampler: DraftSampler) -> DraftSource:

@@ -8,7 +8,7 @@ are still to read is never dropped.
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,8 @@ from PIL import Image
 
 from common.messages.plan import NewRow
 from common.pictures import decoded
-from gpu_worker.engine.batch.prefill import EncodedUnit
+from gpu_worker.engine.batch.prefill import EncodedUnit, needed_pictures
+from gpu_worker.engine.batch.row import RowSlice, StepPart
 from gpu_worker.engine.batch.row_pictures import (
     PictureState,
     PlacedPicture,
@@ -113,7 +114,7 @@ class HeldPicture:
         return 0 if self.state.embeddings is None else int(self.state.embeddings.nbytes)
 
 
-class PictureEncoder:
+class PictureEncoder(StepPart):
     """The pictures of one engine.
 
     Attributes:
@@ -122,6 +123,8 @@ class PictureEncoder:
         held: by key, those used least recently first.
         waiting: pictures that are not processed yet.
     """
+
+    failure = "picture"
 
     def __init__(
         self,
@@ -167,13 +170,11 @@ class PictureEncoder:
         self.held.move_to_end(key)
         return held.state
 
-    def advance(self, needed: Callable[[], Collection[PictureState]]) -> None:
-        """Process what waits, as far as pixels have room. `needed`: the pictures that rows are still to
-        read.
-        """
+    def before(self, rows: Any) -> None:
+        """Process what waits, as far as pixels have room."""
         if not self.waiting:
             return
-        self.trim(needed())
+        self.trim(needed_pictures(rows.rows.values()))
         pixels = sum(held.processed_bytes for held in self.held.values())
         while self.waiting and (self.waits or pixels < MAX_PROCESSED_BYTES):
             held = self.waiting.popleft()
@@ -190,6 +191,17 @@ class PictureEncoder:
         except Exception as error:  # codecs raise what they like
             shape.set_exception(error)
         held.data = b""
+
+    def prepare(self, rows: Any, slices: Sequence[RowSlice]) -> Sequence[RowSlice]:
+        """Encode the units that are due; without the rows whose pictures have failed."""
+        for unit in rows.encoding.take():
+            self.encode(unit)
+            rows.result.num_encoded += 1
+        return [one for one in slices if not (one.row.pictures and one.row.pictures.failure)]
+
+    def after(self, rows: Any, slices: Sequence[RowSlice]) -> None:
+        if any(one.row.pictures for one in slices if not one.decodes):
+            self.trim(needed_pictures(rows.rows.values()))
 
     def encode(self, unit: EncodedUnit) -> None:
         """Encode a unit. If that fails its rows end; of several ranks the worker ends, since the others
