@@ -27,7 +27,7 @@ from gpu_worker.engine.batch.split_step import Forward, forward_in_halves
 from gpu_worker.engine.batch.state_slots import StateSlots
 from gpu_worker.engine.batch.step_result import Candidate, Int32, PromptLogprobs, StepSamples, TopLogprobs
 from gpu_worker.engine.cuda.compile import compile_layers, stop_compiling
-from gpu_worker.engine.cuda.graphs import Capture, CaptureError, CudaGraphs, FixedShapeGraph, make_capture
+from gpu_worker.engine.cuda.graphs import Capture, CaptureError, CudaGraphs, make_capture
 from gpu_worker.engine.drafting.drafter import Drafter
 from gpu_worker.engine.drafting.load_draft import load_draft, make_drafter
 from gpu_worker.engine.drafting.proposers import ProposalCosts, guessing_factory, measure_steps
@@ -273,14 +273,6 @@ def measure_costs(
     costs.set(*communicator.exchange(times)[0])
 
 
-def make_state_slots(loaded: LoadedModel) -> StateSlots | None:
-    """Slots of rows and snapshots, none of which is taken; None in a model without states."""
-    states, block_size = loaded.states, loaded.geometry.block_size
-    if not states:
-        return None
-    return StateSlots(states.copy, states.num_slots, states.num_snapshots, block_size)
-
-
 def capacity_of(
     settings: Settings,
     loaded: LoadedModel,
@@ -373,13 +365,13 @@ class Engine:
             make_text=text_factory(loaded.tokenizer),
             adapters=self.adapters.known,
             turns=AdapterTurns(settings.max_loras),
-            state_slots=make_state_slots(loaded),
+            state_slots=StateSlots(loaded.states, self.block_size) if loaded.states else None,
             computes_whole=loaded.computes_whole,
             on_freed=self.spoil if settings.debug_kv else None,
         )
         if loaded.states and settings.speculation:
             log.warning("SPECULATE is off: states of rows cannot go back from wrong proposals")
-        self.graphs: CudaGraphs | FixedShapeGraph | None = None
+        self.graphs: CudaGraphs | None = None
         self.runs_ahead = loaded.device.type != "cpu" and communicator.num_stages == 1
         self.in_flight = deque[InFlightStep | SentStep]()
         self.collected_step = 0
@@ -428,7 +420,7 @@ class Engine:
         if self.drafter:
             graphs.takes_prompts = False
             self.drafter.source.capture(capture, max_rows)
-        self.graphs = FixedShapeGraph(graphs) if deterministic else graphs
+        self.graphs = graphs
 
     def prepare(self) -> None:
         """Prepare for grammars while no row is held; rows that pool have none."""
@@ -456,11 +448,7 @@ class Engine:
     def measure_token_ms(self, context: int, vocab_size: int, block_size: int) -> float:
         """ms of one prompt token, in a step of many: in all stages together."""
         loaded, communicator = self.loaded, self.communicator
-
-        def forward(slices: Sequence[RowSlice]) -> torch.Tensor:
-            return loaded.forward(build_inputs(slices, block_size, loaded.device))
-
-        own_ms = warmup.token_ms(forward, context, vocab_size, block_size, loaded.device)
+        own_ms = warmup.token_ms(loaded.compute, context, vocab_size, block_size, loaded.device)
         return communicator.all_reduce_sum(int(own_ms * 1e6)) / communicator.tp_size / 1e6
 
     def obey(self, command: Command) -> AdapterAnswer | None:
@@ -529,12 +517,13 @@ class Engine:
                 self.rows.fail(slices, able, part.failure)
         if not slices:
             return None
-        if copies := self.rows.take_copies():
-            self.loaded.cache.copy(copies)
+        if self.rows.copies:
+            self.loaded.cache.copy(self.rows.copies)
+            self.rows.copies.clear()
         if before:
             self.pace.on_launch(before.is_done)
         elif self.communicator.samples:
-            self.matchers.start_masks(sample_requests([part for part in slices if part.row.has_grammar]))
+            self.matchers.start_masks(sample_requests([part for part in slices if part.row.awaited]))
         logits = self.forward_able(slices, before.ids if before else None)
         for part in self.parts:
             part.after(self.rows, slices)

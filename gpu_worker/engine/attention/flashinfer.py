@@ -13,7 +13,7 @@ all of the model's dtype; layer int64 [] → [1, tokens, heads, dim].
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ from gpu_worker.engine.attention.flashinfer_support import (
     with_padded_heads,
     workspace_bytes,
 )
-from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, LayerSpec, write_kv
+from gpu_worker.engine.attention.kv_cache import Geometry, LayerSpec, write_kv
 from gpu_worker.engine.batch.inputs import Inputs, Span, offsets_of, pinned, to_device
 from gpu_worker.engine.batch.step_result import Int32
 
@@ -124,6 +124,7 @@ class PlanInputs(NamedTuple):
         lengths: tokens of each row in the cache.
         blocks: of all rows, one after the other.
         longest: the most tokens of a row in this step.
+        schedules: of captured steps, by view that needs plans, uint8 [SCHEDULE_BYTES].
     """
 
     query_ends: torch.Tensor
@@ -132,6 +133,19 @@ class PlanInputs(NamedTuple):
     lengths: torch.Tensor
     blocks: torch.Tensor
     longest: int
+    schedules: Mapping[LayerSpec, torch.Tensor] = {}
+
+    @property
+    def latent_metadata(self) -> dict[str, torch.Tensor]:
+        """→ int32 [rows + 1], [rows + 1], [blocks], [rows], by FlashInfer's names"""
+        names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
+        return dict(zip(names, (self.query_ends, self.block_ends, self.blocks, self.lengths), strict=True))
+
+    def of_rows(self, rows: int) -> "PlanInputs":
+        """The part for so many rows."""
+        ends, numbers = (self.query_ends, self.block_ends), (self.last_lengths, self.lengths)
+        parts = (*(one[: rows + 1] for one in ends), *(one[:rows] for one in numbers))
+        return PlanInputs(*parts, self.blocks, self.longest, self.schedules)
 
 
 def plan_inputs(spans: Sequence[Span], block_size: int, device: torch.device) -> PlanInputs:
@@ -139,59 +153,24 @@ def plan_inputs(spans: Sequence[Span], block_size: int, device: torch.device) ->
     counts = np.concatenate([np.full(len(span.lengths), span.count) for span in spans])
     lengths = np.concatenate([span.lengths for span in spans])
     held = -(-lengths // block_size)
-    lines = (line for span in spans for line in span.blocks)
-    blocks = np.concatenate([line[:count] for line, count in zip(lines, held, strict=True)])
-    return inputs_of(counts, lengths, held, blocks, block_size, device)
-
-
-def decode_inputs(positions: Int32, table: Int32, block_size: int, device: torch.device) -> PlanInputs:
-    """What a plan for rows that decode needs: positions int32 [rows], blocks int32 [rows, blocks]."""
-    lengths = positions + 1
-    held = -(-lengths // block_size)
-    blocks = table[np.arange(table.shape[1]) < held[:, None]]
-    return inputs_of(np.ones_like(lengths), lengths, held, blocks, block_size, device)
-
-
-def inputs_of(
-    counts: Any, lengths: Any, held: Any, blocks: Any, block_size: int, device: torch.device
-) -> PlanInputs:
-    """What a plan needs, from the rows' tokens in this step and in the cache, how many blocks they hold, and
-    which, all int [rows] but the last.
-    """
-    query_ends, block_ends, last_lengths, lengths = (
-        pinned(values, device, torch.int32)
-        for values in (offsets_of(counts), offsets_of(held), lengths - (held - 1) * block_size, lengths)
-    )
+    places = (np.arange(span.blocks.shape[1]) * block_size < span.lengths[:, None] for span in spans)
+    blocks = np.concatenate([span.blocks[own] for span, own in zip(spans, places, strict=True)])
+    last_lengths = lengths - (held - 1) * block_size
+    on_host = (offsets_of(counts), offsets_of(held), last_lengths, lengths)
+    query_ends, block_ends, last_lengths, lengths = (pinned(own, device, torch.int32) for own in on_host)
     blocks = to_device(blocks, device, torch.int32)
     return PlanInputs(query_ends, block_ends, last_lengths, lengths, blocks, int(counts.max()))
 
 
-def empty_inputs(rows: int, num_blocks: int, device: torch.device) -> PlanInputs:
+def empty_inputs(
+    rows: int, num_blocks: int, schedules: Mapping[LayerSpec, torch.Tensor], device: torch.device
+) -> PlanInputs:
     """Room on the device for the inputs of `rows` rows that decode and have `num_blocks` blocks together."""
     query_ends, block_ends, last_lengths, lengths, blocks = (
         torch.zeros(size, dtype=torch.int32, device=device)
         for size in (rows + 1, rows + 1, rows, rows, num_blocks)
     )
-    return PlanInputs(query_ends, block_ends, last_lengths, lengths, blocks, 1)
-
-
-def plan_options(geometry: Geometry, spec: AttentionSpec) -> dict[str, Any]:
-    """The options of each plan for a view, by FlashInfer's names."""
-    return {
-        "num_qo_heads": spec.kv_heads * spec.group,
-        "num_kv_heads": spec.kv_heads,
-        "page_size": geometry.block_size,
-        "sm_scale": spec.scaling,
-        "window_left": window_left(spec),
-        "logits_soft_cap": spec.softcap,
-        "q_data_type": geometry.dtype,
-        "kv_data_type": geometry.kv_dtype,
-    }
-
-
-def window_left(spec: AttentionSpec) -> int:
-    """Keys that a query sees before its own, as FlashInfer counts; -1 is all."""
-    return -1 if spec.window is None else spec.window - 1
+    return PlanInputs(query_ends, block_ends, last_lengths, lengths, blocks, 1, schedules)
 
 
 def table_of(spans: Sequence[Span]) -> tuple[Int32, Int32]:
@@ -214,40 +193,36 @@ SCHEDULE_BYTES = 2**20
 """Of a captured step: about 20 bytes for each row, and for each program of the kernel."""
 
 
-class StepWrapper:
-    """Kernels of steps that are not captured: prompts, and rows that decode. Query and output [tokens, heads,
-    dim] of the model's dtype, sinks float32 [heads].
+class PagePlan:
+    """Kernels over pages, planned for the rows of a step. Those of captured steps, all of whose rows decode,
+    use tensor cores: FlashInfer's other kernel serves few numbers of queries that share a K head. Query and
+    output [tokens, heads, dim] of the model's dtype, sinks float32 [heads].
     """
 
-    def __init__(self, workspace: torch.Tensor) -> None:
-        """workspace uint8 [bytes]"""
-        self.wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
-
-    def plan(self, inputs: PlanInputs, geometry: Geometry, view: LayerSpec) -> None:
-        self.wrapper.plan(
-            inputs.query_ends,
-            inputs.block_ends,
-            inputs.blocks,
-            inputs.last_lengths,
-            head_dim_qk=view.key_dim,
-            causal=True,
-            seq_lens=inputs.lengths,  # or FlashInfer computes them, in memory that is not pinned
-            max_token_per_sequence=inputs.longest,  # or it looks for it, number by number
-            **plan_options(geometry, view.spec),
-        )
-
-    def run(self, module: Any, query: torch.Tensor, sinks: Any, output: torch.Tensor) -> None:
-        run_over_pages(self.wrapper, module, query, sinks, output)
-
-
-class DecodeWrapper:
-    """Kernels of captured steps of one number of rows, all of which decode. They use tensor cores:
-    FlashInfer's other kernel serves few numbers of queries that share a K head. Query and output [rows,
-    heads, dim] of the model's dtype, sinks float32 [heads].
-    """
-
-    def __init__(self, workspace: torch.Tensor, schedule: torch.Tensor, buffers: PlanInputs) -> None:
-        """workspace and schedule uint8 [bytes]; `buffers` are what the graph reads."""
+    def __init__(
+        self,
+        geometry: Geometry,
+        view: LayerSpec,
+        workspace: torch.Tensor,
+        generation: int,
+        buffers: PlanInputs | None = None,
+    ) -> None:
+        """workspace uint8 [bytes]; `buffers` are what the graph of a captured step reads."""
+        spec, self.is_captured = view.spec, buffers is not None
+        self.options = {
+            "num_qo_heads": spec.kv_heads * spec.group,
+            "num_kv_heads": spec.kv_heads,
+            "page_size": geometry.block_size,
+            "sm_scale": spec.scaling,
+            "window_left": -1 if spec.window is None else spec.window - 1,  # keys before a query's own
+            "logits_soft_cap": spec.softcap,
+            "q_data_type": geometry.dtype,
+            "kv_data_type": geometry.kv_dtype,
+        }
+        self.dim = view.key_dim
+        if buffers is None:
+            self.wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+            return
         self.wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             workspace,
             "HND",
@@ -258,25 +233,35 @@ class DecodeWrapper:
             paged_kv_last_page_len_buffer=buffers.last_lengths,
         )
         # else each wrapper would have 8 MiB of its own, on the device and pinned on the host
-        self.wrapper.reset_workspace_buffer(workspace, schedule)
+        self.wrapper.reset_workspace_buffer(workspace, buffers.schedules[view])
 
-    def plan(self, inputs: PlanInputs, geometry: Geometry, view: LayerSpec) -> None:
-        self.wrapper.plan(
-            inputs.block_ends,
-            inputs.blocks,
-            inputs.last_lengths,
-            head_dim=view.key_dim,
-            seq_lens=inputs.lengths,
-            **plan_options(geometry, view.spec),
-        )
+    def plan(self, inputs: PlanInputs) -> None:
+        # without `seq_lens` FlashInfer computes them, in memory that is not pinned
+        places = inputs.block_ends, inputs.blocks, inputs.last_lengths
+        options = self.options | {"seq_lens": inputs.lengths}
+        if self.is_captured:
+            self.wrapper.plan(*places, head_dim=self.dim, **options)
+            return
+        # without the longest it looks for it, number by number
+        options |= {"causal": True, "max_token_per_sequence": inputs.longest}
+        self.wrapper.plan(inputs.query_ends, *places, head_dim_qk=self.dim, **options)
 
     def run(self, module: Any, query: torch.Tensor, sinks: Any, output: torch.Tensor) -> None:
-        run_over_pages(self.wrapper, module, query, sinks, output)
+        """A sink takes its share of a softmax whose sum is known: what is left of the output is `sigmoid(log
+        sum - sink)`.
+        """
+        cache = (module.keys, module.values)
+        scales = {"k_scale": module.key_scale, "v_scale": module.value_scale}
+        if sinks is None:
+            self.wrapper.run(query, cache, out=output, **scales)
+        else:
+            _, log2_sum = self.wrapper.run(query, cache, out=output, return_lse=True, **scales)
+            output.mul_(torch.sigmoid(log2_sum / LOG2_E - sinks)[..., None])
 
 
-class LatentWrapper:
-    """Kernels of layers that keep latents (AttentionSpec.latent), in steps of either kind. Each has 8 MiB of
-    its own for schedules, on the device and on the host.
+class LatentPlan:
+    """Kernels over latents (AttentionSpec.latent), planned for the rows of a step of either kind. Each has 8
+    MiB of its own for schedules, on the device and on the host.
 
     The kernel is named: of the others that FlashInfer would choose among on some GPUs, none is planned anew
     for a captured step.
@@ -285,23 +270,37 @@ class LatentWrapper:
         heads: of the queries that were planned, see `planned_heads`.
     """
 
-    def __init__(self, workspace: torch.Tensor, generation: int, buffers: PlanInputs | None = None) -> None:
-        """workspace uint8 [bytes]; `buffers` are what the graph reads of a captured step."""
-        fixed = {} if buffers is None else latent_metadata(buffers)
+    def __init__(
+        self,
+        geometry: Geometry,
+        view: LayerSpec,
+        workspace: torch.Tensor,
+        generation: int,
+        buffers: PlanInputs | None = None,
+    ) -> None:
+        """As PagePlan's."""
+        fixed = {} if buffers is None else buffers.latent_metadata
+        self.geometry = geometry
+        self.view = view
         self.heads = 0
         self.wrapper = BatchMLAPagedAttentionWrapper(
             workspace, use_cuda_graph=bool(fixed), backend=latent_kernel(generation), **fixed
         )
 
-    def plan(self, inputs: PlanInputs, geometry: Geometry, view: LayerSpec) -> None:
-        rows, tokens = len(inputs.lengths), int(inputs.query_ends[-1])
+    def plan(self, inputs: PlanInputs) -> None:
+        rows, tokens, geometry, view = (
+            len(inputs.lengths),
+            int(inputs.query_ends[-1]),
+            self.geometry,
+            self.view,
+        )
         self.heads = heads = planned_heads(view.spec.group, inputs.longest)
         if tokens * heads // 128 + 2 * rows + SPLIT_TILES > MAX_TILES:
             raise SettingError(
                 "max_batch_prefill_tokens", f"{tokens} tokens with {heads} heads are too many for one step"
             )
         self.wrapper.plan(
-            metadata=MLAPlanMetadata.csr(**latent_metadata(inputs)),
+            metadata=MLAPlanMetadata.csr(**inputs.latent_metadata),
             num_heads=heads,
             head_dim_ckv=view.value_dim,
             head_dim_kpe=view.key_dim,
@@ -329,29 +328,6 @@ class LatentWrapper:
             output.copy_(out[:, :heads])
 
 
-def latent_metadata(inputs: PlanInputs) -> dict[str, torch.Tensor]:
-    """→ int32 [rows + 1], [rows + 1], [blocks], [rows], by FlashInfer's names"""
-    return {
-        "qo_indptr": inputs.query_ends,
-        "kv_indptr": inputs.block_ends,
-        "kv_indices": inputs.blocks,
-        "kv_len_arr": inputs.lengths,
-    }
-
-
-def run_over_pages(wrapper: Any, module: Any, query: torch.Tensor, sinks: Any, output: torch.Tensor) -> None:
-    """A sink takes its share of a softmax whose sum is known: what is left of the output is `sigmoid(log sum
-    - sink)`. query and output [tokens, heads, dim] of the model's dtype, sinks float32 [heads]
-    """
-    cache = (module.keys, module.values)
-    scales = {"k_scale": module.key_scale, "v_scale": module.value_scale}
-    if sinks is None:
-        wrapper.run(query, cache, out=output, **scales)
-    else:
-        _, log2_sum = wrapper.run(query, cache, out=output, return_lse=True, **scales)
-        output.mul_(torch.sigmoid(log2_sum / LOG2_E - sinks)[..., None])
-
-
 def processors_of(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
@@ -375,61 +351,19 @@ class Uploads:
             self.copied.record()
 
 
-class StepPlans:
-    """FlashInfer's wrappers for steps that are not captured, one for each view. Two sets of them take turns:
-    the plan of one step may wait in pinned memory while the next one is made.
+class Plans:
+    """The plans of steps, by view.
+
+    Of steps that are not captured there are two sets, which take turns: the plan of one step may wait in
+    pinned memory while the next one is made. Of captured steps there is one set for each number of rows. Such
+    a step reads what its tensors hold when it is replayed; `plan_decode`, outside of the graph, copies a
+    step's blocks and schedule there. Steps run one after the other, so all numbers of rows share the tensors.
 
     Attributes:
         planned: by view, whether rows that decode need plans, too.
-    """
-
-    def __init__(
-        self, geometry: Geometry, planned: Sequence[bool], workspace: torch.Tensor, generation: int
-    ) -> None:
-        self.geometry = geometry
-        self.planned = planned
-        self.device = workspace.device
-        self.turns: list[list[Any]] = [
-            [
-                LatentWrapper(workspace, generation) if view.spec.latent else StepWrapper(workspace)
-                for view in geometry.views
-            ]
-            for _ in range(2)
-        ]
-        self.uploads = [Uploads(self.device) for _ in self.turns]
-        self.current = 0
-
-    @property
-    def wrappers(self) -> list[Any]:
-        """The wrappers of the step that was planned last, by view."""
-        return self.turns[self.current]
-
-    def plan(self, spans: Sequence[Span], first: int) -> None:
-        """Plan the rows from span `first` on; in views that are `planned` all rows."""
-        self.current = 1 - self.current
-        with self.uploads[self.current]:
-            for is_planned, part in ((True, spans), (False, spans[first:])):
-                views = [view for view, planned in enumerate(self.planned) if planned == is_planned]
-                if views and part:
-                    self.plan_views(views, part)
-
-    def plan_views(self, views: Sequence[int], spans: Sequence[Span]) -> None:
-        inputs = plan_inputs(spans, self.geometry.block_size, self.device)
-        for view in views:
-            self.wrappers[view].plan(inputs, self.geometry, self.geometry.views[view])
-
-
-class DecodePlans:
-    """FlashInfer's wrappers for captured steps: for each number of rows one of each view that needs plans.
-
-    A captured step reads what its wrappers' tensors hold when it is replayed; `plan`, outside of the graph,
-    copies a step's blocks and schedule there. Steps run one after the other, so all numbers of rows share the
-    tensors.
-
-    Attributes:
-        buffers: on the device, of `max_rows` rows.
-        schedules: by view that needs plans, uint8 [SCHEDULE_BYTES]
-        wrappers: by number of rows, then by view.
+        current: the plans of the step that was planned last, and is not captured.
+        buffers: of captured steps of `max_rows` rows, on the device.
+        captured: by number of rows; None for views that need no plans.
     """
 
     def __init__(
@@ -442,38 +376,52 @@ class DecodePlans:
         max_blocks: int,
     ) -> None:
         self.geometry = geometry
-        self.workspace = workspace
-        self.generation = generation
+        self.planned = planned
         self.device = device = workspace.device
-        self.buffers = empty_inputs(max_rows, max_rows * max_blocks if any(planned) else 0, device)
-        self.schedules = {
+        self.fixed = (workspace, generation)
+        self.turns = [([self.make(view) for view in geometry.views], Uploads(device)) for _ in range(2)]
+        self.current = self.turns[0][0]
+        self.uploads = Uploads(device)
+        schedules = {
             view: torch.zeros(SCHEDULE_BYTES, dtype=torch.uint8, device=device)
             for view, is_planned in zip(geometry.views, planned, strict=True)
             if is_planned
         }
-        self.wrappers: dict[int, dict[LayerSpec, Any]] = {}
-        self.uploads = Uploads(device)
+        num_blocks = max_rows * max_blocks if schedules else 0
+        self.buffers = empty_inputs(max_rows, num_blocks, schedules, device)
+        self.captured: dict[int, list[PagePlan | LatentPlan | None]] = {}
 
-    def plan(self, positions: Int32, table: Int32) -> None:
+    def make(self, view: LayerSpec, buffers: PlanInputs | None = None) -> PagePlan | LatentPlan:
+        return (LatentPlan if view.spec.latent else PagePlan)(self.geometry, view, *self.fixed, buffers)
+
+    def plan(self, spans: Sequence[Span], first: int) -> None:
+        """Plan the rows from span `first` on; in views that are `planned` all rows."""
+        self.turns.reverse()
+        self.current, uploads = self.turns[0]
+        with uploads:
+            for is_planned, part in ((True, spans), (False, spans[first:])):
+                plans = [
+                    plan for plan, own in zip(self.current, self.planned, strict=True) if own == is_planned
+                ]
+                inputs = plan_inputs(part, self.geometry.block_size, self.device) if plans and part else None
+                for plan in plans if inputs else ():
+                    plan.plan(inputs)
+
+    def plan_decode(self, positions: Int32, table: Int32) -> None:
         """Plan rows that decode: positions int32 [rows], table int32 [rows, blocks]."""
         rows = len(positions)
-        if rows not in self.wrappers:
-            self.wrappers[rows] = {view: self.make_wrapper(rows, view) for view in self.schedules}
-        inputs = decode_inputs(positions, table, self.geometry.block_size, self.device)
+        if rows not in self.captured:
+            buffers = self.buffers.of_rows(rows)
+            self.captured[rows] = [
+                self.make(view, buffers) if is_planned else None
+                for view, is_planned in zip(self.geometry.views, self.planned, strict=True)
+            ]
+        lengths = positions.astype(np.int64) + 1
+        span = Span(0, 1, lengths, table.astype(np.int64), np.ones_like(lengths))
+        inputs = plan_inputs([span], self.geometry.block_size, self.device)
         with self.uploads:
-            for view, wrapper in self.wrappers[rows].items():
-                wrapper.plan(inputs, self.geometry, view)
-
-    def make_wrapper(self, rows: int, view: LayerSpec) -> Any:
-        buffers = self.buffers._replace(
-            query_ends=self.buffers.query_ends[: rows + 1],
-            block_ends=self.buffers.block_ends[: rows + 1],
-            last_lengths=self.buffers.last_lengths[:rows],
-            lengths=self.buffers.lengths[:rows],
-        )
-        if view.spec.latent:
-            return LatentWrapper(self.workspace, self.generation, buffers)
-        return DecodeWrapper(self.workspace, self.schedules[view], buffers)
+            for plan in filter(None, self.captured[rows]):
+                plan.plan(inputs)
 
 
 log = logging.getLogger(__name__)
@@ -526,8 +474,7 @@ class FlashInferBackend(AttentionBackend):
         self.scratch = torch.empty(self.scratch_bytes(max_rows), dtype=torch.uint8, device=device)
         size = workspace_bytes(geometry, self.processors, max_rows)
         scratch = torch.empty(size, dtype=torch.uint8, device=device)
-        self.plans = StepPlans(geometry, self.planned, scratch, generation)
-        self.decode_plans = DecodePlans(geometry, self.planned, scratch, generation, max_rows, max_blocks)
+        self.plans = Plans(geometry, self.planned, scratch, generation, max_rows, max_blocks)
         self.decoders: list[Any] = [None] * len(self.views)
         self.step = self.rows_that_decode(
             torch.zeros(1, dtype=torch.int32, device=device),
@@ -570,12 +517,11 @@ class FlashInferBackend(AttentionBackend):
 
     def plan_decode(self, positions: Int32, table: Int32) -> None:
         if not self.plan_free:
-            self.decode_plans.plan(positions, table)
+            self.plans.plan_decode(positions, table)
 
     def prepare_decode(self, positions: torch.Tensor, table: torch.Tensor, is_split: bool = False) -> None:
         self.step = self.rows_that_decode(positions, table, is_split)
-        wrappers = self.decode_plans.wrappers.get(len(positions), {})
-        self.decoders = [wrappers.get(view) for view in self.views]
+        self.decoders = self.plans.captured.get(len(positions), [None] * len(self.views))
 
     def rows_that_decode(
         self, positions: torch.Tensor, table: torch.Tensor, is_split: bool = False
@@ -611,7 +557,7 @@ class FlashInferBackend(AttentionBackend):
         if rows:
             self.decode(module, query[:rows], sinks, output[:rows])
         if rows < len(query):
-            self.plans.wrappers[number].run(module, query[rows:], sinks, output[rows:])
+            self.plans.current[number].run(module, query[rows:], sinks, output[rows:])
         return output
 
     def decode(self, module: Any, query: torch.Tensor, sinks: Any, output: torch.Tensor) -> None:

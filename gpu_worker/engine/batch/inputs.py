@@ -228,23 +228,19 @@ def fill_pending_ids(ids: torch.Tensor, previous: torch.Tensor | None) -> torch.
 
 
 def split_spans(slices: Sequence[RowSlice], block_size: int) -> list[Span]:
-    result: list[Span] = []
-    group: list[RowSlice] = []
-    begin = 0
-    for row_slice in slices:
-        if group and not fits_span(group[0], row_slice):
-            result.append(make_span(group, begin, block_size))
-            begin, group = begin + sum(member.count for member in group), []
-        group.append(row_slice)
-    return [*result, make_span(group, begin, block_size)]
-
-
-def fits_span(longest: RowSlice, row_slice: RowSlice) -> bool:
-    return (
-        longest.decodes
-        and row_slice.decodes
-        and longest.kv_len <= max(2 * row_slice.kv_len, row_slice.kv_len + MAX_PADDING)
-    )
+    """The rows that decode, the longest first, in groups of about one length; then each chunk of a prompt."""
+    begins = offsets_of(one.count for one in slices).tolist()
+    num_decoding = sum(one.decodes for one in slices)
+    kv_lens = np.array([one.kv_len for one in slices])
+    result, first = list[Span](), 0
+    while first < len(slices):
+        longest, end = kv_lens[first], first + 1
+        if first < num_decoding:
+            short = kv_lens[first:num_decoding] < min(-(-longest // 2), longest - MAX_PADDING)
+            end = first + int(short.argmax()) if short.any() else num_decoding
+        result.append(make_span(slices[first:end], begins[first], block_size))
+        first = end
+    return result
 
 
 def make_span(slices: Sequence[RowSlice], begin: int, block_size: int) -> Span:

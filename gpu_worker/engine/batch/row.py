@@ -5,7 +5,7 @@ tensors.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from common.messages.plan import NewRow
 from common.messages.records import pack_floats, pack_ids
@@ -32,13 +32,6 @@ def no_pictures(start: NewRow) -> None:
     """None. Raises ValueError if the row has pictures: this engine does not see."""
     if any(start.contents):
         raise ValueError("rows with pictures need a model that sees")
-
-
-class Awaited(Protocol):
-    """What a row waits for: its grammar, its pictures."""
-
-    @property
-    def is_ready(self) -> bool: ...
 
 
 class RowOutput:
@@ -192,7 +185,7 @@ class Row:
         class_index: the lower, the sooner its prompt is computed.
         num_passed: steps since its prompt was the first to be computed.
         output: what it brings; the rows of a beam search have one together.
-        awaited: what its prefill waits for.
+        awaited: what its prefill waits for, until it `is_ready`: its grammar, its pictures.
         launched_step: the last step launched with this row.
         adapter: the LoRA adapter with which it is computed; None for the model alone.
         pictures: of its prompt; None if it has none.
@@ -222,7 +215,7 @@ class Row:
     class_index: int = 0
     num_passed: int = 0
     output: RowOutput = TOKENS
-    awaited: Sequence[Awaited] = ()
+    awaited: Sequence[Any] = ()
     launched_step: int = 0
     adapter: Adapter | None = None
     pictures: RowPictures | None = None
@@ -232,10 +225,6 @@ class Row:
     def slot(self) -> int:
         """The slot of its states; the scratch slot if it has none."""
         return self.slots[0] if self.slots else 0
-
-    @property
-    def has_grammar(self) -> bool:
-        return self.sampling_state is not None and self.sampling_state.grammar is not None
 
     @property
     def finish_reason(self) -> str | None:

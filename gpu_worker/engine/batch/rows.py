@@ -283,12 +283,6 @@ class Rows:
         """Places that all rows take together."""
         return len(self.rows) + sum(group.search.params.width - 1 for group in self.groups.values())
 
-    def take_copies(self) -> list[BlockCopy]:
-        """Return the blocks that must be copied before the step just launched is computed."""
-        copies = [*self.copies]
-        self.copies.clear()
-        return copies
-
     def collect(self, slices: Sequence[RowSlice], samples: StepSamples) -> None:
         """Take what a launched step sampled: all samples of all slices, in order; for beam searches there are
         `candidates` in their place.

@@ -72,17 +72,15 @@ class StateSlots(StepPart):
             reached with a generated token.
     """
 
-    def __init__(
-        self, copy: Callable[[Sequence[SlotCopy]], None], num_slots: int, num_snapshots: int, block_size: int
-    ) -> None:
-        self.copy = copy
-        self.free = list(range(num_slots, 0, -1))
-        self.has_snapshots = num_snapshots > 0
-        self.snapshot_slots = range(num_slots + num_snapshots, num_slots, -1)
-        self.snapshots = Snapshots(self.snapshot_slots)
+    def __init__(self, states: Any, block_size: int) -> None:
+        """`states`: the model's (states/model_states.py)."""
+        self.copy: Callable[[Sequence[SlotCopy]], None] = states.copy
         self.block_size = block_size
+        self.has_snapshots = states.num_snapshots > 0
+        self.free = [*range(states.num_slots, 0, -1)]
+        self.snapshot_slots = range(states.num_kept, states.num_slots, -1)
         self.copies: list[SlotCopy] = []
-        self.reached: dict[int, tuple[int, int]] = {}
+        self.sleep()
 
     def take(self, row: Row) -> bool:
         """Give a row its slots → whether it has them; it waits if too few are free. A row that starts with
@@ -125,7 +123,7 @@ class StateSlots(StepPart):
 
     def sleep(self) -> None:
         self.snapshots = Snapshots(self.snapshot_slots)
-        self.reached = {}
+        self.reached: dict[int, tuple[int, int]] = {}
 
     def slot_at(self, end: RowSlice) -> int:
         """The slot that takes a row's states at the end of a slice, which is one of a block; 0: none does."""

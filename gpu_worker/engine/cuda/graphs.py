@@ -6,6 +6,7 @@ With DETERMINISTIC one graph of a fixed shape computes all steps (FixedShapeGrap
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,7 @@ class CudaGraphs:
         table: int32 [max_rows, max_blocks]; the rows' blocks.
         slots: int32 [max_rows]; the rows' slots of states.
         graphs: by variant, then by number of rows: replays a step.
+        tabled: the blocks that the first lines of `table` have, and the size of the step that left them.
         previous: int64 [max_rows]; ids that the step in flight samples.
         logits: [max_rows, vocabulary] of the model's dtype.
     """
@@ -92,6 +94,7 @@ class CudaGraphs:
         self.table = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
         self.previous = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.logits = torch.zeros(max_rows, loaded.vocab_size, dtype=loaded.geometry.dtype, device=device)
+        self.tabled: tuple[int, list[Int32]] = (0, [])
         self.graphs: dict[str, dict[int, Replay]] = {variant: {} for variant in VARIANTS}
 
     def capture(self, capture: Capture, sizes: Sequence[int], longest: int = 1) -> None:
@@ -124,7 +127,8 @@ class CudaGraphs:
         """
         num_tokens = sum(row_slice.count for row_slice in slices)
         rows = max(num_tokens, 0 if previous is None else len(previous))
-        if not self.graphs[ADAPTED] and any(row_slice.row.adapter for row_slice in slices):
+        takes_adapters = self.loaded.adapters is None or self.graphs[ADAPTED]
+        if not takes_adapters and any(row_slice.row.adapter for row_slice in slices):
             return False
         if rows > max(self.graphs[PLAIN], default=0):
             return False
@@ -140,11 +144,14 @@ class CudaGraphs:
         """
         positions = positions_of(slices).astype(np.int32)
         rows = len(positions)
-        adapters = adapted_step(slices)
+        adapters = adapted_step(slices) if self.loaded.adapters else None
         self.loaded.set_adapters(adapters)
         graphs = self.graphs[ADAPTED if adapters else self.variant_of(positions)]
         size = next(size for size in graphs if size >= rows)
-        self.copy_inputs(inputs_of(slices, positions, size), size)
+        blocks = blocks_of(slices)
+        stay = self.loaded.backend.plan_free and self.tabled[0] == size and are_same(blocks, self.tabled[1])
+        self.copy_inputs(inputs_of(slices, positions, size, () if stay else blocks), size)
+        self.tabled = size, blocks
         if previous is not None:
             self.previous[: len(previous)].copy_(previous)
         graphs[size]()
@@ -165,10 +172,8 @@ class CudaGraphs:
         """
         self.loaded.plan_decode(inputs[1], inputs[4:].T)
         staged = to_device(inputs, self.device)
-        self.ids[:size].copy_(staged[0])
-        self.positions[:size].copy_(staged[1])
-        self.rotary[:size].copy_(staged[2])
-        self.slots[:size].copy_(staged[3])
+        for tensor, line in zip((self.ids, self.positions, self.rotary, self.slots), staged, strict=False):
+            tensor[:size].copy_(line)
         self.table[:size, : len(staged) - 4].copy_(staged[4:].T)
 
 
@@ -179,21 +184,30 @@ def skewed_lengths(rows: int, longest: int) -> Int32:
     return lengths
 
 
-def inputs_of(slices: Sequence[RowSlice], positions: Int32, size: int) -> Int32:
-    """positions int32 [tokens] → int32 [4 + blocks, size]: ids, positions, those that turn queries and keys,
-    slots of states, and the rows' blocks, a column for each token.
+def blocks_of(slices: Sequence[RowSlice]) -> list[Int32]:
+    """The blocks of each token's row, int32 [blocks]."""
+    return [one.row.blocks for one in slices for _ in range(one.count)]
+
+
+def are_same(blocks: Sequence[Int32], others: Sequence[Int32]) -> bool:
+    """Whether these are the same arrays: a row whose blocks change has others, int32 [blocks]."""
+    return len(blocks) == len(others) and all(map(is_, blocks, others))
+
+
+def inputs_of(slices: Sequence[RowSlice], positions: Int32, size: int, blocks: Sequence[Int32]) -> Int32:
+    """positions int32 [tokens], blocks of each token int32 [blocks] → int32 [4 + blocks, size]: ids,
+    positions, those that turn queries and keys, slots of states, and the rows' blocks, a column for each
+    token. Without blocks the table stays as it is.
     """
-    inputs = np.zeros((4 + max(len(row_slice.row.blocks) for row_slice in slices), size), np.int32)
-    ids = token_ids(slices)
-    inputs[0, : len(ids)] = ids
-    inputs[1, : len(ids)] = positions
-    inputs[2, : len(ids)] = rotary_positions(slices, positions)
-    begin = 0
-    for row_slice in slices:
-        blocks = row_slice.row.blocks
-        inputs[3, begin : begin + row_slice.count] = row_slice.row.slot
-        inputs[4 : 4 + len(blocks), begin : begin + row_slice.count] = blocks[:, None]
-        begin += row_slice.count
+    num_tokens, lengths = len(positions), np.array([*map(len, blocks)], np.int64)
+    inputs = np.zeros((4 + int(lengths.max(initial=0)), size), np.int32)
+    inputs[:3, :num_tokens] = token_ids(slices), positions, rotary_positions(slices, positions)
+    if any(one.row.slots for one in slices):
+        counts = [one.count for one in slices]
+        inputs[3, :num_tokens] = np.repeat([one.row.slot for one in slices], counts)
+    if blocks:
+        held = np.arange(len(inputs) - 4) < lengths[:, None]
+        inputs[4:, :num_tokens].T[held] = np.concatenate(blocks)
     return inputs
 
 
@@ -233,20 +247,15 @@ def run_without_sync(run: Callable[[], None]) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-class FixedShapeGraph:
-    """One graph of a fixed shape that computes all steps, used in place of CudaGraphs (DETERMINISTIC):
-    previous int64 [rows] → logits [positions, vocabulary] of the model's dtype.
+class FixedShapeGraph(CudaGraphs):
+    """One graph of a fixed shape that computes all steps (DETERMINISTIC): previous int64 [rows] → logits
+    [positions, vocabulary] of the model's dtype.
 
     Each token is computed as a row that decodes, always beside equally many others. What a product, a norm or
     attention makes of a row depends on shapes, which decide how sums are split, not on the other rows. So
     with one shape a token's bits are the same in any batch, chunk or resume. XQA splits rows by their number,
     the heads and the width of the table, all fixed by the graph.
     """
-
-    def __init__(self, graphs: CudaGraphs) -> None:
-        """`graphs` has one graph, the largest."""
-        self.graphs = graphs
-        self.size = graphs.max_rows
 
     def can_run(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> bool:
         return True
@@ -255,14 +264,14 @@ class FixedShapeGraph:
         """Launch a step in chunks of the graph's size → logits [positions, vocabulary]. K and V of a chunk
         are written before attention reads them: a token sees those before it in its own chunk, too.
         """
-        graphs, places, logits = self.graphs, logit_positions(slices), [self.graphs.logits[:0]]
+        size, places, logits = self.max_rows, logit_positions(slices), [self.logits[:0]]
         positions = positions_of(slices).astype(np.int32)
-        chunks = range(0, len(positions), self.size)
-        inputs = inputs_of(slices, positions, len(chunks) * self.size)
+        chunks = range(0, len(positions), size)
+        inputs = inputs_of(slices, positions, len(chunks) * size, blocks_of(slices))
         for begin in chunks:
-            graphs.copy_inputs(inputs[:, begin : begin + self.size], self.size)
-            graphs.ids.copy_(fill_pending_ids(graphs.ids.long(), previous))
-            graphs.graphs[PLAIN][self.size]()
-            inside = places[(places >= begin) & (places < begin + self.size)] - begin
-            logits.append(graphs.logits.index_select(0, to_device(inside, graphs.device)))
+            self.copy_inputs(inputs[:, begin : begin + size], size)
+            self.ids.copy_(fill_pending_ids(self.ids.long(), previous))
+            self.graphs[PLAIN][size]()
+            inside = places[(places >= begin) & (places < begin + size)] - begin
+            logits.append(self.logits.index_select(0, to_device(inside, self.device)))
         return torch.cat(logits)

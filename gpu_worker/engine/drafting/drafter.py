@@ -10,14 +10,13 @@ that paused, tokens of an earlier worker) they are computed before the next draf
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.row import Row, RowSlice, StepPart, arrange, request_at
 from gpu_worker.engine.batch.sampling_state import GrammarMask, SampleRequest, SamplingState
 from gpu_worker.engine.batch.split_step import Forward, is_out_of_memory, release_tensors
@@ -27,8 +26,6 @@ from gpu_worker.engine.drafting.proposers import TRIAL_PROPOSALS, Acceptance, Pr
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.parallel.communicator import Communicator
-from gpu_worker.engine.sampling.grammar import Matchers
-from gpu_worker.engine.sampling.sampler import sample
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +51,76 @@ class DraftRow:
     count: int
 
 
+@dataclass(slots=True)
+class DraftChain:
+    """The drafts of one row, one after the other.
+
+    Attributes:
+        state: that of the row after the drafts so far.
+        piece: what a draft model computes next.
+        hidden: of heads, the state [any] of the model's dtype from which the next draft is made.
+    """
+
+    one: DraftRow
+    state: SamplingState | None
+    piece: RowSlice | None = None
+    hidden: torch.Tensor | None = None
+    drafted: list[int] = field(default_factory=list)
+
+    @property
+    def goes_on(self) -> bool:
+        samples = self.piece is None or self.piece.samples
+        return samples and len(self.drafted) < self.one.count
+
+    @property
+    def last(self) -> int:
+        """The token before the next draft."""
+        return self.drafted[-1] if self.drafted else self.one.proposer.text.last
+
+    @property
+    def sample_request(self) -> SampleRequest | None:
+        """How the next draft is sampled."""
+        return request_at(self.state, self.one.row.index + len(self.drafted))
+
+    def add(self, token: int) -> None:
+        self.drafted.append(token)
+        self.state = self.state.after(token) if self.state else None
+        if self.piece:
+            self.piece.row.last_id = token
+            self.piece = RowSlice(self.piece.row, self.piece.kv_len, 1, True)
+
+
 class DraftSource:
-    """What makes drafts. One of this class makes none: it stands on ranks that do not draft."""
+    """What makes drafts. One of this class makes none: it stands on ranks that do not draft.
+
+    Attributes:
+        sample: (logits float [rows, vocabulary of the draft], how each is sampled) → an id for each row.
+    """
+
+    sample: Callable[[torch.Tensor, Sequence[SampleRequest | None]], list[int]]
 
     def draft(self, rows: Sequence[DraftRow]) -> list[list[int]]:
         """Of each row its drafts, at most `count`; none where it is not ready to draft."""
+        chains = [DraftChain(one, one.row.sampling_state) for one in rows]
+        running = self.begin(chains)
+        while running:
+            sampling, logits = self.compute(running)
+            if sampling:
+                tokens = self.sample(logits, [chain.sample_request for chain in sampling])
+                for chain, token in zip(sampling, tokens, strict=True):
+                    chain.add(token)
+            running = [chain for chain in running if chain.goes_on]
+        return [chain.drafted for chain in chains]
+
+    def begin(self, chains: Sequence[DraftChain]) -> list[DraftChain]:
+        """Those that are ready."""
         return []
+
+    def compute(self, chains: Sequence[DraftChain]) -> tuple[list[DraftChain], torch.Tensor]:
+        """Compute the next token of each → those that draft one more, in the order of their logits float
+        [chains, vocabulary of the draft].
+        """
+        raise NotImplementedError
 
     def on_forward(self, slices: Sequence[RowSlice]) -> None:
         """Take note of a step that the model has just computed."""
@@ -84,7 +145,7 @@ class Drafter(StepPart):
 
     Attributes:
         worker: what became of all rows' drafts.
-        asked: the rows of the last `draft`.
+        asked: the rows of the last drafts.
     """
 
     method: str
@@ -102,39 +163,32 @@ class Drafter(StepPart):
         return Proposer(ids, grammar, self.num_drafted, acceptance, self.costs, drafts_by=self.method)
 
     def before(self, rows: Any) -> None:
-        """Leave proposals for the next step with its rows, on all ranks those of one."""
-        may_fail = self.communicator.world_size == 1
-        drafts = self.draft(rows.decoding(), rows.block_size, rows.num_spare, may_fail)
-        if drafts is not None:
-            drafts = drafts.to(self.device)
-            self.communicator.broadcast_tensor(drafts)
-            self.take(drafts)
+        """Leave proposals for the next step with its rows, on all ranks those of one. A step has none if
+        memory does not suffice for them; of several ranks the worker ends.
+        """
+        self.asked = wanted = self.wanted(rows.decoding(), rows.block_size, rows.num_spare)
+        if not wanted:
+            return
+        try:
+            drafts = self.source.draft(wanted)
+        except RuntimeError as error:
+            if self.communicator.world_size > 1 or not is_out_of_memory(error):
+                raise
+            log.warning("out of memory while drafting: a step has no proposals")
+            release_tensors(error)
+            torch.cuda.empty_cache()
+            return
+        filled = [(*draft, *[NO_DRAFT] * (self.num_drafted - len(draft))) for draft in drafts]
+        shape = (len(wanted), self.num_drafted)
+        sent = (torch.tensor(filled) if filled else torch.full(shape, NO_DRAFT)).to(self.device)
+        self.communicator.broadcast_tensor(sent)
+        self.take(sent)
 
     def granted(self, blocks: Sequence[Int32]) -> None:
         self.source.on_granted(blocks)
 
     def sleep(self) -> None:
         self.source.on_sleep()
-
-    def draft(self, rows: Sequence[Row], block_size: int, spare: int, may_fail: bool) -> torch.Tensor | None:
-        """Make drafts for rows that decode next, at most `spare` together → int64 [rows, most drafts], filled
-        up with NO_DRAFT; None if no row wants any, or if it `may_fail` and memory does not suffice.
-        """
-        self.asked = wanted = self.wanted(rows, block_size, spare)
-        if not wanted:
-            return None
-        try:
-            drafts = self.source.draft(wanted)
-        except RuntimeError as error:
-            if not may_fail or not is_out_of_memory(error):
-                raise
-            log.warning("out of memory while drafting: a step has no proposals")
-            release_tensors(error)
-            torch.cuda.empty_cache()
-            return None
-        filled = [(*draft, *[NO_DRAFT] * (self.num_drafted - len(draft))) for draft in drafts]
-        shape = (len(wanted), self.num_drafted)
-        return torch.tensor(filled) if filled else torch.full(shape, NO_DRAFT)
 
     def wanted(self, rows: Sequence[Row], block_size: int, spare: int) -> list[DraftRow]:
         """The rows that want drafts, the same on all ranks. A trial is spread over the rows: a draft for all
@@ -157,7 +211,7 @@ class Drafter(StepPart):
         return wanted
 
     def take(self, drafts: torch.Tensor) -> None:
-        """Leave drafts int64 [rows, most drafts] of `draft` with the rows."""
+        """Leave drafts int64 [rows, most drafts], filled up with NO_DRAFT, with the rows."""
         for one, ids in zip(self.asked, drafts.tolist(), strict=True):
             one.proposer.take([token for token in ids if token != NO_DRAFT], len(self.asked))
 
@@ -166,20 +220,6 @@ def is_forced(row: Row) -> bool:
     """Whether a row's grammar says what comes next, so that nothing need be drafted."""
     state = row.sampling_state
     return bool(state and state.grammar and state.grammar.forced(1))
-
-
-@dataclass(frozen=True, slots=True)
-class DraftSampler:
-    """Samples with the grammars of the rows, too."""
-
-    matchers: Matchers
-    vocab_size: int
-
-    def sample(self, logits: torch.Tensor, requests: Sequence[SampleRequest | None]) -> list[int]:
-        """logits float [rows, vocabulary of the draft] → an id for each row."""
-        self.matchers.finish_masks(requests)
-        ids: list[int] = sample(fit(logits, self.vocab_size), requests).ids.tolist()
-        return ids
 
 
 def fit(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -241,9 +281,9 @@ class DraftModelSource(DraftSource):
         graphs: captured steps; None computes each step by itself.
     """
 
-    def __init__(self, loaded: LoadedModel, sampler: DraftSampler) -> None:
+    def __init__(self, loaded: LoadedModel, vocab_size: int) -> None:
         self.loaded = loaded
-        self.sampler = sampler
+        self.vocab_size = vocab_size
         self.block_size = loaded.geometry.block_size
         self.table = BlockTable(loaded.cache.num_blocks, self.block_size)
         self.graphs: CudaGraphs | None = None
@@ -262,7 +302,7 @@ class DraftModelSource(DraftSource):
 
     def time_single_tokens(self, forward: Forward, num_rows: int) -> float:
         """ms of a step of one token of so many rows."""
-        slices = warmup.single_tokens(num_rows, self.sampler.vocab_size, self.block_size)
+        slices = warmup.single_tokens(num_rows, self.vocab_size, self.block_size)
         return warmup.fastest_ms(lambda: forward(slices), self.loaded.device)
 
     def on_granted(self, granted: Iterable[Int32]) -> None:
@@ -292,31 +332,22 @@ class DraftModelSource(DraftSource):
             proposer.kv_len = min(self.table.length(row.blocks), proposer.text.length - 1)
         return proposer.kv_len
 
-    def draft(self, rows: Sequence[DraftRow]) -> list[list[int]]:
-        chains = [DraftChain(one, None, one.row.sampling_state) for one in rows]
-        left = MAX_CATCH_UP[self.loaded.device.type] + 2 * len(rows)
+    def begin(self, chains: Sequence[DraftChain]) -> list[DraftChain]:
+        left = MAX_CATCH_UP[self.loaded.device.type] + 2 * len(chains)
         for chain in chains:
             if chain.one.proposer.text.length + chain.one.count <= self.loaded.context:
                 chain.piece = self.catch_up(chain.one, left)
                 left -= chain.piece.count if chain.piece else 0
-        running = [chain for chain in chains if chain.piece]
-        while running:
-            self.extend(running)
-            running = [chain for chain in running if chain.goes_on]
-        return [chain.drafted for chain in chains]
+        return [chain for chain in chains if chain.piece]
 
-    def extend(self, chains: Sequence["DraftChain"]) -> None:
-        """Compute the next tokens of all chains, and draft one more for those whose tokens are all known."""
+    def compute(self, chains: Sequence[DraftChain]) -> tuple[list[DraftChain], torch.Tensor]:
+        """Rows that have tokens left to compute before the next draft do not draft."""
         by_row = {chain.piece.row.number: chain for chain in chains if chain.piece}
         pieces = arrange([chain.piece for chain in chains if chain.piece])
         logits = self.forward(pieces)
         for piece in pieces:
             by_row[piece.row.number].one.proposer.kv_len = piece.kv_len
-        sampling = [by_row[piece.row.number] for piece in pieces if piece.samples]
-        if sampling:
-            tokens = self.sampler.sample(logits, [chain.sample_request for chain in sampling])
-            for chain, token in zip(sampling, tokens, strict=True):
-                chain.add(token)
+        return [by_row[piece.row.number] for piece in pieces if piece.samples], logits
 
     def catch_up(self, one: DraftRow, left: int) -> RowSlice | None:
         """What a row must compute before its first draft: all known tokens whose K and V are missing, at
@@ -340,40 +371,9 @@ class DraftModelSource(DraftSource):
         if self.graphs and self.graphs.can_run(slices, None):
             logits = self.graphs.run(slices, None)
         else:
-            logits = self.loaded.forward(build_inputs(slices, self.block_size, self.loaded.device))
+            logits = self.loaded.compute(slices)
         counts = [piece.num_logits for piece in slices]
         if sum(counts) == sum(piece.samples for piece in slices):
             return logits
         ends = np.cumsum(counts)[[piece.samples for piece in slices]] - 1
         return logits[torch.as_tensor(ends, device=logits.device)]
-
-
-@dataclass(slots=True)
-class DraftChain:
-    """The drafts of one row, one after the other.
-
-    Attributes:
-        piece: what is computed next; None if the row is too long to draft for.
-        state: that of the row after the drafts so far.
-    """
-
-    one: DraftRow
-    piece: RowSlice | None
-    state: SamplingState | None
-    drafted: list[int] = field(default_factory=list)
-
-    @property
-    def goes_on(self) -> bool:
-        return bool(self.piece and self.piece.samples and len(self.drafted) < self.one.count)
-
-    @property
-    def sample_request(self) -> SampleRequest | None:
-        """How the next draft is sampled."""
-        return request_at(self.state, self.one.row.index + len(self.drafted))
-
-    def add(self, token: int) -> None:
-        assert self.piece
-        self.drafted.append(token)
-        self.state = self.state.after(token) if self.state else None
-        self.piece.row.last_id = token
-        self.piece = RowSlice(self.piece.row, self.piece.kv_len, 1, True)

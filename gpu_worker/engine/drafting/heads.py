@@ -33,12 +33,12 @@ from transformers.models.llama.modeling_llama import (
 from gpu_worker.engine.attention.backend import NAME
 from gpu_worker.engine.attention.kv_cache import AttentionSpec, LayerSpec
 from gpu_worker.engine.batch.inputs import build_inputs, to_device
-from gpu_worker.engine.batch.row import Row, RowSlice, arrange, request_at
+from gpu_worker.engine.batch.row import Row, RowSlice, arrange
 from gpu_worker.engine.cuda.graphs import Capture
 from gpu_worker.engine.drafting.drafter import (
+    DraftChain,
     DraftModelSource,
     DraftRow,
-    DraftSampler,
     DraftSource,
     draft_proposer_of,
     piece_of,
@@ -218,10 +218,8 @@ class EagleSource(DraftModelSource):
         inputs: by row, as drafting sees it, hidden states [tokens, hidden] of its next slice.
     """
 
-    def __init__(
-        self, loaded: LoadedModel, sampler: DraftSampler, layers: Sequence[Any], max_states: int
-    ) -> None:
-        super().__init__(loaded, sampler)
+    def __init__(self, loaded: LoadedModel, vocab_size: int, layers: Sequence[Any], max_states: int) -> None:
+        super().__init__(loaded, vocab_size)
         self.layer: Any = loaded.model
         self.states = HiddenStates(layers, max_states, loaded.device)
         self.inputs: dict[Row, torch.Tensor] = {}
@@ -290,7 +288,7 @@ class EagleSource(DraftModelSource):
         """logits float [rows, draft vocabulary] → [rows, vocabulary of the model]"""
         ids = torch.arange(logits.shape[1], device=logits.device) + self.layer.draft_to_target
         lowest = torch.finfo(logits.dtype).min
-        found = logits.new_full((len(logits), self.sampler.vocab_size), lowest)
+        found = logits.new_full((len(logits), self.vocab_size), lowest)
         return found.index_copy_(1, ids, logits)
 
     def measure_ms(self, num_rows: int) -> float:
@@ -475,9 +473,8 @@ class HeadSource(DraftSource):
         states: inputs of the model's output layer.
     """
 
-    def __init__(self, draft: Draft, target: LoadedModel, sampler: DraftSampler) -> None:
+    def __init__(self, draft: Draft, target: LoadedModel) -> None:
         self.heads: Any = draft.model
-        self.sampler = sampler
         self.device = target.device
         self.states = HiddenStates([target.model.get_output_embeddings()], draft.max_states, target.device)
 
@@ -496,29 +493,20 @@ class HeadSource(DraftSource):
                 proposer.states = (row_slice.kv_len - number, kept.clone() if kept.is_cuda else kept)
 
     @torch.inference_mode()
-    def draft(self, rows: Sequence[DraftRow]) -> list[list[int]]:
-        drafts: list[list[int]] = [[] for _ in rows]
-        found = {
-            place: state for place, one in enumerate(rows) if (state := last_state(one.proposer)) is not None
-        }
-        if not found:
-            return drafts
-        places = list(found)
-        states = self.heads.begin(torch.stack([*found.values()]))
-        tokens = [rows[place].proposer.text.last for place in places]
-        sampling = [rows[place].row.sampling_state for place in places]
-        for step in range(max(rows[place].count for place in places)):
-            logits, states = self.heads.logits(step, states, to_device(tokens, self.device))
-            requests = [
-                request_at(state, rows[place].row.index + step)
-                for place, state in zip(places, sampling, strict=True)
-            ]
-            tokens = self.sampler.sample(logits, requests)
-            sampling = [state and state.after(token) for state, token in zip(sampling, tokens, strict=True)]
-            for place, token in zip(places, tokens, strict=True):
-                if step < rows[place].count:
-                    drafts[place].append(token)
-        return drafts
+    def begin(self, chains: Sequence[DraftChain]) -> list[DraftChain]:
+        for chain in chains:
+            state = last_state(chain.one.proposer)
+            chain.hidden = None if state is None else self.heads.begin(state[None])[0]
+        return [chain for chain in chains if chain.hidden is not None]
+
+    @torch.inference_mode()
+    def compute(self, chains: Sequence[DraftChain]) -> tuple[list[DraftChain], torch.Tensor]:
+        states = torch.stack([chain.hidden for chain in chains if chain.hidden is not None])
+        tokens = to_device([chain.last for chain in chains], self.device)
+        logits, states = self.heads.logits(len(chains[0].drafted), states, tokens)
+        for chain, state in zip(chains, states, strict=True):
+            chain.hidden = state
+        return [*chains], logits
 
     @torch.inference_mode()
     def measure_ms(self, num_rows: int) -> float:

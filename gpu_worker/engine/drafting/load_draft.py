@@ -26,8 +26,9 @@ from common.settings.speculation import (
 )
 from gpu_worker.engine.attention.choose import choose_backend
 from gpu_worker.engine.attention.kv_cache import Geometry
+from gpu_worker.engine.batch.sampling_state import SampleRequest
 from gpu_worker.engine.cpu.packed_linear import pack_linears
-from gpu_worker.engine.drafting.drafter import Drafter, DraftModelSource, DraftSampler, DraftSource
+from gpu_worker.engine.drafting.drafter import Drafter, DraftModelSource, DraftSource, fit
 from gpu_worker.engine.drafting.heads import (
     Eagle3Head,
     EagleSource,
@@ -51,6 +52,7 @@ from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
 from gpu_worker.engine.parallel.stages import WHOLE
 from gpu_worker.engine.quantization.checkpoint import file_slices
 from gpu_worker.engine.sampling.grammar import Matchers
+from gpu_worker.engine.sampling.sampler import sample
 from gpu_worker.engine.states.model_states import ModelStates
 from gpu_worker.protocol import UnservableModel, first_cause
 
@@ -317,16 +319,23 @@ def make_drafter(
     draft = loaded.draft
     if draft is None:
         return None
-    sampler = DraftSampler(matchers, loaded.vocab_size)
-    source = make_source(draft, loaded, sampler)
+    source = make_source(draft, loaded)
+
+    def draw(logits: torch.Tensor, requests: Sequence[SampleRequest | None]) -> list[int]:
+        """logits float [rows, vocabulary of the draft] → an id for each row, by its grammar, too"""
+        matchers.finish_masks(requests)
+        ids: list[int] = sample(fit(logits, loaded.vocab_size), requests).ids.tolist()
+        return ids
+
+    source.sample = draw
     return Drafter(draft.method, draft.num_tokens, source, costs, communicator, loaded.device)
 
 
-def make_source(draft: Draft, loaded: LoadedModel, sampler: DraftSampler) -> DraftSource:
+def make_source(draft: Draft, loaded: LoadedModel) -> DraftSource:
     if draft.model is None:
         return DraftSource()
     if draft.cached and draft.recorded:
-        return EagleSource(draft.cached, sampler, draft.recorded, draft.max_states)
+        return EagleSource(draft.cached, loaded.vocab_size, draft.recorded, draft.max_states)
     if draft.cached:
-        return DraftModelSource(draft.cached, sampler)
-    return HeadSource(draft, loaded, sampler)
+        return DraftModelSource(draft.cached, loaded.vocab_size)
+    return HeadSource(draft, loaded)

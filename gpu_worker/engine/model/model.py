@@ -21,7 +21,8 @@ from gpu_worker.engine.adapters.layers import AdapterLayers
 from gpu_worker.engine.attention.backend import AttentionBackend, attach
 from gpu_worker.engine.attention.kv_cache import Geometry, KVCache
 from gpu_worker.engine.batch.adapters import AdaptedStep
-from gpu_worker.engine.batch.inputs import Inputs, PlacedEmbeddings
+from gpu_worker.engine.batch.inputs import Inputs, PlacedEmbeddings, build_inputs
+from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.model.rope import AxisRope, PerTokenRope
 from gpu_worker.engine.parallel.stages import WHOLE, ModelStage
@@ -294,6 +295,10 @@ class LoadedModel:
                 self.set_adapters(None)
         self.states.commit()
         return logits
+
+    def compute(self, slices: Sequence[RowSlice]) -> torch.Tensor:
+        """`forward` of arranged slices, by themselves."""
+        return self.forward(build_inputs(slices, self.geometry.block_size, self.device))
 
     def forward_pictures(self, inputs: Inputs) -> torch.Tensor:
         """As `forward`, of a step with pictures → [entries of `inputs.sampled`, vocabulary], float32 or the

@@ -4,7 +4,7 @@ to measure their memory and to compile kernels before rows wait for them.
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -15,11 +15,10 @@ from common.messages.request import Generate, SamplingParams, StoppingParams
 from common.process.machine import run_delay_s
 from common.settings.settings import Settings
 from gpu_worker.engine.batch.adapters import Adapter
-from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.row import Row, RowSlice
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.batch.split_step import Forward
-from gpu_worker.engine.cuda.graphs import FIXED_TOKENS, Capture, CudaGraphs, graph_sizes
+from gpu_worker.engine.cuda.graphs import FIXED_TOKENS, Capture, CudaGraphs, FixedShapeGraph, graph_sizes
 from gpu_worker.engine.drafting.proposers import MAX_FORCED
 from gpu_worker.engine.model.kv_budget import measure_peak
 from gpu_worker.engine.model.model import LoadedModel
@@ -126,7 +125,7 @@ def capture_steps(loaded: LoadedModel, capture: Capture, max_rows: int, determin
     tokens = (max_captured_tokens if loaded.computes_tokens_alone else max_decoded_tokens)(max_rows)
     tokens = FIXED_TOKENS if deterministic else tokens
     max_blocks = min(loaded.max_row_blocks, loaded.cache.num_blocks or loaded.max_row_blocks)
-    graphs = CudaGraphs(loaded, tokens, max_blocks)
+    graphs = (FixedShapeGraph if deterministic else CudaGraphs)(loaded, tokens, max_blocks)
     longest = 1 if deterministic else max_blocks * loaded.geometry.block_size
     graphs.capture(capture, [tokens] if deterministic else graph_sizes(max_rows, tokens), longest)
     return graphs
@@ -170,10 +169,9 @@ def peak_bytes(loaded: LoadedModel, settings: Settings) -> int:
     tokens = max_prompt_tokens(settings.max_batch_prefill_tokens, loaded.device)
     rows = max_decoded_tokens(settings.max_batch_size)
 
-    def forward(slices: Sequence[RowSlice]) -> torch.Tensor:
-        return loaded.forward(build_inputs(slices, block_size, loaded.device))
-
-    largest_bytes = measure_peak(loaded.device, lambda: run_largest_step(forward, tokens, rows, *shape))
+    largest_bytes = measure_peak(
+        loaded.device, lambda: run_largest_step(loaded.compute, tokens, rows, *shape)
+    )
     if (tower := loaded.tower) and tower.model:
         largest_bytes = max(largest_bytes, measure_peak(loaded.device, tower.try_out()))
     own_bytes = largest_bytes + captured_bytes(loaded, settings)

@@ -21,7 +21,7 @@ MAX_CHUNK_LOGITS = 2**24
 
 def select_sample_logits(logits: torch.Tensor, slices: Sequence[RowSlice]) -> torch.Tensor:
     """logits float [num_logits, vocabulary] of a step → those to sample from, float [rows, vocabulary]."""
-    if not any(row_slice.num_scored for row_slice in slices):
+    if slices[-1].decodes or not any(row_slice.num_scored for row_slice in slices):
         return logits
     ends = np.cumsum([row_slice.num_logits for row_slice in slices])
     places = [
@@ -34,7 +34,7 @@ def score_prompts(logits: torch.Tensor, slices: Sequence[RowSlice]) -> list[Samp
     """logits float [num_logits, vocabulary] of a step → for each slice that asks for prompt
     log-probabilities: ids int64 [tokens], logprobs float32 [tokens].
     """
-    if not any(row_slice.num_scored for row_slice in slices):
+    if slices[-1].decodes or not any(row_slice.num_scored for row_slice in slices):
         return []
     begins = offsets_of(row_slice.num_logits for row_slice in slices).tolist()
     return [

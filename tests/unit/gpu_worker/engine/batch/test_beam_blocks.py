@@ -79,7 +79,8 @@ def test_beams_read_their_own_tokens_from_blocks_that_suffice(
             more, rest = rest[:num_blocks_at_once], rest[num_blocks_at_once:]
             rows.apply(plan(10_000, 1000, blocks=[(1, pack_ids(more))]))
             continue
-        memory.copy(rows.take_copies())
+        memory.copy(rows.copies)
+        rows.copies.clear()
         group = rows.groups[1]
         texts = [texts_of(beam.last) for beam in group.search.beams]
         for row_slice, text in zip(slices, texts, strict=True):
