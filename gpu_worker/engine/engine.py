@@ -268,7 +268,7 @@ def measure_costs(
 
     times = [
         *measure_steps(measure_ms),
-        *(measure_steps(drafter.source.measure_ms) if drafter else (0.0, 0.0)),
+        *(measure_steps(drafter.measure_ms) if drafter else (0.0, 0.0)),
     ]
     costs.set(*communicator.exchange(times)[0])
 
@@ -419,7 +419,7 @@ class Engine:
         graphs = warmup.capture_steps(self.loaded, capture, max_rows, deterministic)
         if self.drafter:
             graphs.takes_prompts = False
-            self.drafter.source.capture(capture, max_rows)
+            self.drafter.capture(capture, max_rows)
         self.graphs = graphs
 
     def prepare(self) -> None:
@@ -609,7 +609,7 @@ class Engine:
         if not loaded.stage.is_last:
             communicator.send_states(output)
         if self.drafter:
-            self.drafter.source.on_forward(slices)
+            self.drafter.on_forward(slices)
         return output
 
     @torch.inference_mode()

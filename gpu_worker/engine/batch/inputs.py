@@ -79,8 +79,6 @@ class Inputs:
         slots: int64 [tokens]; where a token's K and V are written: block * block_size + offset.
         sampled: int64 [num_logits]; places of the tokens whose logits are needed, for samples or prompt
             log-probabilities.
-        lengths: int64 [tokens]; the length of a token's sequence when the token's K is first computed: of the
-            prompt, or up to the token if it is generated.
         slices: what the step computes of its rows, in the order of its tokens.
         adapters: the tokens that have a LoRA adapter; None if none has.
         pictures: what takes the place of the embeddings of placeholders.
@@ -92,12 +90,20 @@ class Inputs:
     positions: torch.Tensor
     slots: npt.NDArray[np.int64]
     sampled: torch.Tensor
-    lengths: torch.Tensor
     spans: list[Span]
     slices: Sequence[RowSlice] = ()
     adapters: AdaptedStep | None = None
     pictures: Sequence[PlacedEmbeddings] = ()
     axes: torch.Tensor | None = None
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """int64 [tokens]; the length of a token's sequence when the token's K is first computed: of the
+        prompt, or up to the token if it is generated.
+        """
+        counts = [one.count for one in self.slices]
+        prompts = np.repeat([one.row.first_length for one in self.slices], counts)
+        return to_device(np.maximum(positions_of(self.slices) + 1, prompts), self.ids.device)
 
 
 def build_inputs(
@@ -112,14 +118,12 @@ def build_inputs(
     tables = [row_slice.row.blocks for row_slice in slices]
     begins = np.repeat(offsets_of(map(len, tables))[:-1], counts)
     axes = axes_of(slices, positions) if any(map(has_axes, slices)) else None
-    prompt_lengths = np.repeat([row_slice.row.first_length for row_slice in slices], counts)
     return Inputs(
         ids=fill_pending_ids(to_device(ids, device), previous)[None],
         positions=to_device(positions[None], device),
         slots=np.concatenate(tables).astype(np.int64)[begins + positions // block_size] * block_size
         + positions % block_size,
         sampled=to_device(logit_positions(slices), device),
-        lengths=to_device(np.maximum(positions + 1, prompt_lengths), device),
         spans=split_spans(slices, block_size),
         slices=slices,
         adapters=adapted_step(slices),

@@ -101,7 +101,14 @@ class RowOutput:
         for kv_len, token in enumerate(() if row.ended else tokens, first):
             if row.sampling_state and (why := row.sampling_state.accept(token) or None):
                 break
-            self.add(row_slice, kv_len, token, samples, place + kv_len - first, result)
+            spot = place + kv_len - first
+            if not row_slice.decodes:
+                result.prefilled.append((row.number, kv_len))
+            if samples.top_logprobs and (top := samples.top_logprobs.get(spot)):
+                result.top_logprobs.append((result.num_samples, pack_ids(top.ids), pack_floats(top.logprobs)))
+            result.samples += SAMPLE.pack(row.number, row.collected_index, token, samples.logprobs[spot])
+            row.last_id = token
+            row.collected_index += 1
             why = "length" if row.collected_index >= row.max_new_tokens else row.ends.get(token)
             if why := why or ("preempted" if kv_len == row.recompute_length else None):
                 break
@@ -112,25 +119,6 @@ class RowOutput:
         if row.proposer:
             row.proposer.learn(tokens, len(proposed))
         return why
-
-    def add(
-        self,
-        row_slice: "RowSlice",
-        kv_len: int,
-        token: int,
-        samples: StepSamples,
-        place: int,
-        result: StepResult,
-    ) -> None:
-        """Add the token at `place`, which was sampled after `kv_len` others."""
-        row = row_slice.row
-        if not row_slice.decodes:
-            result.prefilled.append((row.number, kv_len))
-        if samples.top_logprobs and (top := samples.top_logprobs.get(place)):
-            result.top_logprobs.append((result.num_samples, pack_ids(top.ids), pack_floats(top.logprobs)))
-        result.samples += SAMPLE.pack(row.number, row.collected_index, token, samples.logprobs[place])
-        row.last_id = token
-        row.collected_index += 1
 
 
 TOKENS = RowOutput()
@@ -242,14 +230,6 @@ class Row:
         """Propose tokens after the next one, at most `room`."""
         most = min(room, self.max_new_tokens - self.index - 1)
         return self.proposer.propose(most, self.num_unread) if self.proposer and most > 0 else ()
-
-    def go_on(self, row_slice: "RowSlice", step: int) -> None:
-        """Advance after the launch of a step."""
-        self.launched_step = step
-        self.kv_len = row_slice.kv_len
-        self.index += row_slice.num_samples
-        self.num_unread += row_slice.num_samples
-        self.in_flight += 1
 
     def go_back(self, kv_len: int) -> None:
         """Go back to the `kv_len` tokens whose ids are certain."""

@@ -192,7 +192,12 @@ class Rows:
             slices = arrange(self.schedule_slices(self.step + 1))
             self.step += bool(slices)
         for row_slice in slices:
-            row_slice.row.go_on(row_slice, self.step)
+            row, num_samples = row_slice.row, row_slice.num_samples
+            row.launched_step = self.step
+            row.kv_len = row_slice.kv_len
+            row.index += num_samples
+            row.num_unread += num_samples
+            row.in_flight += 1
         place_samples(slices)
         return slices
 

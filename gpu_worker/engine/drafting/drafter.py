@@ -10,7 +10,7 @@ that paused, tokens of an earlier worker) they are computed before the next draf
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +24,10 @@ from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.cuda.graphs import Capture, CudaGraphs
 from gpu_worker.engine.drafting.proposers import TRIAL_PROPOSALS, Acceptance, ProposalCosts, Proposer
 from gpu_worker.engine.model import warmup
-from gpu_worker.engine.model.model import LoadedModel
+from gpu_worker.engine.model.model import Draft, LoadedModel
 from gpu_worker.engine.parallel.communicator import Communicator
+from gpu_worker.engine.sampling.grammar import Matchers
+from gpu_worker.engine.sampling.sampler import sample
 
 log = logging.getLogger(__name__)
 
@@ -90,27 +92,33 @@ class DraftChain:
             self.piece = RowSlice(self.piece.row, self.piece.kv_len, 1, True)
 
 
-class DraftSource:
-    """What makes drafts. One of this class makes none: it stands on ranks that do not draft.
+class Drafter(StepPart):
+    """Makes drafts before each step. One of this class makes none: it stands on ranks that do not draft.
 
     Attributes:
-        sample: (logits float [rows, vocabulary of the draft], how each is sampled) → an id for each row.
+        worker: what became of all rows' drafts.
+        asked: the rows of the last drafts.
     """
 
-    sample: Callable[[torch.Tensor, Sequence[SampleRequest | None]], list[int]]
+    def __init__(
+        self,
+        draft: Draft,
+        target: LoadedModel,
+        matchers: Matchers,
+        costs: ProposalCosts,
+        communicator: Communicator,
+    ) -> None:
+        self.method = draft.method
+        self.num_drafted = draft.num_tokens
+        self.device = target.device
+        self.vocab_size = target.vocab_size
+        self.matchers = matchers
+        self.costs = costs
+        self.communicator = communicator
+        self.worker = Acceptance()
+        self.asked: list[DraftRow] = []
 
-    def draft(self, rows: Sequence[DraftRow]) -> list[list[int]]:
-        """Of each row its drafts, at most `count`; none where it is not ready to draft."""
-        chains = [DraftChain(one, one.row.sampling_state) for one in rows]
-        running = self.begin(chains)
-        while running:
-            sampling, logits = self.compute(running)
-            if sampling:
-                tokens = self.sample(logits, [chain.sample_request for chain in sampling])
-                for chain, token in zip(sampling, tokens, strict=True):
-                    chain.add(token)
-            running = [chain for chain in running if chain.goes_on]
-        return [chain.drafted for chain in chains]
+    # What kinds of drafters have of their own.
 
     def begin(self, chains: Sequence[DraftChain]) -> list[DraftChain]:
         """Those that are ready."""
@@ -125,12 +133,6 @@ class DraftSource:
     def on_forward(self, slices: Sequence[RowSlice]) -> None:
         """Take note of a step that the model has just computed."""
 
-    def on_granted(self, granted: Iterable[Int32]) -> None:
-        """These blocks are empty now."""
-
-    def on_sleep(self) -> None:
-        """The caches are given up, and what was captured with them."""
-
     def capture(self, capture: Capture, max_rows: int) -> None:
         """Capture what can be captured of drafts for up to `max_rows` rows."""
 
@@ -138,24 +140,21 @@ class DraftSource:
         """ms of one draft for each of so many rows."""
         return 0.0
 
+    # What all do.
 
-@dataclass(eq=False)
-class Drafter(StepPart):
-    """Makes drafts before each step.
-
-    Attributes:
-        worker: what became of all rows' drafts.
-        asked: the rows of the last drafts.
-    """
-
-    method: str
-    num_drafted: int
-    source: DraftSource
-    costs: ProposalCosts
-    communicator: Communicator
-    device: torch.device
-    worker: Acceptance = field(default_factory=Acceptance)
-    asked: list[DraftRow] = field(default_factory=list)
+    def draft(self, rows: Sequence[DraftRow]) -> list[list[int]]:
+        """Of each row its drafts, at most `count`; none where it is not ready to draft."""
+        chains = [DraftChain(one, one.row.sampling_state) for one in rows]
+        running = self.begin(chains)
+        while running:
+            sampling, logits = self.compute(running)
+            requests = [chain.sample_request for chain in sampling]
+            self.matchers.finish_masks(requests)
+            ids = sample(fit(logits, self.vocab_size), requests).ids.tolist() if sampling else ()
+            for chain, token in zip(sampling, ids, strict=True):
+                chain.add(token)
+            running = [chain for chain in running if chain.goes_on]
+        return [chain.drafted for chain in chains]
 
     def make_proposer(self, ids: Int32, grammar: GrammarMask | None) -> Proposer:
         """The proposer of a row with these ids so far."""
@@ -170,7 +169,7 @@ class Drafter(StepPart):
         if not wanted:
             return
         try:
-            drafts = self.source.draft(wanted)
+            drafts = self.draft(wanted)
         except RuntimeError as error:
             if self.communicator.world_size > 1 or not is_out_of_memory(error):
                 raise
@@ -179,16 +178,9 @@ class Drafter(StepPart):
             torch.cuda.empty_cache()
             return
         filled = [(*draft, *[NO_DRAFT] * (self.num_drafted - len(draft))) for draft in drafts]
-        shape = (len(wanted), self.num_drafted)
-        sent = (torch.tensor(filled) if filled else torch.full(shape, NO_DRAFT)).to(self.device)
+        sent = torch.tensor(filled).to(self.device)
         self.communicator.broadcast_tensor(sent)
         self.take(sent)
-
-    def granted(self, blocks: Sequence[Int32]) -> None:
-        self.source.on_granted(blocks)
-
-    def sleep(self) -> None:
-        self.source.on_sleep()
 
     def wanted(self, rows: Sequence[Row], block_size: int, spare: int) -> list[DraftRow]:
         """The rows that want drafts, the same on all ranks. A trial is spread over the rows: a draft for all
@@ -274,16 +266,17 @@ def piece_of(row: Row, known: Int32, begin: int, end: int, samples: bool) -> Row
     return RowSlice(Row(row.number, known, 0, 1, row.blocks), begin, end - begin, samples)
 
 
-class DraftModelSource(DraftSource):
+class ModelDrafter(Drafter):
     """Drafts by a model.
 
     Attributes:
         graphs: captured steps; None computes each step by itself.
     """
 
-    def __init__(self, loaded: LoadedModel, vocab_size: int) -> None:
-        self.loaded = loaded
-        self.vocab_size = vocab_size
+    def __init__(self, draft: Draft, *others: Any) -> None:
+        super().__init__(draft, *others)
+        assert draft.cached
+        self.loaded = loaded = draft.cached
         self.block_size = loaded.geometry.block_size
         self.table = BlockTable(loaded.cache.num_blocks, self.block_size)
         self.graphs: CudaGraphs | None = None
@@ -293,7 +286,7 @@ class DraftModelSource(DraftSource):
         if self.loaded.capturable:
             self.graphs = warmup.capture_steps(self.loaded, capture, max_rows, deterministic=False)
 
-    def on_sleep(self) -> None:
+    def sleep(self) -> None:
         self.graphs = None
         self.table.held[:] = 0
 
@@ -305,9 +298,9 @@ class DraftModelSource(DraftSource):
         slices = warmup.single_tokens(num_rows, self.vocab_size, self.block_size)
         return warmup.fastest_ms(lambda: forward(slices), self.loaded.device)
 
-    def on_granted(self, granted: Iterable[Int32]) -> None:
-        for blocks in granted:
-            self.table.clear(blocks)
+    def granted(self, blocks: Sequence[Int32]) -> None:
+        for one in blocks:
+            self.table.clear(one)
 
     def on_forward(self, slices: Sequence[RowSlice]) -> None:
         """Compute the chunks of prompts that the model has computed, as far as all tokens before them are

@@ -37,9 +37,9 @@ from gpu_worker.engine.batch.row import Row, RowSlice, arrange
 from gpu_worker.engine.cuda.graphs import Capture
 from gpu_worker.engine.drafting.drafter import (
     DraftChain,
-    DraftModelSource,
+    Drafter,
     DraftRow,
-    DraftSource,
+    ModelDrafter,
     draft_proposer_of,
     piece_of,
 )
@@ -210,7 +210,7 @@ MAX_MISSING = 16
 """Tokens before those of a row whose K and V may be missing: the last ones of the row that had the blocks."""
 
 
-class EagleSource(DraftModelSource):
+class EagleDrafter(ModelDrafter):
     """Drafts by the layer.
 
     Attributes:
@@ -218,10 +218,10 @@ class EagleSource(DraftModelSource):
         inputs: by row, as drafting sees it, hidden states [tokens, hidden] of its next slice.
     """
 
-    def __init__(self, loaded: LoadedModel, vocab_size: int, layers: Sequence[Any], max_states: int) -> None:
-        super().__init__(loaded, vocab_size)
-        self.layer: Any = loaded.model
-        self.states = HiddenStates(layers, max_states, loaded.device)
+    def __init__(self, draft: Draft, *others: Any) -> None:
+        super().__init__(draft, *others)
+        self.layer: Any = self.loaded.model
+        self.states = HiddenStates(draft.recorded, draft.max_states, self.device)
         self.inputs: dict[Row, torch.Tensor] = {}
 
     @torch.inference_mode()
@@ -465,7 +465,7 @@ class MlpSpeculatorHeads(nn.Module):
         return self.head[part](states), states
 
 
-class HeadSource(DraftSource):
+class HeadDrafter(Drafter):
     """Drafts by heads.
 
     Attributes:
@@ -473,9 +473,9 @@ class HeadSource(DraftSource):
         states: inputs of the model's output layer.
     """
 
-    def __init__(self, draft: Draft, target: LoadedModel) -> None:
+    def __init__(self, draft: Draft, target: LoadedModel, *others: Any) -> None:
+        super().__init__(draft, target, *others)
         self.heads: Any = draft.model
-        self.device = target.device
         self.states = HiddenStates([target.model.get_output_embeddings()], draft.max_states, target.device)
 
     def on_forward(self, slices: Sequence[RowSlice]) -> None:

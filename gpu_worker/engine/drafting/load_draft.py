@@ -26,13 +26,12 @@ from common.settings.speculation import (
 )
 from gpu_worker.engine.attention.choose import choose_backend
 from gpu_worker.engine.attention.kv_cache import Geometry
-from gpu_worker.engine.batch.sampling_state import SampleRequest
 from gpu_worker.engine.cpu.packed_linear import pack_linears
-from gpu_worker.engine.drafting.drafter import Drafter, DraftModelSource, DraftSource, fit
+from gpu_worker.engine.drafting.drafter import Drafter, ModelDrafter
 from gpu_worker.engine.drafting.heads import (
     Eagle3Head,
-    EagleSource,
-    HeadSource,
+    EagleDrafter,
+    HeadDrafter,
     MedusaHeads,
     MlpSpeculatorHeads,
     names_of,
@@ -52,7 +51,6 @@ from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
 from gpu_worker.engine.parallel.stages import WHOLE
 from gpu_worker.engine.quantization.checkpoint import file_slices
 from gpu_worker.engine.sampling.grammar import Matchers
-from gpu_worker.engine.sampling.sampler import sample
 from gpu_worker.engine.states.model_states import ModelStates
 from gpu_worker.protocol import UnservableModel, first_cause
 
@@ -319,23 +317,9 @@ def make_drafter(
     draft = loaded.draft
     if draft is None:
         return None
-    source = make_source(draft, loaded)
-
-    def draw(logits: torch.Tensor, requests: Sequence[SampleRequest | None]) -> list[int]:
-        """logits float [rows, vocabulary of the draft] → an id for each row, by its grammar, too"""
-        matchers.finish_masks(requests)
-        ids: list[int] = sample(fit(logits, loaded.vocab_size), requests).ids.tolist()
-        return ids
-
-    source.sample = draw
-    return Drafter(draft.method, draft.num_tokens, source, costs, communicator, loaded.device)
-
-
-def make_source(draft: Draft, loaded: LoadedModel) -> DraftSource:
+    kind: type[Drafter] = HeadDrafter
     if draft.model is None:
-        return DraftSource()
-    if draft.cached and draft.recorded:
-        return EagleSource(draft.cached, loaded.vocab_size, draft.recorded, draft.max_states)
-    if draft.cached:
-        return DraftModelSource(draft.cached, loaded.vocab_size)
-    return HeadSource(draft, loaded)
+        kind = Drafter
+    elif draft.cached:
+        kind = EagleDrafter if draft.recorded else ModelDrafter
+    return kind(draft, loaded, matchers, costs, communicator)
