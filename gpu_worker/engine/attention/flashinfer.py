@@ -145,7 +145,7 @@ class PlanInputs(NamedTuple):
         """The part for so many rows."""
         ends, numbers = (self.query_ends, self.block_ends), (self.last_lengths, self.lengths)
         parts = (*(one[: rows + 1] for one in ends), *(one[:rows] for one in numbers))
-        return PlanInputs(*parts, self.blocks, self.longest, self.schedules)
+        return PlanInputs(*parts, self.blocks, self.longest, self.schedules)  # type: ignore[arg-type]
 
 
 def plan_inputs(spans: Sequence[Span], block_size: int, device: torch.device) -> PlanInputs:
@@ -155,11 +155,10 @@ def plan_inputs(spans: Sequence[Span], block_size: int, device: torch.device) ->
     held = -(-lengths // block_size)
     places = (np.arange(span.blocks.shape[1]) * block_size < span.lengths[:, None] for span in spans)
     blocks = np.concatenate([span.blocks[own] for span, own in zip(spans, places, strict=True)])
-    last_lengths = lengths - (held - 1) * block_size
-    on_host = (offsets_of(counts), offsets_of(held), last_lengths, lengths)
-    query_ends, block_ends, last_lengths, lengths = (pinned(own, device, torch.int32) for own in on_host)
-    blocks = to_device(blocks, device, torch.int32)
-    return PlanInputs(query_ends, block_ends, last_lengths, lengths, blocks, int(counts.max()))
+    on_host = offsets_of(counts), offsets_of(held), lengths - (held - 1) * block_size, lengths
+    query_ends, block_ends, last_lengths, kv_lens = (pinned(own, device, torch.int32) for own in on_host)
+    on_device = to_device(blocks, device, torch.int32)
+    return PlanInputs(query_ends, block_ends, last_lengths, kv_lens, on_device, int(counts.max()))
 
 
 def empty_inputs(
@@ -288,12 +287,8 @@ class LatentPlan:
         )
 
     def plan(self, inputs: PlanInputs) -> None:
-        rows, tokens, geometry, view = (
-            len(inputs.lengths),
-            int(inputs.query_ends[-1]),
-            self.geometry,
-            self.view,
-        )
+        rows, tokens = len(inputs.lengths), int(inputs.query_ends[-1])
+        geometry, view = self.geometry, self.view
         self.heads = heads = planned_heads(view.spec.group, inputs.longest)
         if tokens * heads // 128 + 2 * rows + SPLIT_TILES > MAX_TILES:
             raise SettingError(
@@ -400,12 +395,12 @@ class Plans:
         self.current, uploads = self.turns[0]
         with uploads:
             for is_planned, part in ((True, spans), (False, spans[first:])):
-                plans = [
-                    plan for plan, own in zip(self.current, self.planned, strict=True) if own == is_planned
-                ]
-                inputs = plan_inputs(part, self.geometry.block_size, self.device) if plans and part else None
-                for plan in plans if inputs else ():
-                    plan.plan(inputs)
+                views = zip(self.current, self.planned, strict=True)
+                plans = [plan for plan, own in views if own == is_planned]
+                if plans and part:
+                    inputs = plan_inputs(part, self.geometry.block_size, self.device)
+                    for plan in plans:
+                        plan.plan(inputs)
 
     def plan_decode(self, positions: Int32, table: Int32) -> None:
         """Plan rows that decode: positions int32 [rows], table int32 [rows, blocks]."""
