@@ -169,16 +169,16 @@ def loaded() -> Any:
 @pytest.fixture(scope="module", params=["kernels", pytest.param("torch", marks=pytest.mark.slow)])
 def each_sampler(request: pytest.FixtureRequest) -> Iterator[None]:
     """Samples with the native kernels; then with torch, as where there is no compiler, which gives the same
-    ids (test_native_sampler.py).
+    ids (test_sampler.py).
     """
     from gpu_worker.engine.cpu import native
-    from gpu_worker.engine.sampling import native_sampler
+    from gpu_worker.engine.sampling import sampler
 
     if request.param == "kernels" and native.library() is None:
         pytest.skip("no C++ compiler")
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
-            patch.setattr(native_sampler, "kernels", lambda logits: None)
+            patch.setattr(sampler, "kernels", lambda logits: None)
         yield
 
 

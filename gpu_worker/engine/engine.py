@@ -44,8 +44,7 @@ from gpu_worker.engine.sampling.logprobs import (
     score_prompts,
     select_sample_logits,
 )
-from gpu_worker.engine.sampling.multinomial import SamplerOutput, empty_output
-from gpu_worker.engine.sampling.sampler import sample
+from gpu_worker.engine.sampling.sampler import SamplerOutput, empty_output, sample
 from gpu_worker.engine.side_threads import SideThreads
 from gpu_worker.protocol import AdapterAnswer, Command, StepResult
 

@@ -13,7 +13,7 @@ from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, KVCach
 from gpu_worker.engine.batch.inputs import build_inputs, to_device
 from gpu_worker.engine.cuda.graphs import PLAIN, CudaGraphs
 from gpu_worker.engine.engine import InFlightStep, LaunchedStep
-from gpu_worker.engine.sampling.multinomial import SamplerOutput
+from gpu_worker.engine.sampling.sampler import SamplerOutput
 from tests.gpu.test_attention import LENGTHS, Pair, parts_of
 from tests.support.engine import tiny_models
 from tests.support.engine.attention_steps import BLOCKS, CPU, rows

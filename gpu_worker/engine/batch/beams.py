@@ -31,7 +31,7 @@ from gpu_worker.engine.batch.inputs import to_device
 from gpu_worker.engine.batch.row import Row, RowOutput, RowSlice
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.batch.step_result import Candidate, Int32, StepSamples
-from gpu_worker.engine.sampling.penalties import adjust_scores
+from gpu_worker.engine.sampling.sampler import adjust_scores
 from gpu_worker.protocol import StepResult
 
 

@@ -10,8 +10,8 @@ import torch
 
 from gpu_worker.engine.batch.inputs import offsets_of, to_device
 from gpu_worker.engine.batch.row import RowSlice
-from gpu_worker.engine.sampling import native_sampler
-from gpu_worker.engine.sampling.multinomial import SamplerOutput, raw_logprobs
+from gpu_worker.engine.sampling import sampler
+from gpu_worker.engine.sampling.sampler import SamplerOutput, raw_logprobs
 
 MAX_LOGITS = 2**25
 """Most logits of prompts in one step: with their float32 copies a few hundred MB."""
@@ -55,8 +55,8 @@ def score_tokens(logits: torch.Tensor, ids: torch.Tensor, num_tops: int) -> Samp
     """logits float [tokens, vocabulary] in the places of ids int64 [tokens] → log-probabilities float32
     [tokens] of these ids, and of the `num_tops` likeliest tokens in place of each.
     """
-    if library := native_sampler.kernels(logits):
-        return native_sampler.score_natively(library, logits, ids, num_tops)
+    if library := sampler.kernels(logits):
+        return sampler.score_natively(library, logits, ids, num_tops)
     size = max(1, MAX_CHUNK_LOGITS // logits.shape[1])
     chunks = [
         raw_logprobs(logits[first : first + size], ids[first : first + size], num_tops)

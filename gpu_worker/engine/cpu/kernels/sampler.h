@@ -1,5 +1,5 @@
 // Samples a row by inverse transform of its one random number. As sampling/sampler.py and
-// sampling/multinomial.py, whose docstrings name the source of each part.
+// sampling/sampler.py, whose docstrings name the source of each part.
 #pragma once
 #include "ranking.h"
 

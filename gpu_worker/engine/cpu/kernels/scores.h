@@ -1,5 +1,4 @@
-// A row of logits as scores, and their weights: penalties, temperature, sums. As sampling/penalties.py and
-// sampling/multinomial.py.
+// A row of logits as scores, and their weights: penalties, temperature, sums. As sampling/sampler.py.
 #pragma once
 #include <algorithm>
 #include <cmath>

@@ -1,7 +1,7 @@
 """Functions of Triton kernels that find where truncation cuts a row, without sorting it: weights of scores,
 and lists of ids that are narrowed digit by digit.
 
-A token's key is the bits of its score without the sign, as in sampling/multinomial.py: keys rise as scores
+A token's key is the bits of its score without the sign, as in sampling/sampler.py: keys rise as scores
 fall.
 """
 

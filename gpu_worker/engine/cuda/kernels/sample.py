@@ -1,4 +1,4 @@
-"""The Triton kernel that samples rows as sampling/multinomial.py does by torch, one program for each row:
+"""The Triton kernel that samples rows as sampling/sampler.py does by torch, one program for each row:
 masks, biases, bans, penalties, temperature, truncation, the draw.
 
 It reads a row a few times; tokens that top-k, top-p and the draw must order are narrowed to ever shorter

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.messages.request import LogitsParams, SamplingParams
 from gpu_worker.engine.engine import Engine, LaunchPace
-from gpu_worker.engine.sampling import native_sampler
+from gpu_worker.engine.sampling import sampler
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player, player
 from tests.support.engine.tiny_engine import prompts
@@ -87,7 +87,7 @@ def test_no_operation_waits_for_the_device_before_a_step_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tiny_models.save(tmp_path, *FAMILIES[family])
-    monkeypatch.setattr(native_sampler, "kernels", lambda logits: None)  # as on a GPU
+    monkeypatch.setattr(sampler, "kernels", lambda logits: None)  # as on a GPU
     engine = like_cuda(tmp_path)
     with Waits() as waits:
         played = run(engine)

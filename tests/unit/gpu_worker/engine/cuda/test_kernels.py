@@ -13,7 +13,7 @@ from gpu_worker.engine.batch.adapters import AdaptedTokens
 from gpu_worker.engine.cuda.adapters import DeviceTokens
 from gpu_worker.engine.cuda.linear import INPUTS_AT_ONCE, QuantisedLinear
 from gpu_worker.engine.quantization.blocks import Blocks
-from gpu_worker.engine.sampling.triton_sampler import ALIGNMENT, greedy
+from gpu_worker.engine.sampling.sampler import ALIGNMENT, greedy
 from tests.support.adapters import fake_kernels
 from tests.support.engine.triton_interpreter import forget_kernels, interpret_kernels, kernels
 

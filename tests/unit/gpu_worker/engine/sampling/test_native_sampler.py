@@ -11,9 +11,8 @@ import torch
 from common.messages.request import SamplingParams
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.cpu import native
-from gpu_worker.engine.sampling import native_sampler
-from gpu_worker.engine.sampling.multinomial import SamplerOutput
-from gpu_worker.engine.sampling.sampler import sample_by_torch
+from gpu_worker.engine.sampling import sampler
+from gpu_worker.engine.sampling.sampler import SamplerOutput, sample_by_torch
 from tests.support.engine.fixed_grammar import FixedGrammar
 from tests.support.engine.start_rows import start_row
 from tests.support.parameters.slow_but import slow_but
@@ -106,7 +105,7 @@ def test_kernels_sample_the_same_ids_as_torch(size: int, dtype: torch.dtype, lib
         num_words = random.choice([1, size // 32 + 1, size // 32 + 3])
         requests = [random_request(random, size, num_words) for _ in range(num_rows)]
         compare(
-            native_sampler.sample_natively(library, logits, requests),
+            sampler.sample_natively(library, logits, requests),
             sample_by_torch(logits, requests),
             requests,
         )
@@ -117,11 +116,11 @@ def test_rows_of_nan_or_inf_do_not_disturb_others(library: ctypes.CDLL) -> None:
     random = np.random.default_rng(0)
     requests = [random_request(random, 3000, 94) for _ in range(60)]
     logits = logits_of("spread", random, 60, 3000, torch.float32)
-    expected = native_sampler.sample_natively(library, logits, requests)
+    expected = sampler.sample_natively(library, logits, requests)
     for broken in (math.nan, math.inf, -math.inf):
         mixed = logits.clone()
         mixed[::2] = broken
-        found = native_sampler.sample_natively(library, mixed, requests)
+        found = sampler.sample_natively(library, mixed, requests)
         assert found.ids[1::2].tolist() == expected.ids[1::2].tolist()
         assert ((found.ids >= 0) & (found.ids < 3000)).all()
     logits[:, 7::2] = math.nan
@@ -134,5 +133,5 @@ def test_rows_of_nan_or_inf_do_not_disturb_others(library: ctypes.CDLL) -> None:
     ]
     assert all(
         token % 2 == 0 or token < 7
-        for token in native_sampler.sample_natively(library, logits, sampled_rows).ids.tolist()
+        for token in sampler.sample_natively(library, logits, sampled_rows).ids.tolist()
     )

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from common.messages.request import BeamParams, SamplingParams
 from gpu_worker.engine.batch.beams import Beam, BeamSearch, SearchStep, score_beams
 from gpu_worker.engine.batch.step_result import Candidate, StepSamples
-from gpu_worker.engine.sampling import native_sampler, sampler
+from gpu_worker.engine.sampling import sampler
 from tests.support.engine.fixed_grammar import FixedGrammar
 from tests.support.engine.sample_requests import (
     BAD_WORDS,
@@ -144,7 +144,7 @@ def test_rows_without_effective_parameters_are_plainly_greedy(monkeypatch: pytes
     assert [request(sampling) for sampling in without_effect] == [None, None]
     assert request(None, min_new_tokens=3) is None  # the row has more
     monkeypatch.setattr(sampler, "sample_requested", None)
-    monkeypatch.setattr(native_sampler, "native_request", None)
+    monkeypatch.setattr(sampler, "native_request", None)
     logits = logits_of(5, 2)
     assert sample(logits, [None, None]).ids == logits.argmax(-1).tolist()
 

@@ -15,9 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.messages.request import SamplingParams
 from gpu_worker.engine.batch.sampling_state import SampleRequest
-from gpu_worker.engine.sampling import multinomial, triton_sampler
-from gpu_worker.engine.sampling.sampler import sample_by_torch
-from gpu_worker.engine.sampling.triton_sampler import sample_on_cuda
+from gpu_worker.engine.sampling import sampler
+from gpu_worker.engine.sampling.sampler import sample_by_torch, sample_on_cuda
 from tests.support.engine.sample_requests import request
 from tests.support.engine.triton_interpreter import KERNELS, forget_kernels, interpret_kernels, kernels
 from tests.support.parameters.slow_but import slow_but
@@ -66,7 +65,7 @@ def same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch computes the kernel's weights, to the last bit: so choices must be equal even where the random
     number lies at the border of two tokens.
     """
-    monkeypatch.setattr(multinomial, "to_weights", weights_of)
+    monkeypatch.setattr(sampler, "to_weights", weights_of)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -195,7 +194,7 @@ def test_a_step_of_any_parameters_is_one_launch(monkeypatch: pytest.MonkeyPatch)
         return (arguments[0][:, 0],) * 3
 
     monkeypatch.setitem(sys.modules, f"{KERNELS}.sample", SimpleNamespace(sample_rows=launch))
-    monkeypatch.setattr(triton_sampler, "greedy", lambda logits: launch(logits)[:2])
+    monkeypatch.setattr(sampler, "greedy", lambda logits: launch(logits)[:2])
     random = np.random.default_rng(0)
     requests = [random_request(random, 50, 2) for _ in range(256)]
     plain = [
