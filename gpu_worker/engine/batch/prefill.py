@@ -154,7 +154,7 @@ def runnable(rows: Iterable[Row], max_places: int, block_size: int) -> Iterator[
         if places < output.num_places:
             return
         places -= output.num_places
-        if len(row.blocks) * block_size > row.kv_len and row.is_ready:
+        if len(row.blocks) * block_size > row.kv_len and (not row.awaited or row.is_ready):
             yield row
 
 

@@ -224,7 +224,7 @@ class Row:
     @property
     def is_ready(self) -> bool:
         """Whether a step may compute it."""
-        return not self.awaited or all(one.is_ready for one in self.awaited)
+        return all(one.is_ready for one in self.awaited)
 
     def propose(self, room: int) -> Sequence[int]:
         """Propose tokens after the next one, at most `room`."""
