@@ -103,7 +103,7 @@ class Inputs:
         """
         counts = [one.count for one in self.slices]
         prompts = np.repeat([one.row.first_length for one in self.slices], counts)
-        return to_device(np.maximum(positions_of(self.slices) + 1, prompts), self.ids.device)
+        return torch.maximum(self.positions[0] + 1, to_device(prompts, self.positions.device))
 
 
 def build_inputs(

@@ -61,7 +61,7 @@ def trial_inputs(model: Any, block_size: int, context: int) -> Inputs:
     row = RowSlice(Row(0, ids, 0, 1, blocks), 0, TRIAL_TOKENS, samples=True)
     prompt = build_inputs([row], block_size, torch.device("cpu"))
     positions = torch.linspace(0, context - 1, TRIAL_TOKENS).long()
-    return replace(prompt, positions=positions[None], lengths=positions + 1)
+    return replace(prompt, positions=positions[None])
 
 
 def record_calls(layers: Iterable[Any], run: Callable[[], object]) -> dict[Any, LayerCall]:
