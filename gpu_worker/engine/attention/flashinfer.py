@@ -143,9 +143,12 @@ class PlanInputs(NamedTuple):
 
     def of_rows(self, rows: int) -> "PlanInputs":
         """The part for so many rows."""
-        ends, numbers = (self.query_ends, self.block_ends), (self.last_lengths, self.lengths)
-        parts = (*(one[: rows + 1] for one in ends), *(one[:rows] for one in numbers))
-        return PlanInputs(*parts, self.blocks, self.longest, self.schedules)  # type: ignore[arg-type]
+        return self._replace(
+            query_ends=self.query_ends[: rows + 1],
+            block_ends=self.block_ends[: rows + 1],
+            last_lengths=self.last_lengths[:rows],
+            lengths=self.lengths[:rows],
+        )
 
 
 def plan_inputs(spans: Sequence[Span], block_size: int, device: torch.device) -> PlanInputs:
@@ -387,7 +390,8 @@ class Plans:
         self.captured: dict[int, list[PagePlan | LatentPlan | None]] = {}
 
     def make(self, view: LayerSpec, buffers: PlanInputs | None = None) -> PagePlan | LatentPlan:
-        return (LatentPlan if view.spec.latent else PagePlan)(self.geometry, view, *self.fixed, buffers)
+        kind: type[PagePlan | LatentPlan] = LatentPlan if view.spec.latent else PagePlan
+        return kind(self.geometry, view, *self.fixed, buffers)
 
     def plan(self, spans: Sequence[Span], first: int) -> None:
         """Plan the rows from span `first` on; in views that are `planned` all rows."""
@@ -415,8 +419,9 @@ class Plans:
         span = Span(0, 1, lengths, table.astype(np.int64), np.ones_like(lengths))
         inputs = plan_inputs([span], self.geometry.block_size, self.device)
         with self.uploads:
-            for plan in filter(None, self.captured[rows]):
-                plan.plan(inputs)
+            for plan in self.captured[rows]:
+                if plan:
+                    plan.plan(inputs)
 
 
 log = logging.getLogger(__name__)
