@@ -54,7 +54,8 @@ def test_batches_need_no_setting(fleet: Fleet, tmp_path: Path) -> None:
     asked = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": asked}
     (tmp_path / "asked.jsonl").write_text(json.dumps(line))
-    words = ["batch", tmp_path / "asked.jsonl", "-o", tmp_path / "answers.jsonl", "--url", fleet.base_url]
+    names = [str(tmp_path / name) for name in ("asked.jsonl", "answers.jsonl")]
+    words = ["batch", names[0], "-o", names[1], "--url", fleet.base_url]
     command = [sys.executable, "-m", "deploy.cli", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -29,7 +29,8 @@ from gpu_worker import worker_scripts
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.row_text import RowTable, RowText
 from gpu_worker.agent.state import AgentState
-from gpu_worker.engine.batch.row import Row, RowSlice
+from gpu_worker.engine.batch.beams import BeamGroup
+from gpu_worker.engine.batch.row import PooledValues, Row, RowSlice
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.engine.batch.step_result import PromptLogprobs, StepSamples, TopLogprobs
 from gpu_worker.protocol import StepResult
@@ -96,13 +97,13 @@ class AnsweringEngine(ModelessEngine):
     def may_run(self, row: Row) -> bool:
         """Whether a row has a next token, or makes a vector."""
         most = min(len(self.answers[row.number].tokens), self.worker.most_tokens)
-        return row.pooling is not None or (row.beams is None and row.index < most)
+        return isinstance(row.output, PooledValues) or (not row.output.has_branches and row.index < most)
 
     def step(self) -> StepResult | None:
         for row in [*self.rows.rows.values()]:
             answer = self.answers[row.number]
-            if row.beams and answer.ends and not answer.error:
-                beams = answer.beams[: row.beams.width]
+            if isinstance(row.output, BeamGroup) and answer.ends and not answer.error:
+                beams = answer.beams[: row.output.search.params.width]
                 self.rows.result.sequences.append((row.number, pack_sequences(beams)))
                 self.rows.finish(row, beams[0].reason)
             elif answer.error and row.index >= len(answer.tokens):
@@ -140,7 +141,8 @@ def score_prompt(one: RowSlice, num_top: int) -> PromptLogprobs:
     ids = one.row.ids[first : first + one.num_scored].tolist()
     logprobs = [-0.5 * position for position in range(first, first + len(ids))]
     likeliest = [neighbours(token, logprob, num_top) for token, logprob in zip(ids, logprobs, strict=True)]
-    top_ids, top_logprobs = ([x for top in likeliest for x in top[side]] for side in (0, 1))
+    top_ids = [token for ids, _ in likeliest for token in ids]
+    top_logprobs = [logprob for _, logprobs in likeliest for logprob in logprobs]
     return PromptLogprobs(pack_floats(logprobs), pack_ids(top_ids), pack_floats(top_logprobs))
 
 

@@ -128,8 +128,9 @@ class ScriptedGateway:
         length = int(handler.headers.get("content-length") or 0)
         body = json.loads(handler.rfile.read(length) or b"null")
         if path == "/page/access":
-            access = self.routes.get(("GET", path), lambda *_: (200, {"status": 200, "has_keys": True}))
-            self.send_json(handler, *access(path, body))
+            access = self.routes.get(("GET", path))
+            shown = access(path, body) if access else (200, {"status": 200, "has_keys": True})
+            self.send_json(handler, *shown)
         elif path == "/" or path.startswith("/page/"):
             self.send_file(handler, "page.html" if path == "/" else path.removeprefix("/page/"))
         elif path == "/fleet" and ("GET", path) not in self.routes:
