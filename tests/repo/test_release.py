@@ -75,7 +75,7 @@ def test_the_wheel_has_every_file_and_installs(files: Path, tmp_path: Path) -> N
     subprocess.run(
         [str(tmp_path / "bin/pip"), "install", "-q", "--no-deps", "--no-index", str(wheel)], check=True
     )
-    where = [tmp_path / "bin/python", "-P", "-c", "import common; print(common.__file__)"]
+    where = [str(tmp_path / "bin/python"), "-P", "-c", "import common; print(common.__file__)"]
     found = subprocess.run(where, capture_output=True, text=True, check=True).stdout
     assert Path(found).is_relative_to(tmp_path), "not the checkout"
     done = subprocess.run([str(tmp_path / "bin/tokenfleet"), "--version"], capture_output=True, text=True)

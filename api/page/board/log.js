@@ -46,6 +46,7 @@ function arrival(process) {
 
 export function note(text, mood = "", about = "") {
   const log = find("log");
-  log.prepend(make("li", { "data-mood": mood, title: about }, make("time", {}, clock.format(new Date())), text));
+  const time = make("time", {}, clock.format(new Date()));
+  log.prepend(make("li", { "data-mood": mood, title: about }, time, text));
   while (log.children.length > MAX_LINES) log.lastElementChild.remove();
 }

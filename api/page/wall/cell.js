@@ -80,7 +80,8 @@ export class Cell {
 
   /** Tokens of the undisturbed answer that did not come; while it lives, they still may. */
   get numLost() {
-    return this.isLive || this.isStopped || !this.expected ? 0 : Math.max(0, this.expected.length - this.numTokens);
+    const isWhole = this.isLive || this.isStopped || !this.expected;
+    return isWhole ? 0 : Math.max(0, this.expected.length - this.numTokens);
   }
 
   /** Whether it stands still since this process has died. */

@@ -1,6 +1,6 @@
 // The wall: sixteen answers at once, each stretch of tokens in the colour of its worker. Kill a worker, and
-// its streams pause, hop to another one, and go on. Answers of a run in which nothing dies are kept: each token
-// of later runs is compared with them.
+// its streams pause, hop to another one, and go on. Answers of a run in which nothing dies are kept: each
+// token of later runs is compared with them.
 
 import { figure, find, make, plural, say } from "../dom.js";
 import { kill, look, on } from "../fleet.js";
