@@ -21,11 +21,10 @@ from api.http.protocol import UNREADABLE, HttpProtocol, InheritedConnection
 from api.lifecycle import Gateway
 from api.prompts.tokenizer import ModelTokenizer
 from api.requests.pool import load_tokenizer
-from common import tracing
 from common.messages.kept_answer import WHOLE_FLEET_VARIABLE
 from common.process import launch, logs
 from common.process.launch import PRELOAD_FLAG, wait_for_place
-from common.process.startup import configure_process, exit_when_unservable, start_process
+from common.process.startup import configure_process, exit_when_unservable, exporting_spans, start_process
 from common.settings.settings import SettingError, Settings
 
 log = logging.getLogger(__name__)
@@ -47,7 +46,7 @@ def main() -> None:
         own = start_process("api", "g0")
         settings = Settings.read([])
         configure_process(own, settings)
-        with tracing.exporting(settings, own.incarnation):
+        with exporting_spans(settings, own.incarnation):
             serve(settings, own.incarnation, preloaded or load_tokenizer(settings))
 
 

@@ -18,7 +18,6 @@ from batcher.lease import Lease, LeaseLost, WritesLost, wait_until_unneeded
 from batcher.loop import Batcher
 from batcher.scheduling.replica import Replica
 from batcher.scheduling.scheduler import Scheduler
-from common import tracing
 from common.broker.client import CONNECT_TIMEOUT_S, FailureLog, broker_url
 from common.broker.directory import DirectoryClient, PoolEntry, address_of
 from common.broker.heartbeat import Heartbeat
@@ -26,7 +25,7 @@ from common.broker.keys import LEASE_S, SLEEPER, STARTING
 from common.broker.pool_client import PoolClient
 from common.metrics.exposition import publishing_metrics
 from common.process.event_loop import collect_garbage, run_until_one_ends, until_beat
-from common.process.startup import configure_process, exit_when_unservable, start_process
+from common.process.startup import configure_process, exit_when_unservable, exporting_spans, start_process
 from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -162,7 +161,7 @@ def main() -> None:
     with exit_when_unservable():
         settings = Settings.read([])
         configure_process(identity, settings)
-        with tracing.exporting(settings, identity.incarnation):
+        with exporting_spans(settings, identity.incarnation):
             run(settings, identity.incarnation)
 
 

@@ -9,10 +9,8 @@ the same spans.
 
 import contextlib
 import hashlib
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import import_module
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -112,21 +110,6 @@ def span(name: str) -> Iterator[None]:
     finally:
         TRACEPARENT.reset(token)
         export(TraceSpan(own, name, start_ns, time.time_ns(), ids_of(parent)[1], error=error))
-
-
-@contextlib.contextmanager
-def exporting(settings: Settings, incarnation: str) -> Iterator[None]:
-    """Export the spans of this process while the context is open, if that is wanted. Raises SettingError."""
-    global exporter
-    if not is_wanted(settings, os.environ):
-        yield
-        return
-    exporter = import_module("common.otlp").OtlpExporter(settings, incarnation)
-    try:
-        yield
-    finally:
-        exporter.close()
-        exporter = None
 
 
 def is_wanted(settings: Settings, environ: Mapping[str, str]) -> bool:

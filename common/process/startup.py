@@ -10,9 +10,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 
 import setproctitle
 
+from common import tracing
 from common.broker import client
 from common.metrics import exposition
 from common.process import launch, logs
@@ -81,3 +83,17 @@ def configure_process(own: ProcessIdentity, settings: Settings) -> None:
     logs.set_up(own.name, settings.log_level, settings.json_output, own.incarnation)
     client.broker_url(settings)
     exposition.start_metrics_server(settings, READY.is_set)
+
+
+@contextlib.contextmanager
+def exporting_spans(settings: Settings, incarnation: str) -> Iterator[None]:
+    """Export the spans of this process while the context is open, if that is wanted. Raises SettingError."""
+    if not tracing.is_wanted(settings, os.environ):
+        yield
+        return
+    tracing.exporter = exporter = import_module("common.otlp").OtlpExporter(settings, incarnation)
+    try:
+        yield
+    finally:
+        exporter.close()
+        tracing.exporter = None

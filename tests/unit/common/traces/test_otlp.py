@@ -9,7 +9,7 @@ import pytest
 
 from common import otlp, tracing
 from common.otlp import CLOSE_S, OtlpExporter
-from common.process.logs import TRACEPARENT
+from common.process import logs, startup
 from common.settings.settings import SettingError, Settings
 from common.tracing import SpanEvent, TraceSpan, derive_span, derive_trace_id, span_name
 from tests.support.traces import Receiver, traceparent
@@ -146,14 +146,14 @@ def test_what_turns_traces_on(endpoint: str | None, environ: dict[str, str], is_
 
 
 def test_spans_of_a_task_are_parts_of_each_other(receiver: Receiver) -> None:
-    with tracing.exporting(Settings(otlp_endpoint=receiver.grpc_url), "g0-1"):
+    with startup.exporting_spans(Settings(otlp_endpoint=receiver.grpc_url), "g0-1"):
         assert tracing.is_on()
         with tracing.span("outside"):
             pass
-        token = TRACEPARENT.set(PARENT)
+        token = logs.TRACEPARENT.set(PARENT)
         with pytest.raises(ValueError), tracing.span("validate"), tracing.span("tokenize"):
             raise ValueError("too long")
-        TRACEPARENT.reset(token)
+        logs.TRACEPARENT.reset(token)
     assert not tracing.is_on()
     inner, outer = receiver.spans
     assert (inner.name, outer.name) == ("tokenize", "validate")
