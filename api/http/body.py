@@ -125,8 +125,8 @@ def reject_unsupported(
             raise invalid(f"`{name}` is not supported yet", name)
         if name in other_routes:
             raise invalid(f"`{name}` is not a field of this route", name)
-    known = {*unsupported, *GONE_FIELDS}
-    warn_of_unknown({name: value for name, value in fields.items() if name not in known})
+    others = {name: value for name, value in fields.items() if name not in unsupported}
+    warn_of_unknown({name: value for name, value in others.items() if name not in GONE_FIELDS})
 
 
 def warn_of_unknown(fields: Mapping[str, object]) -> None:
