@@ -2,9 +2,10 @@
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import cache, partial
 from importlib.metadata import version
+from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.routing import APIRoute
@@ -61,24 +62,23 @@ from common.metrics.exposition import publishing_metrics
 from common.settings.settings import Settings
 
 protocols = make_router()
-ROUTERS = (
-    *(protocols, tokenize, stored_responses, count_tokens, resume, streams, requests),
-    *(health, live, kserve_ready, info, kserve_info, vllm_version, models, detokenize, batches),
-    *(fleet, page, metrics, usage, manage, adapters),
+ROUTERS: tuple[tuple[Sequence[Callable[..., Any]], Sequence[APIRouter]], ...] = (
+    ((check_serving, check_key, check_repeated), (protocols,)),
+    ((check_serving, check_key), (stored_responses, count_tokens, resume, streams, batches)),
+    ((check_key,), (tokenize, detokenize, requests, usage)),
+    ((check_serving,), (health, kserve_ready)),
+    ((), (live, info, kserve_info, vllm_version, models, page, metrics)),
+    ((check_key, check_admin), (fleet, manage, adapters)),
 )
-REFUSED_WHILE_DRAINING = (
-    *(protocols, stored_responses, count_tokens, resume, streams, batches),
-    *(health, kserve_ready),
-)
+"""Checks of each request, and the routers whose requests they check: a route is found in this order."""
 PATHS = [
     route.path
-    for router in ROUTERS
+    for _, routers in ROUTERS
+    for router in routers
     for route in router.routes
     if isinstance(route, APIRoute) and route.include_in_schema
 ]
 """Described paths, in order."""
-WITHOUT_KEY = (health, live, kserve_ready, info, kserve_info, vllm_version, models, page, metrics)
-FOR_ADMINS = (fleet, manage, adapters)
 
 
 def build(
@@ -136,17 +136,13 @@ def checked_routes(has_keys: bool) -> list[BaseRoute]:
     """The routes of all gateways of this process, each with its checks, which find the gateway's state in the
     request. They are made whole here: FastAPI would make them while the first request waits.
     """
-    described = [Depends(HTTPBearer(auto_error=False))] if has_keys else []
     parent = APIRouter(generate_unique_id_function=lambda route: route.name)
-    for router in ROUTERS:
-        dependencies = [Depends(check_serving)] if router in REFUSED_WHILE_DRAINING else []
-        if router not in WITHOUT_KEY:
-            dependencies += [Depends(check_key), *described]
-        if router in FOR_ADMINS:
-            dependencies.append(Depends(check_admin))
-        if router is protocols:
-            dependencies.append(Depends(check_repeated))
-        parent.include_router(router, dependencies=dependencies)
+    for checks, routers in ROUTERS:
+        dependencies = [Depends(check) for check in checks]
+        if has_keys and check_key in checks:
+            dependencies.append(Depends(HTTPBearer(auto_error=False)))  # for /docs
+        for router in routers:
+            parent.include_router(router, dependencies=dependencies)
     nothing = {"type": "http", "method": "GET", "path": "", "headers": []}
     assert all(route.matches(nothing)[0] is Match.NONE for route in parent.routes)
     return parent.routes

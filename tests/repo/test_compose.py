@@ -15,7 +15,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import httpx
 import pytest
 import yaml
 from fastapi.routing import APIRoute
@@ -121,7 +120,7 @@ def test_the_proxy_passes_on_what_is_public() -> None:
     caddyfile = (ROOT / "deploy/Caddyfile").read_text()
     [listed] = re.findall(r"@internal path (.*)", caddyfile)
     assert f"header_up {HIDES_FLEET} 1" in caddyfile.lower()
-    for router in ROUTERS:
+    for router in (router for _, routers in ROUTERS for router in routers):
         for route in router.routes:
             assert isinstance(route, APIRoute)
             module = route.endpoint.__module__
@@ -173,13 +172,6 @@ def test_the_file_of_users_is_what_doctor_prints() -> None:
     """`tokenfleet doctor --acl --pool '*' > deploy/users.acl` writes it anew."""
     lines = [f"user {kind} on {' '.join(acl.rules(kind, [acl.EVERY_POOL]))}" for kind in acl.USERS]
     assert (ROOT / "deploy/users.acl").read_text().splitlines() == lines
-
-
-def health(url: str) -> int:
-    try:
-        return httpx.get(f"{url}/health").status_code
-    except httpx.TransportError:
-        return 0
 
 
 # --- the images ---------------------------------------------------------------------------------------------
