@@ -29,21 +29,24 @@ CASES: dict[str, dict[str, Any]] = {
     "top_k_of_all": {"temperature": 1.0, "top_k": 1000},
     "top_p": {"temperature": 1.0, "top_p": 0.83},
     "top_p_of_one": {"temperature": 1.0, "top_p": 0.0},
-    "top_p_decay": {
-        "temperature": 1.0, "top_p": 0.97, "top_p_decay": 0.8, "top_p_min": 0.3, "top_p_reset_ids": [9, 40],
-    },
-    "top_p_floor": {"temperature": 1.0, "top_p_decay": 0.5, "top_p_min": 0.4},
+    "top_p_decay": {"temperature": 1.0, "top_p": 0.97, "top_p_decay": 0.8},
+    "top_p_min": {"temperature": 1.0, "top_p_decay": 0.5, "top_p_min": 0.9},
+    "top_p_reset_ids": {"temperature": 1.0, "top_p": 0.97, "top_p_decay": 0.8, "top_p_reset_ids": [9, 40]},
     "min_p": {"temperature": 1.3, "min_p": 0.07},
     "typical_p": {"temperature": 1.0, "typical_p": 0.61},
-    "repetition": {"repetition_penalty": 1.7},
-    "frequency": {"frequency_penalty": 0.9},
-    "presence": {"presence_penalty": -1.1},
-    "relative_frequency": {"relative_frequency_penalty": 1.9},
+    "repetition_penalty": {"repetition_penalty": 1.7},
+    "frequency_penalty": {"frequency_penalty": 0.9},
+    "presence_penalty": {"presence_penalty": -1.1},
+    "relative_frequency_penalty": {"relative_frequency_penalty": 1.9},
     "logit_bias": {"logit_bias": [(5, 4.0), (40, -100.0), (10**6, 50.0)]},
     "bad_words": {"bad_words": BAD_WORDS},
-    "allowed_ids": {"temperature": 1.0, "top_p": 0.9, "allowed_token_ids": [5, 40, 41, 59, 10**6]},
-    "watermark": {"watermark_delta": 2.0, "watermark_gamma": 0.5},
-    "watermark_drawn": {"temperature": 1.0, "watermark_delta": 4.0, "watermark_gamma": 0.25},
+    "grammar": {"temperature": 1.0, "grammar": "a"},
+    "allowed_token_ids": {"temperature": 1.0, "top_p": 0.9, "allowed_token_ids": [5, 40, 41, 59, 10**6]},
+    "watermark_delta": {"watermark_delta": 2.0, "watermark_gamma": 0.5},
+    "watermark_gamma": {"temperature": 1.0, "watermark_delta": 4.0, "watermark_gamma": 0.25},
+    "seed": {"temperature": 1.0, "seed": 7},
+    "choice": {"temperature": 1.0, "choice": 1},
+    "raw_logprobs": {"temperature": 0.5, "raw_logprobs": True},
     "all": {
         "temperature": 0.8, "top_k": 30, "top_p": 0.95, "min_p": 0.01, "typical_p": 0.9,
         "repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.2,
@@ -51,7 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
         "watermark_delta": 1.0, "watermark_gamma": 0.5, "allowed_token_ids": [*range(40)],
     },
 }  # fmt: skip
-"""Sampling parameters of a row, by what they test."""
+"""Sampling parameters of a row, by the field whose effect they show: each sampler is tried with each."""
 
 
 def request(

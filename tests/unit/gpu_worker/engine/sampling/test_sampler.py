@@ -3,7 +3,6 @@ tokens against their probabilities.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,6 @@ from common.messages.request import BeamParams, SamplingParams
 from gpu_worker.engine.batch.beams import Beam, BeamSearch, SearchStep, score_beams
 from gpu_worker.engine.batch.step_result import Candidate, StepSamples
 from gpu_worker.engine.sampling import sampler
-from tests.support.engine.fixed_grammar import FixedGrammar
 from tests.support.engine.sample_requests import (
     BAD_WORDS,
     CASES,
@@ -73,7 +71,7 @@ def top_logprobs_of(sampled: StepSamples, row: int, size: int = VOCABULARY) -> A
     return logprobs
 
 
-@pytest.mark.parametrize("name", ["top_p", "repetition", "all"])
+@pytest.mark.parametrize("name", ["top_p", "repetition_penalty", "all"])
 def test_rows_may_report_logits_in_place_of_log_probabilities(name: str) -> None:
     """Raw ones as the model computed them; processed ones after penalties and temperature, and -inf for
     tokens that truncation excludes. Tokens are those of rows that report log-probabilities.
@@ -201,33 +199,6 @@ def test_a_single_token_that_is_left_has_logprob_0() -> None:
             )
             assert (sampled.logprobs[0] == 0.0) == (not raw)
             assert math.isfinite(sampled.top_logprobs[0].logprobs[1]) == raw
-
-
-def fixed(allowed: Sequence[int]) -> FixedGrammar:
-    bits = np.zeros(-(-VOCABULARY // 32) * 32, np.uint8)
-    bits[list(allowed)] = 1
-    return FixedGrammar(bits=np.packbits(bits, bitorder="little").view(np.int32))
-
-
-def test_a_mask_applies_to_its_row_alone() -> None:
-    """It comes before truncation, as logit biases and banned ids do; an id outside the vocabulary is none."""
-    logits = logits_of(6, 5)
-    top_p = SamplingParams(temperature=1.0, top_p=0.9, seed=1)
-    listed = replace(top_p, allowed_token_ids=[9, 10, 59, 10**6])
-    params = [top_p, top_p, listed, None, top_p]  # row 3 is greedy but for its grammar
-    allowed = [None, [3, 31, 32, 59], None, [4], [9, 10, 11]]
-    sampled = sample(
-        logits,
-        [
-            request(sampling, VOCABULARY, grammar=fixed(ids) if ids else None)
-            for sampling, ids in zip(params, allowed, strict=True)
-        ],
-    )
-    for row, ids in enumerate(allowed):
-        banned = sorted(set(range(VOCABULARY)) - set(ids or range(VOCABULARY)))
-        check_row(sampled, row, logits[row], params[row] or SamplingParams(), banned)
-    assert sampled.ids[2] in (9, 10, 59)
-    assert sampled.ids[3] == 4
 
 
 VOCAB = 50

@@ -1,10 +1,14 @@
-"""The sampling kernel in Triton's interpreter against torch, choice by choice; and what is launched."""
+"""The sampling kernel in Triton's interpreter against torch, choice by choice; what is launched; and each
+sampler honours each field.
+"""
 
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,11 +17,20 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from api.requests.fields import SamplingFields
+from api.requests.validate import DRAW_ONLY
 from common.messages.request import SamplingParams
-from gpu_worker.engine.batch.sampling_state import SampleRequest
+from gpu_worker.engine.batch.sampling_state import SampleRequest, is_plain_greedy
+from gpu_worker.engine.engine import unpack_samples
 from gpu_worker.engine.sampling import sampler
-from gpu_worker.engine.sampling.sampler import sample_by_torch, sample_on_cuda
-from tests.support.engine.sample_requests import request
+from gpu_worker.engine.sampling.sampler import (
+    sample_by_torch,
+    sample_natively,
+    sample_on_cuda,
+)
+from tests.support.engine import sample_requests
+from tests.support.engine.fixed_grammar import FixedGrammar
+from tests.support.engine.sample_requests import CASES, VOCABULARY, check_row, request
 from tests.support.engine.triton_interpreter import KERNELS, forget_kernels, interpret_kernels, kernels
 from tests.support.parameters.slow_but import slow_but
 from tests.unit.gpu_worker.engine.sampling.test_native_sampler import (
@@ -29,7 +42,6 @@ from tests.unit.gpu_worker.engine.sampling.test_native_sampler import (
 
 UNIT = 2.0**40
 SIZES = (1, 15, 60, 1000)
-QWEN = 151_936
 DRAWN = SamplingParams(temperature=1.0, seed=1)
 
 
@@ -211,3 +223,77 @@ def test_a_step_of_any_parameters_is_one_launch(monkeypatch: pytest.MonkeyPatch)
     with CountedOperations() as mode:
         sample_by_torch(torch.zeros(1, 50), [request(replace(DRAWN, top_p=0.9))])
     assert mode.counts.total() > 50
+
+
+ELSEWHERE = {"stop_token_ids", "ignore_eos", "cache_salt", "logprobs_mode", "report_logits"}
+"""Fields that no sampler reads: they end rows, name blocks, or say what is reported of a choice."""
+FIELDS = {*SamplingFields.model_fields, *(field.name for field in fields(SamplingParams))} - ELSEWHERE
+ALLOWED = [5, 40, 41, 59]
+MASK = np.packbits(np.isin(np.arange(64), ALLOWED), bitorder="little").view(np.int32)
+
+
+def rows_of(params: SamplingParams) -> list[SampleRequest | None]:
+    grammar = FixedGrammar(bits=MASK) if params.grammar else None
+    return [request(params, VOCABULARY, index=index, grammar=grammar) for index in range(4)]
+
+
+def launched(
+    logits: torch.Tensor, rows: list[SampleRequest | None], patch: pytest.MonkeyPatch
+) -> list[torch.Tensor]:
+    """What the Triton kernel is given: all that shows of it where Triton is not installed."""
+    given: list[Any] = []
+
+    def launch(*arguments: Any) -> tuple[torch.Tensor, ...]:
+        given.extend(arguments)
+        return logits, *torch.ones(2, len(rows), dtype=torch.int64)
+
+    patch.setitem(sys.modules, f"{KERNELS}.sample", SimpleNamespace(sample_rows=launch))
+    sample_on_cuda(logits, rows)
+    return [*flattened(given)]
+
+
+def flattened(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        yield from flattened(value) if isinstance(value, tuple) else (value,)
+
+
+def is_honoured(name: str, sample: Callable[..., Any], is_whole: bool) -> bool:
+    """Whether rows with this field differ from those without it, and, where the sampler is whole, are as the
+    reference says.
+    """
+    if name not in CASES:
+        return False
+    params = SamplingParams(**CASES[name])
+    rows, others = rows_of(params), rows_of(replace(params, **{name: getattr(SamplingParams(), name)}))
+    logits = sample_requests.logits_of(1).expand(len(rows), -1)
+    output, other = sample(logits, rows), sample(logits, others)
+    if all(torch.equal(*pair) for pair in zip(output, other, strict=True)):
+        return False
+    banned = {*range(VOCABULARY)} - {*ALLOWED} if params.grammar else ()
+    for row in range(len(rows)) if is_whole else ():
+        check_row(unpack_samples(output, rows), row, logits[row], params, [*banned])
+    return True
+
+
+@pytest.mark.parametrize("by", ["torch", "kernels", "triton"])
+def test_each_sampler_honours_each_field(
+    by: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new field of the schema or message needs a case, and an effect in the reference and each sampler."""
+    sample: Callable[..., Any] = sample_by_torch
+    is_whole = by != "triton" or find_spec("triton") is not None
+    if by == "kernels":
+        sample = partial(sample_natively, request.getfixturevalue("library"))
+    elif by == "triton":
+        sample = sample_on_cuda if is_whole else partial(launched, patch=monkeypatch)
+        if is_whole:
+            request.getfixturevalue("kernel")
+    assert {name for name in FIELDS if not is_honoured(name, sample, is_whole)} == set()
+
+
+def test_greedy_rows_drop_the_fields_that_only_draw() -> None:
+    """Alone, such a field turns sampling on; without sampling, it must not cost the fast path."""
+    only_drawn = {
+        name for name in FIELDS if is_plain_greedy(SamplingParams(**CASES[name] | {"temperature": 0.0}))
+    }
+    assert only_drawn == {*DRAW_ONLY, "choice", "grammar", "raw_logprobs"}
