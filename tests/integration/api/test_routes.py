@@ -7,6 +7,7 @@ body is the example of /docs: a new row is tested without a new line.
 import asyncio
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -18,25 +19,30 @@ import pytest
 from jsonschema_rs import Draft202012Validator
 from redis.asyncio import Redis
 
+from api import app
 from api.app import build
 from api.errors import ApiError, internal_error, invalid
 from api.lifecycle import Gateway
 from api.prompts.tokenizer import ModelTokenizer
+from api.protocols import table
 from api.protocols.protocol import Protocol
 from api.protocols.table import PROTOCOLS
 from common.settings.settings import Settings
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_admin import Figures
 from tests.integration.api.test_resume import read_frames, two_gateways
+from tests.support import brokers
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.keys.issued import add_key, bearer, known
 from tests.support.pooling.pooling_gateway import pooling_gateway
 from tests.support.pooling.tiny_encoders import save_encoder
 from tests.support.tokenizer import ids, model_tokenizer
+from tests.support.toy_protocol import TOY
 from tests.support.waiting import wait_until
 from tests.support.webhooks.receiver import receiving
 
+HERE = sys.modules[__name__]
 IDS = ids(" one two three four five six seven eight")
 JSON = {"content-type": "application/json"}
 TERMS = {"x-priority": "batch", "x-tenant": "acme", "x-deadline-ms": "5000"}
@@ -85,8 +91,8 @@ def too_long(body: dict[str, Any]) -> dict[str, Any]:
 
 async def fetch_document() -> Any:
     """The OpenAPI document of a gateway; it needs no broker."""
-    app = build(Gateway(Settings(redis_url="redis://127.0.0.1:1"), "g0-test", model_tokenizer()))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
+    asgi = build(Gateway(Settings(redis_url="redis://127.0.0.1:1"), "g0-test", model_tokenizer()))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(asgi), base_url="http://gateway") as client:
         return (await client.get("/api-doc/openapi.json")).json()
 
 
@@ -221,6 +227,26 @@ async def test_a_stream_is_as_described_and_goes_on_where_it_stopped(broker: Bro
         headers = {"last-event-id": "4", "x-request-id": place.split("/")[2]}
         assert (await client.post(url(row), json=body, headers=headers)).content == rest
         assert len(worker.seen) == 3
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> Protocol:
+    """A gateway with this protocol alone: what is made of the rows at import is made again."""
+    monkeypatch.setattr(table, "PROTOCOLS", (TOY,))
+    monkeypatch.setitem(table.BY_PATH, TOY.path, TOY)
+    (checks, _), *others = app.ROUTERS
+    monkeypatch.setattr(app, "ROUTERS", ((checks, (table.make_router(),)), *others))
+    for where, made in ((app, app.checked_routes), (HERE, document), (HERE, validator)):
+        monkeypatch.setattr(where, made.__name__, cache(made.__wrapped__))
+    return TOY
+
+
+@pytest.mark.usefixtures("no_long_tokens")
+async def test_a_protocol_is_one_file_and_one_row(broker: Broker, toy: Protocol) -> None:
+    """The recipe of CONTRIBUTING.md: the contract holds for a new row, with nothing else."""
+    await test_a_whole_answer_is_as_described_is_counted_told_and_keeps_its_id_and_its_terms(broker, toy)
+    brokers.empty(broker)
+    await test_a_stream_is_as_described_and_goes_on_where_it_stopped(broker, toy)
 
 
 @names(STREAMED)

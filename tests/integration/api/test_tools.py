@@ -10,8 +10,8 @@ import pytest
 from openai import AsyncOpenAI
 from redis.asyncio import Redis
 
+from api.answers.call_formats import CALL_FORMATS, find_call_format, json_list
 from api.grammar.compile import ANY_OBJECT, Grammar, compile_checked
-from common.broker.keys import Keys
 from common.messages.records import unpack_ids
 from deploy.launcher.embedded_broker import Broker
 from tests.support.answers.openai_frames import CHAT, CHAT_PATH, frames, streamed
@@ -89,6 +89,18 @@ async def test_a_call_that_a_failure_cuts_has_no_reason(broker: Broker) -> None:
         *shown, last = frames(await streamed(client, CHAT_PATH, CHAT | {"tools": TOOLS}))
     assert whole.status_code == 500 and "choices" not in whole.json()
     assert "error" in last and {frame["choices"][0]["finish_reason"] for frame in shown} == {None}
+
+
+async def test_a_format_is_one_row(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe of CONTRIBUTING.md: a row's calls are found in a template, read, and forced."""
+    toy = json_list("toy", "<toy>", "</toy>")
+    monkeypatch.setitem(CALL_FORMATS, "toy", toy)
+    assert find_call_format("{{ tools }} <toy>[]</toy>", lambda _: None) == toy
+    text = '<toy>[{"name": "get_time", "arguments": {}}]</toy>'
+    async with answering(broker.url, Answer(ids(text)), tool_call_parser="toy") as (worker, _, client):
+        assert called((await ask(client))["message"]) == [("get_time", "{}")]
+        await ask(client, tool_choice="required")
+    assert [one.sampling and "<toy>" in one.sampling.grammar for one in worker.seen] == [None, True]
 
 
 async def test_content_is_null_if_the_answer_has_only_calls(broker: Broker) -> None:
@@ -190,7 +202,6 @@ async def test_history_with_calls_is_in_the_prompt(broker: Broker) -> None:
     assert json.loads(tools)[0] == TOOLS[0] and tool_prompt.startswith("Given the functions available")
 
 
-KEYS = Keys("default")
 OBJECT: Any = {"response_format": {"type": "json_object"}}
 VLLM: Any = {"structured_outputs": {"json_object": True}}
 SCHEMA = {"type": "object"}
