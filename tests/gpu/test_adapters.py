@@ -1,6 +1,5 @@
 """LoRA adapters on CUDA: Triton's kernels, in compiled layers and captured steps."""
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,6 @@ from tests.support.engine.on_cuda import (  # noqa: F401
     nothing_is_left,
 )
 from tests.support.engine.tiny_engine import prompts
-from tests.support.engine.triton_interpreter import forget_kernels, interpret_kernels, kernels
-
-
-@pytest.fixture
-def module(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
-    """The modules of kernels, by name."""
-    if device == "cpu":
-        interpret_kernels(monkeypatch)
-    yield kernels
-    if device == "cpu":
-        forget_kernels()
 
 
 @ANYWHERE

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.support.engine import tiny_models
-from tests.support.engine.on_cuda import DEVICES, FLASH_FAMILIES, needs_flash
+from tests.support.engine.on_cuda import DEVICES, FLASH_FAMILIES, needs_flash, used_bytes
 from tests.support.fleet.fleet import Fleet
 from tests.support.load import Load
 from tests.support.waiting import wait_until, wait_until_sync
@@ -60,12 +59,6 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
         raise
     finally:
         fleet.kill()
-
-
-def used_bytes() -> int:
-    """Of the GPU, by everybody; this process holds none of it."""
-    free_bytes, total_bytes = torch.cuda.mem_get_info()
-    return total_bytes - free_bytes
 
 
 async def killed(fleet: Fleet, name: str) -> None:

@@ -20,6 +20,7 @@ from tests.support.engine.on_cuda import (
     check_near,
     engine_on,
     needs_flash,
+    used_bytes,
 )
 from tests.support.engine.tiny_engine import play, prompts
 from tests.support.engine.tiny_models import FAMILIES
@@ -28,12 +29,6 @@ pytestmark = list(ON_CUDA)
 FRACTION = 0.3
 CONTEXT = 8192
 LONG = FLASH_FAMILIES["Llama"][1] | {"max_position_embeddings": CONTEXT, "vocab_size": 50_000}
-
-
-def used_bytes() -> int:
-    """Of the whole GPU, by everybody."""
-    free_bytes, total_bytes = torch.cuda.mem_get_info()
-    return total_bytes - free_bytes
 
 
 def test_an_engine_stays_within_its_fraction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

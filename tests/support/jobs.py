@@ -15,7 +15,7 @@ from common.settings.settings import Settings
 from tests.support.fleet.gateways import SETTINGS, ready
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.tokenizer import ids, model_tokenizer
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S, wait_for, wait_until
 
 IDS = ids(" zero gateway two three four five six seven eight nine")
 
@@ -94,8 +94,4 @@ class Service:
 
     async def settled(self) -> None:
         """Wait until no entry is left."""
-
-        async def empty() -> bool:
-            return await self.redis.xlen(KEYS.submit) == 0  # type: ignore[no-any-return]
-
-        await wait_until(empty)
+        await wait_for(lambda: self.redis.xlen(KEYS.submit), 0)

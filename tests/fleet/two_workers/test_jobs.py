@@ -11,13 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from common.broker.keys import Keys
 from tests.support import brokers
 from tests.support.fleet.fleet import Fleet
 from tests.support.waiting import wait_until_sync
 
 ROOT = Path(__file__).parents[3]
-KEYS = Keys("default")
 
 
 def console_blocks(page: str, heading: str) -> list[str]:

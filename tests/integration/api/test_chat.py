@@ -2,7 +2,6 @@
 and answers, the prompt that the chat template makes, and that no text of a client becomes a control token.
 """
 
-import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +15,7 @@ from api.prompts.chat_template import ChatTemplate
 from api.requests.pool import load_tokenizer
 from api.streams.describe_answer import FINGERPRINT
 from common.messages.records import unpack_ids
-from common.messages.request import StoppingParams
+from common.messages.request import SamplingParams, StoppingParams
 from common.settings.settings import Settings
 from deploy.launcher.embedded_broker import Broker
 from tests.support.answers.openai_frames import CHAT, CHAT_PATH, GENERATION_PROMPT, frames, logprobs, streamed
@@ -214,35 +213,38 @@ async def test_a_failed_stream_raises_in_the_openai_package(broker: Broker) -> N
     assert len(worker.seen) == 2, "a request that failed is not sent again"
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_all_choices_are_cancelled_when_the_client_disconnects(broker: Broker, stream: bool) -> None:
-    async with answering(broker.url, Answer(ids("a b c"), ends=False)) as (worker, gateway, client):
-        task = asyncio.create_task(client.post(CHAT_PATH, json=CHAT | {"n": 3, "stream": stream}))
-        await wait_until(
-            lambda: len(worker.live) == 3 and all(live.num_tokens == 3 for live in worker.live.values())
-        )
-        task.cancel()
-        await wait_until(lambda: not worker.live and not gateway.pool.relay.streams)
+SAMPLED: dict[str, Any] = {
+    "temperature": 0.5,
+    "top_k": 7,
+    "top_p": 0.75,
+    "top_p_decay": 0.75,
+    "top_p_min": 0.25,
+    "top_p_reset_ids": [6, 9],
+    "min_p": 0.25,
+    "typical_p": 0.5,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 0.5,
+    "seed": 2**63 - 1,
+}
+"""Fields that have the same name in every API, and in `SamplingParams`."""
+OTHERS = {
+    "logit_bias": {"5": -100, "7": 1.5},
+    "bad_words": ["dog"],
+    "stop_token_ids": [9],
+    "ignore_eos": True,
+}
+BECOME: dict[str, Any] = {
+    "logit_bias": [(5, -100.0), (7, 1.5)],
+    "bad_words": [ids(text) for text in ("dog", " dog")],
+}
 
 
 async def test_fields_become_parameters_of_the_queued_request(broker: Broker) -> None:
     fields = {
         "max_completion_tokens": 2,
         "min_tokens": 2,
-        "temperature": 0.5,
-        "top_k": 7,
-        "top_p": 0.75,
-        "min_p": 0.25,
-        "typical_p": 0.5,
-        "repetition_penalty": 1.5,
         "frequency_penalty": -1,
-        "presence_penalty": 0.5,
-        "seed": 3,
-        "logit_bias": {"5": 1.5, "7": -100},
-        "bad_words": ["bad"],
         "stop": "x",
-        "stop_token_ids": [9],
-        "ignore_eos": True,
         "truncate_prompt_tokens": 4,
         "user": "u",
         "metadata": {"a": "b"},
@@ -254,31 +256,12 @@ async def test_fields_become_parameters_of_the_queued_request(broker: Broker) ->
         "unknown": 1,
     }
     async with answering(broker.url, Answer(ids("x"))) as (worker, _, client):
-        assert (await client.post(CHAT_PATH, json=CHAT | fields)).status_code == 200
-        for temperature in (0, None):
-            assert (
-                await client.post(CHAT_PATH, json=CHAT | {"temperature": temperature, "max_tokens": 1})
-            ).status_code == 200
+        for more in (SAMPLED | OTHERS | fields, {"temperature": 0}, {"temperature": None}):
+            assert (await client.post(CHAT_PATH, json=CHAT | more)).status_code == 200
     full, greedy, default = worker.seen
     assert unpack_ids(full.prompt_ids) == ids(PROMPT + GENERATION_PROMPT)[-4:]
     assert full.stopping == StoppingParams(2, 2, ["x"], [9], ignore_eos=True)
-    sampling = full.sampling
-    assert sampling is not None
-    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.typical_p) == (
-        0.5,
-        7,
-        0.75,
-        0.25,
-        0.5,
-    )
-    assert (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) == (
-        1.5,
-        -1,
-        0.5,
-    )
-    assert (sampling.seed, sampling.relative_frequency_penalty, sampling.raw_logprobs) == (3, 0, True)
-    assert dict(sampling.logit_bias) == {5: 1.5, 7: -100}
-    assert sampling.bad_words
+    assert full.sampling == SamplingParams(**SAMPLED, **BECOME, frequency_penalty=-1, raw_logprobs=True)
     assert greedy.sampling is None
     assert default.sampling is not None and default.sampling.temperature == 1
 

@@ -336,11 +336,7 @@ async def test_a_key_has_exactly_its_live_requests_over_all_gateways(broker: Bro
         refused = next(answer for answer in answers if answer.status_code == 429)
         assert refused.json()["error_type"] == "rate_limit" and int(refused.headers["retry-after"]) >= 1
         assert (await clients[0].post("/generate", json=body(), headers=bearer(free))).status_code == 200
-
-        async def has_none() -> bool:
-            return not await live_of(redis, key.record)
-
-        await wait_until(has_none)
+        await wait_for(lambda: live_of(redis, key.record), {})
 
 
 async def test_more_choices_than_a_key_may_have_at_once_are_refused_for_that(
@@ -361,11 +357,7 @@ async def test_live_requests_are_counted_anew_where_the_sum_is_lost(broker: Brok
     async with two_gateways(broker.url, ANSWERS, 0.0) as (worker, _, *clients):
         await worker.pause()
         post = asyncio.create_task(clients[0].post("/generate", json=body(), headers=bearer(key)))
-
-        async def is_queued() -> bool:
-            return bool(await redis.xlen(KEYS.requests))
-
-        await wait_until(is_queued)
+        await wait_until(lambda: redis.xlen(KEYS.requests))
         await redis.delete(KEYS.places, KEYS.key_use(key.record.key_id))
         second = asyncio.create_task(clients[1].post("/generate", json=body(), headers=bearer(key)))
 
@@ -521,11 +513,7 @@ async def test_nobody_reads_or_cancels_the_job_of_another_tenant(
     other = await add_key(redis, tenant="other")
     await worker.pause()
     await submit(redis, standard_key.text, id="a", **COUNT)
-
-    async def is_queued() -> bool:
-        return bool(await redis.xlen(KEYS.requests))
-
-    await wait_until(is_queued)
+    await wait_until(lambda: redis.xlen(KEYS.requests))
     before = {entry for entry, _ in await redis.xrange(KEYS.submit)}
     await submit(redis, None, id="a", **COUNT)
     await submit(redis, other.text, id="a", **COUNT)
@@ -546,11 +534,7 @@ async def test_the_job_of_a_revoked_key_ends(
 ) -> None:
     await worker.pause()
     await submit(redis, standard_key.text, id="a", **COUNT)
-
-    async def is_queued() -> bool:
-        return bool(await redis.xlen(KEYS.requests))
-
-    await wait_until(is_queued)
+    await wait_until(lambda: redis.xlen(KEYS.requests))
     await api_keys.revoke_key(client_of(redis), standard_key.record.key_id)
     failed = await result(redis, "a")
     assert failed["error_type"] == "unauthorized" and "its API key was revoked" in failed["error"]
@@ -575,22 +559,6 @@ async def test_a_job_waits_for_its_key_and_holds_up_no_other(
     use = KEYS.key_use(slow.record.key_id)
     await redis.hset(use, "at_ms", str(int(await redis.hget(use, "at_ms")) - 60_000))  # type: ignore[misc]
     assert [await result(redis, job_id) for job_id in ("a", "b")] == [ANSWER] * 2
-
-
-MAX_LIVE, NUM_TOKENS = 3, 4
-BODY: dict[str, Any] = {"inputs": "a", "parameters": {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}}
-
-
-async def ask(
-    clients: list[httpx.AsyncClient], key: IssuedKey, first: int, numbers: list[int]
-) -> list[tuple[int, float]]:
-    """Send requests one after the other, each to the next gateway. Returns status and time of each."""
-    answers = []
-    for number in numbers:
-        client = clients[(first + number) % len(clients)]
-        answer = await client.post("/generate", json=BODY, headers=bearer(key))
-        answers.append((answer.status_code, time.monotonic()))
-    return answers
 
 
 # --- the command --------------------------------------------------------------------------------------------

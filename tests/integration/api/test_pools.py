@@ -54,7 +54,6 @@ class OneBroker:
         self.process = brokers.start(self.broker)
 
 
-@contextlib.contextmanager
 def one_broker() -> Iterator[OneBroker]:
     with embedded() as broker:
         one = OneBroker(broker, brokers.start(broker))
@@ -64,18 +63,10 @@ def one_broker() -> Iterator[OneBroker]:
             one.kill()
 
 
-@pytest.fixture
-def own() -> Iterator[OneBroker]:
-    """The broker of the gateway's own pool, `a`, and of the directory. Tests kill it."""
-    with one_broker() as one:
-        yield one
-
-
-@pytest.fixture
-def other() -> Iterator[OneBroker]:
-    """The broker of pool `b`. Tests kill it."""
-    with one_broker() as one:
-        yield one
+own = pytest.fixture(one_broker, name="own")
+"""The broker of the gateway's own pool, `a`, and of the directory. Tests kill it."""
+other = pytest.fixture(one_broker, name="other")
+"""The broker of pool `b`. Tests kill it."""
 
 
 WORDS: list[int] = TOKENIZER.encode(

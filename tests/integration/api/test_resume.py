@@ -461,6 +461,19 @@ async def lose_reader(redis: Redis, request_id: str) -> None:
     await redis.hset(KEYS.request(request_id), "gateway", "g1-test")  # type: ignore[misc]
 
 
+async def lose_and_offer(worker: FakeWorker, gateway: Gateway, request_id: str, lose: Lose) -> None:
+    """What the broker loses of a request, its gateway offers it again; then the worker goes on."""
+    await worker.pause()
+    before = await worker.redis.hmget(KEYS.request(request_id), FIELDS)  # type: ignore[misc]
+    await lose(worker.redis, request_id)
+    relay = gateway.pool.relay
+    relay.filler.offers.request_offer(relay.streams.values())
+    await wait_until(lambda: relay.filler.offers.num_offers)
+    assert await worker.redis.hmget(KEYS.request(request_id), FIELDS) == before  # type: ignore[misc]
+    worker.step_s = 0.0
+    worker.going.set()
+
+
 @pytest.mark.parametrize(
     ("returns", "lose"), [(False, lose_request), (True, lose_request), (True, lose_reader)]
 )
@@ -478,15 +491,7 @@ async def test_an_answer_goes_on_at_any_gateway_after_the_broker_lost_writes(
             chunks, place = response.aiter_raw(), response.headers["content-location"]
             while len(numbered(seen)) < 5:
                 seen += await anext(chunks)
-            await worker.pause()
-            request_id, relay = place.split("/")[2], gateway.pool.relay
-            before = await worker.redis.hmget(KEYS.request(request_id), FIELDS)  # type: ignore[misc]
-            await lose(worker.redis, request_id)
-            relay.filler.offers.request_offer(relay.streams.values())
-            await wait_until(lambda: relay.filler.offers.num_offers)
-            assert await worker.redis.hmget(KEYS.request(request_id), FIELDS) == before  # type: ignore[misc]
-            worker.step_s = 0.0
-            worker.going.set()
+            await lose_and_offer(worker, gateway, place.split("/")[2], lose)
             seen += await anext(chunks)
             assert b"error" not in seen
             seen = seen[: seen.rindex(b"\n\n") + 2]
@@ -504,14 +509,7 @@ async def test_a_request_whose_client_has_left_is_offered_by_its_gateway(
         first, place = await read_frames(client, "/v1/completions", HI | terms, 3)
         request_id, relay = place.split("/")[2], gateway.pool.relay
         await wait_until(lambda: relay.streams[request_id].left)
-        await worker.pause()
-        before = await worker.redis.hmget(KEYS.request(request_id), FIELDS)  # type: ignore[misc]
-        await lose_request(worker.redis, request_id)
-        relay.filler.offers.request_offer(relay.streams.values())
-        await wait_until(lambda: relay.filler.offers.num_offers)
-        assert await worker.redis.hmget(KEYS.request(request_id), FIELDS) == before  # type: ignore[misc]
-        worker.step_s = 0.0
-        worker.going.set()
+        await lose_and_offer(worker, gateway, request_id, lose_request)
         rest, _ = await read_frames(other, place, None, last_id=3)
         assert [ordinal for ordinal, _ in numbered(first + rest)] == [
             *range(1, len(numbered(first + rest)) + 1)

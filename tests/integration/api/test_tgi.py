@@ -17,7 +17,7 @@ from common.messages.events import Tokens
 from common.messages.records import pack_floats, pack_ids, unpack_floats, unpack_ids
 from common.messages.request import Generate, StoppingParams
 from deploy.launcher.embedded_broker import Broker
-from tests.support.answers.openai_frames import CHAT, frames, streamed
+from tests.support.answers.openai_frames import CHAT, frames, logprobs, streamed
 from tests.support.fleet.gateways import answering, nothing_left, stream
 from tests.support.fleet.scripted_worker import EOS, Answer
 from tests.support.sse import data_of
@@ -243,11 +243,6 @@ async def test_a_stream_has_exactly_tgis_bytes(broker: Broker) -> None:
     assert content == expected.encode()
 
 
-def logprobs(count: int) -> list[float]:
-    """As the fake worker has them, in float32."""
-    return unpack_floats(pack_floats([-0.1 - i / 7 for i in range(count)]))
-
-
 def pieces(token_ids: list[int]) -> list[str]:
     """The texts, by hand: every character appears whole, with its last byte."""
     shown, found = "", []
@@ -301,11 +296,11 @@ async def test_generate_returns_the_whole_answer(broker: Broker) -> None:
 
 async def test_frames_are_json_whatever_a_token_holds() -> None:
     text = "".join(map(chr, range(0x100))) + "\u2028\ufffd🙂"
-    logprobs = unpack_floats(pack_floats([-1e-9, -3e-5, -20.5, float("-inf"), float("nan")]))
+    floats = unpack_floats(pack_floats([-1e-9, -3e-5, -20.5, float("-inf"), float("nan")]))
     one = Stream(Generate("r", "", pack_ids([1]), StoppingParams(9)), model_tokenizer())
-    one.add_event(Tokens("r", 1, 0, pack_ids(ids("a") * 5), pack_floats(logprobs), [text] * 5))
+    one.add_event(Tokens("r", 1, 0, pack_ids(ids("a") * 5), pack_floats(floats), [text] * 5))
     shown = [body for _, body in await anext(bodies_of(one))]
-    assert [json.loads(body)["token"]["logprob"] for body in shown] == [*logprobs[:3], None, None]
+    assert [json.loads(body)["token"]["logprob"] for body in shown] == [*floats[:3], None, None]
     assert all(json.dumps(text, ensure_ascii=False).encode() in body for body in shown)
 
 

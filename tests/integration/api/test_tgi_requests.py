@@ -10,6 +10,7 @@ import pytest
 
 from common.messages.request import SamplingParams, StoppingParams
 from deploy.launcher.embedded_broker import Broker
+from tests.integration.api.test_chat import BECOME, OTHERS, SAMPLED
 from tests.support.fleet.gateways import answering, ready, serving
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.tokenizer import TOKENIZER, ids, model_tokenizer
@@ -100,16 +101,12 @@ async def post(client: httpx.AsyncClient, case: Any, path: str = "/generate") ->
     return await client.post(path, content=body, headers={"content-type": "application/json"})
 
 
-@pytest.mark.parametrize(
-    ("path", "cases"), [("/generate", CASES), ("/generate_stream", CASES[::6]), ("/", CASES[::6])]
-)
-async def test_refusals_name_the_field_and_the_limit(
-    broker: Broker, path: str, cases: list[tuple[Any, int, str]]
-) -> None:
+async def test_refusals_name_the_field_and_the_limit(broker: Broker) -> None:
+    """On one route; that each refuses what it cannot read shows test_routes.py."""
     async with answering(broker.url, Answer([])) as (worker, _, client):
         wrong = []
-        for case, status, words in cases:
-            response = await post(client, case, path)
+        for case, status, words in CASES:
+            response = await post(client, case)
             error_type = "validation" if status == 422 else "invalid_json"
             prefix = "Input validation error: " if status == 422 else ""
             answer = response.json()
@@ -217,49 +214,13 @@ async def test_odd_but_valid_inputs_are_served(broker: Broker) -> None:
 
 
 async def test_every_parameter_reaches_the_worker(broker: Broker) -> None:
-    parameters = {
-        "temperature": 0.5,
-        "top_k": 7,
-        "top_p": 0.9,
-        "top_p_decay": 0.75,
-        "top_p_min": 0.25,
-        "top_p_reset_ids": [6, 9],
-        "min_p": 0.1,
-        "typical_p": 0.8,
-        "repetition_penalty": 1.5,
-        "frequency_penalty": 0.5,
-        "presence_penalty": 0.25,
-        "seed": 2**63 - 1,
-        "logit_bias": {"5": -100, "7": 1.5},
-        "bad_words": ["dog"],
-        "min_new_tokens": 2,
-        "stop_token_ids": [3, 4],
-        "ignore_eos": True,
-        "top_n_tokens": 5,
-        "max_new_tokens": 3,
-    }
-    answer = Answer(ids("a b c"))
-    async with answering(broker.url, answer) as (worker, _, client):
-        response = await generate(client, parameters | {"top_n_tokens": 0})
+    own = {"frequency_penalty": 0.5, "min_new_tokens": 2, "max_new_tokens": 3, "top_n_tokens": 0}
+    async with answering(broker.url, Answer(ids("a b c"))) as (worker, _, client):
+        response = await generate(client, SAMPLED | OTHERS | own)
         assert response.status_code == 200, response.text
     [request] = worker.seen
-    assert request.sampling == SamplingParams(
-        temperature=0.5,
-        top_k=7,
-        top_p=0.9,
-        top_p_decay=0.75,
-        top_p_min=0.25,
-        top_p_reset_ids=[6, 9],
-        min_p=0.1,
-        typical_p=0.8,
-        repetition_penalty=1.5,
-        relative_frequency_penalty=0.5,
-        presence_penalty=0.25,
-        seed=2**63 - 1,
-        logit_bias=[(5, -100.0), (7, 1.5)],
-        bad_words=[ids(text) for text in ("dog", " dog")],
-    )
-    assert request.stopping == StoppingParams(3, 2, stop_ids=[3, 4], ignore_eos=True)
+    assert request.sampling == SamplingParams(**SAMPLED, **BECOME, relative_frequency_penalty=0.5)
+    assert request.stopping == StoppingParams(3, 2, stop_ids=[9], ignore_eos=True)
 
 
 async def test_requests_share_blocks_with_those_of_their_salt_only(broker: Broker) -> None:

@@ -87,6 +87,12 @@ def again(run: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
+def used_bytes() -> int:
+    """Of the whole GPU, by everybody."""
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    return total_bytes - free_bytes
+
+
 def needs_flash(device: str) -> None:
     if device == "cuda":
         pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")

@@ -245,15 +245,16 @@ async def test_a_client_that_expects_it_is_told_to_continue() -> None:
     assert served.statuses == [200]
 
 
+async def impatient(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers before the body is read."""
+    await send({"type": "http.response.start", "status": 413, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
 async def test_a_request_that_goes_on_after_its_answer_is_read_up_to_a_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("api.http.protocol.MAX_DRAINED_BYTES", 10_000)
-
-    async def impatient(scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 413, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
-
     for num_bytes, is_cut in ((9000, False), (50_000, True)):
         served = Served()
         served.protocol.app = impatient
@@ -267,10 +268,6 @@ async def test_a_request_that_goes_on_after_its_answer_is_read_up_to_a_limit(
 
 
 async def test_invalid_bytes_after_an_answer_get_no_second_answer() -> None:
-    async def impatient(scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 413, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
-
     served = Served()
     served.protocol.app = impatient
     await served.receive(post(CHUNKED, b"3\r\nabc\r\n"), b"no size\r\n", SMUGGLED)

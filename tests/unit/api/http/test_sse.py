@@ -22,6 +22,7 @@ from api.http.sse import (
     FeedResponse,
     RestOfFeed,
 )
+from tests.unit.api.http.test_protocol import turns
 
 # --- feeds --------------------------------------------------------------------------------------------------
 
@@ -124,11 +125,6 @@ def respond(frames: Feed[bytes], client: SlowClient) -> asyncio.Task[None]:
     )
     scope |= {"state": {RAW_SEND: cycle.send}, "extensions": {CYCLE: cycle}}
     return asyncio.create_task(FeedResponse(frames, b": \n\n", {})(scope, cycle.receive, cycle.send))  # type: ignore[arg-type]
-
-
-async def turns(number: int) -> None:
-    for _ in range(number):
-        await asyncio.sleep(0)
 
 
 STEPS = st.lists(st.tuples(st.sampled_from(["put", "read", "turn"]), st.integers(1, 2 * MAX_ITEMS)))

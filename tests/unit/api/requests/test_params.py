@@ -16,7 +16,7 @@ from api.prompts.pictures import PicturePrompts
 from api.protocols.kserve import KServeParameters
 from api.protocols.table import PROTOCOLS
 from api.protocols.tgi import GenerateParameters
-from api.requests.fields import Listed, SamplingFields, Strict, Whole, ranges_of
+from api.requests.fields import Listed, Strict, Whole, ranges_of
 from api.requests.validate import (
     DRAW_ONLY,
     GenerationParams,
@@ -147,10 +147,6 @@ def test_what_cannot_be_a_default_ends_the_start(
 
 
 # --- fields -------------------------------------------------------------------------------------------------
-
-
-def read(body: dict[str, Any]) -> SamplingFields:
-    return SamplingFields.model_validate_json(json.dumps(body))
 
 
 class Numbers(Strict):

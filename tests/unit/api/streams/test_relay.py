@@ -17,7 +17,7 @@ from common.messages.request import Generate, StoppingParams
 from tests.support.events import IDS, KEYS, event_message, new_stream, tokens
 from tests.support.token_columns import as_sent
 from tests.support.tokenizer import TOKENIZER, model_tokenizer
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_for, wait_until
 
 # --- relay --------------------------------------------------------------------------------------------------
 
@@ -187,11 +187,7 @@ async def test_another_gateways_channel_is_followed(redis: Redis, relay: Relay) 
     relay.unfollow_channel(theirs)
     assert await has_subscriber(theirs)
     relay.unfollow_channel(theirs)
-
-    async def left() -> bool:
-        return not await has_subscriber(theirs)
-
-    await wait_until(left)
+    await wait_for(lambda: has_subscriber(theirs), False)
     assert (await redis.pubsub_numsub(mine))[0][1] == 1
 
 

@@ -184,7 +184,6 @@ def test_a_plan_grants_whole_steps_beside_the_target(
 # --- pace load ----------------------------------------------------------------------------------------------
 
 SLOW_PROMPTS = StepCosts("", step_ms=7.5, row_ms=0.55, token_ms=0.3, prefill_tokens=2048)
-FAST_PROMPTS = StepCosts("", step_ms=6.0, row_ms=0.25, token_ms=0.06, prefill_tokens=2048)
 TOGETHER = Load("", streams=32, requests=64, in_tokens=128)
 APART = Load("", streams=32, requests=96, in_tokens=128, spread=0.5)
 LONG = Load("", streams=8, requests=16, in_tokens=1309)

@@ -45,12 +45,6 @@ def length_end(channel: str = "", payload: bytes = b"") -> FlushedTerminal:
     return flushed_end(Terminal("r1", "length", 1), ANSWER, channel, payload)
 
 
-async def taken(redis: Redis) -> tuple[int, int]:
-    """Requests of the class `standard`, and their bytes."""
-    count, size = await redis.hmget(KEYS.places, ["requests:standard", "bytes:standard"])  # type: ignore[misc]
-    return int(count), int(size)
-
-
 @pytest.fixture
 async def published(redis: Redis) -> AsyncIterator[Published]:
     async with listening(redis, "ch", "other") as heard:

@@ -141,12 +141,17 @@ async def ids(redis: Redis, name: str = "r1") -> list[int]:
     return unpack_records((await committed(redis, name)).records)[0]
 
 
-async def test_tokens_of_lost_flushes_are_committed_again(agent: Agent, redis: Redis) -> None:
+async def lose_steps(agent: Agent, redis: Redis, first: int, end: int) -> None:
+    """Start a row that steps up to `end`; the broker loses what came from `first` on."""
     await start(agent, max_new_tokens=1000)
-    await run_steps(agent, 0, 60)
+    await run_steps(agent, 0, first)
     snapshot = await Snapshot.of(redis)
-    await run_steps(agent, 60, 130)
+    await run_steps(agent, first, end)
     await snapshot.restore(redis)
+
+
+async def test_tokens_of_lost_flushes_are_committed_again(agent: Agent, redis: Redis) -> None:
+    await lose_steps(agent, redis, 60, 130)
     await run_steps(agent, 130, 131)
     assert await ids(redis) == list(range(131))
     await run_steps(agent, 131, 300)
@@ -158,11 +163,7 @@ async def test_a_log_that_lost_flushes_is_kept_until_the_batcher_had_time_to_sav
     agent: Agent, redis: Redis
 ) -> None:
     """It may have tokens of a request whose end is lost."""
-    await start(agent, max_new_tokens=1000)
-    await run_steps(agent, 0, 50)
-    snapshot = await Snapshot.of(redis)
-    await run_steps(agent, 50, 60)
-    await snapshot.restore(redis)
+    await lose_steps(agent, redis, 50, 60)
     await run_steps(agent, 60, 120)
     assert await redis.xrange(KEYS.log("w0-1"), "50-0", "50-0")
     await run_steps(agent, 120, 130)
@@ -170,20 +171,13 @@ async def test_a_log_that_lost_flushes_is_kept_until_the_batcher_had_time_to_sav
 
 
 async def test_the_batcher_is_told_that_reports_are_lost(agent: Agent, redis: Redis) -> None:
-    await start(agent, max_new_tokens=1000)
-    snapshot = await Snapshot.of(redis)
-    await run_steps(agent, 0, 3)
-    await snapshot.restore(redis)
+    await lose_steps(agent, redis, 0, 3)
     await run_steps(agent, 3, 5)
     assert [(report.sequence, report.reports_lost) for report in await reports(redis)] == [(4, True)]
 
 
 async def test_a_row_that_ends_in_a_lost_flush_is_spilled_whole(agent: Agent, redis: Redis) -> None:
-    await start(agent, max_new_tokens=1000)
-    await run_steps(agent, 0, 70)
-    snapshot = await Snapshot.of(redis)
-    await run_steps(agent, 70, 75)
-    await snapshot.restore(redis)
+    await lose_steps(agent, redis, 70, 75)
     step(agent, {1: (75, 75)}, ended=[(1, "preempted", 76)], released=[(1, 77)])
     await agent.flusher.flush()
     assert unpack_records(await redis.get(KEYS.tokens("r1")))[0] == list(range(76))

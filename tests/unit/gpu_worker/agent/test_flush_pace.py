@@ -24,7 +24,7 @@ from gpu_worker.agent.publish import MAX_WAIT_S, Sealed
 from tests.support import brokers
 from tests.support.agents import KEYS, start, step
 from tests.support.broker_state import seal
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S, wait_for, wait_until
 
 NUM_STEPS = 500
 
@@ -60,11 +60,7 @@ async def ids(redis: Redis) -> list[int]:
 
 async def has_ids(redis: Redis, count: int) -> None:
     """Returns when the broker has so many tokens."""
-
-    async def are_there() -> bool:
-        return await ids(redis) == list(range(count))
-
-    await wait_until(are_there)
+    await wait_for(lambda: ids(redis), list(range(count)))
 
 
 async def test_a_step_is_sent_at_once_and_its_answer_waits_for_the_next(flushing: Agent) -> None:
@@ -203,10 +199,7 @@ async def logged(redis: Redis, ids: list[list[int]]) -> None:
         ]
         return [[one for tokens in entry.all_tokens for one in unpack_ids(tokens.ids)] for entry in entries]
 
-    async def has_ids() -> bool:
-        return await flushes() == ids
-
-    await wait_until(has_ids)
+    await wait_for(flushes, ids)
 
 
 async def test_the_tokens_of_two_short_steps_share_a_flush(pacing: Agent) -> None:
