@@ -1,4 +1,4 @@
-"""A toy protocol, as CONTRIBUTING.md says to add one: two fields, a whole answer and a stream, in one row."""
+"""A toy protocol, as CONTRIBUTING.md says to add one: a text, a whole answer and a stream, in one row."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -12,6 +12,7 @@ from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, Who
 from api.requests.fields import Strict
 from api.requests.validate import GenerationParams
 from api.streams.stream import Stream
+from api.webhooks import WebhookField
 from common.messages.request import SamplingParams, StoppingParams
 
 TEXT = Shape("ToyText", {"text": " Paris."})
@@ -20,6 +21,7 @@ TEXT = Shape("ToyText", {"text": " Paris."})
 class ToyRequest(Strict):
     ask: str
     stream: bool | None = None
+    webhook: WebhookField | None = None
 
 
 async def read(body: ToyRequest, context: Context) -> Asked:

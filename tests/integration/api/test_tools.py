@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 
 from api.answers.call_formats import CALL_FORMATS, find_call_format, json_list
 from api.grammar.compile import ANY_OBJECT, Grammar, compile_checked
+from api.grammar.force import CallChoice, compile_calls
 from common.messages.records import unpack_ids
 from deploy.launcher.embedded_broker import Broker
 from tests.support.answers.openai_frames import CHAT, CHAT_PATH, frames, streamed
@@ -97,10 +98,9 @@ async def test_a_format_is_one_row(broker: Broker, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(CALL_FORMATS, "toy", toy)
     assert find_call_format("{{ tools }} <toy>[]</toy>", lambda _: None) == toy
     text = '<toy>[{"name": "get_time", "arguments": {}}]</toy>'
-    async with answering(broker.url, Answer(ids(text)), tool_call_parser="toy") as (worker, _, client):
+    async with answering(broker.url, Answer(ids(text)), tool_call_parser="toy") as (_, _, client):
         assert called((await ask(client))["message"]) == [("get_time", "{}")]
-        await ask(client, tool_choice="required")
-    assert [one.sampling and "<toy>" in one.sampling.grammar for one in worker.seen] == [None, True]
+    assert "<toy>" in compile_calls("toy", '[["get_time", {}]]', CallChoice(is_required=True), (), None)
 
 
 async def test_content_is_null_if_the_answer_has_only_calls(broker: Broker) -> None:
