@@ -97,8 +97,8 @@ async def test_a_format_is_one_row(broker: Broker, monkeypatch: pytest.MonkeyPat
     toy = json_list("toy", "<toy>", "</toy>")
     monkeypatch.setitem(CALL_FORMATS, "toy", toy)
     assert find_call_format("{{ tools }} <toy>[]</toy>", lambda _: None) == toy
-    text = '<toy>[{"name": "get_time", "arguments": {}}]</toy>'
-    async with answering(broker.url, Answer(ids(text)), tool_call_parser="toy") as (_, _, client):
+    answer = Answer(ids('<toy>[{"name": "get_time", "arguments": {}}]</toy>'))
+    async with answering(broker.url, answer, tool_call_parser="toy") as (_, _, client):
         assert called((await ask(client))["message"]) == [("get_time", "{}")]
     assert "<toy>" in compile_calls("toy", '[["get_time", {}]]', CallChoice(is_required=True), (), None)
 

@@ -62,35 +62,23 @@ async def test_requests_of_a_dead_gateway_are_cancelled_after_their_grace(
         await redis.delete(KEYS.gateway("g"))
         assert "gateway" in (await ended(redis, "r1")).error
         await wait_until(lambda: waiting(redis, 1))
-        await wait_until(lambda: has_places(redis, 1))
+        await wait_for(lambda: redis.hget(KEYS.places, "all"), b"1")
         assert not await redis.hexists(KEYS.request("r2"), "terminal")  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(
-    "payload",
-    [
+async def test_an_undecodable_entry_is_counted_answered_and_removed(broker: Broker, redis: Redis) -> None:
+    payloads = (
         msgpack.packb({"v": 1, "id": "r1", "dg": "d"}),
-        msgpack.packb({"v": 99, "id": "r1"}),
-        encode(Generate("r1", "d", b"\0\0\0", StoppingParams(5))),
-        encode(Generate("r1", "d", b"\0\0\0\0", StoppingParams(0))),
-    ],
-)
-async def test_an_undecodable_entry_is_counted_answered_and_removed(
-    broker: Broker, redis: Redis, payload: bytes
-) -> None:
+        msgpack.packb({"v": 99, "id": "r2"}),
+        encode(Generate("r3", "d", b"\0\0\0", StoppingParams(5))),
+        encode(Generate("r4", "d", b"\0\0\0\0", StoppingParams(0))),
+    )
     with batcher(broker.url):
-        await admit(redis, "r1", payload)
-        assert (await ended(redis, "r1")).error
-        await wait_until(lambda: settled(redis))
-        await wait_until(lambda: counted(redis))
-
-
-async def has_places(redis: Redis, count: int) -> bool:
-    return int(await redis.hget(KEYS.places, "all") or 0) == count  # type: ignore[misc]
-
-
-async def counted(redis: Redis) -> bool:
-    return int(await redis.hget(KEYS.state, "undecodable") or 0) == 1  # type: ignore[misc]
+        for number, payload in enumerate(payloads, 1):
+            await admit(redis, f"r{number}", payload)
+            assert (await ended(redis, f"r{number}")).error
+            await wait_until(lambda: settled(redis))
+            await wait_for(lambda: redis.hget(KEYS.state, "undecodable"), str(number).encode())
 
 
 async def test_garbage_in_its_streams_does_not_end_the_batcher(broker: Broker, redis: Redis) -> None:

@@ -20,6 +20,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from api.http.idempotency import REPLAYED
+from api.protocols.table import protocol_at
 
 SETTINGS = settings(
     max_examples=50,  # random ones, in each mode
@@ -33,7 +34,9 @@ CASES = "hypothesis_explicit_examples"
 SHARE = 48
 """Of the cases at the limits of a route's fields, one in this number is tried, unless all are."""
 FEW_MODES = [HypothesisTestMode.EXAMPLES, HypothesisTestMode.COVERAGE]
-"""To make random cases takes ten times as long as to try them."""
+"""To make random cases takes ten times as long as to try them. Routes with a row have their example alone:
+test_routes.py and test_params.py hold them to what is described.
+"""
 UNKNOWN_HEADER = "x-schemathesis-unknown-property"
 UNDESCRIBED = re.compile(
     "Input should be a valid integer"  # JSON Schema takes 5.0 for one
@@ -93,7 +96,8 @@ def try_routes(
         for found in schema.get_all_operations():
             assert isinstance(found, Ok), found
             operation = found.ok()
-            modes = list(HypothesisTestMode) if thoroughly else FEW_MODES
+            has_row = operation.method == "post" and protocol_at(operation.path) is not None
+            modes = list(HypothesisTestMode) if thoroughly else FEW_MODES[: 2 - has_row]
             config = HypothesisTestConfig(schema.config, modes, settings=SETTINGS)
             with apart(operation.label):
                 test = create_test(operation=operation, test_func=check, config=config)

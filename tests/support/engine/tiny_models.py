@@ -208,6 +208,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "AXK1",
         LLAMA | MIXTURE | LATENT | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1},
     ),
+    "Arcee": ("Arcee", LLAMA),
+    "Seed-OSS": ("SeedOss", LLAMA | {"head_dim": 16}),
+    "OLMo3": ("Olmo3", LLAMA | SPREAD | MIXED),
+    "EXAONE4": ("Exaone4", LLAMA | MIXED),
     "gpt-oss": ("GptOss", LLAMA | WIDE | MIXED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 SEEING: dict[str, tuple[str, dict[str, Any]]] = {
