@@ -76,7 +76,7 @@ def read_flags(reply: list[int]) -> list[bool]:
 
 
 def finish(
-    keys: Keys, end: Terminal, *, records: bytes, ttl_ms: int, channel: str, payload: bytes
+    keys: Keys, end: Terminal, *, records: bytes, kept_ms: int, channel: str, payload: bytes
 ) -> ScriptCall[bool]:
     """Set and publish the terminal of a request that no worker holds. False if it has ended already."""
     args: Args = {
@@ -85,7 +85,7 @@ def finish(
         "error_text": end.error,
         "error_type": end.error_type,
         "records": kept_records(end, records),
-        "ttl_ms": ttl_ms,
+        "kept_ms": kept_ms,
         "channel": channel,
         "payload": payload,
     }

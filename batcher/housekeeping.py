@@ -123,7 +123,7 @@ class OrphanTracker:
     moved: dict[str, str] = field(default_factory=dict)
 
     async def orphans(self, live: Mapping[str, Sequence], gateways: Collection[str]) -> list[str]:
-        """Return the ids of the live requests whose gateway has been absent for longer than their grace.
+        """Return the ids of the live requests whose gateway has been absent for longer than they go on.
         `gateways` are those that sent them. While none is absent, no request is looked at.
         """
         self.moved = {name: gateway for name, gateway in self.moved.items() if name in live}
@@ -132,7 +132,7 @@ class OrphanTracker:
             sequence
             for sequence in (live.values() if self.absent.since_s else ())
             if (gateway := self.gateway(sequence)) in self.absent.since_s
-            and self.absent.lasts_s(gateway) * 1000 >= sequence.request.grace_ms
+            and self.absent.lasts_s(gateway) * 1000 >= sequence.request.goes_on_ms
         ]
         moved = await self.find_moved(overdue)
         self.moved |= moved

@@ -204,7 +204,7 @@ def parse_sequence(entry: StreamEntry, queued_ms: int) -> Sequence:
         raise WireError("Generate.prompt_ids: empty, or no multiple of 4 bytes")
     check_positive("stopping.max_new_tokens", request.stopping.max_new_tokens)
     check_positive("ttl_ms", request.ttl_ms)
-    check_positive("result_ttl_ms", request.result_ttl_ms)
+    check_positive("kept_ms", request.kept_ms)
     return Sequence(request, entry.id, queued_ms + request.ttl_ms)
 
 

@@ -251,7 +251,7 @@ class Recovery:
     async def finish(self, sequence: Sequence, why: str) -> None:
         """End a request that no worker holds. A terminal that it has already stays."""
         request = sequence.request
-        await self.publish(request.request_id, request.channel, request.result_ttl_ms, why, sequence.base)
+        await self.publish(request.request_id, request.channel, request.kept_ms, why, sequence.base)
         log.info(
             "request %s ended by the batcher: %s",
             request.request_id,
@@ -288,15 +288,14 @@ class Recovery:
             )
         await self.delete_entry(request_id or "", entry.id)
 
-    async def publish(self, request_id: str, channel: str, ttl_ms: int, why: str, num_tokens: int) -> None:
+    async def publish(self, request_id: str, channel: str, kept_ms: int, why: str, num_tokens: int) -> None:
         terminal = terminal_for(request_id, why, num_tokens)
         number = self.channels.next_number(channel) if channel else 0
         events = Events(self.channels.source, number, terminals=[terminal])
-        await self.pool.run(
-            batcher_scripts.finish(
-                self.pool.keys, terminal, records=b"", ttl_ms=ttl_ms, channel=channel, payload=encode(events)
-            )
+        ended = batcher_scripts.finish(
+            self.pool.keys, terminal, records=b"", kept_ms=kept_ms, channel=channel, payload=encode(events)
         )
+        await self.pool.run(ended)
 
     async def delete_entry(self, request_id: str, entry_id: str) -> bool:
         call = batcher_scripts.dequeue(self.pool.keys, QueuedRequest(request_id, entry_id))

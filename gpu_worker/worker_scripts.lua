@@ -29,7 +29,7 @@ return 1
 -- of each count.
 -- More arguments: channel, payload of each message: the log has all of them, those with a channel are
 -- published; records of each prompt; attempt, base, reason, num_tokens, error_text, error_type, records,
--- ttl_ms, channel, payload, num_speculated of each terminal; attempt, base, offset, records,
+-- kept_ms, channel, payload, num_speculated of each terminal; attempt, base, offset, records,
 -- num_speculated of each spill; attempt, base, num_tokens, num_speculated of each count. `num_speculated`:
 -- tokens of this attempt that needed no step of their own.
 -- Returns {'OK', ...} with one number for each spill: 1, 0 when it would leave a hole, -1 when the request is

@@ -45,7 +45,7 @@ class FlushedTerminal(NamedTuple):
     base: int
     end: Terminal
     records: bytes
-    ttl_ms: int
+    kept_ms: int
     channel: str
     payload: bytes
     num_speculated: int = 0
@@ -54,7 +54,7 @@ class FlushedTerminal(NamedTuple):
     def args(self) -> tuple[Argument, ...]:
         end = self.end
         kept = (end.reason, end.num_tokens, end.error, end.error_type, kept_records(end, self.records))
-        return (self.attempt, self.base, *kept, self.ttl_ms, self.channel, self.payload, self.num_speculated)
+        return (self.attempt, self.base, *kept, self.kept_ms, self.channel, self.payload, self.num_speculated)
 
 
 class FlushedSpill(NamedTuple):

@@ -3,7 +3,8 @@
 import math
 from dataclasses import dataclass, replace
 
-from common.messages.codec import wire_field
+from common.broker.keys import RESULT_TTL_MS
+from common.messages.codec import decode, wire_field
 from common.messages.request import Generate
 
 
@@ -66,17 +67,18 @@ class Rendering:
 
 
 @dataclass(frozen=True, slots=True)
-class ResumeTerms:
-    """Terms of an answer: to whom it belongs, and its life in two numbers, `goes_on_s` and `kept_s`. These
-    follow from what its client asked for, which is what stands on the wire.
+class AnswerTerms:
+    """To whom an answer belongs, and its life in two numbers. The deadline of its requests
+    (`Generate.ttl_ms`) is no part of it: it ends what still runs, whoever reads.
 
     Attributes:
         owner: digest of the API key that its client sent; empty without one.
-        resume_ms: for how long the client may come back; None if it did not ask.
-        detached: it needs no client.
-        stored_ms, repeat_ms: how long its client may retrieve it, or repeat its request with the same
-            `Idempotency-Key`; else 0.
-        body: digest of that request's route and body.
+        body: digest of the route and body of a request that may be repeated, by its `Idempotency-Key`.
+        goes_on_s: how long it goes on without a client; infinite up to its deadline. None where the client
+            did not ask: it is cancelled at once, or GATEWAY_GRACE_S after the death of its gateway.
+        kept_s: how long it is kept after its end, although it was answered; 0 deletes it then.
+        resume_ms, detached, stored_ms, repeat_ms: what gateways of the last release read and write in place
+            of the two numbers. Only `read_answer` reads them; they leave with the next release.
     """
 
     owner: str = wire_field("ow", default="")
@@ -85,18 +87,8 @@ class ResumeTerms:
     stored_ms: int = wire_field("so", default=0)
     repeat_ms: int = wire_field("rt", default=0)
     body: str = wire_field("bo", default="")
-
-    @property
-    def goes_on_s(self) -> float | None:
-        """How long the request goes on without a client. None deletes what it has made, too."""
-        if self.detached or self.repeat_ms:
-            return math.inf
-        return self.resume_ms / 1000 if self.resume_ms else 0.0 if self.stored_ms else None
-
-    @property
-    def kept_s(self) -> float:
-        """How long it is kept after its end, although it was answered."""
-        return max(self.stored_ms, self.repeat_ms) / 1000
+    goes_on_s: float | None = wire_field("go", default=None)
+    kept_s: float = wire_field("ke", default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +181,9 @@ class HttpAnswer:
         infer: of KServe's …/infer.
         vectors: None for an answer of tokens.
         trace: None where it is not sampled.
+        numbered: each frame has its ordinal as id: its client asked to come back, or reads the events of the
+            Responses API. Elsewhere frames are those of OpenAI and TGI, many of whose clients know no line
+            but `data:`.
     """
 
     request_id: str = wire_field("id")
@@ -202,19 +197,12 @@ class HttpAnswer:
     requests: list[Generate] = wire_field("rq")
     prefixes: list[str] = wire_field("px")
     rendering: Rendering = wire_field("re")
-    terms: ResumeTerms = wire_field("tm", default_factory=ResumeTerms)
+    terms: AnswerTerms = wire_field("tm", default_factory=AnswerTerms)
     response: ResponseParts | None = wire_field("rp", default=None)
     infer: InferOutputs | None = wire_field("in", default=None)
     trace: AnswerTrace | None = wire_field("tr", default=None)
     vectors: VectorAnswer | None = wire_field("ve", default=None)
-
-    @property
-    def numbered(self) -> bool:
-        """Whether each frame has its ordinal as id: its client asked to come back, or reads the events of the
-        Responses API. Elsewhere frames are those of OpenAI and TGI, many of whose clients know no line but
-        `data:`.
-        """
-        return self.response is not None or self.terms.detached or self.terms.resume_ms is not None
+    numbered: bool = wire_field("nu", default=False)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -237,3 +225,16 @@ class HttpAnswer:
             )
             for i, request in enumerate(self.requests)
         ]
+
+
+def read_answer(data: bytes) -> HttpAnswer:
+    """An answer as a gateway of this release or of the last one wrote it. Raises WireError."""
+    answer = decode(HttpAnswer, data)
+    terms = answer.terms
+    if terms.kept_s or terms.goes_on_s is not None:
+        return answer
+    kept_ms = max(terms.resume_ms or 0, RESULT_TTL_MS * terms.detached, terms.stored_ms, terms.repeat_ms)
+    asked_s = math.inf if terms.detached else None if terms.resume_ms is None else terms.resume_ms / 1000
+    numbered = answer.response is not None or asked_s is not None
+    terms = replace(terms, goes_on_s=math.inf if terms.repeat_ms else asked_s, kept_s=kept_ms / 1000)
+    return replace(answer, terms=terms, numbered=numbered)

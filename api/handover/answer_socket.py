@@ -180,7 +180,7 @@ class AnswerSocket:
         self.channel.handovers.discard(self.hand_over)
         if not self.is_handed_over:
             name, requests = self.answer.name, self.answer.requests
-            goes_on = self.cycle.disconnected and requests is not None and requests.outlives_client
+            goes_on = self.cycle.disconnected and requests is not None and requests.is_kept
             self.channel.post(KeeperMessage(left=name) if goes_on else KeeperMessage(drop=name))
             return
         await self.is_closed.wait()

@@ -127,7 +127,7 @@ def address_of(job: Job) -> str:
 async def is_faulty(pool: Pool, job: Job) -> bool:
     """Whether a job can never be served as it is."""
     try:
-        await validate_job(pool, job, (await find_model(pool, job)).name)
+        await validate_job(pool, job, await find_model(pool, job))
         await drop_note(pool, job)
     except ApiError as error:
         return ending_of(error).state == FAILED

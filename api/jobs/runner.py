@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from api.answers.answer import HttpAnswer
 from api.errors import (
     INSUFFICIENT_QUOTA,
     ApiError,
@@ -34,16 +35,13 @@ from api.prompts.pictures import PICTURE_GONE
 from api.requests import metrics
 from api.requests.pool import Pool
 from api.requests.request_scripts import KeyCharge
-from api.requests.respond import with_adapter
 from api.streams.answer_trace import count_longest, note_answer, note_streams
 from api.streams.beams import new_stream
 from api.streams.describe_answer import address
 from api.streams.stream import Stream
 from api.webhooks import check_room
-from common.broker.keys import RESULT_TTL_MS
 from common.messages.codec import encode
 from common.messages.events import Terminal
-from common.messages.request import Generate
 from common.process.event_loop import run_until_one_ends
 
 log = logging.getLogger(__name__)
@@ -139,16 +137,15 @@ class JobRun:
         """The result. Raises ApiError."""
         if self.job.fault:
             raise self.job.fault
-        self.model_name, adapter = await find_model(self.pool, self.job)
+        model = await find_model(self.pool, self.job)
+        self.model_name = model.name
         async with waiting_turn(self.pool, self.job, self.admission_lock):
             await attempt(self.admission.check, self.wait)
             if self.job.webhook:
                 await attempt(lambda: check_room(self.pool.client), self.wait)
-            valid = await attempt(
-                lambda: validate_job(self.pool, self.job, self.model_name), self.wait_to_keep
-            )
-            note_job(self.trace, self.job, valid.requests, self.model_name)
-            await self.admit_all(with_adapter(valid.requests, adapter))
+            valid = await attempt(lambda: validate_job(self.pool, self.job, model), self.wait_to_keep)
+            note_job(self.trace, self.job, valid.answer)
+            await self.admit_all(valid.answer)
         self.max_frames = sum(
             len(stream.outputs) * (stream.request.stopping.max_new_tokens + MORE_FRAMES)
             for stream in self.streams
@@ -186,23 +183,20 @@ class JobRun:
             raise error
         await self.wait(error)
 
-    async def admit_all(self, requests: list[Generate]) -> None:
+    async def admit_all(self, answer: HttpAnswer) -> None:
         await self.check_cancelled()
         job_key = self.pool.client.keys.job(self.job.id)
-        await self.admission.retry_forever(lambda: self.redis.hset(job_key, "choices", len(requests)))
-        for i, content in enumerate(self.job.terms.apply(requests, self.pool.settings)):
+        await self.admission.retry_forever(lambda: self.redis.hset(job_key, "choices", len(answer.requests)))
+        for i, content in enumerate(answer.choices()):
             request = replace(
-                address(self.pool.settings, self.pool.gateway, content, f"{self.job.id}#{i}"),
+                address(self.pool.settings, self.pool.gateway, content, f"{self.job.id}#{i}", answer),
                 digest=self.job.digest,
-                gateway="",
-                grace_ms=0,
-                result_ttl_ms=RESULT_TTL_MS,
                 ttl_ms=min(content.ttl_ms, await left_ms(self.pool, self.job)),
                 traceparent=self.trace.generation if self.trace else "",
             )
             stream = new_stream(request, self.pool.tokenizer)
             self.streams.append(stream)
-            per_prompt = 1 if request.pooling else len(requests)
+            per_prompt = 1 if request.pooling else len(answer.requests)
             await self.admit(stream, self.admission.charge(request, i, per_prompt))
         await self.check_cancelled()
 

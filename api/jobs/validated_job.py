@@ -4,11 +4,12 @@ has.
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from api.answers.answer import HttpAnswer, ResumeTerms
+from api.answers.answer import AnswerTerms, HttpAnswer
 from api.errors import cut, internal_error, invalid, model_not_found, quoted
 from api.event_loop import offload
 from api.http.body import parse_body
@@ -19,25 +20,25 @@ from api.json import to_json
 from api.protocols.protocol import AnswerRenderer, Context
 from api.requests.pool import Pool
 from api.requests.pool_registry import check_key_adapter, check_key_model, names_own
+from api.requests.respond import with_adapter
 from api.streams.answer_trace import generation_attributes
-from api.streams.describe_answer import describe_answer
 from api.streams.stream import Stream
 from common.broker.client import ERRORS
-from common.messages.request import Generate
+from common.broker.keys import RESULT_TTL_MS
 from common.process.logs import TRACEPARENT
 from common.tracing import NS_PER_MS
 
 log = logging.getLogger(__name__)
 
+JOB_TERMS = AnswerTerms(goes_on_s=math.inf, kept_s=RESULT_TTL_MS / 1000)
 MAX_DEATHS = 2
 """Gateways that may end while they validate a job."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValidatedJob:
-    """A job that can be served; its `requests` have no ids yet."""
+    """A job that can be served."""
 
-    requests: list[Generate]
     answer: HttpAnswer
     renderer: AnswerRenderer
 
@@ -58,34 +59,22 @@ class ValidatedJob:
         return self.renderer.whole(self.answer, streams)[0]
 
 
-async def validate_job(pool: Pool, job: Job, model: str) -> ValidatedJob:
-    """Validate a job, whose answer shows this name of its model. Raises ApiError, also for a job that has
+async def validate_job(pool: Pool, job: Job, model: "JobModel") -> ValidatedJob:
+    """Read a job for this model as its route would read its body. Raises ApiError, also for a job that has
     ended MAX_DEATHS gateways while they validated it.
     """
-    async with noting_deaths(pool, job):
-        return await run(pool, job, model)
-
-
-async def run(pool: Pool, job: Job, model: str) -> ValidatedJob:
-    """Read a job as its route would read its body. Raises ApiError."""
     protocol = job.protocol
     assert protocol is not None
-    content = to_json(content_of(job))
-    body = await offload(len(content), lambda: parse_body(protocol.body, content))
-    body.check()
-    asked = await protocol.read(body, Context(pool, protocol.path, job.id, job.has_listeners, seed=job.seed))
-    answer = describe_answer(
-        request_id=job.id,
-        route=protocol.path,
-        streamed=job.has_listeners,
-        model=model,
-        requests=job.terms.apply(asked.requests, pool.settings),
-        prefixes=asked.prefixes,
-        rendering=asked.rendering,
-        terms=ResumeTerms(detached=True),
-        created_s=job.created_s,
-    )
-    return ValidatedJob(asked.requests, replace(answer, **asked.parts), protocol.renderer)
+    async with noting_deaths(pool, job):
+        content = to_json(content_of(job))
+        body = await offload(len(content), lambda: parse_body(protocol.body, content))
+        body.check()
+        context = Context(pool, protocol.path, job.id, job.has_listeners, seed=job.seed)
+        asked = await protocol.read(body, context)
+        requests = job.terms.apply(with_adapter(asked.requests, model.adapter), pool.settings)
+        asked = asked._replace(requests=requests)
+        answer = context.describe(asked, model.name, JOB_TERMS, job.created_s)
+        return ValidatedJob(answer, protocol.renderer)
 
 
 @contextlib.asynccontextmanager
@@ -184,11 +173,13 @@ def begin_job_trace(pool: Pool, job: Job) -> RequestTrace | None:
     return trace
 
 
-def note_job(trace: RequestTrace | None, job: Job, requests: Sequence[Generate], model: str) -> None:
+def note_job(trace: RequestTrace | None, job: Job, answer: HttpAnswer) -> None:
     """Note what a valid job asks for."""
     if trace is not None and job.protocol is not None:
-        trace.generation_attributes |= generation_attributes(requests[0], job.protocol.operation, model)
-        trace.generation_attributes |= {"gen_ai.request.choice.count": len(requests)}
+        trace.generation_attributes |= generation_attributes(
+            answer.requests[0], job.protocol.operation, answer.model
+        )
+        trace.generation_attributes |= {"gen_ai.request.choice.count": len(answer.requests)}
 
 
 def note_failure(trace: RequestTrace | None, error_type: str, why: str) -> None:

@@ -4,13 +4,14 @@ the route asks the row: HTTP (api/protocols/table.py), errors, traces, resumptio
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 from sse_starlette import EventSourceResponse
 from starlette.requests import Request
 from starlette.types import Scope
 
-from api.answers.answer import HttpAnswer, Rendering
+from api.answers.answer import AnswerTerms, HttpAnswer, Rendering
 from api.errors import Family, anthropic, kserve, openai, tgi
 from api.http.idempotency import KEY_REUSED
 from api.http.openapi import Responses, json_answer, json_body
@@ -23,6 +24,7 @@ from api.streams.stream import Stream
 from api.webhooks import REQUEST
 from common.messages.request import Generate
 
+FINGERPRINT = f"tokenfleet-{version('tokenfleet')}"
 ROW = "protocol"
 """Key of a request's state: the row of its route; None for a route without one."""
 ERRORS_BELOW: dict[str, Family] = {
@@ -81,6 +83,28 @@ class Context(NamedTuple):
             params = replace(params, seed=self.seed)
         pool = self.pool
         return await validate(params, pool.workers.limits, pool.tokenizer, pool.pictures)
+
+    def describe(self, asked: "Asked", model: str, terms: AnswerTerms, created_s: int) -> HttpAnswer:
+        """The answer to validated requests: those of the choices of the first prompt, then those of the next.
+        A beam search is one request for all choices of its prompt. `created_s` is the broker's time.
+        """
+        per_prompt = len(asked.requests) // len(asked.prefixes)
+        beams = asked.requests[0].beams
+        plain = HttpAnswer(
+            request_id=self.answer_id,
+            route=self.route,
+            streamed=self.streamed,
+            created_s=created_s,
+            model=model,
+            fingerprint=FINGERPRINT,
+            n=beams.num_returned if beams else per_prompt,
+            prompts=[request.prompt_ids for request in asked.requests[::per_prompt]],
+            requests=[replace(request, prompt_ids=b"") for request in asked.requests],
+            prefixes=[*asked.prefixes],
+            rendering=asked.rendering,
+            terms=terms,
+        )
+        return replace(plain, **asked.parts)
 
 
 class Asked(NamedTuple):

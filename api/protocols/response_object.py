@@ -247,11 +247,17 @@ def response_id(request_id: str) -> str:
     return f"resp_{request_id}"
 
 
+def fields_of(answer: HttpAnswer) -> Any:
+    """The fields of the object that say what was requested: `store` and `background` among them."""
+    assert answer.response is not None
+    return orjson.loads(answer.response.fields)
+
+
 class ResponseObjectRenderer(EventRenderer):
     """Renders one response, piece by piece.
 
     Attributes:
-        fields: fields of the object that say what was requested.
+        fields: as of `fields_of`.
         output: items; the last one may be in progress.
         num_shown: tokens whose log-probabilities were shown; others have not shown any text yet.
     """
@@ -259,9 +265,8 @@ class ResponseObjectRenderer(EventRenderer):
     has_sequence = True
 
     def __init__(self, answer: HttpAnswer, stream: Stream) -> None:
-        assert answer.response is not None
         super().__init__(answer, stream)
-        self.fields: dict[str, Any] = orjson.loads(answer.response.fields)
+        self.fields = fields_of(answer)
         self.output: list[OutputItem] = []
         self.num_shown = 0
 

@@ -37,6 +37,7 @@ from api.protocols.response_object import (
     RESPONSE_SHAPE,
     Item,
     ResponseObjectRenderer,
+    fields_of,
     item_id,
     response_id,
 )
@@ -370,7 +371,7 @@ async def find_response(request: Request, response_id: str) -> StoredResponse | 
     """The response with this id, if it was created with this request's API key. Raises ApiError (503)."""
     matched = RESPONSE_ID.fullmatch(response_id)
     admitted = await find_own(request, matched[1]) if matched else None
-    if admitted is None or admitted.answer.response is None or not admitted.answer.terms.stored_ms:
+    if admitted is None or admitted.answer.response is None or not fields_of(admitted.answer)["store"]:
         return None
     return StoredResponse(*admitted)
 

@@ -24,7 +24,13 @@ from api.http.openapi import (
 )
 from api.http.sse import SSE_HEADERS, RestOfFeed
 from api.json import json_response
-from api.protocols.response_object import ITEM, RESPONSE_EVENT, RESPONSE_SHAPE, ResponseObjectRenderer
+from api.protocols.response_object import (
+    ITEM,
+    RESPONSE_EVENT,
+    RESPONSE_SHAPE,
+    ResponseObjectRenderer,
+    fields_of,
+)
 from api.protocols.responses import StoredResponse, find_response, read_response, render_response
 from api.protocols.typed_events import EventFrames
 from api.requests.request_scripts import cancel_request
@@ -113,7 +119,7 @@ async def follow_response(stored: StoredResponse, num_seen: int) -> Response:
 async def cancel_response(request: Request, response_id: ResponseId) -> Response:
     """Ends a response that was created with `background`. A response that has ended stays as it is."""
     stored = await find_own_response(request, response_id)
-    if not stored.answer.terms.detached:
+    if not fields_of(stored.answer)["background"]:
         raise invalid(
             "Only a response that was created with `background`: true can be cancelled", "response_id"
         )

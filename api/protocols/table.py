@@ -2,6 +2,7 @@
 it is none.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -33,8 +34,8 @@ from api.requests.pool import Pool
 from api.requests.respond import answer_id, read_terms, with_adapter
 from api.requests.service_terms import on_terms
 from api.streams.answer_trace import traced
-from api.streams.describe_answer import describe_answer, make_room
-from api.streams.http_response import TokenStream, respond_with_whole
+from api.streams.describe_answer import make_room
+from api.streams.http_response import respond
 from api.webhooks import check_room, with_webhook
 
 
@@ -62,9 +63,9 @@ async def serve_on(protocol: Protocol, request: Request, route: str, parsed: Str
     context = Context(pool, route, answer_id(request), in_frames, request)
     asked = await protocol.read(parsed, context)
     answer = new_answer(protocol, request, parsed, context, asked)
-    if kept_s := answer.terms.kept_s:  # there must be room for those that are kept
+    if asked.is_stored or answer.terms.body:  # there must be room for those that are kept for ANSWER_TTL_S
         names = [choice.request_id for choice in answer.choices()]
-        await make_room(pool.client, pool.settings, names, kept_s)
+        await make_room(pool.client, pool.settings, names, answer.terms.kept_s)
     if answer.requests[0].webhook:
         await check_room(pool.client)
     streams = await pool.admission.submit_all(answer)
@@ -72,19 +73,16 @@ async def serve_on(protocol: Protocol, request: Request, route: str, parsed: Str
     headers = {"x-compute-type": compute_type} if compute_type else {}
     headers |= {"x-compute-characters": str(asked.num_chars), **streams[-1].limit_headers}
     renderer = protocol.renderer
-    if answer.streamed and renderer.frames is not None:
-        frames = renderer.frames(answer, streams)
-        return TokenStream(answer, frames=frames, streams=streams, headers=headers, release=release)
-    if answer.terms.detached and renderer.queued is not None:
+    if renderer.queued is not None and getattr(parsed, "detached", None) and not answer.streamed:
         content = renderer.queued(answer, streams[0])
-        release(streams[0], 0, answer.terms.goes_on_s)
+        release(streams[0], 0, answer.terms)
         return Response(content, 200, headers, "application/json")
-    return await respond_with_whole(
+    return await respond(
         request,
         answer,
+        renderer=renderer,
         streams=streams,
         headers=headers,
-        render=renderer.whole,
         arrived_s=ARRIVED_S.get(),
         release=release,
     )
@@ -108,23 +106,22 @@ def new_answer(
     requests = on_terms(request, requests, settings, given["priority"], given["tier"])
     may_leave = context.streamed or (bool(given["detached"]) and protocol.renderer.queued is not None)
     terms = read_terms(request, own_id, may_leave, given["resume_s"], given["detached"])
-    kept_ms = round(1000 * settings.answer_ttl_s)
+    numbered = terms.goes_on_s is not None or "response" in asked.parts
+    asked = asked._replace(requests=requests, parts={"numbered": numbered, **asked.parts})
+    kept_s = max(terms.kept_s, settings.answer_ttl_s)
     if asked.is_stored:
-        terms = replace(terms, stored_ms=kept_ms)
+        terms = replace(terms, kept_s=kept_s, stored_ms=round(1000 * kept_s))
     if idempotency_key(request):  # repetitions of the request get the answer, too
-        terms = replace(terms, repeat_ms=kept_ms, body=noted_digest(request))
-    answer = describe_answer(
-        request_id=own_id,
-        route=context.route,
-        streamed=context.streamed,
-        model=request.state.model_name,
-        requests=requests,
-        prefixes=asked.prefixes,
-        rendering=asked.rendering,
-        terms=terms,
-        created_s=int(context.pool.client.clock.now_s()),
-    )
-    return traced(replace(answer, **asked.parts), trace_of(request.scope), protocol.operation)
+        terms = replace(
+            terms,
+            goes_on_s=math.inf,
+            kept_s=kept_s,
+            repeat_ms=round(1000 * kept_s),
+            body=noted_digest(request),
+        )
+    created_s = int(context.pool.client.clock.now_s())
+    answer = context.describe(asked, request.state.model_name, terms, created_s)
+    return traced(answer, trace_of(request.scope), protocol.operation)
 
 
 PROTOCOLS = (

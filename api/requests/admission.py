@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError, ResponseError
 
-from api.answers.answer import HttpAnswer
+from api.answers.answer import AnswerTerms, HttpAnswer
 from api.errors import ApiError, broker_errors, conflict, insufficient_quota, invalid, overloaded, unavailable
 from api.event_loop import Policy, attempt, fail_fast, retry_forever
 from api.http.idempotency import Repeated
@@ -25,7 +25,7 @@ from api.requests.monitors import BatcherMonitor, WorkerMonitor
 from api.requests.request_scripts import AdmitReply, KeyCharge, LeftOfRates, cancel_request
 from api.requests.usage import seconds_to_next_month
 from api.streams.beams import new_stream
-from api.streams.describe_answer import address, keep_as_asked
+from api.streams.describe_answer import address
 from api.streams.relay import Relay
 from api.streams.stream import Stream
 from common.api_keys import ApiKey
@@ -117,12 +117,10 @@ class Admission:
             raise invalid(text, "max_concurrent")
         kept, per_prompt = encode(answer), len(answer.requests) // len(answer.prompts)
         streams: list[Stream] = []
-        is_repeated, may_repeat = False, answer.terms.repeat_ms > 0
+        is_repeated, may_repeat = False, bool(answer.terms.body)
         try:
             for place, request in enumerate(answer.choices()):
-                addressed = keep_as_asked(
-                    address(self.settings, self.gateway, request, request.request_id), answer
-                )
+                addressed = address(self.settings, self.gateway, request, request.request_id, answer)
                 charge = self.charge(addressed, place, per_prompt)
                 try:
                     streams.append(await self.submit(addressed, b"" if place else kept, charge, may_repeat))
@@ -130,7 +128,7 @@ class Admission:
                     is_repeated = True
         except BaseException:
             for stream in streams:
-                self.release(stream)
+                self.release(stream, 0, AnswerTerms())
             raise
         if is_repeated:
             for stream in streams:
@@ -175,7 +173,7 @@ class Admission:
                     raise Repeated(request.request_id) from error
                 raise
             except BaseException:
-                self.release(stream)  # it may be on the queue all the same
+                self.release(stream, 0, AnswerTerms())  # it may be on the queue all the same
                 raise
         if may_repeat and was_there:
             self.relay.remove(stream)
@@ -244,16 +242,18 @@ class Admission:
 
     # --- release --------------------------------------------------------------------------------------------
 
-    def release(self, stream: Stream, reader: int = 0, goes_on_s: float | None = None) -> None:
+    def release(self, stream: Stream, reader: int, terms: AnswerTerms) -> None:
         """Release a stream that this reader, a number, does not read any more. In the background its request
-        is cancelled after `goes_on_s`, unless it has another reader by then; with None it is deleted, too.
+        is cancelled after `goes_on_s`, unless it has another reader by then. One that neither goes on nor is
+        kept is deleted, too.
         """
-        if stream.terminal or goes_on_s is None:
+        is_kept = bool(terms.goes_on_s or terms.kept_s)
+        if stream.terminal or not is_kept:
             metrics.count_stream(stream, self.workers.limits)
-        if goes_on_s is None or stream.ended_here:
+        if not is_kept or stream.ended_here:
             tasks, work = self.cleanups, self.cleanup(stream, reader)
         else:
-            tasks, work = self.waits, self.wait_for_client(stream, reader, goes_on_s)
+            tasks, work = self.waits, self.wait_for_client(stream, reader, terms.goes_on_s or 0.0)
         task = asyncio.create_task(work)
         tasks.add(task)
         task.add_done_callback(tasks.discard)

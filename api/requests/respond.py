@@ -3,12 +3,13 @@ which accounting proxies read.
 """
 
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from starlette.requests import Request
 
-from api.answers.answer import HttpAnswer, ResumeTerms
+from api.answers.answer import AnswerTerms, HttpAnswer
 from api.errors import invalid
 from api.http.auth import key_of, sent_key
 from api.http.idempotency import idempotency_key
@@ -17,6 +18,7 @@ from api.requests.fields import RESUMES_S
 from api.requests.metrics import durations
 from api.requests.service_terms import tenant_of
 from api.streams.stream import Stream
+from common.broker.keys import RESULT_TTL_MS
 from common.messages.request import Generate
 
 RESUME_HEADER = "x-resume-seconds"
@@ -24,8 +26,8 @@ RESUME_HEADER = "x-resume-seconds"
 
 def read_terms(
     request: Request, request_id: str, streamed: bool, resume_s: float | None, detached: bool | None
-) -> ResumeTerms:
-    """How long the answer waits for a client that comes back, and to whom it belongs. Raises ApiError (422).
+) -> AnswerTerms:
+    """To whom the answer belongs, and how long it waits for a client that comes back. Raises ApiError (422).
 
     Args:
         resume_s, detached: the fields of the body.
@@ -46,8 +48,13 @@ def read_terms(
     if not streamed and (seconds or detached):
         field = "detached" if detached else name
         raise invalid(f"`{field}` needs a stream: only its client can come back", field)
-    resume_ms = None if seconds is None else round(1000 * seconds)
-    return ResumeTerms(owner_of(request, request_id), resume_ms, bool(detached))
+    return AnswerTerms(
+        owner_of(request, request_id),
+        resume_ms=None if seconds is None else round(1000 * seconds),
+        detached=bool(detached),
+        goes_on_s=math.inf if detached else seconds,
+        kept_s=RESULT_TTL_MS / 1000 if detached else seconds or 0.0,
+    )
 
 
 def owner_of(request: Request, request_id: str) -> str:

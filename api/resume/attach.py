@@ -6,7 +6,7 @@ import hmac
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 
@@ -24,7 +24,7 @@ from api.requests.pool_registry import PoolRegistry
 from api.requests.respond import owner_of
 from api.resume.look_up import look_up
 from api.streams.beams import new_stream
-from api.streams.describe_answer import address, keep_as_asked
+from api.streams.describe_answer import address
 from api.streams.fill import Filler, Sources
 from api.streams.offers import supersede
 from api.streams.stream import Stream
@@ -89,8 +89,8 @@ def new_streams(pool: Pool, answer: HttpAnswer, channel: str) -> list[Stream]:
     """Streams of all choices, without tokens. Their digests are read when their reader is registered."""
     streams = []
     for number, choice in enumerate(answer.choices()):
-        addressed = address(pool.settings, pool.gateway, choice, choice.request_id)
-        request = replace(keep_as_asked(addressed, answer), channel=channel, digest="")
+        request = address(pool.settings, pool.gateway, choice, choice.request_id, answer)
+        request = replace(request, channel=channel, digest="")
         streams.append(new_stream(request, pool.tokenizer, b"" if number else encode(answer)))
     return streams
 
@@ -102,6 +102,15 @@ async def read_committed(pool: Pool, answer: HttpAnswer, channel: str) -> list[S
     async with asking_broker():
         await Filler(pool.client, Sources(), by_id).fill({}, dict.fromkeys(by_id, math.inf))
     return streams
+
+
+async def read_fields(pool: Pool, answer: HttpAnswer, names: Sequence[str]) -> list[Any]:
+    """These fields of each choice's hash; None for one that is missing. Raises ApiError (503)."""
+    async with asking_broker():
+        pipe = pool.client.redis.pipeline(transaction=False)
+        for choice in answer.choices():
+            pipe.hmget(pool.client.keys.request(choice.request_id), names)
+        return await pipe.execute()
 
 
 async def become_reader(pool: Pool, streams: Sequence[Stream], connection: int | None = None) -> int:

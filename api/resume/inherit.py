@@ -11,22 +11,21 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from api.answers.answer import HttpAnswer
+from api.answers.answer import HttpAnswer, read_answer
 from api.errors import ApiError, asking_broker, tgi
 from api.event_loop import RETRY_PAUSE_S, attempt
 from api.handover.heir import INHERITED
 from api.http.error_handlers import error_response
 from api.http.request_trace import inherit_trace, trace_of
-from api.http.sse import CYCLE, RestOfFeed
+from api.http.sse import CYCLE
 from api.protocols.table import protocol_of
 from api.requests.pool import Pool
 from api.requests.pool_registry import PoolRegistry
 from api.resume import attach
 from api.resume.attach import find
-from api.resume.rest import frames_of
-from api.streams.http_response import TokenStream, respond_with_whole
+from api.streams import http_response
 from api.streams.stream import Stream
-from common.messages.codec import WireError, decode
+from common.messages.codec import WireError
 from common.messages.kept_answer import KeptAnswer, KeptRequests
 
 log = logging.getLogger(__name__)
@@ -64,26 +63,16 @@ async def respond(pools: PoolRegistry, request: Request, kept: KeptAnswer) -> Re
     )
     release, protocol = pool.admission.release, protocol_of(answer.route)
     inherit_trace(request.scope, answer, protocol.span)
-    if answer.streamed:
-        frames = RestOfFeed(frames_of(answer, streams), kept.num_seen)
-        return TokenStream(
-            answer,
-            frames=frames,
-            streams=streams,
-            headers={},
-            release=release,
-            reader=reader,
-            num_seen=kept.num_seen,
-        )
-    return await respond_with_whole(
+    return await http_response.respond(
         request,
         answer,
+        renderer=protocol.renderer,
         streams=streams,
         headers=dict(kept.extra),
-        render=protocol.renderer.whole,
         arrived_s=time.monotonic() - attach.age_s(pool, answer),
         release=release,
         reader=reader,
+        num_seen=kept.num_seen,
     )
 
 
@@ -115,7 +104,7 @@ async def offer_again(
     """
     pool = await pools.named(lost.pool)
     try:
-        answer = decode(HttpAnswer, lost.answer)
+        answer = read_answer(lost.answer)
     except WireError as error:  # of another version
         raise attach.unknown_answer(kept.request_id) from error
     streams = attach.new_streams(pool, answer, lost.channel)
@@ -134,10 +123,10 @@ async def offer_again(
 
 async def wait_for_broker(cycle: Any, kept: KeptAnswer, error: Exception) -> None:
     """Retry policy: while the broker does not answer, try again, until the client has gone; without end if
-    the requests outlive their client.
+    the answer is kept without a client.
     """
     if isinstance(error, ApiError) and error.error_type != "unavailable":
         raise error
     await asyncio.sleep(RETRY_PAUSE_S)
-    if cycle.disconnected and not (kept.requests and kept.requests.outlives_client):
+    if cycle.disconnected and not (kept.requests and kept.requests.is_kept):
         raise ClientDisconnect

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from redis.asyncio import Redis
 
-from api.answers.answer import HttpAnswer
+from api.answers.answer import HttpAnswer, read_answer
 from api.errors import ApiError, asking_broker
 from api.requests.pool_registry import PoolRegistry, pool_url
 from common.broker.client import broker_url, connect
 from common.broker.keys import Keys
-from common.messages.codec import WireError, decode
+from common.messages.codec import WireError
 from common.settings.settings import SettingError
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ async def ask_broker(
     for (name, _), reply in zip(firsts, replies, strict=True):
         if isinstance(reply, list) and None not in reply:
             with contextlib.suppress(WireError):  # another program wrote to the key
-                return FoundAnswer(name, decode(HttpAnswer, reply[0]), reply[1].decode())
+                return FoundAnswer(name, read_answer(reply[0]), reply[1].decode())
     return None
 
 

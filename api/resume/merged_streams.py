@@ -87,7 +87,7 @@ class MergedStream(FeedResponse):
 
 def release(rest: Rest) -> None:
     for stream in rest.streams:
-        rest.pool.admission.release(stream, rest.reader, rest.answer.terms.goes_on_s)
+        rest.pool.admission.release(stream, rest.reader, rest.answer.terms)
 
 
 async def respond_with_rests(rests: Sequence[Rest]) -> MergedStream:

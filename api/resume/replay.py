@@ -16,7 +16,7 @@ from api.http.body import read_bytes
 from api.http.error_handlers import CountError, handle_api_error, handle_disconnect
 from api.http.idempotency import REPLAYED, Repeated, check_same, idempotency_key, noted_digest
 from api.json import to_json
-from api.protocols.response_object import ResponseObjectRenderer
+from api.protocols.response_object import ResponseObjectRenderer, fields_of
 from api.protocols.table import protocol_of
 from api.requests.on_pool import own_pool
 from api.requests.pool import Pool
@@ -54,11 +54,7 @@ async def check_repeated(request: Request) -> None:
 
 async def read_states(pool: Pool, answer: HttpAnswer) -> Sequence[str | None]:
     """How each choice ended; empty if it has not, None if it is not known. Raises ApiError (503)."""
-    async with asking_broker():
-        pipe = pool.client.redis.pipeline(transaction=False)
-        for choice in answer.choices():
-            pipe.hmget(pool.client.keys.request(choice.request_id), ["digest", "terminal"])
-        found = await pipe.execute()
+    found = await attach.read_fields(pool, answer, ["digest", "terminal"])
     return [(terminal or b"").decode() if digest else None for digest, terminal in found]
 
 
@@ -85,7 +81,7 @@ async def respond(request: Request, request_id: str) -> Response:
         found = await rest.read_rest(*admitted, 0)
         assert found is not None, "every stream has a frame"
         return await found.respond()
-    if answer.response is not None and answer.terms.detached:
+    if answer.response is not None and fields_of(answer)["background"]:
         return await respond_with_state(admitted)
     await run_until_one_ends(wait_for_end(pool, answer), raise_when_gone(request))
     return await respond_with_ended(admitted)

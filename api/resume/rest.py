@@ -19,13 +19,6 @@ READ_AGAIN_S, READ_PAUSE_S = 2.0, 0.1
 """How long and how often an answer is read again that has fewer frames than its client says."""
 
 
-def frames_of(answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[bytes]:
-    """All frames of a streamed answer."""
-    frames = protocol_of(answer.route).renderer.frames
-    assert frames is not None, answer.route
-    return frames(answer, streams)
-
-
 @dataclass(slots=True)
 class Rest:
     """An answer, its streams, and the frames that its client does not have yet.
@@ -82,7 +75,9 @@ async def rest_of_frames(answer: HttpAnswer, streams: Sequence[Stream], num_seen
     """The frames after the `num_seen` that the client has; None if it has all. Raises ApiError: 424, and 422
     if fewer frames than that are committed.
     """
-    frames = RestOfFeed(frames_of(answer, streams), num_seen)
+    render = protocol_of(answer.route).renderer.frames
+    assert render is not None, answer.route
+    frames = RestOfFeed(render(answer, streams), num_seen)
     await frames.prepare()
     failure = next((one.terminal for one in streams if one.terminal and not one.finished), None)
     if frames.num_seen and failure:  # a failed request keeps no tokens

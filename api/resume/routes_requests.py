@@ -101,12 +101,7 @@ async def read_states(admitted: Admitted, is_cancelled: bool = False) -> list[St
     """The state of each choice. A reader deletes choices that have ended: a deleted choice has finished, or
     was cancelled if the request `is_cancelled`. Raises ApiError: 503, and 404 if all choices have finished.
     """
-    client = admitted.pool.client
-    async with asking_broker():
-        pipe = client.redis.pipeline(transaction=False)
-        for choice in admitted.answer.choices():
-            pipe.hmget(client.keys.request(choice.request_id), FIELDS)
-        hashes = await pipe.execute()
+    hashes = await attach.read_fields(admitted.pool, admitted.answer, FIELDS)
     if not is_cancelled and not any(digest for digest, *_ in hashes):
         raise unknown_request(admitted.answer.request_id)
     deleted: State = "cancelled" if is_cancelled else "finished"

@@ -1,17 +1,14 @@
-"""Answer: describes an answer when its request is accepted, and says in its requests who reads it and how
-long it is kept.
-"""
+"""Address: says in the requests of an answer who reads it and how long it lives. Answers that are kept."""
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
-from importlib.metadata import version
 
-from api.answers.answer import HttpAnswer, Rendering, ResumeTerms
+from api.answers.answer import HttpAnswer
 from api.errors import asking_broker
 from api.requests import request_scripts
-from common.broker.keys import RESULT_TTL_MS, Keys
+from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.request import Generate, prompt_hashes
@@ -22,77 +19,33 @@ MAX_STORED = 10_000
 GATEWAY_GRACE_S = 30.0
 """How long a request lives on after its gateway died."""
 
-REQUEST_KEY_MARGIN_MS = 60_000
-FINGERPRINT = f"tokenfleet-{version('tokenfleet')}"
+REQUEST_KEY_MARGIN_S = 60.0
 
 
-def describe_answer(
-    *,
-    request_id: str,
-    route: str,
-    streamed: bool,
-    model: str,
-    requests: Sequence[Generate],
-    prefixes: Sequence[str],
-    rendering: Rendering,
-    terms: ResumeTerms,
-    created_s: int,
-) -> HttpAnswer:
-    """The answer to validated requests: those of the choices of the first prompt, then those of the next. A
-    beam search is one request for all choices of its prompt.
-
-    Args:
-        prefixes: for each prompt, the text with which its choices begin.
-        created_s: Unix time, by the broker's clock.
+def address(
+    settings: Settings, gateway: str, request: Generate, request_id: str, answer: HttpAnswer
+) -> Generate:
+    """A choice's request with its id, its digest, the gateway that is its reader, and how long its answer
+    lives. One that goes on up to its deadline belongs to no gateway.
     """
-    per_prompt = len(requests) // len(prefixes)
-    beams = requests[0].beams
-    return HttpAnswer(
-        request_id=request_id,
-        route=route,
-        streamed=streamed,
-        created_s=created_s,
-        model=model,
-        fingerprint=FINGERPRINT,
-        n=beams.num_returned if beams else per_prompt,
-        prompts=[request.prompt_ids for request in requests[::per_prompt]],
-        requests=[replace(request, prompt_ids=b"") for request in requests],
-        prefixes=list(prefixes),
-        rendering=rendering,
-        terms=terms,
-    )
-
-
-def address(settings: Settings, gateway: str, request: Generate, request_id: str) -> Generate:
-    """A validated request with its id, its digest, and the gateway that is its reader."""
+    terms = answer.terms
+    kept_s = max(settings.request_timeout_s, terms.kept_s)  # for slow clients of a gateway that has died
+    if len(answer.requests) > 1:  # the first choice that ends must outlive the last one
+        kept_s = max(kept_s, request.ttl_ms / 1000 + REQUEST_KEY_MARGIN_S)
+    is_free = terms.goes_on_s == math.inf
+    goes_on_s = GATEWAY_GRACE_S if terms.goes_on_s is None else terms.goes_on_s
     content = replace(
         request,
-        result_ttl_ms=round(settings.request_timeout_s * 1000),  # for slow clients of a gateway that has died
         channel=Keys(settings.pool).events(gateway),
-        gateway=gateway,
-        grace_ms=round(GATEWAY_GRACE_S * 1000),
+        gateway="" if is_free else gateway,
+        goes_on_ms=0 if is_free else round(1000 * goes_on_s),
+        kept_ms=round(1000 * kept_s),
     )
     digest = hashlib.blake2b(encode(replace(content, account=None, webhook=b"")), digest_size=16).hexdigest()
     logits = request.logits and (request.pooling is None or request.logits.context)
     whole = request.prompt_logprobs is not None or logits or not settings.prefix_caching
     hashes = b"" if whole else prompt_hashes(request)
     return replace(content, request_id=request_id, digest=digest, block_hashes=hashes)
-
-
-def keep_as_asked(request: Generate, answer: HttpAnswer) -> Generate:
-    """A choice's request with the answer's terms: how long it goes on without its client, and how long its
-    result is kept.
-    """
-    terms = answer.terms
-    kept_ms = [request.result_ttl_ms, terms.resume_ms or 0, round(1000 * terms.kept_s)]
-    if len(answer.requests) > 1:  # the first choice that ends must outlive the last one
-        kept_ms.append(request.ttl_ms + REQUEST_KEY_MARGIN_MS)
-    if terms.detached:
-        kept_ms.append(RESULT_TTL_MS)
-    kept = replace(request, result_ttl_ms=max(kept_ms))
-    if terms.goes_on_s == math.inf:
-        return replace(kept, gateway="", grace_ms=0)
-    return kept if terms.resume_ms is None else replace(kept, grace_ms=terms.resume_ms)
 
 
 # --- kept answers -------------------------------------------------------------------------------------------

@@ -8,21 +8,22 @@ come back.
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from api.answers.answer import HttpAnswer
+from api.answers.answer import AnswerTerms, HttpAnswer
 from api.errors import failed
 from api.event_loop import offload
 from api.handover.answer_socket import flush_socket, probe_client, socket_of
 from api.http.access_log import access_of
 from api.http.middleware import STREAM_PATH
-from api.http.sse import COMMENT, COMMENT_AMONG_IDS, SSE_HEADERS, Feed, FeedResponse
+from api.http.sse import COMMENT, COMMENT_AMONG_IDS, SSE_HEADERS, Feed, FeedResponse, RestOfFeed
 from api.http.unread import UNREAD, Unread, wait_for_disconnect
-from api.protocols.protocol import RenderWhole
+from api.protocols.protocol import AnswerRenderer
 from api.requests.respond import total_headers
 from api.streams.answer_trace import count_longest, end_answer, note_streams
 from api.streams.stream import Stream
@@ -30,8 +31,8 @@ from common.broker.keys import pool_of
 from common.messages.kept_answer import MAX_ANSWER_BYTES, KeptRequests
 from common.process.event_loop import run_until_one_ends
 
-Release = Callable[[Stream, int, float | None], None]
-"""(stream, number of its reader, how long it goes on without one): `Admission.release`."""
+Release = Callable[[Stream, int, AnswerTerms], None]
+"""(stream, number of its reader, how long it goes on without one and is kept): `Admission.release`."""
 
 # --- socket and streams -------------------------------------------------------------------------------------
 
@@ -48,21 +49,14 @@ async def keep_socket(
     """Have the socket of an answer kept, if a keeper listens, with what it takes to queue the requests again.
     The other arguments are those of `AnswerSocket.keep`.
     """
-    if (answer_socket := socket_of(scope)) is not None:
-        requests = kept_requests(streams, outlives_client=answer.terms.goes_on_s is not None)
-        await answer_socket.keep(answer.request_id, reader, num_seen, comment, extra, requests)
-
-
-def kept_requests(streams: Sequence[Stream], outlives_client: bool) -> KeptRequests | None:
-    """What another gateway needs to queue the requests of an answer again; None if that is too long for the
-    socket keeper.
-    """
-    packed = streams[0].answer
+    if (answer_socket := socket_of(scope)) is None:
+        return
+    requests, packed, channel = None, streams[0].answer, streams[0].request.channel
     digests = [stream.request.digest for stream in streams]
-    if len(packed) + sum(map(len, digests)) > MAX_ANSWER_BYTES:
-        return None
-    channel = streams[0].request.channel
-    return KeptRequests(pool_of(channel), channel, digests, packed, outlives_client)
+    if len(packed) + sum(map(len, digests)) <= MAX_ANSWER_BYTES:  # else it is too long for the keeper
+        is_kept = answer.terms.kept_s > 0
+        requests = KeptRequests(pool_of(channel), channel, digests, packed, is_kept)
+    await answer_socket.keep(answer.request_id, reader, num_seen, comment, extra, requests)
 
 
 def release_all(
@@ -71,16 +65,16 @@ def release_all(
     """Release the streams of an answer, and end its part of the trace and of the access log. Streams that
     another gateway goes on with are not cancelled.
     """
-    answer_socket = socket_of(scope)
+    answer_socket, terms = socket_of(scope), answer.terms
     goes_on = answer_socket is not None and answer_socket.is_handed_over
     end_answer(scope, answer, streams, reader, goes_on)
     if not goes_on:
         count_longest(streams)
     if (record := access_of(scope)) is not None:
         record.goes_on, record.route = goes_on, answer.route
-        note_streams(record, answer.model, streams, "cancelled" if answer.terms.goes_on_s is None else "left")
+        note_streams(record, answer.model, streams, "left" if terms.kept_s else "cancelled")
     for stream in streams:
-        release(stream, reader, math.inf if goes_on else answer.terms.goes_on_s)
+        release(stream, reader, replace(terms, goes_on_s=math.inf) if goes_on else terms)
 
 
 # --- tokens as they come ------------------------------------------------------------------------------------
@@ -132,21 +126,23 @@ class TokenStream(FeedResponse):
         return sum(stream.num_records for stream in self.streams if stream.terminal)
 
 
-# --- whole answers ------------------------------------------------------------------------------------------
+# --- an answer ----------------------------------------------------------------------------------------------
 
 
-async def respond_with_whole(
+async def respond(
     request: Request,
     answer: HttpAnswer,
     *,
+    renderer: AnswerRenderer,
     streams: Sequence[Stream],
     headers: Mapping[str, str],
-    render: RenderWhole,
     arrived_s: float,
     release: Release,
     reader: int = 0,
+    num_seen: int = 0,
 ) -> Response:
-    """Wait until all choices have finished, and respond with what `render` makes of them.
+    """Respond with the frames after the first `num_seen`; or wait until all choices have finished, and
+    respond with the whole.
 
     Args:
         headers: those that are known already.
@@ -156,12 +152,23 @@ async def respond_with_whole(
         ApiError: the error of the first choice that failed.
         ClientDisconnect: the client has left.
     """
+    if answer.streamed and renderer.frames is not None:
+        frames = renderer.frames(answer, streams)
+        return TokenStream(
+            answer,
+            frames=RestOfFeed(frames, num_seen) if num_seen else frames,
+            streams=streams,
+            headers=headers,
+            release=release,
+            reader=reader,
+            num_seen=num_seen,
+        )
     release_streams = partial(release_all, request.scope, answer, streams, release, reader)
     try:
         await keep_socket(request.scope, answer, streams, extra=headers)
         await wait_until_finished(streams, request)
         num_records = sum(stream.num_records for stream in streams)
-        body, num_tokens = await offload(num_records, partial(render, answer, streams))
+        body, num_tokens = await offload(num_records, partial(renderer.whole, answer, streams))
     except BaseException:
         release_streams()
         raise
@@ -185,7 +192,7 @@ class WholeAnswer(Response):
 
 
 async def wait_until_finished(streams: Sequence[Stream], request: Request) -> None:
-    """Wait until all streams have finished, or one has failed. Raises as `respond_with_whole`."""
+    """Wait until all streams have finished, or one has failed. Raises as `respond`."""
     await run_until_one_ends(all_finished(streams), client_gone(request))
     for stream in streams:
         if stream.terminal and not stream.finished:

@@ -223,12 +223,12 @@ end
 --- lib/terminal
 -- needs: lib/webhooks
 -- Set the one terminal of a request and publish it: its fields stand in the request's hash, its tokens in the
--- request's string, both for the result's time. True for the first caller only.
+-- request's string, both for `kept_ms`. True for the first caller only.
 -- `records` are those of all tokens, whatever the string has, or '' if none are kept. What it has reserved of
 -- the rate of its API key and not used comes back, or becomes a debt. The event of its webhook is due with
 -- the terminal.
 local function finish(
-  webhooks, request, tokens, reason, num_tokens, error_text, error_type, records, ttl_ms, channel, payload
+  webhooks, request, tokens, reason, num_tokens, error_text, error_type, records, kept_ms, channel, payload
 )
   if redis.call('TYPE', request).ok ~= 'hash' then return false end
   if redis.call('HEXISTS', request, 'terminal') == 1 then return false end
@@ -241,8 +241,8 @@ local function finish(
     end
   end
   if error_text ~= '' then redis.call('HSET', request, 'error', error_text, 'error_type', error_type) end
-  redis.call('PEXPIRE', request, ttl_ms)
-  if records == '' then redis.call('DEL', tokens) else redis.call('SET', tokens, records, 'PX', ttl_ms) end
+  redis.call('PEXPIRE', request, kept_ms)
+  if records == '' then redis.call('DEL', tokens) else redis.call('SET', tokens, records, 'PX', kept_ms) end
   if channel ~= '' then redis.call('PUBLISH', channel, payload) end
   if webhook then note_end(webhooks, webhook, reason) end
   return true

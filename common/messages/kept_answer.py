@@ -30,14 +30,14 @@ class KeptRequests:
         channel: of their events.
         digests: of each choice's request.
         answer: the packed `HttpAnswer`; it has the requests and their prompts.
-        outlives_client: whether they go on when their client has left.
+        is_kept: whether their answer is kept when their client has left.
     """
 
     pool: str = wire_field("p")
     channel: str = wire_field("ch")
     digests: list[str] = wire_field("dg")
     answer: bytes = wire_field("a")
-    outlives_client: bool = wire_field("o", default=False)
+    is_kept: bool = wire_field("o", default=False)
 
 
 @dataclass(frozen=True, slots=True)

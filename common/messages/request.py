@@ -240,10 +240,11 @@ class Generate:
         top_n_tokens: number of likeliest tokens returned with each token.
         prompt_logprobs: number of likeliest tokens returned at each place of the prompt, with the model's own
             log-probabilities of the prompt's tokens; None returns nothing of the prompt.
-        ttl_ms: time to live, counted from the time in the entry's id.
+        ttl_ms: time to its deadline, counted from the time in the entry's id: it bounds `goes_on_ms`.
         channel: pub/sub channel of the replies.
-        gateway: the gateway that serves it; `grace_ms` after that has died the request is cancelled.
-        result_ttl_ms: how long the result is kept.
+        gateway: the gateway that serves it; empty for a request that goes on up to its deadline.
+        goes_on_ms: how long it goes on after its gateway has died; then it is cancelled.
+        kept_ms: how long its end and its tokens are kept, unless its gateway deletes them.
         num_shown: if a gateway queues it again: number of tokens that its client has; they are committed.
         cache_salt: requests with different salts share no KV blocks.
         block_hashes: hashes of the prompt (`extend_hashes`), from the root on; empty where the request shares
@@ -276,8 +277,8 @@ class Generate:
     ttl_ms: int = wire_field("tl", default=600_000)
     channel: str = wire_field("ch", default="")
     gateway: str = wire_field("gw", default="")
-    grace_ms: int = wire_field("gr", default=0)
-    result_ttl_ms: int = wire_field("rt", default=60_000)
+    goes_on_ms: int = wire_field("gr", default=0)
+    kept_ms: int = wire_field("rt", default=60_000)
     class_name: str = wire_field("cl", default="")
     tenant: str = wire_field("tn", default="")
     num_shown: int = wire_field("sh", default=0)

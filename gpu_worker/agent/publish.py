@@ -191,7 +191,7 @@ class Publisher:
             base=row.base,
             end=end,
             records=bytes(row.records),
-            ttl_ms=request.result_ttl_ms,
+            kept_ms=request.kept_ms,
             channel=channel,
             payload=self.event(channel, [], [end]) if channel else b"",
             num_speculated=row.num_speculated,
@@ -223,7 +223,7 @@ class Publisher:
             place=place,
             num_rows=len(values) // request.logits.row_bytes,
             values=values,
-            ttl_ms=request.ttl_ms + request.result_ttl_ms,
+            ttl_ms=request.ttl_ms + request.kept_ms,
         )
         reply = await self.pool.run(call)
         if isinstance(reply, int):

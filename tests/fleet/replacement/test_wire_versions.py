@@ -60,16 +60,19 @@ async def test_streams_outlive_a_worker_and_a_batcher_in_every_mix(
     broker: Broker, releases: dict[str, Path], gateway: str, batcher: str
 ) -> None:
     """The rows of a killed worker resume on a worker of the other release, that of the gateway; a standby of
-    the other release takes over from a killed batcher.
+    the other release takes over from a killed batcher; and each client goes from one gateway to the other
+    and back.
     """
     async with mixed_pool(broker.url, f"mix-{gateway}-{batcher}", STEP_MS) as pool:
         pool.start("batcher", "b0", releases[batcher])
         pool.start("gateway", "g0", releases[gateway])
+        pool.start("gateway", "g1", releases[other(gateway)])
         for name, release in (("w0", other(gateway)), ("w1", gateway)):
             pool.start("worker", name, releases[release])
         await pool.ready(num_workers=2)
         pool.start("batcher", "b1", releases[other(batcher)])
         await pool.stands_by("b1")
+        await pool.stands_by("g1")
         answers = [Stream() for _ in PROMPTS]
         async with asyncio.TaskGroup() as clients:
             for prompt, answer in zip(PROMPTS, answers, strict=True):

@@ -12,8 +12,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from api.prompts.chat_template import ChatTemplate
+from api.protocols.protocol import FINGERPRINT
 from api.requests.pool import load_tokenizer
-from api.streams.describe_answer import FINGERPRINT
 from common.messages.records import unpack_ids
 from common.messages.request import SamplingParams, StoppingParams
 from common.settings.settings import Settings

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from api.streams.describe_answer import FINGERPRINT
+from api.protocols.protocol import FINGERPRINT
 from common.messages.records import unpack_ids
 from common.messages.request import Generate
 from deploy.launcher.embedded_broker import Broker

@@ -15,6 +15,7 @@ from tests.integration.api.test_resume import LONG, num_choices, two_gateways
 from tests.support.answers.openai_frames import CHAT
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
+from tests.support.keys.issued import bearer
 from tests.support.tokenizer import ids
 from tests.support.waiting import wait_until
 
@@ -116,10 +117,6 @@ async def test_a_key_belongs_to_its_tenant_and_has_a_form(broker: Broker) -> Non
             refused = await client.post("/generate", json=BODY, headers=keyed(wrong))
             assert refused.status_code == 400 and "idempotency-key" in refused.json()["error"]
         assert len(worker.seen) == 2
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
 
 
 async def test_kept_answers_are_bounded_and_expire(

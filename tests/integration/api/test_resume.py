@@ -5,6 +5,7 @@ a request.
 
 import asyncio
 import contextlib
+import math
 import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,9 +13,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import msgpack
 import pytest
 from redis.asyncio import Redis
 
+from api.answers.answer import read_answer
 from api.lifecycle import Gateway
 from api.requests import admission, request_scripts
 from api.requests.request_scripts import cancel_request
@@ -70,24 +73,6 @@ async def read_frames(
                 break
         frames = seen.split(b"\n\n")[:-1][:count]
         return b"".join(frame + b"\n\n" for frame in frames), response.headers["content-location"]
-
-
-async def test_another_gateway_goes_on_after_the_last_frame(
-    broker: Broker, subtests: pytest.Subtests
-) -> None:
-    async with two_gateways(broker.url) as (worker, _, client, other):
-        for path, asked in REQUESTS:
-            with subtests.test(path=path, asked=asked):
-                body, num_seen = asked | {"stream": True, "resume_s": 600}, len(worker.seen)
-                first, place = await read_frames(client, path, body, 5)
-                rest, same_place = await read_frames(other, place, None, last_id=5)
-                whole, _ = await read_frames(client, place, None)
-                done = await other.get(place, headers={"last-event-id": str(len(numbered(whole)))})
-                assert first + rest == whole and place == same_place
-                ordinals = [ordinal for ordinal, _ in numbered(whole)]
-                assert ordinals == [*range(1, len(ordinals) + 1)]
-                assert done.status_code == 204
-                assert len(worker.seen) - num_seen == num_choices(body)
 
 
 async def test_tokens_that_move_while_they_are_read_are_read_again(
@@ -158,12 +143,9 @@ def num_choices(body: dict[str, Any]) -> int:
     return len(body.get("prompt", "x")) * int(body.get("n", 1))
 
 
-async def test_a_disconnect_cancels_unless_the_client_may_come_back(broker: Broker) -> None:
+async def test_a_request_is_cancelled_when_its_client_has_not_come_back_in_time(broker: Broker) -> None:
     endless = Answer(LONG.ids * 20, ends=False)
-    async with two_gateways(broker.url, endless) as (worker, gateway, client, other):
-        _, place = await read_frames(client, "/generate_stream", {"inputs": "Hi"}, 3)
-        await nothing_left(gateway, worker)
-        assert (await other.get(place)).status_code == 404
+    async with two_gateways(broker.url, endless) as (worker, _, client, other):
         headers = {"x-resume-seconds": "0.3"}
         async with client.stream("POST", "/generate_stream", json={"inputs": "Hi"}, headers=headers) as first:
             place = first.headers["content-location"]
@@ -205,16 +187,37 @@ async def test_a_finished_answer_waits_for_its_client(broker: Broker) -> None:
             assert 0 < await worker.redis.pttl(key) <= 600_000
 
 
-async def test_a_detached_request_needs_no_client(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("api.streams.describe_answer.GATEWAY_GRACE_S", 0.0)
-    async with two_gateways(broker.url) as (worker, gateway, client, other):
-        _, place = await read_frames(
-            client, "/v1/completions", {"prompt": "a", "stream": True, "detached": True}, 1
-        )
-        await wait_until(lambda: not worker.live and not gateway.pool.admission.cleanups)
-        assert worker.seen[0].gateway == "" and worker.seen[0].result_ttl_ms == 3_600_000
-        content, _ = await read_frames(other, place, None)
-        assert numbered(content)[-1][1] == "[DONE]"
+TEXT, RESPONSE = {"prompt": "a", "stream": True}, {"input": "a", "stream": True}
+LIVES: list[tuple[dict[str, Any], float | None, float, bool]] = [
+    (TEXT, None, 0.0, False),
+    (TEXT | {"resume_s": 0}, 0.0, 0.0, True),
+    (TEXT | {"resume_s": 60}, 60.0, 60.0, True),
+    (TEXT | {"detached": True}, math.inf, 3600.0, True),
+    (RESPONSE | {"store": False}, None, 0.0, True),
+    (RESPONSE | {"resume_s": 60}, 60.0, 86_400.0, True),
+    (RESPONSE | {"background": True}, math.inf, 86_400.0, True),
+]
+"""Bodies, for how long their answers go on without a client and are kept, and whether frames have numbers."""
+
+
+@pytest.mark.parametrize("key", [{}, {"idempotency-key": "k"}], ids=["", "repeatable"])
+async def test_gateways_of_the_last_release_read_and_write_the_two_numbers_in_their_words(
+    broker: Broker, key: dict[str, str]
+) -> None:
+    async with answering(broker.url, Answer(LONG.ids, ends=False)) as (worker, _, client):
+        for i, (body, goes_on_s, kept_s, is_numbered) in enumerate(LIVES):
+            path = "/v1/responses" if "input" in body else "/v1/completions"
+            headers = {name: f"{value}{i}" for name, value in key.items()}
+            async with client.stream("POST", path, json=body, headers=headers) as response:
+                name = response.headers["content-location"].split("/")[2]
+                data = await worker.redis.hget(KEYS.request(name), "answer")  # type: ignore[misc]
+            life = (math.inf if key else goes_on_s, 86_400.0 if key else kept_s, is_numbered)
+            fields = msgpack.unpackb(data)
+            del fields["nu"], fields["tm"]["go"], fields["tm"]["ke"]
+            request = worker.seen[-1]
+            assert (request.gateway == "", request.kept_ms) == (life[0] == math.inf, 1000 * max(600, life[1]))
+            for answer in (read_answer(data), read_answer(msgpack.packb(fields))):
+                assert (answer.terms.goes_on_s, answer.terms.kept_s, answer.numbered) == life, body
 
 
 async def test_an_answer_belongs_to_the_key_that_made_it(broker: Broker) -> None:

@@ -223,7 +223,9 @@ async def test_a_stream_is_as_described_and_goes_on_where_it_stopped(broker: Bro
         first, place = await read_frames(client, url(row), body, 4)
         rest, _ = await read_frames(other, place, None, last_id=4)
         again, _ = await read_frames(other, place, None)
-        assert first + rest == again
+        ordinals = [int(ordinal) for ordinal in re.findall(rb"^id: (\d+)$", again, re.MULTILINE)]
+        assert first + rest == again and ordinals == [*range(1, again.count(b"\n\n") + 1)]
+        assert (await other.get(place, headers={"last-event-id": f"{ordinals[-1]}"})).status_code == 204
         headers = {"last-event-id": "4", "x-request-id": place.split("/")[2]}
         assert (await client.post(url(row), json=body, headers=headers)).content == rest
         assert len(worker.seen) == 3

@@ -8,10 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from api.answers.answer import Rendering, ResumeTerms
+from api.answers.answer import HttpAnswer, Rendering
 from api.protocols.openai import ChunkFeed
 from api.protocols.tgi import TextRenderer
-from api.streams.describe_answer import describe_answer
 from api.streams.stream import Stream
 from common.messages.events import Tokens
 from common.messages.records import pack_floats, pack_ids, unpack_floats, unpack_ids
@@ -25,16 +24,9 @@ from tests.support.tokenizer import IM_END, TOKENIZER, ids, model_tokenizer
 
 
 def bodies_of(stream: Stream, with_details: bool = False) -> ChunkFeed:
-    answer = describe_answer(
-        request_id="r",
-        route="/generate_stream",
-        streamed=True,
-        model="m",
-        requests=[stream.request],
-        prefixes=[""],
-        rendering=Rendering(details=with_details),
-        terms=ResumeTerms(),
-        created_s=0,
+    rendering = Rendering(details=with_details)
+    answer = HttpAnswer(
+        "r", "/generate_stream", True, 0, "m", "f", 1, [b""], [stream.request], [""], rendering
     )
     return ChunkFeed(TextRenderer(answer, [stream]))
 

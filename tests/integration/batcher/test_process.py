@@ -56,8 +56,8 @@ async def test_requests_of_a_dead_gateway_are_cancelled_after_their_grace(
     broker: Broker, redis: Redis
 ) -> None:
     with batcher(broker.url):
-        await admit(redis, "r1", grace_ms=300)
-        await admit(redis, "r2", grace_ms=600_000)
+        await admit(redis, "r1", goes_on_ms=300)
+        await admit(redis, "r2", goes_on_ms=600_000)
         await wait_until(lambda: waiting(redis, 2))
         await redis.delete(KEYS.gateway("g"))
         assert "gateway" in (await ended(redis, "r1")).error
@@ -199,7 +199,7 @@ async def jumping_redis(jumping: JumpingBroker) -> AsyncIterator[Redis]:
 async def admit_two(redis: Redis, short_ms: int) -> None:
     """Admit a request with much time, and one with little. Returns when the batcher has, or has had, both."""
     await admit(redis, "long", ttl_ms=600_000)
-    await admit(redis, "short", ttl_ms=short_ms, result_ttl_ms=CENTURY_MS)
+    await admit(redis, "short", ttl_ms=short_ms, kept_ms=CENTURY_MS)
 
     async def taken() -> bool:
         return await waiting(redis, 2) or bool(await redis.hexists(KEYS.request("short"), "terminal"))  # type: ignore[misc]

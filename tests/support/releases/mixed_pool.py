@@ -6,11 +6,13 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 
-from benchmarks.client import Stream, stream
+from benchmarks.client import EventReader, Stream
 from tests.support.chaos.engine import STEP_MS, generate
 from tests.support.machine.ports import free_port
 from tests.support.tokenizer import ids
@@ -25,6 +27,7 @@ class MixedPool:
     """Processes of one pool. `release` of each is the root of its files.
 
     Attributes:
+        other_port: of the second gateway, `g1`, if there is one.
         running: processes by name.
     """
 
@@ -32,6 +35,7 @@ class MixedPool:
     pool: str
     step_ms: int
     port: int = field(default_factory=free_port)
+    other_port: int = field(default_factory=free_port)
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
@@ -39,7 +43,8 @@ class MixedPool:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self, kind: str, name: str, release: Path, **settings: str) -> None:
-        own = {"REDIS_URL": self.url, "POOL": self.pool, "PORT": str(self.port), STEP_MS: str(self.step_ms)}
+        port = self.other_port if name == "g1" else self.port
+        own = {"REDIS_URL": self.url, "POOL": self.pool, "PORT": str(port), STEP_MS: str(self.step_ms)}
         names = {"PROCESS_NAME": name, "PARENT_PID": str(os.getpid()), "PYTHONPATH": str(release)}
         command = [sys.executable, "-P", "-m", MODULES[kind]]
         self.running[name] = subprocess.Popen(
@@ -75,8 +80,18 @@ class MixedPool:
             await wait_until(is_there)
 
     async def ask(self, prompt: str, num_tokens: int, answer: Stream) -> None:
-        body = {"inputs": prompt, "parameters": {"max_new_tokens": num_tokens}}
-        await stream(f"{self.base_url}/generate_stream", body, answer)
+        """Ask, and come back after each third of the answer, to the other gateway if there is one."""
+        body = {"inputs": prompt, "parameters": {"max_new_tokens": num_tokens}, "resume_s": 60}
+        ports = cycle((self.port, self.other_port) if "g1" in self.running else (self.port,))
+        reader = EventReader(self.base_url)
+        frames = reader.post("/generate_stream", body)
+        while len(answer.frames) < num_tokens:
+            reader.url = urlsplit(f"http://127.0.0.1:{next(ports)}")
+            async for frame in frames:
+                answer.frames.append(frame)
+                if len(answer.frames) % (num_tokens // 3) == 0:
+                    break
+            frames = reader.go_on()
 
 
 @contextlib.asynccontextmanager

@@ -133,8 +133,8 @@ def test_a_debt_lasts_while_nothing_new_is_heard_of_it() -> None:
 # --- housekeeping -------------------------------------------------------------------------------------------
 
 
-def sequence(request_id: str, gateway: str, grace_ms: int) -> Sequence:
-    request = replace(make_request(request_id), gateway=gateway, grace_ms=grace_ms)
+def sequence(request_id: str, gateway: str, goes_on_ms: int) -> Sequence:
+    request = replace(make_request(request_id), gateway=gateway, goes_on_ms=goes_on_ms)
     return Sequence(request, "1-0", 10**15)
 
 

@@ -94,7 +94,7 @@ async def test_what_a_dead_worker_has_left_is_counted_when_it_is_saved(redis: Re
         assert await total(redis) == Used(1, 20, 16, 7)
     await publish_plan(redis, "5-2", [("r1", 2, 7)])
     call = batcher_scripts.finish(
-        KEYS, terminal_for("r1", "timeout", 7), records=b"", ttl_ms=1000, channel="", payload=b""
+        KEYS, terminal_for("r1", "timeout", 7), records=b"", kept_ms=1000, channel="", payload=b""
     )
     assert await run_script(redis, call)
     assert (await total(redis)).generated == 7

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from api.jobs import validated_job
 from api.jobs.arq_client import ArqClient
 from api.jobs.consumer import submit_lost
-from api.jobs.job import Job, read_job
+from api.jobs.job import read_job
 from api.lifecycle import Gateway
-from api.requests.pool import Pool
+from api.protocols.protocol import Context
+from api.requests.validate import GenerationParams
 from common.broker.client import connect
 from common.broker.pool_client import PoolClient
 from common.settings.settings import Settings
@@ -360,18 +360,18 @@ async def test_a_job_that_ended_two_gateways_is_failed_by_name(
     service: Service, worker: FakeWorker, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gateways that stop in order while they validate it do not count."""
-    validating, validate = asyncio.Event(), validated_job.run
+    validating, validate = asyncio.Event(), Context.validate
 
-    async def validate_or_hang(pool: Pool, job: Job, model: str) -> Any:
-        if pool.gateway == "last":
-            return await validate(pool, job, model)
+    async def validate_or_hang(context: Context, params: GenerationParams) -> Any:
+        if context.pool.gateway == "last":
+            return await validate(context, params)
         validating.set()
         return await asyncio.Future()
 
     async def send_nothing(*_: Any) -> None:
         raise ConnectionError
 
-    monkeypatch.setattr(validated_job, "run", validate_or_hang)
+    monkeypatch.setattr(Context, "validate", validate_or_hang)
     await service.submit(id="slow", inputs="Count.")
     for i in range(3):
         async with running_gateway(broker.url, f"g{i}", worker_ttl_s=0.3):

@@ -132,7 +132,7 @@ async def test_a_result_with_other_tokens_is_withdrawn(redis: Redis, relay: Rela
     await run_script(
         redis,
         batcher_scripts.finish(
-            KEYS, Terminal("r", "length", 2), records=records, ttl_ms=60_000, channel="", payload=b""
+            KEYS, Terminal("r", "length", 2), records=records, kept_ms=60_000, channel="", payload=b""
         ),
     )
     await publish(relay, 2, end(2))

@@ -41,12 +41,12 @@ common.messages.kept_answer common.messages.plan common.messages.request
 WIRE = """
 Reading ca re pe to na pa ol sr ei
 Rendering dt lp us ru sk is po rd ti ni pt js
-ResumeTerms ow rs de so rt bo
+AnswerTerms ow rs de so rt bo go ke
 ResponseParts f b i
 InferOutputs i o
 VectorAnswer f b d n q r t x
 AnswerTrace r p s
-HttpAnswer id ro st cr mo fp n pr rq px re tm rp in tr ve
+HttpAnswer id ro st cr mo fp n pr rq px re tm rp in tr ve nu
 PoolAdapter n p d s r b a f
 HeldAdapters l r
 AdapterLoad r

@@ -111,7 +111,7 @@ async def test_only_the_first_terminal_is_published(redis: Redis, published: Pub
     await create_logs(redis)
 
     async def finish(end: Terminal, payload: bytes) -> bool:
-        call = batcher_scripts.finish(KEYS, end, records=b"", ttl_ms=60_000, channel="ch", payload=payload)
+        call = batcher_scripts.finish(KEYS, end, records=b"", kept_ms=60_000, channel="ch", payload=payload)
         return await run_script(redis, call)
 
     assert await finish(Terminal("r1", "cancelled", 1, "cancelled: client", "cancelled"), b"cancelled")
