@@ -144,8 +144,7 @@ def num_choices(body: dict[str, Any]) -> int:
 
 
 async def test_a_request_is_cancelled_when_its_client_has_not_come_back_in_time(broker: Broker) -> None:
-    endless = Answer(LONG.ids * 20, ends=False)
-    async with two_gateways(broker.url, endless) as (worker, _, client, other):
+    async with two_gateways(broker.url, ENDLESS) as (worker, _, client, other):
         headers = {"x-resume-seconds": "0.3"}
         async with client.stream("POST", "/generate_stream", json={"inputs": "Hi"}, headers=headers) as first:
             place = first.headers["content-location"]
@@ -176,17 +175,6 @@ async def test_the_time_stops_when_the_client_is_back(broker: Broker) -> None:
     assert numbered(rest)[-1][0] == len(LONG.ids) + 1
 
 
-async def test_a_finished_answer_waits_for_its_client(broker: Broker) -> None:
-    async with two_gateways(broker.url) as (worker, gateway, client, other):
-        whole, place = await read_frames(client, "/generate_stream", BODY)
-        await wait_until(lambda: not gateway.pool.admission.cleanups)
-        rest, _ = await read_frames(other, place, None, last_id=4)
-        assert whole.endswith(rest) and numbered(rest)[0][0] == 5
-        request_id = place.split("/")[2]
-        for key in (worker.keys.request(request_id), worker.keys.tokens(request_id)):
-            assert 0 < await worker.redis.pttl(key) <= 600_000
-
-
 TEXT, RESPONSE = {"prompt": "a", "stream": True}, {"input": "a", "stream": True}
 LIVES: list[tuple[dict[str, Any], float | None, float, bool]] = [
     (TEXT, None, 0.0, False),
@@ -200,24 +188,26 @@ LIVES: list[tuple[dict[str, Any], float | None, float, bool]] = [
 """Bodies, for how long their answers go on without a client and are kept, and whether frames have numbers."""
 
 
-@pytest.mark.parametrize("key", [{}, {"idempotency-key": "k"}], ids=["", "repeatable"])
+@pytest.mark.parametrize("repeatable", [False, True])
 async def test_gateways_of_the_last_release_read_and_write_the_two_numbers_in_their_words(
-    broker: Broker, key: dict[str, str]
+    broker: Broker, repeatable: bool
 ) -> None:
-    async with answering(broker.url, Answer(LONG.ids, ends=False)) as (worker, _, client):
-        for i, (body, goes_on_s, kept_s, is_numbered) in enumerate(LIVES):
+    async with answering(broker.url, ENDLESS) as (worker, _, client):
+        for i, (body, *life) in enumerate(LIVES):
             path = "/v1/responses" if "input" in body else "/v1/completions"
-            headers = {name: f"{value}{i}" for name, value in key.items()}
+            headers = {"idempotency-key": f"k{i}"} if repeatable else {}
             async with client.stream("POST", path, json=body, headers=headers) as response:
-                name = response.headers["content-location"].split("/")[2]
-                data = await worker.redis.hget(KEYS.request(name), "answer")  # type: ignore[misc]
-            life = (math.inf if key else goes_on_s, 86_400.0 if key else kept_s, is_numbered)
+                key = KEYS.request(response.headers["content-location"].split("/")[2])
+                data = await worker.redis.hget(key, "answer")  # type: ignore[misc]
+            await wait_until(lambda count=i: len(worker.seen) > count)
+            goes_on_s, kept_s, is_numbered = (math.inf, 86_400.0, life[2]) if repeatable else life
+            request = (worker.seen[i].gateway == "", worker.seen[i].kept_ms)
+            assert request == (goes_on_s == math.inf, 1000 * max(600, kept_s))
             fields = msgpack.unpackb(data)
             del fields["nu"], fields["tm"]["go"], fields["tm"]["ke"]
-            request = worker.seen[-1]
-            assert (request.gateway == "", request.kept_ms) == (life[0] == math.inf, 1000 * max(600, life[1]))
             for answer in (read_answer(data), read_answer(msgpack.packb(fields))):
-                assert (answer.terms.goes_on_s, answer.terms.kept_s, answer.numbered) == life, body
+                assert (answer.terms.goes_on_s, answer.terms.kept_s) == (goes_on_s, kept_s), body
+                assert answer.numbered == is_numbered, body
 
 
 async def test_an_answer_belongs_to_the_key_that_made_it(broker: Broker) -> None:
@@ -235,8 +225,7 @@ async def test_an_answer_belongs_to_the_key_that_made_it(broker: Broker) -> None
 
 
 async def test_a_wrong_last_event_id_is_refused_by_name(broker: Broker) -> None:
-    endless = Answer(LONG.ids, ends=False)
-    async with two_gateways(broker.url, endless) as (_, _, client, other):
+    async with two_gateways(broker.url, ENDLESS) as (_, _, client, other):
         _, place = await read_frames(client, "/generate_stream", BODY, 2)
         for wrong in ("-1", "x", "1.5", "", "999999", "9" * 40):
             refused = await other.get(place, headers={"last-event-id": wrong})
