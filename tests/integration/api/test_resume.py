@@ -194,15 +194,15 @@ async def test_gateways_of_the_last_release_read_and_write_the_two_numbers_in_th
 ) -> None:
     async with answering(broker.url, ENDLESS) as (worker, _, client):
         for i, (body, *life) in enumerate(LIVES):
-            path = "/v1/responses" if "input" in body else "/v1/completions"
             headers = {"idempotency-key": f"k{i}"} if repeatable else {}
+            path = "/v1/responses" if "input" in body else "/v1/completions"
             async with client.stream("POST", path, json=body, headers=headers) as response:
                 key = KEYS.request(response.headers["content-location"].split("/")[2])
                 data = await worker.redis.hget(key, "answer")  # type: ignore[misc]
             await wait_until(lambda count=i: len(worker.seen) > count)
             life = [math.inf, 86_400.0, life[2]] if repeatable else life
-            seen = worker.seen[i]
-            assert (seen.gateway == "", seen.kept_ms) == (life[0] == math.inf, 1000 * max(600, life[1]))
+            found = worker.seen[i].gateway == "", worker.seen[i].kept_ms
+            assert found == (life[0] == math.inf, 1000 * max(600, life[1])), body
             fields = msgpack.unpackb(data)
             del fields["nu"], fields["tm"]["go"], fields["tm"]["ke"]
             for answer in (read_answer(data), read_answer(msgpack.packb(fields))):
