@@ -51,12 +51,12 @@ async def keep_socket(
     """
     if (answer_socket := socket_of(scope)) is None:
         return
-    requests, packed, channel = None, streams[0].answer, streams[0].request.channel
+    packed, channel = streams[0].answer, streams[0].request.channel
     digests = [stream.request.digest for stream in streams]
-    if len(packed) + sum(map(len, digests)) <= MAX_ANSWER_BYTES:  # else it is too long for the keeper
-        is_kept = answer.terms.kept_s > 0
-        requests = KeptRequests(pool_of(channel), channel, digests, packed, is_kept)
-    await answer_socket.keep(answer.request_id, reader, num_seen, comment, extra, requests)
+    requests = KeptRequests(pool_of(channel), channel, digests, packed, is_kept=answer.terms.kept_s > 0)
+    fits = len(packed) + sum(map(len, digests)) <= MAX_ANSWER_BYTES  # in a datagram to the keeper
+    kept = requests if fits else None
+    await answer_socket.keep(answer.request_id, reader, num_seen, comment, extra, kept)
 
 
 def release_all(
