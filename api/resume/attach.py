@@ -104,7 +104,7 @@ async def read_committed(pool: Pool, answer: HttpAnswer, channel: str) -> list[S
     return streams
 
 
-async def read_fields(pool: Pool, answer: HttpAnswer, names: Sequence[str]) -> list[Any]:
+async def read_fields(pool: Pool, answer: HttpAnswer, names: list[str]) -> list[Any]:
     """These fields of each choice's hash; None for one that is missing. Raises ApiError (503)."""
     async with asking_broker():
         pipe = pool.client.redis.pipeline(transaction=False)
