@@ -205,8 +205,9 @@ async def test_gateways_of_the_last_release_read_and_write_the_two_numbers_in_th
             for answer in (read_answer(data), read_answer(msgpack.packb(fields))):
                 assert (answer.terms.goes_on_s, answer.terms.kept_s, answer.numbered) == lives[i], body
         await wait_until(lambda: len(worker.seen) == len(LIVES))
-        found = [(one.gateway == "", one.kept_ms) for one in worker.seen]
-        assert found == [(life[0] == math.inf, 1000 * max(600, life[1])) for life in lives]
+        assert [(one.gateway == "", one.kept_ms) for one in worker.seen] == [
+            (goes_on_s == math.inf, 1000 * max(600, kept_s)) for goes_on_s, kept_s, _ in lives
+        ]
 
 
 async def test_an_answer_belongs_to_the_key_that_made_it(broker: Broker) -> None:
