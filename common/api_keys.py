@@ -30,8 +30,7 @@ from common.broker.pool_client import VERSION, ChangeRefused, PoolClient
 from common.ids import KEY_ID, TENANT
 from common.messages.codec import decode, decode_fields, encode, wire_field
 from common.settings.settings import MAX_WEIGHT, MIN_WEIGHT
-from common.settings.types import MAX_NUMBER
-from common.webhook_secret import key_of_secret
+from common.settings.types import MAX_NUMBER, key_of_secret
 
 STATIC_KEY_ID = "api_key"
 """Public name of the key in API_KEY, where there are other keys as well."""

@@ -40,14 +40,20 @@ CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_l
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty without such a file. Raises SettingError."""
+    content: dict[str, Any] = load_json(path, dict, "object")
+    return content
+
+
+def load_json(path: Path, kind: type[Any], words: str) -> Any:
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return {}
+        return kind()
     except (ValueError, RecursionError) as error:
         raise SettingError("model_id", f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise SettingError("model_id", f"{path} is no JSON object")
+    if not isinstance(content, kind):
+        raise SettingError("model_id", f"{path} is no JSON {words}")
     return content
 
 

@@ -4,14 +4,13 @@ Files are those of sentence-transformers (modules.json and the folders that it n
 sentence_bert_config.json, config_sentence_transformers.json) beside transformers' config.json.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from common.messages.request import CLASSIFY, EMBED
-from common.model_files import context_length, read_json
+from common.model_files import context_length, load_json, read_json
 from common.settings.settings import SettingError, Settings
 
 ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "modernbert")
@@ -139,13 +138,8 @@ def read_modules(path: Path) -> dict[str, list[Path]]:
 
 def read_list(file: Path) -> list[dict[str, Any]]:
     """The objects of a JSON file that has a list; none without such a file. Raises SettingError."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return []
-    except ValueError as error:
-        raise SettingError("model_id", f"{file} is not JSON: {error}") from error
-    if not isinstance(content, list) or not all(isinstance(item, dict) for item in content):
+    content: list[dict[str, Any]] = load_json(file, list, "list of objects")
+    if not all(isinstance(item, dict) for item in content):
         raise SettingError("model_id", f"{file} is no JSON list of objects")
     return content
 

@@ -81,10 +81,6 @@ class SentinelPool(SentinelConnectionPool):
                 await sentinel.aclose()
 
 
-def is_sentinel_url(url: str) -> bool:
-    return url.partition("://")[0].lower() in SENTINEL_SCHEMES
-
-
 def connect_to_primary(url: str, **options: Any) -> redis.asyncio.Redis:
     """Return a client of the primary that Redis Sentinel names; after a failover, of the new one.
 
@@ -140,7 +136,8 @@ def connect(url: str, **options: Any) -> redis.asyncio.Redis:
     if url.startswith("rediss"):
         defaults["ssl_check_hostname"] = True
     url, password = take_password(url)
-    make_client = connect_to_primary if is_sentinel_url(url) else redis.asyncio.Redis.from_url
+    is_watched = url.partition("://")[0].lower() in SENTINEL_SCHEMES
+    make_client = connect_to_primary if is_watched else redis.asyncio.Redis.from_url
     client: redis.asyncio.Redis = make_client(url, **(defaults | password | options))
     pool = client.connection_pool
     is_unix = pool.connection_class is UnixDomainSocketConnection

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 
 from common.broker.client import connect_setting
 from common.broker.keys import LEASE_S, Keys
-from common.broker.lua import Args, ScriptCall, call_script, run_script
+from common.broker.lua import Args, call_script, run_script
 from common.messages.codec import decode_fields, encode, wire_field
 from common.settings.settings import Settings
 
@@ -87,7 +87,9 @@ def join(scheme: str, user: str, place: str, options: dict[str, str]) -> str:
 
 
 SILENT_S = 2 * LEASE_S
-"""A pool that has written nothing for this time has no batcher that works, or no broker."""
+"""A pool that has written nothing for this time has no batcher that works, or no broker, and no right to its
+name any more.
+"""
 TTL_S = 3600
 """Time after which a silent pool leaves the directory."""
 
@@ -132,8 +134,9 @@ class DirectoryClient:
         """Write a pool's entry. Returns the address of another broker that has a pool of this name, and then
         writes nothing; empty otherwise.
         """
-        call = publish_pool(Keys(pool), entry, silent_s=SILENT_S, ttl_s=TTL_S)
-        return await run_script(self.redis, call)
+        args: Args = {"pool": pool, "entry": encode(entry), "address": entry.address}
+        args |= {"silent_s": SILENT_S, "ttl_s": TTL_S}
+        return await run_script(self.redis, call_script("publish_pool", bytes.decode, Keys(pool), args=args))
 
     async def read(self) -> DirectoryContent:
         async with self.redis.pipeline(transaction=False) as pipe:
@@ -156,21 +159,3 @@ class DirectoryClient:
             await self.redis.hset(Keys.model_shares, mapping={model: shares})  # type: ignore[misc]
         else:
             await self.redis.hdel(Keys.model_shares, model)  # type: ignore[misc]
-
-
-def publish_pool(keys: Keys, entry: PoolEntry, *, silent_s: float, ttl_s: int) -> ScriptCall[str]:
-    """Write a pool's entry to the directory. The reply is the address of another broker that has a pool of
-    this name; empty if there is none.
-
-    Args:
-        silent_s: time after which a pool that says nothing has no right to its name any more.
-        ttl_s: time after which it leaves the directory.
-    """
-    args: Args = {
-        "pool": keys.pool,
-        "entry": encode(entry),
-        "address": entry.address,
-        "silent_s": silent_s,
-        "ttl_s": ttl_s,
-    }
-    return call_script("publish_pool", bytes.decode, keys, args=args)

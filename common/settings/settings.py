@@ -18,8 +18,7 @@ from common.settings.fields import SettingFields
 from common.settings.flags import OPTIONS, check_option
 from common.settings.ranges import read_overrides
 from common.settings.speculation import Speculation, read_speculation
-from common.settings.types import AdapterSource, SettingError, one_line_errors, read_adapters
-from common.webhook_secret import key_of_secret
+from common.settings.types import AdapterSource, SettingError, key_of_secret, one_line_errors, read_adapters
 
 __all__ = ["SettingError", "Settings"]
 

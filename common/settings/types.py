@@ -1,7 +1,8 @@
-"""Types of settings: the range and the spellings of a value, checked by pydantic; and the adapters that
-LORA_ADAPTERS names, in TGI's spellings and in vLLM's.
+"""Types of settings: the range and the spellings of a value, checked by pydantic; webhooks' secrets; and the
+adapters that LORA_ADAPTERS names, in TGI's spellings and in vLLM's.
 """
 
+import base64
 import contextlib
 import json
 import re
@@ -22,8 +23,8 @@ MAX_PROCESSES = 1024
 """Processes of one kind, or threads: more than a machine can use, but too few to stop it."""
 LIMIT = re.compile(r"([a-z]+)=(\d+)")
 """vLLM's older form of `limit_mm_per_prompt`."""
-NEXT_URL = re.compile(r",(?=[^,=/:?]+=)")
-"""The comma before the next `pool=`."""
+NEXT_URL = r",(?=[^,=/:?]+=)"
+"""The comma before the next `pool=`: a URL of Sentinel has commas itself, which no name follows."""
 KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 LEVELS = {"trace": "debug", "warn": "warning", "critical": "error"}
 KV_DTYPES = {"fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"}
@@ -68,15 +69,11 @@ def to_num_pictures(value: Any) -> Any:
     return value
 
 
-def to_list(value: Any) -> Any:
-    return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
-
-
-def to_urls(value: Any) -> Any:
-    """The words of `a=redis://…,b=…`. A URL of Sentinel has commas itself: no name follows those."""
-    return (
-        [word.strip() for word in NEXT_URL.split(value) if word.strip()] if isinstance(value, str) else value
-    )
+def to_list(value: Any, comma: str = ",") -> Any:
+    """The words of a text; `comma` is a regex of what divides them."""
+    if not isinstance(value, str):
+        return value
+    return [word.strip() for word in re.split(comma, value) if word.strip()]
 
 
 def to_level(text: str) -> str:
@@ -107,7 +104,7 @@ Processes = Annotated[Number, Field(ge=1, le=MAX_PROCESSES)]
 Port = Annotated[Number, Field(le=MAX_PORT)]
 Seconds = Annotated[float, Field(ge=0, le=WEEK_S)]
 Words = Annotated[tuple[str, ...], BeforeValidator(to_list)]
-PoolUrls = Annotated[tuple[str, ...], BeforeValidator(to_urls)]
+PoolUrls = Annotated[tuple[str, ...], BeforeValidator(lambda value: to_list(value, NEXT_URL))]
 Url = Annotated[str, BeforeValidator(lambda text: text.strip().replace("grpc://", "http://", 1))]
 """A URL of HTTP; `grpc://` is vLLM's spelling of a receiver of traces."""
 Device = Annotated[Literal["auto", "cpu", "cuda"], spelled({})]
@@ -122,6 +119,22 @@ RopeScaling = Annotated[Literal["linear", "dynamic"], spelled({})]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(to_level)]
 Quantize = Annotated[str, BeforeValidator(to_method)]
 """A worker refuses a method that its model does not have (gpu_worker/engine/model/config.py)."""
+
+
+SECRET_PREFIX = "whsec_"
+MIN_SECRET, MAX_SECRET = 24, 64
+"""Bytes of a webhook's secret, by Standard Webhooks."""
+
+
+def key_of_secret(secret: str) -> bytes:
+    """The bytes of a webhook's secret. Raises ValueError, which says how a secret must look."""
+    try:
+        key = base64.b64decode(secret.removeprefix(SECRET_PREFIX), validate=True)
+    except ValueError:
+        key = b""
+    if not secret.startswith(SECRET_PREFIX) or not MIN_SECRET <= len(key) <= MAX_SECRET:
+        raise ValueError(f"must be {SECRET_PREFIX} and the base64 of {MIN_SECRET} to {MAX_SECRET} bytes")
+    return key
 
 
 @contextlib.contextmanager
@@ -160,7 +173,7 @@ def convert(kind: type[T], text: str, name: str) -> T:
         return TypeAdapter(kind).validate_python(text)
 
 
-NEXT_ADAPTER = re.compile(r",(?![^{]*\})")
+NEXT_ADAPTER = r",(?![^{]*\})"
 """A comma between two adapters: not one inside of a JSON object."""
 
 
@@ -179,8 +192,7 @@ def to_adapters(value: Any) -> Any:
     """Words `name=path`, of `id`, `id@revision`, `name=path@revision`, or `{"name": …, "path": …}`."""
     if not isinstance(value, str):
         return value
-    words = NEXT_ADAPTER.split(value.strip().removeprefix("[").removesuffix("]"))
-    return [to_word(word.strip()) for word in words if word.strip()]
+    return [*map(to_word, to_list(value.strip().removeprefix("[").removesuffix("]"), NEXT_ADAPTER))]
 
 
 def to_word(word: str) -> str:
