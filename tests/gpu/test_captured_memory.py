@@ -53,7 +53,7 @@ def replay(graphs: CudaGraphs, size: int) -> torch.Tensor:
     inputs = np.vstack((ids, positions, positions, slots, np.arange(1, 1 + size)[None]))
     with torch.inference_mode():
         graphs.copy_inputs(inputs.astype(np.int32), size)
-        graphs.graphs[PLAIN][size]()
+        graphs.graphs[size, PLAIN]()
         return graphs.logits[:size].clone()
 
 
@@ -68,7 +68,7 @@ def test_replays_are_the_same_whatever_is_allocated_between_them(
     graphs = engine.graphs
     assert isinstance(graphs, CudaGraphs)
     engine.fill([np.arange(1, 1 + SETTINGS["max_batch_size"], dtype=np.int32)], 0.5)
-    sizes = [size for size in graphs.graphs[PLAIN] if size <= SETTINGS["max_batch_size"]]
+    sizes = [size for size, _ in graphs.graphs if size <= SETTINGS["max_batch_size"]]
     first = {size: replay(graphs, size) for size in sizes}
     for size in (*sizes, *reversed(sizes), *sizes):
         parts = warmup.prompt_parts(64, 64, engine.loaded.vocab_size, engine.block_size)
@@ -111,7 +111,8 @@ def test_all_graphs_share_the_memory_of_the_largest(
     """And replays of all of them take nothing more."""
     engine = engine_of(device, tmp_path, monkeypatch)
     assert isinstance(engine.graphs, CudaGraphs)
-    sizes, largest = sorted(engine.graphs.graphs[PLAIN]), max(engine.graphs.graphs[PLAIN])
+    sizes = sorted({size for size, _ in engine.graphs.graphs})
+    largest = sizes[-1]
     taken = dict[str, int]()
     for what, some in (("largest", [largest]), ("all", sizes)):
         engine.graphs = None

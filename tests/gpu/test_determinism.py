@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_worker.engine.cuda.graphs import FixedShapeGraph
+from gpu_worker.engine.cuda.graphs import CudaGraphs
 from gpu_worker.engine.model import load, warmup
 from tests.support.engine import tiny_models
 from tests.support.engine.on_cuda import (  # noqa: F401
@@ -36,7 +36,7 @@ def test_bits_do_not_depend_on_what_runs_beside_a_row(
         monkeypatch.setattr(load, "nondeterministic_because", lambda *arguments: "")
         monkeypatch.setattr(warmup, "FIXED_TOKENS", 12)
     engine = engine_on(device, tmp_path, monkeypatch, dtype="bfloat16", deterministic=True)
-    assert isinstance(engine.graphs, FixedShapeGraph)
+    assert isinstance(engine.graphs, CudaGraphs) and engine.graphs.is_fixed
     rows = list(range(len(prompts())))
     alone = {row: play(engine, [row], 1000, {}, tiny=True)[row] for row in rows}
     for _ in range(TIMES if device == "cuda" else 1):

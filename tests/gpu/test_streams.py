@@ -136,7 +136,7 @@ def test_captured_plans_are_those_of_their_own_replay(
     def replay(inputs: Any) -> torch.Tensor:
         assert isinstance(graphs, CudaGraphs)
         graphs.copy_inputs(inputs, 1)
-        graphs.graphs[PLAIN][1]()
+        graphs.graphs[1, PLAIN]()
         return graphs.logits[:1].clone()
 
     with torch.inference_mode():

@@ -1,7 +1,10 @@
 """CUDA graphs of steps with few tokens: the host launches a step at once, not operation by operation, which
 would take it about a millisecond a layer. A token of a prompt is computed there as a row that decodes.
 
-With DETERMINISTIC one graph of a fixed shape computes all steps (FixedShapeGraph).
+With DETERMINISTIC one graph of a fixed shape computes all steps. What a product, a norm or attention makes
+of a row depends on shapes, which decide how sums are split, not on the other rows. So with one shape a
+token's bits are the same in any batch, chunk or resume. XQA splits rows by their number, the heads and the
+width of the table, all fixed by the graph.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,10 +67,13 @@ def graph_sizes(max_rows: int, max_tokens: int) -> list[int]:
 
 
 class CudaGraphs:
-    """One graph for each number of rows. Graphs read and write tensors at fixed places: a step's inputs are
-    copied there. A proposal counts as a row here, as in batch/inputs.py, and so does each token of a prompt.
+    """Graphs by number of rows and variant. They read and write tensors at fixed places: a step's inputs
+    are copied there. A proposal counts as a row here, as in batch/inputs.py, and so does each token of a
+    prompt.
 
     Attributes:
+        is_fixed: one graph computes all steps, in chunks of its size. K and V of a chunk are written before
+            attention reads them: a token sees those before it in its own chunk, too.
         takes_prompts: steps with prompts may run here, too. Not in models with states, whose tokens follow
             each other, or whose positions depend on the length of the prompt; and not if heads draft by the
             hidden states of prompts.
@@ -77,25 +83,32 @@ class CudaGraphs:
             be smaller.
         table: int32 [max_rows, max_blocks]; the rows' blocks.
         slots: int32 [max_rows]; the rows' slots of states.
-        graphs: by variant, then by number of rows: replays a step.
+        graphs: by number of rows, in order, and variant: replays a step.
         tabled: the blocks that the first lines of `table` have, and the size of the step that left them.
-        previous: int64 [max_rows]; ids that the step in flight samples.
+        previous: int64 [max_samples]; ids that the step in flight samples.
         logits: [max_rows, vocabulary] of the model's dtype.
     """
 
-    def __init__(self, loaded: LoadedModel, max_rows: int, max_blocks: int) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        max_rows: int,
+        max_blocks: int,
+        max_samples: int | None = None,
+        is_fixed: bool = False,
+    ) -> None:
         self.loaded = loaded
+        self.is_fixed = is_fixed
         self.takes_prompts = loaded.computes_tokens_alone
         self.device = device = loaded.device
-        self.max_rows = max_rows
         self.ids, self.positions, self.rotary, self.slots = (
             torch.zeros(max_rows, dtype=torch.int32, device=device) for _ in range(4)
         )
         self.table = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
-        self.previous = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.previous = torch.zeros(max_samples or max_rows, dtype=torch.int64, device=device)
         self.logits = torch.zeros(max_rows, loaded.vocab_size, dtype=loaded.geometry.dtype, device=device)
         self.tabled: tuple[int, list[Int32]] = (0, [])
-        self.graphs: dict[str, dict[int, Replay]] = {variant: {} for variant in VARIANTS}
+        self.graphs: dict[tuple[int, str], Replay] = {}
 
     def capture(self, capture: Capture, sizes: Sequence[int], longest: int = 1) -> None:
         """Capture the largest size first: the others share its memory. If rows of up to `longest` tokens are
@@ -112,8 +125,12 @@ class CudaGraphs:
             }
             for variant in filter(are_captured.__getitem__, VARIANTS):
                 self.loaded.set_adapters(NO_TOKENS if variant == ADAPTED else None)
-                self.graphs[variant][size] = capture(partial(self.forward, size, variant == SPLIT))
-        self.graphs = {variant: dict(sorted(found.items())) for variant, found in self.graphs.items()}
+                self.graphs[size, variant] = capture(partial(self.forward, size, variant == SPLIT))
+        self.graphs = dict(sorted(self.graphs.items()))
+
+    def size_of(self, rows: int, variant: str) -> int:
+        """The smallest size of a variant that has room for so many rows; 0 if none has."""
+        return next((size for size, own in self.graphs if own == variant and size >= rows), 0)
 
     def forward(self, size: int, is_split: bool) -> None:
         ids = fill_pending_ids(self.ids[:size].long(), self.previous)
@@ -122,15 +139,15 @@ class CudaGraphs:
         self.logits[:size].copy_(self.loaded.decode(*inputs, is_split, *own))
 
     def can_run(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> bool:
-        """Whether the largest graph has room for all tokens. Slices are arranged: rows that decode come
-        first.
-        """
+        """Whether a graph has room for all tokens. Slices are arranged: rows that decode come first."""
+        if self.is_fixed:
+            return True
         num_tokens = sum(row_slice.count for row_slice in slices)
         rows = max(num_tokens, 0 if previous is None else len(previous))
-        takes_adapters = self.loaded.adapters is None or self.graphs[ADAPTED]
+        takes_adapters = self.loaded.adapters is None or self.size_of(1, ADAPTED)
         if not takes_adapters and any(row_slice.row.adapter for row_slice in slices):
             return False
-        if rows > max(self.graphs[PLAIN], default=0):
+        if not self.size_of(rows, PLAIN):
             return False
         if slices[-1].decodes or not self.takes_prompts:
             return slices[-1].decodes
@@ -146,24 +163,32 @@ class CudaGraphs:
         rows = len(positions)
         adapters = adapted_step(slices) if self.loaded.adapters else None
         self.loaded.set_adapters(adapters)
-        graphs = self.graphs[ADAPTED if adapters else self.variant_of(positions)]
-        size = next(size for size in graphs if size >= rows)
+        variant = ADAPTED if adapters else self.variant_of(positions)
+        size = len(self.ids) if self.is_fixed else self.size_of(rows, variant)
         blocks = blocks_of(slices)
         stay = self.loaded.backend.plan_free and self.tabled[0] == size and are_same(blocks, self.tabled[1])
-        self.copy_inputs(inputs_of(slices, positions, size, () if stay else blocks), size)
+        chunks = range(0, rows, size)
+        inputs = inputs_of(slices, positions, len(chunks) * size, () if stay and len(chunks) == 1 else blocks)
         self.tabled = size, blocks
         if previous is not None:
             self.previous[: len(previous)].copy_(previous)
-        graphs[size]()
+        places = None if len(chunks) == 1 and slices[-1].decodes else logit_positions(slices)
+        logits = []
+        for begin in chunks:
+            self.copy_inputs(inputs[:, begin : begin + size], size)
+            self.graphs[size, variant]()
+            if places is None:
+                logits.append(self.logits[:rows])
+            else:
+                inside = places[(places >= begin) & (places < begin + size)] - begin
+                logits.append(self.logits.index_select(0, to_device(inside, self.device)))
         if adapters:
             self.loaded.set_adapters(None)
-        if slices[-1].decodes:
-            return self.logits[:rows]
-        return self.logits.index_select(0, to_device(logit_positions(slices), self.device))
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def variant_of(self, positions: Int32) -> str:
         """Rows are split if that takes less time and a graph has room. positions int32 [rows]"""
-        has_room = len(positions) <= max(self.graphs[SPLIT], default=0)
+        has_room = self.size_of(len(positions), SPLIT)
         return SPLIT if has_room and self.loaded.backend.splits_rows(positions + 1) else PLAIN
 
     def copy_inputs(self, inputs: npt.NDArray[Any], size: int) -> None:
@@ -245,33 +270,3 @@ def run_without_sync(run: Callable[[], None]) -> None:
         raise CaptureError(next(iter(str(error).splitlines()), type(error).__name__)) from error
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-class FixedShapeGraph(CudaGraphs):
-    """One graph of a fixed shape that computes all steps (DETERMINISTIC): previous int64 [rows] → logits
-    [positions, vocabulary] of the model's dtype.
-
-    Each token is computed as a row that decodes, always beside equally many others. What a product, a norm or
-    attention makes of a row depends on shapes, which decide how sums are split, not on the other rows. So
-    with one shape a token's bits are the same in any batch, chunk or resume. XQA splits rows by their number,
-    the heads and the width of the table, all fixed by the graph.
-    """
-
-    def can_run(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> bool:
-        return True
-
-    def run(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
-        """Launch a step in chunks of the graph's size → logits [positions, vocabulary]. K and V of a chunk
-        are written before attention reads them: a token sees those before it in its own chunk, too.
-        """
-        size, places, logits = self.max_rows, logit_positions(slices), [self.logits[:0]]
-        positions = positions_of(slices).astype(np.int32)
-        chunks = range(0, len(positions), size)
-        inputs = inputs_of(slices, positions, len(chunks) * size, blocks_of(slices))
-        for begin in chunks:
-            self.copy_inputs(inputs[:, begin : begin + size], size)
-            self.ids.copy_(fill_pending_ids(self.ids.long(), previous))
-            self.graphs[PLAIN][size]()
-            inside = places[(places >= begin) & (places < begin + size)] - begin
-            logits.append(self.logits.index_select(0, to_device(inside, self.device)))
-        return torch.cat(logits)

@@ -18,7 +18,7 @@ from gpu_worker.engine.batch.adapters import Adapter
 from gpu_worker.engine.batch.row import Row, RowSlice
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.batch.split_step import Forward
-from gpu_worker.engine.cuda.graphs import FIXED_TOKENS, Capture, CudaGraphs, FixedShapeGraph, graph_sizes
+from gpu_worker.engine.cuda.graphs import FIXED_TOKENS, Capture, CudaGraphs, graph_sizes
 from gpu_worker.engine.drafting.proposers import MAX_FORCED
 from gpu_worker.engine.model.kv_budget import measure_peak
 from gpu_worker.engine.model.model import LoadedModel
@@ -125,7 +125,8 @@ def capture_steps(loaded: LoadedModel, capture: Capture, max_rows: int, determin
     tokens = (max_captured_tokens if loaded.computes_tokens_alone else max_decoded_tokens)(max_rows)
     tokens = FIXED_TOKENS if deterministic else tokens
     max_blocks = min(loaded.max_row_blocks, loaded.cache.num_blocks or loaded.max_row_blocks)
-    graphs = (FixedShapeGraph if deterministic else CudaGraphs)(loaded, tokens, max_blocks)
+    samples = max(tokens, max_decoded_tokens(max_rows))
+    graphs = CudaGraphs(loaded, tokens, max_blocks, samples, is_fixed=deterministic)
     longest = 1 if deterministic else max_blocks * loaded.geometry.block_size
     graphs.capture(capture, [tokens] if deterministic else graph_sizes(max_rows, tokens), longest)
     return graphs

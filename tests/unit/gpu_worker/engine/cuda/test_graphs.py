@@ -56,16 +56,15 @@ def test_steps_of_few_tokens_come_from_graphs(tmp_path: Path, like_cuda: Callabl
     model = tiny_models.save(tmp_path, *FAMILIES["Llama"])
     engine, seen = like_cuda(tmp_path), list[int]()
     assert isinstance(engine.graphs, CudaGraphs)
-    graphs = {
-        size: (lambda run=run, size=size: (seen.append(size), run()))  # type: ignore[func-returns-value]
-        for size, run in engine.graphs.graphs[PLAIN].items()
-    }
-    engine.graphs.graphs[PLAIN] = graphs  # type: ignore[assignment]
+    graphs = engine.graphs.graphs
+    for key, run in graphs.items():
+        graphs[key] = lambda run=run, key=key: (seen.append(key[0]), run())  # type: ignore[assignment,misc,func-returns-value]
     some = dict(enumerate(prompts()[:2]))
     expected = {row: tiny_models.generate(model, ids, NEW_TOKENS) for row, ids in some.items()}
     assert play(engine, some) == expected
-    assert list(graphs) == [1, 2, 3, 6, 12, 24, 48, 96, 160, 224, 288, 304]
-    whole = next(size for size in graphs if size >= sum(map(len, some.values())))
+    sizes = [size for size, variant in graphs if variant == PLAIN]
+    assert sizes == [1, 2, 3, 6, 12, 24, 48, 96, 160, 224, 288, 304]
+    whole = next(size for size in sizes if size >= sum(map(len, some.values())))
     assert seen == [whole, *[2] * (NEW_TOKENS - 1)]
     seen.clear()
     with noted(engine) as (computed, replayed):
@@ -132,7 +131,8 @@ def test_a_long_row_is_split_in_a_graph_of_its_own(
     monkeypatch.setattr(FlashInferBackend, "splits_rows", lambda backend, lengths: (lengths > 50).any())
     engine, fresh = like_cuda(tmp_path), {0: list(range(3, 60)), 1: [5, 6], 2: [7, 8, 9]}
     graphs = engine.graphs
-    assert isinstance(graphs, CudaGraphs) and list(graphs.graphs[SPLIT]) == [1, 2, max_captured_tokens(3)]
+    assert isinstance(graphs, CudaGraphs)
+    assert [size for size, own in graphs.graphs if own == SPLIT] == [1, 2, max_captured_tokens(3)]
 
     def note(kind: str, size: int, run: Callable[[], None]) -> Callable[[], None]:
         def noted() -> None:
@@ -141,8 +141,8 @@ def test_a_long_row_is_split_in_a_graph_of_its_own(
 
         return noted
 
-    for variant, found in graphs.graphs.items():
-        graphs.graphs[variant] = {size: note(variant, size, run) for size, run in found.items()}
+    for (size, variant), run in graphs.graphs.items():
+        graphs.graphs[size, variant] = note(variant, size, run)
     for some in ([0, 1], [1, 2]):
         rows = {row: fresh[row] for row in some}
         expected = {row: tiny_models.generate(model, ids, NEW_TOKENS) for row, ids in rows.items()}
