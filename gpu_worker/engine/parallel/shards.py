@@ -131,10 +131,8 @@ def mixer_prefixes(model: Any) -> tuple[str, ...]:
 
 
 def is_mixer(kind: type[Any]) -> bool:
-    """Whether the forward of these modules asks transformers' cache for states, or did before states took its
-    place.
-    """
-    return hasattr(kind, "mix_rows") or bool(STATE_CALLS & {*inspect.unwrap(kind.forward).__code__.co_names})
+    """Whether the forward of these modules in transformers asks its cache for states."""
+    return bool(STATE_CALLS & {*inspect.unwrap(kind.forward).__code__.co_names})
 
 
 def style_of(plan: Mapping[str, str], name: str, module: nn.Module, parameter: nn.Parameter) -> str | None:

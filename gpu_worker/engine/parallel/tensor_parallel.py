@@ -285,6 +285,7 @@ def connected_class(own: type[Any], forward: Forward) -> type[Any]:
     compiles a layer anew for each attribute of an instance that is a function of its own.
     """
 
+    @functools.wraps(own.forward)
     def connected(self: Any, *inputs: Any, **options: Any) -> torch.Tensor:
         return forward(self, own.forward, *inputs, **options)
 

@@ -5,7 +5,6 @@ Mixers run transformers' own code. A probe shows what they keep, as for attentio
 family.
 """
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +12,8 @@ from typing import Any
 import torch
 
 from gpu_worker.engine.parallel.shards import is_mixer
+from gpu_worker.engine.parallel.tensor_parallel import Forward, connect
 from gpu_worker.engine.states.model_states import RECURRENT, RowStates, StateName, StateSpec
-from gpu_worker.engine.states.scans import adapt_scans
 from gpu_worker.protocol import UnservableModel
 
 CACHE_NAMES = {"cache_params", "past_key_values"}
@@ -31,10 +30,7 @@ def find_mixers(model: Any) -> "MixerRecorder":
     recorder = MixerRecorder()
     for module in list(model.modules()):
         if is_mixer(type(module)):
-            module.cache_name = cache_name_of(module)
-            module.states = recorder
-            module.__class__ = mixing_class(type(module))  # type: ignore[arg-type]
-            adapt_scans(module)
+            connect(module, mix, states=recorder, cache_name=cache_name_of(module))
     return recorder
 
 
@@ -54,22 +50,11 @@ def cache_name_of(module: Any) -> str:
     return names[0]
 
 
-@functools.cache
-def mixing_class(own: type[Any]) -> type[Any]:
-    """A mixer's class with the forward of `ModelStates.mix`, and its own one as `mix_rows`."""
-
-    def forward(self: Any, hidden_states: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
-        """hidden_states [1, tokens, hidden] of the model's dtype → the same shape"""
-        return self.states.mix(self, hidden_states)  # type: ignore[no-any-return]
-
-    def mix_rows(self: Any, hidden: torch.Tensor, states: RowStates) -> torch.Tensor:
-        """hidden [rows, tokens, hidden] of the model's dtype → the same shape"""
-        with states.mixing():
-            return own.forward(self, hidden, **{self.cache_name: states})  # type: ignore[no-any-return]
-
-    return type(
-        own.__name__, (own,), {"forward": forward, "mix_rows": mix_rows, "__module__": own.__module__}
-    )
+def mix(
+    module: Any, forward: Forward, hidden_states: torch.Tensor, *rest: Any, **options: Any
+) -> torch.Tensor:
+    """hidden_states [1, tokens, hidden] of the model's dtype → the same shape"""
+    return module.states.mix(module, hidden_states)  # type: ignore[no-any-return]
 
 
 class MixerRecorder:
@@ -99,7 +84,7 @@ class MixerRecorder:
         if mixer in self.kept:
             raise UnservableModel("one of its mixers is used twice")
         states = RowStates()
-        output = mixer.mix_rows(hidden.nan_to_num(), states)
+        output = states.run(mixer, hidden.nan_to_num())
         if not isinstance(output, torch.Tensor):
             raise UnservableModel(
                 f"{type(mixer).__name__}, which has states, returns more than hidden states"
@@ -119,9 +104,9 @@ def check_parts(mixer: Any, like: torch.Tensor) -> None:
     rounding. `like` [1, tokens, hidden] has the dtype and hidden size.
     """
     hidden = trial_tokens(like)
-    whole = mixer.mix_rows(hidden, RowStates())
+    whole = RowStates().run(mixer, hidden)
     states = RowStates()
-    parts = [mixer.mix_rows(part, states) for part in torch.split(hidden, [*PARTS], 1)]
+    parts = [states.run(mixer, part) for part in torch.split(hidden, [*PARTS], 1)]
     if whole.isfinite().all() and not is_near(torch.cat(parts, 1), whole):
         raise UnservableModel(f"{type(mixer).__name__} does not go on from the states that it leaves")
 
@@ -133,10 +118,10 @@ def takes_padding(mixer: Any, like: torch.Tensor) -> bool:
     hidden = trial_tokens(like)
     count, short = hidden.shape[1], PARTS[0]
     alone = RowStates()
-    expected = mixer.mix_rows(hidden[:, :short], alone)
+    expected = alone.run(mixer, hidden[:, :short])
     padded = torch.arange(count, device=like.device) >= torch.tensor([[count], [short]], device=like.device)
     together = RowStates(counts=torch.tensor([count, short], device=like.device), padded=padded)
-    found = mixer.mix_rows(hidden.expand(2, -1, -1), together)
+    found = together.run(mixer, hidden.expand(2, -1, -1))
     if not together.num_scans and any(name.kind == RECURRENT for name in together.states):
         return False
     return is_near(found[1:, :short], expected) and all(

@@ -7,11 +7,11 @@ span; chunks of prompts of like lengths are one, padded at their ends, if the mo
 states are written when the whole step is computed: a step that fails can be computed again.
 """
 
+import inspect
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ import torch
 from gpu_worker.engine.attention.kv_cache import zeros
 from gpu_worker.engine.batch.inputs import Inputs, offsets_of, to_device
 from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.states.scans import with_scans
 
 MAX_PADDING = 32
 """Chunks of a span are padded to the longest of it: by at most a quarter of their length, or by this number
@@ -159,15 +160,12 @@ class RowStates:
     """The states of rows in one call of a mixer: has the methods of transformers' `Cache` that mixers call.
 
     Attributes:
-        mixed: those of the call that runs: scans of transformers' code have no argument for them.
         states: [rows, ...] of the dtypes that the mixer keeps; none of rows that begin.
         counts: int64 [rows]; tokens of each row, where rows are padded at their ends.
         padded: bool [rows, tokens]; which these are; None if none is.
         first: the states with which the next scans of Mamba 1 begin.
         num_scans: scans that have heeded padding.
     """
-
-    mixed: ClassVar["RowStates"]
 
     def __init__(
         self,
@@ -178,7 +176,7 @@ class RowStates:
         self.states = states or {}
         self.counts = counts
         self.padded = padded
-        self.first = self.first_states()
+        self.first: Iterator[torch.Tensor] = iter(())
         self.num_scans = 0
 
     def first_states(self) -> Iterator[torch.Tensor]:
@@ -189,14 +187,13 @@ class RowStates:
         if first is not None:
             yield from first.unbind(1) if first.dim() == 4 else [first]
 
-    @contextmanager
-    def mixing(self) -> Iterator[None]:
-        """Within it a mixer runs with these."""
-        RowStates.mixed, self.first = self, self.first_states()
-        try:
-            yield
-        finally:
-            RowStates.mixed = NO_STATES
+    def run(self, mixer: Any, hidden: torch.Tensor) -> torch.Tensor:
+        """Run a mixer's own forward with these states: hidden [rows, tokens, hidden] of the model's dtype →
+        the same shape.
+        """
+        self.first = self.first_states()
+        forward = with_scans(inspect.unwrap(type(mixer).forward), self)
+        return forward(mixer, hidden, **{mixer.cache_name: self})  # type: ignore[no-any-return]
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """→ [rows, channels, width] of the model's dtype, which mixers may change in place"""
@@ -245,9 +242,6 @@ class RowStates:
     def is_recording_past(self, layer_idx: int) -> bool:
         """Mixers keep no more than the next token needs."""
         return False
-
-
-NO_STATES = RowStates.mixed = RowStates()
 
 
 def last_inputs(seen: torch.Tensor, ends: torch.Tensor, width: int) -> torch.Tensor:
@@ -361,7 +355,7 @@ class ModelStates:
     def mix_span(self, mixer: Any, span: StateSpan, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [1, tokens of the step, hidden] of the model's dtype → [1, tokens of the span, hidden]"""
         states = RowStates(self.read(mixer, span), span.counts, span.padded)
-        output = mixer.mix_rows(span.take(hidden), states)
+        output = states.run(mixer, span.take(hidden))
         if self.writes_at_once:
             self.write(mixer, span, states)
         elif not span.is_trial:

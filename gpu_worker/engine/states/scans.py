@@ -15,13 +15,11 @@ passes. GPUs have kernels for that (mamba-ssm, flash-linear-attention).
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
-
-from gpu_worker.engine.states.model_states import RowStates
 
 STILL = {"dt": -torch.inf, "g": 0.0, "beta": 0.0}
 """Arguments of scans, and what they are where a state stays as it is: `dt` is before softplus."""
@@ -32,25 +30,31 @@ LEAST_CHUNK = 16
 """torch's scans compute whole chunks of tokens, of 64 or 256; on a CPU few tokens get a shorter one."""
 
 
-def adapt_scans(mixer: Any) -> None:
-    """Give the module of a mixer's code scans that leave states alone where tokens are padding and, of Mamba
-    1, go on from the states of rows; and the updates of this module, where transformers has ones of these
-    names.
+def with_scans(forward: Any, rows: Any) -> Callable[..., Any]:
+    """A mixer's forward in transformers, in which these states of rows (`RowStates`) reach the scans and
+    updates: functions of its module, which have no argument for them.
     """
-    modeling = sys.modules[type(mixer).__module__]
-    for name, own in list(vars(modeling).items()):
-        if not callable(own) or hasattr(own, "is_adapted"):
-            continue
-        if name in UPDATES:
-            adapted: Any = functools.wraps(own)(UPDATES[name](own))
-        elif name == SCAN:
-            adapted = heeding(continuing(own), token_dim=-1)
-        elif inspect.isfunction(own) and is_scan(own):
-            adapted = heeding(own, token_dim=1)
-        else:
-            continue
-        adapted.is_adapted = True
-        setattr(modeling, name, adapted)
+    own = {name: functools.partial(scan, rows) for name, scan in scans_of(forward).items()}
+    bound = FunctionType(
+        forward.__code__, forward.__globals__ | own, argdefs=forward.__defaults__, closure=forward.__closure__
+    )
+    bound.__kwdefaults__ = forward.__kwdefaults__
+    return bound
+
+
+@functools.cache
+def scans_of(forward: Any) -> dict[str, Callable[..., Any]]:
+    """What stands for functions that a mixer's forward names; each takes the states of rows first. Scans
+    leave states alone where tokens are padding and, of Mamba 1, go on from the states of rows.
+    """
+    found: dict[str, Callable[..., Any]] = {}
+    for name in forward.__code__.co_names:
+        own = forward.__globals__.get(name)
+        if name in UPDATES and own:
+            found[name] = UPDATES[name](own)
+        elif inspect.isfunction(own) and (name == SCAN or is_scan(own)):
+            found[name] = heeding(own, goes_on=name == SCAN)
+    return found
 
 
 def is_scan(function: Callable[..., Any]) -> bool:
@@ -62,17 +66,16 @@ def is_scan(function: Callable[..., Any]) -> bool:
     return returns and any(own <= names for own in SCANS)
 
 
-def heeding(scan: Callable[..., Any], token_dim: int) -> Callable[..., Any]:
-    """A scan that heeds the padding of the rows that are mixed, and on a CPU computes no more than its tokens
-    need. Its arguments have tokens in `token_dim`.
+def heeding(own: Callable[..., Any], goes_on: bool) -> Callable[..., Any]:
+    """A scan that heeds the padding of rows, and on a CPU computes no more than its tokens need. One that
+    `goes_on` (Mamba 1's) is `continued`, and has tokens in the last dimension of its arguments, others in the
+    second.
     """
-    signature = inspect.signature(scan)
+    signature, token_dim = inspect.signature(own), -1 if goes_on else 1
     has_chunks = "chunk_size" in signature.parameters
 
-    @functools.wraps(scan)
-    def scan_on(*arguments: Any, **options: Any) -> Any:
-        rows = RowStates.mixed
-        padded = rows.padded
+    def scan_on(rows: Any, *arguments: Any, **options: Any) -> Any:
+        padded, scan = rows.padded, functools.partial(continued, own, rows) if goes_on else own
         if padded is None and not has_chunks:
             return scan(*arguments, **options)
         named = signature.bind(*arguments, **options).arguments
@@ -102,50 +105,36 @@ TOKENS = 128
 """How many are computed at a time: each needs memory as a whole state does."""
 
 
-def continuing(scan: Callable[..., Any]) -> Callable[..., Any]:
-    """A scan that begins with the next of the first states of the rows that are mixed."""
-
-    @functools.wraps(scan)
-    def scan_on(
-        hidden_states: torch.Tensor,
-        dt: torch.Tensor,
-        A: torch.Tensor,
-        B: torch.Tensor,
-        C: torch.Tensor,
-        D: torch.Tensor | None = None,
-        z: torch.Tensor | None = None,
-        delta_bias: torch.Tensor | None = None,
-        delta_softplus: bool = False,
-        **options: Any,
-    ) -> Any:
-        """hidden_states, dt and z [rows, channels, tokens], A [channels, size], B and C [rows, size, tokens],
-        D and delta_bias [channels] → outputs [rows, channels, tokens], with `return_last_state` the last
-        state [rows, channels, size], too.
-        """
-        result = scan(
-            hidden_states,
-            dt,
-            A,
-            B,
-            C,
-            D=D,
-            z=z,
-            delta_bias=delta_bias,
-            delta_softplus=delta_softplus,
-            **options,
-        )
-        first = next(RowStates.mixed.first, None)
-        if first is None:
-            return result
-        steps = dt.float() if delta_bias is None else dt.float() + delta_bias.float()[:, None]
-        steps = torch.nn.functional.softplus(steps) if delta_softplus else steps
-        added, left = carried(first.float(), steps.cumsum(-1), A.float(), C.float())
-        added = added if z is None else added * torch.nn.functional.silu(z.float())
-        outputs, last = result if isinstance(result, tuple) else (result, None)
-        outputs = outputs + added.to(outputs.dtype)
-        return outputs if last is None else (outputs, last + left.to(last.dtype))
-
-    return scan_on
+def continued(
+    scan: Callable[..., Any],
+    rows: Any,
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    delta_bias: torch.Tensor | None = None,
+    delta_softplus: bool = False,
+    **options: Any,
+) -> Any:
+    """A scan that begins with the next of the first states of the rows. hidden_states, dt and z [rows,
+    channels, tokens], A [channels, size], B and C [rows, size, tokens], D and delta_bias [channels] → outputs
+    [rows, channels, tokens], with `return_last_state` the last state [rows, channels, size], too.
+    """
+    options |= {"D": D, "z": z, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
+    result = scan(hidden_states, dt, A, B, C, **options)
+    first = next(rows.first, None)
+    if first is None:
+        return result
+    steps = dt.float() if delta_bias is None else dt.float() + delta_bias.float()[:, None]
+    steps = torch.nn.functional.softplus(steps) if delta_softplus else steps
+    added, left = carried(first.float(), steps.cumsum(-1), A.float(), C.float())
+    added = added if z is None else added * torch.nn.functional.silu(z.float())
+    outputs, last = result if isinstance(result, tuple) else (result, None)
+    outputs = outputs + added.to(outputs.dtype)
+    return outputs if last is None else (outputs, last + left.to(last.dtype))
 
 
 def carried(
@@ -172,6 +161,7 @@ def updating_scan(own: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def update(
+        rows: Any,
         state: torch.Tensor,
         hidden_states: torch.Tensor,
         dt: torch.Tensor,
@@ -194,9 +184,9 @@ def updating_scan(own: Callable[..., Any]) -> Callable[..., Any]:
         steps = dt[..., 0] if dt_bias is None else dt[..., 0] + dt_bias[..., 0].to(dt.dtype)
         steps = (torch.nn.functional.softplus(steps) if dt_softplus else steps).float()
         state.mul_(torch.exp(steps * A[..., 0, 0].float())[..., None, None])
-        rows, groups, size = B.shape
-        grouped = state.view(rows, groups, -1, size)
-        inputs = (hidden_states.float() * steps[..., None]).view(rows, groups, -1, 1)
+        num_rows, groups, size = B.shape
+        grouped = state.view(num_rows, groups, -1, size)
+        inputs = (hidden_states.float() * steps[..., None]).view(num_rows, groups, -1, 1)
         grouped.addcmul_(inputs, B.float()[:, :, None])
         output = (grouped @ C.float()[..., None]).view(hidden_states.shape)
         output = output if D is None else output + hidden_states * D
@@ -212,6 +202,7 @@ def updating_delta_rule(own: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def update(
+        rows: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -230,16 +221,17 @@ def updating_delta_rule(own: Callable[..., Any]) -> Callable[..., Any]:
             options = {"initial_state": initial_state, "output_final_state": output_final_state}
             options["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
             return own(query, key, value, g=g, beta=beta, **options, **rest)  # type: ignore[no-any-return]
-        rows, heads, width, size = initial_state.shape
+        num_rows, heads, width, size = initial_state.shape
         queries, keys = (
-            of_heads(one, heads, use_qk_l2norm_in_kernel).view(rows * heads, 1, width) for one in (query, key)
+            of_heads(one, heads, use_qk_l2norm_in_kernel).view(num_rows * heads, 1, width)
+            for one in (query, key)
         )
-        initial_state.mul_(g.float().exp().view(rows, heads, 1, 1))
-        state = initial_state.view(rows * heads, width, size)
-        rates = beta.float().view(rows * heads, 1, 1)
-        missing = (value.float().reshape(rows * heads, 1, size) - keys @ state) * rates
+        initial_state.mul_(g.float().exp().view(num_rows, heads, 1, 1))
+        state = initial_state.view(num_rows * heads, width, size)
+        rates = beta.float().view(num_rows * heads, 1, 1)
+        missing = (value.float().reshape(num_rows * heads, 1, size) - keys @ state) * rates
         state.addcmul_(keys.transpose(1, 2), missing)
-        output = (queries @ state).view(rows, 1, heads, size) * width**-0.5
+        output = (queries @ state).view(num_rows, 1, heads, size) * width**-0.5
         return output.to(query.dtype), initial_state if output_final_state else None
 
     return update

@@ -12,7 +12,7 @@ from transformers.models.mamba import modeling_mamba
 
 from gpu_worker.engine.states.mixers import MixerRecorder, check_parts, find_mixers
 from gpu_worker.engine.states.model_states import RECURRENT, RowStates, StateName
-from gpu_worker.engine.states.scans import continuing
+from gpu_worker.engine.states.scans import continued
 from gpu_worker.protocol import UnservableModel
 from tests.support.engine import tiny_models
 from tests.support.engine.tiny_engine import MANY_NEW_TOKENS, NEW_TOKENS, check_ids, engine_of, prompts
@@ -89,7 +89,7 @@ def test_a_mixer_that_is_used_twice_is_refused() -> None:
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_two_scans_are_one(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_scans_are_one(gated: bool) -> None:
     """Cut after 5 of 300 tokens, more than are carried at a time."""
     torch.manual_seed(1)
     rows, channels, size, tokens = 2, 6, 4, 300
@@ -97,12 +97,15 @@ def test_two_scans_are_one(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None
     decays = -torch.rand(channels, size)
     inputs, outputs = (torch.randn(rows, size, tokens) for _ in range(2))
     modeling: object = modeling_mamba
-    scan = continuing(getattr(modeling, "mamba_selective_scan"))  # noqa: B009
+    scan = getattr(modeling, "mamba_selective_scan")  # noqa: B009
 
-    def part(begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def part(begin: int, end: int, rows: RowStates) -> tuple[torch.Tensor, torch.Tensor]:
+        rows.first = rows.first_states()
         moving = (tensor[..., begin:end] for tensor in (hidden, dt))
         around = (decays, inputs[..., begin:end], outputs[..., begin:end])
-        result: tuple[torch.Tensor, torch.Tensor] = scan(
+        result: tuple[torch.Tensor, torch.Tensor] = continued(
+            scan,
+            rows,
             *moving,
             *around,
             D=torch.ones(channels),
@@ -113,9 +116,8 @@ def test_two_scans_are_one(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None
         )
         return result
 
-    whole, last = part(0, tokens)
-    first, state = part(0, 5)
-    monkeypatch.setattr(RowStates, "mixed", RowStates({StateName(RECURRENT, 0): state}))
-    rest, end = part(5, tokens)
+    whole, last = part(0, tokens, RowStates())
+    first, state = part(0, 5, RowStates())
+    rest, end = part(5, tokens, RowStates({StateName(RECURRENT, 0): state}))
     torch.testing.assert_close(torch.cat((first, rest), -1), whole, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(end, last, rtol=1e-4, atol=1e-4)
