@@ -22,6 +22,8 @@ from gpu_worker.engine.attention.backend import NAME, AttentionBackend, register
 from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
 from gpu_worker.engine.attention.flashinfer_support import unsupported_because
 from gpu_worker.engine.attention.kv_cache import (
+    PAST,
+    WHOLE,
     AttentionSpec,
     Geometry,
     LayerSpec,
@@ -47,29 +49,31 @@ class ProbedMask:
     """Describes the mask that transformers would build.
 
     Attributes:
-        window: as in AttentionSpec.
-        unsupported: the mask is neither causal nor a sliding window.
+        window, sees: as in AttentionSpec.
+        unsupported: the mask has no such form.
     """
 
     window: int | None = None
+    sees: str = PAST
     unsupported: bool = False
 
 
 def describe_mask(
     mask_function: Callable[..., Any], local_size: int | None = None, **rest: Any
 ) -> ProbedMask:
-    """Compare a mask of transformers with a causal one and with a sliding window. It does not raise, since
-    models make masks that they do not use.
+    """Compare a mask of transformers with causal ones and with those of encoders, without and with a sliding
+    window. It does not raise, since models make masks that they do not use.
     """
     size = local_size or DEFAULT_WINDOW
     queries = torch.tensor([0, 1, size - 1, size, size + 1, 2 * size + 1])[:, None]
     keys = torch.arange(2 * size + 3)[None]
-    zero = torch.tensor(0)
+    zero, away = torch.tensor(0), queries - keys
+    mask = torch.as_tensor(mask_function(zero, zero, queries, keys)).expand_as(away)
     for window in (local_size, None):
-        expected = (keys <= queries) & (keys > queries - (window or len(keys[0])))
-        mask = torch.as_tensor(mask_function(zero, zero, queries, keys)).expand_as(expected)
-        if torch.equal(mask, expected):
+        if torch.equal(mask, (away >= 0) & (away < (window or keys.numel()))):
             return ProbedMask(window)
+        if torch.equal(mask, away.abs() <= (window or keys.numel())):
+            return ProbedMask(window and window + 1, WHOLE)
     return ProbedMask(unsupported=True)
 
 
@@ -77,10 +81,12 @@ class AttentionRecorder:
     """Stands in for the attention of all modules, and records what each keeps of a token.
 
     Attributes:
+        sees: as in AttentionSpec, of all modules.
         layers: by attention module, in the order of their calls.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sees: str = PAST) -> None:
+        self.sees = sees
         self.layers: dict[Any, LayerSpec] = {}
 
     def attend(
@@ -105,7 +111,8 @@ class AttentionRecorder:
         if (
             not isinstance(attention_mask, ProbedMask)
             or position_bias is not None
-            or not getattr(module, "is_causal", True)
+            or getattr(module, "is_causal", self.sees == PAST) != (self.sees == PAST)
+            or (attention_mask.sees != self.sees and not attention_mask.unsupported)
         ):
             raise UnservableModel("its attention needs more than a causal mask")
         if attention_mask.unsupported:
@@ -116,13 +123,14 @@ class AttentionRecorder:
         kv_heads = key.shape[1]
         scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         group, latent = query.shape[1] // kv_heads, keeps_latents(module)
-        spec = AttentionSpec(kv_heads, group, window, scaling, softcap, alibi_slopes, latent)
-        self.layers[module] = LayerSpec(spec, key.shape[-1], value.shape[-1])
+        spec = AttentionSpec(kv_heads, group, window, scaling, softcap, alibi_slopes, latent, self.sees)
+        kept = (key.shape[-1], value.shape[-1]) if self.sees == PAST else (0, 0)
+        self.layers[module] = LayerSpec(spec, *kept)
         return attend_to_nothing(query, key, value), None
 
 
 def probe_attention(
-    model: Any, forward: Callable[[], torch.Tensor], part: slice = slice(None)
+    model: Any, forward: Callable[[], torch.Tensor], part: slice = slice(None), sees: str = PAST
 ) -> dict[Any, LayerSpec]:
     """Run `forward`, PROBE_TOKENS of one sequence → logits [1, PROBE_TOKENS, vocabulary] of any dtype, or
     hidden states where the model is a `part` of the layers of its config; return the attention modules in the
@@ -132,7 +140,7 @@ def probe_attention(
         UnservableModel: the paged cache does not allow the model's attention, or its tokens see each other by
             other ways, too.
     """
-    recorder = AttentionRecorder()
+    recorder = AttentionRecorder(sees)
     AttentionInterface.register(NAME, over_latents(recorder.attend))
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, describe_mask)
     poison = model.get_input_embeddings().register_forward_hook(poison_first_token)
@@ -168,7 +176,7 @@ def check_probe(
     for layer, window in zip(
         layers.values(), [windows[i] for i in attending if i < len(windows)], strict=False
     ):
-        if window not in (None, layer.spec.window):
+        if layer.spec.sees == PAST and window not in (None, layer.spec.window):
             raise UnservableModel(
                 f"its cache has a window of {window} tokens and its mask {layer.spec.window or 'none'}"
             )
@@ -216,6 +224,8 @@ def choose_backend(
     """The fastest backend that has kernels for the model. Steps have at most `max_rows` rows of
     `max_blocks`.
     """
+    if any(layer.spec.sees != PAST for layer in geometry.layers):
+        return SdpaBackend(geometry, device)
     if device.type == "cuda":
         return choose_cuda_backend(geometry, device, max_rows, max_blocks)
     library = native.library() if cpu_paged.supports(geometry) else None

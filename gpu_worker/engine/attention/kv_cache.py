@@ -97,18 +97,26 @@ def copy_kv(store: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -
         raw(store)[:, targets] = raw(store)[:, sources]
 
 
+PAST, WHOLE, ENCODED = "past", "whole", "encoded"
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """How queries meet the cache; layers with the same view share what a step prepares.
 
     Attributes:
         group: query heads that share one K head.
-        window: keys that a query sees, its own included; None is all of its past.
+        window: keys that a query sees, its own included; None is all that it `sees`.
         scaling: what scores are multiplied with.
         softcap: bounds scores as in Gemma 2 (arXiv:2408.00118).
         alibi_slopes: how much scores fall for each token between key and query, by head (arXiv:2108.12409).
         latent: the cache has latents in place of V, and the rotary part of K in place of K: a K head is the
             latent, then the rotary part.
+        sees: PAST: the tokens up to a query's own. WHOLE: all of its sequence, which one step computes, so
+            that nothing is kept in the cache; those fewer than `window` places away. ENCODED: a prompt of
+            which an encoder made K and V.
+        biases: float32 [heads, distances]; what is added to scores by the distance from key to query, as in
+            T5 (arXiv:1910.10683). Those beyond the last count as it.
     """
 
     kv_heads: int
@@ -118,6 +126,8 @@ class AttentionSpec:
     softcap: float | None = None
     alibi_slopes: tuple[float, ...] | None = None
     latent: bool = False
+    sees: str = PAST
+    biases: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +239,7 @@ class KVCache:
 
     def fill(self, blocks: Sequence[int], value: float) -> None:
         index = to_device(list(blocks), self.device)
-        for store in self.stores.values():
+        for store in filter(torch.numel, self.stores.values()):
             fill_kv(store, index, value)
 
     @torch.inference_mode()

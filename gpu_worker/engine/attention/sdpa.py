@@ -1,14 +1,29 @@
-"""Attention on any device: gathers pages, then two batched products with a softmax between them."""
+"""Attention on any device: gathers pages, then two batched products with a softmax between them.
+
+Sequences that see each other as a whole (an encoder's, WHOLE) have no pages. Neighbours of one length are one
+call of torch's attention: nothing is padded, and what a sequence gets does not depend on those beside it.
+"""
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from gpu_worker.engine.attention.backend import AttentionBackend
-from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, from_kv, raw, to_kv
+from gpu_worker.engine.attention.kv_cache import (
+    ENCODED,
+    PAST,
+    WHOLE,
+    AttentionSpec,
+    Geometry,
+    from_kv,
+    raw,
+    to_kv,
+)
 from gpu_worker.engine.batch.inputs import Inputs, Span, to_device
 
 TILE_QUERIES = 128
@@ -57,16 +72,21 @@ class SdpaBackend(AttentionBackend):
 
     Tensors of `attend`, all of the model's dtype: query [1, heads, tokens, key_dim], key [1, kv_heads,
     tokens, key_dim], value [1, kv_heads, tokens, value_dim], sinks [heads] → [1, tokens, heads, value_dim].
+
+    Attributes:
+        groups: of WHOLE sequences: how many neighbours have one length, and that length.
     """
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
         super().__init__(geometry)
         self.dtype = geometry.dtype
         self.device = device
-        self.specs = {layer.spec for layer in geometry.layers}
+        self.specs = {layer.spec for layer in geometry.layers if layer.spec.sees != WHOLE}
+        self.groups: list[tuple[int, int]] = []
         self.prepared: dict[AttentionSpec, PreparedStep] = {}
 
     def prepare_forward(self, inputs: Inputs) -> None:
+        self.groups = [(len([*same]), length) for length, same in groupby(one.count for one in inputs.slices)]
         self.prepared = {spec: self.prepare(spec, inputs) for spec in self.specs}
 
     def prepare(self, spec: AttentionSpec, inputs: Inputs) -> PreparedStep:
@@ -83,25 +103,25 @@ class SdpaBackend(AttentionBackend):
 
     def decode_tile(self, spec: AttentionSpec, span: Span) -> tuple[Int64, list[QueryTile]]:
         """One query a row, over the blocks that it sees."""
-        blocks, first, begins = span.blocks, np.zeros_like(span.lengths), np.zeros_like(span.lengths)
-        if spec.window is not None:
-            begins = np.maximum(0, span.lengths - spec.window)
-            first = begins // self.block_size
-            blocks = shifted(blocks, first, int((-(-span.lengths // self.block_size) - first).max()))
+        begins, ends = seen_keys(spec, span)
+        blocks, first = span.blocks, begins // self.block_size
+        if spec.window is not None or span.encoded is not None:
+            blocks = shifted(blocks, first, int((-(-ends // self.block_size) - first).max()))
         length = blocks.shape[1] * self.block_size
         positions = np.arange(length) + first[:, None] * self.block_size
-        hidden = (positions >= span.lengths[:, None]) | (positions < begins[:, None])
+        hidden = (positions >= ends[:, None]) | (positions < begins[:, None])
         distances = (span.lengths[:, None] - 1 - positions)[:, None]
         bias = self.bias(hidden.repeat(spec.kv_heads, axis=0)[:, None], spec, distances)
         return blocks, [QueryTile(span.begin, span.begin + len(span.lengths), 0, length, bias)]
 
     def prompt_tiles(self, spec: AttentionSpec, span: Span) -> list[QueryTile]:
         start, tiles = int(span.lengths[0]) - span.count, []
-        limits = last_seen(start, span)
+        begins, ends = seen_keys(spec, span)
+        limits = last_seen(start, span) if spec.sees == PAST else np.full(span.count, ends[0] - 1)
         for begin in range(0, span.count, TILE_QUERIES):
             end = min(begin + TILE_QUERIES, span.count)
             queries = np.arange(start + begin, start + end)[:, None]
-            seen_from = queries - (spec.window or queries[-1, 0] + 1)
+            seen_from = np.maximum(queries - (spec.window or queries[-1, 0] + 1), begins[0] - 1)
             first = max(0, int(seen_from[0, 0]) + 1) // self.block_size * self.block_size
             own = limits[begin:end, None]
             last = -(-(int(own.max()) + 1) // self.block_size) * self.block_size
@@ -120,11 +140,13 @@ class SdpaBackend(AttentionBackend):
 
     def bias(self, hidden: Any, spec: AttentionSpec, distances: Int64) -> torch.Tensor:
         """hidden bool [rows * kv_heads or 1, queries, keys], distances [rows, queries, keys] from key to
-        query → what is added to scores, of the model's dtype; with ALiBi of each head.
+        query → what is added to scores, of the model's dtype; with ALiBi, and with biases, of each head.
         """
         bias = np.where(hidden, np.float32("-inf"), np.float32(0))
         if spec.alibi_slopes:
             bias = np.tile(bias, (1, spec.group, 1)) - falls_of(spec, distances)
+        if spec.biases is not None:
+            bias = bias + biases_of(spec.biases.numpy(), distances)
         return self.tensor(bias).to(self.dtype)
 
     def tensor(self, array: Any) -> torch.Tensor:
@@ -138,11 +160,11 @@ class SdpaBackend(AttentionBackend):
         value: torch.Tensor,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
+        if module.spec.sees == WHOLE:
+            return self.attend_whole(module.spec, query, key, value)
         (slots, spans), spec = self.prepared[module.spec], module.spec
-        for cache, new, scale in (
-            (module.keys, key, module.key_scale),
-            (module.values, value, module.value_scale),
-        ):
+        stores = (module.keys, key, module.key_scale), (module.values, value, module.value_scale)
+        for cache, new, scale in stores if spec.sees == PAST else ():
             lines = to_kv(new.reshape(-1, new.shape[-1]), cache.dtype, scale)
             raw(cache).view(-1, new.shape[-1]).index_copy_(0, slots, raw(lines))
         outputs = []
@@ -165,6 +187,20 @@ class SdpaBackend(AttentionBackend):
                 )
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
 
+    def attend_whole(
+        self, spec: AttentionSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """As `attend`, of whole sequences."""
+        begin, parts = 0, []
+        for count, length in self.groups:
+            end = begin + count * length
+            queries, keys, values = (rows_of(states, begin, end, length) for states in (query, key, value))
+            mask = window_mask(length, spec.window, query.device)
+            output = scaled_dot_product_attention(queries, keys, values, mask, scale=spec.scaling)
+            parts.append(output.transpose(1, 2).reshape(end - begin, *output.shape[1::2]))
+            begin = end
+        return torch.cat(parts)[None]
+
     def pages(self, cache: torch.Tensor, span: GatheredSpan, kv_heads: int, scale: float) -> torch.Tensor:
         """→ [rows * kv_heads, tokens, dim] of the model's dtype"""
         dim = cache.shape[-1]
@@ -184,6 +220,22 @@ class SdpaBackend(AttentionBackend):
             .mul_(spec.softcap)
             .add_(bias)
         )
+
+
+def rows_of(states: torch.Tensor, begin: int, end: int, length: int) -> torch.Tensor:
+    """states [1, heads, tokens, head_dim] → those of the sequences of one length, [sequences, heads, length,
+    head_dim] of the same dtype
+    """
+    line = states[0].transpose(0, 1)[begin:end]
+    return line.reshape(-1, length, *line.shape[1:]).transpose(1, 2)
+
+
+def window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+    """Which places see each other, bool [length, length]; None if all do."""
+    if window is None or length <= window:
+        return None
+    places = torch.arange(length, device=device)
+    return (places[:, None] - places).abs() < window
 
 
 def last_seen(start: int, span: Span) -> Int64:
@@ -209,6 +261,27 @@ def falls_of(spec: AttentionSpec, distances: Int64) -> npt.NDArray[np.float32]:
     slopes = np.array(spec.alibi_slopes, np.float32).reshape(1, spec.kv_heads, spec.group, 1, 1)
     falls = slopes * distances[:, None, None].astype(np.float32)
     return falls.reshape(len(distances) * spec.kv_heads, -1, distances.shape[-1])
+
+
+def seen_keys(spec: AttentionSpec, span: Span) -> tuple[Int64, Int64]:
+    """Where the keys of each row begin and end that the last token of the row sees, int64 [rows]. A row of
+    which nothing is encoded sees one key: a sum needs one.
+    """
+    nothing = np.zeros_like(span.lengths)
+    encoded = nothing if span.encoded is None else span.encoded
+    if spec.sees == ENCODED:
+        return nothing, np.maximum(1, encoded)
+    if spec.window is None or span.count > 1:
+        return encoded, span.lengths
+    return np.maximum(encoded, span.lengths - spec.window), span.lengths
+
+
+def biases_of(table: npt.NDArray[np.float32], distances: Int64) -> npt.NDArray[np.float32]:
+    """table float32 [heads, distances], distances int64 [rows, queries, keys] → float32 [rows * heads,
+    queries, keys]
+    """
+    found = table[:, distances.clip(0, table.shape[1] - 1)]
+    return found.swapaxes(0, 1).reshape(-1, *distances.shape[1:])
 
 
 def shifted(blocks: Int64, first: Int64, width: int) -> Int64:

@@ -53,6 +53,8 @@ class Span:
         blocks: int64 [rows, blocks]; padded with scratch block 0.
         shares: int64 [slices]; how many neighbouring rows a slice is: one, and its proposals.
         pictures: (position of the first token, end) of those whose tokens all see each other.
+        encoded: int64 [rows]; first tokens of each row that an encoder computes, in place of the decoder;
+            None without one.
     """
 
     begin: int
@@ -61,6 +63,7 @@ class Span:
     blocks: npt.NDArray[np.int64]
     shares: npt.NDArray[np.int64]
     pictures: Sequence[tuple[int, int]] = ()
+    encoded: npt.NDArray[np.int64] | None = None
 
 
 class PlacedEmbeddings(NamedTuple):

@@ -43,12 +43,14 @@ class RowOutput:
         samples: a token is sampled at the end of its prompt.
         has_branches: the tokens computed after its prompt belong to several sequences.
         num_decoded: tokens that were computed beside the row's own.
+        is_whole: one step computes the whole prompt.
     """
 
     num_places = 1
     samples = True
     has_branches = False
     num_decoded = 0
+    is_whole = False
 
     def extend(self, blocks: Int32) -> None:
         """Take note of blocks that the row has got."""
@@ -133,6 +135,7 @@ class PooledValues(RowOutput):
     """
 
     pair_start: int = 0
+    is_whole: bool = False
     samples = False
 
     def is_launched(self, row: "Row") -> bool:

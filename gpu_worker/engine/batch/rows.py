@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 
@@ -162,7 +163,9 @@ class Rows:
             if self.make_proposer and not (request.logits or request.beams)
             else None,
             class_index=class_index(request.class_name),
-            output=PooledValues(request.pooling.pair_start) if request.pooling else TOKENS,
+            output=PooledValues(request.pooling.pair_start, self.computes_whole)
+            if request.pooling
+            else TOKENS,
             awaited=[part for part in (grammar, pictures) if part],
             adapter=adapter,
             pictures=pictures,
@@ -226,7 +229,7 @@ class Rows:
         slices = self.decode([row for row in decoding if budget.decodes(row.class_index)])
         line = [row for row in line if budget.left(row.class_index) > 0]
         if self.computes_whole:
-            return [*whole_prompts(line, self.block_size, budget)]
+            return sorted(whole_prompts(line, self.block_size, budget), key=attrgetter("count"))
         if any(row.pictures for row in line):
             budget.tokens = self.encoding.schedule(line, self.block_size, budget.tokens, bool(slices))
         has_snapshots = self.state_slots is not None and self.state_slots.has_snapshots

@@ -78,8 +78,10 @@ def computable_halves(
 
 
 def split_slice(row_slice: RowSlice) -> list[list[RowSlice]]:
-    """Return two halves of a slice; none of a single token, or of a row that decodes."""
-    if row_slice.decodes or row_slice.count == 1:
+    """Return two halves of a slice; none of a single token, of a row that decodes, or of one that is computed
+    as a whole.
+    """
+    if row_slice.decodes or row_slice.count == 1 or row_slice.row.output.is_whole:
         return []
     first = row_slice.count // 2
     if pictures := row_slice.row.pictures:

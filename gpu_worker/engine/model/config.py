@@ -41,6 +41,11 @@ class ModelSource:
     communicator: Communicator
     pooling: PoolingConfig | None = None
 
+    @property
+    def is_encoder(self) -> bool:
+        """Whether its tokens see each other in both directions."""
+        return self.pooling is not None and self.pooling.is_encoder
+
 
 def read_config(path: Path, settings: Settings) -> Any:
     """Return the model's text config. Values outside the text part of a model for images and text are added.

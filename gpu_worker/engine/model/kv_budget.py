@@ -112,10 +112,13 @@ def count_room(
     KV_CACHE_BYTES is for all ranks together. Without it, on CUDA, the cache gets CUDA_MEMORY_FRACTION of the
     GPU without the weights and `peak_bytes()`, which the largest step allocates. States come first: they are
     a fixed size for each row. `kept_bytes` are left for what is kept beside the cache: encoded pictures.
+    Blocks that hold nothing, as an encoder's, only bound the tokens of rows.
     """
     geometry, device = loaded.geometry, loaded.device
     is_whole = device.type == "cuda" and settings.kv_cache_bytes is None
     own_bytes = geometry.block_bytes + loaded.states.slot_bytes
+    if loaded.computes_whole:
+        return CacheRoom(settings.max_batch_size * loaded.max_row_blocks, 0, 0)
     if device.type == "cuda":
         left_bytes = cuda_bytes(device, settings.cuda_memory_fraction)
         available_bytes = max(

@@ -27,7 +27,6 @@ from gpu_worker.engine.attention.kv_cache import FLOATS8, Geometry
 from gpu_worker.engine.cpu.fused_layer import fuse_layers, num_trial_blocks
 from gpu_worker.engine.model import encoder_decoder, rope
 from gpu_worker.engine.model.config import cannot_serve, read_config
-from gpu_worker.engine.model.encoder import load_encoder
 from gpu_worker.engine.model.families import register_family
 from gpu_worker.engine.model.kv_budget import count_room
 from gpu_worker.engine.model.model import DeepStack, Draft, LoadedModel
@@ -71,16 +70,12 @@ def load(
         description = describe_model(path, settings, name_of(dtype), device.type)
         check_same(settings.model_id, communicator.exchange(description), communicator.links.members)
     torch.set_num_threads(settings.threads or threads_of(settings, communicator))
-    pooling = read_pooling(path, settings)
-    is_encoder = pooling is not None and pooling.is_encoder
-    if is_encoder and settings.dtype == "auto" and device.type == "cpu":
-        dtype = torch.float32  # vectors are compared with those of an index that others have made
+    context = LoadContext(path, None, dtype, device, settings, communicator, read_pooling(path, settings))
+    if context.is_encoder and settings.dtype == "auto" and device.type == "cpu":
+        dtype = context.dtype = torch.float32  # an index that others have made has such vectors
     report_progress(progress)
     threads = f", {plural(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else ""
     progress(f"loading {settings.model_name} as {name_of(dtype)} on {device.type}{threads}")
-    context = LoadContext(path, None, dtype, device, settings, communicator, pooling)
-    if pooling and is_encoder:
-        return load_encoder(context, pooling, settings.block_size or BLOCK_SIZES[device.type])
     context.config = config = read_config(path, settings)
     check_fp8(config, settings, device, dtype)
     register_family(config.model_type)
@@ -98,8 +93,10 @@ def load(
     if loaded.num_deep:
         loaded.deepstack = DeepStack(loaded.model.model.layers[: loaded.num_deep])
     loaded.attach(room.num_blocks)
-    if settings.deterministic and (
-        reason := nondeterministic_because(settings, loaded, num_fused, communicator)
+    if (
+        settings.deterministic
+        and not context.is_encoder
+        and (reason := nondeterministic_because(settings, loaded, num_fused, communicator))
     ):
         raise SettingError(
             "deterministic", f"{settings.model_id} as {name_of(dtype)} on {device.type}: {reason}"
@@ -155,6 +152,8 @@ def assemble(model: Any, context: LoadContext) -> LoadedModel:
     block_size = settings.block_size or (BLOCK_SIZES[device.type] if layers else STATES_BLOCK_SIZE)
     kv_dtype = FLOATS8.get(settings.kv_cache_dtype, context.dtype)
     length = int(model_files.context_length(path) * (settings.rope_factor or 1))
+    if context.pooling and context.is_encoder:
+        length = context.pooling.max_tokens
     tokenizer = model_files.find_tokenizer(settings.tokenizer_name, path)
     geometry = Geometry(list(layers.values()), block_size, context.dtype, kv_dtype)
     max_rows = max_captured_tokens(settings.max_batch_size)
@@ -168,7 +167,7 @@ def assemble(model: Any, context: LoadContext) -> LoadedModel:
         backend=backend,
         ropes=context.ropes,
         context=length,
-        eos_ids=model_files.eos_ids(path, tokenizer),
+        eos_ids=[] if context.is_encoder else model_files.eos_ids(path, tokenizer),
         vocab_size=context.config.vocab_size,
         recompute_length=rope.recompute_length(model),
         stage=context.stage,
@@ -177,6 +176,7 @@ def assemble(model: Any, context: LoadContext) -> LoadedModel:
         tower=context.tower,
         axis_rope=context.axis_rope,
         pooling=context.pooling,
+        pooler=context.pooler,
         vector_size=context.vector_size,
     )
 

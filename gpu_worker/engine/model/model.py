@@ -27,6 +27,7 @@ from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.model.rope import AxisRope, PerTokenRope
 from gpu_worker.engine.parallel.stages import WHOLE, ModelStage
 from gpu_worker.engine.pictures.encoder import VisionTower
+from gpu_worker.engine.pooling.head import PromptPooler
 from gpu_worker.engine.states.model_states import ModelStates
 
 
@@ -158,7 +159,6 @@ class LoadedModel:
         tokenizer: the directory of its tokenizer.json.
         attentions: the model's attention modules, in the order of layers.
         context: the longest sequence in tokens.
-        computes_whole: a step computes whole prompts, and no chunks.
         recompute_length: a sequence beyond this length needs every K computed anew.
         stage: which part of the model this is.
         tower: what encodes pictures; None of a model for text.
@@ -167,6 +167,7 @@ class LoadedModel:
         draft: what proposes tokens beside it.
         states: what rows keep beside the cache; none in a model of attention alone.
         pooling, vector_size: how it pools, and values of a vector; None and 0 if it generates.
+        pooler: of an encoder, what pools.
         cache: set by `attach`.
         asleep: set by `sleep`.
         adapters: where LoRA adapters lie on the device; None: it takes none.
@@ -185,13 +186,13 @@ class LoadedModel:
     ropes: list[PerTokenRope] = field(default_factory=list)
     recompute_length: int | None = None
     stage: ModelStage = WHOLE
-    computes_whole: bool = False
     adapters: AdapterLayers | None = None
     tower: VisionTower | None = None
     axis_rope: AxisRope | None = None
     deepstack: DeepStack | None = None
     draft: Draft | None = None
     pooling: PoolingConfig | None = None
+    pooler: PromptPooler | None = None
     vector_size: int = 0
     cache: KVCache = field(init=False)
     asleep: SleepingModel = field(init=False)
@@ -206,6 +207,11 @@ class LoadedModel:
         return (
             is_whole and self.backend.capturable and not any(rope.needs_host_lengths for rope in self.ropes)
         )
+
+    @property
+    def computes_whole(self) -> bool:
+        """Whether a step computes whole prompts, and no chunks."""
+        return self.pooler is not None
 
     @property
     def computes_tokens_alone(self) -> bool:
@@ -231,7 +237,11 @@ class LoadedModel:
     @property
     def can_share_blocks(self) -> bool:
         """Whether rows can share blocks; in a model with states they need snapshots, too."""
-        return self.names_blocks and (not self.states or self.states.num_snapshots > 0)
+        return (
+            self.names_blocks
+            and not self.computes_whole
+            and (not self.states or self.states.num_snapshots > 0)
+        )
 
     @property
     def max_row_blocks(self) -> int:
@@ -285,6 +295,8 @@ class LoadedModel:
             rope.lengths = inputs.lengths
         if self.axis_rope:
             self.axis_rope.positions = inputs.axes
+        if self.pooler:
+            self.pooler.slices = inputs.slices
         try:
             if inputs.pictures and self.stage.is_first:
                 logits = self.forward_pictures(inputs)

@@ -17,7 +17,8 @@ import torch
 from gpu_worker.engine.adapters.layers import AdapterLayers, make_adapter_layers, takes_adapters
 from gpu_worker.engine.adapters.targets import find_targets
 from gpu_worker.engine.attention.choose import PROBE_TOKENS, probe_attention
-from gpu_worker.engine.attention.kv_cache import FLOATS8, LayerSpec, keep_latents
+from gpu_worker.engine.attention.kv_cache import FLOATS8, PAST, LayerSpec, keep_latents
+from gpu_worker.engine.attention.kv_cache import WHOLE as WHOLE_PROMPTS
 from gpu_worker.engine.cpu.packed_linear import pack_linears, share_parameters
 from gpu_worker.engine.cuda.linear import fuse_linears
 from gpu_worker.engine.model.config import ModelSource
@@ -30,7 +31,7 @@ from gpu_worker.engine.parallel.shards import TpPlan
 from gpu_worker.engine.parallel.stages import WHOLE, ModelStage, checked_layers, learn_form
 from gpu_worker.engine.parallel.tensor_parallel import connect_shards
 from gpu_worker.engine.pictures.encoder import VisionTower
-from gpu_worker.engine.pooling.head import replace_head
+from gpu_worker.engine.pooling.head import PromptPooler, pool_prompts, replace_head
 from gpu_worker.engine.quantization.blocks import Blocks
 from gpu_worker.engine.states.mixers import find_mixers
 from gpu_worker.engine.states.model_states import ModelStates
@@ -47,6 +48,7 @@ class LoadContext(ModelSource):
         states: what rows keep beside the cache.
         tower: what encodes pictures; None of a model for text.
         adapters: where LoRA adapters lie on the device; None: it takes none.
+        pooler: of an encoder.
         vector_size: values of a vector, of a model that pools.
     """
 
@@ -59,12 +61,13 @@ class LoadContext(ModelSource):
     adapters: AdapterLayers | None = None
     ropes: list[PerTokenRope] = field(default_factory=list)
     axis_rope: AxisRope | None = None
+    pooler: PromptPooler | None = None
     vector_size: int = 0
 
 
 def head(model: Any, context: LoadContext) -> None:
-    """Vectors take the place of logits."""
-    if context.pooling:
+    """Vectors take the place of a decoder's logits."""
+    if context.pooling and not context.is_encoder:
         context.plan, context.vector_size = replace_head(
             model, context.plan, context.stage, context.path, context.pooling
         )
@@ -91,7 +94,7 @@ def linears(model: Any, context: LoadContext) -> None:
 
 def adapters(model: Any, context: LoadContext) -> None:
     """Layers add what LoRA adapters give. Ranks are not connected yet: it is a part of what they sum."""
-    if takes_adapters(context.settings, context.device):
+    if takes_adapters(context.settings, context.device) and not context.is_encoder:
         targets = find_targets(model, context.plan.shards, context.communicator.tp_rank)
         most = max_step_tokens(context.settings, context.device)
         context.adapters = make_adapter_layers(model, targets, context.settings, context.device, most)
@@ -100,6 +103,13 @@ def adapters(model: Any, context: LoadContext) -> None:
 def shard(model: Any, context: LoadContext) -> None:
     """The ranks' parts compute what the whole model would."""
     connect_shards(model, context.plan, context.communicator)
+
+
+def pool(model: Any, context: LoadContext) -> None:
+    """An encoder's hidden states become vectors or scores."""
+    if context.pooling and context.is_encoder:
+        context.pooler = pool_prompts(model, context.pooling)
+        context.vector_size = context.pooler.size
 
 
 def attention(model: Any, context: LoadContext) -> None:
@@ -115,6 +125,7 @@ def states(model: Any, context: LoadContext) -> None:
         model,
         lambda: mixers.record(lambda: probe_forward(model, stage, device)),
         stage.part_of(context.config.num_hidden_layers),
+        WHOLE_PROMPTS if context.is_encoder else PAST,
     )
     if context.settings.kv_cache_dtype in FLOATS8 and not context.settings.makes_weights:
         layers = scale_layers(model, context.path, layers)
@@ -145,6 +156,7 @@ PASSES: list[Pass] = [
     linears,
     adapters,
     shard,
+    pool,
     attention,
     states,
     ropes,

@@ -4,17 +4,19 @@ by transformers' own quantizer. Weights that the config does not explain are ref
 
 import contextlib
 import copy
+import functools
 import logging
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 from transformers.utils import logging as transformers_logging
 
 from common import model_files
+from common.messages.request import CLASSIFY
 from common.settings.settings import SettingError, Settings
 from common.settings.types import UNSERVED_METHODS
 from gpu_worker.engine.attention import backend
@@ -25,6 +27,7 @@ from gpu_worker.engine.quantization.checkpoint import (
     find_packed,
     method_of,
 )
+from gpu_worker.protocol import UnservableModel
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +85,7 @@ def load_pretrained(
     source: Callable[..., Any], settings: Settings, needs_head: bool = True, **options: Any
 ) -> Any:
     """Call `source`, a `from_pretrained` of transformers. Raises SettingError where weights are missing, of
-    the head only if `needs_head`.
+    the head, or of an encoder's pooler, only if `needs_head`.
     """
     options |= {
         "attn_implementation": backend.NAME,
@@ -95,9 +98,36 @@ def load_pretrained(
     return model
 
 
+def read_encoder(source: ModelSource) -> Any:
+    """An encoder on the CPU; scores come from one with its classifier. Raises SettingError if it is not
+    served, or where weights are missing.
+    """
+    settings, config = source.settings, source.config
+    is_classifier = source.pooling is not None and source.pooling.kind == CLASSIFY
+    if (size := source.communicator.world_size) > 1:
+        cause = "an encoder is computed by one rank; NUM_WORKERS starts several of them"
+        raise SettingError("num_shard", f"{size} ranks, but {cause}")
+    if settings.quantize is not None:
+        raise SettingError("quantize", f"{settings.quantize} is not served for encoders")
+    if quantization_of(config) is not None:
+        raise UnservableModel("is quantised; encoders are served with plain weights")
+    if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
+        raise UnservableModel("is used as a decoder")
+    if (kind := getattr(config, "position_embedding_type", None)) not in ("absolute", None):
+        raise UnservableModel(f"has positions of type {kind}; only absolute ones are served")
+    model: Any = AutoModelForSequenceClassification if is_classifier else AutoModel
+    if settings.makes_weights:
+        torch.manual_seed(0)
+        return model.from_config(config, attn_implementation=backend.NAME).to(source.dtype).eval()
+    check_files(source.path, settings.model_id, is_plain=True)
+    read = functools.partial(model.from_pretrained, source.path, config=config)
+    return load_pretrained(read, settings, needs_head=is_classifier, dtype=source.dtype)
+
+
 def names_of_head(model: Any) -> list[str]:
-    """Names of the parameters of a model's head."""
-    own = {*map(id, model.get_output_embeddings().parameters())}
+    """Names of the parameters of a model's head; of an encoder's pooler."""
+    head = model.get_output_embeddings() or model.pooler
+    own = {*map(id, head.parameters())}
     return [name for name, weight in model.named_parameters(remove_duplicate=False) if id(weight) in own]
 
 

@@ -34,6 +34,7 @@ from gpu_worker.engine.model.weights import (
     make_dummy_model,
     meta_model,
     quantization_method,
+    read_encoder,
     without_quantization,
 )
 from gpu_worker.engine.parallel.communicator import Communicator
@@ -93,6 +94,8 @@ def read_weights(source: ModelSource) -> tuple[Any, TpPlan, ModelStage]:
     must be there unless the model pools.
     """
     settings, communicator, config = source.settings, source.communicator, source.config
+    if source.is_encoder:
+        return read_encoder(source), TpPlan({}, {}), WHOLE
     method, quantization = quantization_method(config, settings.model_id), quantization_of(config)
     plan, stage = TpPlan({}, {}), WHOLE
     if not settings.makes_weights:

@@ -1,24 +1,33 @@
-"""Pooling head: takes the place of a decoder's head, so that a forward brings vectors instead of logits.
+"""Pooling: a forward brings vectors or scores instead of logits.
 
-A decoder's tokens see only those before them, so the vector of the last one stands for the whole prompt, and
-prompts are computed in chunks, with shared blocks, as those of generating models. What comes after the last
-hidden states is read from the model's files: the linear layers of sentence-transformers' module Dense, and
-the head of a classifier.
+A pooling head takes the place of a decoder's head. A decoder's tokens see only those before them, so the
+vector of the last one stands for the whole prompt, and prompts are computed in chunks, with shared blocks, as
+those of generating models. What comes after the last hidden states is read from the model's files: the linear
+layers of sentence-transformers' module Dense, and the head of a classifier.
+
+An encoder's tokens see each other in both directions, so a step computes whole prompts, and the vectors of a
+prompt's tokens become one. Blocks hold nothing, and bound the tokens of the rows that the engine holds.
 """
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPooling, CausalLMOutput
 
 from common.messages.request import CLASSIFY
 from common.model_files import read_json
-from common.pooling import PoolingConfig
+from common.pooling import CLS, LAST, MAX, OFFSET_POSITIONS, PoolingConfig
+from gpu_worker.engine.batch.inputs import to_device
+from gpu_worker.engine.batch.row import PooledValues, RowSlice
 from gpu_worker.engine.parallel.shards import TpPlan
 from gpu_worker.engine.parallel.stages import ModelStage, StageEnd
+from gpu_worker.engine.parallel.tensor_parallel import Forward, connect
 from gpu_worker.engine.quantization.checkpoint import file_slices
 from gpu_worker.protocol import UnservableModel
 
@@ -126,3 +135,112 @@ def replace_head(
         {key: style for key, style in plan.styles.items() if key != name},
     )
     return kept, size
+
+
+# --- encoders -----------------------------------------------------------------------------------------------
+
+
+class PromptPooler(nn.Module):
+    """Makes vectors or scores of an encoder's hidden states.
+
+    Attributes:
+        head: what comes after pooling: [prompts, hidden] → [prompts, size], of the model's dtype.
+        size: values of a vector.
+        first_position: number of a prompt's first position.
+        has_types: whether tokens of a pair's second text have a type of their own.
+        slices: the prompts of the step that runs, whole and in the order of its tokens.
+    """
+
+    def __init__(self, model: Any, pooling: PoolingConfig) -> None:
+        super().__init__()
+        config, layers = model.config, read_dense(pooling.dense).to(model.dtype)
+        self.is_classifier, self.method = pooling.kind == CLASSIFY, pooling.method
+        if self.is_classifier:
+            self.head: Any = ClassifierHead(model)
+            self.size = int(config.num_labels)
+        else:
+            self.head = layers
+            self.size = output_size(layers, getattr(config, "hidden_size", None) or config.dim)
+        self.first_position = config.pad_token_id + 1 if config.model_type in OFFSET_POSITIONS else 0
+        self.has_types = getattr(config, "type_vocab_size", 0) > 1 and config.model_type != "modernbert"
+        self.slices: Sequence[RowSlice] = ()
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """states [tokens, hidden] of the model's dtype → float32 [prompts, size]"""
+        vectors: torch.Tensor = self.head(
+            pool_states(states, [one.count for one in self.slices], self.method)
+        )
+        return vectors.float()
+
+
+def pool_prompts(model: Any, pooling: PoolingConfig) -> PromptPooler:
+    """Make an encoder's forward end with vectors or scores. Raises UnservableModel."""
+    pooler = PromptPooler(model, pooling)
+    connect(model, pool, prompt_pooler=pooler)
+    return pooler
+
+
+def pool(
+    model: Any,
+    forward: Forward,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    logits_to_keep: torch.Tensor | None = None,
+    **rest: Any,
+) -> CausalLMOutput:
+    """input_ids and position_ids int64 [1, tokens] → in place of logits vectors or scores, float32 [1,
+    prompts, size]; hidden states where it is not said what is kept, as in a probe
+    """
+    pooler = model.prompt_pooler
+    taken = {"input_ids": input_ids, "position_ids": position_ids + pooler.first_position}
+    if pooler.has_types and logits_to_keep is not None:
+        types = np.concatenate([token_types(part) for part in pooler.slices])
+        taken["token_type_ids"] = to_device(types[None], input_ids.device, torch.int64)
+    encoded: Any = model.base_model(**taken) if pooler.is_classifier else forward(model, **taken)
+    states = encoded.last_hidden_state
+    return CausalLMOutput(logits=states if logits_to_keep is None else pooler(states[0])[None])
+
+
+def token_types(part: RowSlice) -> np.typing.NDArray[np.bool_]:
+    """bool [tokens]: whether they are those of a pair's second text"""
+    output = part.row.output
+    start = (output.pair_start if isinstance(output, PooledValues) else 0) or part.kv_len
+    return np.arange(part.kv_len) >= start
+
+
+def pool_states(states: torch.Tensor, lengths: Sequence[int], method: str) -> torch.Tensor:
+    """states [tokens, hidden] → one for each sequence, [sequences, hidden] of the same dtype"""
+    counts = torch.tensor(lengths, device=states.device)
+    ends = counts.cumsum(0)
+    parts = torch.split(states, [*lengths])
+    if method == CLS:
+        return states[ends - counts]
+    if method == LAST:
+        return states[ends - 1]
+    if method == MAX:
+        return torch.stack([part.amax(0) for part in parts])
+    return torch.stack([part.float().mean(0) for part in parts]).to(states.dtype)
+
+
+class ClassifierHead(nn.Module):
+    """What transformers' model for sequence classification does after its encoder, for which pooled states
+    stand: sequences of one token.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = copy.copy(model)
+        self.model._modules = dict(model._modules)
+        self.encoder = self.model._modules.pop(model.base_model_prefix)
+        setattr(self.model, model.base_model_prefix, self.give)
+
+    def give(self, input_ids: None = None, inputs_embeds: Any = None, **rest: Any) -> Any:
+        """inputs_embeds [sequences, 1, hidden] of the model's dtype → what the encoder returns for them"""
+        pooler = getattr(self.encoder, "pooler", None)
+        pooled = pooler(inputs_embeds) if pooler else None
+        return BaseModelOutputWithPooling(last_hidden_state=inputs_embeds, pooler_output=pooled)
+
+    def forward(self, pooled: torch.Tensor) -> torch.Tensor:
+        """pooled [sequences, hidden] → scores [sequences, labels], both of the model's dtype"""
+        scores: torch.Tensor = self.model(inputs_embeds=pooled[:, None]).logits
+        return scores
