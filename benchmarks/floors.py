@@ -11,7 +11,7 @@ from torch import nn
 
 from common.rank import RankInfo
 from common.settings.settings import Settings
-from gpu_worker.engine.attention.kv_cache import Geometry
+from gpu_worker.engine.attention.backend import Geometry
 from gpu_worker.engine.cpu.packed_linear import NativeLinear, OneDnnLinear, region
 from gpu_worker.engine.model.load import choose_device, choose_dtype
 

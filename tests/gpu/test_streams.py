@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, KVCache, LayerSpec
+from gpu_worker.engine.attention.backend import AttentionSpec, Geometry, KVCache, LayerSpec
 from gpu_worker.engine.batch.inputs import build_inputs, to_device
 from gpu_worker.engine.cuda.graphs import PLAIN, CudaGraphs
 from gpu_worker.engine.engine import InFlightStep, LaunchedStep

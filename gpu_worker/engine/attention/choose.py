@@ -18,18 +18,20 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from gpu_worker.engine.attention import cpu_paged
-from gpu_worker.engine.attention.backend import NAME, AttentionBackend, register
-from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
-from gpu_worker.engine.attention.flashinfer_support import unsupported_because
-from gpu_worker.engine.attention.kv_cache import (
+from gpu_worker.engine.attention.backend import (
+    NAME,
     PAST,
     WHOLE,
+    AttentionBackend,
     AttentionSpec,
     Geometry,
     LayerSpec,
     keeps_latents,
     over_latents,
+    register,
 )
+from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
+from gpu_worker.engine.attention.flashinfer_support import unsupported_because
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.cpu import native
 from gpu_worker.protocol import UnservableModel

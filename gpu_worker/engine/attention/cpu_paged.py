@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_worker.engine.attention.backend import AttentionBackend
-from gpu_worker.engine.attention.kv_cache import Geometry
+from gpu_worker.engine.attention.backend import AttentionBackend, Geometry
 from gpu_worker.engine.batch.inputs import Inputs, Span, offsets_of
 from gpu_worker.engine.cpu import native
 

@@ -26,7 +26,7 @@ from flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
 from torch.nn.functional import pad
 
 from common.settings.settings import SettingError
-from gpu_worker.engine.attention.backend import AttentionBackend
+from gpu_worker.engine.attention.backend import AttentionBackend, Geometry, LayerSpec, write_kv
 from gpu_worker.engine.attention.flashinfer_support import (
     add_ninja_to_path,
     latent_kernel,
@@ -35,7 +35,6 @@ from gpu_worker.engine.attention.flashinfer_support import (
     with_padded_heads,
     workspace_bytes,
 )
-from gpu_worker.engine.attention.kv_cache import Geometry, LayerSpec, write_kv
 from gpu_worker.engine.batch.inputs import Inputs, Span, offsets_of, pinned, to_device
 from gpu_worker.engine.batch.step_result import Int32
 

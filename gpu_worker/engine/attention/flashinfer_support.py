@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, LayerSpec
+from gpu_worker.engine.attention.backend import AttentionSpec, Geometry, LayerSpec
 from gpu_worker.protocol import first_cause
 
 DTYPES = (torch.bfloat16, torch.float16)

@@ -13,11 +13,11 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from gpu_worker.engine.attention.backend import AttentionBackend
-from gpu_worker.engine.attention.kv_cache import (
+from gpu_worker.engine.attention.backend import (
     ENCODED,
     PAST,
     WHOLE,
+    AttentionBackend,
     AttentionSpec,
     Geometry,
     from_kv,

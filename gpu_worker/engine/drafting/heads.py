@@ -30,8 +30,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from gpu_worker.engine.attention.backend import NAME
-from gpu_worker.engine.attention.kv_cache import AttentionSpec, LayerSpec
+from gpu_worker.engine.attention.backend import NAME, AttentionSpec, LayerSpec
 from gpu_worker.engine.batch.inputs import build_inputs, to_device
 from gpu_worker.engine.batch.row import Row, RowSlice, arrange
 from gpu_worker.engine.cuda.graphs import Capture

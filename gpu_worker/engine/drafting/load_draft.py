@@ -24,8 +24,8 @@ from common.settings.speculation import (
     NO_METHOD,
     Speculation,
 )
+from gpu_worker.engine.attention.backend import Geometry
 from gpu_worker.engine.attention.choose import choose_backend
-from gpu_worker.engine.attention.kv_cache import Geometry
 from gpu_worker.engine.cpu.packed_linear import pack_linears
 from gpu_worker.engine.drafting.drafter import Drafter, ModelDrafter
 from gpu_worker.engine.drafting.heads import (

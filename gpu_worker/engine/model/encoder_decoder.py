@@ -21,7 +21,7 @@ from transformers import AutoModelForSeq2SeqLM
 from common import model_files
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.attention import backend
-from gpu_worker.engine.attention.kv_cache import ENCODED, AttentionSpec, Geometry, LayerSpec, write_kv
+from gpu_worker.engine.attention.backend import ENCODED, AttentionSpec, Geometry, LayerSpec, write_kv
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.inputs import Inputs, Span, positions_of, split_spans, to_device
 from gpu_worker.engine.batch.row import RowSlice

@@ -15,7 +15,7 @@ import torch
 from common.process import machine
 from common.process.logs import plural
 from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.attention.kv_cache import LayerSpec
+from gpu_worker.engine.attention.backend import LayerSpec
 from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.model.weights import TEXT_KEY_MAPPING
 from gpu_worker.engine.parallel.communicator import Communicator

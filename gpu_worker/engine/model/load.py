@@ -21,9 +21,9 @@ from common.process import machine
 from common.process.logs import plural
 from common.rank import RankInfo
 from common.settings.settings import SettingError, Settings
+from gpu_worker.engine.attention.backend import FLOATS8, Geometry
 from gpu_worker.engine.attention.choose import choose_backend
 from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
-from gpu_worker.engine.attention.kv_cache import FLOATS8, Geometry
 from gpu_worker.engine.cpu.fused_layer import fuse_layers, num_trial_blocks
 from gpu_worker.engine.model import encoder_decoder, rope
 from gpu_worker.engine.model.config import cannot_serve, read_config

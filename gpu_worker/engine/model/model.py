@@ -18,8 +18,7 @@ from torch import nn
 from common.messages.request import HASHED_TOKENS
 from common.pooling import PoolingConfig
 from gpu_worker.engine.adapters.layers import AdapterLayers
-from gpu_worker.engine.attention.backend import AttentionBackend, attach
-from gpu_worker.engine.attention.kv_cache import Geometry, KVCache
+from gpu_worker.engine.attention.backend import AttentionBackend, Geometry, KVCache, attach
 from gpu_worker.engine.batch.adapters import AdaptedStep
 from gpu_worker.engine.batch.inputs import Inputs, PlacedEmbeddings, build_inputs
 from gpu_worker.engine.batch.row import RowSlice

@@ -16,9 +16,9 @@ import torch
 
 from gpu_worker.engine.adapters.layers import AdapterLayers, make_adapter_layers, takes_adapters
 from gpu_worker.engine.adapters.targets import find_targets
+from gpu_worker.engine.attention.backend import FLOATS8, PAST, LayerSpec, keep_latents
+from gpu_worker.engine.attention.backend import WHOLE as WHOLE_PROMPTS
 from gpu_worker.engine.attention.choose import PROBE_TOKENS, probe_attention
-from gpu_worker.engine.attention.kv_cache import FLOATS8, PAST, LayerSpec, keep_latents
-from gpu_worker.engine.attention.kv_cache import WHOLE as WHOLE_PROMPTS
 from gpu_worker.engine.cpu.packed_linear import pack_linears, share_parameters
 from gpu_worker.engine.cuda.linear import fuse_linears
 from gpu_worker.engine.model.config import ModelSource

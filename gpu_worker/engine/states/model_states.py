@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from gpu_worker.engine.attention.kv_cache import zeros
+from gpu_worker.engine.attention.backend import zeros
 from gpu_worker.engine.batch.inputs import Inputs, offsets_of, to_device
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.states.scans import with_scans

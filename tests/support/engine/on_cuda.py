@@ -16,7 +16,7 @@ import torch
 from common.model_files import no_progress
 from common.settings.settings import Settings
 from gpu_worker.engine import engine as engines
-from gpu_worker.engine.attention.kv_cache import Geometry
+from gpu_worker.engine.attention.backend import Geometry
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.cuda.graphs import CudaGraphs

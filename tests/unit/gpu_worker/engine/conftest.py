@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.process import machine
-from gpu_worker.engine.attention.kv_cache import Geometry
+from gpu_worker.engine.attention.backend import Geometry
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.cuda.linear import fuse_linears
 from gpu_worker.engine.engine import Engine

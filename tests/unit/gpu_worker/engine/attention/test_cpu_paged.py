@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from gpu_worker.engine.attention.backend import AttentionSpec, Geometry, KVCache, LayerSpec
 from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
-from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, KVCache, LayerSpec
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.row import Row, arrange

@@ -14,12 +14,12 @@ import torch
 
 from gpu_worker.engine.attention import backend as attention
 from gpu_worker.engine.attention import choose
+from gpu_worker.engine.attention.backend import AttentionSpec, Geometry, KVCache, LayerSpec
 from gpu_worker.engine.attention.flashinfer_support import (
     plans_needed_because,
     unsupported_because,
     workspace_bytes,
 )
-from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, KVCache, LayerSpec
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.row import arrange

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from common.settings.settings import SettingError
-from gpu_worker.engine.attention.kv_cache import (
+from gpu_worker.engine.attention.backend import (
     FLOATS8,
     AttentionSpec,
     Geometry,

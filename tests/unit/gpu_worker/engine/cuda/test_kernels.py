@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker.engine.attention.kv_cache import FLOATS8, write_kv
+from gpu_worker.engine.attention.backend import FLOATS8, write_kv
 from gpu_worker.engine.batch.adapters import AdaptedTokens
 from gpu_worker.engine.cuda.adapters import DeviceTokens
 from gpu_worker.engine.cuda.linear import INPUTS_AT_ONCE, QuantisedLinear

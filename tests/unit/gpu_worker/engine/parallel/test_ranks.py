@@ -19,8 +19,8 @@ from common.messages.records import unpack_floats
 from common.messages.request import BeamParams, LogitsParams, SamplingParams
 from common.rank import RankInfo
 from common.settings.settings import SettingError
+from gpu_worker.engine.attention.backend import AttentionSpec, LayerSpec
 from gpu_worker.engine.attention.choose import check_probe
-from gpu_worker.engine.attention.kv_cache import AttentionSpec, LayerSpec
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.stages import ModelStage, checked_layers
 from gpu_worker.protocol import AdapterRefused, LoadAdapter, UnservableModel
