@@ -126,8 +126,8 @@ def read_encoder(source: ModelSource) -> Any:
 
 def names_of_head(model: Any) -> list[str]:
     """Names of the parameters of a model's head; of an encoder's pooler."""
-    head = model.get_output_embeddings() or model.pooler
-    own = {*map(id, head.parameters())}
+    head = model.get_output_embeddings() or getattr(model, "pooler", None)
+    own = {*map(id, head.parameters())} if head else set()
     return [name for name, weight in model.named_parameters(remove_duplicate=False) if id(weight) in own]
 
 

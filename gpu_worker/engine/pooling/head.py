@@ -153,7 +153,7 @@ class PromptPooler(nn.Module):
 
     def __init__(self, model: Any, pooling: PoolingConfig) -> None:
         super().__init__()
-        config, layers = model.config, read_dense(pooling.dense).to(model.dtype)
+        config, layers = model.config, read_dense(pooling.dense).to(model.device, model.dtype)
         self.is_classifier, self.method = pooling.kind == CLASSIFY, pooling.method
         if self.is_classifier:
             self.head: Any = ClassifierHead(model)
