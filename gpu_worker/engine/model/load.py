@@ -82,7 +82,8 @@ def load(
     if config.is_encoder_decoder:
         return load_encoder_decoder(context)
     loaded = assemble(read_model(context), context)
-    loaded.draft = draft = load_draft(settings, path, loaded, communicator, progress)
+    draft = None if context.is_encoder else load_draft(settings, path, loaded, communicator, progress)
+    loaded.draft = draft
     if draft and draft.cached:  # a block has room for its K and V, too
         loaded.geometry = replace(loaded.geometry, draft_bytes=draft.cached.geometry.block_bytes)
     attach_empty(loaded, communicator)

@@ -70,7 +70,7 @@ def write_keys_and_values(
     scales: tuple[float, float],
 ) -> None:
     """keys and values [blocks, kv_heads, block_size, dim] of the cache's dtype, key and value [kv_heads,
-    tokens, dim] of the model's; slots int [tokens]. As `write_kv` in attention/kv_cache.py.
+    tokens, dim] of the model's; slots int [tokens]. As `write_kv` in attention/backend.py.
     """
     if key.stride(2) != 1 or value.stride(2) != 1:
         key, value = key.contiguous(), value.contiguous()
@@ -101,7 +101,7 @@ def fill_block_part(
 
 def fill_blocks(store: torch.Tensor, blocks: torch.Tensor, value: float) -> None:
     """store [tensors, blocks, kv_heads, block_size, dim] of any dtype, blocks int64 [n]. As `fill_kv` in
-    attention/kv_cache.py.
+    attention/backend.py.
     """
     num_tensors, num_blocks, page = len(store), store.shape[1], store.stride(1)
     fill_block_part[(len(blocks), num_tensors, triton.cdiv(page, WIDTH))](
@@ -127,7 +127,7 @@ def copy_block_part(
 
 def copy_blocks(store: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
     """store [tensors, blocks, kv_heads, block_size, dim] of any dtype, sources and targets int64 [n]. As
-    `copy_kv` in attention/kv_cache.py.
+    `copy_kv` in attention/backend.py.
     """
     num_tensors, num_blocks, page = len(store), store.shape[1], store.stride(1)
     copy_block_part[(len(sources), num_tensors, triton.cdiv(page, WIDTH))](
