@@ -216,7 +216,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     """A tensor [*shape] of `dtype`. On CPU the system hands out zeroed pages as they are first touched;
     `torch.zeros` would write a gigabyte at every start.
     """
-    if device.type != "cpu":
+    if device.type != "cpu" or not math.prod(shape):
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 

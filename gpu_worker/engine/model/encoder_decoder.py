@@ -118,7 +118,7 @@ class EncoderDecoderModel(LoadedModel):
         layers: attention modules of each layer of the decoder, to its own tokens and to encoded ones; their K
             and V lie in the same pages.
         num_starting: last tokens of a prompt, which start the decoder.
-        places: int64 [1, tokens]; positions of the decoder's tokens in the forward that runs.
+        places: int64 [tokens]; positions of the decoder's tokens in the forward that runs.
     """
 
     layers: list[tuple[Any, Any]]
@@ -146,7 +146,7 @@ class EncoderDecoderModel(LoadedModel):
         hidden = hidden.to(self.device)
         if len(places):
             self.backend.prepare_forward(decoded)
-            self.places = decoded.positions
+            self.places = decoded.positions[0]
             states = self.decode_tokens(decoded.ids)[0].to(hidden.dtype)
             hidden[to_device(places, self.device)] = states
         return self.head(hidden[inputs.sampled])

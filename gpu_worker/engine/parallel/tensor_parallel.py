@@ -275,7 +275,7 @@ def connect_shards(model: Any, plan: TpPlan, communicator: Communicator) -> None
             connect(module, embed_shard, communicator=communicator, own_ids=shards.intervals[rank])
 
 
-def connect(module: Any, forward: Forward, **attributes: Any) -> None:
+def connect(module: Any, forward: Callable[..., Any], **attributes: Any) -> None:
     """Give a module another forward, which finds `attributes` on it and may call its own one."""
     for name, value in attributes.items():
         setattr(module, name, value)
@@ -283,13 +283,13 @@ def connect(module: Any, forward: Forward, **attributes: Any) -> None:
 
 
 @functools.cache
-def connected_class(own: type[Any], forward: Forward) -> type[Any]:
+def connected_class(own: type[Any], forward: Callable[..., Any]) -> type[Any]:
     """A class with another forward, which gets the class's own one. Modules that are alike share it: torch
     compiles a layer anew for each attribute of an instance that is a function of its own.
     """
 
     @functools.wraps(own.forward)
-    def connected(self: Any, *inputs: Any, **options: Any) -> torch.Tensor:
+    def connected(self: Any, *inputs: Any, **options: Any) -> Any:
         return forward(self, own.forward, *inputs, **options)
 
     return type(own.__name__, (own,), {"forward": connected, "__module__": own.__module__})

@@ -2,6 +2,7 @@
 transformers'.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,15 +97,14 @@ def test_two_scans_are_one(gated: bool) -> None:
     hidden, dt, gate = (torch.randn(rows, channels, tokens) for _ in range(3))
     decays = -torch.rand(channels, size)
     inputs, outputs = (torch.randn(rows, size, tokens) for _ in range(2))
-    modeling: object = modeling_mamba
-    scan = getattr(modeling, "mamba_selective_scan")  # noqa: B009
+    modeling: Any = modeling_mamba
+    scan: Any = partial(continued, modeling.mamba_selective_scan)
 
     def part(begin: int, end: int, rows: RowStates) -> tuple[torch.Tensor, torch.Tensor]:
         rows.first = rows.first_states()
         moving = (tensor[..., begin:end] for tensor in (hidden, dt))
         around = (decays, inputs[..., begin:end], outputs[..., begin:end])
-        result: tuple[torch.Tensor, torch.Tensor] = continued(
-            scan,
+        result: tuple[torch.Tensor, torch.Tensor] = scan(
             rows,
             *moving,
             *around,
