@@ -20,14 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from api.requests.fields import SamplingFields
 from api.requests.validate import DRAW_ONLY
 from common.messages.request import SamplingParams
-from gpu_worker.engine.batch.sampling_state import SampleRequest, is_plain_greedy
+from gpu_worker.engine.batch.sampling_state import SampleRequest
 from gpu_worker.engine.engine import unpack_samples
 from gpu_worker.engine.sampling import sampler
-from gpu_worker.engine.sampling.sampler import (
-    sample_by_torch,
-    sample_natively,
-    sample_on_cuda,
-)
+from gpu_worker.engine.sampling.sampler import sample_by_torch, sample_on_cuda
 from tests.support.engine import sample_requests
 from tests.support.engine.fixed_grammar import FixedGrammar
 from tests.support.engine.sample_requests import CASES, VOCABULARY, check_row, request
@@ -283,7 +279,8 @@ def test_each_sampler_honours_each_field(
     sample: Callable[..., Any] = sample_by_torch
     is_whole = by != "triton" or find_spec("triton") is not None
     if by == "kernels":
-        sample = partial(sample_natively, request.getfixturevalue("library"))
+        request.getfixturevalue("library")
+        sample = sampler.sample
     elif by == "triton":
         sample = sample_on_cuda if is_whole else partial(launched, patch=monkeypatch)
         if is_whole:
@@ -293,7 +290,6 @@ def test_each_sampler_honours_each_field(
 
 def test_greedy_rows_drop_the_fields_that_only_draw() -> None:
     """Alone, such a field turns sampling on; without sampling, it must not cost the fast path."""
-    only_drawn = {
-        name for name in FIELDS if is_plain_greedy(SamplingParams(**CASES[name] | {"temperature": 0.0}))
-    }
+    greedy = {name: SamplingParams(**CASES[name] | {"temperature": 0.0}) for name in FIELDS}
+    only_drawn = {name for name, params in greedy.items() if request(params) is None}
     assert only_drawn == {*DRAW_ONLY, "choice", "grammar", "raw_logprobs"}
