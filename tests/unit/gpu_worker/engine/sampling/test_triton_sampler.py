@@ -276,20 +276,19 @@ def test_each_sampler_honours_each_field(
     by: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new field of the schema or message needs a case, and an effect in the reference and each sampler."""
-    sample: Callable[..., Any] = sample_by_torch
+    samples = {"torch": sample_by_torch, "kernels": sampler.sample, "triton": sample_on_cuda}
+    sample: Callable[..., Any] = samples[by]
     is_whole = by != "triton" or find_spec("triton") is not None
-    if by == "kernels":
-        request.getfixturevalue("library")
-        sample = sampler.sample
-    elif by == "triton":
-        sample = sample_on_cuda if is_whole else partial(launched, patch=monkeypatch)
-        if is_whole:
-            request.getfixturevalue("kernel")
+    if not is_whole:
+        sample = partial(launched, patch=monkeypatch)
+    elif by != "torch":
+        request.getfixturevalue({"kernels": "library", "triton": "kernel"}[by])
     assert {name for name in FIELDS if not is_honoured(name, sample, is_whole)} == set()
 
 
 def test_greedy_rows_drop_the_fields_that_only_draw() -> None:
     """Alone, such a field turns sampling on; without sampling, it must not cost the fast path."""
-    greedy = {name: SamplingParams(**CASES[name] | {"temperature": 0.0}) for name in FIELDS}
-    only_drawn = {name for name, params in greedy.items() if request(params) is None}
+    only_drawn = {
+        name for name in FIELDS if request(SamplingParams(**CASES[name] | {"temperature": 0.0})) is None
+    }
     assert only_drawn == {*DRAW_ONLY, "choice", "grammar", "raw_logprobs"}
