@@ -634,7 +634,7 @@ class MessageRenderer(EventRenderer):
         """Token counts; of the generated tokens, only those that were taken. Before the first of them nobody
         knows what was cached, so a stream that is rendered again does not say it there either.
         """
-        has_begun = self.ended or self.choice.text.num_tokens
+        has_begun = self.choice.ended or self.choice.text.num_tokens
         num_cached = self.stream.num_cached if has_begun else 0
         return {
             "input_tokens": self.answer.num_prompt_tokens - num_cached,

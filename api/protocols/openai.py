@@ -38,6 +38,7 @@ from api.protocols.protocol import AnswerRenderer, Protocol, WholeBody
 from api.streams.beams import all_outputs, is_absent
 from api.streams.stream import Stream
 from common.detokenize import Detokenizer
+from common.messages.events import Terminal
 
 # --- responses, for /docs -----------------------------------------------------------------------------------
 
@@ -300,9 +301,17 @@ class ChunkRenderer(ABC):
     def render_next_chunks(self, choice: Choice) -> list[bytes]:
         """The next chunks of a choice that has a piece, which may be none."""
 
+    def render_first_chunks(self) -> list[bytes]:
+        """The chunks before the first token."""
+        return []
+
     def render_last_chunks(self) -> list[bytes]:
         """The chunks after all choices have ended."""
         return []
+
+    def render_failure(self, failure: Terminal) -> bytes:
+        """The chunk that says why a choice has failed."""
+        return to_json(self.error(failed(failure))[1])
 
     def echoed_logprobs(self, choice: Choice) -> dict[str, list[Any]] | None:
         """Log-probabilities of the echoed prompt, if requested. The first call for a choice may be slow."""
@@ -614,6 +623,7 @@ class ChunkFeed(Feed[tuple[int, bytes]]):
         super().__init__(Change())
         self.renderer = renderer
         self.turns = list(renderer.choices)
+        self.first = renderer.render_first_chunks()
         for choice in renderer.choices:
             choice.stream.changed = self.changed
 
@@ -629,7 +639,8 @@ class ChunkFeed(Feed[tuple[int, bytes]]):
                 await offload(num_records, partial(self.renderer.echoed_logprobs, choice))
 
     def take(self) -> list[tuple[int, bytes]]:
-        new: list[tuple[int, bytes]] = []
+        new = [(NO_CHOICE, chunk) for chunk in self.first]
+        self.first = []
         while self.turns and (choice := self.turns[0]).has_piece:
             del self.turns[0]
             new += [(choice.index, chunk) for chunk in self.renderer.render_next_chunks(choice)]
@@ -642,7 +653,7 @@ class ChunkFeed(Feed[tuple[int, bytes]]):
             return [*new, *((NO_CHOICE, chunk) for chunk in self.renderer.render_last_chunks())]
         if self.turns[0].failed and (failure := self.turns[0].stream.terminal):
             self.ended = True
-            new.append((NO_CHOICE, to_json(self.renderer.error(failed(failure))[1])))
+            new.append((NO_CHOICE, self.renderer.render_failure(failure)))
         return new
 
 

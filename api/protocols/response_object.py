@@ -332,7 +332,7 @@ class ResponseObjectRenderer(EventRenderer):
         if self.stream.finished:
             ends_in_call = self.parser is not None and self.parser.ends_in_call
             # complete although it ends at `max_output_tokens`: with a call, or as a whole JSON
-            is_whole = self.ended and (self.choice.is_whole_json or ends_in_call)
+            is_whole = self.choice.ended and (self.choice.is_whole_json or ends_in_call)
             is_cut = self.is_within_call or (terminal.known_reason == "length" and not is_whole)
             return "incomplete" if is_cut else "completed"
         return "cancelled" if terminal.reason == "cancelled" else "failed"
@@ -340,7 +340,7 @@ class ResponseObjectRenderer(EventRenderer):
     @property
     def is_within_call(self) -> bool:
         """Whether it ends within a call, as at a stop string."""
-        return self.ended and self.parser is not None and self.parser.is_within_call
+        return self.choice.ended and self.parser is not None and self.parser.is_within_call
 
     def render(self, status: str = "") -> dict[str, Any]:
         """The response as it is now, or as it would be in another status."""
