@@ -7,12 +7,12 @@ Logits in responses: base64, beside their shape and dtype.
 import re
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
-from functools import cache
 from typing import Any
 
 import orjson
 from tokenizers import Tokenizer
 
+from api.prompts.tokenizer import BYTE_LEVEL
 from api.streams.beams import SequenceStream
 from api.streams.stream import Stream
 from common.messages.records import TopTokens
@@ -44,23 +44,11 @@ def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
     several tokens.
     """
     piece: str = tokenizer.id_to_token(token_id) or ""
-    if "ByteLevel(" in repr(tokenizer.decoder) and byte_of_character().keys() >= set(piece):
-        return bytes(byte_of_character()[character] for character in piece)
+    if "ByteLevel(" in repr(tokenizer.decoder) and BYTE_LEVEL.keys() >= set(piece):
+        return bytes(BYTE_LEVEL[character] for character in piece)
     if match := BYTE.fullmatch(piece):
         return bytes.fromhex(match[1])
     return piece.replace("▁", " ").encode()
-
-
-@cache
-def byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable character → byte."""
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def chat_logprobs(stream: Stream, tokens: Iterable[int], by_id: bool = False) -> list[dict[str, Any]]:

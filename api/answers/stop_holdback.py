@@ -5,6 +5,7 @@ Text that may become a part of a stop string is held back until that is known.
 
 from collections.abc import Collection, Sequence
 
+from api.answers.scanner import end_of_certain
 from api.errors import INSUFFICIENT_QUOTA
 from api.streams.stream import Stream
 from common.messages.events import BUDGET
@@ -39,7 +40,8 @@ class StopHoldback:
         if not stopping.stop or self.num_tokens <= stopping.min_new_tokens:
             return visible
         self.held.append((text, visible))
-        return self.take_text(num_chars_held(self.text, stopping.stop))
+        held = self.text
+        return self.take_text(len(held) - end_of_certain(held, stopping.stop, 0))
 
     def last(self) -> str:
         """Take the last token, unless it was taken before, and return the rest of the text."""
@@ -93,12 +95,6 @@ class StopHoldback:
             self.held[0] = (text[rest:], visible[rest:])
             pieces.append(visible[:rest])
         return "".join(pieces)
-
-
-def num_chars_held(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest suffix of the text that is a prefix of a stop string."""
-    lengths = range(min(len(text), max(map(len, stops), default=1) - 1), 0, -1)
-    return next((length for length in lengths if any(stop.startswith(text[-length:]) for stop in stops)), 0)
 
 
 def find_first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:

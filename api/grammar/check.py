@@ -23,6 +23,7 @@ ALLOWED_BIAS = 200
 """The bias that llguidance gives a token that may come next."""
 NO_TEXT = "NoExtensionBias"
 """llguidance's error for a grammar that no text satisfies."""
+UNSATISFIABLE = "no text satisfies it"
 OWN_WORDS = (
     (re.compile("Regex is empty:.*"), "no text has all that is said of a string"),
     (re.compile(r"\s+while processing json-schema:///(#\S*)"), r" (at `\1`)"),
@@ -134,16 +135,11 @@ def can_begin(source: str, text: str, size: int = NUM_BYTES) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def matches_only_space(pattern: str) -> bool:
-    """Whether a regex matches nothing but white space. Raises ValueError."""
-    source = f"start: OTHER\nOTHER: {regex(pattern)} & ~/\\s*/"
-    matcher = llguidance.LLMatcher(byte_tokenizer(), source, log_level=0)
-    if not matcher.is_error():
-        matcher.compute_bitmask()
-    cause = error_of(matcher)
-    if cause and not cause.startswith(NO_TEXT):
-        raise ValueError(cause)
-    return bool(cause)
+def check_white_space(pattern: str) -> None:
+    """Raises ValueError for a regex that matches more than white space."""
+    cause = find_error(f"start: OTHER\nOTHER: {regex(pattern)} & ~/\\s*/")
+    if cause != UNSATISFIABLE:
+        raise ValueError(cause or "its `whitespace_pattern` must match nothing but white space")
 
 
 # --- dead ends ----------------------------------------------------------------------------------------------
@@ -227,7 +223,7 @@ def describe_dead_end(way: Way) -> str:
         return f"it forces a text of more than {MAX_FORCED} bytes"
     if not cause.startswith(NO_TEXT):
         return f"it is too complex: {cause}"
-    return f"nothing can follow {quoted_end(way.text)}" if way.text else "no text satisfies it"
+    return f"nothing can follow {quoted_end(way.text)}" if way.text else UNSATISFIABLE
 
 
 def quoted_end(tokens: Iterable[int]) -> str:

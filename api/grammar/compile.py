@@ -17,8 +17,8 @@ from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
 from api.errors import ApiError, cut, invalid
 from api.grammar.apart import run_apart
-from api.grammar.check import NUM_BYTES, find_error, matches_only_space
-from api.grammar.json_schema import WHITESPACE, all_schemas, enforced_schema
+from api.grammar.check import NUM_BYTES, check_white_space, find_error
+from api.grammar.json_schema import WHITESPACE, all_schemas, enforce
 from api.grammar.lark import Lark, literal
 from api.grammar.structural_tag import TagRules, must_be
 from api.json import parse_text
@@ -102,8 +102,7 @@ def compile_checked(grammar: Grammar, special_ids: SpecialIds = (), size: int = 
         size: all ids are below it.
     """
     try:
-        if not matches_only_space(grammar.whitespace):
-            raise ValueError("its `whitespace_pattern` must match nothing but white space")
+        check_white_space(grammar.whitespace)
         source = compile_unchecked(grammar, special_ids)
     except ValueError as error:
         raise cannot_compile(grammar, str(error)) from error
@@ -116,10 +115,7 @@ def compile_unchecked(grammar: Grammar, special_ids: SpecialIds = ()) -> str:
     """The grammar in llguidance's form. Raises ApiError and ValueError."""
     match grammar.kind:
         case "json":
-            schema = json.dumps(enforced_schema(parse_schema(grammar), grammar.closed))
-            return llguidance.LLMatcher.grammar_from_json_schema(
-                schema, overrides={"whitespace_pattern": grammar.whitespace}
-            )
+            return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(enforced_schema(grammar)))
         case "regex":
             return llguidance.LLMatcher.grammar_from_regex(grammar.text)
         case "choice":
@@ -133,11 +129,17 @@ def compile_unchecked(grammar: Grammar, special_ids: SpecialIds = ()) -> str:
             return llguidance.LLMatcher.grammar_from_lark(to_lark(grammar.text))
 
 
+def enforced_schema(grammar: Grammar) -> Mapping[str, Any]:
+    """What is enforced of a JSON schema, with llguidance's option for its white space. Raises ApiError."""
+    schema = parse_schema(grammar)
+    enforce(schema, grammar.closed)
+    return {**schema, "x-guidance": {"whitespace_pattern": grammar.whitespace}}
+
+
 def embedded_schema(grammar: Grammar) -> Mapping[str, Any]:
     """A JSON schema as a part of a Lark grammar. Raises ApiError."""
     compile_checked(grammar)
-    enforced = enforced_schema(parse_schema(grammar), grammar.closed)
-    return {**enforced, "x-guidance": {"whitespace_pattern": grammar.whitespace}}
+    return enforced_schema(grammar)
 
 
 def schema_in_tag(own: str, schema: Any, field: str, whitespace: str = "") -> Mapping[str, Any]:
@@ -162,8 +164,8 @@ def to_lark(text: str) -> str:
         raise ValueError(str(error)) from error
 
 
-def parse_schema(grammar: Grammar) -> Any:
-    """The schema as an object. Raises ApiError."""
+def parse_schema(grammar: Grammar) -> dict[str, Any]:
+    """The schema as an object of its own. Raises ApiError."""
     try:
         schema = parse_text(grammar.text)
     except ValueError as error:

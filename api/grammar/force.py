@@ -29,7 +29,7 @@ from api.errors import ApiError, cut, invalid
 from api.grammar.apart import run_apart
 from api.grammar.check import find_error
 from api.grammar.compile import ANY_OBJECT, MAX_GRAMMAR_BYTES, Grammar, embedded_schema
-from api.grammar.lark import TEXT, Lark, escaped, literal, one_of
+from api.grammar.lark import TEXT, Lark, literal, one_of, regex
 
 LINES = r"/\n{0,2}/"
 """White space between thinking and what follows it."""
@@ -131,7 +131,8 @@ def call_source(
         rest = f"({lark.mark(writing.may_open)})? {rest}"
     body = f"{lark.mark(writing.mark)} {rest}" if writing.mark else rest
     if not choice.is_required and not writing.mark:
-        other = lark.rule(rf"/[^\s{escaped((writing.open + writing.call)[0])}](.|\n)*/")
+        first = re.escape((writing.open + writing.call)[0])
+        other = lark.rule(regex(rf"[^\s{first}](.|\n)*"))
         body = f"({other} | {rest})?"
     elif not choice.is_required:
         found, text = f"{lark.until(writing.mark)} {rest}", lark.rule(TEXT)

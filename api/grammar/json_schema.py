@@ -4,7 +4,7 @@ listed names become a part of what those names satisfy.
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import llguidance
@@ -34,40 +34,22 @@ MAX_MATCHES = 1024
 """Patterns of an object times its names; with more than this, no pattern is tried."""
 
 
-def enforced_schema(schema: Any, closed: bool) -> Any:
-    """What is enforced of a schema: annotations are left out; objects are closed if `closed`."""
-    enforced = map_schemas(schema, without_annotations)
-    return map_schemas(close_objects(enforced) if closed else enforced, list_names)
+def enforce(schema: dict[str, Any], closed: bool) -> None:
+    """Turn a schema into what is enforced of it: annotations are left out; objects are closed if `closed`."""
+    for _, one in list(all_schemas(schema)):
+        drop_annotations(one)
+    schemas = [one for _, one in all_schemas(schema)]
+    if closed:
+        close_objects(schemas)
+    for one in schemas:
+        list_names(one)
 
 
-def without_annotations(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema without a format that is not enforced, and without llguidance's own options."""
-    return {
-        name: value
-        for name, value in schema.items()
-        if name != "x-guidance" and not (name == "format" and value not in FORMATS)
-    }
-
-
-# --- schemas in a schema ------------------------------------------------------------------------------------
-
-
-def map_schemas(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """The schema with `change` made to every schema in it, inner ones first."""
-    if isinstance(schema, list):
-        return [map_schemas(item, change) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return change(
-        {
-            name: value
-            if name in VALUES
-            else {key: map_schemas(item, change) for key, item in value.items()}
-            if name in NAMES_OF_SCHEMAS and isinstance(value, dict)
-            else map_schemas(value, change)
-            for name, value in schema.items()
-        }
-    )
+def drop_annotations(schema: dict[str, Any]) -> None:
+    """Take away a format that is not enforced, and llguidance's own options."""
+    schema.pop("x-guidance", None)
+    if schema.get("format") not in FORMATS:
+        schema.pop("format", None)
 
 
 def all_schemas(schema: Any, path: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -92,15 +74,17 @@ def escape_pointer(name: str) -> str:
 # --- closed objects -----------------------------------------------------------------------------------------
 
 
-def close_objects(schema: Any) -> Any:
-    """The schema with `additionalProperties: false` in each object that lists its properties and says nothing
-    of others: OpenAI's strict mode and TGI's grammars mean that. Where other properties are allowed, a small
-    model writes them until `max_tokens`.
+def close_objects(schemas: Sequence[dict[str, Any]]) -> None:
+    """Add `additionalProperties: false` to each object that lists its properties and says nothing of others:
+    OpenAI's strict mode and TGI's grammars mean that. Where other properties are allowed, a small model
+    writes them until `max_tokens`.
 
     What satisfies the closed schema satisfies the open one. A schema that combines its parts is left as it
     is: what one part closes, another may require.
     """
-    return schema if any(combines(one) for _, one in all_schemas(schema)) else map_schemas(schema, close)
+    if not any(map(combines, schemas)):
+        for one in filter(lists_its_names, schemas):
+            one["additionalProperties"] = False
 
 
 def combines(schema: dict[str, Any]) -> bool:
@@ -113,28 +97,28 @@ def combines(schema: dict[str, Any]) -> bool:
     )
 
 
-def close(schema: dict[str, Any]) -> dict[str, Any]:
+def lists_its_names(schema: dict[str, Any]) -> bool:
+    """Whether an object lists its properties, also the required ones, and says nothing of others."""
     names, required = schema.get("properties"), schema.get("required", [])
     says_more = OF_OBJECTS & schema.keys() - {"properties", "required", "maxProperties"}
     if not names or not isinstance(names, dict) or says_more or not isinstance(required, list):
-        return schema
-    known = all(isinstance(name, str) and name in names for name in required)
-    return schema | {"additionalProperties": False} if known else schema
+        return False
+    return all(isinstance(name, str) and name in names for name in required)
 
 
 # --- patterns of listed names -------------------------------------------------------------------------------
 
 
-def list_names(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without the patterns that match only listed names. What a pattern says is said of each
-    property that it matches.
+def list_names(schema: dict[str, Any]) -> None:
+    """Take away the patterns that match only listed names. What a pattern says is said of each property that
+    it matches.
 
     With a pattern, llguidance asks for a name that matches it and is not listed, even if there is none.
     """
     patterns, properties = schema.get("patternProperties"), schema.get("properties", {})
     required = schema.get("required", [])
     if not isinstance(patterns, dict) or not isinstance(properties, dict) or not isinstance(required, list):
-        return schema
+        return
     names = tuple(dict.fromkeys([*properties, *(name for name in required if isinstance(name, str))]))
     tried = patterns if len(patterns) * len(names) <= MAX_MATCHES else ()
     complete = [pattern for pattern in tried if matches_none_but(pattern, names)]
@@ -143,10 +127,9 @@ def list_names(schema: dict[str, Any]) -> dict[str, Any]:
             if matches(pattern, name):
                 own, other = properties.get(name), patterns[pattern]
                 properties = properties | {name: other if own is None else {"allOf": [own, other]}}
-    if not complete:
-        return schema
-    others = {pattern: one for pattern, one in patterns.items() if pattern not in complete}
-    return schema | {"properties": properties, "patternProperties": others}
+    if complete:
+        others = {pattern: one for pattern, one in patterns.items() if pattern not in complete}
+        schema.update(properties=properties, patternProperties=others)
 
 
 @functools.lru_cache(maxsize=1024)

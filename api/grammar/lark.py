@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import llguidance
+
 TEXT = r"/(.|\n)*/"
 """Any text."""
 
@@ -88,16 +90,9 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def escaped(text: str) -> str:
-    """A text as a part of a regex between slashes, on one line."""
-    return re.escape(text).replace("\\\n", r"\n").replace("/", r"\/")
-
-
 def regex(pattern: str) -> str:
     """A regex between slashes."""
-    escapes = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
-    escaped = re.sub(r"(?s)\\.|/|\n", lambda found: escapes.get(found[0], found[0]), pattern)
-    return f"/{escaped}/"
+    return f"/{llguidance.regex_to_lark(pattern, use_ascii='')}/"
 
 
 def one_of(expressions: Iterable[str]) -> str:

@@ -5,7 +5,7 @@ A template is a program of the model's makers: it runs in Jinja's sandbox and se
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from api.errors import ApiError, cut
-from api.prompts.picture_marks import in_parts, in_text
+from api.prompts.control_texts import private_text
 from common.model_files import read_json
 from common.settings.settings import SettingError
 
@@ -33,6 +33,10 @@ END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks the end of the last message's content; with a space, which a template that trims content removes."""
 ARGUMENTS = {"place": "Rome"}
 PROBE = "a probe of contents"
+PICTURE = private_text(8)
+"""Marks a picture within a message's content, until the template takes it: so all that joins and moves texts
+moves pictures, too.
+"""
 
 # --- environment --------------------------------------------------------------------------------------------
 
@@ -162,7 +166,8 @@ class ChatTemplate:
         if isinstance(source, dict):
             tool_source = source.get("tool_use", "")
             source = source.get("default")
-        return cls(source, special_tokens(config), tool_source, inline) if source else None
+        special = {name: text for name, text in token_texts(config).items() if name in SPECIAL_TOKENS}
+        return cls(source, special, tool_source, inline) if source else None
 
     @cached_property
     def compiled(self) -> Template:
@@ -262,6 +267,39 @@ class ChatTemplate:
         return text if rest.startswith(" ") else text.rstrip()
 
 
+# --- pictures -----------------------------------------------------------------------------------------------
+
+
+def parts_of(content: str) -> Iterator[dict[str, str]]:
+    """A content in the parts that templates know."""
+    first, *others = content.split(PICTURE)
+    if first or not others:
+        yield {"type": "text", "text": first}
+    for text in others:
+        yield {"type": "image"}
+        if text:
+            yield {"type": "text", "text": text}
+
+
+def in_parts(message: Mapping[str, Any], always: bool) -> Mapping[str, Any]:
+    """A message with its content in parts where it has pictures, or `always`."""
+    content = message.get("content")
+    if not isinstance(content, str) or not (always or PICTURE in content):
+        return message
+    return {**message, "content": [*parts_of(content)]}
+
+
+def in_text(message: Mapping[str, Any], inline: str) -> Mapping[str, Any]:
+    """A message with a model's own text for each picture."""
+    content = message.get("content")
+    if not isinstance(content, str) or PICTURE not in content:
+        return message
+    return {**message, "content": content.replace(PICTURE, inline)}
+
+
+# --- probes -------------------------------------------------------------------------------------------------
+
+
 def probe_chat(content: Any) -> list[Message]:
     """A chat of one message."""
     return [{"role": "user", "content": content}]
@@ -275,6 +313,9 @@ def earlier_call(arguments: Any) -> list[Message]:
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "name": "f", "content": "!", "tool_call_id": "call00001"},
     ]
+
+
+# --- files --------------------------------------------------------------------------------------------------
 
 
 def read_tokenizer_config(path: Path) -> dict[str, Any]:
@@ -296,13 +337,12 @@ def read_template(path: Path) -> str:
     return source
 
 
-def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens of a tokenizer config; each is a text there, or an object with its `content`."""
-    tokens = {name: config.get(name) for name in SPECIAL_TOKENS}
-    texts = {
-        name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()
-    }
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
+def token_texts(config: Mapping[str, Any]) -> dict[str, str]:
+    """Tokens to which a tokenizer config gives names (`eos_token`): name → text. Each is a text there, or an
+    object with its `content`.
+    """
+    texts = {name: one.get("content") if isinstance(one, dict) else one for name, one in config.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str) and name.endswith("_token")}
 
 
 def template_error(cause: str) -> ApiError:

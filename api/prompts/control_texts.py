@@ -22,8 +22,8 @@ GUARDS = [chr(number) for number in range(0xE000, 0xF900)]
 """Private-use characters: they have no meaning, are no space, and survive every filter of a template."""
 TAKEN_GUARD = re.compile(r"[\ue000-\uf8ff]|\\u[ef][0-9a-f]{3}")
 """One of GUARDS in a text, or as JSON and Python write it."""
-ALIAS_CHARACTERS = range(0x100000, 0x10FFFE)
-"""Private-use characters: no client can guess a text of some that were drawn at random."""
+PRIVATE = range(0x100000, 0x10FFFE)
+"""Private-use characters."""
 
 
 class Guarded(NamedTuple):
@@ -204,12 +204,17 @@ class PlainCopy:
                 yield token_id, start, start + len(own)
 
 
+def private_text(length: int) -> str:
+    """A text of private-use characters that were drawn at random: no client can guess it."""
+    return "".join(chr(secrets.choice(PRIVATE)) for _ in range(length))
+
+
 def new_aliases(texts: dict[int, str]) -> dict[int, str]:
     """An alias for each id, unlike all others."""
     found: dict[int, str] = {}
     for token_id, text in texts.items():
         while token_id not in found:
-            alias = "".join(chr(secrets.choice(ALIAS_CHARACTERS)) for _ in text)
+            alias = private_text(len(text))
             if alias not in found.values():
                 found[token_id] = alias
     return found

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from api.prompts.chat_template import token_texts
 from common.messages.request import Picture
 from common.model_files import added_tokens, read_json
 from common.pictures import PictureError, Size
@@ -452,7 +453,9 @@ def read_layout(path: Path, tokenizer_path: Path | None = None) -> PictureLayout
     if not images:
         return None  # a checkpoint of the text part alone
     own_path = tokenizer_path or path
-    names = token_names(read_json(own_path / "tokenizer_config.json"))
+    named = read_json(own_path / "tokenizer_config.json")
+    extra = named.get("extra_special_tokens")
+    names = token_texts({**named, **(extra if isinstance(extra, dict) else {})})
     placeholder = find_placeholder(config, names.get("image_token", text), own_path)
     try:
         return make_layout(PictureFiles(placeholder, images, processor, names))
@@ -469,11 +472,3 @@ def find_placeholder(config: Mapping[str, Any], text: str, tokenizer_path: Path)
             return known_text, known_id
     wanted = repr(text) if token_id is None else f"the id {token_id}"
     raise SettingError("model_id", f"{tokenizer_path} has no token for pictures: none has {wanted}")
-
-
-def token_names(config: Mapping[str, Any]) -> dict[str, str]:
-    """Tokens that a tokenizer's config gives a name, as `image_token`: name → text."""
-    extra = config.get("extra_special_tokens")
-    found = {**config, **(extra if isinstance(extra, dict) else {})}
-    texts = {name: one.get("content") if isinstance(one, dict) else one for name, one in found.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str) and name.endswith("_token")}

@@ -28,9 +28,8 @@ from api.grammar.check import can_begin
 from api.grammar.compile import CompiledGrammar, Grammar, compile_grammar
 from api.grammar.force import CallChoice, after_thinking, call_grammar, either
 from api.json import parse_text
-from api.prompts.chat_template import OWN_VARIABLES, ChatTemplate, template_error
+from api.prompts.chat_template import OWN_VARIABLES, PICTURE, ChatTemplate, template_error
 from api.prompts.control_texts import ControlTexts, Rendered, rendered_text
-from api.prompts.picture_marks import MARK
 from api.prompts.pictures import PictureSource, is_picture, read_part, unknown_part
 from api.prompts.tokenizer import ModelTokenizer
 from api.requests.fields import Listed, Strict, optional, with_one_error
@@ -388,7 +387,7 @@ def join_parts(
 def part_text(part: ContentPart, place: str, name: str, may_refuse: bool, sees: bool) -> str:
     field = "refusal" if may_refuse and part.type == "refusal" else "text"
     if sees and is_picture(part.type):
-        return MARK
+        return PICTURE
     if part.type != field:
         raise unknown_part(part.type, place, name, sees)
     text: str | None = getattr(part, field)

@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+from copy import deepcopy
 from random import Random
 from typing import Any
 
@@ -20,7 +21,7 @@ from api.grammar.compile import (
     compile_grammar,
     compile_unchecked,
 )
-from api.grammar.json_schema import close_objects
+from api.grammar.json_schema import enforce
 from tests.support.deep_grammars import DEEP
 
 # --- compile ------------------------------------------------------------------------------------------------
@@ -258,12 +259,18 @@ LEFT: list[Any] = [
 ]
 
 
+def enforced(schema: Any) -> Any:
+    own = deepcopy(schema)
+    enforce(own, closed=True)
+    return own
+
+
 @pytest.mark.parametrize(("schema", "closed"), CLOSED_SCHEMAS)
 def test_objects_that_list_their_properties_get_no_others(schema: Any, closed: Any) -> None:
-    assert close_objects(schema) == closed
-    assert close_objects(closed) == closed
+    assert enforced(schema) == closed
+    assert enforced(closed) == closed
 
 
 @pytest.mark.parametrize("schema", LEFT)
 def test_a_schema_that_says_more_is_left_as_it_is(schema: Any) -> None:
-    assert close_objects(schema) == schema
+    assert enforced(schema) == schema
