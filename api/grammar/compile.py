@@ -115,7 +115,7 @@ def compile_unchecked(grammar: Grammar, special_ids: SpecialIds = ()) -> str:
     """The grammar in llguidance's form. Raises ApiError and ValueError."""
     match grammar.kind:
         case "json":
-            return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(enforced_schema(grammar)))
+            return json.dumps({"grammars": [{"json_schema": enforced_schema(grammar)}]})
         case "regex":
             return llguidance.LLMatcher.grammar_from_regex(grammar.text)
         case "choice":

@@ -146,7 +146,8 @@ class GrammarMask:
 
     Attributes:
         compiled: llguidance's matcher, once it is compiled. If it has an error, every token fails the row.
-        bits: the mask of the next token, once `Matchers` has computed it.
+        bits: the tokens that may come next, at least one: bit t % 32 of word t // 32. None allows all: the
+            matcher has an error, or `Matchers` has yet to compute them.
         following: a token, and the copy of this matcher that has taken that token, too.
     """
 
@@ -206,10 +207,6 @@ class GrammarMask:
         """How many of these next tokens it allows, one after the other; none for a matcher with an error."""
         state = self.compiled.result()
         return 0 if state.is_error() else state.validate_tokens(list(tokens))
-
-    def mask(self) -> Bits | None:
-        """Return the tokens that may come next, at least one: bit t % 32 of word t // 32. None allows all."""
-        return self.bits
 
 
 @dataclass(slots=True, eq=False)

@@ -24,9 +24,9 @@ MAX_PLAIN_BYTES = 64
 
 
 def mask_of(state: SamplingState, vocab_size: int) -> Bits | None:
-    """The tokens that may come next, as `GrammarMask.mask` has them; None for all."""
+    """The tokens that may come next, as `GrammarMask.bits` has them; None for all."""
     if state.grammar:
-        return state.grammar.mask()
+        return state.grammar.bits
     if state.allowed is not None and state.allowed_mask is None:
         state.allowed_mask = mask_of_ids(state.allowed, vocab_size)
     return state.allowed_mask
