@@ -2,7 +2,6 @@
 
 import ctypes
 import json
-from copy import deepcopy
 from random import Random
 from typing import Any
 
@@ -260,17 +259,12 @@ LEFT: list[Any] = [
 
 
 def enforced(schema: Any) -> Any:
-    own = deepcopy(schema)
-    enforce(own, closed=True)
+    enforce(own := json.loads(json.dumps(schema)), closed=True)
     return own
 
 
-@pytest.mark.parametrize(("schema", "closed"), CLOSED_SCHEMAS)
-def test_objects_that_list_their_properties_get_no_others(schema: Any, closed: Any) -> None:
-    assert enforced(schema) == closed
-    assert enforced(closed) == closed
-
-
-@pytest.mark.parametrize("schema", LEFT)
-def test_a_schema_that_says_more_is_left_as_it_is(schema: Any) -> None:
-    assert enforced(schema) == schema
+@pytest.mark.parametrize(("schema", "closed"), [*CLOSED_SCHEMAS, *((one, one) for one in LEFT)])
+def test_objects_that_list_their_properties_get_no_others_unless_a_schema_says_more(
+    schema: Any, closed: Any
+) -> None:
+    assert enforced(schema) == enforced(closed) == closed
