@@ -573,7 +573,7 @@ def from_completion(body: CompletionRequest, prompts: TextsOrIds) -> list[Genera
 
 
 def common_params(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationParams:
-    """The parameters of both routes. The model's own defaults are in the body already (`with_defaults`)."""
+    """The parameters of both routes but the grammar. The model's own defaults are in the body already."""
     to_fit, biases = body.truncate_prompt_tokens == -1, body.logit_bias or {}
     for key in biases:
         if not BIAS_KEY.fullmatch(key):
@@ -591,26 +591,26 @@ def common_params(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationPa
             frequency_penalty=body.frequency_penalty or 0.0,
             logit_bias=[*{int(key): value for key, value in biases.items()}.items()],
         ),
-        grammar=body.grammar(),
         n=1 if body.n is None or beams else body.n,
         beams=beams,
         names={**names, "beam_width": body.width_field},
     )
 
 
-async def read_completion(completion: CompletionRequest, context: Context) -> Asked:
+async def read_completion(body: CompletionRequest, context: Context) -> Asked:
     """What a body of /v1/completions asks for. Raises ApiError."""
     limits, tokenizer = context.pool.workers.limits, context.pool.tokenizer
-    prompts, most = read_prompts(completion.prompt), limits.max_client_batch_size
+    prompts, most = read_prompts(body.prompt), limits.max_client_batch_size
     if len(prompts) > most:
         raise invalid(f"`prompt` supports up to {most} prompts. Given: {len(prompts)}", "prompt")
-    all_params = from_completion(completion.with_defaults(tokenizer.sampling_defaults), prompts)
+    grammar = body.grammar()
+    all_params = from_completion(body.with_defaults(tokenizer.sampling_defaults), prompts)
     requests, prefixes, pace = [], [], Pace()
-    for params in (with_truncate(params, limits) for params in all_params):
+    for params in (with_truncate(replace(one, grammar=grammar), limits) for one in all_params):
         choices = await context.validate(params)
         requests += choices
-        echoed = (params.text or "") if completion.echo else ""
-        if completion.echo:  # as it is after truncation
+        echoed = (params.text or "") if body.echo else ""
+        if body.echo:  # as it is after truncation
             prompt_ids = unpack_ids(choices[0].prompt_ids)
             if params.text is None or params.truncate == len(prompt_ids):
                 echoed = str(tokenizer.backend.decode(prompt_ids, skip_special_tokens=False))
@@ -619,7 +619,7 @@ async def read_completion(completion: CompletionRequest, context: Context) -> As
     check_size(requests)
     check_num_choices(requests, context)
     num_chars = sum(len(params.text or "") for params in all_params)
-    rendering = replace(completion.rendering, is_json=describes_json(completion.grammar()))
+    rendering = replace(body.rendering, is_json=describes_json(grammar))
     return Asked(requests, prefixes, rendering, num_chars)
 
 
