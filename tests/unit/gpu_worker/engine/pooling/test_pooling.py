@@ -128,6 +128,17 @@ def test_ways_to_pool_that_are_not_served_are_named(tmp_path: Path, mode: dict[s
         read_pooling(tmp_path, Settings(model_id=str(tmp_path)))
 
 
+@pytest.mark.parametrize(
+    "modules, words",
+    [("[" * 100_000, "is not JSON"), ("{}", "is no JSON list of objects"), ("[1]", "is no JSON list of obj")],
+)
+def test_a_damaged_list_of_modules_is_refused(tmp_path: Path, modules: str, words: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "modules.json").write_text(modules)
+    with pytest.raises(SettingError, match=words):
+        read_pooling(tmp_path, Settings(model_id=str(tmp_path)))
+
+
 def test_a_classifier_of_several_labels_is_refused(tmp_path: Path) -> None:
     save_encoder(tmp_path, "BERT", num_labels=3)
     with pytest.raises(SettingError, match=r"has 3 labels: only models with one score \(rerankers\)"):
