@@ -2,6 +2,7 @@
 connections to a server over HTTP/1.1, so a page could not read more answers at once.
 """
 
+import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Request
@@ -65,7 +66,7 @@ async def read_streams(request: Request) -> Response:
     places = [read_place(place) for place in asked.streams]
     if len({answer_id for answer_id, _ in places}) < len(places):
         raise invalid("`streams` names an answer twice", "streams")
-    found = [await read_rest(request, *place) for place in places]
+    found = await asyncio.gather(*(read_rest(request, *place) for place in places))
     rests = [rest for rest in found if rest is not None]
     return await respond_with_rests(rests) if rests else Response(status_code=204)
 

@@ -341,9 +341,9 @@ async def is_healthy(settings: Settings) -> bool:
 
 def last_lines(settings: Settings) -> str:
     """The last lines of a start: the URLs of the fleet, and a first request. They are logged, so they do not
-    have the key itself.
+    have the key itself. PUBLIC_URL is the address of a proxy.
     """
-    url = prepare.base_url(settings)
+    url = os.environ.get("PUBLIC_URL") or prepare.base_url(settings)
     key = ' -H "Authorization: Bearer $API_KEY"' if settings.api_key else ""
     return "\n".join(
         [

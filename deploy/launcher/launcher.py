@@ -273,7 +273,7 @@ async def launch(fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:
         tasks.create_task(supervise(process, fleet, tasks))
     if not fleet.follows and await wait_until_ready(fleet):
         fleet.was_ready = True
-        if fleet.is_whole:
+        if fleet.gateways:
             show = log.info if fleet.settings.json_output else partial(print, flush=True)
             show(last_lines(fleet.settings))
         for preloaded in fleet.preloaded:

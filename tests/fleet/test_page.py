@@ -88,31 +88,27 @@ def answered(page: Page) -> str:
 
 def test_a_killed_worker_changes_no_word(fleet: Fleet, browser: Browser) -> None:
     with opened(browser, fleet.base_url, is_quiet=True) as page:
-        kill_the_worker_of_an_answer(fleet, page)
-
-
-def kill_the_worker_of_an_answer(fleet: Fleet, page: Page) -> None:
-    expected = undisturbed(fleet, QUESTION)
-    send(page, QUESTION)
-    wait_until_sync(lambda: len(streamed(page)) > SOME_CHARS)
-    busy = page.locator(".tile.busy[data-kind=worker]")
-    name = busy.get_by_role("button").get_attribute("aria-label", timeout=90_000)
-    expect(page.locator("#health[data-state=good]")).to_have_text("2 workers ready")
-    busy.get_by_role("button").click()
-    assert len(streamed(page)) < len(expected), "it was killed while it worked"
-    expect(page.locator("#health[data-state=warn]")).to_have_text("1 of 2 workers ready")
-    expect(page.locator(".turn.model[data-state=done]")).to_be_visible(timeout=ANSWER_MS)
-    assert answered(page) == expected
-    expect(page.locator(".turn.model .ribbon i")).to_have_count(2)
-    assert name is not None
-    incarnation = name.removeprefix("Kill worker ")
-    expect(page.locator("#log")).to_contain_text(f"worker {incarnation.split('-')[0]} was killed")
-    expect(page.locator("#health[data-state=good]")).to_have_text("2 workers ready", timeout=90_000)
-    expect(page.locator(".turn .figures")).to_contain_text(f"{incarnation.split('-')[0]} died at token")
-    processes = httpx.get(f"{fleet.base_url}/fleet").json()["processes"]
-    assert any(one.get("tokens", 0) > 1 and one["max_rows"] == 256 for one in processes), (
-        "the other worker has sampled the rest"
-    )
+        expected = undisturbed(fleet, QUESTION)
+        send(page, QUESTION)
+        wait_until_sync(lambda: len(streamed(page)) > SOME_CHARS)
+        busy = page.locator(".tile.busy[data-kind=worker]")
+        name = busy.get_by_role("button").get_attribute("aria-label", timeout=90_000)
+        expect(page.locator("#health[data-state=good]")).to_have_text("2 workers ready")
+        busy.get_by_role("button").click()
+        assert len(streamed(page)) < len(expected), "it was killed while it worked"
+        expect(page.locator("#health[data-state=warn]")).to_have_text("1 of 2 workers ready")
+        expect(page.locator(".turn.model[data-state=done]")).to_be_visible(timeout=ANSWER_MS)
+        assert answered(page) == expected
+        expect(page.locator(".turn.model .ribbon i")).to_have_count(2)
+        assert name is not None
+        incarnation = name.removeprefix("Kill worker ")
+        expect(page.locator("#log")).to_contain_text(f"worker {incarnation.split('-')[0]} was killed")
+        expect(page.locator("#health[data-state=good]")).to_have_text("2 workers ready", timeout=90_000)
+        expect(page.locator(".turn .figures")).to_contain_text(f"{incarnation.split('-')[0]} died at token")
+        processes = httpx.get(f"{fleet.base_url}/fleet").json()["processes"]
+        assert any(one.get("tokens", 0) > 1 and one["max_rows"] == 256 for one in processes), (
+            "the other worker has sampled the rest"
+        )
 
 
 def test_escape_stops_a_stream(page: Page) -> None:

@@ -6,7 +6,6 @@ folders.
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -39,15 +38,6 @@ FIXED = {
 """Settings that have no effect on a service."""
 
 
-def lines(file: str, instruction: str) -> list[str]:
-    text = (ROOT / file).read_text().replace("\\\n", " ")
-    return [
-        line.removeprefix(instruction).strip()
-        for line in text.splitlines()
-        if line.startswith(instruction + " ")
-    ]
-
-
 def test_services_of_the_compose_file() -> None:
     assert set(SERVICES) == OURS | {"redis", "proxy", "prometheus", "alertmanager", "grafana"}
     assert all("healthcheck" in service for service in SERVICES.values())
@@ -55,19 +45,31 @@ def test_services_of_the_compose_file() -> None:
         "gpu_worker": ["gpu"],
         "cpu_worker": ["cpu"],
     }
-    open_to_all = [
-        port
-        for name in ("prometheus", "alertmanager", "grafana")
-        for port in SERVICES[name]["ports"]
-        if not port.startswith("127.0.0.1:")
-    ]
-    assert not open_to_all, "who can reach them need not say who they are"
     assert "redis:/data" in SERVICES["redis"]["volumes"] and "--appendonly" in SERVICES["redis"]["command"]
     for name in OURS:
         assert (ROOT / SERVICES[name]["build"]["dockerfile"]).exists()
         assert not {"container_name", "ports"} & SERVICES[name].keys(), "it can be scaled"
         assert SERVICES[name]["command"][0] == "supervise", "a death is reported at once"
     assert all(service["logging"]["options"]["max-size"] for service in SERVICES.values())
+
+
+def rendered(text: str, **variables: str) -> str:
+    """A value as Compose reads it, with the variables of a shell."""
+    while found := re.search(r"\$\{(\w+):([-+])([^{}]*)\}", text):
+        given = variables.get(found[1], "")
+        text = text.replace(found[0], found[3] if bool(given) is (found[2] == "+") else given)
+    return text
+
+
+def test_who_may_ask_without_a_key_is_on_this_machine() -> None:
+    """What names no address is published at that of its network."""
+    [binding] = COMPOSE["networks"]["edge"]["driver_opts"].values()
+    ports = [rendered(port) for service in SERVICES.values() for port in service.get("ports", ())]
+    assert {port.split(":")[0] or binding for port in ports} == {"127.0.0.1"} and len(ports) == 4
+    both = f"{SERVICES['proxy']['ports'][0]} {SERVICES['api']['environment']['PUBLIC_URL']}"
+    assert rendered(both) == ":3000:3000 http://localhost:3000"
+    assert rendered(both, DOMAIN="a.io", PORT="443") == "0.0.0.0:443:30001 https://a.io:443"
+    assert rendered(both, PROXY_ADDRESS="10.0.0.5").startswith("10.0.0.5:3000:3000 ")
 
 
 def test_every_service_is_confined() -> None:
@@ -130,7 +132,6 @@ def test_the_proxy_passes_on_what_is_public() -> None:
 
 def test_alerts_go_to_the_url_of_the_variable(tmp_path: Path) -> None:
     config = ROOT / "deploy/prometheus/alertmanager.yml"
-    own = {"CONFIG": str(config), "MADE": str(tmp_path)}
     words = [
         "sh",
         str(ROOT / "deploy/prometheus/alertmanager_entry.sh"),
@@ -138,8 +139,8 @@ def test_alerts_go_to_the_url_of_the_variable(tmp_path: Path) -> None:
         str(tmp_path / "alertmanager.yml"),
     ]
     for url in ("", "https://example.org/a?b=c&d='e'|f"):
-        environ = os.environ | own | {"ALERT_WEBHOOK": url}
-        done = subprocess.run(words, env=environ, check=True, capture_output=True, text=True)
+        own = {"CONFIG": str(config), "MADE": str(tmp_path), "ALERT_WEBHOOK": url}
+        done = subprocess.run(words, env=os.environ | own, check=True, capture_output=True, text=True)
         [receiver] = yaml.safe_load(done.stdout)["receivers"]
         files = [one["url_file"] for one in receiver.get("webhook_configs", [])]
         assert [Path(file).read_text() for file in files] == ([url] if url else [])
@@ -163,9 +164,6 @@ def test_every_setting_may_come_from_the_shell() -> None:
         assert settings - passed - FIXED - {"DEVICE"} == {
             *("REDIS_URL", "PORT", "METRICS_PORT", "JSON_OUTPUT", "NUM_WORKERS")
         }
-
-
-# --- the services as processes ------------------------------------------------------------------------------
 
 
 def test_the_file_of_users_is_what_doctor_prints() -> None:
@@ -206,14 +204,10 @@ def test_an_image_holds_what_it_needs(file: str, command: str, torch: bool, tmp_
         command_line = re.sub(r"^--mount=\S+ ", "", rest)
         if word == "RUN" and re.match(r"pip|python", command_line):
             subprocess.run(["sh", "-c", command_line], cwd=app, env=environ, check=True)
-    has_torch = (
-        subprocess.run(
-            [venv / "bin/python", "-c", "import torch"], env=environ, capture_output=True
-        ).returncode
-        == 0
-    )
-    assert has_torch is torch
-    words = [str(venv / "bin" / shlex.split(part)[0]) for part in json.loads(lines(file, "ENTRYPOINT")[0])]
+        if word == "ENTRYPOINT":
+            words = [str(venv / "bin" / part) for part in json.loads(rest)]
+    imported = subprocess.run([venv / "bin/python", "-c", "import torch"], env=environ, capture_output=True)
+    assert (imported.returncode == 0) is torch
     version = subprocess.run(
         [*words, "--version"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
     )

@@ -21,7 +21,7 @@ from api.answers.answer import read_answer
 from api.lifecycle import Gateway
 from api.requests import admission, request_scripts
 from api.requests.request_scripts import cancel_request
-from api.resume import attach
+from api.resume import attach, rest
 from api.streams import relay as relay_module
 from api.streams.stream import Stream
 from benchmarks.client import EventReader, StreamBroken
@@ -302,6 +302,21 @@ async def test_each_answer_goes_on_after_its_last_frame_at_any_gateway(broker: B
         await wait_until(lambda: not gateway.pool.relay.streams)
 
 
+async def test_an_answer_whose_tokens_are_being_moved_holds_up_no_other(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, all_are_read = rest.read_rest, asyncio.Barrier(2)
+
+    async def read_beside_the_other(*place: Any) -> rest.Rest | None:
+        await all_are_read.wait()
+        return await read(*place)
+
+    async with two_gateways(broker.url) as (_, _, client, _), asyncio.timeout(PATIENCE_S):
+        streams = [(await begin(client))[0] for _ in range(2)]
+        monkeypatch.setattr(rest, "read_rest", read_beside_the_other)
+        assert (await client.post("/requests/streams", json={"streams": streams})).status_code == 200
+
+
 async def test_an_answer_that_pauses_holds_up_no_other(broker: Broker) -> None:
     """Unlike the choices of one answer."""
     text = ids(" one two three four")
@@ -336,7 +351,6 @@ async def test_a_client_that_leaves_cancels_nothing_that_waits_for_it(broker: Br
 async def test_what_cannot_be_read_is_refused_by_name(broker: Broker) -> None:
     async with two_gateways(broker.url) as (_, _, client, _):
         known, _ = await begin(client)
-        _, place = await read_frames(client, "/generate_stream", {"inputs": "Hi"}, 1)
         wrong: list[tuple[Any, int, str]] = [
             ([], 422, "`streams`"),
             (["5"], 422, "`streams`"),
@@ -348,7 +362,6 @@ async def test_what_cannot_be_read_is_refused_by_name(broker: Broker) -> None:
         for streams, status, words in wrong:
             refused = await client.post("/requests/streams", json={"streams": streams})
             assert (refused.status_code, words in refused.json()["error"]) == (status, True), refused.text
-        assert place
 
 
 USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}

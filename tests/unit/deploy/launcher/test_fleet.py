@@ -162,10 +162,14 @@ async def test_a_worker_that_says_nothing_for_a_moment_does_what_it_did_last(
         assert await describe_wait(fleet, pool, last) == "w1: starting"
 
 
-def test_the_command_to_try_has_the_header_of_a_key_but_not_the_key() -> None:
+def test_the_command_to_try_has_a_proxys_address_and_the_header_of_a_key_but_not_the_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert "Authorization" not in last_lines(Settings())
+    monkeypatch.setenv("PUBLIC_URL", "https://a.io:443")
     said = last_lines(Settings(api_key="secret"))
     assert '-H "Authorization: Bearer $API_KEY"' in said and "secret" not in said
+    assert "curl -N https://a.io:443/generate_stream" in said
 
 
 # --- supervised process -------------------------------------------------------------------------------------
