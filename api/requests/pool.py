@@ -81,7 +81,7 @@ class Pool:
             self.client,
             gateway,
             settings,
-            num_streams=lambda: len(self.relay.streams),
+            num_streams=lambda: sum(not stream.left for stream in self.relay.streams.values()),
             max_total_tokens=longest,
             pooling=self.pooling,
         )

@@ -100,15 +100,10 @@ def test_a_killed_worker_changes_no_word(fleet: Fleet, browser: Browser) -> None
         expect(page.locator(".turn.model[data-state=done]")).to_be_visible(timeout=ANSWER_MS)
         assert answered(page) == expected
         expect(page.locator(".turn.model .ribbon i")).to_have_count(2)
-        assert name is not None
-        incarnation = name.removeprefix("Kill worker ")
+        incarnation = str(name).removeprefix("Kill worker ")
         expect(page.locator("#log")).to_contain_text(f"worker {incarnation.split('-')[0]} was killed")
         expect(page.locator("#health[data-state=good]")).to_have_text("2 workers ready", timeout=90_000)
         expect(page.locator(".turn .figures")).to_contain_text(f"{incarnation.split('-')[0]} died at token")
-        processes = httpx.get(f"{fleet.base_url}/fleet").json()["processes"]
-        assert any(one.get("tokens", 0) > 1 and one["max_rows"] == 256 for one in processes), (
-            "the other worker has sampled the rest"
-        )
 
 
 def test_escape_stops_a_stream(page: Page) -> None:

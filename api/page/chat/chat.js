@@ -11,9 +11,9 @@ const HISTORY = "tokenfleet.history";
 const ENDINGS = { stop: "", length: "stopped at its limit" };
 /** The model that `tokenfleet serve` starts with answers these without going round in circles. */
 const IDEAS = [
-  "Why is the sky blue?",
-  "Give me five tips for learning a new language.",
-  "How does a computer work? Explain it simply.",
+  "Why is exercise good for you?",
+  "What is machine learning?",
+  "Why do we sleep?",
 ];
 
 let turns = [];

@@ -164,9 +164,8 @@ export class Cell {
   words(now_ms) {
     const silence = `${((now_ms - this.heard_ms) / 1000).toFixed(1)} s`;
     const paused_s = (this.pauses_ms.reduce((sum, pause_ms) => sum + pause_ms, 0) / 1000).toFixed(1);
-    const often = this.pauses_ms.length > 1 ? `${this.pauses_ms.length} pauses,` : "paused";
     const tokens = plural(this.numTokens, "token");
-    const short = this.pauses_ms.length ? `${this.numTokens} · ${often} ${paused_s} s` : null;
+    const short = this.pauses_ms.length ? `${this.numTokens} · ${paused_s} s late` : null;
     switch (this.state) {
       case "waiting":
         return "waits";

@@ -103,8 +103,7 @@ def test_stopped_streams_are_cancelled(browser: Browser) -> None:
         expect(page.locator(".cell[data-state=failed] .figures").first).to_have_text(
             "stopped", timeout=PATIENCE_MS
         )
-        expected = {f"/requests/{i:032x}" for i in range(NUM_STREAMS)}
-        wait_until_sync(lambda: {path for method, path, _ in gateway.asked if method == "DELETE"} == expected)
+        wait_until_sync(lambda: sum(method == "DELETE" for method, _, _ in gateway.asked) == NUM_STREAMS)
 
 
 @pytest.mark.slow
