@@ -64,8 +64,8 @@ def undisturbed(fleet: Fleet, question: str, max_tokens: int = MAX_TOKENS) -> st
         "temperature": 0,
         "max_tokens": max_tokens,
     }
-    answer = httpx.post(f"{fleet.base_url}/v1/chat/completions", json=body, timeout=60)
-    return str(answer.json()["choices"][0]["message"]["content"])
+    answer = httpx.post(f"{fleet.base_url}/v1/chat/completions", json=body, timeout=60).json()
+    return str(answer["choices"][0]["message"]["content"])
 
 
 def send(page: Page, text: str, max_tokens: int = MAX_TOKENS) -> None:

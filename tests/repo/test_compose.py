@@ -88,8 +88,9 @@ def test_the_proxy_reaches_gateways_alone_and_redis_reaches_nothing_else() -> No
     assert {name for name in networks if networks[name] & networks["proxy"]} == {"proxy", "api"}
     assert {name for name in networks if networks[name] & networks["redis"]} == {"redis", *OURS}
     assert networks["redis"] == {"broker"} and COMPOSE["networks"]["broker"] == {"internal": True}
-    published = {name for name, service in SERVICES.items() if "ports" in service}
-    assert published == {"proxy", "prometheus", "alertmanager", "grafana"}
+    assert {name for name, service in SERVICES.items() if "ports" in service} == {
+        *("proxy", "prometheus", "alertmanager", "grafana")
+    }
 
 
 def test_each_process_has_the_password_of_its_own_user_alone() -> None:
@@ -142,8 +143,9 @@ def test_alerts_go_to_the_url_of_the_variable(tmp_path: Path) -> None:
         own = {"CONFIG": str(config), "MADE": str(tmp_path), "ALERT_WEBHOOK": url}
         done = subprocess.run(words, env=os.environ | own, check=True, capture_output=True, text=True)
         [receiver] = yaml.safe_load(done.stdout)["receivers"]
-        files = [one["url_file"] for one in receiver.get("webhook_configs", [])]
-        assert [Path(file).read_text() for file in files] == ([url] if url else [])
+        assert [Path(one["url_file"]).read_text() for one in receiver.get("webhook_configs", [])] == (
+            [url] if url else []
+        )
 
 
 def test_down_stops_gateways_before_workers_and_redis_last() -> None:
@@ -160,16 +162,16 @@ def test_every_setting_may_come_from_the_shell() -> None:
     for name in OURS:
         variables = SERVICES[name]["environment"]
         assert settings - FIXED - {"DEVICE"} <= variables.keys()
-        passed = {variable for variable, value in variables.items() if value is None}
-        assert settings - passed - FIXED - {"DEVICE"} == {
+        assert settings - FIXED - {"DEVICE"} - {name for name in variables if variables[name] is None} == {
             *("REDIS_URL", "PORT", "METRICS_PORT", "JSON_OUTPUT", "NUM_WORKERS")
         }
 
 
 def test_the_file_of_users_is_what_doctor_prints() -> None:
     """`tokenfleet doctor --acl --pool '*' > deploy/users.acl` writes it anew."""
-    lines = [f"user {kind} on {' '.join(acl.rules(kind, [acl.EVERY_POOL]))}" for kind in acl.USERS]
-    assert (ROOT / "deploy/users.acl").read_text().splitlines() == lines
+    assert (ROOT / "deploy/users.acl").read_text().splitlines() == [
+        f"user {kind} on {' '.join(acl.rules(kind, [acl.EVERY_POOL]))}" for kind in acl.USERS
+    ]
 
 
 # --- the images ---------------------------------------------------------------------------------------------

@@ -92,8 +92,7 @@ def test_a_key_is_added_rotated_and_revoked(browser: Browser) -> None:
             page.get_by_role("button", name="Revoke key_a").click()
             page.get_by_role("button", name="Yes").click()
             expect(page.locator("#keys-say")).to_have_text("key_a stands in a file")
-            posts = [(path, body) for method, path, body in gateway.asked if method == "POST"]
-            assert posts == [
+            assert [(path, body) for method, path, body in gateway.asked if method == "POST"] == [
                 (
                     "/admin/keys",
                     {
@@ -225,5 +224,6 @@ def test_a_job_is_searched_cancelled_and_tried_again(browser: Browser) -> None:
             page.get_by_role("button", name="Yes").click()
             part.get_by_role("button", name="Retry night/3").click()
             expect(part.get_by_role("status")).to_contain_text("this one is not dead")
-            posts = [path for method, path, _ in gateway.asked if method == "POST"]
-            assert posts == ["/admin/jobs/morning/cancel", "/admin/jobs/night%2F3/retry"]
+            assert [path for method, path, _ in gateway.asked if method == "POST"] == [
+                *("/admin/jobs/morning/cancel", "/admin/jobs/night%2F3/retry")
+            ]
