@@ -18,9 +18,9 @@ from common.model_files import Progress, no_progress
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.adapters.cache import AdapterCache
 from gpu_worker.engine.batch.adapters import AdapterTurns
-from gpu_worker.engine.batch.beams import BeamScores, score_beams, search_steps, text_factory
+from gpu_worker.engine.batch.beams import BeamScores, Copies, score_beams, search_steps, text_factory
 from gpu_worker.engine.batch.inputs import build_inputs
-from gpu_worker.engine.batch.row import RowSlice, StepPart
+from gpu_worker.engine.batch.row import RowSlice, StepPart, request_at
 from gpu_worker.engine.batch.rows import NO_BLOCKS, Rows
 from gpu_worker.engine.batch.sampling_state import SampleRequest
 from gpu_worker.engine.batch.split_step import Forward, forward_in_halves
@@ -44,7 +44,7 @@ from gpu_worker.engine.sampling.logprobs import (
     score_prompts,
     select_sample_logits,
 )
-from gpu_worker.engine.sampling.sampler import SamplerOutput, empty_output, sample
+from gpu_worker.engine.sampling.sampler import KeptArguments, SamplerOutput, empty_output, sample
 from gpu_worker.engine.side_threads import SideThreads
 from gpu_worker.protocol import AdapterAnswer, Command, StepResult
 
@@ -122,10 +122,12 @@ def sample_requests(slices: Sequence[RowSlice]) -> list[SampleRequest | None]:
     requests: list[SampleRequest | None] = []
     for row_slice in slices:
         row = row_slice.row
-        if row.sampling_state is None or row.ended or row_slice.is_void:
+        if (state := row.sampling_state) is None or row.ended or row_slice.num_returns != row.num_returns:
             requests += [None] * row_slice.num_samples
-        elif row_slice.samples:
+        elif row_slice.proposed:
             requests += row_slice.sample_requests
+        elif row_slice.samples:
+            requests.append(request_at(state, row_slice.first_index))
     return requests
 
 
@@ -181,7 +183,8 @@ class InFlightStep:
     @property
     def is_unsure(self) -> bool:
         """Whether the next step can be launched only once this one is read."""
-        return any(one.row.output.is_unsure(one) for one in self.slices)
+        unsure = (one for one in self.slices if one.row.proposer or one.row.output.has_branches)
+        return any(one.row.output.is_unsure(one) for one in unsure)
 
     @property
     def is_done(self) -> bool:
@@ -327,6 +330,7 @@ class Engine:
         in_flight: the steps that are launched and not read, oldest first.
         collected_step: the last step read.
         adapters: LoRA adapters that rows may have.
+        kept: what the sampler has made of the last step's rows.
         parts: what else a step has.
     """
 
@@ -374,6 +378,7 @@ class Engine:
         self.runs_ahead = loaded.device.type != "cpu" and communicator.num_stages == 1
         self.in_flight = deque[InFlightStep | SentStep]()
         self.collected_step = 0
+        self.kept = KeptArguments()
         self.pace = LaunchPace()
         if loaded.device.type == "cuda":
             self.compile_and_capture(settings, progress)
@@ -388,7 +393,8 @@ class Engine:
         if self.pictures:
             self.rows.make_pictures = self.pictures.start
         adapters = self.adapters if loaded.adapters else None
-        parts = (self.pictures, self.drafter, adapters, self.rows.state_slots)
+        beams = Copies(lambda copies: loaded.cache.copy(copies), self.rows.copies)
+        parts = (self.pictures, self.drafter, adapters, beams, self.rows.state_slots)
         self.parts: list[StepPart] = [part for part in parts if part]
 
     def compile_and_capture(self, settings: Settings, progress: Progress) -> None:
@@ -516,9 +522,6 @@ class Engine:
                 self.rows.fail(slices, able, part.failure)
         if not slices:
             return None
-        if self.rows.copies:
-            self.loaded.cache.copy(self.rows.copies)
-            self.rows.copies.clear()
         if before:
             self.pace.on_launch(before.is_done)
         elif self.communicator.samples:
@@ -546,7 +549,7 @@ class Engine:
         if communicator.samples:
             self.matchers.finish_masks(requests)
         output = (
-            sample(sampled, requests)
+            sample(sampled, requests, self.kept)
             if communicator.samples
             else empty_output(len(requests), 0, self.loaded.device)
         )

@@ -12,7 +12,12 @@ import torch
 
 from gpu_worker.engine.cuda.linear import QuantisedLinear, round_rows
 from gpu_worker.engine.quantization.blocks import Blocks
-from gpu_worker.engine.sampling.sampler import SamplerOutput, sample_by_torch, sample_on_cuda
+from gpu_worker.engine.sampling.sampler import (
+    KeptArguments,
+    SamplerOutput,
+    sample_by_torch,
+    sample_on_cuda,
+)
 from tests.support.engine.on_cuda import ANYWHERE, ON_GPUS
 from tests.support.engine.triton_interpreter import forget_kernels, interpret_kernels, kernels
 from tests.unit.gpu_worker.engine.sampling.test_native_sampler import (
@@ -60,7 +65,8 @@ def test_rows_are_sampled_as_by_torch(device: str, dtype: torch.dtype, module: C
             requests = [random_request(random, size, num_words) for _ in range(num_rows)]
             if not any(requests):
                 continue
-            found, expected = sample_on_cuda(logits, requests), sample_by_torch(logits, requests)
+            found = sample_on_cuda(logits, requests, KeptArguments())
+            expected = sample_by_torch(logits, requests)
             typical = [bool(row and row.state.sampling.typical_p < 1) for row in requests]
             others = [place for place, is_typical in enumerate(typical) if not is_typical]
             compare(rows_of(found, others), rows_of(expected, others), [requests[row] for row in others])

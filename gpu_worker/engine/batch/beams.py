@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import groupby, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from common.messages.records import BeamSequence, num_group_blocks, pack_sequenc
 from common.messages.request import BeamParams, StoppingParams
 from common.model_files import read_tokenizer
 from gpu_worker.engine.batch.inputs import to_device
-from gpu_worker.engine.batch.row import Row, RowOutput, RowSlice
+from gpu_worker.engine.batch.row import Row, RowOutput, RowSlice, StepPart
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.batch.step_result import Candidate, Int32, StepSamples
 from gpu_worker.engine.sampling.sampler import adjust_scores
@@ -226,10 +226,26 @@ def normalized(total: float, length: int, penalty: float) -> float:
     return max(-LARGEST, min(LARGEST, score))
 
 
-BlockCopy = tuple[int, int]
-"""(source, target): the KV of the source is to be copied into the target."""
-SlotCopy = tuple[int, int]
-"""The same of slots of states."""
+Copy = tuple[int, int]
+"""(source, target), of blocks or of slots of states."""
+
+
+class Copies(StepPart):
+    """Copies what beams of the next step share no longer.
+
+    Attributes:
+        copies: that must be made before the step just launched is computed.
+    """
+
+    def __init__(self, copy: Callable[[Sequence[Copy]], None], copies: list[Copy]) -> None:
+        self.copy = copy
+        self.copies = copies
+
+    def prepare(self, rows: Any, slices: Sequence[RowSlice]) -> Sequence[RowSlice]:
+        if self.copies:
+            self.copy(self.copies)
+            self.copies.clear()
+        return slices
 
 
 class BeamBlocks:
@@ -253,11 +269,11 @@ class BeamBlocks:
         self.free = list(free)
         self.uses = Counter(table)
 
-    def fork(self, parents: Sequence[int], is_full: bool) -> list[BlockCopy]:
+    def fork(self, parents: Sequence[int], is_full: bool) -> list[Copy]:
         """Give the next beams the tables of their `parents` → the blocks to copy. `is_full`: the last block
         of each table is full.
         """
-        copies: list[BlockCopy] = []
+        copies: list[Copy] = []
         for parent in set(range(len(self.tables))).difference(parents):
             self.drop(self.tables[parent])
         tables, continued = [], set[int]()
@@ -307,8 +323,8 @@ class BeamGroup(RowOutput):
     leader: Row
     search: BeamSearch
     block_size: int
-    copies: list[BlockCopy]
-    slot_copies: list[SlotCopy]
+    copies: list[Copy]
+    slot_copies: list[Copy]
     num_places: int
     rows: list[Row] = field(default_factory=list)
     blocks: BeamBlocks | None = None
@@ -323,8 +339,8 @@ class BeamGroup(RowOutput):
         row: Row,
         text: BeamText | None,
         block_size: int,
-        copies: list[BlockCopy],
-        slot_copies: list[SlotCopy],
+        copies: list[Copy],
+        slot_copies: list[Copy],
     ) -> "BeamGroup":
         """The search of a row that starts; `text` follows its stop strings."""
         beams = [Beam(state=row.sampling_state, text=text)]
@@ -351,7 +367,7 @@ class BeamGroup(RowOutput):
     def may_join(self, row: Row, step: int) -> bool:
         return (self.rows or [row])[0].launched_step < step
 
-    def decode(self, row: Row, most: int) -> Sequence[RowSlice]:
+    def decode(self, row: Row, spare: int, block_size: int) -> Sequence[RowSlice]:
         """Nothing while a step is not read, or the blocks granted do not suffice."""
         if self.num_in_flight(row) or not self.has_room:
             return ()
@@ -497,7 +513,7 @@ def best_continuations(
     logprobs = logits.float().log_softmax(-1)
     known = [request for request in requests if request]
     if known:
-        adjust_scores(logprobs, [one.state for one in known], [one.index for one in known])
+        adjust_scores(logprobs, known)
     totals = logprobs + to_device(step.search.totals, logits.device, torch.float32)[:, None]
     ranked = totals
     if diversity := step.search.params.diversity:

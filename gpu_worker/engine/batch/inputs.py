@@ -120,7 +120,7 @@ def build_inputs(
     )
     tables = [row_slice.row.blocks for row_slice in slices]
     begins = np.repeat(offsets_of(map(len, tables))[:-1], counts)
-    axes = axes_of(slices, positions) if any(map(has_axes, slices)) else None
+    axes = axes_of(slices, positions) if have_axes(slices) else None
     return Inputs(
         ids=fill_pending_ids(to_device(ids, device), previous)[None],
         positions=to_device(positions[None], device),
@@ -144,9 +144,9 @@ def adapted_step(slices: Sequence[RowSlice]) -> AdaptedStep | None:
     return AdaptedStep.of(np.repeat(np.array(slots, np.int32), counts), logit_positions(slices))
 
 
-def has_axes(row_slice: RowSlice) -> bool:
-    """Whether tokens of its row have positions in time, height and width."""
-    return row_slice.row.pictures is not None and row_slice.row.pictures.has_axes
+def have_axes(slices: Sequence[RowSlice]) -> bool:
+    """Whether tokens of some rows have positions in time, height and width."""
+    return any(one.row.pictures and one.row.pictures.has_axes for one in slices)
 
 
 def axes_of(slices: Sequence[RowSlice], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -164,7 +164,7 @@ def axes_of(slices: Sequence[RowSlice], positions: npt.NDArray[np.int64]) -> npt
 
 def rotary_positions(slices: Sequence[RowSlice], positions: Int32) -> Int32:
     """Return what turns queries and keys of rows that decode, int32 [tokens]. positions int32 [tokens]"""
-    if not any(map(has_axes, slices)):
+    if not have_axes(slices):
         return positions
     shifts = [one.row.pictures.shift if one.row.pictures else 0 for one in slices]
     return positions + np.repeat(np.array(shifts, np.int32), [one.count for one in slices])

@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from common.messages.plan import Plan
-from gpu_worker.engine.batch.prefill_budget import PrefillBudget, StepBudget
+from gpu_worker.engine.batch.prefill_budget import StepBudget
 from gpu_worker.engine.batch.row import Row, RowSlice
 from gpu_worker.engine.batch.row_pictures import PictureState
 
@@ -144,20 +143,6 @@ def encoding_cost(row: Row) -> int:
     return sum((one.num_units - one.num_scheduled) * one.unit_cost for one in pictures)
 
 
-def runnable(rows: Iterable[Row], max_places: int, block_size: int) -> Iterator[Row]:
-    """Yield the rows that a step may compute: those with a place, room and a compiled grammar."""
-    places = max_places
-    for row in rows:
-        output = row.output
-        if row.ended or output.is_launched(row):
-            continue
-        if places < output.num_places:
-            return
-        places -= output.num_places
-        if len(row.blocks) * block_size > row.kv_len and (not row.awaited or row.is_ready):
-            yield row
-
-
 def micro_batch_size(rows: Collection[Row], num_micro_batches: int) -> int:
     """How many rows that decode the next launch may have: a share of all, so that the others are left for the
     launches beside it.
@@ -168,14 +153,6 @@ def micro_batch_size(rows: Collection[Row], num_micro_batches: int) -> int:
         row.kv_len >= len(row.ids) and not row.ended and row.index < row.max_new_tokens for row in rows
     )
     return -(-decoding // num_micro_batches)
-
-
-def step_budget(
-    budget: PrefillBudget, grant: Plan, decoding: Sequence[Row], line: Sequence[Row], block_size: int
-) -> StepBudget:
-    """What a step may have in which these rows could decode, and the prompts in line be computed."""
-    left = [(row.class_index, num_computable(row, block_size) + encoding_cost(row)) for row in line]
-    return budget.plan(grant, [row.class_index for row in decoding], left)
 
 
 def needed_pictures(rows: Iterable[Row]) -> set[PictureState]:

@@ -41,10 +41,6 @@ class StepBudget:
     bulk_tokens: int
     bulk_decodes: bool = True
 
-    def decodes(self, class_index: int) -> bool:
-        """Whether rows of a class decode in the step."""
-        return self.bulk_decodes or not is_bulk(class_index)
-
     def left(self, class_index: int) -> int:
         """Return how many tokens are left for a prompt of a class."""
         return min(self.tokens, self.bulk_tokens) if is_bulk(class_index) else self.tokens

@@ -67,16 +67,16 @@ class RowOutput:
         """Whether the row may be in the next micro-batch of a step."""
         return row.launched_step < step and not row.num_unread
 
-    def decode(self, row: "Row", most: int) -> "Sequence[RowSlice]":
-        """What the next step computes of a row whose prompt is computed: its next token and proposals, at
-        most so many together, none beyond `recompute_length`.
+    def decode(self, row: "Row", spare: int, block_size: int) -> "Sequence[RowSlice]":
+        """What the next step computes of a row whose prompt is computed: its next token and at most `spare`
+        proposals, none beyond its blocks or `recompute_length`.
         """
-        begin, limit = row.kv_len, row.recompute_length
-        if limit and begin < limit:
-            most = min(most, limit - begin)
-        proposed = row.propose(most - 1) if row.proposer else ()
-        source_place = row.sample_place if row.num_unread else None
-        method = row.proposer.method if row.proposer and proposed else ""
+        begin, source_place = row.kv_len, row.sample_place if row.num_unread else None
+        if row.proposer is None:
+            return (RowSlice(row, begin, 1, True, source_place),)
+        end, limit = len(row.blocks) * block_size, row.recompute_length
+        proposed = row.propose(min(spare, (min(end, limit) if limit and begin < limit else end) - begin - 1))
+        method = row.proposer.method if proposed else ""
         return (RowSlice(row, begin, 1 + len(proposed), True, source_place, 0, proposed, method),)
 
     def is_unsure(self, row_slice: "RowSlice") -> bool:
@@ -92,35 +92,43 @@ class RowOutput:
         """Take what a step sampled for a slice, from `place` on → why the row ends; None if it goes on.
         Tokens of a row that has ended are dropped, and those after wrong proposals.
         """
-        row, proposed = row_slice.row, row_slice.proposed
-        if not row_slice.num_samples or row_slice.is_void:
+        row, proposed, num_samples = row_slice.row, row_slice.proposed, row_slice.num_samples
+        if not num_samples or row_slice.num_returns != row.num_returns:
             return None
-        row.num_unread -= row_slice.num_samples
-        tokens = samples.ids[place : place + row_slice.num_samples]
-        tokens = confirmed(tokens, proposed) if proposed else tokens
-        first, why = row_slice.kv_len - len(proposed), None
-        kv_len = first
-        for kv_len, token in enumerate(() if row.ended else tokens, first):
-            if row.sampling_state and (why := row.sampling_state.accept(token) or None):
-                break
-            spot = place + kv_len - first
-            if not row_slice.decodes:
-                result.prefilled.append((row.number, kv_len))
-            if samples.top_logprobs and (top := samples.top_logprobs.get(spot)):
-                result.top_logprobs.append((result.num_samples, pack_ids(top.ids), pack_floats(top.logprobs)))
-            result.samples += SAMPLE.pack(row.number, row.collected_index, token, samples.logprobs[spot])
-            row.last_id = token
-            row.collected_index += 1
-            why = "length" if row.collected_index >= row.max_new_tokens else row.ends.get(token)
-            if why := why or ("preempted" if kv_len == row.recompute_length else None):
+        row.num_unread -= num_samples
+        if row.proposer is None:
+            return None if row.ended else self.add(row_slice, row_slice.kv_len, place, samples, result)
+        tokens = confirmed(samples.ids[place : place + num_samples], proposed)
+        first = kv_len = row_slice.kv_len - len(proposed)
+        why = None
+        for kv_len in range(first, first if row.ended else first + len(tokens)):
+            if why := self.add(row_slice, kv_len, place + kv_len - first, samples, result):
                 break
         if kv_len < row_slice.kv_len:
             row.go_back(kv_len)
         if proposed:
             result.proposals.append((row_slice.method, len(proposed), len(tokens) - 1))
-        if row.proposer:
-            row.proposer.learn(tokens, len(proposed))
+        row.proposer.learn(tokens, len(proposed))
         return why
+
+    def add(
+        self, row_slice: "RowSlice", kv_len: int, place: int, samples: StepSamples, result: StepResult
+    ) -> str | None:
+        """Add the token sampled after `kv_len` tokens to the row and to the result → why the row ends."""
+        row, token = row_slice.row, samples.ids[place]
+        state = row.sampling_state
+        if state and state.remembers and (why := state.accept(token)):
+            return why
+        if not row_slice.decodes:
+            result.prefilled.append((row.number, kv_len))
+        if samples.top_logprobs and (top := samples.top_logprobs.get(place)):
+            result.top_logprobs.append((result.num_samples, pack_ids(top.ids), pack_floats(top.logprobs)))
+        result.samples += SAMPLE.pack(row.number, row.collected_index, token, samples.logprobs[place])
+        row.last_id = token
+        row.collected_index += 1
+        if row.collected_index >= row.max_new_tokens:
+            return "length"
+        return row.ends.get(token) or ("preempted" if kv_len == row.recompute_length else None)
 
 
 TOKENS = RowOutput()
@@ -274,7 +282,9 @@ class RowSlice:
         proposed: ids at the last positions of a row that decodes; one counts if all samples before it confirm
             the proposals.
         method: where the proposals come from.
-        num_returns: the row's `num_returns` at the launch.
+        num_returns: the row's `num_returns` at the launch. If the row's is another one later, it went back to
+            a position before the slice, since proposals were wrong: the slice is void, and what it wrote into
+            the cache is written again.
         kv_len: tokens of the row whose KV is written once the slice is computed.
         num_logits: last tokens whose logits are needed: the scored ones, then those that are sampled from.
     """
@@ -316,13 +326,6 @@ class RowSlice:
             return range(0)
         first, end, _ = self.row.logits
         return range(max(self.begin, first), min(self.kv_len, end))
-
-    @property
-    def is_void(self) -> bool:
-        """Whether its row went back to a position before it, since proposals were wrong. What it wrote into
-        the cache is written again.
-        """
-        return self.num_returns != self.row.num_returns
 
     @property
     def first_index(self) -> int:

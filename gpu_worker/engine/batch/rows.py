@@ -18,17 +18,17 @@ import numpy as np
 from common.messages.plan import NewRow, Plan
 from common.messages.request import Generate, class_index
 from gpu_worker.engine.batch.adapters import Adapter, AdapterTurns
-from gpu_worker.engine.batch.beams import BeamGroup, BeamTextFactory, BlockCopy
+from gpu_worker.engine.batch.beams import BeamGroup, BeamTextFactory, Copy
 from gpu_worker.engine.batch.prefill import (
     EncodingSchedule,
     chunks,
+    encoding_cost,
     line_up,
     micro_batch_size,
-    runnable,
-    step_budget,
+    num_computable,
     whole_prompts,
 )
-from gpu_worker.engine.batch.prefill_budget import PrefillBudget
+from gpu_worker.engine.batch.prefill_budget import PrefillBudget, is_bulk
 from gpu_worker.engine.batch.row import (
     TOKENS,
     GrammarFactory,
@@ -100,7 +100,7 @@ class Rows:
     state_slots: StateSlots | None = None
     computes_whole: bool = False
     groups: dict[int, BeamGroup] = field(default_factory=dict)
-    copies: list[BlockCopy] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
     rows: dict[int, Row] = field(default_factory=dict)
     step: int = 0
     grant: Plan = NO_GRANT
@@ -225,8 +225,11 @@ class Rows:
         """
         decoding, prompts = self.split_launchable(step)
         line = line_up(prompts, step)
-        budget = step_budget(self.prefill_budget, self.grant, decoding, line, self.block_size)
-        slices = self.decode([row for row in decoding if budget.decodes(row.class_index)])
+        left = [(row.class_index, num_computable(row, self.block_size) + encoding_cost(row)) for row in line]
+        budget = self.prefill_budget.plan(self.grant, [row.class_index for row in decoding], left)
+        slices = self.decode(
+            decoding if budget.bulk_decodes else [row for row in decoding if not is_bulk(row.class_index)]
+        )
         line = [row for row in line if budget.left(row.class_index) > 0]
         if self.computes_whole:
             return sorted(whole_prompts(line, self.block_size, budget), key=attrgetter("count"))
@@ -259,8 +262,7 @@ class Rows:
     def decode(self, rows: Sequence[Row]) -> list[RowSlice]:
         slices, spare = list[RowSlice](), self.num_spare
         for row in rows:
-            most = min(len(row.blocks) * self.block_size - row.kv_len, 1 + spare)
-            slices += (own := row.output.decode(row, most))
+            slices += (own := row.output.decode(row, spare, self.block_size))
             spare -= len(own[0].proposed) if own else 0
         return slices
 
@@ -273,8 +275,18 @@ class Rows:
 
     @property
     def runnable(self) -> list[Row]:
-        """The rows that the next step may compute."""
-        return [*runnable(self.rows.values(), self.grant.max_rows or sys.maxsize, self.block_size)]
+        """The rows that the next step may compute: those with a place, room and a compiled grammar."""
+        places, found = self.grant.max_rows or sys.maxsize, list[Row]()
+        for row in self.rows.values():
+            output = row.output
+            if row.ended or output.is_launched(row):
+                continue
+            if places < output.num_places:
+                break
+            places -= output.num_places
+            if len(row.blocks) * self.block_size > row.kv_len and (not row.awaited or row.is_ready):
+                found.append(row)
+        return found
 
     def decoding(self) -> list[Row]:
         """The rows whose next token the next step may compute."""

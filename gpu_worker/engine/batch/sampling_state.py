@@ -1,5 +1,5 @@
-"""Sampling states: how a row samples its tokens, and what it keeps from one token to the next (random
-numbers, counts of tokens, a decaying top-p, a grammar). No tensors.
+"""Sampling states: how a row samples its tokens, and what it keeps from one token to the next (counts of
+tokens, a decaying top-p, a grammar). No tensors.
 """
 
 import logging
@@ -21,47 +21,11 @@ log = logging.getLogger(__name__)
 Bits = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
-Float64 = npt.NDArray[np.float64]
 
 LIMIT_ERROR = re.compile("too (many|big)|; max is")
 """In llguidance's error if a grammar takes more work or memory than llguidance allows."""
-NUMBERS_PER_BLOCK = 4
-"""Numbers that Philox gives for one value of its counter."""
-BUFFERED_NUMBERS = 64
-"""Numbers computed at a time: a whole number of Philox blocks."""
-UINT64_MASK = 2**64 - 1
 SPARE_COLUMNS = 64
 """Room for new ids in a table of counts."""
-
-
-def philox_uniforms(seed: int, choice: int, begin: int, count: int) -> npt.NDArray[np.float64]:
-    """Return `count` numbers in [0, 1) for the tokens from index `begin`, a multiple of 4, on.
-
-    They are a pure function of seed, choice and index: Philox-4x64 (Salmon et al. 2011, "Parallel random
-    numbers: as easy as 1, 2, 3") with seed and choice modulo 2**64 as its key and the index as its counter.
-    """
-    source = np.random.Philox(
-        key=np.array([seed & UINT64_MASK, choice & UINT64_MASK], np.uint64),
-        counter=begin // NUMBERS_PER_BLOCK,
-    )
-    return np.asarray((source.random_raw(count) >> np.uint64(11)) * 2.0**-53, np.float64)
-
-
-@dataclass(slots=True, eq=False)
-class PhiloxStream:
-    """The random numbers of one row."""
-
-    seed: int
-    choice: int
-    begin: int = -BUFFERED_NUMBERS
-    values: list[float] = field(default_factory=list)
-
-    def at(self, index: int) -> float:
-        """Return the number of the token of this index."""
-        if not 0 <= index - self.begin < BUFFERED_NUMBERS or not self.values:
-            self.begin = index // BUFFERED_NUMBERS * BUFFERED_NUMBERS
-            self.values = philox_uniforms(self.seed, self.choice, self.begin, BUFFERED_NUMBERS).tolist()
-        return self.values[index - self.begin]
 
 
 class TokenCounts:
@@ -222,15 +186,16 @@ class SamplingState:
         tail: the row's last ids, as many as the longest bad word and the watermark need.
         allowed: the only ids that may be sampled; None for all.
         allowed_mask: their mask, once it is needed.
-        parameters: what the Triton kernel reads of the row at each token, once it is needed.
+        parameters: what kernels read of the row, packed once it is needed.
         token_counts: None if nothing is penalised.
         top_p_decay: None if top_p is constant.
+        remembers: it takes account of each token that is sampled.
+        changes_logits: it remembers, or adds something to the model's own logits.
     """
 
     sampling: SamplingParams
     top_n_tokens: int
     min_new_tokens: int
-    always_applies: bool
     end_ids: list[int]
     bias_ids: Int64
     bias: Float32
@@ -238,13 +203,24 @@ class SamplingState:
     bad_words: list[tuple[list[int], int]]
     tail_length: int
     tail: list[int]
-    random: PhiloxStream
     token_counts: TokenCounts | None = field(default=None)
     top_p_decay: TopPDecay | None = None
     grammar: GrammarMask | None = None
     allowed: frozenset[int] | None = None
     allowed_mask: Bits | None = None
-    parameters: Float64 | None = None
+    parameters: bytes = b""
+    remembers: bool = False
+    changes_logits: bool = False
+    always_applies: bool = False
+
+    def __post_init__(self) -> None:
+        sampling = self.sampling
+        self.remembers = any(
+            (self.tail_length, self.token_counts, self.top_p_decay, self.grammar, self.allowed)
+        )
+        self.changes_logits = bool(self.remembers or self.banned_ids or len(self.bias_ids))
+        reports = self.top_n_tokens > 0 or sampling.report_logits
+        self.always_applies = reports or sampling.temperature > 0 or self.changes_logits
 
     @classmethod
     def of(
@@ -255,19 +231,14 @@ class SamplingState:
         """
         request = start.request
         sampling = request.sampling or SamplingParams()
-        reports = request.top_n_tokens > 0 or sampling.report_logits
-        always_applies = reports or not is_plain_greedy(sampling) or grammar is not None
-        if not always_applies and request.stopping.min_new_tokens <= start.base:
-            return None
         ids = np.frombuffer(start.ids, "<i4")
         words = sampling.bad_words
         tail_length = max(bool(sampling.watermark_delta), *(len(word) - 1 for word in words), 0)
         num_prompt = len(ids) - start.base
-        return cls(
+        state = cls(
             sampling=sampling,
             top_n_tokens=request.top_n_tokens,
             min_new_tokens=request.stopping.min_new_tokens,
-            always_applies=always_applies,
             end_ids=end_ids,
             bias_ids=np.array([token for token, _ in sampling.logit_bias], np.int64),
             bias=np.array([value for _, value in sampling.logit_bias], np.float32),
@@ -275,14 +246,22 @@ class SamplingState:
             bad_words=[(word[:-1], word[-1]) for word in words if len(word) > 1],
             tail_length=tail_length,
             tail=ids[max(0, len(ids) - tail_length) :].tolist(),
-            random=PhiloxStream(sampling.seed, sampling.choice),
             token_counts=TokenCounts(ids[:num_prompt], ids[num_prompt:].tolist())
             if has_penalties(sampling)
             else None,
-            top_p_decay=TopPDecay(sampling, ids[num_prompt:].tolist()) if sampling.top_p_decay < 1 else None,
+            top_p_decay=TopPDecay(sampling, ids[num_prompt:].tolist())
+            if sampling.temperature and sampling.top_p_decay < 1
+            else None,
             grammar=grammar,
             allowed=frozenset(sampling.allowed_token_ids) or None,
         )
+        return state if state.always_applies or state.min_new_tokens > start.base else None
+
+    def is_steady(self, index: int) -> bool:
+        """Whether its tokens from this index on are sampled alike: from the model's own logits, with the same
+        parameters.
+        """
+        return index >= self.min_new_tokens and not self.changes_logits
 
     @property
     def top_p(self) -> float:
@@ -344,20 +323,7 @@ def has_penalties(sampling: SamplingParams) -> bool:
     return sampling.repetition_penalty != 1 or any(penalties)
 
 
-def is_plain_greedy(sampling: SamplingParams) -> bool:
-    """Tell whether the likeliest token of the model's own logits is always sampled; truncation always keeps
-    it.
-    """
-    return sampling.temperature == 0 and not (
-        sampling.logit_bias
-        or sampling.bad_words
-        or sampling.allowed_token_ids
-        or sampling.watermark_delta
-        or has_penalties(sampling)
-    )
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SampleRequest:
     """A row's sampling state, and the index of the token that it samples now."""
 

@@ -7,12 +7,12 @@ released, one at the last end that it has reached.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from gpu_worker.engine.batch.beams import SlotCopy
+from gpu_worker.engine.batch.beams import Copies
 from gpu_worker.engine.batch.prefill import last_block_end
-from gpu_worker.engine.batch.row import Row, RowSlice, StepPart
+from gpu_worker.engine.batch.row import Row, RowSlice
 from gpu_worker.engine.batch.step_result import Int32
 
 
@@ -61,25 +61,23 @@ class Snapshots:
         return changes
 
 
-class StateSlots(StepPart):
+class StateSlots(Copies):
     """Gives each row that a step may compute its slots, one for each place, until the engine releases it.
     Slot 0 is scratch. Slots of snapshots follow those of rows.
 
     Attributes:
-        copy: copies the states of slots.
-        copies: that must be made before the step just launched is computed.
+        copies: of states, also of snapshots that rows start with.
         reached: number of a row → (block, slot) of the snapshot at the last end of a block that it has
             reached with a generated token.
     """
 
     def __init__(self, states: Any, block_size: int) -> None:
         """`states`: the model's (states/model_states.py)."""
-        self.copy: Callable[[Sequence[SlotCopy]], None] = states.copy
+        super().__init__(states.copy, [])
         self.block_size = block_size
         self.has_snapshots = states.num_snapshots > 0
         self.free = [*range(states.num_slots, 0, -1)]
         self.snapshot_slots = range(states.num_kept, states.num_slots, -1)
-        self.copies: list[SlotCopy] = []
         self.sleep()
 
     def take(self, row: Row) -> bool:
@@ -102,13 +100,6 @@ class StateSlots(StepPart):
         row.slots = []
         if snapshot := self.reached.pop(row.number, None):
             self.snapshots.put(*snapshot)
-
-    def prepare(self, rows: Any, slices: Sequence[RowSlice]) -> Sequence[RowSlice]:
-        """Copy the states of beams that the step extends, and snapshots that rows start with."""
-        if self.copies:
-            self.copy(self.copies)
-            self.copies.clear()
-        return slices
 
     def after(self, rows: Any, slices: Sequence[RowSlice]) -> None:
         """Keep the states that become snapshots once the step is computed."""

@@ -12,7 +12,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 import torch
@@ -100,25 +100,6 @@ class LayerStruct(ctypes.Structure):
     ]
 
 
-def list_fields(*names: str) -> Iterator[tuple[str, type]]:
-    """Fields of a List: where its numbers lie, and how many there are."""
-    return ((field, kind) for name in names for field, kind in ((name, c_void_p), (f"num_{name}", c_int64)))
-
-
-class SampleRequestStruct(ctypes.Structure):
-    _fields_ = [
-        *((name, c_int32) for name in ("uses_parameters", "num_tops", "raw_logprobs", "top_k")),
-        *((name, c_float) for name in ("temperature", "repetition")),
-        *(
-            (name, c_double)
-            for name in ("top_p", "min_p", "typical_p", "uniform", "frequency", "presence", "relative")
-        ),
-        *list_fields("biased", "bias", "banned", "history"),
-        ("history_stride", c_int64),
-        *list_fields("mask"),
-    ]
-
-
 class SamplerOutputStruct(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("ids", "logprobs", "top_ids", "top_logprobs")),
@@ -160,7 +141,8 @@ SIGNATURES = {
         c_int32,
         c_int32,
         c_int64,
-        POINTER(SampleRequestStruct),
+        c_int32,
+        POINTER(c_void_p),
         POINTER(SamplerOutputStruct),
     ],
     "tf_logprobs": [c_int32, c_int32, c_void_p, c_int32, c_int32, c_int64, POINTER(SamplerOutputStruct)],

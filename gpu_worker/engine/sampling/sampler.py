@@ -6,9 +6,12 @@ of their own. Else torch samples, and tests compare both with it: logit bias and
 and masks, temperature, truncation by top-k, top-p, min-p and typical-p, and the draw of a token, in this
 order.
 
-A token is drawn by inverse transform, with one uniform number for each row. Probabilities are summed as
-integers, whose sum is the same in every order: so a token depends on its own row and number alone, in any
-batch and on any device. Of two equally likely tokens the lower id comes first.
+A token is drawn by a race. Token t arrives at the time E_t / exp(score_t), where E_t is a random number of
+the exponential distribution, and the first one wins: with the probability of its score. Since -log(E_t) is
+Gumbel noise, this is the largest sum of score and Gumbel noise. E_t is a pure function of the row's seed and
+choice, of the token's index and of its id. Weights are summed as integers, whose sum is the same in every
+order. So a token depends on its own row alone, in any batch, and the same seed gives the same tokens in
+torch, in C++ and in Triton. Of two equally likely tokens the lower id comes first.
 """
 
 import ctypes
@@ -22,10 +25,11 @@ import numpy.typing as npt
 import torch
 
 from gpu_worker.engine.batch.inputs import to_device
-from gpu_worker.engine.batch.sampling_state import Float32, Float64, Int64, SampleRequest, SamplingState
+from gpu_worker.engine.batch.sampling_state import Float32, Int64, SampleRequest, SamplingState
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.sampling.grammar import WORD_BITS, mask_of, num_words
 
+MAX_INT32 = 2**31 - 1
 LIKELIEST_WEIGHT = 2.0**40
 """The weight of a row's likeliest token: 2**23 equally likely tokens fit into an int64."""
 EXCLUDED = float("-inf")
@@ -75,58 +79,84 @@ def log_of_weights(weights: torch.Tensor) -> torch.Tensor:
     return weights.double().div_(LIKELIEST_WEIGHT).log_().float()
 
 
-class DrawParameters(NamedTuple):
-    """Parameters of rows, each [rows, 1]: top_k int64, by_likelihood bool, the others float64.
+WORD = 2**32 - 1
+RUN = 16
+"""Four numbers that Philox gives for one value of its counter are for tokens RUN apart: so vectors of tokens
+are neighbours. A counter counts the first RUN of 4 * RUN tokens, then those of the next ones.
+"""
 
-    Attributes:
-        top_k, top_p, min_p, typical_p: 0, 1, 0 and 1 keep all tokens.
-        by_likelihood: the likeliest tokens come first in the draw, else the lowest ids.
-        uniforms: random numbers in [0, 1); 0 draws the first token that is kept.
+
+def philox(counter: Sequence[torch.Tensor], low: torch.Tensor, high: torch.Tensor) -> list[torch.Tensor]:
+    """Philox-4x32 with 10 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): four
+    words of the counter, and the two words of the key → four words. All are int64 [...] of 32 bits.
     """
+    first, second, third, fourth = counter
+    for _ in range(10):
+        product, other = 0xD2511F53 * first, 0xCD9E8D57 * third
+        first, second = (other >> 32 & WORD) ^ second ^ low, other & WORD
+        third, fourth = (product >> 32 & WORD) ^ fourth ^ high, product & WORD
+        low, high = low + 0x9E3779B9 & WORD, high + 0xBB67AE85 & WORD
+    return [first, second, third, fourth]
 
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    typical_p: torch.Tensor
-    by_likelihood: torch.Tensor
-    uniforms: torch.Tensor
 
-
-def draw(scores: torch.Tensor, parameters: DrawParameters, num_tops: int) -> SamplerOutput:
-    """Draw tokens by inverse transform, of those that truncation keeps: scores float32 [rows, vocabulary],
-    the likeliest of a row at 0.
+def exponentials(words: torch.Tensor) -> torch.Tensor:
+    """words int64 [...] of 32 bits → numbers float32 [...] of the exponential distribution, above 0. Computed
+    in float64: so rounding hides what logarithms of different libraries differ in.
     """
+    return (((words >> 1) + 0.5) * 2.0**-31).double().log().neg().float()
+
+
+def noise_of(requests: Sequence[SampleRequest], size: int, device: torch.device) -> torch.Tensor:
+    """The random numbers of the rows' next tokens, float32 [rows, size]: Philox's, with the seed as its key
+    and (place among the tokens, index, choice) as its counter.
+    """
+    rows = [(one.state.sampling, one.index) for one in requests]
+    words = [(own.seed & WORD, own.seed >> 32 & WORD, index, own.choice & WORD) for own, index in rows]
+    low, high, index, choice = to_device(words, device, torch.int64).T[..., None]
+    groups = -(-size // (4 * RUN))
+    counter = torch.arange(groups * RUN, device=device)[None]
+    drawn = philox((counter, index, choice, torch.zeros_like(index)), low, high)
+    found = torch.stack([one.view(-1, groups, RUN) for one in drawn], 2)
+    return exponentials(found.flatten(1)[:, :size])
+
+
+def draw(scores: torch.Tensor, requests: Sequence[SampleRequest], num_tops: int) -> SamplerOutput:
+    """Draw tokens of those that truncation keeps: scores float32 [rows, vocabulary], the likeliest of a row
+    at 0. Greedy rows draw the likeliest of all.
+    """
+    size, device, rows = scores.shape[1], scores.device, []
+    for own, top_p in ((request.state.sampling, request.state.top_p) for request in requests):
+        drawn = min(own.top_k, MAX_INT32), top_p, own.min_p, own.typical_p, 0
+        rows.append(drawn if own.temperature else (0, 1, 0, 1, 1))
+    columns = to_device(rows, device, torch.float64).T[..., None]
+    likely_by, typical_p, is_greedy = columns[:3], columns[3], columns[4].bool()
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     left_out = torch.ones_like(ordered, dtype=torch.bool)
-    left_out.scatter_(1, order, ~is_likely(ordered, parameters))
-    is_typical = parameters.typical_p < 1
+    left_out.scatter_(1, order, ~is_likely(ordered, *likely_by))
+    is_typical = typical_p < 1
     kept = scores.masked_fill(left_out, EXCLUDED)
-    kept = kept.masked_fill(is_typical & is_atypical(kept, parameters.typical_p), EXCLUDED)
-    weights = to_weights(kept)
-    cumulative = torch.where(parameters.by_likelihood, weights.gather(1, order), weights).cumsum(-1)
-    totals = cumulative[:, -1:]
-    wanted = torch.minimum((parameters.uniforms * totals).long(), totals - 1)
-    places = torch.searchsorted(cumulative, wanted, right=True)
-    places.clamp_(max=scores.shape[1] - 1)  # beyond the end only where scores are NaN
-    ids = torch.where(parameters.by_likelihood, order.gather(1, places), places)
+    kept = kept.masked_fill(is_typical & is_atypical(kept, typical_p), EXCLUDED)
+    arrivals = torch.where(is_greedy, -kept, noise_of(requests, size, device) / kept.exp())
+    ids = top_k(-arrivals, 1)[1]
     top_ids = top_k(torch.where(is_typical, kept, scores), num_tops)[1]
-    total = log_of_weights(totals)
+    total = log_of_weights(to_weights(kept).sum(-1, keepdim=True))
     return SamplerOutput(
         ids[:, 0], (scores.gather(1, ids) - total)[:, 0], top_ids, kept.gather(1, top_ids) - total
     )
 
 
-def is_likely(ordered: torch.Tensor, parameters: DrawParameters) -> torch.Tensor:
-    """scores float32 [rows, vocabulary] in falling order → bool [rows, vocabulary]: the tokens that top-k,
-    top-p and min-p keep.
+def is_likely(
+    ordered: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """scores float32 [rows, vocabulary] in falling order, parameters float64 [rows, 1] → bool [rows,
+    vocabulary]: the tokens that top-k, top-p and min-p keep; 0, 1 and 0 keep all.
 
     Top-k keeps the tokens that are as likely as the k-th one. Top-p (arXiv:1904.09751) keeps the fewest that
     have this share of what top-k kept. Min-p (arXiv:2407.01082) keeps the tokens that have this share of the
     likeliest one's probability.
     """
-    _, top_p, min_p, *_ = parameters
-    kth = ordered.gather(1, parameters.top_k.clamp(1, ordered.shape[1]) - 1)
-    in_k = (ordered >= kth) | (parameters.top_k == 0)
+    kth = ordered.gather(1, top_k.long().clamp(1, ordered.shape[1]) - 1)
+    in_k = (ordered >= kth) | (top_k == 0)
     weights = to_weights(ordered)
     wanted = (top_p * weights.masked_fill(~in_k, 0).sum(-1, keepdim=True)).ceil().long().clamp_(min=1)
     in_p = (weights.cumsum(-1) - weights < wanted) | (top_p >= 1)
@@ -202,45 +232,26 @@ def watermark(state: SamplingState, vocab_size: int) -> tuple[Int64, Float32]:
     return green, np.full(len(green), sampling.watermark_delta, np.float32)
 
 
-def biases(state: SamplingState, vocab_size: int) -> tuple[Int64, Float32]:
-    """The logit bias and the watermark of a row, as ids int64 [n] and values float32 [n] to add to its
-    logits.
-    """
-    if not state.sampling.watermark_delta:
-        return state.bias_ids, state.bias
-    green, delta = watermark(state, vocab_size)
-    return np.concatenate([state.bias_ids, green]), np.concatenate([state.bias, delta])
-
-
-def adjust_scores(
-    scores: torch.Tensor, states: Sequence[SamplingState], token_indices: Sequence[int]
-) -> None:
-    """Change scores float32 [rows, vocabulary] in place. `token_indices`: the index of each row's next token.
-    Ids outside the model's vocabulary are ignored.
+def adjust_scores(scores: torch.Tensor, requests: Sequence[SampleRequest]) -> None:
+    """Change scores float32 [rows, vocabulary] in place. Ids outside the model's vocabulary are ignored.
 
     The repetition penalty is that of CTRL (arXiv:1909.05858); the frequency and presence penalties are
     subtracted after it. Tokens beyond the end of a mask stay as they are.
     """
     size, device = scores.shape[1], scores.device
-    for row, state, index in zip(scores, states, token_indices, strict=True):
-        ids, values = biases(state, size)
-        known = ids < size
-        row.index_add_(0, to_device(ids[known], device), to_device(values[known], device))
-        banned = [token for token in state.banned_ids_at(index) if token < size]
-        row[to_device(banned, device, torch.int64)] = float("-inf")
-        if counts := state.token_counts:
-            known, factor = counts.ids < size, state.sampling.repetition_penalty
-            where = to_device(counts.ids[known], device)
-            found = torch.where(row[where] < 0, row[where] * factor, row[where] / factor)
-            row[where] = found - to_device(state.penalty()[known], device)
-        if (mask := mask_of(state, size)) is not None:
+    for row, request in zip(scores, requests, strict=True):
+        parts = [(ids[ids < size], values[ids < size]) for ids, values in changes(request, size)]
+        *added, (where, penalties) = [[to_device(own, device) for own in part] for part in parts]
+        for ids, values in added:
+            row.index_add_(0, ids, values)
+        factor = request.state.sampling.repetition_penalty
+        row[where] = torch.where(row[where] < 0, row[where] * factor, row[where] / factor) - penalties
+        if (mask := mask_of(request.state, size)) is not None:
             masked = np.unpackbits(mask.view(np.uint8), bitorder="little")[:size] == 0
             row[: len(masked)].masked_fill_(to_device(masked, device), float("-inf"))
 
 
-Array = npt.NDArray[np.generic]
 CPU = torch.device("cpu")
-MAX_INT32 = 2**31 - 1
 
 
 def kernels(logits: torch.Tensor) -> ctypes.CDLL | None:
@@ -252,23 +263,20 @@ def kernels(logits: torch.Tensor) -> ctypes.CDLL | None:
 
 
 def sample_natively(
-    library: ctypes.CDLL, logits: torch.Tensor, requests: Sequence[SampleRequest | None]
+    library: ctypes.CDLL,
+    logits: torch.Tensor,
+    requests: Sequence[SampleRequest | None],
+    kept: "KeptArguments",
 ) -> SamplerOutput:
     """logits float [rows, vocabulary] → ids int64 [rows], log-probabilities float32 [rows]. A request of None
     is greedy without penalties.
     """
-    output = empty_output(
-        len(requests), max((request.state.top_n_tokens for request in requests if request), default=0), CPU
-    )
-    kept: list[Array] = []
-    columns = (
-        (native.SampleRequestStruct * len(requests))(
-            *(native_request(request, logits.shape[1], kept) for request in requests)
-        )
-        if any(requests)
-        else None
-    )
-    library.tf_sample(*logits_arguments(logits), columns, byref(output_pointers(output)))
+    num_tops = max((request.state.top_n_tokens for request in requests if request), default=0)
+    output = empty_output(len(requests), num_tops, CPU)
+    arguments = kept.of(requests, logits.shape[1], CPU) if any(requests) else ()
+    columns = (ctypes.c_void_p * len(arguments))(*(column.data_ptr() for column in arguments))
+    num_requests = len(arguments[0]) if arguments else 0
+    library.tf_sample(*logits_arguments(logits), num_requests, columns, byref(output_pointers(output)))
     return output
 
 
@@ -299,46 +307,6 @@ def output_pointers(output: SamplerOutput) -> native.SamplerOutputStruct:
     return native.SamplerOutputStruct(*(column.data_ptr() for column in output), output.top_ids.shape[1])
 
 
-def native_request(
-    request: SampleRequest | None, vocab_size: int, kept: list[Array]
-) -> native.SampleRequestStruct:
-    """Build the struct of one row; `kept` keeps the arrays alive that it points to."""
-    if request is None:
-        return native.SampleRequestStruct()
-    state = request.state
-    sampling, counts = state.sampling, state.token_counts
-    banned = state.banned_ids_at(request.index)
-    bias_ids, bias = biases(state, vocab_size)
-
-    def pointer_and_size(array: Array | None) -> tuple[int, int]:
-        if array is None or not array.size:
-            return 0, 0
-        kept.append(array := np.ascontiguousarray(array))
-        return array.ctypes.data, array.size
-
-    return native.SampleRequestStruct(
-        True,
-        state.top_n_tokens,
-        sampling.raw_logprobs,
-        min(sampling.top_k, MAX_INT32),
-        sampling.temperature,
-        sampling.repetition_penalty,
-        state.top_p,
-        sampling.min_p,
-        sampling.typical_p,
-        state.random.at(request.index),
-        sampling.frequency_penalty,
-        sampling.presence_penalty,
-        sampling.relative_frequency_penalty / counts.num_tokens if counts else 0.0,
-        *pointer_and_size(bias_ids),
-        *pointer_and_size(bias),
-        *pointer_and_size(np.array(banned, np.int64) if banned else None),
-        *pointer_and_size(counts.ids if counts else None),
-        counts.table.shape[1] if counts else 0,
-        *pointer_and_size(mask_of(state, vocab_size)),
-    )
-
-
 ALIGNMENT = 16
 NO_MASK = np.zeros(0, np.int32)
 
@@ -365,57 +333,90 @@ def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, below.exp_().sum(-1).log_().neg_()
 
 
-class RowParameters(NamedTuple):
-    """What the kernel reads of a row, each a float64; the kernel knows their order.
-
-    Attributes:
-        place: the row of the logits.
-        temperature: 0 for the likeliest token.
-        top_k: 0 for all tokens.
-        lowest: the logarithm of min_p, rounded to float32.
-        raw_logprobs: whether the log-probability is the model's own.
-        biased, green, banned, history: where the row's parts of `ids` and `values` begin: logit bias,
-            watermark, bans, and what penalties subtract. Each part ends where the next begins.
-        history_end: where the last part ends.
-        mask, num_masked: where the row's mask begins in `masks`, and how many tokens it covers.
-    """
-
-    place: float
-    temperature: float
-    repetition_penalty: float
-    top_k: float
-    top_p: float
-    lowest: float
-    typical_p: float
-    uniform: float
-    raw_logprobs: float
-    biased: float
-    green: float
-    banned: float
-    history: float
-    history_end: float
-    mask: float
-    num_masked: float
-
-
-PLACE, TOP_P, UNIFORM, FIRST_PART, MASK, NUM_MASKED = (
-    RowParameters._fields.index(name)
-    for name in ("place", "top_p", "uniform", "biased", "mask", "num_masked")
-)
 NUM_PARTS = 4
 NO_CHANGES = ((NO_IDS, NO_VALUES),) * NUM_PARTS
 
 
 class SamplingArguments(NamedTuple):
-    """parameters float64 [rows, 16] as `RowParameters`; ids int32 and values float32 [n], masks int32 [m]."""
+    """What the kernels read of n rows; they take the tensors in this order. All are [n] but for the last
+    five.
 
-    parameters: torch.Tensor
+    Attributes:
+        temperature: 0 for the likeliest token.
+        top_k: 0 for all tokens.
+        lowest: the logarithm of min_p.
+        raw_logprobs: whether the log-probability is the model's own.
+        num_tops: how many of the likeliest tokens are reported.
+        place: the row of the logits.
+        token_index: of the next token.
+        parts: [n, 1 + NUM_PARTS]; where the row's parts of `ids` and `values` begin, and where the last one
+            ends: logit bias, watermark, bans, and what penalties subtract.
+        mask: [n, 2]; where the row's mask begins in `masks`, and how many tokens it covers.
+        ids, values, masks: [any].
+    """
+
+    seed: torch.Tensor
+    typical_p: torch.Tensor
+    temperature: torch.Tensor
+    repetition_penalty: torch.Tensor
+    lowest: torch.Tensor
+    choice: torch.Tensor
+    top_k: torch.Tensor
+    raw_logprobs: torch.Tensor
+    num_tops: torch.Tensor
+    top_p: torch.Tensor
+    place: torch.Tensor
+    token_index: torch.Tensor
+    parts: torch.Tensor
+    mask: torch.Tensor
     ids: torch.Tensor
     values: torch.Tensor
     masks: torch.Tensor
 
 
-def sample_on_cuda(logits: torch.Tensor, requests: Sequence[SampleRequest | None]) -> SamplerOutput:
+OF_A_STATE = np.dtype(
+    [("seed", "<i8"), ("typical_p", "<f8")]
+    + [(name, "<f4") for name in ("temperature", "repetition_penalty", "lowest")]
+    + [(name, "<i4") for name in ("choice", "top_k", "raw_logprobs", "num_tops")]
+)
+"""The arguments that a row keeps for all of its tokens."""
+
+
+class KeptArguments:
+    """The arguments of a step stay on the device. They serve the next step, too, while the same rows sample
+    in the same places, and nothing changes but the index of their tokens.
+
+    Attributes:
+        arguments: None if they change with each token.
+        states: of the last step's rows; None is greedy.
+        indices: those of the next step.
+    """
+
+    def __init__(self) -> None:
+        self.arguments: SamplingArguments | None = None
+        self.states: list[SamplingState | None] = []
+        self.indices: list[int] = []
+
+    def of(
+        self, requests: Sequence[SampleRequest | None], vocab_size: int, device: torch.device
+    ) -> SamplingArguments:
+        """The arguments of a step with these requests."""
+        states = [one.state if one else None for one in requests]
+        indices = [one.index for one in requests if one]
+        arguments = self.arguments
+        if arguments and states == self.states and indices == self.indices:
+            arguments.token_index.add_(1)
+        else:
+            arguments = sampling_arguments(requests, vocab_size, device)
+            stay = all(one.state.is_steady(one.index) for one in requests if one)
+            self.arguments, self.states = arguments if stay else None, states
+        self.indices = [index + 1 for index in indices]
+        return arguments
+
+
+def sample_on_cuda(
+    logits: torch.Tensor, requests: Sequence[SampleRequest | None], kept: KeptArguments
+) -> SamplerOutput:
     """logits float [rows, vocabulary] → ids int64 [rows], log-probabilities float32 [rows]. A request of None
     is greedy without penalties; one request at least is not.
     """
@@ -427,10 +428,10 @@ def sample_on_cuda(logits: torch.Tensor, requests: Sequence[SampleRequest | None
     if not all(requests):
         for column, values in zip(output, greedy(logits), strict=False):
             column.copy_(values)
-    arguments = sampling_arguments(requests, logits.shape[1], logits.device)
-    scores, totals, kept = sample_rows(logits, *arguments, output.ids, output.logprobs)
+    arguments = kept.of(requests, logits.shape[1], logits.device)
+    scores, totals, num_kept = sample_rows(logits, arguments, output.ids, output.logprobs)
     if num_tops:
-        write_tops(output, logits, requests, scores, totals, kept)
+        write_tops(output, logits, requests, scores, totals, num_kept)
     return output
 
 
@@ -438,26 +439,24 @@ def sampling_arguments(
     requests: Sequence[SampleRequest | None], vocab_size: int, device: torch.device
 ) -> SamplingArguments:
     """Copy to the device, at once, what the kernel needs of the rows that have requests."""
-    places = [place for place, request in enumerate(requests) if request]
     chosen = [request for request in requests if request]
+    states = [request.state for request in chosen]
     parts = [changes(request, vocab_size) for request in chosen]
-    masks = [mask_of(request.state, vocab_size) for request in chosen]
+    masks = [mask_of(state, vocab_size) for state in states]
     words = [NO_MASK if mask is None else mask[: num_words(vocab_size)] for mask in masks]
     # each part begins where the one before it ends, whichever row has that
-    ends = np.cumsum([len(ids) for row in parts for ids, _ in row]).reshape(len(chosen), NUM_PARTS)
-    mask_ends = np.cumsum([len(own) for own in words])
-    table = np.concatenate([row_parameters(request.state) for request in chosen])
-    table = table.reshape(len(chosen), len(RowParameters._fields))
-    table[:, PLACE] = places
-    table[:, TOP_P] = [request.state.top_p for request in chosen]
-    table[:, UNIFORM] = [request.state.random.at(request.index) for request in chosen]
-    table[:, FIRST_PART + 1 : FIRST_PART + 1 + NUM_PARTS] = ends
-    table[1:, FIRST_PART] = ends[:-1, -1]
-    table[1:, MASK] = mask_ends[:-1]
-    table[:, NUM_MASKED] = [len(own) * WORD_BITS for own in words]
+    ends = np.cumsum([0, *(len(ids) for row in parts for ids, _ in row)])
+    places = np.arange(len(chosen))[:, None] * NUM_PARTS + np.arange(1 + NUM_PARTS)
+    sizes = np.array([len(own) for own in words])
+    of_states = np.frombuffer(bytearray().join(map(parameters_of, states)), OF_A_STATE)
     every = [part for row in parts for part in row if len(part[0])] or [(NO_IDS, NO_VALUES)]
     arrays = (
-        table,
+        *(of_states[name].copy() for name in OF_A_STATE.names or ()),
+        np.array([state.top_p for state in states]),
+        np.array([place for place, request in enumerate(requests) if request], np.int32),
+        np.array([request.index for request in chosen], np.int32),
+        ends[places].astype(np.int32),
+        np.stack((np.cumsum(sizes) - sizes, sizes * WORD_BITS), 1).astype(np.int32),
         np.minimum(np.concatenate([ids for ids, _ in every]), MAX_INT32).astype(np.int32),
         np.concatenate([values for _, values in every], dtype=np.float32),
         np.concatenate(words, dtype=np.int32),
@@ -465,38 +464,31 @@ def sampling_arguments(
     return SamplingArguments(*to_device_together(arrays, device))
 
 
-def row_parameters(state: SamplingState) -> Float64:
-    """`RowParameters` of a row float64 [16], with zeros in place of what changes with each token."""
-    if state.parameters is None:
-        sampling = state.sampling
-        row = RowParameters(
-            place=0,
-            temperature=sampling.temperature,
-            repetition_penalty=sampling.repetition_penalty,
-            top_k=min(sampling.top_k, MAX_INT32),
-            top_p=0,
-            lowest=float(np.float32(math.log(sampling.min_p))) if sampling.min_p else -math.inf,
-            typical_p=sampling.typical_p,
-            uniform=0,
-            raw_logprobs=sampling.raw_logprobs,
-            biased=0,
-            green=0,
-            banned=0,
-            history=0,
-            history_end=0,
-            mask=0,
-            num_masked=0,
+def parameters_of(state: SamplingState) -> bytes:
+    """What a row keeps for all of its tokens, packed as OF_A_STATE."""
+    if not state.parameters:
+        own = state.sampling
+        values = (
+            (own.seed + 2**63) % 2**64 - 2**63,
+            own.typical_p,
+            own.temperature,
+            own.repetition_penalty,
+            math.log(own.min_p) if own.min_p else -math.inf,
+            (own.choice + 2**31) % 2**32 - 2**31,
+            min(own.top_k, MAX_INT32),
+            own.raw_logprobs,
+            state.top_n_tokens,
         )
-        state.parameters = np.array(row, np.float64)
+        state.parameters = np.array(values, OF_A_STATE).tobytes()
     return state.parameters
 
 
 def changes(request: SampleRequest, vocab_size: int) -> Sequence[tuple[Int64, Float32]]:
-    """The row's parts of `ids` int64 [n] and `values` float32 [n], in the order of RowParameters."""
+    """The row's parts of `ids` int64 [n] and `values` float32 [n], in the order of `SamplingArguments`."""
     state = request.state
-    banned, counts = state.banned_ids_at(request.index), state.token_counts
-    if not (banned or counts or len(state.bias_ids) or state.sampling.watermark_delta):
+    if state.is_steady(request.index):
         return NO_CHANGES
+    banned, counts = state.banned_ids_at(request.index), state.token_counts
     return (
         (state.bias_ids, state.bias),
         watermark(state, vocab_size),
@@ -506,7 +498,7 @@ def changes(request: SampleRequest, vocab_size: int) -> Sequence[tuple[Int64, Fl
 
 
 def to_device_together(parts: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
-    """Arrays [...] of float64, float32 or int32 → tensors [...] of these dtypes on the device, by one copy.
+    """Arrays [...] of any dtypes → tensors [...] of these dtypes on the device, by one copy.
     Each begins at a multiple of ALIGNMENT bytes, so that Triton compiles once.
     """
     begins = np.cumsum([0, *(-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in parts)]).tolist()
@@ -549,28 +541,24 @@ def write_tops(
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, requests: Sequence[SampleRequest | None]) -> SamplerOutput:
+def sample(
+    logits: torch.Tensor, requests: Sequence[SampleRequest | None], kept: KeptArguments | None = None
+) -> SamplerOutput:
     """logits float [rows, vocabulary] → ids int64 [rows] and their log-probabilities float32 [rows].
 
-    One request for each row; None is greedy without penalties.
+    One request for each row; None is greedy without penalties. `kept`: those of the last step.
     """
-    output = sample_on_device(logits, requests)
+    library, kept = kernels(logits), kept or KeptArguments()
+    if library:
+        output = sample_natively(library, logits, requests, kept)
+    elif logits.is_cuda and any(requests):
+        output = sample_on_cuda(logits, requests, kept)
+    else:
+        output = sample_by_torch(logits, requests)
     if any(request and request.state.sampling.report_logits for request in requests):
         for raw in (True, False):
             write_logits(output, logits, requests, raw)
     return output
-
-
-def sample_on_device(logits: torch.Tensor, requests: Sequence[SampleRequest | None]) -> SamplerOutput:
-    """`sample` by what the device has: logits float [rows, vocabulary] → ids int64 [rows], log-probabilities
-    float32 [rows].
-    """
-    library = kernels(logits)
-    if library:
-        return sample_natively(library, logits, requests)
-    if logits.is_cuda and any(requests):
-        return sample_on_cuda(logits, requests)
-    return sample_by_torch(logits, requests)
 
 
 def write_logits(
@@ -580,15 +568,15 @@ def write_logits(
     `raw` those that report the model's own, else those that report processed ones, after penalties and
     temperature. Tokens that truncation excludes keep -inf.
     """
-    found = {row: request for row, request in enumerate(requests) if request and reports(request, raw)}
+    reporting = {row: one for row, one in enumerate(requests) if one and one.state.sampling.report_logits}
+    found = {row: one for row, one in reporting.items() if one.state.sampling.raw_logprobs == raw}
     if not found:
         return
     rows = to_device([*found], logits.device)
     scores = logits.index_select(0, rows).to(torch.float32, copy=True)
     if not raw:
-        states = [request.state for request in found.values()]
-        adjust_scores(scores, states, [request.index for request in found.values()])
-        scores.div_(temperatures_of(states, scores.device))
+        adjust_scores(scores, [*found.values()])
+        scores.div_(temperatures_of([*found.values()], scores.device))
     tops = output.top_logprobs.index_select(0, rows)
     top_scores = scores.gather(1, output.top_ids.index_select(0, rows))
     output.logprobs.index_copy_(0, rows, scores.gather(1, output.ids[rows][:, None])[:, 0])
@@ -613,51 +601,17 @@ def sample_by_torch(logits: torch.Tensor, requests: Sequence[SampleRequest | Non
 
 def sample_requested(logits: torch.Tensor, requests: Sequence[SampleRequest], num_tops: int) -> SamplerOutput:
     """logits float [rows, vocabulary] → ids int64 [rows], log-probabilities float32 [rows]."""
-    states = [request.state for request in requests]
     scores = logits.to(torch.float32, copy=True)
-    adjust_scores(scores, states, [request.index for request in requests])
-    apply_temperature(scores, states)
-    output = draw(scores, draw_parameters(requests, scores.device), num_tops)
-    raw = [row for row, state in enumerate(states) if state.sampling.raw_logprobs]
+    adjust_scores(scores, requests)
+    scores.sub_(scores.amax(-1, keepdim=True))  # so that no temperature makes a score overflow
+    scores.div_(temperatures_of(requests, scores.device))
+    output = draw(scores, requests, num_tops)
+    raw = [row for row, request in enumerate(requests) if request.state.sampling.raw_logprobs]
     if raw:
         write_raw_logprobs(output, logits, to_device(raw, logits.device))
     return output
 
 
-def apply_temperature(scores: torch.Tensor, states: Sequence[SamplingState]) -> None:
-    """Divide scores float32 [rows, vocabulary], in place. Before that the likeliest of each row becomes 0, so
-    that no temperature makes a score overflow.
-    """
-    scores.sub_(scores.amax(-1, keepdim=True))
-    scores.div_(temperatures_of(states, scores.device))
-
-
-def reports(request: SampleRequest, raw: bool) -> bool:
-    """Whether a row reports logits, raw or processed."""
-    sampling = request.state.sampling
-    return sampling.report_logits and sampling.raw_logprobs == raw
-
-
-def temperatures_of(states: Sequence[SamplingState], device: torch.device) -> torch.Tensor:
+def temperatures_of(requests: Sequence[SampleRequest], device: torch.device) -> torch.Tensor:
     """Return the temperatures float32 [rows, 1] of the rows; 1 for greedy ones."""
-    return to_device([state.sampling.temperature or 1.0 for state in states], device)[:, None]
-
-
-def draw_parameters(requests: Sequence[SampleRequest], device: torch.device) -> DrawParameters:
-    """The parameters of the rows on the device. A greedy row draws the likeliest of all tokens."""
-    rows = []
-    for state, index in ((request.state, request.index) for request in requests):
-        one, top_p = state.sampling, state.top_p
-        truncates = bool(one.top_k) or top_p < 1 or one.min_p > 0
-        drawn = (one.top_k, top_p, one.min_p, one.typical_p, truncates and one.typical_p == 1)
-        rows.append((*drawn, state.random.at(index)) if one.temperature else (0, 1, 0, 1, True, 0))
-    top_k, *shares, by_likelihood, uniforms = ([*column] for column in zip(*rows, strict=True))
-    top_p, min_p, typical_p, numbers = to_device([*shares, uniforms], device, torch.float64)[..., None]
-    return DrawParameters(
-        to_device(top_k, device, torch.int64)[:, None],
-        top_p,
-        min_p,
-        typical_p,
-        to_device(by_likelihood, device, torch.bool)[:, None],
-        numbers,
-    )
+    return to_device([one.state.sampling.temperature or 1.0 for one in requests], device)[:, None]

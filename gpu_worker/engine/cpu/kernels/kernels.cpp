@@ -112,15 +112,18 @@ extern "C" void tf_layers(int type, const Step* step, const Layer* layers, int c
     });
 }
 
-// Rows that lie `stride` numbers apart; without requests all are greedy.
+// Rows that lie `stride` numbers apart, all greedy but for those of the `count` requests.
 extern "C" void tf_sample(int type, int threads, const void* logits, int rows, int size, int64_t stride,
-    const SampleRequest* requests, const SamplerOutput* out) {
-    with_type(type, [=](auto number) {
+    int count, const SamplingArguments* arguments, const SamplerOutput* out) {
+    std::vector<int> requests(rows, -1);
+    for (int n = 0; n < count; n++) requests[arguments->place[n]] = n;
+    with_type(type, [&](auto number) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (rows > 1)
         for (int row = 0; row < rows; row++) {
             auto* own = (const decltype(number)*)logits + row * stride;
-            if (requests && requests[row].uses_parameters)
-                thread_sampler().sample(own, size, requests[row], RowOutput{*out, rows, row});
+            if (requests[row] >= 0)
+                thread_sampler().sample(
+                    own, size, SampleRequest(*arguments, requests[row]), RowOutput{*out, rows, row});
             else argmax(own, size, out->ids + row, out->logprobs + row);
         }
     });

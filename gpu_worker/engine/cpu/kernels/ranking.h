@@ -46,6 +46,8 @@ struct RankedToken {
     float key;
     int32_t id;
     int64_t weight;
+
+    bool outranks(float other, int other_id) const { return key > other || (key == other && id < other_id); }
 };
 
 struct TokenRanking {
@@ -82,9 +84,7 @@ struct TokenRanking {
 
     void sort(int bucket) {
         if (sorted[bucket]) return;
-        auto before = [](const RankedToken& a, const RankedToken& b) {
-            return a.key > b.key || (a.key == b.key && a.id < b.id);
-        };
+        auto before = [](const RankedToken& a, const RankedToken& b) { return a.outranks(b.key, b.id); };
         RankedToken *begin = tokens.data() + starts[bucket], *end = tokens.data() + starts[bucket + 1];
         if (!std::is_sorted(begin, end, before)) std::sort(begin, end, before);
         sorted[bucket] = true;

@@ -1,6 +1,6 @@
-// Samples a row by inverse transform of its one random number. As sampling/sampler.py and
-// sampling/sampler.py, whose docstrings name the source of each part.
+// Samples a row by a race of its tokens. As sampling/sampler.py, whose docstrings name the source of each part.
 #pragma once
+#include "noise.h"
 #include "ranking.h"
 
 // The first of the largest logits, and the logarithm of its probability.
@@ -40,6 +40,9 @@ struct RowOutput {
     }
 };
 
+constexpr RankedToken NO_LAST = {-__FLT_MAX__, __INT32_MAX__, 0};  // no token is ranked lower
+constexpr float EARLIEST = -22.2f;  // no noise has a smaller logarithm
+
 struct RowSampler {
     Scores scores;
     Candidates candidates;
@@ -57,7 +60,7 @@ struct RowSampler {
         if (request.temperature == 0) write_logprobs(first(), request.num_tops, to);
         else if (request.typical_p < 1) typical_sample(request, to);
         else if (truncates(request)) truncated_sample(request, to);
-        else write_logprobs(multinomial(request.uniform), request.num_tops, to);
+        else write_logprobs(winner(request, NO_LAST), request.num_tops, to);
         if (request.raw_logprobs) write_logprobs(logits, size, to.all.ids[to.row], request.num_tops, to);
     }
 
@@ -90,38 +93,51 @@ struct RowSampler {
 
     int first() { return std::find(scores.values.begin(), scores.values.end(), 0.f) - scores.values.begin(); }
 
-    // Among all tokens.
-    int multinomial(double number) {
-        int64_t target = target_of(number, scores.total);
-        int stretch = 0, last = scores.sums.size() - 1;
-        while (stretch < last && target >= scores.sums[stretch]) target -= scores.sums[stretch++];
-        for (int i = stretch * STRETCH; i < (stretch + 1) * STRETCH; i += LANES) {
-            Longs weights = weights_of(load(scores.begin() + i)).whole();
-            for (int lane = 0; lane < LANES; lane++)
-                if ((target -= weights[lane]) < 0) return i + lane;
+    // The token that arrives first, of those that are ranked no lower than `last`.
+    int winner(const SampleRequest& request, RankedToken last) {
+        Noise noise{request.seed, request.choice, request.index};
+        float least = __builtin_inff(), floor = last.key;
+        int first = scores.size;
+        for (int group = 0; group < scores.padded(); group += GROUP) {
+            if (!reaches(group, floor)) continue;
+            for (int begin = 0; begin < RUN; begin += LANES) {
+                Words words[4];
+                noise.draw(group / 4 + begin, words);
+                for (int part = 0; part < 4; part++) {
+                    Floats x = load(scores.begin() + group + part * RUN + begin), weights = exponential(x);
+                    uint32_t early = bits(below_exponentials(words[part]) < weights * least);
+                    for (; early; early &= early - 1) {
+                        int lane = __builtin_ctz(early), id = group + part * RUN + begin + lane;
+                        float time = exponential_number(words[part][lane]) / weights[lane];
+                        if (!last.outranks(x[lane], id) && (time < least || (time == least && id < first)))
+                            least = time, first = id, floor = std::max(floor, EARLIEST - std::log(least));
+                    }
+                }
+            }
         }
-        return first();
+        return first;
     }
 
-    static int64_t target_of(double number, int64_t total) {
-        return std::min((int64_t)(number * (double)total), total - 1);
+    // Whether a score of a group does.
+    bool reaches(int group, float floor) {
+        Floats best = splat(EXCLUDED);
+        for (int i = group; i < group + GROUP; i += LANES) best = larger(load(scores.begin() + i), best);
+        return largest(best) >= floor;
     }
 
     void truncated_sample(const SampleRequest& request, const RowOutput& to) {
         int kept = truncate(request);
         int64_t mass = ranking.mass(kept);
         float total = log_of(mass);
-        const RankedToken& token = ranking.at(ranking.count_until(target_of(request.uniform, mass) + 1) - 1);
-        to.write(token.id, token.key - total);
+        int id = winner(request, ranking.at(kept - 1));
+        to.write(id, scores.values[id] - total);
         write_tops(request.num_tops, kept, total, to);
     }
 
     void typical_sample(const SampleRequest& request, const RowOutput& to) {
         if (truncates(request)) {
             RankedToken last = ranking.at(truncate(request) - 1);
-            keep_if([=](float score, int id) {
-                return score > last.key || (score == last.key && id <= last.id);
-            });
+            keep_if([=](float score, int id) { return !last.outranks(score, id); });
         }
         float entropy = scores.entropy();
         candidates.select(scores, -__FLT_MAX__);
@@ -131,7 +147,7 @@ struct RowSampler {
         float nearest =
             ranking.at(ranking.count_until((int64_t)std::ceil(request.typical_p * scores.total)) - 1).key;
         keep_if([=](float score, int) { return -std::fabs(score + entropy) >= nearest; });
-        write_logprobs(multinomial(request.uniform), request.num_tops, to);
+        write_logprobs(winner(request, NO_LAST), request.num_tops, to);
     }
 
     template <class F> void keep_if(F kept) {
@@ -141,7 +157,7 @@ struct RowSampler {
     }
 
     static bool truncates(const SampleRequest& request) {
-        return request.top_k || request.top_p < 1 || request.min_p;
+        return request.top_k || request.top_p < 1 || request.lowest > EXCLUDED;
     }
 
     // How many of its likeliest tokens a row keeps; these are ranked.
@@ -153,7 +169,7 @@ struct RowSampler {
         int by_p = request.top_p < 1
                        ? ranking.count_until(std::max<int64_t>(1, std::ceil(request.top_p * left)))
                        : ranking.size;
-        int by_m = ranking.count((float)std::log(request.min_p));
+        int by_m = ranking.count(request.lowest);
         return std::max(1, std::min({by_k, by_p, by_m}));
     }
 
@@ -167,7 +183,8 @@ struct RowSampler {
         if (request.top_k) return bound_of(std::max(request.top_k, request.num_tops));
         // All tokens with a smaller share have together less than what top-p leaves out.
         double share = (1 - request.top_p) * scores.total / scores.size;
-        float bound = std::max(share > 0 ? std::log(share / ONE) - 1e-3 : EXCLUDED, std::log(request.min_p));
+        float bound = share > 0 ? std::log(share / ONE) - 1e-3 : EXCLUDED;
+        bound = std::max(bound, request.lowest);
         return request.num_tops ? std::min(bound, bound_of(request.num_tops)) : bound;
     }
 

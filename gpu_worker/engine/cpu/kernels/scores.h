@@ -102,30 +102,23 @@ struct Scores {
     }
 };
 
-// An id outside the model's vocabulary is never sampled.
-template <class F> void each(const List<int64_t>& ids, const Scores& scores, F change) {
-    for (int64_t i = 0; i < ids.count; i++)
-        if (ids.data[i] < scores.size) change(i, ids.data[i]);
+// Of one part of a row's ids. An id outside the model's vocabulary is never sampled.
+template <class F> void each(const SampleRequest& request, int part, Scores& scores, F change) {
+    for (int i = request.parts[part]; i < request.parts[part + 1]; i++)
+        if (request.ids[i] < scores.size) change(scores.values[request.ids[i]], request.values[i]);
 }
 
+// Logit bias, watermark, bans; then penalties.
 inline void apply_penalties(Scores& scores, const SampleRequest& request) {
-    float* x = scores.begin();
-    each(request.biased, scores, [&](int64_t i, int64_t id) { x[id] += request.bias.data[i]; });
-    each(request.banned, scores, [&](int64_t, int64_t id) { x[id] = EXCLUDED; });
-    const int64_t* counts = request.history.data + request.history_stride;
-    const int64_t* generated = counts + request.history_stride;
-    each(request.history, scores, [&](int64_t, int64_t id) {
-        x[id] = x[id] < 0 ? x[id] * request.repetition : x[id] / request.repetition;
-    });
-    each(request.history, scores, [&](int64_t i, int64_t id) {
-        x[id] -= (float)(request.frequency * generated[i] + request.presence * (generated[i] > 0) +
-                         request.relative * counts[i]);
+    for (int part = 0; part < PARTS - 1; part++)
+        each(request, part, scores, [](float& score, float value) { score += value; });
+    each(request, PARTS - 1, scores, [&](float& score, float value) {
+        score = (score < 0 ? score * request.repetition : score / request.repetition) - value;
     });
 }
 
 // The tokens that a grammar, or a list of ids, allows; those after the mask's end stay as they are.
 inline void apply_mask(Scores& scores, const SampleRequest& request) {
-    float* x = scores.begin();
-    for (int i = 0; i < std::min<int64_t>(request.mask.count * 32, scores.size); i++)
-        if (!(request.mask.data[i / 32] >> i % 32 & 1)) x[i] = EXCLUDED;
+    for (int i = 0; i < std::min(request.num_masked, scores.size); i++)
+        if (!(request.mask[i / 32] >> i % 32 & 1)) scores.values[i] = EXCLUDED;
 }

@@ -96,25 +96,35 @@ struct Layer {
     int32_t rotary;  // numbers of a head that are rotated, half against half
 };
 
-template <class N> struct List {
-    const N* data;
-    int64_t count;
+// How rows sample: as `SamplingArguments` in sampling/sampler.py.
+struct SamplingArguments {
+    const uint64_t* seed;
+    const double* typical_p;
+    const float *temperature, *repetition, *lowest;
+    const int32_t *choice, *top_k, *raw_logprobs, *num_tops;
+    const double* top_p;
+    const int32_t *place, *index, *parts, *mask, *ids;
+    const float* values;
+    const int32_t* masks;
 };
+constexpr int PARTS = 4;  // of a row's ids and values
 
-// How a row samples: the fields of `SamplingParams` in common/messages/request.py, and the row's token
-// counts.
+// Of one row.
 struct SampleRequest {
-    int32_t uses_parameters;  // 0: greedy, and nothing else here counts
-    int32_t num_tops, raw_logprobs, top_k;
-    float temperature, repetition;
-    double top_p, min_p, typical_p, uniform;  // the latter in [0, 1)
-    double frequency, presence, relative;  // the latter by the number of all tokens in the history
-    List<int64_t> biased;
-    List<float> bias;
-    List<int64_t> banned, history;  // distinct ids; in further lists, `history_stride` numbers apart: their
-                                    // counts, and those of the generated ones
-    int64_t history_stride;
-    List<int32_t> mask;  // bit i % 32 of word i / 32: token i is allowed
+    uint64_t seed;
+    uint32_t choice, index;  // with the seed they decide the row's random numbers
+    double typical_p, top_p;
+    float temperature, repetition, lowest;
+    int32_t top_k, raw_logprobs, num_tops, num_masked;
+    const int32_t *parts, *ids, *mask;
+    const float* values;
+
+    SampleRequest(const SamplingArguments& from, int n)
+        : seed(from.seed[n]), choice(from.choice[n]), index(from.index[n]), typical_p(from.typical_p[n]),
+          top_p(from.top_p[n]), temperature(from.temperature[n]), repetition(from.repetition[n]),
+          lowest(from.lowest[n]), top_k(from.top_k[n]), raw_logprobs(from.raw_logprobs[n]),
+          num_tops(from.num_tops[n]), num_masked(from.mask[2 * n + 1]), parts(from.parts + n * (PARTS + 1)),
+          ids(from.ids), mask(from.masks + from.mask[2 * n]), values(from.values) {}
 };
 
 // Where sampled tokens go, [rows]; the likeliest beside them [tops][rows], of which a row fills its num_tops.

@@ -8,6 +8,9 @@ fall.
 import triton
 import triton.language as tl
 
+FINITE = tl.constexpr(0x7F7FFFFF)
+"""The largest key of a score that is not excluded."""
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def exponential(x: tl.tensor) -> tl.tensor:

@@ -1,16 +1,18 @@
 """The Triton kernel that samples rows as sampling/sampler.py does by torch, one program for each row:
-masks, biases, bans, penalties, temperature, truncation, the draw.
+masks, biases, bans, penalties, temperature, truncation, the race.
 
-It reads a row a few times; tokens that top-k, top-p and the draw must order are narrowed to ever shorter
-lists of ids. Weights are whole numbers and no product is fused with a sum: so the interpreter samples what a
-GPU samples.
+It reads a row a few times; tokens that top-k and top-p must order are narrowed to ever shorter lists of ids.
+Weights are whole numbers and no product is fused with a sum: so the interpreter samples what a GPU samples.
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from gpu_worker.engine.cuda.kernels.row_lists import (
+    FINITE,
     bound_of_count,
     exponential,
     keys_of,
@@ -126,19 +128,99 @@ OPTIONS = {"num_warps": 16, "num_stages": 1, "enable_fp_fusion": False}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def first_beyond(scores: tl.tensor, target: tl.tensor, size: tl.constexpr, width: tl.constexpr) -> tl.tensor:
-    """scores float32 [size] → the first id such that tokens up to it weigh more than the target."""
-    column = tl.arange(0, width)
-    before, chosen = target * 0, tl.full((), size, tl.int32)
+def high_product(x: tl.tensor, factor: tl.constexpr) -> tl.tensor:
+    """x uint32 → the upper word of its product with a word."""
+    return ((x.to(tl.uint64) * factor) >> 32).to(tl.uint32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def philox(
+    counter: tl.tensor, index: tl.tensor, choice: tl.tensor, seed: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Philox-4x32 with 10 rounds: four words uint32 for each counter, as sampling/sampler.py draws them."""
+    first, zero = counter.to(tl.uint32), counter.to(tl.uint32) * 0
+    second, third, fourth = zero + index.to(tl.uint32), zero + choice.to(tl.uint32), zero
+    low, high = zero + seed.to(tl.uint32), zero + (seed >> 32).to(tl.uint32)
+    for _ in tl.static_range(10):
+        product, other = high_product(first, 0xD2511F53), high_product(third, 0xCD9E8D57)
+        low_product, low_other = first * 0xD2511F53, third * 0xCD9E8D57
+        first, second = other ^ second ^ low, low_other
+        third, fourth = product ^ fourth ^ high, low_product
+        low, high = low + 0x9E3779B9, high + 0xBB67AE85
+    return first, second, third, fourth
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def kept_weights(
+    scores: tl.tensor, place: tl.tensor, border: tl.tensor, last: tl.tensor, size: tl.constexpr
+) -> tl.tensor:
+    """What tokens weigh, float32: those with a key up to the border, of those with its key up to id `last`;
+    the others weigh nothing.
+    """
+    found = tl.load(scores + place, mask=place < size, other=float("-inf"))
+    key = keys_of(found, 0.0)
+    kept = ((key < border) | ((key == border) & (place <= last))) & (found > -80.0)
+    return tl.where(kept, exponential(tl.maximum(found, -80.0)), 0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def below_exponentials(words: tl.tensor) -> tl.tensor:
+    """words uint32 → float32 a little below the numbers of `arrivals`: they take no logarithm."""
+    return (0x7FFFFFFF - (words >> 1).to(tl.int32)).to(tl.float32) * 0.9999 * 4.656612873077393e-10
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def arrivals(words: tl.tensor, weights: tl.tensor) -> tl.tensor:
+    """words uint32, weights float32 → when tokens arrive, float32: numbers of the exponential distribution,
+    divided by the weights.
+    """
+    numbers = -tl.log(((words >> 1).to(tl.float64) + 0.5) * 4.656612873077393e-10)
+    times = tl.div_rn(numbers.to(tl.float32), tl.where(weights > 0, weights, 1.0))
+    return tl.where(weights > 0, times, float("inf"))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def sooner(
+    time: tl.tensor, place: tl.tensor, least: tl.tensor, first: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """Of times float32 at some places, and the least so far and its place: the least and its first place."""
+    most = tl.min(time, 0)
+    at = tl.min(tl.where(time == most, place, 0x7FFFFFFF), 0)
+    is_sooner = (most < least) | ((most == least) & (at < first))
+    return tl.where(is_sooner, most, least), tl.where(is_sooner, at, first)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def winner(
+    scores: tl.tensor, border: tl.tensor, last: tl.tensor, seed: tl.tensor, choice: tl.tensor,
+    index: tl.tensor, size: tl.constexpr, width: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """scores float32 [size] → the kept token that arrives first. Parts of the row in which no kept token can
+    be the first take no logarithms, and those without kept tokens no random numbers.
+    """
+    column = tl.arange(0, width // 4)
+    least, first = tl.full((), float("inf"), tl.float32), tl.full((), size, tl.int32)
     for begin in range(0, size, width):
-        place = begin + column
-        weights = weights_of(tl.load(scores + place, mask=place < size, other=float("-inf")))
-        weight = tl.sum(weights, 0)
-        if (before <= target) & (before + weight > target):
-            beyond = tl.cumsum(weights, 0) + before > target
-            chosen = tl.min(tl.where(beyond, place, size), 0)
-        before += weight
-    return tl.minimum(chosen, size - 1)
+        counter = begin // 4 + column
+        place = counter // 16 * 64 + counter % 16
+        w0, w1 = (
+            kept_weights(scores, place, border, last, size),
+            kept_weights(scores, place + 16, border, last, size),
+        )
+        w2, w3 = (
+            kept_weights(scores, place + 32, border, last, size),
+            kept_weights(scores, place + 48, border, last, size),
+        )
+        if tl.max(tl.maximum(tl.maximum(w0, w1), tl.maximum(w2, w3)), 0) > 0:
+            n0, n1, n2, n3 = philox(counter, index, choice, seed)
+            early = (below_exponentials(n0) < w0 * least) | (below_exponentials(n1) < w1 * least)
+            early |= (below_exponentials(n2) < w2 * least) | (below_exponentials(n3) < w3 * least)
+            if tl.max(early.to(tl.int32), 0) > 0:
+                least, first = sooner(arrivals(n0, w0), place, least, first)
+                least, first = sooner(arrivals(n1, w1), place + 16, least, first)
+                least, first = sooner(arrivals(n2, w2), place + 32, least, first)
+                least, first = sooner(arrivals(n3, w3), place + 48, least, first)
+    return tl.minimum(first, size - 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -188,84 +270,107 @@ def shortest_prefix(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def target_of(uniform: tl.tensor, total: tl.tensor) -> tl.tensor:
-    """A number float64 in [0, 1), a sum of weights int64 → the least weight before the chosen token."""
-    return tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
+def adjust(
+    scores: tl.tensor, parts: tl.tensor, ids: tl.tensor, values: tl.tensor, repetition: tl.tensor,
+    size: tl.constexpr, part: tl.constexpr,
+) -> None:  # fmt: skip
+    """Change scores float32 [size] by logit bias, watermark, bans and penalties."""
+    begin = tl.load(parts)
+    for number in range(1, 4):
+        end = tl.load(parts + number)
+        add_bias(scores, ids, values, begin, end, size, part)
+        begin = end
+    penalize(scores, ids, values, begin, tl.load(parts + 4), repetition, size, part)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def truncate(
+    scores: tl.tensor, total: tl.tensor, top_k: tl.tensor, top_p: tl.tensor, lowest: tl.tensor,
+    listed: tl.tensor, narrowed: tl.tensor, size: tl.constexpr, width: tl.constexpr, part: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Find what top-k, top-p and min-p keep of scores float32 [size], whose weights are `total` → the largest
+    key, the last id that is kept of those with this key, and the kept tokens' weight and number.
+    """
+    if top_k > 0:
+        bound = bound_of_count(scores, tl.minimum(top_k, size), size, width)
+    else:
+        # all tokens with a smaller share have together less than what top-p leaves out
+        share = ((1 - top_p) * (total.to(tl.float64) / size) / 1099511627776.0).to(tl.float32)
+        bound = tl.where(share > 1e-30, tl.log(tl.maximum(share, 1e-30)) - 0.01, -3.0e38)
+        bound = tl.maximum(bound, lowest)
+    count = list_from(scores, bound, listed, size, width)
+    border, last, left = tl.abs(lowest).to(tl.int32, bitcast=True), tl.full((), size, tl.int32), total
+    border = tl.minimum(border, FINITE)
+    if top_k > 0:
+        rank = tl.minimum(top_k, count) - 1
+        kth, _, _, _ = search(scores, 0.0, listed, count, narrowed, rank, True, part)
+        border = tl.minimum(border, kth)
+        left, _ = weigh_until(scores, kth, listed, count, part)
+    total, kept = weigh_until(scores, border, listed, count, part)
+    wanted = tl.maximum(tl.ceil(top_p * left.to(tl.float64)).to(tl.int64), 1)
+    if (top_p < 1) & (wanted <= total):
+        border, last, ties, total = shortest_prefix(scores, listed, count, narrowed, wanted, part)
+        _, before = weigh_until(scores, border - 1, listed, count, part)
+        kept = before + ties.to(tl.int32)
+    return border, last, total, kept
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def exclude_atypical(
+    scores: tl.tensor, typical_p: tl.tensor, listed: tl.tensor, narrowed: tl.tensor, size: tl.constexpr,
+    width: tl.constexpr, part: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Set scores float32 [size] to -inf that typical-p leaves out → the weight of the others."""
+    total = total_of(scores, 0.0, size, width)
+    entropy = entropy_of(scores, total, size, width)
+    count = list_from(scores, -3.0e38, listed, size, width)
+    rank = tl.maximum(tl.ceil(typical_p * total.to(tl.float64)).to(tl.int64), 1) - 1
+    key, _, _, _ = search(scores, entropy, listed, count, narrowed, rank, False, part)
+    exclude(scores, entropy, key, size, size, width)
+    return total_of(scores, 0.0, size, width)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def sample_row(
-    logits: tl.tensor, stride: tl.tensor, parameters: tl.tensor, ids: tl.tensor, values: tl.tensor,
-    masks: tl.tensor, all_scores: tl.tensor, lists: tl.tensor, output_ids: tl.tensor,
-    output_logprobs: tl.tensor, totals: tl.tensor, kept_counts: tl.tensor,
-    size: tl.constexpr, width: tl.constexpr, part: tl.constexpr,
+    logits: tl.tensor, stride: tl.tensor, seeds: tl.tensor, typical_ps: tl.tensor, temperatures: tl.tensor,
+    repetitions: tl.tensor, lowests: tl.tensor, choices: tl.tensor, top_ks: tl.tensor,
+    raw_logprobs: tl.tensor, num_tops: tl.tensor, top_ps: tl.tensor, places: tl.tensor, indices: tl.tensor,
+    parts: tl.tensor, mask_spans: tl.tensor, ids: tl.tensor, values: tl.tensor, masks: tl.tensor,
+    all_scores: tl.tensor, lists: tl.tensor, output_ids: tl.tensor, output_logprobs: tl.tensor,
+    totals: tl.tensor, kept_counts: tl.tensor, size: tl.constexpr, width: tl.constexpr, part: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program for a row. `parameters` are those of `RowParameters`, by their places there."""
+    """One program for a row; what it reads of it is that of `SamplingArguments`."""
     row = tl.program_id(0).to(tl.int64)
-    own = parameters + row * 16
-    place = tl.load(own).to(tl.int64)
+    place, mask = tl.load(places + row).to(tl.int64), tl.load(mask_spans + 2 * row)
     line, scores = logits + place * stride, all_scores + row * size
     listed, narrowed = lists + 2 * row * size, lists + (2 * row + 1) * size
-    temperature, repetition = tl.load(own + 1).to(tl.float32), tl.load(own + 2).to(tl.float32)
-    top_k, top_p = tl.load(own + 3).to(tl.int64), tl.load(own + 4)
-    lowest, typical_p, uniform = tl.load(own + 5).to(tl.float32), tl.load(own + 6), tl.load(own + 7)
-    read_row(
-        line, scores, masks + tl.load(own + 14).to(tl.int64), tl.load(own + 15).to(tl.int32), size, width
-    )
-    for span in range(3):
-        begin, end = tl.load(own + 9 + span).to(tl.int32), tl.load(own + 10 + span).to(tl.int32)
-        add_bias(scores, ids, values, begin, end, size, part)
-    begin, end = tl.load(own + 12).to(tl.int32), tl.load(own + 13).to(tl.int32)
-    penalize(scores, ids, values, begin, end, repetition, size, part)
+    temperature, typical_p = tl.load(temperatures + row), tl.load(typical_ps + row)
+    top_k, top_p = tl.load(top_ks + row).to(tl.int64), tl.load(top_ps + row)
+    lowest = tl.load(lowests + row)
+    read_row(line, scores, masks + mask, tl.load(mask_spans + 2 * row + 1), size, width)
+    adjust(scores, parts + 5 * row, ids, values, tl.load(repetitions + row), size, part)
     best = largest(scores, size, width)
     token, logprob = tl.full((), 0, tl.int32), tl.full((), float("nan"), tl.float32)
     total, kept = tl.full((), 1, tl.int64), tl.full((), size, tl.int32)
     if (best > float("-inf")) & (best < float("inf")):
         scale(scores, best, tl.where(temperature == 0, 1.0, temperature), size, width)
         total = total_of(scores, 0.0, size, width)
-        truncates = (top_k > 0) | (top_p < 1) | (lowest > float("-inf"))
+        border, last = tl.full((), FINITE, tl.int32), tl.full((), size, tl.int32)
         if temperature == 0:
             token = first_likeliest(scores, size, width)
         else:
-            if truncates:
-                if top_k > 0:
-                    bound = bound_of_count(scores, tl.minimum(top_k, size), size, width)
-                else:
-                    # all tokens with a smaller share have together less than what top-p leaves out
-                    share = ((1 - top_p) * (total.to(tl.float64) / size) / 1099511627776.0).to(tl.float32)
-                    bound = tl.where(share > 1e-30, tl.log(tl.maximum(share, 1e-30)) - 0.01, -3.0e38)
-                    bound = tl.maximum(bound, lowest)
-                count = list_from(scores, bound, listed, size, width)
-                border, left = tl.abs(lowest).to(tl.int32, bitcast=True), total
-                if top_k > 0:
-                    rank = tl.minimum(top_k, count) - 1
-                    kth, _, _, _ = search(scores, 0.0, listed, count, narrowed, rank, True, part)
-                    border = tl.minimum(border, kth)
-                    left, _ = weigh_until(scores, kth, listed, count, part)
-                total, kept = weigh_until(scores, border, listed, count, part)
-                wanted = tl.maximum(tl.ceil(top_p * left.to(tl.float64)).to(tl.int64), 1)
-                last = tl.full((), size, tl.int32)
-                if (top_p < 1) & (wanted <= total):
-                    border, last, ties, total = shortest_prefix(scores, listed, count, narrowed, wanted, part)
-                    _, before = weigh_until(scores, border - 1, listed, count, part)
-                    kept = before + ties.to(tl.int32)
-                if typical_p < 1:
-                    exclude(scores, 0.0, border, last, size, width)
-                    total = total_of(scores, 0.0, size, width)
-                else:
-                    wanted = target_of(uniform, total) + 1
-                    _, token, _, _ = shortest_prefix(scores, listed, count, narrowed, wanted, part)
+            if (top_k > 0) | (top_p < 1) | (lowest > float("-inf")):
+                border, last, total, kept = truncate(
+                    scores, total, top_k, top_p, lowest, listed, narrowed, size, width, part
+                )
             if typical_p < 1:
-                entropy = entropy_of(scores, total, size, width)
-                count = list_from(scores, -3.0e38, listed, size, width)
-                rank = tl.maximum(tl.ceil(typical_p * total.to(tl.float64)).to(tl.int64), 1) - 1
-                key, _, _, _ = search(scores, entropy, listed, count, narrowed, rank, False, part)
-                exclude(scores, entropy, key, size, size, width)
-                total, kept = total_of(scores, 0.0, size, width), tl.full((), size, tl.int32)
-            if (typical_p < 1) | (truncates == 0):
-                token = first_beyond(scores, target_of(uniform, total), size, width)
+                exclude(scores, 0.0, border, last, size, width)
+                total = exclude_atypical(scores, typical_p, listed, narrowed, size, width, part)
+                kept = tl.full((), size, tl.int32)
+            seed, choice, index = tl.load(seeds + row), tl.load(choices + row), tl.load(indices + row)
+            token = winner(scores, border, last, seed, choice, index, size, width)
         logprob = tl.load(scores + token) - logarithm(total)
-        if tl.load(own + 8) > 0:
+        if tl.load(raw_logprobs + row) > 0:
             best = largest(line, size, width)
             chosen = tl.load(line + token).to(tl.float32)
             logprob = chosen - best - logarithm(total_of(line, best, size, width))
@@ -276,27 +381,21 @@ def sample_row(
 
 
 def sample_rows(
-    logits: torch.Tensor,
-    parameters: torch.Tensor,
-    ids: torch.Tensor,
-    values: torch.Tensor,
-    masks: torch.Tensor,
-    output_ids: torch.Tensor,
-    output_logprobs: torch.Tensor,
+    logits: torch.Tensor, arguments: Any, output_ids: torch.Tensor, output_logprobs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sample rows of logits float [rows, vocabulary], whose numbers lie next to each other, in one launch.
 
-    parameters float64 [n, 16], ids int32, values float32 and masks int32 as `SamplingArguments` has them.
-    Writes ids int64 [rows] and log-probabilities float32 [rows] of the n rows. Returns scores float32 [n,
-    vocabulary], totals int64 [n] of the kept tokens' weights, and how many are kept, int32 [n].
+    `arguments` are the `SamplingArguments` of n rows. Writes ids int64 [rows] and log-probabilities float32
+    [rows] of these. Returns scores float32 [n, vocabulary], totals int64 [n] of the kept tokens' weights, and
+    how many are kept, int32 [n].
     """
-    num_rows, size = len(parameters), logits.shape[1]
+    num_rows, size = len(arguments.seed), logits.shape[1]
     scores = torch.empty(num_rows, size, dtype=torch.float32, device=logits.device)
     lists = torch.empty(num_rows, 2, size, dtype=torch.int32, device=logits.device)
     totals = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     kept = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     sample_row[(num_rows,)](
-        logits, logits.stride(0), parameters, ids, values, masks, scores, lists, output_ids, output_logprobs,
-        totals, kept, size, WIDTH, PART, **OPTIONS,
+        logits, logits.stride(0), *arguments, scores, lists, output_ids, output_logprobs, totals, kept, size,
+        WIDTH, PART, **OPTIONS,
     )  # fmt: skip
     return scores, totals, kept

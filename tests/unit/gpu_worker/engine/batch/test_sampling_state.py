@@ -1,16 +1,11 @@
-"""What a row's next token depends on: counts, bans and top-p as if never interrupted; random numbers of
-Philox-4x64, a function of seed, choice and index.
-"""
+"""What a row's next token depends on: counts, bans and top-p as if never interrupted."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.messages.request import SamplingParams
-from gpu_worker.engine.batch.sampling_state import (
-    SamplingState,
-    philox_uniforms,
-)
+from gpu_worker.engine.batch.sampling_state import SamplingState
 from tests.support.engine.start_rows import start_row
 
 
@@ -56,40 +51,3 @@ def test_a_resumed_row_has_the_state_of_one_that_was_never_interrupted(
 def penalties_of(state: SamplingState | None) -> dict[int, float]:
     assert state and state.token_counts
     return dict(zip(state.token_counts.ids.tolist(), state.penalty().tolist(), strict=True))
-
-
-WORD = 2**64
-
-
-def philox_4x64(counter: list[int], key: list[int]) -> list[int]:
-    """Ten rounds of Philox-4x64, as in the paper (Salmon et al. 2011)."""
-    first, second, third, fourth = counter
-    for number in range(10):
-        low_key = (key[0] + number * 0x9E3779B97F4A7C15) % WORD
-        high_key = (key[1] + number * 0xBB67AE8584CAA73B) % WORD
-        high, low = divmod(0xD2E7470EE14C6C93 * first, WORD)
-        other_high, other_low = divmod(0xCA5A826395121157 * third, WORD)
-        first, second, third, fourth = other_high ^ second ^ low_key, other_low, high ^ fourth ^ high_key, low
-    return [first, second, third, fourth]
-
-
-def test_the_reference_gives_the_known_answers_of_random123() -> None:
-    assert philox_4x64([0] * 4, [0] * 2) == [
-        0x16554D9ECA36314C,
-        0xDB20FE9D672D0FDC,
-        0xD7E772CEE186176B,
-        0x7E68B68AEC7BA23B,
-    ]
-    assert philox_4x64([WORD - 1] * 4, [WORD - 1] * 2) == [
-        0x87B092C3013FE90B,
-        0x438C3C67BE8D0224,
-        0x9CC7D7C69CD777B6,
-        0xA09CAEBF594F0BA0,
-    ]
-
-
-def test_numbers_are_the_upper_53_bits_of_philox_4x64() -> None:
-    """Four numbers for each value of the counter, which is 1 for the first block."""
-    seed, choice = 2**63 + 11, 3
-    words = [word for block in range(1, 17) for word in philox_4x64([block, 0, 0, 0], [seed, choice])]
-    assert philox_uniforms(seed, choice, 0, 64).tolist() == [(word >> 11) / 2**53 for word in words]

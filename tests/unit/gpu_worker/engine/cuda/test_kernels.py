@@ -210,9 +210,15 @@ COMPILED: list[tuple[str, str, dict[str, int | None], dict[str, str]]] = [
         "sample",
         "sample_row",
         {"size": 151_936, "width": 4096, "part": 1024},
-        {"logits": "*bf16", "parameters": "*fp64", "ids": "*i32", "values": "*fp32", "masks": "*i32"}
-        | {"all_scores": "*fp32", "lists": "*i32", "output_ids": "*i64", "output_logprobs": "*fp32"}
-        | {"totals": "*i64", "kept_counts": "*i32"},
+        {"logits": "*bf16"}
+        | dict.fromkeys(("seeds", "output_ids", "totals"), "*i64")
+        | dict.fromkeys(("typical_ps", "top_ps"), "*fp64")
+        | dict.fromkeys(("temperatures", "repetitions", "lowests", "values"), "*fp32")
+        | dict.fromkeys(("all_scores", "output_logprobs"), "*fp32")
+        | dict.fromkeys(
+            ("choices", "top_ks", "raw_logprobs", "num_tops", "places", "indices", "parts"), "*i32"
+        )
+        | dict.fromkeys(("mask_spans", "ids", "masks", "lists", "kept_counts"), "*i32"),
     ),
     (
         "adapters",

@@ -105,7 +105,7 @@ def test_kernels_sample_the_same_ids_as_torch(size: int, dtype: torch.dtype, lib
         num_words = random.choice([1, size // 32 + 1, size // 32 + 3])
         requests = [random_request(random, size, num_words) for _ in range(num_rows)]
         compare(
-            sampler.sample_natively(library, logits, requests),
+            sampler.sample(logits, requests),
             sample_by_torch(logits, requests),
             requests,
         )
@@ -116,11 +116,11 @@ def test_rows_of_nan_or_inf_do_not_disturb_others(library: ctypes.CDLL) -> None:
     random = np.random.default_rng(0)
     requests = [random_request(random, 3000, 94) for _ in range(60)]
     logits = logits_of("spread", random, 60, 3000, torch.float32)
-    expected = sampler.sample_natively(library, logits, requests)
+    expected = sampler.sample(logits, requests)
     for broken in (math.nan, math.inf, -math.inf):
         mixed = logits.clone()
         mixed[::2] = broken
-        found = sampler.sample_natively(library, mixed, requests)
+        found = sampler.sample(mixed, requests)
         assert found.ids[1::2].tolist() == expected.ids[1::2].tolist()
         assert ((found.ids >= 0) & (found.ids < 3000)).all()
     logits[:, 7::2] = math.nan
@@ -131,7 +131,4 @@ def test_rows_of_nan_or_inf_do_not_disturb_others(library: ctypes.CDLL) -> None:
         )
         for row in range(60)
     ]
-    assert all(
-        token % 2 == 0 or token < 7
-        for token in sampler.sample_natively(library, logits, sampled_rows).ids.tolist()
-    )
+    assert all(token % 2 == 0 or token < 7 for token in sampler.sample(logits, sampled_rows).ids.tolist())

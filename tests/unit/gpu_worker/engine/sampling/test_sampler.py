@@ -142,7 +142,7 @@ def test_rows_without_effective_parameters_are_plainly_greedy(monkeypatch: pytes
     assert [request(sampling) for sampling in without_effect] == [None, None]
     assert request(None, min_new_tokens=3) is None  # the row has more
     monkeypatch.setattr(sampler, "sample_requested", None)
-    monkeypatch.setattr(sampler, "native_request", None)
+    monkeypatch.setattr(sampler, "sampling_arguments", None)
     logits = logits_of(5, 2)
     assert sample(logits, [None, None]).ids == logits.argmax(-1).tolist()
 
@@ -166,6 +166,38 @@ def test_choices_follow_the_distribution(name: str) -> None:
     expected = np.append(expected[often], expected[~often].sum())
     filled = expected > 0
     assert len(observed[filled]) == 1 or fits(observed[filled], expected[filled])
+
+
+WORD = 2**32
+
+
+def philox_4x32(counter: list[int], key: list[int]) -> list[int]:
+    """Ten rounds of Philox-4x32, as in the paper (Salmon et al. 2011)."""
+    first, second, third, fourth = counter
+    for number in range(10):
+        low_key = (key[0] + number * 0x9E3779B9) % WORD
+        high_key = (key[1] + number * 0xBB67AE85) % WORD
+        high, low = divmod(0xD2511F53 * first, WORD)
+        other_high, other_low = divmod(0xCD9E8D57 * third, WORD)
+        first, second, third, fourth = other_high ^ second ^ low_key, other_low, high ^ fourth ^ high_key, low
+    return [first, second, third, fourth]
+
+
+def test_noise_is_a_function_of_seed_choice_index_and_token() -> None:
+    """Four words for each counter, for tokens 16 apart. The reference gives the known answers of
+    Random123.
+    """
+    assert philox_4x32([0] * 4, [0] * 2) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert philox_4x32([WORD - 1] * 4, [WORD - 1] * 2) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+    own = [(2**64 - 3, 3, 70), (-(2**63), 0, 5)]
+    rows = [request(SamplingParams(1.0, seed=seed, choice=choice), index=at) for seed, choice, at in own]
+    found = sampler.noise_of([row for row in rows if row], 200, torch.device("cpu")).tolist()
+    for numbers, (seed, choice, index) in zip(found, own, strict=True):
+        key = [seed % WORD, seed // WORD % WORD]
+        for token in (0, 15, 16, 63, 64, 150, 199):
+            words = philox_4x32([token // 64 * 16 + token % 16, index, choice, 0], key)
+            share = (words[token % 64 // 16] // 2 + 0.5) / 2**31
+            assert numbers[token] == np.float32(-math.log(share))
 
 
 def test_of_equally_likely_tokens_the_lower_ids_are_kept() -> None:
