@@ -4,7 +4,7 @@
 #include "structs.h"
 #include "vector.h"
 
-constexpr int RUN = 16, GROUP = 4 * RUN;  // tokens next to each other that have one word each of a draw
+constexpr int RUN = 16, DRAWN = 4 * RUN;  // tokens next to each other that have one word each of a draw
 
 inline Words high_product(Words x, uint32_t factor) {
 #if defined(__AVX512F__)

@@ -98,7 +98,7 @@ struct RowSampler {
         Noise noise{request.seed, request.choice, request.index};
         float least = __builtin_inff(), floor = last.key;
         int first = scores.size;
-        for (int group = 0; group < scores.padded(); group += GROUP) {
+        for (int group = 0; group < scores.padded(); group += DRAWN) {
             if (!reaches(group, floor)) continue;
             for (int begin = 0; begin < RUN; begin += LANES) {
                 Words words[4];
@@ -121,7 +121,7 @@ struct RowSampler {
     // Whether a score of a group does.
     bool reaches(int group, float floor) {
         Floats best = splat(EXCLUDED);
-        for (int i = group; i < group + GROUP; i += LANES) best = larger(load(scores.begin() + i), best);
+        for (int i = group; i < group + DRAWN; i += LANES) best = larger(load(scores.begin() + i), best);
         return largest(best) >= floor;
     }
 

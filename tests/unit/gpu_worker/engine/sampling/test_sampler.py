@@ -193,11 +193,11 @@ def test_noise_is_a_function_of_seed_choice_index_and_token() -> None:
     rows = [request(SamplingParams(1.0, seed=seed, choice=choice), index=at) for seed, choice, at in own]
     found = sampler.noise_of([row for row in rows if row], 200, torch.device("cpu")).tolist()
     for numbers, (seed, choice, index) in zip(found, own, strict=True):
-        key = [seed % WORD, seed // WORD % WORD]
         for token in (0, 15, 16, 63, 64, 150, 199):
-            words = philox_4x32([token // 64 * 16 + token % 16, index, choice, 0], key)
-            share = (words[token % 64 // 16] // 2 + 0.5) / 2**31
-            assert numbers[token] == np.float32(-math.log(share))
+            words = philox_4x32(
+                [token // 64 * 16 + token % 16, index, choice, 0], [seed % WORD, seed // WORD % WORD]
+            )
+            assert numbers[token] == np.float32(-math.log((words[token % 64 // 16] // 2 + 0.5) / 2**31))
 
 
 def test_of_equally_likely_tokens_the_lower_ids_are_kept() -> None:

@@ -105,8 +105,7 @@ def cases(seed: int) -> list[SampleRequest]:
         {"top_k": 9, "top_p": 0.8, "min_p": 0.2}, {"top_p": 0.9, "temperature": 1e-3},
         {"top_p": 0.9, "temperature": 100.0}, {"temperature": 0.0, "presence_penalty": 1.0},
     ]  # fmt: skip
-    made = [request(replace(DRAWN, seed=seed, **params)) for params in each]
-    return [one for one in made if one]
+    return [one for params in each if (one := request(replace(DRAWN, seed=seed, **params)))]
 
 
 def hard_logits(size: int) -> dict[str, torch.Tensor]:
