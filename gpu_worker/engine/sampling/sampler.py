@@ -103,7 +103,7 @@ def exponentials(words: torch.Tensor) -> torch.Tensor:
     """words int64 [...] of 32 bits → numbers float32 [...] of the exponential distribution, above 0. Computed
     in float64: so rounding hides what logarithms of different libraries differ in.
     """
-    return (((words >> 1) + 0.5) * 2.0**-31).double().log().neg().float()
+    return (((words >> 1).double() + 0.5) * 2.0**-31).log().neg().float()
 
 
 def noise_of(requests: Sequence[SampleRequest], size: int, device: torch.device) -> torch.Tensor:
