@@ -30,7 +30,8 @@ struct Noise {
         for (int lane = 0; lane < LANES; lane++) a[lane] = counter + lane;
         uint32_t low = seed, high = seed >> 32;
         for (int round = 0; round < 10; round++, low += 0x9e3779b9, high += 0xbb67ae85) {
-            Words first = high_product(c, 0xcd9e8d57) ^ b ^ low, third = high_product(a, 0xd2511f53) ^ d ^ high;
+            Words first = high_product(c, 0xcd9e8d57) ^ b ^ low;
+            Words third = high_product(a, 0xd2511f53) ^ d ^ high;
             b = c * 0xcd9e8d57, d = a * 0xd2511f53, a = first, c = third;
         }
         to[0] = a, to[1] = b, to[2] = c, to[3] = d;

@@ -1,4 +1,5 @@
-// Samples a row by a race of its tokens. As sampling/sampler.py, whose docstrings name the source of each part.
+// Samples a row by a race of its tokens, as sampling/sampler.py does. Its docstrings name each
+// part's source.
 #pragma once
 #include "noise.h"
 #include "ranking.h"

@@ -199,9 +199,8 @@ def test_a_step_of_any_parameters_is_one_launch(monkeypatch: pytest.MonkeyPatch)
         with CountedOperations() as mode:
             sampler.sample_on_cuda(torch.zeros(256, 50), rows, kept)
         assert ("add_" not in mode.counts) == is_new
-        arguments = launches[-1][1]
-        assert arguments.token_index.tolist() == [own.index for own in rows if own]
-        assert arguments.seed.tolist() == [own.state.sampling.seed for own in rows if own]
+        assert launches[-1][1].token_index.tolist() == [own.index for own in rows if own]
+        assert launches[-1][1].seed.tolist() == [own.state.sampling.seed for own in rows if own]
     with CountedOperations() as mode:
         sample_by_torch(torch.zeros(1, 50), [request(replace(DRAWN, top_p=0.9))])
     assert mode.counts.total() > 50
