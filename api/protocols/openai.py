@@ -1,8 +1,10 @@
 """Chats and completions: OpenAI's two routes, with the additions of vLLM and TGI."""
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from api.answers.answer import HttpAnswer, Rendering
@@ -174,23 +176,22 @@ class Choice:
         return self.stream.terminal is not None and not self.stream.finished
 
     @property
-    def has_tokens(self) -> bool:
-        """Whether a token can be taken now; the last one of a finished choice is taken with its end."""
-        return self.text.num_tokens < self.stream.num_ready and not self.rendering.prompt_only
-
-    @property
     def has_piece(self) -> bool:
-        return self.has_tokens or (self.stream.finished and not self.ended)
+        """Whether a token can be taken now, or the end; the last token of a finished choice comes with it."""
+        if self.text.num_tokens < self.stream.num_ready and not self.rendering.prompt_only:
+            return True
+        return not self.ended and self.stream.finished
 
     def take_piece(self) -> TextPiece:
         """The next piece of a choice that has one: one token, or the end of a finished choice."""
         self.begun = True
-        if self.stream.terminal is None or self.has_tokens:
-            return self.piece(1)
+        if not self.rendering.prompt_only:
+            if self.stream.terminal is None or self.text.num_tokens < self.stream.num_ready:
+                return self.piece(1)
+            self.ended = True
+            return self.piece(self.stream.num_tokens - self.text.num_tokens)
         self.ended = True
-        if self.rendering.prompt_only:
-            return TextPiece("", range(0))
-        return self.piece(self.stream.num_tokens - self.text.num_tokens)
+        return TextPiece("", range(0))
 
     def piece(self, num_tokens: int) -> TextPiece:
         begin = self.text.num_tokens
@@ -622,7 +623,7 @@ class ChunkFeed(Feed[tuple[int, bytes]]):
     def __init__(self, renderer: ChunkRenderer) -> None:
         super().__init__(Change())
         self.renderer = renderer
-        self.turns = list(renderer.choices)
+        self.turns = deque(renderer.choices)
         self.first = renderer.render_first_chunks()
         for choice in renderer.choices:
             choice.stream.changed = self.changed
@@ -639,19 +640,21 @@ class ChunkFeed(Feed[tuple[int, bytes]]):
                 await offload(num_records, partial(self.renderer.echoed_logprobs, choice))
 
     def take(self) -> list[tuple[int, bytes]]:
+        turns, render = self.turns, self.renderer.render_next_chunks
         new = [(NO_CHOICE, chunk) for chunk in self.first]
         self.first = []
-        while self.turns and (choice := self.turns[0]).has_piece:
-            del self.turns[0]
-            new += [(choice.index, chunk) for chunk in self.renderer.render_next_chunks(choice)]
-            if not choice.ended:
-                self.turns.append(choice)
+        while turns and (choice := turns[0]).has_piece:
+            new += [(choice.index, chunk) for chunk in render(choice)]
+            if choice.ended:
+                turns.popleft()
+            else:
+                turns.rotate(-1)
             if len(new) >= MAX_ITEMS:
                 return new
-        if not self.turns:
+        if not turns:
             self.ended = True
             return [*new, *((NO_CHOICE, chunk) for chunk in self.renderer.render_last_chunks())]
-        if self.turns[0].failed and (failure := self.turns[0].stream.terminal):
+        if (failure := turns[0].stream.terminal) and turns[0].failed:
             self.ended = True
             new.append((NO_CHOICE, self.renderer.render_failure(failure)))
         return new
@@ -660,7 +663,7 @@ class ChunkFeed(Feed[tuple[int, bytes]]):
 def render_frames(kind: type[ChunkRenderer], answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[bytes]:
     """The frames of all chunks, and those after them."""
     chunks = ChunkFeed(kind(answer, streams))
-    return sse_frames(answer, MappedFeed(chunks, lambda chunk: chunk[1], kind.last_frames))
+    return sse_frames(answer, MappedFeed(chunks, itemgetter(1), kind.last_frames))
 
 
 def render_whole(kind: type[ChoicesRenderer], answer: HttpAnswer, streams: Sequence[Stream]) -> WholeBody:

@@ -189,7 +189,8 @@ class Stream:
 
     Attributes:
         answer: the packed answer, if this is its first request: Redis keeps it with the request.
-        may_be_last: whether the last token so far may be the last one of all.
+        num_ready: number of tokens that may be shown now. The last one is shown together with the end, so a
+            token that may be the last one waits.
         is_plain: whether the request asks for no likeliest tokens and no log-probabilities of its prompt.
         admitted: whether Redis is known to have the request.
         deadline_s: monotonic time by which the fleet must have ended it.
@@ -215,7 +216,7 @@ class Stream:
         eos_ids = frozenset() if stopping.ignore_eos else tokenizer.ending_ids
         self.ending_ids = eos_ids.union(stopping.stop_ids)
         self.max_new_tokens = stopping.max_new_tokens
-        self.may_be_last = False
+        self.num_ready = 0
         self.is_plain = not request.top_n_tokens and request.prompt_logprobs is None
         self.matcher = StopMatcher(stopping.stop) if stopping.stop else None
         self.admitted = False
@@ -268,13 +269,6 @@ class Stream:
     @property
     def finished(self) -> bool:
         return self.terminal is not None and self.terminal.reason in FINISHED
-
-    @property
-    def num_ready(self) -> int:
-        """Number of tokens that may be shown now. The last one is shown together with the end, so a token
-        that may be the last one waits.
-        """
-        return len(self.ids) - (self.may_be_last if self.terminal is None else self.finished)
 
     @property
     def text(self) -> str:
@@ -332,12 +326,14 @@ class Stream:
         return True
 
     def note_last(self, token_id: int) -> None:
-        """Note the last token so far."""
-        self.may_be_last = (
+        """Note the last token so far, which may be the last one of all."""
+        num_tokens = len(self.ids)
+        waits = (
             token_id in self.ending_ids
-            or len(self.ids) == self.max_new_tokens
+            or num_tokens == self.max_new_tokens
             or (self.matcher is not None and self.matcher.matched)
         )
+        self.num_ready = num_tokens - waits
 
     def add_logged(self, tokens: Tokens, worker: str) -> None:
         """Add the new ones of `tokens`, which were read from a worker's log."""
@@ -372,6 +368,7 @@ class Stream:
             self.awaited_end = terminal
             return False
         self.terminal = terminal
+        self.num_ready = self.num_tokens - is_answer
         self.awaited_end = None
         self.ahead.clear()
         self.times.ended_s = self.times.last_event_s
