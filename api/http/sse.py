@@ -96,18 +96,18 @@ class Feed(AsyncIterator[list[T]], Generic[T]):
 
 
 class MappedFeed(Feed[T], Generic[S, T]):
-    """The results of a function for each item of another feed, then the `last` items."""
+    """The results of a function for each item of another feed, and for the `last` items after them."""
 
-    def __init__(self, source: Feed[S], function: Callable[[S], T], last: Sequence[T] = ()) -> None:
+    def __init__(self, source: Feed[S], function: Callable[[S], T], last: Sequence[S] = ()) -> None:
         super().__init__(source.changed)
         self.source = source
         self.function = function
         self.last = last
 
     def take(self) -> list[T]:
-        new = [*map(self.function, self.source.take())]
+        items = self.source.take()
         self.ended = self.source.ended
-        return [*new, *self.last] if self.ended else new
+        return [*map(self.function, [*items, *self.last] if self.ended else items)]
 
     @property
     def is_prepared(self) -> bool:
@@ -153,12 +153,16 @@ class RestOfFeed(Feed[T]):
 # --- writing ------------------------------------------------------------------------------------------------
 
 
-def sse_frames(answer: HttpAnswer, bodies: Feed[bytes]) -> Feed[bytes]:
-    """The frames of an answer; a frame's id is its number, counted from 1."""
+Chunk = tuple[int, bytes]
+"""The index of a choice, and the body of a frame."""
+
+
+def sse_frames(answer: HttpAnswer, chunks: Feed[Chunk], last: Sequence[Chunk]) -> Feed[bytes]:
+    """The frames of an answer's chunks, and of the last ones; a frame's id is its number, counted from 1."""
     if not answer.numbered:
-        return MappedFeed(bodies, b"data: %b\n\n".__mod__)
+        return MappedFeed(chunks, lambda chunk: b"data: %b\n\n" % chunk[1], last)
     ordinals = count(1)
-    return MappedFeed(bodies, lambda body: b"id: %d\ndata: %b\n\n" % (next(ordinals), body))
+    return MappedFeed(chunks, lambda chunk: b"id: %d\ndata: %b\n\n" % (next(ordinals), chunk[1]), last)
 
 
 async def keep_raw_send(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:

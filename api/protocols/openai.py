@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 from api.answers.answer import HttpAnswer, Rendering
@@ -33,7 +32,7 @@ from api.answers.stop_holdback import StopHoldback
 from api.errors import Family, failed, openai
 from api.event_loop import offload
 from api.http.openapi import OPENAI, OPENAI_ERRORS, OpenAIError, Shape, event_stream
-from api.http.sse import MAX_ITEMS, Change, Feed, MappedFeed, sse_frames
+from api.http.sse import MAX_ITEMS, Change, Chunk, Feed, sse_frames
 from api.json import to_json
 from api.protocols.openai_bodies import ChatRequest, CompletionRequest, read_chat_completion, read_completion
 from api.protocols.protocol import AnswerRenderer, Protocol, WholeBody
@@ -283,16 +282,20 @@ PLACE_OF_TEXT = "\0text\0"
 """Stands for the text in a chunk that is rendered before its text is known."""
 
 
+NO_CHOICE = -1
+"""Index of chunks that belong to no choice: usage and errors."""
+
+
 class ChunkRenderer(ABC):
     """Renders the choices of one answer in chunks: each once, in order.
 
     Attributes:
         error: the form of a chunk that says why a choice has failed.
-        last_frames: after all chunks.
+        last_chunks: what comes after all of them.
     """
 
     error: Family = staticmethod(openai)
-    last_frames: Sequence[bytes] = [b"[DONE]"]
+    last_chunks: Sequence[Chunk] = [(NO_CHOICE, b"[DONE]")]
 
     def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
         self.answer = answer
@@ -610,11 +613,7 @@ def prompt_offsets(stream: Stream, text: str) -> list[int]:
 # --- frames -------------------------------------------------------------------------------------------------
 
 
-NO_CHOICE = -1
-"""Index of chunks that belong to no choice: usage and errors."""
-
-
-class ChunkFeed(Feed[tuple[int, bytes]]):
+class ChunkFeed(Feed[Chunk]):
     """Chunks, each with the index of its choice, until all choices have ended or one has failed.
 
     Choices take turns, a piece each: the order of all chunks depends on the tokens alone.
@@ -624,7 +623,7 @@ class ChunkFeed(Feed[tuple[int, bytes]]):
         super().__init__(Change())
         self.renderer = renderer
         self.turns = deque(renderer.choices)
-        self.first = renderer.render_first_chunks()
+        self.first: list[Chunk] = [(NO_CHOICE, chunk) for chunk in renderer.render_first_chunks()]
         for choice in renderer.choices:
             choice.stream.changed = self.changed
 
@@ -639,16 +638,14 @@ class ChunkFeed(Feed[tuple[int, bytes]]):
                 num_records = choice.stream.prompt.num_records
                 await offload(num_records, partial(self.renderer.echoed_logprobs, choice))
 
-    def take(self) -> list[tuple[int, bytes]]:
+    def take(self) -> list[Chunk]:
         turns, render = self.turns, self.renderer.render_next_chunks
-        new = [(NO_CHOICE, chunk) for chunk in self.first]
-        self.first = []
+        new, self.first = self.first, []
         while turns and (choice := turns[0]).has_piece:
             new += [(choice.index, chunk) for chunk in render(choice)]
+            turns.rotate(-1)
             if choice.ended:
-                turns.popleft()
-            else:
-                turns.rotate(-1)
+                turns.pop()
             if len(new) >= MAX_ITEMS:
                 return new
         if not turns:
@@ -662,8 +659,7 @@ class ChunkFeed(Feed[tuple[int, bytes]]):
 
 def render_frames(kind: type[ChunkRenderer], answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[bytes]:
     """The frames of all chunks, and those after them."""
-    chunks = ChunkFeed(kind(answer, streams))
-    return sse_frames(answer, MappedFeed(chunks, itemgetter(1), kind.last_frames))
+    return sse_frames(answer, ChunkFeed(kind(answer, streams)), kind.last_chunks)
 
 
 def render_whole(kind: type[ChoicesRenderer], answer: HttpAnswer, streams: Sequence[Stream]) -> WholeBody:

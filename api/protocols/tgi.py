@@ -275,7 +275,7 @@ class TextRenderer(ChunkRenderer):
     """
 
     error = staticmethod(tgi)
-    last_frames = ()
+    last_chunks = ()
 
     def render_next_chunks(self, choice: Choice) -> list[bytes]:
         stream, text = choice.stream, choice.text

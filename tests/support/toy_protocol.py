@@ -31,7 +31,7 @@ async def read(body: ToyRequest, context: Context) -> Asked:
 
 class ToyRenderer(ChunkRenderer):
     error = staticmethod(tgi)
-    last_frames = ()
+    last_chunks = ()
 
     def render_next_chunks(self, choice: Choice) -> list[bytes]:
         return [to_json({"text": choice.take_piece().text})]
