@@ -154,7 +154,7 @@ def test_choices_follow_the_distribution(name: str) -> None:
     """One row for each of 2000 tokens, with two seeds and two choices; rare tokens are counted together."""
     num, logits = 2000, logits_of(2)
     requests = [
-        request(SamplingParams(**CASES[name], seed=row % 2, choice=row // 2 % 2), index=row // 4)
+        request(SamplingParams(**CASES[name] | {"seed": row % 2, "choice": row // 2 % 2}), index=row // 4)
         for row in range(num)
     ]
     sampled = sample(logits.expand(num, -1), requests)
