@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
@@ -14,6 +14,8 @@ LAPTOP = {"width": 1400, "height": 900}
 
 @contextlib.contextmanager
 def browsing() -> Iterator[Browser]:
+    """Chromium; what a test expects of a page may take long while all other tests run."""
+    expect.set_options(timeout=60_000)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
         yield browser

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 def chat(page: Page) -> None:
     page.get_by_label("Message").fill("Hello")
     page.get_by_label("Message").press("Enter")
-    expect(page.locator(".turn.model[data-state=done] .ribbon i")).to_have_count(1, timeout=60_000)
+    expect(page.locator(".turn.model[data-state=done] .ribbon i")).to_have_count(1)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -43,7 +43,7 @@ def test_every_text_has_enough_contrast(browser: Browser, scheme: Literal["light
         page.get_by_role("tab", name="16 streams").click()
         gateway.most = 30
         page.get_by_role("button", name="Run 16 streams").click()
-        expect(page.locator(".cell .holder .worker")).to_have_count(16, timeout=60_000)
+        expect(page.locator(".cell .holder .worker")).to_have_count(16)
         page.get_by_role("button", name="Kill w1", exact=True).click()
         expect(page.locator(".cell[data-state=paused]").first).to_be_visible()
         expect(page.locator(".tile[data-state=gone]")).to_be_visible()
