@@ -40,7 +40,7 @@ def another_user() -> Iterator[None]:
 
 def test_no_other_user_of_this_machine_reaches_the_broker() -> None:
     with brokers.running() as broker:
-        [server] = [one for one in psutil.Process().children() if one.cwd() == str(broker.directory)]
+        [server] = [one for one in psutil.process_iter(["cwd"]) if one.info["cwd"] == str(broker.directory)]
         assert not server.net_connections(kind="inet"), "it listens on a port"
         assert stat.S_IMODE(broker.directory.stat().st_mode) == 0o700
         if os.geteuid() == 0:
