@@ -35,9 +35,9 @@ from api.prompts.pictures import PICTURE_GONE
 from api.requests import metrics
 from api.requests.pool import Pool
 from api.requests.request_scripts import KeyCharge
+from api.streams.address import address
 from api.streams.answer_trace import count_longest, note_answer, note_streams
 from api.streams.beams import new_stream
-from api.streams.describe_answer import address
 from api.streams.stream import Stream
 from api.webhooks import check_room
 from common.messages.codec import encode

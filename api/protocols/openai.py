@@ -184,13 +184,13 @@ class Choice:
     def take_piece(self) -> TextPiece:
         """The next piece of a choice that has one: one token, or the end of a finished choice."""
         self.begun = True
-        if not self.rendering.prompt_only:
-            if self.stream.terminal is None or self.text.num_tokens < self.stream.num_ready:
-                return self.piece(1)
+        if self.rendering.prompt_only:
             self.ended = True
-            return self.piece(self.stream.num_tokens - self.text.num_tokens)
+            return TextPiece("", range(0))
+        if self.stream.terminal is None or self.text.num_tokens < self.stream.num_ready:
+            return self.piece(1)
         self.ended = True
-        return TextPiece("", range(0))
+        return self.piece(self.stream.num_tokens - self.text.num_tokens)
 
     def piece(self, num_tokens: int) -> TextPiece:
         begin = self.text.num_tokens
@@ -651,7 +651,7 @@ class ChunkFeed(Feed[Chunk]):
         if not turns:
             self.ended = True
             return [*new, *((NO_CHOICE, chunk) for chunk in self.renderer.render_last_chunks())]
-        if (failure := turns[0].stream.terminal) and turns[0].failed:
+        if failure := turns[0].stream.terminal:  # a finished choice has a piece: this one failed
             self.ended = True
             new.append((NO_CHOICE, self.renderer.render_failure(failure)))
         return new

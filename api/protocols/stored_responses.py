@@ -35,7 +35,7 @@ from api.protocols.responses import StoredResponse, find_response, read_response
 from api.protocols.typed_events import render_frames
 from api.requests.request_scripts import cancel_request
 from api.resume import rest
-from api.streams.describe_answer import delete_ended
+from api.streams.address import delete_ended
 from api.streams.stream import Stream
 
 ITEM_LIST = Shape(

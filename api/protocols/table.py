@@ -33,8 +33,8 @@ from api.requests.on_pool import on_pool, own_pool
 from api.requests.pool import Pool
 from api.requests.respond import answer_id, read_terms, with_adapter
 from api.requests.service_terms import on_terms
+from api.streams.address import make_room
 from api.streams.answer_trace import traced
-from api.streams.describe_answer import make_room
 from api.streams.http_response import respond
 from api.webhooks import check_room, with_webhook
 

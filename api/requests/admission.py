@@ -24,8 +24,8 @@ from api.requests import metrics, request_scripts
 from api.requests.monitors import BatcherMonitor, WorkerMonitor
 from api.requests.request_scripts import AdmitReply, KeyCharge, LeftOfRates, cancel_request
 from api.requests.usage import seconds_to_next_month
+from api.streams.address import address
 from api.streams.beams import new_stream
-from api.streams.describe_answer import address
 from api.streams.relay import Relay
 from api.streams.stream import Stream
 from common.api_keys import ApiKey

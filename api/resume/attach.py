@@ -23,8 +23,8 @@ from api.requests.pool import Pool
 from api.requests.pool_registry import PoolRegistry
 from api.requests.respond import owner_of
 from api.resume.look_up import look_up
+from api.streams.address import address
 from api.streams.beams import new_stream
-from api.streams.describe_answer import address
 from api.streams.fill import Filler, Sources
 from api.streams.offers import supersede
 from api.streams.stream import Stream

@@ -23,7 +23,7 @@ from api.requests.pool import Pool
 from api.requests.respond import answer_id, total_headers
 from api.resume import attach, rest
 from api.resume.attach import Admitted, find_own
-from api.streams.describe_answer import delete_ended
+from api.streams.address import delete_ended
 from api.streams.http_response import client_gone
 from common.broker.client import CONNECT_TIMEOUT_S
 from common.messages.events import FINISHED

@@ -426,7 +426,7 @@ async def test_a_cancelled_request_is_shown_although_its_reader_has_deleted_it(
         ) as response:
             path = f"/requests/{response.headers['content-location'].split('/')[2]}"
             lines = response.aiter_lines()
-            assert [await anext(lines) for _ in range(8)], "tokens that a client has are kept"
+            assert [(await anext(lines))[:6] for _ in range(8)] == ["data: ", ""] * 4
             cancelled = (await other.delete(path, headers=OWN)).json()
         assert [one["state"] for one in (cancelled, *cancelled["choices"])] == ["cancelled"] * 2
         assert cancelled["choices"][0]["generated_tokens"] >= 2
