@@ -110,6 +110,6 @@ async def ended_status(pools: PoolRegistry, response_id: str) -> str:
     [stream] = await attach.read_committed(own, found.answer, found.channel)
     if stream.terminal is None:
         return ""
-    renderer = ResponseObjectRenderer(found.answer, stream)
+    renderer = ResponseObjectRenderer(found.answer, [stream])
     status: str = (await offload(stream.num_records, renderer.render_so_far))["status"]
     return status

@@ -17,7 +17,7 @@ from api.http.request_trace import RequestTrace
 from api.jobs import scripts as job_scripts
 from api.jobs.job import Job, content_of
 from api.json import to_json
-from api.protocols.protocol import AnswerRenderer, Context
+from api.protocols.protocol import Context, Renderer
 from api.requests.pool import Pool
 from api.requests.pool_registry import check_key_adapter, check_key_model, names_own
 from api.requests.respond import with_adapter
@@ -40,23 +40,23 @@ class ValidatedJob:
     """A job that can be served."""
 
     answer: HttpAnswer
-    renderer: AnswerRenderer
+    renderer: type[Renderer]
 
     async def frames(self, streams: list[Stream]) -> AsyncIterator[list[tuple[int, bytes]]]:
         """Frames with their lanes: those of the answer, or else the whole; that one only of what has
         finished.
         """
-        if self.renderer.chunks is None:
+        if (feed := self.renderer(self.answer, streams).chunks()) is None:
             for stream in streams:
                 await stream.ended.wait()
             if all(stream.finished for stream in streams):
                 yield [(0, self.render_result(streams))]
-        elif (feed := self.renderer.chunks(self.answer, streams)) is not None:
+        else:
             async for new in feed:
                 yield new
 
     def render_result(self, streams: list[Stream]) -> bytes:
-        return self.renderer.whole(self.answer, streams)[0]
+        return self.renderer(self.answer, streams).whole()[0]
 
 
 async def validate_job(pool: Pool, job: Job, model: "JobModel") -> ValidatedJob:

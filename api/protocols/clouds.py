@@ -2,14 +2,13 @@
 which Vertex AI sends to TGI: several prompts or chats.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request
 
-from api.answers.answer import HttpAnswer
 from api.errors import ApiError, invalid, quoted, tgi
 from api.event_loop import Pace, offload
 from api.http.body import parse_body
@@ -17,7 +16,7 @@ from api.http.openapi import TGI, TGI_ERRORS, Shape, only
 from api.json import to_json
 from api.protocols.openai import CHAT_COMPLETIONS, COMPLETIONS
 from api.protocols.openai_bodies import ChatRequest, read_chat
-from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, WholeBody
+from api.protocols.protocol import Asked, Context, Protocol, Renderer, WholeBody
 from api.protocols.tgi import COMPAT_GENERATE, GENERATE_ERRORS, GenerateRequest
 from api.requests.fields import Listed, Strict
 from api.requests.on_pool import allowed_adapter, check_adapter_id, pools_of
@@ -25,7 +24,6 @@ from api.requests.pool import Pool
 from api.requests.respond import read_terms, with_adapter
 from api.requests.validate import GenerationParams, check_no_logits
 from api.streams.beams import all_outputs
-from api.streams.stream import Stream
 from api.webhooks import WebhookField
 
 PREDICTIONS = Shape("Predictions", {"predictions": [" Paris."]})
@@ -83,10 +81,11 @@ async def read_vertex(body: UninspectedInstances, context: Context) -> Asked:
     return Asked(requests, [""] * len(requests), num_chars=num_chars)
 
 
-def render_predictions(answer: HttpAnswer, streams: Sequence[Stream]) -> WholeBody:
-    outputs = all_outputs(streams)
-    body = to_json({"predictions": [output.text for output in outputs]})
-    return body, sum(output.num_tokens for output in outputs)
+class PredictionsRenderer(Renderer):
+    def whole(self) -> WholeBody:
+        outputs = all_outputs(self.streams)
+        body = to_json({"predictions": [output.text for output in outputs]})
+        return body, sum(output.num_tokens for output in outputs)
 
 
 async def read_instance(
@@ -142,7 +141,7 @@ VERTEX = Protocol(
     body=UninspectedInstances,
     shown_body=VertexRequest,
     read=read_vertex,
-    renderer=AnswerRenderer(None, render_predictions),
+    renderer=PredictionsRenderer,
     error=tgi,
     streams=False,
     tag=TGI,

@@ -2,9 +2,9 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from importlib.metadata import version
 from itertools import islice
 from typing import Annotated, Any, Literal
@@ -13,13 +13,13 @@ from fastapi import APIRouter, Path, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from api.answers.answer import HttpAnswer, InferOutputs, Rendering
+from api.answers.answer import InferOutputs, Rendering
 from api.errors import invalid, kserve
 from api.event_loop import Pace
 from api.http.openapi import KSERVE, TGI_ERRORS, Shape, answer, error_responses, event_stream, only
 from api.json import json_response, to_json
-from api.protocols.openai import Choice, render_frames
-from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, WholeBody
+from api.protocols.openai import Choice
+from api.protocols.protocol import Asked, Context, Protocol, WholeBody
 from api.protocols.tgi import (
     GENERATION_END,
     PREFILL_TOKEN,
@@ -39,7 +39,6 @@ from api.protocols.tgi import (
 from api.requests.fields import DETACHED, RESUME_S, SEEDS, Listed, Strict, Whole, least, optional, ranged
 from api.requests.on_pool import pools_of
 from api.requests.validate import GenerationParams, check_no_logits
-from api.streams.stream import Stream
 from common.messages.request import Generate
 
 # --- responses, for /docs -----------------------------------------------------------------------------------
@@ -247,17 +246,37 @@ class InferRequest(GenerateBody):
 MODEL_PATH = re.compile(r"/v2/models/(?P<name>.+?)(/versions/(?P<version>[^/]+))?/(infer|generate(_stream)?)")
 
 
-def model_fields(answer: HttpAnswer) -> dict[str, str]:
-    """Name and version of the model, as the path has them."""
-    path = MODEL_PATH.fullmatch(answer.route)
-    assert path is not None
-    return {"model_name": path["name"], "model_version": path["version"] or VERSION}
-
-
 class OutputRenderer(TextRenderer):
     """Each chunk has the text that its token adds: together they are the whole text."""
 
     error = staticmethod(kserve)
+
+    def whole(self) -> WholeBody:
+        answer, streams = self.answer, self.streams
+        best = [rank(streams[i : i + answer.n])[0] for i in range(0, len(streams), answer.n)]
+        texts = [prefix + stream.text for prefix, stream in zip(answer.prefixes, best, strict=True)]
+        num_tokens = sum(stream.num_tokens for stream in best)
+        if answer.infer is not None:
+            return to_json(self.render_tensors(answer.infer, iter(texts))), num_tokens
+        details: dict[str, Any] = {}
+        if answer.rendering.details:
+            details = render_details(best[0])
+            details["logprobs"] = details.pop("tokens")
+            details = {"details": details}
+        return to_json({**self.model, "text_output": texts[0], **details}), num_tokens
+
+    def render_tensors(self, infer: InferOutputs, texts: Iterator[str]) -> dict[str, Any]:
+        """The response of …/infer. A prompt that came as bytes is answered with bytes, as in TGI; its
+        response does not name the model.
+        """
+        outputs = []
+        for name, as_bytes, shape in infer.outputs:
+            data = [*next(texts).encode()] if as_bytes else [*islice(texts, math.prod(shape))]
+            own_shape = [1, len(data)] if as_bytes else shape
+            outputs.append({"name": name, "shape": own_shape, "datatype": "BYTES", "data": data})
+        own_id = {} if infer.id is None else {"id": infer.id}
+        model = {} if all(as_bytes for _, as_bytes, _ in infer.outputs) else self.model
+        return model | own_id | {"outputs": outputs}
 
     def text_of(self, choice: Choice, i: int) -> str:
         """What a token adds to the text: nothing if it is a control token."""
@@ -283,35 +302,10 @@ class OutputRenderer(TextRenderer):
 
     @cached_property
     def model(self) -> dict[str, str]:
-        return model_fields(self.answer)
-
-
-def render_whole(answer: HttpAnswer, streams: Sequence[Stream]) -> WholeBody:
-    best = [rank(streams[i : i + answer.n])[0] for i in range(0, len(streams), answer.n)]
-    texts = [prefix + stream.text for prefix, stream in zip(answer.prefixes, best, strict=True)]
-    num_tokens = sum(stream.num_tokens for stream in best)
-    if answer.infer is not None:
-        return to_json(render_tensors(answer, answer.infer, iter(texts))), num_tokens
-    details: dict[str, Any] = {}
-    if answer.rendering.details:
-        details = render_details(best[0])
-        details["logprobs"] = details.pop("tokens")
-        details = {"details": details}
-    return to_json({**model_fields(answer), "text_output": texts[0], **details}), num_tokens
-
-
-def render_tensors(answer: HttpAnswer, infer: InferOutputs, texts: Iterator[str]) -> dict[str, Any]:
-    """The response of …/infer. A prompt that came as bytes is answered with bytes, as in TGI; its response
-    does not name the model.
-    """
-    outputs = []
-    for name, as_bytes, shape in infer.outputs:
-        data = [*next(texts).encode()] if as_bytes else [*islice(texts, math.prod(shape))]
-        own_shape = [1, len(data)] if as_bytes else shape
-        outputs.append({"name": name, "shape": own_shape, "datatype": "BYTES", "data": data})
-    own_id = {} if infer.id is None else {"id": infer.id}
-    model = {} if all(as_bytes for _, as_bytes, _ in infer.outputs) else model_fields(answer)
-    return model | own_id | {"outputs": outputs}
+        """Name and version of the model, as the path has them."""
+        path = MODEL_PATH.fullmatch(self.answer.route)
+        assert path is not None
+        return {"model_name": path["name"], "model_version": path["version"] or VERSION}
 
 
 # --- routes -------------------------------------------------------------------------------------------------
@@ -449,7 +443,7 @@ KSERVE_GENERATE = Protocol(
     aliases=[f"{VERSIONED}/generate"],
     body=KServeGenerateRequest,
     read=read_generate,
-    renderer=AnswerRenderer(partial(render_frames, OutputRenderer), render_whole),
+    renderer=OutputRenderer,
     error=kserve,
     streams=False,
     tag=KSERVE,

@@ -31,7 +31,7 @@ from api.protocols.openai_bodies import (
 )
 from api.protocols.protocol import Asked, Context, Protocol
 from api.protocols.tokenize import shown_prompt
-from api.protocols.typed_events import Event, EventRenderer, renderer_of
+from api.protocols.typed_events import Event, EventRenderer
 from api.requests.chat_prompt import REASONING_SWITCHES, ChatMessage, FunctionSchema, ToolSchema
 from api.requests.fields import (
     STOP_SCHEMA,
@@ -538,8 +538,8 @@ class MessageRenderer(EventRenderer):
         blocks: the last one may go on.
     """
 
-    def __init__(self, answer: HttpAnswer, stream: Stream) -> None:
-        super().__init__(answer, stream)
+    def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
+        super().__init__(answer, streams)
         self.blocks: list[OutputBlock] = []
 
     # --- events ---------------------------------------------------------------------------------------------
@@ -666,7 +666,7 @@ MESSAGES = Protocol(
     operation="chat",
     body=MessagesRequest,
     read=read_message,
-    renderer=renderer_of(MessageRenderer),
+    renderer=MessageRenderer,
     error=anthropic,
     resumable=True,
     job="message",

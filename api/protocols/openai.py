@@ -1,6 +1,6 @@
 """Chats and completions: OpenAI's two routes, with the additions of vLLM and TGI."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -35,7 +35,7 @@ from api.http.openapi import OPENAI, OPENAI_ERRORS, OpenAIError, Shape, event_st
 from api.http.sse import MAX_ITEMS, Change, Chunk, Feed, sse_frames
 from api.json import to_json
 from api.protocols.openai_bodies import ChatRequest, CompletionRequest, read_chat_completion, read_completion
-from api.protocols.protocol import AnswerRenderer, Protocol, WholeBody
+from api.protocols.protocol import Protocol, Renderer, WholeBody
 from api.streams.beams import all_outputs, is_absent
 from api.streams.stream import Stream
 from common.detokenize import Detokenizer
@@ -286,7 +286,7 @@ NO_CHOICE = -1
 """Index of chunks that belong to no choice: usage and errors."""
 
 
-class ChunkRenderer(ABC):
+class ChunkRenderer(Renderer):
     """Renders the choices of one answer in chunks: each once, in order.
 
     Attributes:
@@ -298,8 +298,11 @@ class ChunkRenderer(ABC):
     last_chunks: Sequence[Chunk] = [(NO_CHOICE, b"[DONE]")]
 
     def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
-        self.answer = answer
+        super().__init__(answer, streams)
         self.choices = new_choices(answer, streams)
+
+    def frames(self) -> Feed[bytes]:
+        return sse_frames(self.answer, ChunkFeed(self), self.last_chunks)
 
     @abstractmethod
     def render_next_chunks(self, choice: Choice) -> list[bytes]:
@@ -350,8 +353,11 @@ class ChoicesRenderer(ChunkRenderer):
             self.frames[choice.index] = frame = before, after
         return frame
 
-    def render_whole(self) -> bytes:
-        """The whole response, once all choices have finished."""
+    def chunks(self) -> Feed[Chunk]:
+        """Lanes are the indices of choices. `[DONE]` is no JSON, and so no frame of a job."""
+        return ChunkFeed(self)
+
+    def whole(self) -> WholeBody:
         choices = []
         for choice in self.choices:
             if choice.is_absent:
@@ -362,8 +368,10 @@ class ChoicesRenderer(ChunkRenderer):
             fields = self.render_choice(choice, pieces)
             logits = logits_fields(choice.stream, choice.text.num_tokens)
             choices.append({"index": choice.index, **fields, **logits, **self.render_ending(choice)})
-        fields = {"usage": self.final_usage(), **self.whole_fields()}
-        return render_object(self.render_head(self.whole_kind), choices, fields)
+        usage = self.final_usage()
+        fields = {"usage": usage, **self.whole_fields()}
+        body = render_object(self.render_head(self.whole_kind), choices, fields)
+        return body, usage["completion_tokens"]
 
     def render_next_chunks(self, choice: Choice) -> list[bytes]:
         """The chunk before the first piece of a choice, or those of its next piece."""
@@ -657,25 +665,6 @@ class ChunkFeed(Feed[Chunk]):
         return new
 
 
-def render_frames(kind: type[ChunkRenderer], answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[bytes]:
-    """The frames of all chunks, and those after them."""
-    return sse_frames(answer, ChunkFeed(kind(answer, streams)), kind.last_chunks)
-
-
-def render_whole(kind: type[ChoicesRenderer], answer: HttpAnswer, streams: Sequence[Stream]) -> WholeBody:
-    renderer = kind(answer, streams)
-    return renderer.render_whole(), renderer.usage()["completion_tokens"]
-
-
-def renderer_of(kind: type[ChoicesRenderer]) -> AnswerRenderer:
-    """The frames of a job are chunks, whose lanes are the indices of their choices; `[DONE]` is no JSON."""
-    return AnswerRenderer(
-        partial(render_frames, kind),
-        partial(render_whole, kind),
-        lambda answer, streams: ChunkFeed(kind(answer, streams)),
-    )
-
-
 # --- routes -------------------------------------------------------------------------------------------------
 
 CHAT_COMPLETIONS = Protocol(
@@ -685,7 +674,7 @@ CHAT_COMPLETIONS = Protocol(
     operation="chat",
     body=ChatRequest,
     read=read_chat_completion,
-    renderer=renderer_of(ChatCompletionRenderer),
+    renderer=ChatCompletionRenderer,
     error=openai,
     resumable=True,
     job="chat",
@@ -709,7 +698,7 @@ COMPLETIONS = Protocol(
     span="completions",
     body=CompletionRequest,
     read=read_completion,
-    renderer=renderer_of(CompletionRenderer),
+    renderer=CompletionRenderer,
     error=openai,
     resumable=True,
     job="completion",

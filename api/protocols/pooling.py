@@ -11,7 +11,7 @@ import orjson
 from pydantic import ConfigDict, Field
 from tokenizers import Encoding, Tokenizer
 
-from api.answers.answer import HttpAnswer, VectorAnswer
+from api.answers.answer import VectorAnswer
 from api.errors import invalid, openai, quoted, too_long, unavailable
 from api.event_loop import Pace
 from api.http.body import reject_unsupported
@@ -19,7 +19,7 @@ from api.http.openapi import OPENAI_ERRORS, POOLING, Responses, Shape, only
 from api.json import to_json
 from api.prompts.control_texts import Rendered
 from api.protocols.openai_bodies import Prompt, read_prompts
-from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, WholeBody
+from api.protocols.protocol import Asked, Context, Protocol, Renderer, WholeBody
 from api.requests.fields import (
     CACHE_SALT,
     MODEL,
@@ -392,40 +392,41 @@ def sigmoid(score: float) -> float:
 AS_EMBEDDINGS, AS_SCORE, AS_RERANK = "embeddings", "score", "rerank"
 
 
-def render_whole(answer: HttpAnswer, streams: Sequence[Stream]) -> WholeBody:
-    shown = answer.vectors
-    assert shown is not None
-    model, usage = {"model": answer.model}, {"prompt_tokens": answer.num_prompt_tokens}
-    usage["total_tokens"] = usage["prompt_tokens"]
-    head = {"id": f"{shown.form}-{answer.request_id}"}
-    content: dict[str, Any]
-    match shown.form:
-        case "embeddings":
-            data: list[dict[str, Any]] = [
-                {"object": "embedding", "index": i, "embedding": shown_values(shown, values_of(stream))}
-                for i, stream in enumerate(streams)
-            ]
-            content = {"object": "list", "data": data, **model, "usage": usage}
-        case "score":
-            scores = enumerate(scores_of(shown, streams))
-            data = [{"index": i, "object": "score", "score": score} for i, score in scores]
-            content = {
-                **head,
-                "object": "list",
-                "created": answer.created_s,
-                **model,
-                "data": data,
-                "usage": usage,
-            }
-        case _:
-            ranked = sorted(enumerate(scores_of(shown, streams)), key=lambda item: -item[1])
-            results = [
-                {"index": i, "relevance_score": score}
-                | ({"document": {"text": shown.texts[i]}} if shown.texts else {})
-                for i, score in (ranked[: shown.top_n] if shown.top_n else ranked)
-            ]
-            content = {**head, **model, "usage": usage, "results": results}
-    return to_json(content), 0
+class VectorRenderer(Renderer):
+    def whole(self) -> WholeBody:
+        answer, streams, shown = self.answer, self.streams, self.answer.vectors
+        assert shown is not None
+        model, usage = {"model": answer.model}, {"prompt_tokens": answer.num_prompt_tokens}
+        usage["total_tokens"] = usage["prompt_tokens"]
+        head = {"id": f"{shown.form}-{answer.request_id}"}
+        content: dict[str, Any]
+        match shown.form:
+            case "embeddings":
+                data: list[dict[str, Any]] = [
+                    {"object": "embedding", "index": i, "embedding": shown_values(shown, values_of(stream))}
+                    for i, stream in enumerate(streams)
+                ]
+                content = {"object": "list", "data": data, **model, "usage": usage}
+            case "score":
+                scores = enumerate(scores_of(shown, streams))
+                data = [{"index": i, "object": "score", "score": score} for i, score in scores]
+                content = {
+                    **head,
+                    "object": "list",
+                    "created": answer.created_s,
+                    **model,
+                    "data": data,
+                    "usage": usage,
+                }
+            case _:
+                ranked = sorted(enumerate(scores_of(shown, streams)), key=lambda item: -item[1])
+                results = [
+                    {"index": i, "relevance_score": score}
+                    | ({"document": {"text": shown.texts[i]}} if shown.texts else {})
+                    for i, score in (ranked[: shown.top_n] if shown.top_n else ranked)
+                ]
+                content = {**head, **model, "usage": usage, "results": results}
+        return to_json(content), 0
 
 
 def shown_values(shown: VectorAnswer, vector: Vector) -> Any:
@@ -447,9 +448,6 @@ def scores_of(shown: VectorAnswer, streams: Sequence[Stream]) -> list[float]:
     queries, others = values[: shown.num_queries], values[shown.num_queries :]
     queries = queries * len(others) if len(queries) == 1 else queries
     return [cosine(*pair) for pair in zip(queries, others, strict=True)]
-
-
-RENDERER = AnswerRenderer(None, render_whole)
 
 
 async def read_embedding(parsed: EmbeddingRequest, context: Context) -> Asked:
@@ -525,7 +523,7 @@ EMBEDDINGS = Protocol(
     operation="embeddings",
     body=EmbeddingRequest,
     read=read_embedding,
-    renderer=RENDERER,
+    renderer=VectorRenderer,
     error=openai,
     streams=False,
     counts=False,

@@ -2,6 +2,7 @@
 the route asks the row: HTTP (api/protocols/table.py), errors, traces, resumption, jobs and batches.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -37,26 +38,37 @@ ERRORS_BELOW: dict[str, Family] = {
 
 WholeBody = tuple[bytes, int]
 """The body of a whole answer, and the number of generated tokens that its headers show."""
-RenderWhole = Callable[[HttpAnswer, Sequence[Stream]], WholeBody]
-"""Renders (answer, finished streams of all choices)."""
 
 
-class AnswerRenderer(NamedTuple):
-    """How the answers of an API are rendered.
+class Renderer(ABC):
+    """Renders one answer of an API, once: as frames or as a whole.
 
     Attributes:
-        frames: all frames of a stream, from the first one on. It is the only reader of the streams: those of
-            all choices, in order. None for answers that are always whole.
-        whole: the body of a whole answer.
-        chunks: the frames of a job, each with its lane; None where the whole is the only frame. It gives None
-            for an answer without frames.
-        queued: the body of an answer that nobody waits for, before its first token.
+        streams: of its requests. It is their only reader.
+        queues: whether an answer that nobody waits for is shown before its first token.
     """
 
-    frames: Callable[[HttpAnswer, Sequence[Stream]], Feed[bytes]] | None
-    whole: RenderWhole
-    chunks: Callable[[HttpAnswer, Sequence[Stream]], Feed[tuple[int, bytes]] | None] | None = None
-    queued: Callable[[HttpAnswer, Stream], bytes] | None = None
+    queues = False
+
+    def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
+        self.answer = answer
+        self.streams = streams
+
+    @abstractmethod
+    def whole(self) -> WholeBody:
+        """The body of a whole answer, once all streams have finished."""
+
+    def frames(self) -> Feed[bytes]:
+        """All frames of a stream, from the first one on."""
+        raise NotImplementedError
+
+    def chunks(self) -> Feed[tuple[int, bytes]] | None:
+        """The frames of a job, each with its lane; None where the whole is the only frame."""
+        return None
+
+    def queued(self) -> bytes:
+        """The body of an answer before its first token."""
+        raise NotImplementedError
 
 
 class Context(NamedTuple):
@@ -158,7 +170,7 @@ class Protocol(NamedTuple):
     name: str
     body: type[Strict]
     read: Callable[[Any, Context], Awaitable[Asked]]
-    renderer: AnswerRenderer
+    renderer: type[Renderer]
     error: Family
     errors: Responses
     tag: str

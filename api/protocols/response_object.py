@@ -1,7 +1,7 @@
 """Response: the object of the Responses API, its items and its events, built from pieces of text."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -13,7 +13,7 @@ from api.answers.scanner import CallArguments, CallStart, ContentDelta, Delta, R
 from api.errors import failed
 from api.http.openapi import Shape
 from api.json import to_json
-from api.protocols.typed_events import Event, EventRenderer, renderer_of
+from api.protocols.typed_events import Event, EventRenderer
 from api.streams.stream import Stream
 
 # --- as /docs describes it ----------------------------------------------------------------------------------
@@ -262,10 +262,10 @@ class ResponseObjectRenderer(EventRenderer):
         num_shown: tokens whose log-probabilities were shown; others have not shown any text yet.
     """
 
-    has_sequence = True
+    has_sequence = queues = True
 
-    def __init__(self, answer: HttpAnswer, stream: Stream) -> None:
-        super().__init__(answer, stream)
+    def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
+        super().__init__(answer, streams)
         self.fields = fields_of(answer)
         self.output: list[OutputItem] = []
         self.num_shown = 0
@@ -342,6 +342,9 @@ class ResponseObjectRenderer(EventRenderer):
         """Whether it ends within a call, as at a stop string."""
         return self.choice.ended and self.parser is not None and self.parser.is_within_call
 
+    def queued(self) -> bytes:
+        return to_json(self.render("queued"))
+
     def render(self, status: str = "") -> dict[str, Any]:
         """The response as it is now, or as it would be in another status."""
         status = status or self.status
@@ -380,8 +383,3 @@ class ResponseObjectRenderer(EventRenderer):
             "output_tokens_details": {"reasoning_tokens": num_reasoning},
             "total_tokens": num_input + num_output,
         }
-
-
-RENDERER = renderer_of(ResponseObjectRenderer)._replace(
-    queued=lambda answer, stream: to_json(ResponseObjectRenderer(answer, stream).render("queued"))
-)

@@ -32,7 +32,6 @@ from api.protocols.openai_bodies import (
 )
 from api.protocols.protocol import Asked, Context, Protocol
 from api.protocols.response_object import (
-    RENDERER,
     RESPONSE_EVENT,
     RESPONSE_SHAPE,
     Item,
@@ -384,7 +383,7 @@ async def read_response(stored: StoredResponse) -> Stream:
 
 async def render_response(stored: StoredResponse, stream: Stream) -> dict[str, Any]:
     """The response object with what is committed so far."""
-    renderer = ResponseObjectRenderer(stored.answer, stream)
+    renderer = ResponseObjectRenderer(stored.answer, [stream])
     return await offload(stream.num_records, renderer.render_so_far)
 
 
@@ -596,7 +595,7 @@ RESPONSES = Protocol(
     operation="chat",
     body=ResponsesRequest,
     read=read_response_body,
-    renderer=RENDERER,
+    renderer=ResponseObjectRenderer,
     error=openai,
     resumable=True,
     job="response",

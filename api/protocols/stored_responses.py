@@ -32,7 +32,6 @@ from api.protocols.response_object import (
     fields_of,
 )
 from api.protocols.responses import StoredResponse, find_response, read_response, render_response
-from api.protocols.typed_events import render_frames
 from api.requests.request_scripts import cancel_request
 from api.resume import rest
 from api.streams.address import delete_ended
@@ -97,7 +96,7 @@ async def follow_response(stored: StoredResponse, num_seen: int) -> Response:
         raise invalid("`stream`: this response was created without `stream`: true", "stream")
     stream = await read_response(stored)
     if stream.terminal and stream.terminal.reason == "cancelled":
-        all_frames = RestOfFeed(render_frames(ResponseObjectRenderer, answer, [stream]), num_seen)
+        all_frames = RestOfFeed(ResponseObjectRenderer(answer, [stream]).frames(), num_seen)
         return EventSourceResponse(
             (frame async for new in all_frames for frame in new), headers=SSE_HEADERS, sep="\n"
         )

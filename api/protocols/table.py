@@ -72,15 +72,14 @@ async def serve_on(protocol: Protocol, request: Request, route: str, parsed: Str
     compute_type, release = pool.settings.compute_type, pool.admission.release
     headers = {"x-compute-type": compute_type} if compute_type else {}
     headers |= {"x-compute-characters": str(asked.num_chars), **streams[-1].limit_headers}
-    renderer = protocol.renderer
-    if renderer.queued is not None and getattr(parsed, "detached", None) and not answer.streamed:
-        content = renderer.queued(answer, streams[0])
+    if protocol.renderer.queues and getattr(parsed, "detached", None) and not answer.streamed:
+        content = protocol.renderer(answer, streams).queued()
         release(streams[0], 0, answer.terms)
         return Response(content, 200, headers, "application/json")
     return await respond(
         request,
         answer,
-        renderer=renderer,
+        renderer=protocol.renderer,
         streams=streams,
         headers=headers,
         arrived_s=ARRIVED_S.get(),
@@ -104,7 +103,7 @@ def new_answer(
         why = "`Accept: application/octet-stream` is not served: logits come as base64 in JSON"
         raise ApiError(406, "not_acceptable", why, "accept")
     requests = on_terms(request, requests, settings, given["priority"], given["tier"])
-    may_leave = context.streamed or (bool(given["detached"]) and protocol.renderer.queued is not None)
+    may_leave = context.streamed or (bool(given["detached"]) and protocol.renderer.queues)
     terms = read_terms(request, own_id, may_leave, given["resume_s"], given["detached"])
     numbered = terms.goes_on_s is not None or "response" in asked.parts
     asked = asked._replace(requests=requests, parts={"numbered": numbered, **asked.parts})

@@ -8,7 +8,6 @@ import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -16,7 +15,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from api.answers.answer import HttpAnswer, Rendering
+from api.answers.answer import Rendering
 from api.answers.logprobs import LOGITS, logits_fields, sequence_scores
 from api.errors import ApiError, invalid, quoted, tgi, unavailable
 from api.grammar.read import GRAMMAR_SCHEMA, read_tgi_grammar
@@ -32,11 +31,11 @@ from api.http.openapi import (
     event_stream,
     only,
 )
-from api.http.sse import Feed, MappedFeed
+from api.http.sse import Chunk, Feed, MappedFeed
 from api.json import json_response, to_json
-from api.protocols.openai import Choice, ChunkFeed, ChunkRenderer, render_frames
+from api.protocols.openai import Choice, ChunkFeed, ChunkRenderer
 from api.protocols.openai_bodies import OPENAI_FIELDS
-from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, WholeBody
+from api.protocols.protocol import Asked, Context, Protocol, WholeBody
 from api.requests.fields import (
     BIAS_SCHEMA,
     CHOICES,
@@ -276,6 +275,28 @@ class TextRenderer(ChunkRenderer):
 
     error = staticmethod(tgi)
     last_chunks = ()
+    is_listed = False
+
+    def whole(self) -> WholeBody:
+        """The response with the best text; each text begins with the prefix. Its details have the others;
+        those of a beam search are shown unasked, and the tokens of all are counted.
+        """
+        best, *others = rank(self.streams)
+        prefix, beams = self.answer.prefix(0), best.request.beams
+        response = {"generated_text": prefix + best.text} | logits_fields(best, best.num_tokens)
+        if self.answer.rendering.details or (beams and others):
+            losers = [{"generated_text": prefix + one.text, **render_details(one)} for one in others]
+            details = render_details(best)
+            tops = {"top_tokens": details.pop("top_tokens")} if best.tops else {}
+            response["details"] = details | ({"best_of_sequences": losers} if losers else {}) | tops
+        num_tokens = sum(one.num_tokens for one in ((best, *others) if beams else (best,)))
+        return to_json([response] if self.is_listed else response), num_tokens
+
+    def chunks(self) -> Feed[Chunk]:
+        """None with `best_of`, whose best text is known at the end."""
+        if len(self.streams) > 1:
+            self.choices = []
+        return MappedFeed(ChunkFeed(self), lambda chunk: (0, chunk[1]))
 
     def render_next_chunks(self, choice: Choice) -> list[bytes]:
         stream, text = choice.stream, choice.text
@@ -318,20 +339,10 @@ def render_end(stream: Stream) -> dict[str, Any]:
 # --- whole texts --------------------------------------------------------------------------------------------
 
 
-def render_whole(answer: HttpAnswer, streams: Sequence[Stream], listed: bool = False) -> WholeBody:
-    """The response with the best text; each text begins with the prefix. Its details have the others; those
-    of a beam search are shown unasked, and the tokens of all are counted.
-    """
-    best, *others = rank(streams)
-    prefix, beams = answer.prefix(0), best.request.beams
-    response = {"generated_text": prefix + best.text} | logits_fields(best, best.num_tokens)
-    if answer.rendering.details or (beams and others):
-        losers = [{"generated_text": prefix + stream.text, **render_details(stream)} for stream in others]
-        details = render_details(best)
-        tops = {"top_tokens": details.pop("top_tokens")} if best.tops else {}
-        response["details"] = details | ({"best_of_sequences": losers} if losers else {}) | tops
-    num_tokens = sum(one.num_tokens for one in ((best, *others) if beams else (best,)))
-    return to_json([response] if listed else response), num_tokens
+class ListedTextRenderer(TextRenderer):
+    """The whole response is the only item of a list."""
+
+    is_listed = True
 
 
 def render_details(stream: Stream) -> dict[str, Any]:
@@ -410,13 +421,6 @@ def rank(streams: Sequence[Stream]) -> list[Stream]:
     return sorted(streams, key=lambda stream: sum(stream.logprobs) / max(1, stream.num_tokens), reverse=True)
 
 
-def render_chunks(answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[tuple[int, bytes]] | None:
-    """The frames of a job; none with `best_of`, whose best text is known at the end."""
-    if len(streams) > 1:
-        return None
-    return MappedFeed(ChunkFeed(TextRenderer(answer, streams)), lambda chunk: (0, chunk[1]))
-
-
 # --- routes -------------------------------------------------------------------------------------------------
 
 
@@ -443,7 +447,7 @@ GENERATE = Protocol(
     name="generate",
     body=GenerateRequest,
     read=read_generate,
-    renderer=AnswerRenderer(partial(render_frames, TextRenderer), render_whole, render_chunks),
+    renderer=TextRenderer,
     error=tgi,
     prompt=["inputs"],
     streams=False,
@@ -480,7 +484,7 @@ COMPAT_GENERATE = GENERATE._replace(
     name="compat_generate",
     span="compat_generate",
     body=CompatGenerateRequest,
-    renderer=GENERATE.renderer._replace(whole=partial(render_whole, listed=True)),
+    renderer=ListedTextRenderer,
     streams=None,
     resumable=True,
     prompt=(),

@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from functools import partial
 from itertools import count
 from operator import itemgetter
 from typing import Any
@@ -12,7 +11,7 @@ from api.answers.scanner import ContentDelta, Delta
 from api.http.sse import Feed, MappedFeed
 from api.json import to_json
 from api.protocols.openai import Choice, ChunkFeed, ChunkRenderer, new_parser
-from api.protocols.protocol import AnswerRenderer, WholeBody
+from api.protocols.protocol import WholeBody
 from api.streams.stream import Stream
 from common.messages.events import Terminal
 
@@ -31,12 +30,18 @@ class EventRenderer(ChunkRenderer):
 
     has_sequence = False
 
-    def __init__(self, answer: HttpAnswer, stream: Stream) -> None:
-        super().__init__(answer, [stream])
-        self.stream = stream
-        [self.choice] = self.choices
+    def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
+        super().__init__(answer, streams)
+        [self.stream], [self.choice] = streams, self.choices
         self.parser = new_parser(answer)
         self.ordinals = count(1)
+
+    def frames(self) -> Feed[bytes]:
+        """The first ones are ready before the first token."""
+        return MappedFeed(ChunkFeed(self), itemgetter(1))
+
+    def whole(self) -> WholeBody:
+        return to_json(self.render_so_far()), self.stream.num_tokens
 
     def next_events(self) -> list[Event]:
         """Take the next piece. Returns its events, which may be none."""
@@ -91,18 +96,3 @@ class EventRenderer(ChunkRenderer):
     @abstractmethod
     def render(self) -> dict[str, Any]:
         """The object as it is now."""
-
-
-def render_frames(kind: type[EventRenderer], answer: HttpAnswer, streams: Sequence[Stream]) -> Feed[bytes]:
-    """All frames of an answer; the first ones are ready before the first token."""
-    [stream] = streams
-    return MappedFeed(ChunkFeed(kind(answer, stream)), itemgetter(1))
-
-
-def render_whole(kind: type[EventRenderer], answer: HttpAnswer, streams: Sequence[Stream]) -> WholeBody:
-    [stream] = streams
-    return to_json(kind(answer, stream).render_so_far()), stream.num_tokens
-
-
-def renderer_of(kind: type[EventRenderer]) -> AnswerRenderer:
-    return AnswerRenderer(partial(render_frames, kind), partial(render_whole, kind))

@@ -106,7 +106,7 @@ def lost() -> ApiError:
 async def respond_with_state(admitted: Admitted) -> Response:
     """A response that is made in the background, with what is committed so far. Raises ApiError (503)."""
     [stream] = await attach.read_committed(*admitted)
-    rendered = ResponseObjectRenderer(admitted.answer, stream).render_so_far()
+    rendered = ResponseObjectRenderer(admitted.answer, [stream]).render_so_far()
     return Response(to_json(rendered), 200, media_type="application/json")
 
 
@@ -136,8 +136,8 @@ async def respond_with_ended(admitted: Admitted) -> Response:
     if not all(stream.finished for stream in streams):
         raise lost()
     arrived_s = time.monotonic() - attach.age_s(pool, answer)
-    whole = protocol_of(answer.route).renderer.whole
+    renderer = protocol_of(answer.route).renderer(answer, streams)
     num_records = sum(stream.num_records for stream in streams)
-    body, num_tokens = await offload(num_records, lambda: whole(answer, streams))
+    body, num_tokens = await offload(num_records, renderer.whole)
     headers = total_headers(answer, streams, num_tokens, arrived_s)
     return Response(body, 200, headers, "application/json")

@@ -75,9 +75,7 @@ async def rest_of_frames(answer: HttpAnswer, streams: Sequence[Stream], num_seen
     """The frames after the `num_seen` that the client has; None if it has all. Raises ApiError: 424, and 422
     if fewer frames than that are committed.
     """
-    render = protocol_of(answer.route).renderer.frames
-    assert render is not None, answer.route
-    frames = RestOfFeed(render(answer, streams), num_seen)
+    frames = RestOfFeed(protocol_of(answer.route).renderer(answer, streams).frames(), num_seen)
     await frames.prepare()
     failure = next((one.terminal for one in streams if one.terminal and not one.finished), None)
     if frames.num_seen and failure:  # a failed request keeps no tokens

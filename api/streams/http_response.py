@@ -23,7 +23,7 @@ from api.http.access_log import access_of
 from api.http.middleware import STREAM_PATH
 from api.http.sse import COMMENT, COMMENT_AMONG_IDS, SSE_HEADERS, Feed, FeedResponse, RestOfFeed
 from api.http.unread import UNREAD, Unread, wait_for_disconnect
-from api.protocols.protocol import AnswerRenderer
+from api.protocols.protocol import Renderer
 from api.requests.respond import total_headers
 from api.streams.answer_trace import count_longest, end_answer, note_streams
 from api.streams.stream import Stream
@@ -133,7 +133,7 @@ async def respond(
     request: Request,
     answer: HttpAnswer,
     *,
-    renderer: AnswerRenderer,
+    renderer: type[Renderer],
     streams: Sequence[Stream],
     headers: Mapping[str, str],
     arrived_s: float,
@@ -152,8 +152,8 @@ async def respond(
         ApiError: the error of the first choice that failed.
         ClientDisconnect: the client has left.
     """
-    if answer.streamed and renderer.frames is not None:
-        frames = renderer.frames(answer, streams)
+    if answer.streamed:
+        frames = renderer(answer, streams).frames()
         return TokenStream(
             answer,
             frames=RestOfFeed(frames, num_seen) if num_seen else frames,
@@ -168,7 +168,7 @@ async def respond(
         await keep_socket(request.scope, answer, streams, extra=headers)
         await wait_until_finished(streams, request)
         num_records = sum(stream.num_records for stream in streams)
-        body, num_tokens = await offload(num_records, partial(renderer.whole, answer, streams))
+        body, num_tokens = await offload(num_records, renderer(answer, streams).whole)
     except BaseException:
         release_streams()
         raise

@@ -1,17 +1,12 @@
 """A toy protocol, as CONTRIBUTING.md says to add one: a text, a whole answer and a stream, in one row."""
 
-from collections.abc import Sequence
-from functools import partial
-
-from api.answers.answer import HttpAnswer
 from api.errors import tgi
 from api.http.openapi import TGI, TGI_ERRORS, ErrorResponse, Shape, event_stream
 from api.json import to_json
-from api.protocols.openai import Choice, ChunkRenderer, render_frames
-from api.protocols.protocol import AnswerRenderer, Asked, Context, Protocol, WholeBody
+from api.protocols.openai import Choice, ChunkRenderer
+from api.protocols.protocol import Asked, Context, Protocol, WholeBody
 from api.requests.fields import Strict
 from api.requests.validate import GenerationParams
-from api.streams.stream import Stream
 from api.webhooks import WebhookField
 from common.messages.request import SamplingParams, StoppingParams
 
@@ -33,12 +28,12 @@ class ToyRenderer(ChunkRenderer):
     error = staticmethod(tgi)
     last_chunks = ()
 
+    def whole(self) -> WholeBody:
+        [stream] = self.streams
+        return to_json({"text": stream.text}), stream.num_tokens
+
     def render_next_chunks(self, choice: Choice) -> list[bytes]:
         return [to_json({"text": choice.take_piece().text})]
-
-
-def render_whole(answer: HttpAnswer, streams: Sequence[Stream]) -> WholeBody:
-    return to_json({"text": streams[0].text}), streams[0].num_tokens
 
 
 TOY = Protocol(
@@ -46,7 +41,7 @@ TOY = Protocol(
     name="toy",
     body=ToyRequest,
     read=read,
-    renderer=AnswerRenderer(partial(render_frames, ToyRenderer), render_whole),
+    renderer=ToyRenderer,
     error=tgi,
     errors=TGI_ERRORS,
     resumable=True,
