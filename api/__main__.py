@@ -1,3 +1,3 @@
-from api.server import main
+from api.app import main
 
 main()

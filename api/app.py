@@ -1,12 +1,21 @@
-"""The ASGI application of a gateway: its routes, error handlers and middlewares."""
+"""A gateway process: what it runs and in which order, its ASGI application, and its HTTP server, which runs
+until SIGTERM.
+"""
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+import os
+import random
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from functools import cache, partial
 from importlib.metadata import version
 from typing import Any
 
+import setproctitle
+import uvicorn
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
@@ -24,42 +33,158 @@ from api.admin.routes_health import router as health
 from api.admin.routes_manage import router as manage
 from api.admin.routes_metrics import router as metrics
 from api.admin.routes_usage import router as usage
-from api.event_loop import Turns
+from api.event_loop import Turns, background_task, offload
 from api.handover.answer_socket import give_answer_socket
-from api.handover.draining import Draining, check_serving
-from api.handover.keeper_channel import KeeperChannel
-from api.http.access_log import AccessLog
-from api.http.auth import LOCAL_ORIGINS, check_admin, check_key
-from api.http.connection_limits import LIMITS
-from api.http.error_handlers import error_handlers
-from api.http.idempotency import Repeated
-from api.http.middleware import MAX_ARRIVALS, Middleware, around, give_request_id, note_arrival
+from api.handover.draining import Draining, DrainingServer, check_serving
+from api.handover.heir import Heir
+from api.handover.keeper_channel import KeeperChannel, inherited_channel
+from api.http.access_log import AccessLog, AuditLog
+from api.http.auth import LOCAL_ORIGINS, KeyRing, check_admin, check_key
+from api.http.body import Repeated
+from api.http.connection_limits import LIMITS, ConnectionLimits, raise_file_limit
+from api.http.middleware import (
+    MAX_ARRIVALS,
+    Middleware,
+    around,
+    error_handlers,
+    give_request_id,
+    note_arrival,
+)
 from api.http.openapi import TAGS, build_document, introduction
+from api.http.protocol import UNREADABLE, HttpProtocol, InheritedConnection
 from api.http.request_trace import trace_request
-from api.http.sse import keep_raw_send
-from api.http.unread import UNREAD
+from api.http.sse import UNREAD, UnreadAnswers, keep_raw_send
+from api.jobs.batch_run import BatchRunner
+from api.jobs.consumer import JobConsumer
+from api.jobs.files import FileStore, open_store
 from api.jobs.routes_batches import router as batches
-from api.lifecycle import Gateway
-from api.models import router as models
+from api.models import detokenize_router as detokenize
+from api.models import models_router as models
+from api.models import router as tokenize
+from api.models import version_router as vllm_version
+from api.prompts.tokenizer import ModelTokenizer
 from api.protocols.kserve import info_router as kserve_info
 from api.protocols.kserve import ready_router as kserve_ready
 from api.protocols.messages import router as count_tokens
 from api.protocols.stored_responses import router as stored_responses
 from api.protocols.table import hint, make_router, protocol_at
 from api.protocols.tgi import info_router as info
-from api.protocols.tokenize import detokenize_router as detokenize
-from api.protocols.tokenize import router as tokenize
-from api.protocols.tokenize import version_router as vllm_version
+from api.protocols.typed_events import ResponseObjectRenderer
 from api.requests.metrics import count_arrival, count_error
+from api.requests.pool import Pool, PoolRegistry, load_tokenizer
+from api.resume import attach
 from api.resume.inherit import write_inherited
+from api.resume.look_up import ask_broker
 from api.resume.replay import check_repeated, replay
 from api.resume.routes_requests import router as requests
 from api.resume.routes_resume import resume_posts
 from api.resume.routes_resume import router as resume
 from api.resume.routes_streams import router as streams
+from api.webhooks import WebhookSender
 from common import tracing
+from common.broker.client import ERRORS, broker_url
+from common.messages.kept_answer import WHOLE_FLEET_VARIABLE
 from common.metrics.exposition import publishing_metrics
-from common.settings.settings import Settings
+from common.process import launch, logs
+from common.process.event_loop import collect_garbage
+from common.process.launch import PRELOAD_FLAG, wait_for_place
+from common.process.startup import configure_process, exit_when_unservable, exporting_spans, start_process
+from common.settings.settings import SettingError, Settings
+
+
+class Gateway:
+    """One gateway: its own pool, the registry of pools that clients name, and the consumer of its own pool's
+    jobs.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        incarnation: str,
+        tokenizer: ModelTokenizer,
+        lose: Callable[[], bool] | None = None,
+    ) -> None:
+        """Raises SettingError."""
+        self.settings = settings
+        self.keys = KeyRing(settings)
+        self.pool = Pool(settings, incarnation, tokenizer, self.keys, lose)
+        self.keys.clock = self.pool.client.clock
+        self.pools = PoolRegistry(self.pool)
+        self.access = AccessLog(settings.access_log_rate, AuditLog.open(settings, incarnation))
+        self.job_consumer = JobConsumer(self.pool, self.access)
+        self.webhooks = WebhookSender(self.pool.client, settings, partial(ended_status, self.pools))
+        self.files = open_store(settings, self.pool.client.clock)
+        self.unread = UnreadAnswers()
+        self.limits = ConnectionLimits()
+
+    def show_draining(self) -> None:
+        """Say in heartbeats that the gateway drains: a batcher that shuts down too then waits for its
+        streams.
+        """
+        self.pool.workers.state = "draining"
+
+    def fail_streams(self) -> None:
+        """End the streams of clients with an error, which cancels their requests. Jobs go on at other
+        gateways.
+        """
+        for pool in self.pools.all():
+            for stream in list(pool.relay.streams.values()):
+                if stream.request.gateway and not (stream.terminal or stream.left):
+                    stream.fail("the gateway shut down before the answer was finished", "shutdown")
+
+    def end_requests(self, key_ids: Collection[str]) -> None:
+        """End the requests of keys that count no more."""
+        for pool in self.pools.all():
+            pool.admission.end_requests(key_ids)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator["Gateway"]:
+        """Serve while the context is open. Other pools are closed first, the gateway's own last."""
+        with contextlib.suppress(*ERRORS):
+            await self.keys.refresh(self.pool.client)
+        async with (
+            background_task(self.unread.watch()),
+            self.pool.running(),
+            background_task(self.keys.watch(self.pool.client, self.end_requests)),
+            background_task(self.job_consumer.run()),
+            background_task(self.webhooks.run()),
+            serving_batches(self.files, self.job_consumer),
+            contextlib.aclosing(self.pools),
+            background_task(self.pools.run()),
+            background_task(collect_garbage(lambda: len(self.pool.relay.streams))),
+        ):
+            yield self
+
+
+@contextlib.asynccontextmanager
+async def serving_batches(files: FileStore | None, consumer: JobConsumer) -> AsyncIterator[None]:
+    """Serve batches while the context is open, where there is a place for files."""
+    if files is None:
+        yield
+        return
+    async with background_task(BatchRunner(files, consumer).run()):
+        yield
+
+
+# --- response status ----------------------------------------------------------------------------------------
+
+
+async def ended_status(pools: PoolRegistry, response_id: str) -> str:
+    """The status of a response of the gateway's own pool; empty if it is not kept. Raises ApiError (503)."""
+    own, request_id = pools.own, response_id.removeprefix("resp_")
+    found = await ask_broker(pools, broker_url(own.settings), [own.settings.pool], request_id)
+    if found is None or found.answer.response is None:
+        return ""
+    [stream] = await attach.read_committed(own, found.answer, found.channel)
+    if stream.terminal is None:
+        return ""
+    renderer = ResponseObjectRenderer(found.answer, [stream])
+    status: str = (await offload(stream.num_records, renderer.render_so_far))["status"]
+    return status
+
+
+# --- application --------------------------------------------------------------------------------------------
+
 
 protocols = make_router()
 ROUTERS: tuple[tuple[Sequence[Callable[..., Any]], Sequence[APIRouter]], ...] = (
@@ -166,3 +291,123 @@ def add_cors(app: ASGIApp, settings: Settings) -> ASGIApp:
 def build_heir(gateway: Gateway, channel: KeeperChannel) -> ASGIApp:
     """Make the application that continues answers of other gateways."""
     return wrap(add_cors(partial(write_inherited, gateway.pools), gateway.settings), channel, gateway.access)
+
+
+# --- server -------------------------------------------------------------------------------------------------
+
+
+log = logging.getLogger(__name__)
+
+KEEP_ALIVE_TIMEOUT_S = 620
+"""How long a connection without a request is kept: longer than clients and proxies keep theirs."""
+
+PRELOADED = "preloaded-api"
+CLOSE_S = 3
+"""How long connections may take to close once the gateway has drained."""
+
+
+def main() -> None:
+    """Serve until SIGTERM; with `--preload` wait first until this process has a place in the fleet. Exits
+    with EX_CONFIG if a setting cannot be served.
+    """
+    with exit_when_unservable():
+        preloaded = preload() if sys.argv[1:] == [PRELOAD_FLAG] else None
+        own = start_process("api", "g0")
+        settings = Settings.read([])
+        configure_process(own, settings)
+        with exporting_spans(settings, own.incarnation):
+            serve(settings, own.incarnation, preloaded or load_tokenizer(settings))
+
+
+def preload() -> ModelTokenizer:
+    """Load the tokenizer, and return it when this process has a place in the fleet. Raises SettingError."""
+    launch.die_with_parent()
+    settings = Settings.read([])
+    logs.set_up(PRELOADED, settings.log_level, settings.json_output)
+    tokenizer = load_tokenizer(settings)
+    setproctitle.setproctitle(f"tokenfleet {PRELOADED}")
+    wait_for_place()
+    return tokenizer
+
+
+def serve(settings: Settings, incarnation: str, tokenizer: ModelTokenizer) -> None:
+    """Run one gateway. Raises SettingError."""
+    raise_file_limit()
+    sockets = [shared_listener(settings.listen_host, settings.port), own_listener(settings.gateway_port)]
+    gateway = Gateway(settings, incarnation, tokenizer, lossy(os.environ.get("TOKENFLEET_TEST_LOSE", "")))
+    draining = Draining(gateway.show_draining, gateway.fail_streams, WHOLE_FLEET_VARIABLE in os.environ)
+    channel = inherited_channel()
+    config = uvicorn.Config(
+        build(gateway, draining, channel),
+        loop="uvloop",
+        http=HttpProtocol,
+        lifespan="on",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_TIMEOUT_S,
+        timeout_graceful_shutdown=CLOSE_S,
+    )
+    log.info(
+        "%s listens on %s",
+        incarnation,
+        " and ".join(f"{listener.getsockname()[0]}:{listener.getsockname()[1]}" for listener in sockets),
+    )
+    # requests that are no HTTP are counted and logged by ConnectionLimits, many in one line
+    logging.getLogger("uvicorn.error").addFilter(lambda record: record.msg != UNREADABLE)
+    # uvicorn raises SIGTERM again after a graceful shutdown: that is not a failure.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    server = GatewayServer(config, draining, settings.graceful_termination_timeout, channel)
+    server.heir_app = build_heir(gateway, channel)
+    server.run(sockets)
+
+
+class GatewayServer(DrainingServer):
+    """A server that also continues answers of other gateways; `heir_app` writes them."""
+
+    heir_app: ASGIApp
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        heir = Heir(self.new_connection, self.server_state, self.heir_app, self.channel)
+        self.channel.listen(heir.inherit)
+
+    def new_connection(self) -> InheritedConnection:
+        return InheritedConnection(self.config, self.server_state, self.lifespan.state)
+
+
+def shared_listener(host: str, port: int) -> socket.socket:
+    """Listener on PORT, shared by all gateways of a machine: the kernel spreads connections over them."""
+    return bind_listener(host, port, "port", socket.SO_REUSEADDR, socket.SO_REUSEPORT)
+
+
+def own_listener(port: int) -> socket.socket:
+    """Listener on the port of this gateway alone."""
+    return bind_listener("127.0.0.1", port, "gateway_port", socket.SO_REUSEADDR)
+
+
+def bind_listener(host: str, port: int, name: str, *options: int) -> socket.socket:
+    """A bound socket. Raises SettingError with the setting `name`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With the protocol named, asyncio sees TCP and sets TCP_NODELAY.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    for option in options:
+        listener.setsockopt(socket.SOL_SOCKET, option, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise SettingError(name, f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return listener
+
+
+def lossy(text: str) -> Callable[[], bool] | None:
+    """For tests of the relay: a function that says which messages are dropped, a share of all (`0.1` or
+    `0.1:seed`); None for an empty text.
+    """
+    if not text:
+        return None
+    share, _, seed = text.partition(":")
+    chance = random.Random(seed or None)
+    return lambda: chance.random() < float(share)

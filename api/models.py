@@ -1,18 +1,41 @@
-"""GET /v1/models and /v1/models/{name}: the models that a request can name, for clients of OpenAI's and of
-Anthropic's API, who send `anthropic-version`.
+"""What clients ask of a model besides answers: GET /v1/models for clients of OpenAI's and of Anthropic's API,
+who send `anthropic-version`; tokens of texts (/tokenize, /chat_tokenize, /detokenize); and GET /version.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from importlib.metadata import version
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request
+from pydantic import Field
+from starlette.responses import Response
 
 from api.errors import invalid, quoted
-from api.http.openapi import OPENAI, OPENAI_ERRORS, Shape, answer, only
-from api.requests.on_pool import pools_of
-from api.requests.pool_registry import names_own
+from api.event_loop import offload
+from api.http import body
+from api.http.openapi import (
+    HEALTH,
+    OPENAI,
+    OPENAI_ERRORS,
+    TGI,
+    TGI_ERRORS,
+    Responses,
+    Shape,
+    answer,
+    json_body,
+    only,
+)
+from api.json import json_response, list_to_json, to_json
+from api.prompts.control_texts import Rendered
+from api.prompts.tokenizer import ModelTokenizer, utf8_size
+from api.protocols.openai_bodies import ChatRequest, read_chat
+from api.protocols.tgi import TokenizeRequest
+from api.requests.fields import Listed, Strict, Whole, optional
+from api.requests.pool import Pool, names_own
+from api.requests.service_terms import own_pool, pool_for, pools_of, read_body
+from api.requests.validate import GenerationParams, check, show_pictures
 from common.adapters import PoolAdapter
 
 MODEL = Shape(
@@ -31,7 +54,7 @@ MODEL_LIST = Shape("ModelList", {"object": "list", "data": [MODEL.example], "mod
 INFO = {"type": "model", "id": "SmolLM2", "display_name": "SmolLM2", "created_at": "2025-11-24T16:00:00Z"}
 ENDS = {"first_id": ("SmolLM2", None), "last_id": ("SmolLM2", None)}
 MODEL_INFO_PAGE = Shape("ModelInfoPage", {"data": [INFO], **ENDS, "has_more": False})
-router = APIRouter(tags=[OPENAI])
+models_router = APIRouter(tags=[OPENAI])
 NO_CATALOGUE: list[Any] = []
 """The field `models`, without which Codex reads no list of models. It is a catalogue of OpenAI's own models
 with their system prompts; Codex uses its defaults for a model that is not in it.
@@ -42,8 +65,8 @@ FOR_ANTHROPIC = "With the header `anthropic-version` only: "
 ModelId = Annotated[str | None, Query(description=f"{FOR_ANTHROPIC}the id of a model of the list.")]
 
 
-@router.get("/v1/models/", include_in_schema=False)
-@router.get(
+@models_router.get("/v1/models/", include_in_schema=False)
+@models_router.get(
     "/v1/models",
     summary="List models",
     responses=answer((MODEL_LIST, MODEL_INFO_PAGE)) | only(OPENAI_ERRORS, 400, 503),
@@ -71,7 +94,7 @@ async def list_models(
     return {"object": "list", "data": models, "models": NO_CATALOGUE}
 
 
-@router.get(
+@models_router.get(
     "/v1/models/{name:path}",
     summary="Retrieve a model",
     responses=answer((MODEL, Shape("ModelInfo", INFO))) | only(OPENAI_ERRORS, 404, 503),
@@ -101,7 +124,7 @@ def render_adapter(adapter: PoolAdapter, parent: str) -> dict[str, Any]:
     return shown | {"root": adapter.path, "parent": parent}
 
 
-# --- models -------------------------------------------------------------------------------------------------
+# --- Anthropic's list ---------------------------------------------------------------------------------------
 
 
 VERSION_HEADER = "anthropic-version"
@@ -136,3 +159,206 @@ def place(ids: Sequence[str], model_id: str, name: str) -> int:
     if model_id not in ids:
         raise invalid(f"`{name}` must be a model of the list. Given: {quoted(model_id)}", name)
     return ids.index(model_id)
+
+
+# --- tokens -------------------------------------------------------------------------------------------------
+
+
+TOKENIZE_ERRORS: Responses = only(TGI_ERRORS, 400, 401, 403, 404, 413, 415, 422, 500, 503)
+
+SIMPLE_TOKENS = [{"id": 504, "text": "The", "start": 0, "stop": 3}]
+"""`start` and `stop` are offsets of bytes in the UTF-8 text."""
+CHAT_TOKENS = Shape(
+    "ChatTokenizeResponse", {"tokenize_response": SIMPLE_TOKENS, "templated_text": "<|im_start|>user\n…"}
+)
+PROMPT_TOKENS = Shape(
+    "TokenizeResponse",
+    {
+        "count": 1,
+        "max_model_len": (4096, None),  # null until a worker has been ready
+        "tokens": [504],
+        "token_strs": (None, ["The"]),
+    },
+)
+TEXT_OF_TOKENS = Shape("DetokenizeResponse", {"prompt": "The capital of France is"})
+VERSION = Shape("ServerVersion", {"version": "1.0.0"})
+detokenize_router = APIRouter(tags=[OPENAI])
+version_router = APIRouter(tags=[HEALTH])
+"""Its route needs no API key."""
+TOKEN_BYTES = 4
+"""Bytes of text that a token stands for, about."""
+
+# --- schemas ------------------------------------------------------------------------------------------------
+
+
+class TokenizePromptRequest(Strict):
+    """A body of /tokenize with `prompt`."""
+
+    model: str | None = None
+    prompt: str = Field(description="The text to tokenize.")
+    add_special_tokens: bool | None = optional(
+        "Add the special tokens that the model puts around a prompt. Default: true."
+    )
+    return_token_strs: bool | None = optional(
+        "Return the tokens as the vocabulary has them, too. Default: false."
+    )
+
+
+class TokenizeChatRequest(ChatRequest):
+    """A body of /tokenize with `messages`."""
+
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Strict):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: Listed[Whole] = Field(description="Token ids.", json_schema_extra={"items": {"minimum": 0}})
+
+
+# --- /tokenize ----------------------------------------------------------------------------------------------
+
+
+async def chat_prompt(chat: ChatRequest, pool: Pool) -> Rendered:
+    """The prompt that the chat template makes of a chat. Raises ApiError."""
+    return await shown_prompt((await read_chat(chat, pool)).params, pool)
+
+
+async def shown_prompt(params: GenerationParams, pool: Pool) -> Rendered:
+    """The prompt of a chat's parameters, with the placeholders of its pictures. Raises ApiError."""
+    limits = pool.workers.limits
+    check(params, limits, pool.tokenizer)
+    params, _ = await show_pictures(params, limits, pool.pictures)
+    return Rendered(params.text or "", params.guarded)
+
+
+async def respond_with_ids(
+    pool: Pool, prompt: Rendered, add_special_tokens: bool, with_strings: bool
+) -> Response:
+    if not pool.workers.max_total_tokens:
+        await pool.workers.refresh_unless_fresh()
+    max_model_len = pool.workers.limits.max_total_tokens if pool.workers.max_total_tokens else None
+
+    def render() -> bytes:
+        ids = pool.tokenizer.encode_rendered(prompt, add_special_tokens)
+        to_string: Callable[[int], Any] = pool.tokenizer.backend.id_to_token
+        return to_json(
+            {
+                "count": len(ids),
+                "max_model_len": max_model_len,
+                "tokens": ids,
+                "token_strs": [to_string(token_id) for token_id in ids] if with_strings else None,
+            }
+        )
+
+    return Response(await pool.tokenizer.run(prompt, render), media_type="application/json")
+
+
+# --- /detokenize and /version -------------------------------------------------------------------------------
+
+
+@detokenize_router.post(
+    "/detokenize",
+    summary="Turn token ids into text",
+    openapi_extra=json_body(DetokenizeRequest, {"tokens": [504, 3575, 282, 4649, 314]}),
+    responses=answer(TEXT_OF_TOKENS) | OPENAI_ERRORS,
+)
+async def detokenize(request: Request) -> Response:
+    """Returns the text of `tokens`, special tokens included."""
+    parsed = await body.read(request, DetokenizeRequest, own_pool(request).settings.payload_limit)
+    tokenizer = (await pool_for(request, parsed.model)).tokenizer
+    num_bytes = TOKEN_BYTES * len(parsed.tokens)
+    text = await tokenizer.budget.run(num_bytes, lambda: decode(parsed.tokens, tokenizer))
+    return json_response({"prompt": text})
+
+
+def decode(ids: Sequence[int], tokenizer: ModelTokenizer) -> str:
+    """The text of token ids. Raises ApiError for those beyond the vocabulary."""
+    for token_id in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= token_id < tokenizer.size:
+            words = f"must have token ids of at least 0 and below {tokenizer.size}"
+            raise invalid(f"`tokens` {words}. Given: {quoted(token_id)}", "tokens")
+    return str(tokenizer.backend.decode(ids, skip_special_tokens=False))
+
+
+@version_router.get(
+    "/version", summary="Version of this server", responses=answer(VERSION), response_model=None
+)
+async def server_version() -> dict[str, str]:
+    """Returns the version of this server, not of vLLM."""
+    return {"version": version("tokenfleet")}
+
+
+# --- as in TGI ----------------------------------------------------------------------------------------------
+
+
+router = APIRouter(responses=TOKENIZE_ERRORS, tags=[TGI])
+TEXT = {"inputs": "The capital of France is"}
+CHAT = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+
+
+@router.post(
+    "/tokenize",
+    summary="Tokenize a text",
+    openapi_extra=json_body(TokenizeRequest, TEXT),
+    responses=answer((SIMPLE_TOKENS, PROMPT_TOKENS)),
+)
+async def tokenize(request: Request) -> Response:
+    """Returns the tokens of `inputs`, with the special tokens that the model puts around a prompt. A body
+    with `prompt` or `messages` is vLLM's, and gets vLLM's answer.
+    """
+    pool = await pool_for(request)
+    data = await body.read_json(request, pool.max_body_bytes)
+    names = await body.names_in(data)
+    if "inputs" not in names and "messages" in names:
+        chat = await offload(len(data), lambda: body.parse_body(TokenizeChatRequest, data))
+        chat.check()
+        pool = await pool_for(request, chat.model)
+        shown = await chat_prompt(chat, pool)
+        return await respond_with_ids(
+            pool, shown, bool(chat.add_special_tokens), bool(chat.return_token_strs)
+        )
+    if "inputs" not in names and "prompt" in names:
+        asked = await offload(len(data), lambda: body.parse_body(TokenizePromptRequest, data))
+        pool, special = await pool_for(request, asked.model), asked.add_special_tokens is not False
+        return await respond_with_ids(pool, Rendered(asked.prompt), special, bool(asked.return_token_strs))
+    parsed = await offload(len(data), lambda: body.parse_body(TokenizeRequest, data))
+    prompt = Rendered(parsed.inputs)
+    content = await pool.tokenizer.run(prompt, lambda: list_to_json(simple_tokens(pool.tokenizer, prompt)))
+    return Response(content, media_type="application/json")
+
+
+@router.post(
+    "/chat_tokenize",
+    summary="Tokenize a chat",
+    openapi_extra=json_body(ChatRequest, CHAT),
+    responses=answer(CHAT_TOKENS),
+)
+async def chat_tokenize(request: Request) -> Response:
+    """Returns the prompt that /v1/chat/completions makes of the same body, and its tokens. The prompt may be
+    longer than the model's context.
+    """
+    chat = await read_body(request, ChatRequest)
+    pool = await pool_for(request, chat.model)
+    prompt = await chat_prompt(chat, pool)
+
+    def render() -> bytes:
+        tokens = list_to_json(simple_tokens(pool.tokenizer, prompt, bool(chat.add_special_tokens)))
+        return b'{"tokenize_response":%b,"templated_text":%b}' % (tokens, to_json(prompt.text))
+
+    return Response(await pool.tokenizer.run(prompt, render), media_type="application/json")
+
+
+def simple_tokens(
+    tokenizer: ModelTokenizer, prompt: Rendered, add_special_tokens: bool = True
+) -> Iterator[dict[str, Any]]:
+    """TGI's `{id, text, start, stop}` for each token. Offsets count the bytes of the UTF-8 text."""
+    text, num_chars, num_bytes = prompt.text, 0, 0  # of the text before the token
+    for token_id, start, end in tokenizer.spans(prompt, add_special_tokens):
+        token = text[start:end]
+        if token:
+            num_bytes += utf8_size(text[num_chars:start])
+            num_chars = start
+        first = num_bytes if token else 0
+        yield {"id": token_id, "text": token, "start": first, "stop": first + utf8_size(token)}

@@ -16,9 +16,8 @@ from api.http import body
 from api.http.openapi import FLEET, OPENAI_ERRORS, Shape, answer, json_body, only
 from api.json import fresh_json
 from api.requests.fields import Strict
-from api.requests.on_pool import own_pool, pools_of
-from api.requests.pool import Pool
-from api.requests.pool_registry import PoolRegistry
+from api.requests.pool import Pool, PoolRegistry
+from api.requests.service_terms import own_pool, pools_of
 from common.adapter_registry import AdapterRegistry, change_registry
 from common.adapters import AdapterFault, HeldAdapters, PoolAdapter, find_adapter
 from common.broker.pool_client import ChangeRefused

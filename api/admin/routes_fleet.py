@@ -26,8 +26,8 @@ from api.http.auth import is_loopback
 from api.http.openapi import FLEET, TGI_ERRORS, ErrorResponse, RequestId, error_responses, only
 from api.json import fresh_json, to_json
 from api.requests.monitors import SILENT_S, BatcherMonitor
-from api.requests.on_pool import own_pool
 from api.requests.pool import Pool
+from api.requests.service_terms import own_pool
 from common.broker.keys import SLEEPER, STARTING
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode

@@ -14,7 +14,7 @@ from api.http.access_log import AccessLog
 from api.http.auth import check_admin, check_key
 from api.http.openapi import HEALTH, TGI_ERRORS, ErrorResponse, Shape, answer, error_responses
 from api.json import fresh_json
-from api.requests.on_pool import pools_of
+from api.requests.service_terms import pools_of
 
 SERVER_LOAD = Shape("ServerLoad", {"server_load": 3})
 router = APIRouter(responses={503: TGI_ERRORS[503]}, tags=[HEALTH])

@@ -16,8 +16,8 @@ from api.jobs import records
 from api.jobs.listing import JobQuery, count_jobs, read_content, read_page, read_record
 from api.jobs.scripts import JobRecord
 from api.json import fresh_json
-from api.requests.on_pool import own_pool
 from api.requests.pool import Pool
+from api.requests.service_terms import own_pool
 from api.webhooks import StoredEvent, check_url, type_of
 from common import api_keys
 from common.api_keys import ApiKey, IssuedKey, KeyFields

@@ -11,10 +11,9 @@ from starlette.responses import PlainTextResponse, Response
 from api.admin.routes_fleet import ProcessList, list_processes
 from api.admin.routes_usage import metric_values
 from api.http.openapi import HEALTH
-from api.requests.metrics import fit_buckets
-from api.requests.on_pool import own_pool, pools_of
+from api.requests.metrics import fit_buckets, read_months
 from api.requests.pool import Pool
-from api.requests.usage import read_months
+from api.requests.service_terms import own_pool, pools_of
 from common.adapters import AdapterLoad
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS
 from common.broker.pool_client import PoolClient

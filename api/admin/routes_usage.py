@@ -15,8 +15,8 @@ from api.errors import asking_broker, invalid, quoted
 from api.http.auth import key_of
 from api.http.openapi import FLEET, TGI_ERRORS, only
 from api.json import fresh_json
-from api.requests.on_pool import own_pool
-from api.requests.usage import HOURS_KEPT, UsageRow, Used, month_begin, month_name, read_hours, read_months
+from api.requests.metrics import HOURS_KEPT, UsageRow, Used, month_begin, month_name, read_hours, read_months
+from api.requests.service_terms import own_pool
 from common.metrics.catalogue import USED_TOKENS
 
 GROUPS: Mapping[str, Callable[[UsageRow], str]] = {

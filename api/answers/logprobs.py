@@ -13,8 +13,7 @@ import orjson
 from tokenizers import Tokenizer
 
 from api.prompts.tokenizer import BYTE_LEVEL
-from api.streams.beams import SequenceStream
-from api.streams.stream import Stream
+from api.streams.stream import SequenceStream, Stream
 from common.messages.records import TopTokens
 
 LEAST_LOGPROB = -9999.0

@@ -13,8 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.handover.keeper_channel import KeeperChannel
 from api.handover.rest_of_answer import RestOfAnswer, WrittenHead
-from api.http.sse import CYCLE
-from api.http.unread import bytes_written
+from api.http.sse import CYCLE, bytes_written
 from common.messages.kept_answer import KeeperMessage, KeptAnswer, KeptRequests
 
 log = logging.getLogger(__name__)

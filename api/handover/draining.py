@@ -20,7 +20,7 @@ from fastapi import Request
 
 from api.errors import unavailable
 from api.handover.keeper_channel import KeeperChannel
-from api.http.acceptor import Acceptor
+from api.http.connection_limits import Acceptor
 from common.process.event_loop import until_beat
 
 SERVING_TICK_S = 1.0

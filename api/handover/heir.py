@@ -14,8 +14,7 @@ from uvicorn.server import ServerState
 from api.handover.answer_socket import ANSWER_SOCKET, FORMAT, INTERIM, AnswerSocket
 from api.handover.keeper_channel import KeeperChannel
 from api.handover.rest_of_answer import RestOfAnswer
-from api.http.sse import CYCLE, as_chunk
-from api.http.unread import bytes_written
+from api.http.sse import CYCLE, as_chunk, bytes_written
 from common.messages.kept_answer import KeeperMessage, KeptAnswer
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Access to the routes that take a prompt or show the fleet.
+"""Access to the routes that take a prompt or show the fleet, and the keys that count.
 
 If API_KEY is set, or there are other API keys, a request needs the header `Authorization: Bearer <key>`,
 or `x-api-key: <key>`. Otherwise every client that reaches the port has access, but no web page of another
@@ -6,17 +6,29 @@ origin. Once there are other keys, routes that show or change the fleet need the
 one.
 """
 
+import asyncio
+import contextlib
+import hmac
 import ipaddress
+import logging
 import re
 import socket
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
 
+import yaml
 from fastapi import Request
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from api.errors import ApiError, quoted
-from api.http.key_ring import EXPECTED, KeyRing, unauthorized
+from api.errors import ApiError, quoted, unavailable
+from api.http.body import field_name
 from api.outbound import is_address
-from common.api_keys import ApiKey
+from common.api_keys import STATIC_KEY_ID, ApiKey, KeyFields, digest_of, read_keys
+from common.broker.client import CONNECT_TIMEOUT_S, FailureLog
+from common.broker.pool_client import BrokerClock, PoolClient
+from common.ids import KEY_ID
+from common.process.event_loop import until_beat
+from common.settings.settings import SettingError, Settings
 
 API_KEY = "api_key"
 """Key of a request's state: the record of its API key."""
@@ -108,3 +120,206 @@ def host_of(origin: str) -> str:
 
 def is_loopback(host: str) -> bool:
     return ipaddress.ip_address(host).is_loopback if is_address(host) else host == "localhost"
+
+
+# --- key ring -----------------------------------------------------------------------------------------------
+
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+"""How often keys are looked at: one that is revoked counts nowhere after this time and a round trip."""
+EXPECTED = "expected the header `Authorization: Bearer <key>` or `x-api-key: <key>`"
+
+
+class KeyRing:
+    """The keys of one gateway, whatever its pools.
+
+    Attributes:
+        static: the record of API_KEY, None without it.
+        was_read: set when the keys are known.
+        has_keys: whether there is or was a key besides API_KEY: from then on a request needs one, also if
+            the broker loses them all.
+        seen: of the keys that were read last: the version of those in Redis, or size, time and number of the
+            file, empty for no file; None before the first time.
+        active: ids of keys that count, and so all that may have live requests.
+        clock: of the broker.
+        active_from_s, active_until_s: Unix times between which these keys count: before an expiry that has
+            passed, as the broker's clock may go back, and until the next one.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises SettingError."""
+        self.static = (
+            ApiKey(STATIC_KEY_ID, digest_of(settings.api_key), admin=True) if settings.api_key else None
+        )
+        self.path = Path(settings.api_keys_file) if settings.api_keys_file else None
+        self.by_digest: dict[str, ApiKey] = {}
+        self.by_id: dict[str, ApiKey] = {}
+        self.clock = BrokerClock()
+        self.active: set[str] = set()
+        self.active_from_s = 0.0
+        self.active_until_s = float("inf")
+        self.seen: bytes | tuple[int, ...] | None = None
+        self.was_read = asyncio.Event()
+        self.has_keys = self.path is not None
+        if self.path is not None:
+            self.take(read_key_file(self.path))
+            self.was_read.set()
+
+    # --- keys -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests need no key. Raises ApiError (503) while that is not known."""
+        if self.static or self.has_keys:
+            return False
+        if not self.was_read.is_set():
+            raise unavailable("the API keys could not be read yet")
+        return True
+
+    def find(self, sent: bytes) -> ApiKey:
+        """The record of the key that a client sent. Raises ApiError: 401; 503 while keys are not known."""
+        digest = digest_of(sent)
+        for known in (self.static, self.by_digest.get(digest)):
+            if known is not None and hmac.compare_digest(known.digest, digest):
+                return self.check(known)
+        if not self.was_read.is_set():
+            raise unavailable("the API keys could not be read yet")
+        raise unauthorized(f"Incorrect API key: {EXPECTED}")
+
+    def named(self, key_id: str) -> ApiKey:
+        """The key with this id. Raises ApiError (401) if it counts no more."""
+        if self.static and key_id == STATIC_KEY_ID:
+            return self.static
+        if (key := self.by_id.get(key_id)) is None:
+            raise unauthorized(f"The API key {key_id} was deleted")
+        return self.check(key)
+
+    def check(self, key: ApiKey) -> ApiKey:
+        """Raises ApiError (401)."""
+        match key.state(self.clock.now_s()):
+            case "revoked":
+                raise unauthorized(f"The API key {key.key_id} was revoked")
+            case "expired":
+                raise unauthorized(f"The API key {key.key_id} has expired")
+        self.active.add(key.key_id)
+        return key
+
+    # --- changes --------------------------------------------------------------------------------------------
+
+    def take(self, keys: Iterable[ApiKey]) -> None:
+        """Have these keys count, and no others."""
+        self.by_id = {key.key_id: key for key in keys}
+        self.by_digest = {key.digest: key for key in self.by_id.values()}
+        self.has_keys = self.has_keys or bool(self.by_id)
+        self.active_until_s = 0.0
+
+    def take_time(self) -> set[str]:
+        """Find which keys count now. Returns the ids of those that did and do no more."""
+        now_s = self.clock.now_s()
+        if self.active_from_s <= now_s < self.active_until_s:
+            return set()
+        before, ends = self.active, {key.expires_at for key in self.by_id.values() if key.expires_at}
+        self.active = {key_id for key_id, key in self.by_id.items() if key.state(now_s) == "active"}
+        self.active_from_s = max((end for end in ends if end <= now_s), default=0.0)
+        self.active_until_s = min((end for end in ends if end > now_s), default=float("inf"))
+        return before - self.active
+
+    async def refresh(self, client: PoolClient) -> set[str]:
+        """Read the keys if they have changed; a faulty change of a file is logged, and the keys of before
+        count on. Returns the ids of those that count no more. Raises one of ERRORS.
+        """
+        if self.path is not None:
+            stamp: tuple[int, ...] = ()
+            with contextlib.suppress(OSError):
+                found = self.path.stat()
+                stamp = found.st_size, found.st_mtime_ns, found.st_ino
+            if stamp != self.seen:
+                self.seen = stamp
+                try:
+                    self.take(await asyncio.to_thread(read_key_file, self.path))
+                except SettingError as error:
+                    log.error("%s; the keys of before count on", error)
+        else:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                if (version := await client.read_version(client.keys.api_keys)) != self.seen:
+                    self.take((await read_keys(client)).values())
+                    self.seen = version
+        self.was_read.set()
+        return self.take_time()
+
+    async def watch(self, client: PoolClient, on_lost: Callable[[Collection[str]], None]) -> None:
+        """Keep up with the keys. Never returns.
+
+        Args:
+            on_lost: takes the ids of keys that count no more.
+        """
+        failures = FailureLog(log, "reading the API keys")
+        while True:
+            await asyncio.sleep(until_beat(POLL_S))
+            lost: set[str] = set()
+            with failures.caught():
+                lost = await self.refresh(client)
+            if lost:
+                log.info("API keys that count no more: %s", ", ".join(sorted(lost)))
+                on_lost(lost)
+
+
+def unauthorized(why: str) -> ApiError:
+    return ApiError(401, "unauthorized", why)
+
+
+NAME = "api_keys_file"
+MAX_BYTES = 16 * 2**20
+
+
+class FileKeyFields(KeyFields):
+    """A key in a file: its text, or its SHA-256."""
+
+    key_id: str = Field(pattern=f"^{KEY_ID.pattern}$")
+    key: str | None = Field(default=None, min_length=16, max_length=256, pattern="^[\\x21-\\x7e]+$")
+    digest: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
+
+
+class KeyFileContent(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    keys: list[FileKeyFields] = Field(max_length=10_000)
+
+
+def read_key_file(path: Path) -> list[ApiKey]:
+    """The keys of a file. Raises SettingError with the line and the field at fault."""
+    try:
+        text = path.read_bytes()[: MAX_BYTES + 1]
+    except OSError as error:
+        raise SettingError(NAME, f"{path} cannot be read: {error.strerror}") from error
+    if len(text) > MAX_BYTES:
+        raise SettingError(NAME, f"{path} is larger than {MAX_BYTES} bytes")
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SettingError(NAME, f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    try:
+        parsed = KeyFileContent.model_validate(content)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise wrong(path, field_name(problem["loc"]), problem["msg"]) from error
+    records: list[ApiKey] = []
+    ids, digests = {STATIC_KEY_ID}, set[str]()
+    for i, one in enumerate(parsed.keys):
+        if (one.key is None) == (one.digest is None):
+            raise wrong(path, f"keys[{i}]", "give either `key` or `digest`, its SHA-256")
+        digest = one.digest or digest_of(one.key or "")
+        if one.key_id in ids:
+            raise wrong(path, f"keys[{i}].key_id", f"{one.key_id!r} is the name of another key")
+        if digest in digests:
+            raise wrong(path, f"keys[{i}]", "another entry has the same key")
+        ids.add(one.key_id)
+        digests.add(digest)
+        records.append(one.to_key(one.key_id, digest))
+    return records
+
+
+def wrong(path: Path, field: str, why: str) -> SettingError:
+    return SettingError(NAME, f"{path}, `{field}`: {why}")

@@ -1,5 +1,5 @@
 """Middlewares: what HTTP requests pass on their way to an application; here they get their ids, and their
-arrival is counted.
+arrival is counted. Exceptions of routes become error responses of the route's API family.
 
 A request id is in the header `x-request-id` of the response, in log lines and in Redis. If a client sends an
 id, the response echoes that one; inside the fleet the request has the gateway's id.
@@ -7,25 +7,30 @@ id, the response echoes that one; inside the fleet the request has the gateway's
 
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import cast
+from typing import Any
 
+from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import MutableHeaders
-from starlette.requests import Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.errors import anthropic
+from api.errors import ADMITTED, ApiError, Family, anthropic, cut, internal_error, invalid
 from api.event_loop import Turns
+from api.http.access_log import note_refusal
+from api.json import to_json
 from api.protocols.protocol import ROW, Protocol, asks_for_tokens, errors_of
-from common.ids import CLIENTS_REQUEST_ID
+from api.requests.service_terms import REQUEST_ID_HEADER, client_request_id
 from common.process.logs import REQUEST_ID
 
 log = logging.getLogger(__name__)
 
 Middleware = Callable[[ASGIApp, Scope, Receive, Send], Awaitable[None]]
 """Handles an HTTP request by calling the application that it is given."""
-REQUEST_ID_HEADER = "x-request-id"
 STREAM_PATH = "/requests/{request_id}/stream"
 """Where a streamed answer goes on."""
 ID_HEADERS = (REQUEST_ID_HEADER, "request-id")
@@ -34,19 +39,6 @@ MAX_ARRIVALS = 4
 """Requests that begin in one turn of the event loop; each takes up to a millisecond until it waits for the
 broker.
 """
-
-
-def client_request_id(scope: Scope) -> str:
-    """The id that the client sent; empty if it sent none, or one that cannot be echoed."""
-    for name, value in scope["headers"]:
-        if name == REQUEST_ID_HEADER.encode() and CLIENTS_REQUEST_ID.fullmatch(value):
-            return cast(bytes, value).decode()
-    return ""
-
-
-def request_id(request: Request) -> str:
-    """The request's id inside the fleet; choice n has this id and `.{n}`."""
-    return cast(str, request.state.request_id)
 
 
 def around(app: ASGIApp, *middlewares: Middleware) -> ASGIApp:
@@ -104,3 +96,81 @@ async def note_arrival(
         count_arrival()
         await turns.wait_turn()
     await app(scope, receive, send)
+
+
+# --- errors -------------------------------------------------------------------------------------------------
+
+
+CLIENT_CLOSED_REQUEST = 499
+CountError = Callable[[int, str], None]
+"""Counts an error response by its status and type."""
+METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
+
+
+def error_response(error: ApiError, family: Family, headers: Mapping[str, str] | None = None) -> Response:
+    """An error as the response of a route whose errors have this form."""
+    status, body = family(error)
+    all_headers = {**error.headers, **(headers or {})}
+    if error.status == 401:
+        all_headers["www-authenticate"] = "Bearer"
+    if error.retry_after_s is not None:
+        all_headers["retry-after"] = str(error.retry_after_s)
+    if error.status in ADMITTED:
+        # OpenAI's clients retry after a 408 or a 500. A request that kills workers must not come back, nor
+        # one whose deadline has passed.
+        all_headers["x-should-retry"] = "false"
+    return Response(to_json(body), status, all_headers, "application/json")
+
+
+async def handle_api_error(count: CountError, request: Request, error: ApiError) -> Response:
+    count(error.status, error.error_type)
+    note_refusal(request.scope, error.error_type)
+    return error_response(error, errors_of(request.scope))
+
+
+async def handle_query(count: CountError, request: Request, exception: RequestValidationError) -> Response:
+    """Answer a request with a wrong query; routes read their bodies themselves."""
+    problem = exception.errors()[0]
+    name = str(problem["loc"][-1])
+    return await handle_api_error(count, request, invalid(f"`{name}`: {problem['msg']}", name))
+
+
+async def handle_http_exception(request: Request, exception: HTTPException) -> Response:
+    """Answer a request whose path or method no route has."""
+    status, error_type = exception.status_code, exception.detail.lower().replace(" ", "_")
+    note_refusal(request.scope, error_type)
+    path = request.url.path
+    hint = request.app.state.hint(path) if status == 404 else ""
+    asked = f"{cut(request.method)} {cut(path)}"
+    error = ApiError(status, error_type, f"{exception.detail}: {asked}{hint}")
+    headers = exception.headers
+    if status == 405:  # of all routes with this path; Starlette names only those of the first one
+        found = [
+            (route.matches({**request.scope, "method": method})[0], method)
+            for method in METHODS
+            for route in request.app.routes
+        ]
+        headers = {
+            "allow": ", ".join(dict.fromkeys(method for match, method in found if match is Match.FULL))
+        }
+    return error_response(error, errors_of(request.scope), headers)
+
+
+async def handle_disconnect(request: Request, error: Exception) -> Response:
+    """Answer a client that left before its request was complete; only middlewares see this response."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def handle_crash(request: Request, error: Exception) -> Response:
+    """Answer 500. Starlette raises the error again, so the log has the traceback, and the connection ends."""
+    return error_response(internal_error(), errors_of(request.scope), {"connection": "close"})
+
+
+def error_handlers(count: CountError) -> dict[int | type[Exception], Any]:
+    return {
+        ApiError: partial(handle_api_error, count),
+        HTTPException: handle_http_exception,
+        RequestValidationError: partial(handle_query, count),
+        ClientDisconnect: handle_disconnect,
+        Exception: handle_crash,
+    }

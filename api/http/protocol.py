@@ -17,10 +17,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from api.errors import ApiError, tgi
 from api.http.connection_limits import LIMITS, RESERVED_HEAD_S, ConnectionLimits, serve_reserved
-from api.http.middleware import REQUEST_ID_HEADER
-from api.http.sse import CYCLE
-from api.http.unread import UNREAD, Unread, UnreadAnswers
+from api.http.sse import CYCLE, UNREAD, Unread, UnreadAnswers
 from api.json import to_json
+from api.requests.service_terms import REQUEST_ID_HEADER
 
 MAX_HEADERS = 128
 """Header fields of a request; each costs some microseconds, even a short one."""

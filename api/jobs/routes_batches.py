@@ -11,16 +11,14 @@ from starlette.responses import Response, StreamingResponse
 from api.errors import ApiError, asking_broker, cut, invalid, overloaded, quoted
 from api.http import body
 from api.http.auth import key_of
-from api.http.idempotency import REPLAYED, check_same, idempotency_key, noted_digest
+from api.http.body import REPLAYED, check_same, idempotency_key, noted_digest
 from api.http.openapi import OPENAI, OPENAI_ERRORS, OpenAIError, Shape, answer, error_responses, json_body
 from api.jobs import scripts as job_scripts
 from api.jobs.batch import Batch, needed_files, read_batch
 from api.jobs.files import MAX_TTL_S, MIN_TTL_S, PURPOSES, FileStore, StoredFile, new_id, upload
 from api.protocols.table import BATCHES
-from api.requests.on_pool import own_pool
 from api.requests.pool import Pool
-from api.requests.respond import answer_id
-from api.requests.service_terms import tenant_of
+from api.requests.service_terms import answer_id, own_pool, tenant_of
 from api.webhooks import BATCH, WebhookField, check_room, find_webhook
 from common.api_keys import ApiKey
 from common.ids import BATCH_ID

@@ -17,7 +17,7 @@ from api.errors import (
 )
 from api.event_loop import RETRY_PAUSE_S, attempt, offload
 from api.http.access_log import AccessLog, AccessRecord
-from api.http.request_trace import RequestTrace
+from api.http.request_trace import RequestTrace, count_longest, note_answer, note_streams
 from api.jobs.job import Job, left_ms, waiting_turn
 from api.jobs.records import ending_of
 from api.jobs.reply import Frame, Reply
@@ -34,11 +34,8 @@ from api.json import to_json
 from api.prompts.pictures import PICTURE_GONE
 from api.requests import metrics
 from api.requests.pool import Pool
-from api.requests.request_scripts import KeyCharge
-from api.streams.address import address
-from api.streams.answer_trace import count_longest, note_answer, note_streams
-from api.streams.beams import new_stream
-from api.streams.stream import Stream
+from api.requests.request_scripts import KeyCharge, address
+from api.streams.stream import Stream, new_stream
 from api.webhooks import check_room
 from common.messages.codec import encode
 from common.messages.events import Terminal

@@ -13,15 +13,13 @@ from api.answers.answer import AnswerTerms, HttpAnswer
 from api.errors import cut, internal_error, invalid, model_not_found, quoted
 from api.event_loop import offload
 from api.http.body import parse_body
-from api.http.request_trace import RequestTrace
+from api.http.request_trace import RequestTrace, generation_attributes
 from api.jobs import scripts as job_scripts
 from api.jobs.job import Job, content_of
 from api.json import to_json
 from api.protocols.protocol import Context, Renderer
-from api.requests.pool import Pool
-from api.requests.pool_registry import check_key_adapter, check_key_model, names_own
-from api.requests.respond import with_adapter
-from api.streams.answer_trace import generation_attributes
+from api.requests.pool import Pool, check_key_adapter, check_key_model, names_own
+from api.requests.service_terms import with_adapter
 from api.streams.stream import Stream
 from common.broker.client import ERRORS
 from common.broker.keys import RESULT_TTL_MS

@@ -37,7 +37,7 @@ from api.protocols.tgi import (
     with_own_seeds,
 )
 from api.requests.fields import DETACHED, RESUME_S, SEEDS, Listed, Strict, Whole, least, optional, ranged
-from api.requests.on_pool import pools_of
+from api.requests.service_terms import pools_of
 from api.requests.validate import GenerationParams, check_no_logits
 from common.messages.request import Generate
 

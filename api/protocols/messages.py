@@ -18,9 +18,9 @@ from api.errors import ApiError, anthropic, failed, invalid, quoted
 from api.event_loop import offload
 from api.grammar.read import read_flat_format
 from api.http.body import UnsupportedFields, reject_unsupported, schema_error
-from api.http.middleware import request_id
 from api.http.openapi import ANTHROPIC, CAUSES, Shape, answer, error_responses, event_stream, json_body
 from api.json import json_response
+from api.models import shown_prompt
 from api.protocols.openai_bodies import (
     CHARS_OF_MESSAGE,
     CHAT_NAMES,
@@ -30,11 +30,11 @@ from api.protocols.openai_bodies import (
     read_other,
 )
 from api.protocols.protocol import Asked, Context, Protocol
-from api.protocols.tokenize import shown_prompt
 from api.protocols.typed_events import Event, EventRenderer
 from api.requests.chat_prompt import REASONING_SWITCHES, ChatMessage, FunctionSchema, ToolSchema
 from api.requests.fields import (
     STOP_SCHEMA,
+    TIERS,
     Listed,
     SamplingFields,
     ServedFields,
@@ -44,10 +44,8 @@ from api.requests.fields import (
     ranged,
     with_one_error,
 )
-from api.requests.on_pool import pool_for, read_body
 from api.requests.pool import Pool
-from api.requests.respond import read_terms
-from api.requests.service_terms import TIERS, on_terms
+from api.requests.service_terms import on_terms, pool_for, read_body, read_terms, request_id
 from api.streams.stream import Stream
 from api.webhooks import WebhookField
 from common.settings.ranges import Range

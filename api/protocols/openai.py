@@ -36,8 +36,7 @@ from api.http.sse import MAX_ITEMS, Change, Chunk, Feed, sse_frames
 from api.json import to_json
 from api.protocols.openai_bodies import ChatRequest, CompletionRequest, read_chat_completion, read_completion
 from api.protocols.protocol import Protocol, Renderer, WholeBody
-from api.streams.beams import all_outputs, is_absent
-from api.streams.stream import Stream
+from api.streams.stream import Stream, all_outputs, is_absent
 from common.detokenize import Detokenizer
 from common.messages.events import Terminal
 
@@ -153,7 +152,7 @@ class Choice:
         offsets: for each token taken, the number of characters before it.
         begun: whether the first piece, or a chunk before it, was taken.
         ended: whether everything was taken.
-        is_absent: whether it does not exist (api/streams/beams.py).
+        is_absent: whether it does not exist (api/streams/stream.py).
     """
 
     is_absent = False

@@ -14,7 +14,7 @@ from starlette.types import Scope
 
 from api.answers.answer import AnswerTerms, HttpAnswer, Rendering
 from api.errors import Family, anthropic, kserve, openai, tgi
-from api.http.idempotency import KEY_REUSED
+from api.http.body import KEY_REUSED
 from api.http.openapi import Responses, json_answer, json_body
 from api.http.sse import Feed
 from api.requests.fields import Strict

@@ -31,7 +31,7 @@ from api.protocols.openai_bodies import (
     read_other,
 )
 from api.protocols.protocol import Asked, Context, Protocol
-from api.protocols.response_object import (
+from api.protocols.typed_events import (
     RESPONSE_EVENT,
     RESPONSE_SHAPE,
     Item,

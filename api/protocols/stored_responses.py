@@ -24,17 +24,16 @@ from api.http.openapi import (
 )
 from api.http.sse import SSE_HEADERS, RestOfFeed
 from api.json import json_response
-from api.protocols.response_object import (
+from api.protocols.responses import StoredResponse, find_response, read_response, render_response
+from api.protocols.typed_events import (
     ITEM,
     RESPONSE_EVENT,
     RESPONSE_SHAPE,
     ResponseObjectRenderer,
     fields_of,
 )
-from api.protocols.responses import StoredResponse, find_response, read_response, render_response
-from api.requests.request_scripts import cancel_request
+from api.requests.request_scripts import cancel_request, delete_ended
 from api.resume import rest
-from api.streams.address import delete_ended
 from api.streams.stream import Stream
 
 ITEM_LIST = Shape(

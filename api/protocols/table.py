@@ -17,24 +17,20 @@ from api.errors import ApiError
 from api.event_loop import offload
 from api.http import body
 from api.http.auth import key_of
-from api.http.idempotency import idempotency_key, noted_digest
-from api.http.request_trace import trace_of
-from api.protocols.clouds import INVOCATIONS, VERTEX
+from api.http.body import idempotency_key, noted_digest
+from api.http.request_trace import trace_of, traced
 from api.protocols.kserve import KSERVE_GENERATE, KSERVE_GENERATE_STREAM, KSERVE_INFER
 from api.protocols.messages import MESSAGES
 from api.protocols.openai import CHAT_COMPLETIONS, COMPLETIONS
 from api.protocols.pooling import EMBEDDINGS, RERANK, SCORE
 from api.protocols.protocol import Asked, Context, Protocol
 from api.protocols.responses import RESPONSES
-from api.protocols.tgi import COMPAT_GENERATE, GENERATE, GENERATE_STREAM
+from api.protocols.tgi import COMPAT_GENERATE, GENERATE, GENERATE_STREAM, INVOCATIONS, VERTEX
 from api.requests.fields import Strict
 from api.requests.metrics import ARRIVED_S
-from api.requests.on_pool import on_pool, own_pool
 from api.requests.pool import Pool
-from api.requests.respond import answer_id, read_terms, with_adapter
-from api.requests.service_terms import on_terms
-from api.streams.address import make_room
-from api.streams.answer_trace import traced
+from api.requests.request_scripts import make_room
+from api.requests.service_terms import answer_id, on_pool, on_terms, own_pool, read_terms, with_adapter
 from api.streams.http_response import respond
 from api.webhooks import check_room, with_webhook
 

@@ -1,13 +1,21 @@
-"""Typed events: streams of the Responses and the Messages API build an object, event by event."""
+"""Typed events: streams of the Responses and the Messages API build an object, event by event. The object of
+the Responses API, its items and its events.
+"""
 
-from abc import abstractmethod
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from itertools import count
 from operator import itemgetter
 from typing import Any
 
+import orjson
+
 from api.answers.answer import HttpAnswer
-from api.answers.scanner import ContentDelta, Delta
+from api.answers.chat_answer import is_json_text
+from api.answers.logprobs import chat_logprobs
+from api.answers.scanner import CallArguments, CallStart, ContentDelta, Delta, ReasoningDelta
+from api.errors import failed
+from api.http.openapi import Shape
 from api.http.sse import Feed, MappedFeed
 from api.json import to_json
 from api.protocols.openai import Choice, ChunkFeed, ChunkRenderer, new_parser
@@ -96,3 +104,372 @@ class EventRenderer(ChunkRenderer):
     @abstractmethod
     def render(self) -> dict[str, Any]:
         """The object as it is now."""
+
+
+# --- as /docs describes it ----------------------------------------------------------------------------------
+
+
+ITEM = {
+    "id": "msg_5f0f8c0e_0",
+    "type": ("message", "function_call", "function_call_output", "reasoning"),
+    ...: ...,
+}
+RESPONSE_SHAPE = Shape(
+    "ResponseObject",
+    {
+        "id": "resp_5f0f8c0e",
+        "object": "response",
+        "created_at": 1764000000,
+        "status": ("completed", "queued", "in_progress", "incomplete", "failed", "cancelled"),
+        "error": (None, {"code": "server_error", "message": "Request failed during generation"}),
+        "incomplete_details": (None, {"reason": "max_output_tokens"}),
+        "model": "SmolLM2",
+        "output": [ITEM],
+        "usage": (
+            {
+                "input_tokens": 12,
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": 20,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": 32,
+            },
+            None,
+        ),
+        "metadata": {},
+        "tools": [{}],
+        "tool_choice": ("auto", {}),
+        "parallel_tool_calls": True,
+        ...: ...,
+    },
+)
+RESPONSE_EVENT = Shape(
+    "ResponseEvent", {"type": "response.output_text.delta", "sequence_number": 4, ...: ...}
+)
+
+Item = dict[str, Any]
+Logprobs = list[dict[str, Any]]
+
+
+class OutputItem(ABC):
+    """An item while it is made.
+
+    Attributes:
+        index: its position in the output.
+        text: so far: of the message or the reasoning, or the arguments of the call.
+        status: `in_progress`, `completed` or `incomplete`.
+    """
+
+    id_prefix: str
+
+    def __init__(self, request_id: str, index: int) -> None:
+        self.index = index
+        self.id = item_id(self.id_prefix, request_id, index)
+        self.text = ""
+        self.status = "in_progress"
+
+    def begin(self) -> list[Event]:
+        return [self.whole_event("response.output_item.added")]
+
+    def finish(self, status: str) -> list[Event]:
+        """End the item. Returns its last events."""
+        self.status = status
+        return [*self.done_events(), self.whole_event("response.output_item.done")]
+
+    def whole_event(self, kind: str) -> Event:
+        return {"type": kind, "output_index": self.index, "item": self.render()}
+
+    def event(self, kind: str, **more: Any) -> Event:
+        return {"type": kind, "item_id": self.id, "output_index": self.index, **more}
+
+    @abstractmethod
+    def add(self, text: str, logprobs: Logprobs) -> list[Event]:
+        """Add text; only a message has log-probabilities."""
+
+    @abstractmethod
+    def done_events(self) -> list[Event]:
+        """The events between the last delta and the end of the item."""
+
+    @abstractmethod
+    def render(self) -> Item:
+        """The item as it is now."""
+
+
+class TextItem(OutputItem):
+    """An item with one part, which is text.
+
+    Attributes:
+        kind, part_kind: what events call its text, and its part.
+        part_type: of its part.
+        place: where events say that its part is.
+        begun: whether it has its part.
+    """
+
+    kind, part_kind, part_type = "output_text", "content_part", "output_text"
+    place: Mapping[str, int] = {"content_index": 0}
+    begun = False
+
+    def begin(self) -> list[Event]:
+        added = super().begin()
+        self.begun = True
+        return [*added, self.part_event("added", part=self.part())]
+
+    def add(self, text: str, logprobs: Logprobs) -> list[Event]:
+        self.text += text
+        return [self.text_event("delta", delta=text)]
+
+    def done_events(self) -> list[Event]:
+        return [self.text_event("done", text=self.text), self.part_event("done", part=self.part())]
+
+    def text_event(self, what: str, **more: Any) -> Event:
+        return self.event(f"response.{self.kind}.{what}", **self.place, **more)
+
+    def part_event(self, what: str, **more: Any) -> Event:
+        return self.event(f"response.{self.part_kind}.{what}", **self.place, **more)
+
+    def part(self) -> dict[str, Any]:
+        return {"type": self.part_type, "text": self.text}
+
+
+class MessageItem(TextItem):
+    """The answer's text."""
+
+    id_prefix = "msg"
+
+    def __init__(self, request_id: str, index: int) -> None:
+        super().__init__(request_id, index)
+        self.logprobs: Logprobs = []
+
+    def add(self, text: str, logprobs: Logprobs) -> list[Event]:
+        self.logprobs += logprobs
+        return [event | {"logprobs": logprobs} for event in super().add(text, logprobs)]
+
+    def done_events(self) -> list[Event]:
+        text, part = super().done_events()
+        return [text | {"logprobs": self.logprobs}, part]
+
+    def part(self) -> dict[str, Any]:
+        return {"type": "output_text", "annotations": [], "logprobs": [*self.logprobs], "text": self.text}
+
+    def render(self) -> Item:
+        return {
+            "id": self.id,
+            "type": "message",
+            "status": self.status,
+            "content": [self.part()] if self.begun else [],
+            "role": "assistant",
+        }
+
+
+class ReasoningItem(TextItem):
+    """The model's reasoning."""
+
+    id_prefix = "rs"
+    kind = part_type = "reasoning_text"
+    field = "content"
+
+    def render(self) -> Item:
+        parts: dict[str, Any] = {"summary": [], "content": []}
+        parts[self.field] = [self.part()] if self.begun else []
+        return {"id": self.id, "type": "reasoning", "status": self.status, **parts, "encrypted_content": None}
+
+
+class SummaryItem(ReasoningItem):
+    """The model's reasoning, as its own summary: the client asked for one."""
+
+    kind, part_kind, part_type = "reasoning_summary_text", "reasoning_summary_part", "summary_text"
+    place: Mapping[str, int] = {"summary_index": 0}
+    field = "summary"
+
+
+class CallItem(OutputItem):
+    """A call of a function; its text is the arguments, in JSON."""
+
+    id_prefix = "fc"
+
+    def __init__(self, request_id: str, index: int, call_id: str, name: str) -> None:
+        super().__init__(request_id, index)
+        self.call_id = call_id
+        self.name = name
+
+    def add(self, text: str, logprobs: Logprobs) -> list[Event]:
+        self.text += text
+        return [self.event("response.function_call_arguments.delta", delta=text)]
+
+    def finish(self, status: str) -> list[Event]:
+        return super().finish(status if is_json_text(self.text) else "incomplete")
+
+    def done_events(self) -> list[Event]:
+        """The arguments of an incomplete call are never done: clients would run the call."""
+        if self.status != "completed":
+            return []
+        return [self.event("response.function_call_arguments.done", name=self.name, arguments=self.text)]
+
+    def render(self) -> Item:
+        return {
+            "id": self.id,
+            "type": "function_call",
+            "status": self.status,
+            "arguments": self.text,
+            "call_id": self.call_id,
+            "name": self.name,
+        }
+
+
+def item_id(prefix: str, request_id: str, position: int | str) -> str:
+    """Id of an item; its position is a number in the output, or `i` and a number in the input."""
+    return f"{prefix}_{request_id}_{position}"
+
+
+# --- the response -------------------------------------------------------------------------------------------
+
+
+ENDS = {"completed": "response.completed", "incomplete": "response.incomplete"}
+"""Last events by status; any other end is a failure."""
+SUPERSEDED = "superseded"
+"""Error type of a stream that another reader has taken."""
+SHOWN_TIERS = {"interactive": "priority", "standard": "default", "batch": "flex"}
+"""Classes → the service tiers that a response shows."""
+ERROR_CODES = {408: "timeout", 424: "server_error"}
+"""`error.code` of a response that failed, by the status of its error; others are faults of the request."""
+
+
+def response_id(request_id: str) -> str:
+    return f"resp_{request_id}"
+
+
+def fields_of(answer: HttpAnswer) -> Any:
+    """The fields of the object that say what was requested: `store` and `background` among them."""
+    assert answer.response is not None
+    return orjson.loads(answer.response.fields)
+
+
+class ResponseObjectRenderer(EventRenderer):
+    """Renders one response, piece by piece.
+
+    Attributes:
+        fields: as of `fields_of`.
+        output: items; the last one may be in progress.
+        num_shown: tokens whose log-probabilities were shown; others have not shown any text yet.
+    """
+
+    has_sequence = queues = True
+
+    def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
+        super().__init__(answer, streams)
+        self.fields = fields_of(answer)
+        self.output: list[OutputItem] = []
+        self.num_shown = 0
+
+    # --- events ---------------------------------------------------------------------------------------------
+
+    def first_events(self) -> list[Event]:
+        status = "queued" if self.fields["background"] else "in_progress"
+        kinds = ["created", "queued"] if self.fields["background"] else ["created"]
+        first = [{"type": f"response.{kind}", "response": self.render(status)} for kind in kinds]
+        return [*first, {"type": "response.in_progress", "response": self.render("in_progress")}]
+
+    def add(self, delta: Delta) -> list[Event]:
+        begin, self.num_shown = self.num_shown, self.choice.text.num_tokens
+        has_logprobs = self.answer.rendering.logprobs
+        logprobs = chat_logprobs(self.stream, range(begin, self.num_shown)) if has_logprobs else []
+        last = self.output[-1] if self.output else None
+        new: OutputItem | None
+        match delta:
+            case ContentDelta(text):
+                new = None if isinstance(last, MessageItem) else MessageItem(*self.next_place)
+            case ReasoningDelta(text):
+                kind = SummaryItem if self.fields["reasoning"]["summary"] else ReasoningItem
+                new = None if isinstance(last, kind) else kind(*self.next_place)
+            case CallArguments(_, text):
+                new = None
+            case CallStart(index, name):
+                assert self.parser is not None
+                return self.begin_item(CallItem(*self.next_place, self.parser.call_id(index), name))
+        begun = self.begin_item(new) if new else []
+        return begun + self.output[-1].add(text, logprobs)
+
+    @property
+    def next_place(self) -> tuple[str, int]:
+        return self.answer.request_id, len(self.output)
+
+    def begin_item(self, item: OutputItem) -> list[Event]:
+        """Begin an item, and end the one before it."""
+        ended = self.output[-1].finish("completed") if self.output else []
+        self.output.append(item)
+        return ended + item.begin()
+
+    def last_events(self) -> list[Event]:
+        """The end of the last item, an empty message if there is none, and that of the response."""
+        opened = [] if self.output else self.begin_item(MessageItem(*self.next_place))
+        ended = self.output[-1].finish("completed" if self.status == "completed" else "incomplete")
+        return [*opened, *ended, {"type": ENDS[self.status], "response": self.render()}]
+
+    def failure_event(self) -> Event:
+        assert self.stream.terminal is not None
+        if self.stream.terminal.error_type == SUPERSEDED:
+            return {"type": "error", "code": SUPERSEDED, "message": self.stream.terminal.error, "param": None}
+        if self.output:
+            self.output[-1].status = "incomplete"
+        return {"type": "response.failed", "response": self.render()}
+
+    # --- the object -----------------------------------------------------------------------------------------
+
+    @property
+    def status(self) -> str:
+        terminal = self.stream.terminal
+        if terminal is None:
+            return "in_progress" if self.stream.ids or self.stream.worker else "queued"
+        if self.stream.finished:
+            ends_in_call = self.parser is not None and self.parser.ends_in_call
+            # complete although it ends at `max_output_tokens`: with a call, or as a whole JSON
+            is_whole = self.choice.ended and (self.choice.is_whole_json or ends_in_call)
+            is_cut = self.is_within_call or (terminal.known_reason == "length" and not is_whole)
+            return "incomplete" if is_cut else "completed"
+        return "cancelled" if terminal.reason == "cancelled" else "failed"
+
+    @property
+    def is_within_call(self) -> bool:
+        """Whether it ends within a call, as at a stop string."""
+        return self.choice.ended and self.parser is not None and self.parser.is_within_call
+
+    def queued(self) -> bytes:
+        return to_json(self.render("queued"))
+
+    def render(self, status: str = "") -> dict[str, Any]:
+        """The response as it is now, or as it would be in another status."""
+        status = status or self.status
+        terminal = self.stream.terminal
+        is_cut = status == "incomplete" and terminal is not None and terminal.known_reason == "length"
+        incomplete = {"reason": "max_output_tokens"} if is_cut else None
+        error = None
+        if status == "failed" and terminal is not None:
+            cause = failed(terminal)
+            code = ERROR_CODES.get(cause.status, "invalid_prompt")
+            error = {"code": code, "message": cause.text}
+        return {
+            "id": response_id(self.answer.request_id),
+            "object": "response",
+            "created_at": self.answer.created_s,
+            "status": status,
+            "error": error,
+            "incomplete_details": incomplete,
+            "model": self.answer.model,
+            "output": [item.render() for item in self.output],
+            **self.fields,
+            "service_tier": SHOWN_TIERS[self.answer.requests[0].class_name],
+            "usage": self.usage() if status in ENDS else None,
+        }
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts; of the generated tokens, only those that were taken."""
+        parser, num_reasoning = self.parser, 0
+        if parser is not None and parser.reading.reasoning:
+            num_reasoning = parser.num_reasoning_tokens
+        num_input, num_output = self.answer.num_prompt_tokens, self.choice.text.num_tokens
+        return {
+            "input_tokens": num_input,
+            "input_tokens_details": {"cached_tokens": self.stream.num_cached, "cache_write_tokens": 0},
+            "output_tokens": num_output,
+            "output_tokens_details": {"reasoning_tokens": num_reasoning},
+            "total_tokens": num_input + num_output,
+        }

@@ -16,18 +16,16 @@ from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionEr
 from api.answers.answer import AnswerTerms, HttpAnswer
 from api.errors import ApiError, broker_errors, conflict, insufficient_quota, invalid, overloaded, unavailable
 from api.event_loop import Policy, attempt, fail_fast, retry_forever
-from api.http.idempotency import Repeated
-from api.http.key_ring import KeyRing
+from api.http.auth import KeyRing
+from api.http.body import Repeated
 from api.prompts.pictures import PictureKeeper
 from api.prompts.tokenizer import ModelTokenizer
 from api.requests import metrics, request_scripts
+from api.requests.metrics import seconds_to_next_month
 from api.requests.monitors import BatcherMonitor, WorkerMonitor
-from api.requests.request_scripts import AdmitReply, KeyCharge, LeftOfRates, cancel_request
-from api.requests.usage import seconds_to_next_month
-from api.streams.address import address
-from api.streams.beams import new_stream
+from api.requests.request_scripts import AdmitReply, KeyCharge, LeftOfRates, address, cancel_request
 from api.streams.relay import Relay
-from api.streams.stream import Stream
+from api.streams.stream import Stream, new_stream
 from common.api_keys import ApiKey
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error
 from common.broker.pool_client import PoolClient

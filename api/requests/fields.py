@@ -23,7 +23,6 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from api.errors import invalid, quoted
-from api.requests.service_terms import TIERS
 from api.requests.validate import BIASES, MAX_BEAM_WIDTH, MAX_STOP_CHARS, GenerationParams
 from common.messages.request import SERVICE_CLASSES, BeamParams, SamplingParams, StoppingParams
 from common.settings.ranges import RANGES, Range
@@ -154,6 +153,14 @@ PRIORITY: Any = optional(
     {"anyOf": [{"type": "integer"}, {"enum": [*SERVICE_CLASSES, None]}]},
 )
 RESUMES_S = Range(0, 3600)
+TIERS = {
+    "auto": "standard",
+    "default": "standard",
+    "flex": "batch",
+    "priority": "interactive",
+    "scale": "interactive",
+}
+"""OpenAI's service tiers → classes."""
 RESUME_S: Any = ranged(
     RESUMES_S,
     "With a stream: after its connection is lost, the request goes on for this many seconds, and "

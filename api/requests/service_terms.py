@@ -1,21 +1,33 @@
-"""Service terms: before which others, for which tenant and until when a request is served. Headers give them,
-and fields of OpenAI's and vLLM's bodies. A header comes before a field: a proxy in front sets it.
+"""Terms of a request: before which others, for which tenant and until when it is served; how long its answer
+waits for its client; which pool serves it. Headers give them, and fields of bodies. A header comes before a
+field: a proxy in front sets it.
 """
 
 import hashlib
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import TypeVar, cast
 
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Scope
 
-from api.errors import ApiError, invalid, quoted
+from api.answers.answer import AnswerTerms
+from api.errors import ApiError, cut, invalid, model_not_found, quoted
+from api.http import body
 from api.http.auth import key_of, sent_key
+from api.http.body import idempotency_key
 from api.http.openapi import header
+from api.requests.fields import RESUMES_S, TIERS, ServedFields
+from api.requests.pool import Pool, PoolRegistry, Target, check_key_adapter, check_key_model
 from common.adapters import adapter_name
 from common.api_keys import ApiKey
-from common.ids import TENANT
+from common.broker.keys import RESULT_TTL_MS
+from common.ids import CLIENTS_REQUEST_ID, TENANT
 from common.messages.request import DEFAULT_CLASS, SERVICE_CLASSES, Generate, UsageAccount
+from common.metrics.catalogue import POOL_REQUESTS
 from common.settings.ranges import Range
 from common.settings.settings import Settings
 
@@ -24,14 +36,7 @@ NUMBERS = {"minimum": -999_999_999, "maximum": 999_999_999}
 PRIORITY, TENANT_NAME, DEADLINE = "x-priority", "x-tenant", "x-deadline-ms"
 MAX_DEADLINE_MS = 7 * 86_400_000
 DEADLINES_MS = Range(1, MAX_DEADLINE_MS)
-TIERS = {
-    "auto": "standard",
-    "default": "standard",
-    "flex": "batch",
-    "priority": "interactive",
-    "scale": "interactive",
-}
-"""OpenAI's service tiers → classes."""
+REQUEST_ID_HEADER = "x-request-id"
 
 SERVICE_HEADERS = [
     header(
@@ -146,6 +151,22 @@ def chosen_class(priority: str | int | None, tier: str | None, default: str = DE
     return tier_class if priority is None else read_class(priority, "priority")
 
 
+# --- ids ----------------------------------------------------------------------------------------------------
+
+
+def client_request_id(scope: Scope) -> str:
+    """The id that the client sent; empty if it sent none, or one that cannot be echoed."""
+    for name, value in scope["headers"]:
+        if name == REQUEST_ID_HEADER.encode() and CLIENTS_REQUEST_ID.fullmatch(value):
+            return cast(bytes, value).decode()
+    return ""
+
+
+def request_id(request: Request) -> str:
+    """The request's id inside the fleet; choice n has this id and `.{n}`."""
+    return cast(str, request.state.request_id)
+
+
 # --- over HTTP ----------------------------------------------------------------------------------------------
 
 
@@ -196,3 +217,157 @@ def checked_tenant(key: ApiKey | None, named: str, field: str) -> str:
 def default_class(key: ApiKey | None, default: str = DEFAULT_CLASS) -> str:
     """The class of a request that names none."""
     return (key.service_class if key else "") or default
+
+
+# --- life of an answer --------------------------------------------------------------------------------------
+
+
+RESUME_HEADER = "x-resume-seconds"
+
+
+def read_terms(
+    request: Request, request_id: str, streamed: bool, resume_s: float | None, detached: bool | None
+) -> AnswerTerms:
+    """To whom the answer belongs, and how long it waits for a client that comes back. Raises ApiError (422).
+
+    Args:
+        resume_s, detached: the fields of the body.
+    """
+    given = request.headers.get(RESUME_HEADER)
+    if given is not None and resume_s is not None:
+        raise invalid(f"give the header `{RESUME_HEADER}` or the field `resume_s`, not both", "resume_s")
+    name, seconds = "resume_s" if given is None else RESUME_HEADER, resume_s
+    if given is not None:
+        try:
+            seconds = float(given)
+        except ValueError:
+            seconds = -1.0  # it is refused as any number that is too low
+    if seconds is not None and not RESUMES_S.holds(seconds):
+        raise invalid(f"`{name}` must be {RESUMES_S} seconds", name)
+    if detached and seconds is not None:
+        raise invalid(f"`detached` waits for no client: leave `{name}` out", name)
+    if not streamed and (seconds or detached):
+        field = "detached" if detached else name
+        raise invalid(f"`{field}` needs a stream: only its client can come back", field)
+    return AnswerTerms(
+        owner_of(request, request_id),
+        resume_ms=None if seconds is None else round(1000 * seconds),
+        detached=bool(detached),
+        goes_on_s=math.inf if detached else seconds,
+        kept_s=RESULT_TTL_MS / 1000 if detached else seconds or 0.0,
+    )
+
+
+def owner_of(request: Request, request_id: str) -> str:
+    """Digest of a client's tenant, or without such keys of the API key that it sent, another one for each
+    request; empty without a key. Raises ApiError as `tenant_of`.
+    """
+    owner = owner_bytes(request)
+    salt = request_id.encode()[: hashlib.blake2b.MAX_KEY_SIZE]
+    return hashlib.blake2b(owner, key=salt, digest_size=16).hexdigest() if owner else ""
+
+
+def owner_bytes(request: Request) -> bytes:
+    """A client's tenant, or without such keys the API key that it sent. Raises ApiError as `tenant_of`."""
+    return b"tenant " + tenant_of(request).encode() if key_of(request) else sent_key(request)[1]
+
+
+def answer_id(request: Request) -> str:
+    """The id of a request's answer: that of the request, or with an `Idempotency-Key` the id that the key and
+    its owner have. Raises ApiError: 400, and as `tenant_of`.
+    """
+    if not (key := idempotency_key(request)):
+        return request_id(request)
+    owner = hashlib.blake2b(owner_bytes(request)).digest()
+    return hashlib.blake2b(key.encode(), key=owner, digest_size=16).hexdigest()
+
+
+def with_adapter(requests: Iterable[Generate], adapter: str) -> list[Generate]:
+    """The requests with the adapter that has this key; an empty one leaves them as they are."""
+    return [replace(one, adapter=adapter) if adapter else one for one in requests]
+
+
+# --- which pool ---------------------------------------------------------------------------------------------
+
+
+Shape = TypeVar("Shape", bound=ServedFields)
+Serve = Callable[[Pool], Awaitable[Response]]
+"""Serves a request with one pool. Raises ApiError before anything is sent."""
+
+
+def pools_of(request: Request) -> PoolRegistry:
+    return cast(PoolRegistry, request.app.state.pools)
+
+
+def own_pool(request: Request) -> Pool:
+    """The gateway's own pool, whatever model the request names."""
+    return pools_of(request).own
+
+
+async def read_body(request: Request, shape: type[Shape]) -> Shape:
+    """The body of a route that names a model. Raises ApiError."""
+    parsed = await body.read(request, shape, own_pool(request).max_body_bytes)
+    parsed.check()
+    return parsed
+
+
+async def pool_for(request: Request, model: str | None = None) -> Pool:
+    """A pool that serves `model`, by default the gateway's own. Raises ApiError: 403 if the request's API key
+    may not use that model, and as `PoolRegistry.find`.
+    """
+    pools = pools_of(request)
+    pool, target = await pools.find(model) if model else pools.own, pools.resolve(model)
+    check_key_model(key_of(request), pool.settings, target.shown)
+    check_key_adapter(key_of(request), target.adapter)
+    return pool
+
+
+async def on_pool(request: Request, adapter_id: str | None, model: str | None, serve: Serve) -> Response:
+    """Serve a request with a pool that serves its model, or the adapter that TGI's `adapter_id` names; if
+    that one has no room, once with another one. Raises ApiError: 422 if there is no such adapter.
+    """
+    pools = pools_of(request)
+    if adapter_id is not None:
+        await check_adapter_id(request, adapter_id)
+    target = await pools.target(model if adapter_id is None else adapter_id)
+    # what the request has in common with its repetition
+    key = idempotency_key(request) or client_request_id(request.scope) or request_id(request)
+    first, *others = await pools.tried(target, key)
+    try:
+        return await counted(request, first, target, serve)
+    except ApiError as error:
+        if error.error_type != "overloaded" or not others or idempotency_key(request):
+            raise  # a repetition has to find its pool again
+    return await counted(request, others[0], target, serve)
+
+
+async def check_adapter_id(request: Request, adapter_id: str) -> None:
+    """Raises ApiError (422) if there is no such adapter."""
+    pools = pools_of(request)
+    if not pools.resolve(adapter_id).adapter and not await pools.own.find_adapter(adapter_id):
+        raise invalid(f"`adapter_id`: there is no adapter {quoted(adapter_id)}", "adapter_id")
+
+
+async def counted(request: Request, pool: Pool, target: Target, serve: Serve) -> Response:
+    """Serve a request with this pool, and count it if it is admitted. Raises ApiError: 403 if its API key may
+    not use the pool's model, or the adapter that it names.
+    """
+    request.state.model_name = target.shown
+    check_key_model(key_of(request), pool.settings, target.shown)
+    request.state.adapter = await allowed_adapter(request, pool, target.adapter)
+    response = await serve(pool)
+    POOL_REQUESTS.add(1, target.shown, pool.settings.pool)
+    return response
+
+
+async def allowed_adapter(request: Request, pool: Pool, name: str | None) -> str:
+    """The key of a pool's adapter; empty without a name. Raises ApiError: 403 if the request's API key may
+    not use it, 404 if there is none, 422 if no worker will serve it.
+    """
+    if not name:
+        return ""
+    check_key_adapter(key_of(request), name)
+    if (adapter := await pool.find_adapter(name)) is None:
+        raise model_not_found(f"The model `{cut(name)}` does not exist")
+    pool.workers.check_adapter(adapter)
+    return adapter.key

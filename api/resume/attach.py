@@ -18,16 +18,12 @@ from api.errors import (
 )
 from api.http.auth import key_of
 from api.requests import request_scripts
-from api.requests.on_pool import pools_of
-from api.requests.pool import Pool
-from api.requests.pool_registry import PoolRegistry
-from api.requests.respond import owner_of
+from api.requests.pool import Pool, PoolRegistry
+from api.requests.request_scripts import address
+from api.requests.service_terms import owner_of, pools_of
 from api.resume.look_up import look_up
-from api.streams.address import address
-from api.streams.beams import new_stream
-from api.streams.fill import Filler, Sources
-from api.streams.offers import supersede
-from api.streams.stream import Stream
+from api.streams.fill import Filler, Sources, supersede
+from api.streams.stream import Stream, new_stream
 from common.ids import REQUEST_ID
 from common.messages.codec import encode
 

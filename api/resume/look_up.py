@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from api.answers.answer import HttpAnswer, read_answer
 from api.errors import ApiError, asking_broker
-from api.requests.pool_registry import PoolRegistry, pool_url
+from api.requests.pool import PoolRegistry, pool_url
 from common.broker.client import broker_url, connect
 from common.broker.keys import Keys
 from common.messages.codec import WireError

@@ -12,18 +12,17 @@ from starlette.responses import Response
 from api.answers.answer import HttpAnswer
 from api.errors import ApiError, asking_broker, unavailable
 from api.event_loop import offload
-from api.http.body import read_bytes
-from api.http.error_handlers import CountError, handle_api_error, handle_disconnect
-from api.http.idempotency import REPLAYED, Repeated, check_same, idempotency_key, noted_digest
+from api.http.body import REPLAYED, Repeated, check_same, idempotency_key, noted_digest, read_bytes
+from api.http.middleware import CountError, handle_api_error, handle_disconnect
 from api.json import to_json
-from api.protocols.response_object import ResponseObjectRenderer, fields_of
 from api.protocols.table import protocol_of
-from api.requests.on_pool import own_pool
+from api.protocols.typed_events import ResponseObjectRenderer, fields_of
+from api.requests.metrics import total_headers
 from api.requests.pool import Pool
-from api.requests.respond import answer_id, total_headers
+from api.requests.request_scripts import delete_ended
+from api.requests.service_terms import answer_id, own_pool
 from api.resume import attach, rest
 from api.resume.attach import Admitted, find_own
-from api.streams.address import delete_ended
 from api.streams.http_response import client_gone
 from common.broker.client import CONNECT_TIMEOUT_S
 from common.messages.events import FINISHED

@@ -11,8 +11,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.errors import invalid, quoted
-from api.http.error_handlers import error_response
-from api.http.middleware import REQUEST_ID_HEADER, STREAM_PATH
+from api.http.middleware import STREAM_PATH, error_response
 from api.http.openapi import (
     RESUME,
     TGI_ERRORS,
@@ -23,6 +22,7 @@ from api.http.openapi import (
     only,
 )
 from api.protocols.protocol import errors_of, row_of
+from api.requests.service_terms import REQUEST_ID_HEADER
 from api.resume import attach, rest
 from api.resume.attach import find_own
 from api.resume.rest import LAST_EVENT_ID

@@ -21,7 +21,7 @@ from api.http.openapi import (
     json_body,
     only,
 )
-from api.requests.on_pool import own_pool
+from api.requests.service_terms import own_pool
 from api.resume import attach, rest
 from api.resume.merged_streams import respond_with_rests
 from api.resume.rest import Rest

@@ -21,11 +21,20 @@ from api.event_loop import offload
 from api.handover.answer_socket import flush_socket, probe_client, socket_of
 from api.http.access_log import access_of
 from api.http.middleware import STREAM_PATH
-from api.http.sse import COMMENT, COMMENT_AMONG_IDS, SSE_HEADERS, Feed, FeedResponse, RestOfFeed
-from api.http.unread import UNREAD, Unread, wait_for_disconnect
+from api.http.request_trace import count_longest, end_answer, note_streams
+from api.http.sse import (
+    COMMENT,
+    COMMENT_AMONG_IDS,
+    SSE_HEADERS,
+    UNREAD,
+    Feed,
+    FeedResponse,
+    RestOfFeed,
+    Unread,
+    wait_for_disconnect,
+)
 from api.protocols.protocol import Renderer
-from api.requests.respond import total_headers
-from api.streams.answer_trace import count_longest, end_answer, note_streams
+from api.requests.metrics import total_headers
 from api.streams.stream import Stream
 from common.broker.keys import pool_of
 from common.messages.kept_answer import MAX_ANSWER_BYTES, KeptRequests

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from api.event_loop import PacedQueue
-from api.streams.fill import Filler, Sources
-from api.streams.offers import time_out
+from api.streams.fill import Filler, Sources, time_out
 from api.streams.stream import Stream, count_latencies
 from common.broker.client import ERRORS, FailureLog, FastConnection, describe_error
 from common.broker.pool_client import PoolClient

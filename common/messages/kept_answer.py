@@ -50,7 +50,7 @@ class KeptAnswer:
         connection: number of the reader whose connection this is; 0 for the first, another for a client that
             came back.
         num_seen: frames that the client had before, which are not in this answer.
-        base: bytes written on the connection before this answer (api/http/unread.py).
+        base: bytes written on the connection before this answer (api/http/sse.py).
         head: its status line and headers as they were written; empty while none are known.
         comment: what keeps the connection of a stream alive.
         comments: offsets in the answer at which it stands.

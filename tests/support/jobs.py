@@ -8,7 +8,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from api.lifecycle import Gateway
+from api.app import Gateway
 from common.broker.keys import Keys
 from common.messages.request import Generate
 from common.settings.settings import Settings

@@ -11,7 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from api.admin import routes_metrics
-from api.lifecycle import Gateway
+from api.app import Gateway
 from batcher.housekeeping import count_adapters
 from batcher.scheduling.sequence import PlacedRow
 from common.adapter_registry import AdapterRegistry, change_registry, read_registry

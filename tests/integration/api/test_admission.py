@@ -19,10 +19,10 @@ import yaml
 from redis.asyncio import Redis
 
 from api import errors
+from api.app import Gateway
 from api.errors import LOADING_S
-from api.lifecycle import Gateway
 from api.requests import admission
-from api.requests.pool_registry import IDLE_S
+from api.requests.pool import IDLE_S
 from api.requests.service_terms import MAX_DEADLINE_MS
 from api.streams import relay as relay_module
 from common.broker.keys import Keys

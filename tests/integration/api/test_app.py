@@ -16,9 +16,9 @@ from openai import AsyncOpenAI, AuthenticationError
 from redis.asyncio import Redis
 
 from api.admin.routes_fleet import ProcessList, judge_processes
+from api.app import shared_listener
 from api.requests import monitors
 from api.requests.monitors import SILENT_S
-from api.server import shared_listener
 from batcher.loop import Batcher
 from batcher.process import serve
 from common.broker.keys import Keys

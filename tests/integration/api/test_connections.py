@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from api.app import Gateway
 from api.http import connection_limits
-from api.http import unread as unread_module
+from api.http import sse as sse_module
 from api.http.connection_limits import NUM_RESERVED
-from api.lifecycle import Gateway
 from common.metrics import catalogue
 from deploy.launcher.embedded_broker import Broker
 from tests.support.events import IDS
@@ -137,7 +137,7 @@ async def test_a_client_that_vanishes_is_noticed(
     """It looks like a client that only stopped sending, until its kernel refuses what is written. One that
     has left before anything waits for it is noticed, too.
     """
-    monkeypatch.setattr(unread_module, "CHECK_S", 0.05)
+    monkeypatch.setattr(sse_module, "CHECK_S", 0.05)
     async with answering(broker.url, ENDLESS, step_s=0.02) as (worker, gateway, http):
         worker.most_tokens = num_tokens
         client = await RawClient.connect(http.base_url)
@@ -320,7 +320,7 @@ def num_cut(reason: str) -> float:
 async def test_a_client_that_reads_nothing_is_cut_off_and_its_request_cancelled(
     broker: Broker, path: str, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.http.unread.TIMEOUT_S", 1.0)
+    monkeypatch.setattr("api.http.sse.TIMEOUT_S", 1.0)
     answer = Answer(WORD_IDS * (NUM_TOKENS // 6), ends=False)  # beyond NUM_TOKENS it goes on without an end
     num_tokens = NUM_TOKENS if ends else NUM_TOKENS + 1
     before = num_cut("timeout")
@@ -337,9 +337,9 @@ async def test_a_client_that_reads_slowly_is_not_cut_off(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It reads a little at a time. All of it takes longer than the limit."""
-    monkeypatch.setattr("api.http.unread.TIMEOUT_S", 1.5)
+    monkeypatch.setattr("api.http.sse.TIMEOUT_S", 1.5)
     now_s = 1000.0
-    monkeypatch.setattr(unread_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(sse_module, "time", SimpleNamespace(monotonic=lambda: now_s))
     async with answering(broker.url, Answer(WORD_IDS * 200)) as (
         worker,
         gateway,
@@ -351,8 +351,8 @@ async def test_a_client_that_reads_slowly_is_not_cut_off(
         await wait_until(lambda: worker.seen and not worker.live)
         content = b""
         for _ in range(5):
-            taken = unread_module.bytes_taken(unread.transport)
-            while unread_module.bytes_taken(unread.transport) == taken:
+            taken = sse_module.bytes_taken(unread.transport)
+            while sse_module.bytes_taken(unread.transport) == taken:
                 content += await deaf.read(SMALL)
             now_s += 1.0
             await gateway.unread.check_time()
@@ -368,7 +368,7 @@ async def test_the_answer_that_waited_longest_goes_when_too_much_is_unread(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, limit = num_cut("bytes"), 600_000
-    monkeypatch.setattr("api.http.unread.MAX_UNREAD_BYTES", limit)
+    monkeypatch.setattr("api.http.sse.MAX_UNREAD_BYTES", limit)
     async with answering(broker.url, Answer(WORD_IDS * 200)) as (worker, gateway, client):
         clients = await deaf_clients(gateway, client.base_url, 3)
         for deaf in clients:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from api.errors import ApiError, Family, conflict, failed, invalid, openai, overloaded, unavailable
-from api.http.error_handlers import error_response
+from api.http.middleware import error_response
 from api.models import STARTED_S
 from api.protocols.protocol import ROW, errors_of
 from api.protocols.table import protocol_at

@@ -122,7 +122,7 @@ async def test_a_key_belongs_to_its_tenant_and_has_a_form(broker: Broker) -> Non
 async def test_kept_answers_are_bounded_and_expire(
     broker: Broker, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.streams.address.MAX_STORED", 2)
+    monkeypatch.setattr("api.requests.request_scripts.MAX_STORED", 2)
     async with answering(broker.url, Answer(ids(" one")), answer_ttl_s=7200) as (worker, _, client):
         for number in range(4):
             await client.post("/generate", json=BODY, headers=keyed(str(number)))

@@ -17,9 +17,9 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
+from api.app import Gateway
 from api.errors import ApiError
-from api.http.key_ring import KeyRing
-from api.lifecycle import Gateway
+from api.http.auth import KeyRing
 from api.requests.admission import limit_headers
 from api.requests.request_scripts import LeftOfRates
 from common import api_keys

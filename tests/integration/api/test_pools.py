@@ -15,8 +15,8 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from api.lifecycle import Gateway
-from api.requests.pool_registry import Grade
+from api.app import Gateway
+from api.requests.pool import Grade
 from benchmarks.client import HttpStatusError, Stream, stream
 from common.broker.directory import DirectoryClient
 from common.broker.heartbeat import Heartbeat

@@ -18,7 +18,7 @@ import pytest
 from redis.asyncio import Redis
 
 from api.answers.answer import read_answer
-from api.lifecycle import Gateway
+from api.app import Gateway
 from api.requests import admission, request_scripts
 from api.requests.request_scripts import cancel_request
 from api.resume import attach, rest

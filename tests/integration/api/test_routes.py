@@ -20,9 +20,8 @@ from jsonschema_rs import Draft202012Validator
 from redis.asyncio import Redis
 
 from api import app
-from api.app import build
+from api.app import Gateway, build
 from api.errors import ApiError, internal_error, invalid
-from api.lifecycle import Gateway
 from api.prompts.tokenizer import ModelTokenizer
 from api.protocols import table
 from api.protocols.protocol import Protocol

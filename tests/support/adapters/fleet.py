@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from api.lifecycle import Gateway
+from api.app import Gateway
 from common.adapter_registry import read_registry
 from common.adapters import HeldAdapters
 from common.broker.pool_client import PoolClient

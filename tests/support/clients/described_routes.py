@@ -19,7 +19,7 @@ from schemathesis.specs.openapi.checks import (
     positive_data_acceptance,
 )
 
-from api.http.idempotency import REPLAYED
+from api.http.body import REPLAYED
 from api.protocols.table import protocol_at
 
 SETTINGS = settings(

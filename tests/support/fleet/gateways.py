@@ -8,11 +8,9 @@ from typing import Any
 import httpx
 import uvicorn
 
-from api.app import build
+from api.app import Gateway, build, own_listener
 from api.http.protocol import HttpProtocol
-from api.lifecycle import Gateway
 from api.prompts.tokenizer import ModelTokenizer
-from api.server import own_listener
 from common.broker.keys import Keys
 from common.messages.request import Generate
 from common.settings.settings import Settings

@@ -11,12 +11,10 @@ from unittest.mock import patch
 import httpx
 import uvicorn
 
-from api.app import build, build_heir
+from api.app import Gateway, GatewayServer, build, build_heir, own_listener
 from api.handover.draining import Draining
 from api.handover.keeper_channel import KeeperChannel
 from api.http.protocol import HttpProtocol
-from api.lifecycle import Gateway
-from api.server import GatewayServer, own_listener
 from common.settings.settings import Settings
 from deploy.launcher.fleet import command
 from deploy.launcher.process import SupervisedProcess

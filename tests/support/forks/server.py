@@ -31,7 +31,7 @@ HIGH_FD = 200
 
 FLEET = (
     "deploy.cli.command_line",
-    "api.server",
+    "api.app",
     "batcher.process",
     "api.jobs.arq_worker",
     "gpu_worker.process",

@@ -6,8 +6,8 @@ from typing import Any
 import httpx
 from redis.asyncio import Redis
 
-from api.http.key_ring import KeyRing
-from api.lifecycle import Gateway
+from api.app import Gateway
+from api.http.auth import KeyRing
 from common import api_keys
 from common.api_keys import IssuedKey, read_fields
 from common.broker.keys import Keys

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 from PIL import Image
 
-from api.lifecycle import Gateway
+from api.app import Gateway
 from api.prompts.tokenizer import ModelTokenizer
 from common.messages.request import Generate
 from common.pictures import Size

@@ -9,7 +9,7 @@ import httpx
 import torch
 from tokenizers import Tokenizer
 
-from api.lifecycle import Gateway
+from api.app import Gateway
 from api.requests.pool import load_tokenizer
 from common.messages.records import pack_floats, unpack_ids
 from common.messages.request import Generate

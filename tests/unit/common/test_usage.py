@@ -9,8 +9,7 @@ import pytest
 from redis.asyncio import Redis
 
 from api.requests import request_scripts
-from api.requests.request_scripts import AdmitReply
-from api.requests.usage import (
+from api.requests.metrics import (
     Owner,
     Used,
     month_begin,
@@ -19,6 +18,7 @@ from api.requests.usage import (
     read_months,
     seconds_to_next_month,
 )
+from api.requests.request_scripts import AdmitReply
 from batcher import batcher_scripts
 from batcher.batcher_scripts import SavedRequest
 from common.broker.keys import Keys

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from api.app import Gateway
 from api.jobs.arq_client import ArqClient
 from api.jobs.consumer import submit_lost
 from api.jobs.job import read_job
-from api.lifecycle import Gateway
 from api.protocols.protocol import Context
 from api.requests.validate import GenerationParams
 from common.broker.client import connect

@@ -8,8 +8,8 @@ import pytest
 from pydantic import BaseModel
 
 from api.errors import ApiError
+from api.http.auth import read_key_file
 from api.http.body import parse_body
-from api.http.key_ring import read_key_file
 from api.protocols.openai_bodies import ChatRequest
 from api.protocols.responses import ResponsesRequest
 from api.protocols.tgi import GenerateRequest

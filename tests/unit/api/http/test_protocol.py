@@ -14,12 +14,11 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from api.http import acceptor as acceptor_module
-from api.http.acceptor import MAX_BEGUN, Acceptor
-from api.http.connection_limits import LIMITS, ConnectionLimits
+from api.app import own_listener
+from api.http import connection_limits as limits_module
+from api.http.connection_limits import LIMITS, MAX_BEGUN, Acceptor, ConnectionLimits
 from api.http.protocol import FREE_CHUNKS, MAX_HEADERS, HttpProtocol
-from api.http.unread import UNREAD, UnreadAnswers, bytes_written
-from api.server import own_listener
+from api.http.sse import UNREAD, UnreadAnswers, bytes_written
 from tests.support.waiting import wait_until
 
 # --- protocol -----------------------------------------------------------------------------------------------
@@ -321,7 +320,7 @@ async def test_an_address_begins_while_hundreds_of_another_wait(acceptor: Accept
 async def test_waiting_connections_are_bounded_and_the_longest_queue_loses(
     acceptor: Acceptor, begun: Begun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(acceptor_module, "MAX_WAITING", 50)
+    monkeypatch.setattr(limits_module, "MAX_WAITING", 50)
     other = connect(acceptor, "127.0.0.1", 10)
     flood = connect(acceptor, "127.0.1.1", 200)
     await wait_until(lambda: begun.addresses and not acceptor.num_waiting and not acceptor.beginning)

@@ -8,7 +8,7 @@ import pytest
 
 from api.requests import monitors
 from api.requests.monitors import SILENT_S, BatcherMonitor
-from api.requests.pool_registry import merge, pick_by_depth, rank_by_weight
+from api.requests.pool import merge, pick_by_depth, rank_by_weight
 from common.broker.directory import TTL_S, KnownPool, PoolEntry
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient

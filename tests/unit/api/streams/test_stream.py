@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from api.streams.beams import all_outputs, is_absent
-from api.streams.beams import new_stream as new_stream_of
-from api.streams.stream import Stream
+from api.streams.stream import Stream, all_outputs, is_absent
+from api.streams.stream import new_stream as new_stream_of
 from common.messages.events import Terminal, Tokens
 from common.messages.records import RECORD, pack_floats, pack_ids, pack_sequences, unpack_records
 from common.messages.request import BeamParams, Generate, StoppingParams

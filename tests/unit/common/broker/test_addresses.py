@@ -2,7 +2,7 @@
 
 import pytest
 
-from api.requests.pool_registry import pool_url, url_at
+from api.requests.pool import pool_url, url_at
 from common.broker.directory import address_of
 from common.settings.settings import SettingError, Settings
 

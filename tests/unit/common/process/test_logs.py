@@ -21,8 +21,8 @@ from common.process.logs import (
 
 
 def record(message: str, *args: object, **extra: str) -> logging.LogRecord:
-    return logging.getLogger("api.server").makeRecord(
-        "api.server", logging.WARNING, "", 0, message, args, None, extra=extra
+    return logging.getLogger("api.app").makeRecord(
+        "api.app", logging.WARNING, "", 0, message, args, None, extra=extra
     )
 
 
@@ -35,7 +35,7 @@ def test_a_json_line_has_the_fields_of_its_record() -> None:
         "process": "g0",
         "incarnation": "g0-1",
         "host": socket.gethostname(),
-        "target": "api.server",
+        "target": "api.app",
         "message": 'a "word"\nof 2',
         "request_id": "r1",
     }

@@ -9,7 +9,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
-from api.requests.usage import month_begin, month_name
+from api.requests.metrics import month_begin, month_name
 from api.streams.fill import read_logits
 from common.broker.committed import read
 from common.broker.keys import Keys
