@@ -329,7 +329,7 @@ class ChoicesRenderer(ChunkRenderer):
 
     Attributes:
         is_plain: whether a choice's chunks between the first and the last differ in nothing but their text.
-        frames: what the plain chunks of a choice have before and after their text, by its index.
+        plain: what the plain chunks of a choice have before and after their text, by its index.
     """
 
     id_prefix: str
@@ -339,17 +339,17 @@ class ChoicesRenderer(ChunkRenderer):
     def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
         super().__init__(answer, streams)
         self.chunk_head = self.render_head(self.chunk_kind)
-        self.frames: dict[int, tuple[bytes, bytes]] = {}
+        self.plain: dict[int, tuple[bytes, bytes]] = {}
         shown = answer.rendering
         self.is_plain = not (shown.logprobs or shown.token_ids or shown.running_usage or shown.reading)
 
     def frame_of(self, choice: Choice) -> tuple[bytes, bytes]:
         """What a choice's plain chunks have before and after their text: rendered when it is first needed."""
-        if (frame := self.frames.get(choice.index)) is None:
+        if (frame := self.plain.get(choice.index)) is None:
             [delta] = self.render_deltas(choice, TextPiece(PLACE_OF_TEXT, range(0)))
             chunk = self.render_chunk([{"index": choice.index, **delta, **NO_ENDING}])
             before, _, after = chunk.rpartition(to_json(PLACE_OF_TEXT))
-            self.frames[choice.index] = frame = before, after
+            self.plain[choice.index] = frame = before, after
         return frame
 
     def chunks(self) -> Feed[Chunk]:
