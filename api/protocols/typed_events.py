@@ -2,11 +2,11 @@
 the Responses API, its items and its events.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import count
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -150,169 +150,119 @@ Item = dict[str, Any]
 Logprobs = list[dict[str, Any]]
 
 
-class OutputItem(ABC):
+class ItemForm(NamedTuple):
+    """A kind of items.
+
+    Attributes:
+        id_prefix: of its items.
+        texts, parts: what events call its text, and its part; a call has no part.
+        part_type: of its part.
+        place: where events say that its part is.
+    """
+
+    id_prefix: str
+    texts: str
+    parts: str = ""
+    part_type: str = ""
+    place: Mapping[str, int] = {}
+
+
+MESSAGE, CALL = "message", "function_call"
+FORMS = {
+    MESSAGE: ItemForm("msg", "output_text", "content_part", "output_text", {"content_index": 0}),
+    "reasoning": ItemForm("rs", "reasoning_text", "content_part", "reasoning_text", {"content_index": 0}),
+    "summary": ItemForm(
+        "rs", "reasoning_summary_text", "reasoning_summary_part", "summary_text", {"summary_index": 0}
+    ),
+    CALL: ItemForm("fc", "function_call_arguments"),
+}
+"""Kinds of items: the answer's text; reasoning, and reasoning as its own summary, where the client asked for
+one; a call of a function, whose text is the arguments in JSON.
+"""
+
+
+class OutputItem:
     """An item while it is made.
 
     Attributes:
         index: its position in the output.
-        text: so far: of the message or the reasoning, or the arguments of the call.
+        text: so far.
+        logprobs: of a message.
         status: `in_progress`, `completed` or `incomplete`.
+        begun: whether it has its part.
+        call: of a call: its id, and the name of the function.
     """
 
-    id_prefix: str
-
-    def __init__(self, request_id: str, index: int) -> None:
+    def __init__(self, kind: str, request_id: str, index: int, call: tuple[str, str] = ("", "")) -> None:
+        self.kind = kind
+        self.form = FORMS[kind]
         self.index = index
-        self.id = item_id(self.id_prefix, request_id, index)
+        self.id = item_id(self.form.id_prefix, request_id, index)
         self.text = ""
+        self.logprobs: Logprobs = []
         self.status = "in_progress"
+        self.begun = False
+        self.call = call
 
     def begin(self) -> list[Event]:
-        return [self.whole_event("response.output_item.added")]
+        added = self.whole_event("added")
+        self.begun = bool(self.form.parts)
+        return [added, self.part_event("added")] if self.begun else [added]
 
-    def finish(self, status: str) -> list[Event]:
-        """End the item. Returns its last events."""
-        self.status = status
-        return [*self.done_events(), self.whole_event("response.output_item.done")]
-
-    def whole_event(self, kind: str) -> Event:
-        return {"type": kind, "output_index": self.index, "item": self.render()}
-
-    def event(self, kind: str, **more: Any) -> Event:
-        return {"type": kind, "item_id": self.id, "output_index": self.index, **more}
-
-    @abstractmethod
     def add(self, text: str, logprobs: Logprobs) -> list[Event]:
         """Add text; only a message has log-probabilities."""
-
-    @abstractmethod
-    def done_events(self) -> list[Event]:
-        """The events between the last delta and the end of the item."""
-
-    @abstractmethod
-    def render(self) -> Item:
-        """The item as it is now."""
-
-
-class TextItem(OutputItem):
-    """An item with one part, which is text.
-
-    Attributes:
-        kind, part_kind: what events call its text, and its part.
-        part_type: of its part.
-        place: where events say that its part is.
-        begun: whether it has its part.
-    """
-
-    kind, part_kind, part_type = "output_text", "content_part", "output_text"
-    place: Mapping[str, int] = {"content_index": 0}
-    begun = False
-
-    def begin(self) -> list[Event]:
-        added = super().begin()
-        self.begun = True
-        return [*added, self.part_event("added", part=self.part())]
-
-    def add(self, text: str, logprobs: Logprobs) -> list[Event]:
         self.text += text
-        return [self.text_event("delta", delta=text)]
-
-    def done_events(self) -> list[Event]:
-        return [self.text_event("done", text=self.text), self.part_event("done", part=self.part())]
-
-    def text_event(self, what: str, **more: Any) -> Event:
-        return self.event(f"response.{self.kind}.{what}", **self.place, **more)
-
-    def part_event(self, what: str, **more: Any) -> Event:
-        return self.event(f"response.{self.part_kind}.{what}", **self.place, **more)
-
-    def part(self) -> dict[str, Any]:
-        return {"type": self.part_type, "text": self.text}
-
-
-class MessageItem(TextItem):
-    """The answer's text."""
-
-    id_prefix = "msg"
-
-    def __init__(self, request_id: str, index: int) -> None:
-        super().__init__(request_id, index)
-        self.logprobs: Logprobs = []
-
-    def add(self, text: str, logprobs: Logprobs) -> list[Event]:
         self.logprobs += logprobs
-        return [event | {"logprobs": logprobs} for event in super().add(text, logprobs)]
-
-    def done_events(self) -> list[Event]:
-        text, part = super().done_events()
-        return [text | {"logprobs": self.logprobs}, part]
-
-    def part(self) -> dict[str, Any]:
-        return {"type": "output_text", "annotations": [], "logprobs": [*self.logprobs], "text": self.text}
-
-    def render(self) -> Item:
-        return {
-            "id": self.id,
-            "type": "message",
-            "status": self.status,
-            "content": [self.part()] if self.begun else [],
-            "role": "assistant",
-        }
-
-
-class ReasoningItem(TextItem):
-    """The model's reasoning."""
-
-    id_prefix = "rs"
-    kind = part_type = "reasoning_text"
-    field = "content"
-
-    def render(self) -> Item:
-        parts: dict[str, Any] = {"summary": [], "content": []}
-        parts[self.field] = [self.part()] if self.begun else []
-        return {"id": self.id, "type": "reasoning", "status": self.status, **parts, "encrypted_content": None}
-
-
-class SummaryItem(ReasoningItem):
-    """The model's reasoning, as its own summary: the client asked for one."""
-
-    kind, part_kind, part_type = "reasoning_summary_text", "reasoning_summary_part", "summary_text"
-    place: Mapping[str, int] = {"summary_index": 0}
-    field = "summary"
-
-
-class CallItem(OutputItem):
-    """A call of a function; its text is the arguments, in JSON."""
-
-    id_prefix = "fc"
-
-    def __init__(self, request_id: str, index: int, call_id: str, name: str) -> None:
-        super().__init__(request_id, index)
-        self.call_id = call_id
-        self.name = name
-
-    def add(self, text: str, logprobs: Logprobs) -> list[Event]:
-        self.text += text
-        return [self.event("response.function_call_arguments.delta", delta=text)]
+        return [self.event("delta", delta=text) | self.shown(logprobs)]
 
     def finish(self, status: str) -> list[Event]:
-        return super().finish(status if is_json_text(self.text) else "incomplete")
+        """End the item. Returns its last events. The arguments of an incomplete call are never done: clients
+        would run the call.
+        """
+        is_cut = self.kind == CALL and not is_json_text(self.text)
+        self.status = "incomplete" if is_cut else status
+        done: list[Event] = []
+        if self.kind != CALL:
+            text = self.event("done", text=self.text) | self.shown(self.logprobs)
+            done = [text, self.part_event("done")]
+        elif self.status == "completed":
+            done = [self.event("done", name=self.call[1], arguments=self.text)]
+        return [*done, self.whole_event("done")]
 
-    def done_events(self) -> list[Event]:
-        """The arguments of an incomplete call are never done: clients would run the call."""
-        if self.status != "completed":
-            return []
-        return [self.event("response.function_call_arguments.done", name=self.name, arguments=self.text)]
+    def shown(self, logprobs: Logprobs) -> dict[str, Any]:
+        return {"logprobs": logprobs} if self.kind == MESSAGE else {}
+
+    def whole_event(self, what: str) -> Event:
+        return {
+            "type": f"response.output_item.{what}",
+            "output_index": self.index,
+            "item": self.render(),
+        }
+
+    def event(self, what: str, **more: Any) -> Event:
+        kind = f"response.{self.form.texts}.{what}"
+        return {"type": kind, "item_id": self.id, "output_index": self.index, **self.form.place, **more}
+
+    def part_event(self, what: str) -> Event:
+        return self.event(what, part=self.part()) | {"type": f"response.{self.form.parts}.{what}"}
+
+    def part(self) -> dict[str, Any]:
+        of_message = {"annotations": [], "logprobs": [*self.logprobs]} if self.kind == MESSAGE else {}
+        return {"type": self.form.part_type, **of_message, "text": self.text}
 
     def render(self) -> Item:
-        return {
-            "id": self.id,
-            "type": "function_call",
-            "status": self.status,
-            "arguments": self.text,
-            "call_id": self.call_id,
-            "name": self.name,
-        }
+        """The item as it is now."""
+        head = {"id": self.id, "type": self.kind, "status": self.status}
+        parts = [self.part()] if self.begun else []
+        match self.kind:
+            case "message":
+                return head | {"content": parts, "role": "assistant"}
+            case "function_call":
+                call_id, name = self.call
+                return head | {"arguments": self.text, "call_id": call_id, "name": name}
+        field = "content" if self.kind == "reasoning" else "summary"
+        own = {"summary": [], "content": [], field: parts}
+        return head | {"type": "reasoning", **own, "encrypted_content": None}
 
 
 def item_id(prefix: str, request_id: str, position: int | str) -> str:
@@ -372,35 +322,29 @@ class ResponseObjectRenderer(EventRenderer):
         begin, self.num_shown = self.num_shown, self.choice.text.num_tokens
         has_logprobs = self.answer.rendering.logprobs
         logprobs = chat_logprobs(self.stream, range(begin, self.num_shown)) if has_logprobs else []
-        last = self.output[-1] if self.output else None
-        new: OutputItem | None
         match delta:
             case ContentDelta(text):
-                new = None if isinstance(last, MessageItem) else MessageItem(*self.next_place)
+                kind = MESSAGE
             case ReasoningDelta(text):
-                kind = SummaryItem if self.fields["reasoning"]["summary"] else ReasoningItem
-                new = None if isinstance(last, kind) else kind(*self.next_place)
+                kind = "summary" if self.fields["reasoning"]["summary"] else "reasoning"
             case CallArguments(_, text):
-                new = None
+                kind = CALL
             case CallStart(index, name):
                 assert self.parser is not None
-                return self.begin_item(CallItem(*self.next_place, self.parser.call_id(index), name))
-        begun = self.begin_item(new) if new else []
+                return self.begin_item(CALL, (self.parser.call_id(index), name))
+        is_new = not self.output or self.output[-1].kind != kind
+        begun = self.begin_item(kind) if is_new else []
         return begun + self.output[-1].add(text, logprobs)
 
-    @property
-    def next_place(self) -> tuple[str, int]:
-        return self.answer.request_id, len(self.output)
-
-    def begin_item(self, item: OutputItem) -> list[Event]:
+    def begin_item(self, kind: str, call: tuple[str, str] = ("", "")) -> list[Event]:
         """Begin an item, and end the one before it."""
         ended = self.output[-1].finish("completed") if self.output else []
-        self.output.append(item)
-        return ended + item.begin()
+        self.output.append(OutputItem(kind, self.answer.request_id, len(self.output), call))
+        return ended + self.output[-1].begin()
 
     def last_events(self) -> list[Event]:
         """The end of the last item, an empty message if there is none, and that of the response."""
-        opened = [] if self.output else self.begin_item(MessageItem(*self.next_place))
+        opened = [] if self.output else self.begin_item(MESSAGE)
         ended = self.output[-1].finish("completed" if self.status == "completed" else "incomplete")
         return [*opened, *ended, {"type": ENDS[self.status], "response": self.render()}]
 
