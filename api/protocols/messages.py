@@ -652,9 +652,7 @@ EXAMPLE = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
 
 async def read_message(body: MessagesRequest, context: Context) -> Asked:
     """What a body asks for. Raises ApiError."""
-    chat = await read_messages(body, context.pool)
-    requests = await context.validate(chat.params)
-    return Asked(requests, [chat.prefix], chat.rendering, len(chat.params.text or ""))
+    return await (await read_messages(body, context.pool)).ask(context)
 
 
 MESSAGES = Protocol(

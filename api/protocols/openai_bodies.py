@@ -26,7 +26,6 @@ from api.protocols.protocol import Asked, Context
 from api.requests.chat_prompt import (
     EFFORTS,
     TOOL_PROMPT,
-    Chat,
     ChatMessage,
     FunctionSchema,
     ToolChoice,
@@ -392,6 +391,11 @@ class ChatParams:
     rendering: Rendering
     prefix: str
 
+    async def ask(self, context: Context, **own: Any) -> Asked:
+        """What the chat asks for, with what this API alone has. Raises ApiError."""
+        requests, num_chars = await context.validate(self.params), len(self.params.text or "")
+        return Asked(requests, [self.prefix], self.rendering, num_chars, **own)
+
 
 # --- chats --------------------------------------------------------------------------------------------------
 
@@ -488,15 +492,16 @@ def render_chat(
     if continues and tools is not None and tools.is_forced:
         raise invalid("`continue_final_message` and a forced `tool_choice` exclude each other", "tool_choice")
     template = tokenizer.chat_template
-    chat = Chat(
-        messages=template_messages(body.messages, sees=tokenizer.pictures is not None),
+    return render_prompt(
+        template_messages(body.messages, sees=tokenizer.pictures is not None),
+        template,
+        tokenizer.controls,
         tools=tools,
         tool_prompt=body.tool_prompt,
         variables=reasoning_variables(body.reasoning_effort, body.chat_template_kwargs or {}, template),
         add_generation_prompt=body.add_generation_prompt is not False,
-        continues_final_message=continues,
+        continues=continues,
     )
-    return render_prompt(chat, template, tokenizer.controls)
 
 
 def new_reading(body: ChatRequest, pool: Pool, tools: ToolChoice | None, prompt_end: str) -> Reading | None:
@@ -625,10 +630,9 @@ async def read_completion(body: CompletionRequest, context: Context) -> Asked:
 
 async def read_chat_completion(body: ChatRequest, context: Context) -> Asked:
     """What a body of /v1/chat/completions asks for. Raises ApiError."""
-    chat = await read_chat(body, context.pool)
-    requests = await context.validate(chat.params)
-    check_num_choices(requests, context)
-    return Asked(requests, [chat.prefix], chat.rendering, len(chat.params.text or ""))
+    asked = await (await read_chat(body, context.pool)).ask(context)
+    check_num_choices(asked.requests, context)
+    return asked
 
 
 def check_num_choices(requests: Sequence[Generate], context: Context) -> None:

@@ -410,59 +410,57 @@ def picture_sources(messages: Sequence[ChatMessage]) -> list[PictureSource]:
 # --- prompt -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chat:
-    """What a prompt is rendered from.
+def render_prompt(
+    messages: Sequence[Message],
+    template: ChatTemplate | None,
+    controls: ControlTexts,
+    *,
+    variables: Mapping[str, Any],
+    tools: ToolChoice | None = None,
+    tool_prompt: str | None = None,
+    add_generation_prompt: bool = True,
+    continues: bool = False,
+) -> Rendered:
+    """The text that the model continues. Raises ApiError (422) for errors of the template, too.
 
-    Attributes:
+    Args:
         messages: as `template_messages` makes them.
+        variables: a client's own ones, for the template.
         tools: None where none may be called.
         tool_prompt: text after the tools; TGI's field.
-        variables: a client's own ones, for the template.
         add_generation_prompt: whether the prompt ends with the beginning of the next message.
-        continues_final_message: the last message is continued.
+        continues: the last message is continued.
     """
-
-    messages: Sequence[Message]
-    tools: ToolChoice | None = None
-    tool_prompt: str | None = None
-    variables: Mapping[str, Any]
-    add_generation_prompt: bool = True
-    continues_final_message: bool = False
-
-
-def render_prompt(chat: Chat, template: ChatTemplate | None, controls: ControlTexts) -> Rendered:
-    """The text that the model continues. Raises ApiError (422) for errors of the template, too."""
-    if not chat.messages:
+    if not messages:
         raise invalid("`messages` cannot be empty", "messages")
     if template is None:
         raise template_error("this model has no chat template: use /v1/completions or /generate")
     for name in OWN_VARIABLES:
-        if name in chat.variables:
+        if name in variables:
             raise invalid(f"`chat_template_kwargs` cannot have `{name}`", "chat_template_kwargs")
-    messages: Sequence[Message] = chat.messages
     if "developer" not in template.source:
         messages = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
-    if chat.tools is not None:
-        template = template.for_tools
+    listed: Sequence[Mapping[str, Any]] | None = None
+    text = ""
+    if tools is not None:
+        template, text = template.for_tools, tool_prompt or ""
+        listed = tools.tools if template.takes_tools else None
+        if listed is None:
+            note_missing_tools()
+            shown = json.dumps(tools.tools, ensure_ascii=False, separators=(",", ":"))
+            text = f"{shown}\n{text or TOOL_PROMPT}"
     messages = known_calls(messages, template)
-    tools = chat.tools.tools if chat.tools is not None and template.takes_tools else None
-    text = (chat.tool_prompt or "") if chat.tools is not None else ""
-    if chat.tools is not None and tools is None:
-        note_missing_tools()
-        shown = json.dumps(chat.tools.tools, ensure_ascii=False, separators=(",", ":"))
-        text = f"{shown}\n{text or TOOL_PROMPT}"
     if text:
-        messages = after_last(messages, text) if chat.tool_prompt else before_first(messages, text, template)
-    variables, guard = chat.variables, controls.guard_for([messages, chat.variables, tools], template.source)
+        messages = after_last(messages, text) if tool_prompt else before_first(messages, text, template)
+    guard = controls.guard_for([messages, variables, listed], template.source)
     if guard is not None:
         try:
-            messages, variables, tools = controls.guarded([messages, variables, tools], guard)
+            messages, variables, listed = controls.guarded([messages, variables, listed], guard)
         except RecursionError as error:
             raise template_error("the messages are nested too deeply") from error
-    if chat.continues_final_message:
-        return rendered_text(template.render_open(messages, variables, tools), guard)
-    return rendered_text(template.render(messages, chat.add_generation_prompt, variables, tools), guard)
+    if continues:
+        return rendered_text(template.render_open(messages, variables, listed), guard)
+    return rendered_text(template.render(messages, add_generation_prompt, variables, listed), guard)
 
 
 def after_last(messages: Sequence[Message], text: str) -> list[Message]:

@@ -15,7 +15,6 @@ from api.prompts.chat_template import ChatTemplate
 from api.prompts.control_texts import ControlTexts
 from api.requests.chat_prompt import (
     TOOL_PROMPT,
-    Chat,
     ChatMessage,
     FunctionSchema,
     ToolChoice,
@@ -132,9 +131,7 @@ TEXTS = ChatTemplate(NATIVE.source.replace("c.function.arguments | tojson", "'' 
 
 def prompt(template: ChatTemplate, choice: Any = CHOICE, messages: Any = MESSAGES, **fields: Any) -> str:
     messages = template_messages([ChatMessage.model_validate(one) for one in messages])
-    return render_prompt(
-        Chat(messages=messages, tools=choice, variables={}, **fields), template, ControlTexts()
-    ).text
+    return render_prompt(messages, template, ControlTexts(), tools=choice, variables={}, **fields).text
 
 
 @pytest.mark.parametrize("template", [NATIVE, TEXTS])
