@@ -128,7 +128,7 @@ def check_rank(pool: Pool, adapter: PoolAdapter) -> None:
     """Raises ApiError: 422 if the workers serve no adapters, or none of this rank; 503 without a worker. An
     adapter that was made for another model may fit all the same.
     """
-    most, settings = pool.workers.max_lora_rank, pool.settings
+    (_, most), settings = pool.workers.adapter_room, pool.settings
     if not pool.workers.num_ready:
         raise unavailable("no worker is ready")
     if not pool.workers.holders:

@@ -79,7 +79,7 @@ def adapter_gauges(pool: Pool, load: bytes | None) -> Gauges:
     return {
         catalogue.ADAPTER_ROWS.name: {(name,): float(running) for name, running, _ in busiest},
         catalogue.ADAPTER_WAITING.name: {(name,): float(waiting) for name, _, waiting in busiest},
-        catalogue.MAX_LORAS.name: {(): float(pool.workers.max_loras)},
+        catalogue.MAX_LORAS.name: {(): float(pool.workers.adapter_room[0])},
     }
 
 

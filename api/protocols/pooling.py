@@ -200,7 +200,8 @@ def pooling_of(context: Context) -> PoolingConfig:
     if pool.pooling is None:
         why = f"generates text; with RUNNER=pooling it makes vectors, which {context.route} needs"
         raise invalid(f"`{pool.settings.model_name}` {why}", "model")
-    if pool.workers.kinds and pool.pooling.kind not in pool.workers.kinds:
+    kinds = {worker.pooling for worker in pool.workers.ready}
+    if kinds and pool.pooling.kind not in kinds:
         raise unavailable("no worker that is ready makes vectors or scores")
     return pool.pooling
 

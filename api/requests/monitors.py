@@ -82,17 +82,13 @@ class WorkerMonitor(Monitor):
 
     Attributes:
         ready_s: monotonic time of the last heartbeat of a worker that was ready; None before there was one.
-        max_total_tokens: of the smallest worker; with SCALE_TO_ZERO, until there was one, of the model.
-        vocab_size, dtype: of the logits that workers return; 0 if one of them returns none.
-        pictures: whether one of them computes pictures.
-        smallest: the worker with the smallest KV cache.
+        longest: tokens of a request, until there was a worker; 0 accepts none.
+        ready: what the ready workers say of themselves, as long as there are some.
         state: of the gateway, as its heartbeat shows it: `ready`, `draining`.
         names: incarnations that were there at the last read.
         num_ready: workers that were ready at the last read.
         holders: of those that serve adapters, the adapters that each of them has.
-        max_loras, max_lora_rank: adapters in one step, and their largest rank, that all of these serve.
         pooling: how the pool's model pools; None if it generates.
-        kinds: what ready workers make (`WorkerCapacity.pooling`).
     """
 
     def __init__(
@@ -101,7 +97,7 @@ class WorkerMonitor(Monitor):
         gateway: str,
         settings: Settings,
         num_streams: Callable[[], int],
-        max_total_tokens: int = 0,
+        longest: int = 0,
         pooling: PoolingConfig | None = None,
     ) -> None:
         super().__init__(settings.heartbeat_s, "the workers")
@@ -111,18 +107,12 @@ class WorkerMonitor(Monitor):
         self.num_streams = num_streams
         self.pooling = pooling
         self.ready_s: float | None = None
-        self.max_total_tokens = max_total_tokens
-        self.vocab_size = 0
-        self.dtype = ""
-        self.pictures = False
-        self.smallest: WorkerCapacity | None = None
-        self.kinds: set[str] = set()
+        self.longest = longest
+        self.ready: list[WorkerCapacity] = []
         self.state = "ready"
         self.names: list[str] = []
         self.num_ready = 0
         self.holders: dict[str, HeldAdapters] = {}
-        self.max_loras = 0
-        self.max_lora_rank = 0
 
     async def read(self) -> None:
         """Send one heartbeat, with the number of streams and tasks, and read the workers once."""
@@ -150,16 +140,8 @@ class WorkerMonitor(Monitor):
         self.num_ready = len(ready)
         self.holders = holders
         if ages_s:
-            serving = [one for one in ready if one.max_loras]
-            self.max_loras = min((one.max_loras for one in serving), default=0)
-            self.max_lora_rank = min((one.max_lora_rank for one in serving), default=0)
             self.ready_s = max(self.ready_s or 0.0, time.monotonic() - min(ages_s))
-            self.max_total_tokens = min(worker.max_total_tokens for worker in ready)
-            self.vocab_size = min(worker.vocab_size for worker in ready)
-            self.dtype = ready[0].dtype
-            self.pictures = any(worker.pictures for worker in ready)
-            self.kinds = {worker.pooling for worker in ready}
-            self.smallest = min(ready, key=lambda worker: worker.num_blocks * worker.block_size)
+            self.ready = ready
 
     def check(self) -> None:
         """Raises ApiError (503) if no worker is ready, or was within WORKER_GRACE_S. With SCALE_TO_ZERO none
@@ -185,21 +167,36 @@ class WorkerMonitor(Monitor):
             raise invalid(f"The adapter `{adapter.name}` is not served: {causes[0]}", "model")
 
     @property
+    def max_total_tokens(self) -> int:
+        """Of the smallest worker; with SCALE_TO_ZERO, until there was one, of the model."""
+        return min((worker.max_total_tokens for worker in self.ready), default=self.longest)
+
+    @property
+    def adapter_room(self) -> tuple[int, int]:
+        """Adapters in one step, and their largest rank, that all workers with adapters serve."""
+        serving = [one for one in self.ready if one.max_loras]
+        rank = min((one.max_lora_rank for one in serving), default=0)
+        return min((one.max_loras for one in serving), default=0), rank
+
+    @property
     def limits(self) -> Limits:
         """Limits of a request; valid after `check` succeeded once."""
-        max_total_tokens = min(self.settings.max_total_tokens or self.max_total_tokens, self.max_total_tokens)
-        pooling = self.pooling
+        most_of_all = self.max_total_tokens
+        max_total_tokens = min(self.settings.max_total_tokens or most_of_all, most_of_all)
+        pooling, ready = self.pooling, self.ready
+        smallest = min(ready, key=lambda worker: worker.num_blocks * worker.block_size, default=None)
         most = min(max_total_tokens, pooling.max_tokens) if pooling else max_total_tokens - 1
         max_input_tokens = min(self.settings.max_input_tokens or most, most)
         return Limits(
             max_input_tokens,
             max_total_tokens,
             self.settings,
-            vocab_size=self.vocab_size,
-            dtype=self.dtype,
-            num_blocks=self.smallest.num_blocks if self.smallest else 0,
-            block_size=self.smallest.block_size if self.smallest else 0,
-            pictures=self.pictures or (self.settings.scale_to_zero and self.ready_s is None),
+            vocab_size=min((worker.vocab_size for worker in ready), default=0),
+            dtype=ready[0].dtype if ready else "",
+            num_blocks=smallest.num_blocks if smallest else 0,
+            block_size=smallest.block_size if smallest else 0,
+            pictures=any(worker.pictures for worker in ready)
+            or (self.settings.scale_to_zero and self.ready_s is None),
             model_kind=pooling.label if pooling else "",
         )
 

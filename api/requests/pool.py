@@ -102,7 +102,7 @@ class Pool:
             gateway,
             settings,
             num_streams=lambda: sum(not stream.left for stream in self.relay.streams.values()),
-            max_total_tokens=longest,
+            longest=longest,
             pooling=self.pooling,
         )
         self.adapters = AdapterMonitor(self.client, adapters_of(settings), settings.heartbeat_s)
@@ -144,7 +144,7 @@ class Pool:
     @property
     def shows_pictures(self) -> bool:
         """Whether a request may have pictures."""
-        return self.tokenizer.pictures is not None and self.workers.pictures
+        return self.tokenizer.pictures is not None and any(one.pictures for one in self.workers.ready)
 
     @property
     def task(self) -> str:
