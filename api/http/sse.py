@@ -17,20 +17,17 @@ import sys
 import termios
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from itertools import count
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Generic, TypeVar
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from api.answers.answer import HttpAnswer
 from api.event_loop import Pace
 from common.metrics import catalogue
 from common.process.event_loop import run_until_one_ends, until_beat
 
 T = TypeVar("T")
-S = TypeVar("S")
 
 MAX_ITEMS = 128
 """Items that are rendered before other streams have their turn."""
@@ -105,28 +102,6 @@ class Feed(AsyncIterator[list[T]], Generic[T]):
         raise StopAsyncIteration
 
 
-class MappedFeed(Feed[T], Generic[S, T]):
-    """The results of a function for each item of another feed, and for the `last` items after them."""
-
-    def __init__(self, source: Feed[S], function: Callable[[S], T], last: Sequence[S] = ()) -> None:
-        super().__init__(source.changed)
-        self.source = source
-        self.function = function
-        self.last = last
-
-    def take(self) -> list[T]:
-        items = self.source.take()
-        self.ended = self.source.ended
-        return [*map(self.function, [*items, *self.last] if self.ended else items)]
-
-    @property
-    def is_prepared(self) -> bool:
-        return self.source.is_prepared
-
-    async def prepare(self) -> None:
-        await self.source.prepare()
-
-
 class RestOfFeed(Feed[T]):
     """Another feed without its first `num_seen` items; `prepare` skips those that are ready.
 
@@ -161,18 +136,6 @@ class RestOfFeed(Feed[T]):
 
 
 # --- writing ------------------------------------------------------------------------------------------------
-
-
-Chunk = tuple[int, bytes]
-"""The index of a choice, and the body of a frame."""
-
-
-def sse_frames(answer: HttpAnswer, chunks: Feed[Chunk], last: Sequence[Chunk]) -> Feed[bytes]:
-    """The frames of an answer's chunks, and of the last ones; a frame's id is its number, counted from 1."""
-    if not answer.numbered:
-        return MappedFeed(chunks, lambda chunk: b"data: %b\n\n" % chunk[1], last)
-    ordinals = count(1)
-    return MappedFeed(chunks, lambda chunk: b"id: %d\ndata: %b\n\n" % (next(ordinals), chunk[1]), last)
 
 
 async def keep_raw_send(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:

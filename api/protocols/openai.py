@@ -2,9 +2,10 @@
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import count
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from api.answers.answer import HttpAnswer, Rendering
 from api.answers.chat_answer import (
@@ -32,13 +33,15 @@ from api.answers.stop_holdback import StopHoldback
 from api.errors import Family, failed, openai
 from api.event_loop import offload
 from api.http.openapi import OPENAI, OPENAI_ERRORS, OpenAIError, Shape, event_stream
-from api.http.sse import MAX_ITEMS, Change, Chunk, Feed, sse_frames
+from api.http.sse import MAX_ITEMS, Change, Feed
 from api.json import to_json
 from api.protocols.openai_bodies import ChatRequest, CompletionRequest, read_chat_completion, read_completion
 from api.protocols.protocol import Protocol, Renderer, WholeBody
 from api.streams.stream import Stream, all_outputs, is_absent
 from common.detokenize import Detokenizer
 from common.messages.events import Terminal
+
+T = TypeVar("T")
 
 # --- responses, for /docs -----------------------------------------------------------------------------------
 
@@ -294,14 +297,20 @@ class ChunkRenderer(Renderer):
     """
 
     error: Family = staticmethod(openai)
-    last_chunks: Sequence[Chunk] = [(NO_CHOICE, b"[DONE]")]
+    last_chunks: Sequence[bytes] = [b"[DONE]"]
 
     def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
         super().__init__(answer, streams)
         self.choices = new_choices(answer, streams)
 
     def frames(self) -> Feed[bytes]:
-        return sse_frames(self.answer, ChunkFeed(self), self.last_chunks)
+        """A frame's id is its number, counted from 1."""
+        if not self.answer.numbered:
+            return ChunkFeed(self, lambda _, chunk: b"data: %b\n\n" % chunk, self.last_chunks)
+        ordinals = count(1)
+        return ChunkFeed(
+            self, lambda _, chunk: b"id: %d\ndata: %b\n\n" % (next(ordinals), chunk), self.last_chunks
+        )
 
     @abstractmethod
     def render_next_chunks(self, choice: Choice) -> list[bytes]:
@@ -352,9 +361,9 @@ class ChoicesRenderer(ChunkRenderer):
             self.plain[choice.index] = frame = before, after
         return frame
 
-    def chunks(self) -> Feed[Chunk]:
+    def chunks(self) -> Feed[tuple[int, bytes]]:
         """Lanes are the indices of choices. `[DONE]` is no JSON, and so no frame of a job."""
-        return ChunkFeed(self)
+        return ChunkFeed(self, lambda index, chunk: (index, chunk))
 
     def whole(self) -> WholeBody:
         choices = []
@@ -620,17 +629,24 @@ def prompt_offsets(stream: Stream, text: str) -> list[int]:
 # --- frames -------------------------------------------------------------------------------------------------
 
 
-class ChunkFeed(Feed[Chunk]):
-    """Chunks, each with the index of its choice, until all choices have ended or one has failed.
+class ChunkFeed(Feed[T], Generic[T]):
+    """Chunks of an answer, until all choices have ended or one has failed, and the `last` ones after them.
 
     Choices take turns, a piece each: the order of all chunks depends on the tokens alone.
+
+    Args:
+        shape: makes an item of the index of a choice and its chunk.
     """
 
-    def __init__(self, renderer: ChunkRenderer) -> None:
+    def __init__(
+        self, renderer: ChunkRenderer, shape: Callable[[int, bytes], T], last: Sequence[bytes] = ()
+    ) -> None:
         super().__init__(Change())
         self.renderer = renderer
+        self.shape = shape
+        self.last = last
         self.turns = deque(renderer.choices)
-        self.first: list[Chunk] = [(NO_CHOICE, chunk) for chunk in renderer.render_first_chunks()]
+        self.first = [shape(NO_CHOICE, chunk) for chunk in renderer.render_first_chunks()]
         for choice in renderer.choices:
             choice.stream.changed = self.changed
 
@@ -645,23 +661,22 @@ class ChunkFeed(Feed[Chunk]):
                 num_records = choice.stream.prompt.num_records
                 await offload(num_records, partial(self.renderer.echoed_logprobs, choice))
 
-    def take(self) -> list[Chunk]:
-        turns, render = self.turns, self.renderer.render_next_chunks
+    def take(self) -> list[T]:
+        turns, render, shape = self.turns, self.renderer.render_next_chunks, self.shape
         new, self.first = self.first, []
         while turns and (choice := turns[0]).has_piece:
-            new += [(choice.index, chunk) for chunk in render(choice)]
+            new += [shape(choice.index, chunk) for chunk in render(choice)]
             turns.rotate(-1)
             if choice.ended:
                 turns.pop()
             if len(new) >= MAX_ITEMS:
                 return new
-        if not turns:
-            self.ended = True
-            return [*new, *((NO_CHOICE, chunk) for chunk in self.renderer.render_last_chunks())]
-        if failure := turns[0].stream.terminal:  # a finished choice has a piece: this one failed
-            self.ended = True
-            new.append((NO_CHOICE, self.renderer.render_failure(failure)))
-        return new
+        failure = turns[0].stream.terminal if turns else None  # a finished choice has a piece: it failed
+        if turns and failure is None:
+            return new
+        self.ended = True
+        end = [self.renderer.render_failure(failure)] if failure else self.renderer.render_last_chunks()
+        return [*new, *(shape(NO_CHOICE, chunk) for chunk in (*end, *self.last))]
 
 
 # --- routes -------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from api.http.openapi import (
     event_stream,
     only,
 )
-from api.http.sse import Chunk, Feed, MappedFeed
+from api.http.sse import Feed
 from api.json import json_response, to_json
 from api.protocols.openai import CHAT_COMPLETIONS, COMPLETIONS, Choice, ChunkFeed, ChunkRenderer
 from api.protocols.openai_bodies import OPENAI_FIELDS, ChatRequest, read_chat
@@ -308,11 +308,11 @@ class TextRenderer(ChunkRenderer):
         num_tokens = sum(one.num_tokens for one in ((best, *others) if beams else (best,)))
         return to_json([response] if self.is_listed else response), num_tokens
 
-    def chunks(self) -> Feed[Chunk]:
+    def chunks(self) -> Feed[tuple[int, bytes]]:
         """None with `best_of`, whose best text is known at the end."""
         if len(self.streams) > 1:
             self.choices = []
-        return MappedFeed(ChunkFeed(self), lambda chunk: (0, chunk[1]))
+        return ChunkFeed(self, lambda _, chunk: (0, chunk))
 
     def render_next_chunks(self, choice: Choice) -> list[bytes]:
         stream, text = choice.stream, choice.text

@@ -5,7 +5,6 @@ the Responses API, its items and its events.
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import count
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import orjson
@@ -16,7 +15,7 @@ from api.answers.logprobs import chat_logprobs
 from api.answers.scanner import CallArguments, CallStart, ContentDelta, Delta, ReasoningDelta
 from api.errors import failed
 from api.http.openapi import Shape
-from api.http.sse import Feed, MappedFeed
+from api.http.sse import Feed
 from api.json import to_json
 from api.protocols.openai import Choice, ChunkFeed, ChunkRenderer, new_parser
 from api.protocols.protocol import WholeBody
@@ -46,7 +45,7 @@ class EventRenderer(ChunkRenderer):
 
     def frames(self) -> Feed[bytes]:
         """The first ones are ready before the first token."""
-        return MappedFeed(ChunkFeed(self), itemgetter(1))
+        return ChunkFeed(self, lambda _, chunk: chunk)
 
     def whole(self) -> WholeBody:
         return to_json(self.render_so_far()), self.stream.num_tokens

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from api.answers.answer import HttpAnswer, Rendering
-from api.protocols.openai import ChunkFeed
+from api.http.sse import Feed
 from api.protocols.tgi import TextRenderer
 from api.streams.stream import Stream
 from common.messages.events import Tokens
@@ -23,12 +23,12 @@ from tests.support.sse import data_of
 from tests.support.tokenizer import IM_END, TOKENIZER, ids, model_tokenizer
 
 
-def bodies_of(stream: Stream, with_details: bool = False) -> ChunkFeed:
+def bodies_of(stream: Stream, with_details: bool = False) -> Feed[tuple[int, bytes]]:
     rendering = Rendering(details=with_details)
     answer = HttpAnswer(
         "r", "/generate_stream", True, 0, "m", "f", 1, [b""], [stream.request], [""], rendering
     )
-    return ChunkFeed(TextRenderer(answer, [stream]))
+    return TextRenderer(answer, [stream]).chunks()
 
 
 def described(token_id: int, logprob: float) -> dict[str, Any]:

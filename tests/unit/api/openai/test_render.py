@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from api.answers.answer import HttpAnswer, Rendering
-from api.protocols.openai import PLACE_OF_TEXT, ChatCompletionRenderer, ChunkFeed, CompletionRenderer
+from api.protocols.openai import PLACE_OF_TEXT, ChatCompletionRenderer, CompletionRenderer
 from common.messages.events import Terminal
 from tests.support.events import new_stream
 
@@ -22,7 +22,7 @@ def chunks(
     answer = HttpAnswer("r", "/x", True, 5, PLACE_OF_TEXT, "f", n, [b""], requests, [""], rendering)
     renderer = kind(answer, streams)
     renderer.is_plain = renderer.is_plain and plain
-    feed = ChunkFeed(renderer)
+    feed = renderer.chunks()
     shown: list[tuple[int, bytes]] = []
     for text in TEXTS:
         for stream in streams:
