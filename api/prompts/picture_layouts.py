@@ -6,8 +6,9 @@ picture at them. Each family of models has a layout; `read_layout` reads that of
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,18 +17,6 @@ from common.messages.request import Picture
 from common.model_files import added_tokens, read_json
 from common.pictures import PictureError, Size
 from common.settings.settings import SettingError
-
-
-@dataclass(frozen=True, slots=True)
-class PictureText:
-    """What stands in a prompt for one picture.
-
-    Attributes:
-        text: it has `num_placeholders` times the text of the placeholder.
-    """
-
-    text: str
-    num_placeholders: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +41,7 @@ class PictureLayout:
         """The text that stands for a picture in a prompt without a chat template; it has one marker."""
         return self.placeholder
 
-    def picture_text(self, size: Size, num_pictures: int) -> PictureText:
+    def picture_text(self, size: Size, num_pictures: int) -> str:
         """What stands for a picture in a prompt that has `num_pictures`. Raises PictureError."""
         raise NotImplementedError
 
@@ -72,34 +61,28 @@ class PictureFiles(NamedTuple):
     names: Mapping[str, str]
 
 
-def expanded(text: str, marker: str, pictures: Sequence[PictureText]) -> str:
+def expanded(text: str, marker: str, pictures: Sequence[str]) -> str:
     """A prompt's text with a picture's text in place of each marker. Raises PictureError."""
     parts = text.split(marker)
     if (num_markers := len(parts) - 1) != len(pictures):
         raise PictureError(f"the prompt has {num_markers} times {marker!r} for {len(pictures)} pictures")
-    texts = [picture.text for picture in pictures]
-    return "".join(piece for pair in zip(parts, [*texts, ""], strict=True) for piece in pair)
+    return "".join(piece for pair in zip(parts, [*pictures, ""], strict=True) for piece in pair)
 
 
 def placed(
-    ids: Sequence[int], placeholder_id: int, digests: Sequence[str], pictures: Sequence[PictureText]
+    ids: Sequence[int], layout: PictureLayout, digests: Sequence[str], pictures: Sequence[str]
 ) -> list[Picture]:
-    """Where the pictures' placeholders are in a prompt's ids. Raises PictureError if there are others."""
-    places = [place for place, token_id in enumerate(ids) if token_id == placeholder_id]
-    num_wanted = sum(picture.num_placeholders for picture in pictures)
-    if len(places) != num_wanted:
-        raise PictureError(f"the prompt has {len(places)} placeholders, and its pictures need {num_wanted}")
-    return [*each_placed(places, digests, pictures)]
-
-
-def each_placed(
-    places: Sequence[int], digests: Sequence[str], pictures: Sequence[PictureText]
-) -> Iterator[Picture]:
-    done = 0
-    for digest, picture in zip(digests, pictures, strict=True):
-        first, last = places[done], places[done + picture.num_placeholders - 1]
-        yield Picture(digest, first, last - first + 1)
-        done += picture.num_placeholders
+    """Where the pictures' placeholders are in a prompt's ids, from the text of each. Raises PictureError if
+    there are others.
+    """
+    places = [place for place, token_id in enumerate(ids) if token_id == layout.placeholder_id]
+    numbers = [text.count(layout.placeholder) for text in pictures]
+    if len(places) != sum(numbers):
+        raise PictureError(f"the prompt has {len(places)} placeholders, and its pictures need {sum(numbers)}")
+    return [
+        Picture(digest, places[end - number], places[end - 1] - places[end - number] + 1)
+        for digest, number, end in zip(digests, numbers, accumulate(numbers), strict=True)
+    ]
 
 
 MAX_EDGE = 4096
@@ -126,15 +109,14 @@ class TiledLayout(PictureLayout):
     tile_edge: int
     splits: bool
 
-    def picture_text(self, size: Size, num_pictures: int) -> PictureText:
+    def picture_text(self, size: Size, num_pictures: int) -> str:
         rows, columns = self.tiles(size)
         tile = self.placeholder * self.tokens_per_tile
         lines = [
             "".join(f"{self.around}<row_{row}_col_{column}>{tile}" for column in range(1, columns + 1)) + "\n"
             for row in range(1, rows + 1)
         ]
-        text = "".join(lines) + "\n" * bool(lines) + f"{self.around}{self.whole}{tile}{self.around}"
-        return PictureText(text, (rows * columns + 1) * self.tokens_per_tile)
+        return "".join(lines) + "\n" * bool(lines) + f"{self.around}{self.whole}{tile}{self.around}"
 
     def tiles(self, size: Size) -> Size:
         """Rows and columns; none of a picture that is not cut."""
@@ -217,9 +199,8 @@ class CanvasLayout(PictureLayout):
     def inline(self) -> str:
         return f"{self.placeholder}\n"
 
-    def picture_text(self, size: Size, num_pictures: int) -> PictureText:
-        number = self.num_tiles(size) * self.tokens_per_tile
-        return PictureText(f"{self.begin}{self.placeholder * number}{self.end}", number)
+    def picture_text(self, size: Size, num_pictures: int) -> str:
+        return f"{self.begin}{self.placeholder * (self.num_tiles(size) * self.tokens_per_tile)}{self.end}"
 
     def num_tiles(self, size: Size) -> int:
         if self.max_tiles <= 1:
@@ -284,11 +265,10 @@ class GridLayout(PictureLayout):
     max_tiles: int
     num_dropped: int
 
-    def picture_text(self, size: Size, num_pictures: int) -> PictureText:
+    def picture_text(self, size: Size, num_pictures: int) -> str:
         end_of_picture = 1  # the learned token that ends a row ends a picture that is seen whole only
         number = self.tokens_per_tile + (end_of_picture if num_pictures > 1 else self.num_in_grid(size))
-        number -= self.num_dropped
-        return PictureText(self.placeholder * number, number)
+        return self.placeholder * (number - self.num_dropped)
 
     def num_in_grid(self, size: Size) -> int:
         """Placeholders of a picture's parts: one for each point within it, and one at the end of each row."""
@@ -359,10 +339,9 @@ class PatchLayout(PictureLayout):
     def inline(self) -> str:
         return f"{self.begin}{self.placeholder}{self.end}"
 
-    def picture_text(self, size: Size, num_pictures: int) -> PictureText:
+    def picture_text(self, size: Size, num_pictures: int) -> str:
         height, width = self.resized(size)
-        num_placeholders = (height // self.edge) * (width // self.edge)
-        return PictureText(self.placeholder * num_placeholders, num_placeholders)
+        return self.placeholder * ((height // self.edge) * (width // self.edge))
 
     def resized(self, size: Size) -> Size:
         """The size, in whole squares and within the bounds, that is closest in its ratio."""
@@ -411,9 +390,8 @@ class FixedLayout(PictureLayout):
     def inline(self) -> str:
         return self.begin
 
-    def picture_text(self, size: Size, num_pictures: int) -> PictureText:
-        inner = f"{self.begin}{self.placeholder * self.num_placeholders}{self.end}"
-        return PictureText(f"\n\n{inner}\n\n", self.num_placeholders)
+    def picture_text(self, size: Size, num_pictures: int) -> str:
+        return f"\n\n{self.begin}{self.placeholder * self.num_placeholders}{self.end}\n\n"
 
 
 def fixed_layout(files: PictureFiles) -> FixedLayout:

@@ -18,12 +18,12 @@ import httpcore
 from api.errors import ApiError, asking_broker, invalid, overloaded, quoted
 from api.outbound import DEFAULT_PORTS, PublicHosts, TargetUrl, UrlError, is_address, is_allowed, read_url
 from api.prompts.control_texts import Guarded, Rendered
-from api.prompts.picture_layouts import PictureLayout, PictureText, expanded, placed
+from api.prompts.picture_layouts import PictureLayout, expanded, placed
 from common.broker.keys import Keys
 from common.broker.lua import Args, ScriptCall, call_script
 from common.broker.pool_client import PoolClient
 from common.messages.request import Generate, Picture
-from common.pictures import PictureError, Size, check_pixels, read_size
+from common.pictures import PictureError, check_pixels, read_size
 from common.settings.settings import Settings
 
 PICTURE_TYPES = ("image_url", "input_image", "image")
@@ -208,12 +208,12 @@ class LoadedPicture:
 
     Attributes:
         digest: SHA-256 of its bytes, in hexadecimal digits.
-        size: of the upright picture.
+        text: what stands in the prompt for it.
     """
 
     content: bytes
     digest: str
-    size: Size
+    text: str
 
 
 PICTURE_GONE = "picture_gone"
@@ -222,43 +222,6 @@ HELD_MARGIN_MS = 600_000
 """How much longer than its request a picture is kept if no gateway lives to let go of it: deadlines are told
 by a clock that stops while no batcher works.
 """
-
-
-class PictureKeeper:
-    """Keeps the pictures of one pool, each once."""
-
-    def __init__(self, client: PoolClient, max_bytes: int) -> None:
-        self.client = client
-        self.max_bytes = max_bytes
-
-    async def keep(self, pictures: Iterable[LoadedPicture]) -> None:
-        """Keep pictures for a moment. Raises ApiError: 429, 503."""
-        for picture in {one.digest: one for one in pictures}.values():
-            if await self.offer(picture.digest, b"") == "missing":  # most bytes of a second turn are there
-                outcome = await self.offer(picture.digest, picture.content)
-                if outcome == "full":
-                    raise overloaded(": the pictures of live requests take all room")
-
-    async def offer(self, digest: str, content: bytes) -> str:
-        call = keep_picture(self.client.keys, digest, content=content, max_bytes=self.max_bytes)
-        async with asking_broker():
-            return await self.client.run(call)
-
-    async def hold(self, request: Generate) -> None:
-        """Keep a request's pictures while it lives; called before it is admitted. Raises ApiError (503)."""
-        call = hold_pictures(
-            self.client.keys,
-            request.request_id,
-            digests_of(request),
-            life_ms=request.ttl_ms + HELD_MARGIN_MS,
-        )
-        if not await self.client.run(call):
-            text = "the broker has lost a picture of the request: send it again"
-            raise ApiError(503, PICTURE_GONE, text, code=PICTURE_GONE)
-
-    async def let_go(self, request: Generate) -> None:
-        """A request with pictures has ended. Raises what the broker raises."""
-        await self.client.run(let_go_pictures(self.client.keys, request.request_id, digests_of(request)))
 
 
 def digests_of(request: Generate) -> list[str]:
@@ -317,58 +280,6 @@ MAX_REQUEST_BYTES = 2**27
 """Of all pictures of one prompt: the worker's agent sends them to its engine in one message."""
 
 
-class PictureLoader:
-    """Loads pictures for one gateway."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.fetcher = PictureFetcher(
-            settings.allowed_media_domains, settings.max_picture_bytes, FETCH_TIMEOUT_S
-        )
-        self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="pictures")
-
-    async def load(self, sources: Sequence[PictureSource]) -> list[LoadedPicture]:
-        """The pictures of a prompt. Raises ApiError (422) that names the field of the first one at fault."""
-        most = self.settings.max_pictures
-        if len(sources) > most:
-            field = sources[most].field
-            raise invalid(f"a request may have {most} pictures (MAX_PICTURES). Given: {len(sources)}", field)
-        found = await asyncio.gather(*map(self.load_one, sources), return_exceptions=True)
-        loaded = []
-        for one in found:
-            if isinstance(one, BaseException):
-                raise one
-            loaded.append(one)
-        num_bytes = sum(len(one.content) for one in loaded)
-        if num_bytes > MAX_REQUEST_BYTES:
-            text = f"all pictures of a request have at most {MAX_REQUEST_BYTES} bytes. Given: {num_bytes}"
-            raise invalid(text, sources[-1].field)
-        return loaded
-
-    async def load_one(self, source: PictureSource) -> LoadedPicture:
-        loop = asyncio.get_running_loop()
-        try:
-            if is_data(source.url):
-                return await loop.run_in_executor(self.threads, self.check_data, source.url)
-            content = await self.fetcher.fetch(source.url)
-            return await loop.run_in_executor(self.threads, self.check, content)
-        except PictureError as error:
-            raise invalid(f"`{source.field}` {error}", source.field) from error
-
-    def check_data(self, url: str) -> LoadedPicture:
-        return self.check(read_data(url, self.settings.max_picture_bytes))
-
-    def check(self, content: bytes) -> LoadedPicture:
-        """A picture whose pixels can all be decoded. Raises PictureError."""
-        height, width = read_size(content)
-        if (most := MAX_PIXELS) < height * width:
-            raise PictureError(f"has {width} x {height} pixels: at most {most} are allowed")
-        if not height * width:
-            raise PictureError("has no pixels")
-        check_pixels(content)
-        return LoadedPicture(content, hashlib.sha256(content).hexdigest(), (height, width))
-
-
 def read_data(url: str, max_bytes: int) -> bytes:
     """The bytes in a data: URL. Raises PictureError."""
     head = DATA.match(url)
@@ -391,14 +302,6 @@ def read_data(url: str, max_bytes: int) -> bytes:
     return content
 
 
-def text_of(layout: PictureLayout, picture: LoadedPicture, number: int, field: str) -> PictureText:
-    """What stands in the prompt for one of `number` pictures. Raises ApiError."""
-    try:
-        return layout.picture_text(picture.size, number)
-    except PictureError as error:
-        raise invalid(f"`{field}` {error}", field) from error
-
-
 # --- prompts ------------------------------------------------------------------------------------------------
 
 
@@ -413,26 +316,31 @@ class ShownPictures:
 
     prompt: Rendered
     loaded: Sequence[LoadedPicture]
-    texts: Sequence[PictureText]
-    placeholder_id: int
+    layout: PictureLayout
     field: str
 
     def place(self, ids: Sequence[int]) -> list[Picture]:
         """Where the pictures are in the prompt's ids. Raises ApiError."""
-        digests = [one.digest for one in self.loaded]
+        digests, texts = [one.digest for one in self.loaded], [one.text for one in self.loaded]
         try:
-            return placed(ids, self.placeholder_id, digests, self.texts)
+            return placed(ids, self.layout, digests, texts)
         except PictureError as error:
             raise invalid(f"`{self.field}`: {error}", self.field) from error
 
 
 class PicturePrompts:
-    """Shows the model of one pool the pictures of prompts."""
+    """Shows the model of one pool the pictures of prompts, and keeps them, each once."""
 
     def __init__(self, client: PoolClient, settings: Settings, layout: PictureLayout | None) -> None:
+        self.client = client
+        self.settings = settings
         self.layout = layout
-        self.loader = PictureLoader(settings)
-        self.keeper = PictureKeeper(client, MAX_KEPT_BYTES)
+        self.fetcher = PictureFetcher(
+            settings.allowed_media_domains, settings.max_picture_bytes, FETCH_TIMEOUT_S
+        )
+        self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="pictures")
+
+    # --- show -----------------------------------------------------------------------------------------------
 
     async def show(
         self, prompt: Rendered, sources: Sequence[PictureSource], field: str, sees: bool
@@ -446,16 +354,12 @@ class PicturePrompts:
         layout, first = self.layout, sources[0].field
         if layout is None or not sees:
             raise invalid(f"`{first}` is a picture: this model takes text only", first)
-        loaded = await self.loader.load(sources)
-        texts = [
-            text_of(layout, one, len(loaded), source.field)
-            for one, source in zip(loaded, sources, strict=True)
-        ]
+        loaded = await self.load(sources, layout)
         try:
-            shown = with_texts(prompt, layout.marker, texts)
+            shown = with_texts(prompt, layout.marker, [one.text for one in loaded])
         except PictureError as error:
             raise invalid(f"`{field}`: {error}", field) from error
-        return ShownPictures(shown, loaded, texts, layout.placeholder_id, field)
+        return ShownPictures(shown, loaded, layout, field)
 
     def inline(self, text: str, field: str) -> tuple[str, list[PictureSource]]:
         """A text with markers in place of TGI's `![](URL)`, and these pictures. For a model that sees none
@@ -467,8 +371,82 @@ class PicturePrompts:
         marked = "".join(before + self.layout.inline * bool(url) for before, url in parts)
         return marked, [PictureSource(url, field) for _, url in parts if url]
 
+    # --- load -----------------------------------------------------------------------------------------------
 
-def with_texts(prompt: Rendered, marker: str, texts: Sequence[PictureText]) -> Rendered:
+    async def load(self, sources: Sequence[PictureSource], layout: PictureLayout) -> list[LoadedPicture]:
+        """The pictures of a prompt. Raises ApiError (422) that names the field of the first one at fault."""
+        number, most = len(sources), self.settings.max_pictures
+        if number > most:
+            field = sources[most].field
+            raise invalid(f"a request may have {most} pictures (MAX_PICTURES). Given: {number}", field)
+        loading = (self.load_one(source, number, layout) for source in sources)
+        found = await asyncio.gather(*loading, return_exceptions=True)
+        loaded = []
+        for one in found:
+            if isinstance(one, BaseException):
+                raise one
+            loaded.append(one)
+        num_bytes = sum(len(one.content) for one in loaded)
+        if num_bytes > MAX_REQUEST_BYTES:
+            text = f"all pictures of a request have at most {MAX_REQUEST_BYTES} bytes. Given: {num_bytes}"
+            raise invalid(text, sources[-1].field)
+        return loaded
+
+    async def load_one(self, source: PictureSource, number: int, layout: PictureLayout) -> LoadedPicture:
+        """One of `number` pictures of a prompt, all of whose pixels can be decoded. Raises ApiError."""
+        is_own = is_data(source.url)
+
+        def check(content: bytes) -> LoadedPicture:
+            if is_own:
+                content = read_data(source.url, self.settings.max_picture_bytes)
+            height, width = read_size(content)
+            if (most := MAX_PIXELS) < height * width:
+                raise PictureError(f"has {width} x {height} pixels: at most {most} are allowed")
+            if not height * width:
+                raise PictureError("has no pixels")
+            check_pixels(content)
+            text = layout.picture_text((height, width), number)
+            return LoadedPicture(content, hashlib.sha256(content).hexdigest(), text)
+
+        try:
+            content = b"" if is_own else await self.fetcher.fetch(source.url)
+            return await asyncio.get_running_loop().run_in_executor(self.threads, check, content)
+        except PictureError as error:
+            raise invalid(f"`{source.field}` {error}", source.field) from error
+
+    # --- keep -----------------------------------------------------------------------------------------------
+
+    async def keep(self, pictures: Iterable[LoadedPicture]) -> None:
+        """Keep pictures for a moment. Raises ApiError: 429, 503."""
+        for picture in {one.digest: one for one in pictures}.values():
+            if await self.offer(picture.digest, b"") == "missing":  # most bytes of a second turn are there
+                outcome = await self.offer(picture.digest, picture.content)
+                if outcome == "full":
+                    raise overloaded(": the pictures of live requests take all room")
+
+    async def offer(self, digest: str, content: bytes) -> str:
+        call = keep_picture(self.client.keys, digest, content=content, max_bytes=MAX_KEPT_BYTES)
+        async with asking_broker():
+            return await self.client.run(call)
+
+    async def hold(self, request: Generate) -> None:
+        """Keep a request's pictures while it lives; called before it is admitted. Raises ApiError (503)."""
+        call = hold_pictures(
+            self.client.keys,
+            request.request_id,
+            digests_of(request),
+            life_ms=request.ttl_ms + HELD_MARGIN_MS,
+        )
+        if not await self.client.run(call):
+            text = "the broker has lost a picture of the request: send it again"
+            raise ApiError(503, PICTURE_GONE, text, code=PICTURE_GONE)
+
+    async def let_go(self, request: Generate) -> None:
+        """A request with pictures has ended. Raises what the broker raises."""
+        await self.client.run(let_go_pictures(self.client.keys, request.request_id, digests_of(request)))
+
+
+def with_texts(prompt: Rendered, marker: str, texts: Sequence[str]) -> Rendered:
     """A prompt with pictures' texts in place of markers; what a client wrote is none. Raises PictureError."""
     if prompt.guarded is None:
         return Rendered(expanded(prompt.text, marker, texts))

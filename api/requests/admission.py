@@ -18,7 +18,7 @@ from api.errors import ApiError, broker_errors, conflict, insufficient_quota, in
 from api.event_loop import Policy, attempt, fail_fast, retry_forever
 from api.http.auth import KeyRing
 from api.http.body import Repeated
-from api.prompts.pictures import PictureKeeper
+from api.prompts.pictures import PicturePrompts
 from api.prompts.tokenizer import ModelTokenizer
 from api.requests import metrics, request_scripts
 from api.requests.metrics import seconds_to_next_month
@@ -70,7 +70,7 @@ class Admission:
         relay: Relay,
         workers: WorkerMonitor,
         batcher: BatcherMonitor,
-        pictures: PictureKeeper,
+        pictures: PicturePrompts,
     ) -> None:
         self.client = client
         self.gateway = gateway

@@ -117,7 +117,7 @@ class Pool:
             relay=self.relay,
             workers=self.workers,
             batcher=self.batcher,
-            pictures=self.pictures.keeper,
+            pictures=self.pictures,
         )
 
     @contextlib.asynccontextmanager

@@ -207,7 +207,7 @@ async def validate(
         params, shown = await show_pictures(params, limits, pictures)
         requests = await make_requests(params, limits, tokenizer, shown)
         if shown is not None:
-            await pictures.keeper.keep(shown.loaded)
+            await pictures.keep(shown.loaded)
         return requests
 
 

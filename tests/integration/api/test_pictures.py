@@ -377,7 +377,7 @@ async def test_a_picture_that_the_broker_loses_before_admission_is_asked_for_aga
 ) -> None:
     make_processor("qwen2_vl", tmp_path)
     async with showing(broker.url, tmp_path, Answer([40])) as (worker, gateway, client):
-        hold = gateway.pool.pictures.keeper.hold
+        hold = gateway.pool.pictures.hold
 
         async def lose(request: Generate) -> None:
             await worker.redis.delete(*(KEYS.picture(one.digest) for one in request.pictures))

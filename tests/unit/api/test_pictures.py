@@ -54,7 +54,7 @@ def sizes_of(seed: int, most: int = 640) -> list[Size]:
 def our_ids(processor: Any, layout: PictureLayout, text: str, sizes: list[Size]) -> list[int]:
     pictures = [layout.picture_text(size, len(sizes)) for size in sizes]
     found: list[int] = processor.tokenizer(expanded(text, layout.marker, pictures))["input_ids"]
-    spans = placed(found, layout.placeholder_id, ["digest"] * len(sizes), pictures)
+    spans = placed(found, layout, ["digest"] * len(sizes), pictures)
     assert [found[one.start] for one in spans] == [layout.placeholder_id] * len(sizes)
     assert sum(one.num_tokens for one in spans) >= found.count(layout.placeholder_id)
     return found
@@ -99,7 +99,7 @@ def test_a_prompt_has_a_marker_for_each_picture_and_no_other_placeholder(made: C
         expanded(layout.inline * 2, layout.marker, [picture])
     ids = processor.tokenizer(layout.inline + picture.text)["input_ids"]
     with pytest.raises(PictureError, match="the prompt has 5 placeholders, and its pictures need 4"):
-        placed(ids, layout.placeholder_id, ["digest"], [picture])
+        placed(ids, layout, ["digest"], [picture])
 
 
 def test_the_placeholder_is_the_one_of_the_config_or_has_the_usual_text(tmp_path: Path) -> None:
