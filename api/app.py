@@ -33,7 +33,7 @@ from api.admin.routes_health import router as health
 from api.admin.routes_manage import router as manage
 from api.admin.routes_metrics import router as metrics
 from api.admin.routes_usage import router as usage
-from api.event_loop import Turns, background_task, offload
+from api.event_loop import Turns, background_task
 from api.handover.answer_socket import give_answer_socket
 from api.handover.draining import Draining, DrainingServer, check_serving
 from api.handover.heir import Heir
@@ -56,7 +56,7 @@ from api.http.request_trace import trace_request
 from api.http.sse import UNREAD, UnreadAnswers, keep_raw_send
 from api.jobs.batch_run import BatchRunner
 from api.jobs.consumer import JobConsumer
-from api.jobs.files import FileStore, open_store
+from api.jobs.files import open_store
 from api.jobs.routes_batches import router as batches
 from api.models import detokenize_router as detokenize
 from api.models import models_router as models
@@ -66,13 +66,13 @@ from api.prompts.tokenizer import ModelTokenizer
 from api.protocols.kserve import info_router as kserve_info
 from api.protocols.kserve import ready_router as kserve_ready
 from api.protocols.messages import router as count_tokens
+from api.protocols.responses import read_response, render_response
 from api.protocols.stored_responses import router as stored_responses
 from api.protocols.table import hint, make_router, protocol_at
 from api.protocols.tgi import info_router as info
-from api.protocols.typed_events import ResponseObjectRenderer
 from api.requests.metrics import count_arrival, count_error
 from api.requests.pool import Pool, PoolRegistry, load_tokenizer
-from api.resume import attach
+from api.resume.attach import Admitted
 from api.resume.inherit import write_inherited
 from api.resume.look_up import ask_broker
 from api.resume.replay import check_repeated, replay
@@ -142,28 +142,20 @@ class Gateway:
         """Serve while the context is open. Other pools are closed first, the gateway's own last."""
         with contextlib.suppress(*ERRORS):
             await self.keys.refresh(self.pool.client)
+        files, jobs = self.files, self.job_consumer
+        batches = background_task(BatchRunner(files, jobs).run()) if files else contextlib.nullcontext()
         async with (
             background_task(self.unread.watch()),
             self.pool.running(),
             background_task(self.keys.watch(self.pool.client, self.end_requests)),
-            background_task(self.job_consumer.run()),
+            background_task(jobs.run()),
             background_task(self.webhooks.run()),
-            serving_batches(self.files, self.job_consumer),
+            batches,
             contextlib.aclosing(self.pools),
             background_task(self.pools.run()),
             background_task(collect_garbage(lambda: len(self.pool.relay.streams))),
         ):
             yield self
-
-
-@contextlib.asynccontextmanager
-async def serving_batches(files: FileStore | None, consumer: JobConsumer) -> AsyncIterator[None]:
-    """Serve batches while the context is open, where there is a place for files."""
-    if files is None:
-        yield
-        return
-    async with background_task(BatchRunner(files, consumer).run()):
-        yield
 
 
 # --- response status ----------------------------------------------------------------------------------------
@@ -175,12 +167,9 @@ async def ended_status(pools: PoolRegistry, response_id: str) -> str:
     found = await ask_broker(pools, broker_url(own.settings), [own.settings.pool], request_id)
     if found is None or found.answer.response is None:
         return ""
-    [stream] = await attach.read_committed(own, found.answer, found.channel)
-    if stream.terminal is None:
-        return ""
-    renderer = ResponseObjectRenderer(found.answer, [stream])
-    status: str = (await offload(stream.num_records, renderer.render_so_far))["status"]
-    return status
+    stored = Admitted(own, found.answer, found.channel)
+    stream = await read_response(stored)
+    return (await render_response(stored, stream))["status"] if stream.terminal else ""
 
 
 # --- application --------------------------------------------------------------------------------------------

@@ -43,11 +43,6 @@ async def attempt(step: Callable[[], Awaitable[Result]], policy: Policy) -> Resu
             await policy(error)
 
 
-async def fail_fast(error: Exception) -> None:
-    """Policy of a client that waits for an answer: the first failure is the result."""
-    raise error
-
-
 async def retry_forever(error: Exception) -> None:
     """Policy of a step that must be done, however long the broker is away."""
     log.debug("retrying after: %s", describe_error(error))

@@ -10,7 +10,7 @@ import resource
 import socket
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Protocol
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -60,32 +60,6 @@ class LimitedConnection(Protocol):
         """Close the connection, which has no request."""
 
 
-class IdleConnections:
-    """Connections without a request; those that have waited longest come first."""
-
-    def __init__(self) -> None:
-        self.connections: OrderedDict[LimitedConnection, None] = OrderedDict()
-        self.by_address: dict[str, OrderedDict[LimitedConnection, None]] = {}
-
-    def add(self, connection: LimitedConnection) -> None:
-        self.connections[connection] = None
-        self.by_address.setdefault(connection.address, OrderedDict())[connection] = None
-
-    def discard(self, connection: LimitedConnection) -> None:
-        if connection in self.connections:
-            del self.connections[connection]
-            of_address = self.by_address[connection.address]
-            del of_address[connection]
-            if not of_address:
-                del self.by_address[connection.address]
-
-    def oldest(self, address: str | None = None) -> LimitedConnection | None:
-        """The one that has waited longest, of all or of one address."""
-        if address is None:
-            return next(iter(self.connections), None)
-        return next(iter(self.by_address.get(address, ())), None)
-
-
 class ConnectionLimits:
     """The connections of one gateway, and their bounds.
 
@@ -93,7 +67,7 @@ class ConnectionLimits:
         timeouts_s: how long a client may take for each part of a request.
         regular, reserved: open connections within the limits, and those for health and metrics.
         num_by_address: number of the regular ones.
-        idle, idle_reserved: those of each that have no request.
+        idle, idle_reserved: those of each that have no request; those that have waited longest come first.
         num_cuts: cuts since the last log line, by their cause (CAUSES).
     """
 
@@ -105,8 +79,8 @@ class ConnectionLimits:
         self.regular: set[LimitedConnection] = set()
         self.reserved: set[LimitedConnection] = set()
         self.num_by_address: Counter[str] = Counter()
-        self.idle = IdleConnections()
-        self.idle_reserved = IdleConnections()
+        self.idle: OrderedDict[LimitedConnection, None] = OrderedDict()
+        self.idle_reserved: OrderedDict[LimitedConnection, None] = OrderedDict()
         self.num_cuts: Counter[str] = Counter()
         self.logged_s: dict[str, float] = {}
 
@@ -116,25 +90,26 @@ class ConnectionLimits:
         """
         address = connection.address
         if self.num_by_address[address] >= self.max_per_address:
-            self.make_room("address", self.idle.oldest(address))
+            self.make_room("address", (one for one in self.idle if one.address == address))
         elif len(self.regular) >= self.max_connections:
-            self.make_room("total", self.idle.oldest())
+            self.make_room("total", self.idle)
         if self.num_by_address[address] < self.max_per_address and len(self.regular) < self.max_connections:
             self.regular.add(connection)
             self.num_by_address[address] += 1
-            self.idle.add(connection)
+            self.idle[connection] = None
             return True
         if len(self.reserved) >= NUM_RESERVED:
-            self.make_room("reserved", self.idle_reserved.oldest() or connection)
+            self.make_room("reserved", [*self.idle_reserved, connection])
         self.reserved.add(connection)
-        self.idle_reserved.add(connection)
+        self.idle_reserved[connection] = None
         return False
 
-    def make_room(self, cause: str, idle: LimitedConnection | None) -> None:
+    def make_room(self, cause: str, idle: Iterable[LimitedConnection]) -> None:
+        """Close the one that has waited longest, if there is one."""
         self.count_cut(cause)
-        if idle is not None:
-            self.close(idle)
-            idle.close_idle()
+        if (oldest := next(iter(idle), None)) is not None:
+            self.close(oldest)
+            oldest.close_idle()
 
     def close(self, connection: LimitedConnection) -> None:
         """Count a connection no more."""
@@ -148,13 +123,13 @@ class ConnectionLimits:
 
     def set_busy(self, connection: LimitedConnection) -> None:
         """Note that a connection has a request: it is not closed before the answer."""
-        self.idle.discard(connection)
-        self.idle_reserved.discard(connection)
+        self.idle.pop(connection, None)
+        self.idle_reserved.pop(connection, None)
 
     def set_idle(self, connection: LimitedConnection) -> None:
         """Note that a connection waits for its next request; a reserved one is closed instead."""
         if connection in self.regular:
-            self.idle.add(connection)
+            self.idle[connection] = None
         else:
             connection.close_idle()
 

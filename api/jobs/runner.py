@@ -201,7 +201,7 @@ class JobRun:
         """Admit a request once there is room for it. Raises ApiError."""
         if len(encode(stream.request)) > self.pool.settings.max_queued_bytes:
             raise overloaded()
-        if await self.admission.admit(stream, self.wait, charge):
+        if await attempt(lambda: self.admission.admit(stream, charge), self.wait):
             await self.subscribe_first_channel(stream)
         self.relay.filler.request_fill([stream])
 

@@ -5,7 +5,7 @@ A template is a program of the model's makers: it runs in Jinja's sandbox and se
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -187,41 +187,38 @@ class ChatTemplate:
         """Whether arguments of earlier calls must be JSON texts, because the template refuses objects or
         writes them as Python does.
         """
-        try:
-            return str(ARGUMENTS) in self.render(earlier_call(ARGUMENTS), False, {})
-        except ApiError:
-            pass
-        try:
-            self.render(earlier_call(json.dumps(ARGUMENTS)), False, {})
-        except ApiError:
-            return False
-        return True
+        shown = self.tried(self.show, earlier_call(ARGUMENTS))
+        if shown is not None:
+            return str(ARGUMENTS) in shown
+        return self.tried(self.show, earlier_call(json.dumps(ARGUMENTS))) is not None
 
     @cached_property
     def takes_parts(self) -> bool:
         """Whether a content may be a list of parts, of which `{"type": "image"}` is a picture."""
         picture, text = {"type": "image"}, {"type": "text", "text": PROBE}
-        try:
-            shown, alone = (self.fill(probe_chat([*parts, text])) for parts in ([picture], []))
-        except ApiError:
-            return False
-        return PROBE in shown and f"'{PROBE}'" not in shown and shown != alone
+        shown, alone = (self.tried(self.fill, probe_chat([*parts, text])) for parts in ([picture], []))
+        return PROBE in (shown or "") and f"'{PROBE}'" not in (shown or "") and alone not in (None, shown)
 
     @cached_property
     def takes_system(self) -> bool:
         """Whether the first message may be the system's."""
-        try:
-            return PROBE in self.render([{"role": "system", "content": PROBE}, *probe_chat("?")], False, {})
-        except ApiError:
-            return False
+        chat = [{"role": "system", "content": PROBE}, *probe_chat("?")]
+        return PROBE in (self.tried(self.show, chat) or "")
 
     @cached_property
     def takes_texts(self) -> bool:
         """Whether a content may be a text."""
+        return PROBE in (self.tried(self.fill, probe_chat(PROBE)) or "")
+
+    def tried(self, render: Callable[[Sequence[Message]], str], messages: Sequence[Message]) -> str | None:
+        """What comes of messages; None if the template refuses them."""
         try:
-            return PROBE in self.fill(probe_chat(PROBE))
+            return render(messages)
         except ApiError:
-            return False
+            return None
+
+    def show(self, messages: Sequence[Message]) -> str:
+        return self.render(messages, False, {})
 
     def with_pictures(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Messages as the template of a model that sees takes them."""

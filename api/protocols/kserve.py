@@ -29,12 +29,11 @@ from api.protocols.tgi import (
     GenerateParameters,
     GenerateRequest,
     TextRenderer,
-    check_best_of,
     rank,
     render_details,
     render_token,
     render_top_tokens,
-    with_own_seeds,
+    validate,
 )
 from api.requests.fields import DETACHED, RESUME_S, SEEDS, Listed, Strict, Whole, least, optional, ranged
 from api.requests.service_terms import pools_of
@@ -419,15 +418,13 @@ async def choices(params: GenerationParams, context: Context) -> list[Generate]:
     ApiError (422).
     """
     check_no_logits(params)
-    check_best_of(params, context.pool.workers.limits, context.streamed)
     if params.beams is not None:
         if context.streamed:
             raise invalid(
                 "`beam_width` is served whole on …/generate: its texts come at the end", "beam_width"
             )
         params = replace(params, beams=replace(params.beams, num_returned=1))
-    requests = await context.validate(params)
-    return with_own_seeds(requests, context.seed) if params.n > 1 else requests
+    return await validate(params, context)
 
 
 MODEL_PARAMETER = {

@@ -375,13 +375,13 @@ async def find_response(request: Request, response_id: str) -> StoredResponse | 
     return StoredResponse(*admitted)
 
 
-async def read_response(stored: StoredResponse) -> Stream:
+async def read_response(stored: Admitted) -> Stream:
     """The response's stream, with what is committed so far. Raises ApiError (503)."""
     [stream] = await attach.read_committed(*stored)
     return stream
 
 
-async def render_response(stored: StoredResponse, stream: Stream) -> dict[str, Any]:
+async def render_response(stored: Admitted, stream: Stream) -> dict[str, Any]:
     """The response object with what is committed so far."""
     renderer = ResponseObjectRenderer(stored.answer, [stream])
     return await offload(stream.num_records, renderer.render_so_far)

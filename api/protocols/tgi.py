@@ -418,6 +418,13 @@ def check_best_of(params: GenerationParams, limits: Limits, streamed: bool) -> N
         raise invalid(f"`best_of` must be 1 when logits are returned. Given: {params.n}", "best_of")
 
 
+async def validate(params: GenerationParams, context: Context) -> list[Generate]:
+    """The requests of one prompt: several with `best_of`. Raises ApiError."""
+    check_best_of(params, context.pool.workers.limits, context.streamed)
+    requests = await context.validate(params)
+    return with_own_seeds(requests, context.seed) if params.n > 1 else requests
+
+
 def with_own_seeds(requests: Sequence[Generate], seed: int | None = None) -> list[Generate]:
     """The requests, each with a seed of its own: a random one, or one that follows from `seed`. The seed in
     the response samples the best text again, without `best_of`.
@@ -446,9 +453,7 @@ async def read_generate(body: GenerateRequest, context: Context) -> Asked:
     """
     parameters = body.parameters or GenerateParameters()
     params = body.generation_params(context.streamed)
-    check_best_of(params, context.pool.workers.limits, context.streamed)
-    requests = await context.validate(params)
-    requests = with_own_seeds(requests, context.seed) if params.n > 1 else requests
+    requests = await validate(params, context)
     full_text = parameters.return_full_text
     if full_text is None:
         full_text = isinstance(body, CompatGenerateRequest)

@@ -15,7 +15,7 @@ from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionEr
 
 from api.answers.answer import AnswerTerms, HttpAnswer
 from api.errors import ApiError, broker_errors, conflict, insufficient_quota, invalid, overloaded, unavailable
-from api.event_loop import Policy, attempt, fail_fast, retry_forever
+from api.event_loop import attempt, retry_forever
 from api.http.auth import KeyRing
 from api.http.body import Repeated
 from api.prompts.pictures import PicturePrompts
@@ -164,7 +164,7 @@ class Admission:
         stream = new_stream(request, self.tokenizer, answer)
         with broker_errors():
             try:
-                was_there = await self.admit(stream, fail_fast, charge)
+                was_there = await self.admit(stream, charge)
             except (ApiError, *NOT_EXECUTED) as error:
                 self.relay.remove(stream)
                 if may_repeat and isinstance(error, ApiError) and error.status == 409:
@@ -178,12 +178,10 @@ class Admission:
             raise Repeated(request.request_id)
         return stream
 
-    async def admit(self, stream: Stream, policy: Policy, charge: KeyCharge | None) -> bool:
-        """Put a stream's request on the queue; the policy decides what happens while that fails. Returns
-        whether it was there before.
-        """
+    async def admit(self, stream: Stream, charge: KeyCharge | None) -> bool:
+        """Put a stream's request on the queue. Returns whether it was there. Raises as `admit_once`."""
         self.relay.add(stream)
-        reply = await attempt(lambda: self.admit_once(stream.request, stream.answer, charge), policy)
+        reply = await self.admit_once(stream.request, stream.answer, charge)
         self.relay.note_admitted(stream)
         if charge is not None:
             stream.limit_headers = limit_headers(charge.key, reply.left)

@@ -14,9 +14,10 @@ from api.errors import ApiError, asking_broker, unavailable
 from api.event_loop import offload
 from api.http.body import REPLAYED, Repeated, check_same, idempotency_key, noted_digest, read_bytes
 from api.http.middleware import CountError, handle_api_error, handle_disconnect
-from api.json import to_json
+from api.json import json_response
+from api.protocols.responses import read_response, render_response
 from api.protocols.table import protocol_of
-from api.protocols.typed_events import ResponseObjectRenderer, fields_of
+from api.protocols.typed_events import fields_of
 from api.requests.metrics import total_headers
 from api.requests.pool import Pool
 from api.requests.request_scripts import delete_ended
@@ -104,9 +105,7 @@ def lost() -> ApiError:
 
 async def respond_with_state(admitted: Admitted) -> Response:
     """A response that is made in the background, with what is committed so far. Raises ApiError (503)."""
-    [stream] = await attach.read_committed(*admitted)
-    rendered = ResponseObjectRenderer(admitted.answer, [stream]).render_so_far()
-    return Response(to_json(rendered), 200, media_type="application/json")
+    return json_response(await render_response(admitted, await read_response(admitted)))
 
 
 async def wait_for_end(pool: Pool, answer: HttpAnswer) -> None:
