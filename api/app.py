@@ -38,21 +38,22 @@ from api.handover.answer_socket import give_answer_socket
 from api.handover.draining import Draining, DrainingServer, check_serving
 from api.handover.heir import Heir
 from api.handover.keeper_channel import KeeperChannel, inherited_channel
-from api.http.access_log import AccessLog, AuditLog
 from api.http.auth import LOCAL_ORIGINS, KeyRing, check_admin, check_key
 from api.http.body import Repeated
 from api.http.connection_limits import LIMITS, ConnectionLimits, raise_file_limit
 from api.http.middleware import (
     MAX_ARRIVALS,
+    AccessLog,
+    AuditLog,
     Middleware,
     around,
     error_handlers,
     give_request_id,
     note_arrival,
+    trace_request,
 )
 from api.http.openapi import TAGS, build_document, introduction
 from api.http.protocol import UNREADABLE, HttpProtocol, InheritedConnection
-from api.http.request_trace import trace_request
 from api.http.sse import UNREAD, UnreadAnswers, keep_raw_send
 from api.jobs.batch_run import BatchRunner
 from api.jobs.consumer import JobConsumer

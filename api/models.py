@@ -28,7 +28,7 @@ from api.http.openapi import (
     only,
 )
 from api.json import json_response, list_to_json, to_json
-from api.prompts.control_texts import Rendered
+from api.prompts.chat_template import Rendered
 from api.prompts.tokenizer import ModelTokenizer, utf8_size
 from api.protocols.openai_bodies import ChatRequest, read_chat
 from api.protocols.tgi import TokenizeRequest

@@ -10,8 +10,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
 
 from api.errors import ApiError
-from api.http.access_log import AccessLog
 from api.http.auth import check_admin, check_key
+from api.http.middleware import AccessLog
 from api.http.openapi import HEALTH, TGI_ERRORS, ErrorResponse, Shape, answer, error_responses
 from api.json import fresh_json
 from api.requests.service_terms import pools_of

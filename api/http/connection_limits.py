@@ -16,8 +16,7 @@ from typing import Any, Protocol
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.errors import ApiError
-from api.http.access_log import PROBES
-from api.http.middleware import error_response
+from api.http.middleware import PROBES, error_response
 from api.protocols.protocol import errors_of
 from common.metrics import catalogue
 

@@ -1,15 +1,22 @@
-"""Middlewares: what HTTP requests pass on their way to an application; here they get their ids, and their
-arrival is counted. Exceptions of routes become error responses of the route's API family.
+"""Middlewares: what HTTP requests pass on their way to an application. They get their ids here, their arrival
+is counted, the access log has their lines, and traces their spans. Exceptions of routes become error
+responses of the route's API family.
 
 A request id is in the header `x-request-id` of the response, in log lines and in Redis. If a client sends an
 id, the response echoes that one; inside the fleet the request has the gateway's id.
 """
 
 import logging
+import sys
+import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import Any, Self
 
 from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import MutableHeaders
@@ -19,15 +26,34 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.answers.answer import AnswerTrace, HttpAnswer
 from api.errors import ADMITTED, ApiError, Family, anthropic, cut, internal_error, invalid
 from api.event_loop import Turns
-from api.http.access_log import note_refusal
+from api.http.auth import API_KEY
 from api.json import to_json
-from api.protocols.protocol import ROW, Protocol, asks_for_tokens, errors_of
+from api.protocols.protocol import ROW, Protocol, asks_for_tokens, errors_of, row_of
 from api.requests.service_terms import REQUEST_ID_HEADER, client_request_id
-from common.process.logs import REQUEST_ID
+from api.streams.stream import Stream
+from common import tracing
+from common.messages.events import Terminal
+from common.messages.request import Generate
+from common.metrics import catalogue
+from common.process.logs import REQUEST_ID, TRACEPARENT
+from common.settings.settings import SettingError, Settings
+from common.tracing import (
+    Attributes,
+    Kind,
+    SpanEvent,
+    TraceSpan,
+    Value,
+    derive_span,
+    derive_trace_id,
+    ids_of,
+    span_name,
+)
 
 log = logging.getLogger(__name__)
+access_log = logging.getLogger("api.http.access_log")
 
 Middleware = Callable[[ASGIApp, Scope, Receive, Send], Awaitable[None]]
 """Handles an HTTP request by calling the application that it is given."""
@@ -174,3 +200,520 @@ def error_handlers(count: CountError) -> dict[int | type[Exception], Any]:
         ClientDisconnect: handle_disconnect,
         Exception: handle_crash,
     }
+
+
+# --- access log ---------------------------------------------------------------------------------------------
+# One line for each request at its end, with fields. It never has a word of a prompt or an answer, nor a key.
+# Probes and the page's own requests have no line. The audit log has each of these lines, refusals and actions
+# of administrators too, and leaves none out: who asked for what, when, and what came of it, as one JSON
+# object a line.
+
+
+ACCESS = "access"
+"""Key of a request's state: its AccessRecord."""
+PROBES = ("/health", "/ping", "/livez", "/readyz", "/load", "/metrics")
+"""Paths of health and metrics."""
+POLLED = ("/", *PROBES, "/fleet", "/v2/health/live")
+"""Paths that monitors, load balancers and the page get again and again: they have no line."""
+PAGE = "/page/"
+INTERVAL_S = 1.0
+
+MAX_BYTES, MAX_OLDER_FILES = 100 * 2**20, 10
+"""Of a file, and how many are kept beside it."""
+
+STDOUT = "-"
+COPIED = (
+    *("key", "tenant", "client", "request_id", "model", "class", "prompt_tokens", "cached_tokens"),
+    *("completion_tokens", "choices", "reason"),
+)
+"""Fields of the access log that a line repeats. `error` may have a client's words, and is not there."""
+
+Noted = str | int | float
+
+
+class AuditLog:
+    """The audit log of one gateway."""
+
+    def __init__(self, handler: logging.Handler) -> None:
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        self.handler = handler
+
+    @classmethod
+    def open(cls, settings: Settings, gateway: str) -> "AuditLog | None":
+        """The log that AUDIT_LOG names; None for none. Raises SettingError."""
+        name = settings.audit_log
+        if not name:
+            return None
+        if name == STDOUT:
+            return cls(logging.StreamHandler(sys.stdout))
+        path = Path(name)
+        own = path.with_name(f"{path.stem}.{gateway.partition('-')[0]}{path.suffix}")
+        try:
+            file = RotatingFileHandler(own, maxBytes=MAX_BYTES, backupCount=MAX_OLDER_FILES, encoding="utf-8")
+            return cls(file)
+        except OSError as error:
+            raise SettingError("audit_log", f"{own} cannot be written: {error.strerror}") from error
+
+    def write(self, started_s: float, line: Mapping[str, Noted], path: str) -> None:
+        """Write the line of a request, which has begun at this time (monotonic) and ends now.
+
+        Args:
+            line: its fields in the access log.
+        """
+        now_s = time.time()
+        begun_s = now_s - (time.monotonic() - started_s)
+        first_s = line.get("first_token_s")
+        fields: dict[str, object] = {
+            "begun": iso(begun_s),
+            "first_token": iso(begun_s + float(first_s)) if first_s is not None else None,
+            "ended": iso(now_s),
+            "method": line["method"],
+            "route": line["route"],
+            "path": path,
+            "status": line["status"],
+        }
+        fields |= {name: line.get(name) for name in COPIED}
+        text = to_json({name: value for name, value in fields.items() if value is not None}).decode()
+        self.handler.handle(logging.LogRecord(access_log.name, logging.INFO, "", 0, text, None, None))
+
+    def close(self) -> None:
+        self.handler.close()
+
+
+def iso(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="milliseconds")
+
+
+class AccessRecord:
+    """What the access log says of one request, as far as it is known.
+
+    Attributes:
+        fields: in the order of the line; those of the request come first, then those of its answer.
+        path: that the client sent.
+        goes_on: whether another gateway goes on with the request: that one logs its end.
+    """
+
+    def __init__(self, method: str, route: str, path: str = "") -> None:
+        self.started_s = time.monotonic()
+        self.method = method
+        self.route = route
+        self.path = path
+        self.status = 0
+        self.fields: dict[str, Noted] = {}
+        self.goes_on = False
+
+    def note(self, fields: Mapping[str, Noted | None]) -> None:
+        """Add fields, but those that are None or empty."""
+        self.fields |= {name: value for name, value in fields.items() if value not in (None, "")}
+
+    def line(self) -> dict[str, Noted]:
+        first: dict[str, Noted] = {"method": self.method, "route": self.route, "status": self.status}
+        return first | self.fields | {"total_s": round(time.monotonic() - self.started_s, 3)}
+
+
+class AccessLog:
+    """The access log of one gateway, which writes at most `rate` lines in a second; 0 writes none.
+
+    Attributes:
+        audit: gets every line, whatever the rate; None for none.
+        load: requests for tokens that the gateway has, from their arrival to the last byte of their answers.
+        num_left_out: requests without a line, since the last line that gave their number.
+    """
+
+    def __init__(self, rate: int, audit: AuditLog | None = None) -> None:
+        self.rate = rate
+        self.audit = audit
+        self.load = 0
+        self.num_left_out = 0
+        self.num_written = 0
+        self.interval_end_s = 0.0
+
+    async def log_request(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Middleware: log a request at its end, and count it in `load` until then."""
+        record = AccessRecord(scope["method"], "", cut(scope["path"]))
+        scope["state"][ACCESS] = record
+        is_load = asks_for_tokens(scope)
+        client, _ = scope["client"] or ("", 0)
+        record.note({"request_id": scope["state"]["request_id"], "client": client})
+
+        async def send_noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+            await send(message)
+
+        self.load += is_load
+        try:
+            await app(scope, receive, send_noted)
+        except Exception:
+            record.status = record.status or 500
+            raise
+        finally:
+            self.load -= is_load
+            known: str | None = getattr(scope.get("route"), "path", None)  # with names for its parts
+            record.route = record.route or known or cut(scope["path"])
+            if (api_key := scope["state"].get(API_KEY)) is not None:
+                record.note({"key": api_key.key_id, "tenant": api_key.tenant})
+            path, is_read = scope["path"], scope["method"] in ("GET", "HEAD")
+            if not (is_read and (path in POLLED or path.startswith(PAGE))):
+                self.write(record)
+
+    def write(self, record: AccessRecord) -> None:
+        """Write the line of a request that has ended; beyond `rate` lines count it only."""
+        if self.audit is not None and not record.goes_on:
+            self.audit.write(record.started_s, record.line(), record.path)
+        if not self.rate or record.goes_on or not access_log.isEnabledFor(logging.INFO):
+            return
+        now_s = time.monotonic()
+        if now_s >= self.interval_end_s:
+            self.interval_end_s, self.num_written = now_s + INTERVAL_S, 0
+            if self.num_left_out:
+                access_log.info(
+                    "%d requests have no line: ACCESS_LOG_RATE is %d", self.num_left_out, self.rate
+                )
+                self.num_left_out = 0
+        if self.num_written >= self.rate:
+            self.num_left_out += 1
+            return
+        self.num_written += 1
+        access_log.info("access", extra={"fields": record.line()})
+
+
+def access_of(scope: Scope) -> AccessRecord | None:
+    record: AccessRecord | None = scope["state"].get(ACCESS)
+    return record
+
+
+def note_refusal(scope: Scope, error_type: str) -> None:
+    """Note why a request is refused. The text of the error may repeat what the client wrote."""
+    if (record := access_of(scope)) is not None:
+        record.note({"reason": error_type})
+
+
+# --- traces -------------------------------------------------------------------------------------------------
+# The two outer spans of a request are made at the gateway that serves it: its own, by the conventions of HTTP
+# or of messaging; and the generation in it, with TGI's name of the route and the conventions of GenAI. The
+# span `send_generation` is from the first token that a gateway had until its client has all bytes.
+
+
+TRACE = "trace"
+"""Key of a request's state: its RequestTrace."""
+ROOT, GENERATION = "request", "generation"
+"""What the two spans are about, for their ids."""
+
+
+class RequestTrace:
+    """A trace that is sampled, and one request in it.
+
+    Attributes:
+        request: the outer span's name, as `traceparent`, and the id of its own parent.
+        generation: the inner span's.
+        attributes, events, generation_attributes: what is known so far.
+        error, generation_error: why they failed.
+        goes_on: whether another gateway goes on with the request: it ends the spans.
+    """
+
+    def __init__(self, start: AnswerTrace, name: str, kind: Kind, inner_name: str) -> None:
+        self.start = start
+        self.name = name
+        self.kind = kind
+        self.inner_name = inner_name
+        self.generation = derive_span(start.root, GENERATION)
+        self.attributes: dict[str, Value] = {}
+        self.events: list[SpanEvent] = []
+        self.generation_attributes: dict[str, Value] = {}
+        self.error = ""
+        self.generation_error = ""
+        self.goes_on = False
+
+    @classmethod
+    def begin(
+        cls,
+        key: str,
+        headers: dict[str, str],
+        *,
+        name: str,
+        kind: Kind,
+        inner_name: str,
+        attributes: Attributes,
+        started_ns: int = 0,
+    ) -> Self | None:
+        """The trace that the headers name, or else a new one; None if it is not sampled. `key` is the
+        request's: all who begin its trace give its spans the same ids.
+        """
+        sampled = tracing.is_on() and tracing.exporter.sample(
+            headers, derive_trace_id(key), name, kind, attributes
+        )
+        if not sampled:
+            return None
+        trace_id, parent_id = sampled
+        root = derive_span(span_name(trace_id, parent_id or "0" * 16), ROOT, key)
+        made = cls(AnswerTrace(root, parent_id, started_ns or time.time_ns()), name, kind, inner_name)
+        made.attributes |= attributes
+        return made
+
+    def add_event(self, name: str, attributes: Attributes) -> None:
+        self.events.append(SpanEvent(time.time_ns(), name, attributes))
+
+    def finish(self) -> None:
+        """Export both spans, which end now."""
+        if self.goes_on:
+            return
+        now_ns, (_, root_id) = time.time_ns(), ids_of(self.start.root)
+        inner = TraceSpan(
+            self.generation,
+            self.inner_name,
+            self.start.started_ns,
+            now_ns,
+            root_id,
+            attributes=self.generation_attributes,
+            error=self.generation_error,
+        )
+        outer = TraceSpan(
+            self.start.root,
+            self.name,
+            self.start.started_ns,
+            now_ns,
+            self.start.parent_id,
+            self.kind,
+            self.attributes,
+            self.events,
+            error=self.error,
+        )
+        tracing.export(inner, outer)
+
+
+def trace_of(scope: Scope) -> RequestTrace | None:
+    trace: RequestTrace | None = scope["state"].get(TRACE)
+    return trace
+
+
+async def trace_request(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Trace a request for tokens, from here to the last byte of its answer."""
+    row = row_of(scope)
+    trace = None
+    if row is not None and asks_for_tokens(scope):
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        trace = RequestTrace.begin(
+            scope["state"]["request_id"],
+            headers,
+            name=f"POST {scope['path']}",
+            kind="SERVER",
+            inner_name=row.span,
+            attributes=http_attributes(scope, headers),
+        )
+    if trace is None:
+        await app(scope, receive, send)
+        return
+    scope["state"][TRACE] = trace
+    TRACEPARENT.set(trace.generation)
+
+    async def send_noted(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            note_status(trace, message["status"])
+        await send(message)
+
+    try:
+        await app(scope, receive, send_noted)
+    except Exception as error:
+        note_status(trace, 500)
+        trace.error = trace.generation_error = type(error).__name__
+        raise
+    finally:
+        trace.finish()
+
+
+def inherit_trace(scope: Scope, answer: HttpAnswer, span: str) -> None:
+    """Go on with the trace of an answer of a gateway that has ended; its two spans are ended here. `span` is
+    the name of the inner one.
+    """
+    if answer.trace is None or not tracing.is_on():
+        return
+    route = answer.route
+    trace = RequestTrace(answer.trace, f"POST {route}", "SERVER", span)
+    trace.attributes |= http_attributes({**scope, "path": route}, {})
+    trace.add_event("inherited", {})
+    note_status(trace, 200)
+    scope["state"][TRACE] = trace
+    TRACEPARENT.set(trace.generation)
+
+
+def http_attributes(scope: Scope, headers: dict[str, str]) -> dict[str, Value]:
+    """What is known of an HTTP request at its beginning, by OpenTelemetry's conventions."""
+    known: dict[str, Value | None] = {
+        "http.request.method": scope["method"],
+        "http.route": scope["path"],
+        "url.path": scope["path"],
+        "url.scheme": scope["scheme"],
+        "network.protocol.version": scope["http_version"],
+        "user_agent.original": headers.get("user-agent"),
+        "tokenfleet.request.id": scope["state"]["request_id"],
+    }
+    for name, pair in (("client", scope["client"]), ("server", scope["server"])):
+        if pair:
+            known |= {f"{name}.address": pair[0], f"{name}.port": pair[1]}
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def note_status(trace: RequestTrace, status: int) -> None:
+    """Note the status of a response; from 500 on the server has failed."""
+    trace.attributes["http.response.status_code"] = status
+    if status >= 400:
+        trace.attributes["error.type"] = str(status)
+        trace.generation_error = f"HTTP {status}"
+    if status >= 500:
+        trace.error = f"HTTP {status}"
+
+
+# --- answers ------------------------------------------------------------------------------------------------
+
+
+PROVIDER = "tokenfleet"
+SENT = "send_generation"
+
+
+def traced(answer: HttpAnswer, trace: RequestTrace | None, operation: str) -> HttpAnswer:
+    """The answer with the trace of its request, so that its requests and its other gateways go on with it."""
+    if trace is None:
+        return answer
+    trace.generation_attributes |= request_attributes(answer, operation)
+    requests = [replace(request, traceparent=trace.generation) for request in answer.requests]
+    return replace(answer, requests=requests, trace=trace.start)
+
+
+def request_attributes(answer: HttpAnswer, operation: str) -> dict[str, Value]:
+    first = answer.requests[0]
+    return {
+        **generation_attributes(first, operation, answer.model),
+        "gen_ai.request.choice.count": answer.n,
+        "gen_ai.request.stream": answer.streamed,
+        "gen_ai.response.id": answer.request_id,
+        "gen_ai.output.type": "json" if answer.rendering.is_json else "text",
+    }
+
+
+def generation_attributes(request: Generate, operation: str, model: str) -> dict[str, Value]:
+    """What was asked for, by the conventions of GenAI; prompts and answers are never part of a trace."""
+    known: dict[str, Value] = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": model,
+        "gen_ai.response.model": model,
+        "gen_ai.request.max_tokens": request.stopping.max_new_tokens,
+        "tokenfleet.service_class": request.service_class,
+    }
+    if request.stopping.stop:
+        known["gen_ai.request.stop_sequences"] = request.stopping.stop
+    sampling = request.sampling
+    if sampling is None:
+        return known | {"gen_ai.request.temperature": 0.0}
+    return known | {
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.top_k": sampling.top_k,
+        "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
+        "gen_ai.request.presence_penalty": sampling.presence_penalty,
+        "gen_ai.request.seed": sampling.seed,
+    }
+
+
+def response_attributes(streams: Sequence[Stream]) -> dict[str, Value]:
+    """What has come of all choices."""
+    reasons = [stream.terminal.reason if stream.terminal else "cancelled" for stream in streams]
+    prompts = {stream.request.prompt_ids for stream in streams}
+    known: dict[str, Value] = {
+        "gen_ai.usage.input_tokens": sum(map(len, prompts)) // 4,
+        "gen_ai.usage.output_tokens": sum(stream.num_tokens for stream in streams),
+        "gen_ai.usage.cache_read.input_tokens": streams[0].num_cached,
+        "gen_ai.response.finish_reasons": reasons,
+    }
+    if first_s := first_token_s(streams):
+        started_s = min(stream.times.started_s for stream in streams)
+        known["gen_ai.response.time_to_first_chunk"] = first_s - started_s
+    return known
+
+
+def first_token_s(streams: Sequence[Stream]) -> float:
+    """Monotonic time of the first token of all choices; 0 before it."""
+    return min((stream.times.first_token_s for stream in streams if stream.times.first_token_s), default=0.0)
+
+
+def end_answer(
+    scope: Scope, answer: HttpAnswer, streams: Sequence[Stream], reader: int, goes_on: bool
+) -> None:
+    """Note what has come of an answer whose client has all of it or has gone, and export `send_generation`.
+
+    Args:
+        goes_on: whether another gateway goes on with it.
+    """
+    traceparent = answer.requests[0].traceparent
+    if not traceparent:
+        return
+    if (trace := trace_of(scope)) is not None:
+        note_answer(trace, streams, goes_on)
+    if first_s := first_token_s(streams):
+        export_sent(traceparent, first_s, reader, goes_on, streams[0].request.gateway)
+
+
+def note_answer(trace: RequestTrace, streams: Sequence[Stream], goes_on: bool = False) -> None:
+    trace.goes_on = goes_on
+    trace.generation_attributes |= response_attributes(streams)
+    failures = (stream.terminal.error for stream in streams if stream.terminal and not stream.finished)
+    trace.generation_error = next(failures, trace.generation_error)
+
+
+def export_sent(traceparent: str, first_s: float, reader: int, goes_on: bool, gateway: str) -> None:
+    """Export the span of one reader of an answer, with a link to that of the reader before it."""
+    now_ns = time.time_ns()
+    start_ns = now_ns - round(1e9 * (time.monotonic() - first_s))
+    before = [derive_span(traceparent, SENT, str(reader - 1))] if reader else []
+    tracing.export(
+        TraceSpan(
+            derive_span(traceparent, SENT, str(reader)),
+            SENT,
+            start_ns,
+            now_ns,
+            ids_of(traceparent)[1],
+            attributes={"tokenfleet.gateway": gateway, "tokenfleet.goes_on_elsewhere": goes_on},
+            links=before,
+        )
+    )
+
+
+# --- ends of answers ----------------------------------------------------------------------------------------
+
+
+def note_streams(record: AccessRecord, model: str, streams: Sequence[Stream], left: str) -> None:
+    """Note what has come of all choices. `left` is the reason of one that has not ended."""
+    request = streams[0].request
+    first_s = first_token_s(streams)
+    queued = [stream.times.placed_s - stream.times.started_s for stream in streams if stream.times.placed_s]
+    reasons = dict.fromkeys(reason_of(stream.terminal) if stream.terminal else left for stream in streams)
+    failures = (stream.terminal.error for stream in streams if stream.terminal and not stream.finished)
+    record.note(
+        {
+            "model": model,
+            "key": request.key_id,
+            "tenant": request.tenant,
+            "class": request.service_class,
+            "prompt_tokens": sum(map(len, {stream.request.prompt_ids for stream in streams})) // 4,
+            "cached_tokens": streams[0].num_cached,
+            "completion_tokens": sum(one.num_tokens for stream in streams for one in stream.outputs),
+            "choices": len(streams) if len(streams) > 1 else None,
+            "queue_s": round(max(queued), 3) if queued else None,
+            "first_token_s": round(first_s - record.started_s, 3) if first_s else None,
+            "reason": ",".join(reasons),
+            "error": next(failures, None),
+        }
+    )
+
+
+def count_longest(streams: Sequence[Stream]) -> None:
+    """Count the tokens of the longest choice of an answer, if all have finished."""
+    if all(stream.finished for stream in streams):
+        lengths = (one.num_tokens for stream in streams for one in stream.outputs)
+        catalogue.LONGEST_CHOICE.observe(max(lengths))
+
+
+def reason_of(terminal: Terminal) -> str:
+    """Why an answer ended; of one that failed, the type of its error, as its client reads it."""
+    return terminal.error_type or "generation" if terminal.reason == "error" else terminal.reason

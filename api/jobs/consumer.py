@@ -16,8 +16,8 @@ from redis.exceptions import ResponseError
 
 from api.errors import ApiError, conflict, internal_error, overloaded
 from api.event_loop import offload, repeat_forever
-from api.http.access_log import AccessLog
 from api.http.auth import POLL_S, unauthorized
+from api.http.middleware import AccessLog
 from api.jobs import scripts as job_scripts
 from api.jobs.job import Job, read_job, with_webhook
 from api.jobs.records import JobRecords, cancel_job

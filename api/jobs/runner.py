@@ -16,8 +16,14 @@ from api.errors import (
     overloaded,
 )
 from api.event_loop import RETRY_PAUSE_S, attempt, offload
-from api.http.access_log import AccessLog, AccessRecord
-from api.http.request_trace import RequestTrace, count_longest, note_answer, note_streams
+from api.http.middleware import (
+    AccessLog,
+    AccessRecord,
+    RequestTrace,
+    count_longest,
+    note_answer,
+    note_streams,
+)
 from api.jobs.job import Job, left_ms, waiting_turn
 from api.jobs.records import ending_of
 from api.jobs.reply import Frame, Reply

@@ -13,7 +13,7 @@ from api.answers.answer import AnswerTerms, HttpAnswer
 from api.errors import cut, internal_error, invalid, model_not_found, quoted
 from api.event_loop import offload
 from api.http.body import parse_body
-from api.http.request_trace import RequestTrace, generation_attributes
+from api.http.middleware import RequestTrace, generation_attributes
 from api.jobs import scripts as job_scripts
 from api.jobs.job import Job, content_of
 from api.json import to_json

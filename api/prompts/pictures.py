@@ -17,7 +17,7 @@ import httpcore
 
 from api.errors import ApiError, asking_broker, invalid, overloaded, quoted
 from api.outbound import DEFAULT_PORTS, PublicHosts, TargetUrl, UrlError, is_address, is_allowed, read_url
-from api.prompts.control_texts import Guarded, Rendered
+from api.prompts.chat_template import Guarded, Rendered
 from api.prompts.picture_layouts import PictureLayout, expanded, placed
 from common.broker.keys import Keys
 from common.broker.lua import Args, ScriptCall, call_script

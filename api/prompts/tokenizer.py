@@ -20,8 +20,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from api.event_loop import LONG_SIZE
-from api.prompts.chat_template import ChatTemplate
-from api.prompts.control_texts import ControlTexts, PlainCopy, Rendered, control_texts
+from api.prompts.chat_template import ChatTemplate, ControlTexts, PlainCopy, Rendered, control_texts
 from api.prompts.picture_layouts import PictureLayout, read_layout
 from common import model_files
 from common.process.machine import num_cores

@@ -20,7 +20,7 @@ from api.event_loop import Pace, offload
 from api.grammar.compile import Grammar, describes_json
 from api.grammar.read import FIELDS, read_grammar
 from api.http.body import UnsupportedFields, reject_unsupported
-from api.prompts.control_texts import Rendered
+from api.prompts.chat_template import Rendered
 from api.prompts.tokenizer import ModelTokenizer
 from api.protocols.protocol import Asked, Context
 from api.requests.chat_prompt import (

@@ -17,7 +17,7 @@ from api.event_loop import Pace
 from api.http.body import reject_unsupported
 from api.http.openapi import OPENAI_ERRORS, POOLING, Responses, Shape, only
 from api.json import to_json
-from api.prompts.control_texts import Rendered
+from api.prompts.chat_template import Rendered
 from api.protocols.openai_bodies import Prompt, read_prompts
 from api.protocols.protocol import Asked, Context, Protocol, Renderer, WholeBody
 from api.requests.fields import (

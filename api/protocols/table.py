@@ -18,7 +18,7 @@ from api.event_loop import offload
 from api.http import body
 from api.http.auth import key_of
 from api.http.body import idempotency_key, noted_digest
-from api.http.request_trace import trace_of, traced
+from api.http.middleware import trace_of, traced
 from api.protocols.kserve import KSERVE_GENERATE, KSERVE_GENERATE_STREAM, KSERVE_INFER
 from api.protocols.messages import MESSAGES
 from api.protocols.openai import CHAT_COMPLETIONS, COMPLETIONS

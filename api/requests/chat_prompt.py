@@ -28,8 +28,15 @@ from api.grammar.check import can_begin
 from api.grammar.compile import CompiledGrammar, Grammar, compile_grammar
 from api.grammar.force import CallChoice, after_thinking, call_grammar, either
 from api.json import parse_text
-from api.prompts.chat_template import OWN_VARIABLES, PICTURE, ChatTemplate, template_error
-from api.prompts.control_texts import ControlTexts, Rendered, rendered_text
+from api.prompts.chat_template import (
+    OWN_VARIABLES,
+    PICTURE,
+    ChatTemplate,
+    ControlTexts,
+    Rendered,
+    rendered_text,
+    template_error,
+)
 from api.prompts.pictures import PictureSource, is_picture, read_part, unknown_part
 from api.prompts.tokenizer import ModelTokenizer
 from api.requests.fields import Listed, Strict, optional, with_one_error

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from api.errors import ApiError, invalid, quoted, too_long, unavailable
 from api.event_loop import offload
 from api.grammar.compile import CompiledGrammar, Grammar, compile_grammar
-from api.prompts.control_texts import Guarded, Rendered
+from api.prompts.chat_template import Guarded, Rendered
 from api.prompts.pictures import PicturePrompts, PictureSource, ShownPictures
 from api.prompts.tokenizer import ModelTokenizer
 from common import tracing

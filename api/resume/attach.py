@@ -22,7 +22,7 @@ from api.requests.pool import Pool, PoolRegistry
 from api.requests.request_scripts import address
 from api.requests.service_terms import owner_of, pools_of
 from api.resume.look_up import look_up
-from api.streams.fill import Filler, Sources, supersede
+from api.streams.relay import Filler, Sources, supersede
 from api.streams.stream import Stream, new_stream
 from common.ids import REQUEST_ID
 from common.messages.codec import encode

@@ -15,8 +15,7 @@ from api.answers.answer import HttpAnswer, read_answer
 from api.errors import ApiError, asking_broker, tgi
 from api.event_loop import RETRY_PAUSE_S, attempt
 from api.handover.heir import INHERITED
-from api.http.middleware import error_response
-from api.http.request_trace import inherit_trace, trace_of
+from api.http.middleware import error_response, inherit_trace, trace_of
 from api.http.sse import CYCLE
 from api.protocols.table import protocol_of
 from api.requests.pool import Pool, PoolRegistry

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from starlette.types import Receive, Scope, Send
 
-from api.http.request_trace import count_longest, end_answer
+from api.http.middleware import count_longest, end_answer
 from api.http.sse import COMMENT_AMONG_IDS, MAX_ITEMS, SSE_HEADERS, UNREAD, Change, Feed, FeedResponse, Unread
 from api.resume import attach
 from api.resume.rest import Rest

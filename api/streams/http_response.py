@@ -19,9 +19,7 @@ from api.answers.answer import AnswerTerms, HttpAnswer
 from api.errors import failed
 from api.event_loop import offload
 from api.handover.answer_socket import flush_socket, probe_client, socket_of
-from api.http.access_log import access_of
-from api.http.middleware import STREAM_PATH
-from api.http.request_trace import count_longest, end_answer, note_streams
+from api.http.middleware import STREAM_PATH, access_of, count_longest, end_answer, note_streams
 from api.http.sse import (
     COMMENT,
     COMMENT_AMONG_IDS,

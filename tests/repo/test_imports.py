@@ -105,8 +105,7 @@ WAIT_FOR = "asyncio.wait_for"
 OWN_CLOCK = re.compile(r"(datetime\.)?(datetime|date)\.(now|utcnow|today)|time\.(time|time_ns)")
 USES_OWN_CLOCK = {
     "common/broker/pool_client.py",  # before the first look at the broker's
-    *("common/tracing.py", "api/http/request_trace.py", "api/http/request_trace.py"),
-    *("api/http/access_log.py", "api/models.py", "common/adapters.py"),  # for people
+    *("common/tracing.py", "api/http/middleware.py", "api/models.py", "common/adapters.py"),  # for people
     "api/prompts/chat_template.py",  # today's date in a prompt, as transformers has it
     "deploy/launcher/embedded_broker.py",  # beside the time of a file of this machine
 }

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from api.http import access_log
-from api.http.access_log import AuditLog
+from api.http import middleware
+from api.http.middleware import AuditLog
 from common.messages.request import Generate
 from common.process.logs import JsonFormatter, TextFormatter
 from common.settings.settings import SettingError, Settings
@@ -146,7 +146,7 @@ async def test_a_client_that_leaves_has_a_line_that_says_so(broker: Broker, line
 async def test_probes_metrics_and_the_page_have_no_line(broker: Broker, lines: Lines) -> None:
     """Whoever waits for a fleet asks ten times a second."""
     async with answering(broker.url, scripted) as (_, _, client):
-        for path in (*access_log.POLLED, "/page/page.js"):
+        for path in (*middleware.POLLED, "/page/page.js"):
             assert (await client.get(path)).status_code in (200, 503)
         await client.get("/v1/models")
         assert (await lines.one())["route"] == "/v1/models"
@@ -227,8 +227,8 @@ def write(audit: AuditLog | None, number: int) -> None:
 
 
 def test_a_file_that_is_full_is_kept_beside_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("api.http.access_log.MAX_BYTES", 400)
-    monkeypatch.setattr("api.http.access_log.MAX_OLDER_FILES", 2)
+    monkeypatch.setattr("api.http.middleware.MAX_BYTES", 400)
+    monkeypatch.setattr("api.http.middleware.MAX_OLDER_FILES", 2)
     audit = AuditLog.open(Settings(audit_log=str(tmp_path / "a.log")), "g1-abc")
     for number in range(20):
         write(audit, number)

@@ -10,8 +10,15 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from api.errors import ApiError
-from api.prompts.chat_template import ChatTemplate
-from api.prompts.control_texts import GUARDS, ControlTexts, Guarded, PlainCopy, control_texts, rendered_text
+from api.prompts.chat_template import (
+    GUARDS,
+    ChatTemplate,
+    ControlTexts,
+    Guarded,
+    PlainCopy,
+    control_texts,
+    rendered_text,
+)
 from tests.support.source_tree import ROOT
 from tests.support.tokenizer import IM_END, TOKENIZER, model_tokenizer
 

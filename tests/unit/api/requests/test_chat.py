@@ -11,8 +11,7 @@ from api.answers.answer import Reading
 from api.errors import ApiError
 from api.grammar.check import byte_tokenizer
 from api.grammar.compile import CompiledGrammar, Grammar
-from api.prompts.chat_template import ChatTemplate
-from api.prompts.control_texts import ControlTexts
+from api.prompts.chat_template import ChatTemplate, ControlTexts
 from api.requests.chat_prompt import (
     TOOL_PROMPT,
     ChatMessage,

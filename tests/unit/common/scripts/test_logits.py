@@ -5,7 +5,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from api.streams.fill import read_logits
+from api.streams.relay import read_logits
 from common.broker.lua import run_script
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode

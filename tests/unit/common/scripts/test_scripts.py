@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 
 from api.requests import request_scripts
 from api.requests.request_scripts import AdmitReply, AttachReply
-from api.streams.fill import read_tails
+from api.streams.relay import read_tails
 from batcher import batcher_scripts
 from batcher.batcher_scripts import PlanReply, SavedRequest
 from batcher.recovery import read_saved

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
 from api.requests.metrics import month_begin, month_name
-from api.streams.fill import read_logits
+from api.streams.relay import read_logits
 from common.broker.committed import read
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
