@@ -35,7 +35,7 @@ from api.protocols.tgi import TokenizeRequest
 from api.requests.fields import Listed, Strict, Whole, optional
 from api.requests.pool import Pool, names_own
 from api.requests.service_terms import own_pool, pool_for, pools_of, read_body
-from api.requests.validate import GenerationParams, check, show_pictures
+from api.requests.validate import GenerationParams, check, check_ids, show_pictures
 from common.adapters import PoolAdapter
 
 MODEL = Shape(
@@ -275,10 +275,7 @@ async def detokenize(request: Request) -> Response:
 
 def decode(ids: Sequence[int], tokenizer: ModelTokenizer) -> str:
     """The text of token ids. Raises ApiError for those beyond the vocabulary."""
-    for token_id in (min(ids, default=0), max(ids, default=0)):
-        if not 0 <= token_id < tokenizer.size:
-            words = f"must have token ids of at least 0 and below {tokenizer.size}"
-            raise invalid(f"`tokens` {words}. Given: {quoted(token_id)}", "tokens")
+    check_ids("tokens", ids, tokenizer)
     return str(tokenizer.backend.decode(ids, skip_special_tokens=False))
 
 

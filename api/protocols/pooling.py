@@ -35,7 +35,7 @@ from api.requests.fields import (
     with_one_error,
 )
 from api.requests.pool import Pool
-from api.requests.validate import MAX_LOGITS_BYTES, Limits
+from api.requests.validate import MAX_LOGITS_BYTES, Limits, check_ids
 from api.streams.stream import Stream
 from common.messages.records import pack_ids
 from common.messages.request import EMBED, Generate, PoolingParams, StoppingParams
@@ -280,11 +280,7 @@ async def encode(
 ) -> tuple[list[int], int]:
     """Token ids of an input, and where the second text of a pair begins, 0 for none. Raises ApiError."""
     if one.ids is not None:
-        num_ids = pool.tokenizer.size
-        for token_id in one.ids:
-            if not 0 <= token_id < num_ids:
-                words = f"must have token ids of at least 0 and below {num_ids}. Given: {quoted(token_id)}"
-                raise invalid(f"`{one.where}` {words}", one.where)
+        check_ids(one.where, one.ids, pool.tokenizer)
         kept = len(one.ids) if cut_to is None else min(cut_to, len(one.ids))
         return [*(one.ids[:kept] if body.truncation_side != "left" else one.ids[len(one.ids) - kept :])], 0
     if not one.text and one.pair is None:

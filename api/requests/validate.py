@@ -3,7 +3,7 @@ are refused by the name of the field at fault. What cannot stand beside a beam s
 """
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -311,8 +311,9 @@ def check_lists(params: GenerationParams, limits: Limits, tokenizer: ModelTokeni
         if (given := len(params.value(name))) > number:
             raise invalid_field(params, name, f"supports up to {number} {what}. Given: {given}")
     for name in LISTS_OF_IDS:
-        check_ids(params, name, params.value(name), tokenizer)
-    check_ids(params, "logit_bias", [token_id for token_id, _ in params.sampling.logit_bias], tokenizer)
+        check_ids(params.name(name), params.value(name), tokenizer)
+    biased = [token_id for token_id, _ in params.sampling.logit_bias]
+    check_ids(params.name("logit_bias"), biased, tokenizer)
 
 
 def check_items(params: GenerationParams) -> None:
@@ -367,7 +368,7 @@ async def encode_prompt(params: GenerationParams, limits: Limits, tokenizer: Mod
     if len(ids) > limits.max_input_tokens:
         raise too_many_tokens(params, field, str(len(ids)), limits)
     if params.prompt_ids is not None:
-        check_ids(params, field, ids, tokenizer)
+        check_ids(params.name(field), ids, tokenizer)
     return ids
 
 
@@ -401,14 +402,12 @@ def max_new_tokens(params: GenerationParams, num_prompt_tokens: int, limits: Lim
     return most
 
 
-def check_ids(params: GenerationParams, field: str, ids: Sequence[int], tokenizer: ModelTokenizer) -> None:
-    for token_id in ids:
+def check_ids(field: str, ids: Collection[int], tokenizer: ModelTokenizer) -> None:
+    """Raises ApiError (422) for ids beyond the vocabulary."""
+    for token_id in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= token_id < tokenizer.size:
-            raise invalid_field(
-                params,
-                field,
-                f"must have token ids of at least 0 and below {tokenizer.size}. Given: {quoted(token_id)}",
-            )
+            words = f"must have token ids of at least 0 and below {tokenizer.size}"
+            raise invalid(f"`{field}` {words}. Given: {quoted(token_id)}", field)
 
 
 # --- errors -------------------------------------------------------------------------------------------------
