@@ -144,14 +144,16 @@ class Gateway:
         with contextlib.suppress(*ERRORS):
             await self.keys.refresh(self.pool.client)
         files, jobs = self.files, self.job_consumer
-        batches = background_task(BatchRunner(files, jobs).run()) if files else contextlib.nullcontext()
+        serving: contextlib.AbstractAsyncContextManager[None] = contextlib.nullcontext()
+        if files:
+            serving = background_task(BatchRunner(files, jobs).run())
         async with (
             background_task(self.unread.watch()),
             self.pool.running(),
             background_task(self.keys.watch(self.pool.client, self.end_requests)),
             background_task(jobs.run()),
             background_task(self.webhooks.run()),
-            batches,
+            serving,
             contextlib.aclosing(self.pools),
             background_task(self.pools.run()),
             background_task(collect_garbage(lambda: len(self.pool.relay.streams))),
@@ -170,7 +172,7 @@ async def ended_status(pools: PoolRegistry, response_id: str) -> str:
         return ""
     stored = Admitted(own, found.answer, found.channel)
     stream = await read_response(stored)
-    return (await render_response(stored, stream))["status"] if stream.terminal else ""
+    return str((await render_response(stored, stream))["status"]) if stream.terminal else ""
 
 
 # --- application --------------------------------------------------------------------------------------------

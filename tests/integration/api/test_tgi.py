@@ -28,7 +28,9 @@ def bodies_of(stream: Stream, with_details: bool = False) -> Feed[tuple[int, byt
     answer = HttpAnswer(
         "r", "/generate_stream", True, 0, "m", "f", 1, [b""], [stream.request], [""], rendering
     )
-    return TextRenderer(answer, [stream]).chunks()
+    feed = TextRenderer(answer, [stream]).chunks()
+    assert feed is not None
+    return feed
 
 
 def described(token_id: int, logprob: float) -> dict[str, Any]:
