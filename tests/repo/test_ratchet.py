@@ -13,12 +13,12 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (14_936, 28_522),
+    "api": (14_595, 28_164),
     "batcher": (2_931, 5_120),
     "gpu_worker": (11_976, 22_782),
     "common": (4_056, 7_985),
     "deploy": (2_648, 4_856),
-    "tests": (33_979, 58_946),
+    "tests": (33_969, 58_937),
     "benchmarks": (2_236, 3_800),
 }
 MOST_WORDS_OF_DOCS = 22_000
