@@ -214,7 +214,7 @@ async def test_thousands_of_half_requests_cost_nobody_else_a_connection(
         for client in flood:
             client.close()
         await wait_until(lambda: not gateway.limits.num_by_address.keys() - {"127.0.0.1"})
-        assert len(gateway.limits.idle.connections) == len(gateway.limits.regular)
+        assert len(gateway.limits.idle) == len(gateway.limits.regular)
     assert caplog.text.count("connections are cut off") == 1, "a flood is one line"
 
 

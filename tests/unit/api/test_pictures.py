@@ -97,7 +97,7 @@ def test_a_prompt_has_a_marker_for_each_picture_and_no_other_placeholder(made: C
     picture = layout.picture_text((28, 28), 1)
     with pytest.raises(PictureError, match=r"the prompt has 2 times .* for 1 pictures"):
         expanded(layout.inline * 2, layout.marker, [picture])
-    ids = processor.tokenizer(layout.inline + picture.text)["input_ids"]
+    ids = processor.tokenizer(layout.inline + picture)["input_ids"]
     with pytest.raises(PictureError, match="the prompt has 5 placeholders, and its pictures need 4"):
         placed(ids, layout, ["digest"], [picture])
 
