@@ -15,7 +15,6 @@ import io
 import json
 import os
 import shutil
-import stat
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from tokenizers import Tokenizer
 
 from common.gguf_check import check_gguf
 from common.ids import HUB_ID, REVISION
+from common.process.machine import cache_folder, make_cache_folder
 from common.settings.settings import SettingError
 
 WITHOUT_POSITIONS = {"mamba", "mamba2", "falcon_mamba"}
@@ -169,22 +169,6 @@ SPARE_BYTES = 64 * 2**20
 """Of a converted model besides its weights, the tokenizer above all."""
 
 Progress = Callable[[str], None]
-
-
-def cache_folder(name: str) -> Path:
-    """Return the folder of files that this user has converted or compiled, for the next start."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenfleet" / name
-
-
-def make_cache_folder(name: str) -> Path:
-    """Create a cache folder, and return it. Raises OSError."""
-    folder = cache_folder(name)
-    for path in (folder.parent, folder):
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.stat()
-        if found.st_uid == os.geteuid() and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            path.chmod(stat.S_IMODE(found.st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))
-    return folder
 
 
 @contextlib.contextmanager
@@ -417,7 +401,7 @@ def ensure_converted(gguf: Path, progress: Progress, dtype: str) -> Path:
     with cache_errors(CACHE_SETTING, target.parent):
         make_cache_folder(CONVERTED)
         with (target.parent / f"{target.name}.lock").open("w") as lock:
-            progress(f"converting {gguf.name} (once, some 20 s)")
+            progress(f"converting {gguf.name} (once, about 10 s)")
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.is_dir():
                 check_room(gguf, target.parent, converted_bytes(num_weights, dtype))

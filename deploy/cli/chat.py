@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import orjson
 
 from common.settings.settings import SettingError
 from deploy.cli.client import (
@@ -101,8 +100,7 @@ class Conversation:
             headers = {"last-event-id": str(num_seen)} if num_seen else {}
             return self.client.stream("GET", place, headers=headers)
         body = {**self.fields, "stream": True, "messages": self.messages}
-        headers = {"content-type": "application/json"}
-        return self.client.stream("POST", "/v1/chat/completions", content=orjson.dumps(body), headers=headers)
+        return self.client.stream("POST", "/v1/chat/completions", json=body)
 
 
 def run(client: httpx.Client, flags: argparse.Namespace) -> None:

@@ -31,8 +31,9 @@ def main(argv: Sequence[str]) -> int:
     read_job(flags, "")  # refuses what is wrong before anything is fetched
     settings = settings_of(flags, ("model_id", "huggingface_hub_cache", *SETTINGS), "tokenfleet quantize")
     prepare.set_hub_variables(settings)
-    dtype = prepare.weights_dtype(settings)
-    path = model_files.resolve(settings.model_id, settings.revision, prepare.progress, dtype=dtype)
+    path = model_files.resolve(
+        settings.model_id, settings.revision, prepare.progress, dtype=prepare.weights_dtype(settings)
+    )
     words = [*command("gpu_worker.engine.quantizing"), read_job(flags, str(path)).to_json()]
     os.execve(words[0], words, os.environ | settings.environ())
 

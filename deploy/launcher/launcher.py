@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from subprocess import DEVNULL, Popen
 from typing import Any
 
 import setproctitle
@@ -40,6 +41,7 @@ from deploy.launcher.fleet import (
     FleetEnded,
     LocalFleet,
     are_ready,
+    command,
     end_on_signals,
     has_requests,
     last_lines,
@@ -198,6 +200,9 @@ def serve(settings: Settings) -> int:
     prepare.set_hub_variables(settings)
     checks = ("fleet", *(["GPU"] if settings.num_workers else []), "port", "memory", "broker")
     prepare.check_start(settings, checks, *started)
+    if settings.num_workers and not prepare.caches_on_gpu(settings) and not prepare.weights(settings):
+        # while it is downloaded or converted
+        Popen(command("gpu_worker.engine.cpu.compile"), stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL)
     settings = prepare.with_model(settings)
     prepare.say_access(settings)
     own = embedded(settings.pools) if settings.redis_url is None else contextlib.nullcontext()

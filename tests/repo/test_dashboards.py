@@ -69,8 +69,7 @@ def test_every_metric_of_a_dashboard_is_exported(path: Path) -> None:
 def test_vllm_s_dashboard_finds_its_names() -> None:
     """The series of vLLM's own dashboard, by its older and its newer names."""
     [group] = yaml.safe_load((PROMETHEUS / "vllm.rules.yml").read_text())["groups"]
-    recorded = {rule["record"].removeprefix("vllm:") for rule in group["rules"]}
-    assert {*OF_VLLM} <= recorded
+    assert {*OF_VLLM} <= {rule["record"].removeprefix("vllm:") for rule in group["rules"]}
     assert all(set(rule["labels"]) == {"model_name", "engine"} for rule in group["rules"])
 
 

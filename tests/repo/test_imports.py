@@ -57,9 +57,11 @@ def test_no_import_is_for_type_checkers_only() -> None:
 
 
 def test_threads_of_an_engine_wake_its_loop() -> None:
-    """Nobody makes another thread there than `SideThread`, but for the one that hears of lost ranks."""
+    """Nobody makes another thread there than `SideThread`, but for the one that hears of lost ranks, and
+    those that wait for compilers.
+    """
     folder = ROOT / "gpu_worker" / "engine"
-    homes = {folder / "side_threads.py", folder / "parallel" / "rendezvous.py"}
+    homes = {folder / "side_threads.py", folder / "parallel/rendezvous.py", folder / "cpu/compile.py"}
     makers = {"Thread", "ThreadPoolExecutor", "to_thread", "start_new_thread", "Timer"}
     for path in FILES:
         if path.is_relative_to(folder) and path not in homes:

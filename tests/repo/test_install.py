@@ -15,6 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from deploy.requirements import normalize, read_lock
+from tests.support.waiting import wait_until_sync
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ("sh", "dirname", "sed", "mkdir", "rm", "cp", "chmod", "grep")
@@ -25,6 +26,7 @@ case "$*" in
     "-m venv .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python; cp "$(dirname "$0")/pip" .venv/bin/pip ;;
     *platform.machine*) echo "$MACHINE" ;;
     *version_info*) [ "$PYTHON_SUITS" = yes ] ;;
+    *cpu.compile) echo "kernels" >python.log; echo "no luck" >&2; exit 1 ;;
 esac
 """
 PIP = """#!/bin/sh
@@ -97,6 +99,7 @@ def test_linux_without_a_gpu_installs_torch_for_cpu(tmp_path: Path, name: str) -
     done = machine.install()
     assert done.returncode == 0, done.stderr
     assert CPU_INDEX in done.stdout
+    assert wait_until_sync((tmp_path / "python.log").exists) and "luck" not in done.stderr
     _, probe, chosen, *rest = machine.asked()
     assert "--retries 0 --timeout 5 index versions" in probe
     assert chosen == f"--disable-pip-version-check install -q --no-deps --index-url {CPU_INDEX} {torch()}"

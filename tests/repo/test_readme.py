@@ -95,8 +95,7 @@ def test_the_table_of_settings_is_the_settings() -> None:
 
 
 def test_every_flag_mentioned_exists() -> None:
-    fields = set(Settings.model_fields)
-    ours = {name.replace("_", "-") for name in (*fields, *FLAGS, *OPTIONS)}
+    ours = {name.replace("_", "-") for name in (*Settings.model_fields, *FLAGS, *OPTIONS)}
     texts = [README, *(path.read_text() for path in (ROOT / "docs").glob("*.md"))]
     named = set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", "\n".join(texts)))
     of_tools = FLAGS_OF_OTHERS | FLAGS_OF_CONTAINERS | FLAGS_OF_KUBERNETES
@@ -153,8 +152,7 @@ def shapes(printed: str) -> list[Any]:
     """Return the shape of each line that is not empty. Consecutive lines of one shape count once, since a
     stream may have any number of frames.
     """
-    lines = [line for line in printed.splitlines() if line.strip()]
-    return [one for one, _ in groupby(map(line_shape, lines))]
+    return [one for one, _ in groupby(line_shape(line) for line in printed.splitlines() if line.strip())]
 
 
 def line_shape(line: str) -> Any:

@@ -13,8 +13,11 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
+
+from tests.support.fleet.fleet import READY_S, Fleet
 
 ROOT = Path(__file__).parents[2]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
@@ -55,31 +58,29 @@ def test_there_is_one_version() -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_has_every_file_and_installs(files: Path, tmp_path: Path) -> None:
+def test_the_wheel_has_every_file_and_serves(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In an environment of its own, which sees this one's packages: torch is gigabytes."""
     [wheel] = files.glob("*.whl")
-    listed = subprocess.run(
-        ["git", "ls-tree", "-r", "--name-only", "HEAD", *PACKAGES],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    needed = {
-        name for name in listed.stdout.split() if not name.startswith("deploy/") or name.endswith(".py")
-    }
+    command = ["git", "ls-tree", "-r", "--name-only", "HEAD", *PACKAGES]
+    listed = subprocess.check_output(command, cwd=ROOT, text=True).split()
+    needed = {name for name in listed if not name.startswith("deploy/") or name.endswith(".py")}
     assert needed - {*zipfile.ZipFile(wheel).namelist()} == set()
     subprocess.run([sys.executable, "-m", "venv", tmp_path], check=True)
     [packages] = tmp_path.glob("lib/python*/site-packages")
     (packages / "this.pth").write_text(sysconfig.get_path("purelib"))
-    subprocess.run(
-        [str(tmp_path / "bin/pip"), "install", "-q", "--no-deps", "--no-index", str(wheel)], check=True
-    )
-    where = [str(tmp_path / "bin/python"), "-P", "-c", "import common; print(common.__file__)"]
-    found = subprocess.run(where, capture_output=True, text=True, check=True).stdout
-    assert Path(found).is_relative_to(tmp_path), "not the checkout"
-    done = subprocess.run([str(tmp_path / "bin/tokenfleet"), "--version"], capture_output=True, text=True)
+    subprocess.run([tmp_path / "bin/pip", "install", "-q", "--no-deps", "--no-index", wheel], check=True)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin/python"))
+    where = [sys.executable, "-P", "-c", "import common; print(common.__file__)"]
+    assert Path(subprocess.check_output(where, text=True)).is_relative_to(tmp_path), "not the checkout"
+    done = subprocess.run([tmp_path / "bin/tokenfleet", "--version"], capture_output=True, text=True)
     assert done.stdout == f"tokenfleet {VERSION}\n", done.stderr
+    monkeypatch.setattr(Fleet, "start_process", subprocess.Popen)
+    with Fleet(kv_cache_bytes="64MiB") as fleet:
+        page = httpx.get(fleet.base_url, headers={"accept": "text/html"})
+        answer = httpx.post(f"{fleet.base_url}/generate", json={"inputs": "1, 2, 3,"}, timeout=READY_S).json()
+    assert page.text.startswith("<!doctype html>") and answer["generated_text"].startswith(" 4")
 
 
 @pytest.mark.slow
@@ -113,8 +114,7 @@ def test_sums_are_those_of_the_files(files: Path) -> None:
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=[path.stem for path in WORKFLOWS])
 def test_actions_are_pinned_and_have_few_rights(path: Path) -> None:
-    used = re.findall(r"uses: (\S+)(.*)", path.read_text())
-    for name, version in used:
+    for name, version in re.findall(r"uses: (\S+)(.*)", path.read_text()):
         assert name.startswith("./") or (
             re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", name) and re.fullmatch(r" # v\d+\.\d+\.\d+", version)
         ), name

@@ -75,8 +75,7 @@ def plan(agent: Agent, **fields: Any) -> Plan:
 
 def step(agent: Agent, tokens: dict[int, tuple[int, int]] | None = None, **fields: Any) -> None:
     """Make a step that sampled {row: (index, id)}."""
-    tokens = tokens or {}
-    samples = b"".join(SAMPLE.pack(row, index, token, -0.5) for row, (index, token) in tokens.items())
+    samples = b"".join(SAMPLE.pack(row, index, token, -0.5) for row, (index, token) in (tokens or {}).items())
     agent.steps.apply(StepResult(agent.state.step + 1, samples, **fields))
 
 

@@ -75,8 +75,9 @@ async def seal(redis: Redis, worker: str, why: str = "died") -> None:
 
 async def place(redis: Redis, request_id: str, incarnation: str, attempt: int = 1, base: int = 0) -> None:
     """Write what a published plan writes to the request: which worker holds it."""
-    fields = {"worker": incarnation, "attempt": attempt, "base": base}
-    await redis.hset(KEYS.request(request_id), mapping=fields)  # type: ignore[misc]
+    await redis.hset(  # type: ignore[misc]
+        KEYS.request(request_id), mapping={"worker": incarnation, "attempt": attempt, "base": base}
+    )
 
 
 def make_tokens(request_id: str, index: int, ids: Items[int], attempt: int = 1) -> Tokens:

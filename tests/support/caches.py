@@ -7,7 +7,6 @@ float32. The first process that needs one of them makes it, while all others wou
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 from common.model_files import BUNDLED, EXACT_DTYPE, find_local, resolve
@@ -25,17 +24,9 @@ def fill_in_background() -> None:
 
 def main() -> None:
     die_with_parent()
-    compiling = threading.Thread(target=compile_kernels)
-    compiling.start()
+    subprocess.Popen([sys.executable, "-m", "gpu_worker.engine.cpu.compile"])
     for dtype in ("auto", EXACT_DTYPE):
         resolve(BUNDLED, dtype=dtype)
-    compiling.join()
-
-
-def compile_kernels() -> None:
-    from gpu_worker.engine.cpu import native  # seconds
-
-    native.library()
 
 
 if __name__ == "__main__":

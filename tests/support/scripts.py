@@ -63,8 +63,7 @@ async def admit_request(
 
 
 async def dequeue(redis: Redis, request_id: str, entry_id: str) -> bool:
-    call = batcher_scripts.dequeue(KEYS, QueuedRequest(request_id, entry_id))
-    return (await run_script(redis, call))[0]
+    return (await run_script(redis, batcher_scripts.dequeue(KEYS, QueuedRequest(request_id, entry_id))))[0]
 
 
 async def cancel(redis: Redis, request_id: str, reader: int | None = None) -> bool:
@@ -89,13 +88,11 @@ async def publish_plan(
         for name, attempt, base in rows
     ]
     plan = Plan(epoch, number, 0, 0, started)
-    call = batcher_scripts.publish_plan(KEYS, worker, plan=plan, oldest=0)
-    return await run_script(redis, call)
+    return await run_script(redis, batcher_scripts.publish_plan(KEYS, worker, plan=plan, oldest=0))
 
 
 async def save(redis: Redis, request: SavedRequest, epoch: int = 5) -> str:
-    call = batcher_scripts.save_committed(KEYS, own_epoch=epoch, requests=[request])
-    return await run_script(redis, call)
+    return await run_script(redis, batcher_scripts.save_committed(KEYS, own_epoch=epoch, requests=[request]))
 
 
 def entry(request_id: str, index: int, ids: list[int], attempt: int = 1) -> bytes:

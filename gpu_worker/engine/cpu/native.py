@@ -1,29 +1,22 @@
-"""The C++ kernels of `kernels/`: compiled once for this processor, kept in the user's cache, called through
-ctypes.
+"""The C++ kernels of `kernels/`, called through ctypes.
 
 They run on the threads of torch's own OpenMP runtime: two runtimes would fight for the cores.
 """
 
 import ctypes
-import fcntl
 import functools
 import logging
-import os
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 import torch
 
-from common.model_files import cache_folder, make_cache_folder
-from common.process import machine
-from common.process.machine import COMPILED, SOURCES, digest, find_compiler, source_key
+from common.process.machine import COMPILED, digest, make_cache_folder, source_key
+from gpu_worker.engine.cpu.compile import compile_command, compile_objects, write
 
 log = logging.getLogger(__name__)
 
-COMPILE_S = 300
 TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 STORED_CODES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 """Of numbers that only a KV cache holds."""
@@ -108,15 +101,7 @@ class SamplerOutputStruct(ctypes.Structure):
 
 
 SIGNATURES = {
-    "tf_attend": [
-        c_int32,
-        POINTER(StepStruct),
-        POINTER(CacheStruct),
-        POINTER(HeadsStruct),
-        POINTER(HeadsStruct),
-        POINTER(HeadsStruct),
-        c_void_p,
-    ],
+    "tf_attend": [c_int32, POINTER(StepStruct), POINTER(CacheStruct), *[POINTER(HeadsStruct)] * 3, c_void_p],
     "tf_multiplies": [c_int32],
     "tf_block_rows": [c_int32],
     "tf_panel": [c_int32],
@@ -124,30 +109,17 @@ SIGNATURES = {
     "tf_pack": [c_int32, c_void_p, c_int32, c_int32, c_void_p],
     "tf_product": [c_int32, c_int32, c_void_p, c_int32, POINTER(LinearStruct), c_int32, c_void_p],
     "tf_adapt": [
-        c_int32,
-        c_int32,
-        c_void_p,
-        c_int32,
-        POINTER(LinearStruct),
-        POINTER(AdaptersStruct),
-        c_int32,
-        c_void_p,
+        *(c_int32, c_int32, c_void_p, c_int32, POINTER(LinearStruct), POINTER(AdaptersStruct)),
+        *(c_int32, c_void_p),
     ],
     "tf_layers": [c_int32, POINTER(StepStruct), POINTER(LayerStruct), c_int32, c_void_p, c_void_p, c_void_p],
     "tf_sample": [
-        c_int32,
-        c_int32,
-        c_void_p,
-        c_int32,
-        c_int32,
-        c_int64,
-        c_int32,
-        POINTER(c_void_p),
-        POINTER(SamplerOutputStruct),
+        *(c_int32, c_int32, c_void_p, c_int32, c_int32, c_int64, c_int32),
+        *(POINTER(c_void_p), POINTER(SamplerOutputStruct)),
     ],
     "tf_logprobs": [c_int32, c_int32, c_void_p, c_int32, c_int32, c_int64, POINTER(SamplerOutputStruct)],
 }
-"""As in kernels/kernels.cpp."""
+"""As in kernels/*.cpp."""
 
 
 @functools.cache
@@ -156,8 +128,8 @@ def library() -> ctypes.CDLL | None:
     try:
         loaded = ctypes.CDLL(str(build_library()))
     except (OSError, subprocess.SubprocessError) as error:
-        detail = getattr(error, "stderr", None) or str(error)
-        log.warning("no native kernels, torch's are used and are slower: %s", detail.strip().splitlines()[0])
+        [first, *_] = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        log.warning("no native kernels, torch's are used and are slower: %s", first)
         return None
     for name, arguments in SIGNATURES.items():
         function = getattr(loaded, name)
@@ -167,47 +139,13 @@ def library() -> ctypes.CDLL | None:
 
 def build_library() -> Path:
     """Raises OSError or SubprocessError."""
-    command = compile_command()
-    path = make_cache_folder(COMPILED) / f"{source_key(command[0])}-{digest(command)}.so"
+    command = compile_command(bool(openmp_runtime()))
+    key = f"{source_key(command[0])}-{digest([*command, *openmp_runtime()])}"
+    path = make_cache_folder(COMPILED) / f"{key}.so"
     if not path.exists():
-        with compile_lock():
-            if not path.exists():
-                compile_to(command, path)
+        log.info("compiling native kernels, once for this machine: up to 15 s")
+        write([command[0], "-shared", *compile_objects(command), *openmp_runtime()], path)
     return path
-
-
-def compile_to(command: list[str], path: Path) -> None:
-    log.info("compiling native kernels, once for this machine")
-    part = path.with_suffix(f".{os.getpid()}")
-    try:
-        subprocess.run(
-            [*command, "-o", str(part)], capture_output=True, text=True, check=True, timeout=COMPILE_S
-        )
-        part.rename(path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def compile_command() -> list[str]:
-    """Raises FileNotFoundError."""
-    found = find_compiler()
-    if not found:
-        raise FileNotFoundError("no C++ compiler (g++ or clang++) is installed")
-    flags = [
-        "-std=c++17",
-        "-O3",
-        "-march=native",
-        "-fPIC",
-        "-shared",
-        *(["-DSPLIT_PAIRS"] if machine.prefers_widened_bfloat16() else []),
-        *([] if machine.permits_tiles() else ["-DNO_AMX"]),
-    ]
-    return [found, *flags, *openmp_flags(), str(SOURCES / "kernels.cpp"), *openmp_runtime()]
-
-
-def openmp_flags() -> list[str]:
-    """A plain `-fopenmp` would link the compiler's own runtime, too, and Apple's compiler refuses it."""
-    return ["-Xpreprocessor", "-fopenmp"] if openmp_runtime() else []
 
 
 @functools.cache
@@ -219,11 +157,3 @@ def openmp_runtime() -> list[str]:
     return sorted(
         name for name in loaded | beside if Path(name).name.startswith(("libgomp", "libomp", "libiomp5"))
     )[:1]
-
-
-@contextmanager
-def compile_lock() -> Iterator[None]:
-    """Workers that start together compile once."""
-    with (cache_folder(COMPILED) / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from common.model_files import make_cache_folder
+from common.process.machine import make_cache_folder
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ import pytest
 
 from common import model_files
 from common.gguf_check import check_gguf
-from common.model_files import make_cache_folder
+from common.process.machine import make_cache_folder
 from common.settings.settings import SettingError
 from tests.support.gguf import tiny_gguf
 from tests.support.gguf.tiny_gguf import HIDDEN, LAYERS, TYPES, VOCAB

@@ -164,8 +164,7 @@ async def test_months_are_those_of_the_calendar(redis: Redis, day: str) -> None:
 
 
 def limited(name: str, budget_tokens: int = 0, **fields: Any) -> Generate:
-    account = replace(ACCOUNT, budget_tokens=budget_tokens)
-    return request(name, account=account, **fields)
+    return request(name, account=replace(ACCOUNT, budget_tokens=budget_tokens), **fields)
 
 
 async def test_what_a_request_has_not_used_is_given_back_at_its_end(redis: Redis) -> None:

@@ -44,8 +44,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Ask:
         asked: list[tuple[str, Any]] = []
 
         def answer(request: httpx.Request) -> httpx.Response:
-            body = json.loads(request.content) if request.content else None
-            asked.append((request.url.path, body))
+            asked.append((request.url.path, json.loads(request.content) if request.content else None))
             return httpx.Response(status, **({"text": reply} if isinstance(reply, str) else {"json": reply}))
 
         transport = httpx.MockTransport(answer)
@@ -83,8 +82,7 @@ def test_adapters_are_listed_with_the_workers_that_refuse_them(
 
 
 def test_a_refusal_is_one_line(ask: Ask, capsys: pytest.CaptureFixture[str]) -> None:
-    reply = {"error": {"message": "There is no adapter 'x'"}}
-    assert ask("unload", "x", status=404, reply=reply)[0] == 1
+    assert ask("unload", "x", status=404, reply={"error": {"message": "There is no adapter 'x'"}})[0] == 1
     assert capsys.readouterr().err == "tokenfleet: the server answers 404: There is no adapter 'x'\n"
     with pytest.raises(SettingError, match=r"^ADAPTER: 'a b=c' is not an adapter"):
         ask("load", "a b=c")

@@ -140,8 +140,7 @@ def test_workers_on_cpu_inherit_the_same_memory(device: Any, shares: bool) -> No
 
 @pytest.fixture
 def fleet(broker: Broker) -> Iterator[LocalFleet]:
-    settings = Settings(redis_url=broker.url, num_workers=2, preload=False)
-    fleet = new_fleet(settings, None)
+    fleet = new_fleet(Settings(redis_url=broker.url, num_workers=2, preload=False), None)
     for worker in fleet.workers:
         worker.incarnation = f"{worker.name}-1"
     yield fleet

@@ -3,6 +3,8 @@
 import logging
 import platform
 import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,9 @@ import torch
 from torch import nn
 
 from common.process import machine
-from common.process.machine import SOURCES
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.cpu import fused_layer, native, packed_linear
+from gpu_worker.engine.cpu.compile import compile_command
 from gpu_worker.engine.cpu.packed_linear import LargePages, OneDnnLinear
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import load
@@ -21,6 +23,7 @@ from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import player
 from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play, prompts
 from tests.support.engine.tiny_models import FAMILIES
+from tests.support.source_tree import ROOT
 from tests.unit.gpu_worker.engine.attention import test_cpu_paged as attention
 from tests.unit.gpu_worker.engine.cpu import test_packed_linear as products
 from tests.unit.gpu_worker.engine.sampling import test_native_sampler as choice
@@ -32,13 +35,8 @@ pytestmark = pytest.mark.usefixtures("library")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors' code runs on x86-64 only")
 @pytest.mark.parametrize(
     ("march", "kind"),
-    [
-        ("x86-64-v2", "split"),
-        ("x86-64-v3", "split"),
-        ("native", "tiles"),
-        ("native", "pairs"),
-        ("native", "one thread"),
-    ],
+    [("x86-64-v2", "split"), ("x86-64-v3", "split")]
+    + [("native", kind) for kind in ("tiles", "pairs", "one thread")],
 )
 def test_builds_for_other_processors_compute_the_same(
     march: str, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -48,17 +46,15 @@ def test_builds_for_other_processors_compute_the_same(
     """
     if kind == "tiles" and not machine.permits_tiles():
         pytest.skip("this processor has no tiles")
-    command = [
-        word.replace("=native", f"={march}") for word in native.compile_command() if not word.startswith("-D")
-    ]
+    words = compile_command(kind != "one thread")
+    command = [word.replace("=native", f"={march}") for word in words if not word.startswith("-D")]
     command += [] if kind == "tiles" else ["-DNO_AMX"]
     command += ["-DSPLIT_PAIRS"] if kind == "split" else []
-    command = [word for word in command if kind != "one thread" or word not in native.openmp_flags()]
     command += (
         ["-fno-gnu-unique"] if "g++" in command[0] or command[0] == "c++" else []
     )  # several builds in one process
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native, "compile_command", lambda: command)
+    monkeypatch.setattr(native, "compile_command", lambda openmp: command)
     built = native.library.__wrapped__()
     assert built and built.tf_multiplies(native.TYPE_CODES[torch.bfloat16]) == (march != "x86-64-v2")
     for dtype in native.TYPE_CODES:
@@ -96,6 +92,26 @@ def test_an_engine_without_a_compiler_generates_the_same_ids(
     assert play(engine, dict(enumerate(prompts()))) == expected
 
 
+COMPILER = """#!/bin/sh
+for word; do case "$before" in -c) echo "${word##*/}" >>$LOG ;; -o) echo >"$word" ;; esac; before=$word; done
+case "$*" in *"$FAILS"*) exit 1 ;; esac
+"""
+
+
+@pytest.mark.parametrize("fails", ["nothing", "sampler.cpp"])
+def test_processes_compile_a_source_once_without_any_package(fails: str, tmp_path: Path) -> None:
+    """Of two at once, one waits. A source that fails leaves no object."""
+    (tmp_path / "c++").write_text(COMPILER)
+    (tmp_path / "c++").chmod(0o700)
+    log, sources = tmp_path / "log", {source.name for source in machine.SOURCES.glob("*.cpp")}
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "XDG_CACHE_HOME": str(tmp_path), "LOG": str(log)}
+    command = [sys.executable, "-S", "-m", "gpu_worker.engine.cpu.compile"]
+    both = [subprocess.Popen(command, env=environ | {"FAILS": fails}, cwd=ROOT) for _ in range(2)]
+    assert {one.wait(TIMEOUT_S) for one in both} == {int(fails in sources)}
+    assert Counter(log.read_text().split()) == {name: 1 + (name == fails) for name in sources}
+    assert {f"{path.stem.split('-')[-1]}.cpp" for path in tmp_path.glob("*/native/*.o")} == sources - {fails}
+
+
 TIMEOUT_S = 60
 PROGRAM = """
 #include "phases.h"
@@ -130,19 +146,16 @@ int main(int, char** arguments) {
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("phases")
     (folder / "phases.cpp").write_text(PROGRAM)
-    source = str(SOURCES / "kernels.cpp")
-    words = [word for word in native.compile_command() if word not in ("-shared", "-fPIC", "-O3")]
-    words = [str(folder / "phases.cpp") if word == source else word for word in words]
-    command = [*words, f"-I{SOURCES}", "-o", str(folder / "phases")]
-    subprocess.run(command, check=True, timeout=TIMEOUT_S)
+    words = [word for word in compile_command() if word not in ("-fPIC", "-O3")]
+    files = [str(folder / "phases.cpp"), *native.openmp_runtime(), "-o", str(folder / "phases")]
+    subprocess.run([*words, f"-I{machine.SOURCES}", *files], check=True, timeout=TIMEOUT_S)
     return folder / "phases"
 
 
 @pytest.mark.parametrize(("threads", "units"), [(1, 3), (2, 1), (5, 100)])
 def test_every_unit_runs_once_a_phase_while_a_thread_is_away(program: Path, threads: int, units: int) -> None:
     command = [str(program), str(threads), str(units), "300"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
-    assert found.stdout == "0"
+    assert subprocess.check_output(command, timeout=TIMEOUT_S) == b"0"
 
 
 def num_fused(monkeypatch: pytest.MonkeyPatch, folder: Path, family: str, **sizes: float) -> int:
@@ -162,13 +175,7 @@ def num_fused(monkeypatch: pytest.MonkeyPatch, folder: Path, family: str, **size
 
 @pytest.mark.parametrize(
     ("family", "expected"),
-    [
-        ("Llama", 3),
-        ("Qwen3", 3),
-        ("SmolLM3", 3),
-        ("Gemma2", 0),
-        ("Ministral3", 0),
-    ],
+    [("Llama", 3), ("Qwen3", 3), ("SmolLM3", 3), ("Gemma2", 0), ("Ministral3", 0)],
 )
 def test_layers_are_fused(
     family: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

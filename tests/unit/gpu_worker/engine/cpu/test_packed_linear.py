@@ -60,8 +60,7 @@ def test_products_do_not_depend_on_the_batch(
 def test_rows_that_do_not_fit_are_refused(rows: torch.Tensor, library: Any) -> None:
     """As torch does; nothing beyond them is read."""
     linear = nn.Linear(8, 8)
-    packed = NativeLinear(linear, library, False, LargePages())
-    for layer in (linear, packed):
+    for layer in (linear, NativeLinear(linear, library, False, LargePages())):
         with pytest.raises(RuntimeError):
             layer(rows)
 

@@ -1,27 +1,7 @@
-// The functions that Python calls (cpu/native.py). Types of numbers: 0 float32, 1 bfloat16, 2 float16.
+// Linear layers that no fused layer has, for Python; and how their weights are packed.
 #include "adapters.h"
-#include "attention.h"
-#include "layer.h"
 #include "products.h"
-#include "sampler.h"
-
-template <class F> void with_type(int type, F call) {
-    if (type == 0) call(float{});
-    if (type == 1) call(bfloat16{});
-    if (type == 2) call(float16{});
-}
-
-// Types of weights that are multiplied here.
-template <class F> void with_product_type(int type, F call) {
-    if (type == 0) call(float{});
-    if (type == 1) call(bfloat16{});
-}
-
-extern "C" void tf_attend(int type, const Step* step, const Cache* cache, const Heads* query,
-    const Heads* key, const Heads* value, void* out) {
-    with_type(type,
-        [=](auto number) { write_and_attend(*step, *cache, *query, *key, *value, (decltype(number)*)out); });
-}
+#include "types.h"
 
 // Whether products of this type are computed here: where they were measured to be no slower than oneDNN's, at
 // any number of rows.
@@ -101,41 +81,5 @@ extern "C" void tf_adapt(int type, int threads, const void* rows, int num_rows, 
         typedef decltype(number) T;
         if (whole) adapt(threads, (const T*)rows, num_rows, *linear, *adapters, (float*)out);
         else adapt(threads, (const T*)rows, num_rows, *linear, *adapters, (T*)out);
-    });
-}
-
-extern "C" void tf_layers(int type, const Step* step, const Layer* layers, int count, const void* cosines,
-    const void* sines, void* states) {
-    with_product_type(type, [=](auto number) {
-        typedef decltype(number) T;
-        run_layers(*step, layers, count, (const T*)cosines, (const T*)sines, (T*)states);
-    });
-}
-
-// Rows that lie `stride` numbers apart, all greedy but for those of the `count` requests.
-extern "C" void tf_sample(int type, int threads, const void* logits, int rows, int size, int64_t stride,
-    int count, const SamplingArguments* arguments, const SamplerOutput* out) {
-    std::vector<int> requests(rows, -1);
-    for (int n = 0; n < count; n++) requests[arguments->place[n]] = n;
-    with_type(type, [&](auto number) {
-#pragma omp parallel for num_threads(threads) schedule(dynamic) if (rows > 1)
-        for (int row = 0; row < rows; row++) {
-            auto* own = (const decltype(number)*)logits + row * stride;
-            if (requests[row] >= 0)
-                thread_sampler().sample(
-                    own, size, SampleRequest(*arguments, requests[row]), RowOutput{*out, rows, row});
-            else argmax(own, size, out->ids + row, out->logprobs + row);
-        }
-    });
-}
-
-// The log-probability of `out->ids` of each row, and the likeliest tokens.
-extern "C" void tf_logprobs(
-    int type, int threads, const void* logits, int rows, int size, int64_t stride, const SamplerOutput* out) {
-    with_type(type, [=](auto number) {
-#pragma omp parallel for num_threads(threads) if (rows > 1)
-        for (int row = 0; row < rows; row++)
-            thread_sampler().write_logprobs((const decltype(number)*)logits + row * stride, size,
-                out->ids[row], out->tops, RowOutput{*out, rows, row});
     });
 }
