@@ -142,10 +142,10 @@ def embedded_schema(grammar: Grammar) -> Mapping[str, Any]:
     return enforced_schema(grammar)
 
 
-def schema_in_tag(own: str, schema: Any, field: str, whitespace: str = "") -> Mapping[str, Any]:
-    """A JSON schema as a part of a structural tag, whose own white space is `own`. Raises ApiError."""
+def schema_in_tag(whitespace: str, schema: Any, field: str) -> Mapping[str, Any]:
+    """A JSON schema as a part of a structural tag. Raises ApiError."""
     must_be("a JSON schema", lambda value: isinstance(value, dict | bool))(schema, field)
-    return embedded_schema(Grammar("json", json.dumps(schema), field, whitespace or own))
+    return embedded_schema(Grammar("json", json.dumps(schema), field, whitespace))
 
 
 def embedded_grammar(text: str, field: str) -> str:

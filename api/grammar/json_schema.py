@@ -1,15 +1,7 @@
-"""JSON schema: what is enforced of one. Objects are closed where that is safe, and patterns that match only
-listed names become a part of what those names satisfy.
-"""
+"""JSON schema: what is enforced of one. Objects are closed where that is safe."""
 
-import functools
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
-
-import llguidance
-
-from api.grammar.check import can_begin
 
 WHITESPACE = r"(\x20|\n\x20{0,32})?"
 """White space between the tokens of JSON: none, a space, or a new line with its indent. A model could write
@@ -30,19 +22,15 @@ REFERRING = frozenset({"$ref", "anyOf"})
 OF_OBJECTS = frozenset(
     "properties required minProperties maxProperties propertyNames patternProperties".split()
 ) | {"additionalProperties"}
-MAX_MATCHES = 1024
-"""Patterns of an object times its names; with more than this, no pattern is tried."""
 
 
 def enforce(schema: dict[str, Any], closed: bool) -> None:
     """Turn a schema into what is enforced of it: annotations are left out; objects are closed if `closed`."""
-    for _, one in list(all_schemas(schema)):
-        drop_annotations(one)
     schemas = [one for _, one in all_schemas(schema)]
+    for one in schemas:
+        drop_annotations(one)
     if closed:
         close_objects(schemas)
-    for one in schemas:
-        list_names(one)
 
 
 def drop_annotations(schema: dict[str, Any]) -> None:
@@ -104,51 +92,3 @@ def lists_its_names(schema: dict[str, Any]) -> bool:
     if not names or not isinstance(names, dict) or says_more or not isinstance(required, list):
         return False
     return all(isinstance(name, str) and name in names for name in required)
-
-
-# --- patterns of listed names -------------------------------------------------------------------------------
-
-
-def list_names(schema: dict[str, Any]) -> None:
-    """Take away the patterns that match only listed names. What a pattern says is said of each property that
-    it matches.
-
-    With a pattern, llguidance asks for a name that matches it and is not listed, even if there is none.
-    """
-    patterns, properties = schema.get("patternProperties"), schema.get("properties", {})
-    required = schema.get("required", [])
-    if not isinstance(patterns, dict) or not isinstance(properties, dict) or not isinstance(required, list):
-        return
-    names = tuple(dict.fromkeys([*properties, *(name for name in required if isinstance(name, str))]))
-    tried = patterns if len(patterns) * len(names) <= MAX_MATCHES else ()
-    complete = [pattern for pattern in tried if matches_none_but(pattern, names)]
-    for pattern in complete:
-        for name in names:
-            if matches(pattern, name):
-                own, other = properties.get(name), patterns[pattern]
-                properties = properties | {name: other if own is None else {"allOf": [own, other]}}
-    if complete:
-        others = {pattern: one for pattern, one in patterns.items() if pattern not in complete}
-        schema.update(properties=properties, patternProperties=others)
-
-
-@functools.lru_cache(maxsize=1024)
-def matches_none_but(pattern: str, names: tuple[str, ...]) -> bool:
-    """Whether a pattern matches no other names. False for one that cannot be compiled."""
-    listed = {name: {"const": 0} for name in names}
-    schema = {"properties": listed, "required": names, "patternProperties": {pattern: {"const": 0}}}
-    begin = "".join(f"{json.dumps(name, ensure_ascii=False)}:0," for name in names)
-    return bool(names) and begins(schema, f"{{{begin}") and not begins(schema, f'{{{begin}"')
-
-
-@functools.lru_cache(maxsize=1024)
-def matches(pattern: str, name: str) -> bool:
-    schema = {"patternProperties": {pattern: {"const": 0}}}
-    return begins(schema, f"{{{json.dumps(name, ensure_ascii=False)}:")
-
-
-def begins(schema: Mapping[str, Any], text: str) -> bool:
-    """Whether an object of a closed schema can begin with a text."""
-    closed = json.dumps({"type": "object", **schema, "additionalProperties": False})
-    source = llguidance.LLMatcher.grammar_from_json_schema(closed, overrides={"whitespace_pattern": ""})
-    return can_begin(source, text)

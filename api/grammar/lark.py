@@ -80,11 +80,6 @@ class Lark:
         return " ".join([before if tail else self.rule(before, "[lazy]"), *map(self.mark, tail)])
 
 
-def without(pattern: str, parts: Iterable[str]) -> str:
-    """A pattern whose texts contain none of these expressions."""
-    return f"({pattern} & ~({TEXT} {one_of(parts)} {TEXT}))"
-
-
 def literal(text: str) -> str:
     """A text between quotes. llguidance takes a delete character only as an escape."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

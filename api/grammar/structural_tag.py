@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from api.errors import ApiError, cut, invalid, quoted
-from api.grammar.lark import TEXT, Lark, literal, one_of, regex, without
+from api.grammar.lark import TEXT, Lark, one_of, regex
 
 Check = Callable[[Any, str], Any]
 """(value of a field, its place) → the value as it is read. Raises ApiError."""
@@ -18,7 +18,6 @@ Following = Sequence[str] | None
 """What follows a format: one of these texts; nothing at the end of the whole; None where it has no fixed
 beginning. Only a text shows where free text ends.
 """
-MAX_COUNT = 2**31 - 1
 REQUIRED: Any = object()
 """In place of a default."""
 
@@ -56,22 +55,9 @@ def required(place: str) -> ApiError:
     return invalid(f"`{place}` is required", place)
 
 
-def list_of(check: Check, least: int = 1) -> Check:
-    words = "a list that is not empty" if least else "a list"
-    is_list = must_be(words, lambda value: isinstance(value, list) and len(value) >= least)
+def list_of(check: Check) -> Check:
+    is_list = must_be("a list that is not empty", lambda value: isinstance(value, list) and value != [])
     return lambda value, place: [check(item, f"{place}.{i}") for i, item in enumerate(is_list(value, place))]
-
-
-def count(value: Any, place: str) -> int | None:
-    """A whole number, or its text; null for none."""
-    try:
-        number = None if value is None else float(value)
-    except (TypeError, ValueError):
-        number = -1.0
-    if number is not None and not (number.is_integer() and 0 <= number <= MAX_COUNT):
-        words = f"must be greater than or equal to 0, and a whole number of at most {MAX_COUNT}"
-        raise invalid(f"`{place}` {words}", place)
-    return None if number is None else int(number)
 
 
 def ends(value: Any, place: str) -> Any:
@@ -122,37 +108,36 @@ anything = must_be("", lambda value: True)
 any_text = must_be("a text", lambda value: isinstance(value, str))
 text = must_be("a text that is not empty", lambda value: isinstance(value, str) and value != "")
 flag = must_be("true or false", lambda value: isinstance(value, bool))
-excludes = (list_of(text, least=0), ())
-tags = {
-    "tags": (list_of(read_tag), REQUIRED),
-    "at_least_one": (flag, False),
-    "stop_after_first": (flag, False),
-}
+excludes: tuple[Check, Any] = (only([]), [])
 FORMATS: Mapping[str, Mapping[str, tuple[Check, Any]]] = {
     "const_string": {"value": (text, REQUIRED)},
     "regex": {"pattern": (text, REQUIRED)},
     "grammar": {"grammar": (text, REQUIRED)},
-    "any_text": {"excludes": excludes, "max_chars": (count, None), "max_tokens": (only(None), None)},
+    "any_text": {"excludes": excludes, "max_chars": (only(None), None), "max_tokens": (only(None), None)},
     "json_schema": {
         "json_schema": (anything, REQUIRED),
         "style": (only("json"), "json"),
         "any_order": (only(False), False),
-        "max_whitespace_cnt": (count, None),
+        "max_whitespace_cnt": (only(None), None),
     },
     "sequence": {"elements": (list_of(read_format), REQUIRED)},
     "or": {"elements": (list_of(read_format), REQUIRED)},
     "tag": {"begin": (any_text, REQUIRED), "content": (read_format, REQUIRED), "end": (ends, REQUIRED)},
-    "triggered_tags": {"triggers": (list_of(text), REQUIRED), **tags, "excludes": excludes},
-    "tags_with_separator": {**tags, "separator": (any_text, REQUIRED)},
+    "triggered_tags": {
+        "triggers": (list_of(text), REQUIRED),
+        "tags": (list_of(read_tag), REQUIRED),
+        "at_least_one": (flag, False),
+        "stop_after_first": (flag, False),
+        "excludes": excludes,
+    },
 }
 """Types of formats → their fields → the check of each, and its default.
 
-- `const_string` is this text, `any_text` any text that contains none of `excludes`.
+- `const_string` is this text, `any_text` any text.
 - `regex`, `grammar` (GBNF or Lark) and `json_schema` are a text that matches.
 - `sequence` is several formats, one after the other, `or` one of several.
 - `tag` is a format between two texts, of which the second is one of `end`.
 - `triggered_tags` is any text with tags in it: a trigger begins one of the tags that begin with it.
-- `tags_with_separator` is tags with a separator between them, and no other text.
 """
 STRUCTURE = {"begin": (any_text, REQUIRED), "schema": (anything, None), "end": (any_text, REQUIRED)}
 WHOLE = {"format": (read_format, REQUIRED)}
@@ -168,12 +153,12 @@ class TagRules:
     """The rules of formats in one grammar.
 
     Attributes:
-        schema: (JSON schema, its field, white space) → the schema as it is compiled. Raises ApiError.
+        schema: (JSON schema, its field) → the schema as it is compiled. Raises ApiError.
         grammar: (GBNF or Lark, its field) → the grammar in Lark. Raises ApiError.
     """
 
     lark: Lark
-    schema: Callable[[Any, str, str], Mapping[str, Any]]
+    schema: Callable[[Any, str], Mapping[str, Any]]
     grammar: Callable[[str, str], str]
 
     def source(self, text: str, field: str) -> str:
@@ -184,8 +169,8 @@ class TagRules:
         if fields is WHOLE:
             return self.lark.source(self.rule(tag["format"], f"{field}.format", ()))
         for i, one in enumerate(tag["structures"]):
-            self.schema(one["content"]["json_schema"], f"{field}.structures.{i}.schema", "")
-        form = {**tag, "at_least_one": False, "stop_after_first": False, "excludes": ()}
+            self.schema(one["content"]["json_schema"], f"{field}.structures.{i}.schema")
+        form = {**tag, "at_least_one": False, "stop_after_first": False}
         return self.lark.source(self.triggered(form, field, (), "structures").lstrip())
 
     def rule(self, form: Format, field: str, after: Following) -> str:
@@ -207,17 +192,14 @@ class TagRules:
                 return self.content(form, field, after)
             case {"type": "triggered_tags"}:
                 return self.triggered(form, field, after)
-            case {"type": "any_text", "excludes": excludes, "max_chars": most}:
-                return self.text(text_without(excludes, most), field, after)
+            case {"type": "any_text"}:
+                return self.text(TEXT, field, after)
             case {"type": "regex", "pattern": pattern}:
                 return self.text(regex(pattern), field, after)
-            case {"type": "tags_with_separator"}:
-                source = self.separated(form, field)
             case {"type": "grammar", "grammar": grammar}:
                 source = self.lark.nest(self.grammar(grammar, f"{field}.grammar"))
-            case {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": most}:
-                whitespace = "" if most is None else rf"[ \n\t]{{0,{most}}}"
-                source = self.lark.json(self.schema(schema, f"{field}.json_schema", whitespace))
+            case {"type": "json_schema", "json_schema": schema}:
+                source = self.lark.json(self.schema(schema, f"{field}.json_schema"))
             case _:  # a text, which is its beginning
                 source = ""
         return f"{source} {self.lark.any_marked(after or ())}"
@@ -253,9 +235,8 @@ class TagRules:
         first = one_of(f"{self.lark.marked(trigger)} {one_of(rest)}" for trigger, rest in groups.items())
         if at_least_one and stop_after_first:
             return f"{first} {self.lark.any_marked(after or ())}"
-        pattern = text_without(form["excludes"])
-        found = (f"{self.lark.until(trigger, pattern)} {one_of(rest)}" for trigger, rest in groups.items())
-        any_tag, text = self.lark.rule(one_of(found)), self.text(pattern, field, after)
+        found = (f"{self.lark.until(trigger)} {one_of(rest)}" for trigger, rest in groups.items())
+        any_tag, text = self.lark.rule(one_of(found)), self.text(TEXT, field, after)
         if stop_after_first:
             return one_of([any_tag, text])
         return f"{first if at_least_one else ''} ({any_tag})* {text}"
@@ -270,13 +251,6 @@ class TagRules:
         marks = [mark for mark in self.lark.special_ids if begin.startswith(mark)]
         return next((mark for mark in marks if mark.startswith(trigger)), trigger)
 
-    def separated(self, form: Format, field: str) -> str:
-        """Tags with a separator between them."""
-        tags = [self.rule(tag, f"{field}.tags.{i}", None) for i, tag in enumerate(form["tags"])]
-        one = self.lark.rule(one_of(tags))
-        more = "" if form["stop_after_first"] else f"({self.lark.marked(form['separator'])} {one})*"
-        return f"{one} {more}" if form["at_least_one"] else f"({one} {more})?"
-
 
 def beginning_of(form: Format) -> str:
     """The fixed text with which a format begins; "" if there is none."""
@@ -287,9 +261,3 @@ def beginning_of(form: Format) -> str:
             return beginning_of(first)
         case _:
             return ""
-
-
-def text_without(excludes: Sequence[str], most: int | None = None) -> str:
-    """The pattern of any text that has none of these in it, and at most `most` characters."""
-    text = TEXT if most is None else rf"/(.|\n){{0,{most}}}/"
-    return without(text, map(literal, excludes)) if excludes else text

@@ -1,24 +1,19 @@
-"""Grammars are compiled, or refused with the keyword at fault and its place; dead ends are found."""
+"""Grammars are compiled, or refused with the keyword at fault and its place."""
 
 import ctypes
 import json
-from random import Random
 from typing import Any
 
 import llguidance
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from api.errors import ApiError
 from api.grammar.apart import run_apart
-from api.grammar.check import byte_tokenizer, find_dead_end, tokens_to_try
+from api.grammar.check import byte_tokenizer
 from api.grammar.compile import (
     MAX_GRAMMAR_BYTES,
     Grammar,
-    compile_checked,
     compile_grammar,
-    compile_unchecked,
 )
 from api.grammar.json_schema import enforce
 from tests.support.deep_grammars import DEEP
@@ -45,15 +40,6 @@ SERVED = {
     "annotations": schema({"type": "string", "format": "password", "title": "t", "examples": [{"not": 1}]}),
     "a property that is called as a keyword": schema(
         {"type": "object", "properties": {"not": {"type": "null"}, "format": {"const": {"format": "x"}}}}
-    ),
-    "patterns of listed names": schema(
-        {
-            "type": "object",
-            "properties": {"a": {"type": "integer", "minimum": 0}},
-            "required": ["a"],
-            "patternProperties": {"^a$": {"type": "integer"}},
-            "additionalProperties": False,
-        }
     ),
     "a text that is forced without end": Grammar("grammar", 'start: /a+/ "a"', "f"),
     "regex": Grammar("regex", r"\d{4}-\d{2}", "f"),
@@ -91,15 +77,6 @@ REFUSED = {
         {"properties": {"a": {"type": "string", "pattern": "^(a?){300}a{300}$"}}, "required": ["a"]}
     ),
     "`f` cannot be compiled: no text satisfies it": Grammar("grammar", "start: A\nA: /a/ & /b/", "f"),
-    '`f` cannot be compiled: nothing can follow "{\\"a\\":-0,\\"b\\":\\"\\","': schema(
-        {
-            "allOf": [
-                {"required": ["a"], "properties": {"a": {"type": "integer"}}},
-                {"patternProperties": {"^[ab]$": {}}, "required": ["b"], "additionalProperties": False},
-            ],
-            "type": "object",
-        }
-    ),
     "its `whitespace_pattern` must match nothing but white space": Grammar("json", "{}", "f", '"+'),
     "it forces a text of more than 8192 bytes": Grammar("regex", "a{9000}", "f"),
     "look-around": Grammar("regex", "(?=a)b", "f"),
@@ -158,81 +135,6 @@ async def test_white_space_between_the_tokens_of_json_is_bounded() -> None:
 def accepts(source: str, text: str) -> bool:
     matcher = llguidance.LLMatcher(byte_tokenizer(), source, log_level=0)
     return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
-
-
-# --- check --------------------------------------------------------------------------------------------------
-
-CLOSED = {"type": "object", "additionalProperties": False}
-TWO: Any = [
-    CLOSED | {"properties": {"a": {}}, "patternProperties": {"^[ab]$": {}}},
-    {"properties": {"b": {}}, "required": ["b"]},
-]
-NESTED: Any = CLOSED | {
-    "properties": {"x": CLOSED | {"required": ["y"], "properties": {"y": {"allOf": TWO}}}}
-}
-JSON: dict[str, tuple[Any, str]] = {
-    "names of two schemas": ({"allOf": TWO}, '{"a":"","b":"",'),
-    "within what is required": (NESTED, '{"x":{"y":{"a":"","b":"",'),
-    "none": ({"type": "object"}, ""),
-    "none that may come": (CLOSED | {"properties": {"a": {"type": "string", "maxLength": 0}}}, ""),
-}
-LARK = {
-    'start: "a" (B | C)\nB: /[a-z]/ & /[0-9]/\nC: /x/ & /y/': "a",
-    'start: /[a-z]{9}/ item*\nitem: "," NAME\nNAME: /[a-z]/ & /[0-9]/': "aaaaaaaaa,",
-    'start: /a+/ "a"': "",
-    'start: "a" start | "b"': "",
-}
-
-
-def text_before(grammar: Grammar) -> str:
-    """The text before the dead end that is found, without the space that may stand there; "" for none."""
-    matcher = llguidance.LLMatcher(byte_tokenizer(), compile_unchecked(grammar), log_level=0)
-    way = find_dead_end(matcher, byte_tokenizer().eos_token)
-    return bytes(way.text).decode().rstrip() if way else ""
-
-
-@pytest.mark.parametrize("name", JSON)
-def test_dead_ends_of_json_are_found(name: str) -> None:
-    schema, text = JSON[name]
-    assert text_before(Grammar("json", json.dumps(schema), "f")) == text
-
-
-@pytest.mark.parametrize("rules", LARK)
-def test_dead_ends_of_rules_are_found(rules: str) -> None:
-    assert text_before(Grammar("grammar", rules, "f")) == LARK[rules]
-
-
-VALUES = st.sampled_from([{"type": "integer"}, {"type": "null"}, {"enum": ["x", 1]}, {"maxLength": 1}, False])
-NAMES = st.sampled_from(["a", "b", "ab", "é", 'q"'])
-PATTERNS = st.sampled_from(["^a", "^a$", "b$", "^[ab]$", "^(a|ab)$", "^.$", "^é", '"', ""])
-OBJECTS = st.fixed_dictionaries(
-    {"type": st.just("object"), "properties": st.dictionaries(NAMES, VALUES, max_size=3)},
-    optional={
-        "patternProperties": st.dictionaries(PATTERNS, VALUES, min_size=1, max_size=2),
-        "required": st.lists(NAMES, max_size=2),
-        "additionalProperties": st.just(False) | VALUES,
-        "minProperties": st.integers(0, 2),
-    },
-)
-SCHEMAS = OBJECTS | st.lists(OBJECTS, min_size=2, max_size=2).map(lambda parts: {"allOf": parts})
-
-
-@settings(max_examples=30)
-@given(SCHEMAS, st.randoms(use_true_random=False))
-def test_no_way_into_an_object_that_is_served_leads_nowhere(schema: Any, random: Random) -> None:
-    try:
-        source = compile_checked(Grammar("json", json.dumps(schema), "f"))
-    except ApiError:
-        return
-    for _ in range(10):
-        matcher, text = llguidance.LLMatcher(byte_tokenizer(), source, log_level=0), b""
-        while not matcher.is_stopped() and len(text) < 80:
-            bytes_ = tokens_to_try(matcher.compute_bitmask(), byte_tokenizer().eos_token)
-            assert not matcher.is_error(), (schema, text)
-            if not bytes_:
-                break
-            text += bytes([random.choice(bytes_)])
-            matcher.consume_token(text[-1])
 
 
 # --- json schema --------------------------------------------------------------------------------------------
