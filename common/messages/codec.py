@@ -8,8 +8,9 @@ import contextlib
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgpack
@@ -48,13 +49,18 @@ def encode(message: Any) -> bytes:
 
 def to_map(message: Any) -> dict[str, Any]:
     """Return the fields of a message by wire name; nested messages stay as they are."""
-    return {wire: getattr(message, name) for wire, name in wire_names(typing.cast(Any, type(message)))}
+    names, values = wire_names(typing.cast(Any, type(message)))
+    return dict(zip(names, values(message), strict=False))
 
 
 @cache
-def wire_names(cls: Any) -> list[tuple[str, str]]:
-    """Return the name on the wire and the name of each field of a message."""
-    return [(item.metadata["wire"], item.name) for item in dataclasses.fields(cls)]
+def wire_names(cls: Any) -> tuple[list[str], Callable[[Any], tuple[Any, ...]]]:
+    """Return the names on the wire of a message's fields, and what reads their values: the last one twice,
+    since `attrgetter` gives no tuple for one name alone.
+    """
+    fields = dataclasses.fields(cls)
+    names = [one.name for one in fields]
+    return [one.metadata["wire"] for one in fields], attrgetter(*names, names[-1])
 
 
 PACKER = msgpack.Packer(default=to_map)
