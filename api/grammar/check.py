@@ -11,7 +11,6 @@ import llguidance
 
 from api.grammar.lark import regex
 
-NUM_BYTES = 256
 NUM_TRIED = 32
 """How many tokens of a text are tried: usually they take a millisecond, at most half a second."""
 ALLOWED_BIAS = 200
@@ -31,47 +30,20 @@ MAX_FORCED = 8192
 """How many bytes may be forced at once: the engine tokenizes all of them at each step."""
 
 
-class Bytes:
-    """A vocabulary of single bytes, tokens without a text up to its size, and an end.
-
-    Attributes:
-        size: all ids that a grammar may name are below it.
-    """
-
-    bos_token_id = None
-
-    def __init__(self, size: int = NUM_BYTES) -> None:
-        self.size = max(size, NUM_BYTES)
-        self.eos_token_id = self.size
-        self.special_token_ids = (self.size,)
-        self.tokens = (
-            *(bytes([i]) for i in range(NUM_BYTES)),
-            *(b"" for _ in range(NUM_BYTES, self.size)),
-            b"<eos>",
-        )
-
-    def __call__(self, text: bytes) -> list[int]:
-        return list(text)
-
-
-@functools.lru_cache(maxsize=8)
-def byte_tokenizer(size: int = NUM_BYTES) -> llguidance.LLTokenizer:
-    """llguidance's tokenizer of single bytes. A grammar may name ids below `size`."""
-    vocabulary = Bytes(size)
-    wrapper = llguidance.TokenizerWrapper(vocabulary)
-    return llguidance.LLTokenizer(wrapper, n_vocab=vocabulary.size + 1, eos_token=[vocabulary.size])
+@functools.cache
+def byte_tokenizer() -> llguidance.LLTokenizer:
+    """llguidance's tokenizer of single bytes."""
+    return llguidance.LLTokenizer("byte")
 
 
 # --- checks -------------------------------------------------------------------------------------------------
 
 
-def find_error(source: str, size: int = NUM_BYTES) -> str:
-    """Why a grammar cannot be served; "" if it can, as far as the beginning of one of its texts shows.
-
-    Args:
-        size: ids that the grammar names are below it.
+def find_error(source: str) -> str:
+    """Why a grammar without special tokens cannot be served; "" if it can, as far as the beginning of
+    one of its texts shows.
     """
-    tokenizer = byte_tokenizer(size)
+    tokenizer = byte_tokenizer()
     matcher = llguidance.LLMatcher(tokenizer, source, log_level=0)
     if matcher.is_error():
         return error_of(matcher)
@@ -101,9 +73,9 @@ def error_of(matcher: llguidance.LLMatcher) -> str:
     return cause
 
 
-def can_begin(source: str, text: str, size: int = NUM_BYTES) -> bool:
+def can_begin(source: str, text: str) -> bool:
     """Whether a text of the grammar can begin with this one."""
-    matcher = llguidance.LLMatcher(byte_tokenizer(size), source, log_level=0)
+    matcher = llguidance.LLMatcher(byte_tokenizer(), source, log_level=0)
     tokens = list(text.encode())
     return matcher.try_consume_tokens(tokens) == len(tokens)
 

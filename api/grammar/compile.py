@@ -17,7 +17,7 @@ from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
 from api.errors import ApiError, cut, invalid
 from api.grammar.apart import run_apart
-from api.grammar.check import NUM_BYTES, check_white_space, find_error
+from api.grammar.check import check_white_space, find_error
 from api.grammar.json_schema import WHITESPACE, all_schemas, enforce
 from api.grammar.lark import Lark, literal
 from api.grammar.structural_tag import TagRules, must_be
@@ -87,28 +87,27 @@ async def compile_grammar(grammar: Grammar, tokenizer: ModelTokenizer | None = N
             f"`{grammar.field}` must have at most {MAX_GRAMMAR_BYTES} characters. Given: {size}",
             grammar.field,
         )
-    if tokenizer is None or grammar.kind != "structural_tag":
-        return await run_apart(grammar.field, compile_checked, grammar)
-    special_ids = tuple(tokenizer.special_tokens.items())
-    return await run_apart(grammar.field, compile_checked, grammar, special_ids, tokenizer.size)
+    special_ids: SpecialIds = ()
+    if tokenizer is not None and grammar.kind == "structural_tag":
+        special_ids = tuple(tokenizer.special_tokens.items())
+    return await run_apart(grammar.field, compile_checked, grammar, special_ids)
 
 
 @functools.lru_cache(maxsize=256)
-def compile_checked(grammar: Grammar, special_ids: SpecialIds = (), size: int = NUM_BYTES) -> str:
+def compile_checked(grammar: Grammar, special_ids: SpecialIds = ()) -> str:
     """Compile a grammar, and check it. Raises ApiError (422), as `compile_grammar`.
 
     Args:
-        special_ids: the model's special tokens, which tags may be.
-        size: all ids are below it.
+        special_ids: the model's special tokens, which tags may be; they are checked as texts.
     """
     try:
         check_white_space(grammar.whitespace)
-        source = compile_unchecked(grammar, special_ids)
+        source = compile_unchecked(grammar)
     except ValueError as error:
         raise cannot_compile(grammar, str(error)) from error
-    if cause := find_error(source, size):
+    if cause := find_error(source):
         raise cannot_compile(grammar, cause)
-    return source
+    return compile_unchecked(grammar, special_ids) if special_ids else source
 
 
 def compile_unchecked(grammar: Grammar, special_ids: SpecialIds = ()) -> str:

@@ -419,7 +419,7 @@ async def read_chat(body: ChatRequest, pool: Pool, grammar: Grammar | None = Non
     may_force = tools is None or tools.is_promised or not pool.settings.disable_grammar_support
     asked = grammar or body.grammar()
     if reading is not None:
-        reading = await reading_beside(asked, tools, reading, pool.tokenizer)
+        reading = await reading_beside(asked, tools, reading)
     forced = await answer_grammar(asked, tools if may_force else None, reading, pool.tokenizer)
     rendering = replace(body.rendering, reading=reading, is_json=describes_json(asked))
     last, prefix = body.messages[-1], ""

@@ -206,9 +206,7 @@ def parameters_of(function: FunctionSchema) -> Mapping[str, Any]:
 ANY_NAME = '{"any name'
 
 
-async def reading_beside(
-    grammar: Grammar | None, tools: ToolChoice | None, reading: Reading, tokenizer: ModelTokenizer
-) -> Reading:
+async def reading_beside(grammar: Grammar | None, tools: ToolChoice | None, reading: Reading) -> Reading:
     """How an answer is read when the client gives a grammar beside tools: it is calls, or what the grammar
     describes. If the grammar describes the very object that a call without a mark is, the answer is never a
     call. Raises ApiError.
@@ -218,16 +216,16 @@ async def reading_beside(
     form = CALL_FORMATS.get(reading.calls)
     heads = [head % json.dumps(tool.name) for head in (form.heads if form else ()) for tool in tools.callable]
     if heads:
-        source = await compile_grammar(replace(grammar, closed=True), tokenizer)
-        if await run_apart(grammar.field, names_of_call, source, tuple(heads), tokenizer.size):
+        source = await compile_grammar(replace(grammar, closed=True))
+        if await run_apart(grammar.field, names_of_call, source, tuple(heads)):
             return replace(reading, calls="")
     return replace(reading, is_either=True)
 
 
 @functools.lru_cache(maxsize=64)
-def names_of_call(source: str, heads: tuple[str, ...], size: int) -> bool:
+def names_of_call(source: str, heads: tuple[str, ...]) -> bool:
     """Whether objects of a grammar may begin as calls do, but not with any other name."""
-    return not can_begin(source, ANY_NAME, size) and any(can_begin(source, head, size) for head in heads)
+    return not can_begin(source, ANY_NAME) and any(can_begin(source, head) for head in heads)
 
 
 async def answer_grammar(

@@ -290,13 +290,13 @@ async def test_an_object_with_the_properties_of_a_call_is_none(form: str) -> Non
     reading = Reading(calls=form)
     like_calls = of_object(name="string", parameters="object", function="object")
     others = [of_object(name="string", age="integer"), Grammar("json", "{}", "f"), FORMAT]
-    assert await reading_beside(like_calls, tools(), reading, model_tokenizer()) == Reading()
+    assert await reading_beside(like_calls, tools(), reading) == Reading()
     for grammar in others:
-        found = await reading_beside(grammar, tools(), reading, model_tokenizer())
+        found = await reading_beside(grammar, tools(), reading)
         assert found == replace(reading, is_either=True)
     for choice in (None, tools("required"), tools("f")):
-        assert await reading_beside(like_calls, choice, reading, model_tokenizer()) == reading
-    assert await reading_beside(None, tools(), reading, model_tokenizer()) == reading
+        assert await reading_beside(like_calls, choice, reading) == reading
+    assert await reading_beside(None, tools(), reading) == reading
     forced = await answer_grammar(like_calls, tools(), Reading(), model_tokenizer())
     assert isinstance(forced, CompiledGrammar) and not matches(forced.source, CALL)
     assert matches(forced.source, '{"name": "f", "parameters": {}}')
