@@ -70,7 +70,7 @@ async def follow(
         log.info("rank %s of %d: ready for rank 0", numbers, ranks[0].world_size)
         await engine.run_steps(lambda _: None)  # ranks above 0 send none
     except EngineDied as error:
-        if engine.has_ended_in_order:
+        if any(rank.process.returncode == 0 for rank in engine.ranks):
             log.info("the worker has ended")
             return 0
         log.error("%s", error)

@@ -28,13 +28,6 @@ def worker_heartbeat(
     return call_script("worker_heartbeat", bytes.decode, keys, worker, args=args, more_args=in_pairs(fields))
 
 
-class FlushedPrompt(NamedTuple):
-    """Records of a prompt's tokens."""
-
-    request_id: str
-    records: bytes
-
-
 class FlushedTerminal(NamedTuple):
     """The end of a request on its worker, as `finish` takes it; `base`: where the attempt began. Of this
     attempt's tokens, `num_speculated` needed no step of their own, here and below.
@@ -101,7 +94,7 @@ def flush(
     acknowledged: int,
     mode: str,
     messages: Sequence[tuple[str, bytes]],
-    prompts: Sequence[FlushedPrompt],
+    prompts: Sequence[tuple[str, bytes]],
     terminals: Sequence[FlushedTerminal],
     spills: Sequence[FlushedSpill],
     counts: Sequence[FlushedCount] = (),
@@ -112,13 +105,14 @@ def flush(
         report: b"" for none.
         acknowledged: the last report that the batcher has applied.
         mode: `trim` trims the log, `whole` follows whatever it has, or "".
+        prompts: request and records of the prompt's tokens of each.
         messages: channel, payload of each; without a channel only the log has it.
     """
-    more_keys = [keys.request(prompt.request_id) for prompt in prompts]
+    more_keys = [keys.request(request_id) for request_id, _ in prompts]
     more_keys += request_keys(keys, [one.request_id for part in (terminals, spills) for one in part])
     more_keys += [keys.request(one.request_id) for one in counts]
     more_args: list[Argument] = [part for message in messages for part in message]
-    more_args += [prompt.records for prompt in prompts]
+    more_args += [records for _, records in prompts]
     more_args += [part for end in terminals for part in end.args]
     more_args += [part for spilled in spills for part in spilled[1:]]
     more_args += [part for one in counts for part in one[2:]]

@@ -192,7 +192,7 @@ class Agent:
             self.worker.incarnation,
             capacity=encode(self.worker),
             ttl_ms=int(self.settings.worker_ttl_s * 1000),
-            state="draining" if state.takes_no_rows else "ready",
+            state="draining" if state.draining.is_set() or state.leaving.is_set() else "ready",
             step=state.step,
             fields=process_fields()
             | {

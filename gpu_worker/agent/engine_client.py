@@ -379,11 +379,6 @@ class EngineClient:
         """How long the engine's threads have waited for a core since they started."""
         return sum(run_delay_s(rank.process.pid) for rank in self.ranks)
 
-    @property
-    def has_ended_in_order(self) -> bool:
-        """Whether a rank has ended by itself, without a failure."""
-        return any(rank.process.returncode == 0 for rank in self.ranks)
-
     async def end(self) -> None:
         """Tell ranks of other machines that the worker ends in order, then end those of this one."""
         self.ranks[0].link.send(End())

@@ -28,7 +28,6 @@ from gpu_worker.worker_scripts import (
     LOGITS_LOST,
     LOGITS_REFUSED,
     FlushedCount,
-    FlushedPrompt,
     FlushedSpill,
     FlushedTerminal,
     FlushReply,
@@ -85,6 +84,7 @@ class Flush:
     Attributes:
         logits: as in Outbox, those that are not written yet; they come before the tokens.
         messages: (channel, payload); the log gets the same payloads.
+        prompts: (request, records) of the prompt's tokens.
         counts: of live rows with new tokens whose API keys have budgets.
         mode: what the script does with the log.
         method: `prefill` where a prompt was computed, else `decode`.
@@ -94,7 +94,7 @@ class Flush:
     report: Report | None
     acknowledged: int
     messages: list[tuple[str, bytes]]
-    prompts: list[FlushedPrompt]
+    prompts: list[tuple[str, bytes]]
     terminals: list[FlushedTerminal]
     spills: list[Spill]
     counts: list[FlushedCount]
@@ -116,7 +116,7 @@ class Publisher:
 
     Attributes:
         spill_due: the next flush spills all rows, since the broker lacks an earlier spill.
-        resynced_at: number of the last flush that `resync` changed.
+        resynced_at: number of the last flush that was sent whole.
     """
 
     def __init__(self, pool: PoolClient, incarnation: str) -> None:
@@ -144,9 +144,7 @@ class Publisher:
             report=report,
             acknowledged=acknowledged,
             messages=[(channel, self.event(channel, rows)) for channel, rows in by_channel.items()],
-            prompts=[
-                FlushedPrompt(row.request.request_id, bytes(row.prompt or b"")) for row in outbox.prompts
-            ],
+            prompts=[(row.request.request_id, bytes(row.prompt or b"")) for row in outbox.prompts],
             terminals=[self.terminal(row, why) for row, why in outbox.terminals],
             spills=[
                 *map(Spill.of, outbox.interrupted),
@@ -200,7 +198,7 @@ class Publisher:
     async def write(self, flush: Flush) -> FlushReply:
         """Write a flush → what the broker says of its rows.
 
-        Raises Sealed; StreamsGone; FlushesLost: the flush needs `resync`; or what the broker raises: the same
+        Raises Sealed; StreamsGone; FlushesLost: it must be sent whole; or what the broker raises: the same
         flush may be written again.
         """
         started_s = time.perf_counter()
@@ -259,14 +257,6 @@ class Publisher:
                 refused.append(spill.row)
         return refused
 
-    def resync(self, flush: Flush, report: Report, live: list[RowText]) -> None:
-        """Make a flush follow any state of the broker: it spills all tokens of its own and of live rows."""
-        rows = dict.fromkeys([*(spill.row for spill in flush.spills), *live])
-        flush.report = report
-        flush.spills = [Spill.of(row) for row in rows]
-        flush.mode = "whole"
-        self.resynced_at = flush.sequence  # so that the batcher has time to save the log before a trim
-
 
 log = logging.getLogger(__name__)
 
@@ -277,18 +267,6 @@ MAX_WAIT_S = 0.005
 """A client does not notice that a token comes this much later."""
 SHORT_STEP_MS = 1000 * MAX_WAIT_S
 FEW_ROWS = 8
-
-
-def may_wait(outbox: Outbox, num_rows: int, step_ms: float) -> bool:
-    """Whether a flush of the outbox may wait for the tokens of another step, while steps take `step_ms`. What
-    needs a report, as first tokens and ends do, does not wait.
-    """
-    return (
-        0 < outbox.num_steps < MAX_STEPS_OF_FLUSH
-        and not outbox.needs_report
-        and num_rows <= FEW_ROWS
-        and 0 < step_ms <= SHORT_STEP_MS
-    )
 
 
 @dataclass(eq=False)
@@ -340,10 +318,15 @@ class Flusher:
 
     @property
     def may_wait(self) -> bool:
-        """Whether the next flush may wait for a step that the engine has been granted."""
-        state = self.state
+        """Whether the next flush may wait for a step that the engine has been granted. What needs a report,
+        as first tokens and ends do, does not wait.
+        """
+        state, outbox = self.state, self.state.outbox
         return (
-            may_wait(state.outbox, len(state.table.rows), state.step_ms)
+            0 < outbox.num_steps < MAX_STEPS_OF_FLUSH
+            and not outbox.needs_report
+            and len(state.table.rows) <= FEW_ROWS
+            and 0 < state.step_ms <= SHORT_STEP_MS
             and state.step < state.granted.until
             and not self.report_due()
             and not state.budgets.num_rows
@@ -467,12 +450,19 @@ class Flusher:
         return self.publisher.build(outbox, report, state.plan.acknowledged, state.table.live)
 
     def resync(self, flush: Flush) -> None:
-        """Add every token of every row to a flush, and tell the batcher that reports are lost."""
-        state = self.state
-        for row in state.table.rows.values():
+        """Make a flush follow any state of the broker: it spills all tokens of its own and of live rows, and
+        tells the batcher that reports are lost.
+        """
+        table = self.state.table
+        for row in table.rows.values():
             row.num_spilled = 0
         report = flush.report or self.make_report(Outbox(), flush.sequence)
-        self.publisher.resync(flush, replace(report, reports_lost=True), state.table.live)
+        flush.report = replace(report, reports_lost=True)
+        rows = dict.fromkeys([*(spill.row for spill in flush.spills), *table.live])
+        flush.spills = [Spill.of(row) for row in rows]
+        flush.mode = "whole"
+        # the batcher has time to save the log before a trim
+        self.publisher.resynced_at = flush.sequence
 
     def report_due(self) -> bool:
         """Whether the batcher must learn how far the rows are: the report clock says so, a row that is ahead

@@ -147,8 +147,14 @@ class RowText:
     def flushed_count(self) -> FlushedCount:
         """What is counted against its key's budget."""
         request = self.request
-        own = request.key_id, request.request_id, self.attempt, self.base
-        return FlushedCount(*own, self.num_tokens, self.num_speculated)
+        return FlushedCount(
+            request.key_id,
+            request.request_id,
+            self.attempt,
+            self.base,
+            self.num_tokens,
+            self.num_speculated,
+        )
 
     @property
     def held(self) -> HeldRow:

@@ -218,11 +218,6 @@ class AgentState:
         in_order = sorted(times.items(), key=lambda item: item[0][1])
         return [(steps, steps * decodes, tokens, ms) for (decodes, _), (steps, tokens, ms) in in_order]
 
-    @property
-    def takes_no_rows(self) -> bool:
-        """Whether the batcher is to give the worker no more rows."""
-        return self.draining.is_set() or self.leaving.is_set()
-
     def begin_shutdown(self) -> None:
         """A signal asks the worker to end."""
         self.signalled.set()

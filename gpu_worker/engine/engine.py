@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 
 import msgpack
 import numpy as np
@@ -20,7 +21,7 @@ from gpu_worker.engine.adapters.cache import AdapterCache
 from gpu_worker.engine.batch.adapters import AdapterTurns
 from gpu_worker.engine.batch.beams import BeamScores, Copies, score_beams, search_steps, text_factory
 from gpu_worker.engine.batch.inputs import build_inputs
-from gpu_worker.engine.batch.row import RowSlice, StepPart, request_at
+from gpu_worker.engine.batch.row import RowSlice, StepPart, are_next, request_at
 from gpu_worker.engine.batch.rows import NO_BLOCKS, Rows
 from gpu_worker.engine.batch.sampling_state import SampleRequest
 from gpu_worker.engine.batch.split_step import Forward, forward_in_halves
@@ -115,11 +116,16 @@ class LaunchedStep:
     started_s: float
 
 
+SAMPLING_STATE = attrgetter("row.sampling_state")
+
+
 def sample_requests(slices: Sequence[RowSlice]) -> list[SampleRequest | None]:
     """The requests of the rows that sample, once the host has read the step before; None for greedy samples
     and for those that are dropped.
     """
     requests: list[SampleRequest | None] = []
+    if are_next(slices) and not any(map(SAMPLING_STATE, slices)):
+        return [None] * len(slices)
     for row_slice in slices:
         row = row_slice.row
         if (state := row.sampling_state) is None or row.ended or row_slice.num_returns != row.num_returns:
@@ -183,8 +189,7 @@ class InFlightStep:
     @property
     def is_unsure(self) -> bool:
         """Whether the next step can be launched only once this one is read."""
-        unsure = (one for one in self.slices if one.row.proposer or one.row.output.has_branches)
-        return any(one.row.output.is_unsure(one) for one in unsure)
+        return not are_next(self.slices) and any(one.row.output.is_unsure(one) for one in self.slices)
 
     @property
     def is_done(self) -> bool:
@@ -224,14 +229,10 @@ def unpack_samples(
 ) -> StepSamples:
     """Convert columns on the host (ids int64 [rows], logprobs float32 [rows]) to lists."""
     ids, logprobs, top_ids, top_logprobs = (column.tolist() for column in output)
-    counts = {
-        place: request.state.top_n_tokens
-        for place, request in enumerate(requests)
-        if request and request.state.top_n_tokens
-    }
     tops = {
         place: TopLogprobs(top_ids[place][:count], top_logprobs[place][:count])
-        for place, count in counts.items()
+        for place, request in enumerate(requests if output.top_ids.shape[1] else ())
+        if request and (count := request.state.top_n_tokens)
     }
     return StepSamples(ids, logprobs, tops, list(prompt_logprobs))
 
@@ -385,7 +386,10 @@ class Engine:
         progress("measuring its speed")
         if (settings.speculation or self.drafter) and not loaded.pooling:
             measure_costs(self.costs, loaded, self.forward, self.drafter, communicator)
-        token_ms = self.measure_token_ms(loaded.context, loaded.vocab_size, self.block_size)
+        shape = loaded.context, loaded.vocab_size, self.block_size
+        own_ms = warmup.token_ms(loaded.compute, *shape, loaded.device)
+        # of a prompt token: in all stages together
+        token_ms = communicator.all_reduce_sum(int(own_ms * 1e6)) / communicator.tp_size / 1e6
         self.ready = capacity_of(
             settings, loaded, token_ms, self.adapters, communicator.world_size, self.prefix_caching
         )
@@ -449,12 +453,6 @@ class Engine:
             self.try_to_capture(self.settings)
         self.ready = replace(self.ready, num_blocks=self.loaded.cache.num_blocks)
         return self.ready
-
-    def measure_token_ms(self, context: int, vocab_size: int, block_size: int) -> float:
-        """ms of one prompt token, in a step of many: in all stages together."""
-        loaded, communicator = self.loaded, self.communicator
-        own_ms = warmup.token_ms(loaded.compute, context, vocab_size, block_size, loaded.device)
-        return communicator.all_reduce_sum(int(own_ms * 1e6)) / communicator.tp_size / 1e6
 
     def obey(self, command: Command) -> AdapterAnswer | None:
         """Obey a command → the answer to the agent, if it has one."""
@@ -542,7 +540,7 @@ class Engine:
                 launched.number,
                 slices,
                 launched.started_s,
-                lambda: unpack_sent_samples(communicator.receive_bytes(expected)),
+                lambda: unpack_sent_samples(expected()),
             )
         logits = launched.logits
         requests, sampled = sample_requests(slices), select_sample_logits(logits, slices)
@@ -607,7 +605,7 @@ class Engine:
                 shape = (1, sum(part.count for part in slices), loaded.model.config.hidden_size)
                 expected = communicator.expect_states(shape, loaded.geometry.dtype, loaded.device)
             inputs = build_inputs(slices, self.block_size, loaded.device, previous)
-            output = loaded.forward(inputs, expected.wait() if expected else None)
+            output = loaded.forward(inputs, expected() if expected else None)
         if not loaded.stage.is_last:
             communicator.send_states(output)
         if self.drafter:

@@ -19,7 +19,7 @@ from common.messages.plan import NewRow, Plan
 from common.messages.records import pack_floats, pack_ids
 from common.messages.request import Generate, StoppingParams
 from gpu_worker import worker_scripts
-from gpu_worker.worker_scripts import FlushedCount, FlushedPrompt, FlushedSpill, FlushedTerminal, FlushReply
+from gpu_worker.worker_scripts import FlushedCount, FlushedSpill, FlushedTerminal, FlushReply
 from tests.support.token_columns import as_sent
 
 KEYS = Keys("test")
@@ -113,7 +113,7 @@ async def flush(
     log: bytes = b"",
     report: bytes = b"",
     messages: Sequence[tuple[str, bytes]] = (),
-    prompts: Sequence[FlushedPrompt] = (),
+    prompts: Sequence[tuple[str, bytes]] = (),
     terminals: Sequence[FlushedTerminal] = (),
     spills: Sequence[tuple[str, int, bytes]] = (),
     mode: str = "",

@@ -198,7 +198,7 @@ class Geometry:
         if kv_cache_bytes > available_bytes:
             raise SettingError(
                 "kv_cache_bytes",
-                f"{mib(kv_cache_bytes)} MiB, but only {mib(available_bytes)} MiB of memory are available",
+                f"{kv_cache_bytes >> 20} MiB, but only {available_bytes >> 20} MiB of memory are available",
             )
         if not self.layers:
             return sys.maxsize
@@ -206,10 +206,6 @@ class Geometry:
             block = f"one block of {self.block_size} tokens of this model takes {self.block_bytes} bytes"
             raise SettingError("kv_cache_bytes", f"{kv_cache_bytes} bytes are too few: {block}")
         return kv_cache_bytes // self.block_bytes
-
-
-def mib(num_bytes: int) -> int:
-    return num_bytes // 2**20
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -47,11 +47,6 @@ class BeamText:
     matcher: StopMatcher
     num_free: int
 
-    @property
-    def matched(self) -> bool:
-        """Whether a stop string has appeared."""
-        return self.matcher.matched
-
     def after(self, token: int) -> "BeamText":
         """A copy that has taken one more token."""
         other = BeamText(self.detokenizer.copy(), copy(self.matcher), max(0, self.num_free - 1))
@@ -186,7 +181,7 @@ class BeamSearch:
         """Why a beam ends with its newest token."""
         if self.length >= self.max_new_tokens:
             return "length"
-        return self.ends.get(token) or ("stop_sequence" if beam.text and beam.text.matched else None)
+        return self.ends.get(token) or ("stop_sequence" if beam.text and beam.text.matcher.matched else None)
 
     def finish(self, beam: Beam, reason: str) -> None:
         """Keep an ended sequence if it is among the best."""
@@ -331,21 +326,6 @@ class BeamGroup(RowOutput):
     num_decoded: int = 0
     slots: BeamBlocks | None = None
     has_branches = True
-
-    @classmethod
-    def start(
-        cls,
-        params: BeamParams,
-        row: Row,
-        text: BeamText | None,
-        block_size: int,
-        copies: list[Copy],
-        slot_copies: list[Copy],
-    ) -> "BeamGroup":
-        """The search of a row that starts; `text` follows its stop strings."""
-        beams = [Beam(state=row.sampling_state, text=text)]
-        search = BeamSearch(params, row.max_new_tokens, row.ends, beams)
-        return cls(row, search, block_size, copies, slot_copies, num_places=params.width)
 
     @property
     def num_shared(self) -> int:

@@ -4,14 +4,14 @@ chunks of prompts.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from gpu_worker.engine.batch.adapters import AdaptedStep
-from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.batch.row import RowSlice, are_next
 from gpu_worker.engine.batch.step_result import Int32
 
 MAX_PADDING = 512
@@ -66,11 +66,8 @@ class Span:
     encoded: npt.NDArray[np.int64] | None = None
 
 
-class PlacedEmbeddings(NamedTuple):
-    """Embeddings of a picture [count, hidden], for the tokens at `places` int64 [count] of a step."""
-
-    places: torch.Tensor
-    values: torch.Tensor
+PlacedEmbeddings = tuple[torch.Tensor, torch.Tensor]
+"""The tokens int64 [count] of a step that get embeddings of a picture, and these [count, hidden]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +110,8 @@ def build_inputs(
     slices: Sequence[RowSlice], block_size: int, device: torch.device, previous: torch.Tensor | None = None
 ) -> Inputs:
     """Build the inputs of arranged slices. `previous` int64 [rows]: ids that the step in flight samples."""
-    ids, positions, counts = (
-        token_ids(slices).astype(np.int64),
-        positions_of(slices),
-        [row_slice.count for row_slice in slices],
-    )
+    ids, positions = token_ids(slices).astype(np.int64), positions_of(slices)
+    counts = [row_slice.count for row_slice in slices]
     tables = [row_slice.row.blocks for row_slice in slices]
     begins = np.repeat(offsets_of(map(len, tables))[:-1], counts)
     axes = axes_of(slices, positions) if have_axes(slices) else None
@@ -178,7 +172,7 @@ def placed_embeddings(slices: Sequence[RowSlice], device: torch.device) -> Itera
         for places, picture, first in row_slice.row.pictures.embedded_in(row_slice.begin, row_slice.kv_len):
             if picture.embeddings is not None:
                 values = picture.embeddings[first : first + len(places)]
-                yield PlacedEmbeddings(to_device(places + begin, device), values)
+                yield to_device(places + begin, device), values
 
 
 def logit_positions(slices: Sequence[RowSlice]) -> npt.NDArray[np.int64]:
@@ -195,13 +189,15 @@ def logit_positions(slices: Sequence[RowSlice]) -> npt.NDArray[np.int64]:
 
 def token_ids(slices: Sequence[RowSlice]) -> Int32:
     """Return the ids of arranged slices, int32 [tokens]."""
-    num_decoding = sum(row_slice.decodes for row_slice in slices)
+    num_decoding = len(slices) if slices[-1].decodes else sum(row_slice.decodes for row_slice in slices)
     prompts = (row_slice.row.ids[row_slice.begin : row_slice.kv_len] for row_slice in slices[num_decoding:])
     return np.concatenate([np.array(decode_ids(slices[:num_decoding]), np.int32), *prompts])
 
 
 def positions_of(slices: Sequence[RowSlice]) -> npt.NDArray[np.int64]:
     """Return the positions of tokens in their sequences, int64 [tokens]."""
+    if are_next(slices):
+        return np.array([row_slice.begin for row_slice in slices], np.int64)
     ends = np.cumsum([row_slice.count for row_slice in slices])
     return np.arange(ends[-1]) + np.repeat(
         [row_slice.kv_len for row_slice in slices] - ends, [row_slice.count for row_slice in slices]
@@ -217,12 +213,10 @@ def decode_ids(slices: Sequence[RowSlice]) -> list[int]:
     """Return the input ids of rows that decode: the last id of each, then its proposals. An id that the host
     does not know yet is -1 minus its place among the samples of the step in flight.
     """
-    ids: list[int] = []
-    for row_slice in slices:
-        source = row_slice.source_place
-        ids.append(row_slice.row.last_id if source is None else -1 - source)
-        ids += row_slice.proposed
-    return ids
+    sources = [one.row.last_id if one.source_place is None else -1 - one.source_place for one in slices]
+    if are_next(slices):
+        return sources
+    return [token for source, one in zip(sources, slices, strict=True) for token in (source, *one.proposed)]
 
 
 def fill_pending_ids(ids: torch.Tensor, previous: torch.Tensor | None) -> torch.Tensor:

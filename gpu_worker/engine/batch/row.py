@@ -4,6 +4,7 @@ tensors.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -72,11 +73,11 @@ class RowOutput:
         proposals, none beyond its blocks or `recompute_length`.
         """
         begin, source_place = row.kv_len, row.sample_place if row.num_unread else None
-        if row.proposer is None:
-            return (RowSlice(row, begin, 1, True, source_place),)
+        if row.proposer is None and row.logits is None:
+            return (NextToken(row, source_place),)
         end, limit = len(row.blocks) * block_size, row.recompute_length
         proposed = row.propose(min(spare, (min(end, limit) if limit and begin < limit else end) - begin - 1))
-        method = row.proposer.method if proposed else ""
+        method = row.proposer.method if row.proposer and proposed else ""
         return (RowSlice(row, begin, 1 + len(proposed), True, source_place, 0, proposed, method),)
 
     def is_unsure(self, row_slice: "RowSlice") -> bool:
@@ -347,6 +348,34 @@ class RowSlice:
         return requests
 
 
+class NextToken(RowSlice):
+    """The next token of a row that proposes nothing and returns no logits: most slices of most steps."""
+
+    __slots__ = ()
+    count = num_samples = num_logits = 1
+    samples = decodes = True
+    num_scored = 0
+    proposed: Sequence[int] = ()
+    method = ""
+
+    def __init__(self, row: Row, source_place: int | None) -> None:
+        self.row = row
+        self.source_place = source_place
+        self.num_returns = row.num_returns
+        self.begin = begin = row.kv_len
+        self.kv_len = begin + 1
+
+
+def are_next(slices: Sequence[RowSlice]) -> bool:
+    """Whether all are next tokens. It takes a step of many rows no loop to find out."""
+    return {*map(type, slices)} == {NextToken}
+
+
+def num_tokens(slices: Sequence[RowSlice]) -> int:
+    """Tokens of a step."""
+    return len(slices) if are_next(slices) else sum(one.count for one in slices)
+
+
 class StepPart:
     """What an engine has beside its model's forward (drafts, adapters, pictures, states): it is asked around
     each step. `rows` are the engine's `Rows`.
@@ -395,7 +424,5 @@ def arrange(slices: Sequence[RowSlice]) -> list[RowSlice]:
 
 def place_samples(slices: Sequence[RowSlice]) -> None:
     """Set each row's `sample_place` for a launched step."""
-    end = 0
-    for row_slice in slices:
-        end += row_slice.num_samples
+    for end, row_slice in zip(accumulate(map(attrgetter("num_samples"), slices)), slices, strict=True):
         row_slice.row.sample_place = end - 1

@@ -115,16 +115,6 @@ class PlacedPicture:
         return int(self.places[-1]) + 1
 
 
-class EmbeddedPlaces(NamedTuple):
-    """Tokens of a slice that are placeholders: places int64 [tokens] in the slice get the embeddings from
-    `first` on.
-    """
-
-    places: Int64
-    picture: PictureState
-    first: int
-
-
 @dataclass(frozen=True, slots=True)
 class RowPictures:
     """The pictures of a row, in the order of their places.
@@ -201,12 +191,14 @@ class RowPictures:
                 return min(end, int(one.places[missing])) if missing < picture.num_tokens else end
         return end
 
-    def embedded_in(self, begin: int, end: int) -> Iterator[EmbeddedPlaces]:
-        """Yield the placeholders among the positions from `begin` to `end`."""
+    def embedded_in(self, begin: int, end: int) -> Iterator[tuple[Int64, PictureState, int]]:
+        """Yield (places, picture, first) of the placeholders among the positions from `begin` to `end`:
+        places int64 [tokens] after `begin`, which get the picture's embeddings from `first` on.
+        """
         for one in self.left(begin):
             first, last = np.searchsorted(one.places, (begin, end))
             if first < last:
-                yield EmbeddedPlaces(one.places[first:last] - begin, one.picture, int(first))
+                yield one.places[first:last] - begin, one.picture, int(first)
 
 
 def placeholders_of(ids: Int32, start: int, num_tokens: int, placeholder_id: int) -> Int64:

@@ -18,7 +18,7 @@ import numpy as np
 from common.messages.plan import NewRow, Plan
 from common.messages.request import Generate, class_index
 from gpu_worker.engine.batch.adapters import Adapter, AdapterTurns
-from gpu_worker.engine.batch.beams import BeamGroup, BeamTextFactory, Copy
+from gpu_worker.engine.batch.beams import Beam, BeamGroup, BeamSearch, BeamTextFactory, Copy
 from gpu_worker.engine.batch.prefill import (
     EncodingSchedule,
     chunks,
@@ -36,7 +36,6 @@ from gpu_worker.engine.batch.row import (
     PooledValues,
     Row,
     RowSlice,
-    arrange,
     logits_span,
     no_pictures,
     not_served,
@@ -172,9 +171,11 @@ class Rows:
         )
         if request.beams:
             text = self.make_text(ids.tolist(), stopping) if stopping.stop else None
+            first = Beam(state=row.sampling_state, text=text)
+            search = BeamSearch(request.beams, row.max_new_tokens, row.ends, [first])
             copies = self.copies, self.state_slots.copies if self.state_slots else []
-            row.output = group = BeamGroup.start(request.beams, row, text, self.block_size, *copies)
-            self.groups[row.number] = group
+            group = BeamGroup(row, search, self.block_size, *copies, num_places=request.beams.width)
+            row.output = self.groups[row.number] = group
         return row
 
     def extend(self, number: int, blocks: Int32) -> Int32:
@@ -190,9 +191,9 @@ class Rows:
         """Launch the next step, or the next micro-batch of one → its slices, arranged; empty if none may or
         can run. Without micro-batches it must not be called while an unread step `is_unsure`.
         """
-        slices = arrange(self.schedule_slices(self.step)) if self.num_micro_batches > 1 else []
+        slices = self.schedule_slices(self.step) if self.num_micro_batches > 1 else []
         if not slices and self.step < self.grant.until:
-            slices = arrange(self.schedule_slices(self.step + 1))
+            slices = self.schedule_slices(self.step + 1)
             self.step += bool(slices)
         for row_slice in slices:
             row, num_samples = row_slice.row, row_slice.num_samples
@@ -221,7 +222,8 @@ class Rows:
 
     def schedule_slices(self, step: int) -> list[RowSlice]:
         """Choose what is launched next, as a part of this step: a token of each row that decodes and its
-        proposals, then chunks of prompts up to the budgets. Rows after the first `max_rows` stand by.
+        proposals, the longest row first, then chunks of prompts up to the budgets. Rows after the first
+        `max_rows` stand by.
         """
         decoding, prompts = self.split_launchable(step)
         line = line_up(prompts, step)
@@ -264,7 +266,7 @@ class Rows:
         for row in rows:
             slices += (own := row.output.decode(row, spare, self.block_size))
             spare -= len(own[0].proposed) if own else 0
-        return slices
+        return sorted(slices, key=attrgetter("begin"), reverse=True)
 
     def check_pictures(self, row: Row) -> bool:
         """End a row if one of its pictures cannot be shown to the model → whether it goes on."""
@@ -276,7 +278,7 @@ class Rows:
     @property
     def runnable(self) -> list[Row]:
         """The rows that the next step may compute: those with a place, room and a compiled grammar."""
-        places, found = self.grant.max_rows or sys.maxsize, list[Row]()
+        places, found, block_size = self.grant.max_rows or sys.maxsize, list[Row](), self.block_size
         for row in self.rows.values():
             output = row.output
             if row.ended or output.is_launched(row):
@@ -284,7 +286,7 @@ class Rows:
             if places < output.num_places:
                 break
             places -= output.num_places
-            if len(row.blocks) * self.block_size > row.kv_len and (not row.awaited or row.is_ready):
+            if len(row.blocks) * block_size > row.kv_len and (not row.awaited or row.is_ready):
                 found.append(row)
         return found
 

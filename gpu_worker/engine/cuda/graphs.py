@@ -9,6 +9,7 @@ width of the table, all fixed by the graph.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain, repeat
 from operator import is_
 from typing import Any
 
@@ -26,7 +27,7 @@ from gpu_worker.engine.batch.inputs import (
     to_device,
     token_ids,
 )
-from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.batch.row import RowSlice, are_next, num_tokens
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.model.model import LoadedModel
 
@@ -116,7 +117,7 @@ class CudaGraphs:
         """
         for size in sorted(sizes, reverse=True):
             self.loaded.plan_decode(np.zeros(size, np.int32), np.zeros((size, 1), np.int32))
-            skewed, adapters = skewed_lengths(size, longest), self.loaded.adapters
+            skewed, adapters = np.array([longest, *[1] * (size - 1)], np.int32), self.loaded.adapters
             is_few = size & (size - 1) == 0 or size == max(sizes)  # steps of split rows are rare
             are_captured = {
                 PLAIN: True,
@@ -142,8 +143,7 @@ class CudaGraphs:
         """Whether a graph has room for all tokens. Slices are arranged: rows that decode come first."""
         if self.is_fixed:
             return True
-        num_tokens = sum(row_slice.count for row_slice in slices)
-        rows = max(num_tokens, 0 if previous is None else len(previous))
+        rows = max(num_tokens(slices), 0 if previous is None else len(previous))
         takes_adapters = self.loaded.adapters is None or self.size_of(1, ADAPTED)
         if not takes_adapters and any(row_slice.row.adapter for row_slice in slices):
             return False
@@ -163,12 +163,14 @@ class CudaGraphs:
         rows = len(positions)
         adapters = adapted_step(slices) if self.loaded.adapters else None
         self.loaded.set_adapters(adapters)
-        variant = ADAPTED if adapters else self.variant_of(positions)
+        is_split = self.size_of(rows, SPLIT) and self.loaded.backend.splits_rows(positions + 1)
+        variant = ADAPTED if adapters else SPLIT if is_split else PLAIN
         size = len(self.ids) if self.is_fixed else self.size_of(rows, variant)
         blocks = blocks_of(slices)
         stay = self.loaded.backend.plan_free and self.tabled[0] == size and are_same(blocks, self.tabled[1])
         chunks = range(0, rows, size)
-        inputs = inputs_of(slices, positions, len(chunks) * size, () if stay and len(chunks) == 1 else blocks)
+        used = () if stay and len(chunks) == 1 else blocks
+        inputs = self.inputs_of(slices, positions, len(chunks) * size, used)
         self.tabled = size, blocks
         if previous is not None:
             self.previous[: len(previous)].copy_(previous)
@@ -186,10 +188,24 @@ class CudaGraphs:
             self.loaded.set_adapters(None)
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
-    def variant_of(self, positions: Int32) -> str:
-        """Rows are split if that takes less time and a graph has room. positions int32 [rows]"""
-        has_room = self.size_of(len(positions), SPLIT)
-        return SPLIT if has_room and self.loaded.backend.splits_rows(positions + 1) else PLAIN
+    def inputs_of(
+        self, slices: Sequence[RowSlice], positions: Int32, size: int, blocks: Sequence[Int32]
+    ) -> Int32:
+        """positions int32 [tokens], blocks of each token int32 [blocks] → int32 [4 + blocks, size]: ids,
+        positions, those that turn queries and keys, slots of states, and the rows' blocks, a column for each
+        token. Without blocks the table stays as it is.
+        """
+        tokens, lengths = len(positions), np.array([*map(len, blocks)], np.int64)
+        inputs = np.zeros((4 + int(lengths.max(initial=0)), size), np.int32)
+        turned = rotary_positions(slices, positions) if self.loaded.axis_rope else positions
+        inputs[:3, :tokens] = token_ids(slices), positions, turned
+        if self.loaded.states:
+            counts = [one.count for one in slices]
+            inputs[3, :tokens] = np.repeat([one.row.slot for one in slices], counts)
+        if blocks:
+            held = np.arange(len(inputs) - 4) < lengths[:, None]
+            inputs[4:, :tokens].T[held] = np.concatenate(blocks)
+        return inputs
 
     def copy_inputs(self, inputs: npt.NDArray[Any], size: int) -> None:
         """Plan a step, and copy its inputs to the graphs' tensors, in one transfer: int32 [4 + blocks, size]
@@ -202,38 +218,15 @@ class CudaGraphs:
         self.table[:size, : len(staged) - 4].copy_(staged[4:].T)
 
 
-def skewed_lengths(rows: int, longest: int) -> Int32:
-    """int32 [rows]: the lengths of one row of `longest` tokens and short ones."""
-    lengths = np.ones(rows, np.int32)
-    lengths[0] = longest
-    return lengths
-
-
 def blocks_of(slices: Sequence[RowSlice]) -> list[Int32]:
     """The blocks of each token's row, int32 [blocks]."""
-    return [one.row.blocks for one in slices for _ in range(one.count)]
+    blocks = [one.row.blocks for one in slices]
+    return blocks if are_next(slices) else [*chain(*map(repeat, blocks, [one.count for one in slices]))]
 
 
 def are_same(blocks: Sequence[Int32], others: Sequence[Int32]) -> bool:
     """Whether these are the same arrays: a row whose blocks change has others, int32 [blocks]."""
     return len(blocks) == len(others) and all(map(is_, blocks, others))
-
-
-def inputs_of(slices: Sequence[RowSlice], positions: Int32, size: int, blocks: Sequence[Int32]) -> Int32:
-    """positions int32 [tokens], blocks of each token int32 [blocks] → int32 [4 + blocks, size]: ids,
-    positions, those that turn queries and keys, slots of states, and the rows' blocks, a column for each
-    token. Without blocks the table stays as it is.
-    """
-    num_tokens, lengths = len(positions), np.array([*map(len, blocks)], np.int64)
-    inputs = np.zeros((4 + int(lengths.max(initial=0)), size), np.int32)
-    inputs[:3, :num_tokens] = token_ids(slices), positions, rotary_positions(slices, positions)
-    if any(one.row.slots for one in slices):
-        counts = [one.count for one in slices]
-        inputs[3, :num_tokens] = np.repeat([one.row.slot for one in slices], counts)
-    if blocks:
-        held = np.arange(len(inputs) - 4) < lengths[:, None]
-        inputs[4:, :num_tokens].T[held] = np.concatenate(blocks)
-    return inputs
 
 
 def make_capture(device: torch.device) -> Capture:

@@ -41,29 +41,19 @@ def draft_proposer_of(row: Row) -> Proposer | None:
 
 
 @dataclass(slots=True)
-class DraftRow:
-    """A row for which drafts are made.
-
-    Attributes:
-        count: how many.
-    """
-
-    row: Row
-    proposer: Proposer
-    count: int
-
-
-@dataclass(slots=True)
 class DraftChain:
     """The drafts of one row, one after the other.
 
     Attributes:
+        count: how many are wanted.
         state: that of the row after the drafts so far.
         piece: what a draft model computes next.
         hidden: of heads, the state [any] of the model's dtype from which the next draft is made.
     """
 
-    one: DraftRow
+    row: Row
+    proposer: Proposer
+    count: int
     state: SamplingState | None
     piece: RowSlice | None = None
     hidden: torch.Tensor | None = None
@@ -72,17 +62,17 @@ class DraftChain:
     @property
     def goes_on(self) -> bool:
         samples = self.piece is None or self.piece.samples
-        return samples and len(self.drafted) < self.one.count
+        return samples and len(self.drafted) < self.count
 
     @property
     def last(self) -> int:
         """The token before the next draft."""
-        return self.drafted[-1] if self.drafted else self.one.proposer.text.last
+        return self.drafted[-1] if self.drafted else self.proposer.text.last
 
     @property
     def sample_request(self) -> SampleRequest | None:
         """How the next draft is sampled."""
-        return request_at(self.state, self.one.row.index + len(self.drafted))
+        return request_at(self.state, self.row.index + len(self.drafted))
 
     def add(self, token: int) -> None:
         self.drafted.append(token)
@@ -97,7 +87,7 @@ class Drafter(StepPart):
 
     Attributes:
         worker: what became of all rows' drafts.
-        asked: the rows of the last drafts.
+        asked: the last drafts.
     """
 
     def __init__(
@@ -116,7 +106,7 @@ class Drafter(StepPart):
         self.costs = costs
         self.communicator = communicator
         self.worker = Acceptance()
-        self.asked: list[DraftRow] = []
+        self.asked: list[DraftChain] = []
 
     # What kinds of drafters have of their own.
 
@@ -142,9 +132,8 @@ class Drafter(StepPart):
 
     # What all do.
 
-    def draft(self, rows: Sequence[DraftRow]) -> list[list[int]]:
-        """Of each row its drafts, at most `count`; none where it is not ready to draft."""
-        chains = [DraftChain(one, one.row.sampling_state) for one in rows]
+    def draft(self, chains: Sequence[DraftChain]) -> None:
+        """Make the drafts of each row, at most `count`; none where it is not ready to draft."""
         running = self.begin(chains)
         while running:
             sampling, logits = self.compute(running)
@@ -154,7 +143,6 @@ class Drafter(StepPart):
             for chain, token in zip(sampling, ids, strict=True):
                 chain.add(token)
             running = [chain for chain in running if chain.goes_on]
-        return [chain.drafted for chain in chains]
 
     def make_proposer(self, ids: Int32, grammar: GrammarMask | None) -> Proposer:
         """The proposer of a row with these ids so far."""
@@ -169,7 +157,7 @@ class Drafter(StepPart):
         if not wanted:
             return
         try:
-            drafts = self.draft(wanted)
+            self.draft(wanted)
         except RuntimeError as error:
             if self.communicator.world_size > 1 or not is_out_of_memory(error):
                 raise
@@ -177,16 +165,17 @@ class Drafter(StepPart):
             release_tensors(error)
             torch.cuda.empty_cache()
             return
-        filled = [(*draft, *[NO_DRAFT] * (self.num_drafted - len(draft))) for draft in drafts]
+        missing = [[NO_DRAFT] * (self.num_drafted - len(one.drafted)) for one in wanted]
+        filled = [one.drafted + rest for one, rest in zip(wanted, missing, strict=True)]
         sent = torch.tensor(filled).to(self.device)
         self.communicator.broadcast_tensor(sent)
         self.take(sent)
 
-    def wanted(self, rows: Sequence[Row], block_size: int, spare: int) -> list[DraftRow]:
+    def wanted(self, rows: Sequence[Row], block_size: int, spare: int) -> list[DraftChain]:
         """The rows that want drafts, the same on all ranks. A trial is spread over the rows: a draft for all
         takes little longer than for one.
         """
-        wanted: list[DraftRow] = []
+        wanted: list[DraftChain] = []
         most_each = spare
         if self.worker.is_on_trial and rows:
             spare = min(spare, TRIAL_PROPOSALS)
@@ -198,7 +187,7 @@ class Drafter(StepPart):
             if proposer is None or most <= 0 or row.num_unread or is_forced(row):
                 continue
             if count := proposer.num_worth(most):
-                wanted.append(DraftRow(row, proposer, count))
+                wanted.append(DraftChain(row, proposer, count, row.sampling_state))
                 spare -= count
         return wanted
 
@@ -236,9 +225,6 @@ class BlockTable:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.held = np.zeros(num_blocks + 1, np.int64)
         self.block_size = block_size
-
-    def clear(self, blocks: Int32) -> None:
-        self.held[blocks] = 0
 
     def length(self, blocks: Int32) -> int:
         """How many tokens of a row are there from its first on."""
@@ -300,7 +286,7 @@ class ModelDrafter(Drafter):
 
     def granted(self, blocks: Sequence[Int32]) -> None:
         for one in blocks:
-            self.table.clear(one)
+            self.table.held[one] = 0
 
     def on_forward(self, slices: Sequence[RowSlice]) -> None:
         """Compute the chunks of prompts that the model has computed, as far as all tokens before them are
@@ -328,8 +314,8 @@ class ModelDrafter(Drafter):
     def begin(self, chains: Sequence[DraftChain]) -> list[DraftChain]:
         left = MAX_CATCH_UP[self.loaded.device.type] + 2 * len(chains)
         for chain in chains:
-            if chain.one.proposer.text.length + chain.one.count <= self.loaded.context:
-                chain.piece = self.catch_up(chain.one, left)
+            if chain.proposer.text.length + chain.count <= self.loaded.context:
+                chain.piece = self.catch_up(chain, left)
                 left -= chain.piece.count if chain.piece else 0
         return [chain for chain in chains if chain.piece]
 
@@ -339,10 +325,10 @@ class ModelDrafter(Drafter):
         pieces = arrange([chain.piece for chain in chains if chain.piece])
         logits = self.forward(pieces)
         for piece in pieces:
-            by_row[piece.row.number].one.proposer.kv_len = piece.kv_len
+            by_row[piece.row.number].proposer.kv_len = piece.kv_len
         return [by_row[piece.row.number] for piece in pieces if piece.samples], logits
 
-    def catch_up(self, one: DraftRow, left: int) -> RowSlice | None:
+    def catch_up(self, one: DraftChain, left: int) -> RowSlice | None:
         """What a row must compute before its first draft: all known tokens whose K and V are missing, at
         least the last; if these are more than `left`, only so many. None if it cannot draft.
         """

@@ -37,7 +37,6 @@ from gpu_worker.engine.cuda.graphs import Capture
 from gpu_worker.engine.drafting.drafter import (
     DraftChain,
     Drafter,
-    DraftRow,
     ModelDrafter,
     draft_proposer_of,
     piece_of,
@@ -234,13 +233,14 @@ class EagleDrafter(ModelDrafter):
             if proposer is None:
                 continue
             keep_states(proposer, row_slice.begin, states[begin - row_slice.count : begin])
-            waits_long = proposer.acceptance.is_paused and num_waiting(proposer) >= MAX_WAITING
+            num_waiting = len(proposer.states[1]) if proposer.states else 0
+            waits_long = proposer.acceptance.is_paused and num_waiting >= MAX_WAITING
             if (not row_slice.decodes or waits_long) and (piece := self.next_piece(row_slice.row, proposer)):
                 pieces.append(piece)
         if pieces:
             self.forward(arrange(pieces))
 
-    def catch_up(self, one: DraftRow, left: int) -> RowSlice | None:
+    def catch_up(self, one: DraftChain, left: int) -> RowSlice | None:
         return self.next_piece(one.row, one.proposer)
 
     def next_piece(self, row: Row, proposer: Proposer) -> RowSlice | None:
@@ -275,13 +275,12 @@ class EagleDrafter(ModelDrafter):
             self.inputs[piece.row] = state[None]
         return self.of_target(output.logits[0])
 
-    def draft(self, rows: Sequence[DraftRow]) -> list[list[int]]:
-        drafts = super().draft(rows)
+    def draft(self, chains: Sequence[DraftChain]) -> None:
+        super().draft(chains)
         self.inputs.clear()
-        for one in rows:  # drafted states are no states of the model
+        for one in chains:  # drafted states are no states of the model
             if one.proposer.states and one.proposer.kv_len is not None:
                 one.proposer.kv_len = min(one.proposer.kv_len, one.proposer.text.length - 1)
-        return drafts
 
     def of_target(self, logits: torch.Tensor) -> torch.Tensor:
         """logits float [rows, draft vocabulary] → [rows, vocabulary of the model]"""
@@ -312,11 +311,6 @@ def keep_states(proposer: Proposer, begin: int, states: torch.Tensor) -> None:
         if first <= begin <= first + len(earlier):
             begin, states = first, torch.cat((earlier[: begin - first], states))
     proposer.states = (begin, states)
-
-
-def num_waiting(proposer: Proposer) -> int:
-    """How many states are kept."""
-    return len(proposer.states[1]) if proposer.states else 0
 
 
 class MedusaHeads(nn.Module):
@@ -392,13 +386,7 @@ class ShiftedNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(size))
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return self.weight * normalized(states) + self.bias
-
-
-def normalized(states: torch.Tensor) -> torch.Tensor:
-    """[..., size] of any dtype → the same with a mean square of 1"""
-    scale = torch.rsqrt(states.float().pow(2).mean(-1, keepdim=True) + EPSILON)
-    return (states.float() * scale).type_as(states)
+        return self.weight * nn.functional.rms_norm(states, self.weight.shape, eps=EPSILON) + self.bias
 
 
 class MlpSpeculatorHeads(nn.Module):
@@ -449,7 +437,9 @@ class MlpSpeculatorHeads(nn.Module):
 
     def begin(self, states: torch.Tensor) -> torch.Tensor:
         """Hidden states [rows, hidden] of the model's dtype → what `logits` takes."""
-        return normalized(states) * 2**-0.5 if self.scales_input else states
+        if not self.scales_input:
+            return states
+        return nn.functional.rms_norm(states, states.shape[-1:], eps=EPSILON) * 2**-0.5
 
     def logits(
         self, place: int, states: torch.Tensor, tokens: torch.Tensor
@@ -494,7 +484,7 @@ class HeadDrafter(Drafter):
     @torch.inference_mode()
     def begin(self, chains: Sequence[DraftChain]) -> list[DraftChain]:
         for chain in chains:
-            state = last_state(chain.one.proposer)
+            state = last_state(chain.proposer)
             chain.hidden = None if state is None else self.heads.begin(state[None])[0]
         return [chain for chain in chains if chain.hidden is not None]
 

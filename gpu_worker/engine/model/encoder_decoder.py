@@ -23,7 +23,7 @@ from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.attention import backend
 from gpu_worker.engine.attention.backend import ENCODED, AttentionSpec, Geometry, LayerSpec, write_kv
 from gpu_worker.engine.attention.sdpa import SdpaBackend
-from gpu_worker.engine.batch.inputs import Inputs, Span, positions_of, split_spans, to_device
+from gpu_worker.engine.batch.inputs import Inputs, positions_of, split_spans, to_device
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.cpu.packed_linear import PackedLinear, pack_linears
@@ -78,7 +78,10 @@ def decoder_inputs(inputs: Inputs, num_starting: int, block_size: int) -> tuple[
         ids=inputs.ids[:, chosen],
         positions=to_device((positions - before)[None, places], device),
         slots=inputs.slots[places],
-        spans=[replace(span, encoded=encoded_of(span, counts)) for span in spans],
+        spans=[
+            replace(span, encoded=np.repeat([next(counts) for _ in span.shares], span.shares))
+            for span in spans
+        ],
     )
 
 
@@ -86,11 +89,6 @@ def decoded_part(part: RowSlice, encoded: int) -> RowSlice:
     """What the decoder computes of a slice."""
     begin = max(part.begin, encoded)
     return RowSlice(part.row, begin, part.kv_len - begin, part.samples, proposed=part.proposed)
-
-
-def encoded_of(span: Span, counts: Iterator[int]) -> Int64:
-    """`Span.encoded`, of the next `counts` of encoded tokens, one for each slice."""
-    return np.repeat([next(counts) for _ in span.shares], span.shares)
 
 
 def table_of_biases(module: Any) -> torch.Tensor | None:
@@ -206,8 +204,9 @@ def load(source: ModelSource, block_size: int) -> EncoderDecoderModel:
     attention.specs.add(over_encoded)
     of_encoder = copy.deepcopy(config)
     of_encoder._attn_implementation = "sdpa"
-    for module in attention_modules(model.get_encoder()):
-        module.config = of_encoder
+    for module in model.get_encoder().modules():
+        if hasattr(module, "scaling"):  # its attention
+            module.config = of_encoder
     for _, encoded in layers:
         take_projections(encoded)
         encoded.backend, encoded.spec = attention, over_encoded
@@ -260,10 +259,6 @@ def find_attention(layer: Any) -> tuple[Any, Any]:
     if hasattr(layer, "self_attn"):
         return layer.self_attn, layer.encoder_attn
     return layer.layer[0].SelfAttention, layer.layer[1].EncDecAttention
-
-
-def attention_modules(encoder: Any) -> Iterator[Any]:
-    return (module for module in encoder.modules() if hasattr(module, "scaling"))
 
 
 def projections(module: Any) -> tuple[Any, Any]:

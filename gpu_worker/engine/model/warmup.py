@@ -80,7 +80,8 @@ def max_batch_prefill_tokens(token_ms: float, device: torch.device) -> int:
 
 def fastest_ms(run: Callable[[], object], device: torch.device) -> float:
     """The ms of the fastest of several runs. On CPU the time in which other processes had the cores is left
-    out, since it would lower the budget for the engine's whole life.
+    out, since it would lower the budget for the engine's whole life: threads that waited for cores may have
+    waited at the same time, but each has computed its part.
     """
     times = []
     for _ in range(NUM_MEASURED):
@@ -90,16 +91,9 @@ def fastest_ms(run: Callable[[], object], device: torch.device) -> float:
             torch.cuda.synchronize(device)
         took_s, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
         delay_s = run_delay_s(os.getpid()) - delay_s
-        is_cpu = device.type == "cpu"
-        times.append(undisturbed_s(took_s, cpu_s, delay_s, torch.get_num_threads()) if is_cpu else took_s)
+        undisturbed_s = min(took_s, max(took_s - delay_s, cpu_s / torch.get_num_threads()))
+        times.append(undisturbed_s if device.type == "cpu" else took_s)
     return min(times) * 1e3
-
-
-def undisturbed_s(took_s: float, cpu_s: float, delay_s: float, num_threads: int) -> float:
-    """How long a run of `took_s` would have taken if its threads had not waited for cores, `delay_s`
-    together. They may have waited at the same time, but each has computed its part of `cpu_s`.
-    """
-    return min(took_s, max(took_s - delay_s, cpu_s / num_threads))
 
 
 def run_largest_step(

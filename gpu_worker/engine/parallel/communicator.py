@@ -9,8 +9,7 @@ import socket
 import struct
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,21 +32,6 @@ REST = 8
 LENGTH = struct.Struct("<q")
 HEAD_BYTES = 2048
 """Size of the first message of bytes, which receivers expect before they know how many there are."""
-
-
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """A tensor that a rank will send into `buffer` [...] of any dtype."""
-
-    work: Any
-    buffer: torch.Tensor
-    rank: int
-    tag: int
-
-    def wait(self) -> torch.Tensor:
-        """→ the buffer, filled. On CUDA only the device waits."""
-        self.work.wait()
-        return self.buffer
 
 
 class Communicator:
@@ -83,7 +67,7 @@ class Communicator:
         self.tp_rank = info.rank % self.tp_size
         self.links = links
         self.group: Any = None
-        self.commands: Expected | None = None
+        self.commands: Callable[[], bytes] | None = None
         self.unfinished: deque[list[tuple[Any, torch.Tensor]]] = deque([[]])
         if self.world_size > 1:
             self.links = links or connect_ranks(info)
@@ -149,16 +133,38 @@ class Communicator:
         """Send hidden states [1, tokens, hidden] to the same place in the next stage."""
         self.send(states.contiguous(), self.rank + self.tp_size, STATES)
 
-    def expect_states(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> "Expected":
-        """Expect hidden states [*shape] of the stage before this one."""
+    def expect_states(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Callable[[], torch.Tensor]:
+        """Expect hidden states [*shape] of the stage before this one → what waits for them. On CUDA only the
+        device waits.
+        """
         return self.expect(torch.empty(*shape, dtype=dtype, device=device), self.rank - self.tp_size, STATES)
 
-    def expect(self, buffer: torch.Tensor, rank: int, tag: int) -> "Expected":
+    def expect(self, buffer: torch.Tensor, rank: int, tag: int) -> Callable[[], torch.Tensor]:
         """Take a tensor as soon as a rank sends it: what is expected in time is not asked for."""
-        return Expected(dist.irecv(buffer, rank, tag=tag), buffer, rank, tag)
+        work: Any = dist.irecv(buffer, rank, tag=tag)
 
-    def expect_bytes(self, rank: int, tag: int) -> "Expected":
-        return self.expect(torch.empty(HEAD_BYTES, dtype=torch.uint8), rank, tag)
+        def wait() -> torch.Tensor:
+            work.wait()
+            return buffer
+
+        return wait
+
+    def expect_bytes(self, rank: int, tag: int) -> Callable[[], bytes]:
+        """Expect bytes that a rank sends to all → what waits for them."""
+        arrived = self.expect(torch.empty(HEAD_BYTES, dtype=torch.uint8), rank, tag)
+
+        def wait() -> bytes:
+            head = arrived().numpy().tobytes()
+            (size,) = LENGTH.unpack_from(head)
+            end = LENGTH.size + size
+            if end <= HEAD_BYTES:
+                return head[LENGTH.size : end]
+            rest = self.expect(torch.empty(end - HEAD_BYTES, dtype=torch.uint8), rank, tag + REST)
+            return head[LENGTH.size :] + rest().numpy().tobytes()
+
+        return wait
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
         self.unfinished[-1].append((dist.isend(tensor, rank, tag=tag), tensor))
@@ -175,16 +181,6 @@ class Communicator:
         for rank in range(self.world_size):
             for own_tag, tensor in tensors.items() if rank != self.rank else ():
                 self.send(tensor, rank, own_tag)
-
-    def receive_bytes(self, expected: "Expected") -> bytes:
-        """Wait for bytes that a rank sent to all."""
-        head = expected.wait().numpy().tobytes()
-        (size,) = LENGTH.unpack_from(head)
-        left = size - (HEAD_BYTES - LENGTH.size)
-        if left <= 0:
-            return head[LENGTH.size : LENGTH.size + size]
-        rest = self.expect(torch.empty(left, dtype=torch.uint8), expected.rank, expected.tag + REST)
-        return head[LENGTH.size :] + rest.wait().numpy().tobytes()
 
     def begin_round(self) -> None:
         """Forget what was sent so long ago that all ranks must have it: a step is read by all before as many
@@ -208,10 +204,9 @@ class Communicator:
     def receive_commands(self) -> Iterator[Command]:
         """The other ranks' part; waits for rank 0."""
         self.begin_round()
-        data = self.receive_bytes(self.commands or self.expect_bytes(0, COMMANDS))
-        self.commands = self.expect_bytes(0, COMMANDS)
         frames = FrameDecoder()
-        frames.feed(data)
+        frames.feed((self.commands or self.expect_bytes(0, COMMANDS))())
+        self.commands = self.expect_bytes(0, COMMANDS)
         for frame in frames:
             assert isinstance(frame, Command)
             yield frame

@@ -150,11 +150,9 @@ class RankLinks:
 
     def say_end(self) -> None:
         """Tell the other ranks that the worker ends in order."""
-        for peer in self.peers:
-            try:
-                self.peers[peer].send(END)
-            except OSError:
-                continue  # it has ended before
+        for peer in self.peers.values():
+            with contextlib.suppress(OSError):  # it has ended before
+                peer.send(END)
 
     def watch(self, on_loss: OnLoss) -> None:
         """Call `on_loss` in the thread of the links when a rank is lost, or at once if one is."""
@@ -173,7 +171,11 @@ class RankLinks:
         while not self.lost:
             for handle in select.select([*ranks], [], [])[0]:
                 self.lost = self.lost or self.read_from(ranks[handle])
-        self.tell_loss(self.lost)
+        self.is_over.set()
+        for messages in self.messages.values():
+            messages.put(self.lost)
+        if self.on_loss:
+            self.on_loss(self.lost)
 
     def read_from(self, peer: int) -> RankLost | None:
         """Take the messages that a link brings → the loss if it has none any more."""
@@ -188,13 +190,6 @@ class RankLinks:
         except (OSError, ValueError) as error:
             return RankLost(member, f"is lost: {error.strerror if isinstance(error, OSError) else error}")
         return None
-
-    def tell_loss(self, lost: RankLost) -> None:
-        self.is_over.set()
-        for messages in self.messages.values():
-            messages.put(lost)
-        if self.on_loss:
-            self.on_loss(lost)
 
 
 def probe(connection: socket.socket, timeout_s: float) -> None:
@@ -280,8 +275,10 @@ class Leader:
                 for source in ready:
                     if isinstance(source, LineSocket):
                         self.hear(source)
-                    else:
-                        self.accept(source)
+                        continue
+                    connection, _ = source.accept()
+                    connection.settimeout(CONNECT_TIMEOUT_S)
+                    self.strangers.append(LineSocket(connection))
         return self.welcome()
 
     def describe_absent(self, missing: Sequence[int]) -> str:
@@ -294,11 +291,6 @@ class Leader:
 
     def missing(self) -> list[int]:
         return [rank for rank in range(1, self.info.world_size) if rank not in self.joined]
-
-    def accept(self, listener: socket.socket) -> None:
-        connection, _ = listener.accept()
-        connection.settimeout(CONNECT_TIMEOUT_S)
-        self.strangers.append(LineSocket(connection))
 
     def hear(self, link: LineSocket) -> None:
         """Read what a connection says. Forget it if it has ended, or says nothing that a rank says."""
@@ -371,11 +363,9 @@ class Follower:
     def join(self) -> RankLinks:
         """Return when all are connected. Raises RendezvousFailed, SettingError."""
         while self.deadline.left_s:
-            try:
+            with contextlib.suppress(OSError):  # nobody listens there yet, or rank 0 has ended meanwhile
                 if links := self.try_to_join():
                     return links
-            except OSError:
-                pass  # nobody listens there yet, or rank 0 has ended meanwhile
             time.sleep(RETRY_S)
         raise self.deadline.failure(self.cause)
 

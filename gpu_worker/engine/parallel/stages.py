@@ -43,16 +43,13 @@ def split_layers(
         if stages == 1:
             size = ends[count] - ends[begin]
             return size, size * size, ((begin, count),)
-        return min(join(size, (begin, end), best(end, stages - 1)) for end, size in own)
+        return min(
+            (max(size, largest), size * size + squares, ((begin, end), *others))
+            for end, size in own
+            for largest, squares, others in [best(end, stages - 1)]
+        )
 
     return list(best(0, num_stages)[2])
-
-
-def join(
-    size: int, own: Interval, others: tuple[int, int, tuple[Interval, ...]]
-) -> tuple[int, int, tuple[Interval, ...]]:
-    largest, squares, intervals = others
-    return max(size, largest), size * size + squares, (own, *intervals)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gpu_worker.engine.batch.inputs import offsets_of, to_device
-from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.batch.row import RowSlice, are_next
 from gpu_worker.engine.sampling import sampler
 from gpu_worker.engine.sampling.sampler import SamplerOutput, raw_logprobs
 
@@ -92,7 +92,7 @@ def copy_logits(logits: torch.Tensor, slices: Sequence[RowSlice]) -> list[Copied
     """logits float [num_logits, vocabulary] of a step → copies for the rows that return some. On CUDA they
     are only queued: before the next step, which may overwrite `logits`.
     """
-    if not any(row_slice.row.logits for row_slice in slices):
+    if are_next(slices) or not any(row_slice.row.logits for row_slice in slices):
         return []
     ends = offsets_of(row_slice.num_logits for row_slice in slices).tolist()[1:]
     return [
