@@ -25,7 +25,7 @@ SETTINGS = {
     "threads": 1,
     "heartbeat_s": 0.1,
 }
-QUESTION = "Count from one to two hundred in words."
+QUESTION = "Tell me a long story about a fox, a river and a storm."
 MAX_TOKENS = 128
 SOME_CHARS = 30
 ANSWER_MS = 60_000

@@ -125,15 +125,15 @@ async def test_a_chat_is_one_trace_without_a_client_span(fleet: Fleet, receiver:
 async def test_a_refused_request_has_its_status(fleet: Fleet, receiver: Receiver) -> None:
     trace_id = secrets.token_hex(16)
     async with httpx.AsyncClient(timeout=60) as client:
-        wrong = {"inputs": "x", "parameters": {"top_p": 7.0}}
+        wrong = {"inputs": "x", "parameters": {"max_new_tokens": 10**6}}
         headers = {"traceparent": traceparent(trace_id)}
         response = await client.post(f"{fleet.base_url}/generate", json=wrong, headers=headers)
         assert response.status_code == 422
     spans = await receiver.whole_trace(trace_id, "POST /generate", "validate")
-    assert sorted(spans) == ["POST /generate", "generate", "validate"]
+    assert sorted(spans) == ["POST /generate", "generate", "tokenize", "validate"]
     assert spans["POST /generate"][0].attributes["http.response.status_code"] == 422
     assert not spans["POST /generate"][0].error, "the client is at fault"
-    assert "top_p" in spans["validate"][0].error
+    assert "max_new_tokens" in spans["validate"][0].error
 
 
 async def worker_of(fleet: Fleet, request_id: str) -> str:
