@@ -1,78 +1,58 @@
-"""Scripts of the batcher: one function for each Lua script that batchers run; and heartbeats of processes."""
+"""Scripts of the batcher: one function for each Lua script that batchers run."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
+from common.broker.committed import Committed
 from common.broker.heartbeat import ProcessBeat
 from common.broker.keys import STREAMS_TTL_MS, TOKENS_TTL_MS, Keys, request_keys
-from common.broker.lua import Args, Fields, ScriptCall, call_script, in_pairs
+from common.broker.lua import Args, Argument, Fields, ScriptCall, call_script, in_pairs
 from common.messages.codec import encode
 from common.messages.events import Terminal, kept_records
 from common.messages.plan import Plan
 
 
-class PlanReply(NamedTuple):
-    """Whether a plan was written.
-
-    Attributes:
-        status: `OK`, `MISSING`, `SEALED`, `FENCED`, `GAP` or `refused`.
-        refused: positions, from 0, of the rows that are cancelled or have ended.
-    """
-
-    status: str
-    refused: Sequence[int] = ()
-
-
-def publish_plan(keys: Keys, worker: str, *, plan: Plan, oldest: int) -> ScriptCall[PlanReply]:
+def publish_plan(keys: Keys, worker: str, *, plan: Plan, oldest: int) -> ScriptCall[tuple[str, list[int]]]:
     """Publish a plan, and set the worker of the rows that start with it. A repeated call changes nothing: the
     plan's id is its number.
+
+    The reply is `OK`, `MISSING`, `SEALED`, `FENCED`, `GAP` or `refused`, and with that the positions of the
+    rows that are cancelled or have ended.
 
     Args:
         oldest: number of the oldest plan to keep.
     """
-    args: Args = {
-        "plan_id": f"{plan.epoch}-{plan.number}",
-        "payload": encode(plan),
-        "oldest": f"{plan.epoch}-{oldest}",
-        "ttl_ms": STREAMS_TTL_MS,
-        "incarnation": worker,
-    }
     return call_script(
         "publish_plan",
         read_plan_reply,
         keys,
         worker,
-        args=args,
+        args={
+            "plan_id": f"{plan.epoch}-{plan.number}",
+            "payload": encode(plan),
+            "oldest": f"{plan.epoch}-{oldest}",
+            "ttl_ms": STREAMS_TTL_MS,
+            "incarnation": worker,
+        },
         more_keys=[keys.request(row.request.request_id) for row in plan.starts],
         more_args=[part for row in plan.starts for part in (row.attempt, row.base, row.num_cached)],
     )
 
 
-def read_plan_reply(reply: list[Any]) -> PlanReply:
+def read_plan_reply(reply: list[Any]) -> tuple[str, list[int]]:
     status, *rest = reply
-    return PlanReply(status.decode(), [number - 1 for number in rest] if status == b"refused" else ())
+    return status.decode(), [number - 1 for number in rest] if status == b"refused" else []
 
 
-class QueuedRequest(NamedTuple):
-    """A request, and its entry in the queue."""
+def dequeue(keys: Keys, entries: Mapping[str, str]) -> ScriptCall[list[int]]:
+    """Remove the entries of ended requests from the queue. 0 for each that has not ended.
 
-    request_id: str
-    entry_id: str
-
-
-def dequeue(keys: Keys, *requests: QueuedRequest) -> ScriptCall[list[bool]]:
-    """Remove the entries of ended requests from the queue. False for each that has not ended."""
+    Args:
+        entries: request id → id of its entry.
+    """
     return call_script(
-        "dequeue",
-        read_flags,
-        keys,
-        more_keys=request_keys(keys, [one.request_id for one in requests]),
-        more_args=[one.entry_id for one in requests],
+        "dequeue", list, keys, more_keys=request_keys(keys, entries), more_args=[*entries.values()]
     )
-
-
-def read_flags(reply: list[int]) -> list[bool]:
-    return [bool(flag) for flag in reply]
 
 
 def finish(
@@ -92,52 +72,38 @@ def finish(
     return call_script("finish", bool, keys, end.request_id, args=args)
 
 
-class SavedRequest(NamedTuple):
-    """What a worker's log has of a request.
+def save_committed(
+    keys: Keys, *, own_epoch: int, states: Mapping[str, Committed], worker: str = ""
+) -> ScriptCall[str]:
+    """Save what the log of a worker has of requests that it no longer holds. The reply is `OK` or `FENCED`.
 
-    Attributes:
-        worker: that no longer holds the request, in this attempt.
-        crash_count: including this worker's death.
-        offset: the first byte of `records` in the request's string.
-        num_speculated: those of the tokens that are not counted yet that needed no step of their own.
+    Args:
+        states: by request id, with the death of this worker in `crash_count`.
+        worker: the one; empty: that which holds each of them.
     """
-
-    request_id: str
-    worker: str
-    attempt: int
-    crash_count: int
-    offset: int
-    records: bytes
-    num_speculated: int = 0
-
-
-def save_committed(keys: Keys, *, own_epoch: int, requests: Sequence[SavedRequest]) -> ScriptCall[str]:
-    """Save what the log of a worker has of requests. The reply is `OK` or `FENCED`."""
+    more_args: list[Argument] = []
+    for state in states.values():
+        own = state.records[state.spilled_bytes :]
+        more_args += [worker or state.worker, state.attempt, state.crash_count, state.spilled_bytes, own]
+        more_args.append(state.num_speculated)
     return call_script(
         "save_committed",
         bytes.decode,
         keys,
         args={"own_epoch": own_epoch, "ttl_ms": TOKENS_TTL_MS},
-        more_keys=request_keys(keys, [one.request_id for one in requests]),
-        more_args=[part for one in requests for part in one[1:]],
+        more_keys=request_keys(keys, states),
+        more_args=more_args,
     )
 
 
 def publish_state(
     keys: Keys, beat: ProcessBeat, *, oldest: str, state_ttl_ms: int, counts: Fields
-) -> ScriptCall[None]:
+) -> ScriptCall[object]:
     """Write the counts of the active batcher, and its heartbeat.
 
     Args:
         oldest: id of the oldest message of `control` to keep.
     """
     args: Args = {"oldest": oldest, "state_ttl_ms": state_ttl_ms, "num_counts": len(counts), **beat.args}
-    return call_script(
-        "publish_state",
-        lambda _: None,
-        keys,
-        beat.kind,
-        beat.name,
-        args=args,
-        more_args=[*in_pairs(counts), *in_pairs(beat.fields)],
-    )
+    more = [*in_pairs(counts), *in_pairs(beat.fields)]
+    return call_script("publish_state", int, keys, beat.kind, beat.name, args=args, more_args=more)

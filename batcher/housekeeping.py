@@ -127,7 +127,12 @@ class OrphanTracker:
         `gateways` are those that sent them. While none is absent, no request is looked at.
         """
         self.moved = {name: gateway for name, gateway in self.moved.items() if name in live}
-        await self.look_for({*gateways, *self.moved.values()} - {""})
+        names = sorted({*gateways, *self.moved.values()} - {""})
+        async with self.pool.redis.pipeline(transaction=False) as pipe:
+            for name in names:
+                pipe.exists(self.pool.keys.gateway(name))
+            present = await pipe.execute()
+        self.absent.look(name for name, exists in zip(names, present, strict=True) if not exists)
         overdue = [
             sequence
             for sequence in (live.values() if self.absent.since_s else ())
@@ -140,15 +145,6 @@ class OrphanTracker:
 
     def gateway(self, sequence: Sequence) -> str:
         return self.moved.get(sequence.request_id, sequence.request.gateway)
-
-    async def look_for(self, names: Collection[str]) -> None:
-        """Note which of these gateways are absent."""
-        gateways = sorted(names)
-        async with self.pool.redis.pipeline(transaction=False) as pipe:
-            for gateway in gateways:
-                pipe.exists(self.pool.keys.gateway(gateway))
-            present = await pipe.execute()
-        self.absent.look(gateway for gateway, exists in zip(gateways, present, strict=True) if not exists)
 
     async def find_moved(self, sequences: Collection[Sequence]) -> dict[str, str]:
         """Return the requests that have moved to another gateway, by their hash in Redis."""
@@ -260,8 +256,7 @@ class Housekeeping:
 
     async def publish_state(self, undecodable: int, control_id: str) -> None:
         """Trim `control`; write the scheduler's counts and the heartbeat."""
-        now_ms = self.clock_ms()
-        counts = count(self.scheduler) | measure_wait(self.scheduler, now_ms) | {"undecodable": undecodable}
+        counts = count(self.scheduler, self.clock_ms()) | {"undecodable": undecodable}
         load = encode(AdapterLoad(count_adapters(self.scheduler.sequences.values())))
         await self.pool.run(
             batcher_scripts.publish_state(
@@ -274,17 +269,24 @@ class Housekeeping:
         )
 
 
-def count(scheduler: Scheduler) -> dict[str, int]:
-    """Numbers of workers, live requests, waiting requests, and rows and KV blocks on workers."""
+def count(scheduler: Scheduler, now_ms: int) -> dict[str, int]:
+    """Numbers of workers, live requests, waiting requests, and rows and KV blocks on workers. And what a
+    sleeping worker decides by: the tokens that waiting requests may take, how long the oldest has waited, and
+    how long it is until the first of their deadlines, in ms.
+    """
     replicas = scheduler.replicas.values()
-    waiting = Counter(sequence.class_index for sequence in scheduler.sequences.values() if sequence.waiting)
+    waiting = [sequence for sequence in scheduler.sequences.values() if sequence.waiting]
+    classes = Counter(sequence.class_index for sequence in waiting)
     return {
         "workers": len(replicas),
         "requests": len(scheduler.sequences),
-        "waiting": waiting.total(),
-        **{f"waiting_{name}": waiting[class_index] for class_index, name in enumerate(SERVICE_CLASSES)},
+        "waiting": len(waiting),
+        **{f"waiting_{name}": classes[class_index] for class_index, name in enumerate(SERVICE_CLASSES)},
         "rows": sum(len(replica.rows) for replica in replicas),
         "blocks": sum(replica.pool.num_blocks - replica.pool.num_free for replica in replicas),
+        "waiting_tokens": sum(sequence.max_kv for sequence in waiting),
+        "oldest_ms": max((now_ms - sequence.queued_ms for sequence in waiting), default=0),
+        "due_ms": min((sequence.deadline_ms - now_ms for sequence in waiting), default=0),
     }
 
 
@@ -294,15 +296,3 @@ def count_adapters(sequences: Iterable[Sequence]) -> list[tuple[str, int, int]]:
     running = Counter(name for name, row in named if row is not None)
     waiting = Counter(name for name, row in named if row is None)
     return [(name, running[name], waiting[name]) for name in sorted({*running, *waiting})]
-
-
-def measure_wait(scheduler: Scheduler, now_ms: int) -> dict[str, int]:
-    """What a sleeping worker decides by: the tokens that waiting requests may take, how long the oldest has
-    waited, and how long it is until the first of their deadlines, in ms.
-    """
-    waiting = [sequence for sequence in scheduler.sequences.values() if sequence.waiting]
-    return {
-        "waiting_tokens": sum(sequence.max_kv for sequence in waiting),
-        "oldest_ms": max((now_ms - sequence.queued_ms for sequence in waiting), default=0),
-        "due_ms": min((sequence.deadline_ms - now_ms for sequence in waiting), default=0),
-    }

@@ -202,16 +202,11 @@ def parse_sequence(entry: StreamEntry, queued_ms: int) -> Sequence:
     request = decode(Generate, entry.data)
     if not request.prompt_ids or len(request.prompt_ids) % 4:
         raise WireError("Generate.prompt_ids: empty, or no multiple of 4 bytes")
-    check_positive("stopping.max_new_tokens", request.stopping.max_new_tokens)
-    check_positive("ttl_ms", request.ttl_ms)
-    check_positive("kept_ms", request.kept_ms)
+    least = {"max_new_tokens": request.stopping.max_new_tokens}
+    least |= {"ttl_ms": request.ttl_ms, "kept_ms": request.kept_ms}
+    if found := [f"{field}: {value}" for field, value in least.items() if value < 1]:
+        raise WireError(f"Generate.{found[0]} is not positive")
     return Sequence(request, entry.id, queued_ms + request.ttl_ms)
-
-
-def check_positive(field: str, value: int) -> None:
-    """Raise WireError if the value of a request's field is not positive."""
-    if value < 1:
-        raise WireError(f"Generate.{field}: {value} is not positive")
 
 
 def parse_report(data: bytes, incarnation: str, epoch: int) -> Report:
@@ -222,14 +217,6 @@ def parse_report(data: bytes, incarnation: str, epoch: int) -> Report:
     if report.reports_lost and report.epoch == epoch and not report.takeover:
         raise WritesLost(f"the broker lost reports of worker {incarnation}")
     return report
-
-
-def parse_incarnation(data: bytes) -> str:
-    """Return a worker's incarnation. Raises WireError."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise WireError(f"no incarnation: {error}") from error
 
 
 def parse_request_id(data: bytes) -> str | None:

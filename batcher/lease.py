@@ -9,8 +9,8 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from collections.abc import Mapping
+from typing import NoReturn
 
 from common.broker import heartbeat
 from common.broker.client import ERRORS, FailureLog, describe_error
@@ -26,7 +26,7 @@ RELEASE_TIMEOUT_S = 1.0
 RETRY_S = 0.2
 HEARTBEATS_TO_SHOW = 2
 """Heartbeats within which a process shows that it was told to end; one may have been on its way."""
-ENDING = ("draining", "died")
+ENDING = (b"draining", b"died")
 """States of gateways that end."""
 
 
@@ -164,19 +164,6 @@ class Lease:
             log.warning("the lease stays until it expires: %s", describe_error(error))
 
 
-class GatewayState(NamedTuple):
-    """What is known of a gateway.
-
-    Attributes:
-        num_streams: streams that it has not finished.
-        is_believed: whether it has sent enough heartbeats since this batcher was told to end.
-    """
-
-    state: str
-    num_streams: int
-    is_believed: bool
-
-
 class HeartbeatCount:
     """How many heartbeats each process has sent since the first look; each look counts one at most."""
 
@@ -215,30 +202,21 @@ async def wait_until_unneeded(
 async def is_needed(
     pool: PoolClient, own_name: str, batchers: HeartbeatCount, gateways: HeartbeatCount
 ) -> bool:
+    """Whether the active batcher must stay: until every gateway that ends has finished its streams, unless
+    another batcher stands by. A gateway that is not believed yet may end as well.
+    """
     try:
         batchers.look(await pool.processes("batcher"))
         gateways.look(await pool.processes("gateway"))
-        names = [*gateways.seen_ms]
         async with pool.redis.pipeline(transaction=False) as pipe:
-            for name in names:
+            for name in gateways.seen_ms:
                 pipe.hmget(pool.keys.gateway(name), ["state", "streams"])
             answers = await pipe.execute()
     except ERRORS:
         return True
-    states = [
-        GatewayState(state.decode(), int(num_streams or 0), gateways.believes(name))
-        for name, (state, num_streams) in zip(names, answers, strict=True)
-        if state
-    ]
-    return must_stay(any(batchers.believes(name) for name in batchers.seen_ms if name != own_name), states)
-
-
-def must_stay(has_standby: bool, gateways: Sequence[GatewayState]) -> bool:
-    """Whether the active batcher must stay: until every gateway that ends has finished its streams, unless
-    another batcher stands by. A gateway that is not believed yet may end as well.
-    """
-    if any(gateway.state not in ENDING and not gateway.is_believed for gateway in gateways):
-        return True
-    return not has_standby and any(
-        gateway.state == "draining" and gateway.num_streams for gateway in gateways
-    )
+    has_standby = any(batchers.believes(name) for name in batchers.seen_ms if name != own_name)
+    for name, (state, num_streams) in zip(gateways.seen_ms, answers, strict=True):
+        may_end = state and state not in ENDING and not gateways.believes(name)
+        if may_end or (state == b"draining" and int(num_streams or 0) and not has_standby):
+            return True
+    return False

@@ -7,11 +7,10 @@ from typing import Any, NoReturn
 
 from batcher import batcher_scripts, inbox
 from batcher.actions import Action, ActionQueue, ScriptAction
-from batcher.batcher_scripts import PlanReply
 from batcher.housekeeping import Housekeeping
 from batcher.inbox import Inbox, StreamEntry
 from batcher.lease import Lease, LeaseLost, WritesLost
-from batcher.recovery import Backlog, Recovery, in_slices
+from batcher.recovery import Recovery
 from batcher.scheduling.plan_builder import PendingPlan
 from batcher.scheduling.replica import WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
@@ -31,8 +30,6 @@ log = logging.getLogger(__name__)
 
 ENTRIES_S = 0.02
 """The longest time that one turn spends on entries."""
-MAX_DEQUEUED = 32
-"""Requests that one script removes from the queue: it holds the broker for some 0.2 ms."""
 RETRY_S = 0.2
 
 
@@ -53,30 +50,13 @@ class Batcher:
         self.channels = ChannelSequences(f"{lease.holder}-{epoch}")
         self.scheduler = Scheduler(WorkerLimits.read(settings), epoch, settings.weights)
         self.inbox = Inbox(pool.redis)
-        self.backlog = Backlog(pool)
         self.detector = FailureDetector(settings.worker_ttl_s)
         self.timeline = TimelineWriter(pool, self.detector.now_ms)
         self.workers = WorkerRegistry(pool, self.inbox, self.scheduler, self.detector)
         self.pending = ActionQueue(pool.redis)
-        self.recovery = Recovery(
-            pool=pool,
-            pending=self.pending,
-            scheduler=self.scheduler,
-            workers=self.workers,
-            channels=self.channels,
-            timeline=self.timeline,
-            backlog=self.backlog,
-        )
-        self.housekeeping = Housekeeping(
-            settings=settings,
-            pool=pool,
-            incarnation=lease.holder,
-            scheduler=self.scheduler,
-            workers=self.workers,
-            channels=self.channels,
-            timeline=self.timeline,
-            clock_ms=lease.clock.now_ms,
-        )
+        shared = self.scheduler, self.workers, self.channels, self.timeline
+        self.recovery = Recovery(pool, self.pending, *shared)
+        self.housekeeping = Housekeeping(settings, pool, lease.holder, *shared, lease.clock.now_ms)
         self.undecodable = 0
         self.failures = FailureLog(log, "a turn")
 
@@ -98,18 +78,13 @@ class Batcher:
     async def start_epoch(self) -> None:
         """Take all workers over, and read the requests from before this epoch."""
         await self.workers.start_epoch()
-        await self.backlog.read_control()
-        self.inbox.follow(self.keys.control, self.backlog.control_id)
-        await self.backlog.read_requests(self.on_entry)
-        self.inbox.follow(self.keys.requests, self.backlog.last_id or "0")
+        await self.recovery.read_control()
+        self.inbox.follow(self.keys.control, self.recovery.control_id)
+        await self.recovery.read_requests(self.on_entry)
+        self.inbox.follow(self.requests, self.recovery.last_id)
         self.timeline.traces.note_former(self.scheduler.sequences.values())
         self.pending.defer(self.timeline.traces.recall)
-        for sequence, state in self.backlog.ended:
-            self.timeline.note_unseen_end(sequence, state)
-            self.pending.add(partial(self.recovery.dequeue, sequence))
-        self.recovery.restore_unheld()
-        for incarnation in self.workers.dead_holders(self.backlog.held_by, self.backlog.dead):
-            self.pending.add(partial(self.recovery.seal, incarnation, "it ended before this epoch"))
+        self.recovery.settle()
         log.info("active, epoch %d; workers: %d", self.epoch, len(self.workers.workers))
 
     async def turn(self) -> None:
@@ -155,7 +130,7 @@ class Batcher:
                 self.on_control(entry)
             else:
                 self.on_worker_entry(entry)
-        except WireError as error:
+        except (WireError, UnicodeDecodeError) as error:
             self.undecodable += 1
             catalogue.UNDECODABLE.add()
             log.error("%s of %s cannot be read: %s", entry.id, entry.stream, error)
@@ -180,7 +155,7 @@ class Batcher:
             if not self.scheduler.replicas:
                 self.housekeeping.hurry()
         else:
-            self.backlog.unread.append(sequence)
+            self.recovery.unread.append(sequence)
 
     def on_control(self, entry: StreamEntry) -> None:
         match entry.kind:
@@ -190,7 +165,7 @@ class Batcher:
             case "resume":
                 self.scheduler.restart(decode(Resume, entry.data).request_id)
             case "worker_ready":
-                self.pending.add(partial(self.workers.send_takeover, inbox.parse_incarnation(entry.data)))
+                self.pending.add(partial(self.workers.send_takeover, entry.data.decode()))
             case "died":
                 died = decode(WorkerDied, entry.data)
                 self.pending.add(partial(self.recovery.seal_process, died.incarnation))
@@ -228,14 +203,14 @@ class Batcher:
         """Enqueue the scheduler's plans and outcomes."""
         self.pending.add(*map(self.publication, self.scheduler.plans()))
         outcomes = self.scheduler.pop_outcomes()
-        self.pending.add(*map(self.recovery.dequeue_finished, in_slices(outcomes.finished, MAX_DEQUEUED)))
+        self.recovery.dequeue(outcomes.finished)
         for sequence, why in outcomes.to_finish:
             self.pending.add(partial(self.recovery.finish, sequence, why))
         if outcomes.interrupted:
             self.pending.add(partial(self.recovery.resume, outcomes.interrupted))
 
     def publication(self, plan: PendingPlan) -> ScriptAction:
-        def call() -> ScriptCall[PlanReply]:
+        def call() -> ScriptCall[Any]:
             replica = plan.replica
             oldest = min(replica.plan_seen, replica.plan_written)  # the script looks for the plan before
             worker = replica.capacity.incarnation
@@ -249,20 +224,20 @@ class Batcher:
         """
         replica, incarnation = plan.replica, plan.replica.capacity.incarnation
         match batcher_scripts.read_plan_reply(reply):
-            case PlanReply("OK"):
+            case "OK", _:
                 replica.plan_written = plan.plan.number
                 self.timeline.record_plan(plan)
-            case PlanReply("GAP"):
+            case "GAP", _:
                 if replica.plan_written >= plan.plan.number - 1:
                     raise WritesLost(f"the broker lost plans of worker {incarnation}")
                 return [self.publication(plan)]
-            case PlanReply("refused", positions) if self.scheduler.replicas.get(incarnation) is replica:
+            case "refused", positions if self.scheduler.replicas.get(incarnation) is replica:
                 for row in self.scheduler.withdraw(plan, positions):
                     why = row.sequence.stop_reason or "client"
                     self.pending.add(partial(self.recovery.finish, row.sequence, why))
                 return [self.publication(plan)]
-            case PlanReply("FENCED"):
+            case "FENCED", _:
                 raise LeaseLost(f"worker {incarnation} has a plan of a newer epoch")
-            case PlanReply("MISSING"):
+            case "MISSING", _:
                 self.pending.add(partial(self.recovery.seal, incarnation, "its logs are gone"))
         return []

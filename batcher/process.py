@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import uvloop
 
@@ -59,7 +59,7 @@ class PoolAnnouncer:
     async def announce(self, scheduler: Scheduler, adapters: list[str]) -> None:
         replicas = [replica for replica in scheduler.replicas.values() if not replica.draining]
         waiting = sum(sequence.waiting for sequence in scheduler.sequences.values())
-        entry = replace(describe(address_of(broker_url(self.settings)), replicas, waiting), adapters=adapters)
+        entry = describe(address_of(broker_url(self.settings)), replicas, waiting, adapters)
         if not replicas:
             entry = await self.look_for_others(entry)
         rival = await self.directory.publish(self.pool.keys.pool, entry)
@@ -75,19 +75,16 @@ class PoolAnnouncer:
     async def look_for_others(self, entry: PoolEntry) -> PoolEntry:
         """The entry of a pool without a ready worker, with those that load, and that serve it in its turn."""
         sleepers = [*await self.pool.processes(SLEEPER)]
-        entry = replace(
-            entry, num_loading=len(await self.pool.processes(STARTING)), num_sleepers=len(sleepers)
-        )
-        if not sleepers:
-            return entry
-        sleeper, names = self.pool.keys.sleeper(sleepers[0]), ["model_id", "tokenizer_name"]
-        model_id, tokenizer_name = await self.pool.redis.hmget(sleeper, names)  # type: ignore[misc]
-        return replace(
-            entry, model_id=(model_id or b"").decode(), tokenizer_name=(tokenizer_name or b"").decode()
-        )
+        known: dict[str, Any] = {}
+        if sleepers:
+            names = ["model_id", "tokenizer_name"]
+            found = await self.pool.redis.hmget(self.pool.keys.sleeper(sleepers[0]), names)  # type: ignore[misc]
+            known = {name: text.decode() for name, text in zip(names, found, strict=True) if text}
+        num_loading = len(await self.pool.processes(STARTING))
+        return replace(entry, num_loading=num_loading, num_sleepers=len(sleepers), **known)
 
 
-def describe(address: str, replicas: Collection[Replica], waiting: int) -> PoolEntry:
+def describe(address: str, replicas: Collection[Replica], waiting: int, adapters: list[str]) -> PoolEntry:
     """The pool's entry, from its workers; those that drain, and so take no new requests, are left out."""
     workers = [replica.capacity for replica in replicas]
     return PoolEntry(
@@ -99,6 +96,7 @@ def describe(address: str, replicas: Collection[Replica], waiting: int) -> PoolE
         waiting=waiting,
         rows=sum(len(replica.rows) for replica in replicas),
         capacity=sum(replica.limits.max_batch_size for replica in replicas),
+        adapters=adapters,
     )
 
 
@@ -162,12 +160,8 @@ def main() -> None:
         settings = Settings.read([])
         configure_process(identity, settings)
         with exporting_spans(settings, identity.incarnation):
-            run(settings, identity.incarnation)
-
-
-def run(settings: Settings, incarnation: str) -> None:
-    try:
-        uvloop.run(serve(settings, incarnation))
-    except LeaseLost as error:
-        log.warning("lease lost: %s", error)
-        sys.exit(1)
+            try:
+                uvloop.run(serve(settings, identity.incarnation))
+            except LeaseLost as error:
+                log.warning("lease lost: %s", error)
+                sys.exit(1)

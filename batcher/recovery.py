@@ -9,12 +9,11 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from batcher import batcher_scripts, inbox
 from batcher.actions import Action, ActionQueue, ScriptAction
-from batcher.batcher_scripts import QueuedRequest, SavedRequest
 from batcher.inbox import StreamEntry
 from batcher.lease import LeaseLost
 from batcher.scheduling.scheduler import Scheduler
@@ -41,29 +40,41 @@ SAVED_IN_ONE_CALL = 64
 RESTORED_AT_ONCE = 512
 REQUESTS_IN_ONE_READ = 256
 SEALED_ENTRIES_IN_ONE_READ = 16
+MAX_DEQUEUED = 32
+"""Requests that one script removes from the queue: it holds the broker for some 0.2 ms."""
 
 
-class Backlog:
-    """Requests and deaths from before this epoch. It is read once, in slices, at the start of the epoch, when
-    every plan of earlier epochs is refused.
+@dataclass(eq=False)
+class Recovery:
+    """Resumes requests, and ends those that no worker holds. Each coroutine may be repeated: sequences change
+    only after everything was saved, and a request gets one terminal only.
+
+    Coroutines that read many requests are deferred: they run once all earlier decisions are written. At the
+    start of the epoch, when every plan of earlier epochs is refused, what is from before is read, in slices.
 
     Attributes:
-        control_id: the last entry of `control` that was read.
-        dead: workers that a launcher has reported dead.
+        control_id: the last entry of `control` from before this epoch that was read.
+        dead: workers that a launcher has reported dead by then.
         last_id: the last entry of `requests` that was read; later ones are new requests.
         unread: sequences whose state was not read yet.
         held_by: sequences by the worker that the last plan gave them to, or "" if no worker holds them.
         ended: sequences that have their terminal, and their state.
     """
 
-    def __init__(self, pool: PoolClient) -> None:
-        self.pool = pool
-        self.control_id = "0"
-        self.dead: set[str] = set()
-        self.last_id = ""
-        self.unread: list[Sequence] = []
-        self.held_by: dict[str, list[Sequence]] = {}
-        self.ended: list[tuple[Sequence, Committed]] = []
+    pool: PoolClient
+    pending: ActionQueue
+    scheduler: Scheduler
+    workers: WorkerRegistry
+    channels: ChannelSequences
+    timeline: TimelineWriter
+    control_id: str = "0"
+    dead: set[str] = field(default_factory=set)
+    last_id: str = "0"
+    unread: list[Sequence] = field(default_factory=list)
+    held_by: dict[str, list[Sequence]] = field(default_factory=dict)
+    ended: list[tuple[Sequence, Committed]] = field(default_factory=list)
+
+    # --- requests from before this epoch --------------------------------------------------------------------
 
     async def read_control(self) -> None:
         """Read the deaths. Cancels are also in the hashes of requests, and workers have heartbeats."""
@@ -80,66 +91,46 @@ class Backlog:
         """Call `on_entry` with every entry of `requests`, and read the state of the `unread` sequences."""
         while True:
             await self.read_states()
-            if not (entries := await self.read_entries()):
+            stream = self.pool.keys.requests
+            entries = await self.pool.redis.xrange(stream, f"({self.last_id}", count=ENTRIES_IN_ONE_READ)
+            if not entries:
                 return
-            for entry in entries:
-                on_entry(entry)
-
-    async def read_entries(self) -> list[StreamEntry]:
-        """Return the next entries of `requests`; none at its end."""
-        begin, stream = f"({self.last_id}" if self.last_id else "-", self.pool.keys.requests
-        entries = await self.pool.redis.xrange(stream, begin, count=ENTRIES_IN_ONE_READ)
-        if entries:
             self.last_id = entries[-1][0].decode()
-        return [StreamEntry(stream, entry_id.decode(), fields) for entry_id, fields in entries]
+            for entry_id, fields in entries:
+                on_entry(StreamEntry(stream, entry_id.decode(), fields))
 
     async def read_states(self) -> None:
         """Read the state of the sequences in `unread`: which worker held them, and whether they go on."""
-        names = [sequence.request_id for sequence in self.unread]
-        states = await read_saved(self.pool, names, with_tokens=False)
+        states = await read_saved(self.pool, ids_of(self.unread), with_tokens=False)
         for sequence in self.unread:
-            self.sort(sequence, states[sequence.request_id])
+            state = states[sequence.request_id]
+            if state.is_live:
+                update(sequence, state)
+                self.held_by.setdefault(state.worker, []).append(sequence)
+            else:
+                self.ended.append((sequence, state))
         self.unread = []
-
-    def sort(self, sequence: Sequence, state: Committed) -> None:
-        if not state.is_live:
-            self.ended.append((sequence, state))
-            return
-        update(sequence, state)
-        self.held_by.setdefault(state.worker, []).append(sequence)
-
-
-@dataclass(eq=False)
-class Recovery:
-    """Resumes requests, and ends those that no worker holds. Each coroutine may be repeated: sequences change
-    only after everything was saved, and a request gets one terminal only.
-
-    Coroutines that read many requests are deferred: they run once all earlier decisions are written.
-    """
-
-    pool: PoolClient
-    pending: ActionQueue
-    scheduler: Scheduler
-    workers: WorkerRegistry
-    channels: ChannelSequences
-    timeline: TimelineWriter
-    backlog: Backlog
 
     def on_takeover_report(self, incarnation: str, report: Report) -> None:
         """Adopt the rows that a worker holds, and resume the requests that it held before and holds no more.
 
         Raises ValueError if the report contradicts itself; then the worker must be sealed.
         """
-        held = self.backlog.held_by.get(incarnation, [])
+        held = self.held_by.get(incarnation, [])
         left = self.workers.activate(incarnation, report, held)
-        self.backlog.held_by.pop(incarnation, None)
+        self.held_by.pop(incarnation, None)
         for part in in_slices(left, RESTORED_AT_ONCE):
             self.pending.defer(partial(self.restore, part))
 
-    def restore_unheld(self) -> None:
-        """Resume the requests from before this epoch that no worker held."""
-        for part in in_slices(self.backlog.held_by.pop("", []), RESTORED_AT_ONCE):
+    def settle(self) -> None:
+        """End what has ended, resume what no worker held, and seal the dead: all from before this epoch."""
+        for sequence, state in self.ended:
+            self.timeline.note_unseen_end(sequence, state)
+        self.dequeue([sequence for sequence, _ in self.ended])
+        for part in in_slices(self.held_by.pop("", []), RESTORED_AT_ONCE):
             self.pending.defer(partial(self.enqueue_unheld, part))
+        for incarnation in self.workers.dead_holders(self.held_by, self.dead):
+            self.pending.add(partial(self.seal, incarnation, "it ended before this epoch"))
 
     async def seal_process(self, incarnation: str) -> None:
         """Declare every incarnation of a process dead, by the name that its launcher gave it."""
@@ -158,56 +149,63 @@ class Recovery:
 
     def remove(self, incarnation: str) -> None:
         """Remove a sealed worker whose reports were read."""
-        held = self.scheduler.remove_worker(incarnation) + self.backlog.held_by.pop(incarnation, [])
+        held = self.scheduler.remove_worker(incarnation) + self.held_by.pop(incarnation, [])
         self.pending.defer(partial(self.remove_worker, incarnation, held))
 
     async def resume(self, sequences: list[Sequence]) -> list[Sequence]:
         """Resume requests that their workers hold no more. Return those that are live."""
-        states = await committed.read(self.pool, [sequence.request_id for sequence in sequences])
+        states = await committed.read(self.pool, ids_of(sequences))
         await self.save(states)
-        return await self.enqueue(sequences, states)
+        return self.enqueue(sequences, states)
 
-    def dequeue_finished(self, sequences: list[Sequence]) -> ScriptAction:
-        """Remove requests whose workers reported their ends. One that has no terminal is resumed: the worker
-        was not allowed to end it.
+    def dequeue(self, sequences: list[Sequence]) -> None:
+        """Remove requests that have their terminals from the queue and from the scheduler. One that has none
+        is resumed: the worker that reported its end was not allowed to end it.
         """
 
-        def on_reply(flags: list[int]) -> list[Action]:
-            for sequence, has_ended in zip(sequences, flags, strict=True):
+        def call(part: list[Sequence]) -> ScriptCall[list[int]]:
+            entries = {one.request_id: one.entry_id for one in part}
+            return batcher_scripts.dequeue(self.pool.keys, entries)
+
+        def on_reply(part: list[Sequence], flags: list[int]) -> list[Action]:
+            left = []
+            for sequence, has_ended in zip(part, flags, strict=True):
                 if has_ended:
-                    self.on_dequeued(sequence)
-            left = [one for one, has_ended in zip(sequences, flags, strict=True) if not has_ended]
+                    self.scheduler.forget(sequence)
+                    self.timeline.record_dequeued(sequence)
+                else:
+                    left.append(sequence)
             return [partial(self.resume, left)] if left else []
 
-        return ScriptAction(lambda: self.dequeue_call(sequences), on_reply)
+        for part in in_slices(sequences, MAX_DEQUEUED):
+            self.pending.add(ScriptAction(partial(call, part), partial(on_reply, part)))
 
     async def restore(self, sequences: list[Sequence]) -> None:
         """Resume requests that their workers, from before this epoch, hold no more. Most have ended."""
-        names = [sequence.request_id for sequence in sequences]
-        states = await read_saved(self.pool, names, with_tokens=False)
-        for sequence in await self.resume(await self.drop_ended(sequences, states)):
+        states = await read_saved(self.pool, ids_of(sequences), with_tokens=False)
+        for sequence in await self.resume(self.drop_ended(sequences, states)):
             self.timeline.record_takeover(sequence)
 
     async def enqueue_unheld(self, sequences: list[Sequence]) -> None:
         """Enqueue requests that no worker held: their strings have all of their tokens."""
-        names = [sequence.request_id for sequence in sequences if sequence.attempt]
-        states = await read_saved(self.pool, names)
+        placed = [sequence for sequence in sequences if sequence.attempt]
         new = [sequence for sequence in sequences if not sequence.attempt]
+        states = await read_saved(self.pool, ids_of(placed))
         for sequence in new:
             self.scheduler.enqueue(sequence)
-        for sequence in [*new, *await self.enqueue([one for one in sequences if one.attempt], states)]:
+        for sequence in [*new, *self.enqueue(placed, states)]:
             self.timeline.record_takeover(sequence)
 
     async def remove_worker(self, incarnation: str, held: list[Sequence]) -> None:
         """Save the tokens in a sealed worker's log, resume the requests that it held, and delete its keys."""
         logged, why = await read_sealed_log(self.pool, incarnation)
-        names = {tokens.request_id for tokens in logged} | {sequence.request_id for sequence in held}
+        names = {tokens.request_id for tokens in logged} | {*ids_of(held)}
         states = await read_saved(self.pool, names)
         for part in in_slices(logged, APPENDED_IN_ONE_SLICE):
             committed.append_tokens(part, states)
             await asyncio.sleep(0)
         await self.save(states, incarnation, is_crash=why == "died")
-        live = await self.enqueue(held, states)
+        live = self.enqueue(held, states)
         await self.workers.remove_worker_keys(incarnation)
         self.timeline.record_death(incarnation, live)
         level = logging.INFO if why == "drained" else logging.WARNING
@@ -220,17 +218,15 @@ class Recovery:
         for state in states.values():
             crash_count = state.crash_count + (is_crash and state.worker == worker)
             state.crash_count = 0 if state.num_tokens > state.base else crash_count  # of workers in a row
-        for names in in_slices([name for name in states if states[name].is_live], SAVED_IN_ONE_CALL):
-            requests = [saved_request(name, states[name], worker) for name in names]
-            call = batcher_scripts.save_committed(
-                self.pool.keys, own_epoch=self.scheduler.epoch, requests=requests
-            )
+        keys, epoch = self.pool.keys, self.scheduler.epoch
+        for part in in_slices([item for item in states.items() if item[1].is_live], SAVED_IN_ONE_CALL):
+            call = batcher_scripts.save_committed(keys, own_epoch=epoch, states=dict(part), worker=worker)
             if await self.pool.run(call) != "OK":
-                raise LeaseLost(f"epoch {self.scheduler.epoch} is over")
+                raise LeaseLost(f"epoch {epoch} is over")
 
-    async def enqueue(self, sequences: list[Sequence], states: dict[str, Committed]) -> list[Sequence]:
+    def enqueue(self, sequences: list[Sequence], states: dict[str, Committed]) -> list[Sequence]:
         """Update sequences to what is committed, and enqueue those that are live. Return the live ones."""
-        live = await self.drop_ended(sequences, states)
+        live = self.drop_ended(sequences, states)
         for sequence in live:
             if not sequence.waiting and sequence.row is None:
                 sequence.commit(states[sequence.request_id].records)
@@ -238,13 +234,13 @@ class Recovery:
                 self.scheduler.resume(sequence)
         return live
 
-    async def drop_ended(self, sequences: list[Sequence], states: dict[str, Committed]) -> list[Sequence]:
+    def drop_ended(self, sequences: list[Sequence], states: dict[str, Committed]) -> list[Sequence]:
         """Remove those that have ended. Return the others."""
-        for sequence in sequences:
-            if not (state := states[sequence.request_id]).is_live:
-                self.timeline.note_unseen_end(sequence, state)
-                await self.dequeue(sequence)
-        return [sequence for sequence in sequences if states[sequence.request_id].is_live]
+        ended = [one for one in sequences if not states[one.request_id].is_live]
+        for sequence in ended:
+            self.timeline.note_unseen_end(sequence, states[sequence.request_id])
+        self.dequeue(ended)
+        return [one for one in sequences if states[one.request_id].is_live]
 
     # --- ends of requests that no worker holds --------------------------------------------------------------
 
@@ -258,20 +254,8 @@ class Recovery:
             why,
             extra=for_request(request.request_id, request.traceparent),
         )
-        await self.dequeue(sequence)
         self.timeline.record(sequence, "ended", num_tokens=sequence.base, why=why)
-
-    async def dequeue(self, sequence: Sequence) -> bool:
-        """Remove a request from the queue and from the scheduler, if it has its terminal. Return whether it
-        has.
-        """
-        if has_ended := await self.delete_entry(sequence.request_id, sequence.entry_id):
-            self.on_dequeued(sequence)
-        return has_ended
-
-    def on_dequeued(self, sequence: Sequence) -> None:
-        self.scheduler.forget(sequence)
-        self.timeline.record_dequeued(sequence)
+        self.dequeue([sequence])
 
     async def replace_entry(self, sequence: Sequence, entry: StreamEntry) -> None:
         """Remove the entry of a live request that a gateway has queued again, after the broker lost it."""
@@ -298,12 +282,12 @@ class Recovery:
         await self.pool.run(ended)
 
     async def delete_entry(self, request_id: str, entry_id: str) -> bool:
-        call = batcher_scripts.dequeue(self.pool.keys, QueuedRequest(request_id, entry_id))
-        return (await self.pool.run(call))[0]
+        """Remove an entry from the queue, unless its request has not ended. Return whether that was so."""
+        return (await self.pool.run(batcher_scripts.dequeue(self.pool.keys, {request_id: entry_id}))) == [1]
 
-    def dequeue_call(self, sequences: list[Sequence]) -> ScriptCall[list[bool]]:
-        requests = [QueuedRequest(one.request_id, one.entry_id) for one in sequences]
-        return batcher_scripts.dequeue(self.pool.keys, *requests)
+
+def ids_of(sequences: Iterable[Sequence]) -> list[str]:
+    return [sequence.request_id for sequence in sequences]
 
 
 def update(sequence: Sequence, state: Committed) -> None:
@@ -311,18 +295,6 @@ def update(sequence: Sequence, state: Committed) -> None:
     sequence.crash_count = state.crash_count
     if state.cancelled and not sequence.stop_reason:
         sequence.stop_reason = "client"
-
-
-def saved_request(request_id: str, state: Committed, worker: str) -> SavedRequest:
-    return SavedRequest(
-        request_id,
-        worker=worker or state.worker,
-        attempt=state.attempt,
-        crash_count=state.crash_count,
-        offset=state.spilled_bytes,
-        records=state.records[state.spilled_bytes :],
-        num_speculated=state.num_speculated,
-    )
 
 
 async def read_saved(

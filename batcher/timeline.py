@@ -35,6 +35,8 @@ CHUNK = 500
 """Entries of the timeline in one read."""
 ENDED, PLACED, QUEUED, PREFILLED = "ended", "placed", "queued", "prefilled"
 DECODE_EVENTS = ("interrupted", "died", "taken_over")
+MARKS = {PREFILLED: "resume", "interrupted": "", "died": "died", "taken_over": "taken_over"}
+"""Event → its name in the span `decode`; empty: why it came."""
 
 
 @dataclass(eq=False)
@@ -43,14 +45,12 @@ class RequestTraces:
 
     Attributes:
         live: requests and their events, by request id.
-        over: of them, those that have left the queue: their spans are due.
-        ends: what is known of their ends without an event.
+        ends: of those that are over, which stand for an end without an event: their spans are due.
         unread: ids of requests whose events from before this epoch are not read yet.
     """
 
     pool: PoolClient
     live: dict[str, tuple[Generate, list[TimelineEvent]]] = field(default_factory=dict)
-    over: set[str] = field(default_factory=set)
     ends: dict[str, TimelineEvent] = field(default_factory=dict)
     unread: set[str] = field(default_factory=set)
 
@@ -58,41 +58,30 @@ class RequestTraces:
         if request.traceparent and tracing.is_on():
             self.live.setdefault(request.request_id, (request, []))[1].append(event)
 
-    def end(self, request_id: str, now_ms: int) -> None:
-        """Note that a request has left the queue."""
+    def end(self, request_id: str, end: TimelineEvent) -> None:
+        """Note that a request is over; what is known of its end first counts."""
         if request_id in self.live:
-            self.over.add(request_id)
-            self.ends.setdefault(request_id, TimelineEvent(now_ms, ENDED))
+            self.ends.setdefault(request_id, end)
 
     def export_ended(self) -> None:
         """Export the spans of requests that have ended. Those of an earlier epoch wait for its events."""
-        for request_id in self.over - self.unread:
+        for request_id in self.ends.keys() - self.unread:
             request, events = self.live.pop(request_id)
             tracing.export(*spans_of(request, events, self.ends.pop(request_id)))
-        self.over &= self.unread
 
     # --- events from before this epoch ----------------------------------------------------------------------
 
     def note_former(self, sequences: Iterable[Sequence]) -> None:
         """Note requests from before this epoch, whose events `recall` will read."""
         for sequence in sequences:
-            if sequence.request.traceparent and tracing.is_on():
-                at_ms = parse_stream_id(sequence.entry_id)[0]
-                queued = TimelineEvent(at_ms, QUEUED, num_tokens=sequence.num_prompt)
-                self.live[sequence.request_id] = sequence.request, [queued]
-                self.unread.add(sequence.request_id)
-
-    def note_unseen_end(self, sequence: Sequence, state: Committed, now_ms: int) -> None:
-        """Note the end of a request that ended while no batcher was active."""
-        if sequence.request_id in self.live:
-            num_tokens = max(0, state.num_final)
-            end = TimelineEvent(now_ms, ENDED, state.worker, state.attempt, num_tokens, state.terminal)
-            self.ends[sequence.request_id] = end
+            at_ms = parse_stream_id(sequence.entry_id)[0]
+            self.add(sequence.request, TimelineEvent(at_ms, QUEUED, num_tokens=sequence.num_prompt))
+        self.unread.update(self.live)
 
     async def recall(self) -> None:
         """Read the former events of requests from before this epoch. Nothing depends on it."""
         try:
-            found = await self.read_former(self.unread)
+            found = await self.read_former()
         except ERRORS as error:
             log.warning("timelines of an earlier epoch are not in traces: %s", describe_error(error))
             found = {}
@@ -101,10 +90,10 @@ class RequestTraces:
             self.live[request_id] = request, [*dict.fromkeys((queued, *former, *later))]
         self.unread.clear()
 
-    async def read_former(self, request_ids: set[str]) -> dict[str, list[TimelineEvent]]:
+    async def read_former(self) -> dict[str, list[TimelineEvent]]:
         """Events by request id, oldest first. The stream is read backwards until all beginnings are there."""
         found: dict[str, list[TimelineEvent]] = {}
-        newest, unfinished = "+", {name.encode(): name for name in request_ids}
+        newest, unfinished = "+", {name.encode(): name for name in self.unread}
         while unfinished and (
             entries := await self.pool.redis.xrevrange(self.pool.keys.timeline, newest, "-", count=CHUNK)
         ):
@@ -224,7 +213,7 @@ def decode_spans(request: Generate, events: Items[TimelineEvent]) -> list[TraceS
         return []
     first, *between = before[firsts[0] :]
     marks = [mark(first, "first_token")] if first.what == PREFILLED else []
-    marks += [mark(event, name) for event in between if (name := name_of(event))]
+    marks += [mark(event, MARKS[event.what] or event.why) for event in between if event.what in MARKS]
     known: dict[str, Value] = {
         "gen_ai.usage.input_tokens": request.num_prompt,
         "gen_ai.usage.output_tokens": end.num_tokens,
@@ -246,18 +235,10 @@ def decode_spans(request: Generate, events: Items[TimelineEvent]) -> list[TraceS
     ]
 
 
-def name_of(event: TimelineEvent) -> str:
-    """The name of an event of `decode`; empty for one that it does not show."""
-    return {PREFILLED: "resume", "interrupted": event.why, "died": "died", "taken_over": "taken_over"}.get(
-        event.what, ""
-    )
-
-
 def mark(event: TimelineEvent, name: str) -> SpanEvent:
     known: dict[str, Value] = {"tokenfleet.attempt": event.attempt, "tokenfleet.tokens": event.num_tokens}
-    if event.worker:
-        known["tokenfleet.worker"] = event.worker
-    return SpanEvent(NS_PER_MS * event.at_ms, name, known)
+    worker: dict[str, Value] = {"tokenfleet.worker": event.worker} if event.worker else {}
+    return SpanEvent(NS_PER_MS * event.at_ms, name, known | worker)
 
 
 def failure_of(event: TimelineEvent) -> str:
@@ -325,8 +306,7 @@ class TimelineWriter:
         at_ms = at_ms or self.clock()
         event = TimelineEvent(at_ms, what, worker, sequence.attempt, num_tokens, why, num_cached)
         self.unwritten.setdefault(sequence.request_id, []).append(event)
-        if sequence.request.traceparent:
-            self.traces.add(sequence.request, event)
+        self.traces.add(sequence.request, event)
 
     def record_queued(self, sequence: Sequence) -> None:
         at_ms = parse_stream_id(sequence.entry_id)[0]
@@ -387,17 +367,18 @@ class TimelineWriter:
 
     def record_dequeued(self, sequence: Sequence) -> None:
         """Note that a request has left the queue: its trace is over."""
-        if sequence.request.traceparent:
-            self.traces.end(sequence.request_id, self.clock())
+        self.traces.end(sequence.request_id, TimelineEvent(self.clock(), ENDED))
 
     def note_unseen_end(self, sequence: Sequence, state: Committed) -> None:
         """Note for its trace how a request ended that had its end while no batcher was active."""
-        if sequence.request.traceparent:
-            self.traces.note_unseen_end(sequence, state, self.clock())
+        num_tokens, known = max(0, state.num_final), (state.worker, state.attempt)
+        self.traces.end(
+            sequence.request_id, TimelineEvent(self.clock(), ENDED, *known, num_tokens, state.terminal)
+        )
 
     @property
     def has_unwritten(self) -> bool:
-        return bool(self.unwritten or self.traces.over)
+        return bool(self.unwritten or self.traces.ends)
 
     @property
     def left_ms(self) -> int:

@@ -175,20 +175,18 @@ class KnownWorker:
     Attributes:
         is_earlier: it was there before this epoch, so it may hold requests.
         draining: it was told to end before its takeover.
-        adapters: those that it has loaded, as its heartbeat says; `held` is that field.
+        adapters: those that it has loaded, as its heartbeat says.
     """
 
     state: WorkerState = WorkerState.FOUND
     is_earlier: bool = False
     draining: bool = False
     capacity: WorkerCapacity | None = None
-    held: bytes | None = None
     adapters: frozenset[str] = frozenset()
 
     def note_adapters(self, held: bytes | None) -> None:
         """Note what a heartbeat says of adapters; what cannot be read changes nothing."""
-        if held and held != self.held:
-            self.held = held
+        if held:
             with contextlib.suppress(WireError):
                 self.adapters = frozenset(decode(HeldAdapters, held).loaded)
 
@@ -276,7 +274,7 @@ class WorkerRegistry:
             return
         plan, keys = Plan(self.scheduler.epoch, 1, 0, 0, takeover=True), self.pool.keys
         call = batcher_scripts.publish_plan(keys, incarnation, plan=plan, oldest=1)
-        is_sent = (await self.pool.run(call)).status == "OK"
+        is_sent = (await self.pool.run(call))[0] == "OK"
         if is_sent and self.state(incarnation) in UNSENT:  # it may have answered another call, or ended
             worker.state = WorkerState.TAKEOVER_SENT
             self.inbox.follow(self.pool.keys.reports(incarnation))

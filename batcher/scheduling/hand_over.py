@@ -149,11 +149,6 @@ def tokens_at_once(replica: Replica) -> int:
     return int(HAND_OVER_MS * times.tokens / times.added_ms)
 
 
-def length(row: PlacedRow, replica: Replica) -> int:
-    """Return the tokens that another worker must compute if a row leaves now."""
-    return max(row.sequence.num_known, row.kv_at(replica.step, replica.step))
-
-
 def find_room(rooms: list[Room], sequence: Sequence, kv_len: int) -> Room | None:
     """Return the room with the most tokens left of those that have room for a row."""
     able = [room for room in rooms if room.has(sequence, kv_len)]
@@ -208,11 +203,11 @@ class HandOver:
         return (one for one, move in self.moves.items() if one.row in (None, move.left))
 
     def due(self) -> list[tuple[PlacedRow, int]]:
-        """Return the rows that have to leave, with their tokens, the shortest first. Beam searches are last,
-        since they start anew.
+        """Return the rows that have to leave, with the tokens that another worker must compute, the shortest
+        first. Beam searches are last, since they start anew.
         """
         rows = [
-            (row, length(row, replica))
+            (row, max(row.sequence.num_known, row.kv_at(replica.step, replica.step)))
             for replica in self.workers.evacuating
             for row in replica.running
             if not row.stopping
@@ -221,15 +216,11 @@ class HandOver:
 
     def rooms(self) -> list[Room]:
         """Return what the workers with the fewest rows can receive beside the rows that are on their way."""
-        rooms = [Room.of(replica) for replica in islice(self.receiving(), MAX_RECEIVING)]
+        levels = self.workers.placement.levels
+        fewest = chain.from_iterable(levels[num_rows] for num_rows in sorted(levels))
+        rooms = [Room.of(replica) for replica in islice(fewest, MAX_RECEIVING)]
         for sequence in self.unplaced() if rooms else ():
             kv_len = self.moves[sequence].kv_len
             room = find_room(rooms, sequence, kv_len) or max(rooms, key=lambda room: room.tokens)
             room.take(sequence, kv_len)
         return rooms
-
-    def receiving(self) -> Iterator[Replica]:
-        """Yield the workers that may be given rows, those with the fewest rows first."""
-        placement = self.workers.placement
-        for level in sorted(placement.levels):
-            yield from placement.levels[level]

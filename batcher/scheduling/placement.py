@@ -18,7 +18,7 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import InitVar, dataclass, field
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 
 from batcher.scheduling.kv_blocks import PrefixCache, PrefixIndex
 from batcher.scheduling.replica import LEAST_HORIZON, Replica, WorkerLimits
@@ -189,7 +189,8 @@ class Placement:
     def first_changed(self, sequence: Sequence, after: int) -> Replica | None:
         """Return the least loaded worker that can start a request, of those changed after a change."""
         most = self.limits.max_batch_size - sequence.num_places
-        changed = (replica for replica in self.changed(after) if replica.num_due <= most)  # most are full
+        newer = takewhile(lambda change: change[1] > after, reversed(self.changes.items()))
+        changed = (replica for replica, _ in newer if replica.num_due <= most)  # most are full
         by_load = sorted(changed, key=lambda replica: replica.load)
         return next((replica for replica in by_load if replica.can_start(sequence)), None)
 
@@ -207,13 +208,6 @@ class Placement:
         lowest = min(self.levels, default=0)
         yield lowest
         yield from sorted(self.levels.keys() - {lowest})
-
-    def changed(self, after: int) -> Iterator[Replica]:
-        """Yield the workers that have changed after the change with this number."""
-        for replica, number in reversed(self.changes.items()):
-            if number <= after:
-                return
-            yield replica
 
     def knowing(self, sequence: Sequence) -> list[Replica]:
         """Return some workers that know the beginning of a request; first those that know most of it."""
@@ -406,7 +400,8 @@ def has_progressed(replica: Replica, row: PlacedRow) -> bool:
 
 
 def move_interrupted(workers: WorkerSet) -> None:
-    """Move interrupted answers that wait for their prefill to workers that have joined and have no rows.
+    """Move interrupted answers that wait for their prefill to workers that have joined and have no rows: of
+    each worker its share, the longest ones, since the engine computes the others first.
 
     When a worker dies, its requests start at once on the others, and wait for each other there. Its successor
     joins seconds later, when no request waits for a place any more.
@@ -416,17 +411,10 @@ def move_interrupted(workers: WorkerSet) -> None:
         return
     share = len(joined) / len(workers.replicas)
     for replica in workers.replicas.values():
-        if rows := movable(replica, share):
+        waiting = [row for row in replica.running if row.was_interrupted and not row.stopping]
+        waiting.sort(key=lambda row: -row.sequence.num_known)
+        if rows := waiting[: int(share * len(waiting))]:
             workers.preempt(replica, rows)
-
-
-def movable(replica: Replica, share: float) -> list[PlacedRow]:
-    """Return a worker's share of waiting rows that others should have. They are the longest ones: the engine
-    computes the others first.
-    """
-    waiting = [row for row in replica.running if row.was_interrupted and not row.stopping]
-    waiting.sort(key=lambda row: -row.sequence.num_known)
-    return waiting[: int(share * len(waiting))]
 
 
 class Turn:
@@ -464,11 +452,9 @@ class Turn:
         where the fewest rows stand by.
         """
         num_places = self.placement.limits.max_batch_size
-        full = (
-            sorted(level for level in self.placement.levels if level >= num_places)
-            if self.allows_standby
-            else []
-        )
+        if not self.allows_standby:
+            return
+        full = sorted(level for level in self.placement.levels if level >= num_places)
         fewest = (replica for level in full for replica in islice(self.placement.levels[level], MAX_COMPARED))
         for replica in chain(knowing if full else (), fewest):
             num_standby = replica.num_due - num_places

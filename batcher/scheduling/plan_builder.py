@@ -1,7 +1,7 @@
 """Plans: what the next plan of one worker holds. Pure functions of a replica; they allocate its blocks."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from batcher.scheduling.placement import importance, preempt_for
 from batcher.scheduling.replica import Replica, WorkerLimits
@@ -54,19 +54,6 @@ def whole_steps_reason(limits: WorkerLimits, ages: list[int], num_decoding: int)
     return ""
 
 
-def join_reason(replica: Replica, starts: bool, before: str) -> str:
-    """Why prompts join the rows that decode with this plan; empty if none does.
-
-    Args:
-        starts: whether rows start with it.
-        before: why prompts took whole steps by the plan before.
-    """
-    reason = replica.whole_steps_for
-    joins = starts or reason not in ("", before)
-    is_decoding = joins and any(row.is_prefilled for row in replica.running)
-    return (reason or CHUNKING) if is_decoding else ""
-
-
 @dataclass(slots=True, eq=False)
 class PendingPlan:
     """A plan that is not published yet. `rows` are those that start with it, in its order; `joins` is why
@@ -77,17 +64,6 @@ class PendingPlan:
     plan: Plan
     rows: list[PlacedRow]
     joins: str = ""
-
-    def withdraw(self, positions: Iterable[int]) -> list[PlacedRow]:
-        """Remove the rows at these positions, as if they had never been placed. Return them."""
-        withdrawn = [self.rows[position] for position in positions]
-        numbers = {row.number for row in withdrawn}
-        self.rows = [row for row in self.rows if row.number not in numbers]
-        starts = [start for start in self.plan.starts if start.row not in numbers]
-        self.plan = replace(self.plan, starts=starts)
-        for row in withdrawn:
-            self.replica.withdraw(row)
-        return withdrawn
 
 
 def next_plan(
@@ -105,7 +81,9 @@ def next_plan(
         replica.is_short = False
     replica.plan += 1
     before, mixed_tokens = replica.whole_steps_for, mixed_prefill_tokens(replica)
-    replica.joins = join_reason(replica, bool(starting), before)
+    joins = bool(starting) or replica.whole_steps_for not in ("", before)
+    is_decoding = joins and any(row.is_prefilled for row in replica.running)
+    replica.joins = (replica.whole_steps_for or CHUNKING) if is_decoding else ""
     return Plan(
         epoch=epoch,
         number=replica.plan,

@@ -91,14 +91,6 @@ class StepTimes:
         return int(ms * self.tokens / self.added_ms) if self.added_ms > 0 else 0
 
 
-def horizon(most: int, trip_steps: int, slots_per_row: int) -> int:
-    """Return how many steps are granted ahead, at most `most`. A report asks for the next grant when half of
-    them are left, and it comes within `trip_steps`.
-    """
-    needed = 2 * (trip_steps + LAUNCHED_STEPS)
-    return min(most, max(LEAST_HORIZON, min(needed, slots_per_row // CACHE_PARTS)))
-
-
 @dataclass(slots=True)
 class WorkerPace:
     """How fast one worker goes.
@@ -278,9 +270,12 @@ class Replica:
 
     @property
     def horizon(self) -> int:
-        """How many steps it is granted ahead."""
+        """How many steps it is granted ahead. A report asks for the next grant when half of them are left,
+        and it comes within a late round trip.
+        """
         slots_per_row = self.pool.num_blocks * self.block_size // max(1, self.num_running)
-        return horizon(self.limits.max_horizon, self.pace.late_trip_steps, slots_per_row)
+        needed = 2 * (self.pace.late_trip_steps + LAUNCHED_STEPS)
+        return min(self.limits.max_horizon, max(LEAST_HORIZON, min(needed, slots_per_row // CACHE_PARTS)))
 
     def can_ever_hold(self, sequence: Sequence) -> bool:
         """Whether a row of this sequence fits if there is no other."""

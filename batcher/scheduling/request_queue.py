@@ -83,18 +83,18 @@ class ClassQueue:
     skipped: list[Sequence] = field(default_factory=list)
 
     def add(self, sequence: Sequence) -> None:
-        """Have a new request wait after the older ones of its tenant."""
-        account = self.account(sequence)
-        if account.first() is None:
+        """Have a request wait: a new one after the older ones of its tenant, a resumed one before all new."""
+        if not sequence.resumed and (account := self.account(sequence)).first() is None:
             account.served = max(account.served, self.level)
-        self.put(sequence, account)
+        self.put(sequence)
 
-    def put(self, sequence: Sequence, account: Account) -> None:
+    def put(self, sequence: Sequence) -> None:
+        if sequence.resumed:
+            heapq.heappush(self.resumed, (sequence.num_known, sequence.arrival, sequence))
+            return
+        account = self.account(sequence)
         heapq.heappush(account.waiting, (sequence.arrival, sequence))
         self.enqueue_account(account)
-
-    def add_resumed(self, sequence: Sequence) -> None:
-        heapq.heappush(self.resumed, (sequence.num_known, sequence.arrival, sequence))
 
     def account(self, sequence: Sequence) -> Account:
         tenant = sequence.request.tenant
@@ -163,25 +163,10 @@ class ClassQueue:
         self.enqueue_account(account)
         return charged
 
-    def correct_charge(self, sequence: Sequence, charged: int, num_computed: int) -> None:
-        """Correct the charge of a row, which computes no more, to what it has computed."""
-        account = self.account(sequence)
-        account.num_started -= 1
-        account.served += (num_computed - charged) / account.weight
-        self.enqueue_account(account)
-
-    def learn(self, sequence: Sequence, num_generated: int) -> None:
-        """Update the average output of a tenant by a row that has ended."""
-        account = self.account(sequence)
-        account.mean_output = OUTPUT_MEMORY * account.mean_output + (1 - OUTPUT_MEMORY) * num_generated
-
     def end_turn(self) -> None:
         """Put the requests that this turn has looked past or skipped back in their places."""
         for sequence in (*self.looked_past, *self.skipped):
-            if sequence.resumed:
-                self.add_resumed(sequence)
-            else:
-                self.put(sequence, self.account(sequence))
+            self.put(sequence)
         self.looked_past.clear()
         self.skipped.clear()
 
@@ -201,12 +186,7 @@ class RequestQueue:
         self.stopped = False
 
     def add(self, sequence: Sequence) -> None:
-        """Have a request wait. One that is resumed waits before all new ones of its class."""
-        queue = self.classes[sequence.class_index]
-        if sequence.resumed:
-            queue.add_resumed(sequence)
-        else:
-            queue.add(sequence)
+        self.classes[sequence.class_index].add(sequence)
 
     def first(self) -> Sequence | None:
         """Return the request that starts next; None if no other can start in this turn."""
@@ -259,14 +239,21 @@ class RequestQueue:
     def correct_charge(self, row: PlacedRow, kv_len: int) -> None:
         """Correct the charge of a row that held `kv_len` tokens; an adopted row was never charged."""
         if row.charged is not None:
-            num_computed = max(0, kv_len - row.num_cached)
-            self.classes[row.sequence.class_index].correct_charge(row.sequence, row.charged, num_computed)
+            queue = self.classes[row.sequence.class_index]
+            account = queue.account(row.sequence)
+            account.num_started -= 1
+            account.served += (max(0, kv_len - row.num_cached) - row.charged) / account.weight
+            queue.enqueue_account(account)
             row.charged = None
 
     def learn(self, sequence: Sequence, num_generated: int) -> None:
-        """Learn from a row that has ended; one that generated nothing is no measure of others."""
+        """Update the average output of a tenant by a row that has ended; one that generated nothing is no
+        measure of others.
+        """
         if num_generated > 0:
-            self.classes[sequence.class_index].learn(sequence, num_generated * sequence.num_places)
+            account = self.classes[sequence.class_index].account(sequence)
+            newest = (1 - OUTPUT_MEMORY) * (num_generated * sequence.num_places)
+            account.mean_output = OUTPUT_MEMORY * account.mean_output + newest
 
     def end_turn(self) -> None:
         self.stopped = False

@@ -7,7 +7,7 @@ loop tells it what happened and asks for plans. What needs I/O is left in `outco
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from batcher.scheduling.hand_over import HandOver, adopt_rows
 from batcher.scheduling.placement import Turn, WorkerSet, move_interrupted, move_standby
@@ -185,8 +185,13 @@ class Scheduler:
 
     def withdraw(self, pending: PendingPlan, positions: Iterable[int]) -> list[PlacedRow]:
         """Remove rows from a plan that was not published, as if they had never been placed. Return them."""
-        withdrawn = pending.withdraw(positions)
+        withdrawn = [pending.rows[position] for position in positions]
+        numbers = {row.number for row in withdrawn}
+        pending.rows = [row for row in pending.rows if row.number not in numbers]
+        starts = [start for start in pending.plan.starts if start.row not in numbers]
+        pending.plan = replace(pending.plan, starts=starts)
         for row in withdrawn:
+            pending.replica.withdraw(row)
             self.queue.correct_charge(row, 0)
             self.release_followers(pending.replica, row)
         self.workers.note_change(pending.replica)

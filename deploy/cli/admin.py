@@ -1,8 +1,4 @@
-"""Commands that use a running fleet.
-
-The tables at the end have all of them: ACTIONS what their words do, FLAGS what they take, ACCESS how they
-reach the fleet.
-"""
+"""Commands that use a running fleet, and how they reach it."""
 
 import argparse
 import asyncio
@@ -11,10 +7,10 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote, urlencode
 
 import httpx
@@ -30,25 +26,22 @@ from common.broker.pool_client import ChangeRefused, PoolClient
 from common.messages import events as finish_reasons
 from common.process.logs import first_incarnation, plural
 from common.settings import flags as setting_flags
-from common.settings.flags import FlagParser, refuse_unknown
+from common.settings.flags import refuse_unknown
 from common.settings.settings import SettingError, Settings
 from common.settings.types import AdapterSource, read_adapter
-from deploy.cli import batch, bench, chat, status
 from deploy.cli.client import (
     Columns,
     ServerError,
+    ask,
     fetch_json,
     frame_errors,
     new_client,
-    parse_url,
-    post,
     print_lines,
     printable,
     table_of,
 )
-from deploy.cli.command_line import describe
+from deploy.cli.table import Command, call, new_parser
 from deploy.cli.target import (
-    RULE,
     find_broker,
     find_directory,
     find_launcher,
@@ -56,8 +49,6 @@ from deploy.cli.target import (
 )
 from deploy.launcher import control_socket
 
-READING = ("list", "dead", "show", "usage", "explain", "status", "chat")
-"""Last words of actions that change nothing."""
 ADAPTER_TIMEOUT = httpx.Timeout(660.0, connect=5.0)
 """A gateway waits for ten minutes until all workers have an adapter."""
 POLL_S = 0.5
@@ -68,28 +59,6 @@ MAX_MODELS = 1000
 MAX_NAME = 200
 DURATION = re.compile(r"(\d{1,9})([smhdw])")
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
-
-
-class Action(NamedTuple):
-    """What some words do.
-
-    Attributes:
-        words: as typed, such as `jobs list`.
-        run: gets the connection and the flags.
-        flags: names in FLAGS, besides those that find the fleet.
-        read_s: how long the gateway may take to answer.
-    """
-
-    words: str
-    run: Callable[..., Any]
-    flags: str
-    help: str = ""
-    read_s: float = 30.0
-
-    @property
-    def changes(self) -> bool:
-        """Whether it changes something."""
-        return self.words.split()[-1] not in READING
 
 
 def main(words: Sequence[str]) -> int:
@@ -104,26 +73,10 @@ def main(words: Sequence[str]) -> int:
     flags.rest = rest
     setproctitle.setproctitle(f"tokenfleet {command}")  # other users can read a command line
     try:
-        return ACCESS.get(command, GATEWAY).call(flags.action, flags) or 0
+        return WAYS[flags.action.by](flags.action, flags) or 0
     except ServerError as error:
         print(f"tokenfleet: {error}", file=sys.stderr)
         return 1
-
-
-def new_parser(command: str) -> FlagParser:
-    parser = FlagParser(prog=f"tokenfleet {command}", description=describe(command), allow_abbrev=False)
-    actions = {it.words.partition(" ")[2]: it for it in ACTIONS if it.words.split()[0] == command}
-    words = None
-    if "" not in actions:
-        words = parser.add_subparsers(required=True, metavar="|".join(actions), parser_class=FlagParser)
-    for word, action in actions.items():
-        more: Any = {"help": action.help, "description": action.help, "allow_abbrev": False}
-        own = words.add_parser(word, **more) if words else parser
-        own.set_defaults(action=action)
-        for flag in (ACCESS.get(command, GATEWAY).flag, *action.flags.split()):
-            help, more = FLAGS.get(f"{command} {flag}") or FLAGS[flag]
-            own.add_argument(*flag.split("/"), help=help, **more)
-    return parser
 
 
 def show_table(rows: Sequence[Any], columns: Columns, if_none: str = "") -> None:
@@ -142,50 +95,61 @@ def utc_time(unix_s: float) -> str:
 # --- ways to the fleet --------------------------------------------------------------------------------------
 
 
-def call_gateway(action: Action, flags: argparse.Namespace) -> int | None:
+def call_gateway(action: Command, flags: argparse.Namespace) -> int | None:
     url = find_server(flags, action.changes)
     with new_client(httpx.Client, url, action.read_s, os.environ.get("API_KEY")) as client:
-        result: int | None = action.run(client, flags)
+        result: int | None = call(action.run, client, flags)
     return result
 
 
-def call_broker(action: Action, flags: argparse.Namespace) -> None:
-    pool = getattr(flags, "pool", None)
-    settings = find_broker(action.changes, flags.redis_url, pool)
+def call_broker(action: Command, flags: argparse.Namespace) -> None:
+    settings = find_broker(action.changes, flags.redis_url, getattr(flags, "pool", None))
     flags.pool = settings.pool
 
     async def run() -> None:
         async with PoolClient.connect(settings) as client:
-            try:
-                await action.run(client, flags)
-            except ERRORS as error:
-                raise ServerError(describe_error(error)) from error
-            except ChangeRefused as error:
-                raise ServerError(str(error)) from error
+            await call(action.run, client, flags)
 
-    asyncio.run(run())
+    finish(run())
 
 
-def call_directory(action: Action, flags: argparse.Namespace) -> None:
+def call_directory(action: Command, flags: argparse.Namespace) -> None:
     url = find_directory(flags.directory_url, action.changes)
 
     async def run() -> None:
-        async with connect_setting("directory_url", url) as redis:
-            try:
-                async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                    await action.run(DirectoryClient(redis), flags)
-            except ERRORS as error:
-                raise ServerError(describe_error(error)) from error
+        async with connect_setting("directory_url", url) as redis, asyncio.timeout(CONNECT_TIMEOUT_S):
+            await call(action.run, DirectoryClient(redis), flags)
 
-    asyncio.run(run())
+    finish(run())
 
 
-def call_launcher(action: Action, flags: argparse.Namespace) -> None:
-    order = action.run(flags)
+def call_launcher(action: Command, flags: argparse.Namespace) -> None:
+    order = call(action.run, flags)
+    finish(control_socket.order(find_launcher(flags.pid), order, partial(print, flush=True)))
+
+
+def call_here(action: Command, flags: argparse.Namespace) -> int:
+    return int(call(action.run, flags))
+
+
+def finish(work: Coroutine[Any, Any, None]) -> None:
+    """Do what asks a broker or a launcher. Raises ServerError."""
     try:
-        asyncio.run(control_socket.order(find_launcher(flags.pid), order, partial(print, flush=True)))
-    except control_socket.OrderFailed as error:
+        asyncio.run(work)
+    except ERRORS as error:
+        raise ServerError(describe_error(error)) from error
+    except (ChangeRefused, control_socket.OrderFailed) as error:
         raise ServerError(str(error)) from error
+
+
+WAYS: dict[str, Callable[[Command, argparse.Namespace], int | None]] = {
+    "--url": call_gateway,
+    "--redis-url": call_broker,
+    "--directory-url": call_directory,
+    "--pid": call_launcher,
+    "": call_here,
+}
+"""The flag that finds the fleet → how an action runs there."""
 
 
 # --- adapters -----------------------------------------------------------------------------------------------
@@ -207,12 +171,12 @@ def list_adapters(client: httpx.Client, flags: argparse.Namespace) -> None:
 def load_adapter(client: httpx.Client, flags: argparse.Namespace) -> None:
     source = read_source(flags.adapter)
     body = {"lora_name": source.name, "lora_path": source.path, "load_inplace": flags.replace}
-    print(printable(post(client, "/v1/load_lora_adapter", json=body, timeout=ADAPTER_TIMEOUT).text))
+    print(printable(ask(client, "POST", "/v1/load_lora_adapter", json=body, timeout=ADAPTER_TIMEOUT).text))
 
 
 def unload_adapter(client: httpx.Client, flags: argparse.Namespace) -> None:
     body = {"lora_name": flags.name}
-    print(printable(post(client, "/v1/unload_lora_adapter", json=body, timeout=ADAPTER_TIMEOUT).text))
+    print(printable(ask(client, "POST", "/v1/unload_lora_adapter", json=body, timeout=ADAPTER_TIMEOUT).text))
 
 
 def read_source(word: str) -> AdapterSource:
@@ -330,15 +294,16 @@ def show_job(client: httpx.Client, flags: argparse.Namespace) -> None:
     print(orjson.dumps(content, option=orjson.OPT_INDENT_2).decode())
 
 
-def change_job(client: httpx.Client, flags: argparse.Namespace, change: str, done: str) -> None:
-    post(client, f"{path_of(flags)}/{change}")
-    print(f"{printable(flags.job_id)} is {done}")
+def change_job(client: httpx.Client, flags: argparse.Namespace, change: str) -> None:
+    ask(client, "POST", f"{path_of(flags)}/{change}")
+    print(f"{printable(flags.job_id)} is {CHANGED[change]}")
 
 
 def path_of(flags: argparse.Namespace) -> str:
     return f"/admin/jobs/{quote(flags.job_id, safe='')}"
 
 
+CHANGED = {"cancel": "cancelled", "retry": "tried again"}
 JOB_COLUMNS: dict[str, str | Callable[[Any], str]] = {
     "job": "id",
     "state": "state",
@@ -555,164 +520,5 @@ def list_events(client: httpx.Client, flags: argparse.Namespace, state: str) -> 
 
 
 def retry_event(client: httpx.Client, flags: argparse.Namespace) -> None:
-    post(client, f"/admin/webhooks/{quote(flags.event_id, safe='')}/retry")
+    ask(client, "POST", f"/admin/webhooks/{quote(flags.event_id, safe='')}/retry")
     print(f"{printable(flags.event_id)} is sent now")
-
-
-# --- the table ----------------------------------------------------------------------------------------------
-
-NUMBER = {"type": int, "metavar": "N"}
-NAMES = {"nargs": "+", "metavar": "NAME"}
-JOB_STATES = ("queued", "running", "scheduled", "done", "failed", "cancelled", "dead")
-FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "--url": (f"the server (default: that at PORT, {RULE})", {"type": parse_url}),
-    "--redis-url": (f"the fleet's broker (default: REDIS_URL, {RULE})", {"metavar": "URL"}),
-    "--directory-url": (
-        f"the broker with the directory of pools (default: DIRECTORY_URL, REDIS_URL, {RULE})",
-        {"metavar": "URL"},
-    ),
-    "--pid": (f"the launcher's process (default: {RULE})", {"type": int}),
-    "--against": ("the other server; AGAINST_API_KEY is sent to it", {"type": parse_url, "metavar": "URL"}),
-    "--duration": (
-        "seconds of all loads together (default: %(default)g)",
-        {"type": float, "default": 60.0, "metavar": "S"},
-    ),
-    "--concurrency": (
-        "users at once (default: 1,8,32)",
-        {"type": bench.read_users, "default": (1, 8, 32), "metavar": "N,N"},
-    ),
-    "--prompt-tokens": ("of each prompt (default: %(default)s)", NUMBER | {"default": 128}),
-    "bench --max-tokens": ("of each answer (default: %(default)s)", NUMBER | {"default": 64}),
-    "bench --json": ("write the figures", {"type": Path, "metavar": "FILE"}),
-    "adapter": ("its folder, which all workers can read, or its hub id", {"metavar": "NAME=PATH"}),
-    "--replace": ("take the place of one of this name", {"action": "store_true"}),
-    "name": ("as `tokenfleet adapters list` shows it", {"metavar": "NAME"}),
-    "worker": ("its id in `tokenfleet status`, or its name, if only one has it", {}),
-    "--pool": ("the worker's pool (default: POOL, else the fleet's)", {}),
-    "job_id": ("as `tokenfleet jobs list` shows it", {"metavar": "ID"}),
-    "--status": ("only jobs in this state", {"choices": JOB_STATES}),
-    "--tenant": ("only of this tenant", {}),
-    "--search": ("only jobs whose id has this text", {"metavar": "TEXT"}),
-    "--limit": ("most lines that are shown (default 100)", {"type": int, "default": 100}),
-    "--cursor": ("go on where another list ended, as that one says", {"default": ""}),
-    "key_id": ("as `tokenfleet keys list` shows it", {"metavar": "KEY_ID"}),
-    "--name": ("what you call it", {}),
-    "keys --tenant": ("whose requests it makes (default: a tenant of its own)", {}),
-    "--class": ("class of its requests that name none", {"dest": "service_class"}),
-    "--weight": ("share of its tenant among others (default: 1)", {"type": float}),
-    "--max-concurrent": ("requests at once (default: no limit)", NUMBER),
-    "--requests-per-minute": ("requests a minute (default: no limit)", NUMBER),
-    "--tokens-per-minute": ("tokens of prompts and answers a minute (default: no limit)", NUMBER),
-    "--budget-tokens": ("tokens a calendar month (UTC) (default: no limit)", NUMBER),
-    "--models": ("the only models that it may use", NAMES),
-    "--adapters": ("the only adapters that it may use", NAMES),
-    "--expires": ("2027-01-31, or in a time as 30d or 12h", {"dest": "expires_at"}),
-    "--webhook": ("told of the end of all that it asks for", {"metavar": "URL"}),
-    "--webhook-secret": ("signs these events: whsec_…", {"metavar": "SECRET"}),
-    "--admin": ("it may manage keys and the fleet", {"action": "store_true", "default": None}),
-    "model": ("the name in requests", {"metavar": "NAME", "type": read_name}),
-    "weights": ("such as a=90 b=10", {"metavar": "POOL=WEIGHT", "nargs": "+", "type": read_weight}),
-    "--key": ("only of the API key with this id", {}),
-    "--model": ("only of this model", {}),
-    "--from": ("a time (UTC) as 2026-11-01 or 2026-11-27T08:00:00Z (default: the begin of this month)", {}),
-    "--to": ("a time (default: now)", {}),
-    "--group-by": ("some of hour,day,month,key,tenant,model (default: key,tenant,model)", {}),
-    "event_id": ("as `tokenfleet webhooks dead` shows it", {"metavar": "EVENT_ID"}),
-    "request_id": (
-        "the header x-request-id of the response, or its `id` on /v1; the number of a choice may follow",
-        {},
-    ),
-    "--once": ("print one table and end (as when the output is no terminal)", {"action": "store_true"}),
-    "--json": ("print GET /fleet with rates, and end", {"action": "store_true"}),
-    "--system": ("the system prompt", {"default": "", "metavar": "TEXT"}),
-    "--temperature": (
-        "0 always takes the most likely token (default: the server's)",
-        {"type": float, "metavar": "X"},
-    ),
-    "--max-tokens": ("most tokens of one answer (default: the server's)", NUMBER),
-    "--seed": ("makes sampling repeatable: the same seed gives the same answer", NUMBER),
-    "file": ("the requests", {"nargs": "?", "type": Path}),
-    "-i/--input-file": ("the requests, too", {"dest": "input", "type": Path}),
-    "-o/--output-file": ("the answers", {"dest": "output", "type": Path, "required": True}),
-    "--id": ("wait for this batch, which was begun before", {}),
-    "--window": (
-        "by when (default: %(default)s)",
-        {"choices": ("1h", "24h", "best_effort"), "default": "24h"},
-    ),
-}
-"""Flag, or command and flag → its help, and what else argparse is told of it."""
-KEY_FLAGS = (
-    "--name --tenant --class --weight --max-concurrent --requests-per-minute --tokens-per-minute "
-    "--budget-tokens --models --adapters --expires --webhook --webhook-secret --admin"
-)
-ACTIONS = (
-    Action("bench", bench.run, "--against --duration --concurrency --prompt-tokens --max-tokens --json"),
-    Action("explain", explain, "request_id"),
-    Action("status", status.show, "--once --json", read_s=5.0),
-    Action("chat", chat.run, "--system --temperature --max-tokens --seed", read_s=600.0),
-    Action("batch", batch.run, "file -i/--input-file -o/--output-file --id --window", read_s=60.0),
-    Action("adapters list", list_adapters, "", "show all adapters"),
-    Action("adapters load", load_adapter, "adapter --replace", "load an adapter on all workers"),
-    Action("adapters unload", unload_adapter, "name", "give requests an adapter no more"),
-    Action("drain", drain, "worker --pool"),
-    Action("jobs list", list_jobs, "--status --tenant --search --limit --cursor", "show jobs"),
-    Action("jobs show", show_job, "job_id", "print a job and what it asks for, as JSON"),
-    Action(
-        "jobs cancel",
-        partial(change_job, change="cancel", done="cancelled"),
-        "job_id",
-        "end a job that waits, is scheduled or runs",
-    ),
-    Action(
-        "jobs retry",
-        partial(change_job, change="retry", done="tried again"),
-        "job_id",
-        "try a dead job again, with its id",
-    ),
-    Action(
-        "jobs dead",
-        partial(list_jobs, status="dead"),
-        "--tenant --search --limit --cursor",
-        "show jobs that could not be served",
-    ),
-    Action("keys add", add_key, KEY_FLAGS, "make a key, and print it once"),
-    Action("keys list", list_keys, "", "show all keys"),
-    Action("keys revoke", revoke_key, "key_id", "end a key for ever, and its running requests"),
-    Action("keys rotate", rotate_key, "key_id", "give a key another text; the old one counts no more"),
-    Action("models list", list_models, "", "show models, pools and weights"),
-    Action("models set", set_weights, "model weights", "share the requests of a model out by weight"),
-    Action("models unset", unset_weights, "model", "forget the weights of a model"),
-    Action("roll", order_roll, ""),
-    Action("usage", show_usage, "--key --tenant --model --from --to --group-by"),
-    Action(
-        "webhooks list",
-        partial(list_events, state="waiting"),
-        "--limit",
-        "show events that wait to be delivered",
-    ),
-    Action("webhooks dead", partial(list_events, state="dead"), "--limit", "show events that were given up"),
-    Action("webhooks retry", retry_event, "event_id", "send an event again, now"),
-)
-
-
-class Access(NamedTuple):
-    """How a command reaches the fleet.
-
-    Attributes:
-        flag: names the fleet.
-        call: finds the fleet, and runs an action there. Raises SettingError, ServerError.
-    """
-
-    flag: str
-    call: Callable[[Action, argparse.Namespace], int | None]
-
-
-GATEWAY = Access("--url", call_gateway)
-ACCESS = {
-    "bench": Access("--url", lambda action, flags: action.run(find_server(flags, action.changes), flags)),
-    "drain": Access("--redis-url", call_broker),
-    "keys": Access("--redis-url", call_broker),
-    "models": Access("--directory-url", call_directory),
-    "roll": Access("--pid", call_launcher),
-}
-"""By command, where it is not GATEWAY."""

@@ -11,7 +11,7 @@ import httpx
 import orjson
 
 from common.settings.settings import SettingError
-from deploy.cli.client import check_status, connection_errors, fetch_json, frame_errors, post
+from deploy.cli.client import ask, check_status, connection_errors, fetch_json, frame_errors
 
 POLL_S = 1.0
 MAX_LINE_BYTES = 2**24
@@ -34,11 +34,11 @@ def begin(client: httpx.Client, source: Path, window: str) -> str:
             endpoint = read_endpoint(file.readline(MAX_LINE_BYTES))
             file.seek(0)
             form = {"purpose": "batch"}
-            uploaded = post(client, "/v1/files", data=form, files={"file": (source.name, file)}).json()
+            uploaded = ask(client, "POST", "/v1/files", data=form, files={"file": (source.name, file)}).json()
     except OSError as error:
         raise SettingError("-i", f"{source} cannot be read: {error.strerror}") from error
     asked = {"input_file_id": uploaded["id"], "endpoint": endpoint, "completion_window": window}
-    batch = post(client, "/v1/batches", json=asked).json()
+    batch = ask(client, "POST", "/v1/batches", json=asked).json()
     print(f"batch {batch['id']}", file=sys.stderr)
     return str(batch["id"])
 

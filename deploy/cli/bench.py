@@ -32,9 +32,9 @@ from deploy.cli.client import (
     frame_errors,
     model_name,
     new_client,
-    new_table,
     one_line,
     print_lines,
+    table_of,
     write_file,
 )
 
@@ -250,23 +250,22 @@ def show(found: Sequence[Figures], plan: argparse.Namespace, cores: float) -> No
     """Print a line for each load and server, with ours divided by theirs, and what a reader must know to
     judge the figures.
     """
-    table = new_table()
-    for title in ("users", "server", *COLUMNS, "errors"):
-        table.add_column(title, justify="left" if title == "server" else "right", no_wrap=True)
-    ours = found[0].url
+    rows: list[dict[str, str]] = []
     for one in found:
         values = [of(one) for of, _ in COLUMNS.values()]
-        shown = [
-            number(value and value * factor)
-            for value, (_, factor) in zip(values, COLUMNS.values(), strict=True)
-        ]
-        table.add_row(str(one.users), one.url, *shown, str(one.num_errors))
-        if one.url == ours:
+        factors = (factor for _, factor in COLUMNS.values())
+        shown = [number(value and value * factor) for value, factor in zip(values, factors, strict=True)]
+        figures = dict(zip(COLUMNS, shown, strict=True))
+        rows.append({"users": str(one.users), "server": one.url, **figures, "errors": str(one.num_errors)})
+        if one.url == found[0].url:
             own = values
         else:
             ratios = [f"{a / b:.2f}×" if a and b else "–" for a, b in zip(own, values, strict=True)]
-            table.add_row("", "ours / theirs", *ratios)
-    print_lines(table, *dict.fromkeys(notes(found, plan, cores)))
+            figures = dict(zip(COLUMNS, ratios, strict=True))
+            rows.append({"users": "", "server": "ours / theirs", **figures, "errors": ""})
+    print_lines(
+        table_of(rows, {title: title for title in rows[0]}), *dict.fromkeys(notes(found, plan, cores))
+    )
 
 
 def number(value: float | None) -> str:
@@ -285,14 +284,15 @@ def notes(found: Sequence[Figures], plan: argparse.Namespace, cores: float) -> I
         yield f"this client used {cores:.0%} of a core: it may be what limits the figures"
 
 
-def run(url: str, flags: argparse.Namespace) -> int:
+def run(client: httpx.Client, flags: argparse.Namespace) -> int:
     """Returns 0 when every server sent tokens under every load. Raises SettingError, ServerError."""
     for name in ("duration", "prompt_tokens", "max_tokens"):
         if not 1 <= (value := getattr(flags, name)) < float("inf"):
             raise SettingError(f"--{name.replace('_', '-')}", f"{value} is less than 1, or endless")
     if flags.json is not None:
         write_file("--json", flags.json, b"", "ab")  # fails now, and not after a minute
-    found, cores = asyncio.run(measure([url, flags.against] if flags.against else [url], flags))
+    urls = [str(client.base_url).rstrip("/"), *([flags.against] if flags.against else [])]
+    found, cores = asyncio.run(measure(urls, flags))
     show(found, flags, cores)
     if flags.json is not None:
         names = ("duration", "concurrency", "prompt_tokens", "max_tokens")

@@ -94,13 +94,8 @@ def fetch_json(client: httpx.Client, path: str) -> Any:
         raise ServerError(f"{client.base_url} answers {path}, but not as a Tokenfleet does") from error
 
 
-def post(client: httpx.Client, path: str, **content: Any) -> httpx.Response:
-    """POST `content`, as httpx takes it, to a path. Raises ServerError."""
-    return ask(client, "POST", path, **content)
-
-
 def ask(client: httpx.Client, method: str, path: str, **content: Any) -> httpx.Response:
-    """Raises ServerError, also for any status but 200."""
+    """Send a request with `content`, as httpx takes it. Raises ServerError, also for any status but 200."""
     with connection_errors(str(client.base_url)):
         answer = client.request(method, path, **content)
     check_status(answer.status_code, answer.content)
@@ -168,7 +163,8 @@ Columns = Mapping[str, str | Callable[[Any], str]]
 """Title → field of a row, or what makes the text of a row."""
 NUMBERS = (
     *("rank", "share", "waiting", "running", "failures", "after s", "attempt", "tokens", "cached"),
-    *("requests", "prompt", "answers", "speculated", "tokens/s", "pid"),
+    *("requests", "prompt", "answers", "speculated", "tokens/s", "pid", "users", "errors"),
+    *("first token ms", "first p99", "next token ms", "next p99"),
 )
 """Titles of columns with numbers."""
 LONG = ("why", "said", "workers", "limits", "broker")

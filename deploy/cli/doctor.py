@@ -33,9 +33,10 @@ def main(argv: Sequence[str]) -> int:
     """Print the findings, or the rules of the broker's users. Returns 1 if one of the findings is a failure.
     Raises SettingError.
     """
+    rest = [word for word in argv if word != ACL_FLAG]
+    settings = Settings.read(rest, prog="tokenfleet doctor", description=DESCRIPTION)
     if ACL_FLAG in argv:
-        return print_rules([word for word in argv if word != ACL_FLAG])
-    settings = Settings.read(argv, prog="tokenfleet doctor", description=DESCRIPTION)
+        return print_rules(settings.pools)
     prepare.set_hub_variables(settings)
     findings = dict(examine(settings))
     table = new_table(show_header=False)
@@ -46,17 +47,12 @@ def main(argv: Sequence[str]) -> int:
     return 1 if any(finding.level == "fail" for finding in findings.values()) else 0
 
 
-def print_rules(argv: Sequence[str]) -> int:
+def print_rules(pools: Sequence[str]) -> int:
     """Print an ACL file: a line for each kind of user of the broker. What to do with it goes to stderr."""
-    pools = Settings.read(argv, prog="tokenfleet doctor", description=DESCRIPTION).pools
     for kind in acl.USERS:
         print(f"user {kind} on {' '.join(acl.rules(kind, pools))}")
-    print(
-        ACL_HELP.format(
-            pools=", ".join(pools), users="\n".join(f"  {kind}: {who}" for kind, who in acl.USERS.items())
-        ),
-        file=sys.stderr,
-    )
+    users = "\n".join(f"  {kind}: {who}" for kind, who in acl.USERS.items())
+    print(ACL_HELP.format(pools=", ".join(pools), users=users), file=sys.stderr)
     return 0
 
 

@@ -8,18 +8,9 @@ INTERRUPTED = 130
 
 def main(translate: Callable[[Sequence[str]], Sequence[str]] = list) -> int:
     """Run the command of this process's words, which `translate` makes those of `tokenfleet`."""
-
-    def run() -> int:
+    try:
         from deploy.cli import command_line
 
         return command_line.main(translate)
-
-    return interruptible(run)
-
-
-def interruptible(run: Callable[[], int]) -> int:
-    """Call `run`, which has its imports within it → its exit code, or that of a command that Ctrl-C ends."""
-    try:
-        return run()
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -19,8 +19,6 @@ from common.settings.settings import SettingError, Settings
 from deploy.launcher import prepare
 from deploy.launcher.control_socket import RunningFleet, current_folder, running_fleets
 
-RULE = "else the fleet of this folder's `tokenfleet serve`, else this user's only one on this machine"
-
 
 def find_server(flags: argparse.Namespace, changes: bool = False) -> str:
     """The URL of the fleet's gateways. Raises SettingError.
@@ -28,17 +26,10 @@ def find_server(flags: argparse.Namespace, changes: bool = False) -> str:
     Args:
         changes: whether the command changes something, or loads the fleet.
     """
-    if flags.url is not None:
-        return str(flags.url)
-    port = Settings.read([], {"PORT": os.environ.get("PORT", "")}).port
-    url = f"http://127.0.0.1:{port}"
-    if os.environ.get("PORT"):
-        announce(url, "PORT names it")
-    elif fleet := choose("--url", {one.url: one for one in running_fleets() if one.url}, changes):
-        return fleet.url
-    else:
-        announce(url, "the default, since no `tokenfleet serve` of this user runs on this machine")
-    return url
+    given = os.environ.get("PORT", "")
+    url = f"http://127.0.0.1:{Settings.read([], {'PORT': given}).port}"
+    named = {"--url": flags.url, "PORT": url if given else None}
+    return find("url", named, changes, default=url)[0]
 
 
 def find_broker(changes: bool, redis_url: str | None, pool: str | None = None) -> Settings:
@@ -47,79 +38,69 @@ def find_broker(changes: bool, redis_url: str | None, pool: str | None = None) -
     Args:
         redis_url, pool: from flags.
     """
-    given = {"REDIS_URL": redis_url or os.environ.get("REDIS_URL", "")}
-    given |= {"POOL": pool or os.environ.get("POOL", "")}
-    settings = Settings.read([], given)
-    if settings.redis_url is None:
-        fleet = choose_broker("redis_url", "--redis-url", changes)
-        own_pool = {} if given["POOL"] else {"pool": fleet.pool}
-        settings = settings.model_copy(update={"redis_url": fleet.redis_url, **own_pool})
-    elif redis_url is None:
-        announce(address_of(settings.redis_url), "REDIS_URL names it")
+    given = {"REDIS_URL": redis_url, "POOL": pool}
+    settings = Settings.read([], {name: flag or os.environ.get(name, "") for name, flag in given.items()})
+    url = settings.redis_url
+    named = {"--redis-url": url if redis_url else None, "REDIS_URL": url}
+    url, fleet = find("redis_url", named, changes)
+    if fleet is not None:
+        own = settings.pool if pool or os.environ.get("POOL") else fleet.pool
+        settings = settings.model_copy(update={"redis_url": url, "pool": own})
     prepare.check_broker(settings)
     return settings
 
 
 def find_directory(directory_url: str | None, changes: bool) -> str:
     """The URL of the broker with the directory of pools. Raises SettingError."""
-    if directory_url is not None:
-        return directory_url
     names = ("DIRECTORY_URL", "REDIS_URL")
     settings = Settings.read([], {name: os.environ.get(name, "") for name in names})
-    for name in names:
-        if url := getattr(settings, name.lower()):
-            announce(address_of(url), f"{name} names it")
-            return str(url)
-    return choose_broker("directory_url", "--directory-url", changes).directory_url
+    named = {"--directory-url": directory_url, names[0]: settings.directory_url, names[1]: settings.redis_url}
+    return find("directory_url", named, changes)[0]
 
 
 def find_launcher(pid: int | None) -> int:
     """The process id of the fleet's launcher. Raises SettingError."""
-    if pid is not None:
-        return pid
-    fleet = choose("--pid", {str(one.pid): one for one in running_fleets()}, changes=True)
-    if fleet is None:
-        raise SettingError("--pid", "is missing, and no fleet of this user runs on this machine")
-    return fleet.pid
+    return int(find("pid", {"--pid": None if pid is None else str(pid)}, changes=True)[0])
 
 
-def choose_broker(field: str, flag: str, changes: bool) -> RunningFleet:
-    """A running fleet, by its broker, whose URL is in `field`. Raises SettingError."""
-    fleets = {address_of(getattr(one, field)): one for one in running_fleets() if getattr(one, field)}
-    if fleet := choose(flag, fleets, changes):
-        return fleet
-    raise SettingError(field, "is not set, and no `tokenfleet serve` of this user runs on this machine")
-
-
-def choose(flag: str, fleets: Mapping[str, RunningFleet], changes: bool) -> RunningFleet | None:
-    """The fleet of this folder, else the only one. Raises SettingError.
+def find(
+    field: str, named: Mapping[str, str | None], changes: bool, default: str = ""
+) -> tuple[str, RunningFleet | None]:
+    """A field of the fleet: that which is named; else that of this folder's, else of the only one, which is
+    returned with it. Raises SettingError.
 
     Args:
-        flag: what names a fleet.
-        fleets: by the value of the flag, as it may be shown.
+        named: what may name it → the field; the first one is a flag.
+        default: the field if there is no fleet.
     """
+    shown = address_of if field.endswith("_url") else str
+    flag, *_ = named
+    for name, text in named.items():
+        if text:
+            if name != flag:
+                announce(shown(text), f"{name} names it")
+            return text, None
+    fleets = {shown(getattr(one, field)): one for one in running_fleets() if getattr(one, field)}
     if port := os.environ.get("PORT"):
         fleets = {name: one for name, one in fleets.items() if str(urlsplit(one.url).port or port) == port}
     folder = current_folder()
     here = {name: one for name, one in fleets.items() if folder and one.folder == folder}
     found = here or fleets
     if len(found) > 1:
-        raise SettingError(flag, f"is missing, and several fleets run: {describe_all(found)}")
+        known = ", ".join(f"{name} ({one.title} in {one.folder})" for name, one in found.items())
+        raise SettingError(flag, f"is missing, and several fleets run: {known}")
     for name, fleet in found.items():
-        if here:
-            announce(name, "the fleet of this folder")
-        else:
-            if changes:
-                cause = f"is missing: this folder runs no fleet; that of {fleet.folder} has {flag} {name}"
-                raise SettingError(flag, cause)
-            announce(name, f"the fleet of {fleet.folder}; this folder runs none")
-        return fleet
-    return None
+        if changes and not here:
+            cause = f"is missing: this folder runs no fleet; that of {fleet.folder} has {flag} {name}"
+            raise SettingError(flag, cause)
+        other = f"the fleet of {fleet.folder}; this folder runs none"
+        announce(name, "the fleet of this folder" if here else other)
+        return str(getattr(fleet, field)), fleet
+    if not default:
+        raise SettingError(flag, "is missing, and no `tokenfleet serve` of this user runs on this machine")
+    announce(default, "the default, since no `tokenfleet serve` of this user runs on this machine")
+    return default, None
 
 
 def announce(address: str, why: str) -> None:
     print(f"tokenfleet: {address} ({why})", file=sys.stderr, flush=True)
-
-
-def describe_all(fleets: Mapping[str, RunningFleet]) -> str:
-    return ", ".join(f"{name} ({one.title} in {one.folder})" for name, one in fleets.items())

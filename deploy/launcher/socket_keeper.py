@@ -145,18 +145,15 @@ class SocketKeeper:
             known = None
         if known is not None:
             known.answer = answer
-        if beside is None:
+        elif beside is not None and len(self.kept) < self.max_sockets:
+            self.kept[answer.name] = KeptSocket(beside, answer, channel)
             return
-        if known is not None or len(self.kept) >= self.max_sockets:
+        elif beside is not None and not self.is_full:
+            self.is_full = True
+            why = "the most possible: further streams end with their gateway"
+            log.warning("%d sockets are kept, %s", self.max_sockets, why)
+        if beside is not None:
             beside.close()
-            if known is None and not self.is_full:
-                self.is_full = True
-                log.warning(
-                    "%d sockets are kept, the most possible: further streams end with their gateway",
-                    self.max_sockets,
-                )
-            return
-        self.kept[answer.name] = KeptSocket(beside, answer, channel)
 
     def drop(self, name: str) -> None:
         if (kept := self.kept.pop(name, None)) is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.launcher.fleet import ONE_REQUEST_S
+from deploy.launcher.launcher import ONE_REQUEST_S
 from tests.support.fleet.fleet import have_ended
 from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until_sync

@@ -1,11 +1,13 @@
 """Broker state as gateways and workers write it: queued requests, workers with logs, committed tokens."""
 
+import asyncio
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import Any
 
 from redis.asyncio import Redis
 
+from batcher.actions import ActionQueue
 from common.broker import heartbeat
 from common.broker.committed import read
 from common.broker.keys import Keys
@@ -101,3 +103,12 @@ async def result_ids(redis: Redis, request_id: str) -> list[int]:
     state = (await read(PoolClient(redis, KEYS), [request_id]))[request_id]
     assert not state.error and state.num_tokens == state.num_final, state
     return unpack_records(state.records)[0]
+
+
+async def run_all(actions: ActionQueue, most_left: int = 0) -> None:
+    """Run the actions of a queue, until so many are left."""
+    while len(actions) > most_left:
+        while actions.can_run:
+            await actions.run_next()
+        await asyncio.gather(*actions.due)
+        actions.take_replies()

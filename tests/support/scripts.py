@@ -8,9 +8,9 @@ from redis.asyncio import Redis
 from api.requests import request_scripts
 from api.requests.request_scripts import AdmitReply, KeyCharge
 from batcher import batcher_scripts
-from batcher.batcher_scripts import PlanReply, QueuedRequest, SavedRequest
 from common.api_keys import ApiKey
 from common.broker import heartbeat
+from common.broker.committed import Committed
 from common.broker.keys import Keys
 from common.broker.lua import run_script
 from common.messages.codec import encode
@@ -63,7 +63,7 @@ async def admit_request(
 
 
 async def dequeue(redis: Redis, request_id: str, entry_id: str) -> bool:
-    return (await run_script(redis, batcher_scripts.dequeue(KEYS, QueuedRequest(request_id, entry_id))))[0]
+    return await run_script(redis, batcher_scripts.dequeue(KEYS, {request_id: entry_id})) == [1]
 
 
 async def cancel(redis: Redis, request_id: str, reader: int | None = None) -> bool:
@@ -80,7 +80,7 @@ async def create_logs(redis: Redis, name: str = "w1", owner: str = "w1") -> bool
 
 async def publish_plan(
     redis: Redis, plan_id: str, rows: Sequence[tuple[str, int, int]] = (), worker: str = "w1"
-) -> PlanReply:
+) -> tuple[str, list[int]]:
     """Publish a plan that starts rows: request, attempt, base of each."""
     epoch, number = map(int, plan_id.split("-"))
     started = [
@@ -91,8 +91,20 @@ async def publish_plan(
     return await run_script(redis, batcher_scripts.publish_plan(KEYS, worker, plan=plan, oldest=0))
 
 
-async def save(redis: Redis, request: SavedRequest, epoch: int = 5) -> str:
-    return await run_script(redis, batcher_scripts.save_committed(KEYS, own_epoch=epoch, requests=[request]))
+async def save(
+    redis: Redis, worker: str, attempt: int, offset: int, saved: bytes, num_speculated: int = 0
+) -> str:
+    """Save what the log of a worker that crashed has of `r1`, from an offset in its string on."""
+    state = Committed(
+        True,
+        worker,
+        attempt,
+        crash_count=1,
+        num_speculated=num_speculated,
+        records=b"-" * offset + saved,
+        spilled_bytes=offset,
+    )
+    return await run_script(redis, batcher_scripts.save_committed(KEYS, own_epoch=5, states={"r1": state}))
 
 
 def entry(request_id: str, index: int, ids: list[int], attempt: int = 1) -> bytes:

@@ -84,5 +84,5 @@ def test_a_failing_server_is_named_with_the_cause(words: str, capsys: pytest.Cap
 )
 def test_invalid_flags_are_refused(argv: list[str], words: str) -> None:
     with pytest.raises(SettingError) as error:
-        admin.main(["bench", *argv])
+        admin.main(["bench", "--url", "http://127.0.0.1:9", *argv])
     assert words in str(error.value)

@@ -16,7 +16,7 @@ import redis
 from common.broker.keys import Keys
 from common.messages.codec import decode
 from common.messages.plan import WorkerDied
-from deploy.launcher.fleet import ONE_REQUEST_S
+from deploy.launcher.launcher import ONE_REQUEST_S
 from tests.support.fleet.fleet import have_ended, url_of
 from tests.support.forks.client import ForkedProcess
 from tests.support.machine.ports import free_port

@@ -11,7 +11,7 @@ from common.metrics import catalogue
 from common.rank import machine_ranks
 from common.settings.fields import SettingFields
 from common.settings.settings import Settings
-from deploy.launcher.fleet import LAST_WORDS_S
+from deploy.launcher.launcher import LAST_WORDS_S
 from tests.support.kubernetes.manifests import (
     OVERLAYS,
     SETTINGS,

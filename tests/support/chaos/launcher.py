@@ -15,10 +15,9 @@ from common.process import logs
 from common.process.launch import die_with_parent
 from common.process.startup import exit_when_unservable
 from common.settings.settings import Settings
-from deploy.launcher import fleet as launched
 from deploy.launcher import launcher
 from deploy.launcher.embedded_broker import Broker
-from deploy.launcher.fleet import LocalFleet, command, new_fleet
+from deploy.launcher.launcher import LocalFleet, command, new_fleet
 from tests.support.chaos.broker import CUT_TO
 from tests.support.chaos.engine import BLOCKS, NUM_BLOCKS, STEP_MS
 from tests.support.fleet.fleet import Fleet
@@ -55,8 +54,8 @@ def chaos_fleet(settings: Settings, broker: Broker | None) -> LocalFleet:
         files = broker.directory / "appendonlydir"
         (directory / ADDRESS).write_text(json.dumps({"url": broker.url, "files": str(files)}))
     if STEP_MS in os.environ:
-        own = launched.preload_flags
-        launched.preload_flags = lambda settings, kind, *more: (
+        own = launcher.preload_flags
+        launcher.preload_flags = lambda settings, kind, *more: (
             own(settings, kind, *more) if kind == "gateway" else []
         )
     fleet = new_fleet(settings, broker)

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 from deploy.cli.main import main
-from deploy.launcher import fleet as launched
+from deploy.launcher import launcher
 from tests.support.coding_agents.script import Script, ScriptFolder
 from tests.support.fleet.fleet import Fleet
 
@@ -71,9 +71,9 @@ class Striker:
 
 
 if __name__ == "__main__":
-    launched.MODULES["worker"] = "tests.support.coding_agents.worker"
-    own = launched.preload_flags
-    launched.preload_flags = lambda settings, kind, *more: (
+    launcher.MODULES["worker"] = "tests.support.coding_agents.worker"
+    own = launcher.preload_flags
+    launcher.preload_flags = lambda settings, kind, *more: (
         own(settings, kind, *more) if kind == "gateway" else []
     )
     sys.exit(main())

@@ -24,17 +24,16 @@ def launch(directory: Path, port: int) -> int:
 
     from common.process import logs
     from common.settings.settings import Settings
-    from deploy.launcher import fleet
+    from deploy.launcher import launcher
     from deploy.launcher.embedded_broker import embedded
-    from deploy.launcher.fleet import LocalFleet, supervised_broker
-    from deploy.launcher.launcher import run
+    from deploy.launcher.launcher import LocalFleet, run, supervised_broker
     from deploy.launcher.process import SupervisedProcess
 
     os.environ.setdefault("PARENT_PID", "0")
     die_with_parent()
     logs.set_up("serve", "info")
     if (directory / "patient").exists():
-        fleet.ONE_REQUEST_S = PATIENCE_S
+        launcher.ONE_REQUEST_S = PATIENCE_S
 
     def process(kind: str, name: str) -> SupervisedProcess:
         return SupervisedProcess(

@@ -16,7 +16,7 @@ from api.handover.draining import Draining
 from api.handover.keeper_channel import KeeperChannel
 from api.http.protocol import HttpProtocol
 from common.settings.settings import Settings
-from deploy.launcher.fleet import command
+from deploy.launcher.launcher import command
 from deploy.launcher.process import SupervisedProcess
 from deploy.launcher.socket_keeper import SocketKeeper
 from tests.support.fleet.gateways import SETTINGS, ready

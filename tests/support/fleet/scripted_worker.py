@@ -14,7 +14,6 @@ from redis.asyncio import Redis
 from tokenizers import Tokenizer
 
 from batcher import batcher_scripts
-from batcher.batcher_scripts import QueuedRequest
 from common.adapters import HeldAdapters
 from common.broker.client import ERRORS, connect
 from common.broker.keys import Keys
@@ -303,8 +302,8 @@ class FakeWorker:
             await self.dequeue(row.request.request_id)
 
     async def dequeue(self, request_id: str) -> None:
-        queued = QueuedRequest(request_id, self.entry_ids.pop(request_id))
-        await run_script(self.redis, batcher_scripts.dequeue(self.keys, queued))
+        entry = {request_id: self.entry_ids.pop(request_id)}
+        await run_script(self.redis, batcher_scripts.dequeue(self.keys, entry))
         self.live.pop(request_id, None)
 
     async def repeat(self) -> None:

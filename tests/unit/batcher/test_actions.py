@@ -10,10 +10,10 @@ from redis.exceptions import ConnectionError, ResponseError
 
 from batcher import batcher_scripts
 from batcher.actions import MAX_BYTES, MAX_CALLS, Action, ActionQueue, ScriptAction
-from batcher.batcher_scripts import QueuedRequest
 from common.broker.client import FastConnection
 from common.broker.keys import Keys
 from common.broker.lua import ScriptCall
+from tests.support.broker_state import run_all
 
 
 class RecordedQueue(ActionQueue):
@@ -60,14 +60,6 @@ def script(name: str, taken: list[Any], *follow: Action | ScriptAction) -> Scrip
         return follow
 
     return ScriptAction(lambda: ScriptCall("dequeue", [], [name], str), on_reply)
-
-
-async def run_all(actions: ActionQueue, most_left: int = 0) -> None:
-    while len(actions) > most_left:
-        while actions.can_run:
-            await actions.run_next()
-        await asyncio.gather(*actions.due)
-        actions.take_replies()
 
 
 async def test_scripts_between_other_actions_are_sent_at_once(actions: RecordedQueue) -> None:
@@ -145,7 +137,7 @@ async def test_a_broker_that_has_forgotten_the_scripts_learns_them_again(redis: 
     """Here the broker is a real one."""
     done: list[Any] = []
     queue = ActionQueue(redis)
-    call = batcher_scripts.dequeue(Keys("test"), QueuedRequest("r", "1-0"))
+    call = batcher_scripts.dequeue(Keys("test"), {"r": "1-0"})
     one = ScriptAction(lambda: call, script("", done).on_reply)
     queue.add(one)
     await run_all(queue)

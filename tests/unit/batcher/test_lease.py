@@ -6,7 +6,16 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
-from batcher.lease import GatewayState, HeartbeatCount, Lease, LeaseLost, PoolClock, WritesLost, must_stay
+from batcher.lease import (
+    HEARTBEATS_TO_SHOW,
+    HeartbeatCount,
+    Lease,
+    LeaseLost,
+    PoolClock,
+    WritesLost,
+    is_needed,
+)
+from common.broker.heartbeat import Heartbeat
 from common.broker.keys import Keys
 from common.broker.lua import Reply, ScriptCall
 from common.broker.pool_client import PoolClient
@@ -157,19 +166,27 @@ async def test_of_two_that_saw_the_pool_s_clock_stop_one_takes_the_lease(redis: 
 @pytest.mark.parametrize(
     ("has_standby", "gateways", "stays"),
     [
-        (False, [GatewayState("draining", 3, True), GatewayState("ready", 0, True)], True),
-        (True, [GatewayState("draining", 3, True)], False),
-        (False, [GatewayState("draining", 0, False)], False),
-        (False, [GatewayState("ready", 3, True)], False),
-        (False, [GatewayState("died", 3, False)], False),
+        (False, [("draining", 3, True), ("ready", 0, True)], True),
+        (True, [("draining", 3, True)], False),
+        (False, [("draining", 0, False)], False),
+        (False, [("ready", 3, True)], False),
+        (False, [("died", 3, False)], False),
         (False, [], False),
-        (True, [GatewayState("ready", 0, False)], True),  # it has not shown yet whether it ends
+        (True, [("ready", 0, False)], True),  # it has not shown yet whether it ends
     ],
 )
-def test_it_stays_for_streams_of_gateways_that_end_with_it(
-    has_standby: bool, gateways: list[GatewayState], stays: bool
+async def test_it_stays_for_streams_of_gateways_that_end_with_it(
+    redis: Redis, has_standby: bool, gateways: list[tuple[str, int, bool]], stays: bool
 ) -> None:
-    assert must_stay(has_standby, gateways) is stays
+    """Of each gateway: its state, its streams, and whether it has shown since that it was told to end."""
+    pool, seen = PoolClient(redis, KEYS), (HeartbeatCount(), HeartbeatCount())
+    if has_standby:
+        await Heartbeat(pool, "batcher", "b1", 60.0).send()
+        seen[0].counts["b1"] = HEARTBEATS_TO_SHOW
+    for i, (state, num_streams, is_believed) in enumerate(gateways):
+        await Heartbeat(pool, "gateway", f"g{i}", 60.0).send(state=state, streams=num_streams)
+        seen[1].counts[f"g{i}"] = HEARTBEATS_TO_SHOW * is_believed
+    assert await is_needed(pool, "b0", *seen) is stays
 
 
 def test_a_process_is_believed_by_two_heartbeats_behind_the_first_look() -> None:

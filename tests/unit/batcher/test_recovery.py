@@ -8,7 +8,7 @@ from redis.exceptions import ConnectionError
 
 from batcher.actions import ActionQueue
 from batcher.inbox import Inbox
-from batcher.recovery import Backlog, Recovery
+from batcher.recovery import Recovery
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
@@ -27,6 +27,7 @@ from tests.support.broker_state import (
     make_request,
     make_tokens,
     place,
+    run_all,
     start_worker,
     write_log,
 )
@@ -48,7 +49,6 @@ def recovery(redis: Redis) -> Recovery:
         workers=workers,
         channels=ChannelSequences("b0-1"),
         timeline=timeline,
-        backlog=Backlog(pool),
     )
 
 
@@ -177,6 +177,7 @@ async def test_finish_publishes_stores_and_dequeues(redis: Redis, recovery: Reco
     sequence.commit(RECORD.pack(7, -1.0) * 3)
     await redis.set(KEYS.tokens("r1"), sequence.records)
     [events] = await published(redis, recovery.finish(sequence, "timeout"))
+    await run_all(recovery.pending)
     [terminal] = events.terminals
     assert (events.source, events.sequence) == ("b0-1", 1)
     assert (terminal.request_id, terminal.reason, terminal.error_type) == ("r1", "error", "timeout")

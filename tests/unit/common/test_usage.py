@@ -20,7 +20,6 @@ from api.requests.metrics import (
 )
 from api.requests.request_scripts import AdmitReply
 from batcher import batcher_scripts
-from batcher.batcher_scripts import SavedRequest
 from common.broker.keys import Keys
 from common.broker.lua import load_script, run_script
 from common.messages.events import terminal_for
@@ -90,7 +89,7 @@ async def test_what_a_dead_worker_has_left_is_counted_when_it_is_saved(redis: Re
     await start(redis, request())
     await flush(redis, 1, spills=[("r1", 0, records(3))])
     for _ in range(2):
-        await save(redis, SavedRequest("r1", "w1", 1, 1, 24, records(4, 3)))
+        await save(redis, "w1", 1, 24, records(4, 3))
         assert await total(redis) == Used(1, 20, 16, 7)
     await publish_plan(redis, "5-2", [("r1", 2, 7)])
     call = batcher_scripts.finish(
@@ -108,7 +107,7 @@ async def test_tokens_that_needed_no_step_are_counted_by_their_attempt(redis: Re
         await flush(redis, sequence, counts=[count])
         assert (await total(redis)).speculated == 2
     await flush(redis, 3, counts=[count._replace(num_tokens=9, num_speculated=4)])
-    await save(redis, SavedRequest("r1", "w1", 1, 1, 0, records(12), num_speculated=1))
+    await save(redis, "w1", 1, 0, records(12), num_speculated=1)
     await publish_plan(redis, "5-2", [("r1", 2, 12)])
     ended = flushed_end(terminal_for("r1", "length", 20), records(20))
     ended = ended._replace(attempt=2, base=12, num_speculated=3)

@@ -11,8 +11,8 @@ from common.broker import client as access
 from common.broker.keys import table
 from common.broker.lua import SCRIPTS, call_script, run_script, script_names
 from common.settings.settings import SettingError
-from deploy.launcher.broker_check import check_broker
 from deploy.launcher.embedded_broker import USERS_FILE, Broker, embedded
+from deploy.launcher.prepare import ask_broker
 from tests.support import brokers
 from tests.support.broker_state import KEYS
 
@@ -143,19 +143,19 @@ async def test_a_process_that_lacks_a_right_is_told_its_name_at_the_start(
 ) -> None:
     """As after an update of Tokenfleet, if the ACL file is an older one."""
     kinds = acl.PROCESSES if kind == acl.FLEET else (kind,)
-    await check_broker(users.url_of(kind), kinds, ["default"])
-    await check_broker(users.url, acl.PROCESSES, ["default", "other"])
+    await ask_broker(users.url_of(kind), kinds, ["default"])
+    await ask_broker(users.url, acl.PROCESSES, ["default", "other"])
     rules = [rule for rule in acl.rules(kind, ["default"]) if rule != lost]
     with redis.Redis.from_url(users.url) as client:
         client.execute_command("ACL", "SETUSER", "old", "reset", "on", "nopass", *rules)
     with pytest.raises(SettingError) as refused:
-        await check_broker(users.url_of("old"), kinds, ["default"])
+        await ask_broker(users.url_of("old"), kinds, ["default"])
     assert f"REDIS_URL: the broker's user lacks rights of this version: {lost};" in str(refused.value)
 
 
 async def test_who_lacks_a_right_is_told_which_in_one_line(users: Broker) -> None:
     with pytest.raises(SettingError, match=r"REDIS_URL: .*lacks a right \(NOPERM: .*info.*--acl"):
-        await check_broker(users.url_of("service"))
+        await ask_broker(users.url_of("service"))
     async with access.connect(users.url_of("operator")) as client:
         foreign = call_script("cancel", bool, KEYS, "a", args={"payload": b"", "reader": ""})
         with pytest.raises(access.ERRORS) as refused:

@@ -14,8 +14,8 @@ from redis.asyncio import Redis
 from common.broker import client as access
 from common.broker.client import SerialClient
 from common.settings.settings import SettingError
-from deploy.launcher.broker_check import check_broker
 from deploy.launcher.embedded_broker import Broker
+from deploy.launcher.prepare import ask_broker
 from tests.support import brokers
 from tests.support.broker.sentinels import secured
 from tests.support.broker.tls import make_certificate, tls_door
@@ -35,7 +35,7 @@ EVICTING = (
 async def refusal(url: str) -> str:
     begun_s = time.monotonic()
     with pytest.raises(SettingError) as refused:
-        await check_broker(url)
+        await ask_broker(url)
     assert time.monotonic() - begun_s < 30
     assert "\n" not in str(refused.value)
     assert str(refused.value).startswith("REDIS_URL: ")
@@ -85,7 +85,7 @@ async def test_wrong_and_missing_passwords_are_refused() -> None:
             line = await refusal(url)
             assert "refused user name or password" in line
             assert "secret" not in line
-        await check_broker(brokers.with_password(locked.url, "correct"))
+        await ask_broker(brokers.with_password(locked.url, "correct"))
 
 
 @pytest.fixture(params=["", "/usr/bin/redis-server"], ids=["embedded", "redis-server"])
@@ -106,7 +106,7 @@ async def test_every_policy_but_noeviction_is_refused_by_name() -> None:
                 line = await refusal(evicting.url)
                 assert f"maxmemory-policy is {policy}, which loses keys; set noeviction" in line
             await client.config_set("maxmemory-policy", "noeviction")
-        await check_broker(evicting.url)
+        await ask_broker(evicting.url)
 
 
 @pytest.mark.usefixtures("server")
@@ -153,7 +153,7 @@ async def test_a_password_may_stand_in_a_file(tmp_path: Path) -> None:
         secret.write_text("wrong\n")
         assert "refused user name or password" in await refusal(url)
         secret.write_text("c&rrect\n")
-        await check_broker(url)
+        await ask_broker(url)
 
 
 # --- tls ----------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ async def test_both_clients_work_behind_a_trusted_certificate(broker: Broker, tm
     certificate, key = make_certificate(tmp_path)
     async with tls_door(broker.socket_path, certificate, key) as port:
         url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificate}"
-        await check_broker(url)
+        await ask_broker(url)
         async with access.connect(url) as redis:
             await redis.set("key", b"x" * 10**6)
             fast = SerialClient(redis)
@@ -187,7 +187,7 @@ async def test_a_certificate_of_another_host_is_called_that(broker: Broker, tmp_
     async with tls_door(broker.socket_path, certificate, key) as port:
         url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificate}"
         assert "its certificate names another host" in await refusal(url)
-        await check_broker(f"{url}&ssl_check_hostname=no")
+        await ask_broker(f"{url}&ssl_check_hostname=no")
 
 
 async def test_a_broker_without_tls_is_called_that(broker: Broker, tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ NEWS = KEYS.events("g")
 @pytest.mark.parametrize("rest", ["", "host", "/fleet", "host:x/fleet", "a,/fleet"])
 async def test_a_url_without_sentinel_or_service_is_refused(rest: str) -> None:
     with pytest.raises(SettingError, match="is not a URL like"):
-        await check_broker(f"redis+sentinel://:secret@{rest}")
+        await ask_broker(f"redis+sentinel://:secret@{rest}")
 
 
 async def set_at_last(client: Redis, fast: SerialClient, value: str) -> bool:
@@ -222,7 +222,7 @@ async def set_at_last(client: Redis, fast: SerialClient, value: str) -> bool:
 async def test_both_clients_go_to_the_new_primary_after_a_failover() -> None:
     """With TLS, certificates of clients and users, too."""
     with secured() as service:
-        await check_broker(service.url)
+        await ask_broker(service.url)
         async with access.connect(service.url) as client, client.pubsub() as pubsub:
             fast = SerialClient(client)
             await pubsub.subscribe(NEWS)

@@ -8,7 +8,6 @@ from redis.asyncio import Redis
 from api.requests import request_scripts
 from api.requests.request_scripts import AdmitReply
 from batcher import batcher_scripts
-from batcher.batcher_scripts import QueuedRequest
 from common.broker.lua import run_script
 from common.messages.records import pack_ids
 from common.messages.request import Generate
@@ -59,16 +58,15 @@ async def end(redis: Redis, name: str) -> None:
 
 
 async def test_one_call_returns_the_places_of_all_that_have_ended(redis: Redis) -> None:
-    """Of two tenants and two classes. One has not ended, and one is there twice."""
-    queued = []
+    """Of two tenants and two classes. One has not ended, and one was removed before."""
+    queued = {}
     for name, tenant, class_name in (("1", "a", ""), ("2", "a", ""), ("3", "b", ""), ("4", "b", "batch")):
         request = replace(REQUEST, request_id=name, tenant=tenant, class_name=class_name or "standard")
-        queued.append(QueuedRequest(name, (await admit(redis, request)).entry_id))
+        queued[name] = (await admit(redis, request)).entry_id
         if name != "2":
             await redis.hset(KEYS.request(name), "terminal", "length")  # type: ignore[misc]
-    assert await run_script(redis, batcher_scripts.dequeue(KEYS, queued[0])) == [True]
-    replies = await run_script(redis, batcher_scripts.dequeue(KEYS, *queued, queued[2]))
-    assert replies == [True, False, True, True, True]
+    assert await dequeue(redis, "1", queued["1"])
+    assert await run_script(redis, batcher_scripts.dequeue(KEYS, queued)) == [1, 0, 1, 1]
     places = await redis.hgetall(KEYS.places)  # type: ignore[misc]
     counts = [
         int(places[name]) for name in (b"all", b"requests:standard", b"bytes:standard", b"requests:batch")

@@ -10,7 +10,6 @@ from api.requests import request_scripts
 from api.requests.request_scripts import AdmitReply, AttachReply
 from api.streams.relay import read_tails
 from batcher import batcher_scripts
-from batcher.batcher_scripts import PlanReply, SavedRequest
 from batcher.recovery import read_saved
 from common.broker.committed import Committed, read, read_slice
 from common.broker.keys import SEALED
@@ -153,9 +152,8 @@ async def test_committed_tokens_are_those_of_string_and_log(redis: Redis) -> Non
     state = (await read(PoolClient(redis, KEYS), ["r1", "unknown"]))["r1"]
     assert unpack_records(state.records)[0] == [10, 11, 12]
     assert (state.spilled_bytes, state.worker, state.attempt, state.base) == (8, "w1", 2, 1)
-    saved = SavedRequest("r1", "w1", state.attempt, 1, state.spilled_bytes, state.records[8:])
     for _ in range(2):
-        assert await save(redis, saved) == "OK"
+        assert await save(redis, "w1", 2, 8, state.records[8:]) == "OK"
     assert await redis.get(KEYS.tokens("r1")) == state.records
     assert await redis.hmget(KEYS.request("r1"), ["worker", "crash_count"]) == [b"", b"1"]  # type: ignore[misc]
     assert not (await read(PoolClient(redis, KEYS), ["unknown"]))["unknown"].known
@@ -200,9 +198,9 @@ async def test_two_processes_never_share_an_incarnation(redis: Redis) -> None:
 async def test_publish_plan_writes_plan_and_requests_together(redis: Redis) -> None:
     await admit(redis, "r1")
     await create_logs(redis)
-    assert await publish_plan(redis, "5-1", [("r1", 1, 0)]) == PlanReply("OK")
+    assert await publish_plan(redis, "5-1", [("r1", 1, 0)]) == ("OK", [])
     assert await redis.hmget(KEYS.request("r1"), ["worker", "attempt", "base"]) == [b"w1", b"1", b"0"]  # type: ignore[misc]
-    assert await publish_plan(redis, "5-1", [("r1", 1, 0)]) == PlanReply("OK"), "a repeated write is harmless"
+    assert await publish_plan(redis, "5-1", [("r1", 1, 0)]) == ("OK", []), "a repeated write is harmless"
     assert await redis.xlen(KEYS.plans("w1")) == 1
 
 
@@ -223,33 +221,33 @@ async def test_publish_plan_with_cancelled_rows_writes_nothing(redis: Redis) -> 
     await create_logs(redis)
     await cancel(redis, "r2")
     rows = [("r1", 1, 0), ("r2", 1, 0), ("gone", 1, 0)]
-    assert await publish_plan(redis, "5-1", rows) == PlanReply("refused", [1, 2])
+    assert await publish_plan(redis, "5-1", rows) == ("refused", [1, 2])
     assert await redis.exists(KEYS.plans("w1")) == 0
     assert await redis.hget(KEYS.request("r1"), "worker") is None  # type: ignore[misc]
 
 
 async def test_publish_plan_to_a_sealed_or_missing_worker_is_refused(redis: Redis) -> None:
-    assert await publish_plan(redis, "5-1") == PlanReply("MISSING")
+    assert await publish_plan(redis, "5-1") == ("MISSING", [])
     await create_logs(redis)
     await seal(redis)
-    assert await publish_plan(redis, "5-1") == PlanReply("SEALED")
+    assert await publish_plan(redis, "5-1") == ("SEALED", [])
 
 
 async def test_an_earlier_epoch_publishes_and_saves_nothing(redis: Redis) -> None:
     await create_logs(redis)
     await admit(redis, "r1")
     await redis.set(KEYS.epoch, 6)
-    assert (await publish_plan(redis, "5-1", [("r1", 1, 0)])).status == "FENCED"
-    assert await save(redis, SavedRequest("r1", "w1", 1, 1, 0, b"x" * 8)) == "FENCED"
+    assert (await publish_plan(redis, "5-1", [("r1", 1, 0)]))[0] == "FENCED"
+    assert await save(redis, "w1", 1, 0, b"x" * 8) == "FENCED"
     assert await redis.exists(KEYS.plans("w1"), KEYS.tokens("r1")) == 0
-    assert (await publish_plan(redis, "6-1", [("r1", 1, 0)])).status == "OK"
+    assert (await publish_plan(redis, "6-1", [("r1", 1, 0)]))[0] == "OK"
 
 
 async def test_saving_leaves_the_holder_of_a_request_that_went_on_elsewhere(redis: Redis) -> None:
     await create_logs(redis)
     await admit(redis, "r1")
     await publish_plan(redis, "5-1", [("r1", 2, 0)])
-    assert await save(redis, SavedRequest("r1", "w0", 2, 1, 0, b"x" * 8)) == "OK"
+    assert await save(redis, "w0", 2, 0, b"x" * 8) == "OK"
     assert await redis.hmget(KEYS.request("r1"), ["worker", "crash_count"]) == [b"w1", b"0"]  # type: ignore[misc]
     assert await redis.get(KEYS.tokens("r1")) == b"x" * 8
 
@@ -260,7 +258,7 @@ async def test_saving_leaves_a_request_that_has_another_attempt_than_was_read(re
     await admit(redis, "r1")
     await publish_plan(redis, "5-1", [("r1", 2, 0)])
     await redis.set(KEYS.tokens("r1"), b"y" * 8)
-    assert await save(redis, SavedRequest("r1", "w1", 1, 1, 8, b"x" * 8)) == "OK"
+    assert await save(redis, "w1", 1, 8, b"x" * 8) == "OK"
     assert await redis.get(KEYS.tokens("r1")) == b"y" * 8
     assert await redis.hget(KEYS.request("r1"), "worker") == b"w1"  # type: ignore[misc]
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from common import model_files
-from deploy.cli import download
+from deploy.cli import admin
 from tests.integration.deploy.test_cli import tokenfleet
 from tests.unit.deploy.cli.test_doctor import model
 
@@ -25,17 +25,8 @@ def test_a_local_model_is_not_downloaded_again(
     folder = model(tmp_path)
     (folder / "model.safetensors").write_bytes(b"")
     monkeypatch.setattr(model_files, "download", None)
-    flags = [
-        "--revision",
-        "main",
-        "--extension",
-        ".safetensors",
-        "--auto-convert",
-        "true",
-        "--trust-remote-code",
-        "--json-output",
-    ]
-    assert download.main([str(folder), *flags]) == 0
+    flags = "--revision main --extension .safetensors --auto-convert true --trust-remote-code --json-output"
+    assert admin.main(["download-weights", str(folder), *flags.split()]) == 0
     output = capsys.readouterr()
     assert (output.out, output.err) == (f"{folder}\n", f"{folder} is here already\n")
 
@@ -58,8 +49,8 @@ def test_a_hub_model_is_fetched_once(
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    assert download.main(["organisation/model", "--revision", "v2"]) == 0
-    assert download.main(["organisation/model", "--revision", "v2"]) == 0
+    assert admin.main(["download-weights", "organisation/model", "--revision", "v2"]) == 0
+    assert admin.main(["download-weights", "organisation/model", "--revision", "v2"]) == 0
     assert calls == [("organisation/model", "v2")]
     assert capsys.readouterr().out == f"{tmp_path}\n" * 2
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.settings.settings import SettingError
-from deploy.cli.quantize import main, read_flags, read_job
+from deploy.cli import admin
 from tests.support.engine import tiny_models
 from tests.support.source_tree import ROOT
 
@@ -33,18 +33,18 @@ WRONG = {
 @pytest.mark.parametrize("words", WRONG)
 def test_a_wrong_argument_is_refused(words: str, tmp_path: Path) -> None:
     with pytest.raises(SettingError) as refusal:
-        read_job(read_flags(["smollm2", str(tmp_path / "out"), *words.split()]), "")
+        admin.main(["quantize", "smollm2", str(tmp_path / "out"), *words.split()])
     assert str(refusal.value).startswith(WRONG[words])
 
 
 def test_what_is_there_already_is_kept(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SettingError, match=r"^OUTPUT: .* exists already$"):
-        main(["smollm2", str(tmp_path)])
+        admin.main(["quantize", "smollm2", str(tmp_path)])
     with pytest.raises(SettingError, match=r"^OUT: is missing"):
-        main(["smollm2"])
+        admin.main(["quantize", "smollm2"])
     with pytest.raises(SettingError, match=r"^MODEL_ID: /nowhere does not exist$"):
-        main(["/nowhere", str(tmp_path / "out")])
+        admin.main(["quantize", "/nowhere", str(tmp_path / "out")])
 
 
 def start(*argv: str) -> "subprocess.Popen[str]":

@@ -96,7 +96,7 @@ async def test_a_fleet_that_was_searched_for_is_read_but_not_changed(
 
 async def test_without_any_fleet_port_3000_is_asked_and_a_broker_is_needed() -> None:
     assert await found(changes=True) == "http://127.0.0.1:3000"
-    with pytest.raises(SettingError, match=r"^DIRECTORY_URL: is not set, and no `tokenfleet serve`"):
+    with pytest.raises(SettingError, match=r"^--directory-url: is missing, and no `tokenfleet serve`"):
         target.find_directory(None, False)
     with pytest.raises(SettingError, match=r"^--pid: is missing"):
         target.find_launcher(None)

@@ -19,17 +19,18 @@ from common.process import machine
 from common.process.launch import LOAD_FLAG, PRELOAD_FLAG, WEIGHTS_VARIABLE
 from common.settings.settings import SettingError, Settings
 from deploy.launcher.embedded_broker import Broker
-from deploy.launcher.fleet import (
+from deploy.launcher.launcher import (
     GATEWAY_BYTES,
     RANK_BYTES,
     LocalFleet,
     describe_wait,
+    is_stopped,
     last_lines,
     new_fleet,
     preload_flags,
+    report_death,
     sharing_weights,
 )
-from deploy.launcher.launcher import is_stopped, report_death
 from deploy.launcher.process import Restarts, family
 from tests.support.waiting import wait_until_sync
 
