@@ -25,19 +25,18 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp
 
-from api.admin.routes_adapters import router as adapters
+from api.admin.routes_fleet import metrics_router as metrics
 from api.admin.routes_fleet import router as fleet
 from api.admin.routes_health import live_router as live
 from api.admin.routes_health import page_router as page
 from api.admin.routes_health import router as health
+from api.admin.routes_manage import adapters_router as adapters
 from api.admin.routes_manage import router as manage
-from api.admin.routes_metrics import router as metrics
 from api.admin.routes_usage import router as usage
 from api.event_loop import Turns, background_task
-from api.handover.answer_socket import give_answer_socket
+from api.handover.answer_socket import KeeperChannel, give_answer_socket, inherited_channel
 from api.handover.draining import Draining, DrainingServer, check_serving
-from api.handover.heir import Heir
-from api.handover.keeper_channel import KeeperChannel, inherited_channel
+from api.handover.heir import Heir, write_inherited
 from api.http.auth import LOCAL_ORIGINS, KeyRing, check_admin, check_key
 from api.http.body import Repeated
 from api.http.connection_limits import LIMITS, ConnectionLimits, raise_file_limit
@@ -55,10 +54,10 @@ from api.http.middleware import (
 from api.http.openapi import TAGS, build_document, introduction
 from api.http.protocol import UNREADABLE, HttpProtocol, InheritedConnection
 from api.http.sse import UNREAD, UnreadAnswers, keep_raw_send
+from api.jobs.batch import router as batches
 from api.jobs.batch_run import BatchRunner
 from api.jobs.consumer import JobConsumer
 from api.jobs.files import open_store
-from api.jobs.routes_batches import router as batches
 from api.models import detokenize_router as detokenize
 from api.models import models_router as models
 from api.models import router as tokenize
@@ -73,14 +72,10 @@ from api.protocols.table import hint, make_router, protocol_at
 from api.protocols.tgi import info_router as info
 from api.requests.metrics import count_arrival, count_error
 from api.requests.pool import Pool, PoolRegistry, load_tokenizer
-from api.resume.attach import Admitted
-from api.resume.inherit import write_inherited
-from api.resume.look_up import ask_broker
-from api.resume.replay import check_repeated, replay
-from api.resume.routes_requests import router as requests
-from api.resume.routes_resume import resume_posts
-from api.resume.routes_resume import router as resume
-from api.resume.routes_streams import router as streams
+from api.resume.attach import Admitted, ask_broker
+from api.resume.rest import check_repeated, replay, resume_posts
+from api.resume.rest import router as resume
+from api.resume.rest import state_router as requests
 from api.webhooks import WebhookSender
 from common import tracing
 from common.broker.client import ERRORS, broker_url
@@ -168,9 +163,9 @@ async def ended_status(pools: PoolRegistry, response_id: str) -> str:
     """The status of a response of the gateway's own pool; empty if it is not kept. Raises ApiError (503)."""
     own, request_id = pools.own, response_id.removeprefix("resp_")
     found = await ask_broker(pools, broker_url(own.settings), [own.settings.pool], request_id)
-    if found is None or found.answer.response is None:
+    if found is None or found[1].response is None:
         return ""
-    stored = Admitted(own, found.answer, found.channel)
+    stored = Admitted(own, *found[1:])
     stream = await read_response(stored)
     return str((await render_response(stored, stream))["status"]) if stream.terminal else ""
 
@@ -181,7 +176,7 @@ async def ended_status(pools: PoolRegistry, response_id: str) -> str:
 protocols = make_router()
 ROUTERS: tuple[tuple[Sequence[Callable[..., Any]], Sequence[APIRouter]], ...] = (
     ((check_serving, check_key, check_repeated), (protocols,)),
-    ((check_serving, check_key), (stored_responses, count_tokens, resume, streams, batches)),
+    ((check_serving, check_key), (stored_responses, count_tokens, resume, batches)),
     ((check_key,), (tokenize, detokenize, requests, usage)),
     ((check_serving,), (health, kserve_ready)),
     ((), (live, info, kserve_info, vllm_version, models, page, metrics)),

@@ -24,7 +24,6 @@ from standardwebhooks import Webhook as Signer
 
 from api.errors import ApiError, asking_broker, invalid, overloaded
 from api.event_loop import attempt, repeat_forever, retry_forever
-from api.jobs.scripts import DEAD_TTL_S, MAX_DEAD
 from api.json import to_json
 from api.outbound import PublicHosts, UrlError, check_target, read_url, tls_context
 from api.requests.fields import optional
@@ -45,6 +44,8 @@ REQUEST, RESPONSE, JOB, BATCH = "request", "response", "job", "batch"
 """What ends: the first word of an event's type."""
 DELIVERED, FAILED, DEAD = "delivered", "failed", "dead"
 """What becomes of an attempt; a dead event is sent no more."""
+DEAD_TTL_S, MAX_DEAD = 7 * 86_400, 1000
+"""How long jobs and events that failed for good are kept, and how many; they can be retried."""
 DELIVERED_TTL_S = 3600
 """How long a delivered event is known: its end is not noted twice."""
 

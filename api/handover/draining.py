@@ -19,7 +19,7 @@ import uvicorn
 from fastapi import Request
 
 from api.errors import unavailable
-from api.handover.keeper_channel import KeeperChannel
+from api.handover.answer_socket import KeeperChannel
 from api.http.connection_limits import Acceptor
 from common.process.event_loop import until_beat
 

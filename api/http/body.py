@@ -6,7 +6,7 @@ and the log names them.
 A client that does not know whether its request arrived sends it again, with the same `Idempotency-Key`
 (draft-ietf-httpapi-idempotency-key-header; Stripe's semantics). Both have one answer: the key gives it its
 id, the same one at every gateway. Admission knows each id once, so it decides which of two requests is the
-first. The other one is replayed (api/resume/replay.py).
+first. The other one is replayed (api/resume/rest.py).
 """
 
 import contextlib

@@ -1,25 +1,29 @@
 """Job worker: the process of an arq worker that runs its functions as jobs of the fleet. It serialises them
 by msgpack and never reads a pickle, because any program may write to the keys. Only the error of a job that
-was pickled is one, so that its client can read it.
+was pickled is one, so that its client can read it. It submits the jobs to the fleet as any other service
+does, and waits for their answers.
 """
 
 import asyncio
 import contextlib
+import json
 import logging
-import math
 import pickle
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
+import orjson
 import uvloop
 from arq.connections import ArqRedis
 from arq.constants import abort_jobs_ss, in_progress_key_prefix, job_key_prefix
 from arq.jobs import SerializationError, deserialize_job_raw
 from arq.worker import Function, Worker, func
 
-from api.event_loop import repeat_forever
-from api.jobs.arq_client import ArqClient, JobFailed
+from api.errors import invalid, tgi
+from api.event_loop import attempt, repeat_forever, retry_forever
 from api.json import to_json
 from common.broker.client import ERRORS, SerialClient, describe_error
 from common.broker.heartbeat import Heartbeat
@@ -49,6 +53,117 @@ TERMS = ("model", "tenant", "deadline_ms", "traceparent", "webhook", "api_key")
 """Arguments of `chat` that are fields of the job, not of its chat."""
 
 Packed = dict[str, Any]
+ANSWERS_S, LOST_CHECK_S = 0.1, 2.0
+"""How often answers are looked for, and lost jobs."""
+
+
+# --- the fleet's client -------------------------------------------------------------------------------------
+
+
+class JobFailed(Exception):
+    """A job that was answered with an error: `str()` is the error object of HTTP, in JSON."""
+
+
+def invalid_job(why: str) -> JobFailed:
+    return JobFailed(to_json(tgi(invalid(why))[1]).decode())
+
+
+@dataclass(eq=False, slots=True)
+class WaitingJob:
+    """A job whose answer has not come; `entry_id` names its entry in `submit`."""
+
+    job_id: str
+    fields: dict[str, Any]
+    entry_id: str
+    answer: asyncio.Future[bytes]
+
+
+class ArqClient:
+    """Submits jobs, and polls for the answers to all of them at once.
+
+    Attributes:
+        submitted: set while jobs wait.
+    """
+
+    def __init__(self, client: PoolClient) -> None:
+        self.redis: Any = client.redis
+        self.keys = client.keys
+        self.waiting: set[WaitingJob] = set()
+        self.submitted = asyncio.Event()
+        self.checked_s = 0.0
+
+    async def run_job(self, job_id: str, content: dict[str, Any], key: Mapping[str, str]) -> Any:
+        """The answer to a job; a job that was submitted before is joined. `key`: the entry's field with an
+        API key, if there is one. Raises JobFailed.
+        """
+        try:
+            data = json.dumps(content | {"id": job_id}, allow_nan=False)
+        except (RecursionError, TypeError, ValueError) as error:
+            raise invalid_job(f"the arguments must be JSON: {error}") from error
+        fields = {"job": data, **key}
+        entry_id = await self.add_entry(fields)
+        job = WaitingJob(job_id, fields, entry_id, asyncio.get_running_loop().create_future())
+        self.waiting.add(job)
+        self.submitted.set()
+        try:
+            result = orjson.loads(await job.answer)
+        finally:
+            self.waiting.remove(job)
+        if "error" in result:
+            raise JobFailed(orjson.dumps(result).decode())
+        return result
+
+    async def cancel(self, job_id: str, key: Mapping[str, str]) -> None:
+        await self.add_entry({"cancel": job_id, **key})
+
+    async def add_entry(self, fields: dict[str, Any]) -> str:
+        """Add an entry to `submit`, once the broker answers. Returns its id."""
+        entry_id: bytes = await attempt(lambda: self.redis.xadd(self.keys.submit, fields), retry_forever)
+        return entry_id.decode()
+
+    async def run(self) -> None:
+        """Never returns."""
+        await repeat_forever(self.poll, "polling for answers")
+
+    async def poll(self) -> None:
+        """Wait until there are jobs, then hand out the answers that have come. Every LOST_CHECK_S, submit
+        jobs again that the broker has lost.
+        """
+        if not self.waiting:
+            self.submitted.clear()
+            await self.submitted.wait()
+        await asyncio.sleep(ANSWERS_S)
+        waiting = list(self.waiting)
+        for job, answer in zip(waiting, await self.answers(waiting), strict=True):
+            if answer and not await self.has_entry(job):
+                # While the entry was there, the result may have been that of another job with this id.
+                [answer] = await self.answers([job])
+                if answer and not job.answer.done():
+                    job.answer.set_result(answer)
+        if time.monotonic() - self.checked_s > LOST_CHECK_S:
+            self.checked_s = time.monotonic()
+            await self.submit_lost()
+
+    async def submit_lost(self) -> None:
+        """Submit jobs again that have neither an entry nor an answer."""
+        for job in list(self.waiting):
+            if not await self.has_entry(job) and await self.answers([job]) == [None]:
+                log.warning("the broker has lost job %s: it is submitted again", job.job_id)
+                job.entry_id = await self.add_entry(job.fields)
+
+    async def has_entry(self, job: WaitingJob) -> bool:
+        return bool(await self.redis.xrange(self.keys.submit, job.entry_id, job.entry_id))
+
+    async def answers(self, jobs: list[WaitingJob]) -> list[bytes | None]:
+        """The answer to each job, that to its entry first; None for no answer."""
+        if not jobs:
+            return []
+        names = [name for job in jobs for name in (job.entry_id, job.job_id)]
+        found = await self.redis.mget([self.keys.result(name) for name in names])
+        return [own or shared for own, shared in zip(found[::2], found[1::2], strict=True)]
+
+
+# --- worker ------------------------------------------------------------------------------------------------
 
 
 class JobWorker(Worker):
@@ -81,14 +196,8 @@ class JobWorker(Worker):
         """The fleet's answer. An aborted job is cancelled. The job of a worker that stops goes on, and
         another worker waits for it.
         """
-        why = ""
         if "not_before" in content:
-            why = "`not_before` is no argument: use arq's `_defer_until` or `_defer_by`"
-        elif name := find_not_finite(content):
-            why = f"`{name}` must be a finite number"
-        if why:
-            body = {"error": f"Input validation error: {why}", "error_type": "validation"}
-            raise JobFailed(to_json(body).decode())
+            raise invalid_job("`not_before` is no argument: use arq's `_defer_until` or `_defer_by`")
         api_key = content.pop("api_key", None)
         key = {"api_key": api_key} if isinstance(api_key, str) else {}
         try:
@@ -218,20 +327,6 @@ def job_functions(run_in_fleet: Any) -> list[Function]:
         func(embed, name="embed"),
         func(rerank, name="rerank"),
     ]
-
-
-def find_not_finite(content: dict[str, Any]) -> str:
-    """The name of an argument that JSON cannot express; empty if there is none."""
-    left: list[tuple[str, Any]] = [*content.items()]
-    while left:
-        name, value = left.pop()
-        if isinstance(value, float) and not math.isfinite(value):
-            return name
-        if isinstance(value, dict):
-            left += [(f"{name}.{key}", one) for key, one in value.items()]
-        elif isinstance(value, list):
-            left += [(f"{name}[{i}]", one) for i, one in enumerate(value)]
-    return ""
 
 
 def with_terms(fields: dict[str, Any]) -> dict[str, Any]:

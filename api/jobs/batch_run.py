@@ -16,7 +16,6 @@ from functools import partial
 
 from api.errors import ApiError, internal_error, invalid, openai
 from api.event_loop import Pace, attempt, offload, repeat_forever, retry_forever
-from api.jobs import scripts as job_scripts
 from api.jobs.batch import (
     ENDED,
     FILES,
@@ -41,7 +40,8 @@ from api.jobs.records import cancel_job
 from api.json import to_json
 from api.requests.service_terms import ServiceTerms
 from common.broker.client import ERRORS
-from common.broker.keys import request_keys
+from common.broker.keys import BATCH_TTL_MS, Keys, request_keys
+from common.broker.lua import Args, Fields, ScriptCall, call_script, in_pairs
 from common.metrics.catalogue import BATCH_LINES
 from common.process.event_loop import until_beat
 
@@ -187,16 +187,8 @@ class BatchRun:
         return state
 
     async def run_write(self, fields: dict[str, str | int], ended: bool, last_part: str = "") -> str:
-        call = job_scripts.write_batch(
-            self.pool.client.keys,
-            self.batch.id,
-            self.batch.member,
-            fields,
-            epoch=self.epoch,
-            lease_ms=LEASE_MS,
-            ended=ended,
-            last_part=last_part,
-        )
+        keys, batch = self.pool.client.keys, self.batch
+        call = write_batch(keys, batch.member, fields, self.epoch, ended=ended, last_part=last_part)
         return await attempt(lambda: self.pool.client.run(call), retry_forever)
 
     async def end(self, why: str) -> None:
@@ -404,6 +396,34 @@ class BatchRun:
         return found
 
 
+def write_batch(
+    keys: Keys,
+    member: str,
+    fields: Fields,
+    epoch: int,
+    lease_ms: int = LEASE_MS,
+    *,
+    ended: bool = False,
+    last_part: str = "",
+) -> ScriptCall[str]:
+    """Write fields, and renew the lease. The reply is `lost`, `hole`, `cancelled` or `live`.
+
+    Args:
+        lease_ms: 0 gives the batch up to another writer.
+        last_part: the field of the last part that was written; without it, holes are filled.
+    """
+    args: Args = {
+        "member": member,
+        "epoch": epoch,
+        "lease_ms": lease_ms,
+        "ttl_ms": BATCH_TTL_MS,
+        "ended": int(ended),
+        "last_part": last_part,
+    }
+    batch_id = member.rpartition(" ")[2]
+    return call_script("write_batch", bytes.decode, keys, batch_id, args=args, more_args=in_pairs(fields))
+
+
 async def refuse(fault: LineFault) -> bytes:
     """The answer to a line with a fault."""
     return error_answer(invalid(fault.message, fault.param))
@@ -482,18 +502,15 @@ class BatchRunner:
     async def claim(self, member: str) -> None:
         """Write a batch, if nobody else does. One that cannot be read has failed."""
         batch_id = member.rpartition(" ")[2]
-        call = job_scripts.claim_batch(self.client.keys, batch_id, member, lease_ms=LEASE_MS)
+        args: Args = {"member": member, "lease_ms": LEASE_MS}
+        call = call_script("claim_batch", int, self.client.keys, batch_id, args=args)
         epoch = await self.client.run(call)
         if not epoch:
             return
         if (batch := await read_batch(self.client, batch_id)) is None:
             log.error("batch %s cannot be read: it has failed", batch_id)
             failed = {"status": "failed"}
-            await self.client.run(
-                job_scripts.write_batch(
-                    self.client.keys, batch_id, member, failed, epoch=epoch, lease_ms=0, ended=True
-                )
-            )
+            await self.client.run(write_batch(self.client.keys, member, failed, epoch, 0, ended=True))
         else:
             task = self.runs[member] = asyncio.create_task(
                 self.serve(BatchRun(self.store, self.consumer, batch, epoch))
@@ -520,17 +537,8 @@ class BatchRunner:
 
     async def give_up(self, run: BatchRun) -> None:
         """Leave a batch to the next who looks; if the broker does not answer, its lease expires."""
-        call = job_scripts.write_batch(
-            self.client.keys,
-            run.batch.id,
-            run.batch.member,
-            {},
-            epoch=run.epoch,
-            lease_ms=0,
-            ended=False,
-        )
         with contextlib.suppress(*ERRORS):
-            await self.client.run(call)
+            await self.client.run(write_batch(self.client.keys, run.batch.member, {}, run.epoch, 0))
 
     async def delete_expired(self) -> None:
         """Delete the files whose time is over, by the broker's clock."""

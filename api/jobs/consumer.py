@@ -18,16 +18,15 @@ from api.errors import ApiError, conflict, internal_error, overloaded
 from api.event_loop import offload, repeat_forever
 from api.http.auth import POLL_S, unauthorized
 from api.http.middleware import AccessLog
-from api.jobs import scripts as job_scripts
-from api.jobs.job import Job, read_job, with_webhook
-from api.jobs.records import JobRecords, cancel_job
-from api.jobs.reply import Reply
-from api.jobs.runner import JobRun
+from api.jobs.job import Job, broker_ms, drop_note, find_model, read_job, validate_job, with_webhook
+from api.jobs.records import FAILED, cancel_job, ending_of, note_job
+from api.jobs.run import JobRun, Reply
 from api.json import to_json
 from api.requests import metrics
 from api.requests.pool import Pool
 from common.api_keys import ApiKey
 from common.broker.keys import Keys
+from common.broker.lua import Args, call_script, decode_all, in_pairs
 from common.ids import is_job_id
 from common.process.event_loop import until_beat
 from common.process.logs import REQUEST_ID, plural
@@ -41,6 +40,8 @@ MAX_TRIES = 2
 """Of a job that cannot be served."""
 BLOCK_MS = 1000
 """Longest wait of one read."""
+MAX_RELEASED = 100
+"""Jobs that one script releases."""
 NUM_WAITING = 256
 """Jobs that may run or wait for room at once, beside as many as the pool admits requests."""
 Fields = dict[bytes, bytes]
@@ -69,7 +70,6 @@ class JobConsumer:
         self.keys = pool.client.keys
         self.name = pool.gateway
         self.redis: Any = pool.client.redis
-        self.records = JobRecords(pool, GROUP)
         self.held: set[str] = set()
         self.waiting: asyncio.Queue[str] = asyncio.Queue()
         self.running: dict[str, Job] = {}
@@ -83,7 +83,7 @@ class JobConsumer:
         async with asyncio.TaskGroup() as self.tasks:
             self.tasks.create_task(repeat_forever(self.read_entries, "reading jobs"))
             self.tasks.create_task(repeat_forever(self.claim_entries, "claiming jobs"))
-            self.tasks.create_task(repeat_forever(self.records.release, "releasing jobs"))
+            self.tasks.create_task(repeat_forever(self.release, "releasing jobs"))
             self.tasks.create_task(self.start_jobs())
 
     # --- reading entries ------------------------------------------------------------------------------------
@@ -130,9 +130,13 @@ class JobConsumer:
         for consumer in await self.redis.xinfo_consumers(self.keys.submit, GROUP):
             other = consumer["name"].decode(errors="surrogateescape")
             if other != self.name:
-                call = job_scripts.claim_jobs(
-                    self.keys, group=GROUP, dead=consumer["name"], claimer=self.name, max_jobs=NUM_CLAIMED
-                )
+                args: Args = {
+                    "group": GROUP,
+                    "dead": consumer["name"],
+                    "claimer": self.name,
+                    "max_jobs": NUM_CLAIMED,
+                }
+                call = call_script("claim_jobs", decode_all, self.keys, other, args=args)
                 claimed = await self.pool.client.run(call)
                 if claimed:
                     log.warning("claimed of gateway %s: %s", other, plural(len(claimed), "job"))
@@ -153,7 +157,11 @@ class JobConsumer:
         """Note a job that waits for others to end. Whether its API key counts is asked again in its turn."""
         job = await self.parse(entry_id, fields)
         with contextlib.suppress(ApiError):
-            await self.records.note_waiting(job.of_key(self.find_key(job.api_key)))
+            job = job.of_key(self.find_key(job.api_key))
+            args: Args = {"job_id": job.id, "entry_id": entry_id, "address": job.address}
+            shown = in_pairs(job.describe(self.settings.model_name))
+            call = call_script("note_waiting", bool, self.keys, job.id, args=args, more_args=shown)
+            await self.pool.client.run(call)
 
     def hold(self, entry_id: str) -> None:
         if entry_id not in self.held:
@@ -261,7 +269,7 @@ class JobConsumer:
             allowed = job.of_key(await self.key_of(job.api_key))
         except ApiError as error:
             metrics.count_arrival()
-            if await self.records.has_noted(job):  # its key counted then
+            if await self.has_noted(job):  # its key counted then
                 await self.join_or_run(replace(job, fault=error), Reply(self.pool, job))
             else:
                 metrics.count_error(error.status, error.error_type)
@@ -282,7 +290,7 @@ class JobConsumer:
 
     async def run_in_time(self, job: Job, reply: Reply) -> None:
         """Run a registered job, or leave it among the scheduled ones until its time."""
-        match await self.records.note(job):
+        match await self.note(job):
             case "full":
                 log.warning("job %s is rejected: SUBMIT_LIMIT jobs are scheduled", job.id)
                 metrics.count_error(429, "overloaded")
@@ -293,6 +301,49 @@ class JobConsumer:
                     await self.join_or_run(job, reply)
                 finally:
                     self.running.pop(job.entry_id, None)
+
+    async def note(self, job: Job) -> str:
+        """Keep the record of a registered job, and schedule one that may not run yet, unless it is faulty:
+        that one is answered at once. Returns `live`, `scheduled` or `full`.
+        """
+        waits = job.not_before_ms and job.not_before_ms > await broker_ms(self.pool)
+        call = note_job(
+            self.keys,
+            job.id,
+            job.entry_id,
+            job.describe(self.settings.model_name),
+            address=job.address,
+            not_before_ms=job.not_before_ms if waits and not await self.is_faulty(job) else 0,
+            group=GROUP,
+            max_scheduled=self.settings.submit_limit,
+        )
+        return await self.admission.retry_forever(lambda: self.pool.client.run(call))
+
+    async def is_faulty(self, job: Job) -> bool:
+        """Whether a job can never be served as it is."""
+        try:
+            await validate_job(self.pool, job, await find_model(self.pool, job))
+            await drop_note(self.pool, job)
+        except ApiError as error:
+            return ending_of(error).state == FAILED
+        except Exception:
+            return True  # its run says so
+        return False
+
+    async def has_noted(self, job: Job) -> bool:
+        """Whether a gateway has accepted this very entry before, whatever became of its API key."""
+        name = self.keys.job_entries(job.id)
+        noted = await self.admission.retry_forever(lambda: self.redis.hget(name, job.address))
+        return bool(noted == job.entry_id.encode())
+
+    async def release(self) -> None:
+        """Submit scheduled jobs whose time has come, then wait for a heartbeat's time."""
+        args: Args = {"max_jobs": MAX_RELEASED, "submit_limit": self.settings.submit_limit}
+        while (
+            await self.pool.client.run(call_script("release_jobs", int, self.keys, args=args)) == MAX_RELEASED
+        ):
+            pass
+        await asyncio.sleep(until_beat(self.settings.heartbeat_s))
 
     async def join_or_run(self, job: Job, reply: Reply) -> None:
         if (run := self.runs.get(job.id)) is not None:
@@ -336,7 +387,7 @@ class JobConsumer:
     async def reject(self, entry_id: str, fields: Fields) -> None:
         """Answer 429 to an entry beyond SUBMIT_LIMIT, unless its job was accepted before, and has waited."""
         job = await self.parse(entry_id, fields)
-        if await self.records.has_noted(job):
+        if await self.has_noted(job):
             self.hold(entry_id)
             return
         log.warning(

@@ -5,20 +5,21 @@ part is at most PART_BYTES and one line of a batch, so no process ever holds a w
 """
 
 import asyncio
+import contextlib
 import logging
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 import orjson
-from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
-from api.errors import ApiError, invalid, quoted, unavailable
+from api.errors import ApiError, invalid, overloaded, quoted, unavailable
 from api.http.body import announces_more
 from common.broker.pool_client import BrokerClock
 from common.ids import FILE_ID, FILE_PART
@@ -82,27 +83,17 @@ class FileStore:
     def folder(self, owner: str) -> str:
         return f"{self.root}/of-{quote(owner, safe='')}"
 
-    def parts_path(self, owner: str, file_id: str) -> str:
-        """The folder of a file's parts. Whatever is no id has none: it could lead to another owner's. Raises
-        ApiError (404).
+    def path(self, owner: str, file_id: str, part: str = "") -> str:
+        """The path of a part of a file, or of its record. Whatever is no id has none: it could lead to
+        another owner's. Raises ApiError (404).
         """
-        if not FILE_ID.fullmatch(file_id):
+        if not FILE_ID.fullmatch(file_id) or (part and not FILE_PART.fullmatch(part)):
             raise no_file(file_id)
-        return f"{self.folder(owner)}/{file_id}"
-
-    def part_path(self, owner: str, file_id: str, part: str) -> str:
-        """Raises ApiError (404)."""
-        if not FILE_PART.fullmatch(part):
-            raise no_file(file_id)
-        return f"{self.parts_path(owner, file_id)}/{part}"
-
-    def record_path(self, owner: str, file_id: str) -> str:
-        """Raises ApiError (404)."""
-        return f"{self.parts_path(owner, file_id)}.json"
+        return f"{self.folder(owner)}/{file_id}" + (f"/{part}" if part else ".json")
 
     async def put_part(self, owner: str, file_id: str, part: str, data: bytes) -> None:
         """Write a part; whoever writes it again writes it whole. Raises ApiError (503)."""
-        path = self.part_path(owner, file_id, part)
+        path = self.path(owner, file_id, part)
         await self.call(lambda: self.put(path, data))
 
     def put(self, path: str, data: bytes) -> None:
@@ -114,7 +105,7 @@ class FileStore:
 
     async def put_record(self, file: StoredFile) -> None:
         """Raises ApiError (503)."""
-        path = self.record_path(file.owner, file.id)
+        path = self.path(file.owner, file.id)
         await self.call(lambda: self.put(path, orjson.dumps(asdict(file))))
 
     async def find(self, owner: str, file_id: str) -> StoredFile:
@@ -126,7 +117,7 @@ class FileStore:
 
     async def find_kept(self, owner: str, file_id: str) -> StoredFile:
         """A file, which may have expired. Raises ApiError: 404, 503."""
-        path = self.record_path(owner, file_id)
+        path = self.path(owner, file_id)
         try:
             return await self.call(lambda: self.read_record(path))
         except FileNotFoundError as error:
@@ -137,7 +128,7 @@ class FileStore:
         try:
             fields: dict[str, Any] = orjson.loads(self.fs.cat_file(path))
             file = StoredFile(**fields | {"parts": [(name, size) for name, size in fields["parts"]]})
-            is_own = path.endswith(self.record_path(file.owner, file.id).removeprefix(self.root))
+            is_own = path.endswith(self.path(file.owner, file.id).removeprefix(self.root))
         except (KeyError, TypeError, ValueError, ApiError) as error:
             raise ValueError(f"the record {path} cannot be read: {error}") from error
         if not is_own:
@@ -150,7 +141,8 @@ class FileStore:
         def look() -> list[str]:
             folder = self.folder(owner)
             self.fs.invalidate_cache(folder)
-            return list(record_ids(self.fs.ls(folder, detail=False)))
+            names = [path.rpartition("/")[2] for path in self.fs.ls(folder, detail=False)]
+            return [name.removesuffix(".json") for name in names if name.endswith(".json")]
 
         try:
             return await self.call(look)
@@ -165,7 +157,7 @@ class FileStore:
             if offset >= size:
                 offset -= size
                 continue
-            path = self.part_path(file.owner, file.id, part)
+            path = self.path(file.owner, file.id, part)
             try:
                 data: bytes = await self.call(lambda path=path: self.fs.cat_file(path))  # type: ignore[misc]
             except FileNotFoundError as error:
@@ -176,7 +168,7 @@ class FileStore:
 
     async def delete(self, file: StoredFile) -> None:
         """Delete the record, then the parts. Raises ApiError: 404 if somebody else has, 503."""
-        path = self.record_path(file.owner, file.id)
+        path = self.path(file.owner, file.id)
         try:
             await self.call(lambda: self.fs.rm_file(path))
         except FileNotFoundError as error:
@@ -184,7 +176,7 @@ class FileStore:
         await self.remove_parts(file.owner, file.id)
 
     async def remove_parts(self, owner: str, file_id: str) -> None:
-        path = self.parts_path(owner, file_id)
+        path = self.path(owner, file_id).removesuffix(".json")
 
         def remove() -> None:
             if self.fs.exists(path):
@@ -245,13 +237,6 @@ def open_store(settings: Settings, clock: BrokerClock) -> FileStore | None:
         raise SettingError("FILES_DIR", f"{settings.files_dir} cannot be used: {error}") from error
 
 
-def record_ids(paths: list[str]) -> Iterator[str]:
-    for path in paths:
-        name = path.rpartition("/")[2]
-        if name.endswith(".json"):
-            yield name.removesuffix(".json")
-
-
 def no_file(file_id: str) -> ApiError:
     return ApiError(404, "not_found", f"No such File object: {file_id[:100]}", "id")
 
@@ -278,181 +263,91 @@ PURPOSES = ("batch", "user_data", "assistants", "evals", "fine-tune", "vision")
 BATCH_TTL_S = 30 * 86_400
 """Of a file for a batch whose client names no time, as at OpenAI."""
 MIN_TTL_S, MAX_TTL_S = 3600, 2_592_000
-MAX_FIELD_BYTES = 1000
+MAX_FIELDS, MAX_FIELD_BYTES = 16, 1000
 MAX_FORM_BYTES = 2**20
 """Of a form besides its file."""
-
-
-@dataclass(slots=True)
-class FormPart:
-    """One part of a form."""
-
-    name: str = ""
-    filename: str | None = None
-    data: bytearray = field(default_factory=bytearray)
-
-
-class FormReader:
-    """Reads the parts of a form: small fields whole, the file as it comes.
-
-    Attributes:
-        fields: those that have ended.
-        file: bytes of the file that nobody has taken.
-        filename: None before the file has come.
-    """
-
-    def __init__(self, boundary: bytes) -> None:
-        self.fields: dict[str, str] = {}
-        self.file = bytearray()
-        self.filename: str | None = None
-        self.part = FormPart()
-        self.header = bytearray()
-        self.value = bytearray()
-        self.ended = False
-        self.parser = MultipartParser(
-            boundary,
-            {
-                "on_part_begin": self.begin_part,
-                "on_header_field": lambda data, start, end: self.header.extend(data[start:end]),
-                "on_header_value": lambda data, start, end: self.value.extend(data[start:end]),
-                "on_header_end": self.end_header,
-                "on_part_data": self.add_data,
-                "on_part_end": self.end_part,
-                "on_end": self.end_form,
-            },
-        )
-
-    def begin_part(self) -> None:
-        self.part = FormPart()
-
-    def end_header(self) -> None:
-        if self.header.lower() == b"content-disposition":
-            _, options = parse_options_header(bytes(self.value))
-            self.part.name = options.get(b"name", b"").decode(errors="replace")
-            if b"filename" in options:
-                self.part.filename = options[b"filename"].decode(errors="replace")
-        self.header.clear()
-        self.value.clear()
-        if self.part.name == "file":
-            if self.part.filename is None:
-                raise invalid("`file` must be a file with a name", "file")
-            self.filename = self.part.filename
-
-    def add_data(self, data: bytes, start: int, end: int) -> None:
-        if self.part.name == "file":
-            self.file += data[start:end]
-            return
-        self.part.data += data[start:end]
-        if len(self.part.data) > MAX_FIELD_BYTES:
-            raise invalid(f"`{self.part.name[:100]}` is longer than {MAX_FIELD_BYTES} bytes", self.part.name)
-
-    def end_part(self) -> None:
-        if self.part.name != "file":
-            self.fields[self.part.name] = self.part.data.decode(errors="replace")
-
-    def end_form(self) -> None:
-        self.ended = True
-
-
-def read_boundary(request: Request) -> bytes:
-    """Raises ApiError (415)."""
-    kind, options = parse_options_header(request.headers.get("content-type", ""))
-    boundary = options.get(b"boundary")
-    if kind != b"multipart/form-data" or not boundary:
-        raise ApiError(415, "unsupported_media_type", "Expected a form: `Content-Type: multipart/form-data`")
-    return boundary
+MAX_UPLOADS = 4
+"""Files that one gateway takes at once: each lies in its temporary folder until its form has been read."""
+UPLOADS = asyncio.Semaphore(MAX_UPLOADS)
 
 
 async def upload(request: Request, store: FileStore, owner: str) -> StoredFile:
-    """Keep the file of a form. Raises ApiError: 400, 413, 415, 422, 503."""
-    reader, file_id, parts = (
-        FormReader(read_boundary(request)),
-        new_id("file-", store.clock.now_s()),
-        list[tuple[str, int]](),
-    )
+    """Keep the file of a form. Raises ApiError: 400, 413, 415, 422, 429, 503."""
+    if UPLOADS.locked():
+        raise overloaded(f": {MAX_UPLOADS} files are being uploaded")
+    async with UPLOADS, reading_form(request) as form:
+        purpose, file = read_purpose(form), form.get("file")
+        ttl_s = read_ttl(form)
+        if not isinstance(file, UploadFile):
+            raise invalid("`file` must be given, as a file with a name", "file")
+        if not file.size:
+            raise invalid("`file` must not be empty", "file")
+        if file.size > MAX_FILE_BYTES:
+            raise too_large()
+        now_s, parts = store.clock.now_s(), list[tuple[str, int]]()
+        kept = StoredFile(
+            id=new_id("file-", now_s),
+            owner=owner,
+            filename=(file.filename or "")[:512],
+            purpose=purpose,
+            num_bytes=file.size,
+            created_at=int(now_s),
+            expires_at=None if ttl_s is None else int(now_s) + ttl_s,
+            parts=parts,
+        )
+        try:
+            while data := await file.read(PART_BYTES):
+                parts.append((f"{len(parts):09d}", len(data)))
+                await store.put_part(owner, kept.id, parts[-1][0], data)
+            await store.put_record(kept)
+        except BaseException:
+            await store.remove_parts(owner, kept.id)
+            raise
+        return kept
+
+
+@contextlib.asynccontextmanager
+async def reading_form(request: Request) -> AsyncIterator[FormData]:
+    """The fields of a form, and its file until the context closes. Raises ApiError: 400, 413, 415."""
+    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
+        raise ApiError(415, "unsupported_media_type", "Expected a form: `Content-Type: multipart/form-data`")
     if announces_more(request, MAX_FILE_BYTES + MAX_FORM_BYTES):
         raise too_large()
 
-    async def put(num_bytes: int) -> None:
-        part = f"{len(parts):09d}"
-        await store.put_part(owner, file_id, part, bytes(reader.file[:num_bytes]))
-        parts.append((part, num_bytes))
-        del reader.file[:num_bytes]
-
-    kept = False
-    try:
-        read = 0
+    async def read_chunks() -> AsyncGenerator[bytes, None]:
+        left = MAX_FILE_BYTES + MAX_FORM_BYTES
         async for chunk in request.stream():
-            read += len(chunk)
-            feed(reader, chunk)
-            size = sum(size for _, size in parts) + len(reader.file)
-            if size > MAX_FILE_BYTES or read > MAX_FILE_BYTES + MAX_FORM_BYTES:
+            left -= len(chunk)
+            if left < 0:
                 raise too_large()
-            while len(reader.file) >= PART_BYTES:
-                await put(PART_BYTES)
-        if not reader.ended:
-            raise ApiError(400, "invalid_form", "The form is not complete")
-        purpose, ttl_s = read_purpose(reader.fields), read_ttl(reader.fields)
-        if reader.filename is None:
-            raise invalid("`file` must be given", "file")
-        if reader.file:
-            await put(len(reader.file))
-        if not parts:
-            raise invalid("`file` must not be empty", "file")
-        file = describe(file_id, owner, reader.filename, purpose, ttl_s, parts, int(store.clock.now_s()))
-        await store.put_record(file)
-        kept = True
-        return file
-    finally:
-        if not kept:
-            await store.remove_parts(owner, file_id)
+            yield chunk
 
-
-def feed(reader: FormReader, chunk: bytes) -> None:
-    """Raises ApiError (400)."""
+    limits: Any = {"max_files": 1, "max_fields": MAX_FIELDS, "max_part_size": MAX_FIELD_BYTES}
     try:
-        if chunk:
-            reader.parser.write(chunk)
-    except FormParserError as error:
-        raise ApiError(400, "invalid_form", f"The form cannot be read: {error}") from error
+        form = await MultiPartParser(request.headers, read_chunks(), **limits).parse()
+    except MultiPartException as error:
+        raise ApiError(400, "invalid_form", f"The form cannot be read: {error.message}") from error
+    try:
+        yield form
+    finally:
+        await form.close()
 
 
-def describe(
-    file_id: str,
-    owner: str,
-    filename: str,
-    purpose: str,
-    ttl_s: int | None,
-    parts: list[tuple[str, int]],
-    now_s: int,
-) -> StoredFile:
-    return StoredFile(
-        id=file_id,
-        owner=owner,
-        filename=filename[:512],
-        purpose=purpose,
-        num_bytes=sum(size for _, size in parts),
-        created_at=now_s,
-        expires_at=None if ttl_s is None else now_s + ttl_s,
-        parts=parts,
-    )
-
-
-def read_purpose(fields: dict[str, str]) -> str:
-    purpose = fields.get("purpose", "")
-    if purpose not in PURPOSES:
+def read_purpose(form: FormData) -> str:
+    purpose = form.get("purpose", "")
+    if not isinstance(purpose, str) or purpose not in PURPOSES:
         raise invalid(f"`purpose` must be one of {', '.join(PURPOSES)}. Given: {quoted(purpose)}", "purpose")
     return purpose
 
 
-def read_ttl(fields: dict[str, str]) -> int | None:
+def read_ttl(form: FormData) -> int | None:
     """Seconds that the file is kept; None for good."""
-    anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
+    anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
     if anchor is None and seconds is None:
-        return BATCH_TTL_S if fields["purpose"] == "batch" else None
+        return BATCH_TTL_S if form["purpose"] == "batch" else None
     if anchor != "created_at":
         raise invalid("`expires_after.anchor` must be created_at", "expires_after.anchor")
-    if seconds is None or not seconds.isdecimal() or not MIN_TTL_S <= int(seconds) <= MAX_TTL_S:
+    if not isinstance(seconds, str) or not seconds.isdecimal() or not MIN_TTL_S <= int(seconds) <= MAX_TTL_S:
         limits = f"{MIN_TTL_S} to {MAX_TTL_S}"
         raise invalid(f"`expires_after.seconds` must be {limits}", "expires_after.seconds")
     return int(seconds)

@@ -3,21 +3,25 @@
 import asyncio
 import contextlib
 import hashlib
+import logging
+import math
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
-from api.errors import ApiError, Family, failed, invalid, quoted, tgi
+from api.answers.answer import AnswerTerms, HttpAnswer
+from api.errors import ApiError, Family, cut, failed, internal_error, invalid, model_not_found, quoted, tgi
+from api.event_loop import offload
 from api.http.body import parse_body
-from api.json import parse_bytes
-from api.protocols.protocol import Protocol
+from api.json import parse_bytes, to_json
+from api.protocols.protocol import Context, Protocol
 from api.protocols.table import JOBS, PROTOCOLS, protocol_at
 from api.requests.fields import Whole
-from api.requests.pool import Pool
+from api.requests.pool import Pool, check_key_adapter, check_key_model, names_own
 from api.requests.service_terms import (
     MAX_DEADLINE_MS,
     ServiceTerms,
@@ -27,12 +31,18 @@ from api.requests.service_terms import (
     read_class,
     read_deadline,
     read_tenant,
+    with_adapter,
 )
 from api.webhooks import JOB, WebhookField, find_webhook
 from common.api_keys import ApiKey
+from common.broker.client import ERRORS
+from common.broker.keys import RESULT_TTL_MS
+from common.broker.lua import Args, call_script, decode_all
 from common.ids import CHANNEL, ENTRY_ID, JOB_ID, is_job_id
 from common.messages.events import terminal_for
 from common.settings.settings import Settings
+
+log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 30 * 86_400
 
@@ -150,6 +160,23 @@ class Job:
     def kind(self) -> str:
         """What it asks for, in a word."""
         return self.protocol.job if self.protocol else "generate"
+
+    @property
+    def address(self) -> str:
+        """Where the answer to its entry goes, beside `result:{id}`."""
+        return f"{'stream' if self.in_stream else ''} {self.reply_to}"
+
+    def describe(self, model: str) -> dict[str, str | int]:
+        """The fields of its record; `model` is what it asks for by default."""
+        return {
+            "first_entry": self.first_entry_id or self.entry_id,
+            "not_before_ms": self.not_before_ms,
+            "kind": self.kind,
+            "model": (self.body.model if self.body else None) or model,
+            "service_class": self.terms.service_class,
+            "tenant": self.terms.tenant,
+            "key_id": self.terms.key.key_id if self.terms.key else "",
+        }
 
     @property
     def family(self) -> Family:
@@ -370,3 +397,102 @@ async def waiting_turn(pool: Pool, job: Job, lock: asyncio.Lock) -> AsyncIterato
         yield
     finally:
         lock.release()
+
+
+# --- validation ---------------------------------------------------------------------------------------------
+
+
+JOB_TERMS = AnswerTerms(goes_on_s=math.inf, kept_s=RESULT_TTL_MS / 1000)
+MAX_DEATHS = 2
+"""Gateways that may end while they validate a job."""
+
+
+VALIDATES = "validates:"
+"""How the name of a field begins in which a gateway notes that it validates a job."""
+
+
+async def validate_job(pool: Pool, job: Job, model: "JobModel") -> HttpAnswer:
+    """Read a job for this model as its route would read its body. Raises ApiError, also for a job that has
+    ended MAX_DEATHS gateways while they validated it.
+    """
+    protocol = job.protocol
+    assert protocol is not None
+    async with noting_deaths(pool, job):
+        content = to_json(content_of(job))
+        body = await offload(len(content), lambda: parse_body(protocol.body, content))
+        body.check()
+        context = Context(pool, protocol.path, job.id, job.has_listeners, seed=job.seed)
+        asked = await protocol.read(body, context)
+        requests = job.terms.apply(with_adapter(asked.requests, model.adapter), pool.settings)
+        asked = asked._replace(requests=requests)
+        return context.describe(asked, model.name, JOB_TERMS, job.created_s)
+
+
+@contextlib.asynccontextmanager
+async def noting_deaths(pool: Pool, job: Job) -> AsyncIterator[None]:
+    """Note in the job that this gateway validates it, as the work that an input can end a process with. A
+    gateway that dies leaves its note; one that stops in order does not. A job that was validated once has no
+    notes any more. Raises ApiError (500).
+    """
+    keys = pool.client.keys
+    args: Args = {"validates": VALIDATES, "gateway": pool.gateway, "gateways": keys.gateway("")}
+    call = call_script("begin_validation", decode_all, keys, job.id, args=args)
+    dead = await pool.admission.retry_forever(lambda: pool.client.run(call))
+    try:
+        if len(dead) >= MAX_DEATHS:
+            why = f"{len(dead)} gateways ended while they validated this request"
+            log.error("job %s is not tried again: %s", job.id, why)
+            raise internal_error(why)
+        yield
+    except BaseException:
+        await drop_note(pool, job)
+        raise
+
+
+async def drop_note(pool: Pool, job: Job) -> None:
+    """Drop the note of this gateway; if the broker is away, it stays."""
+    with contextlib.suppress(*ERRORS):
+        await pool.client.redis.hdel(pool.client.keys.job(job.id), VALIDATES + pool.gateway)  # type: ignore[misc]
+
+
+# --- find model ---------------------------------------------------------------------------------------------
+
+
+class JobModel(NamedTuple):
+    """The model of a job.
+
+    Attributes:
+        name: of the pool's model, or of the adapter that the job names.
+        adapter: key of that adapter; empty without one.
+    """
+
+    name: str
+    adapter: str
+
+
+async def find_model(pool: Pool, job: Job) -> JobModel:
+    """The model that a job names: by its `model`, or one with `inputs` by TGI's `adapter_id`. Raises
+    ApiError: 404 for the model of another pool, 403 for one that the job's key may not use, 422 for an
+    adapter that there is not.
+    """
+    assert job.body is not None
+    assert job.protocol is not None
+    settings, adapter = pool.settings, None
+    has_parameters = "parameters" in job.protocol.body.model_fields
+    adapter_id = (job.body.parameters or {}).get("adapter_id") if has_parameters else None
+    name = job.body.model if adapter_id is None else adapter_id
+    # what is no text is refused later, with the other parameters
+    if isinstance(name, str) and not (adapter_id is None and names_own(name, settings)):
+        if adapter := await pool.find_adapter(name):
+            pool.workers.check_adapter(adapter)
+            check_key_adapter(job.terms.key, adapter.name)
+        elif adapter_id is not None:
+            raise invalid(f"`adapter_id`: there is no adapter {quoted(name)}", "adapter_id")
+    if adapter is None and job.body.model and not names_own(job.body.model, settings):
+        text = (
+            f"The model `{cut(job.body.model)}` is not that of the pool {settings.pool}, nor an adapter of it"
+        )
+        raise model_not_found(f"{text}: jobs and batches go to the pool of their model")
+    shown = adapter.name if adapter else settings.model_name
+    check_key_model(job.terms.key, settings, shown)
+    return JobModel(shown, adapter.key if adapter else "")

@@ -1,18 +1,76 @@
-"""Rest: the frames of an answer that its client does not have yet."""
+"""Rest: what a client that comes back gets: the frames of an answer that it does not have yet (of several
+answers on one connection, too), the state of a request, and the answer to a request that it sends again.
+"""
 
 import asyncio
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
+from sse_starlette import EventSourceResponse
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.answers.answer import HttpAnswer
-from api.errors import ApiError, failed, invalid, quoted
-from api.http.sse import Feed, RestOfFeed
+from api.errors import ApiError, asking_broker, cut, failed, invalid, quoted, unavailable
+from api.event_loop import offload
+from api.http import body
+from api.http.body import REPLAYED, Repeated, check_same, idempotency_key, noted_digest, read_bytes
+from api.http.middleware import (
+    STREAM_PATH,
+    CountError,
+    count_longest,
+    end_answer,
+    error_response,
+    handle_api_error,
+    handle_disconnect,
+)
+from api.http.openapi import (
+    RESUME,
+    TGI_ERRORS,
+    ErrorResponse,
+    RequestId,
+    Responses,
+    error_responses,
+    json_body,
+    only,
+)
+from api.http.sse import (
+    COMMENT_AMONG_IDS,
+    MAX_ITEMS,
+    SSE_HEADERS,
+    UNREAD,
+    Change,
+    Feed,
+    FeedResponse,
+    RestOfFeed,
+    Unread,
+)
+from api.json import json_response
+from api.protocols.protocol import errors_of, row_of
+from api.protocols.responses import read_response, render_response
 from api.protocols.table import protocol_of
+from api.protocols.typed_events import fields_of
+from api.requests import request_scripts
+from api.requests.metrics import total_headers
 from api.requests.pool import Pool
+from api.requests.request_scripts import delete_ended
+from api.requests.service_terms import REQUEST_ID_HEADER, answer_id, own_pool
 from api.resume import attach
-from api.streams.http_response import TokenStream
+from api.resume.attach import Admitted, find_own
+from api.streams.http_response import TokenStream, client_gone
 from api.streams.stream import Stream
+from common.broker.client import CONNECT_TIMEOUT_S
+from common.ids import FRAME_ID
+from common.messages.events import FINISHED
+from common.messages.request import SERVICE_CLASSES, class_index, service_class
+from common.process.event_loop import run_until_one_ends
 
 LAST_EVENT_ID = "Last-Event-ID"
 READ_AGAIN_S, READ_PAUSE_S = 2.0, 0.1
@@ -91,3 +149,482 @@ async def rest_of_frames(answer: HttpAnswer, streams: Sequence[Stream], num_seen
         if not frames.first:
             return None
     return frames
+
+
+# --- several answers on one connection ----------------------------------------------------------------------
+
+
+class MergedFeed(Feed[bytes]):
+    """The frames of several answers, by their ids. A frame's id is `{answer}/{ordinal}`.
+
+    The order of the frames of one answer is fixed. Answers do not wait for each other: this is what several
+    choices of one answer cannot have, since their frames have one order.
+    """
+
+    def __init__(self, feeds: Mapping[str, Feed[bytes]]) -> None:
+        super().__init__(Change())
+        self.feeds = dict(feeds)
+        for feed in feeds.values():
+            feed.changed.listener = self.changed.set
+
+    def take(self) -> list[bytes]:
+        new: list[bytes] = []
+        for name, feed in [*self.feeds.items()]:
+            del self.feeds[name]
+            new += [name_frame(name, frame) for frame in feed.take()]
+            if not feed.ended:
+                self.feeds[name] = feed  # behind those that had no turn yet
+            if len(new) >= MAX_ITEMS:
+                break
+        self.ended = not self.feeds
+        return new
+
+    @property
+    def is_prepared(self) -> bool:
+        return all(feed.is_prepared for feed in self.feeds.values())
+
+    async def prepare(self) -> None:
+        for feed in self.feeds.values():
+            await feed.prepare()
+
+
+def name_frame(name: str, frame: bytes) -> bytes:
+    """A numbered frame, with the answer's id before its number."""
+    return frame.replace(b"id: ", b"id: %b/" % name.encode(), 1)
+
+
+class MergedStream(FeedResponse):
+    """Response of the rests of several answers. Each is released at the end as `TokenStream` does: its
+    request waits for its client as long as that client asked for.
+
+    No socket is kept for it: after the death of its gateway the client asks another one.
+    """
+
+    def __init__(self, rests: Sequence[Rest]) -> None:
+        self.merged = MergedFeed({rest.answer.request_id: rest.frames for rest in rests})
+        super().__init__(self.merged, COMMENT_AMONG_IDS, SSE_HEADERS | {"connection": "keep-alive"})
+        self.rests = rests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        unread: Unread = scope["state"][UNREAD]
+        unread.count_ended = self.count_ended
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            unread.count_ended = None
+            for rest in self.rests:
+                end_answer(scope, rest.answer, rest.streams, rest.reader, goes_on=False)
+                count_longest(rest.streams)
+                release(rest)
+
+    def count_ended(self) -> int:
+        """Number of records of streams that have ended; they wait to be rendered."""
+        return sum(
+            stream.num_records
+            for rest in self.rests
+            if rest.answer.request_id in self.merged.feeds
+            for stream in rest.streams
+            if stream.terminal
+        )
+
+
+def release(rest: Rest) -> None:
+    for stream in rest.streams:
+        rest.pool.admission.release(stream, rest.reader, rest.answer.terms)
+
+
+async def respond_with_rests(rests: Sequence[Rest]) -> MergedStream:
+    """Become the reader of all answers, and send their frames. Raises ApiError: then those that were read
+    already wait for their client again.
+    """
+    try:
+        for rest in rests:
+            rest.reader = await attach.become_reader(rest.pool, rest.streams)
+    except BaseException:
+        for rest in rests:
+            if rest.reader:
+                release(rest)
+        raise
+    return MergedStream(rests)
+
+
+# --- the stream of an answer --------------------------------------------------------------------------------
+
+
+ORDINAL = re.compile(r"[0-9]{1,9}")
+LAST_EVENT_ID_PARAMETER = {
+    "name": LAST_EVENT_ID,
+    "in": "header",
+    "description": "The `id` of the last frame that the client has. Default: it has none.",
+    "schema": {"type": "string", "pattern": "^[0-9]{1,9}$"},
+}
+ERRORS: Responses = only(TGI_ERRORS, 400, 401, 403, 413, 415, 422, 424, 503)
+ERRORS |= error_responses(
+    ErrorResponse,
+    {
+        404: "There is no such answer, or it belongs to another API key",
+        410: "The answer was cancelled: nobody came back for it in time",
+    },
+)
+router = APIRouter(responses=ERRORS, tags=[RESUME])
+
+
+@router.get(
+    STREAM_PATH,
+    summary="Go on with a streamed answer",
+    openapi_extra={"parameters": [LAST_EVENT_ID_PARAMETER]},
+    responses={
+        200: {"description": "The frames after that one, as the first route sends them"},
+        204: {"description": "The client has all frames"},
+    },
+    response_class=EventSourceResponse,
+)
+async def resume_stream(request: Request, request_id: RequestId) -> Response:
+    """Sends the frames after `Last-Event-ID`, at any gateway, as the first connection would have sent them.
+    The path is in the header `content-location` of the first response. Another connection with the same
+    answer ends. A POST with `Last-Event-ID`, and the request's id in `x-request-id`, does the same.
+    """
+    num_seen = read_last_event_id(request)
+    admitted = await find_own(request, request_id)
+    if admitted is None or not admitted.answer.streamed:
+        raise attach.unknown_answer(request_id)
+    found = await read_rest(*admitted, num_seen)
+    return await found.respond() if found else Response(status_code=204)
+
+
+def read_last_event_id(request: Request) -> int:
+    """Number of frames that the client has. Raises ApiError (422)."""
+    given = request.headers.get(LAST_EVENT_ID, "0")
+    if not ORDINAL.fullmatch(given):
+        raise invalid(
+            f"`{LAST_EVENT_ID}` must be the id of a frame, a number. Given: {quoted(given)}", LAST_EVENT_ID
+        )
+    return int(given)
+
+
+async def resume_posts(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Middleware: a POST with `Last-Event-ID` becomes `GET /requests/{x-request-id}/stream`. Its body, which
+    repeats the earlier one, is not read.
+    """
+    row = row_of(scope) if scope.get("method") == "POST" else None
+    headers = Headers(scope=scope) if row is not None and row.resumable else Headers()
+    if LAST_EVENT_ID not in headers:
+        await app(scope, receive, send)
+    elif REQUEST_ID_HEADER not in headers:
+        text = f"`{LAST_EVENT_ID}` needs the request's id in `{REQUEST_ID_HEADER}`: see `content-location`"
+        await error_response(invalid(text, LAST_EVENT_ID), errors_of(scope))(scope, receive, send)
+    else:
+        path = STREAM_PATH.format(request_id=headers[REQUEST_ID_HEADER])
+        scope.update(method="GET", path=path, raw_path=path.encode())
+        await app(scope, receive, send)
+
+
+# --- streams of several answers -----------------------------------------------------------------------------
+
+
+MAX_STREAMS = 64
+DescribedPlace = Annotated[str, Field(json_schema_extra={"pattern": f"^{FRAME_ID.pattern}$"})]
+EXAMPLE = {"streams": ["5f0f8c0e4d7b4c6f9a3e2b1d0c9f8e7a", "0c9f8e7a5f0f8c0e4d7b4c6f9a3e2b1d/7"]}
+
+
+class StreamPlaces(BaseModel):
+    streams: Annotated[list[DescribedPlace], Field(min_length=1, max_length=MAX_STREAMS)] = Field(
+        description="Ids of streamed answers that were requested with `resume_s` or `detached`. After a "
+        "slash each may have the number of the last frame that the client has."
+    )
+
+
+@router.post(
+    "/requests/streams",
+    summary="Go on with several streamed answers",
+    openapi_extra=json_body(StreamPlaces, EXAMPLE),
+    responses={
+        200: {"description": "The frames after these of all answers, as they come"},
+        204: {"description": "The client has all frames"},
+    },
+    response_class=EventSourceResponse,
+)
+async def read_streams(request: Request) -> Response:
+    """Sends the frames of all these answers on one connection, each as soon as it is there. The id of a frame
+    is `{answer}/{number}`: the last one of each answer says where it goes on after a lost connection.
+    """
+    asked = await body.read(request, StreamPlaces, own_pool(request).settings.payload_limit)
+    places = [read_place(place) for place in asked.streams]
+    if len({name for name, _ in places}) < len(places):
+        raise invalid("`streams` names an answer twice", "streams")
+    found = await asyncio.gather(*(find_rest(request, *place) for place in places))
+    rests = [rest for rest in found if rest is not None]
+    return await respond_with_rests(rests) if rests else Response(status_code=204)
+
+
+def read_place(place: str) -> tuple[str, int]:
+    """The answer's id, and the number of frames that the client has. Raises ApiError (422)."""
+    if (parts := FRAME_ID.fullmatch(place)) is None:
+        why = (
+            f"`streams` must have ids of answers, or ids of frames (`{{answer}}/{{number}}`): {quoted(place)}"
+        )
+        raise invalid(why, "streams")
+    return parts[1], int(parts[2] or 0)
+
+
+async def find_rest(request: Request, name: str, num_seen: int) -> Rest | None:
+    """The answer with the frames that the client does not have yet; None if it has all. Raises ApiError."""
+    admitted = await attach.find_own(request, name)
+    if admitted is None or not admitted.answer.streamed:
+        raise attach.unknown_answer(name)
+    if not admitted.answer.numbered:
+        why = "its client must have asked to come back (`resume_s`, `detached`)"
+        raise invalid(f"`streams`: the frames of {name} have no numbers: {why}", "streams")
+    return await read_rest(*admitted, num_seen)
+
+
+# --- the state of a request ---------------------------------------------------------------------------------
+
+
+State = Literal["queued", "running", "finished", "cancelled", "error"]
+STATES: tuple[State, ...] = get_args(State)
+"""From the earliest to the latest: the state of a request is the earliest of its choices'."""
+FIELDS = ["digest", "terminal", "cancel", "worker", "attempt"]
+"""Of a request's hash; all but the first may be missing."""
+STATE_ERRORS: Responses = only(TGI_ERRORS, 401, 403, 503)
+STATE_ERRORS |= error_responses(
+    ErrorResponse, {404: "There is no such request, or it belongs to another API key"}
+)
+state_router = APIRouter(responses=STATE_ERRORS, tags=[RESUME])
+
+
+class ChoiceState(BaseModel):
+    """One choice of a request."""
+
+    state: State
+    generated_tokens: int
+
+
+class RequestState(BaseModel):
+    """A request that was admitted. It ends when all its choices have ended."""
+
+    id: str
+    state: State
+    priority: Literal["interactive", "standard", "batch"]
+    tenant: str
+    created: int = Field(description="Unix time of its admission.")
+    prompt_tokens: int
+    queue_position: int | None = Field(
+        description="While it is queued: how many requests wait that are of its class or a more urgent one, "
+        "itself included. Tenants take turns, so it may start sooner. Null afterwards."
+    )
+    choices: list[ChoiceState]
+
+
+@state_router.get("/requests/{request_id}", summary="Show a request", response_model=RequestState)
+async def show_request(request: Request, request_id: RequestId) -> Response:
+    """Returns the state of a request, at any gateway, while it runs, or while its stream is kept for a client
+    that comes back. Its id is in the header `x-request-id` of a stream.
+    """
+    own = await find_request(request, request_id)
+    streams, states = await attach.read_committed(*own), await read_states(own)
+    position = await read_position(own) if earliest(states) == "queued" else None
+    return render_request(own.answer, streams, states, position)
+
+
+@state_router.delete("/requests/{request_id}", summary="Cancel a request", response_model=RequestState)
+async def cancel_request(request: Request, request_id: RequestId) -> Response:
+    """Cancels all choices of a request, whatever connection reads its answer: a stream ends with an error. A
+    request that has ended stays as it is. Returns its state, with the number of tokens before the cancel.
+    """
+    own = await find_request(request, request_id)
+    streams = await attach.read_committed(*own)
+    async with asking_broker():
+        outcomes = [
+            await request_scripts.cancel_request(own.pool.client, choice.request_id)
+            for choice in own.answer.choices()
+        ]
+    return render_request(own.answer, streams, await read_states(own, any(outcomes)))
+
+
+async def find_request(request: Request, request_id: str) -> Admitted:
+    """The request with this id, if it was sent with the same API key. Raises ApiError: 404, 503."""
+    admitted = await find_own(request, request_id)
+    if admitted is None:
+        raise unknown_request(request_id)
+    return admitted
+
+
+def unknown_request(request_id: str) -> ApiError:
+    why = "it is not yours, its id is wrong, or it was answered"
+    return ApiError(404, "not_found", f"There is no request {cut(request_id)}: {why}")
+
+
+async def read_states(admitted: Admitted, is_cancelled: bool = False) -> list[State]:
+    """The state of each choice. A reader deletes choices that have ended: a deleted choice has finished, or
+    was cancelled if the request `is_cancelled`. Raises ApiError: 503, and 404 if all choices have finished.
+    """
+    hashes = await attach.read_fields(admitted.pool, admitted.answer, FIELDS)
+    if not is_cancelled and not any(digest for digest, *_ in hashes):
+        raise unknown_request(admitted.answer.request_id)
+    deleted: State = "cancelled" if is_cancelled else "finished"
+    return [deleted if digest is None else choice_state(*fields) for digest, *fields in hashes]
+
+
+async def read_position(admitted: Admitted) -> int | None:
+    """How many requests wait in the pool, of this request's class and more urgent ones; None while no batcher
+    counts them. Raises ApiError (503).
+    """
+    client, index = admitted.pool.client, class_index(admitted.answer.requests[0].class_name)
+    names = [f"waiting_{name}" for name in SERVICE_CLASSES[: index + 1]]
+    async with asking_broker():
+        counts = await client.redis.hmget(client.keys.state, names)  # type: ignore[misc]
+    return None if None in counts else max(1, sum(map(int, counts)))  # it may not be counted yet
+
+
+def earliest(states: Sequence[State]) -> State:
+    """The state of a request, from those of its choices."""
+    return min(states, key=STATES.index)
+
+
+def choice_state(
+    terminal: bytes | None, cancel: bytes | None, worker: bytes | None, attempt: bytes | None
+) -> State:
+    """The state of a choice, from the fields of its hash. With a `cancel`, it may still end otherwise."""
+    if terminal is not None:
+        return next((state for state in STATES if state == terminal.decode()), "finished")
+    if cancel is not None:
+        return "cancelled"
+    return "running" if worker or int(attempt or 0) else "queued"
+
+
+def render_request(
+    answer: HttpAnswer, streams: Sequence[Stream], states: Sequence[State], position: int | None = None
+) -> Response:
+    """The request and its choices, with their states and the numbers of tokens that their streams have."""
+    first = answer.requests[0]
+    content = {
+        "id": answer.request_id,
+        "state": earliest(states),
+        "priority": service_class(first.class_name),
+        "tenant": first.tenant,
+        "created": answer.created_s,
+        "prompt_tokens": answer.num_prompt_tokens,
+        "queue_position": position,
+        "choices": [
+            {"state": state, "generated_tokens": output.num_tokens}
+            for state, stream in zip(states, streams, strict=True)
+            for output in stream.outputs
+        ],
+    }
+    return json_response(content)
+
+
+# --- repeated requests --------------------------------------------------------------------------------------
+
+
+POLL_S = 0.1
+"""How often an answer that is not streamed is asked for its end."""
+
+
+async def check_repeated(request: Request) -> None:
+    """Dependency of routes that make answers. Raises Repeated if an earlier request with this key has one,
+    in whatever pool; ApiError: 400, 503. An answer that failed, or was cancelled, is forgotten: the request
+    is served anew. So it is if the earlier gateway died while it admitted some of several choices.
+    """
+    if request.method != "POST" or not idempotency_key(request):
+        return
+    if (admitted := await find_own(request, answer_id(request))) is None:
+        return
+    states = await read_ends(admitted.pool, admitted.answer)
+    if None in states:
+        return
+    if all(state in ("", *FINISHED) for state in states):
+        raise Repeated(admitted.answer.request_id)
+    async with asking_broker():
+        for choice in admitted.answer.choices():
+            await delete_ended(admitted.pool.client, choice.request_id)
+
+
+async def read_ends(pool: Pool, answer: HttpAnswer) -> Sequence[str | None]:
+    """How each choice ended; empty if it has not, None if it is not known. Raises ApiError (503)."""
+    found = await attach.read_fields(pool, answer, ["digest", "terminal"])
+    return [(terminal or b"").decode() if digest else None for digest, terminal in found]
+
+
+async def replay(count: CountError, request: Request, repeated: Repeated) -> Response:
+    """Exception handler: respond with the answer of the earlier request."""
+    try:
+        response = await respond(request, repeated.request_id)
+    except ApiError as error:
+        return await handle_api_error(count, request, error)
+    except ClientDisconnect as error:
+        return await handle_disconnect(request, error)
+    response.headers[REPLAYED] = "true"
+    return response
+
+
+async def respond(request: Request, request_id: str) -> Response:
+    """The answer from its start. Raises ApiError: 409, 410, 413, 424, 503; ClientDisconnect."""
+    if not noted_digest(request):  # the route has not read it
+        await read_bytes(request, own_pool(request).max_body_bytes)
+    admitted = await find_admitted(request, request_id)
+    check_same(request, admitted.answer.terms.body)
+    pool, answer, _ = admitted
+    if answer.streamed:
+        found = await read_rest(*admitted, 0)
+        assert found is not None, "every stream has a frame"
+        return await found.respond()
+    if answer.response is not None and fields_of(answer)["background"]:
+        return await respond_with_state(admitted)
+    await run_until_one_ends(wait_for_end(pool, answer), raise_when_gone(request))
+    return await respond_with_ended(admitted)
+
+
+async def find_admitted(request: Request, request_id: str) -> Admitted:
+    """The answer of the earlier request, which may be on its way to the broker. Raises ApiError (503) if it
+    does not arrive.
+    """
+    end_s = time.monotonic() + CONNECT_TIMEOUT_S
+    while (admitted := await find_own(request, request_id)) is None:
+        if time.monotonic() > end_s:
+            raise unavailable("the earlier request with this key was not admitted: ask again")
+        await asyncio.sleep(POLL_S)
+    return admitted
+
+
+def lost() -> ApiError:
+    return unavailable("the answer to the earlier request with this key has just expired: ask again")
+
+
+async def respond_with_state(admitted: Admitted) -> Response:
+    """A response that is made in the background, with what is committed so far. Raises ApiError (503)."""
+    return json_response(await render_response(admitted, await read_response(admitted)))
+
+
+async def wait_for_end(pool: Pool, answer: HttpAnswer) -> None:
+    """Wait until all choices have ended, without becoming their reader: the earlier request may have one.
+    Raises ApiError (503) if the answer is gone meanwhile, or failed: the next repetition is served anew.
+    """
+    while True:
+        states = await read_ends(pool, answer)
+        if not all(state in ("", *FINISHED) for state in states):
+            raise lost() if None in states else unavailable("the earlier request has just failed: ask again")
+        if all(states):
+            return
+        await asyncio.sleep(POLL_S)
+
+
+async def raise_when_gone(request: Request) -> None:
+    """Raises ClientDisconnect when the client has gone."""
+    await client_gone(request)
+    raise ClientDisconnect
+
+
+async def respond_with_ended(admitted: Admitted) -> Response:
+    """The whole of an answer that has ended. Raises ApiError (503)."""
+    pool, answer, channel = admitted
+    streams = await attach.read_committed(pool, answer, channel)
+    if not all(stream.finished for stream in streams):
+        raise lost()
+    arrived_s = time.monotonic() - attach.age_s(pool, answer)
+    renderer = protocol_of(answer.route).renderer(answer, streams)
+    num_records = sum(stream.num_records for stream in streams)
+    body, num_tokens = await offload(num_records, renderer.whole)
+    headers = total_headers(answer, streams, num_tokens, arrived_s)
+    return Response(body, 200, headers, "application/json")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from api.admin.routes_metrics import render_fleet
+from api.admin.routes_fleet import render_fleet
 from api.requests.monitors import SILENT_S
 from common.metrics import catalogue
 

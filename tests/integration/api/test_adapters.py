@@ -10,7 +10,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from api.admin import routes_metrics
+from api.admin import routes_fleet
 from api.app import Gateway
 from batcher.housekeeping import count_adapters
 from batcher.scheduling.sequence import PlacedRow
@@ -394,7 +394,7 @@ async def lines(client: httpx.AsyncClient, word: str) -> list[str]:
 async def test_live_requests_are_counted_by_the_adapters_names(
     broker: Broker, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routes_metrics, "MAX_ADAPTERS_SHOWN", 2)
+    monkeypatch.setattr(routes_fleet, "MAX_ADAPTERS_SHOWN", 2)
     load = AdapterLoad([("idle", 0, 1), ("legal", 2, 0), ("sql", 3, 4)])
     await redis.hset(KEYS.state, mapping={"blocks": 0, "adapters": encode(load)})  # type: ignore[misc]
     async with adapter_fleet(broker.url) as (_, _, client):

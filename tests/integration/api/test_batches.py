@@ -404,8 +404,7 @@ async def test_parts_that_the_broker_has_lost_are_written_again(
         await commit(self)
         before.append(await redis.hgetall(key))  # type: ignore[misc]
         if len(before) == 4:
-            await redis.delete(key)
-            await redis.hset(key, mapping=before[1])  # type: ignore[misc]
+            await redis.pipeline().delete(key).hset(key, mapping=before[1]).execute()  # type: ignore[union-attr]
 
     commit = BatchRun.commit
     monkeypatch.setattr(BatchRun, "commit", commit_and_lose)
@@ -444,7 +443,7 @@ async def test_a_record_that_cannot_be_read_ends_its_batch_and_no_gateway(
 
 
 async def test_files_have_limits(broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("api.jobs.routes_batches.MAX_FILES", 2)
+    monkeypatch.setattr("api.jobs.batch.MAX_FILES", 2)
     monkeypatch.setattr("api.jobs.files.MAX_FILE_BYTES", 9_000_000)
     async with answering(broker.url, answer, files_dir=str(tmp_path)) as (
         _,

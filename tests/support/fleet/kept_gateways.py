@@ -12,8 +12,8 @@ import httpx
 import uvicorn
 
 from api.app import Gateway, GatewayServer, build, build_heir, own_listener
+from api.handover.answer_socket import KeeperChannel
 from api.handover.draining import Draining
-from api.handover.keeper_channel import KeeperChannel
 from api.http.protocol import HttpProtocol
 from common.settings.settings import Settings
 from deploy.launcher.launcher import command

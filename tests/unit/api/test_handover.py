@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 
 from api.app import own_listener
+from api.handover.answer_socket import KeeperChannel, RestOfAnswer
 from api.handover.draining import Draining, DrainingServer
-from api.handover.keeper_channel import KeeperChannel
-from api.handover.rest_of_answer import RestOfAnswer
 from common.messages.codec import decode
 from common.messages.kept_answer import MAX_DATAGRAM_BYTES, KeeperMessage, KeptAnswer
 from tests.support.waiting import wait_until

@@ -76,12 +76,11 @@ INVALID: list[tuple[Any, dict[str, Any], str]] = [
     (("chat",), {}, "either `inputs` or `messages` must be given"),
     (("generate", b"\xff"), {}, "bytes"),
     (("chat", CHAT["messages"]), {"x": nested_lists(250)}, "more than 201 levels deep"),
-    (("chat", CHAT["messages"]), {"x": nested_lists(260)}, "at most 201 levels"),
     (("chat", CHAT["messages"]), {"n": 1000}, "`n`"),
     (("generate", "a"), {"not_before": 1}, "use arq's `_defer_until`"),
     (("chat", CHAT["messages"]), {"not_before": 1}, "`not_before` is no parameter of a job"),
-    (("generate", "a", {"temperature": math.nan}), {}, r"`parameters\.temperature` must be a finite"),
-    (("chat", CHAT["messages"]), {"logit_bias": {"7": -math.inf}}, r"`parameters\.logit_bias\.7` must"),
+    (("generate", "a", {"temperature": math.nan}), {}, "must be JSON: Out of range float"),
+    (("chat", CHAT["messages"]), {"logit_bias": {"7": -math.inf}}, "must be JSON: Out of range float"),
     (("train", "a"), {}, "'train' not found"),
 ]
 

@@ -11,7 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from api.app import Gateway
-from api.jobs.arq_client import ArqClient
+from api.jobs.arq_worker import ArqClient
 from api.jobs.consumer import submit_lost
 from api.jobs.job import read_job
 from api.protocols.protocol import Context

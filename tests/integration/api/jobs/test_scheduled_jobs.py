@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 import pytest
 
 from api.app import Gateway
-from api.jobs.scripts import LIVE, SCHEDULED
+from api.jobs.records import LIVE, SCHEDULED
 from common import api_keys
 from common.api_keys import KeyFields
 from common.broker.pool_client import PoolClient

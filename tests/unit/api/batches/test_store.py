@@ -49,7 +49,7 @@ async def test_a_record_that_is_not_its_files_own_is_not_believed(tmp_path: Path
     """It stands in the folder of one tenant and names another: nothing of either is read or deleted."""
     store = FileStore(str(tmp_path), BrokerClock())
     await store.put_record(FILE)
-    Path(store.record_path(FILE.owner, FILE.id)).write_bytes(orjson.dumps(record))
+    Path(store.path(FILE.owner, FILE.id)).write_bytes(orjson.dumps(record))
     with pytest.raises(ApiError) as refused:
         await store.find(FILE.owner, FILE.id)
     assert refused.value.status == 503 and "broker" not in refused.value.text

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio.client import Pipeline
 
-from api.admin.routes_metrics import read_totals, render_fleet
+from api.admin.routes_fleet import read_totals, render_fleet
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.metrics import catalogue, exposition

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from api.jobs import scripts as job_scripts
-from api.jobs.scripts import (
+from api.jobs import records
+from api.jobs.records import (
     DEAD,
     DONE,
     FRAMES_LOST,
@@ -25,7 +25,7 @@ CHANNEL = KEYS.channel("ext:me")
 
 
 async def cancel_job(redis: Redis, tenant: str = "") -> int:
-    return await run_script(redis, job_scripts.cancel_job(KEYS, "a", tenant=tenant))
+    return await run_script(redis, records.mark_cancelled(KEYS, "a", tenant=tenant))
 
 
 async def reply(
@@ -36,7 +36,7 @@ async def reply(
     answer: bytes = b"",
     num_heard: int = 0,
 ) -> int:
-    call = job_scripts.reply(
+    call = records.write_reply(
         KEYS,
         "a",
         channel=channel,
@@ -68,7 +68,7 @@ async def test_reply_refuses_frames_beyond_lost_ones_and_takes_all_again(redis: 
 @pytest.mark.parametrize(
     ("known", "answer", "ttl_ms"),
     [
-        ({}, 0, job_scripts.REQUEST_TTL_MS),
+        ({}, 0, records.REQUEST_TTL_MS),
         ({"digest": "d"}, 0, -1),
         ({"digest": "d", "choices": 2}, 2, -1),
         ({"last": "x"}, -1, -1),
@@ -114,7 +114,7 @@ async def note(
 
 
 async def end(redis: Redis, job_id: str, ending: JobEnding = BROKEN) -> None:
-    call = job_scripts.reply(
+    call = records.write_reply(
         KEYS,
         job_id,
         channel="",
@@ -135,7 +135,7 @@ async def members(redis: Redis, name: str) -> list[bytes]:
 async def test_of_too_many_dead_jobs_the_oldest_leave_with_all_that_is_kept(
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_scripts, "MAX_DEAD", 2)
+    monkeypatch.setattr(records, "MAX_DEAD", 2)
     for name in "abc":
         await note(redis, name)
         await end(redis, name)

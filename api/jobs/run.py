@@ -1,9 +1,13 @@
-"""Job run: one job from its admission to its answer; the gateway acts as its client."""
+"""Job run: one job from its admission to its answer; the gateway acts as its client.
+
+A reply sends frames of the job to a channel and to a stream, and its whole answer to `result:{id}`. Frames
+are numbered, so that each is sent once even if two gateways serve the job.
+"""
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,21 +25,12 @@ from api.http.middleware import (
     AccessRecord,
     RequestTrace,
     count_longest,
+    generation_attributes,
     note_answer,
     note_streams,
 )
-from api.jobs.job import Job, left_ms, waiting_turn
-from api.jobs.records import ending_of
-from api.jobs.reply import Frame, Reply
-from api.jobs.scripts import DONE, JobEnding
-from api.jobs.validated_job import (
-    ValidatedJob,
-    begin_job_trace,
-    find_model,
-    note_failure,
-    note_job,
-    validate_job,
-)
+from api.jobs.job import Job, find_model, left_ms, validate_job, waiting_turn
+from api.jobs.records import DONE, FRAMES_LOST, GOES_ON, JobEnding, ending_of, write_reply
 from api.json import to_json
 from api.prompts.pictures import PICTURE_GONE
 from api.requests import metrics
@@ -43,18 +38,108 @@ from api.requests.pool import Pool
 from api.requests.request_scripts import KeyCharge, address
 from api.streams.stream import Stream, new_stream
 from api.webhooks import check_room
+from common.broker.keys import JOB_TTL_MS, RESULT_TTL_MS
+from common.broker.lua import Args, call_script
 from common.messages.codec import encode
 from common.messages.events import Terminal
 from common.process.event_loop import run_until_one_ends
+from common.process.logs import TRACEPARENT
+from common.tracing import NS_PER_MS
 
 log = logging.getLogger(__name__)
 
 NO_RETRY = ("conflict", "unauthorized", INSUFFICIENT_QUOTA, PICTURE_GONE)
 """Types of errors that no wait mends."""
-MORE_FRAMES = 8
-"""Most frames of a choice besides those of its tokens."""
-MANY_FRAMES = 2**20
-"""Limit of a job's frames until the number of its tokens is known."""
+MAX_FRAMES = 2**20
+"""In the stream of a job: more than any has."""
+
+
+Frame = tuple[int, int, bytes]
+"""Lane, index in its lane, text. Every gateway makes the same frames of a lane; the order of lanes may
+differ.
+"""
+
+
+class Reply:
+    """Answers one entry of `submit`.
+
+    Attributes:
+        num_sent: frames of the job that this reply has sent.
+    """
+
+    def __init__(self, pool: Pool, job: Job) -> None:
+        self.client = pool.client
+        self.keys = pool.client.keys
+        self.retry_forever = pool.admission.retry_forever
+        self.job = job
+        self.channel = self.keys.channel(job.reply_to) if job.reply_to else ""
+        self.num_sent = 0
+
+    async def register(self) -> str:
+        """Register the entry's job. Returns `live`, `ended` (answered again) or `conflict`."""
+        job = self.job
+        args: Args = {
+            "digest": job.digest,
+            "tenant": job.terms.tenant if job.terms.key else "",
+            "webhook": job.webhook,
+            "ttl_ms": JOB_TTL_MS,
+            "channel": self.channel,
+            "in_stream": int(job.in_stream),
+            "reply_ttl_ms": RESULT_TTL_MS,
+        }
+        call = call_script("register_job", bytes.decode, self.keys, job.id, args=args)
+        return await self.retry_forever(lambda: self.client.run(call))
+
+    async def send_new(self, frames: list[Frame]) -> None:
+        """Send the frames that are not sent yet."""
+        if self.job.has_listeners and len(frames) > self.num_sent:
+            await self.send(frames)
+        self.num_sent = len(frames)
+
+    async def send_error(self, error: ApiError, result_id: str) -> None:
+        """Answer this entry alone; the job with its id stays as it is."""
+        body = to_json(self.job.family(error)[1])
+
+        async def command() -> None:
+            async with self.client.redis.pipeline() as pipe:
+                pipe.set(self.keys.result(result_id), body, px=RESULT_TTL_MS)
+                if self.channel:
+                    pipe.publish(self.channel, body)
+                await pipe.execute()
+
+        await self.retry_forever(command)
+
+    async def send(
+        self,
+        frames: list[Frame],
+        answer: bytes = b"",
+        request_ids: Sequence[str] = (),
+        ending: JobEnding = GOES_ON,
+    ) -> None:
+        """Send the new frames, or all of them if the broker has lost some. The answer is sent together with
+        the last frames: after the last frame a client finds it.
+        """
+
+        async def send_from(first: int) -> int:
+            call = write_reply(
+                self.keys,
+                self.job.id,
+                channel=self.channel,
+                max_entries=MAX_FRAMES * self.job.in_stream,
+                answer=answer,
+                request_ids=request_ids,
+                frames=frames[first:],
+                num_heard=self.num_sent - first,
+                ending=ending,
+            )
+            return await self.retry_forever(lambda: self.client.run(call))
+
+        if await send_from(self.num_sent) == FRAMES_LOST:
+            log.warning("job %s: the broker has lost frames: all are sent again", self.job.id)
+            await send_from(0)
+
+
+# --- one job -----------------------------------------------------------------------------------------------
 
 
 class JobRun:
@@ -84,7 +169,6 @@ class JobRun:
         self.ended = asyncio.Event()
         self.frames: list[Frame] = []
         self.num_frames: Counter[int] = Counter()
-        self.max_frames = MANY_FRAMES
         self.streams: list[Stream] = []
         self.trace: RequestTrace | None = None
         self.access = access
@@ -105,7 +189,7 @@ class JobRun:
         answer = await self.render_result()
         request_ids = [stream.request.request_id for stream in self.streams]
         for reply in self.replies:
-            await reply.send(self.frames, self.max_frames, answer, request_ids, self.ending)
+            await reply.send(self.frames, answer, request_ids, self.ending)
         if self.streams:
             note_streams(self.record, self.model_name, self.streams, "cancelled")
             count_longest(self.streams)
@@ -120,18 +204,18 @@ class JobRun:
             self.record.status = 200
             return result
         except ApiError as error:
-            self.record.note({"reason": error.error_type})
-            metrics.count_error(error.status, error.error_type)
-            note_failure(self.trace, error.error_type, str(error))
-            self.ending = ending_of(error)
-            self.record.status, answered = self.job.family(error)
-            body = to_json(answered)
+            failure, why = error, str(error)
         except Exception as error:
             log.exception("job %s", self.job.id)
-            note_failure(self.trace, "internal", type(error).__name__)
-            self.ending = ending_of(internal_error())
-            self.record.status, answered = self.job.family(internal_error())
-            body = to_json(answered)
+            failure, why = internal_error(), type(error).__name__
+        self.record.note({"reason": failure.error_type})
+        metrics.count_error(failure.status, failure.error_type)
+        if self.trace is not None:
+            self.trace.attributes["error.type"] = failure.error_type
+            self.trace.error = self.trace.generation_error = why
+        self.ending = ending_of(failure)
+        self.record.status, answered = self.job.family(failure)
+        body = to_json(answered)
         if all(text != body for _, _, text in self.frames):
             self.add_frames([(0, body)])
         return body
@@ -140,20 +224,22 @@ class JobRun:
         """The result. Raises ApiError."""
         if self.job.fault:
             raise self.job.fault
-        model = await find_model(self.pool, self.job)
+        assert self.job.protocol is not None
+        self.protocol, model = self.job.protocol, await find_model(self.pool, self.job)
         self.model_name = model.name
         async with waiting_turn(self.pool, self.job, self.admission_lock):
             await attempt(self.admission.check, self.wait)
             if self.job.webhook:
                 await attempt(lambda: check_room(self.pool.client), self.wait)
-            valid = await attempt(lambda: validate_job(self.pool, self.job, model), self.wait_to_keep)
-            note_job(self.trace, self.job, valid.answer)
-            await self.admit_all(valid.answer)
-        self.max_frames = sum(
-            len(stream.outputs) * (stream.request.stopping.max_new_tokens + MORE_FRAMES)
-            for stream in self.streams
-        )
-        await self.send_frames(valid)
+            answer = await attempt(lambda: validate_job(self.pool, self.job, model), self.wait_to_keep)
+            if self.trace is not None:
+                operation = self.protocol.operation
+                self.trace.generation_attributes |= generation_attributes(
+                    answer.requests[0], operation, answer.model
+                )
+                self.trace.generation_attributes |= {"gen_ai.request.choice.count": len(answer.requests)}
+            await self.admit_all(answer)
+        await self.send_frames(answer)
         if self.trace is not None:
             note_answer(self.trace, self.streams)
         for stream in self.streams:
@@ -162,9 +248,8 @@ class JobRun:
             assert stream.terminal is not None
             if not stream.finished:
                 raise failed(stream.terminal)
-        return await offload(
-            sum(stream.num_records for stream in self.streams), lambda: valid.render_result(self.streams)
-        )
+        num_records = sum(stream.num_records for stream in self.streams)
+        return await offload(num_records, lambda: self.protocol.renderer(answer, self.streams).whole()[0])
 
     # --- admission ------------------------------------------------------------------------------------------
 
@@ -232,18 +317,31 @@ class JobRun:
 
     # --- answer ---------------------------------------------------------------------------------------------
 
-    async def send_frames(self, valid: ValidatedJob) -> None:
+    async def send_frames(self, answer: HttpAnswer) -> None:
         """Send frames, from the first listener on, until the end; without a listener, wait for the end."""
         await run_until_one_ends(self.has_listener.wait(), all_ended(self.streams))
         if not self.has_listener.is_set():
             return
-        async for new in valid.frames(self.streams):
+        async for new in self.make_frames(answer):
             self.add_frames(new)
             if not all(
                 stream.terminal for stream in self.streams
             ):  # the last frames are sent with the answer
                 for reply in self.replies:
-                    await reply.send_new(self.frames, self.max_frames)
+                    await reply.send_new(self.frames)
+
+    async def make_frames(self, answer: HttpAnswer) -> AsyncIterator[list[tuple[int, bytes]]]:
+        """Frames with their lanes: those of the answer, or else the whole; that one only of what has
+        finished.
+        """
+        renderer = self.protocol.renderer(answer, self.streams)
+        if (feed := renderer.chunks()) is None:
+            await all_ended(self.streams)
+            if all(stream.finished for stream in self.streams):
+                yield [(0, renderer.whole()[0])]
+        else:
+            async for new in feed:
+                yield new
 
     def add_frames(self, new: Iterable[tuple[int, bytes]]) -> None:
         """Add new frames, numbered in their lanes."""
@@ -265,3 +363,26 @@ class JobRun:
 async def all_ended(streams: Sequence[Stream]) -> None:
     for stream in streams:
         await stream.ended.wait()
+
+
+def begin_job_trace(pool: Pool, job: Job) -> RequestTrace | None:
+    """The trace that a job names, or its own; None if it is not sampled. This task is in it from now on."""
+    given = job.body.traceparent if job.body is not None else None
+    trace = RequestTrace.begin(
+        f"{pool.settings.pool}/{job.id}/{job.entry_ms}",
+        {"traceparent": given} if given else {},
+        name="process submit",
+        kind="CONSUMER",
+        inner_name=job.protocol.span if job.protocol else "generate",
+        attributes={
+            "messaging.system": "redis",
+            "messaging.operation.name": "process",
+            "messaging.operation.type": "process",
+            "messaging.destination.name": pool.client.keys.submit,
+            "messaging.message.id": job.entry_id,
+            "tokenfleet.request.id": job.id,
+        },
+        started_ns=NS_PER_MS * job.due_ms,
+    )
+    TRACEPARENT.set(trace.generation if trace else "")
+    return trace
