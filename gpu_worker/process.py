@@ -19,10 +19,7 @@ from collections.abc import Mapping, Sequence
 import setproctitle
 import uvloop
 
-from common.broker.pool_client import PoolClient
-from common.messages.plan import WorkerCapacity
 from common.metrics import exposition
-from common.metrics.exposition import publishing_metrics
 from common.process import launch, logs
 from common.process.launch import ACCEPTED, PRELOAD_FLAG, detach_stdin
 from common.process.startup import (
@@ -35,13 +32,9 @@ from common.process.startup import (
 from common.rank import RankInfo, machine_ranks
 from common.settings.settings import SettingError, Settings
 from gpu_worker.agent import gpu_claims
-from gpu_worker.agent.agent import Agent, Stay
 from gpu_worker.agent.engine_client import EngineClient, EngineDied, RankProcess
-from gpu_worker.agent.publish import Sealed
-from gpu_worker.agent.state import AgentState
-from gpu_worker.agent.steps import EngineStuck
 from gpu_worker.protocol import LoadProgress
-from gpu_worker.swapping.swapper import ServedModel, Swapper
+from gpu_worker.swapping.swapper import Swapper
 
 log = logging.getLogger(__name__)
 
@@ -137,70 +130,7 @@ async def run(settings: Settings, own: ProcessIdentity, preloaded: Sequence[Rank
         exposition.start_metrics_server(settings, READY.is_set)
         return await follow(settings, environ, ranks, preloaded)
     configure_process(own, settings)
-    if settings.models:
-        return await serve_models(settings, own, environ, ranks, preloaded)
-    return await serve(settings, own, environ, ranks, preloaded)
-
-
-async def serve(
-    settings: Settings,
-    own: ProcessIdentity,
-    environ: Mapping[str, str],
-    ranks: Sequence[RankInfo],
-    preloaded: Sequence[RankProcess],
-) -> int:
-    """Serve as one incarnation → the exit status. `environ`: for the engine's processes, beside settings."""
-    model = ServedModel(settings, PoolClient.connect(settings), environ, ranks)
-    try:
-        engine, worker = await model.wake(own.name, own.incarnation, preloaded)
-        assert model.state is not None
-        status = await serve_engine(settings, engine, model.state, worker)
-        if model.is_spread and status == 0:
-            await engine.end()
-        return status
-    except EngineDied as error:
-        log.error("%s", error)
-        return 1
-    finally:
-        model.end()
-
-
-async def serve_models(
-    settings: Settings,
-    own: ProcessIdentity,
-    environ: Mapping[str, str],
-    ranks: Sequence[RankInfo],
-    preloaded: Sequence[RankProcess],
-) -> int:
-    """Serve all models in turns → the exit status."""
-    swapper = Swapper(settings, own, environ, ranks, preloaded)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, swapper.begin_shutdown)
-    return await swapper.run()
-
-
-async def serve_engine(
-    settings: Settings, engine: EngineClient, state: AgentState, worker: WorkerCapacity
-) -> int:
-    """Run the agent until it is drained or fails → the exit status. If its streams are gone, it goes on as
-    the next incarnation.
-    """
-    pool = PoolClient.connect(settings)
-    stay = Stay(Agent(settings, pool, engine, state, worker))
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, state.begin_shutdown)
-    loop.add_signal_handler(signal.SIGINT, state.begin_shutdown)
-    why = "died"
-    try:
-        async with publishing_metrics(pool):
-            await stay.run()
-        why = "drained"
-        return 0
-    except (Sealed, EngineDied, EngineStuck) as error:
-        log.error("incarnation %s is over: %s: %s", stay.incarnation, type(error).__name__, error)
-        return 1
-    finally:
-        await stay.seal(why)
+    return await Swapper(settings, own, environ, ranks, preloaded).run()
 
 
 async def serve_preloaded(flags: Sequence[str]) -> int:

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import logging
 import secrets
+from collections.abc import Coroutine
 from dataclasses import replace
+from typing import Any
 
 from common.broker import heartbeat
 from common.broker.client import ERRORS, FailureLog, describe_error
@@ -15,6 +17,7 @@ from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.events import REPEAT_S, SILENT_S
 from common.messages.plan import WorkerCapacity
+from common.metrics.exposition import publishing_metrics
 from common.process.event_loop import run_until_one_ends, until_beat
 from common.process.logs import next_incarnation, plural
 from common.settings.settings import Settings
@@ -246,6 +249,21 @@ class Stay:
         while not await self.agent.run():
             self.agent = await self.agent.next_incarnation()
             log.warning("the same engine goes on as incarnation %s", self.incarnation)
+
+    async def serve(self, *others: Coroutine[Any, Any, object]) -> None:
+        """Run until the first of this and `others` ends, with metrics, and seal the logs. Raises Sealed,
+        EngineDied, EngineStuck.
+        """
+        why = "died"
+        try:
+            async with publishing_metrics(self.agent.pool):
+                await run_until_one_ends(self.run(), *others)
+            why = "drained"
+        except (Sealed, EngineDied, EngineStuck):
+            log.error("incarnation %s is over", self.incarnation)
+            raise
+        finally:
+            await self.seal(why)
 
     @property
     def incarnation(self) -> str:

@@ -15,12 +15,12 @@ import asyncio
 import contextlib
 import logging
 import math
+import signal
 import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from redis.asyncio import Redis
 from tokenizers import Tokenizer
 
 from common import model_files
@@ -30,7 +30,6 @@ from common.broker.keys import SLEEPER, STARTING, Keys
 from common.broker.pool_client import PoolClient
 from common.messages.plan import WorkerCapacity
 from common.metrics import catalogue
-from common.metrics.exposition import publishing_metrics
 from common.model_files import read_other_tokenizer, read_tokenizer
 from common.process import machine
 from common.process.event_loop import run_until_one_ends
@@ -40,8 +39,10 @@ from common.rank import RankInfo
 from common.settings.settings import SettingError, Settings
 from gpu_worker.agent.agent import Agent, Stay
 from gpu_worker.agent.engine_client import EngineClient, EngineDied, RankProcess
+from gpu_worker.agent.publish import Sealed
 from gpu_worker.agent.row_text import RowTable
 from gpu_worker.agent.state import AgentState
+from gpu_worker.agent.steps import EngineStuck
 
 IDLE_SWAPS = 0.1
 """A turn ends early when its model was not asked for this share of what swaps take."""
@@ -49,8 +50,6 @@ LEAST_SWAPS = 1.0
 """A turn that a deadline ends early lasts as long as the swaps for it: they take half of the time."""
 TURN_SWAPS = 4.0
 """A turn lasts this many times as long as the swaps for it: they take a fifth of the time."""
-MAX_SHARE = 4.0
-"""A turn whose own model has more waiting tokens than the next one's is longer, up to this many times."""
 MIN_TURN_S = 1.0
 DUE_MARGIN_S = 1.0
 """A request must start this long before its deadline to have an answer."""
@@ -62,7 +61,6 @@ class PoolDemand:
 
     Attributes:
         num_waiting: requests that no worker computes.
-        waiting_tokens: tokens that they may take, prompts and answers.
         waited_s: how long some have waited without a break since this worker left.
         due_s: time until the first of their deadlines.
         num_rows: requests that workers compute.
@@ -73,7 +71,6 @@ class PoolDemand:
 
     pool: str
     num_waiting: int = 0
-    waiting_tokens: int = 0
     waited_s: float = 0.0
     due_s: float = math.inf
     num_rows: int = 0
@@ -122,39 +119,40 @@ def wants_worker(turn: ModelTurn, other: PoolDemand) -> bool:
 
 def turn_s(turn: ModelTurn, other: PoolDemand) -> float:
     """How long the turn lasts if another model is next."""
-    both_s = turn.own.swap_s + other.swap_s
     if is_idle(turn, other):
         return 0.0
-    share = turn.own.waiting_tokens / max(1, other.waiting_tokens)
-    whole_s = max(MIN_TURN_S, TURN_SWAPS * both_s) * min(max(share, 1.0), MAX_SHARE)
-    return max(MIN_TURN_S, LEAST_SWAPS * both_s) if is_due(turn, other, whole_s) else whole_s
+    whole_s = whole_turn_s(turn, other)
+    if is_due(other, whole_s - turn.lasted_s):
+        return max(MIN_TURN_S, LEAST_SWAPS * (turn.own.swap_s + other.swap_s))
+    return whole_s
 
 
 def is_idle(turn: ModelTurn, other: PoolDemand) -> bool:
     """Whether the turn's own model is not asked for any more. A client that asks again at once is waited for,
     since a swap back and forth would take longer.
     """
-    return turn.idle_s >= IDLE_SWAPS * (turn.own.swap_s + other.swap_s) and not is_busy(turn.own)
+    is_busy = turn.own.num_rows or turn.own.num_waiting
+    return turn.idle_s >= IDLE_SWAPS * (turn.own.swap_s + other.swap_s) and not is_busy
 
 
-def is_busy(pool: PoolDemand) -> bool:
-    return bool(pool.num_rows or pool.num_waiting)
+def whole_turn_s(turn: ModelTurn, other: PoolDemand) -> float:
+    """How long the turn lasts if nothing ends it early."""
+    return max(MIN_TURN_S, TURN_SWAPS * (turn.own.swap_s + other.swap_s))
 
 
-def is_due(turn: ModelTurn, other: PoolDemand, whole_s: float) -> bool:
-    """Whether a deadline of another model passes if the turn lasts `whole_s`, and does not if it ends now."""
+def is_due(other: PoolDemand, wait_s: float) -> bool:
+    """Whether a deadline of another model passes if it waits so long, and does not if it is next now."""
     start_s = other.swap_s + DUE_MARGIN_S
-    left_s = max(0.0, whole_s - turn.lasted_s)
-    return start_s < other.due_s < start_s + left_s
+    return start_s < other.due_s < start_s + wait_s
 
 
 def urgency(turn: ModelTurn, other: PoolDemand, num_others: int) -> tuple[bool, bool, float]:
     """Sorts models: those that have waited for longer than a turn of each other one takes come first, then
     those whose deadline would pass, then those that have waited longest.
     """
-    whole_s = max(MIN_TURN_S, TURN_SWAPS * (turn.own.swap_s + other.swap_s))
+    whole_s = whole_turn_s(turn, other)
     is_starved = other.waited_s > num_others * (whole_s + other.swap_s)
-    return not is_starved, not is_due(turn, other, MAX_SHARE * whole_s), -other.waited_s
+    return not is_starved, not is_due(other, whole_s), -other.waited_s
 
 
 log = logging.getLogger(__name__)
@@ -223,6 +221,12 @@ def capacity(
     )
 
 
+CLAIM_SPARE_S = 5.0
+"""A claim lasts this much longer than twice the swap."""
+COUNTS = ["waiting", "oldest_ms", "due_ms", "rows", "workers"]
+"""Fields of a pool's state that say what it is asked for."""
+TOLD_MS = 1500
+"""Time in which a batcher has said that its pool has a worker."""
 UNKNOWN_SWAP_S = 10.0
 """What a first swap to a model is taken to last."""
 MEMORY_SHARE = 0.1
@@ -295,15 +299,25 @@ class ServedModel:
             "tokenizer_name": self.settings.tokenizer_name or "",
         }
 
-    def complete(self, demand: PoolDemand) -> PoolDemand:
-        """The demand, with what this worker knows of its own time here."""
-        now_s = time.monotonic()
-        if not demand.num_waiting or self.doing == "awake":
+    def demand(self, counts: Mapping[str, int]) -> PoolDemand:
+        """What the model is asked for: by COUNTS, those that its batcher has told, and what this worker knows
+        of its own time here.
+        """
+        now_s, num_waiting = time.monotonic(), counts.get("waiting", 0)
+        if not num_waiting or self.doing == "awake":
             self.asked_s = None
         elif self.asked_s is None:
-            self.asked_s = max(now_s - demand.waited_s, self.left_s)
-        waited_s = 0.0 if self.asked_s is None else now_s - self.asked_s
-        return replace(demand, waited_s=waited_s, swap_s=self.swap_s, can_wake=now_s >= self.retry_s)
+            self.asked_s = max(now_s - counts.get("oldest_ms", 0) / 1000, self.left_s)
+        return PoolDemand(
+            self.pool,
+            num_waiting=num_waiting,
+            waited_s=0.0 if self.asked_s is None else now_s - self.asked_s,
+            due_s=counts.get("due_ms", 0) / 1000 if num_waiting else math.inf,
+            num_rows=counts.get("rows", 0),
+            num_workers=counts.get("workers", 0),
+            swap_s=self.swap_s,
+            can_wake=now_s >= self.retry_s,
+        )
 
     async def wake(
         self, name: str, incarnation: str, preloaded: Sequence[RankProcess]
@@ -314,7 +328,9 @@ class ServedModel:
         try:
             # ranks of other machines wait for these: they all find the model once they are connected
             directory = None if self.is_spread else await asyncio.to_thread(resolve, self.settings)
-            engine = self.engine = self.engine or await self.start(directory, preloaded)
+            found = {"model_id": str(directory)} if directory else {}
+            environ = {**self.settings.model_copy(update=found).environ(), **self.environ}
+            engine = self.engine = self.engine or await EngineClient.start(environ, self.ranks, preloaded)
             if self.woken_from == MEMORY:
                 engine.wake_up()
             if directory:
@@ -330,11 +346,6 @@ class ServedModel:
         self.doing = "awake"
         self.num_failures = 0
         return engine, worker
-
-    async def start(self, directory: Path | None, preloaded: Sequence[RankProcess]) -> EngineClient:
-        found = {"model_id": str(directory)} if directory else {}
-        settings = self.settings.model_copy(update=found)
-        return await EngineClient.start({**settings.environ(), **self.environ}, self.ranks, preloaded)
 
     async def read_tokenizer(self, directory: Path) -> None:
         """Make the state of the first incarnation over an engine, if there is none yet."""
@@ -375,56 +386,6 @@ class ServedModel:
         return sum(file.stat().st_size for file in model_files.weight_files(path)) if path else 0
 
 
-CLAIM_SPARE_S = 5.0
-"""A claim lasts this much longer than twice the swap."""
-COUNTS = ["waiting", "waiting_tokens", "oldest_ms", "due_ms", "rows", "workers"]
-"""Fields of a pool's state that say what it is asked for."""
-TOLD_MS = 1500
-"""Time in which a batcher has said that its pool has a worker."""
-
-
-async def read_demands(redis: Redis, pools: Collection[str]) -> dict[str, PoolDemand]:
-    """What each pool is asked for: nothing where it has no batcher."""
-    async with redis.pipeline(transaction=False) as pipe:
-        for pool in pools:
-            pipe.hmget(Keys(pool).state, COUNTS)
-        found = await pipe.execute()
-    return {
-        pool: parse_demand(
-            pool, {name: int(value) for name, value in zip(COUNTS, values, strict=True) if value}
-        )
-        for pool, values in zip(pools, found, strict=True)
-    }
-
-
-def parse_demand(pool: str, counts: Mapping[str, int]) -> PoolDemand:
-    num_waiting = counts.get("waiting", 0)
-    return PoolDemand(
-        pool,
-        num_waiting=num_waiting,
-        waiting_tokens=counts.get("waiting_tokens", 0),
-        waited_s=counts.get("oldest_ms", 0) / 1000,
-        due_s=counts.get("due_ms", 0) / 1000 if num_waiting else math.inf,
-        num_rows=counts.get("rows", 0),
-        num_workers=counts.get("workers", 0),
-    )
-
-
-async def claim(client: PoolClient, worker: str, swap_s: float) -> bool:
-    """Claim a pool → whether no other worker wakes its model at this moment. A claim expires when its worker
-    should have joined.
-    """
-    ttl_ms = round(1000 * (2 * swap_s + CLAIM_SPARE_S))
-    if await client.redis.set(client.keys.waking, worker, nx=True, px=ttl_ms):
-        return True
-    return bool(await client.redis.get(client.keys.waking) == worker.encode())
-
-
-async def shorten_claim(client: PoolClient) -> None:
-    """Let a claim expire soon, since its worker has joined: the batcher tells others."""
-    await client.redis.pexpire(client.keys.waking, TOLD_MS, lt=True)
-
-
 ENGINE_BYTES = 512 * 2**20
 """Memory of an engine's process without weights and cache."""
 
@@ -433,10 +394,9 @@ def keep_room(next_model: ServedModel, models: Collection[ServedModel], settings
     """End engines that sleep, the one that has slept longest first, until memory has room for the model that
     is next.
     """
-    wanted_bytes = needed_bytes(next_model, settings)
     sleeping = [model for model in models if model is not next_model and model.kept_in == MEMORY]
     for model in sorted(sleeping, key=lambda one: one.left_s):
-        if machine.available_bytes() >= wanted_bytes:
+        if machine.available_bytes() >= needed_bytes(next_model, settings):
             return
         log.info("memory is short: the weights of %s are on disk only", model.pool)
         model.end()
@@ -457,7 +417,7 @@ MIN_PATIENCE_S = 1.0
 
 
 class Swapper:
-    """The models of one worker, one of which is awake.
+    """The models of one worker, one of which is awake: often the only one.
 
     Attributes:
         preloaded: processes that become ranks of the first engine.
@@ -504,14 +464,17 @@ class Swapper:
                 await self.choose_first()
                 await run_until_one_ends(self.serve_in_turns(), self.end_between_stays())
                 return 0
-            except StayFailed:
+            except (Sealed, EngineDied, EngineStuck) as error:
+                log.error("%s: %s", type(error).__name__, error)
                 return 1
             finally:
                 for model in self.models.values():
                     model.end()
 
     async def serve_in_turns(self) -> None:
-        """Serve one model after the other until the worker is drained. Raises StayFailed, SettingError."""
+        """Serve one model after the other until the worker is drained. Raises SettingError, Sealed,
+        EngineDied, EngineStuck.
+        """
         while not self.draining.is_set():
             model = self.models[self.next]
             if (stay := await self.join(model)) is not None:
@@ -523,61 +486,59 @@ class Swapper:
         await self.between_stays.wait()
 
     async def join(self, model: ServedModel) -> Stay | None:
-        """Wake a model → its stay. If it cannot be woken, another one is next. Raises SettingError if none
-        can.
+        """Wake a model → its stay. If it cannot be woken, another one is next. Raises EngineDied or
+        SettingError if none can.
         """
         keep_room(model, self.models.values(), self.settings)
         preloaded, self.preloaded = self.preloaded, ()
         try:
             engine, worker = await model.wake(self.own.name, self.incarnation, preloaded)
         except (EngineDied, SettingError) as error:
-            self.next = self.other_than(model, error)
+            now_s = time.monotonic()
+            left = [pool for pool, one in self.models.items() if one is not model and one.retry_s <= now_s]
+            if not left:
+                raise
+            model.note_failure(error)
+            self.next = left[0]
             return None
         assert model.state is not None
-        swap_s = model.swap_ms[model.woken_from] / 1000
-        log.info("%s is awake: woken from %s in %.2f s", model.pool, model.woken_from, swap_s)
         model.state = replace(
             model.state.next_incarnation(), draining=self.draining, signalled=self.signalled
         )
+        for number in (signal.SIGTERM, signal.SIGINT):  # before the first stay they end the process at once
+            asyncio.get_running_loop().add_signal_handler(number, self.begin_shutdown)
         return Stay(Agent(model.settings, model.client, engine, model.state, worker))
 
-    def other_than(self, model: ServedModel, error: EngineDied | SettingError) -> str:
-        """Note that a model cannot be woken → the pool of another one. Raises the error if there is none."""
-        model.note_failure(error)
-        now_s = time.monotonic()
-        left = [pool for pool, other in self.models.items() if other.retry_s <= now_s]
-        if not left:
-            raise error
-        return left[0]
-
     async def serve(self, model: ServedModel, stay: Stay) -> None:
-        """Serve a model until the worker is drained or another is next. Raises StayFailed."""
-        why = "died"
+        """Serve a model until the worker is drained or another is next. Raises Sealed, EngineDied,
+        EngineStuck.
+        """
         self.between_stays.clear()
         try:
-            with contextlib.suppress(*ERRORS):
-                await shorten_claim(model.client)
-            async with publishing_metrics(model.client):
-                catalogue.MODEL_SWAP.observe(model.swap_ms[model.woken_from] / 1000, model.woken_from)
-                await run_until_one_ends(stay.run(), self.leave(model, stay))
-            why = "drained"
-        except Exception as error:
-            log.error("incarnation %s is over: %s: %s", stay.incarnation, type(error).__name__, error)
-            raise StayFailed from error
+            if len(self.models) > 1:
+                await self.note_swap(model)
+                await stay.serve(self.leave(model, stay))
+            else:
+                await stay.serve()
+            if model.engine and model.is_spread:  # it is drained: other machines end in order, too
+                await model.engine.end()
         finally:
-            await stay.seal(why)
             model.left_s = time.monotonic()
             self.incarnation = next_incarnation(stay.incarnation)
             self.between_stays.set()
         if not self.draining.is_set():
-            await self.put_to_sleep(model, stay)
+            await stay.agent.stop_rows()  # their batcher resumes them
+            model.state = stay.agent.state
+            await model.sleep()
         model.doing = "asleep"
 
-    async def put_to_sleep(self, model: ServedModel, stay: Stay) -> None:
-        """Stop the rows that are left, which their batcher resumes, and let the engine sleep."""
-        await stay.agent.stop_rows()
-        model.state = stay.agent.state
-        await model.sleep()
+    async def note_swap(self, model: ServedModel) -> None:
+        """Tell operators and other workers that a model is awake."""
+        swap_s = model.swap_ms[model.woken_from] / 1000
+        log.info("%s is awake: woken from %s in %.2f s", model.pool, model.woken_from, swap_s)
+        catalogue.MODEL_SWAP.observe(swap_s, model.woken_from)
+        with contextlib.suppress(*ERRORS):
+            await model.client.redis.pexpire(model.client.keys.waking, TOLD_MS, lt=True)
 
     async def leave(self, model: ServedModel, stay: Stay) -> None:
         """Return once another model is next, and the rows of this one have had time to end."""
@@ -593,6 +554,8 @@ class Swapper:
 
     async def choose_first(self) -> None:
         """Choose the model to serve first: one that is waited for, else one for each worker of a machine."""
+        if len(self.models) == 1:
+            return
         number = int("".join(filter(str.isdigit, self.own.name)) or 0)
         self.next = self.settings.pools[number % len(self.settings.pools)]
         with contextlib.suppress(*ERRORS):
@@ -618,21 +581,34 @@ class Swapper:
                 return other
 
     async def read_demands(self) -> dict[str, PoolDemand]:
-        found = await read_demands(self.client.redis, self.models)
-        return {pool: self.models[pool].complete(demand) for pool, demand in found.items()}
+        """What each model is asked for: nothing where its pool has no batcher."""
+        async with self.client.redis.pipeline(transaction=False) as pipe:
+            for pool in self.models:
+                pipe.hmget(Keys(pool).state, COUNTS)
+            found = await pipe.execute()
+        counts = [
+            {name: int(value) for name, value in zip(COUNTS, values, strict=True) if value}
+            for values in found
+        ]
+        return {
+            model.pool: model.demand(own) for model, own in zip(self.models.values(), counts, strict=True)
+        }
 
     async def claim(self, pool: str) -> bool:
-        return await claim(self.models[pool].client, self.own.incarnation, self.models[pool].swap_s)
+        """Claim a pool → whether no other worker wakes its model at this moment. A claim expires when its
+        worker should have joined.
+        """
+        redis, key, own = self.client.redis, Keys(pool).waking, self.own.incarnation
+        ttl_ms = round(1000 * (2 * self.models[pool].swap_s + CLAIM_SPARE_S))
+        if await redis.set(key, own, nx=True, px=ttl_ms):
+            return True
+        return bool(await redis.get(key) == own.encode())
 
     @contextlib.asynccontextmanager
     async def sending_heartbeats(self) -> AsyncIterator[None]:
         """Tell all pools that this worker serves them in turns, while the context is open."""
         async with contextlib.AsyncExitStack() as stack:
-            for model in self.models.values():
+            for model in self.models.values() if len(self.models) > 1 else ():
                 beat = Heartbeat(model.client, SLEEPER, self.own.incarnation, self.settings.worker_ttl_s)
                 await stack.enter_async_context(beat.sending(self.settings.heartbeat_s, model.describe))
             yield
-
-
-class StayFailed(Exception):
-    """The engine or the incarnation of a stay is lost: the process ends, and its successor starts anew."""

@@ -2,21 +2,24 @@
 agents. The launcher runs it in place of `gpu_worker`.
 """
 
+import asyncio
 import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import uvloop
 
+from common.broker.pool_client import PoolClient
 from common.messages.plan import Plan, WorkerCapacity
 from common.messages.records import pack_ids, unpack_ids
 from common.process.startup import ProcessIdentity, configure_process, exit_when_unservable, start_process
 from common.settings.settings import Settings
+from gpu_worker.agent.agent import Agent, Stay
 from gpu_worker.agent.row_text import RowTable
 from gpu_worker.agent.state import AgentState
 from gpu_worker.engine.batch.row import RowSlice
-from gpu_worker.process import serve_engine
 from gpu_worker.swapping.swapper import capacity, find_tokenizer, resolve
 from tests.support.chaos.engine import BLOCK_SIZE
 from tests.support.coding_agents.script import ASIDE, ScriptFolder
@@ -98,7 +101,10 @@ async def run(settings: Settings, own: ProcessIdentity) -> int:
     table = RowTable(find_tokenizer(settings, directory))
     engine = AnsweringEngine(ScriptFolder(Path(os.environ[SCRIPT_VARIABLE])), own.name)
     worker = capacity(settings, READY, own.name, own.incarnation, directory)
-    return await serve_engine(settings, engine, AgentState(table), worker)
+    state = AgentState(table)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, state.begin_shutdown)
+    await Stay(Agent(settings, PoolClient.connect(settings), engine, state, worker)).serve()
+    return 0
 
 
 if __name__ == "__main__":
