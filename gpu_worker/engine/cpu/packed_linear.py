@@ -8,7 +8,7 @@ import functools
 import logging
 import math
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from ctypes import byref
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import nn
 from common.process import machine
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.cpu.weight_store import HUGE_BYTES, WeightStore, private_memory
-from gpu_worker.engine.quantization.blocks import Blocks
+from gpu_worker.engine.quantization.blocks import Blocks, FindBlocks, no_blocks
 
 log = logging.getLogger(__name__)
 
@@ -246,7 +246,7 @@ class NativeLinear(PackedLinear):
         return output
 
 
-def pack_linears(model: Any, blocks: Mapping[str, Blocks]) -> None:
+def pack_linears(model: Any, blocks: FindBlocks = no_blocks) -> None:
     """Replace the plain linear layers of a model on CPU; `blocks` by their names, with the plain weights
     beside them where these are faster for many rows and memory has room for both. Logits are as exact as
     their sums: rounded to bfloat16, the two likeliest tokens are often equal.
@@ -257,7 +257,7 @@ def pack_linears(model: Any, blocks: Mapping[str, Blocks]) -> None:
     for path, module in list(model.named_modules()):
         for name, child in module.named_children():
             if type(child) is nn.Linear:
-                own = blocks.get(f"{path}.{name}" if path else name)
+                own = blocks(f"{path}.{name}" if path else name)
                 setattr(module, name, pack_linear(child, child is head, pages, own, plain))
     if store := WeightStore.inherited():
         pages.share(store)

@@ -241,7 +241,7 @@ def load_eagle(
     layer.to(device, dtype).eval().requires_grad_(False)
     layer.rotary_emb = LlamaRotaryEmbedding(config).to(device)  # frequencies stay float32
     if device.type == "cpu":
-        pack_linears(layer, {})
+        pack_linears(layer)
     kv_dtype, context = target.geometry.kv_dtype, target.context
     geometry = Geometry([layer.layer_spec], target.geometry.block_size, dtype, kv_dtype)
     max_rows = max_decoded_tokens(settings.max_batch_size)

@@ -191,7 +191,7 @@ def load(source: ModelSource, block_size: int) -> EncoderDecoderModel:
     )
     model.eval()
     if device.type == "cpu":
-        pack_linears(model, {})
+        pack_linears(model)
         hide_weights(model)
     model.to(device)
     layers = [find_attention(layer) for layer in decoder_layers(model)]

@@ -8,7 +8,7 @@ cache, layers on CPU may be fused (cpu/fused_layer.py), and embeddings of pictur
 (model.py).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ from gpu_worker.engine.parallel.stages import WHOLE, ModelStage, checked_layers,
 from gpu_worker.engine.parallel.tensor_parallel import connect_shards
 from gpu_worker.engine.pictures.encoder import VisionTower
 from gpu_worker.engine.pooling.head import PromptPooler, pool_prompts, replace_head
-from gpu_worker.engine.quantization.blocks import Blocks
+from gpu_worker.engine.quantization.blocks import FindBlocks, no_blocks
 from gpu_worker.engine.states.mixers import find_mixers
 from gpu_worker.engine.states.model_states import ModelStates
 
@@ -54,7 +54,7 @@ class LoadContext(ModelSource):
 
     plan: TpPlan = field(default_factory=lambda: TpPlan({}, {}))
     stage: ModelStage = WHOLE
-    blocks: Mapping[str, Blocks] = field(default_factory=dict)
+    blocks: FindBlocks = no_blocks
     layers: dict[Any, LayerSpec] = field(default_factory=dict)
     states: ModelStates | None = None
     tower: VisionTower | None = None

@@ -25,7 +25,7 @@ from gpu_worker.engine.model.config import ModelSource, quantization_of, quantiz
 from gpu_worker.engine.parallel.shards import TensorShards, intervals_of
 from gpu_worker.engine.parallel.tensor_parallel import parameter_finder
 from gpu_worker.engine.quantization.at_load import FP8_AT_LOAD, ROUNDINGS
-from gpu_worker.engine.quantization.blocks import Blocks, ReadBlocks
+from gpu_worker.engine.quantization.blocks import Blocks, FindBlocks, no_blocks
 from gpu_worker.engine.quantization.checkpoint import METHODS, StoredWeight, method_of, read_tensors, widen
 from gpu_worker.engine.quantization.gguf import converted_blocks
 
@@ -33,24 +33,22 @@ ROUTERS = {"gate", "router"}
 """Names of modules that choose experts."""
 
 
-def quantise_linears(
-    model: Any, source: ModelSource, shards: Mapping[str, TensorShards]
-) -> Mapping[str, Blocks]:
+def quantise_linears(model: Any, source: ModelSource, shards: Mapping[str, TensorShards]) -> FindBlocks:
     """Make linear layers on CUDA multiply quantised weights: this rank's part of the checkpoint's, or plain
-    ones that are rounded (QUANTIZE). Return the blocks by which the CPU's kernels may multiply, each to be
-    read once. `shards`: how weights [...] of any dtype are split between ranks. Raises SettingError.
+    ones that are rounded (QUANTIZE). Return the blocks by which the CPU's kernels may multiply.
+    `shards`: how weights [...] of any dtype are split between ranks. Raises SettingError.
     """
     settings, device = source.settings, source.device
     if quantizes(source.config, settings):
         return round_linears(model, str(settings.quantize), device)
     if settings.makes_weights:
-        return {}
+        return no_blocks
     blocks = stored_blocks(model, source, shards)
     if multiplies_blocks(device, model.dtype) or multiplies_fp8(device, model.dtype):
         for name, linear in plain_linears(model):
-            if own := blocks.get(name):
+            if own := blocks(name):
                 replace_linear(model, name, linear, own, device)
-    return blocks if expands_blocks(device, model.dtype) else {}
+    return blocks if expands_blocks(device, model.dtype) else no_blocks
 
 
 def expands_blocks(device: torch.device, dtype: torch.dtype) -> bool:
@@ -58,7 +56,7 @@ def expands_blocks(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype in (torch.bfloat16, torch.float32)
 
 
-def round_linears(model: Any, method: str, device: torch.device) -> Mapping[str, Blocks]:
+def round_linears(model: Any, method: str, device: torch.device) -> FindBlocks:
     """Round the plain linear layers of a model by one of ROUNDINGS, each by itself on the device, each rank
     its own part. The head and routers stay plain, and so do experts that are one parameter. Returns as
     `quantise_linears`. Raises SettingError if there are no such layers.
@@ -71,7 +69,7 @@ def round_linears(model: Any, method: str, device: torch.device) -> Mapping[str,
         linear.weight.copy_(widen(weight))
         if isinstance(weight, Blocks) and weight.are_in_turn and expands_blocks(device, model.dtype):
             made[name] = weight
-    return ReadBlocks(list(made), made.pop)
+    return lambda layer: made.pop(layer, None)
 
 
 def replace_linear(model: Any, name: str, linear: nn.Linear, blocks: Blocks, device: torch.device) -> bool:
@@ -90,14 +88,12 @@ def replace_linear(model: Any, name: str, linear: nn.Linear, blocks: Blocks, dev
     return fits
 
 
-def stored_blocks(
-    model: Any, source: ModelSource, shards: Mapping[str, TensorShards]
-) -> Mapping[str, Blocks]:
+def stored_blocks(model: Any, source: ModelSource, shards: Mapping[str, TensorShards]) -> FindBlocks:
     """This rank's part of the blocks of a checkpoint, quantised or converted from a GGUF file, by the names
     of linear layers in the model. A layer whose blocks would be too small has none.
     """
     path, quantization, find = source.path, quantization_of(source.config), parameter_finder(model)
-    whole = converted_blocks(path)
+    find_whole = converted_blocks(path)
     if quantization and method_of(quantization) in METHODS:
         found = [(find(key), tensor) for key, tensor in read_tensors(path, quantization).items()]
         weights = {
@@ -105,10 +101,13 @@ def stored_blocks(
             for (name, converter), tensor in found
             if isinstance(tensor, StoredWeight) and not converter
         }
-        whole = ReadBlocks(list(weights), lambda layer: weights[layer].read_blocks())
 
-    def read(layer: str) -> Blocks | None:
-        blocks, own = whole.get(layer), shards.get(f"{layer}.weight")
+        def find_whole(layer: str) -> Blocks | None:
+            weight = weights[layer].read() if layer in weights else None
+            return weight if isinstance(weight, Blocks) else None
+
+    def find_own(layer: str) -> Blocks | None:
+        blocks, own = find_whole(layer), shards.get(f"{layer}.weight")
         if blocks is None or own is None:
             return blocks
         intervals = intervals_of(own, blocks.quants.shape[own.dim], source.communicator.tp_rank)
@@ -116,7 +115,7 @@ def stored_blocks(
             return blocks.of_rows(torch.cat([torch.arange(*interval) for interval in intervals]))
         return blocks.of_columns(*intervals[0]) if len(intervals) == 1 else None
 
-    return ReadBlocks(list(whole), read)
+    return find_own
 
 
 def check_fp8(config: Any, settings: Settings, device: torch.device, dtype: torch.dtype) -> None:

@@ -5,7 +5,7 @@ A weight is quant * scale + offset of its block, computed in float32 and rounded
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -121,22 +121,9 @@ class Blocks:
         )
 
 
-@dataclass(eq=False)
-class ReadBlocks(Mapping[str, Blocks]):
-    """Blocks of those of `layers` that have them, each read when it is asked for; `read` returns None for one
-    that is not in blocks.
-    """
+FindBlocks = Callable[[str], Blocks | None]
+"""Reads the blocks of a linear layer by its name, once; None for one that is not in blocks."""
 
-    layers: list[str]
-    read: Callable[[str], Blocks | None]
 
-    def __getitem__(self, layer: str) -> Blocks:
-        if layer not in self.layers or (blocks := self.read(layer)) is None:
-            raise KeyError(layer)
-        return blocks
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.layers)
-
-    def __len__(self) -> int:
-        return len(self.layers)
+def no_blocks(layer: str) -> None:
+    """Of a model whose linear layers are all plain."""

@@ -408,16 +408,6 @@ def method_of(config: Config) -> str:
     return str(config.get("quant_method") or "").replace("_", "-").replace("fbgemm-fp8", "fbgemm_fp8")
 
 
-def method_refusal_of(config: Config) -> str | None:
-    """Why weights of one of METHODS cannot be read; None where they can."""
-    method = method_of(config)
-    if method == "gptq":
-        return refuse_gptq(config)
-    if method == "awq":
-        return refuse_awq(config)
-    return refuse_compressed(config) if method == "compressed-tensors" else None
-
-
 def refuse_compressed(config: Config) -> str | None:
     groups = (config.get("config_groups") or {}).values()
     for form in (config.get("format"), *(group.get("format") for group in groups)):
@@ -429,6 +419,15 @@ def refuse_compressed(config: Config) -> str | None:
     if sparsity.get("format", "dense") != "dense":
         return f"its weights are sparse ({sparsity['format']})"
     return "its weights are rotated" if (config.get("transform_config") or {}).get("config_groups") else None
+
+
+REFUSALS = {"gptq": refuse_gptq, "awq": refuse_awq, "compressed-tensors": refuse_compressed}
+
+
+def method_refusal_of(config: Config) -> str | None:
+    """Why weights of one of METHODS cannot be read; None where they can."""
+    refuse = REFUSALS.get(method_of(config))
+    return refuse(config) if refuse else None
 
 
 @dataclass
@@ -450,11 +449,6 @@ class StoredWeight:
         with naming_layer(self.layer):
             fields = {name: tensor[...] for name, tensor in self.stored.items()}
             return self.layout.read(fields, self.config)
-
-    def read_blocks(self) -> Blocks | None:
-        """Raises UnservableModel."""
-        weight = self.read()
-        return weight if isinstance(weight, Blocks) else None
 
     def get_dtype(self) -> str:
         return "F32"
@@ -518,16 +512,11 @@ def find_weights(slices: Mapping[str, Any], config: Config) -> Iterator[tuple[st
         for name, tensor in slices.items():
             if name.endswith(first) and tensor.get_dtype() in layout.types:
                 layer = name.removesuffix(first)
-                yield layer, StoredWeight(layer, layout, collect_fields(slices, layer, layout), config)
-
-
-def collect_fields(slices: Mapping[str, Any], layer: str, layout: Layout) -> dict[str, Any]:
-    names = {field: f"{layer}.{field}" for field in (*layout.fields, *layout.optional)}
-    stored = {field: slices[name] for field, name in names.items() if name in slices}
-    for field in layout.fields:
-        if field not in stored:
-            raise UnservableModel(f"there is {names[layout.fields[0]]}, but no {names[field]}")
-    return stored
+                names = {field: f"{layer}.{field}" for field in (*layout.fields, *layout.optional)}
+                stored = {field: slices[name] for field, name in names.items() if name in slices}
+                for missing in {*layout.fields} - {*stored}:
+                    raise UnservableModel(f"there is {name}, but no {names[missing]}")
+                yield layer, StoredWeight(layer, layout, stored, config)
 
 
 def find_packed(slices: Mapping[str, Any]) -> Iterator[str]:

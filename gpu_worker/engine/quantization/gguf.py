@@ -1,8 +1,5 @@
-"""A GGUF file's weights: unpacks the types of quants of 4 to 8 bits, as ggml-common.h of ggml lays them out,
-and keeps the blocks beside the plain weights of a converted file.
-
-`unpack` takes a tensor of the file, uint8 [rows, bytes of a row]. A function of UNPACK takes blocks, uint8
-[blocks, bytes], and returns quants [blocks, weights], scales and offsets float32 [blocks, parts].
+"""A GGUF file's weights: finds the quants of 4 to 8 bits in what the package gguf makes of them, by scales as
+ggml-common.h of ggml lays them out, and keeps the blocks beside the plain weights of a converted file.
 
 python -m gpu_worker.engine.quantization.gguf SOURCE.gguf FOLDER [DTYPE]
 
@@ -11,7 +8,7 @@ Writes the model in a GGUF file as plain weights, blocks, tokenizer and configs.
 
 import hashlib
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache, reduce
 from itertools import accumulate
 from pathlib import Path
@@ -27,87 +24,48 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from common.process.launch import die_with_parent
-from gpu_worker.engine.quantization.blocks import Blocks, ReadBlocks
+from gpu_worker.engine.quantization.blocks import Blocks, FindBlocks
 
 Array = npt.NDArray[Any]
-Unpacked = tuple[Array, Array, Array | None]
 BLOCKS_FILE = Path("blocks") / "model.safetensors"
 """In the directory of a converted model; checkpoints are not looked for in that folder."""
-PART = 32
-"""Weights of a superblock's part that have one scale, in types with K in their name."""
+UNPACKED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+"""Types of quants that are kept."""
 
 
 def unpack(name: str, data: Array) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """→ quants [rows, inputs]: uint8 where they have 4 bits, else int8; scales and offsets, float32 [rows,
-    inputs / weights of a scale]
+    """A tensor of the file, uint8 [rows, bytes of a row] → quants [rows, inputs]: uint8 where they have 4
+    bits, else int8; scales and offsets, float32 [rows, inputs / weights of a scale]
     """
-    _, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
-    blocks = np.ascontiguousarray(data).reshape(-1, num_bytes)
-    rows = len(data)
-    quants, scales, offsets = (
-        None if array is None else torch.from_numpy(np.ascontiguousarray(array)).reshape(rows, -1)
-        for array in UNPACK[name](blocks)
+    kind = gguf.GGMLQuantizationType[name]
+    blocks = np.ascontiguousarray(data).reshape(-1, gguf.GGML_QUANT_SIZES[kind][1])
+    scales, offsets = factors(name, blocks)
+    numbers = gguf.quants.dequantize(data, kind).reshape(*scales.shape, -1)
+    if offsets is not None:
+        numbers -= offsets[..., None]
+    numbers /= np.where(scales == 0, 1, scales)[..., None]
+    quants = np.rint(numbers).astype(np.uint8 if name.startswith("Q4") else np.int8)
+    of_rows = (
+        None if own is None else torch.from_numpy(own).reshape(len(data), -1) for own in (scales, offsets)
     )
-    assert quants is not None and scales is not None
-    return quants, scales, offsets
+    return torch.from_numpy(quants).reshape(len(data), -1), *of_rows  # type: ignore[return-value]
+
+
+def factors(name: str, blocks: Array) -> tuple[Array, Array | None]:
+    """Blocks uint8 [blocks, bytes] → scales and offsets float32 [blocks, parts]."""
+    if name in ("Q4_K", "Q5_K"):
+        return part_factors(blocks)
+    if name == "Q6_K":
+        return halves(blocks, 208) * blocks[:, 192:208].view(np.int8), None
+    scales = halves(blocks, 0)
+    if name == "Q4_0":
+        return scales, -8 * scales
+    return scales, halves(blocks, 2) if name in ("Q4_1", "Q5_1") else None
 
 
 def halves(blocks: Array, at: int) -> Array:
     """The float16 number at a byte of each block, as float32 [blocks, 1]."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
-
-
-def nibbles(packed: Array) -> Array:
-    """The lower halves of bytes [..., n], and then the upper ones: [..., 2 n]."""
-    return np.concatenate([packed & 15, packed >> 4], -1)
-
-
-def fifth_bits(blocks: Array, at: int) -> Array:
-    """The bits of a 32-bit word at a byte of each block, as 0 or 16: [blocks, 32]."""
-    return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << 4
-
-
-def unpack_q4_0(blocks: Array) -> Unpacked:
-    scales = halves(blocks, 0)
-    return nibbles(blocks[:, 2:]), scales, -8 * scales
-
-
-def unpack_q4_1(blocks: Array) -> Unpacked:
-    return nibbles(blocks[:, 4:]), halves(blocks, 0), halves(blocks, 2)
-
-
-def unpack_q5_0(blocks: Array) -> Unpacked:
-    quants = nibbles(blocks[:, 6:]) | fifth_bits(blocks, 2)
-    return quants.astype(np.int8) - np.int8(16), halves(blocks, 0), None
-
-
-def unpack_q5_1(blocks: Array) -> Unpacked:
-    quants = nibbles(blocks[:, 8:]) | fifth_bits(blocks, 4)
-    return quants.astype(np.int8), halves(blocks, 0), halves(blocks, 2)
-
-
-def unpack_q8_0(blocks: Array) -> Unpacked:
-    return blocks[:, 2:].view(np.int8), halves(blocks, 0), None
-
-
-def unpack_q4_k(blocks: Array) -> Unpacked:
-    packed = blocks[:, 16:].reshape(len(blocks), 4, PART)
-    return nibbles(packed).reshape(len(blocks), -1), *part_factors(blocks)
-
-
-def unpack_q5_k(blocks: Array) -> Unpacked:
-    packed = blocks[:, 48:].reshape(len(blocks), 4, PART)
-    parts = nibbles(packed).reshape(len(blocks), 8, PART)
-    bits = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    return (parts | bits << 4).reshape(len(blocks), -1).astype(np.int8), *part_factors(blocks)
-
-
-def unpack_q6_k(blocks: Array) -> Unpacked:
-    low = nibbles(blocks[:, :128].reshape(len(blocks), 2, 64)).reshape(len(blocks), 2, 4, PART)
-    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
-    high = blocks[:, 128:192].reshape(len(blocks), 2, 1, PART) >> shifts & 3
-    quants = (low | high << 4).reshape(len(blocks), -1).astype(np.int8) - np.int8(32)
-    return quants, halves(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32), None
 
 
 def part_factors(blocks: Array) -> tuple[Array, Array]:
@@ -117,18 +75,6 @@ def part_factors(blocks: Array) -> tuple[Array, Array]:
     scales = np.concatenate([first & 63, (rest & 15) | (first >> 6) << 4], 1)
     offsets = np.concatenate([second & 63, (rest >> 4) | (second >> 6) << 4], 1)
     return halves(blocks, 0) * scales, -(halves(blocks, 2) * offsets)
-
-
-UNPACK: dict[str, Callable[[Array], Unpacked]] = {
-    "Q4_0": unpack_q4_0,
-    "Q4_1": unpack_q4_1,
-    "Q5_0": unpack_q5_0,
-    "Q5_1": unpack_q5_1,
-    "Q8_0": unpack_q8_0,
-    "Q4_K": unpack_q4_k,
-    "Q5_K": unpack_q5_k,
-    "Q6_K": unpack_q6_k,
-}
 
 
 # --- files --------------------------------------------------------------------------------------------------
@@ -151,23 +97,21 @@ def write_blocks(source: Path, model: nn.Module, folder: Path) -> None:
         save_file(tensors, path)
 
 
-def converted_blocks(folder: Path) -> Mapping[str, Blocks]:
-    """Blocks by the name of their linear layer, each read when it is asked for; none for a model that was no
-    GGUF file with such weights.
+def converted_blocks(folder: Path) -> FindBlocks:
+    """The blocks of a converted model's linear layers, by their names; none for a model that was no GGUF file
+    with such weights.
     """
-    path, fields = folder / BLOCKS_FILE, dict[str, list[str]]()
-    if path.exists():
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                layer, _, field = name.rpartition(".")
-                fields.setdefault(layer, []).append(field)
+    path = folder / BLOCKS_FILE
 
-    def read(layer: str) -> Blocks:
+    def find(layer: str) -> Blocks | None:
+        if not path.exists():
+            return None
         with safe_open(path, "pt") as file:
-            tensors = {field: file.get_tensor(f"{layer}.{field}") for field in fields[layer]}
-        return Blocks.of_tensors(tensors)
+            names = [name for name in file.keys() if name.rpartition(".")[0] == layer]  # noqa: SIM118
+            tensors = {name.rpartition(".")[2]: file.get_tensor(name) for name in names}
+        return Blocks.of_tensors(tensors) if tensors else None
 
-    return ReadBlocks(list(fields), read)
+    return find
 
 
 def match_blocks(source: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Blocks]]:
@@ -176,7 +120,7 @@ def match_blocks(source: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[
     tensors = [
         tensor
         for tensor in gguf.GGUFReader(str(source)).tensors
-        if tensor.tensor_type.name in UNPACK and len(tensor.shape) == 2
+        if tensor.tensor_type.name in UNPACKED and len(tensor.shape) == 2
     ]
     places = {
         digest: (number, row)
@@ -206,7 +150,7 @@ def collect_rows(tensors: Sequence[gguf.ReaderTensor], places: Sequence[tuple[in
 
 
 def blocks_of(tensor: gguf.ReaderTensor) -> Blocks:
-    """A matrix in a GGUF file, of a type in UNPACK. Scales are float16 where these are the same numbers."""
+    """A matrix in a GGUF file, of a type in UNPACKED. Scales are float16 where these are the same numbers."""
     return Blocks(*unpack(tensor.tensor_type.name, tensor.data)).halved()
 
 

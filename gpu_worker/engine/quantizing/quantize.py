@@ -3,15 +3,14 @@ inputs of a layer are the outputs of the layers before it as they are quantised,
 for theirs. The new checkpoint moves to its place when it is whole.
 """
 
-import contextlib
 import functools
 import json
 import os
 import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -101,31 +100,30 @@ class Grid:
 
 
 def record_hessians(
-    linears: Sequence[nn.Linear], runs: Sequence[Callable[[], object]]
+    linears: Sequence[nn.Linear], forward: Callable[[torch.Tensor], object], states: Sequence[torch.Tensor]
 ) -> dict[nn.Module, torch.Tensor]:
-    """By linear layer the mean of its inputs' outer products in these runs, float32 [inputs, inputs]. Layers
-    that get one tensor, one after the other, share it.
+    """By linear layer the mean of its inputs' outer products, float32 [inputs, inputs], where the layer that
+    has them gets states, float32 [1, tokens, hidden] each. Layers that get one tensor, one after the other,
+    share it.
     """
     hessians: dict[nn.Module, torch.Tensor] = {}
-    counts: dict[nn.Module, int] = {}
+    counts: Counter[nn.Module] = Counter()
     last: list[Any] = [None, None]
 
     def note(linear: Any, arguments: Any) -> None:
         if arguments[0] is not last[0]:
             rows = arguments[0].flatten(0, -2).float()
             own = hessians.setdefault(linear, rows.new_zeros(rows.shape[1], rows.shape[1]))
-            counts[linear] = counts.get(linear, 0) + len(rows)
+            counts[linear] += len(rows)
             own.lerp_(rows.T @ rows / len(rows), len(rows) / counts[linear])
             last[:] = arguments[0], own
         hessians[linear] = last[1]
 
     hooks = [linear.register_forward_pre_hook(note) for linear in linears]
-    try:
-        for run in runs:
-            run()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    for own in states:
+        forward(own)
+    for hook in hooks:
+        hook.remove()
     return hessians
 
 
@@ -148,31 +146,20 @@ def round_by_gptq(
     left = left[:, order]
     quants = torch.zeros_like(left)
     groups = (order // grid.size).tolist()
+    num_threads = torch.get_num_threads()
     for begin in range(0, inputs, COLUMNS):
         end = min(begin + COLUMNS, inputs)
         errors = left.new_zeros(outputs, end - begin)
-        with one_thread():
-            for place in range(begin, end):
-                scale = nearest.scales[:, groups[place]]
-                quants[:, place] = grid.quants(left[:, place], scale)
-                error = (left[:, place] - (quants[:, place] - grid.zero) * scale) / factor[place, place]
-                left[:, place + 1 : end].addr_(error, factor[place, place + 1 : end], alpha=-1)
-                errors[:, place - begin] = error
+        torch.set_num_threads(1)  # for one column, waiting for others takes longer than computing
+        for place in range(begin, end):
+            scale = nearest.scales[:, groups[place]]
+            quants[:, place] = grid.quants(left[:, place], scale)
+            error = (left[:, place] - (quants[:, place] - grid.zero) * scale) / factor[place, place]
+            left[:, place + 1 : end].addr_(error, factor[place, place + 1 : end], alpha=-1)
+            errors[:, place - begin] = error
+        torch.set_num_threads(num_threads)
         left[:, end:].addmm_(errors, factor[begin:end, end:], alpha=-1)
     return Rounded(quants[:, order.argsort()].to(torch.uint8), nearest.scales, grid.zero)
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Within it the CPU computes with one thread: for operations on one column, waiting for others takes
-    longer than computing.
-    """
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(count)
 
 
 def inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
@@ -240,12 +227,9 @@ def write(output: Path, source: Path, tensors: dict[str, torch.Tensor], config: 
     """Write tensors [...] of any dtype, their quantisation `config` and the other files of `source`; where
     that fails nothing is left. Raises SettingError.
     """
-    folder = None
+    folder = output.with_name(f".{output.name}.{os.getpid()}")
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        if output.is_dir() and not any(output.iterdir()):
-            output.rmdir()
-        folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+        folder.mkdir(parents=True)
         save_torch_state_dict(tensors, folder, metadata={"format": "pt"})
         for file in source.iterdir():
             if file.is_file() and file.suffix not in WEIGHTS and not file.name.endswith(".index.json"):
@@ -253,16 +237,12 @@ def write(output: Path, source: Path, tensors: dict[str, torch.Tensor], config: 
         path = folder / model_files.CONFIG_FILE
         path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}, indent=2))
         model_files.follow_umask(folder)
-        mask = os.umask(0)
-        os.umask(mask)
-        folder.chmod(0o777 & ~mask)
         folder.rename(output)
     except OSError as error:
         cause = error.strerror or error
         raise SettingError("output", f"{output} cannot be written: {cause}") from error
     finally:
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 ATTENTION = "eager"
@@ -408,7 +388,7 @@ def read_texts(job: QuantizeJob, tokenizer: Tokenizer, context: int) -> list[tor
 
 
 Run = Callable[[torch.Tensor], torch.Tensor]
-"""A layer's forward for one text: states of the layer before, float32 [1, tokens, hidden] → its own."""
+"""A layer's forward: states of the layer before, float32 [1, tokens, hidden] → its own."""
 
 
 @torch.inference_mode()
@@ -418,7 +398,7 @@ def quantize_layers(
     """The tensors [...] of any dtype that quantising makes, by their names in the checkpoint, and None for
     those that they replace.
     """
-    states, runs = first_states(model, texts)
+    states, forwards = first_states(model, texts)
     made: dict[str, torch.Tensor | None] = {}
     for number, layer in enumerate(model.layers):
         begun_s = time.monotonic()
@@ -426,8 +406,7 @@ def quantize_layers(
         dtype = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float16
         layer.to(model.device, torch.float32)
         linears = linears_of(layer)
-        forwards = [functools.partial(own[number], it) for own, it in zip(runs, states, strict=True)]
-        hessians = record_hessians([*linears.values()], forwards)
+        hessians = record_hessians([*linears.values()], forwards[number], states)
         off = whole = 0.0
         for name, linear in linears.items():
             grid = Grid(job.bits, dtype, linear.in_features if size == WHOLE_ROW else size)
@@ -441,18 +420,17 @@ def quantize_layers(
             made[key] = None
             for field, tensor in fields_of(host, job.bits, dtype).items():
                 made[key.removesuffix("weight") + field] = tensor.contiguous()
-        states = [forward() for forward in forwards]
+        states = [forwards[number](own) for own in states]
         layer.to("meta")
         error, seconds = (off / whole) ** 0.5, time.monotonic() - begun_s
         say(f"layer {number + 1} of {len(model.layers)}: error {error:.2%}, {seconds:.1f} s")
     return made
 
 
-def first_states(
-    model: PlainModel, texts: Sequence[torch.Tensor]
-) -> tuple[list[torch.Tensor], list[list[Run]]]:
+def first_states(model: PlainModel, texts: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Run]]:
     """For each text int64 [1, tokens] the states before the first layer, float32 [1, tokens, hidden], and the
-    forward of each layer with the masks and positions that the model gives it. Raises UnservableModel.
+    forward of each layer with the masks and positions that the model gives it: all texts are equally long.
+    Raises UnservableModel.
     """
     inside = {id(own) for own in model.layers.parameters()}
     for own in model.whole.parameters():
@@ -460,26 +438,25 @@ def first_states(
             own.data = own.data.float()
     model.layers[0].float()
     states: list[torch.Tensor] = []
-    runs: list[list[Run]] = []
+    runs: list[Run] = []
     forwards = [layer.forward for layer in model.layers]
     form: list[Any] = []
 
     def note(forward: Callable[..., Any], hidden: torch.Tensor, *others: Any, **options: Any) -> Any:
         form[:] = form or [forward(hidden, *others, **options)]
         states.append(hidden)
-        runs[-1].append(functools.partial(run, model.device, forward, others, options))
+        runs.append(functools.partial(run, model.device, forward, others, options))
         return (hidden, *form[0][1:]) if isinstance(form[0], tuple) else hidden
 
     for layer, forward in zip(model.layers, forwards, strict=True):
         layer.forward = functools.partial(note, forward)
     for ids in texts:
-        runs.append([])
         model.whole(input_ids=ids, use_cache=False)
-        if len(runs[-1]) != len(forwards):
-            raise UnservableModel("its layers do not run once each")
     for layer, forward in zip(model.layers, forwards, strict=True):
         layer.forward = forward
-    return states[:: len(forwards)], runs
+    if len(runs) != len(texts) * len(forwards):
+        raise UnservableModel("its layers do not run once each")
+    return states[:: len(forwards)], runs[: len(forwards)]
 
 
 def run(

@@ -125,7 +125,7 @@ def test_plain_weights_are_kept_beside_blocks_where_they_are_faster(
         monkeypatch.setattr(machine, "available_bytes", lambda size=available_bytes: size)
         model = Headless(*(nn.Linear(320, 100).to(dtype) for _ in range(2)))
         model.one.weight = nn.Parameter(blocks.widen(dtype), requires_grad=False)
-        packed_linear.pack_linears(model, {"one": blocks})
+        packed_linear.pack_linears(model, {"one": blocks}.get)
         if not isinstance(model.one, NativeLinear):
             pytest.skip("torch's products are used on this processor")
         assert model.one.blocks and not model.other.blocks and model.other.packed is not None
