@@ -61,8 +61,8 @@ class UnservableModel(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LoadAdapter:
-    """Rows that start after it may name this LoRA adapter. The engine answers `AdapterLoaded` or
-    `AdapterRefused`. If there was an adapter of that name, the new one takes its place, unless it is refused;
+    """Rows that start after it may name this LoRA adapter. The engine answers `AdapterAnswer`.
+    If there was an adapter of that name, the new one takes its place, unless it is refused;
     rows that have started go on with the one that they have.
 
     Attributes:
@@ -76,39 +76,20 @@ class LoadAdapter:
 @dataclass(frozen=True, slots=True)
 class UnloadAdapter:
     """Rows that start after it cannot name this adapter; rows that have it go on. The engine answers
-    `AdapterUnloaded`, also if there is no such adapter.
+    `AdapterAnswer`, also if there is no such adapter.
     """
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterLoaded:
-    """Rows may name the adapter.
-
-    Attributes:
-        rank: the largest of its matrices.
-        num_bytes: what it takes in memory, on one rank of the worker.
+class AdapterAnswer:
+    """A `LoadAdapter` or `UnloadAdapter` was obeyed: rows may name the adapter, or cannot any more. With a
+    `cause`, which begins without a capital, the adapter cannot be served.
     """
 
     name: str
-    rank: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterRefused:
-    """The adapter cannot be served; `cause` says why, and begins without a capital."""
-
-    name: str
-    cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterUnloaded:
-    """No row can name the adapter any more."""
-
-    name: str
+    cause: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +221,6 @@ class EngineFailure:
 
 Command = Plan | LoadAdapter | UnloadAdapter
 """What the engine obeys between two steps."""
-AdapterAnswer = AdapterLoaded | AdapterRefused | AdapterUnloaded
 Frame = (
     Begin
     | End

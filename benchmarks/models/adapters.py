@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from benchmarks.engine import UNLIMITED_STEPS
 from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
-from gpu_worker.protocol import AdapterLoaded, LoadAdapter, UnloadAdapter
+from gpu_worker.protocol import AdapterAnswer, LoadAdapter, UnloadAdapter
 from tests.support.engine.start_rows import plan, start_row
 
 NUM_ADAPTERS = 16
@@ -53,15 +53,12 @@ def write_adapter(engine: Engine, folder: Path, layers: Sequence[str], rank: int
 
 def load_adapters(engine: Engine, layers: Sequence[str], rank: int) -> float:
     """Load the adapters → their bytes together."""
-    num_bytes = 0
     with tempfile.TemporaryDirectory() as folder:
         for number in range(NUM_ADAPTERS):
             path = Path(folder, str(number))
             write_adapter(engine, path, layers, rank, number)
-            answer = engine.obey(LoadAdapter(str(number), str(path)))
-            assert isinstance(answer, AdapterLoaded), answer
-            num_bytes += answer.num_bytes
-    return num_bytes
+            assert engine.obey(LoadAdapter(str(number), str(path))) == AdapterAnswer(str(number))
+    return sum(pair.nbytes for packed in engine.adapters.host.values() for pair in packed.values())
 
 
 def start(engine: Engine, num_rows: int, adapted: bool) -> None:

@@ -13,7 +13,7 @@ from common.broker.client import FailureLog
 from common.broker.pool_client import ChangeRefused, PoolClient
 from common.process.event_loop import until_beat
 from gpu_worker.agent.engine_client import EngineClient
-from gpu_worker.protocol import AdapterRefused, LoadAdapter, UnloadAdapter
+from gpu_worker.protocol import LoadAdapter, UnloadAdapter
 
 log = logging.getLogger(__name__)
 
@@ -104,9 +104,8 @@ class AdapterFollower:
                 raise AdapterFault(adapter.failure)
             folder = await asyncio.to_thread(find_own_folder, adapter)
             self.loading = adapter
-            answer = await self.engine.ask(LoadAdapter(key, str(folder)))
+            cause = (await self.engine.ask(LoadAdapter(key, str(folder)))).cause
             self.loading = None
-            cause = answer.cause if isinstance(answer, AdapterRefused) else ""
         except AdapterFault as fault:
             cause = str(fault)
         if cause:

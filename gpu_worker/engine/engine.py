@@ -302,7 +302,7 @@ def capacity_of(
         token_ms=token_ms,
         prefix_caching=prefix_caching,
         vocab_size=loaded.vector_size or loaded.vocab_size,
-        max_loras=len(adapters.slots),
+        max_loras=adapters.num_slots,
         max_lora_rank=settings.max_lora_rank if loaded.adapters else 0,
         pictures=loaded.tower is not None,
         all_pictures=loaded.axis_rope is not None,

@@ -17,18 +17,11 @@ from typing import Any
 from common.adapters import AdapterFault
 from common.settings.settings import Settings
 from gpu_worker.engine.adapters.layers import AdapterLayers
-from gpu_worker.engine.adapters.weights import AdapterWeights, Stamp, read_adapter, stamp_of
+from gpu_worker.engine.adapters.weights import Packed, Stamp, read_adapter, stamp_of
 from gpu_worker.engine.batch.adapters import Adapter
 from gpu_worker.engine.batch.row import RowSlice, StepPart
 from gpu_worker.engine.parallel.communicator import Communicator
-from gpu_worker.protocol import (
-    AdapterAnswer,
-    AdapterLoaded,
-    AdapterRefused,
-    AdapterUnloaded,
-    LoadAdapter,
-    UnloadAdapter,
-)
+from gpu_worker.protocol import AdapterAnswer, LoadAdapter, UnloadAdapter
 
 log = logging.getLogger(__name__)
 
@@ -51,21 +44,19 @@ class AdapterCache(StepPart):
         known: by name; rows that start may have these.
         sources: of known adapters, and of those that rows still have.
         host: weights in memory of the host, least recently used first.
-        slots: what each slot of the device has; the weights stay in memory with it.
         used: adapters on the device, least recently used first.
     """
 
     failure = "adapter"
 
     def __init__(self, layers: AdapterLayers | None, settings: Settings, communicator: Communicator) -> None:
-        num_slots = settings.max_loras if layers else 0
         self.layers = layers
-        self.num_kept = (settings.max_cpu_loras or KEPT_OF_EACH_SLOT * num_slots) if layers else 0
+        self.num_slots = settings.max_loras if layers else 0
+        self.num_kept = (settings.max_cpu_loras or KEPT_OF_EACH_SLOT * self.num_slots) if layers else 0
         self.communicator = communicator
         self.known: dict[str, Adapter] = {}
         self.sources: dict[Adapter, Source] = {}
-        self.host: dict[Adapter, AdapterWeights] = {}
-        self.slots: list[AdapterWeights | None] = [None] * num_slots
+        self.host: dict[Adapter, Packed] = {}
         self.used: dict[Adapter, None] = {}
 
     def obey(self, command: LoadAdapter | UnloadAdapter, in_use: Iterable[Adapter]) -> AdapterAnswer:
@@ -74,7 +65,7 @@ class AdapterCache(StepPart):
             answer = self.load(command.name, Path(command.path))
         else:
             self.known.pop(command.name, None)
-            answer = AdapterUnloaded(command.name)
+            answer = AdapterAnswer(command.name)
         self.forget_all_but({*self.known.values(), *in_use})
         return answer
 
@@ -83,17 +74,17 @@ class AdapterCache(StepPart):
         found, cause = self.read_on_all_ranks(folder)
         if found is None:
             log.warning("adapter %s is refused: %s", name, cause)
-            return AdapterRefused(name, cause)
+            return AdapterAnswer(name, cause)
         weights, source = found
         adapter = Adapter(name)
         self.known[name], self.sources[adapter] = adapter, source
         self.keep(adapter, weights)
-        log.info("adapter %s of rank %d is loaded", name, weights.rank)
-        return AdapterLoaded(name, weights.rank, weights.num_bytes)
+        log.info("adapter %s is loaded", name)
+        return AdapterAnswer(name)
 
     def read_on_all_ranks(
         self, folder: Path, known: Source | None = None
-    ) -> tuple[tuple[AdapterWeights, Source] | None, str]:
+    ) -> tuple[tuple[Packed, Source] | None, str]:
         """What this rank has of an adapter, if all can read theirs; else None, and the first cause."""
         found, cause = None, ""
         try:
@@ -106,7 +97,7 @@ class AdapterCache(StepPart):
         cause = next(filter(None, self.communicator.exchange(cause)), "")
         return (None if cause else found), cause
 
-    def read(self, folder: Path, known: Source | None) -> tuple[AdapterWeights, Source]:
+    def read(self, folder: Path, known: Source | None) -> tuple[Packed, Source]:
         """Raises AdapterFault, also if what is there is not what is `known`."""
         layers = self.layers
         if layers is None:
@@ -121,7 +112,7 @@ class AdapterCache(StepPart):
         except MemoryError as error:
             raise AdapterFault("there is no memory for it") from error
 
-    def keep(self, adapter: Adapter, weights: AdapterWeights) -> None:
+    def keep(self, adapter: Adapter, weights: Packed) -> None:
         """Keep weights in memory of the host, in place of those least recently used."""
         self.host.pop(adapter, None)
         self.host[adapter] = weights
@@ -133,8 +124,8 @@ class AdapterCache(StepPart):
         for adapter in [adapter for adapter in self.sources if adapter not in needed]:
             del self.sources[adapter]
             self.host.pop(adapter, None)
-            if self.used.pop(adapter, adapter) is None:
-                self.slots[adapter.slot], adapter.slot = None, -1
+            self.used.pop(adapter, None)
+            adapter.slot = -1
 
     def prepare(self, rows: Any, slices: Sequence[RowSlice]) -> Sequence[RowSlice]:
         """Put the adapters of the step on the device; without those that cannot be read any more."""
@@ -161,18 +152,19 @@ class AdapterCache(StepPart):
         if weights is None:
             return False
         self.keep(adapter, weights)
-        if None in self.slots:
-            slot = self.slots.index(None)
+        if len(self.used) < self.num_slots:
+            slot = min({*range(self.num_slots)} - {other.slot for other in self.used})
         else:
             oldest = next(other for other in self.used if other not in needed)
             slot, oldest.slot = oldest.slot, -1
             del self.used[oldest]
         assert self.layers
         self.layers.place(slot, weights)
-        self.slots[slot], adapter.slot = weights, slot
+        adapter.slot = slot
+        self.used[adapter] = None
         return True
 
-    def read_again(self, adapter: Adapter) -> AdapterWeights | None:
+    def read_again(self, adapter: Adapter) -> Packed | None:
         """Read an adapter whose weights are not in memory any more; None if a rank cannot, or finds other
         files than before.
         """

@@ -5,7 +5,6 @@ kernels multiply them from buffers of a fixed place and size, which captured ste
 import math
 from collections.abc import Mapping
 from ctypes import addressof, byref
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch.nn import functional
 
 from common.settings.settings import Settings
 from gpu_worker.engine.adapters.targets import LoraTarget
-from gpu_worker.engine.adapters.weights import AdapterWeights, LowRankPair
+from gpu_worker.engine.adapters.weights import LowRankPair, Packed
 from gpu_worker.engine.batch.adapters import AdaptedStep, AdaptedTokens
 from gpu_worker.engine.batch.inputs import to_device
 from gpu_worker.engine.cpu import native
@@ -91,18 +90,18 @@ class KernelAdapters:
         pair = LowRankPair(down.to(self.model.dtype), up.to(self.model.dtype))
         return pair.moved(lambda tensor: tensor.contiguous().pin_memory() if self.ranks.is_cuda else tensor)
 
-    def settle(self, layers: Mapping[str, LowRankPair]) -> Mapping[str, LowRankPair]:
+    def settle(self, layers: Packed) -> Packed:
         """What was packed of an adapter stays where it is."""
         return layers
 
     @torch.inference_mode()
-    def place(self, slot: int, weights: AdapterWeights) -> None:
+    def place(self, slot: int, weights: Packed) -> None:
         """Put an adapter into a slot, in place of what it had."""
-        own = weights.layers.values()
+        own = weights.values()
         self.ranks[slot] = max((pair.rank for pair in own), default=0)
         for name, target in self.targets.items():
             down, up = target.module.adapter_down[slot].zero_(), target.module.adapter_up[slot].zero_()
-            if pair := weights.layers.get(name):
+            if pair := weights.get(name):
                 down[: pair.rank].copy_(pair.down, non_blocking=True)
                 up[:, : pair.rank].copy_(pair.up, non_blocking=True)
 
@@ -180,11 +179,12 @@ class PreparedTokens:
 
 
 class HostAdapters:
-    """The targets of a model, with the adapters on the device as each has them. Native kernels multiply those
+    """The targets of a model on CPU, with the adapters as each has them. Native kernels multiply those
     of native layers, on top of a layer's product or within fused layers (kernels/adapters.h); torch
     multiplies the others, one adapter after the other.
 
     Attributes:
+        capturable: a captured step, which on CPU runs again, follows the adapters of its rows.
         linears: native layers; the kernels' table `matrices` has those of each slot in this order.
         placed: by slot, by module; the table points into these.
         ranks: int32 [slots, native layers]
@@ -201,12 +201,10 @@ class HostAdapters:
         targets: Mapping[str, LoraTarget],
         num_slots: int,
         max_rank: int,
-        device: torch.device,
     ) -> None:
         self.model = model
         self.targets = targets
         self.max_rank = max_rank
-        self.device = device
         self.linears: list[Any] = []
         self.others: set[Any] = set()
         self.placed: list[Mapping[Any, LowRankPair]] = [{} for _ in range(num_slots)]
@@ -224,11 +222,7 @@ class HostAdapters:
         self.tokens: PreparedTokens | None = None
         self.kept: PreparedTokens | None = None
         self.groups: dict[bool, list[tuple[int, torch.Tensor]]] = {}
-
-    @property
-    def capturable(self) -> bool:
-        """Whether a captured step follows the adapters of its rows; on CPU it runs again."""
-        return self.device.type == "cpu" and not self.linears
+        self.capturable = not self.linears
 
     @property
     def active(self) -> bool:
@@ -248,7 +242,7 @@ class HostAdapters:
             up, dtype = up.view(linear.panels, linear.panel, -1).transpose(1, 2), linear.weight_dtype
         return LowRankPair(down.to(dtype).contiguous(), up.to(dtype).contiguous())
 
-    def settle(self, layers: Mapping[str, LowRankPair]) -> Mapping[str, LowRankPair]:
+    def settle(self, layers: Packed) -> Packed:
         """Move what was packed of an adapter, by the names of targets, next to each other in large pages: a
         step of native kernels reads a little of each of many adapters.
         """
@@ -258,12 +252,9 @@ class HostAdapters:
         return {name: packed.moved(pages.move) for name, packed in layers.items()}
 
     @torch.inference_mode()
-    def place(self, slot: int, weights: AdapterWeights) -> None:
+    def place(self, slot: int, weights: Packed) -> None:
         """Put an adapter into a slot, in place of what it had."""
-        found = {self.targets[name].module: pair for name, pair in weights.layers.items()}
-        self.placed[slot] = {
-            module: pair.moved(lambda tensor: tensor.to(self.device)) for module, pair in found.items()
-        }
+        self.placed[slot] = {self.targets[name].module: pair for name, pair in weights.items()}
         for number, linear in enumerate(self.linears):
             pair = self.placed[slot].get(linear)
             self.ranks[slot, number] = pair.rank if pair else 0
@@ -281,7 +272,7 @@ class HostAdapters:
             self.kept = PreparedTokens(step.kept, self.matrices, used, max_rank)
         if step and any(self.others & self.placed[slot].keys() for slot, *_ in step.tokens.groups):
             for is_head, tokens in ((False, step.tokens), (True, step.kept)):
-                order = to_device(tokens.order, self.device, torch.int64)
+                order = torch.from_numpy(tokens.order).long()
                 self.groups[is_head] = [(slot, order[first:end]) for slot, first, end in tokens.groups]
 
     @property
@@ -336,9 +327,9 @@ def make_adapter_layers(
     sizes = model, targets, settings.max_loras, settings.max_lora_rank
     if multiplies_adapters(device):
         return KernelAdapters(*sizes, max_tokens, device)
-    return HostAdapters(*sizes, device)
+    return HostAdapters(*sizes)
 
 
 def multiplies_adapters(device: torch.device) -> bool:
-    """Whether kernels multiply adapters on the device."""
-    return device.type == "cuda" and find_spec("triton") is not None
+    """Whether Triton's kernels multiply adapters on the device."""
+    return device.type == "cuda"

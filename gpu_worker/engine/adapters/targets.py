@@ -68,21 +68,16 @@ def find_targets(model: Any, shards: Mapping[str, TensorShards], rank: int) -> d
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     names = {module: name for name, module in model.named_modules()}
     mixers = mixer_prefixes(model)  # they are called with parts of a step
-    hidden = {name for name, module in model.named_modules() if hasattr(module, "expand_kv")}
+    # attention over latents multiplies with a layer's weights without a call of it
+    absorbed = {f"{name}.kv_b_proj" for name, module in model.named_modules() if hasattr(module, "expand_kv")}
     return {
         name: make_target(name, module, size, shards.get(f"{name}.weight"), rank, embedding, head)
         for module, name in names.items()
         if (size := size_of(module, embedding))
-        and not is_absorbed(name, hidden)
+        and name not in absorbed
         and ".experts." not in name
         and not name.startswith(mixers)
     }
-
-
-def is_absorbed(name: str, latent: set[str]) -> bool:
-    """Whether attention over latents multiplies with a layer's weights without a call of it."""
-    parent, _, own = name.rpartition(".")
-    return own == "kv_b_proj" and parent in latent
 
 
 def size_of(module: Any, embedding: Any) -> tuple[int, int] | None:

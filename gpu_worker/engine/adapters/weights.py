@@ -51,18 +51,8 @@ class LowRankPair:
         return LowRankPair(move(self.down), move(self.up))
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterWeights:
-    """The weights of an adapter in memory of the host, as the device takes them.
-
-    Attributes:
-        rank: the largest of any layer, of whatever stage.
-        layers: by the name of a target: what its store has packed.
-    """
-
-    rank: int
-    num_bytes: int
-    layers: Mapping[str, LowRankPair]
+Packed = Mapping[str, LowRankPair]
+"""The weights of an adapter in memory of the host, as the device takes them, by the names of targets."""
 
 
 class Expressions:
@@ -177,11 +167,10 @@ def make_pair(
     return LowRankPair(down.float(), up.float() * config.scaling(layer, expressions.matches))
 
 
-def read_adapter(folder: Path, layers: Any) -> AdapterWeights:
+def read_adapter(folder: Path, layers: Any) -> Packed:
     """Read an adapter for the layers of a model (adapters/layers.py). Raises AdapterFault."""
-    rank, found = 0, {}
+    found = {}
     for target, pair in read_pairs(folder, layers.model, layers.targets, layers.max_rank):
-        rank = max(rank, pair.rank)
         if target:
             packed = layers.pack(target, *target.part(pair.down, pair.up * target.scale))
             if not (packed.down.isfinite().all() and packed.up.isfinite().all()):
@@ -190,7 +179,7 @@ def read_adapter(folder: Path, layers: Any) -> AdapterWeights:
                     f"the matrices of {target.name}, scaled as {kind}, have numbers that are not finite"
                 )
             found[target.name] = packed
-    return AdapterWeights(rank, sum(packed.nbytes for packed in found.values()), layers.settle(found))
+    return layers.settle(found)  # type: ignore[no-any-return]
 
 
 def listed(names: list[str]) -> str:

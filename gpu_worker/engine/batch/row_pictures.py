@@ -6,7 +6,7 @@ take the place of those of the placeholders' ids. A row is computed up to the fi
 not encoded yet.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -44,6 +44,8 @@ class PictureState:
         token_cost: how many prompt tokens take as long as one embedding.
         num_scheduled: units that are encoded, or will be before the step that is being made.
         has_failed: its encoding has.
+        data: its bytes, until it is processed.
+        tensors: what the tower takes, by name, from then on until it is encoded.
         embeddings: [num_tokens, hidden] on the device, filled unit by unit; None before the first one.
     """
 
@@ -53,6 +55,8 @@ class PictureState:
     token_cost: float = 1.0
     num_scheduled: int = 0
     has_failed: bool = False
+    data: bytes = b""
+    tensors: Mapping[str, Any] = field(default_factory=dict)
     embeddings: Any = None
 
     @property
@@ -89,6 +93,10 @@ class PictureState:
     def unit_cost(self) -> int:
         """How many prompt tokens take as long as one unit."""
         return max(1, round(self.unit_tokens * self.token_cost))
+
+    @property
+    def embedding_bytes(self) -> int:
+        return 0 if self.embeddings is None else int(self.embeddings.nbytes)
 
     @property
     def num_embedded(self) -> int:

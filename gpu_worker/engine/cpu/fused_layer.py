@@ -126,7 +126,12 @@ class FusedLayers:
             *(getattr(attention, name, None) for name in ("q_norm", "k_norm")),
         )
         weights = [norm and norm.weight.detach().float().contiguous() for norm in modules]
-        norms = [norm_of(module, weight) for module, weight in zip(modules, weights, strict=True)]
+        norms = [
+            native.NormStruct(weight.data_ptr(), epsilon_of(module))
+            if module
+            else native.NormStruct(None, 0.0)
+            for module, weight in zip(modules, weights, strict=True)
+        ]
         struct = native.LayerStruct(pointer(arguments.caches[attention]), *linears, *norms, rotary)
         return cls([struct], weights, arguments)
 
@@ -166,13 +171,6 @@ class FusedLayers:
 def pass_through(hidden_states: torch.Tensor, **rest: Any) -> torch.Tensor:
     """The forward of a layer that a call before it computes. hidden_states [1, tokens, hidden], any dtype"""
     return hidden_states
-
-
-def norm_of(module: Any, weight: torch.Tensor | None) -> native.NormStruct:
-    """weight float32 [size], None where there is no norm"""
-    if weight is None:
-        return native.NormStruct(None, 0.0)
-    return native.NormStruct(weight.data_ptr(), epsilon_of(module))
 
 
 def fuse_layers(

@@ -10,7 +10,7 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -91,29 +91,6 @@ NICENESS = 10
 """Of the thread that processes pictures: it gives way to the steps of other rows."""
 
 
-@dataclass(slots=True, eq=False)
-class HeldPicture:
-    """A picture that the encoder holds.
-
-    Attributes:
-        data: its bytes, until it is processed.
-        tensors: what the tower takes, until it is encoded.
-    """
-
-    key: Key
-    state: PictureState
-    data: bytes = b""
-    tensors: Tensors = field(default_factory=dict)
-
-    @property
-    def processed_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-    @property
-    def embedding_bytes(self) -> int:
-        return 0 if self.state.embeddings is None else int(self.state.embeddings.nbytes)
-
-
 class PictureEncoder(StepPart):
     """The pictures of one engine.
 
@@ -138,8 +115,8 @@ class PictureEncoder(StepPart):
         self.cache_bytes = cache_bytes
         self.token_cost = token_cost
         self.waits = waits
-        self.held: OrderedDict[Key, HeldPicture] = OrderedDict()
-        self.waiting: deque[HeldPicture] = deque()
+        self.held: OrderedDict[Key, PictureState] = OrderedDict()
+        self.waiting: deque[PictureState] = deque()
         self.thread = side_threads.make("pictures", NICENESS)
 
     def start(self, start: NewRow) -> RowPictures | None:
@@ -162,35 +139,33 @@ class PictureEncoder(StepPart):
         return RowPictures(placed, has_axes, is_partial, self.tower.family.are_blocks)
 
     def state_of(self, key: Key, data: bytes) -> PictureState:
-        held = self.held.get(key)
-        if held is None or (held.state.shape.done() and held.state.failure):
-            state = PictureState(key[1], Future(), self.waits, self.token_cost)
-            held = self.held[key] = HeldPicture(key, state, data)
-            self.waiting.append(held)
+        state = self.held.get(key)
+        if state is None or (state.shape.done() and state.failure):
+            state = self.held[key] = PictureState(key[1], Future(), self.waits, self.token_cost, data=data)
+            self.waiting.append(state)
         self.held.move_to_end(key)
-        return held.state
+        return state
 
     def before(self, rows: Any) -> None:
         """Process what waits, as far as pixels have room."""
         if not self.waiting:
             return
         self.trim(needed_pictures(rows.rows.values()))
-        pixels = sum(held.processed_bytes for held in self.held.values())
+        held = {*self.held.values()}
+        pixels = sum(tensor.nbytes for state in held for tensor in state.tensors.values())
         while self.waiting and (self.waits or pixels < MAX_PROCESSED_BYTES):
-            held = self.waiting.popleft()
-            if self.held.get(held.key) is held:
+            if (state := self.waiting.popleft()) in held:
                 pixels += MAX_PROCESSED_BYTES // 2  # two at a time, until it is known what they take
-                self.thread.submit(self.process, held)
+                self.thread.submit(self.process, state)
 
-    def process(self, held: HeldPicture) -> None:
+    def process(self, state: PictureState) -> None:
         """In the thread: process a picture."""
-        shape = held.state.shape
         try:
-            held.tensors = self.tower.process(held.data, held.state.num_tokens)
-            shape.set_result(self.tower.family.shape(held.tensors))
+            state.tensors = self.tower.process(state.data, state.num_tokens)
+            state.shape.set_result(self.tower.family.shape(state.tensors))
         except Exception as error:  # codecs raise what they like
-            shape.set_exception(error)
-        held.data = b""
+            state.shape.set_exception(error)
+        state.data = b""
 
     def prepare(self, rows: Any, slices: Sequence[RowSlice]) -> Sequence[RowSlice]:
         """Encode the units that are due; without the rows whose pictures have failed."""
@@ -224,20 +199,19 @@ class PictureEncoder(StepPart):
             size = state.num_tokens, tower.hidden_size
             state.embeddings = torch.empty(size, dtype=tower.dtype, device=tower.device)
         if tower.model is not None and not state.has_failed:
-            tensors = next(held.tensors for held in self.held.values() if held.state is state)
-            state.embeddings[number * count : (number + 1) * count] = tower.encode(tensors, number)
+            state.embeddings[number * count : (number + 1) * count] = tower.encode(state.tensors, number)
 
     def trim(self, needed: Collection[PictureState]) -> None:
         """Drop pictures that no row needs: those that are not encoded, and the least recently used beyond
         `cache_bytes`. Nothing may be launched that is still to read what it drops.
         """
-        kept_bytes = sum(held.embedding_bytes for held in self.held.values())
-        for key, held in list(self.held.items()):
-            if held.state.is_scheduled:
-                held.tensors = {}
-            if held.state in needed:
+        kept_bytes = sum(state.embedding_bytes for state in self.held.values())
+        for key, state in list(self.held.items()):
+            if state.is_scheduled:
+                state.tensors = {}
+            if state in needed:
                 continue
-            if kept_bytes > self.cache_bytes or not held.state.is_scheduled:
-                kept_bytes -= held.embedding_bytes
-                held.state.embeddings = None
+            if kept_bytes > self.cache_bytes or not state.is_scheduled:
+                kept_bytes -= state.embedding_bytes
+                state.embeddings = None
                 del self.held[key]

@@ -85,24 +85,16 @@ def output_size(layers: Iterable[nn.Module], hidden_size: int) -> int:
     return hidden_size
 
 
-class PoolingHead(nn.Module):
+class PoolingHead(nn.Sequential):
     """Ends the forward with what its layers make of hidden states: some models change logits after their
     head.
-
-    Attributes:
-        size: values of a vector.
     """
-
-    def __init__(self, layers: nn.Sequential, hidden_size: int) -> None:
-        super().__init__()
-        self.layers = layers
-        self.size = output_size(layers, hidden_size)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """states [1, tokens, hidden] of the model's dtype. Raises StageEnd with the vectors [1, tokens,
-        size].
+        values].
         """
-        raise StageEnd(self.layers(states))
+        raise StageEnd(super().forward(states))  # type: ignore[no-untyped-call]
 
 
 def head_name(model: Any) -> str:
@@ -120,16 +112,14 @@ def replace_head(
     """Replace the head of a decoder → the plan of what is left, and the values of a vector. A stage that is
     not the last has no head.
     """
-    hidden_size = model.config.hidden_size
     layers = nn.Sequential(read_score_head(path)) if pooling.kind == CLASSIFY else read_dense(pooling.dense)
-    size = output_size(layers, hidden_size)
+    size = output_size(layers, model.config.hidden_size)
     if size != pooling.size:
         raise UnservableModel(f"its vectors have {size} values, and its files say {pooling.size}")
     if not stage.is_last:
         return plan, size
     name = head_name(model)
-    layers.to(model.dtype)
-    model.set_submodule(name, PoolingHead(layers, hidden_size))
+    model.set_submodule(name, PoolingHead(*layers.to(model.dtype)))
     kept = TpPlan(
         {key: shards for key, shards in plan.shards.items() if not key.startswith(f"{name}.")},
         {key: style for key, style in plan.styles.items() if key != name},

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from common.messages.request import SamplingParams
 from gpu_worker.engine.batch.inputs import to_device
 from gpu_worker.engine.batch.sampling_state import Float32, Int64, SampleRequest, SamplingState
 from gpu_worker.engine.cpu import native
@@ -195,13 +196,9 @@ def raw_logprobs(logits: torch.Tensor, ids: torch.Tensor, num_tops: int) -> Samp
 
 def write_raw_logprobs(output: SamplerOutput, logits: torch.Tensor, rows: torch.Tensor) -> None:
     """Replace log-probabilities in rows int64 [n] by the model's own, of logits float [rows, vocabulary]."""
-    put_into(output, rows, raw_logprobs(logits[rows], output.ids[rows], output.top_ids.shape[1]))
-
-
-def put_into(output: SamplerOutput, places: torch.Tensor, sampled: SamplerOutput) -> None:
-    """Replace the rows at places int64 [group]."""
-    for column, values in zip(output, sampled, strict=True):
-        (column if column.dim() == 1 else column[:, : values.shape[1]]).index_copy_(0, places, values)
+    found = raw_logprobs(logits[rows], output.ids[rows], output.top_ids.shape[1])
+    for column, values in zip(output, found, strict=True):
+        column.index_copy_(0, rows, values)
 
 
 HASH_KEY = 15485863
@@ -555,32 +552,24 @@ def sample(
         output = sample_on_cuda(logits, requests, kept)
     else:
         output = sample_by_torch(logits, requests)
-    if any(request and request.state.sampling.report_logits for request in requests):
-        for raw in (True, False):
-            write_logits(output, logits, requests, raw)
+    for row, request in enumerate(requests):
+        if request and request.state.sampling.report_logits:
+            write_logits(output, logits, row, request)
     return output
 
 
-def write_logits(
-    output: SamplerOutput, logits: torch.Tensor, requests: Sequence[SampleRequest | None], raw: bool
-) -> None:
-    """Replace the log-probabilities of the rows that report logits, of logits float [rows, vocabulary]: with
-    `raw` those that report the model's own, else those that report processed ones, after penalties and
-    temperature. Tokens that truncation excludes keep -inf.
+def write_logits(output: SamplerOutput, logits: torch.Tensor, row: int, request: SampleRequest) -> None:
+    """Replace the log-probabilities of one row that reports logits: of logits float [rows, vocabulary] those
+    of the model, or processed ones, after penalties and temperature. Tokens that truncation excludes keep
+    -inf.
     """
-    reporting = {row: one for row, one in enumerate(requests) if one and one.state.sampling.report_logits}
-    found = {row: one for row, one in reporting.items() if one.state.sampling.raw_logprobs == raw}
-    if not found:
-        return
-    rows = to_device([*found], logits.device)
-    scores = logits.index_select(0, rows).to(torch.float32, copy=True)
-    if not raw:
-        adjust_scores(scores, [*found.values()])
-        scores.div_(temperatures_of([*found.values()], scores.device))
-    tops = output.top_logprobs.index_select(0, rows)
-    top_scores = scores.gather(1, output.top_ids.index_select(0, rows))
-    output.logprobs.index_copy_(0, rows, scores.gather(1, output.ids[rows][:, None])[:, 0])
-    output.top_logprobs.index_copy_(0, rows, torch.where(tops == EXCLUDED, tops, top_scores))
+    scores = logits[row : row + 1].to(torch.float32, copy=True)
+    if not request.state.sampling.raw_logprobs:
+        adjust_scores(scores, [request])
+        scores.div_(request.state.sampling.temperature or 1.0)
+    tops = output.top_logprobs[row]
+    output.logprobs[row] = scores[0, output.ids[row]]
+    output.top_logprobs[row] = torch.where(tops == EXCLUDED, tops, scores[0, output.top_ids[row]])
 
 
 def sample_by_torch(logits: torch.Tensor, requests: Sequence[SampleRequest | None]) -> SamplerOutput:
@@ -589,29 +578,22 @@ def sample_by_torch(logits: torch.Tensor, requests: Sequence[SampleRequest | Non
     """
     if not any(requests):
         return greedy_output(logits)
-    rows = to_device([row for row, request in enumerate(requests) if request], logits.device)
-    chosen = [request for request in requests if request]
-    output = empty_output(len(requests), max(request.state.top_n_tokens for request in chosen), logits.device)
-    if len(chosen) < len(requests):
-        for column, values in zip(output, greedy(logits), strict=False):
-            column.copy_(values)
-    put_into(output, rows, sample_requested(logits.index_select(0, rows), chosen, output.top_ids.shape[1]))
-    return output
+    return sample_requested(logits, [request or GREEDY for request in requests])
 
 
-def sample_requested(logits: torch.Tensor, requests: Sequence[SampleRequest], num_tops: int) -> SamplerOutput:
+def sample_requested(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> SamplerOutput:
     """logits float [rows, vocabulary] → ids int64 [rows], log-probabilities float32 [rows]."""
     scores = logits.to(torch.float32, copy=True)
     adjust_scores(scores, requests)
     scores.sub_(scores.amax(-1, keepdim=True))  # so that no temperature makes a score overflow
-    scores.div_(temperatures_of(requests, scores.device))
-    output = draw(scores, requests, num_tops)
+    temperatures = [one.state.sampling.temperature or 1.0 for one in requests]
+    scores.div_(to_device(temperatures, scores.device)[:, None])
+    output = draw(scores, requests, max(one.state.top_n_tokens for one in requests))
     raw = [row for row, request in enumerate(requests) if request.state.sampling.raw_logprobs]
     if raw:
         write_raw_logprobs(output, logits, to_device(raw, logits.device))
     return output
 
 
-def temperatures_of(requests: Sequence[SampleRequest], device: torch.device) -> torch.Tensor:
-    """Return the temperatures float32 [rows, 1] of the rows; 1 for greedy ones."""
-    return to_device([one.state.sampling.temperature or 1.0 for one in requests], device)[:, None]
+GREEDY = SampleRequest(SamplingState(SamplingParams(), 0, 0, [], NO_IDS, NO_VALUES, [], [], 0, []), 0)
+"""Stands for a request of None beside others."""

@@ -35,9 +35,6 @@ from gpu_worker.engine.batch.step_result import StepSamples
 from gpu_worker.engine.drafting.proposers import Proposer
 from gpu_worker.protocol import (
     AdapterAnswer,
-    AdapterLoaded,
-    AdapterRefused,
-    AdapterUnloaded,
     AgentLink,
     Asleep,
     LoadAdapter,
@@ -120,16 +117,16 @@ class ScriptedEngine:
         """
         if isinstance(command, UnloadAdapter):
             self.adapters.pop(command.name, None)
-            return AdapterUnloaded(command.name)
+            return AdapterAnswer(command.name)
         path = Path(command.path)
         try:
             rank = json.loads((path / "adapter_config.json").read_text())["r"]
         except FileNotFoundError:
-            return AdapterRefused(command.name, f"{path} has no adapter_config.json")
+            return AdapterAnswer(command.name, f"{path} has no adapter_config.json")
         if rank > MAX_LORA_RANK:
-            return AdapterRefused(command.name, f"its rank is {rank}; MAX_LORA_RANK is {MAX_LORA_RANK}")
+            return AdapterAnswer(command.name, f"its rank is {rank}; MAX_LORA_RANK is {MAX_LORA_RANK}")
         self.adapters[command.name] = Adapter(command.name)
-        return AdapterLoaded(command.name, rank, 1024 * rank)
+        return AdapterAnswer(command.name)
 
     def step(self) -> StepResult | None:
         slices = self.rows.launch()

@@ -9,9 +9,7 @@ from common.messages.plan import WorkerCapacity
 from common.messages.request import SamplingParams
 from gpu_worker.protocol import (
     SAMPLE,
-    AdapterLoaded,
-    AdapterRefused,
-    AdapterUnloaded,
+    AdapterAnswer,
     EngineFailure,
     Frame,
     FrameDecoder,
@@ -53,10 +51,9 @@ FRAMES: list[Frame] = [
     ),
     EngineFailure("dtype", "float7 is none"),
     LoadAdapter("sql", "/adapters/sql"),
-    AdapterLoaded("sql", 16, 2**20),
-    AdapterRefused("sql", "/adapters/sql has no adapter_config.json"),
+    AdapterAnswer("sql", "/adapters/sql has no adapter_config.json"),
     UnloadAdapter("sql"),
-    AdapterUnloaded("sql"),
+    AdapterAnswer("sql"),
 ]
 
 

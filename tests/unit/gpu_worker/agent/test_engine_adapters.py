@@ -16,9 +16,6 @@ from gpu_worker.agent.engine_adapters import AdapterFollower, EngineAdapters
 from gpu_worker.agent.engine_client import EngineDied, StepsHandler
 from gpu_worker.protocol import (
     AdapterAnswer,
-    AdapterLoaded,
-    AdapterRefused,
-    AdapterUnloaded,
     LoadAdapter,
     UnloadAdapter,
 )
@@ -39,11 +36,7 @@ class AdapterEngine(RecordingEngine):
 
     async def ask(self, command: LoadAdapter | UnloadAdapter) -> AdapterAnswer:
         self.commands.append(command)
-        if isinstance(command, UnloadAdapter):
-            return AdapterUnloaded(command.name)
-        if self.cause:
-            return AdapterRefused(command.name, self.cause)
-        return AdapterLoaded(command.name, 8, 100)
+        return AdapterAnswer(command.name, self.cause if isinstance(command, LoadAdapter) else "")
 
 
 @pytest.fixture

@@ -9,9 +9,7 @@ import pytest
 from common.messages.request import BeamParams, SamplingParams
 from gpu_worker.engine.engine import Engine
 from gpu_worker.protocol import (
-    AdapterLoaded,
-    AdapterRefused,
-    AdapterUnloaded,
+    AdapterAnswer,
     LoadAdapter,
     UnloadAdapter,
 )
@@ -170,9 +168,8 @@ def test_an_adapter_that_is_unloaded_while_rows_have_it_serves_them_and_no_other
     engine.apply(plan(100, 64, blocks=played.grow(COUNT, 1)))
     first = engine.step()
     assert first and first.num_samples == 1
-    assert engine.obey(UnloadAdapter("a")) == AdapterUnloaded("a")
-    answer = engine.obey(LoadAdapter("a", str(named["b"])))
-    assert isinstance(answer, AdapterLoaded)
+    assert engine.obey(UnloadAdapter("a")) == AdapterAnswer("a")
+    assert engine.obey(LoadAdapter("a", str(named["b"]))) == AdapterAnswer("a")
     later = played.start(2, PROMPT, COUNT, ignore_eos=True, adapter="a")
     engine.apply(plan(100, 64, [later]))
     engine.apply(plan(100, 64, blocks=played.grow(COUNT, 2)))
@@ -211,8 +208,8 @@ def test_an_engine_that_takes_no_adapters_says_so(llama: tuple[Any, Path]) -> No
     engine = engine_of(llama[1], enable_lora=False)
     assert engine.ready.max_loras == 0
     answer = engine.obey(LoadAdapter("a", "/nowhere"))
-    assert answer == AdapterRefused("a", "this worker takes no adapters (ENABLE_LORA)")
-    assert engine.obey(UnloadAdapter("a")) == AdapterUnloaded("a")
+    assert answer == AdapterAnswer("a", "this worker takes no adapters (ENABLE_LORA)")
+    assert engine.obey(UnloadAdapter("a")) == AdapterAnswer("a")
 
 
 def test_what_is_loaded_stays_where_its_successor_is_refused(
@@ -220,8 +217,7 @@ def test_what_is_loaded_stays_where_its_successor_is_refused(
 ) -> None:
     engine = engine_of(llama[1], max_loras=3, max_lora_rank=16)
     assert (engine.ready.max_loras, engine.ready.max_lora_rank, engine.adapters.num_kept) == (3, 16, 12)
-    answer = engine.obey(LoadAdapter("a", str(named["a"])))
-    assert isinstance(answer, AdapterLoaded) and answer.rank == 4 and answer.num_bytes > 0
+    assert engine.obey(LoadAdapter("a", str(named["a"]))) == AdapterAnswer("a")
     change_config(named["b"], use_dora=True)
-    assert isinstance(engine.obey(LoadAdapter("a", str(named["b"]))), AdapterRefused)
+    assert engine.obey(LoadAdapter("a", str(named["b"]))) != AdapterAnswer("a")
     assert play(engine, {1: (PROMPT, "a")})[1] == ids_of(llama[0], named["a"])

@@ -23,7 +23,7 @@ from gpu_worker.engine.attention.backend import AttentionSpec, LayerSpec
 from gpu_worker.engine.attention.choose import check_probe
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.stages import ModelStage, checked_layers
-from gpu_worker.protocol import AdapterRefused, LoadAdapter, UnservableModel
+from gpu_worker.protocol import AdapterAnswer, LoadAdapter, UnservableModel
 from tests.support.adapters.playing import check_adapters, load_adapters
 from tests.support.adapters.tiny_adapters import LINEARS, change_config, save_adapter
 from tests.support.engine import multi_rank_engine, quantized_models, tiny_models
@@ -319,7 +319,7 @@ def test_adapters(ranks: Communicator, tmp_path: Path) -> None:
     change_config(damaged, r=5)
     with Led(ranks, **settings_of(tmp_path / "model")) as engine:
         refusal = engine.obey(LoadAdapter("damaged", str(damaged)))
-        assert isinstance(refusal, AdapterRefused) and "rank 5" in refusal.cause
+        assert isinstance(refusal, AdapterAnswer) and "rank 5" in refusal.cause
         load_adapters(engine, folders)
         check_adapters(engine, model, folders, ["", "all", "few"])
 

@@ -13,7 +13,7 @@ from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model.load import load
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK
-from gpu_worker.protocol import AdapterRefused, LoadAdapter
+from gpu_worker.protocol import AdapterAnswer, LoadAdapter
 from tests.support.adapters.playing import check_adapters, load_adapters
 from tests.support.adapters.tiny_adapters import save_adapter
 from tests.support.engine import reference, tiny_models
@@ -111,7 +111,7 @@ def test_adapters_change_attention_and_no_mixer(granite: tuple[Path, Ids], tmp_p
     load_adapters(engine, {"served": served})
     check_adapters(engine, model, {"served": served}, ["", "served"])
     answer = engine.obey(LoadAdapter("refused", str(refused)))
-    assert isinstance(answer, AdapterRefused) and "has states, and adapters change none such" in answer.cause
+    assert isinstance(answer, AdapterAnswer) and "has states, and adapters change none such" in answer.cause
 
 
 def test_states_count_within_the_memory_of_the_cache(granite: tuple[Path, Ids]) -> None:
