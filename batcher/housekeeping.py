@@ -284,7 +284,6 @@ def count(scheduler: Scheduler, now_ms: int) -> dict[str, int]:
         **{f"waiting_{name}": classes[class_index] for class_index, name in enumerate(SERVICE_CLASSES)},
         "rows": sum(len(replica.rows) for replica in replicas),
         "blocks": sum(replica.pool.num_blocks - replica.pool.num_free for replica in replicas),
-        "waiting_tokens": sum(sequence.max_kv for sequence in waiting),
         "oldest_ms": max((now_ms - sequence.queued_ms for sequence in waiting), default=0),
         "due_ms": min((sequence.deadline_ms - now_ms for sequence in waiting), default=0),
     }

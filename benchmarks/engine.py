@@ -4,22 +4,35 @@ The engine runs in this process, with all cores; flags of the settings work, too
 milliseconds of a decode step at 1, 8 and 32 rows (128 tokens in, 64 out), the same where 32 and 256 rows
 sample, and prompt tokens/s; then decode steps by rows and context, each as a share of what this device could
 do at best (measured in the same run).
+
+`--host` prints what Python takes of a decode step on CUDA, in place of all that: µs and bytecode instructions
+at 1, 32 and 256 rows. The engine is made as on CUDA, but its captured steps compute nothing, and no GPU is
+needed. Instructions are the same on every machine.
 """
 
 import argparse
 import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from benchmarks import floors
 from common.messages.plan import NewRow
 from common.messages.request import SamplingParams
 from common.settings.settings import Settings
+from gpu_worker.engine.cuda.linear import fuse_linears
 from gpu_worker.engine.engine import Engine
+from gpu_worker.engine.model import load, passes
+from tests.support.engine import on_cuda, tiny_models
 from tests.support.engine.start_rows import plan, start_row
 
 ROWS = (1, 8, 32)
@@ -28,6 +41,8 @@ GRID_STEPS = 32
 IN_TOKENS, OUT_TOKENS = 128, 64
 PROMPT_TOKENS = (128, 512, 2048)
 UNLIMITED_STEPS = 2**30
+HOST_ROWS = (1, 32, 256)
+HOST_STEPS, COUNTED_STEPS, WARM_STEPS = 128, 8, 4
 SAMPLING = {
     "greedy": None,
     "temperature": SamplingParams(temperature=0.8),
@@ -96,6 +111,19 @@ class Benchmark:
             flush=True,
         )
 
+    def host(self, num_rows: int) -> None:
+        """Decodes rows by captured steps that compute nothing."""
+        self.start(num_rows, 1, HOST_STEPS, num_rows)
+        steps_us = []
+        for _ in range(HOST_STEPS - COUNTED_STEPS - WARM_STEPS):
+            began = time.perf_counter()
+            self.engine.step()
+            steps_us.append(1e6 * (time.perf_counter() - began))
+        count = count_instructions(lambda: [self.engine.step() for _ in range(COUNTED_STEPS)])
+        step_us = statistics.median(steps_us[WARM_STEPS:])
+        print(f"{num_rows:3d} rows: {step_us:6.0f} µs, {count / COUNTED_STEPS:7.0f} instructions", flush=True)
+        list(iter(self.engine.step, None))
+
     def prefill(self, tokens: int, prefill_tokens: int) -> None:
         self.start(1, tokens, 1, prefill_tokens)
         duration_ms = sum(step.duration_ms for step in iter(self.engine.step, None))
@@ -136,6 +164,42 @@ class Benchmark:
             row.kv_len = kv_len
 
 
+def print_host() -> None:
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        tiny_models.save(Path(folder), *tiny_models.FAMILIES["Llama"])
+        patch.setattr(passes, "pack_linears", lambda model, blocks: fuse_linears(model))
+        patch.setattr(load, "choose_backend", on_cuda.backend_of)
+        sizes: dict[str, Any] = {"max_batch_size": max(HOST_ROWS), "kv_cache_bytes": 2**27, "block_size": 16}
+        engine = Engine(Settings(model_id=folder, device="cpu", threads=1, **sizes))
+        engine.runs_ahead = True
+        engine.capture(captured, max(HOST_ROWS), False)
+        benchmark = Benchmark(engine, floors.Ceilings(1.0, 1.0))
+        for num_rows in HOST_ROWS:
+            benchmark.host(num_rows)
+
+
+def captured(run: Callable[[], None]) -> Callable[[], None]:
+    """A step whose replay costs nothing: on a GPU the host goes on at once."""
+    run()
+    return lambda: None
+
+
+def count_instructions(run: Callable[[], object]) -> int:
+    """The bytecode instructions of a call."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    sys.settrace(trace)
+    run()
+    sys.settrace(None)
+    return count
+
+
 def numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
@@ -148,7 +212,11 @@ def main() -> None:
         "--rows", type=numbers, default=[1, 8, 32, 256], help="rows of the steps by rows and context"
     )
     parser.add_argument("--contexts", type=numbers, default=[128, 2048])
+    parser.add_argument("--host", action="store_true")
     flags, others = parser.parse_known_args()
+    if flags.host:
+        print_host()
+        return
     settings = Settings.read(others)
     ceilings = floors.measure(settings)
     began = time.perf_counter()

@@ -183,8 +183,14 @@ loads_of() {
 
 # --- parts ----------------------------------------------------------------------------------------------------
 
+export VERSIONS='import importlib.metadata as m, sys
+names = "torch triton flashinfer-python transformers xgrammar llguidance numpy vllm".split()
+print(sys.executable, *(f"{one.name} {one.version}" for one in m.distributions() if one.name in names), sep=", ")'
+
 machine() {
-    item machine 60 "$python" -m benchmarks.gpu.machine "$peer_python"
+    item machine 120 bash -c 'git log -1 --format="commit %h %s"; nvidia-smi 2>&1 | head -20
+        "$0" -m torch.utils.collect_env 2>/dev/null | grep -v "^Vulnerability\|^Flags"
+        for python; do "$python" -c "$VERSIONS"; done' "$python" "$python" "$peer_python"
     item doctor 120 env MODEL_ID="$out/models/$large" "$python" -m deploy.cli doctor
 }
 

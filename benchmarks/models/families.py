@@ -8,12 +8,8 @@ updates, some of which the engine replaces. Tokens of greedy answers are compare
 """
 
 import argparse
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,21 +50,6 @@ FAMILIES |= {
 }
 
 
-@cache
-def own_functions(modeling: Any) -> dict[str, Any]:
-    """Those of a module of transformers, before an engine is made."""
-    return {name: one for name, one in vars(modeling).items() if callable(one)}
-
-
-@contextmanager
-def functions(modeling: Any, used: dict[str, Any]) -> Iterator[None]:
-    """Have a module of transformers use these functions."""
-    others = {name: vars(modeling)[name] for name in used}
-    vars(modeling).update(used)
-    yield
-    vars(modeling).update(others)
-
-
 def by_generate(model: Any, prompts: list[list[int]], num_new: int) -> tuple[list[list[int]], float]:
     """New ids, and seconds."""
     ids, began_s = torch.tensor(prompts), time.process_time()
@@ -100,16 +81,13 @@ def measure(family: str, num_rows: int, dtype: str) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_models.save(Path(folder), name, sizes).to(getattr(torch, dtype))
-        modeling = sys.modules[type(model).__module__]
-        own = own_functions(modeling)
         settings: dict[str, Any] = {"dtype": dtype, "kv_cache_bytes": 2**28, "max_batch_size": num_rows}
         engine = Engine(Settings(model_id=folder, threads=1, **settings))
         started = [prompt + starting_ids(Path(folder)) for prompt in prompts]
-    turns = []
-    for _ in range(TURNS):
-        with functions(modeling, own):
-            theirs = by_generate(model, prompts, TOKENS_OUT)
-        turns.append((theirs, by_engine(engine, started, TOKENS_OUT)))
+    turns = [
+        (by_generate(model, prompts, TOKENS_OUT), by_engine(engine, started, TOKENS_OUT))
+        for _ in range(TURNS)
+    ]
     same = sum(num_equal(a, b) for a, b in zip(turns[0][0][0], turns[0][1][0], strict=True))
     theirs_s, ours_s = (min(turn[side][1] for turn in turns) for side in (0, 1))
     tokens = num_rows * TOKENS_OUT
