@@ -260,7 +260,6 @@ class Admission:
         """
         stream.left = True
         had_ended = stream.terminal is not None
-        is_counted = had_ended or stream.request.gateway
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(None if goes_on_s == math.inf else goes_on_s):
@@ -268,9 +267,10 @@ class Admission:
             if stream.ended_here or not stream.terminal:
                 await self.cancel(stream.request.request_id, reader)
             if not had_ended:
-                reason = stream.terminal.reason if stream.terminal else "cancelled"
+                end = stream.terminal
+                reason = (end.error_type or end.reason) if end else "cancelled"
                 log.info("request %s: %s after its client had left", stream.request.request_id, reason)
-            if not is_counted:
+            if not (had_ended or stream.request.gateway):
                 metrics.count_stream(stream, self.workers.limits)
             await self.let_go(stream.request)
         finally:

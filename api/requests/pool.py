@@ -101,7 +101,7 @@ class Pool:
             self.client,
             gateway,
             settings,
-            num_streams=lambda: sum(not stream.left for stream in self.relay.streams.values()),
+            num_streams=lambda: sum(not (one.left or one.terminal) for one in self.relay.streams.values()),
             longest=longest,
             pooling=self.pooling,
         )
