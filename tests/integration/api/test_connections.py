@@ -356,7 +356,8 @@ async def test_a_client_that_reads_slowly_is_not_cut_off(
                 content += await deaf.read(SMALL)
             now_s += 1.0
             await gateway.unread.check_time()
-        assert unread.num_bytes and unread in gateway.unread.connections
+        await wait_until(lambda: unread.num_bytes)
+        assert unread in gateway.unread.connections
         while b"generated_tokens" not in content:
             new = await deaf.read(2**20)
             assert new, "cut off"
