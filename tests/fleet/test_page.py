@@ -26,7 +26,7 @@ SETTINGS = {
     "heartbeat_s": 0.1,
 }
 QUESTION = "Tell me a long story about a fox, a river and a storm."
-MAX_TOKENS = 128
+MAX_TOKENS, LONG = 128, 512
 SOME_CHARS = 30
 ANSWER_MS = 60_000
 CHAOS_MS = 300_000
@@ -88,8 +88,8 @@ def answered(page: Page) -> str:
 
 def test_a_killed_worker_changes_no_word(fleet: Fleet, browser: Browser) -> None:
     with opened(browser, fleet.base_url, is_quiet=True) as page:
-        expected = undisturbed(fleet, QUESTION)
-        send(page, QUESTION)
+        expected = undisturbed(fleet, QUESTION, LONG)
+        send(page, QUESTION, LONG)
         wait_until_sync(lambda: len(streamed(page)) > SOME_CHARS)
         busy = page.locator(".tile.busy[data-kind=worker]")
         name = busy.get_by_role("button").get_attribute("aria-label", timeout=90_000)

@@ -86,12 +86,3 @@ async def test_a_grammar_that_leads_nowhere_is_the_requests_fault(http: httpx.As
     stream = await streamed(http, "/v1/responses", RESPONSE | {"text": {"format": form}})
     failed = json.loads(stream.decode().rpartition("data: ")[2])["response"]
     assert (failed["status"], failed["error"]["code"]) == ("failed", "invalid_prompt")
-
-
-async def test_patterns_that_match_a_property_are_served(http: httpx.AsyncClient) -> None:
-    score = {"type": "integer", "minimum": 0, "maximum": 100}
-    pattern = {"patternProperties": {"^score$": {"type": "integer"}}}
-    body = PLAIN | schema(object_with("score", score) | pattern)
-    [choice] = (await http.post(CHAT_PATH, json=body)).json()["choices"]
-    assert choice["finish_reason"] == "stop"
-    assert json.loads(choice["message"]["content"])["score"] in range(101)
