@@ -1,5 +1,5 @@
-"""Keeper channel: a gateway's end of the channel to the launcher's socket keeper. A gateway that was started
-alone has no keeper.
+"""Answer sockets: the launcher's keeper has a copy of each, so another gateway can go on with the answer.
+The channel to the keeper, which a gateway that was started alone lacks; and what writes an answer's rest.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Batch: its state in Redis, as OpenAI's object, and the choice of those that are served first."""
+"""Batches: their state in Redis, their lines and answers, and the routes of Batch and Files APIs."""
 
 import dataclasses
 import hashlib
@@ -343,7 +343,7 @@ def request_name(job_id: str) -> str:
     return f"batch_req_{job_id.removeprefix('batch_').replace('/', '_')}"
 
 
-# --- routes -------------------------------------------------------------------------------------------------
+# --- schemas ------------------------------------------------------------------------------------------------
 
 
 MAX_BATCHES = 10_000

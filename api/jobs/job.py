@@ -1,4 +1,4 @@
-"""Not before: the time until which a job waits, as seconds since 1970 or in ISO 8601."""
+"""Jobs: their entries in Redis, the time until which they wait, their models, their validation."""
 
 import asyncio
 import contextlib
@@ -399,62 +399,6 @@ async def waiting_turn(pool: Pool, job: Job, lock: asyncio.Lock) -> AsyncIterato
         lock.release()
 
 
-# --- validation ---------------------------------------------------------------------------------------------
-
-
-JOB_TERMS = AnswerTerms(goes_on_s=math.inf, kept_s=RESULT_TTL_MS / 1000)
-MAX_DEATHS = 2
-"""Gateways that may end while they validate a job."""
-
-
-VALIDATES = "validates:"
-"""How the name of a field begins in which a gateway notes that it validates a job."""
-
-
-async def validate_job(pool: Pool, job: Job, model: "JobModel") -> HttpAnswer:
-    """Read a job for this model as its route would read its body. Raises ApiError, also for a job that has
-    ended MAX_DEATHS gateways while they validated it.
-    """
-    protocol = job.protocol
-    assert protocol is not None
-    async with noting_deaths(pool, job):
-        content = to_json(content_of(job))
-        body = await offload(len(content), lambda: parse_body(protocol.body, content))
-        body.check()
-        context = Context(pool, protocol.path, job.id, job.has_listeners, seed=job.seed)
-        asked = await protocol.read(body, context)
-        requests = job.terms.apply(with_adapter(asked.requests, model.adapter), pool.settings)
-        asked = asked._replace(requests=requests)
-        return context.describe(asked, model.name, JOB_TERMS, job.created_s)
-
-
-@contextlib.asynccontextmanager
-async def noting_deaths(pool: Pool, job: Job) -> AsyncIterator[None]:
-    """Note in the job that this gateway validates it, as the work that an input can end a process with. A
-    gateway that dies leaves its note; one that stops in order does not. A job that was validated once has no
-    notes any more. Raises ApiError (500).
-    """
-    keys = pool.client.keys
-    args: Args = {"validates": VALIDATES, "gateway": pool.gateway, "gateways": keys.gateway("")}
-    call = call_script("begin_validation", decode_all, keys, job.id, args=args)
-    dead = await pool.admission.retry_forever(lambda: pool.client.run(call))
-    try:
-        if len(dead) >= MAX_DEATHS:
-            why = f"{len(dead)} gateways ended while they validated this request"
-            log.error("job %s is not tried again: %s", job.id, why)
-            raise internal_error(why)
-        yield
-    except BaseException:
-        await drop_note(pool, job)
-        raise
-
-
-async def drop_note(pool: Pool, job: Job) -> None:
-    """Drop the note of this gateway; if the broker is away, it stays."""
-    with contextlib.suppress(*ERRORS):
-        await pool.client.redis.hdel(pool.client.keys.job(job.id), VALIDATES + pool.gateway)  # type: ignore[misc]
-
-
 # --- find model ---------------------------------------------------------------------------------------------
 
 
@@ -496,3 +440,59 @@ async def find_model(pool: Pool, job: Job) -> JobModel:
     shown = adapter.name if adapter else settings.model_name
     check_key_model(job.terms.key, settings, shown)
     return JobModel(shown, adapter.key if adapter else "")
+
+
+# --- validation ---------------------------------------------------------------------------------------------
+
+
+JOB_TERMS = AnswerTerms(goes_on_s=math.inf, kept_s=RESULT_TTL_MS / 1000)
+MAX_DEATHS = 2
+"""Gateways that may end while they validate a job."""
+
+
+VALIDATES = "validates:"
+"""How the name of a field begins in which a gateway notes that it validates a job."""
+
+
+async def validate_job(pool: Pool, job: Job, model: JobModel) -> HttpAnswer:
+    """Read a job for this model as its route would read its body. Raises ApiError, also for a job that has
+    ended MAX_DEATHS gateways while they validated it.
+    """
+    protocol = job.protocol
+    assert protocol is not None
+    async with noting_deaths(pool, job):
+        content = to_json(content_of(job))
+        body = await offload(len(content), lambda: parse_body(protocol.body, content))
+        body.check()
+        context = Context(pool, protocol.path, job.id, job.has_listeners, seed=job.seed)
+        asked = await protocol.read(body, context)
+        requests = job.terms.apply(with_adapter(asked.requests, model.adapter), pool.settings)
+        asked = asked._replace(requests=requests)
+        return context.describe(asked, model.name, JOB_TERMS, job.created_s)
+
+
+@contextlib.asynccontextmanager
+async def noting_deaths(pool: Pool, job: Job) -> AsyncIterator[None]:
+    """Note in the job that this gateway validates it, as the work that an input can end a process with. A
+    gateway that dies leaves its note; one that stops in order does not. A job that was validated once has no
+    notes any more. Raises ApiError (500).
+    """
+    keys = pool.client.keys
+    args: Args = {"validates": VALIDATES, "gateway": pool.gateway, "gateways": keys.gateway("")}
+    call = call_script("begin_validation", decode_all, keys, job.id, args=args)
+    dead = await pool.admission.retry_forever(lambda: pool.client.run(call))
+    try:
+        if len(dead) >= MAX_DEATHS:
+            why = f"{len(dead)} gateways ended while they validated this request"
+            log.error("job %s is not tried again: %s", job.id, why)
+            raise internal_error(why)
+        yield
+    except BaseException:
+        await drop_note(pool, job)
+        raise
+
+
+async def drop_note(pool: Pool, job: Job) -> None:
+    """Drop the note of this gateway; if the broker is away, it stays."""
+    with contextlib.suppress(*ERRORS):
+        await pool.client.redis.hdel(pool.client.keys.job(job.id), VALIDATES + pool.gateway)  # type: ignore[misc]

@@ -1,5 +1,5 @@
-"""Picture sources: where a client says that a picture of its prompt is. A source is a URL, in a part of a
-message or as `![](…)` in a text.
+"""Pictures of prompts: where a client says that one is (a URL, in a part of a message or as `![](…)` in a
+text); how it is fetched, checked and kept in the broker; and what stands in the prompt for it.
 """
 
 import asyncio

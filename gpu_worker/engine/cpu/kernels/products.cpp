@@ -1,5 +1,5 @@
 // Linear layers that no fused layer has, for Python; and how their weights are packed.
-#include "adapters.h"
+#include "phases.h"
 #include "products.h"
 #include "types.h"
 
@@ -71,15 +71,5 @@ extern "C" void tf_product(
         typedef decltype(number) T;
         if (whole) product(threads, (const T*)rows, num_rows, *linear, (float*)out);
         else product(threads, (const T*)rows, num_rows, *linear, (T*)out);
-    });
-}
-
-// Adds to outputs, `whole` as in tf_product, what the adapters of rows give.
-extern "C" void tf_adapt(int type, int threads, const void* rows, int num_rows, const Linear* linear,
-    const Adapters* adapters, int whole, void* out) {
-    with_product_type(type, [=](auto number) {
-        typedef decltype(number) T;
-        if (whole) adapt(threads, (const T*)rows, num_rows, *linear, *adapters, (float*)out);
-        else adapt(threads, (const T*)rows, num_rows, *linear, *adapters, (T*)out);
     });
 }
