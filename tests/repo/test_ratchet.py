@@ -18,7 +18,7 @@ MOST = {  # statements, lines
     "gpu_worker": (11_795, 22_392),
     "common": (3_924, 7_804),
     "deploy": (2_561, 4_493),
-    "tests": (33_926, 58_769),
+    "tests": (33_654, 58_529),
     "benchmarks": (2_202, 3_748),
 }
 MOST_WORDS_OF_DOCS = 21_987

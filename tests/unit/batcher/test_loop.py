@@ -1,25 +1,35 @@
-"""The active batcher, turn by turn, against a real broker: lost replies, garbage, keys of another type."""
+"""The active batcher, turn by turn, against a real broker: lost replies, garbage, keys of another type.
+ActionQueue: scripts are sent at once, whatever replies are due, and nothing is done out of order.
+Inbox: entries in order, handled in slices; how far a stream is done; when a time to live began.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from redis.asyncio import Redis
-from redis.exceptions import ConnectionError
+from redis.exceptions import ConnectionError, ResponseError
 
-from batcher import worker_registry
+from batcher import batcher_scripts, inbox, worker_registry
+from batcher.actions import MAX_BYTES, MAX_CALLS, Action, ActionQueue, ScriptAction
 from batcher.housekeeping import Housekeeping
+from batcher.inbox import Inbox, StreamEntry
 from batcher.lease import Lease, WritesLost
 from batcher.loop import Batcher
+from common.broker.client import FastConnection
+from common.broker.keys import Keys, parse_stream_id
+from common.broker.lua import ScriptCall
 from common.broker.pool_client import PoolClient
 from common.messages.codec import decode, encode
 from common.messages.plan import Plan, Report, WorkerDied
 from common.metrics import catalogue
 from common.settings.settings import Settings
-from tests.support.broker_state import KEYS, admit, make_request, seal, start_worker
+from tests.support.broker_state import KEYS, admit, make_request, run_all, seal, start_worker
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -236,3 +246,235 @@ async def test_a_broker_that_has_lost_plans_it_had_taken_ends_the_epoch(
     await admit(redis, make_request("r2"))
     with pytest.raises(WritesLost, match="lost plans of worker w1"):
         await turns(batcher)
+
+
+# --- actions ------------------------------------------------------------------------------------------------
+
+
+class RecordedQueue(ActionQueue):
+    """A queue whose broker replies with the first argument, unless `replies_to` has another reply to it.
+
+    Attributes:
+        names: of the scripts of each sending.
+    """
+
+    def __init__(self, redis: Redis) -> None:
+        super().__init__(redis)
+        self.names: list[list[str]] = []
+        self.replies_to: dict[str, Any] = {}
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def connect(self) -> FastConnection:
+        self.closed = asyncio.get_running_loop().create_future()
+        self.connection = cast(FastConnection, self)
+        return self.connection
+
+    def close(self) -> None:
+        self.connection = None
+        super().close()
+
+    def send_all(self, commands: Sequence[Sequence[Any]]) -> None:
+        self.names.append([str(command[3]) for command in commands])
+        for name in self.names[-1]:
+            reply = self.replies_to.pop(name, name)
+            if isinstance(reply, ConnectionError):
+                self.closed.set_exception(reply)
+                self.notify()
+                return
+            self.on_reply(reply)
+
+
+@pytest.fixture
+async def actions(redis: Redis) -> RecordedQueue:
+    return RecordedQueue(redis)
+
+
+def script(name: str, taken: list[Any], *follow: Action | ScriptAction) -> ScriptAction:
+    def on_reply(reply: Any) -> Iterable[Action | ScriptAction]:
+        taken.append(reply)
+        return follow
+
+    return ScriptAction(lambda: ScriptCall("dequeue", [], [name], str), on_reply)
+
+
+async def test_scripts_between_other_actions_are_sent_at_once(actions: RecordedQueue) -> None:
+    done: list[Any] = []
+
+    async def note() -> None:
+        done.append("other")
+
+    actions.add(script("a", done), script("b", done), note, script("c", done))
+    await run_all(actions)
+    assert (actions.names, done) == ([["a", "b"], ["c"]], ["a", "b", "other", "c"])
+
+
+async def test_what_is_on_its_way_is_bounded(actions: RecordedQueue) -> None:
+    long = ScriptAction(lambda: ScriptCall("dequeue", [], ["long", bytes(MAX_BYTES + 1)], str), lambda _: [])
+    actions.add(script("a", []), long, *(script("b", []) for _ in range(MAX_CALLS + 1)))
+    await run_all(actions)
+    assert [len(names) for names in actions.names] == [2, MAX_CALLS, 1]
+
+
+async def test_what_a_reply_decides_comes_before_all_that_is_not_sent(actions: RecordedQueue) -> None:
+    done: list[Any] = []
+
+    async def note() -> None:
+        done.append("other")
+
+    refused = script("refused", done, script("again", done), script("behind", done))
+    actions.add(refused, script("sent", done, script("sent again", done)), note, script("end", done))
+    await run_all(actions)
+    assert actions.names == [["refused", "sent"], ["again", "behind", "sent again"], ["end"]]
+    assert done == ["refused", "sent", "again", "behind", "sent again", "other", "end"]
+
+
+async def test_a_long_action_waits_for_what_was_decided_and_the_next_one_for_another_turn(
+    actions: RecordedQueue,
+) -> None:
+    done: list[Any] = []
+
+    def long(name: str) -> Action:
+        async def act() -> None:
+            done.append(name)
+
+        return act
+
+    actions.add(script("plan", done))
+    actions.defer(long("first"))
+    actions.defer(long("second"))
+    actions.queue_deferred()
+    actions.queue_deferred()
+    actions.add(script("after the first", done))
+    await actions.run_next()
+    assert not actions.can_run, "there is no reply to the plan yet"
+    await run_all(actions, len(actions.deferred))
+    assert done == ["plan", "first", "after the first"]
+    actions.queue_deferred()
+    await run_all(actions)
+    assert done[3:] == ["second"]
+
+
+@pytest.mark.parametrize("failure", [ResponseError("OOM"), ConnectionError("cut")])
+async def test_what_fails_and_what_was_sent_behind_it_is_done_again(
+    actions: RecordedQueue, failure: Exception
+) -> None:
+    done: list[Any] = []
+    actions.replies_to["b"] = failure
+    actions.add(*(script(name, done) for name in "abc"))
+    with pytest.raises(type(failure)):
+        await run_all(actions)
+    assert done == ["a"]
+    await run_all(actions)
+    assert (actions.names, done) == ([["a", "b", "c"], ["b", "c"]], ["a", "b", "c"])
+
+
+async def test_a_broker_that_has_forgotten_the_scripts_learns_them_again(redis: Redis) -> None:
+    """Here the broker is a real one."""
+    done: list[Any] = []
+    queue = ActionQueue(redis)
+    call = batcher_scripts.dequeue(Keys("test"), {"r": "1-0"})
+    one = ScriptAction(lambda: call, script("", done).on_reply)
+    queue.add(one)
+    await run_all(queue)
+    await redis.script_flush()
+    queue.add(one)
+    with pytest.raises(ResponseError, match="No matching script"):
+        await run_all(queue)
+    await run_all(queue)
+    queue.close()
+    assert done == [[1], [1]]
+
+
+# --- inbox --------------------------------------------------------------------------------------------------
+
+
+async def read(inbox: Inbox) -> None:
+    inbox.read_ahead(50)
+    await inbox.fill(waits=True)
+
+
+async def test_entries_that_a_slice_leaves_come_with_the_next_and_are_not_done_before(redis: Redis) -> None:
+    inbox = Inbox(redis)
+    inbox.follow("s")
+    ids = [(await redis.xadd("s", {"kind": str(number)})).decode() for number in range(3)]
+    await read(inbox)
+    await redis.xadd("s", {"kind": "later"})
+    assert next(inbox.pop_entries(60.0)).data == b"0"
+    assert list(inbox.pop_entries(0.0)) == [], "no time is left"
+    assert inbox.done_id("s") == ids[1], "the next one"
+    await read(inbox)
+    assert [entry.data for entry in inbox.pop_entries(60.0)] == [b"1", b"2"], (
+        "nothing is read before all is taken"
+    )
+    assert inbox.done_id("s") == ids[2]
+    await read(inbox)
+    assert [entry.data for entry in inbox.pop_entries(60.0)] == [b"later"]
+    assert parse_stream_id(inbox.done_id("s")) > parse_stream_id(ids[2])
+
+
+async def test_entries_of_a_watched_stream_come_once_though_no_read_waits(redis: Redis) -> None:
+    inbox = Inbox(redis)
+    inbox.follow("s")
+    watching = asyncio.create_task(inbox.watch("s"))
+    await wait_until(lambda: is_waiting(redis))
+    for number in range(3):
+        await redis.xadd("s", {"kind": str(number)})
+        await wait_until(partial(has_entries, inbox, number + 1))
+    watching.cancel()
+    assert [entry.data for entry in inbox.pop_entries(60.0)] == [b"0", b"1", b"2"]
+    await redis.xadd("s", {"kind": "later"})
+    await read(inbox)
+    assert [entry.data for entry in inbox.pop_entries(60.0)] == [b"later"]
+
+
+async def test_an_entry_with_the_id_of_a_watched_one_is_not_missed(redis: Redis) -> None:
+    """What is written into two streams in one millisecond has one id."""
+    inbox = Inbox(redis)
+    inbox.follow("s")
+    inbox.follow("t")
+    watching = asyncio.create_task(inbox.watch("s"))
+    await wait_until(lambda: is_waiting(redis))
+    await redis.xadd("s", {"kind": "watched"}, id="7-0")
+    await redis.xadd("t", {"kind": "other"}, id="7-0")
+    await wait_until(lambda: has_entries(inbox, 1))
+    watching.cancel()
+    assert [entry.data for entry in inbox.pop_entries(60.0)] == [b"watched"]
+    await read(inbox)
+    assert [entry.data for entry in inbox.pop_entries(60.0)] == [b"other"]
+
+
+async def is_waiting(redis: Redis) -> bool:
+    return bool((await redis.info("clients"))["blocked_clients"])
+
+
+def has_entries(inbox: Inbox, count: int) -> bool:
+    return len(inbox.unhandled) == count
+
+
+async def test_what_is_due_long_since_is_no_time_to_read_in(redis: Redis) -> None:
+    """A housekeeping that hangs is due all the time; its batcher reads on."""
+    inbox = Inbox(redis)
+    inbox.follow("due")
+    await redis.xadd("due", {"kind": "1"})
+    inbox.read_ahead(-60_000)
+    await inbox.fill(waits=True)
+    assert [entry.data for entry in inbox.pop_entries(60.0)] == [b"1"]
+
+
+# --- inbox parse --------------------------------------------------------------------------------------------
+
+NOW_MS = 5000
+
+
+@pytest.mark.parametrize(
+    ("clock", "queued_ms"),
+    [({b"clock": b"4000"}, 4000), ({}, NOW_MS), ({b"clock": b"9000"}, NOW_MS), ({b"clock": b"x"}, NOW_MS)],
+)
+def test_a_deadline_counts_from_what_the_pool_s_clock_showed(
+    clock: dict[bytes, bytes], queued_ms: int
+) -> None:
+    """Not from the entry's id, which the broker's own clock makes; and never from the future."""
+    request = make_request("r1")
+    entry = StreamEntry("requests", "99999-0", {b"generate": encode(request), **clock})
+    sequence = inbox.parse_sequence(entry, inbox.parse_queued_ms(entry, NOW_MS))
+    assert sequence.deadline_ms == queued_ms + request.ttl_ms

@@ -1,21 +1,34 @@
 """Rows of a step, without an engine: which take part, in what parts, which wait or stand by, when they end
 and are released; their inputs.
+
+Which prompts a step computes, how much of each, and which units of pictures.
+Blocks of beams: they suffice, and a wrong place or a lost block shows in what a beam reads.
+What a row's next token depends on: counts, bans and top-p as if never interrupted.
 """
 
-from collections import deque
+from collections import Counter, deque
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.messages.plan import NewRow
-from common.messages.request import SamplingParams
+from common.messages.plan import NewRow, Plan
+from common.messages.records import num_group_blocks, pack_ids
+from common.messages.request import BeamParams, SamplingParams
 from gpu_worker.engine.batch.adapters import TURN_STEPS, Adapter, AdapterTurns
-from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.batch.beams import BeamBlocks, BeamToken
+from gpu_worker.engine.batch.prefill import PATIENCE
+from gpu_worker.engine.batch.prefill_budget import PrefillBudget
+from gpu_worker.engine.batch.row import Row, RowSlice
+from gpu_worker.engine.batch.row_pictures import PictureShape, PictureState, PlacedPicture, RowPictures
 from gpu_worker.engine.batch.rows import Rows
+from gpu_worker.engine.batch.sampling_state import SamplingState
 from gpu_worker.engine.batch.state_slots import Snapshots
-from gpu_worker.engine.batch.step_result import StepSamples
+from gpu_worker.engine.batch.step_result import Candidate, PromptLogprobs, StepSamples
 from tests.support.engine.batch_player import packed
 from tests.support.engine.row_steps import (
     BLOCK,
@@ -24,6 +37,7 @@ from tests.support.engine.row_steps import (
     collect,
     rows_with,
     run_step,
+    sampled_indices,
     sampled_rows,
     spans_of,
     start,
@@ -233,3 +247,325 @@ def test_each_adapter_comes_to_its_turn_and_keeps_it_for_a_while(most: int, want
         places = [place for place, step in enumerate(steps) if adapter in step]
         assert len(places) >= TURN_STEPS
         assert max(np.diff(places), default=1) <= wanted * TURN_STEPS + 1
+
+
+# --- prefill ------------------------------------------------------------------------------------------------
+
+NO_LOGPROBS = PromptLogprobs(b"", b"", b"")
+
+
+def test_prefill_is_chunked_the_shortest_first_beside_rows_that_decode() -> None:
+    rows = rows_with(start(0, 2), start(1, 10), start(2, 5), prefill_tokens=8)
+    shapes = []
+    for _ in range(4):
+        slices, result = run_step(rows)
+        shapes.append(slices)
+    assert shapes == [
+        [(0, 0, 2, True), (2, 0, 5, True), (1, 0, 1, False)],
+        [(2, 5, 1, True), (0, 2, 1, True), (1, 1, 8, False)],
+        [(2, 6, 1, True), (0, 3, 1, True), (1, 9, 1, True)],
+        [(1, 10, 1, True), (2, 7, 1, True), (0, 4, 1, True)],
+    ]
+    assert sampled_indices(result) == [1, 3, 3]
+
+
+def test_prompts_of_the_urgent_are_computed_first() -> None:
+    rows = rows_with(start(0, 6, class_index=2), start(1, 6, class_index=1), start(2, 12), prefill_tokens=8)
+    run_step(rows)
+    rows.apply(plan(1000, 8, [start(3, 6)]))
+    assert [[one[:3] for one in run_step(rows)[0]] for _ in range(3)] == [
+        [(2, 8, 4), (3, 0, 4)],
+        [(2, 12, 1), (3, 4, 2), (1, 0, 6)],
+        [(2, 13, 1), (1, 6, 1), (3, 6, 1), (0, 0, 6)],
+    ]
+
+
+def test_a_prompt_that_others_pass_for_long_has_a_step_of_its_own_now_and_then() -> None:
+    rows = rows_with(start(0, 20, class_index=2), prefill_tokens=8)
+    computed = []
+    for number in range(1, 3 * PATIENCE + 1):
+        rows.apply(plan(1000, 8, [start(number, 8, end=1)]))
+        computed.append([one[:3] for one in run_step(rows)[0] if one[0] == 0])
+    own = {place: slices for place, slices in enumerate(computed) if slices}
+    assert own == {
+        PATIENCE - 1: [(0, 0, 8)],
+        2 * PATIENCE - 1: [(0, 8, 8)],
+        3 * PATIENCE - 1: [(0, 16, 4)],
+    }
+
+
+def test_fewer_tokens_of_prompts_go_beside_rows_that_decode() -> None:
+    rows = Rows(BLOCK, [EOS])
+    rows.apply(plan(1000, 8, [start(0, 10), start(1, 2), start(2, 6)], mixed_prefill_tokens=3))
+    shapes, counts = [], []
+    for _ in range(5):
+        slices, result = run_step(rows)
+        shapes.append(slices)
+        counts.append(result.prefill_tokens)
+    assert shapes[:3] == [
+        [(1, 0, 2, True), (2, 0, 6, True)],
+        [(2, 6, 1, True), (1, 2, 1, True), (0, 0, 3, False)],
+        [(2, 7, 1, True), (1, 3, 1, True), (0, 3, 3, False)],
+    ]
+    assert counts == [8, 3, 3, 3, 0]
+    rows.apply(plan(1000, 8, [start(3, 5)]))
+    assert run_step(rows)[0][-1] == (3, 0, 5, True), "a grant without the number has no such limit"
+    rows.apply(plan(1000, 8, [start(4, 1)]))
+    assert run_step(rows)[1].prefill_tokens == 0, "a single token is a step like that of a row that decodes"
+
+
+def test_prompts_with_logprobs_take_few_tokens_of_a_step() -> None:
+    """The token after the last of a prompt is sampled; those after the others are scored."""
+    rows = Rows(BLOCK, [EOS], max_scored_tokens=3)
+    starts = [
+        start(0, 5, prompt_logprobs=0),
+        start(1, 4),
+        start(2, 3, prompt_logprobs=1),
+        start(3, 1, prompt_logprobs=0),
+    ]
+    rows.apply(plan(1000, 1000, starts))
+    shapes, scored = [], []
+    for _ in range(4):
+        slices = rows.launch()
+        shapes.append(
+            [
+                (one.row.number, one.begin, one.count, one.samples, one.num_scored)
+                for one in slices
+                if not one.decodes
+            ]
+        )
+        num_samples = sum(one.samples for one in slices)
+        prompts = [NO_LOGPROBS for one in slices if one.num_scored]
+        logprobs = [-0.5] * num_samples
+        rows.collect(slices, StepSamples([TEXT] * num_samples, logprobs, prompt_logprobs=prompts))
+        scored.append([(row, first) for row, first, *_ in rows.take_result().prompt_logprobs])
+    assert shapes == [
+        [(3, 0, 1, True, 0), (2, 0, 2, False, 2), (1, 0, 4, True, 0)],
+        [(2, 2, 1, True, 0), (0, 0, 2, False, 2)],
+        [(0, 2, 3, True, 2)],
+        [],
+    ]
+    assert scored == [[(2, 1)], [(0, 1)], [(0, 3)], []]
+
+
+def test_rows_of_batches_wait_for_a_callers_prompt_for_one_step_and_go_on() -> None:
+    bulk = [start(number, 3, class_index=2) for number in range(4)]
+    rows = rows_with(*bulk, prefill_tokens=64)
+    run_step(rows)
+    rows.apply(plan(1000, 64, [start(4, 20, class_index=0), start(5, 30, class_index=2)]))
+    steps = [[one[:3] for one in run_step(rows)[0]] for _ in range(2)]
+    assert steps == [[(4, 0, 20)], [(4, 20, 1), (0, 3, 1), (1, 3, 1), (2, 3, 1), (3, 3, 1), (5, 0, 30)]]
+
+
+INTERACTIVE, BATCH = 0, 2
+
+
+def callers_grant(bulk_tokens: int = 50) -> Plan:
+    return Plan(1, 1, 1000, 1000, bulk_tokens=bulk_tokens)
+
+
+def test_a_callers_prompt_has_a_step_without_bulk_prompts_and_bulk_rows_that_would_make_it_long() -> None:
+    """Of two such steps in a row the second one has them."""
+    budget, prompts = PrefillBudget(), [(INTERACTIVE, 128), (BATCH, 500)]
+    steps = [budget.plan(callers_grant(), [BATCH] * 32, prompts) for _ in range(4)]
+    assert [(step.left(INTERACTIVE), step.left(BATCH), step.bulk_decodes) for step in steps] == [
+        (1000, 0, False),
+        (1000, 50, True),
+    ] * 2
+
+
+def test_bulk_prompts_are_spread_while_callers_are_about_and_a_backlog_is_worked_off() -> None:
+    budget, left, steps = PrefillBudget(), 4000, []
+    while left:
+        step = budget.plan(callers_grant(), [BATCH] * 8, [(BATCH, left)])
+        steps.append(step.left(BATCH))
+        left -= steps[-1]
+    assert steps[0] == 50 and max(steps) <= 4 * 50
+    assert len(steps) < 4000 / 50, "the more of them wait, the more a step has"
+
+
+PICTURE_BLOCK = 16
+TILE = 8
+"""Placeholders of a tile, and what its encoding costs."""
+
+
+def row_of(num_tiles: int, before: int = 4, after: int = 4, blocks: int = 100, cost: float = 1.0) -> Row:
+    """A prompt of `before` tokens, a picture, and `after` tokens."""
+    shape: Future[PictureShape] = Future()
+    shape.set_result(PictureShape(num_tiles * TILE, num_tiles))
+    picture = PictureState(num_tiles * TILE, shape, token_cost=cost)
+    places = np.arange(before, before + num_tiles * TILE)
+    ids = np.zeros(before + num_tiles * TILE + after, np.int32)
+    row = Row(0, ids, 0, 9, np.arange(1, 1 + blocks, dtype=np.int32))
+    row.pictures = RowPictures([PlacedPicture(picture, places)])
+    return row
+
+
+def test_a_row_is_computed_up_to_the_first_placeholder_that_is_not_encoded() -> None:
+    row = row_of(num_tiles=3)
+
+    def pictures_of(start: Any) -> RowPictures | None:
+        return row.pictures
+
+    rows = Rows(block_size=PICTURE_BLOCK, eos_ids=[], make_pictures=pictures_of)
+    start = start_row(0, row.ids.tolist(), 9, blocks=list(range(1, 9)))
+    rows.apply(plan(100, 14, [start]))
+    chunks: list[tuple[int, int, list[int]]] = []
+    while not chunks or chunks[-1][1] < len(row.ids):
+        slices = rows.launch()
+        units = [unit.number for unit in rows.encoding.take()]
+        chunks += [(one.begin, one.kv_len, units) for one in slices]
+        rows.collect(slices, StepSamples([0] * sum(one.num_samples for one in slices), [0.0] * len(slices)))
+    # 14 tokens a step: a tile costs 8 of them
+    assert chunks == [(0, 6, [0]), (6, 12, [1]), (12, 18, [2]), (18, 32, [])]
+
+
+def test_rows_of_batches_decode_while_a_callers_picture_takes_the_whole_step() -> None:
+    """A step without any row would be taken for the end of all work."""
+    picture = row_of(num_tiles=1, before=0, cost=5.0)
+
+    def pictures_of(start: NewRow) -> RowPictures | None:
+        return picture.pictures if start.request.class_name == "interactive" else None
+
+    rows = Rows(block_size=PICTURE_BLOCK, eos_ids=[], make_pictures=pictures_of)
+    bulk = [start_row(number, range(3), 9, blocks=[number + 1], class_index=2) for number in range(8)]
+    rows.apply(plan(100, 24, bulk))
+    run_step(rows)
+    rows.apply(plan(100, 24, [start_row(8, picture.ids.tolist(), 9, blocks=[9, 10], class_index=0)]))
+    assert [one[0] for one in run_step(rows)[0]] == [*range(9)]
+    assert [one[0] for one in run_step(rows)[0]] == [8]
+
+
+# --- beam blocks --------------------------------------------------------------------------------------------
+
+WIDTH = 4
+
+
+class Memory:
+    """What each block holds, by its offsets: a hash of all tokens up to there."""
+
+    def __init__(self) -> None:
+        self.pages: dict[int, list[int]] = {}
+
+    def copy(self, copies: list[tuple[int, int]]) -> None:
+        assert not {source for source, _ in copies} & {target for _, target in copies}
+        for source, target in copies:
+            self.pages[target] = list(self.pages[source])
+
+    def write(self, row_slice: RowSlice, ids: list[int]) -> None:
+        """Write a slice of a row with these ids, and check what it reads."""
+        blocks = row_slice.row.blocks.tolist()
+        for position in range(row_slice.begin, row_slice.kv_len):
+            page = self.pages.setdefault(blocks[position // BLOCK], [0] * BLOCK)
+            page[position % BLOCK] = hash(tuple(ids[: position + 1]))
+        for position in range(row_slice.kv_len):
+            page = self.pages[blocks[position // BLOCK]]
+            assert page[position % BLOCK] == hash(tuple(ids[: position + 1])), position
+
+
+def texts_of(last: BeamToken | None) -> list[int]:
+    return [*texts_of(last.previous), last.token] if last else []
+
+
+def check_blocks(blocks: BeamBlocks | None) -> None:
+    """Each block is free, or counted as often as beams have it."""
+    if blocks is not None:
+        uses = Counter(block for table in blocks.tables for block in table)
+        assert uses == blocks.uses and not set(uses) & set(blocks.free)
+        assert len(set(blocks.free)) == len(blocks.free)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(1, 3 * BLOCK),
+    st.integers(1, 4 * BLOCK),
+    st.integers(0, 2**32),
+    st.sampled_from([1, 3, 100]),
+)
+def test_beams_read_their_own_tokens_from_blocks_that_suffice(
+    num_prompt: int, max_new_tokens: int, seed: int, num_blocks_at_once: int
+) -> None:
+    """Candidates of a search are random; blocks are granted as they are needed, few at a time."""
+    random, memory = np.random.default_rng(seed), Memory()
+    free = list(range(1, 1 + num_group_blocks(num_prompt, num_prompt + max_new_tokens - 1, WIDTH, BLOCK)))
+    first = -(-num_prompt // BLOCK)
+    beams = BeamParams(WIDTH, early_stopping=int(random.integers(3)))
+    rows = Rows(BLOCK, [EOS])
+    row = start(1, num_prompt, 0, end=max_new_tokens, beams=beams)
+    rows.apply(plan(10_000, 1000, [replace(row, blocks=pack_ids(free[:first]))]))
+    rest = free[first:]
+    while 1 in rows.rows:
+        slices = rows.launch()
+        if not slices:
+            assert rest, "the blocks do not suffice"
+            more, rest = rest[:num_blocks_at_once], rest[num_blocks_at_once:]
+            rows.apply(plan(10_000, 1000, blocks=[(1, pack_ids(more))]))
+            continue
+        memory.copy(rows.copies)
+        rows.copies.clear()
+        group = rows.groups[1]
+        texts = [texts_of(beam.last) for beam in group.search.beams]
+        for row_slice, text in zip(slices, texts, strict=True):
+            memory.write(row_slice, [*range(num_prompt), *text])
+        candidates = [
+            Candidate(int(parent), int(token), -1.0, -float(total))
+            for parent, token, total in zip(
+                random.integers(len(texts), size=12),
+                random.choice([EOS, *range(10, 200)], 12),
+                np.sort(random.random(12)) + group.search.length,
+                strict=True,
+            )
+        ]
+        num_samples = len(slices)
+        rows.collect(slices, StepSamples([7] * num_samples, [-1.0] * num_samples, candidates={1: candidates}))
+        check_blocks(group.blocks)
+    result = rows.take_result()
+    assert [row for row, _ in result.released] == [1] and not rows.groups and not rows.copies
+    assert len(result.sequences) == 1
+
+
+# --- sampling state -----------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=30),
+    st.lists(st.integers(0, 200), max_size=200),
+    st.integers(0, 200),
+    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), max_size=5),
+)
+def test_a_resumed_row_has_the_state_of_one_that_was_never_interrupted(
+    prompt: list[int], tokens: list[int], base: int, words: list[list[int]]
+) -> None:
+    sampling = SamplingParams(
+        frequency_penalty=0.5,
+        presence_penalty=0.2,
+        relative_frequency_penalty=0.7,
+        temperature=1.0,
+        top_p=0.9,
+        top_p_decay=0.9,
+        top_p_min=0.2,
+        top_p_reset_ids=[5],
+        bad_words=words,
+    )
+    start = start_row(0, [*prompt, *tokens[:base]], 999, len(tokens[:base]), sampling=sampling)
+    resumed_start = start_row(0, [*prompt, *tokens], 999, len(tokens), sampling=sampling)
+    uninterrupted, resumed = SamplingState.of(start, []), SamplingState.of(resumed_start, [])
+    assert uninterrupted and resumed
+    for token in tokens[base:]:
+        uninterrupted.accept(token)
+    assert (uninterrupted.tail, uninterrupted.banned_ids_at(5), uninterrupted.top_p) == (
+        resumed.tail,
+        resumed.banned_ids_at(5),
+        resumed.top_p,
+    )
+    found = penalties_of(uninterrupted)
+    assert found == penalties_of(resumed)
+    for token, penalty in found.items():
+        count, all_ids = tokens.count(token), [*prompt, *tokens]
+        expected = 0.5 * count + 0.2 * (count > 0) + 0.7 * all_ids.count(token) / len(all_ids)
+        assert penalty == pytest.approx(expected, rel=1e-5)
+
+
+def penalties_of(state: SamplingState | None) -> dict[int, float]:
+    assert state and state.token_counts
+    return dict(zip(state.token_counts.ids.tolist(), state.penalty().tolist(), strict=True))

@@ -1,28 +1,39 @@
 """One model on several ranks, which share each layer or have some of the layers each: the ids of
 transformers' `generate` and of one rank, whatever is asked of the rows; or a refusal.
+
+Ranks that meet, or do not; links between those that have met; their model must be the same.
+Which part of a model each rank has: shares of heads and matrices, and stages of layers.
 """
 
 import json
+import queue
+import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from api.grammar.compile import Grammar, compile_unchecked
 from common.messages.records import unpack_floats
 from common.messages.request import BeamParams, LogitsParams, SamplingParams
 from common.rank import RankInfo
-from common.settings.settings import SettingError
+from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.attention.backend import AttentionSpec, LayerSpec
 from gpu_worker.engine.attention.choose import check_probe
+from gpu_worker.engine.model.load import check_same, describe_model
 from gpu_worker.engine.parallel.communicator import Communicator
-from gpu_worker.engine.parallel.stages import ModelStage, checked_layers
+from gpu_worker.engine.parallel.rendezvous import Member, RankLinks, RankLost, RendezvousFailed, connect_ranks
+from gpu_worker.engine.parallel.shards import make_tp_plan, split_heads
+from gpu_worker.engine.parallel.stages import ModelStage, checked_layers, split_layers
 from gpu_worker.protocol import AdapterAnswer, LoadAdapter, UnservableModel
 from tests.support.adapters.playing import check_adapters, load_adapters
 from tests.support.adapters.tiny_adapters import LINEARS, change_config, save_adapter
@@ -34,10 +45,12 @@ from tests.support.engine.pictures.seeing import Seeing
 from tests.support.engine.quantized_models import FORMATS, keeps_blocks
 from tests.support.engine.tiny_engine import SETTINGS, engine_of
 from tests.support.engine.tiny_models import FAMILIES, LLAMA, SEEING, VOCAB
+from tests.support.machine.ports import free_port
 from tests.support.parameters.slow_but import slow_but
 from tests.support.pooling.pooled_rows import pool_rows
 from tests.support.speculation.drafts import drafting_engine, engine_settings, play_rows
 from tests.support.states.hybrid_models import HYBRIDS
+from tests.support.waiting import wait_until_sync
 
 THREE_HEADS = LLAMA | {
     "num_attention_heads": 6,
@@ -392,3 +405,201 @@ def test_ranks_keep_and_use_snapshots_of_states_alike(ranks: Communicator, tmp_p
     cause = "layers that other stages have" if ranks.num_stages > 1 else "no plan for"
     with pytest.raises(SettingError, match=cause):
         Led(ranks, **settings_of(tmp_path / "h1"))
+
+
+# --- rendezvous ---------------------------------------------------------------------------------------------
+
+
+def infos(world_size: int) -> list[RankInfo]:
+    port = free_port()
+    return [RankInfo(rank, world_size, rank, world_size, "127.0.0.1", port) for rank in range(world_size)]
+
+
+def start(call: Callable[[], RankLinks]) -> "Future[RankLinks]":
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(call)
+    pool.shutdown(wait=False)
+    return future
+
+
+def connected(world_size: int) -> list[RankLinks]:
+    futures = [start(lambda info=info: connect_ranks(info, 20.0)) for info in infos(world_size)]  # type: ignore[misc]
+    return [future.result(20) for future in futures]
+
+
+def test_ranks_exchange_messages_and_learn_of_the_first_loss() -> None:
+    ranks = connected(3)
+    futures = [ThreadPoolExecutor(1).submit(links.exchange, {"of": links.rank}) for links in ranks]
+    assert [future.result(20) for future in futures] == [[{"of": rank} for rank in range(3)]] * 3
+    losses: queue.SimpleQueue[RankLost] = queue.SimpleQueue()
+    ranks[0].watch(losses.put)
+    ranks[2].peers[0].connection.shutdown(socket.SHUT_RDWR)
+    lost = losses.get(timeout=20)
+    assert str(lost) == "rank 2 is lost: it has ended" and ranks[0].wait_for_loss(0.0) is lost
+    with pytest.raises(RankLost, match="rank 2"):
+        ranks[0].exchange("anything")
+
+
+def test_those_who_are_missing_are_named_at_every_rank() -> None:
+    given = infos(4)
+    futures = [start(lambda info=info: connect_ranks(info, 1.0)) for info in given[:2]]  # type: ignore[misc]
+    lines = [str(future.exception(20)) for future in futures]
+    place = f"127.0.0.1:{given[0].port}"
+    assert lines[0] == (f"ranks 2, 3 of 4 have not connected to {place} (connected: rank 1) within 1 s")
+    assert lines[1].startswith(f"ranks 2, 3 of 4 have not connected to {place}")
+
+
+def test_a_rank_that_finds_nobody_names_rank_0() -> None:
+    info = infos(2)[1]
+    with pytest.raises(
+        RendezvousFailed, match=f"^rank 0 has not answered at 127.0.0.1:{info.port} within 0.5 s"
+    ):
+        connect_ranks(info, 0.5)
+
+
+def test_a_rank_that_has_died_joins_again_and_strangers_disturb_nobody() -> None:
+    given = infos(3)
+    leader = start(lambda: connect_ranks(given[0], 30.0))
+
+    def say(text: bytes) -> socket.socket:
+        def connect() -> socket.socket | None:
+            try:
+                return socket.create_connection(("127.0.0.1", given[0].port))
+            except OSError:
+                return None
+
+        connection: socket.socket = wait_until_sync(connect)
+        connection.sendall(text)
+        return connection
+
+    strangers = [say(b""), say(b"GET / HTTP/1.1\r\n\r\n"), say(b"[]\n")]
+    first = say(json.dumps({"rank": 1, "world_size": 3, "host": "here"}).encode() + b"\n")
+    assert json.loads(first.recv(1000)) == {"missing": [2]}
+    twin = say(json.dumps({"rank": 1, "world_size": 3, "host": "there"}).encode() + b"\n")
+    assert json.loads(twin.recv(1000))["refused"] == "rank 1 is connected already"
+    first.close()
+    others = [start(lambda info=info: connect_ranks(info, 30.0)) for info in given[1:]]  # type: ignore[misc]
+    assert [future.result(30).rank for future in [leader, *others]] == [0, 1, 2]
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_ranks_of_different_worlds_are_refused() -> None:
+    given = infos(2)
+    start(lambda: connect_ranks(given[0], 3.0))
+    with pytest.raises(SettingError, match="NUM_SHARD: 3 ranks, but 2 at rank 0"):
+        connect_ranks(replace(given[1], world_size=3), 3.0)
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    given = infos(2)
+    line = f"MASTER_PORT: {given[0].port} cannot be listened at"
+    with socket.create_server(("127.0.0.1", given[0].port)), pytest.raises(SettingError, match=line):
+        connect_ranks(given[0], 1.0)
+
+
+MEMBERS = [Member(0, "node0", "10.0.0.1"), Member(1, "node1", "10.0.0.2")]
+
+
+def write(folder: Path, **files: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    texts = {"config.json": "{}", "tokenizer.json": "{}", "model.safetensors": "weights"} | {
+        name.replace("_", "."): text for name, text in files.items()
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("files", "settings", "line"),
+    [
+        (
+            {"config_json": "[]"},
+            {},
+            "MODEL_ID: config.json of tiny at rank 1 on node1 .10.0.0.2. is not that of",
+        ),
+        ({"model_safetensors": "weighty"}, {}, "MODEL_ID: model.safetensors of tiny at rank 1 on node1"),
+        ({"more_safetensors": ""}, {}, "MODEL_ID: more.safetensors of tiny at rank 1 on node1"),
+        ({}, {"block_size": 32}, "BLOCK_SIZE: 32 at rank 1 on node1 .10.0.0.2., but None at rank 0 on node0"),
+    ],
+)
+def test_what_differs_is_named_with_its_machine(
+    tmp_path: Path, files: dict[str, str], settings: dict[str, Any], line: str
+) -> None:
+    first = describe_model(write(tmp_path / "0"), Settings(), "float32", "cpu")
+    second = describe_model(write(tmp_path / "1", **files), Settings(**settings), "float32", "cpu")
+    check_same("tiny", [first, first], MEMBERS)
+    with pytest.raises(SettingError, match=line):
+        check_same("tiny", [first, second], MEMBERS)
+
+
+# --- shards -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["DeepSeek-V2", "DeepSeek-V3"])
+def test_ranks_share_the_heads_of_latent_attention(family: str) -> None:
+    """Also where transformers' plan leaves attention whole; what makes latents is whole on each rank."""
+    kind, sizes = FAMILIES[family]
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    from_config = AutoModelForCausalLM.from_config
+    with torch.device("meta"):
+        model = from_config(config)  # type: ignore[no-untyped-call]
+    own = "model.layers.1.self_attn"
+    shards = {
+        name.removeprefix(f"{own}."): (of_ranks.dim, of_ranks.intervals)
+        for name, of_ranks in make_tp_plan(model, 2).shards.items()
+        if name.startswith(own)
+    }
+    queries = "q_b_proj" if sizes["q_lora_rank"] else "q_proj"
+    assert shards == {
+        f"{queries}.weight": (0, [(0, 48), (48, 96)]),
+        "kv_b_proj.weight": (0, [(0, 56), (56, 112)]),
+        "o_proj.weight": (1, [(0, 24), (24, 48)]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("query_heads", "kv_heads", "world_size", "queries", "kept"),
+    [
+        (8, 8, 2, [(0, 4), (4, 8)], [(0, 4), (4, 8)]),
+        (9, 3, 2, [(0, 3), (3, 9)], [(0, 1), (1, 3)]),
+        (4, 2, 4, [(0, 1), (1, 2), (2, 3), (3, 4)], [(0, 1), (0, 1), (1, 2), (1, 2)]),
+        (14, 2, 4, [(0, 3), (3, 7), (7, 10), (10, 14)], [(0, 1), (0, 1), (1, 2), (1, 2)]),
+        (4, 2, 3, [(0, 1), (1, 2), (2, 4)], [(0, 1), (0, 1), (1, 2)]),
+        (8, 1, 3, [(0, 2), (2, 5), (5, 8)], [(0, 1), (0, 1), (0, 1)]),
+    ],
+)
+def test_heads_are_split_by_groups(
+    query_heads: int, kv_heads: int, world_size: int, queries: Any, kept: Any
+) -> None:
+    assert split_heads(query_heads, kv_heads, world_size) == (queries, kept)
+
+
+@pytest.mark.parametrize(
+    ("layers", "first", "last", "stages", "intervals"),
+    [
+        ([1] * 8, 0, 0, 2, [(0, 4), (4, 8)]),
+        ([1] * 8, 0, 0, 3, [(0, 3), (3, 6), (6, 8)]),
+        ([1] * 8, 4, 4, 2, [(0, 4), (4, 8)]),
+        ([1] * 8, 0, 4, 2, [(0, 6), (6, 8)]),
+        ([1] * 8, 3, 0, 4, [(0, 1), (1, 3), (3, 5), (5, 8)]),
+        ([9, 1, 1, 1], 0, 0, 2, [(0, 1), (1, 4)]),
+        ([1, 1, 1], 100, 100, 3, [(0, 1), (1, 2), (2, 3)]),
+        ([5], 1, 1, 1, [(0, 1)]),
+    ],
+)
+def test_the_largest_stage_is_as_small_as_possible(
+    layers: list[int], first: int, last: int, stages: int, intervals: list[tuple[int, int]]
+) -> None:
+    found = split_layers(layers, first, last, stages)
+    assert largest(layers, first, last, found) == largest(layers, first, last, intervals)
+    assert found[0][0] == 0 and found[-1][1] == len(layers)
+    assert all(begin < end for begin, end in found)
+    assert all(end == begin for (_, end), (begin, _) in pairwise(found))
+
+
+def largest(layers: list[int], first: int, last: int, intervals: list[tuple[int, int]]) -> int:
+    sizes = [first + layers[0], *layers[1:]]
+    sizes[-1] += last
+    return max(sum(sizes[begin:end]) for begin, end in intervals)

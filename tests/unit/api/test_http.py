@@ -1,25 +1,164 @@
-"""HTTP as clients really speak it, each request cut at every byte; floods of connections; unread bytes."""
+"""Bodies, keys of idempotency and files of API keys: an error names the field.
+HTTP as clients really speak it, each request cut at every byte; floods of connections; unread bytes.
+Feeds give what is ready, in order; each frame is written once, as one chunk, however its client reads;
+clients skip the comments between frames.
+
+Long work runs in slices, in turns or in a thread, so that no stream waits for it.
+"""
 
 import asyncio
+import itertools
+import json
+import logging
 import random
 import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import h11
 import pytest
 import uvicorn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
+from api import event_loop
 from api.app import own_listener
+from api.errors import ApiError
+from api.event_loop import LONG_SIZE, PacedQueue, Turns, offload
 from api.http import connection_limits as limits_module
+from api.http.auth import read_key_file
+from api.http.body import parse_body
 from api.http.connection_limits import LIMITS, MAX_BEGUN, Acceptor, ConnectionLimits
 from api.http.protocol import FREE_CHUNKS, MAX_HEADERS, HttpProtocol
-from api.http.sse import UNREAD, UnreadAnswers, bytes_written
+from api.http.sse import (
+    CYCLE,
+    MAX_ITEMS,
+    RAW_SEND,
+    UNREAD,
+    Change,
+    Feed,
+    FeedResponse,
+    RestOfFeed,
+    UnreadAnswers,
+    bytes_written,
+)
+from api.protocols.openai_bodies import ChatRequest
+from api.protocols.responses import ResponsesRequest
+from api.protocols.tgi import GenerateRequest
+from common.api_keys import digest_of as digest_of_key
+from common.settings.settings import SettingError
 from tests.support.waiting import wait_until
+
+# --- body ---------------------------------------------------------------------------------------------------
+
+HI = {"role": "user", "content": "Hi"}
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 3}}]}
+PARTS = "Input should be a string, or a list of parts, each an object with a `type`"
+EITHER = "Input should be a string or an object"
+ARGUMENTS = "`messages[0].tool_calls[0].function.arguments`"
+
+
+@pytest.mark.parametrize(
+    ("schema", "body", "line"),
+    [
+        (ChatRequest, {"messages": [{"role": "user", "content": 3}]}, f"`messages[0].content`: {PARTS}"),
+        (
+            ChatRequest,
+            {"messages": [HI, {"role": "user", "content": [3]}]},
+            f"`messages[1].content`: {PARTS}",
+        ),
+        (
+            ResponsesRequest,
+            {"input": "a", "truncation": "auto"},
+            "`truncation`: Input should be 'disabled'. Given: 'auto'",
+        ),
+        (ChatRequest, {"messages": [3]}, "`messages[0]`: Input should be an object"),
+        (ChatRequest, {"messages": [CALL]}, f"{ARGUMENTS}: {EITHER}"),
+        (ChatRequest, {"messages": [HI], "tool_choice": 3}, f"`tool_choice`: {EITHER}"),
+        (
+            GenerateRequest,
+            {"inputs": "a", "parameters": {"stop": [1]}},
+            "`parameters.stop[0]`: Input should be a valid string",
+        ),
+        (GenerateRequest, [1], "`body`: Input should be an object"),
+    ],
+)
+def test_a_field_of_a_wrong_type_is_named_once(schema: type[BaseModel], body: Any, line: str) -> None:
+    with pytest.raises(ApiError) as refusal:
+        parse_body(schema, json.dumps(body).encode())
+    assert refusal.value.text.removeprefix("Input validation error: ") == line
+    assert refusal.value.param == line.split("`")[1]
+
+
+# --- key file -----------------------------------------------------------------------------------------------
+
+KEY = "k" * 32
+GOOD = f"- key_id: one\n  digest: {digest_of_key(KEY)}\n"
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "keys.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_all_fields_are_read(tmp_path: Path) -> None:
+    text = f"""
+keys:
+  - key_id: reports
+    key: {KEY}
+    name: nightly reports
+    tenant: acme
+    service_class: batch
+    weight: 2
+    max_concurrent: 3
+    requests_per_minute: 60
+    tokens_per_minute: 1000
+    budget_tokens: 5000
+    models: [smollm2]
+    adapters: [legal]
+    expires_at: 2027-01-31
+    admin: true
+  - key_id: other
+    digest: {digest_of_key("z")}
+    expires_at: 2027-01-31T12:00:00+01:00
+"""
+    reports, other = read_key_file(write(tmp_path, text))
+    assert (reports.digest, reports.tenant, reports.weight) == (digest_of_key(KEY), "acme", 2.0)
+    assert (reports.models, reports.adapters) == (["smollm2"], ["legal"])
+    assert (reports.expires_at, other.expires_at) == (1801353600, 1801393200)
+    assert (other.tenant, other.admin, other.max_concurrent) == ("other", False, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("keys: [", "is not YAML: while parsing"),
+        ("", "`body`: Input should be"),
+        (f"keys:\n{GOOD}\n  rpm: 2\n", "`keys[0].rpm`: Extra inputs are not permitted"),
+        (f"keys:\n{GOOD}  weight: 0\n", "`keys[0].weight`: Input should be greater than"),
+        (f"keys:\n{GOOD}  max_concurrent: many\n", "`keys[0].max_concurrent`: Input should be a"),
+        (f"keys:\n{GOOD}  expires_at: soon\n", "`keys[0].expires_at`: must be a date"),
+        ("keys:\n- key_id: one\n", "`keys[0]`: give either `key` or `digest`"),
+        (f"keys:\n{GOOD}- key_id: one\n  key: {'z' * 16}\n", "`keys[1].key_id`: 'one' is the name"),
+        (f"keys:\n{GOOD}- key_id: two\n  key: {KEY}\n", "`keys[1]`: another entry has the same key"),
+        (f"keys:\n{GOOD}- key_id: api_key\n  key: {'z' * 16}\n", "`keys[1].key_id`: 'api_key' is the name"),
+    ],
+)
+def test_an_error_names_its_place(tmp_path: Path, text: str, why: str) -> None:
+    with pytest.raises(SettingError) as error:
+        read_key_file(write(tmp_path, text))
+    assert why in str(error.value) and KEY not in str(error.value)
+
 
 # --- protocol -----------------------------------------------------------------------------------------------
 
@@ -378,3 +517,237 @@ def test_another_process_counts_the_same_bytes(
     client.recv(2)
     with copy:
         assert bytes_written(copy) - base == 3
+
+
+# --- feeds --------------------------------------------------------------------------------------------------
+
+
+class Letters(Feed[str]):
+    """The letters that have come, two at a time; `.` is the last."""
+
+    def __init__(self, come: str = "") -> None:
+        super().__init__(Change())
+        self.come = come
+
+    def take(self) -> list[str]:
+        new, self.come = [*self.come[:2]], self.come[2:]
+        self.ended = "." in new
+        return new
+
+    def put(self, come: str) -> None:
+        self.come += come
+        self.changed.set()
+
+
+async def test_items_that_were_seen_are_skipped_however_they_are_grouped() -> None:
+    for num_seen in range(6):
+        letters = RestOfFeed(Letters("abcd."), num_seen)
+        assert not letters.is_prepared or not num_seen
+        assert "".join([letter async for new in letters for letter in new]) == "abcd."[num_seen:]
+
+
+# --- writing ------------------------------------------------------------------------------------------------
+
+HIGH = 400
+"""Bytes that a client may leave unread before its gateway pauses."""
+LAST = 10**6
+
+
+class Numbers(Feed[bytes]):
+    """A frame for each number that has come; LAST is the last."""
+
+    def __init__(self) -> None:
+        super().__init__(Change())
+        self.come: list[int] = []
+
+    def take(self) -> list[bytes]:
+        new, self.come = self.come[:MAX_ITEMS], self.come[MAX_ITEMS:]
+        self.ended = LAST in new
+        return [b"data: %d\n\n" % number for number in new]
+
+    def put(self, *numbers: int) -> None:
+        self.come += numbers
+        self.changed.set()
+
+
+class SlowClient(asyncio.Transport):
+    """A transport whose client reads when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flow = FlowControl(self)
+        self.written: list[bytes] = []
+        self.unread = 0
+
+    def write(self, data: Any) -> None:
+        self.written.append(data)
+        self.unread += len(data)
+        if self.unread > HIGH:
+            self.flow.pause_writing()
+
+    def read(self) -> None:
+        self.unread = 0
+        self.flow.resume_writing()
+
+    @property
+    def chunks(self) -> list[bytes]:
+        return [data for data in self.written[1:] if data]
+
+
+def chunk(number: int) -> bytes:
+    frame = b"data: %d\n\n" % number
+    return b"%x\r\n%b\r\n" % (len(frame), frame)
+
+
+def respond(frames: Feed[bytes], client: SlowClient) -> asyncio.Task[None]:
+    """Write an answer as the server does."""
+    scope: Any = {"type": "http", "http_version": "1.1", "method": "POST", "state": {}, "headers": []}
+    connection = h11.Connection(h11.SERVER)
+    connection.receive_data(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+    while not isinstance(connection.next_event(), h11.EndOfMessage):
+        pass
+    cycle = RequestResponseCycle(
+        scope=scope,
+        conn=connection,
+        transport=client,
+        flow=client.flow,
+        logger=logging.getLogger(),
+        access_logger=logging.getLogger(),
+        access_log=False,
+        default_headers=[],
+        message_event=asyncio.Event(),
+        on_response=lambda: None,
+    )
+    scope |= {"state": {RAW_SEND: cycle.send}, "extensions": {CYCLE: cycle}}
+    return asyncio.create_task(FeedResponse(frames, b": \n\n", {})(scope, cycle.receive, cycle.send))  # type: ignore[arg-type]
+
+
+STEPS = st.lists(st.tuples(st.sampled_from(["put", "read", "turn"]), st.integers(1, 2 * MAX_ITEMS)))
+
+
+@settings(max_examples=300)
+@given(steps=STEPS)
+def test_frames_are_written_once_and_in_order_however_the_client_reads(steps: list[tuple[str, int]]) -> None:
+    async def run() -> None:
+        numbers, client, put = Numbers(), SlowClient(), 0
+        running = respond(numbers, client)
+        for step, size in steps:
+            if step == "put":
+                numbers.put(*range(put, put + size))
+                put += size
+            elif step == "read":
+                client.read()
+            else:
+                await turns(size % 8)
+        numbers.put(LAST)
+        async with asyncio.timeout(30):
+            while not running.done():
+                client.read()
+                await turns(1)
+        assert client.chunks == [*map(chunk, range(put)), chunk(LAST), b"0\r\n\r\n"]
+
+    asyncio.run(run())
+
+
+async def test_a_frame_is_written_in_the_call_that_brings_it_as_long_as_its_client_reads() -> None:
+    numbers, client = Numbers(), SlowClient()
+    running = respond(numbers, client)
+    numbers.put(0)
+    await turns(8)
+    numbers.put(1)
+    assert client.chunks == [chunk(0), chunk(1)]
+    client.flow.pause_writing()
+    for number in range(2, 3 * MAX_ITEMS):
+        numbers.put(number)
+        await turns(4)
+    assert client.chunks == [chunk(0), chunk(1)], "what its client does not read stays with the tokens"
+    async with asyncio.timeout(30):
+        while len(client.chunks) < 3 * MAX_ITEMS:
+            client.read()
+            await turns(1)
+    await turns(8)
+    client.read()
+    numbers.put(LAST)
+    assert client.chunks == [*map(chunk, range(3 * MAX_ITEMS)), chunk(LAST)]
+    await running
+    assert client.chunks[-1] == b"0\r\n\r\n" and numbers.changed.listener is None
+
+
+async def test_a_frame_that_cannot_be_rendered_ends_its_answer_and_harms_no_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numbers, client = Numbers(), SlowClient()
+    running = respond(numbers, client)
+    numbers.put(0)
+    await turns(8)
+
+    def fail() -> list[bytes]:
+        raise LookupError("no such token")
+
+    monkeypatch.setattr(numbers, "take", fail)
+    numbers.put(1)
+    numbers.put(2)
+    with pytest.raises(LookupError):
+        await running
+    assert client.chunks == [chunk(0)]
+
+
+# --- slices and turns ---------------------------------------------------------------------------------------
+
+
+async def test_parts_are_done_at_once_as_far_as_a_slice_goes_and_all_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, queue, done = asyncio.get_running_loop(), PacedQueue(), []
+    monkeypatch.setattr(loop, "time", lambda: 1.0)  # uvloop's stands still within a turn
+    monkeypatch.setattr(event_loop, "SLICE_S", 3600.0)
+    running = asyncio.create_task(queue.run())
+
+    def part(number: int, size: int) -> Iterator[int]:
+        for i in range(size):
+            done.append((number, i))
+            yield 1
+
+    queue.add(part(0, 3))
+    assert len(done) == 3, "a short one is done when it comes"
+    for number in range(1, 100):
+        queue.add(part(number, number % 70))
+    sizes = [len(done)]
+    while queue.parts:
+        await asyncio.sleep(0)
+        sizes.append(len(done))
+    assert max(after - before for before, after in itertools.pairwise([0, *sizes])) <= event_loop.SLICE_UNITS
+    expected = [(0, i) for i in range(3)] + [
+        (number, i) for number in range(1, 100) for i in range(number % 70)
+    ]
+    assert done == expected
+    running.cancel()
+
+
+async def test_of_many_tasks_only_some_begin_in_one_turn_and_all_in_order() -> None:
+    turns, begun = Turns(4), []
+
+    async def begin(number: int) -> None:
+        await turns.wait_turn()
+        begun.append(number)
+
+    tasks = [asyncio.create_task(begin(i)) for i in range(50)]
+    sizes = [0]
+    tasks[10].cancel()
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0)
+        sizes.append(len(begun))
+    assert max(after - before for before, after in itertools.pairwise(sizes)) <= 4
+    assert begun == [i for i in range(50) if i != 10]
+    await turns.wait_turn()
+
+
+# --- threads ------------------------------------------------------------------------------------------------
+
+
+async def test_long_work_runs_in_a_thread_and_its_error_comes_back() -> None:
+    here = threading.get_ident()
+    assert await offload(LONG_SIZE - 1, threading.get_ident) == here
+    assert await offload(LONG_SIZE, threading.get_ident) != here
+    with pytest.raises(ZeroDivisionError):
+        await offload(LONG_SIZE, lambda: 1 / 0)

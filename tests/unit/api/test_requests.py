@@ -1,17 +1,32 @@
-"""Chats: messages, tools, and grammars of answers, as clients write them and as templates expect them."""
+"""Chats: messages, tools, and grammars of answers, as clients write them and as templates expect them.
+Parameters: what fields become, which are refused, and what is left of them.
+What a gateway knows of pools and their batchers, and which pools a request tries.
+"""
 
+import dataclasses
 import json
+import random
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import llguidance
 import pytest
+from redis.asyncio import Redis
 
 from api.answers.answer import Reading
 from api.errors import ApiError
 from api.grammar.check import byte_tokenizer
 from api.grammar.compile import CompiledGrammar, Grammar
+from api.http.body import parse_body
+from api.http.openapi import json_schema
 from api.prompts.chat_template import ChatTemplate, ControlTexts
+from api.prompts.pictures import PicturePrompts
+from api.protocols.kserve import KServeParameters
+from api.protocols.table import PROTOCOLS
+from api.protocols.tgi import GenerateParameters
+from api.requests import monitors
 from api.requests.chat_prompt import (
     TOOL_PROMPT,
     ChatMessage,
@@ -25,6 +40,24 @@ from api.requests.chat_prompt import (
     render_prompt,
     template_messages,
 )
+from api.requests.fields import Listed, Strict, Whole, ranges_of
+from api.requests.monitors import SILENT_S, BatcherMonitor
+from api.requests.pool import merge, pick_by_depth, rank_by_weight
+from api.requests.validate import (
+    DRAW_ONLY,
+    GenerationParams,
+    Limits,
+    draws,
+    load_sampling_defaults,
+    sampling_params,
+    validate,
+)
+from common.broker.directory import TTL_S, KnownPool, PoolEntry
+from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
+from common.messages.records import pack_ids
+from common.messages.request import Generate, SamplingParams, StoppingParams
+from common.settings.settings import SettingError, Settings
 from tests.support.tokenizer import model_tokenizer
 
 # --- chat prompt messages -----------------------------------------------------------------------------------
@@ -300,3 +333,296 @@ async def test_an_object_with_the_properties_of_a_call_is_none(form: str) -> Non
     forced = await answer_grammar(like_calls, tools(), Reading(), model_tokenizer())
     assert isinstance(forced, CompiledGrammar) and not matches(forced.source, CALL)
     assert matches(forced.source, '{"name": "f", "parameters": {}}')
+
+
+# --- params -------------------------------------------------------------------------------------------------
+
+
+def generation_params(**params: Any) -> GenerationParams:
+    """Make parameters of the prompt `text`."""
+    own, stopping, sampling = (
+        {field.name: params.pop(field.name) for field in dataclasses.fields(cls) if field.name in params}
+        for cls in (GenerationParams, StoppingParams, SamplingParams)
+    )
+    assert not params
+    return GenerationParams(
+        stopping=StoppingParams(**stopping),
+        sampling=SamplingParams(**{"temperature": 1.0} | sampling),
+        **{"text": "a"} | own,
+    )
+
+
+# --- params -------------------------------------------------------------------------------------------------
+
+TOKENIZER = model_tokenizer()
+
+
+def sampling(**fields: Any) -> SamplingParams | None:
+    return sampling_params(generation_params(**fields), TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"do_sample": True},
+        {"temperature": 0.9},
+        {"top_p": 0.0},
+        {"typical_p": 0.9},
+    ],
+)
+def test_each_sampling_field_alone_turns_sampling_on(fields: dict[str, Any]) -> None:
+    first, second = sampling(**fields), sampling(**fields)
+    assert first is not None and second is not None
+    assert first.temperature == fields.get("temperature", 1.0)
+    assert 0 <= first.seed < 2**63 and first.seed != second.seed
+    assert sampling(**fields | {"temperature": 0.0}) is None
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"top_k": 0}, {"top_k": -1}, {"seed": 3}, {"top_p_min": 0.5}, {"top_p_reset_ids": [1]}]
+)
+def test_neutral_parameters_leave_decoding_greedy(fields: dict[str, Any]) -> None:
+    assert not draws(generation_params(**fields))
+    assert sampling(**fields, raw_logprobs=True) is None
+
+
+def test_greedy_decoding_drops_sampling_parameters() -> None:
+    found = sampling(temperature=0.0, top_k=5, top_p=0.5, min_p=0.1, seed=5, top_p_min=0.2, bad_words=["dog"])
+    assert found is not None and found.bad_words
+    assert all(getattr(found, name) == getattr(SamplingParams(), name) for name in DRAW_ONLY)
+
+
+def test_top_k_is_at_most_the_vocabulary_and_biases_of_zero_are_dropped() -> None:
+    found = sampling(top_k=10**9, logit_bias=[(5, 0.0), (6, -1.5)], seed=7)
+    assert found == SamplingParams(temperature=1.0, top_k=TOKENIZER.size, logit_bias=[(6, -1.5)], seed=7)
+
+
+# --- defaults -----------------------------------------------------------------------------------------------
+
+QWEN = {
+    "temperature": 0.6,
+    "top_k": 20,
+    "top_p": 0.95,
+    "do_sample": True,
+    "eos_token_id": [1, 2],
+    "min_p": None,
+}
+
+
+def write(directory: Path, content: Any) -> Path:
+    (directory / "generation_config.json").write_text(json.dumps(content))
+    return directory
+
+
+def test_values_are_the_model_s_unless_settings_say_otherwise(tmp_path: Path) -> None:
+    model, other = write(tmp_path, QWEN), tmp_path / "other"
+    other.mkdir()
+    of_other = {"repetition_penalty": 1.05, "max_new_tokens": 2048}
+    write(other, of_other)
+    mode = {"logprobs_mode": "raw_logprobs"}
+    of_model = {"temperature": 0.6, "top_k": 20, "top_p": 0.95} | mode
+    assert load_sampling_defaults(model, Settings()) == of_model
+    assert load_sampling_defaults(model, Settings(generation_config="vllm")) == mode
+    elsewhere = Settings(generation_config=str(other))
+    assert load_sampling_defaults(model, elsewhere) == of_other | mode
+    argv = ["--override-generation-config", '{"temperature": 0, "min_p": 0.1}']
+    assert load_sampling_defaults(model, Settings.read(argv, {})) == of_model | {
+        "temperature": 0,
+        "min_p": 0.1,
+    }
+    assert load_sampling_defaults(tmp_path / "without", Settings(logprobs_mode="raw_logits")) == {
+        "logprobs_mode": "raw_logits"
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "settings", "words"),
+    [
+        (QWEN | {"top_p": 1.5}, {}, "GENERATION_CONFIG: top_p in .*at least 0 and at most 1. Given: 1.5"),
+        (QWEN | {"top_k": "20"}, {}, "top_k in .*a whole number"),
+        (QWEN, {"generation_config": "/nowhere"}, "/nowhere/generation_config.json does not exist"),
+    ],
+)
+def test_what_cannot_be_a_default_ends_the_start(
+    tmp_path: Path, content: Any, settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(SettingError, match=words):
+        load_sampling_defaults(write(tmp_path, content), Settings(**settings))
+
+
+# --- fields -------------------------------------------------------------------------------------------------
+
+
+class Numbers(Strict):
+    one: Whole | None = None
+    many: Listed[Whole] | None = None
+
+
+def test_a_number_without_a_fraction_is_whole() -> None:
+    given = Numbers.model_validate_json('{"one": 2.0, "many": [1, 2.0, -0.0, 3e2]}')
+    assert given == Numbers(one=2, many=[1, 2, 0, 300])
+    assert [type(number) for number in given.many or []] == [int] * 4
+    assert "integer" in json.dumps(Numbers.model_json_schema()) and "number" not in json.dumps(
+        Numbers.model_json_schema()
+    )
+
+
+@pytest.mark.parametrize("wrong", ["2.5", '"2"', "true", "1e400", "[2]"])
+def test_nothing_else_is(wrong: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        parse_body(Numbers, b'{"one": %b}' % wrong.encode())
+    assert refused.value.text == "`one`: Input should be a valid integer"
+    with pytest.raises(ApiError, match=r"many\[1\]`: Input should be a valid integer$"):
+        parse_body(Numbers, b'{"many": [1, %b, %b]}' % (wrong.encode(), wrong.encode()))
+
+
+# --- validate -----------------------------------------------------------------------------------------------
+
+LIMITS = Limits(99, 100, Settings(max_stop_sequences=4, max_top_n_tokens=5, max_best_of=2))
+
+
+async def validated(tokenizer: Any = None, **fields: Any) -> list[Generate]:
+    client = PoolClient(Redis(), Keys("default"))  # never connects
+    prompts = PicturePrompts(client, LIMITS.settings, None)
+    return await validate(generation_params(**fields), LIMITS, tokenizer or model_tokenizer(), prompts)
+
+
+@pytest.mark.parametrize(
+    "body", [*dict.fromkeys(row.body for row in PROTOCOLS), GenerateParameters, KServeParameters]
+)
+def test_a_number_is_checked_by_the_range_that_the_document_shows(body: type[Strict]) -> None:
+    shown = {**json_schema(body, "validation")["properties"]}
+    bounded = {name for name, one in shown.items() if {"minimum", "exclusiveMinimum"} & {*one}}
+    assert bounded == {name for name, _ in ranges_of(body)}
+    given = {"parameters": None} | dict.fromkeys(body.model_fields)
+    for name, allowed in ranges_of(body):
+        assert allowed.schema.items() <= shown[name].items()
+        for wrong in (allowed.least - 1, float("nan"), allowed.hole):
+            if wrong is not None:
+                with pytest.raises(ApiError, match=f"`{name}` must be {allowed}. Given: "):
+                    body.model_construct(**given | {name: wrong}).check()
+
+
+async def test_requests_of_one_prompt_differ_only_in_their_choice() -> None:
+    found = await validated(do_sample=True, n=3, seed=9)
+    assert [one.sampling and (one.sampling.seed, one.sampling.choice) for one in found] == [
+        (9, 0),
+        (9, 1),
+        (9, 2),
+    ]
+    assert [one.sampling for one in await validated(n=2)] == [None, None]
+
+
+async def test_a_prompt_of_an_encoder_decoder_model_ends_with_what_starts_the_decoder() -> None:
+    tokenizer = replace(model_tokenizer(), starting_ids=(0, 7))
+    [one] = await validated(tokenizer, text=None, prompt_ids=[1, 2, 3], truncate=2)
+    assert one.prompt_ids == pack_ids([2, 3, 0, 7]) and one.stopping.max_new_tokens == 96
+    with pytest.raises(ApiError, match=r"must have at most 99 tokens\. Given: 100"):
+        await validated(tokenizer, text=None, prompt_ids=[1] * 98)
+    for fields in ({"prompt_logprobs": 0}, {"context_logits": True}):
+        with pytest.raises(ApiError, match="is not served with an encoder-decoder model"):
+            await validated(tokenizer, **fields)
+
+
+# --- pool choice --------------------------------------------------------------------------------------------
+
+KEYS = [f"request {number}" for number in range(4000)]
+
+
+def firsts(weights: dict[str, float]) -> dict[str, str]:
+    return {key: rank_by_weight(weights, key)[0] for key in KEYS}
+
+
+def test_two_pools_are_picked_at_random_and_the_shorter_queue_comes_first() -> None:
+    depths = {"a": 0.1, "b": 0.5, "c": 2.0}
+    picks = [tuple(pick_by_depth(depths, random.Random(seed))) for seed in range(300)]
+    assert {*picks} == {("a", "b"), ("a", "c"), ("b", "c")}
+    assert min(Counter(picks).values()) > 60
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
+def test_a_pool_gets_the_share_of_its_weight(share: float) -> None:
+    counts = Counter(firsts({"a": 100 - 100 * share, "b": 100 * share}).values())
+    assert counts["b"] / len(KEYS) == pytest.approx(share, abs=0.02)
+
+
+def test_a_request_goes_the_same_way_each_time_and_weights_are_relative() -> None:
+    assert firsts({"a": 9, "b": 1}) == firsts({"b": 10, "a": 90})
+
+
+# --- directory ----------------------------------------------------------------------------------------------
+
+OLD, NEW = PoolEntry("redis://a", num_ready=1), PoolEntry("redis://a", num_ready=2)
+
+
+def test_a_pool_that_a_new_directory_lacks_is_known_until_it_is_silent_for_too_long() -> None:
+    known = merge({"a": KnownPool(OLD, 0.2)}, {}, 0.5)
+    assert known == {"a": KnownPool(OLD, 0.7)} and known["a"].is_live
+    assert not merge(known, {}, 10)["a"].is_live
+    assert merge(known, {}, TTL_S) == {}
+
+
+# --- monitors -----------------------------------------------------------------------------------------------
+
+HOUR_MS = 3_600_000.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(monitors, "time", clock)
+    return clock
+
+
+def new_monitor() -> BatcherMonitor:
+    redis: Any = None
+    return BatcherMonitor(PoolClient(redis, Keys("default")), Settings())
+
+
+def test_a_heartbeat_counts_from_its_own_time(clock: Clock) -> None:
+    monitor = new_monitor()
+    monitor.update("b0-1", 1000.0, 1000.0 + 1000 * SILENT_S - 500)
+    assert monitor.active == "b0-1"
+    clock.now_s += 1.0
+    assert not monitor.works and monitor.describe().startswith("the active batcher b0-1 hangs")
+
+
+def test_an_unchanged_heartbeat_proves_nothing(clock: Clock) -> None:
+    monitor = new_monitor()
+    for _ in range(10):
+        monitor.update("b0-1", 1000.0, 1000.0)
+        clock.now_s += 1.0
+    assert not monitor.works
+    monitor.update("b0-1", 1500.0, 1500.0)
+    assert monitor.active == "b0-1"
+
+
+@pytest.mark.parametrize("jump_ms", [HOUR_MS, -HOUR_MS])
+def test_a_jump_of_the_broker_s_clock_changes_nothing(clock: Clock, jump_ms: float) -> None:
+    monitor = new_monitor()
+    monitor.update("b0-1", 2 * HOUR_MS, 2 * HOUR_MS)
+    clock.now_s += 1.0
+    monitor.update("b0-1", 2 * HOUR_MS + 500, 2 * HOUR_MS + 1000 + jump_ms)
+    assert monitor.active == "b0-1"
+    clock.now_s += SILENT_S + 1.0
+    monitor.update("b0-1", 2 * HOUR_MS + 500, 2 * HOUR_MS + 1000 + jump_ms)
+    assert not monitor.works, "a heartbeat that seems to come from the future grows old, too"
+
+
+def test_between_two_holders_the_last_heartbeat_counts(clock: Clock) -> None:
+    monitor = new_monitor()
+    monitor.update("b0-1", 1000.0, 1000.0)
+    clock.now_s += SILENT_S - 1
+    monitor.update("", None, 4000.0)
+    assert monitor.works and monitor.active == ""
+    monitor.update("b1-1", 4500.0, 4500.0)
+    clock.now_s += SILENT_S - 1
+    assert monitor.active == "b1-1"

@@ -1,0 +1,766 @@
+"""Grammars are compiled, or refused with the keyword at fault and its place.
+Under its grammar a model without sense calls functions that exist, with arguments of their schema.
+The shapes in which clients ask for structured output give the same grammars.
+Structural tags: texts in which structured parts stand between tags; others are refused by their field.
+"""
+
+import asyncio
+import ctypes
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import jsonschema
+import llguidance
+import numpy as np
+import pytest
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+from api.answers.call_formats import CALL_FORMATS, REASONING_FORMATS, ReasoningFormat
+from api.answers.call_readers import PAIR, PARAMETER
+from api.answers.scanner import Tool
+from api.errors import ApiError
+from api.grammar.apart import run_apart
+from api.grammar.check import byte_tokenizer
+from api.grammar.compile import (
+    ANY_OBJECT,
+    MAX_GRAMMAR_BYTES,
+    Grammar,
+    compile_checked,
+    compile_grammar,
+)
+from api.grammar.force import CallChoice, after_thinking, call_grammar
+from api.grammar.json_schema import enforce
+from api.grammar.read import read_response_format, read_structured_outputs
+from api.protocols.openai_bodies import ChatRequest
+from common import model_files
+from tests.support.deep_grammars import DEEP
+from tests.support.tokenizer import model_tokenizer
+from tests.support.tool_calls import SCHEMA, Answer, Reading
+
+# --- compile ------------------------------------------------------------------------------------------------
+
+
+def schema(value: Any) -> Grammar:
+    return Grammar("json", json.dumps(value), "f")
+
+
+def nested(depth: int) -> Any:
+    value: Any = {"type": "string"}
+    for _ in range(depth):
+        value = {"anyOf": [value]}
+    return value
+
+
+SERVED = {
+    "true": schema(True),
+    "recursive": schema(
+        {"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}, "$ref": "#/$defs/n"}
+    ),
+    "annotations": schema({"type": "string", "format": "password", "title": "t", "examples": [{"not": 1}]}),
+    "a property that is called as a keyword": schema(
+        {"type": "object", "properties": {"not": {"type": "null"}, "format": {"const": {"format": "x"}}}}
+    ),
+    "a text that is forced without end": Grammar("grammar", 'start: /a+/ "a"', "f"),
+    "regex": Grammar("regex", r"\d{4}-\d{2}", "f"),
+    "choice": Grammar("choice", '["a", "b\\"c", "été", "/x/", "\\u007f"]', "f"),
+    "lark": Grammar("grammar", 'start: "a" | "b" start', "f"),
+    "gbnf": Grammar("grammar", 'root ::= "a" | "b" root', "f"),
+}
+
+REFUSED = {
+    "`f` cannot be compiled: the keyword `uniqueItems` (at `#/properties/a~1b/uniqueItems`) is": schema(
+        {"type": "object", "properties": {"a/b": {"type": "array", "uniqueItems": True}}}
+    ),
+    "the keyword `not` (at `#/$defs/a/not`) is not supported": schema(
+        {"$defs": {"a": {"not": {}}}, "items": {"$ref": "#/$defs/a"}, "type": "array"}
+    ),
+    "`f` cannot be compiled: it is not JSON that can be read: ": Grammar("json", "{", "f"),
+    "no value satisfies the schema `false`": schema(False),
+    "the keyword `oneOf` (first at `#/items/oneOf`) is supported only where no value can match two": schema(
+        {"type": "array", "items": {"oneOf": [{"type": "number"}, {"type": "integer"}]}}
+    ),
+    "its depth must be at most 64. Given: 199": schema(nested(99)),
+    "no value satisfies it: required property 'a' is unsatisfiable": schema(
+        {"type": "object", "properties": {"a": False}, "required": ["a"]}
+    ),
+    "no value satisfies it: no text has all that is said of a string (at `#/$defs/a`)": schema(
+        {
+            "$defs": {"a": {"type": "string", "pattern": "^aaa$", "maxLength": 2}},
+            "type": "array",
+            "items": {"$ref": "#/$defs/a"},
+            "minItems": 1,
+        }
+    ),
+    "retrieving it failed": schema({"$ref": "http://example.com/schema"}),
+    "it is too complex: lexer error: too many expressions constructed": schema(
+        {"properties": {"a": {"type": "string", "pattern": "^(a?){300}a{300}$"}}, "required": ["a"]}
+    ),
+    "`f` cannot be compiled: no text satisfies it": Grammar("grammar", "start: A\nA: /a/ & /b/", "f"),
+    "its `whitespace_pattern` must match nothing but white space": Grammar("json", "{}", "f", '"+'),
+    "it forces a text of more than 8192 bytes": Grammar("regex", "a{9000}", "f"),
+    "look-around": Grammar("regex", "(?=a)b", "f"),
+    "Expected ::=": Grammar("grammar", "0", "f"),
+    f"`f` must have at most {MAX_GRAMMAR_BYTES} characters. Given: {MAX_GRAMMAR_BYTES + 1}": Grammar(
+        "regex", "a" * (MAX_GRAMMAR_BYTES + 1), "f"
+    ),
+}
+
+
+ENDLESS = schema({"allOf": [{"type": "string", "pattern": f"a{i}"} for i in range(100)]})
+
+
+@pytest.mark.parametrize("name", SERVED)
+async def test_a_grammar_is_compiled(name: str) -> None:
+    assert await compile_grammar(SERVED[name])
+
+
+@pytest.mark.parametrize("name", DEEP)
+async def test_definitions_and_rules_that_lead_deep_are_compiled(name: str) -> None:
+    assert await compile_grammar(DEEP[name])
+
+
+async def test_a_grammar_that_ends_its_compiler_is_refused_and_the_next_is_compiled() -> None:
+    for _ in range(2):
+        with pytest.raises(
+            ApiError, match="`f` cannot be compiled: it takes more than 10 s, 1024 MiB"
+        ) as refusal:
+            await run_apart("f", ctypes.string_at, 0)
+        assert (refusal.value.status, refusal.value.param) == (422, "f")
+        assert await compile_grammar(Grammar("regex", f"a{id(refusal)}", "f"))
+
+
+@pytest.mark.slow
+async def test_a_grammar_that_takes_time_or_memory_without_end_is_refused() -> None:
+    with pytest.raises(ApiError, match="`f` cannot be compiled: it takes more than 10 s, 1024 MiB"):
+        await compile_grammar(ENDLESS)
+
+
+@pytest.mark.parametrize("text", REFUSED)
+async def test_a_grammar_that_cannot_be_served_is_refused_with_the_reason(text: str) -> None:
+    with pytest.raises(ApiError) as refusal:
+        await compile_grammar(REFUSED[text])
+    assert text in str(refusal.value)
+    assert (refusal.value.status, refusal.value.param) == (422, "f")
+
+
+async def test_white_space_between_the_tokens_of_json_is_bounded() -> None:
+    source = await compile_grammar(schema({"type": "object"}))
+    spaces = {"": True, " ": True, "  ": False, "\t": False, "\n" + 32 * " ": True, "\n" + 33 * " ": False}
+    spaces |= {"\n\n": False, " \n": False}
+    for around in ('{%s"a": 1}', '{"a":%s1}', '{"a": [1,%s2]}', '{"a": {}%s}'):
+        assert {space: accepts(source, around % space) for space in spaces} == spaces, around
+
+
+def accepts(source: str, text: str) -> bool:
+    matcher = llguidance.LLMatcher(byte_tokenizer(), source, log_level=0)
+    return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
+
+
+# --- json schema --------------------------------------------------------------------------------------------
+
+NAME: dict[str, Any] = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+SHUT = NAME | {"additionalProperties": False}
+DEFS: dict[str, Any] = {"$defs": {"P": NAME}}
+
+CLOSED_SCHEMAS = [
+    (NAME, SHUT),
+    ({"type": "array", "items": NAME}, {"type": "array", "items": SHUT}),
+    ({"anyOf": [NAME, {"type": "null"}]}, {"anyOf": [SHUT, {"type": "null"}]}),
+    (DEFS | {"$ref": "#/$defs/P"}, {"$defs": {"P": SHUT}, "$ref": "#/$defs/P"}),
+    ({"properties": {"allOf": NAME}}, {"properties": {"allOf": SHUT}, "additionalProperties": False}),
+]
+LEFT: list[Any] = [
+    NAME | {"additionalProperties": True},
+    NAME | {"patternProperties": {"^x": {}}},
+    NAME | {"required": ["other"]},
+    {"allOf": [NAME, {"properties": {"age": {"type": "integer"}}}]},
+    DEFS | NAME | {"$ref": "#/$defs/P"},
+    {"items": {"not": NAME}},
+]
+
+
+def enforced(schema: Any) -> Any:
+    enforce(own := json.loads(json.dumps(schema)), closed=True)
+    return own
+
+
+@pytest.mark.parametrize(("schema", "closed"), [*CLOSED_SCHEMAS, *((one, one) for one in LEFT)])
+def test_objects_that_list_their_properties_get_no_others_unless_a_schema_says_more(
+    schema: Any, closed: Any
+) -> None:
+    assert enforced(schema) == enforced(closed) == closed
+
+
+# --- force --------------------------------------------------------------------------------------------------
+
+ENDINGS = ('"', "}", "]", ")", "1", "true")
+"""Tokens that bring values to their end."""
+MAX_TOKENS = 400
+
+
+class Walker:
+    """Walks through grammars with a model's tokens."""
+
+    def __init__(self, directory: Path, special_ids: Mapping[str, int]) -> None:
+        self.vocabulary = vocabulary(directory)
+        self.marks = {token: mark.encode() for mark, token in special_ids.items()}
+        encoded = [self.vocabulary.tokenize_str(text) for text in ENDINGS]
+        self.endings = np.array([*(ids[0] for ids in encoded if len(ids) == 1), *self.marks])
+
+    def walk(self, source: str, seed: int, *marks: str) -> str:
+        """The text of a walk to the grammar's end. Marks that must come are tried now and then, since chance
+        would not find them.
+        """
+        random = Random(seed)
+        matcher = llguidance.LLMatcher(self.vocabulary, source, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        tokens: list[int] = []
+        while not matcher.is_stopped():
+            assert len(tokens) < MAX_TOKENS, self.text(tokens)
+            ahead = (
+                self.vocabulary.tokenize_str(random.choice(marks)) if marks and random.random() < 0.2 else []
+            )
+            if not ahead or matcher.validate_tokens(ahead) < len(ahead):
+                ahead = [self.step(matcher, random)]
+            if ahead[0] == self.vocabulary.eos_token:
+                break
+            assert matcher.consume_tokens(ahead), matcher.get_error()
+            tokens += ahead
+        return self.text(tokens)
+
+    def step(self, matcher: llguidance.LLMatcher, random: Random) -> int:
+        mask = allocate_token_bitmask(1, self.vocabulary.vocab_size)
+        fill_next_token_bitmask(matcher, mask)
+        allowed = np.unpackbits(mask[0].view(np.uint8), bitorder="little")
+        if allowed[self.vocabulary.eos_token] and random.random() < 0.5:
+            return self.vocabulary.eos_token
+        endings = self.endings[allowed[self.endings] != 0]
+        found = endings if len(endings) and random.random() < 0.5 else np.flatnonzero(allowed)
+        assert len(found), matcher.get_error()
+        return int(found[random.randrange(len(found))])
+
+    def text(self, tokens: list[int]) -> str:
+        pieces = [self.marks.get(token) or self.vocabulary.decode_bytes([token]) for token in tokens]
+        return b"".join(pieces).decode(errors="replace")
+
+
+@functools.cache
+def vocabulary(directory: Path) -> llguidance.LLTokenizer:
+    return llguidance.LLTokenizer(str(directory / "tokenizer.json"))
+
+
+DIRECTORY = model_files.resolve("smollm2")
+WEATHER = Tool("weather", SCHEMA | {"required": ["city", "units", "days"]}, strict=True)
+TOOLS = (
+    WEATHER,
+    Tool("now", {"type": "object", "properties": {}}),
+    Tool("maybe", {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "boolean"}}}),
+    Tool("bare", {}),
+)
+SCHEMAS = {tool.name: tool.parameters for tool in TOOLS}
+QWEN = REASONING_FORMATS["qwen3"]
+ONE = CallChoice(is_required=True, is_parallel=False)
+FIRST_SPECIAL = 3
+"""The id of the first special token that stands for a mark."""
+
+
+def special_ids(*marks: str) -> Mapping[str, int]:
+    return {mark: FIRST_SPECIAL + i for i, mark in enumerate(marks)}
+
+
+def grammar(name: str, choice: CallChoice, ids: Mapping[str, int], tools: tuple[Tool, ...] = TOOLS) -> str:
+    return asyncio.run(call_grammar(CALL_FORMATS[name], tools, choice, ids))
+
+
+def walk(name: str, choice: CallChoice, ids: Mapping[str, int], seed: int) -> Answer:
+    form = CALL_FORMATS[name]
+    marks = [mark for mark in (PARAMETER.end, PAIR.end) if mark not in ids]
+    text = Walker(DIRECTORY, ids).walk(grammar(name, choice, ids), seed, *marks)
+    return Reading(form, tools=TOOLS).read(text)
+
+
+def check(calls: list[tuple[str, str]]) -> None:
+    for name, arguments in calls:
+        jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+
+
+@pytest.mark.parametrize("are_special", [False, True], ids=["text", "special"])
+@pytest.mark.parametrize("name", CALL_FORMATS)
+def test_a_required_call_is_valid(name: str, are_special: bool) -> None:
+    ids = special_ids(*CALL_FORMATS[name].marks) if are_special or name == "openai" else {}
+    answer = walk(name, CallChoice(is_required=True), ids, 0)
+    assert answer.calls and not answer.content
+    check(answer.calls)
+    answer = walk(name, ONE, ids, 1)
+    assert len(answer.calls) == 1
+    check(answer.calls)
+
+
+@pytest.mark.parametrize("name", CALL_FORMATS)
+def test_with_a_strict_function_text_is_free_and_calls_are_valid(name: str) -> None:
+    ids = special_ids(*CALL_FORMATS[name].marks)
+    answer = walk(name, CallChoice(is_required=False), ids, 0)
+    check([call for call in answer.calls if call[0] == WEATHER.name])
+
+
+def accepts_after(source: str, text: str, marks: tuple[str, ...] = ()) -> bool:
+    """Whether a text can begin so."""
+    vocabulary = Walker(DIRECTORY, {}).vocabulary
+    tokens = vocabulary.tokenize_str(text)
+    if marks:
+        before, _, after = text.partition(marks[0])
+        inner = [FIRST_SPECIAL, *vocabulary.tokenize_str(after)] if after else []
+        tokens = [*vocabulary.tokenize_str(before), *inner]
+    matcher = llguidance.LLMatcher(vocabulary, source, log_level=0)
+    return bool(matcher.try_consume_tokens(tokens) == len(tokens))
+
+
+def test_nothing_is_forced_without_need_where_a_call_cannot_be_written() -> None:
+    spaced = Tool("f", {"type": "object", "properties": {"my name": {"type": "string"}}})
+    assert grammar("pythonic", CallChoice(is_required=False), {}, (spaced,)) == ""
+    with pytest.raises(ApiError, match="`properties/my name` is not supported"):
+        grammar("pythonic", ONE, {}, (spaced,))
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "tgi"])
+@pytest.mark.parametrize("is_required", [False, True])
+def test_a_strict_functions_schema_is_refused_by_name(name: str, is_required: bool) -> None:
+    strict = Tool("f", {"type": "object", "properties": {"a": {"not": {}}}}, strict=True)
+    with pytest.raises(ApiError, match=r"`tools\.f\.parameters` .* `not` \(at `#/properties/a/not`\)"):
+        grammar(name, CallChoice(is_required), {}, (TOOLS[1], strict))
+
+
+@pytest.mark.parametrize(
+    "more", [{"properties": {"a": {"type": "string", "pattern": "b"}}}, {"minProperties": 1}]
+)
+def test_formats_of_single_arguments_refuse_what_they_cannot_force(more: Mapping[str, Any]) -> None:
+    tool = Tool("f", {"properties": {"a": {"type": "integer"}}, **more}, strict=True)
+    with pytest.raises(ApiError, match=r"`tools\.f\.parameters` .* in which this model writes calls"):
+        grammar("glm45", ONE, {}, (tool,))
+    assert grammar("hermes", ONE, {}, (Tool("f", {"type": "object", "properties": {}}, strict=True),))
+
+
+def test_arguments_are_an_object_whatever_their_schema_refers_to() -> None:
+    listed = Tool("f", {"$ref": "#/$defs/a", "$defs": {"a": {"type": "array"}}})
+    source = grammar("hermes", ONE, {}, (listed,))
+    assert not accepts_after(source, '<tool_call>\n{"name": "f", "arguments": [')
+    assert accepts_after(source, '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>')
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$schema": "http://json-schema.org/draft-04/schema#", "properties": {"a": {"type": "integer"}}},
+        {"allOf": [{"required": ["a"], "properties": {"a": {"type": "integer"}}}], "properties": {"b": {}}},
+        {"$ref": "#/$defs/f", "$defs": {"f": {"type": "object", "additionalProperties": {"type": "null"}}}},
+    ],
+    ids=["old", "all", "reference"],
+)
+def test_tgis_name_is_beside_the_arguments_of_any_schema(schema: Mapping[str, Any]) -> None:
+    tool = Tool("f", schema, strict=True)
+    for seed in range(2):
+        text = Walker(DIRECTORY, {}).walk(grammar("tgi", ONE, {}, (tool,)), seed)
+        [(name, arguments)] = Reading(CALL_FORMATS["tgi"]).read(text).calls
+        assert name == "f"
+        jsonschema.validate(json.loads(arguments), schema)
+
+
+# --- after thinking -----------------------------------------------------------------------------------------
+
+CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+JSON = Grammar("json", '{"type": "object", "properties": {"a": {"type": "null"}}}', "f")
+
+
+def forced_after(form: ReasoningFormat | None, prompt: str) -> str:
+    return asyncio.run(call_grammar(CALL_FORMATS["hermes"], TOOLS, ONE, {}, form, prompt))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "is_accepted"),
+    [
+        ("", f"<think>\nNow <or> never.</think>\n\n{CALL}", True),
+        ("", CALL, True),
+        ("", "Now", False),
+        ("<think>\n", f"Now.</think>\n\n{CALL}", True),
+        ("<think>\n", "Now.</think>It", False),
+        ("<think>\n\n</think>\n\n", CALL, True),
+        ("<think>\n\n</think>\n\n", "<think>", False),
+    ],
+)
+def test_a_call_is_forced_after_thinking(prompt: str, text: str, is_accepted: bool) -> None:
+    assert accepts_after(forced_after(QWEN, prompt), text) == is_accepted
+
+
+KINDS = [JSON, Grammar("regex", r'\{"a":null\}', "f"), Grammar("choice", '["{\\"a\\":null}"]', "f")]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.kind)
+def test_structured_output_begins_after_thinking(kind: Grammar) -> None:
+    source = asyncio.run(compile_grammar(kind))
+    within = after_thinking(source, QWEN, "<think>\n", {})
+    assert accepts_after(within, 'Maybe {x}.</think>\n{"a":null}')
+    assert not accepts_after(within, "Maybe.</think>\nno")
+    assert accepts_after(after_thinking(source, QWEN, "", {}), '{"a":null}')
+    assert after_thinking(source, QWEN, "<think></think>", {}) == source
+    assert after_thinking(source, None, "", {}) == source
+
+
+def test_in_harmony_structured_output_is_the_final_message() -> None:
+    source = asyncio.run(compile_grammar(JSON))
+    form = CALL_FORMATS["openai"]
+    ids = special_ids(*form.marks)
+    for seed in range(2):
+        text = Walker(DIRECTORY, ids).walk(after_thinking(source, None, "", ids, form), seed)
+        assert isinstance(json.loads(Reading(form).read(text).content), dict)
+
+
+# --- read ---------------------------------------------------------------------------------------------------
+
+A_SCHEMA = {"type": "object"}
+TEXT = '{"type": "object"}'
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "text"),
+    [
+        (
+            {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": A_SCHEMA}},
+            "json",
+            TEXT,
+        ),
+        ({"type": "json_schema", "value": {"name": "x", "schema": A_SCHEMA}}, "json", TEXT),
+        ({"type": "json", "value": TEXT}, "json", TEXT),
+        ({"type": "json_object"}, "json", ANY_OBJECT),
+        ({"type": "regex", "value": "a+"}, "regex", "a+"),
+    ],
+)
+def test_response_formats_of_openai_and_tgi(value: dict[str, Any], kind: str, text: str) -> None:
+    grammar = read_response_format(value)
+    assert grammar is not None and (grammar.kind, grammar.text) == (kind, text)
+
+
+@pytest.mark.parametrize(
+    ("value", "closed"),
+    [
+        ({"type": "json_schema", "json_schema": {"strict": True, "schema": A_SCHEMA}}, True),
+        ({"type": "json_schema", "json_schema": {"strict": False, "schema": A_SCHEMA}}, False),
+        ({"type": "json_schema", "json_schema": {"schema": A_SCHEMA}}, False),
+        ({"type": "json_schema", "value": {"schema": A_SCHEMA}}, True),
+        ({"type": "json", "value": A_SCHEMA}, True),
+    ],
+)
+def test_openais_strict_mode_and_tgis_shapes_close_objects(value: dict[str, Any], closed: bool) -> None:
+    grammar = read_response_format(value)
+    assert grammar is not None and grammar.closed == closed
+
+
+@pytest.mark.parametrize(
+    ("value", "text", "param"),
+    [
+        ({"type": "xml"}, "Given: 'xml'", "response_format.type"),
+        (
+            {"type": "json_schema"},
+            "`response_format.value.schema` is required",
+            "response_format.value.schema",
+        ),
+        (
+            {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}},
+            "`response_format.json_schema.strict` must be true or false",
+            "response_format.json_schema.strict",
+        ),
+        ({"type": "regex"}, "`response_format.value` must be a text", "response_format.value"),
+    ],
+)
+def test_a_response_format_of_another_shape_is_refused_by_its_field(
+    value: dict[str, Any], text: str, param: str
+) -> None:
+    with pytest.raises(ApiError) as refusal:
+        read_response_format(value)
+    assert text in str(refusal.value) and refusal.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        ({"json": TEXT, "whitespace_pattern": " ?", "regex": None}, "json"),
+        ({"json_object": True, "disable_any_whitespace": True}, "json"),
+        ({"choice": ["a", "b"]}, "choice"),
+    ],
+)
+def test_vllms_structured_outputs_become_grammars(value: dict[str, Any], kind: str) -> None:
+    grammar = read_structured_outputs(value)
+    assert grammar is not None and grammar.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (
+            {},
+            "`structured_outputs` must have one of json, regex, choice, grammar, json_object, "
+            "structural_tag. Given: 0",
+        ),
+        ({"json": {}, "regex": "a"}, "Given: 2"),
+        ({"structural_tag": "x"}, "`structured_outputs.structural_tag` is not JSON that can be read: "),
+        ({"regex": ""}, "`structured_outputs.regex` must be a text that is not empty"),
+        (
+            {"regex": "a", "whitespace_pattern": " "},
+            "`structured_outputs.whitespace_pattern` can only be used for JSON",
+        ),
+    ],
+)
+def test_wrong_structured_outputs_are_refused_by_their_field(value: dict[str, Any], text: str) -> None:
+    with (
+        pytest.raises(ApiError, match="^" + text.replace("[", r"\["))
+        if text[0] == "`"
+        else pytest.raises(ApiError, match=text)
+    ):
+        read_structured_outputs(value)
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return ChatRequest.model_validate({"messages": [{"role": "user", "content": "a"}], **fields})
+
+
+def test_fields_of_older_versions_of_vllm() -> None:
+    assert chat(guided_json=A_SCHEMA, guided_whitespace_pattern=" ").grammar() == Grammar(
+        "json", TEXT, "guided_json", " "
+    )
+    assert chat(guided_choice=["a"], guided_decoding_backend="xgrammar").grammar() == Grammar(
+        "choice", '["a"]', "guided_choice"
+    )
+    assert chat(response_format={"type": "text"}).grammar() is None
+
+
+def test_a_pattern_for_white_space_is_that_of_every_shape_with_json_and_refused_elsewhere() -> None:
+    shape = {"response_format": {"type": "json_object"}}
+    assert chat(guided_whitespace_pattern=" ", **shape).grammar() == Grammar(
+        "json", ANY_OBJECT, "response_format", " "
+    )
+    for fields in ({"guided_regex": "a"}, {"guided_choice": ["a"]}, {"guided_grammar": "start: A"}, {}):
+        with pytest.raises(ApiError, match="`guided_whitespace_pattern` can only be used for JSON"):
+            chat(guided_whitespace_pattern=" ", **fields).grammar()
+
+
+# --- structural tag -----------------------------------------------------------------------------------------
+
+
+def text(value: str) -> dict[str, Any]:
+    return {"type": "const_string", "value": value}
+
+
+def regex(pattern: str) -> dict[str, Any]:
+    return {"type": "regex", "pattern": pattern}
+
+
+def sequence(*elements: Any) -> dict[str, Any]:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def one_of(*elements: Any) -> dict[str, Any]:
+    return {"type": "or", "elements": list(elements)}
+
+
+def tag(content: Any, begin: Any = "<t>", end: Any = "</t>") -> dict[str, Any]:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+# --- structural tag -----------------------------------------------------------------------------------------
+
+AGE = {"type": "json_schema", "json_schema": {"type": "integer", "maximum": 99}}
+DAY = {"begin": "<call=day>", "content": {"type": "any_text"}, "end": "</call>"}
+YEAR = {"begin": "<call=year>", "content": AGE, "end": "</call>"}
+CALLS = {"type": "triggered_tags", "triggers": ["<call="], "tags": [DAY, YEAR]}
+OTHER = {"begin": "[age ", "content": AGE, "end": "]"}
+ANY_TEXT = {"type": "any_text"}
+YES = {"type": "grammar", "grammar": 'root ::= answer "!"\nanswer ::= "yes" | "no"'}
+NESTED = {"type": "grammar", "grammar": 'root ::= "(" root ")" | rule_0\nrule_0 ::= [a-z]'}
+ACCEPTED: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({"type": "const_string", "value": 'a"b'}, ['a"b'], ["", "a", 'a"bc']),
+    (ANY_TEXT | {"excludes": [], "max_chars": None, "max_tokens": None}, ["", "a"], []),
+    ({"type": "regex", "pattern": r"a/\d\/+"}, ["a/7/"], ["a/", "a7/"]),
+    (AGE, ["12", "99"], ["100", "x"]),
+    (
+        {"type": "tag", "begin": "<t>\n", "content": {"type": "any_text"}, "end": "\n</t>"},
+        ["<t>\na\n</t>", "<t>\n\n</t>"],
+        ["<t>\na</t>", "<t>\na\\n</t>"],
+    ),
+    (
+        {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": '\x01\t\r\n/"'},
+        ['<t>a\x01\t\r\n/"'],
+        ["<t>a", "<t>a\x01t\n/"],
+    ),
+    (
+        {**CALLS, "triggers": ["<call=year>\n"], "tags": [{**YEAR, "begin": "<call=year>\n"}]},
+        ["<call=year>\n1</call>", "<call=year>"],
+        ["a<call=year>\n", "<call=year>\nx"],
+    ),
+    (tag(regex(".*")), ["<t>abc</t>", "<t></t>"], ["<t>abc", "<t>a</t>b</t>", "<t>\n</t>"]),
+    (tag(regex("a|[a-z]+"), end="z"), ["<t>az", "<t>bz"], ["<t>z", "<t>a"]),
+    (sequence(tag({"type": "any_text"}, end=""), text("end")), ["<t>end", "<t>a end"], ["<t>", "<t>endx"]),
+    (sequence({"type": "any_text"}, text("\n"), AGE), ["a\n1", "\n1"], ["1", "a\n\n1"]),
+    ({**CALLS, "tags": [{**DAY, "end": ""}]}, ["<call=day>x", "a"], ["<call=da"]),
+    (
+        tag({**CALLS, "tags": [{**DAY, "end": ""}], "stop_after_first": True}),
+        ["<t>a<call=day>x</t>", "<t></t>"],
+        ["<t><call=day>", "<t><call=day></t></t>"],
+    ),
+    (
+        CALLS,
+        [
+            "",
+            "text",
+            "a<call=day>now</call>b<call=year>12</call>",
+            "a < b",
+            "<call=year>1</call><call=day></call>",
+        ],
+        ["<call=", "<call=month>1</call>", "a<call=year>x</call>", "<call=year>1</call><call=year>"],
+    ),
+    (
+        {**CALLS, "at_least_one": True},
+        ["<call=year>1</call>", "<call=day></call> and <call=year>1</call>."],
+        ["", "text", "a<call=year>1</call>"],
+    ),
+    ({**CALLS, "stop_after_first": True}, ["a<call=year>1</call>", "a"], ["<call=year>1</call>b"]),
+    (
+        {"type": "triggered_tags", "triggers": ["[", "<call="], "tags": [YEAR, OTHER]},
+        ["a[age 3]<call=year>4</call>", "a<call=year>4</call>[age 3]"],
+        ["a[<call=year>4</call>", "[age x]", "<call=year>[age 3]</call>", "[age 3] <call=year>]"],
+    ),
+    (
+        {"type": "triggered_tags", "triggers": ["<", "<call="], "tags": [YEAR, tag(AGE, "<b>", "</b>")]},
+        ["a<b>1</b><call=year>2</call>c", "<call=year>2</call><b>1</b>"],
+        ["a<b", "a<c", "<call=day>"],
+    ),
+    (
+        {"type": "tag", "begin": "{", "content": CALLS, "end": "}"},
+        ["{}", "{a}", "{a<call=year>4</call>b}"],
+        ["{", "{}b", "{<call=}</call>}"],
+    ),
+    ({"type": "grammar", "grammar": r"root ::= [+\-\\]+"}, ["+-", "\\"], ["", "x"]),
+    (
+        one_of(sequence(YES, NESTED), NESTED),
+        ["yes!((a))", "(b)", "c"],
+        ["yes!", "((a)", "yes!yes!"],
+    ),
+    (sequence(ANY_TEXT, text(": "), YES), ["so: no!", ": yes!"], ["so no!"]),
+    (tag(ANY_TEXT, end=["</a>", "</b>"]), ["<t>x</a>", "<t>a</b>"], ["<t>x</c>", "<t></a></b>"]),
+    (tag(text("x"), end=["", "."]), ["<t>x", "<t>x."], ["<t>x..", "<t>"]),
+]
+
+
+def compile_format(form: Any) -> str:
+    grammar = read_response_format({"type": "structural_tag", "format": form}, "f")
+    assert grammar is not None
+    return compile_checked(grammar)
+
+
+def format_accepts(vocabulary: llguidance.LLTokenizer, source: str, tokens: list[int]) -> bool:
+    matcher = llguidance.LLMatcher(vocabulary, source, log_level=0)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(("form", "right", "wrong"), ACCEPTED)
+def test_texts_of_a_format_and_others(form: dict[str, Any], right: list[str], wrong: list[str]) -> None:
+    source = compile_format(form)
+    assert [text for text in right if not format_accepts(byte_tokenizer(), source, list(text.encode()))] == []
+    assert [text for text in wrong if format_accepts(byte_tokenizer(), source, list(text.encode()))] == []
+
+
+def test_the_older_form_and_vllms_structured_outputs_mean_the_same() -> None:
+    structure = {"begin": "<call=year>", "schema": AGE["json_schema"], "end": "</call>"}
+    older = {"type": "structural_tag", "structures": [structure], "triggers": ["<call="]}
+    newer = {"type": "structural_tag", "format": {**CALLS, "tags": [YEAR]}}
+    grammars = [read_response_format(older), read_response_format(newer)]
+    grammars += [read_structured_outputs({"structural_tag": value}) for value in (json.dumps(older), newer)]
+    assert len({compile_checked(grammar) for grammar in grammars if grammar}) == 1 and None not in grammars
+    wrong = read_response_format(older | {"triggers": ["x"]})
+    with pytest.raises(
+        ApiError, match=r"`response_format\.structures\.0\.begin` must begin with one of"
+    ) as refusal:
+        assert wrong is not None and compile_checked(wrong)
+    assert refusal.value.param == "response_format.structures.0.begin"
+
+
+def test_white_space_in_a_tags_json_is_as_asked_for() -> None:
+    form = {"format": tag({"type": "json_schema", "json_schema": {"type": "object"}})}
+    grammar = read_structured_outputs({"structural_tag": form, "whitespace_pattern": r"\t*"})
+    assert grammar is not None
+    source = compile_checked(grammar)
+    texts = ["<t>{\t\t}</t>", "<t>{ }</t>"]
+    assert [format_accepts(byte_tokenizer(), source, list(one.encode())) for one in texts] == [True, False]
+
+
+async def test_tags_may_be_special_tokens() -> None:
+    """The bundled model's `<|im_start|>` stands for such a tag: its text is no text to the engine."""
+    age = {"begin": "<|im_start|>x=", "content": AGE, "end": "<|im_end|>"}
+    form = {"type": "triggered_tags", "triggers": ["<|im_start|>"], "tags": [age]}
+    grammar = read_response_format({"type": "structural_tag", "format": form})
+    assert grammar is not None
+    path = str(model_files.resolve("smollm2") / "tokenizer.json")
+    vocabulary = llguidance.LLTokenizer(path, eos_token=0)
+    source = await compile_grammar(grammar, model_tokenizer())
+    number = [*vocabulary.tokenize_str("x=1"), *vocabulary.tokenize_str("2")]
+    hello = vocabulary.tokenize_str("hello")
+    assert format_accepts(vocabulary, source, [*hello, 1, *number, 2, *hello])
+    assert format_accepts(vocabulary, source, hello)
+    assert not format_accepts(vocabulary, source, [*hello, 1, *number])
+    assert not format_accepts(vocabulary, source, [*hello, 1, *hello])
+
+
+FORMATS = "const_string, regex, grammar, any_text, json_schema, sequence, or, tag, triggered_tags. "
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        (
+            {"type": "regex", "pattern": "a", "excludes": ["a"]},
+            "`f.format.excludes` is not supported",
+        ),
+        ({"type": "const_string"}, "`f.format.value` is required"),
+        ({**CALLS, "at_least_one": 1}, "`f.format.at_least_one` must be true or false"),
+        (sequence(CALLS, CALLS), "`f.format.elements.0` has no end"),
+        (
+            tag({**CALLS, "tags": [{**DAY, "end": ""}]}),
+            "`f.format.content.tags.0.content` has no end",
+        ),
+        (tag(regex("a)(b")), "`f` cannot be compiled: "),
+        (tag({}), "`f.format.content` must have a `type`"),
+        (
+            {"type": "json_schema", "json_schema": {"not": {}}},
+            "`f.format.json_schema` cannot be compiled: the keyword `not` (at `#/not`) is not",
+        ),
+        (tag(AGE, {"type": "token", "token": "a"}), "`f.format.begin` must be a text"),
+        (tag(AGE, "a", {"type": "token", "token": "a"}), "`f.format.end` must be a text, or a list of texts"),
+        ({"type": "any_text", "max_tokens": 9}, "`f.format.max_tokens` is not supported. Given: 9"),
+        (ANY_TEXT | {"max_chars": -1}, "`f.format.max_chars` is not supported"),
+        (ANY_TEXT | {"excludes": ["a"]}, "`f.format.excludes` is not supported"),
+        ({"type": "grammar", "grammar": "root ::= a"}, "`f.format.grammar` cannot be compiled: Rule 'a' not"),
+        (
+            {"type": "grammar", "grammar": "root ::= " + 999 * "("},
+            "`f.format.grammar` cannot be compiled: it is nested",
+        ),
+        (AGE | {"style": "qwen_xml"}, "`f.format.style` is not supported. Given: 'qwen_xml'"),
+        (AGE | {"any_order": True}, "`f.format.any_order` is not supported"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_its_place(form: dict[str, Any], message: str) -> None:
+    with pytest.raises(ApiError) as refusal:
+        compile_format(form)
+    assert str(refusal.value).startswith(message) and refusal.value.param == message.split("`")[1]
+
+
+@pytest.mark.parametrize("kind", ["tags_with_separator", "qwen_xml_parameter", "token_dispatch", "x" * 999])
+def test_other_types_are_refused_by_name(kind: str) -> None:
+    with pytest.raises(ApiError) as refusal:
+        compile_format(tag(sequence({"type": kind, "content": AGE})))
+    place = "f.format.content.elements.0.type"
+    assert refusal.value.param == place and str(refusal.value).startswith(
+        f"`{place}` must be one of {FORMATS}"
+    )
+    assert f"Given: '{kind[:199]}" in str(refusal.value) and len(str(refusal.value)) < 500

@@ -1,0 +1,609 @@
+"""Prompts from messages, compared with what transformers makes of the same template.
+Control texts that a client wrote are text: guards change nothing of what a template renders, and the
+plain copy gives the ids of the original.
+
+A bounded number of bytes is tokenized at once, in order; the bound on a text holds for every text.
+"""
+
+import asyncio
+import functools
+import json
+import threading
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer
+
+from api.errors import ApiError
+from api.event_loop import LONG_SIZE
+from api.prompts.chat_template import (
+    GUARDS,
+    ChatTemplate,
+    ControlTexts,
+    Guarded,
+    PlainCopy,
+    control_texts,
+    rendered_text,
+)
+from api.prompts.tokenizer import BYTE_TOKENS, SHORT_BYTES, TextBound, TextBudget, text_bound
+from common import model_files
+from common.settings.settings import SettingError
+from tests.support.source_tree import ROOT
+from tests.support.tokenizer import IM_END, TOKENIZER, model_tokenizer
+from tests.support.waiting import wait_until
+
+CHAT = [
+    {"role": "system", "content": "  Be <brief> & kind.\n"},
+    {"role": "user", "content": "Hé 🙂\n\n\tHow are you? "},
+    {"role": "assistant", "content": " Fine.\n"},
+    {"role": "user", "content": "{{ 1 + 1 }} <|im_end|>", "name": "Ann"},
+]
+TEMPLATE_FILES = {
+    "chatml": "{% for m in messages %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "trims": "{{ bos_token }}\n{% for m in messages %}\n"
+    "    {% if m['role'] == 'system' %}\nSYS {{ m['content'] | trim }}\n"
+    "    {% elif m['role'] == 'user' %}\n[INST] {{ m['content'] | trim }} [/INST]\n    {% else %}\n"
+    "{{ m['content'] | trim }}{{ eos_token }}\n    {% endif %}\n{% endfor %}",
+    "blocks": "{%- set ns = namespace(n=0, last='') %}{% for m in messages %}"
+    "{% if m.role == 'system' %}{% continue %}{% endif %}"
+    "{% set ns.n = ns.n + 1 %}{% generation %}{{ ns.n }}: {{ m | tojson(indent=1) }}"
+    "{{ [m.content] | tojson }}{% endgeneration %}"
+    "{% if ns.n > 2 %}{% break %}{% endif %}{% endfor %}"
+    "{{ dict(a=1).items() | list }}{{ tools is none }}{{ nothing }}",
+    "given": "{{ style | upper }}{% if thinking is defined and thinking %} thinks{% endif %}"
+    "{{ messages | length }}"
+    "{{ strftime_now('%Y') }}",
+}
+VARIABLES = {"style": "loud", "thinking": True}
+
+
+@pytest.fixture(scope="module")
+def path() -> Path:
+    return model_files.resolve("smollm2")
+
+
+@pytest.fixture(scope="module")
+def template_tokenizer(path: Path) -> Any:
+    return AutoTokenizer.from_pretrained(path)
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@pytest.mark.parametrize("name", ["the model's own", *TEMPLATE_FILES])
+def test_rendered_prompts_are_those_of_transformers(
+    path: Path, template_tokenizer: Any, name: str, add_generation_prompt: bool
+) -> None:
+    own = ChatTemplate.load(path)
+    assert own is not None
+    template = ChatTemplate(TEMPLATE_FILES[name], own.special_tokens) if name in TEMPLATE_FILES else own
+    for chat in (CHAT, CHAT[1:3], CHAT[3:]):
+        variables = {"add_generation_prompt": add_generation_prompt, **VARIABLES}
+        theirs = template_tokenizer.apply_chat_template(
+            chat, chat_template=TEMPLATE_FILES.get(name), tokenize=False, **variables
+        )
+        ids = template_tokenizer.apply_chat_template(
+            chat, chat_template=TEMPLATE_FILES.get(name), return_dict=False, **variables
+        )
+        ours = template.render(chat, add_generation_prompt, VARIABLES)
+        assert ours == theirs
+        assert model_tokenizer().encode(ours, add_special_tokens=False) == ids
+
+
+@pytest.mark.parametrize("name", ["the model's own", "chatml", "trims"])
+@pytest.mark.parametrize("content", ["Once upon", "Once upon ", " a\n", "CONTINUE"])
+def test_a_last_message_is_continued_as_transformers_does(
+    path: Path, template_tokenizer: Any, name: str, content: str
+) -> None:
+    own = ChatTemplate.load(path)
+    assert own is not None
+    template = ChatTemplate(TEMPLATE_FILES[name], own.special_tokens) if name in TEMPLATE_FILES else own
+    chat = [*CHAT[:2], {"role": "assistant", "content": content}]
+    theirs = template_tokenizer.apply_chat_template(
+        chat, chat_template=TEMPLATE_FILES.get(name), tokenize=False, continue_final_message=True
+    )
+    assert template.render_open(chat, {}) == theirs
+    assert theirs.endswith(content.strip() if name == "trims" else content)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% for %}", "xpected"),
+        ("{{ messages[9].content.x }}", "no element 9"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ dict.__class__.__init__.__globals__ }}", "unsafe"),
+        ("{% set ns = namespace() %}{% set ns.__class__ = 1 %}", "__class__"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+        ("{{ 1 // 0 }}", "division"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    ],
+)
+def test_errors_of_a_template_are_422(source: str, words: str) -> None:
+    with pytest.raises(ApiError, match=words) as caught:
+        ChatTemplate(source, {}).render(CHAT, True, {})
+    assert (caught.value.status, caught.value.error_type, caught.value.param) == (
+        422,
+        "template_error",
+        "messages",
+    )
+
+
+def test_files_that_hold_the_template(tmp_path: Path) -> None:
+    assert ChatTemplate.load(tmp_path) is None
+    eos = {"content": "</s>", "lstrip": False}
+    write(
+        tmp_path,
+        "tokenizer_config.json",
+        {"chat_template": "config{{ bos_token }}{{ eos_token }}", "bos_token": "<s>", "eos_token": eos},
+    )
+    assert rendered(tmp_path) == "config<s></s>"
+    several = [{"name": "rag", "template": "rag"}, {"name": "default", "template": "of several"}]
+    write(tmp_path, "tokenizer_config.json", {"chat_template": several})
+    assert rendered(tmp_path) == "of several"
+    write(tmp_path, "chat_template.json", {"chat_template": "of a processor"})
+    assert rendered(tmp_path) == "of a processor"
+    (tmp_path / "chat_template.jinja").write_text("of its own file é")
+    assert rendered(tmp_path) == "of its own file é"
+
+
+@pytest.mark.parametrize(
+    ("source", "cause"), [("{% for", "is no chat template: "), (None, "is no chat template: .*No such file")]
+)
+def test_a_file_that_is_no_template_is_refused(source: str | None, cause: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    if source is not None:
+        file.write_text(source)
+    with pytest.raises(SettingError, match=f"^CHAT_TEMPLATE: {file} {cause}"):
+        ChatTemplate.load(tmp_path, None, str(file))
+
+
+LLAMA = (
+    "{% if custom_tools is defined %}{% set tools = custom_tools %}{% endif %}"
+    "{% if not tools is defined %}{% set tools = none %}{% endif %}"
+    "{% for m in messages %}{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    "{% if tools is not none %}{{ tools | tojson }}{% endif %}"
+)
+HERMES = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}"
+    "{% if m.tool_calls %}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}"
+    "{% endfor %}{% endif %}{% endfor %}"
+)
+DEEPSEEK = (
+    "{% for m in messages %}{{ m.content }}"
+    "{% for c in m['tool_calls'] %}{{ '```json\n' + c['function']['arguments'] + '```' }}"
+    "{% endfor %}{% endfor %}"
+)
+PYTHONIC = (
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ c.function.arguments }}{% endfor %}"
+    "{% endfor %}{{ tools }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "takes_tools", "wants_text"),
+    [(LLAMA, True, False), (HERMES, True, False), (DEEPSEEK, False, True), (PYTHONIC, True, True)],
+)
+def test_what_a_template_does_with_tools_is_read_from_it(
+    source: str, takes_tools: bool, wants_text: bool
+) -> None:
+    template = ChatTemplate(source, {})
+    assert (template.takes_tools, template.wants_text_arguments) == (takes_tools, wants_text)
+
+
+def test_requests_with_tools_have_a_template_of_their_own(tmp_path: Path) -> None:
+    several = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools }}"}]
+    write(tmp_path, "tokenizer_config.json", {"chat_template": several})
+    template = ChatTemplate.load(tmp_path)
+    assert template is not None and template.render(CHAT, True, {}) == "plain"
+    assert template.for_tools.render(CHAT, True, {}, [{"a": 1}]) == "[{'a': 1}]"
+
+
+def write(path: Path, name: str, content: object) -> None:
+    (path / name).write_text(json.dumps(content))
+
+
+def rendered(path: Path) -> str:
+    template = ChatTemplate.load(path)
+    assert template is not None
+    return template.render(CHAT, True, {})
+
+
+# --- control texts ------------------------------------------------------------------------------------------
+
+TEXTS = ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "[INST]", "[[INST]]", "!"]
+CONTROLS = ControlTexts(TEXTS)
+PIECES = [
+    *TEXTS,
+    "<|im_",
+    "end|>",
+    "<|",
+    "|>",
+    "<",
+    ">",
+    "s>",
+    "[",
+    "INST]",
+    " ",
+    "\n",
+    "a",
+    "é🙂",
+    '"',
+    "\\",
+    GUARDS[0],
+]
+CONTENT = st.lists(st.sampled_from(PIECES), max_size=6).map("".join)
+OWN = model_tokenizer().chat_template
+assert OWN is not None
+TEMPLATES = {
+    "the model's own": OWN,
+    "trims": ChatTemplate("{% for m in messages %}[INST]{{ m.content | trim }}</s>{% endfor %}", {}),
+    "JSON": ChatTemplate("<s>{{ messages | tojson }}{{ messages | tojson(ensure_ascii=True) }}", {}),
+    "Python": ChatTemplate("<s>{{ messages }}{{ messages[0].content | upper | replace('A', 'b') }}", {}),
+    "joins": ChatTemplate("<s>{% for m in messages %}{{ m.content }}{% endfor %}</s>", {}),
+    "of parts": ChatTemplate("{{ '<|im_' + 'start|>' }}{{ messages[0].content }}{{ '<' + '/s>' }}", {}),
+}
+
+
+def texts(template: ChatTemplate, contents: list[str], controls: ControlTexts = CONTROLS) -> tuple[str, str]:
+    """What the template renders, and the same with guards if something needs them."""
+    messages: Any = [{"role": "user", "content": content} for content in contents]
+    guard = controls.guard_for(messages, template.source)
+    found = rendered_text(
+        template.render(controls.guarded(messages, guard) if guard else messages, False, {}), guard
+    )
+    return found.text, found.guarded.text if found.guarded else found.text
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@given(contents=st.lists(CONTENT, min_size=1, max_size=3))
+def test_a_prompt_is_the_same_and_only_the_template_s_control_texts_are_whole(
+    name: str, contents: list[str]
+) -> None:
+    template = TEMPLATES[name]
+    messages: Any = [{"role": "user", "content": content} for content in contents]
+    text, guarded = texts(template, contents)
+    guard = CONTROLS.guard_for(contents, template.source)
+    assert text == template.render(messages, False, {})
+    for control in TEXTS:
+        own = template.render([{**one, "content": "b"} for one in messages], False, {}).count(control)
+        assert guarded.count(control) - guarded.count(f"!{guard}") * (control == "!") == own, control
+
+
+def test_the_guard_is_in_no_text_and_in_no_template() -> None:
+    assert CONTROLS.guard_for(["<s>", GUARDS[0]], f"{GUARDS[1]} \\ue002") == GUARDS[3]
+    assert CONTROLS.guard_for(["<s>", "\\ue000"], "") == GUARDS[1]
+    with pytest.raises(ApiError, match="private-use"):
+        CONTROLS.guard_for(["<s>", "".join(GUARDS)], "")
+    assert ControlTexts().guard_for(["<s>"], "") is None
+    assert ControlTexts(guards_all=True).guard_for(["a"], "") == GUARDS[0]
+
+
+# --- control texts plain copy -------------------------------------------------------------------------------
+
+GUARD = "\ue000"
+PREPENDED = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+LETTERS = sorted({*"▁abcdefgins<|>[]/ACLS\n é"})
+
+
+def tokenizer(*added: AddedToken, normalizer: Any = None, splitter: Any = None) -> Tokenizer:
+    vocabulary = {letter: i for i, letter in enumerate(["?", *LETTERS, "▁a", "ab", "</", "s>"])}
+    merges = [("▁", "a"), ("a", "b"), ("<", "/"), ("s", ">")]
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="?"))
+    if normalizer is not None:
+        made.normalizer = normalizer
+    if splitter is not None:
+        made.pre_tokenizer = splitter
+    made.decoder = decoders.Fuse()
+    made.add_special_tokens([*added])
+    made.add_tokens([AddedToken("<a>", normalized=False)])
+    first = made.token_to_id(added[0].content)
+    assert first is not None
+    made.post_processor = processors.TemplateProcessing(
+        single=f"{added[0].content} $A {added[0].content}", special_tokens=[(added[0].content, first)]
+    )
+    return made
+
+
+def both(**flags: Any) -> tuple[AddedToken, AddedToken]:
+    return AddedToken("<s>", **flags), AddedToken("</s>", **flags)
+
+
+def unigram() -> Tokenizer:
+    """A model that knows its control tokens as pieces of texts, and the likeliest ones."""
+    pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((letter, -5.0) for letter in LETTERS)]
+    made = Tokenizer(models.Unigram(pieces, 0, byte_fallback=False))
+    made.add_special_tokens([*both(normalized=False), AddedToken("<unk>", normalized=False)])
+    return made
+
+
+def words() -> Tokenizer:
+    made = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "a": 2, "ab": 3, "c": 4}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens([AddedToken("</s>", normalized=False), AddedToken("<unk>", normalized=False)])
+    return made
+
+
+METASPACE = pre_tokenizers.Metaspace(prepend_scheme="first")
+TOKENIZERS = {
+    "bundled": TOKENIZER,
+    "plain": tokenizer(*both(normalized=False)),
+    "takes spaces before": tokenizer(*both(normalized=False, lstrip=True)),
+    "takes spaces after it": tokenizer(*both(normalized=False, rstrip=True)),
+    "whole words": tokenizer(*both(normalized=False, single_word=True)),
+    "prepends": tokenizer(*both(normalized=False), normalizer=PREPENDED),
+    "prepends to normalized": tokenizer(*both(normalized=True), normalizer=PREPENDED),
+    "prepends first": tokenizer(*both(normalized=False), splitter=METASPACE),
+    "composes": tokenizer(*both(normalized=True, rstrip=True), normalizer=normalizers.NFKC()),
+    "knows them as pieces": unigram(),
+    "knows them as words": words(),
+    "lowers": tokenizer(*both(normalized=True), normalizer=normalizers.Lowercase()),
+}
+COPIES = {name: PlainCopy(one) for name, one in TOKENIZERS.items()}
+SPECIAL = {name: "<|im_end|>" if one is TOKENIZER else "</s>" for name, one in TOKENIZERS.items()}
+WORDS = ["a", "ab", " ", "  ", "\n", "é", "c", "<", "s>", "</", "<a>", "e\u0301", "A"]
+ORDINARY = (
+    st.lists(st.sampled_from(WORDS), max_size=5)
+    .map("".join)
+    .filter(lambda text: "<s>" not in text and "</s>" not in text)
+)
+
+
+def ids(name: str, guarded: str, add_special_tokens: bool = False) -> list[int]:
+    found: list[int] = COPIES[name].encode(Guarded(guarded, GUARD), add_special_tokens).ids
+    return found
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=40)
+@given(parts=st.lists(ORDINARY, min_size=1, max_size=4), add_special_tokens=st.booleans())
+def test_ids_of_ordinary_texts_are_the_same(name: str, parts: list[str], add_special_tokens: bool) -> None:
+    """With a template's control tokens between them."""
+    text = SPECIAL[name].join(parts)
+    expected = TOKENIZERS[name].encode(text, add_special_tokens=add_special_tokens).ids
+    assert ids(name, text, add_special_tokens) == expected
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=40)
+@given(before=ORDINARY, after=ORDINARY)
+def test_a_client_s_control_text_is_text_and_the_template_s_stays_a_token(
+    name: str, before: str, after: str
+) -> None:
+    special = SPECIAL[name]
+    special_id = TOKENIZERS[name].token_to_id(special)
+    assert special_id is not None
+    written = f"{before}{special[0]}{GUARD}{special[1:]}{after}"
+    assert ids(name, written).count(special_id) == 0
+    around = ids(name, f"a {special} {written} {special} a")
+    assert around.count(special_id) == ids(name, f"a {special} {before}c{after} {special} a").count(
+        special_id
+    )
+
+
+def test_a_client_cannot_write_an_alias() -> None:
+    copy = COPIES["bundled"]
+    with pytest.raises(ApiError, match="private-use"):
+        copy.aliased(Guarded(f"a{copy.aliases[IM_END]}", GUARD))
+    assert len({*copy.aliases.values()}) == len(copy.aliases) == 17
+
+
+def test_ids_of_this_repository_s_texts_are_the_same() -> None:
+    """As messages in the model's own template: no text needs guards, and those of the copy are equal."""
+    controls, template = control_texts(TOKENIZER), model_tokenizer().chat_template
+    assert template is not None
+    for file in [*ROOT.glob("docs/*.md"), *ROOT.glob("api/prompts/*.py"), *ROOT.glob("api/page/*.*")]:
+        content = file.read_text()
+        messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "\n Yes. "}]
+        text = template.render(messages, True, {})
+        assert ids("bundled", text) == TOKENIZER.encode(text, add_special_tokens=False).ids
+        if not any(special in content for special in model_tokenizer().special_tokens):
+            assert controls.guard_for(messages, template.source) is None, file
+
+
+# --- tokenizer ----------------------------------------------------------------------------------------------
+
+MAX_BYTES = 8 * SHORT_BYTES
+"""Of these the lane of short texts has a quarter."""
+
+
+class Works:
+    """Works that end when they are told to."""
+
+    def __init__(self, num_threads: int = 8) -> None:
+        self.budget = TextBudget(MAX_BYTES, num_threads)
+        self.running: list[str] = []
+        self.ends: dict[str, threading.Event] = {}
+        self.tasks: dict[str, asyncio.Task[str]] = {}
+
+    def start(self, name: str, size: int) -> None:
+        self.ends[name] = threading.Event()
+        self.tasks[name] = asyncio.create_task(self.budget.run(size, lambda: self.work(name)))
+
+    def work(self, name: str) -> str:
+        self.running.append(name)
+        assert self.ends[name].wait(30)
+        self.running.remove(name)
+        return name
+
+    async def end(self, name: str) -> str:
+        self.ends[name].set()
+        return await self.tasks[name]
+
+    async def until(self, *names: str) -> None:
+        await wait_until(lambda: sorted(self.running) == sorted(names))
+
+
+@pytest.fixture
+async def works() -> AsyncIterator[Works]:
+    works = Works()
+    yield works
+    for end in works.ends.values():
+        end.set()
+    await asyncio.gather(*works.tasks.values(), return_exceptions=True)
+
+
+async def test_short_work_is_done_at_once_and_errors_come_back() -> None:
+    budget, here = TextBudget(MAX_BYTES), threading.get_ident()
+    assert await budget.run(LONG_SIZE - 1, threading.get_ident) == here
+    assert await budget.run(LONG_SIZE, threading.get_ident) != here
+    assert await budget.run(SHORT_BYTES + 1, threading.get_ident) != here
+    for size in (LONG_SIZE, SHORT_BYTES + 1):
+        with pytest.raises(ZeroDivisionError):
+            await budget.run(size, lambda: 1 / 0)
+    assert (budget.short.num_bytes, budget.long.num_bytes) == (0, 0)
+
+
+async def test_texts_wait_in_order_and_one_larger_than_all_goes_alone(works: Works) -> None:
+    sizes: dict[str, Any] = {"a": 3, "b": 3, "huge": 50, "c": 2}
+    for name, units in sizes.items():
+        works.start(name, units * SHORT_BYTES)
+    await works.until("a", "b")
+    await works.end("a")
+    await works.until("b")  # there is room for `c`, but it came after `huge`
+    await works.end("b")
+    await works.until("huge")
+    await works.end("huge")
+    await works.until("c")
+    assert await works.end("c") == "c"
+    assert works.budget.long.num_bytes == 0
+
+
+async def test_short_texts_have_a_lane_of_their_own(works: Works) -> None:
+    works.start("huge", 50 * SHORT_BYTES)
+    works.start("next", 50 * SHORT_BYTES)
+    for name in ("a", "b", "c"):
+        works.start(name, SHORT_BYTES)
+    await works.until("huge", "a", "b")
+    await works.end("a")
+    await works.until("huge", "b", "c")
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "names"), [(1, ("long",)), (2, ("long", "a")), (3, ("long", "next", "a"))]
+)
+async def test_validation_workers_bound_the_threads(num_threads: int, names: tuple[str, ...]) -> None:
+    """One thread is left to the short lane, if there are several."""
+    works = Works(num_threads)
+    for name, size in (("long", 2), ("next", 2), ("last", 2), ("a", 1), ("b", 1), ("c", 1)):
+        works.start(name, size * SHORT_BYTES)
+    await works.until(*names)
+    for end in works.ends.values():
+        end.set()
+    assert await asyncio.gather(*works.tasks.values()) == list(works.tasks)
+    assert len(works.budget.threads._threads) <= num_threads
+
+
+async def test_a_caller_that_leaves_gives_its_room_back_when_its_work_has_ended(works: Works) -> None:
+    for name in ("a", "waiting", "b"):
+        works.start(name, 6 * SHORT_BYTES)
+    await works.until("a")
+    works.tasks["waiting"].cancel()
+    works.tasks["a"].cancel()
+    await asyncio.gather(works.tasks["a"], works.tasks["waiting"], return_exceptions=True)
+    assert works.running == ["a"] and works.budget.long.num_bytes == 6 * SHORT_BYTES
+    works.ends["a"].set()
+    await works.until("b")
+    assert await works.end("b") == "b"
+    assert works.budget.long.num_bytes == 0
+
+
+async def test_a_caller_that_leaves_just_when_its_turn_comes_gives_it_back(works: Works) -> None:
+    lane = works.budget.long
+    taken = await lane.acquire(lane.max_bytes)
+    waiting = asyncio.create_task(lane.acquire(1))
+    await asyncio.sleep(0)
+    lane.release(taken)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert lane.num_bytes == 0 and not lane.waiting
+
+
+# --- tokenizer bounds ---------------------------------------------------------------------------------------
+
+MANY_WORDS = {"a": 0, "b": 1, "ab": 2, "▁": 3, "▁a": 4, "é": 5, "<0x00>": 6}
+BYTES = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {"aa": 256}
+
+
+def bpe(vocabulary: dict[str, int] = MANY_WORDS, **options: Any) -> Tokenizer:
+    merges = [("a", "b"), ("▁", "a")] if vocabulary is MANY_WORDS else [("a", "a")]
+    return Tokenizer(models.BPE(vocab=vocabulary, merges=merges, **options))
+
+
+def composed(tokenizer: Tokenizer, normalizer: Any = None, splitter: Any = None) -> Tokenizer:
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    if splitter is not None:
+        tokenizer.pre_tokenizer = splitter
+    return tokenizer
+
+
+def with_token(token: AddedToken) -> Tokenizer:
+    tokenizer = bpe(BYTES)
+    tokenizer.add_special_tokens([token])
+    return tokenizer
+
+
+bound_of = functools.cache(text_bound)
+"""It reads a whole vocabulary: once, not for each text."""
+SPACE_PREPENDED = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+BOUNDED = [
+    TOKENIZER,
+    composed(bpe(BYTES), normalizers.NFC(), pre_tokenizers.ByteLevel(add_prefix_space=False)),
+    composed(
+        bpe(BYTES), None, pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLevel()])
+    ),
+]
+
+
+@pytest.mark.parametrize("tokenizer", BOUNDED)
+@given(text=st.text() | st.text("ạ̈ \n1é<|im_end>\x04") | st.text("ᾧ̓͂ͅ가각"))
+def test_no_text_has_fewer_tokens_than_the_bound_says(tokenizer: Tokenizer, text: str) -> None:
+    bound = bound_of(tokenizer)
+    assert bound is not None
+    assert bound.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+UNBOUNDED: Sequence[tuple[str, Tokenizer]] = [
+    ("unknown characters in a row are one token", bpe(unk_token="é", fuse_unk=True)),
+    ("unknown characters are dropped", bpe()),
+    ("bytes that are no token are dropped", composed(bpe(), None, pre_tokenizers.ByteLevel())),
+    ("a word is one token", Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))),
+    ("spaces are left out", composed(bpe(unk_token="é"), None, pre_tokenizers.Whitespace())),
+    (
+        "matches are left out",
+        composed(bpe(unk_token="é"), None, pre_tokenizers.Split(Regex(" "), "removed")),
+    ),
+    ("spaces at the ends are left out", composed(bpe(unk_token="é"), normalizers.Strip())),
+    ("any number is one", composed(bpe(unk_token="é"), normalizers.Replace(Regex("a+"), "a"))),
+    ("a token takes the spaces beside it", with_token(AddedToken("<s>", rstrip=True))),
+]
+
+
+@pytest.mark.parametrize(("why", "tokenizer"), UNBOUNDED, ids=[why for why, _ in UNBOUNDED])
+def test_there_is_no_bound_where_a_token_may_stand_for_any_text(why: str, tokenizer: Tokenizer) -> None:
+    assert text_bound(tokenizer) is None
+
+
+def test_sentencepiece_s_tokens_have_a_character_for_each_of_the_text() -> None:
+    known = MANY_WORDS | {
+        token: i + len(MANY_WORDS) for i, token in enumerate(sorted(BYTE_TOKENS - MANY_WORDS.keys()))
+    }
+    model = models.BPE(vocab=known, merges=[("a", "b")], byte_fallback=True, fuse_unk=True, unk_token="é")
+    tokenizer = composed(Tokenizer(model), normalizers.Sequence(SPACE_PREPENDED))
+    assert text_bound(tokenizer) == TextBound(len("<0x00>"))
+
+
+def test_characters_that_the_bundled_model_does_not_know_count_as_nothing() -> None:
+    bound = text_bound(TOKENIZER)
+    assert bound is not None and bound.least_tokens("\x04" * 10_000) == 0
+    assert bound.least_tokens("a" * 10_000) == -(-10_000 // 81)

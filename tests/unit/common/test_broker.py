@@ -1,0 +1,727 @@
+"""Brokers that are refused and why, in one line; behind TLS, behind Sentinel.
+What the directory says of a broker's URL, and how a gateway reaches it.
+What a process says of an outage of its broker, and of a step that fails again and again.
+The directory: what batchers write and gateways read.
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+from redis import exceptions
+from redis.asyncio import Redis
+from redis.asyncio.client import PubSub
+from redis.exceptions import BusyLoadingError, ConnectionError, ResponseError
+
+from api.requests.pool import pool_url, url_at
+from common.broker import client as access
+from common.broker.client import ERRORS, FailureLog, FastConnection, SerialClient, connect, new_outage
+from common.broker.directory import SILENT_S, TTL_S, DirectoryClient, PoolEntry, address_of
+from common.broker.keys import Keys
+from common.settings.settings import SettingError, Settings
+from deploy.launcher.embedded_broker import Broker
+from deploy.launcher.prepare import ask_broker
+from tests.support import brokers
+from tests.support.broker.sentinels import secured
+from tests.support.broker.tls import make_certificate, tls_door
+from tests.support.broker_state import KEYS
+from tests.support.machine.ports import free_port
+from tests.support.waiting import wait_until
+
+# --- client -------------------------------------------------------------------------------------------------
+
+EVICTING = (
+    *(f"{which}-{how}" for which in ("allkeys", "volatile") for how in ("lru", "lfu", "random")),
+    "volatile-ttl",
+)
+"""Every value of maxmemory-policy but noeviction."""
+
+
+async def refusal(url: str) -> str:
+    begun_s = time.monotonic()
+    with pytest.raises(SettingError) as refused:
+        await ask_broker(url)
+    assert time.monotonic() - begun_s < 30
+    assert "\n" not in str(refused.value)
+    assert str(refused.value).startswith("REDIS_URL: ")
+    return str(refused.value)
+
+
+async def test_a_server_that_never_answers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "CONNECT_TIMEOUT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert "did not answer in time" in await refusal(f"redis://127.0.0.1:{silent.getsockname()[1]}")
+
+
+async def test_a_server_of_another_protocol_is_refused() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        assert "is not a broker" in await refusal(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+
+
+async def test_an_old_broker_is_refused() -> None:
+    info = b"redis_version:6.2.14\r\n"
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while head := await reader.readline():  # *3, then for each word its length and itself
+            words = [await reader.readline() for _ in range(2 * int(head[1:]))][1::2]
+            writer.write(b"$%d\r\n%b\r\n" % (len(info), info) if words[0] == b"INFO\r\n" else b"+OK\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        assert "Redis 6.2.14; 7.0 or later" in await refusal(
+            f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        )
+
+
+@pytest.mark.parametrize("url", ["http://host", "redis://:secret@host:12x4", "nonsense"])
+async def test_an_invalid_url_is_refused_without_its_password(url: str) -> None:
+    line = await refusal(url)
+    assert "is not a URL like redis://" in line
+    assert "secret" not in line
+
+
+async def test_wrong_and_missing_passwords_are_refused() -> None:
+    with brokers.running("--requirepass", "correct") as locked:
+        for url in (brokers.with_password(locked.url, "secret"), locked.url):
+            line = await refusal(url)
+            assert "refused user name or password" in line
+            assert "secret" not in line
+        await ask_broker(brokers.with_password(locked.url, "correct"))
+
+
+@pytest.fixture(params=["", "/usr/bin/redis-server"], ids=["embedded", "redis-server"])
+def each_server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broker of this machine's Redis, too, where it is installed."""
+    if request.param:
+        if not Path(request.param).exists():
+            pytest.skip(f"there is no {request.param}")
+        monkeypatch.setenv("TEST_BROKER", request.param)
+
+
+@pytest.mark.usefixtures("each_server")
+async def test_every_policy_but_noeviction_is_refused_by_name() -> None:
+    with brokers.running() as evicting:
+        async with access.connect(evicting.url) as client:
+            for policy in EVICTING:
+                await client.config_set("maxmemory-policy", policy)
+                line = await refusal(evicting.url)
+                assert f"maxmemory-policy is {policy}, which loses keys; set noeviction" in line
+            await client.config_set("maxmemory-policy", "noeviction")
+        await ask_broker(evicting.url)
+
+
+@pytest.mark.usefixtures("each_server")
+async def test_a_node_of_a_cluster_is_refused() -> None:
+    with brokers.running("--cluster-enabled", "yes", "--cluster-port", str(free_port())) as node:
+        assert "node of a Redis Cluster" in await refusal(node.url)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (exceptions.BusyLoadingError("Redis is loading the dataset in memory"), "LOADING"),
+        (exceptions.ConnectionError("Connection closed by server."), "no connection"),
+        (exceptions.ConnectionError("redis://user:secret@host is away"), "redis://host is away"),
+        (TimeoutError(), "did not answer in time"),
+        (OSError(errno.ENETUNREACH, "Network is unreachable"), "Network is unreachable"),
+        (exceptions.ResponseError("WRONGTYPE not\nso"), "the broker refused (WRONGTYPE not so)"),
+    ],
+)
+def test_errors_are_described_in_one_line(error: Exception, words: str) -> None:
+    assert words in access.describe_error(error)
+    assert "secret" not in access.describe_error(error)
+
+
+async def test_a_command_is_not_repeated_by_the_client(broker: Broker) -> None:
+    """A repeated INCR after a lost connection would count twice; the caller decides."""
+    async with access.connect(broker.url) as client, access.connect(broker.url) as other:
+        identity = await client.client_id()
+        blocked = asyncio.ensure_future(client.xread({"nothing": "$"}, block=0))
+        while (await other.info("clients"))["blocked_clients"] == 0:  # noqa: ASYNC110 (the broker is asked, no event of ours)
+            await asyncio.sleep(0.01)
+        await other.client_kill_filter(_id=str(identity))
+        with pytest.raises(access.ERRORS):
+            await blocked
+
+
+async def test_a_password_may_stand_in_a_file(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    with brokers.running("--requirepass", "c&rrect") as locked:
+        url = f"{locked.url}?password_file={secret}&db=0"
+        assert f"cannot read password_file {secret}: No such file" in await refusal(url)
+        secret.write_text("\n")
+        assert f"password_file {secret} is empty" in await refusal(url)
+        secret.write_text("wrong\n")
+        assert "refused user name or password" in await refusal(url)
+        secret.write_text("c&rrect\n")
+        await ask_broker(url)
+
+
+# --- tls ----------------------------------------------------------------------------------------------------
+
+
+async def test_both_clients_work_behind_a_trusted_certificate(broker: Broker, tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    async with tls_door(broker.socket_path, certificate, key) as port:
+        url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificate}"
+        await ask_broker(url)
+        async with access.connect(url) as redis:
+            await redis.set("key", b"x" * 10**6)
+            fast = SerialClient(redis)
+            assert await fast.execute("GET", "key") == b"x" * 10**6
+            answers: list[bytes] = []
+            fast.start(answers.append, "ECHO", "not held")
+            await wait_until(lambda: answers == [b"not held"])
+            fast.close()
+
+
+async def test_a_certificate_that_is_not_trusted_is_called_that(broker: Broker, tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    async with tls_door(broker.socket_path, certificate, key) as port:
+        line = await refusal(f"rediss://:secret@127.0.0.1:{port}")
+        assert "its certificate is not trusted; ssl_ca_certs=FILE in REDIS_URL names whom to trust" in line
+        assert f"127.0.0.1:{port}" in line and "not permitted" not in line and "secret" not in line
+
+
+async def test_a_certificate_of_another_host_is_called_that(broker: Broker, tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path, "127.0.0.9")
+    async with tls_door(broker.socket_path, certificate, key) as port:
+        url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificate}"
+        assert "its certificate names another host" in await refusal(url)
+        await ask_broker(f"{url}&ssl_check_hostname=no")
+
+
+async def test_a_broker_without_tls_is_called_that(broker: Broker, tmp_path: Path) -> None:
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"-ERR unknown command\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        assert "no TLS with the broker" in await refusal(f"rediss://127.0.0.1:{port}")
+
+
+# --- client sentinel ----------------------------------------------------------------------------------------
+
+NEWS = KEYS.events("g")
+
+
+@pytest.mark.parametrize("rest", ["", "host", "/fleet", "host:x/fleet", "a,/fleet"])
+async def test_a_url_without_sentinel_or_service_is_refused(rest: str) -> None:
+    with pytest.raises(SettingError, match="is not a URL like"):
+        await ask_broker(f"redis+sentinel://:secret@{rest}")
+
+
+async def set_at_last(client: Redis, fast: SerialClient, value: str) -> bool:
+    """Whether both clients have written."""
+    with contextlib.suppress(*access.ERRORS):
+        await client.hset(KEYS.metrics, "slow", value)  # type: ignore[misc]
+        return await fast.execute("HSET", KEYS.metrics, "fast", value) is not None
+    return False
+
+
+async def test_both_clients_go_to_the_new_primary_after_a_failover() -> None:
+    """With TLS, certificates of clients and users, too."""
+    with secured() as service:
+        await ask_broker(service.url)
+        async with access.connect(service.url) as client, client.pubsub() as pubsub:
+            fast = SerialClient(client)
+            await pubsub.subscribe(NEWS)
+            await wait_until(lambda: set_at_last(client, fast, "before"))
+            await wait_until(lambda: replicated(client))
+            service.fail_over()
+            await wait_until(lambda: set_at_last(client, fast, "after"))
+            assert (await client.info("replication"))["role"] == "master"
+            await wait_until(lambda: heard(client, pubsub))
+            fast.close()
+
+
+async def replicated(client: Redis) -> bool:
+    """Whether the replica has all. A primary that the machine has stopped for a second is no primary any
+    more, and has none.
+    """
+    with contextlib.suppress(*access.ERRORS, KeyError):
+        found = await client.info("replication")
+        return bool(found["slave0"]["offset"] >= found["master_repl_offset"])
+    return False
+
+
+async def heard(client: Redis, pubsub: object) -> bool:
+    with contextlib.suppress(*access.ERRORS):
+        await client.publish(NEWS, "x")
+        message = await pubsub.get_message(timeout=0.1)  # type: ignore[attr-defined]
+        return message is not None and message["data"] == b"x"
+    return False
+
+
+# --- fast client --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def url(broker: Broker) -> str:
+    return brokers.open_port(broker.url)
+
+
+@pytest.fixture
+async def client(url: str) -> AsyncIterator[SerialClient]:
+    async with connect(url) as redis:
+        one = SerialClient(redis)
+        yield one
+        one.close()
+
+
+async def identity(client: SerialClient) -> str:
+    return str(await client.execute("CLIENT", "ID"))
+
+
+async def test_an_error_reply_is_raised_and_the_connection_stays(client: SerialClient) -> None:
+    before = await identity(client)
+    with pytest.raises(ResponseError, match="unknown command"):
+        await client.execute("NONSENSE")
+    assert await identity(client) == before
+
+
+async def test_a_lost_connection_is_raised_and_the_next_command_reconnects(
+    client: SerialClient, redis: Redis
+) -> None:
+    before = await identity(client)
+    asked = asyncio.create_task(client.execute("BLPOP", "nothing", 0))
+    while not (await redis.info("clients"))["blocked_clients"]:  # noqa: ASYNC110 (the broker is asked, no event of ours)
+        await asyncio.sleep(0.01)
+    await redis.client_kill_filter(_id=before)
+    with pytest.raises(ERRORS):
+        await asked
+    assert await identity(client) != before
+
+
+OK = b"+OK\r\n"
+TOO_MANY = b"-ERR max number of clients reached\r\n"
+ENDS = {
+    "": ("redis://127.0.0.1:{}/0", b"", "closed by"),
+    "unasked": ("redis://127.0.0.1:{}/0", TOO_MANY, "max number of clients"),
+    "after_the_password": ("redis://:secret@127.0.0.1:{}/0", OK, "closed by"),
+    "in_a_reply_to_the_password": ("redis://:secret@127.0.0.1:{}/0", OK[:3], "closed by"),
+    "in_the_first_reply": ("redis://127.0.0.1:{}/0", b"+PO", "closed by"),
+    "after_the_database": ("redis://127.0.0.1:{}/3", OK, "closed by"),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_connection_that_ends_while_it_opens_is_a_lost_connection(name: str) -> None:
+    """With the event loop of the product: that of asyncio told such an end all the same."""
+    url, spoken, words = ENDS[name]
+
+    def end_each() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                with server.accept()[0] as connection:
+                    if "unasked" not in name and spoken:
+                        connection.recv(1024)
+                    connection.sendall(spoken)
+
+    async def try_often() -> set[str]:
+        heard = set()
+        for _ in range(20):
+            client = SerialClient(connect(url.format(server.getsockname()[1])))
+            with pytest.raises(ERRORS) as lost:
+                await asyncio.wait_for(client.execute("PING"), timeout=10)
+            heard.add(str(lost.value))
+        return heard
+
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as server:
+        threading.Thread(target=end_each, daemon=True).start()
+        heard = uvloop.run(try_often())
+        server.shutdown(socket.SHUT_RDWR)
+    assert any(words in one for one in heard), heard
+    assert "" not in heard, "one has hung"
+
+
+@contextlib.asynccontextmanager
+async def silent_server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
+    """The URL of a broker that takes connections and commands, and answers none within the limit."""
+    monkeypatch.setattr(access, "ANSWER_S", 0.15)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"redis://127.0.0.1:{server.getsockname()[1]}/0"
+
+
+async def test_a_broker_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with silent_server(monkeypatch) as url, connect(url) as redis:
+        client = SerialClient(redis)
+        with pytest.raises(TimeoutError):
+            await client.execute("PING")
+        assert not client.is_connected
+        answers: list[Any] = []
+        await client.connect()
+        client.start(answers.append, "PING")
+        await wait_until(lambda: answers)
+        assert isinstance(answers[0], TimeoutError)
+        several = await FastConnection.connect(redis, answers.append)
+        several.send_all([("PING",), ("PING",)])
+        with pytest.raises(TimeoutError):
+            await several.closed
+        for url_with_greeting in (url, url.replace("//", "//:secret@")):
+            async with connect(url_with_greeting) as ordinary:
+                with pytest.raises(TimeoutError):
+                    await ordinary.ping()
+                with pytest.raises(TimeoutError):
+                    await ordinary.set("large", b"x" * 10**8)  # more than the kernel takes
+
+
+async def test_a_connection_that_owes_nothing_is_kept(
+    redis: Redis, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access, "ANSWER_S", 0.15)
+    async with connect(url) as ordinary, ordinary.pubsub() as subscription:
+        await subscription.subscribe("here")
+        message = asyncio.create_task(next_message(subscription))
+        client = SerialClient(ordinary)
+        before = await identity(client), await ordinary.client_id()
+        held: list[Any] = []
+        client.start(held.append, "ECHO", "held")
+        await asyncio.sleep(4 * access.ANSWER_S)
+        assert held == [b"held"]
+        assert (await identity(client), await ordinary.client_id()) == before
+        client.close()
+        await redis.publish("here", "at last")
+        assert await message == b"at last"
+
+
+async def next_message(subscription: PubSub) -> bytes:
+    async for message in subscription.listen():
+        if message["type"] == "message":
+            return bytes(message["data"])
+    return b""
+
+
+@pytest.mark.parametrize("writes", ["slow", "fast"])
+async def test_a_primary_that_became_a_replica_is_left_by_every_connection(writes: str) -> None:
+    with brokers.running() as one:
+        async with connect(one.url) as redis, connect(one.url) as other:
+            client, heard = SerialClient(redis), list[Any]()
+            old = await asyncio.gather(*(redis.client_id() for _ in range(3)))
+            fast_id = await identity(client)
+            await other.replicaof("127.0.0.1", free_port())
+            listener = await FastConnection.connect(redis, heard.append)
+            listener.send("SUBSCRIBE", "here")
+            reader = asyncio.create_task(blocking_read(redis))
+            await wait_until(lambda: num_blocked(other))
+            with pytest.raises(access.DEMOTED):
+                await (redis.set("key", 1) if writes == "slow" else client.execute("SET", "key", 1))
+            for closed in (listener.closed, reader):
+                with pytest.raises(ERRORS):
+                    await closed
+            with pytest.raises(ERRORS):
+                async with redis.pipeline(transaction=True) as pipe:
+                    pipe.set("key", 1)
+                    await pipe.execute()
+            assert await identity(client) != fast_id
+            assert await redis.client_id() not in old
+            client.close()
+
+
+async def blocking_read(redis: Redis) -> None:
+    await redis.xread({"nothing": "$"}, block=60_000)
+
+
+async def num_blocked(redis: Redis) -> int:
+    return int((await redis.info("clients"))["blocked_clients"])
+
+
+async def test_a_reply_to_a_cancelled_command_is_not_taken_for_another(
+    client: SerialClient, redis: Redis
+) -> None:
+    asked = asyncio.create_task(client.execute("BLPOP", "went", 0))
+    while not (await redis.info("clients"))["blocked_clients"]:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    asked.cancel()
+    await asyncio.wait([asked])
+    assert await client.execute("ECHO", "next") == b"next"
+    await redis.lpush("went", "late")  # type: ignore[misc]
+    assert await client.execute("ECHO", "again") == b"again"
+    await redis.delete("went")
+
+
+async def test_a_broker_that_returns_is_connected_again() -> None:
+    with brokers.running() as one:
+        async with connect(one.url) as redis:
+            client = SerialClient(redis)
+            assert await client.execute("PING") == b"PONG"
+            with pytest.raises(ERRORS):
+                await client.execute("SHUTDOWN", "NOSAVE", "NOW")
+            with pytest.raises(ERRORS):
+                await client.execute("PING")
+            again = brokers.start(one)
+            assert await client.execute("PING") == b"PONG"
+            client.close()
+            again.kill()
+
+
+async def test_a_held_reply_wakes_nobody_until_it_is_polled(client: SerialClient) -> None:
+    answers: list[Any] = []
+    connection = await client.connect()
+    for number in range(3):
+        client.start(answers.append, "ECHO", str(number))
+        await wait_until(lambda: has_arrived(connection))
+        await asyncio.sleep(0)
+        assert len(answers) == number
+        client.poll()
+    assert answers == [b"0", b"1", b"2"]
+    assert await client.execute("ECHO", "next") == b"next", "it is not held"
+
+
+def has_arrived(connection: FastConnection) -> bool:
+    """Whether the kernel has something to read."""
+    assert connection.socket is not None
+    with contextlib.suppress(BlockingIOError):
+        return bool(connection.socket.recv(1, socket.MSG_PEEK))
+    return False
+
+
+async def test_a_reply_that_has_not_come_whole_when_it_is_polled_is_taken_as_it_comes(
+    client: SerialClient, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[Any] = []
+    connection = await client.connect()
+    client.start(answers.append, "BLPOP", "late", 0)
+    client.poll()
+    await redis.lpush("late", "now")  # type: ignore[misc]
+    await wait_until(lambda: answers == [[b"late", b"now"]])
+    monkeypatch.setattr(access, "RECEIVE_BYTES", 3)
+    client.start(answers.append, "ECHO", "hello")
+    await wait_until(lambda: has_arrived(connection))
+    client.poll()
+    assert len(answers) == 1
+    await wait_until(lambda: answers[1:] == [b"hello"])
+
+
+async def test_the_end_of_a_connection_is_told_although_replies_are_held(
+    client: SerialClient, redis: Redis
+) -> None:
+    before, answers = await identity(client), list[Any]()
+    client.start(answers.append, "BLPOP", "nothing", 0)
+    await redis.client_kill_filter(_id=before)
+    await wait_until(lambda: bool(answers))
+    assert isinstance(answers[0], ConnectionError)
+    assert not client.is_connected
+
+
+# --- addresses ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("redis://user:secret@host:6379/2", "redis://host:6379/2"),
+        ("rediss://:secret@host?ssl_ca_certs=/ca.pem&db=3&password=secret", "rediss://host?db=3"),
+        ("unix:///run/redis/socket?password=secret", "unix:///run/redis/socket"),
+        ("unix://user:secret@/run/socket", "unix:///run/socket"),
+        (
+            "redis+sentinel://u:secret@h1:26379,h2/service/1?sentinel_password=secret",
+            "redis+sentinel://h1:26379,h2/service/1",
+        ),
+        ("redis://u:p%40ss%2F@host", "redis://host"),
+    ],
+)
+def test_an_address_has_no_credentials(url: str, address: str) -> None:
+    assert address_of(url) == address
+    assert "secret" not in address
+
+
+@pytest.mark.parametrize(
+    ("address", "own", "url"),
+    [
+        ("redis://b:6379", "redis://u:secret@a:6379/1", "redis://u:secret@b:6379"),
+        ("redis://b", "redis://a", "redis://b"),
+        (
+            "rediss://b/2",
+            "rediss://:secret@a/1?ssl_ca_certs=/ca.pem&db=5",
+            "rediss://:secret@b/2?ssl_ca_certs=%2Fca.pem",
+        ),
+        ("rediss://b", "redis://:secret@a?socket_timeout=3", "rediss://:secret@b"),
+        ("redis://a:6379/1", "redis://u:secret@a:6379/1?x=y", "redis://u:secret@a:6379/1?x=y"),
+        ("unix:///run/b", "unix:///run/a", "unix:///run/b"),
+    ],
+)
+def test_a_gateway_uses_its_own_credentials(address: str, own: str, url: str) -> None:
+    assert url_at(address, own) == url
+
+
+@pytest.mark.parametrize("address", ["redis://b", "redis+sentinel://b/service"])
+def test_a_password_does_not_leave_a_broker_with_tls_for_one_without(address: str) -> None:
+    settings = Settings(redis_url="rediss://:secret@a")
+    with pytest.raises(SettingError) as refusal:
+        pool_url(settings, "other", address)
+    assert "POOL_URLS" in str(refusal.value) and "secret" not in str(refusal.value)
+    assert url_at(address, "rediss://a") == address
+
+
+def test_the_url_of_a_pool_may_be_set() -> None:
+    settings = Settings.read(
+        ["--pool-urls", "b=redis+sentinel://:other@h1,h2:5/service,c=redis://:third@c/0?db=1"],
+        {"REDIS_URL": "redis://:own@a"},
+    )
+    assert pool_url(settings, "b", "redis://elsewhere") == "redis+sentinel://:other@h1,h2:5/service"
+    assert pool_url(settings, "c", "redis://elsewhere") == "redis://:third@c/0?db=1"
+    assert pool_url(settings, "d", "redis://d") == "redis://:own@d"
+    assert Settings.read([], settings.environ()) == settings
+
+
+@pytest.mark.parametrize("word", ["b", "b=host", "=redis://:secret@b"])
+def test_a_pool_without_a_url_is_refused(word: str) -> None:
+    with pytest.raises(SettingError, match="POOL_URLS") as refusal:
+        Settings.read(["--pool-urls", word], {})
+    assert "secret" not in str(refusal.value)
+
+
+# --- outage -------------------------------------------------------------------------------------------------
+
+AWAY = "no connection to the broker (refused)"
+STEPS = [FailureLog(logging.getLogger(), step) for step in ("reading plans", "a flush", "a heartbeat")]
+
+
+NO = "the broker refused (no)"
+
+
+class Clock:
+    """Stands for the module `time`."""
+
+    now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Clock:
+    caplog.set_level(logging.INFO)
+    clock = Clock()
+    monkeypatch.setattr(access, "time", clock)
+    monkeypatch.setattr(access, "OUTAGE", new_outage())  # not that of tests before
+    return clock
+
+
+def fail(clock: Clock, seconds: float, steps: list[FailureLog], error: Exception) -> None:
+    """Each step fails sixteen times a second."""
+    for _ in range(round(seconds * 16)):
+        for step in steps:
+            with step.caught():
+                raise error
+        clock.now_s += 1 / 16
+
+
+def succeed(*steps: FailureLog) -> None:
+    """Leave the context by `return`, as most steps do."""
+    for step in steps:
+        with step.caught():
+            continue
+
+
+def test_an_outage_has_one_line_at_its_beginning_and_one_at_its_end(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    succeed(*STEPS)
+    fail(clock, 4.0, STEPS, OSError("refused"))
+    fail(clock, 0.5, STEPS, BusyLoadingError())
+    succeed(*STEPS)
+    clock.now_s += 1.0
+    succeed(*STEPS)
+    succeed(*STEPS)
+    assert caplog.messages == [
+        f"the broker failed, trying again: reading plans: {AWAY}",
+        "the broker has succeeded again, after 216 failures in 5.5 s",
+    ]
+
+
+def test_a_repeated_cause_is_said_every_minute_and_its_end_is_said(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = FailureLog(logging.getLogger(), "a flush")
+    succeed(failing)
+    fail(clock, 61.0, [failing], ResponseError("no"))
+    succeed(failing)
+    succeed(failing)
+    assert caplog.messages == [
+        f"a flush failed, trying again: {NO}",
+        f"a flush failed, trying again: {NO}",
+        "a flush has succeeded again, after 976 failures in 61.0 s",
+    ]
+
+
+async def test_a_write_to_a_closed_transport_is_a_lost_connection(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await redis.ping()
+    (connection,) = redis.connection_pool._available_connections
+
+    def fail(_: list[bytes]) -> None:
+        raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+
+    monkeypatch.setattr(connection._writer, "writelines", fail)  # as uvloop's does
+    with pytest.raises(ConnectionError):
+        await connection.send_command("PING")
+    assert await redis.ping()
+
+
+# --- directory ----------------------------------------------------------------------------------------------
+
+ENTRY = PoolEntry("redis://a:6379", ["mine"], "org/mine", "", 2, 0, 3, 4, 512)
+
+
+async def age(redis: Redis, pool: str, seconds: float) -> None:
+    await redis.zincrby(Keys.pools, -seconds, pool)
+
+
+async def test_a_pool_is_read_as_it_was_written(redis: Redis) -> None:
+    directory = DirectoryClient(redis)
+    assert await directory.publish("a", ENTRY) == ""
+    content = await directory.read()
+    assert content.pools["a"].entry == ENTRY and content.pools["a"].is_live
+    assert ENTRY.depth == 7 / 512
+
+
+async def test_a_silent_pool_is_not_live_and_leaves_after_an_hour(redis: Redis) -> None:
+    directory = DirectoryClient(redis)
+    await directory.publish("a", ENTRY)
+    await age(redis, "a", SILENT_S + 1)
+    assert not (await directory.read()).pools["a"].is_live
+    await age(redis, "a", TTL_S)
+    await directory.publish("b", ENTRY)
+    assert (await directory.read()).pools.keys() == {"b"}
+    assert await redis.hkeys(Keys.pool_entries) == [b"b"]  # type: ignore[misc]
+
+
+async def test_a_name_belongs_to_one_broker_until_that_one_is_silent(redis: Redis) -> None:
+    directory = DirectoryClient(redis)
+    other = PoolEntry("redis://b:6379")
+    await directory.publish("a", ENTRY)
+    assert await directory.publish("a", other) == ENTRY.address
+    assert (await directory.read()).pools["a"].entry == ENTRY
+    await age(redis, "a", SILENT_S + 1)
+    assert await directory.publish("a", other) == ""
+    assert (await directory.read()).pools["a"].entry == other
+
+
+async def test_what_cannot_be_read_is_left_out(redis: Redis) -> None:
+    directory = DirectoryClient(redis)
+    await directory.publish("a", ENTRY)
+    await redis.zadd(Keys.pools, {"old": 1, "broken": 1})
+    await redis.hset(Keys.pool_entries, mapping={"broken": b"?"})  # type: ignore[misc]
+    await redis.hset(Keys.model_shares, mapping={"broken": b"?"})  # type: ignore[misc]
+    await directory.set_weights("mine", {"a": 9, "b": 0.5})
+    content = await directory.read()
+    assert content.pools.keys() == {"a"} and content.weights == {"mine": {"a": 9, "b": 0.5}}
+    await directory.set_weights("mine", {})
+    assert (await directory.read()).weights == {}

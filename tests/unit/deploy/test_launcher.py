@@ -1,0 +1,640 @@
+"""The processes of a fleet: their ports, what is preloaded, what is said of starts, deaths and the end.
+A process that waits to become a worker, played by a script that imports nothing.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import redis
+from redis.asyncio import Redis
+
+from batcher.lease import Lease
+from common.broker.heartbeat import Heartbeat
+from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
+from common.process import machine
+from common.process.launch import LOAD_FLAG, PRELOAD_FLAG, WEIGHTS_VARIABLE
+from common.settings.settings import SettingError, Settings
+from deploy.launcher import prepare
+from deploy.launcher import process as processes
+from deploy.launcher.embedded_broker import PREFIX, Broker, embedded
+from deploy.launcher.launcher import (
+    GATEWAY_BYTES,
+    RANK_BYTES,
+    LocalFleet,
+    describe_wait,
+    is_stopped,
+    last_lines,
+    new_fleet,
+    preload_flags,
+    report_death,
+    sharing_weights,
+)
+from deploy.launcher.process import (
+    ENDS_FIRST,
+    PreloadedProcess,
+    Restarts,
+    SupervisedProcess,
+    family,
+    memory_score,
+)
+from tests.support import brokers
+from tests.support.engine import tiny_tokenizers
+from tests.support.waiting import wait_until, wait_until_sync
+
+NOBODY = 65_534
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder for temporary files, of a short name."""
+    with tempfile.TemporaryDirectory() as name:
+        monkeypatch.setattr("tempfile.tempdir", name)
+        yield Path(name)
+
+
+@contextlib.contextmanager
+def another_user() -> Iterator[None]:
+    """Act as a user who owns nothing."""
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_no_other_user_of_this_machine_reaches_the_broker() -> None:
+    with brokers.running() as broker:
+        [server] = [one for one in psutil.process_iter(["cwd"]) if one.info["cwd"] == str(broker.directory)]
+        assert not server.net_connections(kind="inet"), "it listens on a port"
+        assert stat.S_IMODE(broker.directory.stat().st_mode) == 0o700
+        if os.geteuid() == 0:
+            with another_user():
+                for path in (broker.directory, broker.directory / "appendonlydir"):
+                    with pytest.raises(PermissionError):
+                        os.listdir(path)
+                with socket.socket(socket.AF_UNIX) as client, pytest.raises(PermissionError):
+                    client.connect(str(broker.socket_path))
+        assert brokers.answers(broker.url), "its owner does"
+
+
+def test_directories_of_other_users_are_not_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anybody may make one in a folder for all."""
+    abandoned = folder / f"{PREFIX}abandoned"
+    abandoned.mkdir()
+    os.utime(abandoned, (0, 0))
+    monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
+    with embedded():
+        assert abandoned.exists()
+
+
+def test_a_folder_whose_name_is_too_long_for_a_socket_is_refused_by_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = folder / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with pytest.raises(SettingError, match=r"^TMPDIR: the embedded broker .*path too long"), embedded():
+        pass
+    assert not list(deep.iterdir())
+
+
+def test_the_append_only_file_is_rewritten_before_reading_it_takes_long() -> None:
+    """Its first part is a snapshot then, and what was overwritten is gone."""
+    least, most = 24 * 2**20, 16 * 2**20
+    with embedded() as broker:
+        process = brokers.start(broker)
+        with redis.Redis.from_url(broker.url) as client:
+
+            def is_short() -> bool:
+                """The last rewriting may have begun before most writes: one more, if none goes on."""
+                if not client.info("persistence")["aof_rewrite_in_progress"]:
+                    client.set("key", bytes(2**20))
+                return file_bytes(broker) < most
+
+            for _ in range(least // 2**20):
+                client.set("key", bytes(2**20))
+            try:
+                wait_until_sync(is_short)
+            finally:
+                process.kill()
+                process.wait()
+
+
+def file_bytes(broker: Broker) -> int:
+    with contextlib.suppress(FileNotFoundError):  # just being replaced
+        return sum(path.stat().st_size for path in (broker.directory / "appendonlydir").iterdir())
+    return sys.maxsize
+
+
+def test_abandoned_directories_are_removed_at_the_next_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = "import os, signal\nfrom deploy.launcher.embedded_broker import embedded\n"
+    killed += "with embedded(): os.kill(os.getpid(), signal.SIGKILL)"
+    subprocess.run([sys.executable, "-c", killed], env=os.environ | {"TMPDIR": str(folder)})
+    [abandoned] = folder.iterdir()
+    fresh = folder / f"{PREFIX}which-is-being-made"
+    fresh.mkdir()
+    with embedded() as first:
+        for directory in (abandoned, first.directory):
+            (directory / "data").mkdir()
+            os.utime(directory, (0, 0))
+        with embedded() as second:
+            assert set(folder.iterdir()) == {fresh, first.directory, second.directory}
+    assert list(folder.iterdir()) == [fresh]
+
+
+# --- fleet --------------------------------------------------------------------------------------------------
+
+
+def test_each_process_gets_its_own_ports() -> None:
+    fleet = new_fleet(
+        Settings(num_workers=2, num_gateways=2, num_jobs=1, metrics_port=9000, gateway_port=8000), None
+    )
+    ports = {process.name: process.environ["METRICS_PORT"] for process in fleet.all}
+    assert ports == {"b0": "9000", "w0": "9001", "w1": "9002", "g0": "9003", "g1": "9004", "j0": "9005"}
+    assert [process.environ["GATEWAY_PORT"] for process in fleet.gateways] == ["8000", "8001"]
+
+
+def test_ports_above_the_highest_are_refused() -> None:
+    with pytest.raises(SettingError, match="METRICS_PORT: 65533 leaves no room for 4 ports up to 65535"):
+        new_fleet(Settings(metrics_port=65_533), None)
+
+
+@pytest.mark.parametrize(
+    ("ports", "words"),
+    [
+        (
+            {"port": 9001, "metrics_port": 9000},
+            "METRICS_PORT: from 9000 on, 4 are needed, but 9001 is for PORT",
+        ),
+        (
+            {"gateway_port": 8003, "metrics_port": 8000},
+            "METRICS_PORT: from 8000 on, 4 are needed, but 8003 is for GATEWAY_PORT",
+        ),
+    ],
+)
+def test_overlapping_port_ranges_are_refused(ports: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        new_fleet(Settings(**ports), None)
+
+
+# --- fleet preload flags ------------------------------------------------------------------------------------
+
+WORKER_BYTES = 2 * RANK_BYTES
+CACHE_BYTES = 3 * 2**20
+SETTINGS: dict[str, Any] = {"device": "cpu", "num_workers": 2, "kv_cache_bytes": CACHE_BYTES}
+
+
+@pytest.mark.parametrize(
+    ("spare_bytes", "settings", "flags"),
+    [
+        (2 * WORKER_BYTES, {}, [PRELOAD_FLAG, LOAD_FLAG]),
+        (2 * WORKER_BYTES - 1, {}, [PRELOAD_FLAG]),
+        (2 * RANK_BYTES, {}, [PRELOAD_FLAG]),
+        (2 * RANK_BYTES - 1, {}, []),
+        (2 * RANK_BYTES - 1, {"preload": True}, [PRELOAD_FLAG]),
+        (2 * RANK_BYTES, {"num_shard": 2}, []),
+        (2 * WORKER_BYTES, {"num_shard": 2}, [PRELOAD_FLAG]),
+        (4 * WORKER_BYTES, {"device": "cuda"}, [PRELOAD_FLAG]),
+    ],
+)
+def test_a_worker_is_preloaded_with_its_model_or_without(
+    spare_bytes: int, settings: dict[str, Any], flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the caches of all workers may still take is not free. Ranks and GPUs load for themselves."""
+    monkeypatch.setattr(machine, "available_bytes", lambda: 2 * CACHE_BYTES + spare_bytes)
+    assert preload_flags(Settings(**SETTINGS | settings), "worker", WORKER_BYTES) == flags
+
+
+def test_a_model_of_unknown_size_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without /proc nobody knows what a worker takes: a second model might fill the memory."""
+    monkeypatch.setattr(machine, "available_bytes", lambda: 2**40)
+    assert preload_flags(Settings(**SETTINGS), "worker") == [PRELOAD_FLAG]
+
+
+@pytest.mark.parametrize(
+    ("spare_bytes", "wanted", "flags"),
+    [
+        (2 * GATEWAY_BYTES, None, [PRELOAD_FLAG]),
+        (2 * GATEWAY_BYTES - 1, None, []),
+        (2 * GATEWAY_BYTES - 1, True, [PRELOAD_FLAG]),
+    ],
+)
+def test_a_gateway_is_preloaded(
+    spare_bytes: int, wanted: bool | None, flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "available_bytes", lambda: 2 * CACHE_BYTES + spare_bytes)
+    assert preload_flags(Settings(**SETTINGS, preload=wanted), "gateway") == flags
+
+
+# --- fleet shared weights -----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
+@pytest.mark.parametrize(("device", "shares"), [("cpu", True), ("cuda", False)])
+def test_workers_on_cpu_inherit_the_same_memory(device: Any, shares: bool) -> None:
+    fleet = new_fleet(Settings(device=device, num_workers=2, redis_url="redis://localhost"), None)
+    with sharing_weights(fleet):
+        workers: list[Any] = [*fleet.workers, *(one for one in fleet.preloaded if one.kind == "worker")]
+        handles = {one.environ.get(WEIGHTS_VARIABLE) for one in workers}
+        assert len(workers) == 3 and len(handles) == 1 and (handles != {None}) == shares
+        assert not any(WEIGHTS_VARIABLE in one.environ for one in [*fleet.gateways, *fleet.batchers])
+    for handle in handles - {None}:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(int(handle or -1))
+
+
+# --- startup ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fleet(broker: Broker) -> Iterator[LocalFleet]:
+    fleet = new_fleet(Settings(redis_url=broker.url, num_workers=2, preload=False), None)
+    for worker in fleet.workers:
+        worker.incarnation = f"{worker.name}-1"
+    yield fleet
+
+
+async def test_a_worker_that_says_nothing_for_a_moment_does_what_it_did_last(
+    fleet: LocalFleet, redis: Redis
+) -> None:
+    last: dict[str, str] = {}
+    async with PoolClient.connect(fleet.settings) as pool:
+        assert await describe_wait(fleet, pool, last) == "w0 w1: starting"
+        heartbeat = Heartbeat(pool, "starting", "w0-1", ttl_s=60)
+        await heartbeat.send(doing="loading a model")
+        assert await describe_wait(fleet, pool, last) == "w0: loading a model, w1: starting"
+        await heartbeat.remove()
+        assert await describe_wait(fleet, pool, last) == "w0: loading a model, w1: starting"
+        await redis.set(pool.keys.worker("w0-1"), "its heartbeat")
+        assert await describe_wait(fleet, pool, last) == "w1: starting"
+
+
+def test_the_command_to_try_has_a_proxys_address_and_the_header_of_a_key_but_not_the_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert "Authorization" not in last_lines(Settings())
+    monkeypatch.setenv("PUBLIC_URL", "https://a.io:443")
+    said = last_lines(Settings(api_key="secret"))
+    assert '-H "Authorization: Bearer $API_KEY"' in said and "secret" not in said
+    assert "curl -N https://a.io:443/generate_stream" in said
+
+
+# --- supervised process -------------------------------------------------------------------------------------
+
+
+def test_the_first_restart_is_immediate_and_the_next_ones_wait_longer() -> None:
+    restarts = Restarts()
+    assert [restarts.pause_s(lived_s=0.0) for _ in range(8)] == [0, 0.5, 1, 2, 4, 8, 10, 10]
+
+
+def test_a_long_life_resets_the_pause() -> None:
+    restarts = Restarts()
+    for _ in range(6):
+        restarts.pause_s(lived_s=0.0)
+    assert restarts.pause_s(lived_s=60.0) == 0
+    assert [restarts.pause_s(lived_s=0.0) for _ in range(3)] == [0, 0.5, 1]
+
+
+# --- launcher deaths ----------------------------------------------------------------------------------------
+
+KEYS = Keys("default")
+
+
+@pytest.fixture
+def settings(broker: Broker) -> Settings:
+    return Settings(redis_url=broker.url)
+
+
+async def test_the_lease_of_a_dead_batcher_is_free_at_once(redis: Redis, settings: Settings) -> None:
+    """That of another one stays."""
+    pool = PoolClient(redis, KEYS)
+    dead, other = Lease(pool, "b0-1", 60), Lease(pool, "b1-1", 60)
+    await dead.acquire()
+    await report_death(settings, "batcher", "b1-1")
+    assert await redis.get(KEYS.batcher) == b"b0-1"
+    await report_death(settings, "batcher", "b0-1")
+    await other.acquire()
+    await report_death(settings, "batcher", "b0-1")
+    assert await redis.get(KEYS.batcher) == b"b1-1"
+
+
+async def test_a_dead_gateway_is_marked_until_its_heartbeat_expires(redis: Redis, settings: Settings) -> None:
+    """One that has left by itself is not there again."""
+    await redis.hset(KEYS.gateway("g0-1"), "streams", "3")  # type: ignore[misc]
+    await redis.pexpire(KEYS.gateway("g0-1"), 5000)
+    for name in ("g0-1", "g1-1"):
+        await report_death(settings, "gateway", name)
+    assert await redis.hget(KEYS.gateway("g0-1"), "state") == b"died"  # type: ignore[misc]
+    assert await redis.pttl(KEYS.gateway("g0-1")) <= 5000
+    assert not await redis.exists(KEYS.gateway("g1-1"))
+
+
+# --- launcher stopped ---------------------------------------------------------------------------------------
+
+FAMILY = "import subprocess; subprocess.run(['sleep', '600'])"
+
+
+@pytest.fixture
+def parent() -> Iterator[psutil.Process]:
+    """A process that has started another."""
+    with subprocess.Popen([sys.executable, "-c", FAMILY], start_new_session=True) as process:
+        found = psutil.Process(process.pid)
+        wait_until_sync(found.children)
+        yield found
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def stops(parent: psutil.Process) -> list[int]:
+    return [pid for pid in family(parent.pid) if is_stopped(pid)]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_stop_is_found_and_lasts_until_its_process_goes_on(parent: psutil.Process, number: int) -> None:
+    victim = [parent, *parent.children()][number]
+    assert not stops(parent)
+    victim.suspend()
+    assert wait_until_sync(lambda: stops(parent)) == [victim.pid]
+    victim.resume()
+    wait_until_sync(lambda: not stops(parent))
+
+
+# --- preloaded process --------------------------------------------------------------------------------------
+
+FAKE = """
+import os, sys, time
+from pathlib import Path
+from common.process.launch import wait_for_place
+if "--preload" in sys.argv:
+    while Path(os.environ["IMPORTS"]).exists():
+        time.sleep(0.01)
+    wait_for_place()
+    told = "preloaded"
+else:
+    told = "alone"
+Path(os.environ["TOLD"]).write_text(f"{os.getpid()} {told} {os.environ['INCARNATION']}")
+time.sleep(600)
+"""
+
+
+class Workshop:
+    """A preloaded process, and a worker `w0` that may use it; `imports` is a file that keeps it importing."""
+
+    def __init__(self, directory: Path, flags: list[str], kind: str = "worker") -> None:
+        self.imports, self.told = directory / "imports", directory / "told"
+        command = [sys.executable, "-c", FAKE]
+        environ = {"IMPORTS": str(self.imports), "TOLD": str(self.told)}
+        self.preloaded = PreloadedProcess(kind, command, environ, lambda: flags)
+        self.worker = SupervisedProcess("worker", "w0", command, environ, self.preloaded)
+        self.are_ready = asyncio.Event()
+        self.are_ready.set()
+        self.are_busy, self.looks_at_requests = False, 0
+
+    async def workers_are_ready(self) -> bool:
+        return self.are_ready.is_set()
+
+    async def has_requests(self) -> bool:
+        self.looks_at_requests += 1
+        return self.are_busy
+
+    async def ready(self) -> int:
+        """The process that waits, once it has imported everything."""
+        await wait_until(lambda: self.preloaded.waiting is not None and self.preloaded.waiting.is_ready)
+        assert self.preloaded.waiting is not None
+        return self.preloaded.waiting.process.pid
+
+    async def start(self) -> list[str]:
+        """Start the worker. Returns its process id, how it started, and its incarnation."""
+        self.told.unlink(missing_ok=True)
+        running = asyncio.create_task(self.worker.run_once())
+        told = await wait_until(lambda: self.told.exists() and self.told.read_text())
+        self.worker.kill()
+        await running
+        return str(told).split()
+
+
+@contextlib.asynccontextmanager
+async def workshop(
+    directory: Path, *flags: str, kind: str = "worker", busy: bool = False
+) -> AsyncIterator[Workshop]:
+    """Leaving ends the keeping, and checks that it leaves no process."""
+    others = set(psutil.Process().children(recursive=True))
+    shop = Workshop(directory, [*flags], kind)
+    shop.are_busy = busy
+    keeping = asyncio.create_task(shop.preloaded.keep_one_waiting(shop.workers_are_ready, shop.has_requests))
+    try:
+        yield shop
+    finally:
+        keeping.cancel()
+        await asyncio.wait([keeping])
+        assert keeping.cancelled()
+        assert not set(psutil.Process().children(recursive=True)) - others
+
+
+async def test_a_preloaded_process_becomes_the_next_worker_and_is_replaced(tmp_path: Path) -> None:
+    """Not before the workers are ready again: it would take processor time from the one that loads."""
+    async with workshop(tmp_path, PRELOAD_FLAG) as shop:
+        first = await shop.ready()
+        shop.are_ready.clear()
+        assert await shop.start() == [str(first), "preloaded", shop.worker.incarnation]
+        assert (await shop.start())[1] == "alone"
+        assert shop.preloaded.waiting is None
+        shop.are_ready.set()
+        second = await shop.ready()
+        assert second != first
+        assert await shop.start() == [str(second), "preloaded", shop.worker.incarnation]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has such scores")
+async def test_the_kernel_ends_a_preloaded_process_first_until_it_is_the_worker(tmp_path: Path) -> None:
+    async with workshop(tmp_path, PRELOAD_FLAG) as shop:
+        score = Path(f"/proc/{await shop.ready()}/oom_score_adj")
+        assert int(score.read_text()) == ENDS_FIRST
+        running = asyncio.create_task(shop.worker.run_once())
+        await wait_until(lambda: shop.worker.pid)
+        assert int(score.read_text()) == memory_score()
+        shop.worker.kill()
+        await running
+
+
+@pytest.mark.parametrize(("kind", "how"), [("gateway", "preloaded"), ("worker", "alone")])
+async def test_a_gateway_that_still_imports_is_used_and_a_worker_is_replaced(
+    tmp_path: Path, kind: str, how: str
+) -> None:
+    """The gateway is further than one that starts; the worker's engine loads at a low priority."""
+    async with workshop(tmp_path, PRELOAD_FLAG, kind=kind) as shop:
+        shop.imports.touch()
+        await wait_until(lambda: shop.preloaded.waiting)
+        assert shop.preloaded.waiting is not None
+        pid = shop.preloaded.waiting.process.pid
+        shop.are_ready.clear()
+        starting = asyncio.create_task(shop.start())
+        await wait_until(lambda: shop.worker.pid)
+        assert shop.preloaded.waiting is None
+        shop.imports.unlink()
+        started = await starting
+        assert started[1:] == [how, shop.worker.incarnation] and (started[0] == str(pid)) == (
+            how == "preloaded"
+        )
+        shop.are_ready.set()
+        assert await shop.ready() != pid
+
+
+async def test_requests_that_run_go_first_but_not_forever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "POLL_S", 0.01)
+    monkeypatch.setattr(processes, "BUSY_S", 0.05)
+    async with workshop(tmp_path, PRELOAD_FLAG, busy=True) as shop:
+        await shop.ready()
+        assert shop.looks_at_requests >= 5
+
+
+async def test_a_process_that_does_not_answer_is_ended_and_a_worker_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "ACCEPT_TIMEOUT_S", 0.1)
+    async with workshop(tmp_path, PRELOAD_FLAG) as shop:
+        pid = await shop.ready()
+        os.kill(pid, signal.SIGSTOP)
+        assert (await shop.start())[1] == "alone"
+        assert not psutil.pid_exists(pid)
+
+
+async def test_a_worker_starts_if_the_preloaded_process_dies_while_it_is_asked(tmp_path: Path) -> None:
+    """What it was sent is unread, which resets the connection."""
+    async with workshop(tmp_path, PRELOAD_FLAG) as shop:
+        pid = await shop.ready()
+        os.kill(pid, signal.SIGSTOP)
+        asked = shop.preloaded.waiting
+        assert asked is not None
+        starting = asyncio.create_task(shop.start())
+        await wait_until(asked.taken.is_set)
+        os.kill(pid, signal.SIGKILL)
+        assert (await starting)[1] == "alone"
+
+
+async def test_a_worker_starts_if_the_preloaded_command_is_missing(tmp_path: Path) -> None:
+    async with workshop(tmp_path, PRELOAD_FLAG) as shop:
+        await shop.ready()
+        shop.preloaded.command = ["/nowhere/python"]
+        assert (await shop.start())[1] == "preloaded"
+        assert (await shop.start())[1] == "alone"
+
+
+# --- prepare ------------------------------------------------------------------------------------------------
+
+GIB = 2**30
+
+
+def test_caches_of_all_workers_must_fit_in_memory_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "available_bytes", lambda: 3 * GIB)
+    monkeypatch.setattr(prepare, "NVIDIA", tmp_path / "nvidiactl")
+    prepare.check_memory(Settings(num_workers=3))
+    for device in ("cpu", "auto"):
+        with pytest.raises(SettingError) as refusal:
+            prepare.check_memory(Settings(num_workers=4, device=device))
+        words = "1024 MiB for each of 4 (NUM_WORKERS), but only 3072 MiB of memory are available"
+        assert str(refusal.value) == f"KV_CACHE_BYTES: {words}"
+
+
+def test_caches_on_a_gpu_are_not_checked_by_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "available_bytes", lambda: 0)
+    monkeypatch.setattr(prepare, "NVIDIA", tmp_path)
+    for device in ("cuda", "auto"):
+        prepare.check_memory(Settings(device=device))
+    with pytest.raises(SettingError):
+        prepare.check_memory(Settings(device="cpu"))
+
+
+def test_serve_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    prepare.check_fleet(Settings())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SettingError, match="WORLD_SIZE: is set by torchrun"):
+        prepare.check_fleet(Settings())
+
+
+def test_a_fleet_on_several_machines_has_one_worker_and_machine_0() -> None:
+    prepare.check_fleet(Settings(nnodes=2, num_shard=2))
+    with pytest.raises(
+        SettingError, match="NODE_RANK: 1: a fleet runs on machine 0; start `tokenfleet worker` here"
+    ):
+        prepare.check_fleet(Settings(nnodes=2, num_shard=2, node_rank=1))
+    with pytest.raises(SettingError, match="NUM_WORKERS: 2, but only one worker may run on several machines"):
+        prepare.check_fleet(Settings(nnodes=2, num_shard=2, num_workers=2))
+
+
+def test_the_tokenizer_is_found_and_must_fit_the_model(tmp_path: Path) -> None:
+    model, tokenizer = tmp_path / "model", tmp_path / "tokenizer"
+    for folder in (model, tokenizer):
+        folder.mkdir()
+    tiny_tokenizers.byte_level(tokenizer)
+    settings = Settings(model_id=str(model), tokenizer_name=str(tokenizer / "tokenizer.json"))
+    (model / "config.json").write_text('{"vocab_size": 605}')
+    found = prepare.with_model(settings)
+    assert (found.model_id, found.tokenizer_name) == (str(model), str(tokenizer))
+    (model / "config.json").write_text('{"text_config": {"vocab_size": 604}}')
+    with pytest.raises(SettingError) as refusal:
+        prepare.with_model(settings)
+    words = "its tokenizer has ids up to 604, and the model's embedding only 604 ids"
+    assert str(refusal.value) == f"TOKENIZER_NAME: is not served: {words}"
+    (model / "config.json").write_text("{}")
+    with pytest.raises(SettingError, match=r"^TOKENIZER_NAME: .*config.json has no vocab_size"):
+        prepare.with_model(settings)
+    (tokenizer / "tokenizer.json").write_text("{")
+    with pytest.raises(SettingError, match=r"^TOKENIZER_NAME: .*tokenizer.json is no tokenizer, or damaged"):
+        prepare.with_model(settings)
+
+
+def test_limits_beyond_the_context_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    tiny_tokenizers.byte_level(tmp_path)
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
+    known: dict[str, Any] = {"model_id": str(tmp_path)}
+    prepare.with_model(Settings(**known, max_total_tokens=64, max_input_tokens=63))
+    prepare.with_model(Settings(**known, max_total_tokens=128, rope_factor=2))
+    with pytest.raises(SettingError) as refusal:
+        prepare.with_model(Settings(**known, max_total_tokens=65))
+    assert str(refusal.value) == "MAX_TOTAL_TOKENS: 65 is more than the 64 tokens of the model's context"
+    with pytest.raises(SettingError, match="MAX_INPUT_TOKENS: 64 is more than the 63 tokens of the model's"):
+        prepare.with_model(Settings(**known, max_input_tokens=64))
+
+
+@pytest.mark.parametrize(
+    ("settings", "warns"),
+    [
+        ({}, True),
+        ({"hostname": "::"}, True),
+        ({"hostname": "my-machine"}, True),
+        ({"api_key": "secret"}, False),
+        ({"api_keys_file": "keys.yaml"}, False),
+        ({"hostname": "127.0.0.1"}, False),
+        ({"hostname": "localhost"}, False),
+    ],
+)
+def test_a_fleet_for_everybody_without_a_key_is_a_warning(
+    settings: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepare.say_access(Settings(**settings))
+    warnings = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert bool(warnings) == warns
+    assert not warns or "set API_KEY, or HOSTNAME=127.0.0.1" in warnings[0]
