@@ -107,7 +107,7 @@ class Gateway:
         self.keys.clock = self.pool.client.clock
         self.pools = PoolRegistry(self.pool)
         self.access = AccessLog(settings.access_log_rate, AuditLog.open(settings, incarnation))
-        self.job_consumer = JobConsumer(self.pool, self.access)
+        self.job_consumer = JobConsumer(self.pools, self.access)
         self.webhooks = WebhookSender(self.pool.client, settings, partial(ended_status, self.pools))
         self.files = open_store(settings, self.pool.client.clock)
         self.unread = UnreadAnswers()

@@ -57,14 +57,12 @@ class Webhook:
     Attributes:
         kind: what ends: REQUEST, RESPONSE, JOB or BATCH.
         object_id: its id.
-        events: empty; gateways of an earlier version read it.
     """
 
     url: str = wire_field("u")
     secret: str = wire_field("s")
     kind: str = wire_field("k")
     object_id: str = wire_field("i")
-    events: list[str] = wire_field("e", default_factory=list)
 
     def text(self, made: str, place: int = 0, number: int = 1) -> bytes:
         """The webhook as scripts read it (`note_end` in webhooks.lua). An object has one end: one event.

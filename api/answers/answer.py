@@ -1,10 +1,8 @@
 """Answer messages: what the frames of an answer need besides its tokens."""
 
-import math
 from dataclasses import dataclass, replace
 
-from common.broker.keys import RESULT_TTL_MS
-from common.messages.codec import decode, wire_field
+from common.messages.codec import wire_field
 from common.messages.request import Generate
 
 
@@ -77,15 +75,9 @@ class AnswerTerms:
         goes_on_s: how long it goes on without a client; infinite up to its deadline. None where the client
             did not ask: it is cancelled at once, or GATEWAY_GRACE_S after the death of its gateway.
         kept_s: how long it is kept after its end, although it was answered; 0 deletes it then.
-        resume_ms, detached, stored_ms, repeat_ms: what gateways of the last release read and write in place
-            of the two numbers. Only `read_answer` reads them; they leave with the next release.
     """
 
     owner: str = wire_field("ow", default="")
-    resume_ms: int | None = wire_field("rs", default=None)
-    detached: bool = wire_field("de", default=False)
-    stored_ms: int = wire_field("so", default=0)
-    repeat_ms: int = wire_field("rt", default=0)
     body: str = wire_field("bo", default="")
     goes_on_s: float | None = wire_field("go", default=None)
     kept_s: float = wire_field("ke", default=0.0)
@@ -209,6 +201,10 @@ class HttpAnswer:
         """Tokens of all prompts, each counted once."""
         return sum(map(len, self.prompts)) // 4
 
+    @property
+    def num_per_prompt(self) -> int:
+        return len(self.requests) // len(self.prompts)
+
     def prefix(self, choice: int) -> str:
         """The text with which a choice begins."""
         return self.prefixes[choice // self.n]
@@ -216,25 +212,11 @@ class HttpAnswer:
     def choices(self) -> list[Generate]:
         """Each request, with its id and its prompt."""
         several = len(self.requests) > 1
-        per_prompt = len(self.requests) // len(self.prompts)
         return [
             replace(
                 request,
                 request_id=f"{self.request_id}.{i}" if several else self.request_id,
-                prompt_ids=self.prompts[i // per_prompt],
+                prompt_ids=self.prompts[i // self.num_per_prompt],
             )
             for i, request in enumerate(self.requests)
         ]
-
-
-def read_answer(data: bytes) -> HttpAnswer:
-    """An answer as a gateway of this release or of the last one wrote it. Raises WireError."""
-    answer = decode(HttpAnswer, data)
-    terms = answer.terms
-    if terms.kept_s or terms.goes_on_s is not None:
-        return answer
-    kept_ms = max(terms.resume_ms or 0, RESULT_TTL_MS * terms.detached, terms.stored_ms, terms.repeat_ms)
-    asked_s = math.inf if terms.detached else None if terms.resume_ms is None else terms.resume_ms / 1000
-    numbered = answer.response is not None or asked_s is not None
-    terms = replace(terms, goes_on_s=math.inf if terms.repeat_ms else asked_s, kept_s=kept_ms / 1000)
-    return replace(answer, terms=terms, numbered=numbered)

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from api.answers.answer import HttpAnswer, read_answer
+from api.answers.answer import HttpAnswer
 from api.errors import ApiError, asking_broker, tgi
 from api.event_loop import RETRY_PAUSE_S, attempt
 from api.handover.answer_socket import (
@@ -35,7 +35,7 @@ from api.resume import attach
 from api.resume.attach import find
 from api.streams import http_response
 from api.streams.stream import Stream
-from common.messages.codec import WireError
+from common.messages.codec import WireError, decode
 from common.messages.kept_answer import KeeperMessage, KeptAnswer, KeptRequests
 
 log = logging.getLogger(__name__)
@@ -217,7 +217,7 @@ async def offer_again(
     """
     pool = await pools.named(lost.pool)
     try:
-        answer = read_answer(lost.answer)
+        answer = decode(HttpAnswer, lost.answer)
     except WireError as error:  # of another version
         raise attach.unknown_answer(kept.request_id) from error
     streams = attach.new_streams(pool, answer, lost.channel)

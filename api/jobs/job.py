@@ -8,7 +8,7 @@ import math
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
@@ -21,7 +21,7 @@ from api.json import parse_bytes, to_json
 from api.protocols.protocol import Context, Protocol
 from api.protocols.table import JOBS, PROTOCOLS, protocol_at
 from api.requests.fields import Whole
-from api.requests.pool import Pool, check_key_adapter, check_key_model, names_own
+from api.requests.pool import Pool, PoolRegistry, Target, names_own
 from api.requests.service_terms import (
     MAX_DEADLINE_MS,
     ServiceTerms,
@@ -31,7 +31,6 @@ from api.requests.service_terms import (
     read_class,
     read_deadline,
     read_tenant,
-    with_adapter,
 )
 from api.webhooks import JOB, WebhookField, find_webhook
 from common.api_keys import ApiKey
@@ -402,44 +401,21 @@ async def waiting_turn(pool: Pool, job: Job, lock: asyncio.Lock) -> AsyncIterato
 # --- find model ---------------------------------------------------------------------------------------------
 
 
-class JobModel(NamedTuple):
-    """The model of a job.
-
-    Attributes:
-        name: of the pool's model, or of the adapter that the job names.
-        adapter: key of that adapter; empty without one.
-    """
-
-    name: str
-    adapter: str
-
-
-async def find_model(pool: Pool, job: Job) -> JobModel:
-    """The model that a job names: by its `model`, or one with `inputs` by TGI's `adapter_id`. Raises
-    ApiError: 404 for the model of another pool, 403 for one that the job's key may not use, 422 for an
-    adapter that there is not.
+async def find_model(pools: PoolRegistry, job: Job) -> Target:
+    """What a job names: by its `model`, or one with `inputs` by TGI's `adapter_id`. Raises ApiError as
+    `PoolRegistry.target`, also for the model of another pool.
     """
     assert job.body is not None
     assert job.protocol is not None
-    settings, adapter = pool.settings, None
     has_parameters = "parameters" in job.protocol.body.model_fields
     adapter_id = (job.body.parameters or {}).get("adapter_id") if has_parameters else None
-    name = job.body.model if adapter_id is None else adapter_id
     # what is no text is refused later, with the other parameters
-    if isinstance(name, str) and not (adapter_id is None and names_own(name, settings)):
-        if adapter := await pool.find_adapter(name):
-            pool.workers.check_adapter(adapter)
-            check_key_adapter(job.terms.key, adapter.name)
-        elif adapter_id is not None:
-            raise invalid(f"`adapter_id`: there is no adapter {quoted(name)}", "adapter_id")
-    if adapter is None and job.body.model and not names_own(job.body.model, settings):
-        text = (
-            f"The model `{cut(job.body.model)}` is not that of the pool {settings.pool}, nor an adapter of it"
-        )
+    name, own = job.body.model, pools.own.settings
+    target = await pools.target(name, adapter_id if isinstance(adapter_id, str) else None)
+    if own.pool not in target.pools and not (name and names_own(name, own)):
+        text = f"The model `{cut(target.shown)}` is not that of the pool {own.pool}, nor an adapter of it"
         raise model_not_found(f"{text}: jobs and batches go to the pool of their model")
-    shown = adapter.name if adapter else settings.model_name
-    check_key_model(job.terms.key, settings, shown)
-    return JobModel(shown, adapter.key if adapter else "")
+    return target
 
 
 # --- validation ---------------------------------------------------------------------------------------------
@@ -454,21 +430,21 @@ VALIDATES = "validates:"
 """How the name of a field begins in which a gateway notes that it validates a job."""
 
 
-async def validate_job(pool: Pool, job: Job, model: JobModel) -> HttpAnswer:
+async def validate_job(pool: Pool, job: Job, model: Target) -> HttpAnswer:
     """Read a job for this model as its route would read its body. Raises ApiError, also for a job that has
     ended MAX_DEATHS gateways while they validated it.
     """
+    adapter = await pool.adapter_of(model, job.terms.key)
     protocol = job.protocol
     assert protocol is not None
     async with noting_deaths(pool, job):
         content = to_json(content_of(job))
         body = await offload(len(content), lambda: parse_body(protocol.body, content))
         body.check()
-        context = Context(pool, protocol.path, job.id, job.has_listeners, seed=job.seed)
+        route = protocol.path
+        context = Context(pool, route, job.id, job.has_listeners, model.shown, adapter, seed=job.seed)
         asked = await protocol.read(body, context)
-        requests = job.terms.apply(with_adapter(asked.requests, model.adapter), pool.settings)
-        asked = asked._replace(requests=requests)
-        return context.describe(asked, model.name, JOB_TERMS, job.created_s)
+        return context.describe(asked, job.terms, JOB_TERMS, job.created_s)
 
 
 @contextlib.asynccontextmanager

@@ -45,7 +45,7 @@ from api.requests.fields import (
     with_one_error,
 )
 from api.requests.pool import Pool
-from api.requests.service_terms import on_terms, pool_for, read_body, read_terms, request_id
+from api.requests.service_terms import pool_for, read_body, read_service, read_terms, request_id
 from api.streams.stream import Stream
 from api.webhooks import WebhookField
 from common.settings.ranges import Range
@@ -687,7 +687,7 @@ async def count_tokens(request: Request) -> Response:
     """Counts the tokens of the prompt that the same body makes at /v1/messages; nothing is generated."""
     body = await read_body(request, CountTokensRequest)
     pool = await pool_for(request, body.model)
-    on_terms(request, [], pool.settings, body.priority, body.tier)
+    read_service(request, body.priority, body.tier)
     read_terms(request, request_id(request), True, body.resume_s, None)
     prompt = await shown_prompt((await read_messages(body, pool)).params, pool)
     ids = await pool.tokenizer.encode_prompt(prompt, add_special_tokens=False)

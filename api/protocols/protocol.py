@@ -19,7 +19,7 @@ from api.http.openapi import Responses, json_answer, json_body
 from api.http.sse import Feed
 from api.requests.fields import Strict
 from api.requests.pool import Pool
-from api.requests.service_terms import SERVICE_HEADERS
+from api.requests.service_terms import SERVICE_HEADERS, ServiceTerms
 from api.requests.validate import GenerationParams, validate
 from api.streams.stream import Stream
 from api.webhooks import REQUEST
@@ -78,6 +78,8 @@ class Context(NamedTuple):
         route: path at which it is asked.
         answer_id: id of the answer.
         streamed: whether frames are wanted.
+        model: by the name that the answer shows.
+        adapter: the key of the adapter with which it is served; empty without one.
         request: over HTTP; None for a job.
         seed: of a body without one; None draws one.
     """
@@ -86,6 +88,8 @@ class Context(NamedTuple):
     route: str
     answer_id: str
     streamed: bool
+    model: str
+    adapter: str = ""
     request: Request | None = None
     seed: int | None = None
 
@@ -96,22 +100,25 @@ class Context(NamedTuple):
         pool = self.pool
         return await validate(params, pool.workers.limits, pool.tokenizer, pool.pictures)
 
-    def describe(self, asked: "Asked", model: str, terms: AnswerTerms, created_s: int) -> HttpAnswer:
+    def describe(
+        self, asked: "Asked", service: ServiceTerms, terms: AnswerTerms, created_s: int
+    ) -> HttpAnswer:
         """The answer to validated requests: those of the choices of the first prompt, then those of the next.
         A beam search is one request for all choices of its prompt. `created_s` is the broker's time.
         """
-        per_prompt = len(asked.requests) // len(asked.prefixes)
-        beams = asked.requests[0].beams
+        requests = service.apply(asked.requests, self.pool.settings, self.adapter)
+        per_prompt = len(requests) // len(asked.prefixes)
+        beams = requests[0].beams
         plain = HttpAnswer(
             request_id=self.answer_id,
             route=self.route,
             streamed=self.streamed,
             created_s=created_s,
-            model=model,
+            model=self.model,
             fingerprint=FINGERPRINT,
             n=beams.num_returned if beams else per_prompt,
-            prompts=[request.prompt_ids for request in asked.requests[::per_prompt]],
-            requests=[replace(request, prompt_ids=b"") for request in asked.requests],
+            prompts=[request.prompt_ids for request in requests[::per_prompt]],
+            requests=[replace(request, prompt_ids=b"") for request in requests],
             prefixes=[*asked.prefixes],
             rendering=asked.rendering,
             terms=terms,

@@ -28,15 +28,26 @@ from api.protocols.responses import RESPONSES
 from api.protocols.tgi import COMPAT_GENERATE, GENERATE, GENERATE_STREAM, INVOCATIONS, VERTEX
 from api.requests.fields import Strict
 from api.requests.metrics import ARRIVED_S
-from api.requests.pool import Pool
+from api.requests.pool import Pool, Target
 from api.requests.request_scripts import make_room
-from api.requests.service_terms import answer_id, on_pool, on_terms, own_pool, read_terms, with_adapter
+from api.requests.service_terms import (
+    answer_id,
+    client_request_id,
+    own_pool,
+    pools_of,
+    read_service,
+    read_terms,
+    request_id,
+)
 from api.streams.http_response import respond
 from api.webhooks import check_room, with_webhook
+from common.metrics.catalogue import POOL_REQUESTS
 
 
 async def serve(protocol: Protocol, request: Request) -> Response:
-    """Read the body, and answer it with a pool that serves its model. Raises ApiError."""
+    """Read the body, and answer it with a pool that serves its model, or the adapter that TGI's `adapter_id`
+    names; if that one has no room, once with another one. Raises ApiError.
+    """
     data = await body.read_json(request, own_pool(request).max_body_bytes)
     route = request.url.path
     if protocol.by_field:
@@ -46,17 +57,29 @@ async def serve(protocol: Protocol, request: Request) -> Response:
     parsed = await offload(len(data), lambda: body.parse_body(protocol.body, data))
     parsed.check()
     model = request.path_params.get("model", getattr(parsed, "model", None))
-    serve_it = partial(serve_on, protocol, request, route, parsed)
-    return await on_pool(request, getattr(parsed, "adapter_id", None), model, serve_it)
+    pools, repeatable = pools_of(request), idempotency_key(request)
+    target = await pools.target(model, getattr(parsed, "adapter_id", None))
+    # what the request has in common with its repetition
+    key = repeatable or client_request_id(request.scope) or request_id(request)
+    first, *others = await pools.tried(target, key)
+    try:
+        return await serve_on(protocol, request, route, parsed, target, first)
+    except ApiError as error:
+        if error.error_type != "overloaded" or not others or repeatable:
+            raise  # a repetition has to find its pool again
+    return await serve_on(protocol, request, route, parsed, target, others[0])
 
 
-async def serve_on(protocol: Protocol, request: Request, route: str, parsed: Strict, pool: Pool) -> Response:
-    """Validate and submit what the body asks for, and respond. Raises ApiError, and Repeated as
-    `Admission.submit_all`.
+async def serve_on(
+    protocol: Protocol, request: Request, route: str, parsed: Strict, target: Target, pool: Pool
+) -> Response:
+    """Validate and submit what the body asks for, and respond; count the request if it is admitted. Raises
+    ApiError before anything is sent, and Repeated as `Admission.submit_all`.
     """
+    adapter = await pool.adapter_of(target, key_of(request))
     await pool.admission.check()
     in_frames = bool(getattr(parsed, "stream", None)) if protocol.streams is None else protocol.streams
-    context = Context(pool, route, answer_id(request), in_frames, request)
+    context = Context(pool, route, answer_id(request), in_frames, target.shown, adapter, request)
     asked = await protocol.read(parsed, context)
     answer = new_answer(protocol, request, parsed, context, asked)
     if asked.is_stored or answer.terms.body:  # there must be room for those that are kept for ANSWER_TTL_S
@@ -71,16 +94,19 @@ async def serve_on(protocol: Protocol, request: Request, route: str, parsed: Str
     if protocol.renderer.queues and getattr(parsed, "detached", None) and not answer.streamed:
         content = protocol.renderer(answer, streams).queued()
         release(streams[0], 0, answer.terms)
-        return Response(content, 200, headers, "application/json")
-    return await respond(
-        request,
-        answer,
-        renderer=protocol.renderer,
-        streams=streams,
-        headers=headers,
-        arrived_s=ARRIVED_S.get(),
-        release=release,
-    )
+        response = Response(content, 200, headers, "application/json")
+    else:
+        response = await respond(
+            request,
+            answer,
+            renderer=protocol.renderer,
+            streams=streams,
+            headers=headers,
+            arrived_s=ARRIVED_S.get(),
+            release=release,
+        )
+    POOL_REQUESTS.add(1, target.shown, pool.settings.pool)
+    return response
 
 
 def new_answer(
@@ -91,31 +117,24 @@ def new_answer(
         name: getattr(parsed, name, None) for name in ("resume_s", "detached", "priority", "tier", "webhook")
     }
     settings, own_id = context.pool.settings, context.answer_id
-    requests = with_adapter(asked.requests, request.state.adapter)
-    requests = with_webhook(requests, given["webhook"], key_of(request), settings, protocol.event, own_id)
-    if any(one.logits for one in requests) and "application/octet-stream" in request.headers.get(
-        "accept", ""
-    ):
+    accepted = request.headers.get("accept", "")
+    if "application/octet-stream" in accepted and any(one.logits for one in asked.requests):
         why = "`Accept: application/octet-stream` is not served: logits come as base64 in JSON"
         raise ApiError(406, "not_acceptable", why, "accept")
-    requests = on_terms(request, requests, settings, given["priority"], given["tier"])
     may_leave = context.streamed or (bool(given["detached"]) and protocol.renderer.queues)
     terms = read_terms(request, own_id, may_leave, given["resume_s"], given["detached"])
     numbered = terms.goes_on_s is not None or "response" in asked.parts
-    asked = asked._replace(requests=requests, parts={"numbered": numbered, **asked.parts})
     kept_s = max(terms.kept_s, settings.answer_ttl_s)
     if asked.is_stored:
-        terms = replace(terms, kept_s=kept_s, stored_ms=round(1000 * kept_s))
+        terms = replace(terms, kept_s=kept_s)
     if idempotency_key(request):  # repetitions of the request get the answer, too
-        terms = replace(
-            terms,
-            goes_on_s=math.inf,
-            kept_s=kept_s,
-            repeat_ms=round(1000 * kept_s),
-            body=noted_digest(request),
-        )
-    created_s = int(context.pool.client.clock.now_s())
-    answer = context.describe(asked, request.state.model_name, terms, created_s)
+        terms = replace(terms, goes_on_s=math.inf, kept_s=kept_s, body=noted_digest(request))
+    requests = with_webhook(
+        asked.requests, given["webhook"], key_of(request), settings, protocol.event, own_id
+    )
+    asked = asked._replace(requests=requests, parts={"numbered": numbered, **asked.parts})
+    service = read_service(request, given["priority"], given["tier"])
+    answer = context.describe(asked, service, terms, int(context.pool.client.clock.now_s()))
     return traced(answer, trace_of(request.scope), protocol.operation)
 
 

@@ -21,6 +21,7 @@ from api.answers.logprobs import LOGITS, logits_fields, sequence_scores
 from api.errors import ApiError, invalid, quoted, tgi, unavailable
 from api.event_loop import Pace, offload
 from api.grammar.read import GRAMMAR_SCHEMA, read_tgi_grammar
+from api.http.auth import key_of
 from api.http.body import parse_body, reject_unsupported, warn_of_unknown
 from api.http.openapi import (
     TGI,
@@ -54,14 +55,7 @@ from api.requests.fields import (
     ranged,
 )
 from api.requests.pool import Pool
-from api.requests.service_terms import (
-    allowed_adapter,
-    check_adapter_id,
-    own_pool,
-    pools_of,
-    read_terms,
-    with_adapter,
-)
+from api.requests.service_terms import own_pool, pools_of, read_terms
 from api.requests.validate import (
     SWITCH_NAMES,
     GenerationParams,
@@ -608,7 +602,7 @@ async def read_vertex(body: UninspectedInstances, context: Context) -> Asked:
     for i, one in enumerate(parsed.instances):
         params, adapter = await read_instance(request, context.pool, one, i)
         num_chars += len(params.text or "")
-        requests += with_adapter(await context.validate(params), adapter)
+        requests += [replace(request, adapter=adapter) for request in await context.validate(params)]
         await pace.step()
     return Asked(requests, [""] * len(requests), num_chars=num_chars)
 
@@ -637,11 +631,8 @@ async def read_instance(
             is_greedy = instance.parameters is not None and instance.parameters.do_sample is False
             params = params if params.beams else replace(params, do_sample=not is_greedy)
             num_texts = params.n
-        if isinstance(instance, ChatRequest):
-            adapter_id: str | None = pools_of(request).resolve(instance.model).adapter
-        elif (adapter_id := instance.adapter_id) is not None:
-            await check_adapter_id(request, adapter_id)
-        adapter = await allowed_adapter(request, pool, adapter_id)
+        named = (instance.model, None) if isinstance(instance, ChatRequest) else (None, instance.adapter_id)
+        adapter = await pool.adapter_of(await pools_of(request).target(*named), key_of(request))
         check_no_logits(params)
         if num_texts > 1:
             name = params.name("n")

@@ -102,8 +102,8 @@ class Admission:
         await self.batcher.check_grace()
 
     async def submit_all(self, answer: HttpAnswer) -> list[Stream]:
-        """As `submit`, for the requests of all choices or none; the answer is kept with the first one. Raises
-        Repeated if there is an answer already.
+        """Admit the requests of all choices or none; the answer is kept with the first one. Raises ApiError
+        as `submit`, and Repeated if there is an answer already.
         """
         key_id, number = answer.requests[0].key_id, len(answer.requests)
         key = self.keys.named(key_id) if key_id else None
@@ -113,16 +113,15 @@ class Admission:
                 f"{key.max_concurrent} live requests, and each choice is one"
             )
             raise invalid(text, "max_concurrent")
-        kept, per_prompt = encode(answer), len(answer.requests) // len(answer.prompts)
         streams: list[Stream] = []
         is_repeated, may_repeat = False, bool(answer.terms.body)
         try:
-            for place, request in enumerate(answer.choices()):
-                addressed = address(self.settings, self.gateway, request, request.request_id, answer)
-                charge = self.charge(addressed, place, per_prompt)
-                try:
-                    streams.append(await self.submit(addressed, b"" if place else kept, charge, may_repeat))
-                except Repeated:  # the others may be missing: a gateway died while it admitted them
+            for place, choice in enumerate(answer.choices()):
+                request = address(self.settings, self.gateway, choice, answer)
+                stream = new_stream(request, self.tokenizer, b"" if place else encode(answer))
+                if await self.submit(stream, self.charge(request, place, answer), may_repeat):
+                    streams.append(stream)
+                else:  # the others may be missing: a gateway died while it admitted them
                     is_repeated = True
         except BaseException:
             for stream in streams:
@@ -134,13 +133,12 @@ class Admission:
             raise Repeated(answer.request_id)
         return streams
 
-    def charge(self, request: Generate, place: int, per_prompt: int) -> KeyCharge | None:
+    def charge(self, request: Generate, place: int, answer: HttpAnswer) -> KeyCharge | None:
         """What a request takes of the rates of its API key; None without one. A client's request counts once,
         and each of its prompts once. Raises ApiError (401) if the key counts no more.
 
         Args:
             place: of the request among those of its answer.
-            per_prompt: requests for each prompt.
         """
         if not request.key_id:
             return None
@@ -148,54 +146,43 @@ class Admission:
         return KeyCharge(
             self.keys.named(request.key_id),
             num_requests=int(place == 0),
-            num_asked=0 if place % per_prompt else request.num_prompt,
+            num_asked=0 if place % answer.num_per_prompt else request.num_prompt,
             num_answer=0 if request.pooling else request.stopping.max_new_tokens * num_sequences,
         )
 
-    async def submit(
-        self, request: Generate, answer: bytes, charge: KeyCharge | None, may_repeat: bool = False
-    ) -> Stream:
-        """Admit a request or fail at once; its reader must `release` it. Raises ApiError: 409, 429, 503;
-        Repeated, with `may_repeat`, if a request with its id is there, whatever its content.
+    async def submit(self, stream: Stream, charge: KeyCharge | None, may_repeat: bool) -> bool:
+        """Admit a stream's request or fail at once; its reader must `release` it. False, with `may_repeat`,
+        if a request with its id is there, whatever its content. Raises ApiError: 409, 429, 503.
         """
         await self.check()
-        if may_repeat and request.request_id in self.relay.streams:
-            raise Repeated(request.request_id)
-        stream = new_stream(request, self.tokenizer, answer)
+        if may_repeat and stream.request.request_id in self.relay.streams:
+            return False
         with broker_errors():
             try:
                 was_there = await self.admit(stream, charge)
             except (ApiError, *NOT_EXECUTED) as error:
                 self.relay.remove(stream)
                 if may_repeat and isinstance(error, ApiError) and error.status == 409:
-                    raise Repeated(request.request_id) from error
+                    return False
                 raise
             except BaseException:
                 self.release(stream, 0, AnswerTerms())  # it may be on the queue all the same
                 raise
         if may_repeat and was_there:
             self.relay.remove(stream)
-            raise Repeated(request.request_id)
-        return stream
+        return not (may_repeat and was_there)
 
     async def admit(self, stream: Stream, charge: KeyCharge | None) -> bool:
-        """Put a stream's request on the queue. Returns whether it was there. Raises as `admit_once`."""
-        self.relay.add(stream)
-        reply = await self.admit_once(stream.request, stream.answer, charge)
-        self.relay.note_admitted(stream)
-        if charge is not None:
-            stream.limit_headers = limit_headers(charge.key, reply.left)
-        return reply.outcome == "attached"
-
-    async def admit_once(self, request: Generate, answer: bytes, charge: KeyCharge | None) -> AdmitReply:
-        """`admitted`; `attached` for a request that is there already, as it is where a reply was lost. Raises
-        ApiError: 409 if another request has the id, 429 if the queue is full or its key is at a limit.
+        """Put a stream's request on the queue. Returns whether it was there, as it is where a reply was lost.
+        Raises ApiError: 409 if another request has the id, 429 if the queue is full or its key is at a limit.
         """
+        self.relay.add(stream)
+        request = stream.request
         call = request_scripts.admit(
             self.client.keys,
             request,
             payload=request_scripts.entry_of(request),
-            answer=answer,
+            answer=stream.answer,
             weight=request.weight or self.weights.get(request.tenant, 1.0),
             max_requests=self.settings.max_concurrent_requests,
             max_bytes=self.settings.max_queued_bytes,
@@ -215,7 +202,10 @@ class Admission:
         if reply.outcome not in ("admitted", "attached"):
             await self.let_go(request)
             raise not_admitted(reply, request, charge, self.client.clock.now_s())
-        return reply
+        self.relay.note_admitted(stream)
+        if charge is not None:
+            stream.limit_headers = limit_headers(charge.key, reply.left)
+        return reply.outcome == "attached"
 
     @contextlib.asynccontextmanager
     async def admission_permit(self) -> AsyncIterator[None]:

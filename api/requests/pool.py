@@ -25,7 +25,7 @@ from api.answers.call_formats import (
     find_call_format,
     find_reasoning_format,
 )
-from api.errors import LOADING_S, ApiError, cut, model_not_found, unavailable
+from api.errors import LOADING_S, ApiError, cut, invalid, model_not_found, quoted, unavailable
 from api.event_loop import background_task
 from api.http.auth import KeyRing
 from api.prompts.pictures import PicturePrompts
@@ -164,6 +164,19 @@ class Pool:
         if self.adapters.find(name) is None:
             await self.adapters.refresh_unless_fresh()
         return self.adapters.find(name)
+
+    async def adapter_of(self, target: "Target", key: ApiKey | None) -> str:
+        """The key of the adapter that a target names; empty for none. Raises ApiError: 403 if the client's
+        API key may not use the model or the adapter, 404 if there is none, 422 if no worker will serve it.
+        """
+        check_key_model(key, self.settings, target.shown)
+        if not target.adapter:
+            return ""
+        check_key_adapter(key, target.adapter)
+        if (adapter := await self.find_adapter(target.adapter)) is None:
+            raise model_not_found(f"The model `{cut(target.adapter)}` does not exist")
+        self.workers.check_adapter(adapter)
+        return adapter.key
 
     async def check(self) -> None:
         """Raises ApiError (503) if a request would not be served now."""
@@ -385,10 +398,16 @@ class PoolRegistry:
         """The first pool that a request for `model` tries. Raises ApiError as `target` and `tried`."""
         return (await self.tried(await self.target(model), key))[0]
 
-    async def target(self, model: str | None) -> Target:
-        """What `resolve` finds. Looks again before it says that there is nothing. Raises ApiError: 404
-        `model_not_found`; 503 where the directory cannot be read.
+    async def target(self, model: str | None, adapter_id: str | None = None) -> Target:
+        """What `resolve` finds, of an `adapter_id` of TGI's routes an adapter alone. Looks again before it
+        says that there is nothing. Raises ApiError: 404 `model_not_found`, 422 if there is no such adapter;
+        503 where the directory cannot be read.
         """
+        if adapter_id is not None:
+            await self.own.find_adapter(adapter_id)
+            if not (target := self.resolve(adapter_id)).adapter:
+                raise invalid(f"`adapter_id`: there is no adapter {quoted(adapter_id)}", "adapter_id")
+            return target
         if not self.resolve(model).pools:
             await asyncio.gather(
                 self.directory.refresh_unless_fresh(), self.own.adapters.refresh_unless_fresh()

@@ -278,10 +278,8 @@ GATEWAY_GRACE_S = 30.0
 REQUEST_KEY_MARGIN_S = 60.0
 
 
-def address(
-    settings: Settings, gateway: str, request: Generate, request_id: str, answer: HttpAnswer
-) -> Generate:
-    """A choice's request with its id, its digest, the gateway that is its reader, and how long its answer
+def address(settings: Settings, gateway: str, request: Generate, answer: HttpAnswer) -> Generate:
+    """A choice's request with its digest, the gateway that is its reader, and how long its answer
     lives. One that goes on up to its deadline belongs to no gateway.
     """
     terms = answer.terms
@@ -301,7 +299,7 @@ def address(
     logits = request.logits and (request.pooling is None or request.logits.context)
     whole = request.prompt_logprobs is not None or logits or not settings.prefix_caching
     hashes = b"" if whole else prompt_hashes(request)
-    return replace(content, request_id=request_id, digest=digest, block_hashes=hashes)
+    return replace(content, digest=digest, block_hashes=hashes)
 
 
 # --- kept answers -------------------------------------------------------------------------------------------

@@ -6,28 +6,26 @@ field: a proxy in front sets it.
 import hashlib
 import math
 import re
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import Scope
 
 from api.answers.answer import AnswerTerms
-from api.errors import ApiError, cut, invalid, model_not_found, quoted
+from api.errors import ApiError, invalid, quoted
 from api.http import body
 from api.http.auth import key_of, sent_key
 from api.http.body import idempotency_key
 from api.http.openapi import header
 from api.requests.fields import RESUMES_S, TIERS, ServedFields
-from api.requests.pool import Pool, PoolRegistry, Target, check_key_adapter, check_key_model
+from api.requests.pool import Pool, PoolRegistry
 from common.adapters import adapter_name
 from common.api_keys import ApiKey
 from common.broker.keys import RESULT_TTL_MS
 from common.ids import CLIENTS_REQUEST_ID, TENANT
 from common.messages.request import DEFAULT_CLASS, SERVICE_CLASSES, Generate, UsageAccount
-from common.metrics.catalogue import POOL_REQUESTS
 from common.settings.ranges import Range
 from common.settings.settings import Settings
 
@@ -86,8 +84,8 @@ class ServiceTerms:
     deadline_ms: int | None = None
     key: ApiKey | None = None
 
-    def apply(self, requests: Iterable[Generate], settings: Settings) -> list[Generate]:
-        """Requests as they are served on these terms."""
+    def apply(self, requests: Iterable[Generate], settings: Settings, adapter: str = "") -> list[Generate]:
+        """Requests as they are served on these terms, with an adapter, if this is the key of one."""
         most_ms = round(settings.request_timeout_s * 1000)
         ttl_ms = most_ms if self.deadline_ms is None else min(self.deadline_ms, most_ms)
         key_id, weight = (self.key.key_id, self.key.weight) if self.key else ("", 0.0)
@@ -99,8 +97,9 @@ class ServiceTerms:
                 ttl_ms=ttl_ms,
                 key_id=key_id,
                 weight=weight,
+                adapter=adapter or request.adapter,
                 account=UsageAccount(
-                    adapter_name(request.adapter) or settings.model_name,
+                    adapter_name(adapter or request.adapter) or settings.model_name,
                     budget_tokens=self.key.budget_tokens if self.key else 0,
                     pays_prompt=i % request.num_choices == 0,
                 ),
@@ -170,14 +169,10 @@ def request_id(request: Request) -> str:
 # --- over HTTP ----------------------------------------------------------------------------------------------
 
 
-def on_terms(
-    request: Request,
-    requests: Iterable[Generate],
-    settings: Settings,
-    priority: str | int | None = None,
-    service_tier: str | None = None,
-) -> list[Generate]:
-    """The requests on the terms that their client asks for. Raises ApiError (422).
+def read_service(
+    request: Request, priority: str | int | None = None, service_tier: str | None = None
+) -> ServiceTerms:
+    """The terms that a client asks for. Raises ApiError (422).
 
     Args:
         priority, service_tier: the fields of the body.
@@ -185,13 +180,12 @@ def on_terms(
     given, key = request.headers, key_of(request)
     own = given.get(PRIORITY)
     chosen = chosen_class(priority, service_tier, default_class(key))
-    terms = ServiceTerms(
+    return ServiceTerms(
         read_class(int(own) if NUMBER.fullmatch(own) else own, PRIORITY) if own is not None else chosen,
         tenant_of(request),
         read_deadline(given[DEADLINE], DEADLINE) if DEADLINE in given else None,
         key,
     )
-    return terms.apply(requests, settings)
 
 
 def tenant_of(request: Request) -> str:
@@ -251,8 +245,6 @@ def read_terms(
         raise invalid(f"`{field}` needs a stream: only its client can come back", field)
     return AnswerTerms(
         owner_of(request, request_id),
-        resume_ms=None if seconds is None else round(1000 * seconds),
-        detached=bool(detached),
         goes_on_s=math.inf if detached else seconds,
         kept_s=RESULT_TTL_MS / 1000 if detached else seconds or 0.0,
     )
@@ -282,17 +274,10 @@ def answer_id(request: Request) -> str:
     return hashlib.blake2b(key.encode(), key=owner, digest_size=16).hexdigest()
 
 
-def with_adapter(requests: Iterable[Generate], adapter: str) -> list[Generate]:
-    """The requests with the adapter that has this key; an empty one leaves them as they are."""
-    return [replace(one, adapter=adapter) if adapter else one for one in requests]
-
-
 # --- which pool ---------------------------------------------------------------------------------------------
 
 
 Shape = TypeVar("Shape", bound=ServedFields)
-Serve = Callable[[Pool], Awaitable[Response]]
-"""Serves a request with one pool. Raises ApiError before anything is sent."""
 
 
 def pools_of(request: Request) -> PoolRegistry:
@@ -316,58 +301,6 @@ async def pool_for(request: Request, model: str | None = None) -> Pool:
     may not use that model, and as `PoolRegistry.find`.
     """
     pools = pools_of(request)
-    pool, target = await pools.find(model) if model else pools.own, pools.resolve(model)
-    check_key_model(key_of(request), pool.settings, target.shown)
-    check_key_adapter(key_of(request), target.adapter)
+    pool = await pools.find(model) if model else pools.own
+    await pool.adapter_of(pools.resolve(model), key_of(request))
     return pool
-
-
-async def on_pool(request: Request, adapter_id: str | None, model: str | None, serve: Serve) -> Response:
-    """Serve a request with a pool that serves its model, or the adapter that TGI's `adapter_id` names; if
-    that one has no room, once with another one. Raises ApiError: 422 if there is no such adapter.
-    """
-    pools = pools_of(request)
-    if adapter_id is not None:
-        await check_adapter_id(request, adapter_id)
-    target = await pools.target(model if adapter_id is None else adapter_id)
-    # what the request has in common with its repetition
-    key = idempotency_key(request) or client_request_id(request.scope) or request_id(request)
-    first, *others = await pools.tried(target, key)
-    try:
-        return await counted(request, first, target, serve)
-    except ApiError as error:
-        if error.error_type != "overloaded" or not others or idempotency_key(request):
-            raise  # a repetition has to find its pool again
-    return await counted(request, others[0], target, serve)
-
-
-async def check_adapter_id(request: Request, adapter_id: str) -> None:
-    """Raises ApiError (422) if there is no such adapter."""
-    pools = pools_of(request)
-    if not pools.resolve(adapter_id).adapter and not await pools.own.find_adapter(adapter_id):
-        raise invalid(f"`adapter_id`: there is no adapter {quoted(adapter_id)}", "adapter_id")
-
-
-async def counted(request: Request, pool: Pool, target: Target, serve: Serve) -> Response:
-    """Serve a request with this pool, and count it if it is admitted. Raises ApiError: 403 if its API key may
-    not use the pool's model, or the adapter that it names.
-    """
-    request.state.model_name = target.shown
-    check_key_model(key_of(request), pool.settings, target.shown)
-    request.state.adapter = await allowed_adapter(request, pool, target.adapter)
-    response = await serve(pool)
-    POOL_REQUESTS.add(1, target.shown, pool.settings.pool)
-    return response
-
-
-async def allowed_adapter(request: Request, pool: Pool, name: str | None) -> str:
-    """The key of a pool's adapter; empty without a name. Raises ApiError: 403 if the request's API key may
-    not use it, 404 if there is none, 422 if no worker will serve it.
-    """
-    if not name:
-        return ""
-    check_key_adapter(key_of(request), name)
-    if (adapter := await pool.find_adapter(name)) is None:
-        raise model_not_found(f"The model `{cut(name)}` does not exist")
-    pool.workers.check_adapter(adapter)
-    return adapter.key

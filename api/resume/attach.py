@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from redis.asyncio import Redis
 from starlette.requests import Request
 
-from api.answers.answer import HttpAnswer, read_answer
+from api.answers.answer import HttpAnswer
 from api.errors import (
     ApiError,
     asking_broker,
@@ -31,7 +31,7 @@ from api.streams.stream import Stream, new_stream
 from common.broker.client import broker_url, connect
 from common.broker.keys import Keys
 from common.ids import REQUEST_ID
-from common.messages.codec import WireError, encode
+from common.messages.codec import WireError, decode, encode
 from common.settings.settings import SettingError
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ def new_streams(pool: Pool, answer: HttpAnswer, channel: str) -> list[Stream]:
     """Streams of all choices, without tokens. Their digests are read when their reader is registered."""
     streams = []
     for number, choice in enumerate(answer.choices()):
-        request = address(pool.settings, pool.gateway, choice, choice.request_id, answer)
+        request = address(pool.settings, pool.gateway, choice, answer)
         request = replace(request, channel=channel, digest="")
         streams.append(new_stream(request, pool.tokenizer, b"" if number else encode(answer)))
     return streams
@@ -210,7 +210,7 @@ async def ask_broker(pools: PoolRegistry, url: str, names: Sequence[str], reques
     for (name, _), reply in zip(firsts, replies, strict=True):
         if isinstance(reply, list) and None not in reply:
             with contextlib.suppress(WireError):  # another program wrote to the key
-                return name, read_answer(reply[0]), reply[1].decode()
+                return name, decode(HttpAnswer, reply[0]), reply[1].decode()
     return None
 
 

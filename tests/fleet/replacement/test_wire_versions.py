@@ -17,7 +17,7 @@ from tests.support.releases.mixed_pool import expected_ids, mixed_pool
 from tests.support.source_tree import ROOT
 from tests.support.waiting import wait_until
 
-LAST_RELEASE = "c01bc0ed"
+LAST_RELEASE = "fa165ebd"
 """Tag or commit of the last release: a release's commit names the one before it here."""
 FOLDERS = ("api", "batcher", "benchmarks", "common", "deploy", "gpu_worker", "tests/support")
 OLD, NEW = "old", "new"
