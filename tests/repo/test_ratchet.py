@@ -13,12 +13,12 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (14_175, 27_440),
+    "api": (14_111, 27_348),
     "batcher": (2_846, 4_900),
     "gpu_worker": (11_795, 22_392),
     "common": (3_924, 7_804),
     "deploy": (2_561, 4_493),
-    "tests": (33_654, 58_529),
+    "tests": (33_652, 58_525),
     "benchmarks": (2_202, 3_748),
 }
 MOST_WORDS_OF_DOCS = 21_987
