@@ -43,9 +43,15 @@ template <class K> inline Floats read_quants(Words words, int place, const Codes
 #else
     Ints quants = (Ints)(words & 15);
     if constexpr (!K::CODES) return __builtin_convertvector(quants, Floats);
+#if defined(__AVX2__)  // the lowest 3 bits choose in each half of the codes, the fourth bit a half
+    __m256 low = _mm256_permutevar8x32_ps((__m256)codes.numbers[0], (__m256i)words);
+    __m256 high = _mm256_permutevar8x32_ps((__m256)codes.numbers[1], (__m256i)words);
+    return (Floats)_mm256_blendv_ps(low, high, (__m256)(words << 28));
+#else
     Floats found;
     for (int lane = 0; lane < LANES; lane++) found[lane] = ((const float*)codes.numbers)[quants[lane]];
     return found;
+#endif
 #endif
 }
 
@@ -53,6 +59,10 @@ template <class K> inline Floats read_quants(Words words, int place, const Codes
 inline Words round_both(Floats first, Floats second) {
 #if defined(__AVX512BF16__)
     return (Words)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+#elif defined(__AVX2__)
+    auto rounded = [](Floats x) { return (__m256i)(((Words)x + 0x7fff + ((Words)x >> 16 & 1)) >> 16); };
+    __m256i halves = _mm256_packus_epi32(rounded(first), rounded(second));
+    return (Words)_mm256_permute4x64_epi64(halves, 0xd8);
 #else
     bfloat16 both[2 * LANES];
     store(both, first);
@@ -99,6 +109,7 @@ inline void expand_weights(const Linear& linear, int panel, int from, int count,
         if (OFFSETS) load_factors<T>(offsets, offset);
         for (int k = first; k < first + size; k += P * PLACES<BITS>, quants += VECTORS * LANES) {
             Words words[VECTORS];
+#pragma GCC unroll 6
             for (int v = 0; v < VECTORS; v++) {
                 words[v] = read<Words>(quants + v * LANES);
                 __builtin_prefetch((const char*)(quants + v * LANES) + BLOCKS_AHEAD);
@@ -106,6 +117,7 @@ inline void expand_weights(const Linear& linear, int panel, int from, int count,
 #pragma GCC unroll 8
             for (int place = 0; place < PLACES<BITS>; place++) {
                 Floats numbers[VECTORS];
+#pragma GCC unroll 6
                 for (int v = 0; v < VECTORS; v++) {
                     numbers[v] = read_quants<K>(words[v], place, codes) * scale[v];
                     if (OFFSETS) numbers[v] += offset[v];
@@ -141,7 +153,11 @@ template <class T> inline void expand(const Linear& linear, int panel, int from,
     with_kind(linear.blocks, [&](auto kind) {
         expand_weights<T, decltype(kind)>(
             linear, panel, from, count, [&](int k, const Expanded<T>* weights) {
-                memcpy(to + (int64_t)k * SPAN<T> * LANES, weights, SPAN<T> * sizeof *weights);
+#pragma GCC unroll 3
+                for (int w = 0; w < SPAN<T>; w++) {
+                    Expanded<T> some = weights[w];
+                    memcpy(to + ((int64_t)k * SPAN<T> + w * Pairs<T>::P) * LANES, &some, sizeof some);
+                }
             });
     });
 }
@@ -151,21 +167,24 @@ template <class T> inline void expand(const Linear& linear, int panel, int from,
 template <class T, int N>
 void multiply_expanding(const Factor<T>* rows, int stride, const Linear& linear, int panel, float* sums) {
     typedef Pairs<T> Pair;
-    Floats total[N][SPAN<T>];
-    for (int n = 0; n < N; n++)
-        for (int w = 0; w < SPAN<T>; w++) total[n][w] = load(sums + (n * SPAN<T> + w) * LANES);
     with_kind(linear.blocks, [&](auto kind) {
+        Floats total[N][SPAN<T>];
+        for (int n = 0; n < N; n++)
+            for (int w = 0; w < SPAN<T>; w++) total[n][w] = load(sums + (n * SPAN<T> + w) * LANES);
         expand_weights<T, decltype(kind)>(
             linear, panel, 0, linear.inputs, [&](int k, const Expanded<T>* weights) {
+#pragma GCC unroll 2
                 for (int part = 0; part < Pair::PARTS; part++)
+#pragma GCC unroll 8
                     for (int n = 0; n < N; n++)
+#pragma GCC unroll 3
                         for (int w = 0; w < SPAN<T>; w++)
                             total[n][w] = Pair::multiply(total[n][w], Pair::part_of(weights[w], part),
                                 rows + (int64_t)n * stride + k + part);
             });
+        for (int n = 0; n < N; n++)
+            for (int w = 0; w < SPAN<T>; w++) store(sums + (n * SPAN<T> + w) * LANES, total[n][w]);
     });
-    for (int n = 0; n < N; n++)
-        for (int w = 0; w < SPAN<T>; w++) store(sums + (n * SPAN<T> + w) * LANES, total[n][w]);
 }
 
 // The same for one row, with the sums of the matrix unit: in each run of inputs the even ones are apart from

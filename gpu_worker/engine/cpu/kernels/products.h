@@ -12,7 +12,8 @@ constexpr int AHEAD = 4096;  // bytes of weights prefetched in advance
 // So few rows are multiplied faster with blocks than plain weights; of float32, which are eight times as many
 // bytes, any number is.
 template <class T> constexpr int FEW = std::is_same_v<T, float> ? INT32_MAX : BY_TILES<T> ? TILE : 4;
-template <class T> constexpr int FEWEST = BY_TILES<T> ? 1 : 4;  // so few with blocks expanded in registers
+// So few with blocks expanded in registers: where there are 16 of these, the sums of more rows do not fit.
+template <class T> constexpr int FEWEST = BY_TILES<T> || LANES == 8 ? 1 : 4;
 constexpr int GROUP = 128;  // rows for which a chunk of blocks is expanded once
 static_assert(GROUP % ROWS == 0 && GROUP % (2 * TILE) == 0);
 
