@@ -5,14 +5,14 @@ are not served are refused by name.
 """
 
 import hashlib
-import json
 import math
-import re
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, FiniteFloat, PositiveInt, ValidationError, model_validator
 
 from common import model_files
 from common.ids import HUB_ID
@@ -92,7 +92,7 @@ class AdapterLoad:
 
 CONFIG_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 2**20
-MAX_PATTERNS, MAX_PATTERN_CHARS = 4096, 1024
+MAX_PATTERNS = 4096
 REFUSED = {
     "use_dora": "DoRA, which scales the columns of the merged weights",
     "use_qalora": "QA-LoRA, which pools a layer's inputs",
@@ -111,125 +111,91 @@ REFUSED = {
 """Fields whose values, unless false or empty, mean what is not served → its name."""
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to begin a training that change the base model's weights, too."""
-LITERAL = re.compile(r"(\^?)((?:[\w-]|\\?\.)+)\$?")
-"""A pattern that is a name, or the end of one; a dot stands for itself. PEFT itself writes no others."""
+LAYER_NAME = r"\^?([\w-]|\\?\.)+\$?"
+"""A pattern that is the name of a layer, or the end of one; a dot stands for itself. PEFT itself writes no
+others.
+"""
 
 
 class AdapterFault(Exception):
     """An adapter that cannot be served. `str()` says why, and begins without a capital."""
 
 
-MatchesExpression = Callable[[str, str], bool]
-"""(regular expression, whole text) → whether it matches. It may raise AdapterFault."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterConfig:
-    """What of the config says what an adapter computes.
+class AdapterConfig(BaseModel):
+    """What of PEFT's config says what an adapter computes.
 
     Attributes:
-        ranks, alphas: patterns of names of layers → their own values.
-        root_scaling: rank-stabilised, alpha / sqrt(rank) (arXiv:2312.03732).
-        base_model: that it was made for; empty if it does not say.
+        r, rank_pattern: ranks; each layer's own is that of its matrices.
+        alpha_pattern: names of layers, or their ends → their own alpha.
+        use_rslora: rank-stabilised, alpha / sqrt(rank) (arXiv:2312.03732).
+        base_model_name_or_path: that it was made for; empty if it does not say.
     """
 
-    rank: int
-    alpha: float
-    root_scaling: bool
-    ranks: Mapping[str, int]
-    alphas: Mapping[str, float]
-    base_model: str = field(default="")
+    r: PositiveInt = 8
+    lora_alpha: FiniteFloat = 8
+    use_rslora: bool = False
+    rank_pattern: Mapping[str, PositiveInt] = {}
+    alpha_pattern: Annotated[
+        Mapping[Annotated[str, Field(pattern=f"^{LAYER_NAME}$")], FiniteFloat], Field(max_length=MAX_PATTERNS)
+    ] = {}
+    base_model_name_or_path: str = ""
 
-    def scaling(self, layer: str, matches: MatchesExpression) -> float:
-        """What the product of a layer's matrices is multiplied with."""
-        rank, alpha = self.rank_of(layer, matches), value_of(self.alphas, layer, self.alpha, matches)
-        return alpha / (math.sqrt(rank) if self.root_scaling else rank)
+    @model_validator(mode="before")
+    @classmethod
+    def check_served(cls, values: Any) -> Any:
+        """The fields that are not null. Raises AdapterFault."""
+        if not isinstance(values, dict):
+            return values
+        if (kind := str(values.get("peft_type"))) != "LORA":
+            raise AdapterFault(f"its peft_type is {kind[:64]}; LORA is served")
+        if refused := next((name for field, name in REFUSED.items() if values.get(field)), None):
+            raise AdapterFault(f"it has {refused}: not served; merge it into the model")
+        if (bias := values.get("bias") or "none") != "none":
+            raise AdapterFault(f"it has trained biases (bias: {str(bias)[:64]}), which are not served")
+        start = values.get("init_lora_weights")
+        if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
+            raise AdapterFault(
+                f"its training has changed the base model, too (init_lora_weights: {start[:64]}): save it "
+                "again with PEFT's path_initial_model_for_weight_conversion"
+            )
+        return {name: value for name, value in values.items() if value is not None}
 
-    def rank_of(self, layer: str, matches: MatchesExpression) -> int:
-        return int(value_of(self.ranks, layer, self.rank, matches))
+    @property
+    def max_rank(self) -> int:
+        return max([self.r, *self.rank_pattern.values()])
+
+    def scaling(self, layer: str, rank: int) -> float:
+        """What the product of a layer's matrices is multiplied with. The first pattern counts, as in PEFT."""
+        own = (alpha for pattern, alpha in self.alpha_pattern.items() if is_named(layer, pattern))
+        alpha = next(own, self.lora_alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
-def value_of(patterns: Mapping[str, float], layer: str, default: float, matches: MatchesExpression) -> float:
-    """The value of the first pattern that a layer's name ends with, as PEFT takes them."""
-    for pattern, value in patterns.items():
-        if literal := LITERAL.fullmatch(pattern):
-            name = literal[2].replace("\\", "")
-            found = layer == name or (not literal[1] and layer.endswith(f".{name}"))
-        else:
-            found = matches(rf"(.*\.)?({pattern})$", layer)
-        if found:
-            return value
-    return default
+def is_named(layer: str, pattern: str) -> bool:
+    name = pattern.strip("^$").replace("\\", "")
+    return layer == name or (pattern[0] != "^" and layer.endswith(f".{name}"))
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
     """Raises AdapterFault."""
-    values = read_values(folder / CONFIG_FILE)
-    if (kind := str(values.get("peft_type"))) != "LORA":
-        raise AdapterFault(f"its peft_type is {kind[:64]}; LORA is served")
-    if refused := next((name for field, name in REFUSED.items() if values.get(field)), None):
-        raise AdapterFault(f"it has {refused}: not served; merge it into the model")
-    if (bias := values.get("bias") or "none") != "none":
-        raise AdapterFault(f"it has trained biases (bias: {str(bias)[:64]}), which are not served")
-    start = values.get("init_lora_weights")
-    if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
-        raise AdapterFault(
-            f"its training has changed the base model, too (init_lora_weights: {start[:64]}): save it again "
-            "with PEFT's path_initial_model_for_weight_conversion"
-        )
+    file = folder / CONFIG_FILE
     try:
-        return make_config(values)
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise AdapterFault(f"its {CONFIG_FILE} has values of a wrong type: {error}") from error
-
-
-def read_values(file: Path) -> dict[str, Any]:
-    """The fields of a config. Raises AdapterFault."""
-    try:
-        if file.stat().st_size > MAX_CONFIG_BYTES:
-            raise AdapterFault(f"{file} is larger than {MAX_CONFIG_BYTES} bytes")
-        values = json.loads(file.read_bytes())
+        with file.open("rb") as opened:
+            data = opened.read(MAX_CONFIG_BYTES + 1)
     except FileNotFoundError:
-        raise AdapterFault(f"{file.parent} has no {CONFIG_FILE}") from None
+        raise AdapterFault(f"{folder} has no {CONFIG_FILE}") from None
     except OSError as error:
         raise AdapterFault(f"{file} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise AdapterFault(f"{file} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise AdapterFault(f"{file} is no JSON object")
-    return values
-
-
-def make_config(values: Mapping[str, Any]) -> AdapterConfig:
-    """Raises AdapterFault; ValueError, TypeError, AttributeError and ArithmeticError for values that mean
-    nothing.
-    """
-    ranks = {key: positive(rank) for key, rank in (values.get("rank_pattern") or {}).items()}
-    alphas = {key: finite(alpha) for key, alpha in (values.get("alpha_pattern") or {}).items()}
-    if len(ranks) > MAX_PATTERNS or len(alphas) > MAX_PATTERNS:
-        raise AdapterFault(f"its rank_pattern or alpha_pattern has more than {MAX_PATTERNS} entries")
-    if any(len(pattern) > MAX_PATTERN_CHARS for pattern in (*ranks, *alphas)):
-        raise AdapterFault(f"a pattern of its config has more than {MAX_PATTERN_CHARS} characters")
-    return AdapterConfig(
-        positive(values.get("r", 8)),
-        finite(values.get("lora_alpha", 8)),
-        bool(values.get("use_rslora")),
-        ranks,
-        alphas,
-        str(values.get("base_model_name_or_path") or ""),
-    )
-
-
-def positive(rank: Any) -> int:
-    if not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"a rank of {rank!r}")
-    return rank
-
-
-def finite(alpha: Any) -> float:
-    if not math.isfinite(number := float(alpha)):
-        raise ValueError(f"an alpha of {alpha!r}")
-    return number
+    if len(data) > MAX_CONFIG_BYTES:
+        raise AdapterFault(f"{file} is larger than {MAX_CONFIG_BYTES} bytes")
+    try:
+        return AdapterConfig.model_validate_json(data)
+    except ValidationError as errors:
+        error = errors.errors()[0]
+        place = ".".join(map(str, error["loc"]))[:64]
+        raise AdapterFault(
+            f"its {CONFIG_FILE} cannot be read{f' at {place}' * bool(place)}: {error['msg']}"
+        ) from errors
 
 
 CONFIG, WEIGHTS = FILES = (CONFIG_FILE, "adapter_model.safetensors")
@@ -273,35 +239,19 @@ def digest_of(folder: Path) -> str:
     return whole.hexdigest()
 
 
-MAX_HEADER_BYTES = 100_000_000
-"""The longest header that safetensors reads."""
-
-FACTOR = re.compile(r"\.lora_(A|embedding_A)\b")
-
-
 def find_adapter(source: AdapterSource) -> PoolAdapter:
     """Return the record of an adapter that a person names. Raises AdapterFault if it cannot be served."""
+    folder = find_folder(source.path)
+    config = read_config(folder)
     try:
-        folder = find_folder(source.path)
-        config, path, digest = read_config(folder), folder / WEIGHTS, digest_of(folder)
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            head = file.read(size) if size <= MAX_HEADER_BYTES else b""
+        digest = digest_of(folder)
     except OSError as error:
         raise AdapterFault(f"{source.path} cannot be read: {error.strerror or error}") from error
-    try:
-        tensors = {name: one["shape"] for name, one in json.loads(head).items() if name != "__metadata__"}
-        shapes = {name: [int(size) for size in shape] for name, shape in tensors.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
-        raise AdapterFault(f"{path} is no file of safetensors, or damaged") from None
-    ranks = [shape[0] for name, shape in shapes.items() if shape and FACTOR.search(name)]
-    if not ranks:
-        raise AdapterFault(f"{path} has no matrices of a LoRA adapter")
     return PoolAdapter(
         source.name,
         str(folder) if Path(source.path).expanduser().is_dir() else source.path,
         digest,
-        rank=max(ranks),
-        base_model=config.base_model,
+        rank=config.max_rank,
+        base_model=config.base_model_name_or_path,
         added_ms=int(1000 * time.time()),
     )

@@ -1,12 +1,10 @@
 """The weights of a LoRA adapter: reads `adapter_model.safetensors`, checked against the model's layers."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import regex
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -22,8 +20,6 @@ FROZEN = ".base_layer.weight"
 """PEFT saves the base model's embedding and head, too, where an adapter has matrices for them."""
 MAX_NAMED = 3
 """Layers that an error names."""
-EXPRESSIONS_S = 5.0
-"""How long all regular expressions of an adapter may take."""
 Stamp = tuple[int, int, int]
 """What changes with a file: its inode, size and time of the last change."""
 
@@ -55,27 +51,6 @@ Packed = Mapping[str, LowRankPair]
 """The weights of an adapter in memory of the host, as the device takes them, by the names of targets."""
 
 
-class Expressions:
-    """Matches the regular expressions of one adapter, within EXPRESSIONS_S: some would never end."""
-
-    def __init__(self) -> None:
-        self.left_s = EXPRESSIONS_S
-
-    def matches(self, expression: str, text: str) -> bool:
-        """Whether the whole text matches. Raises AdapterFault."""
-        started_s = time.monotonic()
-        try:
-            found = regex.match(expression, text, timeout=self.left_s)
-        except TimeoutError:
-            self.left_s = 0.0
-        except (regex.error, RecursionError) as error:
-            raise AdapterFault(f"{expression[:64]!r} is no regular expression: {error}") from error
-        self.left_s -= time.monotonic() - started_s
-        if self.left_s <= 0:
-            raise AdapterFault(f"the patterns of its config take longer than {EXPRESSIONS_S:.0f} s")
-        return found is not None
-
-
 def stamp_of(folder: Path) -> Stamp:
     """Raises OSError."""
     found = (folder / WEIGHTS_FILE).stat()
@@ -93,7 +68,7 @@ def read_pairs(
         raise AdapterFault(f"{folder} has no {WEIGHTS_FILE}; pickled weights (.bin) are not read")
     try:
         with safe_open(file, framework="pt") as opened:
-            keys, expressions = list(opened.keys()), Expressions()
+            keys = list(opened.keys())
             frozen_keys = {key for key in keys if key.endswith(FROZEN)}
             found = set()
             for layer, (down, up) in layers_of(keys).items():
@@ -104,7 +79,7 @@ def read_pairs(
                 if (frozen := f"{PREFIX}{layer}{FROZEN}") in frozen_keys:
                     check_vocabulary(layer, opened.get_slice(frozen).get_shape(), target)
                 tensors = opened.get_tensor(down), opened.get_tensor(up)
-                yield target, make_pair(layer, *tensors, config, expressions, max_rank, target)
+                yield target, make_pair(layer, *tensors, config, max_rank, target)
     except (SafetensorError, OSError, RuntimeError) as error:
         raise AdapterFault(f"{file} is damaged or no safetensors file: {error}") from error
 
@@ -148,23 +123,21 @@ def make_pair(
     down: torch.Tensor,
     up: torch.Tensor,
     config: AdapterConfig,
-    expressions: Expressions,
     max_rank: int,
     target: LoraTarget | None,
 ) -> LowRankPair:
     """A layer's matrices, A [rank, inputs] and B [outputs, rank] of any float dtype. Raises AdapterFault."""
     if down.dim() != 2 or up.dim() != 2 or not (down.is_floating_point() and up.is_floating_point()):
         raise AdapterFault(f"the matrices of {layer} are no matrices of floats")
-    rank = config.rank_of(layer, expressions.matches)
-    if (len(down), up.shape[1]) != (rank, rank):
-        found = f"{list(down.shape)} and {list(up.shape)}"
-        raise AdapterFault(f"the matrices of {layer} are {found}, and the config says rank {rank}")
+    rank = len(down)
+    if up.shape[1] != rank:
+        raise AdapterFault(f"the matrices of {layer} are {list(down.shape)} and {list(up.shape)}")
     if rank > max_rank:
         raise AdapterFault(f"the rank of {layer} is {rank}, more than MAX_LORA_RANK ({max_rank})")
     if target and (down.shape[1], len(up)) != (target.inputs, target.outputs):
         found, own = f"{down.shape[1]} → {len(up)}", f"{target.inputs} → {target.outputs}"
         raise AdapterFault(f"the matrices of {layer} are for {found} features, and the model has {own}")
-    return LowRankPair(down.float(), up.float() * config.scaling(layer, expressions.matches))
+    return LowRankPair(down.float(), up.float() * config.scaling(layer, rank))
 
 
 def read_adapter(folder: Path, layers: Any) -> Packed:

@@ -2,7 +2,7 @@
 Adapters that cannot be served are refused with the reason, and the engine goes on.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from common.messages.request import BeamParams, SamplingParams
-from gpu_worker.engine.adapters import weights
 from gpu_worker.engine.engine import Engine
 from gpu_worker.protocol import (
     AdapterAnswer,
@@ -236,21 +235,15 @@ def test_what_is_loaded_stays_where_its_successor_is_refused(
 
 # --- refusals -----------------------------------------------------------------------------------------------
 
-SLOW = [f"(.*[a-z]){{{length}}}[A-Z]{number}" for length in range(3, 5) for number in range(1500)]
 QUERY = "layers__0__self_attn__q_proj__lora_A__weight"
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "another kind": ({"peft_type": "LOHA"}, "its peft_type is LOHA"),
     "DoRA": ({"use_dora": True}, "DoRA"),
     "whole layers": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     "PiSSA": ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
-    "another rank": ({"r": 3}, "the config says rank 3"),
-    "a pattern that is none": ({"rank_pattern": {"(": 2}}, "no regular expression"),
-    "a pattern without an end": ({"alpha_pattern": {"(.|.)*[A-Z]": 8}}, "take longer than"),
-    "many slow patterns": ({"rank_pattern": dict.fromkeys(SLOW, 4)}, "take longer than"),
-    "a deep pattern": ({"rank_pattern": {"(" * 1000 + ")" * 24: 2}}, "no regular expression"),
-    "a long pattern": ({"rank_pattern": {"[a-z]" * 300: 2}}, "more than 1024 characters"),
-    "too many patterns": ({"rank_pattern": {f"l{i}": 2 for i in range(4097)}}, "more than 4096 entries"),
-    "an alpha that is no number": ({"alpha_pattern": {"q_proj": float("nan")}}, "an alpha of nan"),
+    "an expression": ({"alpha_pattern": {"(.|.)*[A-Z]": 8}}, "should match pattern"),
+    "too many patterns": ({"alpha_pattern": {f"l{i}": 2 for i in range(4097)}}, "at most 4096 items"),
+    "an alpha that is no number": ({"alpha_pattern": {"q_proj": float("nan")}}, "a finite number"),
     "an alpha that makes numbers too large": ({"lora_alpha": 1e300}, "scaled as float32"),
 }
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -306,12 +299,10 @@ def move_to_another_layer(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     folder = tmp_path_factory.mktemp("model")
     MODELS[:] = [tiny_models.save(folder, *tiny_models.FAMILIES["Llama"])]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights, "EXPRESSIONS_S", 0.2)
-        yield engine_of(folder)
+    return engine_of(folder)
 
 
 @pytest.fixture
