@@ -191,11 +191,10 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     try:
         return AdapterConfig.model_validate_json(data)
     except ValidationError as errors:
-        error = errors.errors()[0]
-        place = ".".join(map(str, error["loc"]))[:64]
-        raise AdapterFault(
-            f"its {CONFIG_FILE} cannot be read{f' at {place}' * bool(place)}: {error['msg']}"
-        ) from errors
+        first = errors.errors()[0]
+        place = ".".join(map(str, first["loc"]))[:64]
+        where = f"cannot be read{place and f' at {place}'}"
+        raise AdapterFault(f"its {CONFIG_FILE} {where}: {first['msg']}") from errors
 
 
 CONFIG, WEIGHTS = FILES = (CONFIG_FILE, "adapter_model.safetensors")

@@ -32,12 +32,10 @@ from api.requests.pool import Pool, Target
 from api.requests.request_scripts import make_room
 from api.requests.service_terms import (
     answer_id,
-    client_request_id,
     own_pool,
     pools_of,
     read_service,
     read_terms,
-    request_id,
 )
 from api.streams.http_response import respond
 from api.webhooks import check_room, with_webhook
@@ -57,16 +55,14 @@ async def serve(protocol: Protocol, request: Request) -> Response:
     parsed = await offload(len(data), lambda: body.parse_body(protocol.body, data))
     parsed.check()
     model = request.path_params.get("model", getattr(parsed, "model", None))
-    pools, repeatable = pools_of(request), idempotency_key(request)
+    pools = pools_of(request)
     target = await pools.target(model, getattr(parsed, "adapter_id", None))
-    # what the request has in common with its repetition
-    key = repeatable or client_request_id(request.scope) or request_id(request)
-    first, *others = await pools.tried(target, key)
+    first, *others = await pools.tried(target)
     try:
         return await serve_on(protocol, request, route, parsed, target, first)
     except ApiError as error:
-        if error.error_type != "overloaded" or not others or repeatable:
-            raise  # a repetition has to find its pool again
+        if error.error_type != "overloaded" or not others:
+            raise
     return await serve_on(protocol, request, route, parsed, target, others[0])
 
 

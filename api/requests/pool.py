@@ -5,9 +5,7 @@ registry of those that are open.
 import asyncio
 import contextlib
 import enum
-import hashlib
 import logging
-import math
 import os
 import random
 import time
@@ -274,23 +272,6 @@ def pick_by_depth(depths: Mapping[str, float], chance: random.Random) -> list[st
     return sorted(picks, key=depths.__getitem__)
 
 
-def rank_by_weight(weights: Mapping[str, float], key: str) -> list[str]:
-    """All pools with a weight, in the order in which the request `key` tries them.
-
-    The first is each pool with the probability that its weight gives, and the same one at every gateway. If a
-    weight grows, requests move to that pool only; if a pool is left out, only its own requests move
-    (weighted rendezvous hashing).
-    """
-    shares = {name: weight for name, weight in weights.items() if weight > 0}
-    return sorted(shares, key=lambda name: -math.log(uniform(key, name)) / shares[name])
-
-
-def uniform(key: str, name: str) -> float:
-    """A number above 0 and up to 1 that depends on both texts alone."""
-    digest = hashlib.blake2b(f"{key}\0{name}".encode(), digest_size=8).digest()
-    return (int.from_bytes(digest) + 1) / 2**64
-
-
 # --- directory ----------------------------------------------------------------------------------------------
 
 
@@ -300,7 +281,6 @@ class DirectoryMonitor(Monitor):
 
     Attributes:
         pools: by name.
-        weights: model → pool → weight, of models whose requests are shared out by weight.
         read_s: monotonic time of the last read that succeeded.
         is_new: set by every read.
     """
@@ -309,15 +289,12 @@ class DirectoryMonitor(Monitor):
         super().__init__(settings.heartbeat_s, "the directory of pools")
         self.client = client
         self.pools: dict[str, KnownPool] = {}
-        self.weights: dict[str, dict[str, float]] = {}
         self.read_s = 0.0
         self.is_new = asyncio.Event()
 
     async def read(self) -> None:
         began_s = time.monotonic()
-        found = await self.client.read()
-        self.pools = merge(self.pools, found.pools, began_s - self.read_s)
-        self.weights = found.weights
+        self.pools = merge(self.pools, await self.client.read(), began_s - self.read_s)
         self.read_s = began_s
         self.is_new.set()
 
@@ -350,13 +327,11 @@ class Target(NamedTuple):
         pools: that serve it, the own one first; none if nothing has this name.
         adapter: the name, if it is that of an adapter; else empty.
         shown: the name of the model that answers show.
-        weights: pool → weight, where its requests are shared out by weight.
     """
 
     pools: Sequence[str]
     adapter: str
     shown: str
-    weights: Mapping[str, float] = {}
 
 
 @dataclass(slots=True)
@@ -377,7 +352,7 @@ class OpenPool:
 
 class PoolRegistry:
     """The gateway's own pool, and the foreign pools of the directory: each is opened when a client first
-    names it, or at once if it shares a model with the own one or by weight; and closed when it is idle.
+    names it, or at once if it shares a model with the own one; and closed when it is idle.
     """
 
     def __init__(self, own: Pool) -> None:
@@ -394,9 +369,9 @@ class PoolRegistry:
 
     # --- finding --------------------------------------------------------------------------------------------
 
-    async def find(self, model: str | None, key: str = "") -> Pool:
+    async def find(self, model: str | None) -> Pool:
         """The first pool that a request for `model` tries. Raises ApiError as `target` and `tried`."""
-        return (await self.tried(await self.target(model), key))[0]
+        return (await self.tried(await self.target(model)))[0]
 
     async def target(self, model: str | None, adapter_id: str | None = None) -> Target:
         """What `resolve` finds, of an `adapter_id` of TGI's routes an adapter alone. Looks again before it
@@ -419,18 +394,15 @@ class PoolRegistry:
             raise model_not_found(f"The model `{cut(model or '')}` does not exist; served: {served}")
         return target
 
-    async def tried(self, target: Target, key: str) -> list[Pool]:
+    async def tried(self, target: Target) -> list[Pool]:
         """The pools that a request tries, in this order: one or two. Raises ApiError (503) while none of them
         has a worker, and where the model's files cannot be read.
-
-        Args:
-            key: what the request has in common with its repetition by the client.
         """
-        return [await self.named(name) for name in self.choose(target.pools, target.weights, key)]
+        return [await self.named(name) for name in self.choose(target.pools)]
 
     def resolve(self, name: str | None) -> Target:
-        """What a client means by a name, as far as this gateway knows now: an adapter, requests that are
-        shared out by weight, a pool, or a model.
+        """What a client means by a name, as far as this gateway knows now: an adapter, a pool, or a
+        model.
         """
         own, known = self.own.settings, self.directory.pools
         holding = [own.pool] if self.own.adapters.find(name) else []
@@ -439,18 +411,14 @@ class PoolRegistry:
             return Target(holding, name, name)
         is_own = not name or names_own(name, own)
         model = own.model_name if is_own else name or ""
-        weights = self.directory.weights.get(name or model) or self.directory.weights.get(model) or {}
         others = [other for other in known if other != own.pool and self.has_model(other, model)]
-        if weights:
-            pools = [*weights]
-        elif name and name in (own.pool, *own.other_models, *known):
+        if name and name in (own.pool, *own.other_models, *known):
             pools = [name]
         elif not is_own and (full := [one for one in own.other_models if one.rpartition("/")[2] == model]):
             pools = full[:1]
         else:
             pools = [own.pool, *others] if is_own or (own.any_model_name and not others) else others
-        has_name = name and (name in self.directory.weights or not is_own) and pools != [own.pool]
-        return Target(pools, "", name if name and has_name else own.model_name, weights)
+        return Target(pools, "", own.model_name if is_own or pools == [own.pool] else model)
 
     def is_model(self, name: str) -> bool:
         """Whether a client that names `name` means a model, or a pool."""
@@ -458,14 +426,12 @@ class PoolRegistry:
         is_pool = name in (*own.other_models, *known)
         return is_pool or names_own(name, own) or any(self.has_model(pool, name) for pool in known)
 
-    def choose(self, names: Sequence[str], weights: Mapping[str, float], key: str) -> list[str]:
-        """The pools that a request tries, of those that serve it: by weight, or by queue depth. Pools that
-        are not live are left out as long as one is.
+    def choose(self, names: Sequence[str]) -> list[str]:
+        """The pools that a request tries, of those that serve it, by queue depth. Pools that are not live are
+        left out as long as one is.
         """
         grades = {name: self.grade(name) for name in names}
         best = [name for name in names if grades[name] == min(grades.values())]
-        if weights:
-            return rank_by_weight({name: weights[name] for name in best}, key)[:2] or best[:1]
         if grades[best[0]] == Grade.AWAY:
             return best[:1]
         return pick_by_depth({name: self.depth(name) for name in best}, self.chance)
@@ -492,7 +458,7 @@ class PoolRegistry:
         the adapters of pools that are not open.
         """
         own = self.own.settings
-        names = [*(own.served_model_name or (own.model_id,)), *own.other_models, *self.directory.weights]
+        names = [*(own.served_model_name or (own.model_id,)), *own.other_models]
         for name, known in sorted(self.directory.pools.items()):
             if name != own.pool and known.is_live:
                 is_other = not self.has_model(name, own.model_name)
@@ -561,11 +527,10 @@ class PoolRegistry:
         while True:
             await self.directory.is_new.wait()
             self.directory.is_new.clear()
-            # live pools that requests for a model may go to beside others
-            weighted = {name for weights in self.directory.weights.values() for name in weights}
+            # live pools that requests for the own model may go to
             own, pools = self.own.settings, self.directory.pools
             others = [name for name, known in pools.items() if name != own.pool and known.is_live]
-            names = [name for name in others if name in weighted or self.has_model(name, own.model_name)]
+            names = [name for name in others if self.has_model(name, own.model_name)]
             results = await asyncio.gather(*map(self.named, names), return_exceptions=True)
             for name, result in zip(names, results, strict=True):
                 cause = str(result) if isinstance(result, BaseException) else ""

@@ -1,4 +1,4 @@
-"""Directory: which pools there are, on which brokers, and which of them get the requests of a model.
+"""Directory: which pools there are, and on which brokers.
 
 It is at the broker that DIRECTORY_URL names, by default the pool's own. Batchers write it, gateways read it.
 It has addresses: a broker's URL without what only its clients may know. Who opens a pool on another broker
@@ -6,7 +6,6 @@ uses the user, password and options of its own REDIS_URL, or the URL that POOL_U
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import parse_qsl, urlencode
@@ -53,17 +52,6 @@ class PoolEntry:
         return (self.waiting + self.rows) / max(1, self.capacity)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelShares:
-    """Which pools get the requests of a model.
-
-    Attributes:
-        weights: pool and weight. A pool gets its weight's share of their sum, one of weight 0 gets none.
-    """
-
-    weights: list[tuple[str, float]] = wire_field("w")
-
-
 URL = re.compile(r"(?P<scheme>[^:]+)://(?:(?P<user>[^@?]*)@)?(?P<place>[^?]*)(?:\?(?P<options>.*))?")
 DATABASE = "db"
 """The option that says where keys are, not how to reach the broker."""
@@ -106,18 +94,6 @@ class KnownPool(NamedTuple):
         return self.age_s <= SILENT_S and self.entry.num_ready + self.entry.num_sleepers > 0
 
 
-class DirectoryContent(NamedTuple):
-    """What the directory says.
-
-    Attributes:
-        pools: by name, but those whose entry is missing, or of another version.
-        weights: model → pool → weight, of models whose requests are shared out by weight.
-    """
-
-    pools: dict[str, KnownPool]
-    weights: dict[str, dict[str, float]]
-
-
 @dataclass(frozen=True, slots=True)
 class DirectoryClient:
     """The connection to the directory's broker."""
@@ -138,24 +114,13 @@ class DirectoryClient:
         args |= {"silent_s": SILENT_S, "ttl_s": TTL_S}
         return await run_script(self.redis, call_script("publish_pool", bytes.decode, Keys(pool), args=args))
 
-    async def read(self) -> DirectoryContent:
+    async def read(self) -> dict[str, KnownPool]:
+        """The pools by name, but those whose entry is missing, or of another version."""
         async with self.redis.pipeline(transaction=False) as pipe:
             pipe.zrange(Keys.pools, 0, -1, withscores=True)
             pipe.hgetall(Keys.pool_entries)
-            pipe.hgetall(Keys.model_shares)
             pipe.time()
-            seen_s, entries, shares, (seconds, microseconds) = await pipe.execute()
+            seen_s, entries, (seconds, microseconds) = await pipe.execute()
         now_s, known = seconds + microseconds / 1e6, decode_fields(PoolEntry, entries)
         ages_s = {name.decode(): max(0.0, now_s - at_s) for name, at_s in seen_s}
-        return DirectoryContent(
-            {name: KnownPool(known[name], age_s) for name, age_s in ages_s.items() if name in known},
-            {model: dict(one.weights) for model, one in decode_fields(ModelShares, shares).items()},
-        )
-
-    async def set_weights(self, model: str, weights: Mapping[str, float]) -> None:
-        """Share the requests of a model out by weight; without weights, by queue depth again."""
-        if weights:
-            shares = encode(ModelShares([*weights.items()]))
-            await self.redis.hset(Keys.model_shares, mapping={model: shares})  # type: ignore[misc]
-        else:
-            await self.redis.hdel(Keys.model_shares, model)  # type: ignore[misc]
+        return {name: KnownPool(known[name], age_s) for name, age_s in ages_s.items() if name in known}

@@ -127,7 +127,6 @@ class Keys:
     state = Key("state", "hash", "batcher", "gateway worker dashboard")
     pools = Key("tf:pools", "sorted set", "batcher", "gateway dashboard")
     pool_entries = Key("tf:pools:entries", "hash", "batcher", "gateway")
-    model_shares = Key("tf:models", "hash", reads="gateway")
 
     submit = Key("submit", "stream", "gateway jobs", adds="service")
     result = KeyOf("result:{job}", "string", "gateway", "jobs service")

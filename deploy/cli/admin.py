@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import math
 import os
 import re
 import sys
@@ -21,7 +20,7 @@ from common import api_keys
 from common.api_keys import ApiKey, IssuedKey, KeyFields, read_fields
 from common.broker import heartbeat
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, connect_setting, describe_error
-from common.broker.directory import SILENT_S, DirectoryClient, DirectoryContent
+from common.broker.directory import SILENT_S, DirectoryClient, KnownPool
 from common.broker.pool_client import ChangeRefused, PoolClient
 from common.messages import events as finish_reasons
 from common.process.logs import first_incarnation, plural
@@ -54,9 +53,6 @@ ADAPTER_TIMEOUT = httpx.Timeout(660.0, connect=5.0)
 POLL_S = 0.5
 PAGE = 200
 """Jobs of one answer."""
-MAX_WEIGHT = 1_000_000
-MAX_MODELS = 1000
-MAX_NAME = 200
 DURATION = re.compile(r"(\d{1,9})([smhdw])")
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 
@@ -382,79 +378,22 @@ def fields_of(flags: argparse.Namespace, now_s: float) -> KeyFields:
 
 
 async def list_models(directory: DirectoryClient, flags: argparse.Namespace) -> None:
-    """Print a line for each model and pool: models with weights first, then each pool's own names."""
-    content = await directory.read()
+    """Print a line for each model and pool."""
     rows = [
-        {"model": model, "share": f"{100 * weight / (sum(weights.values()) or 1):.4g}%"}
-        | of_pool(content, pool)
-        for model, weights in sorted(content.weights.items())
-        for pool, weight in weights.items()
+        {"model": model, "pool": name} | describe_pool(known)
+        for name, known in (await directory.read()).items()
+        for model in dict.fromkeys(known.entry.models or [name])
     ]
-    own = {(model, name) for name, known in content.pools.items() for model in known.entry.models or [name]}
-    rows += [
-        {"model": model, "share": ""} | of_pool(content, pool)
-        for model, pool in sorted(own)
-        if model not in content.weights
-    ]
-    titles = ("model", "pool", "share", "state", "workers", "waiting", "running", "broker")
-    show_table(rows, {title: title for title in titles})
+    titles = ("model", "pool", "state", "workers", "waiting", "running", "broker")
+    show_table(sorted(rows, key=lambda row: (row["model"], row["pool"])), {title: title for title in titles})
 
 
-def of_pool(content: DirectoryContent, pool: str) -> dict[str, Any]:
+def describe_pool(known: KnownPool) -> dict[str, Any]:
     """What the directory says of a pool."""
-    if (known := content.pools.get(pool)) is None:
-        return dict.fromkeys(("workers", "waiting", "running", "broker"), "") | {
-            "pool": pool,
-            "state": "gone",
-        }
     entry, silent = known.entry, f"silent for {known.age_s:.0f} s"
     state = silent if known.age_s > SILENT_S else "live" if known.is_live else "no worker"
     counts = {"workers": entry.num_ready, "waiting": entry.waiting, "running": entry.rows}
-    return {"pool": pool, "state": state, **counts, "broker": entry.address}
-
-
-async def set_weights(directory: DirectoryClient, flags: argparse.Namespace) -> None:
-    """Raises SettingError for weights that give nothing, and for pools that are not there."""
-    weights = dict(flags.weights)
-    if len(weights) < len(flags.weights):
-        raise SettingError("weights", "a pool is named twice")
-    if not sum(weights.values()):
-        raise SettingError("weights", "all are 0, so no pool would get a request")
-    content = await directory.read()
-    if absent := [name for name in weights if name not in content.pools]:
-        known = ", ".join(sorted(content.pools)) or "none"
-        raise SettingError("weights", f"there is no pool {absent[0]!r}; those of the directory: {known}")
-    if flags.model not in content.weights and len(content.weights) >= MAX_MODELS:
-        raise SettingError("model", f"{MAX_MODELS} models have weights already; `models unset` forgets some")
-    await directory.set_weights(flags.model, weights)
-    await list_models(directory, flags)
-
-
-async def unset_weights(directory: DirectoryClient, flags: argparse.Namespace) -> None:
-    """Raises SettingError if the model has none."""
-    if flags.model not in (await directory.read()).weights:
-        raise SettingError(
-            "model", f"{flags.model!r} has no weights; `tokenfleet models list` shows those that do"
-        )
-    await directory.set_weights(flags.model, {})
-    await list_models(directory, flags)
-
-
-def read_name(text: str) -> str:
-    if not 0 < len(text) <= MAX_NAME:
-        raise SettingError("model", f"a name has 1 to {MAX_NAME} characters, not {len(text)}")
-    return text
-
-
-def read_weight(word: str) -> tuple[str, float]:
-    pool, _, text = word.rpartition("=")
-    try:
-        weight = float(text)
-    except ValueError:
-        weight = math.nan
-    if pool and 0 <= weight <= MAX_WEIGHT:
-        return pool, weight
-    raise SettingError("weights", f"{word!r} is not a pool and a weight of 0 to {MAX_WEIGHT}, as a=90")
+    return {"state": state, **counts, "broker": entry.address}
 
 
 # --- roll ---------------------------------------------------------------------------------------------------

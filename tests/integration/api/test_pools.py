@@ -4,7 +4,6 @@ and a request for a sleeping model waits until a worker wakes.
 
 import asyncio
 import contextlib
-import itertools
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from redis.asyncio import Redis
 from api.app import Gateway
 from api.requests.pool import Grade
 from benchmarks.client import HttpStatusError, Stream, stream
-from common.broker.directory import DirectoryClient
 from common.broker.heartbeat import Heartbeat
 from common.broker.keys import SLEEPER, Keys
 from common.broker.pool_client import PoolClient
@@ -220,51 +218,6 @@ async def test_a_pool_without_room_leaves_a_request_to_the_other_one(
         assert (await post(pools, 2))["model"] == "smollm2"
         assert pools.num_taken == {"a": 1, "b": 1}
         assert await is_whole(1, first)
-
-
-def has_more(pools: TwoPools, name: str, than: int) -> bool:
-    return pools.num_taken[name] > than
-
-
-async def test_weights_share_the_requests_of_a_model_out(
-    broker: Broker, other: OneBroker, redis: Redis
-) -> None:
-    """A request that is sent again goes the same way. Nothing fails while shares shift under load."""
-    directory = DirectoryClient(redis)
-
-    async def share(**weights: float) -> None:
-        await directory.set_weights("mine", weights)
-        await wait_until(lambda: pools.gateway.pools.directory.weights.get("mine", {}) == weights)
-
-    async def ask_again_and_again() -> int:
-        for number in itertools.count():
-            assert (await post(pools, number % 50, "mine"))["model"] == "mine"
-            if shifted.is_set():
-                return number
-        return 0
-
-    async with two_pools(broker.url, other.broker.url) as pools:
-        assert (await pools.client.post("/v1/completions", json=UNKNOWN)).status_code == 404
-        shifted = asyncio.Event()
-        await share(a=1, b=0)
-        load = [asyncio.create_task(ask_again_and_again()) for _ in range(4)]
-        await wait_until(lambda: pools.num_taken["a"] > 8)
-        assert pools.num_taken["b"] == 0
-        for weights, name in (({"a": 9, "b": 1}, "b"), ({"a": 0, "b": 1}, "b"), ({"a": 1, "b": 0}, "a")):
-            await share(**weights)
-            await wait_until(partial(has_more, pools, name, pools.num_taken[name]))
-        shifted.set()
-        assert min(await asyncio.gather(*load)) > 0
-        await share(a=1, b=1)
-        before = pools.num_taken
-        for _ in range(3):
-            await post(pools, 1, "mine", **{"x-request-id": "the-same"})
-        changes = [pools.num_taken[name] - before[name] for name in "ab"]
-        assert sorted(changes) == [0, 3]
-        listed = [model["id"] for model in (await pools.client.get("/v1/models")).json()["data"]]
-        assert listed == ["smollm2", "mine"]
-        await share()
-        assert (await pools.client.post("/v1/completions", json=UNKNOWN)).status_code == 404
 
 
 async def test_a_request_is_found_in_the_pool_that_has_it(own: OneBroker, other: OneBroker) -> None:

@@ -42,7 +42,7 @@ from api.requests.chat_prompt import (
 )
 from api.requests.fields import Listed, Strict, Whole, ranges_of
 from api.requests.monitors import SILENT_S, BatcherMonitor
-from api.requests.pool import merge, pick_by_depth, rank_by_weight
+from api.requests.pool import merge, pick_by_depth
 from api.requests.validate import (
     DRAW_ONLY,
     GenerationParams,
@@ -526,28 +526,12 @@ async def test_a_prompt_of_an_encoder_decoder_model_ends_with_what_starts_the_de
 
 # --- pool choice --------------------------------------------------------------------------------------------
 
-KEYS = [f"request {number}" for number in range(4000)]
-
-
-def firsts(weights: dict[str, float]) -> dict[str, str]:
-    return {key: rank_by_weight(weights, key)[0] for key in KEYS}
-
 
 def test_two_pools_are_picked_at_random_and_the_shorter_queue_comes_first() -> None:
     depths = {"a": 0.1, "b": 0.5, "c": 2.0}
     picks = [tuple(pick_by_depth(depths, random.Random(seed))) for seed in range(300)]
     assert {*picks} == {("a", "b"), ("a", "c"), ("b", "c")}
     assert min(Counter(picks).values()) > 60
-
-
-@pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
-def test_a_pool_gets_the_share_of_its_weight(share: float) -> None:
-    counts = Counter(firsts({"a": 100 - 100 * share, "b": 100 * share}).values())
-    assert counts["b"] / len(KEYS) == pytest.approx(share, abs=0.02)
-
-
-def test_a_request_goes_the_same_way_each_time_and_weights_are_relative() -> None:
-    assert firsts({"a": 9, "b": 1}) == firsts({"b": 10, "a": 90})
 
 
 # --- directory ----------------------------------------------------------------------------------------------

@@ -52,7 +52,6 @@ HeldAdapters l r
 AdapterLoad r
 ApiKey id dg tn cl w mc rm tm bt ms ad ex rv am nm ca wu ws
 PoolEntry a m mi tn r l w rw c s ad
-ModelShares w
 Tokens id a i t l x ti tl ss nc sp
 TokenColumns id a i r x
 Terminal id w n e y
