@@ -2,7 +2,6 @@
 what the header says; here its keys are compared with its tensors.
 """
 
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,8 @@ class Damaged(ValueError):
     """What a GGUF file says cannot be true."""
 
 
-def check_gguf(path: Path) -> int:
-    """Check that a GGUF file is what its header says, and return how many weights its tensors have. Raises
-    SettingError.
-    """
+def check_gguf(path: Path) -> None:
+    """Check that a GGUF file is what its header says. Raises SettingError."""
     from gguf import GGUFReader
 
     try:
@@ -33,7 +30,6 @@ def check_gguf(path: Path) -> int:
     except (ValueError, LookupError, TypeError, ArithmeticError) as error:
         cause = str(error) if isinstance(error, Damaged) else f"it cannot be read ({error!s:.{MAX_SHOWN}})"
         raise SettingError("model_id", f"{path} is damaged, or no GGUF file: {cause}") from error
-    return sum(map(math.prod, shapes.values()))
 
 
 def value_of(field: Any) -> Any:

@@ -165,8 +165,6 @@ HUB_TIMEOUT_S = 3.0
 PROGRESS_S = 2.0
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 DISK_ERRORS = (*NO_ROOM, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
-SPARE_BYTES = 64 * 2**20
-"""Of a converted model besides its weights, the tokenizer above all."""
 
 Progress = Callable[[str], None]
 
@@ -397,42 +395,15 @@ def ensure_converted(gguf: Path, progress: Progress, dtype: str) -> Path:
             "model_id",
             f"{gguf.name} is converted by a worker first, into {target.parent}: here is no torch for it",
         )
-    num_weights = check_gguf(gguf)
+    check_gguf(gguf)
     with cache_errors(CACHE_SETTING, target.parent):
         make_cache_folder(CONVERTED)
         with (target.parent / f"{target.name}.lock").open("w") as lock:
             progress(f"converting {gguf.name} (once, about 10 s)")
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.is_dir():
-                check_room(gguf, target.parent, converted_bytes(num_weights, dtype))
                 convert(gguf, target, dtype)
     return target
-
-
-def bytes_to_convert(model_id: str, dtype: str) -> int:
-    """Return the disk space that a model takes when it is converted; 0 if it is no GGUF file, or is converted
-    already. Raises SettingError.
-    """
-    gguf = gguf_of(model_id)
-    if gguf is None or conversion_path(gguf, dtype).is_dir():
-        return 0
-    return converted_bytes(check_gguf(gguf), dtype)
-
-
-def converted_bytes(num_weights: int, dtype: str) -> int:
-    return num_weights * (4 if dtype == EXACT_DTYPE else 2) + SPARE_BYTES
-
-
-def check_room(gguf: Path, folder: Path, wanted_bytes: int) -> None:
-    """Check that a folder's disk has room for a converted file. Raises SettingError."""
-    free_bytes = shutil.disk_usage(folder).free
-    if free_bytes < wanted_bytes:
-        room = f"{folder} has {free_bytes // 2**20} MiB free"
-        raise SettingError(
-            CACHE_SETTING,
-            f"{room}, and {gguf.name} takes {wanted_bytes // 2**20} MiB when it is converted: "
-            "free some space there, or set it to a folder of another disk",
-        )
 
 
 def convert(gguf: Path, target: Path, dtype: str) -> None:

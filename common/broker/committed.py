@@ -7,9 +7,7 @@ gaps with it and the batcher resumes requests with it, so both see the same.
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-from redis.exceptions import ResponseError
+from typing import TypeVar
 
 from common.broker.keys import request_keys
 from common.broker.lua import call_script
@@ -26,7 +24,6 @@ FIELDS = (
     "counted"
 ).split()
 """Fields of a request's hash, as `parse_state` takes them."""
-NO_FIELDS: list[bytes | None] = [None] * len(FIELDS)
 
 
 @dataclass(slots=True)
@@ -89,38 +86,25 @@ class Committed:
 async def read(pool: PoolClient, request_ids: Iterable[str]) -> dict[str, Committed]:
     """Return the committed state of each request.
 
-    A spill moves tokens from log to string, and a plan moves a request to another worker, at any time. So
-    strings and logs are read in one transaction, and again if a request turns out to be on another worker.
+    A spill moves tokens from log to string, so logs are read first: what is in neither then came later. A
+    plan moves a request to another worker at any time: then all is read again.
     """
-    request_ids = list(request_ids)
+    offsets = dict.fromkeys(request_ids, 0)
     workers: set[str] = set()
     while True:
-        states = await read_once(pool, request_ids, sorted(workers))
+        logs = [await pool.redis.xrange(pool.keys.log(worker)) for worker in sorted(workers)]
+        states = await read_slice(pool, offsets, of_ended=True)
         holders = {state.worker for state in states.values() if state.worker and not state.terminal}
         if holders <= workers:
+            for entries in logs:
+                append_tokens(log_tokens(entries), states)
             return states
         workers = holders
 
 
-async def read_once(pool: PoolClient, request_ids: list[str], workers: list[str]) -> dict[str, Committed]:
-    async with pool.redis.pipeline(transaction=True) as pipe:
-        for request_id in request_ids:
-            pipe.hmget(pool.keys.request(request_id), FIELDS)
-            pipe.get(pool.keys.tokens(request_id))
-        for worker in workers:
-            pipe.xrange(pool.keys.log(worker))
-        answers = [skip_wrong_type(answer) for answer in await pipe.execute(raise_on_error=False)]
-    states = {
-        request_id: parse_state(*answers[2 * i : 2 * i + 2]) for i, request_id in enumerate(request_ids)
-    }
-    for entries in answers[2 * len(request_ids) :]:
-        append_tokens(log_tokens(entries or []), states)
-    return states
-
-
-def parse_state(fields: list[bytes | None] | None, records: bytes | None) -> Committed:
+def parse_state(fields: list[bytes | None], records: bytes) -> Committed:
     """Return the state of a request from its FIELDS and its string."""
-    digest, worker, attempt, base, crashes, cancel, terminal, num_tokens, *rest = fields or NO_FIELDS
+    digest, worker, attempt, base, crashes, cancel, terminal, num_tokens, *rest = fields
     error, error_type, width, prompt, num_cached, num_counted = rest
     state = Committed(
         known=digest is not None,
@@ -138,22 +122,9 @@ def parse_state(fields: list[bytes | None] | None, records: bytes | None) -> Com
         num_cached=None if num_cached is None else int(num_cached),
         num_counted=int(num_counted or 0),
     )
-    if not records:
-        return state
     state.records = records[: len(records) // state.token_bytes * state.token_bytes]
     state.spilled_bytes = len(state.records)
     return state
-
-
-def skip_wrong_type(answer: Any) -> Any:
-    """Return the answer, or None if the key has another type, which spoils its own request only. Raises any
-    other error.
-    """
-    if isinstance(answer, ResponseError) and str(answer).startswith("WRONGTYPE"):
-        return None
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
 
 
 def log_tokens(entries: list[LogItem]) -> Iterator[Tokens]:
@@ -180,7 +151,7 @@ def append_tokens(logged: Iterable[Tokens], states: dict[str, Committed]) -> Non
 
 
 async def read_slice(
-    pool: PoolClient, offsets: Mapping[str, int | None], of_ended: bool
+    pool: PoolClient, offsets: Mapping[str, int | None] | Mapping[str, int], of_ended: bool
 ) -> dict[str, Committed]:
     """Return the state of each request.
 

@@ -1,18 +1,16 @@
 """Machine: what Linux and NVIDIA's driver say of processor, memory and GPUs, and of a process's run delay.
 
-Also the C++ sources of the engine's kernels on CPU, the compiler, and the cache folder of what was compiled.
-Control groups are the folders in which Linux shows the limits of this process and of its container.
+Also the C++ compiler, and the folders of what is kept for the next start. Control groups are the folders in
+which Linux shows the limits of this process and of its container.
 """
 
 import contextlib
 import ctypes
 import functools
-import hashlib
 import os
 import platform
 import shutil
 import stat
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -184,29 +182,8 @@ def make_cache_folder(name: str) -> Path:
     return folder
 
 
-SOURCES = Path(__file__).parents[2] / "gpu_worker/engine/cpu/kernels"
-COMPILED = "native"
-"""The cache folder of compiled kernels."""
 COMPILERS = ("c++", "g++", "clang++")
 
 
 def find_compiler() -> str | None:
     return next((name for name in COMPILERS if shutil.which(name)), None)
-
-
-def source_key(compiler: str) -> str:
-    """Return what the names of compiled kernels begin with: a digest of the sources, of the compiler's
-    version, and of this processor's features, which `-march=native` means. Raises OSError or SubprocessError.
-    """
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    texts = [path.read_text() for path in sorted(SOURCES.iterdir()) if path.is_file()]
-    return digest([*texts, version, features()])
-
-
-def digest(parts: list[str]) -> str:
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
-
-
-def are_compiled(compiler: str) -> bool:
-    """Whether a start with this compiler finds its kernels compiled. Raises OSError or SubprocessError."""
-    return any(cache_folder(COMPILED).glob(f"{source_key(compiler)}-*.so"))

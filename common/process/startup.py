@@ -28,30 +28,21 @@ READY = threading.Event()
 """Whether `GET /health` at METRICS_PORT says ready. It is set once a worker has joined its pool, a batcher
 has asked for the lease, or a job worker takes jobs. A gateway has `GET /health` at its own port.
 """
-YES = ("true", "1", "yes", "on", "t", "y")
 
 
 @contextlib.contextmanager
 def exit_when_unservable() -> Iterator[None]:
     """End this process at a SettingError, with one line and the status EX_CONFIG (78), which tells the
-    launcher that a setting is at fault. With JSON_OUTPUT the line is one of the log.
+    launcher that a setting is at fault. Once logs are JSON, the line is one of the log.
     """
     try:
         yield
     except SettingError as error:
-        set_up_json()
         if logs.are_json():
             log.error("%s", error)
         else:
             print(f"tokenfleet: {error}", file=sys.stderr, flush=True)
         sys.exit(os.EX_CONFIG)
-
-
-def set_up_json() -> None:
-    """Set up logging if JSON_OUTPUT asks for it and the error came before logging was set up."""
-    if not logs.are_json() and os.environ.get("JSON_OUTPUT", "").strip().lower() in YES:
-        name = os.environ.get("PROCESS_NAME", "tokenfleet")
-        logs.set_up(name, "error", as_json=True, incarnation=os.environ.get("INCARNATION", ""))
 
 
 @dataclass(frozen=True, slots=True)

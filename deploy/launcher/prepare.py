@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import sys
 import sysconfig
 import time
@@ -149,14 +148,10 @@ def check_gpu(settings: Settings) -> Finding:
 
 
 def check_native_kernels() -> Finding:
-    """Check whether the kernels of a worker on CPU are compiled."""
+    """Check whether the kernels of a worker on CPU can be compiled."""
     if not (compiler := machine.find_compiler()):
         return Finding("warn", "native kernels are not compiled, and torch's are slower", "install g++")
-    try:
-        when = "" if machine.are_compiled(compiler) else " at the first start, in about 15 s"
-    except (OSError, subprocess.SubprocessError) as error:
-        return Finding("warn", f"{compiler} cannot compile native kernels: {error}", "install g++")
-    return Finding("ok", f"native kernels are compiled by {compiler}{when}")
+    return Finding("ok", f"native kernels are compiled by {compiler}, once, in about 15 s")
 
 
 def check_kernels(settings: Settings) -> Finding:
@@ -227,7 +222,7 @@ def check_memory(settings: Settings) -> Finding:
     return Finding("ok", f"{found}, {wanted}")
 
 
-def check_disk(settings: Settings) -> Finding:
+def check_disk(_: Settings) -> Finding:
     folder = next(folder for folder in cache_folder(model_files.CONVERTED).parents if folder.exists())
     free_bytes = shutil.disk_usage(folder).free
     found = f"{in_gib(free_bytes)} free in {folder}"
@@ -235,26 +230,13 @@ def check_disk(settings: Settings) -> Finding:
         return Finding(
             "fail", f"{folder} cannot be written to", "set XDG_CACHE_HOME to a folder that can be written to"
         )
-    wanted_bytes = bytes_to_convert(settings)
-    if free_bytes < max(wanted_bytes, FULL_DISK_BYTES):
-        wanted = (
-            f", and {settings.model_id} takes {in_gib(wanted_bytes)} when converted" if wanted_bytes else ""
-        )
+    if free_bytes < FULL_DISK_BYTES:
         return Finding(
-            "fail",
-            f"only {found}{wanted}",
-            "free some space, or set XDG_CACHE_HOME to a folder of another disk",
+            "fail", f"only {found}", "free some space, or set XDG_CACHE_HOME to a folder of another disk"
         )
     if free_bytes < LITTLE_DISK_BYTES:
         return Finding("warn", found, "free some space for models, or set XDG_CACHE_HOME to another folder")
     return Finding("ok", found)
-
-
-def bytes_to_convert(settings: Settings) -> int:
-    try:
-        return model_files.bytes_to_convert(settings.model_id, weights_dtype(settings))
-    except SettingError:
-        return 0  # check_model reports it
 
 
 class TakenByFleet(SettingError):

@@ -6,13 +6,27 @@ or the launcher converts the model. Nothing here needs an installed package.
 """
 
 import fcntl
+import hashlib
 import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from common.process import machine
-from common.process.machine import COMPILED, SOURCES, digest, find_compiler, make_cache_folder, source_key
+from common.process.machine import features, find_compiler, make_cache_folder
+
+SOURCES = Path(__file__).with_name("kernels")
+COMPILED = "native"
+"""The cache folder of compiled kernels."""
+
+
+def digest(command: list[str]) -> str:
+    """Return a digest of a command, of the sources, of the compiler's version, and of this processor's
+    features, which `-march=native` means. Raises OSError or SubprocessError.
+    """
+    version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=True).stdout
+    texts = [path.read_text() for path in sorted(SOURCES.iterdir()) if path.is_file()]
+    return hashlib.sha256(repr([*texts, version, features(), command]).encode()).hexdigest()[:24]
 
 
 def compile_command(openmp: bool = True) -> list[str]:
@@ -33,7 +47,7 @@ def compile_objects(command: list[str]) -> list[str]:
     """Compile what no other process has compiled, as many sources at once as there are cores; others wait
     meanwhile. Raises OSError or SubprocessError.
     """
-    folder, name = make_cache_folder(COMPILED), f"{source_key(command[0])}-{digest(command)}"
+    folder, name = make_cache_folder(COMPILED), digest(command)
     objects = {source: folder / f"{name}-{source.stem}.o" for source in sorted(SOURCES.glob("*.cpp"))}
     with (folder / "lock").open("w") as lock, ThreadPoolExecutor(machine.num_cores()) as compilers:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from common.process.machine import COMPILED, digest, make_cache_folder, source_key
-from gpu_worker.engine.cpu.compile import compile_command, compile_objects, write
+from common.process.machine import make_cache_folder
+from gpu_worker.engine.cpu.compile import COMPILED, compile_command, compile_objects, digest, write
 
 log = logging.getLogger(__name__)
 
@@ -140,8 +140,7 @@ def library() -> ctypes.CDLL | None:
 def build_library() -> Path:
     """Raises OSError or SubprocessError."""
     command = compile_command(bool(openmp_runtime()))
-    key = f"{source_key(command[0])}-{digest([*command, *openmp_runtime()])}"
-    path = make_cache_folder(COMPILED) / f"{key}.so"
+    path = make_cache_folder(COMPILED) / f"{digest([*command, *openmp_runtime()])}.so"
     if not path.exists():
         log.info("compiling native kernels, once for this machine: up to 15 s")
         write([command[0], "-shared", *compile_objects(command), *openmp_runtime()], path)

@@ -88,19 +88,48 @@ async def test_a_request_that_moves_while_it_is_read_is_read_again(
     await place(redis, "r1", "w1")
     await write_log(redis, "w1", make_tokens("r1", 0, [1]))
     await write_log(redis, "w2", make_tokens("r1", 1, [2], attempt=2))
-    read_once, logs_read = committed.read_once, []
+    read_slice, looks = committed.read_slice, []
 
-    async def move_after_first(pool: PoolClient, request_ids: Any, workers: Any) -> Any:
-        states = await read_once(pool, request_ids, workers)
-        logs_read.append(workers)
-        if len(logs_read) == 1:
+    async def move_after_first(pool: PoolClient, *args: Any, **options: Any) -> Any:
+        states = await read_slice(pool, *args, **options)
+        looks.append(states["r1"].worker)
+        if len(looks) == 1:
             await redis.set(KEYS.tokens("r1"), records(1))
             await place(redis, "r1", "w2", attempt=2, base=1)
         return states
 
-    monkeypatch.setattr(committed, "read_once", move_after_first)
+    monkeypatch.setattr(committed, "read_slice", move_after_first)
     assert ids(await read_one(redis, "r1")) == [1, 2]
-    assert logs_read == [[], ["w1"], ["w2"]]
+    assert looks == ["w1", "w2", "w2"]
+
+
+async def test_what_is_spilled_between_two_reads_is_not_lost(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A spill empties the log into the string, between the reads of both."""
+    await start_worker(redis, "w1")
+    await admit(redis, make_request("r1"))
+    await place(redis, "r1", "w1")
+    await redis.set(KEYS.tokens("r1"), records(1))
+    await write_log(redis, "w1", make_tokens("r1", 1, [2, 3]))
+    read_slice, xrange, reads = committed.read_slice, redis.xrange, [""]
+
+    async def spill_after(answer: Any, what: str) -> Any:
+        reads.append(what)
+        if len(reads) == 3:
+            await redis.append(KEYS.tokens("r1"), records(2, 3))
+            await redis.delete(KEYS.log("w1"))
+        return answer
+
+    async def read_log(*args: Any) -> Any:
+        return await spill_after(await xrange(*args), "log")
+
+    async def read_strings(*args: Any, **options: Any) -> Any:
+        return await spill_after(await read_slice(*args, **options), "strings")
+
+    monkeypatch.setattr(redis, "xrange", read_log)
+    monkeypatch.setattr(committed, "read_slice", read_strings)
+    assert ids(await read_one(redis, "r1")) == [1, 2, 3]
 
 
 async def test_the_log_of_an_ended_request_is_not_read(redis: Redis) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from common.process import machine
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.cpu import fused_layer, native, packed_linear
-from gpu_worker.engine.cpu.compile import compile_command
+from gpu_worker.engine.cpu.compile import SOURCES, compile_command
 from gpu_worker.engine.cpu.packed_linear import LargePages, OneDnnLinear
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import load
@@ -103,7 +103,7 @@ def test_processes_compile_a_source_once_without_any_package(fails: str, tmp_pat
     """Of two at once, one waits. A source that fails leaves no object."""
     (tmp_path / "c++").write_text(COMPILER)
     (tmp_path / "c++").chmod(0o700)
-    log, sources = tmp_path / "log", {source.name for source in machine.SOURCES.glob("*.cpp")}
+    log, sources = tmp_path / "log", {source.name for source in SOURCES.glob("*.cpp")}
     environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "XDG_CACHE_HOME": str(tmp_path), "LOG": str(log)}
     command = [sys.executable, "-S", "-m", "gpu_worker.engine.cpu.compile"]
     both = [subprocess.Popen(command, env=environ | {"FAILS": fails}, cwd=ROOT) for _ in range(2)]
@@ -148,7 +148,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "phases.cpp").write_text(PROGRAM)
     words = [word for word in compile_command() if word not in ("-fPIC", "-O3")]
     files = [str(folder / "phases.cpp"), *native.openmp_runtime(), "-o", str(folder / "phases")]
-    subprocess.run([*words, f"-I{machine.SOURCES}", *files], check=True, timeout=TIMEOUT_S)
+    subprocess.run([*words, f"-I{SOURCES}", *files], check=True, timeout=TIMEOUT_S)
     return folder / "phases"
 
 
