@@ -13,15 +13,15 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (14_111, 27_348),
+    "api": (14_091, 27_309),
     "batcher": (2_846, 4_900),
-    "gpu_worker": (11_795, 22_392),
-    "common": (3_924, 7_804),
-    "deploy": (2_561, 4_493),
-    "tests": (33_652, 58_525),
+    "gpu_worker": (11_784, 22_378),
+    "common": (3_827, 7_623),
+    "deploy": (2_511, 4_414),
+    "tests": (33_601, 58_430),
     "benchmarks": (2_202, 3_748),
 }
-MOST_WORDS_OF_DOCS = 21_987
+MOST_WORDS_OF_DOCS = 21_948
 SLACK = 0.01
 
 
