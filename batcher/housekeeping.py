@@ -271,8 +271,7 @@ class Housekeeping:
 
 def count(scheduler: Scheduler, now_ms: int) -> dict[str, int]:
     """Numbers of workers, live requests, waiting requests, and rows and KV blocks on workers. And what a
-    sleeping worker decides by: the tokens that waiting requests may take, how long the oldest has waited, and
-    how long it is until the first of their deadlines, in ms.
+    sleeping worker decides by: how long the oldest waiting request has waited, in ms.
     """
     replicas = scheduler.replicas.values()
     waiting = [sequence for sequence in scheduler.sequences.values() if sequence.waiting]
@@ -285,7 +284,6 @@ def count(scheduler: Scheduler, now_ms: int) -> dict[str, int]:
         "rows": sum(len(replica.rows) for replica in replicas),
         "blocks": sum(replica.pool.num_blocks - replica.pool.num_free for replica in replicas),
         "oldest_ms": max((now_ms - sequence.queued_ms for sequence in waiting), default=0),
-        "due_ms": min((sequence.deadline_ms - now_ms for sequence in waiting), default=0),
     }
 
 

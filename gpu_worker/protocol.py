@@ -241,6 +241,12 @@ def first_cause(*causes: tuple[object, str]) -> str:
     return next((cause for applies, cause in causes if applies), "")
 
 
+def refuse(kind: Callable[[str], Exception], *causes: tuple[object, str]) -> None:
+    """Raises an error of this kind with the first cause that applies, if one does."""
+    if cause := first_cause(*causes):
+        raise kind(cause)
+
+
 MAX_FIELD_BYTES = 2**28
 """The longest text or packed field of a frame: incomplete ones are kept in memory."""
 

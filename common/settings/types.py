@@ -118,7 +118,7 @@ Runner = Annotated[Literal["auto", "generate", "pooling"], spelled({})]
 RopeScaling = Annotated[Literal["linear", "dynamic"], spelled({})]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(to_level)]
 Quantize = Annotated[str, BeforeValidator(to_method)]
-"""A worker refuses a method that its model does not have (gpu_worker/engine/model/config.py)."""
+"""A worker refuses a method that its model does not have (gpu_worker/engine/model/weights.py)."""
 
 
 SECRET_PREFIX = "whsec_"

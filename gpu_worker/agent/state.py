@@ -218,11 +218,6 @@ class AgentState:
         in_order = sorted(times.items(), key=lambda item: item[0][1])
         return [(steps, steps * decodes, tokens, ms) for (decodes, _), (steps, tokens, ms) in in_order]
 
-    def begin_shutdown(self) -> None:
-        """A signal asks the worker to end."""
-        self.signalled.set()
-        self.draining.set()
-
     def runs_short(self, block_size: int) -> bool:
         """Whether the blocks of a row that is ahead may be full after half of the steps granted."""
         steps_left = self.granted.until - self.step

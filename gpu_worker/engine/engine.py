@@ -27,25 +27,34 @@ from gpu_worker.engine.batch.sampling_state import SampleRequest
 from gpu_worker.engine.batch.split_step import Forward, forward_in_halves
 from gpu_worker.engine.batch.state_slots import StateSlots
 from gpu_worker.engine.batch.step_result import Candidate, Int32, PromptLogprobs, StepSamples, TopLogprobs
-from gpu_worker.engine.cuda.compile import compile_layers, stop_compiling
-from gpu_worker.engine.cuda.graphs import Capture, CaptureError, CudaGraphs, make_capture
-from gpu_worker.engine.drafting.drafter import Drafter
+from gpu_worker.engine.cuda.graphs import (
+    Capture,
+    CaptureError,
+    CudaGraphs,
+    compile_layers,
+    make_capture,
+    stop_compiling,
+)
+from gpu_worker.engine.drafting.drafters import Drafter
 from gpu_worker.engine.drafting.load_draft import load_draft, make_drafter
-from gpu_worker.engine.drafting.proposers import ProposalCosts, guessing_factory, measure_steps
+from gpu_worker.engine.drafting.proposers import ProposalCosts, measure_steps, proposer_factory
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.load import load, name_of
 from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.model.vision import make_encoder
 from gpu_worker.engine.parallel.communicator import SAMPLES, SINGLE_RANK, Communicator
 from gpu_worker.engine.sampling.grammar import Matchers
-from gpu_worker.engine.sampling.logprobs import (
+from gpu_worker.engine.sampling.sampler import (
     MAX_LOGITS,
     CopiedLogits,
+    KeptArguments,
+    SamplerOutput,
     copy_logits,
+    empty_output,
+    sample,
     score_prompts,
     select_sample_logits,
 )
-from gpu_worker.engine.sampling.sampler import KeptArguments, SamplerOutput, empty_output, sample
 from gpu_worker.engine.side_threads import SideThreads
 from gpu_worker.protocol import AdapterAnswer, Command, StepResult
 
@@ -276,41 +285,6 @@ def measure_costs(
     costs.set(*communicator.exchange(times)[0])
 
 
-def capacity_of(
-    settings: Settings,
-    loaded: LoadedModel,
-    token_ms: float,
-    adapters: AdapterCache,
-    world_size: int,
-    prefix_caching: bool,
-) -> WorkerCapacity:
-    """The capacity of an engine; `token_ms`: of one prompt token, in a step of many."""
-    device = loaded.device
-    tokens = settings.max_batch_prefill_tokens or warmup.max_batch_prefill_tokens(token_ms, device)
-    return WorkerCapacity(
-        incarnation="",
-        name="",
-        model=settings.model_id,
-        dtype=name_of(loaded.geometry.dtype),
-        device=device.type,
-        block_size=loaded.geometry.block_size,
-        num_blocks=loaded.cache.num_blocks,
-        max_batch_prefill_tokens=tokens,
-        context=loaded.context,
-        eos_ids=np.array(loaded.eos_ids, "<i4").tobytes(),
-        world_size=world_size,
-        token_ms=token_ms,
-        prefix_caching=prefix_caching,
-        vocab_size=loaded.vector_size or loaded.vocab_size,
-        max_loras=adapters.num_slots,
-        max_lora_rank=settings.max_lora_rank if loaded.adapters else 0,
-        pictures=loaded.tower is not None,
-        all_pictures=loaded.axis_rope is not None,
-        max_rows=loaded.states.num_slots,
-        pooling=loaded.pooling.kind if loaded.pooling else "",
-    )
-
-
 log = logging.getLogger(__name__)
 NAN = float("nan")
 
@@ -346,16 +320,18 @@ class Engine:
         self.communicator = communicator
         self.loaded = loaded = loaded or load(settings, progress, communicator, load_draft)
         self.block_size = loaded.geometry.block_size
-        waits = communicator.world_size > 1
         self.side_threads = SideThreads()
         self.matchers = Matchers(
-            loaded.tokenizer, loaded.vocab_size, loaded.eos_ids, waits, self.side_threads
+            *(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids),
+            waits=communicator.world_size > 1,
+            side_threads=self.side_threads,
         )
         self.prefix_caching = settings.prefix_caching and loaded.can_share_blocks
         self.adapters = AdapterCache(loaded.adapters, settings, communicator)
         self.costs = ProposalCosts()
-        self.drafter = make_drafter(loaded, self.matchers, self.costs, communicator)
-        guessing = guessing_factory(settings.speculation, self.costs)
+        self.drafter = make_drafter(loaded, self.matchers, communicator)
+        drafted = (loaded.draft.method, loaded.draft.num_tokens) if loaded.draft else ()
+        propose = proposer_factory(settings.speculation, self.costs, *drafted)
         self.rows = Rows(
             block_size=self.block_size,
             eos_ids=loaded.eos_ids,
@@ -363,7 +339,7 @@ class Engine:
             max_scored_tokens=max(1, MAX_LOGITS // loaded.vocab_size),
             recompute_length=loaded.recompute_length,
             prefix_caching=self.prefix_caching,
-            make_proposer=None if loaded.states else self.drafter.make_proposer if self.drafter else guessing,
+            make_proposer=None if loaded.states else propose,
             max_decoded=warmup.max_decoded_tokens(settings.max_batch_size),
             num_micro_batches=communicator.num_stages,
             make_text=text_factory(loaded.tokenizer),
@@ -381,18 +357,7 @@ class Engine:
         self.collected_step = 0
         self.kept = KeptArguments()
         self.pace = LaunchPace()
-        if loaded.device.type == "cuda":
-            self.compile_and_capture(settings, progress)
-        progress("measuring its speed")
-        if (settings.speculation or self.drafter) and not loaded.pooling:
-            measure_costs(self.costs, loaded, self.forward, self.drafter, communicator)
-        shape = loaded.context, loaded.vocab_size, self.block_size
-        own_ms = warmup.token_ms(loaded.compute, *shape, loaded.device)
-        # of a prompt token: in all stages together
-        token_ms = communicator.all_reduce_sum(int(own_ms * 1e6)) / communicator.tp_size / 1e6
-        self.ready = capacity_of(
-            settings, loaded, token_ms, self.adapters, communicator.world_size, self.prefix_caching
-        )
+        self.ready = self.warm_up(progress)
         self.pictures = make_encoder(loaded.tower, self.ready.token_ms, communicator, self.side_threads)
         if self.pictures:
             self.rows.make_pictures = self.pictures.start
@@ -401,20 +366,57 @@ class Engine:
         parts = (self.pictures, self.drafter, adapters, beams, self.rows.state_slots)
         self.parts: list[StepPart] = [part for part in parts if part]
 
-    def compile_and_capture(self, settings: Settings, progress: Progress) -> None:
-        """Compile layers, and capture steps where attention allows it; do nothing with ENFORCE_EAGER."""
-        if settings.enforce_eager:
-            return
-        compile_model(self.loaded, self.forward, progress)
-        if self.loaded.capturable:
-            progress("capturing CUDA graphs")
-            self.try_to_capture(settings)
-        stop_compiling()
+    def warm_up(self, progress: Progress) -> WorkerCapacity:
+        """Compile and capture steps on CUDA, and measure the speed → the engine's capacity."""
+        settings, loaded, communicator = self.settings, self.loaded, self.communicator
+        if loaded.device.type == "cuda":
+            self.compile_and_capture(progress)
+        progress("measuring its speed")
+        if (settings.speculation or self.drafter) and not loaded.pooling:
+            measure_costs(self.costs, loaded, self.forward, self.drafter, communicator)
+        shape = loaded.context, loaded.vocab_size, self.block_size
+        own_ms = warmup.token_ms(loaded.compute, *shape, loaded.device)
+        # of a prompt token: in all stages together
+        token_ms = communicator.all_reduce_sum(int(own_ms * 1e6)) / communicator.tp_size / 1e6
+        measured = warmup.max_batch_prefill_tokens(token_ms, loaded.device)
+        return WorkerCapacity(
+            incarnation="",
+            name="",
+            model=settings.model_id,
+            dtype=name_of(loaded.geometry.dtype),
+            device=loaded.device.type,
+            block_size=self.block_size,
+            num_blocks=loaded.cache.num_blocks,
+            max_batch_prefill_tokens=settings.max_batch_prefill_tokens or measured,
+            context=loaded.context,
+            eos_ids=np.array(loaded.eos_ids, "<i4").tobytes(),
+            world_size=communicator.world_size,
+            token_ms=token_ms,
+            prefix_caching=self.prefix_caching,
+            vocab_size=loaded.vector_size or loaded.vocab_size,
+            max_loras=self.adapters.num_slots,
+            max_lora_rank=settings.max_lora_rank if loaded.adapters else 0,
+            pictures=loaded.tower is not None,
+            all_pictures=loaded.axis_rope is not None,
+            max_rows=loaded.states.num_slots,
+            pooling=loaded.pooling.kind if loaded.pooling else "",
+        )
 
-    def try_to_capture(self, settings: Settings) -> None:
-        """Capture graphs. If the model's code waits for the device within a step, the operations of a step
-        are launched one by one.
+    def compile_and_capture(self, progress: Progress) -> None:
+        """Compile layers, and capture steps; do nothing with ENFORCE_EAGER."""
+        if not self.settings.enforce_eager:
+            compile_model(self.loaded, self.forward, progress)
+            self.try_to_capture(progress)
+            stop_compiling()
+
+    def try_to_capture(self, progress: Progress) -> None:
+        """Capture graphs where attention allows it. If the model's code waits for the device within a step,
+        the operations of a step are launched one by one. Raises SettingError if DETERMINISTIC needs graphs.
         """
+        settings = self.settings
+        if settings.enforce_eager or not self.loaded.capturable:
+            return
+        progress("capturing CUDA graphs")
         try:
             self.capture(make_capture(self.loaded.device), settings.max_batch_size, settings.deterministic)
         except CaptureError as error:
@@ -448,9 +450,8 @@ class Engine:
     def wake_up(self, progress: Progress) -> WorkerCapacity:
         """Be again what `sleep` has left → the engine's capacity. Raises MemoryError."""
         self.loaded.wake_up()
-        if self.loaded.device.type == "cuda" and not self.settings.enforce_eager and self.loaded.capturable:
-            progress("capturing CUDA graphs")
-            self.try_to_capture(self.settings)
+        if self.loaded.device.type == "cuda":
+            self.try_to_capture(progress)
         self.ready = replace(self.ready, num_blocks=self.loaded.cache.num_blocks)
         return self.ready
 

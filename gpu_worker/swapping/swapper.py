@@ -3,8 +3,7 @@ known. A worker that has several leaves one pool and joins another.
 
 Which is next is a pure function of what waits, and of what swaps take. A worker serves one model at a time. A
 turn is its time with one of them. A turn that is asked for by others ends when nobody asks for its own model
-any more, or when it has lasted several times as long as a swap: so swaps take a bounded share of the time. A
-deadline that would pass ends it sooner.
+any more, or when it has lasted several times as long as a swap: so swaps take a bounded share of the time.
 
 A swap is: no row starts any more, rows get a moment to end, the incarnation is sealed, so that its batcher
 resumes what is left; the engine sleeps, the other one wakes, and joins its pool as the next incarnation. All
@@ -46,13 +45,9 @@ from gpu_worker.agent.steps import EngineStuck
 
 IDLE_SWAPS = 0.1
 """A turn ends early when its model was not asked for this share of what swaps take."""
-LEAST_SWAPS = 1.0
-"""A turn that a deadline ends early lasts as long as the swaps for it: they take half of the time."""
 TURN_SWAPS = 4.0
 """A turn lasts this many times as long as the swaps for it: they take a fifth of the time."""
 MIN_TURN_S = 1.0
-DUE_MARGIN_S = 1.0
-"""A request must start this long before its deadline to have an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +57,6 @@ class PoolDemand:
     Attributes:
         num_waiting: requests that no worker computes.
         waited_s: how long some have waited without a break since this worker left.
-        due_s: time until the first of their deadlines.
         num_rows: requests that workers compute.
         num_workers: workers that serve the model now.
         swap_s: how long it takes to wake the model.
@@ -72,7 +66,6 @@ class PoolDemand:
     pool: str
     num_waiting: int = 0
     waited_s: float = 0.0
-    due_s: float = math.inf
     num_rows: int = 0
     num_workers: int = 0
     swap_s: float = 0.0
@@ -94,12 +87,10 @@ class ModelTurn:
 
 
 def choose(turn: ModelTurn, others: Sequence[PoolDemand]) -> str | None:
-    """The pool to serve next, or None: the turn goes on."""
+    """The pool to serve next, the one that has waited longest, or None: the turn goes on."""
     asked = [other for other in others if wants_worker(turn, other)]
-    if not asked:
-        return None
-    first = min(asked, key=lambda other: urgency(turn, other, len(others)))
-    return first.pool if turn.lasted_s >= turn_s(turn, first) else None
+    first = max(asked, key=lambda other: other.waited_s, default=None)
+    return first.pool if first and turn.lasted_s >= turn_s(turn, first) else None
 
 
 def choose_first(pools: Sequence[PoolDemand]) -> str | None:
@@ -119,12 +110,7 @@ def wants_worker(turn: ModelTurn, other: PoolDemand) -> bool:
 
 def turn_s(turn: ModelTurn, other: PoolDemand) -> float:
     """How long the turn lasts if another model is next."""
-    if is_idle(turn, other):
-        return 0.0
-    whole_s = whole_turn_s(turn, other)
-    if is_due(other, whole_s - turn.lasted_s):
-        return max(MIN_TURN_S, LEAST_SWAPS * (turn.own.swap_s + other.swap_s))
-    return whole_s
+    return 0.0 if is_idle(turn, other) else max(MIN_TURN_S, TURN_SWAPS * (turn.own.swap_s + other.swap_s))
 
 
 def is_idle(turn: ModelTurn, other: PoolDemand) -> bool:
@@ -133,26 +119,6 @@ def is_idle(turn: ModelTurn, other: PoolDemand) -> bool:
     """
     is_busy = turn.own.num_rows or turn.own.num_waiting
     return turn.idle_s >= IDLE_SWAPS * (turn.own.swap_s + other.swap_s) and not is_busy
-
-
-def whole_turn_s(turn: ModelTurn, other: PoolDemand) -> float:
-    """How long the turn lasts if nothing ends it early."""
-    return max(MIN_TURN_S, TURN_SWAPS * (turn.own.swap_s + other.swap_s))
-
-
-def is_due(other: PoolDemand, wait_s: float) -> bool:
-    """Whether a deadline of another model passes if it waits so long, and does not if it is next now."""
-    start_s = other.swap_s + DUE_MARGIN_S
-    return start_s < other.due_s < start_s + wait_s
-
-
-def urgency(turn: ModelTurn, other: PoolDemand, num_others: int) -> tuple[bool, bool, float]:
-    """Sorts models: those that have waited for longer than a turn of each other one takes come first, then
-    those whose deadline would pass, then those that have waited longest.
-    """
-    whole_s = whole_turn_s(turn, other)
-    is_starved = other.waited_s > num_others * (whole_s + other.swap_s)
-    return not is_starved, not is_due(other, whole_s), -other.waited_s
 
 
 log = logging.getLogger(__name__)
@@ -223,7 +189,7 @@ def capacity(
 
 CLAIM_SPARE_S = 5.0
 """A claim lasts this much longer than twice the swap."""
-COUNTS = ["waiting", "oldest_ms", "due_ms", "rows", "workers"]
+COUNTS = ["waiting", "oldest_ms", "rows", "workers"]
 """Fields of a pool's state that say what it is asked for."""
 TOLD_MS = 1500
 """Time in which a batcher has said that its pool has a worker."""
@@ -312,7 +278,6 @@ class ServedModel:
             self.pool,
             num_waiting=num_waiting,
             waited_s=0.0 if self.asked_s is None else now_s - self.asked_s,
-            due_s=counts.get("due_ms", 0) / 1000 if num_waiting else math.inf,
             num_rows=counts.get("rows", 0),
             num_workers=counts.get("workers", 0),
             swap_s=self.swap_s,

@@ -8,8 +8,7 @@ import torch
 
 from common import model_files
 from common.settings.settings import SettingError
-from gpu_worker.engine.cuda.compile import layers_of
-from gpu_worker.engine.cuda.graphs import PLAIN, CudaGraphs, graph_sizes
+from gpu_worker.engine.cuda.graphs import PLAIN, CudaGraphs, graph_sizes, layers_of
 from gpu_worker.engine.cuda.linear import FusedLinearSlice
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model.warmup import max_captured_tokens

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpu_worker.engine.model import warmup
-from gpu_worker.engine.model.kv_budget import measure_peak
+from gpu_worker.engine.model.warmup import measure_peak
 from tests.support.engine import multi_rank_engine, tiny_models
 from tests.support.engine.multi_rank_engine import Led
 from tests.support.engine.on_cuda import (

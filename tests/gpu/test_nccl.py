@@ -17,7 +17,7 @@ from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import passes
 from gpu_worker.engine.parallel.communicator import Communicator, join_process_group
 from gpu_worker.engine.parallel.rendezvous import connect_ranks
-from gpu_worker.engine.parallel.shards import TpPlan, make_tp_plan
+from gpu_worker.engine.parallel.stages import TpPlan, make_tp_plan
 from gpu_worker.engine.parallel.tensor_parallel import connect_shards
 from tests.support.engine import tiny_models
 from tests.support.engine.on_cuda import (  # noqa: F401

@@ -67,7 +67,7 @@ def engine(device: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Engine
 
 def compile_on(device: str) -> Callable[..., int]:
     """On CPU nothing is gained by compiling: the order of what is launched is the same."""
-    from gpu_worker.engine.cuda.compile import compile_layers
+    from gpu_worker.engine.cuda.graphs import compile_layers
 
     return compile_layers if device == "cuda" else lambda *arguments: 0
 

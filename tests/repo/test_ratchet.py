@@ -14,11 +14,11 @@ from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
     "api": (14_091, 27_309),
-    "batcher": (2_846, 4_900),
-    "gpu_worker": (11_784, 22_378),
+    "batcher": (2_846, 4_898),
+    "gpu_worker": (11_505, 22_022),
     "common": (3_827, 7_623),
     "deploy": (2_511, 4_414),
-    "tests": (33_601, 58_430),
+    "tests": (33_550, 58_353),
     "benchmarks": (2_202, 3_748),
 }
 MOST_WORDS_OF_DOCS = 21_948

@@ -10,14 +10,13 @@ All ranks obey the same commands and launch the same steps, so their slots are t
 
 import logging
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.adapters import AdapterFault
 from common.settings.settings import Settings
 from gpu_worker.engine.adapters.layers import AdapterLayers
-from gpu_worker.engine.adapters.weights import Packed, Stamp, read_adapter, stamp_of
+from gpu_worker.engine.adapters.weights import Packed, read_adapter, stamp_of
 from gpu_worker.engine.batch.adapters import Adapter
 from gpu_worker.engine.batch.row import RowSlice, StepPart
 from gpu_worker.engine.parallel.communicator import Communicator
@@ -29,20 +28,11 @@ KEPT_OF_EACH_SLOT = 4
 """The default of MAX_CPU_LORAS: so many times MAX_LORAS."""
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where an adapter was read, and as of when."""
-
-    folder: Path
-    stamp: Stamp
-
-
 class AdapterCache(StepPart):
     """The adapters of an engine.
 
     Attributes:
         known: by name; rows that start may have these.
-        sources: of known adapters, and of those that rows still have.
         host: weights in memory of the host, least recently used first.
         used: adapters on the device, least recently used first.
     """
@@ -55,7 +45,6 @@ class AdapterCache(StepPart):
         self.num_kept = (settings.max_cpu_loras or KEPT_OF_EACH_SLOT * self.num_slots) if layers else 0
         self.communicator = communicator
         self.known: dict[str, Adapter] = {}
-        self.sources: dict[Adapter, Source] = {}
         self.host: dict[Adapter, Packed] = {}
         self.used: dict[Adapter, None] = {}
 
@@ -71,42 +60,40 @@ class AdapterCache(StepPart):
 
     def load(self, name: str, folder: Path) -> AdapterAnswer:
         """Load an adapter on all ranks, or on none."""
-        found, cause = self.read_on_all_ranks(folder)
-        if found is None:
+        adapter = Adapter(name, str(folder))
+        weights, cause = self.read_on_all_ranks(adapter)
+        if weights is None:
             log.warning("adapter %s is refused: %s", name, cause)
             return AdapterAnswer(name, cause)
-        weights, source = found
-        adapter = Adapter(name)
-        self.known[name], self.sources[adapter] = adapter, source
+        self.known[name] = adapter
         self.keep(adapter, weights)
         log.info("adapter %s is loaded", name)
         return AdapterAnswer(name)
 
-    def read_on_all_ranks(
-        self, folder: Path, known: Source | None = None
-    ) -> tuple[tuple[Packed, Source] | None, str]:
+    def read_on_all_ranks(self, adapter: Adapter) -> tuple[Packed | None, str]:
         """What this rank has of an adapter, if all can read theirs; else None, and the first cause."""
-        found, cause = None, ""
+        weights, cause = None, ""
         try:
-            found = self.read(folder, known)
+            weights = self.read(adapter)
         except AdapterFault as fault:
             cause = str(fault)
         except Exception as error:  # whatever is in the files of others, the worker goes on
-            log.warning("adapter %s", folder, exc_info=True)
+            log.warning("adapter %s", adapter.folder, exc_info=True)
             cause = f"it cannot be read: {error!r}"
         cause = next(filter(None, self.communicator.exchange(cause)), "")
-        return (None if cause else found), cause
+        return (None if cause else weights), cause
 
-    def read(self, folder: Path, known: Source | None) -> tuple[Packed, Source]:
-        """Raises AdapterFault, also if what is there is not what is `known`."""
-        layers = self.layers
-        if layers is None:
+    def read(self, adapter: Adapter) -> Packed:
+        """Raises AdapterFault, also if an adapter that was read before has other files than then."""
+        if self.layers is None:
             raise AdapterFault("this worker takes no adapters (ENABLE_LORA)")
+        folder = Path(adapter.folder)
         try:
-            source = Source(folder, stamp_of(folder))
-            if known and source != known:
+            stamp = stamp_of(folder)
+            if adapter.stamp not in ((), stamp):
                 raise AdapterFault(f"{folder} has changed since it was loaded")
-            return read_adapter(folder, layers), source
+            adapter.stamp = stamp
+            return read_adapter(folder, self.layers)
         except OSError as error:
             raise AdapterFault(f"{folder} cannot be read: {error.strerror}") from error
         except MemoryError as error:
@@ -121,55 +108,40 @@ class AdapterCache(StepPart):
 
     def forget_all_but(self, needed: Collection[Adapter]) -> None:
         """Forget adapters that no row can have any more."""
-        for adapter in [adapter for adapter in self.sources if adapter not in needed]:
-            del self.sources[adapter]
+        for adapter in {*self.host, *self.used} - {*needed}:
             self.host.pop(adapter, None)
             self.used.pop(adapter, None)
             adapter.slot = -1
 
     def prepare(self, rows: Any, slices: Sequence[RowSlice]) -> Sequence[RowSlice]:
         """Put the adapters of the step on the device; without those that cannot be read any more."""
-        lost = self.bring(part.row.adapter for part in slices if part.row.adapter)
+        asked = dict.fromkeys(part.row.adapter for part in slices if part.row.adapter)
+        lost = {adapter for adapter in asked if not self.bring(adapter, asked)}
         return [part for part in slices if part.row.adapter not in lost]
 
-    def bring(self, wanted: Iterable[Adapter]) -> set[Adapter]:
-        """Put the adapters of the next step on the device → those whose weights cannot be read any more."""
-        asked = dict.fromkeys(wanted)
-        lost = set()
-        for adapter in asked:
-            if adapter.slot < 0 and not self.place(adapter, asked):
-                lost.add(adapter)
-                continue
-            self.used.pop(adapter, None)
-            self.used[adapter] = None
-        return lost
-
-    def place(self, adapter: Adapter, needed: Collection[Adapter]) -> bool:
-        """Put an adapter into a free slot, or into that of one that the step does not need → whether its
-        weights can be read.
+    def bring(self, adapter: Adapter, needed: Collection[Adapter]) -> bool:
+        """Put an adapter into a slot, unless it has one: a free one, or that of an adapter that the step does
+        not need → whether its weights can be read.
         """
-        weights = self.host.get(adapter) or self.read_again(adapter)
-        if weights is None:
-            return False
-        self.keep(adapter, weights)
-        if len(self.used) < self.num_slots:
-            slot = min({*range(self.num_slots)} - {other.slot for other in self.used})
-        else:
-            oldest = next(other for other in self.used if other not in needed)
-            slot, oldest.slot = oldest.slot, -1
-            del self.used[oldest]
-        assert self.layers
-        self.layers.place(slot, weights)
-        adapter.slot = slot
+        if adapter.slot < 0:
+            weights = self.host.get(adapter)
+            if weights is None:  # all ranks read it again, or none does
+                weights, cause = self.read_on_all_ranks(adapter)
+                if weights is None:
+                    log.error("adapter %s cannot be read again: %s", adapter.name, cause)
+                    return False
+            self.keep(adapter, weights)
+            self.place(adapter, weights, needed)
+        self.used.pop(adapter, None)
         self.used[adapter] = None
         return True
 
-    def read_again(self, adapter: Adapter) -> Packed | None:
-        """Read an adapter whose weights are not in memory any more; None if a rank cannot, or finds other
-        files than before.
-        """
-        known = self.sources[adapter]
-        found, cause = self.read_on_all_ranks(known.folder, known)
-        if found is None:
-            log.error("adapter %s cannot be read again: %s", adapter.name, cause)
-        return found and found[0]
+    def place(self, adapter: Adapter, weights: Packed, needed: Collection[Adapter]) -> None:
+        if len(self.used) < self.num_slots:
+            adapter.slot = min({*range(self.num_slots)} - {other.slot for other in self.used})
+        else:
+            oldest = next(other for other in self.used if other not in needed)
+            adapter.slot, oldest.slot = oldest.slot, -1
+            del self.used[oldest]
+        assert self.layers
+        self.layers.place(adapter.slot, weights)

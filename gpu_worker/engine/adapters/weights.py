@@ -1,16 +1,148 @@
-"""The weights of a LoRA adapter: reads `adapter_model.safetensors`, checked against the model's layers."""
+"""The layers of a model that a LoRA adapter can change, and this rank's part of each; and the weights of an
+adapter, read from `adapter_model.safetensors` and checked against these layers.
+"""
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from common.adapters import AdapterConfig, AdapterFault, read_adapter_config
-from gpu_worker.engine.adapters.targets import LoraTarget, is_elsewhere, names_of
-from gpu_worker.engine.parallel.shards import mixer_prefixes
+from gpu_worker.engine.parallel.stages import (
+    Interval,
+    RemoteEmbedding,
+    RemoteLayer,
+    TensorShards,
+    intervals_of,
+    mixer_prefixes,
+)
+from gpu_worker.protocol import refuse
+
+NAMES_IN_LARGER = (
+    (re.compile(r"^language_model\.(model|lm_head)\b"), r"\1"),
+    (re.compile(r"^model\.language_model\."), "model."),
+)
+"""Names of layers in models that see images, too → those in the model for text."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraTarget:
+    """A layer that an adapter can change.
+
+    Attributes:
+        inputs, outputs: features of the whole layer; the inputs of an embedding are its ids.
+        own_inputs, own_outputs: intervals that this rank has; None: all.
+        is_embedding: it takes ids.
+        is_head: its inputs are the tokens whose logits are needed.
+    """
+
+    name: str
+    module: Any
+    inputs: int
+    outputs: int
+    own_inputs: Sequence[Interval] | None = None
+    own_outputs: Sequence[Interval] | None = None
+    is_embedding: bool = False
+    is_head: bool = False
+
+    @property
+    def scale(self) -> float:
+        """What the layer multiplies its outputs with, as Gemma's embedding does."""
+        return float(getattr(self.module, "embed_scale", 1.0)) if self.is_embedding else 1.0
+
+    @property
+    def own_size(self) -> tuple[int, int]:
+        """Inputs and outputs that this rank has."""
+        sizes = ((self.inputs, self.own_inputs), (self.outputs, self.own_outputs))
+        inputs, outputs = (
+            size if own is None else sum(end - begin for begin, end in own) for size, own in sizes
+        )
+        return inputs, outputs
+
+    def part(self, down: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's part of `down` [rank, inputs] and `up` [outputs, rank], of any dtype."""
+        if self.own_inputs is not None:
+            down = torch.cat([down[:, begin:end] for begin, end in self.own_inputs], 1)
+        if self.own_outputs is not None:
+            up = torch.cat([up[begin:end] for begin, end in self.own_outputs])
+        return down, up
+
+
+def find_targets(model: Any, shards: Mapping[str, TensorShards], rank: int) -> dict[str, LoraTarget]:
+    """The targets in this rank's part of a model, by name. `shards`: how parameters [...] of any dtype are
+    split between ranks.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    names = {module: name for name, module in model.named_modules()}
+    mixers = mixer_prefixes(model)  # they are called with parts of a step
+    # attention over latents multiplies with a layer's weights without a call of it
+    absorbed = {f"{name}.kv_b_proj" for name, module in model.named_modules() if hasattr(module, "expand_kv")}
+    return {
+        name: make_target(name, module, size, shards.get(f"{name}.weight"), rank, embedding, head)
+        for module, name in names.items()
+        if (size := size_of(module, embedding))
+        and name not in absorbed
+        and ".experts." not in name
+        and not name.startswith(mixers)
+    }
+
+
+def size_of(module: Any, embedding: Any) -> tuple[int, int] | None:
+    """Inputs and outputs of a layer; None for a module that is none."""
+    if module is embedding and isinstance(module, nn.Embedding):
+        return module.num_embeddings, module.embedding_dim
+    if type(module).__name__ == "Conv1D":  # of transformers: GPT-2's linear layers
+        return int(module.nx), int(module.nf)
+    sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    return sizes if all(isinstance(size, int) for size in sizes) else None  # type: ignore[return-value]
+
+
+def make_target(
+    name: str,
+    module: Any,
+    size: tuple[int, int],
+    shards: TensorShards | None,
+    rank: int,
+    embedding: Any,
+    head: Any,
+) -> LoraTarget:
+    """A target whose part of this rank has these inputs and outputs; `shards`: how its weights [outputs,
+    inputs] of any dtype are split.
+    """
+    is_embedding, is_head = module is embedding, module is head
+    if shards is None:
+        return LoraTarget(name, module, *size, is_embedding=is_embedding, is_head=is_head)
+    whole = shards.packed * shards.intervals[-1][1]
+    own = intervals_of(shards, whole, rank)
+    if (shards.dim == 1) != is_embedding:  # the weights of an embedding are [ids, features]
+        return LoraTarget(name, module, whole, size[1], own, None, is_embedding, is_head)
+    return LoraTarget(name, module, size[0], whole, None, own, is_embedding, is_head)
+
+
+def names_of(layer: str) -> Iterator[str]:
+    """The names that an adapter's layer may have in the model."""
+    yield layer
+    for pattern, name in NAMES_IN_LARGER:
+        if (other := pattern.sub(name, layer)) != layer:
+            yield other
+
+
+def is_elsewhere(model: Any, layer: str) -> bool:
+    """Whether another stage has the layer."""
+    module = model
+    for part in layer.split("."):
+        if isinstance(module, RemoteLayer | RemoteEmbedding):
+            return True
+        module = getattr(module, part, None)
+        if module is None:
+            return False
+    return isinstance(module, RemoteLayer | RemoteEmbedding | nn.Identity)
+
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -20,8 +152,6 @@ FROZEN = ".base_layer.weight"
 """PEFT saves the base model's embedding and head, too, where an adapter has matrices for them."""
 MAX_NAMED = 3
 """Layers that an error names."""
-Stamp = tuple[int, int, int]
-"""What changes with a file: its inode, size and time of the last change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +181,8 @@ Packed = Mapping[str, LowRankPair]
 """The weights of an adapter in memory of the host, as the device takes them, by the names of targets."""
 
 
-def stamp_of(folder: Path) -> Stamp:
-    """Raises OSError."""
+def stamp_of(folder: Path) -> tuple[int, ...]:
+    """What changes with its weights: inode, size and time of the last change. Raises OSError."""
     found = (folder / WEIGHTS_FILE).stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
 
@@ -92,12 +222,14 @@ def layers_of(keys: list[str]) -> dict[str, tuple[str, str]]:
     ]
     downs, ups = halves
     known = {*downs.values(), *ups.values()}
-    if others := sorted(key for key in keys if key not in known and not key.endswith(FROZEN)):
-        raise AdapterFault(f"it has {listed(others)}, which is not served; only matrices A and B are")
-    if alone := sorted(downs.keys() ^ ups.keys()):
-        raise AdapterFault(f"it has one of two matrices only for {listed(alone)}")
-    if not downs:
-        raise AdapterFault("it has no matrices")
+    others = sorted(key for key in keys if key not in known and not key.endswith(FROZEN))
+    alone = sorted(downs.keys() ^ ups.keys())
+    refuse(
+        AdapterFault,
+        (others, f"it has {listed(others)}, which is not served; only matrices A and B are"),
+        (alone, f"it has one of two matrices only for {listed(alone)}"),
+        (not downs, "it has no matrices"),
+    )
     return {layer: (downs[layer], ups[layer]) for layer in sorted(downs)}
 
 
@@ -129,14 +261,14 @@ def make_pair(
     """A layer's matrices, A [rank, inputs] and B [outputs, rank] of any float dtype. Raises AdapterFault."""
     if down.dim() != 2 or up.dim() != 2 or not (down.is_floating_point() and up.is_floating_point()):
         raise AdapterFault(f"the matrices of {layer} are no matrices of floats")
-    rank = len(down)
-    if up.shape[1] != rank:
-        raise AdapterFault(f"the matrices of {layer} are {list(down.shape)} and {list(up.shape)}")
-    if rank > max_rank:
-        raise AdapterFault(f"the rank of {layer} is {rank}, more than MAX_LORA_RANK ({max_rank})")
-    if target and (down.shape[1], len(up)) != (target.inputs, target.outputs):
-        found, own = f"{down.shape[1]} → {len(up)}", f"{target.inputs} → {target.outputs}"
-        raise AdapterFault(f"the matrices of {layer} are for {found} features, and the model has {own}")
+    rank, found = len(down), f"{down.shape[1]} → {len(up)}"
+    own = f"{target.inputs} → {target.outputs}" if target else found
+    refuse(
+        AdapterFault,
+        (up.shape[1] != rank, f"the matrices of {layer} are {list(down.shape)} and {list(up.shape)}"),
+        (rank > max_rank, f"the rank of {layer} is {rank}, more than MAX_LORA_RANK ({max_rank})"),
+        (own != found, f"the matrices of {layer} are for {found} features, and the model has {own}"),
+    )
     return LowRankPair(down.float(), up.float() * config.scaling(layer, rank))
 
 

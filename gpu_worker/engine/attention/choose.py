@@ -34,7 +34,7 @@ from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
 from gpu_worker.engine.attention.flashinfer_support import unsupported_because
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.cpu import native
-from gpu_worker.protocol import UnservableModel
+from gpu_worker.protocol import UnservableModel, refuse
 
 log = logging.getLogger(__name__)
 
@@ -168,24 +168,26 @@ def check_probe(
     first token was poisoned. Raises UnservableModel.
     """
     attending = attending_layers(model.config.get_text_config(), part)
-    if len(layers) != len(attending):
-        raise UnservableModel(
-            f"{len(layers)} of its {len(attending)} layers have attention that can be paged"
-        )
-    if any("get_seq_length" in inspect.unwrap(type(module).forward).__code__.co_names for module in layers):
-        raise UnservableModel("its attention counts tokens by a cache of its own")
+    counts = ["get_seq_length" in inspect.unwrap(type(one).forward).__code__.co_names for one in layers]
     windows = cached_windows(model.config)
-    for layer, window in zip(
-        layers.values(), [windows[i] for i in attending if i < len(windows)], strict=False
-    ):
-        if layer.spec.sees == PAST and window not in (None, layer.spec.window):
-            raise UnservableModel(
-                f"its cache has a window of {window} tokens and its mask {layer.spec.window or 'none'}"
-            )
-    if part.start and logits[0].isnan().any(-1).all():
-        raise UnservableModel(f"its layers take more than hidden states {ACROSS_STAGES}")
-    if logits[0].isnan().any(-1).tolist() != [True] + [False] * (PROBE_TOKENS - 1):
-        raise UnservableModel("its tokens see each other by other ways than attention")
+    others = [
+        f"its cache has a window of {window} tokens and its mask {layer.spec.window or 'none'}"
+        for layer, window in zip(
+            layers.values(), [windows[i] for i in attending if i < len(windows)], strict=False
+        )
+        if layer.spec.sees == PAST and window not in (None, layer.spec.window)
+    ]
+    poisoned = logits[0].isnan().any(-1).tolist()
+    alone = [True] + [False] * (PROBE_TOKENS - 1)
+    paged = f"{len(layers)} of its {len(attending)} layers have attention that can be paged"
+    refuse(
+        UnservableModel,
+        (len(layers) != len(attending), paged),
+        (any(counts), "its attention counts tokens by a cache of its own"),
+        (others, "".join(others[:1])),
+        (part.start and all(poisoned), f"its layers take more than hidden states {ACROSS_STAGES}"),
+        (poisoned != alone, "its tokens see each other by other ways than attention"),
+    )
 
 
 def attending_layers(config: Any, part: slice) -> list[int]:

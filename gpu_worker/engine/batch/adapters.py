@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,10 +17,14 @@ class Adapter:
     """A LoRA adapter that rows may have.
 
     Attributes:
+        folder: where it was read.
+        stamp: what its files were then (adapters/weights.py).
         slot: where its weights lie on the device; -1: nowhere.
     """
 
     name: str
+    folder: str = ""
+    stamp: tuple[int, ...] = ()
     slot: int = -1
 
 
@@ -79,11 +83,11 @@ class AdaptedTokens:
         return cls(slots, order, list(groups))
 
 
-@dataclass(frozen=True, slots=True)
-class AdaptedStep:
+class AdaptedStep(NamedTuple):
     """A step in which some tokens have an adapter.
 
     Attributes:
+        tokens: all.
         kept: the tokens whose logits are needed.
     """
 

@@ -1,4 +1,8 @@
-"""CUDA graphs of steps with few tokens: the host launches a step at once, not operation by operation, which
+"""Compiled layers, and captured steps.
+
+torch compiles decoder layers, each by itself: one compilation serves all layers that are alike.
+
+CUDA graphs of steps with few tokens: the host launches a step at once, not operation by operation, which
 would take it about a millisecond a layer. A token of a prompt is computed there as a row that decodes.
 
 With DETERMINISTIC one graph of a fixed shape computes all steps. What a product, a norm or attention makes
@@ -7,16 +11,22 @@ token's bits are the same in any batch, chunk or resume. XQA splits rows by thei
 width of the table, all fixed by the graph.
 """
 
-from collections.abc import Callable, Sequence
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain, repeat
 from operator import is_
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
+from common.process.machine import make_cache_folder
 from gpu_worker.engine.batch.adapters import NO_TOKENS
 from gpu_worker.engine.batch.inputs import (
     adapted_step,
@@ -263,3 +273,71 @@ def run_without_sync(run: Callable[[], None]) -> None:
         raise CaptureError(next(iter(str(error).splitlines()), type(error).__name__)) from error
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+log = logging.getLogger(__name__)
+
+UNCOMPILABLE = (
+    torch._dynamo.exc.TorchDynamoException,
+    torch._dynamo.exc.FailOnRecompileLimitHit,
+    torch._inductor.exc.InductorError,
+    OSError,
+)
+"""Errors of torch's compiler where it cannot compile a model, or the machine lacks what it needs."""
+MAX_COMPILATIONS = 64
+"""Of one piece of code. A model that needs more runs uncompiled as a whole, with a warning: by itself torch
+would silently leave the layers beyond its limit uncompiled.
+"""
+
+
+def compile_layers(model: nn.Module, attentions: Iterable[nn.Module], try_out: Callable[[], object]) -> int:
+    """Compile the layers → how many. `try_out` runs steps of all kinds of shapes. If it cannot be done, all
+    layers run as they are, which is slower.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled_folder()))
+    torch._dynamo.config.recompile_limit = MAX_COMPILATIONS
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    layers = layers_of(model, attentions)
+    for layer in layers:
+        layer.compile(dynamic=True)
+    try:
+        try_out()
+    except UNCOMPILABLE as error:
+        log.warning(
+            "its layers are not compiled, steps are slower: %s",
+            next(iter(str(error).splitlines()), type(error).__name__),
+        )
+        for layer in layers:
+            layer._compiled_call_impl = None
+        return 0
+    return len(layers)
+
+
+def compiled_folder() -> Path:
+    """The folder where torch keeps what it compiles. By itself torch would run what it finds in a folder in
+    /tmp whose name anybody can guess.
+    """
+    try:
+        return make_cache_folder("inductor")
+    except OSError:  # there is no home to write to
+        return Path(tempfile.mkdtemp(prefix="tokenfleet-inductor-"))
+
+
+def stop_compiling() -> None:
+    """From now on run uncompiled what is not compiled yet: rows do not wait for a compiler."""
+    log.info("compiled code: %d pieces", torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    torch.compiler.set_stance("eager_on_recompile")
+
+
+def layers_of(model: nn.Module, attentions: Iterable[nn.Module]) -> list[Any]:
+    """The numbered modules that contain the attention modules: `model.layers.3` for
+    `model.layers.3.self_attn`.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    found: dict[str, None] = {}
+    for attention in attentions:
+        parts = names[attention].split(".")
+        number = next((place for place, part in enumerate(parts) if part.isdigit()), None)
+        if number is not None:
+            found[".".join(parts[: number + 1])] = None
+    return [model.get_submodule(name) for name in found]

@@ -27,31 +27,27 @@ from common.settings.speculation import (
 from gpu_worker.engine.attention.backend import Geometry
 from gpu_worker.engine.attention.choose import choose_backend
 from gpu_worker.engine.cpu.packed_linear import pack_linears
-from gpu_worker.engine.drafting.drafter import Drafter, ModelDrafter
-from gpu_worker.engine.drafting.heads import (
+from gpu_worker.engine.drafting.drafters import (
+    Drafter,
     Eagle3Head,
     EagleDrafter,
     HeadDrafter,
     MedusaHeads,
     MlpSpeculatorHeads,
+    ModelDrafter,
     names_of,
     read_eagle_config,
     recorded_layers,
 )
-from gpu_worker.engine.drafting.proposers import ProposalCosts
-from gpu_worker.engine.model.config import read_config
 from gpu_worker.engine.model.families import register_family
 from gpu_worker.engine.model.load import assemble, attach_empty, name_of, read_model, try_to_fuse
-from gpu_worker.engine.model.model import Draft, LoadedModel
-from gpu_worker.engine.model.passes import LoadContext
+from gpu_worker.engine.model.model import Draft, LoadContext, LoadedModel
 from gpu_worker.engine.model.quantized_linears import check_fp8
 from gpu_worker.engine.model.warmup import max_decoded_tokens, max_step_tokens
-from gpu_worker.engine.model.weights import check_files
+from gpu_worker.engine.model.weights import check_files, read_config
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
-from gpu_worker.engine.parallel.stages import WHOLE
 from gpu_worker.engine.quantization.checkpoint import file_slices
 from gpu_worker.engine.sampling.grammar import Matchers
-from gpu_worker.engine.states.model_states import ModelStates
 from gpu_worker.protocol import UnservableModel, first_cause
 
 OF_THE_TARGET = ("quantize", "rope_scaling", "rope_factor", "speculative_config")
@@ -168,25 +164,14 @@ def check_vocabulary(path: Path, target: LoadedModel) -> None:
     """Raises UnservableModel unless a token of one model is the same token in the other. Where only one has a
     tokenizer, their sizes are compared.
     """
-    own, other = read_vocabulary(path), read_vocabulary(target.tokenizer)
-    if own and other and own != other:
-        different = sorted({*own.items()} ^ {*other.items()}, key=lambda item: (item[1], item[0]))[0]
-        token = f"token {different[1]} is {different[0]!r} in one of both only"
-        raise UnservableModel(f"its vocabulary is another: {token}")
+    folders = [folder for folder in (path, target.tokenizer) if (folder / TOKENIZER_FILE).exists()]
+    vocabularies = [own for one in folders if (own := model_files.read_tokenizer(one).get_vocab())]
     config = read_json(path / CONFIG_FILE)
     size = int((config.get("text_config") or config).get("vocab_size") or 0)
-    if not (own and other) and size != target.vocab_size:
+    if len(vocabularies) == 2 and vocabularies[0] != vocabularies[1]:
+        raise UnservableModel("its tokenizer has other tokens than the model's")
+    if len(vocabularies) < 2 and size != target.vocab_size:
         raise UnservableModel(f"its vocabulary has {size} tokens, and {target.vocab_size} are needed")
-
-
-def read_vocabulary(path: Path) -> dict[str, int]:
-    """The tokens of a tokenizer.json → their ids; empty where there is none."""
-    values = read_json(path / TOKENIZER_FILE) if (path / TOKENIZER_FILE).exists() else {}
-    tokens = (values.get("model") or {}).get("vocab") or {}
-    if isinstance(tokens, list):  # Unigram: (token, score), in the order of ids
-        tokens = {token: number for number, (token, _) in enumerate(tokens)}
-    added = {token["content"]: token["id"] for token in values.get("added_tokens") or ()}
-    return {**tokens, **added} if tokens else {}
 
 
 HEADS: Mapping[str, Any] = {MEDUSA: MedusaHeads, MLP_SPECULATOR: MlpSpeculatorHeads}
@@ -247,19 +232,15 @@ def load_eagle(
     max_rows = max_decoded_tokens(settings.max_batch_size)
     backend = choose_backend(geometry, device, max_rows, -(-context // geometry.block_size))
     cached = LoadedModel(
+        *(path, config, dtype, device, settings, SINGLE_RANK),
         tokenizer=target.tokenizer,
         model=layer,
         attentions=[layer.self_attn],
         geometry=backend.geometry,
-        device=device,
         backend=backend,
-        ropes=[],
         context=context,
         eos_ids=[],
         vocab_size=size,
-        recompute_length=None,
-        stage=WHOLE,
-        states=ModelStates(device),
     )
     attach_empty(cached, SINGLE_RANK)
     recorded = [layers_of(target.model)[number] for number in numbers]
@@ -310,9 +291,7 @@ def read_parameters(heads: Any, slices: Mapping[str, Any], shared: Sequence[str]
         parameters[own].data.copy_(tensor)
 
 
-def make_drafter(
-    loaded: LoadedModel, matchers: Matchers, costs: ProposalCosts, communicator: Communicator
-) -> Drafter | None:
+def make_drafter(loaded: LoadedModel, matchers: Matchers, communicator: Communicator) -> Drafter | None:
     """None if no model proposes tokens."""
     draft = loaded.draft
     if draft is None:
@@ -322,4 +301,4 @@ def make_drafter(
         kind = Drafter
     elif draft.cached:
         kind = EagleDrafter if draft.recorded else ModelDrafter
-    return kind(draft, loaded, matchers, costs, communicator)
+    return kind(draft, loaded, matchers, communicator)

@@ -70,8 +70,6 @@ class Acceptance:
         pause: tokens until the next proposal.
         next_pause: the length of the next pause.
         budget: that of all rows together.
-        gate: that of all rows together, if it judges rows that have not proposed much, and pauses all of
-            them.
     """
 
     checked: list[float] = field(default_factory=list)
@@ -80,21 +78,15 @@ class Acceptance:
     pause: int = 0
     next_pause: int = FIRST_PAUSE
     budget: TrialBudget = field(default_factory=TrialBudget)
-    gate: "Acceptance | None" = None
 
     @property
     def is_paused(self) -> bool:
-        paused = self.pause or (self.gate and self.gate.pause)
-        return bool(paused or (self.is_on_trial and not self.budget.is_open))
+        return self.pause > 0 or (self.is_on_trial and not self.budget.is_open)
 
     @property
     def is_on_trial(self) -> bool:
         """Whether too little was proposed to judge."""
-        return self.judge.proposed < TRIAL_PROPOSALS
-
-    @property
-    def judge(self) -> "Acceptance":
-        return self.gate if self.gate and self.proposed < TRIAL_PROPOSALS else self
+        return self.proposed < TRIAL_PROPOSALS
 
     def num_worth(self, most: int, cost: float = PROPOSAL_COST) -> int:
         """How many proposals bring most tokens for their time: at most `most`, each at `cost`; 0 during a
@@ -102,9 +94,9 @@ class Acceptance:
         """
         if not most or cost >= 1 or self.is_paused:  # at such a cost none pays, even if all are right
             return 0
-        count = most if self.is_on_trial else self.judge.best(most, cost)
+        count = most if self.is_on_trial else self.best(most, cost)
         if not count:
-            self.judge.give_up()
+            self.give_up()
         return count
 
     def best(self, most: int, cost: float) -> int:
@@ -127,15 +119,13 @@ class Acceptance:
     def learn(self, num_tokens: int, num_proposed: int, cost: float = PROPOSAL_COST) -> None:
         """Take what a step brought: its own token and, of `num_proposed`, those that were right."""
         self.budget.count(num_tokens, num_proposed, cost)
-        for one in (self, *([self.gate] if self.gate else [])):
-            one.pause = max(0, one.pause - num_tokens)
-            if num_proposed:
-                one.count(num_tokens - 1, num_proposed)
-        if not num_proposed or self.proposed < TRIAL_PROPOSALS:
+        self.pause = max(0, self.pause - num_tokens)
+        if num_proposed:
+            self.count(num_tokens - 1, num_proposed)
+        if not num_proposed or self.is_on_trial:
             return
         if self.best(num_proposed, cost):
-            for one in filter(None, (self, self.gate)):
-                one.next_pause = FIRST_PAUSE
+            self.next_pause = FIRST_PAUSE
         else:
             self.give_up()
 
@@ -193,10 +183,8 @@ class ProposalCosts:
 
     def set(self, step_ms: float, token_ms: float, draft_ms: float, draft_token_ms: float) -> None:
         """Take times that were measured."""
-        self.step_ms = step_ms
-        self.token_ms = token_ms
-        self.draft_ms = draft_ms
-        self.draft_token_ms = draft_token_ms
+        self.step_ms, self.token_ms = step_ms, token_ms
+        self.draft_ms, self.draft_token_ms = draft_ms, draft_token_ms
 
 
 def measure_steps(measure_ms: Callable[[int], float]) -> tuple[float, float]:
@@ -503,16 +491,21 @@ ProposerFactory = Callable[[Int32, GrammarMask | None], Proposer | None]
 """(ids of a row so far, its grammar) → its proposer."""
 
 
-def guessing_factory(speculation: Speculation, costs: ProposalCosts | None = None) -> ProposerFactory:
-    """What makes the proposers of rows for which no model proposes."""
-    number, values = speculation.num_found, speculation.values
-    budget, is_suffix = TrialBudget(), speculation.method == SUFFIX
-    costs = costs or ProposalCosts()
+def proposer_factory(
+    speculation: Speculation, costs: ProposalCosts | None = None, drafts_by: str = "", num_drafted: int = 0
+) -> ProposerFactory:
+    """What makes the proposers of rows. `drafts_by`, `num_drafted`: the method of a drafter, if there is one,
+    and how many tokens it drafts at a time.
+    """
+    number, values = num_drafted or speculation.num_found, speculation.values
+    budget, costs = TrialBudget(), costs or ProposalCosts()
+    is_suffix = speculation.method == SUFFIX
     answers = RecentAnswers(int(values["suffix_decoding_max_cached_requests"])) if is_suffix else None
 
     def make(ids: Int32, grammar: GrammarMask | None) -> Proposer | None:
         if not number:
             return Proposer(ids, grammar) if grammar else None
-        return Proposer(ids, grammar, number, Acceptance(budget=budget), costs, Guesser(ids, values, answers))
+        guesser = None if drafts_by else Guesser(ids, values, answers)
+        return Proposer(ids, grammar, number, Acceptance(budget=budget), costs, guesser, drafts_by)
 
     return make

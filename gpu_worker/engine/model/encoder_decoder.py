@@ -10,7 +10,7 @@ the others its own. So an encoder-decoder row needs as many blocks as any other 
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -27,10 +27,9 @@ from gpu_worker.engine.batch.inputs import Inputs, positions_of, split_spans, to
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.cpu.packed_linear import PackedLinear, pack_linears
-from gpu_worker.engine.model.config import ModelSource
 from gpu_worker.engine.model.model import LoadedModel
+from gpu_worker.engine.model.weights import ModelSource
 from gpu_worker.engine.parallel.communicator import Communicator
-from gpu_worker.engine.states.model_states import ModelStates
 from gpu_worker.protocol import UnservableModel
 
 FAMILIES = ("bart", "mbart", "mt5", "pegasus", "t5")
@@ -113,13 +112,13 @@ class EncoderDecoderModel(LoadedModel):
     """An encoder-decoder model that is ready to compute steps.
 
     Attributes:
-        layers: attention modules of each layer of the decoder, to its own tokens and to encoded ones; their K
+        pairs: attention modules of each layer of the decoder, to its own tokens and to encoded ones; their K
             and V lie in the same pages.
         num_starting: last tokens of a prompt, which start the decoder.
         places: int64 [tokens]; positions of the decoder's tokens in the forward that runs.
     """
 
-    layers: list[tuple[Any, Any]]
+    pairs: list[tuple[Any, Any]]
     num_starting: int
     places: torch.Tensor = field(init=False)
 
@@ -130,7 +129,7 @@ class EncoderDecoderModel(LoadedModel):
 
     def attach(self, num_blocks: int, geometry: Geometry | None = None) -> None:
         LoadedModel.attach(self, num_blocks, geometry)
-        for own, encoded in self.layers:
+        for own, encoded in self.pairs:
             encoded.keys, encoded.values = own.keys, own.values
 
     @torch.inference_mode()
@@ -154,7 +153,7 @@ class EncoderDecoderModel(LoadedModel):
         tokens = to_device(ids.astype(np.int64), self.device)[None]
         states = self.model.get_encoder()(input_ids=tokens).last_hidden_state
         places = to_device(slots, self.device)
-        for _, module in self.layers:
+        for _, module in self.pairs:
             key, value = (split_heads(part(states), module) for part in (module.encoded_k, module.encoded_v))
             write_kv(module.keys, module.values, key, value, places)
 
@@ -213,17 +212,16 @@ def load(source: ModelSource, block_size: int) -> EncoderDecoderModel:
         encoded.key_scale = encoded.value_scale = 1.0
     tokenizer = model_files.find_tokenizer(settings.tokenizer_name, path)
     loaded = EncoderDecoderModel(
+        **{one.name: getattr(source, one.name) for one in fields(ModelSource)},
         tokenizer=tokenizer,
         model=model,
         attentions=[own for own, _ in layers],
         geometry=geometry,
-        device=device,
         backend=attention,
         context=model_files.context_length(path),
         eos_ids=model_files.eos_ids(path, tokenizer),
         vocab_size=config.vocab_size,
-        states=ModelStates(device),
-        layers=layers,
+        pairs=layers,
         num_starting=len(model_files.starting_ids(path)),
     )
     table = getattr(model.get_decoder(), "embed_positions", None)

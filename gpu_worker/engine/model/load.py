@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -26,14 +26,13 @@ from gpu_worker.engine.attention.choose import choose_backend
 from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
 from gpu_worker.engine.cpu.fused_layer import fuse_layers, num_trial_blocks
 from gpu_worker.engine.model import encoder_decoder, rope
-from gpu_worker.engine.model.config import cannot_serve, read_config
 from gpu_worker.engine.model.families import register_family
-from gpu_worker.engine.model.kv_budget import count_room
-from gpu_worker.engine.model.model import DeepStack, Draft, LoadedModel
-from gpu_worker.engine.model.passes import PASSES, LoadContext
+from gpu_worker.engine.model.model import DeepStack, Draft, LoadContext, LoadedModel
+from gpu_worker.engine.model.passes import PASSES
 from gpu_worker.engine.model.quantized_linears import check_fp8
 from gpu_worker.engine.model.vision import PICTURE_CACHE_BYTES, load_tower
-from gpu_worker.engine.model.warmup import max_captured_tokens, peak_bytes
+from gpu_worker.engine.model.warmup import count_room, max_captured_tokens, peak_bytes
+from gpu_worker.engine.model.weights import cannot_serve, read_config
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.rendezvous import Member
 from gpu_worker.engine.parallel.tensor_parallel import read_weights
@@ -149,7 +148,6 @@ def load_encoder_decoder(source: LoadContext) -> LoadedModel:
 def assemble(model: Any, context: LoadContext) -> LoadedModel:
     """The model with its attention backend, still without a cache."""
     settings, path, device, layers = context.settings, context.path, context.device, context.layers
-    assert context.states is not None
     block_size = settings.block_size or (BLOCK_SIZES[device.type] if layers else STATES_BLOCK_SIZE)
     kv_dtype = FLOATS8.get(settings.kv_cache_dtype, context.dtype)
     length = int(model_files.context_length(path) * (settings.rope_factor or 1))
@@ -160,25 +158,16 @@ def assemble(model: Any, context: LoadContext) -> LoadedModel:
     max_rows = max_captured_tokens(settings.max_batch_size)
     backend = choose_backend(geometry, device, max_rows, -(-length // block_size))
     return LoadedModel(
+        **{one.name: getattr(context, one.name) for one in fields(context)},
         tokenizer=tokenizer,
         model=model,
         attentions=list(layers),
         geometry=backend.geometry,
-        device=device,
         backend=backend,
-        ropes=context.ropes,
         context=length,
         eos_ids=[] if context.is_encoder else model_files.eos_ids(path, tokenizer),
         vocab_size=context.config.vocab_size,
         recompute_length=rope.recompute_length(model),
-        stage=context.stage,
-        states=context.states,
-        adapters=context.adapters,
-        tower=context.tower,
-        axis_rope=context.axis_rope,
-        pooling=context.pooling,
-        pooler=context.pooler,
-        vector_size=context.vector_size,
     )
 
 

@@ -16,17 +16,18 @@ import torch
 from torch import nn
 
 from common.messages.request import HASHED_TOKENS
-from common.pooling import PoolingConfig
 from gpu_worker.engine.adapters.layers import AdapterLayers
-from gpu_worker.engine.attention.backend import AttentionBackend, Geometry, KVCache, attach
+from gpu_worker.engine.attention.backend import AttentionBackend, Geometry, KVCache, LayerSpec, attach
 from gpu_worker.engine.batch.adapters import AdaptedStep
 from gpu_worker.engine.batch.inputs import Inputs, PlacedEmbeddings, build_inputs
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.model.rope import AxisRope, PerTokenRope
-from gpu_worker.engine.parallel.stages import WHOLE, ModelStage
+from gpu_worker.engine.model.weights import ModelSource
+from gpu_worker.engine.parallel.stages import WHOLE, ModelStage, TpPlan
 from gpu_worker.engine.pictures.encoder import VisionTower
 from gpu_worker.engine.pooling.head import PromptPooler
+from gpu_worker.engine.quantization.blocks import FindBlocks, no_blocks
 from gpu_worker.engine.states.model_states import ModelStates
 
 
@@ -151,7 +152,36 @@ class Draft:
 
 
 @dataclass(slots=True)
-class LoadedModel:
+class LoadContext(ModelSource):
+    """In what a model is loaded, and what is known of it.
+
+    Attributes:
+        plan, stage: how ranks share it, and which part of it this is.
+        blocks: weights in blocks, by names of linear layers.
+        layers: what each attention module keeps of a token, in the order of layers.
+        states: what rows keep beside the cache.
+        tower: what encodes pictures; None of a model for text.
+        adapters: where LoRA adapters lie on the device; None: it takes none.
+        axis_rope: of a model whose pictures have positions of three axes.
+        pooler: of an encoder, what pools.
+        vector_size: values of a vector, of a model that pools.
+    """
+
+    plan: TpPlan = field(default_factory=lambda: TpPlan({}, {}))
+    stage: ModelStage = WHOLE
+    blocks: FindBlocks = no_blocks
+    layers: dict[Any, LayerSpec] = field(default_factory=dict)
+    states: ModelStates = field(default_factory=ModelStates)
+    tower: VisionTower | None = None
+    adapters: AdapterLayers | None = None
+    ropes: list[PerTokenRope] = field(default_factory=list)
+    axis_rope: AxisRope | None = None
+    pooler: PromptPooler | None = None
+    vector_size: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class LoadedModel(LoadContext):
     """A model that is ready to compute steps.
 
     Attributes:
@@ -159,40 +189,23 @@ class LoadedModel:
         attentions: the model's attention modules, in the order of layers.
         context: the longest sequence in tokens.
         recompute_length: a sequence beyond this length needs every K computed anew.
-        stage: which part of the model this is.
-        tower: what encodes pictures; None of a model for text.
-        axis_rope: of a model whose pictures have positions of three axes.
         deepstack: of a model whose first layers get embeddings of pictures, too.
         draft: what proposes tokens beside it.
-        states: what rows keep beside the cache; none in a model of attention alone.
-        pooling, vector_size: how it pools, and values of a vector; None and 0 if it generates.
-        pooler: of an encoder, what pools.
         cache: set by `attach`.
         asleep: set by `sleep`.
-        adapters: where LoRA adapters lie on the device; None: it takes none.
     """
 
     tokenizer: Path
     model: Any
     attentions: list[Any]
     geometry: Geometry
-    device: torch.device
     backend: AttentionBackend
     context: int
     eos_ids: list[int]
     vocab_size: int
-    states: ModelStates
-    ropes: list[PerTokenRope] = field(default_factory=list)
     recompute_length: int | None = None
-    stage: ModelStage = WHOLE
-    adapters: AdapterLayers | None = None
-    tower: VisionTower | None = None
-    axis_rope: AxisRope | None = None
     deepstack: DeepStack | None = None
     draft: Draft | None = None
-    pooling: PoolingConfig | None = None
-    pooler: PromptPooler | None = None
-    vector_size: int = 0
     cache: KVCache = field(init=False)
     asleep: SleepingModel = field(init=False)
 
@@ -296,11 +309,12 @@ class LoadedModel:
             self.axis_rope.positions = inputs.axes
         if self.pooler:
             self.pooler.slices = inputs.slices
+        if self.deepstack:
+            self.deepstack.added = inputs.pictures
+        shows = inputs.pictures and self.stage.is_first
         try:
-            if inputs.pictures and self.stage.is_first:
-                logits = self.forward_pictures(inputs)
-            else:
-                logits = self.run(inputs.positions, inputs.sampled, input_ids=inputs.ids)
+            tokens = {"inputs_embeds": self.embed(inputs)} if shows else {"input_ids": inputs.ids}
+            logits = self.run(inputs.positions, inputs.sampled, **tokens)
         finally:
             if inputs.adapters:
                 self.set_adapters(None)
@@ -310,18 +324,6 @@ class LoadedModel:
     def compute(self, slices: Sequence[RowSlice]) -> torch.Tensor:
         """`forward` of arranged slices, by themselves."""
         return self.forward(build_inputs(slices, self.geometry.block_size, self.device))
-
-    def forward_pictures(self, inputs: Inputs) -> torch.Tensor:
-        """As `forward`, of a step with pictures → [entries of `inputs.sampled`, vocabulary], float32 or the
-        model's dtype.
-        """
-        if self.deepstack:
-            self.deepstack.added = inputs.pictures
-        try:
-            return self.run(inputs.positions, inputs.sampled, inputs_embeds=self.embed(inputs))
-        finally:
-            if self.deepstack:
-                self.deepstack.added = ()
 
     def embed(self, inputs: Inputs) -> torch.Tensor:
         """Embeddings of a step's tokens, those of pictures in their places → [1, tokens, hidden] of the
@@ -369,6 +371,8 @@ class LoadedModel:
             rope.lengths = positions.long() + 1  # rows that decode have outgrown their prompts
         if self.axis_rope:
             self.axis_rope.positions = None  # after pictures all axes have one number
+        if self.deepstack:
+            self.deepstack.added = ()
         turned = positions if rotary is None else rotary
         return self.run(turned.long()[None], 0, input_ids=ids)
 

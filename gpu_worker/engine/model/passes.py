@@ -9,60 +9,26 @@ cache, layers on CPU may be fused (cpu/fused_layer.py), and embeddings of pictur
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from gpu_worker.engine.adapters.layers import AdapterLayers, make_adapter_layers, takes_adapters
-from gpu_worker.engine.adapters.targets import find_targets
-from gpu_worker.engine.attention.backend import FLOATS8, PAST, LayerSpec, keep_latents
+from gpu_worker.engine.adapters.layers import AdapterLayers, takes_adapters
+from gpu_worker.engine.adapters.weights import find_targets
+from gpu_worker.engine.attention.backend import FLOATS8, PAST, keep_latents
 from gpu_worker.engine.attention.backend import WHOLE as WHOLE_PROMPTS
 from gpu_worker.engine.attention.choose import PROBE_TOKENS, probe_attention
 from gpu_worker.engine.cpu.packed_linear import pack_linears, share_parameters
 from gpu_worker.engine.cuda.linear import fuse_linears
-from gpu_worker.engine.model.config import ModelSource
 from gpu_worker.engine.model.families import page_attention
-from gpu_worker.engine.model.kv_budget import scale_layers
+from gpu_worker.engine.model.model import LoadContext
 from gpu_worker.engine.model.quantized_linears import quantise_linears
 from gpu_worker.engine.model.rope import BY_LENGTH, AxisRope, PerTokenRope, types_of
-from gpu_worker.engine.model.warmup import max_step_tokens
-from gpu_worker.engine.parallel.shards import TpPlan
-from gpu_worker.engine.parallel.stages import WHOLE, ModelStage, checked_layers, learn_form
-from gpu_worker.engine.parallel.tensor_parallel import connect_shards
-from gpu_worker.engine.pictures.encoder import VisionTower
-from gpu_worker.engine.pooling.head import PromptPooler, pool_prompts, replace_head
-from gpu_worker.engine.quantization.blocks import FindBlocks, no_blocks
-from gpu_worker.engine.states.mixers import find_mixers
-from gpu_worker.engine.states.model_states import ModelStates
-
-
-@dataclass(slots=True)
-class LoadContext(ModelSource):
-    """In what a model is loaded, and what is known of it.
-
-    Attributes:
-        plan, stage: how ranks share it, and which part of it this is.
-        blocks: weights in blocks, by names of linear layers.
-        layers: what each attention module keeps of a token, in the order of layers.
-        states: what rows keep beside the cache.
-        tower: what encodes pictures; None of a model for text.
-        adapters: where LoRA adapters lie on the device; None: it takes none.
-        pooler: of an encoder.
-        vector_size: values of a vector, of a model that pools.
-    """
-
-    plan: TpPlan = field(default_factory=lambda: TpPlan({}, {}))
-    stage: ModelStage = WHOLE
-    blocks: FindBlocks = no_blocks
-    layers: dict[Any, LayerSpec] = field(default_factory=dict)
-    states: ModelStates | None = None
-    tower: VisionTower | None = None
-    adapters: AdapterLayers | None = None
-    ropes: list[PerTokenRope] = field(default_factory=list)
-    axis_rope: AxisRope | None = None
-    pooler: PromptPooler | None = None
-    vector_size: int = 0
+from gpu_worker.engine.model.warmup import max_step_tokens, scale_layers
+from gpu_worker.engine.parallel.stages import ModelStage, checked_layers, take_states
+from gpu_worker.engine.parallel.tensor_parallel import connect, connect_shards
+from gpu_worker.engine.pooling.head import pool_prompts, replace_head
+from gpu_worker.engine.states.model_states import ModelStates, find_mixers
 
 
 def head(model: Any, context: LoadContext) -> None:
@@ -97,7 +63,7 @@ def adapters(model: Any, context: LoadContext) -> None:
     if takes_adapters(context.settings, context.device) and not context.is_encoder:
         targets = find_targets(model, context.plan.shards, context.communicator.tp_rank)
         most = max_step_tokens(context.settings, context.device)
-        context.adapters = make_adapter_layers(model, targets, context.settings, context.device, most)
+        context.adapters = AdapterLayers(model, targets, context.settings, context.device, most)
 
 
 def shard(model: Any, context: LoadContext) -> None:
@@ -120,7 +86,8 @@ def attention(model: Any, context: LoadContext) -> None:
 def states(model: Any, context: LoadContext) -> None:
     """Modules with states take those of rows. A forward shows what they and attention keep of a token."""
     mixers, stage, device = find_mixers(model), context.stage, context.device
-    learn_form(model, stage, lambda: probe_forward(model, stage, device))
+    if not stage.is_first:
+        connect(stage.first_layer, take_states)
     layers = probe_attention(
         model,
         lambda: mixers.record(lambda: probe_forward(model, stage, device)),

@@ -21,12 +21,19 @@ from gpu_worker.engine.cuda.linear import (
     multiplies_blocks,
     multiplies_fp8,
 )
-from gpu_worker.engine.model.config import ModelSource, quantization_of, quantizes
-from gpu_worker.engine.parallel.shards import TensorShards, intervals_of
+from gpu_worker.engine.model.weights import ModelSource, quantization_of, quantizes
+from gpu_worker.engine.parallel.stages import TensorShards, intervals_of
 from gpu_worker.engine.parallel.tensor_parallel import parameter_finder
-from gpu_worker.engine.quantization.at_load import FP8_AT_LOAD, ROUNDINGS
 from gpu_worker.engine.quantization.blocks import Blocks, FindBlocks, no_blocks
-from gpu_worker.engine.quantization.checkpoint import METHODS, StoredWeight, method_of, read_tensors, widen
+from gpu_worker.engine.quantization.checkpoint import (
+    FP8_AT_LOAD,
+    METHODS,
+    ROUNDINGS,
+    StoredWeight,
+    method_of,
+    read_tensors,
+    widen,
+)
 from gpu_worker.engine.quantization.gguf import converted_blocks
 
 ROUTERS = {"gate", "router"}

@@ -13,13 +13,19 @@ from torch import nn
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText
 
 from common.settings.settings import Settings
-from gpu_worker.engine.model.config import ModelSource, cannot_serve, quantization_of
 from gpu_worker.engine.model.warmup import fastest_ms
-from gpu_worker.engine.model.weights import check_missing, make_dummy_model, quietly, without_quantization
+from gpu_worker.engine.model.weights import (
+    ModelSource,
+    cannot_serve,
+    check_missing,
+    make_dummy_model,
+    quantization_of,
+    quietly,
+    without_quantization,
+)
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.stages import changed_class
-from gpu_worker.engine.pictures.encoder import PictureEncoder, VisionTower
-from gpu_worker.engine.pictures.families import FAMILIES, PictureFamily, Tiles
+from gpu_worker.engine.pictures.encoder import FAMILIES, PictureEncoder, PictureFamily, Tiles, VisionTower
 from gpu_worker.engine.quantization.checkpoint import METHODS, method_of, read_tensors
 from gpu_worker.engine.side_threads import SideThreads
 from gpu_worker.protocol import first_cause

@@ -16,11 +16,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from common.rank import LOOPBACK, RankInfo
 from common.settings.settings import SettingError
+from gpu_worker.protocol import first_cause
 
 PROBE_S = 1
 """Time between two probes of an idle connection, by the kernel."""
@@ -84,6 +85,14 @@ class LineSocket:
         if len(self.received) > MAX_LINE_BYTES:
             raise ValueError("a message without an end")
         return [json.loads(line) for line in lines]
+
+    def receive_one(self, timeout_s: float) -> Any:
+        """Wait for a message, for at most this time between its bytes. Raises as `receive`."""
+        self.connection.settimeout(timeout_s)
+        while not (messages := self.receive()):
+            pass
+        self.connection.settimeout(None)
+        return messages[0]
 
     def close(self) -> None:
         self.connection.close()
@@ -208,7 +217,7 @@ def probe(connection: socket.socket, timeout_s: float) -> None:
 TIMEOUT_S = 300.0
 PEER_TIMEOUT_S = 5.0
 RETRY_S = 0.2
-CONNECT_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 2.0
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """Set by torchrun: its own store listens at MASTER_PORT, and rank 0 at the next one."""
 MAPPED = "::ffff:"
@@ -242,166 +251,94 @@ def connect_ranks(
     Raises RendezvousFailed, SettingError.
     """
     deadline = Deadline(timeout_s)
-    links = Follower(info, deadline).join() if info.rank else Leader(info, deadline).gather()
+    links = join(info, deadline) if info.rank else gather(info, deadline)
     for peer in links.peers.values():
         probe(peer.connection, peer_timeout_s)
     return links
 
 
-class Leader:
-    """Rank 0 while it waits for the others.
+def gather(info: RankInfo, deadline: Deadline) -> RankLinks:
+    """Rank 0's part: return when all are connected. Raises RendezvousFailed, SettingError."""
+    joined: dict[int, tuple[LineSocket, Member]] = {}
+    with listen(info, port_of(info)) as listener:
+        while missing := [rank for rank in range(1, info.world_size) if not is_there(joined, rank)]:
+            if not select.select([listener], [], [], deadline.left_s)[0]:
+                connected = [member for rank, (_, member) in joined.items() if rank not in missing]
+                failure = deadline.failure(describe_missing(info, missing, connected))
+                tell_all(joined, {"failed": str(failure)})
+                raise failure
+            take(info, joined, LineSocket(listener.accept()[0]))
+    return welcome(info, joined)
 
-    Attributes:
-        joined: the links of the other ranks that are connected.
-        members: who they are.
-        strangers: connections that have not said who they are.
-    """
 
-    def __init__(self, info: RankInfo, deadline: Deadline) -> None:
-        self.info = info
-        self.deadline = deadline
-        self.joined: dict[int, LineSocket] = {}
-        self.members: dict[int, Member] = {}
-        self.strangers: list[LineSocket] = []
+def is_there(joined: Mapping[int, tuple[LineSocket, Member]], rank: int) -> bool:
+    """Whether a rank has joined, and has not ended since: until all are there it says nothing more."""
+    return rank in joined and not select.select([joined[rank][0]], [], [], 0)[0]
 
-    def gather(self) -> RankLinks:
-        """Return when all are connected. Raises RendezvousFailed, SettingError."""
-        with listen(self.info, port_of(self.info)) as listener:
-            while missing := self.missing():
-                sources: list[socket.socket | LineSocket] = [listener, *self.strangers, *self.joined.values()]
-                ready = select.select(sources, [], [], self.deadline.left_s)[0]
-                if not ready:
-                    raise self.deadline.failure(self.describe_absent(missing))
-                for source in ready:
-                    if isinstance(source, LineSocket):
-                        self.hear(source)
-                        continue
-                    connection, _ = source.accept()
-                    connection.settimeout(CONNECT_TIMEOUT_S)
-                    self.strangers.append(LineSocket(connection))
-        return self.welcome()
 
-    def describe_absent(self, missing: Sequence[int]) -> str:
-        """Name the ranks that never came; where there is none, those that have left. A rank may leave at the
-        end of its own time, just before this one's.
-        """
-        absent = [rank for rank in missing if rank not in self.members] or missing
-        connected = [member for rank, member in self.members.items() if rank not in absent]
-        return describe_missing(self.info, absent, connected)
-
-    def missing(self) -> list[int]:
-        return [rank for rank in range(1, self.info.world_size) if rank not in self.joined]
-
-    def hear(self, link: LineSocket) -> None:
-        """Read what a connection says. Forget it if it has ended, or says nothing that a rank says."""
-        try:
-            for hello in link.receive():
-                self.take(link, int(hello["rank"]), hello["world_size"], str(hello["host"]))
-        except (EOFError, OSError, ValueError, TypeError, KeyError):
-            self.forget(link)
-
-    def take(self, link: LineSocket, rank: int, world_size: int, host: str) -> None:
-        """Take a rank in, or refuse it."""
-        if cause := self.refusal(rank, world_size):
-            link.send({"refused": cause, "world_size": self.info.world_size})
-            self.forget(link)
+def take(info: RankInfo, joined: dict[int, tuple[LineSocket, Member]], link: LineSocket) -> None:
+    """Take in a rank that has connected, or refuse it; forget what says nothing that a rank says."""
+    with contextlib.suppress(EOFError, OSError, ValueError, TypeError, KeyError):
+        hello = link.receive_one(CONNECT_TIMEOUT_S)
+        rank, world_size = int(hello["rank"]), hello["world_size"]
+        cause = first_cause(
+            (world_size != info.world_size, f"{world_size} ranks, but {info.world_size} at rank 0"),
+            (not 0 < rank < info.world_size, f"rank {rank} is none of {world_size}"),
+            (is_there(joined, rank), f"rank {rank} is connected already"),
+        )
+        if not cause:
+            joined[rank] = link, Member(rank, str(hello["host"]), peer_address(link))
             return
-        self.strangers.remove(link)
-        self.joined[rank] = link
-        self.members[rank] = Member(rank, host, peer_address(link))
-        for other in self.joined.values():
-            with contextlib.suppress(OSError):  # it has ended, which is read next
-                other.send({"missing": self.missing()})
-
-    def refusal(self, rank: int, world_size: int) -> str:
-        """Why a rank cannot be taken in; empty if it can."""
-        if world_size != self.info.world_size:
-            return f"{world_size} ranks, but {self.info.world_size} at rank 0"
-        if rank in self.joined:
-            return f"{self.members[rank]} is connected already"
-        return "" if 0 < rank < world_size else f"rank {rank} is none of {world_size}"
-
-    def forget(self, link: LineSocket) -> None:
-        link.close()
-        self.strangers = [other for other in self.strangers if other is not link]
-        self.joined = {rank: other for rank, other in self.joined.items() if other is not link}
-
-    def welcome(self) -> RankLinks:
-        """Tell all ranks who takes part, and where torch's store will listen."""
-        for stranger in self.strangers:
-            stranger.close()
-        own = next(filter(None, map(outward_address, self.joined.values())), LOOPBACK)
-        members = [Member(0, socket.gethostname(), own)]
-        for rank in range(1, self.info.world_size):
-            is_here = outward_address(self.joined[rank]) == ""
-            members.append(
-                Member(rank, self.members[rank].host, own if is_here else self.members[rank].address)
-            )
-        listener = listen(self.info, 0)
-        store_port: int = listener.getsockname()[1]
-        for link in self.joined.values():
-            link.connection.settimeout(None)
-            with contextlib.suppress(OSError):  # it has ended: its link says so
-                link.send({"members": [astuple(member) for member in members], "store_port": store_port})
-        return RankLinks(0, members, self.joined, LOOPBACK, store_port, listener)
+        link.send({"refused": cause, "world_size": info.world_size})
+    link.close()
 
 
-class Follower:
-    """A rank above 0 while it waits for rank 0 and the others.
-
-    Attributes:
-        place: address and port where rank 0 listens.
-        cause: why the last try has failed.
-    """
-
-    def __init__(self, info: RankInfo, deadline: Deadline) -> None:
-        self.info = info
-        self.deadline = deadline
-        self.place = info.address, port_of(info)
-        self.cause = f"rank 0 has not answered at {info.address}:{self.place[1]}"
-
-    def join(self) -> RankLinks:
-        """Return when all are connected. Raises RendezvousFailed, SettingError."""
-        while self.deadline.left_s:
-            with contextlib.suppress(OSError):  # nobody listens there yet, or rank 0 has ended meanwhile
-                if links := self.try_to_join():
-                    return links
-            time.sleep(RETRY_S)
-        raise self.deadline.failure(self.cause)
-
-    def try_to_join(self) -> RankLinks | None:
-        """Connect, and wait for the others; None if rank 0 has not taken this rank in, or ends.
-
-        Raises OSError, RendezvousFailed, SettingError.
-        """
-        link = LineSocket(socket.create_connection(self.place, min(CONNECT_TIMEOUT_S, self.deadline.left_s)))
-        hello = {"rank": self.info.rank, "world_size": self.info.world_size, "host": socket.gethostname()}
-        link.send(hello)
-        with contextlib.suppress(EOFError):
-            while True:
-                link.connection.settimeout(self.deadline.left_s or RETRY_S)
-                for message in link.receive():
-                    if links := self.hear(link, message):
-                        link.connection.settimeout(None)
-                        return links
-        link.close()
-        return None
-
-    def hear(self, link: LineSocket, message: dict[str, Any]) -> RankLinks | None:
-        """Take what rank 0 says. Raises SettingError."""
-        if "members" in message:
-            members = [Member(*member) for member in message["members"]]
-            return RankLinks(self.info.rank, members, {0: link}, self.place[0], message["store_port"])
-        if "missing" in message:
-            self.cause = describe_missing(self.info, message["missing"])
-        if "refused" in message:
-            if message["world_size"] != self.info.world_size:
-                raise SettingError("num_shard", message["refused"])
-            self.cause = f"rank 0 at {self.place[0]} has refused this one: {message['refused']}"
-        return None
+def tell_all(joined: Mapping[int, tuple[LineSocket, Member]], message: Any) -> None:
+    for link, _ in joined.values():
+        with contextlib.suppress(OSError):  # it has ended: its link says so
+            link.send(message)
 
 
-def describe_missing(info: RankInfo, missing: Sequence[int], connected: Iterable[Member] = ()) -> str:
+def welcome(info: RankInfo, joined: Mapping[int, tuple[LineSocket, Member]]) -> RankLinks:
+    """Tell all ranks who takes part, and where torch's store will listen."""
+    links = {rank: link for rank, (link, _) in sorted(joined.items())}
+    own = next(filter(None, map(outward_address, links.values())), LOOPBACK)
+    members = [Member(0, socket.gethostname(), own)]
+    for rank, link in links.items():
+        member = joined[rank][1]
+        members.append(member if outward_address(link) else replace(member, address=own))
+    listener = listen(info, 0)
+    store_port: int = listener.getsockname()[1]
+    tell_all(joined, {"members": [astuple(member) for member in members], "store_port": store_port})
+    return RankLinks(0, members, links, LOOPBACK, store_port, listener)
+
+
+def join(info: RankInfo, deadline: Deadline) -> RankLinks:
+    """The part of ranks above 0: return when all are connected. Raises RendezvousFailed, SettingError."""
+    address, port = info.address, port_of(info)
+    hello = {"rank": info.rank, "world_size": info.world_size, "host": socket.gethostname()}
+    cause = f"rank 0 has not answered at {address}:{port}"
+    while deadline.left_s:
+        with contextlib.suppress(OSError, EOFError):  # nobody listens there yet, or rank 0 has ended
+            wait_s = min(CONNECT_TIMEOUT_S, deadline.left_s)
+            link = LineSocket(socket.create_connection((address, port), wait_s))
+            link.send(hello)
+            cause = f"rank 0 waits for other ranks at {address}:{port}"
+            answer = link.receive_one(deadline.left_s + PEER_TIMEOUT_S)  # rank 0 names those who are missing
+            if "members" in answer:
+                members = [Member(*member) for member in answer["members"]]
+                return RankLinks(info.rank, members, {0: link}, address, answer["store_port"])
+            link.close()
+            if "failed" in answer:
+                raise RendezvousFailed(answer["failed"])
+            if answer["world_size"] != info.world_size:
+                raise SettingError("num_shard", answer["refused"])
+            cause = f"rank 0 at {address} has refused this one: {answer['refused']}"
+        time.sleep(RETRY_S)
+    raise deadline.failure(cause)
+
+
+def describe_missing(info: RankInfo, missing: Sequence[int], connected: Iterable[Member]) -> str:
     words = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
     others = "; ".join(map(str, connected))
     others = f" (connected: {others})" if others else ""

@@ -26,36 +26,35 @@ from transformers.core_model_loading import (
 )
 
 from common.settings.settings import SettingError
-from gpu_worker.engine.model.config import ModelSource, quantization_of
 from gpu_worker.engine.model.weights import (
     TEXT_KEY_MAPPING,
+    ModelSource,
     check_files,
     load_pretrained,
     make_dummy_model,
     meta_model,
     quantization_method,
+    quantization_of,
     read_encoder,
     without_quantization,
 )
 from gpu_worker.engine.parallel.communicator import Communicator
-from gpu_worker.engine.parallel.shards import (
+from gpu_worker.engine.parallel.stages import (
     EMBEDDING,
     GATHERED,
     SPLIT,
     SUMMED,
-    Interval,
-    TensorShards,
-    TpPlan,
-    intervals_of,
-    make_tp_plan,
-)
-from gpu_worker.engine.parallel.stages import (
     WHOLE,
+    Interval,
     ModelStage,
     StagePlan,
+    TensorShards,
+    TpPlan,
     changed_class,
+    intervals_of,
     make_stage,
     make_stage_plan,
+    make_tp_plan,
     remove_others,
 )
 from gpu_worker.engine.quantization.checkpoint import METHODS, read_tensors

@@ -1,6 +1,9 @@
-"""Checkpoint of quantised weights: its tensors as a plain checkpoint would have them, each computed when it
+"""Weights of few bits, of a quantised checkpoint or made of plain ones at load.
+
+A checkpoint's tensors are as a plain checkpoint would have them, each computed when it
 is read. The layouts: integers in groups (GPTQ, AWQ and compressed-tensors), 8-bit floats with scales, and
-those of bitsandbytes; METHODS need no package of their own.
+those of bitsandbytes; METHODS need no package of their own. At load weights become 8-bit floats, or the
+numbers of the packages whose methods these are: bitsandbytes' (LLM.int8, NF4 and FP4) and EETQ's.
 
 Functions named `shape` return [outputs, inputs] of a layer, whose tensors are `stored` in the file.
 """
@@ -17,8 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from common import model_files
+from gpu_worker.engine.cuda.linear import fits_fp8_kernel, round_rows
 from gpu_worker.engine.quantization.blocks import LARGEST_BLOCK, SMALLEST_BLOCK, Blocks
-from gpu_worker.protocol import UnservableModel
+from gpu_worker.protocol import UnservableModel, first_cause
 
 Config = Mapping[str, Any]
 """What config.json says of the quantisation."""
@@ -116,11 +120,10 @@ def weight_shape(stored: Stored, config: Config) -> list[int]:
 def read_fp8(fields: Fields, config: Config) -> Weight:
     """Raises ValueError where the layer has no scales, or others than these mean."""
     scales = fields.get("weight_scale_inv", fields.get("weight_scale"))
-    if scales is None:
-        raise ValueError("8-bit floats without weight_scale or weight_scale_inv")
     zeros = fields.get("weight_zero_point")
-    if zeros is not None and zeros.float().any():
-        raise ValueError("8-bit floats with zero points")
+    if scales is None or (zeros is not None and zeros.float().any()):
+        lack = "without weight_scale or weight_scale_inv" if scales is None else "with zero points"
+        raise ValueError(f"8-bit floats {lack}")
     return scale_floats(fields["weight"], scales, next(iter(block_sizes(config)), None))
 
 
@@ -227,13 +230,13 @@ def read_gptq(fields: Fields, config: Config) -> Weight:
     return scale_integers(quants, fields["scales"].T, zeros, group_size(config, quants.shape[1]), groups)
 
 
-def refuse_gptq(config: Config) -> str | None:
-    form = config.get("checkpoint_format") or "gptq"
-    if form not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
-        return f"its weights are packed as {form if form != 'gptq' else 'marlin'}; gptq and gptq_v2 are read"
-    if config.get("bits") not in (2, 3, 4, 8):
-        return f"it has {config.get('bits')} bits; 2, 3, 4 and 8 are read"
-    return None
+def refuse_gptq(config: Config) -> str:
+    form, bits = config.get("checkpoint_format") or "gptq", config.get("bits")
+    packed = form if form != "gptq" else "marlin" if config.get("is_marlin_format") else ""
+    return first_cause(
+        (packed not in ("", "gptq_v2"), f"its weights are packed as {packed}; gptq and gptq_v2 are read"),
+        (bits not in (2, 3, 4, 8), f"it has {bits} bits; 2, 3, 4 and 8 are read"),
+    )
 
 
 # --- AWQ: qweight [inputs, outputs / 8], scales [groups, outputs], qzeros [groups, outputs / 8]
@@ -254,12 +257,13 @@ def in_order(packed: torch.Tensor) -> torch.Tensor:
     return packed.view(len(packed), -1, 8)[..., AWQ_PLACES].flatten(1)
 
 
-def refuse_awq(config: Config) -> str | None:
+def refuse_awq(config: Config) -> str:
     form = str(config.get("version") or config.get("format") or "gemm").lower()
-    if form != "gemm":
-        return f"its weights are packed as {form}; gemm is read"
     bits = config.get("bits", config.get("w_bit"))
-    return None if bits == 4 else f"it has {bits} bits; 4 are read"
+    return first_cause(
+        (form != "gemm", f"its weights are packed as {form}; gemm is read"),
+        (bits != 4, f"it has {bits} bits; 4 are read"),
+    )
 
 
 def group_size(config: Config, inputs: int) -> int:
@@ -393,7 +397,7 @@ IGNORED = (
     "q_zero_point",
     "weight_format",
 )
-"""Tensors about activations, which stay unquantised, and about the KV cache (model/kv_budget.py)."""
+"""Tensors about activations, which stay unquantised, and about the KV cache (model/warmup.py)."""
 COMPRESSED = {
     "dense",
     "float-quantized",
@@ -408,26 +412,21 @@ def method_of(config: Config) -> str:
     return str(config.get("quant_method") or "").replace("_", "-").replace("fbgemm-fp8", "fbgemm_fp8")
 
 
-def refuse_compressed(config: Config) -> str | None:
-    groups = (config.get("config_groups") or {}).values()
-    for form in (config.get("format"), *(group.get("format") for group in groups)):
-        if form and form not in COMPRESSED:
-            return f"its format is {form}; {', '.join(sorted(COMPRESSED))} are read"
-    if len(sizes := block_sizes(config)) > 1:
-        return f"its blocks have several sizes: {', '.join(f'{rows}x{columns}' for rows, columns in sizes)}"
-    sparsity = config.get("sparsity_config") or {}
-    if sparsity.get("format", "dense") != "dense":
-        return f"its weights are sparse ({sparsity['format']})"
-    return "its weights are rotated" if (config.get("transform_config") or {}).get("config_groups") else None
+def refuse_compressed(config: Config) -> str:
+    groups, sizes = (config.get("config_groups") or {}).values(), block_sizes(config)
+    forms = {config.get("format"), *(group.get("format") for group in groups)} - COMPRESSED - {None, ""}
+    named = ", ".join(f"{rows}x{columns}" for rows, columns in sizes)
+    sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
+    rotated = (config.get("transform_config") or {}).get("config_groups")
+    return first_cause(
+        (forms, f"its format is {', '.join(map(str, forms))}; {', '.join(sorted(COMPRESSED))} are read"),
+        (len(sizes) > 1, f"its blocks have several sizes: {named}"),
+        (sparsity != "dense", f"its weights are sparse ({sparsity})"),
+        (rotated, "its weights are rotated"),
+    )
 
 
 REFUSALS = {"gptq": refuse_gptq, "awq": refuse_awq, "compressed-tensors": refuse_compressed}
-
-
-def method_refusal_of(config: Config) -> str | None:
-    """Why weights of one of METHODS cannot be read; None where they can."""
-    refuse = REFUSALS.get(method_of(config))
-    return refuse(config) if refuse else None
 
 
 @dataclass
@@ -480,7 +479,7 @@ def read_tensors(path: Path, config: Config | None = None) -> dict[str, Any]:
     slices = dict(file_slices(path))
     if config is None:
         return slices
-    if cause := method_refusal_of(config):
+    if cause := REFUSALS.get(method_of(config), lambda _: "")(config):
         raise UnservableModel(cause)
     weights = dict(find_weights(slices, config))
     used = {f"{layer}.{name}" for layer, weight in weights.items() for name in weight.stored}
@@ -529,3 +528,95 @@ def find_packed(slices: Mapping[str, Any]) -> Iterator[str]:
         few = kind.startswith(FEW_BITS) and last not in MASKS
         if kind not in PLAIN_DTYPES and (last in WEIGHTS or scaled or few):
             yield f"weights of type {kind} ({name})"
+
+
+FP8_AT_LOAD = "fp8"
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""Numbers that are equally likely among normal ones (arXiv:2305.14314)."""
+FP4 = (
+    *(0.0, 0.0052083334885537624, 0.6666666865348816, 1.0),
+    *(0.3333333432674408, 0.5, 0.1666666716337204, 0.25),
+)
+"""Floats of 4 bits without their sign, which is the highest bit."""
+BLOCK_4_BITS = 64
+"""Weights that share a scale, of those that follow each other in memory."""
+
+
+def round_bnb8(weight: torch.Tensor) -> Weight:
+    """LLM.int8: weights of any float dtype [outputs, inputs]; 127 stands for the largest of an output."""
+    halves = weight.half().float()
+    largest = nonzero(halves.abs().amax(1, keepdim=True))
+    quants = (halves * (127 / largest)).round().to(torch.int8)
+    return scale_integers(quants, largest / 127, None, weight.shape[1])
+
+
+def round_eetq(weight: torch.Tensor) -> Weight:
+    """EETQ: weights of any float dtype [outputs, inputs]; 128 stands for the largest of an output, and scales
+    have 16 bits.
+    """
+    scales = nonzero(weight.float().abs().amax(1, keepdim=True) / 128)
+    quants = (weight.float() / scales).round().clamp(-128, 127).to(torch.int8)
+    return scale_integers(quants, scales.half(), None, weight.shape[1])
+
+
+def round_fp8(weight: torch.Tensor) -> Weight:
+    """Weights of any float dtype [outputs, inputs], with a scale for each output; plain ones, which no device
+    multiplies as 8-bit floats, stay as they are.
+    """
+    return Blocks(*round_rows(weight), None) if fits_fp8_kernel(weight) else weight
+
+
+def round_nf4(weight: torch.Tensor) -> Weight:
+    """weights of any float dtype [outputs, inputs]"""
+    codes = torch.tensor(NF4, device=weight.device)
+    return round_blocks(weight, codes, lambda numbers: nearest(numbers, codes))
+
+
+def round_fp4(weight: torch.Tensor) -> Weight:
+    """weights of any float dtype [outputs, inputs]; halfway between two numbers the smaller one is taken"""
+    positive = torch.tensor(FP4, device=weight.device)
+    codes = torch.cat([positive, -positive])
+    return round_blocks(weight, codes, lambda numbers: nearest(numbers.abs(), positive) + 8 * (numbers < 0))
+
+
+def round_blocks(
+    weight: torch.Tensor, codes: torch.Tensor, find: Callable[[torch.Tensor], torch.Tensor]
+) -> Weight:
+    """Weights of any float dtype [outputs, inputs] by codes, float32 [16]; in blocks where each row has whole
+    ones. `find` returns the places of numbers from -1 to 1 among the codes.
+    """
+    outputs, inputs = weight.shape
+    numbers = torch.nn.functional.pad(weight.float().flatten(), (0, -weight.numel() % BLOCK_4_BITS))
+    parts = numbers.view(-1, BLOCK_4_BITS)
+    largest = nonzero(parts.abs().amax(1))
+    quants = find(parts / largest[:, None]).to(torch.uint8)
+    if inputs % BLOCK_4_BITS == 0:
+        return Blocks(quants.view(outputs, inputs), largest.view(outputs, -1), None, codes)
+    widened = scaled(codes[quants.flatten().long()], largest, BLOCK_4_BITS)
+    return widened[: weight.numel()].view(outputs, inputs)
+
+
+def nearest(numbers: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """The places int64 [...] of the codes, float32 [codes], next to numbers float32 [...]."""
+    in_order, places = codes.sort()
+    return places[torch.bucketize(numbers, (in_order[1:] + in_order[:-1]) / 2)]
+
+
+def nonzero(largest: torch.Tensor) -> torch.Tensor:
+    """float32 [...], 1 in place of 0: such weights are all 0."""
+    return torch.where(largest > 0, largest, 1.0)
+
+
+ROUNDINGS: Mapping[str, Callable[[torch.Tensor], Weight]] = {
+    FP8_AT_LOAD: round_fp8,
+    "bitsandbytes": round_bnb8,
+    "bitsandbytes-nf4": round_nf4,
+    "bitsandbytes-fp4": round_fp4,
+    "eetq": round_eetq,
+}
+"""By the value of QUANTIZE."""

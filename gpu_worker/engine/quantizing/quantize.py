@@ -28,15 +28,20 @@ from common import model_files
 from common.quantize_job import GROUP_SIZES, WHOLE_ROW, QuantizeJob
 from common.rank import RankInfo
 from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.model.config import cannot_serve, read_config
 from gpu_worker.engine.model.families import register_family
 from gpu_worker.engine.model.load import choose_device
 from gpu_worker.engine.model.quantized_linears import ROUTERS
-from gpu_worker.engine.model.weights import check_files, load_pretrained, quantization_method
+from gpu_worker.engine.model.weights import (
+    cannot_serve,
+    check_files,
+    load_pretrained,
+    quantization_method,
+    read_config,
+)
 from gpu_worker.engine.parallel.stages import find_layers
 from gpu_worker.engine.parallel.tensor_parallel import parameter_finder
 from gpu_worker.engine.quantization.checkpoint import Fields, read_tensors
-from gpu_worker.protocol import UnservableModel
+from gpu_worker.protocol import UnservableModel, refuse
 
 SHRINKS = [1 - step / 20 for step in range(11)]
 """Parts of a group's range that are tried: a narrower one clips the largest weights, and has finer steps."""
@@ -342,17 +347,17 @@ def check_layers(model: PlainModel, job: QuantizeJob) -> int:
     """
     linears = linears_of(model.layers)
     experts = [name for name, own in model.layers.named_parameters() if own.dim() == 3]
-    if experts:
-        raise UnservableModel(f"its experts are one parameter ({experts[0]}); linear layers are quantised")
-    if not linears:
-        raise UnservableModel(f"{type(model.whole).__name__} has no linear layers that can be quantised")
-    multiple = WORD_BITS // job.bits
-    for name, linear in linears.items():
-        if linear.out_features % multiple:
-            raise UnservableModel(
-                f"layer {name} has {linear.out_features} outputs, no multiple of {multiple}, with which "
-                f"{job.bits} bits are packed"
-            )
+    multiple, kind = WORD_BITS // job.bits, type(model.whole).__name__
+    undivided = [(name, it.out_features) for name, it in linears.items() if it.out_features % multiple]
+    refuse(
+        UnservableModel,
+        (experts, f"its experts are one parameter ({', '.join(experts[:1])}); linear layers are quantised"),
+        (not linears, f"{kind} has no linear layers that can be quantised"),
+        *(
+            (True, f"layer {name} has {count} outputs, no multiple of {multiple}, which {job.bits} bits need")
+            for name, count in undivided
+        ),
+    )
     sizes = GROUP_SIZES if job.group_size is None else (job.group_size,)
     for size in sizes:
         undivided = [(name, it.in_features) for name, it in linears.items() if it.in_features % size]

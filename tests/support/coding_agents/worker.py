@@ -102,7 +102,12 @@ async def run(settings: Settings, own: ProcessIdentity) -> int:
     engine = AnsweringEngine(ScriptFolder(Path(os.environ[SCRIPT_VARIABLE])), own.name)
     worker = capacity(settings, READY, own.name, own.incarnation, directory)
     state = AgentState(table)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, state.begin_shutdown)
+
+    def end() -> None:
+        state.signalled.set()
+        state.draining.set()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
     await Stay(Agent(settings, PoolClient.connect(settings), engine, state, worker)).serve()
     return 0
 

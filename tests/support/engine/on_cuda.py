@@ -123,7 +123,7 @@ def engine_on(device: str, folder: Path | str, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(engines, "make_capture", lambda device: again)
     engine = Engine(chosen)
     engine.runs_ahead = True
-    engine.compile_and_capture(chosen, no_progress)
+    engine.compile_and_capture(no_progress)
     return engine
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from common.messages.request import SamplingParams
 from common.settings.speculation import read_speculation
-from gpu_worker.engine.drafting.proposers import guessing_factory
+from gpu_worker.engine.drafting.proposers import proposer_factory
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player, player
@@ -163,7 +163,7 @@ def test_ids_of_the_small_model_are_those_of_transformers(
     answers = dict(zip(indices, reference_ids(ids, 40), strict=True))
     played = player(loaded)
     loaded.runs_ahead = False
-    monkeypatch.setattr(loaded.rows, "make_proposer", guessing_factory(read_speculation(3, None)))
+    monkeypatch.setattr(loaded.rows, "make_proposer", proposer_factory(read_speculation(3, None)))
     played.run([played.start(index, ids[place], 40) for place, index in enumerate(indices)], lead=64)
     assert played.ids == answers
     num_steps = sum(bool(step.num_samples) for step in played.steps)

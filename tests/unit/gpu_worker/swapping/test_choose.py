@@ -1,6 +1,5 @@
 """Which model a worker serves next: what holds for all loads."""
 
-import math
 from dataclasses import replace
 
 from hypothesis import given
@@ -24,29 +23,6 @@ def test_a_large_swap_waits_for_a_client_that_asks_again_at_once() -> None:
     assert choose(ModelTurn(own, lasted_s=20.0, idle_s=6.1), [other]) == "other"
 
 
-def test_a_deadline_ends_a_turn_early() -> None:
-    """But not sooner than the swaps for it take, and not if it passes all the same."""
-    own = PoolDemand("own", num_waiting=3, num_rows=1, swap_s=5.0)
-
-    def next_after(lasted_s: float, due_s: float) -> str | None:
-        other = PoolDemand("other", num_waiting=1, due_s=due_s, swap_s=5.0)
-        return choose(ModelTurn(own, lasted_s, 0.0), [other])
-
-    assert next_after(12, due_s=600) is None
-    assert next_after(12, due_s=20) == "other"
-    assert next_after(9, due_s=20) is None
-    assert next_after(12, due_s=4) is None
-
-
-def test_deadlines_of_others_do_not_starve_a_model_without_any() -> None:
-    """One that has waited for longer than a turn of each other one is next, whoever else has a deadline."""
-    turn = ModelTurn(PoolDemand("own", num_waiting=9, swap_s=2.0), lasted_s=20.0, idle_s=0.0)
-    due = PoolDemand("due", num_waiting=1, waited_s=1.0, due_s=18.0, swap_s=2.0)
-    for waited_s, expected in ((35.0, "due"), (37.0, "patient")):
-        patient = PoolDemand("patient", num_waiting=1, waited_s=waited_s, swap_s=2.0)
-        assert choose(turn, [due, patient]) == expected
-
-
 def test_a_model_with_a_worker_gets_another_only_from_an_idle_one() -> None:
     served = PoolDemand("served", num_waiting=50, waited_s=30.0, num_workers=1, swap_s=2.0)
     working = PoolDemand("own", num_rows=1, swap_s=2.0)
@@ -66,7 +42,6 @@ DEMANDS = st.builds(
     pool=st.just("x"),
     num_waiting=st.integers(0, 1000),
     waited_s=st.floats(0, 1000),
-    due_s=st.floats(-10, 1000),
     num_rows=st.integers(0, 256),
     num_workers=st.integers(0, 3),
     swap_s=st.floats(0, 100),
@@ -78,16 +53,15 @@ DEMANDS = st.builds(
 def test_no_model_starves_and_swaps_take_a_fifth_of_the_time(
     own: PoolDemand, others: list[PoolDemand]
 ) -> None:
-    """However busy a worker is with its own model: a turn is several times as long as the swaps for it,
-    unless a deadline ends it, and has an end.
+    """However busy a worker is with its own model: a turn is several times as long as the swaps for it, and
+    has an end.
     """
     own = replace(own, num_waiting=own.num_waiting + 1)
     waiting = [replace(one, num_waiting=1 + one.num_waiting, num_workers=0, can_wake=True) for one in others]
     longest_s = max(MIN_TURN_S, TURN_SWAPS * (own.swap_s + max(one.swap_s for one in waiting)))
     assert choose(ModelTurn(own, longest_s, 0.0), waiting)
-    patient = [replace(one, due_s=math.inf) for one in waiting]
     shortest_s = TURN_SWAPS * (own.swap_s + min(one.swap_s for one in waiting))
-    assert choose(ModelTurn(own, max(MIN_TURN_S, shortest_s) - 0.01, 0.0), patient) is None
+    assert choose(ModelTurn(own, max(MIN_TURN_S, shortest_s) - 0.01, 0.0), waiting) is None
 
 
 @given(DEMANDS, st.lists(DEMANDS, max_size=4), st.floats(0, 1000), st.floats(0, 1000))

@@ -188,7 +188,7 @@ def test_an_adapter_that_is_unloaded_while_rows_have_it_serves_them_and_no_other
     assert played.ids[1] == ids_of(llama[0], named["a"])
     assert played.ids[2] == ids_of(llama[0], named["b"])
     engine.obey(UnloadAdapter("other"))
-    assert engine.adapters and len(engine.adapters.sources) == 1, "nothing is left of the first"
+    assert len(engine.adapters.host) == 1, "nothing is left of the first"
 
 
 def test_a_row_whose_adapter_is_not_loaded_ends(llama: tuple[Any, Path]) -> None:

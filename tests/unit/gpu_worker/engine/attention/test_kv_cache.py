@@ -22,7 +22,7 @@ from gpu_worker.engine.attention.backend import (
     raw,
 )
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.model.kv_budget import scale_layers
+from gpu_worker.engine.model.warmup import scale_layers
 from tests.support.engine import tiny_models
 from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play, prompts
 from tests.support.engine.tiny_models import FAMILIES

@@ -14,7 +14,7 @@ from common.messages.request import LogitsParams
 from common.model_files import no_progress
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine import engine as engine_module
-from gpu_worker.engine.cuda import compile as compiling
+from gpu_worker.engine.cuda import graphs as compiling
 from gpu_worker.engine.cuda.graphs import PLAIN, SPLIT, CudaGraphs, run_without_sync
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model.warmup import max_captured_tokens
@@ -109,7 +109,8 @@ def test_steps_that_wait_for_the_device_are_not_captured(
 
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(engine_module, "make_capture", lambda device: capture)
-    engine.try_to_capture(Settings(max_batch_size=3))
+    engine.settings = Settings(max_batch_size=3)
+    engine.try_to_capture(no_progress)
     assert (
         engine.graphs is None
         and "captured: called a synchronizing CUDA operation;" in caplog.text
@@ -117,8 +118,9 @@ def test_steps_that_wait_for_the_device_are_not_captured(
     )
     assert modes == ["error", "default"]
     modes.clear()
+    engine.settings = Settings(deterministic=True)
     with pytest.raises(SettingError, match="cannot be captured"):
-        engine.try_to_capture(Settings(deterministic=True))
+        engine.try_to_capture(no_progress)
 
 
 @pytest.mark.slow
@@ -198,8 +200,10 @@ def test_an_eager_engine_compiles_and_captures_nothing(
     fresh = dict(enumerate(prompts()))
     expected = play(engine, fresh)
     monkeypatch.setattr(engine, "capture", lambda *arguments: steps.append("capture"))
-    engine.compile_and_capture(settings, no_progress)
+    engine.settings = settings
+    engine.compile_and_capture(no_progress)
     assert steps == [] and engine.graphs is None
     assert play(engine, fresh) == expected
-    engine.compile_and_capture(Settings(), no_progress)
+    engine.settings = Settings()
+    engine.compile_and_capture(no_progress)
     assert steps == ["compile", "capture"]

@@ -21,9 +21,9 @@ from gpu_worker.engine.cuda.linear import (
     fuse_linears,
     round_rows,
 )
-from gpu_worker.engine.model.config import ModelSource
 from gpu_worker.engine.model.quantized_linears import quantise_linears
-from gpu_worker.engine.parallel.shards import make_tp_plan
+from gpu_worker.engine.model.weights import ModelSource
+from gpu_worker.engine.parallel.stages import make_tp_plan
 from gpu_worker.engine.quantization.blocks import Blocks
 from tests.support.engine import fake_products, quantized_models
 from tests.support.engine.quantized_models import FORMATS, multiplies_floats

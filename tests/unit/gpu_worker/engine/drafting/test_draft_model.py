@@ -4,6 +4,7 @@ nearly all proposals are right; with a grammar, too.
 
 import json
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from api.grammar.compile import Grammar, compile_unchecked
 from common.messages.request import SamplingParams
 from common.settings.settings import SettingError
-from gpu_worker.engine.drafting.proposers import FIRST_PAUSE
+from gpu_worker.engine.drafting.proposers import Proposer
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player, player
@@ -124,21 +125,31 @@ def test_rows_that_start_with_blocks_of_others_draft_as_well(
 ) -> None:
     """Also where the rows before them did not draft, so that their blocks have no K and V of the draft."""
     monkeypatch.setattr(equal.rows, "prefix_caching", True)
-    assert equal.drafter
     if paused:
-        equal.drafter.worker.pause = 2 * NEW_TOKENS  # while the first rows run
+        pause_first_rows(equal, monkeypatch)
     behind, anew = second_turn(equal, plain)
     assert behind.ids == anew.ids
     assert behind.num_proposed > 30 and behind.share_right > 0.9
 
 
+def pause_first_rows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first two rows that start propose nothing."""
+    make, numbers = engine.rows.make_proposer, count()
+    assert make
+
+    def paused(*arguments: Any) -> Proposer | None:
+        proposer = make(*arguments)
+        assert proposer
+        proposer.acceptance.pause = 2 * NEW_TOKENS if next(numbers) < 2 else 0
+        return proposer
+
+    monkeypatch.setattr(engine.rows, "make_proposer", paused)
+
+
 def test_a_row_whose_drafts_do_not_pay_pauses(other: Engine) -> None:
-    """And so does the worker."""
-    assert other.drafter
     other.costs.set(1.0, 0.3, 0.1, 0.0)
     played = play_rows(other, new_tokens=100)
     assert played.num_proposed < sum(map(len, played.ids.values())) / 2
-    assert other.drafter.worker.next_pause > FIRST_PAUSE
 
 
 def test_it_drafts_again_after_a_sleep(equal: Engine, plain: Drafted) -> None:

@@ -21,7 +21,7 @@ from gpu_worker.engine.drafting.proposers import (
     Proposer,
     RecentAnswers,
     TrialBudget,
-    guessing_factory,
+    proposer_factory,
 )
 from tests.support.engine.fixed_grammar import FixedGrammar
 
@@ -132,11 +132,11 @@ def test_a_grammar_forces_tokens_or_cuts_guesses() -> None:
 
 def test_what_proposes_is_what_the_settings_say() -> None:
     grammar = Forcing()
-    none = guessing_factory(read_speculation(0, None))
+    none = proposer_factory(read_speculation(0, None))
     assert none(IDS, None) is None
     assert (forced := none(IDS, grammar)) and forced.is_sure and forced.method == "grammar"
     for config, method in ((None, "ngram"), ('{"method": "suffix"}', "suffix")):
-        proposer = guessing_factory(read_speculation(3, config))(IDS, grammar)
+        proposer = proposer_factory(read_speculation(3, config))(IDS, grammar)
         assert proposer and proposer.method == method and not proposer.is_sure
 
 
@@ -161,15 +161,13 @@ def test_proposals_that_are_wrong_are_not_tried_for_a_while_and_then_again() -> 
 
 
 @pytest.mark.parametrize("cost", [0.1, 0.4, 0.9])
-@pytest.mark.parametrize("judged_together", [False, True])
-def test_wrong_proposals_of_all_rows_lose_a_small_share(cost: float, judged_together: bool) -> None:
+def test_wrong_proposals_of_all_rows_lose_a_small_share(cost: float) -> None:
     """Whatever one costs, and if new rows come all the time; trials go on for ever."""
     num_rows, budget = 8, TrialBudget()
-    gate = Acceptance(budget=budget) if judged_together else None
     num_tokens, lost, late = 0, 0.0, 0
     for step in range(4000):
         if step % 100 == 0:
-            rows = [Acceptance(budget=budget, gate=gate) for _ in range(num_rows)]
+            rows = [Acceptance(budget=budget) for _ in range(num_rows)]
         counts = [row.num_worth(MOST, cost) for row in rows]
         for row, count in zip(rows, counts, strict=True):
             row.learn(1, count, cost)
@@ -177,17 +175,3 @@ def test_wrong_proposals_of_all_rows_lose_a_small_share(cost: float, judged_toge
         late += sum(counts) * (step > 3000)
         assert lost < FIRST_LOSS + LOSS_SHARE * num_tokens + num_rows * MOST * cost
     assert late, "what was wrong once is tried again"
-
-
-def test_a_gate_judges_rows_that_have_not_proposed_much() -> None:
-    """Where proposals of no row pay, none is made, until all rows together have come so far as a pause lasts;
-    then a trial follows.
-    """
-    gate = Acceptance()
-    while count := Acceptance(gate=gate).num_worth(MOST):
-        Acceptance(gate=gate).learn(1, count)
-    first, second = Acceptance(gate=gate), Acceptance(gate=gate)
-    assert first.is_paused and gate.pause == FIRST_PAUSE
-    for row in (first, second):
-        row.learn(FIRST_PAUSE // 2, 0)
-    assert not first.is_paused and first.is_on_trial and first.num_worth(MOST) == MOST

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.settings.settings import SettingError
-from gpu_worker.engine.model import config
+from gpu_worker.engine.model import weights as config
 from tests.support.engine import tiny_models
 from tests.support.engine.tiny_engine import MANY_NEW_TOKENS, NEW_TOKENS, check_ids, engine_of, prompts
 from tests.support.engine.tiny_models import FAMILIES, GPT, LLAMA, SEEING, SIZES, VOCAB

@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.cuda.linear import QuantisedLinear, fuse_linears, round_rows
 from gpu_worker.engine.model import quantized_linears
-from gpu_worker.engine.model.config import ModelSource
 from gpu_worker.engine.model.quantized_linears import check_fp8, quantise_linears, round_linears
+from gpu_worker.engine.model.weights import ModelSource
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK
-from gpu_worker.engine.parallel.shards import make_tp_plan
+from gpu_worker.engine.parallel.stages import make_tp_plan
 from tests.support.engine import quantized_models, tiny_models
 from tests.support.engine.quantized_models import FORMATS, multiplies_floats
 from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play

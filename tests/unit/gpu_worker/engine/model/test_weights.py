@@ -20,12 +20,11 @@ from common.process import machine
 from common.rank import RankInfo
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.model.config import check_quantize
 from gpu_worker.engine.model.load import threads_of
 from gpu_worker.engine.model.model import SleepingModel, unique_storages
-from gpu_worker.engine.model.weights import meta_model
+from gpu_worker.engine.model.weights import check_quantize, meta_model
 from gpu_worker.engine.parallel.communicator import Communicator
-from gpu_worker.engine.parallel.shards import make_tp_plan
+from gpu_worker.engine.parallel.stages import make_tp_plan
 from gpu_worker.engine.parallel.tensor_parallel import equalize_replicas
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import player

@@ -32,8 +32,13 @@ from gpu_worker.engine.attention.choose import check_probe
 from gpu_worker.engine.model.load import check_same, describe_model
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.rendezvous import Member, RankLinks, RankLost, RendezvousFailed, connect_ranks
-from gpu_worker.engine.parallel.shards import make_tp_plan, split_heads
-from gpu_worker.engine.parallel.stages import ModelStage, checked_layers, split_layers
+from gpu_worker.engine.parallel.stages import (
+    ModelStage,
+    checked_layers,
+    make_tp_plan,
+    split_heads,
+    split_layers,
+)
 from gpu_worker.protocol import AdapterAnswer, LoadAdapter, UnservableModel
 from tests.support.adapters.playing import check_adapters, load_adapters
 from tests.support.adapters.tiny_adapters import LINEARS, change_config, save_adapter
@@ -443,10 +448,9 @@ def test_ranks_exchange_messages_and_learn_of_the_first_loss() -> None:
 def test_those_who_are_missing_are_named_at_every_rank() -> None:
     given = infos(4)
     futures = [start(lambda info=info: connect_ranks(info, 1.0)) for info in given[:2]]  # type: ignore[misc]
-    lines = [str(future.exception(20)) for future in futures]
     place = f"127.0.0.1:{given[0].port}"
-    assert lines[0] == (f"ranks 2, 3 of 4 have not connected to {place} (connected: rank 1) within 1 s")
-    assert lines[1].startswith(f"ranks 2, 3 of 4 have not connected to {place}")
+    line = f"ranks 2, 3 of 4 have not connected to {place} (connected: rank 1) within 1 s"
+    assert [str(future.exception(20)) for future in futures] == [line, line]
 
 
 def test_a_rank_that_finds_nobody_names_rank_0() -> None:
@@ -474,7 +478,6 @@ def test_a_rank_that_has_died_joins_again_and_strangers_disturb_nobody() -> None
 
     strangers = [say(b""), say(b"GET / HTTP/1.1\r\n\r\n"), say(b"[]\n")]
     first = say(json.dumps({"rank": 1, "world_size": 3, "host": "here"}).encode() + b"\n")
-    assert json.loads(first.recv(1000)) == {"missing": [2]}
     twin = say(json.dumps({"rank": 1, "world_size": 3, "host": "there"}).encode() + b"\n")
     assert json.loads(twin.recv(1000))["refused"] == "rank 1 is connected already"
     first.close()

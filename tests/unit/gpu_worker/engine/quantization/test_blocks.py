@@ -18,9 +18,8 @@ from transformers import AutoModelForCausalLM
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.cpu.packed_linear import LargePages, NativeLinear
 from gpu_worker.engine.quantization import gguf as convert
-from gpu_worker.engine.quantization.at_load import ROUNDINGS
 from gpu_worker.engine.quantization.blocks import Blocks
-from gpu_worker.engine.quantization.checkpoint import scale_integers, widen
+from gpu_worker.engine.quantization.checkpoint import ROUNDINGS, scale_integers, widen
 from gpu_worker.engine.quantization.gguf import BLOCKS_FILE, UNPACKED, converted_blocks, unpack
 from tests.support.engine import quantized_models, tiny_models
 from tests.support.engine.quantized_models import keep_blocks_only, keeps_blocks, mean, multiplies_blocks

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gpu_worker.engine.quantization.checkpoint import find_packed, method_refusal_of, read_tensors
+from gpu_worker.engine.quantization.checkpoint import find_packed, read_tensors, refuse_compressed
 from gpu_worker.protocol import UnservableModel
 from tests.support.engine import quantized_models, tiny_models
 from tests.support.engine.quantized_models import FORMATS, keep_blocks_only, multiplies_blocks
@@ -74,8 +74,8 @@ def test_experts_are_dequantised_at_load(tmp_path: Path) -> None:
 def test_blocks_of_several_sizes_are_refused() -> None:
     groups = {str(size): {"weights": {"block_structure": f"{size}x{size}"}} for size in (64, 128)}
     config = {"quant_method": "compressed-tensors", "config_groups": groups}
-    assert method_refusal_of(config) == "its blocks have several sizes: 64x64, 128x128"
-    assert method_refusal_of(config | {"config_groups": {"64": groups["64"], "same": groups["64"]}}) is None
+    assert refuse_compressed(config) == "its blocks have several sizes: 64x64, 128x128"
+    assert not refuse_compressed(config | {"config_groups": {"64": groups["64"], "same": groups["64"]}})
 
 
 def test_tensors_of_few_bits_are_plain_only_as_masks() -> None:

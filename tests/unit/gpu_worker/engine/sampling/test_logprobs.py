@@ -12,7 +12,7 @@ import torch
 
 from common.messages.request import LogitsParams, SamplingParams
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.sampling.logprobs import score_tokens
+from gpu_worker.engine.sampling.sampler import score_tokens
 from gpu_worker.protocol import StepResult
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import AHEAD, Player, player

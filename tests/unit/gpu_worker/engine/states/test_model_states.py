@@ -19,8 +19,14 @@ from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model.load import load
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK
-from gpu_worker.engine.states.mixers import MixerRecorder, check_parts, find_mixers
-from gpu_worker.engine.states.model_states import RECURRENT, RowStates, StateName
+from gpu_worker.engine.states.model_states import (
+    RECURRENT,
+    MixerRecorder,
+    RowStates,
+    StateName,
+    check_parts,
+    find_mixers,
+)
 from gpu_worker.engine.states.scans import continued
 from gpu_worker.protocol import AdapterAnswer, LoadAdapter, UnservableModel
 from tests.support.adapters.playing import check_adapters, load_adapters
