@@ -139,13 +139,6 @@ def test_explain_shows_the_resume(fleet: Fleet, request_id: str, capsys: pytest.
     )
 
 
-def test_every_line_of_every_process_is_json(fleet: Fleet, request_id: str) -> None:
-    lines = [json.loads(line) for line in (fleet.output() + fleet.errors()).splitlines()]
-    assert {"serve", "g0", "b0", "w0", "w1"} <= {line["process"] for line in lines}
-    assert all(line["incarnation"] and line["host"] for line in lines)
-    assert [line["process"] for line in lines if line.get("request_id") == request_id] == ["g0"]
-
-
 @pytest.fixture(scope="module")
 def prometheus(fleet: Fleet, request_id: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A Prometheus with the file in deploy/prometheus, with other names and intervals; its URL."""

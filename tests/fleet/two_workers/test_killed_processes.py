@@ -15,7 +15,6 @@ import psutil
 import pytest
 from redis.asyncio import Redis
 
-from benchmarks.client import Stream, stream
 from common.broker.keys import Keys
 from common.messages.codec import decode, encode
 from common.messages.events import ERRORS, Events
@@ -91,38 +90,6 @@ async def received_events(pubsub: Any) -> list[Events]:
         if message["type"] == "pmessage":
             events.append(decode(Events, message["data"]))
     return events
-
-
-REQUESTS: list[tuple[str, dict[str, Any]]] = [
-    ("/generate_stream", {"inputs": PROMPT, "parameters": {"max_new_tokens": 40, "ignore_eos": True}}),
-    ("/v1/completions", {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "logprobs": 2}),
-    (
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": "Count."}], "max_tokens": 40, "ignore_eos": True, "n": 2},
-    ),
-]
-NUM_FRAMES = (40, 40, 2 * 41)
-"""Of each route: one a token, and in chats the first chunk of each choice."""
-
-
-async def test_streams_of_every_route_go_on_when_their_gateway_is_killed(fleet: Fleet, redis: Redis) -> None:
-    requests, answers = 2 * REQUESTS, [Stream() for _ in 2 * REQUESTS]
-    reads = [
-        asyncio.create_task(stream(fleet.base_url + path, body | {"stream": True, "seed": 5}, one))
-        for one, (path, body) in zip(answers, requests, strict=True)
-    ]
-    await wait_until(lambda: all(len(one.frames) > 3 for one in answers))
-    gateways = [await redis.hget(key, "gateway") for key in await redis.keys("tf:*:request:*")]  # type: ignore[misc]
-    name = next(gateway for gateway in gateways if gateway).decode().split("-")[0]
-    os.kill(await asyncio.to_thread(fleet.pid, name), signal.SIGKILL)
-    await asyncio.gather(*reads)
-    differs = ("id", "created")
-    said = [
-        [{name: value for name, value in frame.items() if name not in differs} for frame in one.frames]
-        for one in answers
-    ]
-    assert [len(frames) for frames in said] == [*2 * NUM_FRAMES]
-    assert said[:3] == said[3:]
 
 
 @pytest.mark.slow

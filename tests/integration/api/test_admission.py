@@ -85,21 +85,6 @@ async def test_a_hundred_posts_at_once_beside_many_jobs_get_exactly_ten_places(b
         await wait_until(everything_is_back)
 
 
-async def test_clients_do_not_wait_until_the_broker_has_answered_jobs(broker: Broker) -> None:
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer([11])),
-        serving(broker.url) as (gateway, client),
-    ):
-        await ready(gateway)
-        ask = gateway.pool.admission.retry_forever
-        commands = [asyncio.create_task(ask(asyncio.Event().wait)) for _ in range(100)]
-        try:
-            assert (await client.post("/generate", json=BODY)).status_code == 200
-        finally:
-            for command in commands:
-                command.cancel()
-
-
 IDS = ids(" one two three four five six")
 COMPLETION = {"prompt": "x", "n": 2, "max_tokens": 50, "temperature": 1.0}
 

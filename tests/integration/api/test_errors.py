@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 import threading
-import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -25,13 +24,13 @@ from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_routes import document
 from tests.support import brokers
 from tests.support.api_errors import openai_error, tgi_error
-from tests.support.fleet.gateways import answering, nothing_left, ready, serving
+from tests.support.fleet.gateways import answering, ready, serving
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.pooling.pooling_gateway import pooling_gateway
 from tests.support.pooling.tiny_encoders import save_encoder
 from tests.support.tokenizer import TOKENIZER, ids
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S
 
 JSON = {"content-type": "application/json"}
 
@@ -306,49 +305,6 @@ async def test_the_introduction_s_commands_work(broker: Broker) -> None:
             response = await client.post(path, headers=headers, content=data)
             assert response.status_code == 200, response.text
             assert ("data: [DONE]" in response.text) == bool(json.loads(data).get("stream"))
-
-
-IDS = ids(" one two three four five six")
-GENERATE = {"inputs": "x", "parameters": {"max_new_tokens": 40, "ignore_eos": True}}
-TWO_CHATS = {
-    "messages": [{"role": "user", "content": "x"}],
-    "max_tokens": 40,
-    "n": 2,
-    "stream": True,
-    "ignore_eos": True,
-}
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "leaves"),
-    [
-        ("/generate_stream", GENERATE, True),
-        ("/generate", GENERATE, True),
-        ("/v1/chat/completions", TWO_CHATS, False),
-    ],
-)
-async def test_a_stream_is_freed_when_it_is_released(
-    broker: Broker, path: str, body: dict[str, object], leaves: bool
-) -> None:
-    async with answering(broker.url, Answer(IDS * 10), step_s=0.02) as (worker, gateway, client):
-        host, port = client.base_url.host, client.base_url.port
-        reader, writer = await asyncio.open_connection(host, port)
-        data = json.dumps(body).encode()
-        head = [
-            f"POST {path} HTTP/1.1",
-            "host: x",
-            "content-type: application/json",
-            f"content-length: {len(data)}",
-            "connection: close",
-        ]
-        writer.write("\r\n".join([*head, "", ""]).encode() + data)
-        await wait_until(lambda: gateway.pool.relay.streams)
-        streams = weakref.WeakSet(gateway.pool.relay.streams.values())
-        if not leaves:
-            await reader.read()
-        writer.close()
-        await nothing_left(gateway, worker)
-        await wait_until(lambda: not streams)
 
 
 def answer(request: Generate) -> Answer:

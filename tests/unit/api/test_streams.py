@@ -6,14 +6,12 @@ What a gateway offers to a broker that lost it, against real scripts.
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 
 from api.requests.request_scripts import OfferReply
-from api.streams import relay as relay_module
 from api.streams.relay import Relay
 from api.streams.stream import Stream, all_outputs, is_absent
 from api.streams.stream import new_stream as new_stream_of
@@ -252,22 +250,6 @@ async def commit(redis: Redis, spilled: int, logged: int, request_id: str = "r")
         )
 
 
-async def test_a_gap_is_filled_with_the_same_text(redis: Redis, relay: Relay) -> None:
-    stream = new_stream()
-    relay.add(stream)
-    relay.note_admitted(stream)
-    await commit(redis, 3, 6)
-    await redis.publish(relay.channel, event_message(1, tokens(0, 1)))
-    await redis.publish(relay.channel, event_message(2, tokens(4, 5)))
-    await wait_until(lambda: stream.num_tokens == 6)
-    await redis.publish(relay.channel, event_message(3, tokens(6, 7)))
-    await redis.publish(relay.channel, event_message(5, tokens(8, 9)))
-    await commit(redis, 9, 9)
-    await wait_until(lambda: stream.num_tokens == 9)
-    assert stream.ids == IDS[:9]
-    assert stream.texts == [TOKENIZER.decode([i]) for i in IDS[:9]]
-
-
 async def test_a_prompt_is_read_before_the_first_token_is_shown(redis: Redis, relay: Relay) -> None:
     """It is in Redis since the first token; if it is not, somebody wrote to the key."""
     fields = {"prompt_ids": pack_ids([28, 29, 30]), "prompt_logprobs": 1}
@@ -302,20 +284,6 @@ async def test_a_prompt_is_read_before_the_first_token_is_shown(redis: Redis, re
     assert not missing.ids and not short.ids
 
 
-async def test_a_lost_subscription_is_renewed(
-    redis: Redis, relay: Relay, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(relay_module, "SILENCE_S", 60.0)
-    stream = new_stream()
-    relay.add(stream)
-    relay.note_admitted(stream)
-    await commit(redis, 0, 4)
-    await redis.client_kill_filter(_type="pubsub")
-    await wait_until(lambda: stream.num_tokens == 4)
-    await redis.publish(relay.channel, event_message(1, tokens(4, 5)))
-    await wait_until(lambda: stream.num_tokens == 5)
-
-
 async def test_another_gateways_channel_is_followed(redis: Redis, relay: Relay) -> None:
     """It is subscribed again after a lost connection, and until the last follower unfollows it."""
     mine, theirs = KEYS.events("g0"), KEYS.events("g9")
@@ -346,101 +314,9 @@ async def test_another_gateways_channel_is_followed(redis: Redis, relay: Relay) 
 # --- fill ---------------------------------------------------------------------------------------------------
 
 
-class Source:
-    """A worker with some requests; each flush has a token of each."""
-
-    def __init__(self, redis: Redis, relay: Relay, name: str, num_streams: int = 2) -> None:
-        self.redis = redis
-        self.relay = relay
-        self.name = name
-        self.num_flushes = self.number = 0
-        self.attempt = 1
-        self.num_cached = 0
-        self.streams = [new_stream(f"{name}.{i}", channel=relay.channel) for i in range(num_streams)]
-
-    async def start(self) -> None:
-        for stream in self.streams:
-            fields = {"digest": "d", "worker": self.name, "attempt": self.attempt, "base": self.num_flushes}
-            await self.redis.hset(KEYS.request(stream.request.request_id), mapping=fields)  # type: ignore[misc]
-            self.relay.add(stream)
-            self.relay.note_admitted(stream)
-
-    def new_tokens(self, streams: list[Stream]) -> list[Tokens]:
-        index = self.num_flushes - 1
-        return [
-            replace(
-                tokens(index, index + 1, request_id=stream.request.request_id),
-                attempt=self.attempt,
-                num_cached=0 if index else self.num_cached,
-            )
-            for stream in streams
-        ]
-
-    async def flush(self, lost: bool = False, without: int = 0) -> None:
-        """Commit one token of each request, and publish it unless it is lost; the last ones get none."""
-        self.num_flushes += 1
-        self.number += 1
-        streams = self.streams[: len(self.streams) - without]
-        await self.redis.xadd(
-            KEYS.log(self.name),
-            {"entry": encode(Events("w", 0, **as_sent(self.new_tokens(streams))))},
-            id=f"{self.num_flushes}-0",
-        )
-        if not lost:
-            sent = as_sent(self.new_tokens(streams))
-            events = Events(self.name, self.number, flush=self.num_flushes, **sent)
-            await self.redis.publish(self.relay.channel, encode(events))
-
-    async def spill(self) -> None:
-        """Move what the log has into the strings, but the last flush."""
-        for stream in self.streams:
-            committed = tokens(0, self.num_flushes, request_id=stream.request.request_id)
-            await self.redis.set(KEYS.tokens(stream.request.request_id), pack_tokens(committed))
-        await self.redis.xtrim(KEYS.log(self.name), minid=f"{self.num_flushes}-0")
-
-    def all_have(self, num_tokens: int) -> bool:
-        return all(stream.ids == IDS[:num_tokens] for stream in self.streams)
-
-
 async def calls(redis: Redis, command: str) -> int:
     stats = await redis.info("commandstats")
     return int(stats.get(f"cmdstat_{command}", {"calls": 0})["calls"])
-
-
-async def test_one_lost_message_reads_one_flush_of_its_source_and_no_request(
-    redis: Redis, relay: Relay
-) -> None:
-    """The next message shows that all its requests go on: no hash and no string is read."""
-    mine, other = Source(redis, relay, "w0"), Source(redis, relay, "w1")
-    for source in (mine, other):
-        await source.start()
-        for _ in range(3):
-            await source.flush()
-    await wait_until(lambda: mine.all_have(3) and other.all_have(3))
-    await redis.config_resetstat()
-    await mine.flush(lost=True)
-    await mine.flush()
-    await wait_until(lambda: mine.all_have(5))
-    for stream in mine.streams:
-        assert stream.texts == [TOKENIZER.decode([token_id]) for token_id in IDS[:5]]
-    assert (await calls(redis, "xrange"), await calls(redis, "hmget")) == (1, 0)
-    assert other.all_have(3)
-
-
-async def test_a_request_that_moved_is_read_where_it_is(redis: Redis, relay: Relay) -> None:
-    """All that its new worker published was lost; the old one is silent."""
-    old, new = Source(redis, relay, "w0", 1), Source(redis, relay, "w1", 1)
-    await old.start()
-    await old.flush()
-    await wait_until(lambda: old.all_have(1))
-    new.streams = old.streams
-    new.num_flushes = 1
-    new.attempt = 2
-    await new.start()
-    for _ in range(2):
-        await new.flush(lost=True)
-    relay.filler.request_fill(old.streams)
-    await wait_until(lambda: new.all_have(3))
 
 
 # --- offers -------------------------------------------------------------------------------------------------
@@ -490,35 +366,6 @@ async def resumes(redis: Redis) -> list[str]:
     return [decode(Resume, fields[b"resume"]).request_id for _, fields in entries]
 
 
-async def test_a_request_that_is_gone_is_queued_again_after_its_tokens(redis: Redis, relay: Relay) -> None:
-    stream = await shown(relay, 3)
-    stream.answer = b"an answer"
-    stream.prompt.num_cached = 16
-    relay.filler.request_fill([stream])
-    await wait_until(lambda: relay.filler.offers.num_offers)
-    [(entry_id, fields)] = await redis.xrange(KEYS.requests)
-    request = decode(Generate, fields[b"generate"])
-    assert (request.request_id, request.num_shown, request.digest) == ("r", 3, "d")
-    assert 0 < request.ttl_ms <= stream.request.ttl_ms
-    taken = str(len(fields[b"generate"])).encode()
-    assert await redis.hget(KEYS.places, "bytes:standard") == taken  # type: ignore[misc]
-    kept = await redis.hmget(KEYS.request("r"), ["entry", "answer", "cached"])  # type: ignore[misc]
-    assert kept == [entry_id, b"an answer", b"16"]
-    state = await committed(redis)
-    assert (await ids(redis), state.worker, state.attempt, state.base) == (IDS[:3], "w1", 1, 3)
-    assert not stream.terminal
-    await offer(relay, stream)
-    assert await redis.xlen(KEYS.requests) == 1
-
-
-async def test_tokens_that_were_lost_are_committed_again_and_their_run_goes_on(
-    redis: Redis, relay: Relay
-) -> None:
-    await put(redis, 2)
-    await offer(relay, await shown(relay, 5))
-    assert (await ids(redis), (await committed(redis)).attempt, await resumes(redis)) == (IDS[:5], 1, [])
-
-
 async def test_a_run_that_began_before_the_shown_tokens_is_void(redis: Redis, relay: Relay) -> None:
     """Its worker made other tokens than the one that the broker forgot."""
     stream = await shown(relay, 5)
@@ -534,19 +381,6 @@ async def test_a_run_that_began_before_the_shown_tokens_is_void(redis: Redis, re
     assert stream.ids == IDS[:5]
     await publish(relay, 1, tokens(5, 7, 3), source="w3")
     assert stream.ids == [*IDS[:5], IDS[5] + 2, IDS[6] + 2]
-
-
-async def test_a_placement_that_was_lost_is_named_again(redis: Redis, relay: Relay) -> None:
-    await put(redis, 2, "w0", attempt=1)
-    await offer(relay, await shown(relay, 0))
-    assert (await committed(redis)).worker == "w0"
-    relay.filler.offers.num_offers = 0
-    stream = relay.streams["r"]
-    stream.add_event(tokens(0, 5), "w0")
-    stream.lineage.note("w2", 2)
-    await offer(relay, stream)
-    state = await committed(redis)
-    assert (state.worker, state.attempt, await resumes(redis)) == ("w2", 2, [])
 
 
 async def test_a_result_with_other_tokens_is_withdrawn(redis: Redis, relay: Relay) -> None:
@@ -578,15 +412,6 @@ async def test_tokens_of_a_former_reader_give_way(redis: Redis, relay: Relay) ->
     await offer(relay, stream)
     assert (await committed(redis), await resumes(redis)) == (before, [])
     assert stream.terminal and stream.terminal.error_type == "superseded"
-
-
-async def test_all_streams_are_offered_to_another_server(redis: Redis, relay: Relay) -> None:
-    stream = await shown(relay, 3)
-    await wait_until(lambda: relay.filler.offers.server_id)
-    relay.filler.offers.server_id = "the one before"
-    await redis.client_kill_filter(_type="pubsub")
-    await wait_until(lambda: relay.filler.offers.num_offers)
-    assert await ids(redis) == IDS[:3] and not stream.terminal
 
 
 async def test_log_probabilities_of_the_likeliest_tokens_are_offered(redis: Redis, relay: Relay) -> None:

@@ -14,14 +14,13 @@ from redis.exceptions import ConnectionError
 
 from batcher import worker_registry
 from batcher.housekeeping import OrphanTracker
-from batcher.inbox import Inbox, StreamEntry
+from batcher.inbox import Inbox
 from batcher.lease import (
     HEARTBEATS_TO_SHOW,
     HeartbeatCount,
     Lease,
     LeaseLost,
     PoolClock,
-    WritesLost,
     is_needed,
 )
 from batcher.scheduling.replica import WorkerLimits
@@ -29,8 +28,6 @@ from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from batcher.worker_registry import (
     CLOCK_JUMP_MS,
-    LOST_S,
-    SILENT_S,
     STALL_S,
     FailureDetector,
     KnownWorker,
@@ -233,19 +230,6 @@ async def plans(redis: Redis, incarnation: str) -> list[Plan]:
     return [decode(Plan, fields[b"plan"]) for _, fields in entries]
 
 
-async def test_a_new_worker_is_taken_over_once_and_then_active(redis: Redis, workers: WorkerRegistry) -> None:
-    await start_worker(redis, "w1")
-    for _ in range(2):
-        assert await workers.check() == []
-    assert [plan.takeover for plan in await plans(redis, "w1")] == [True]
-    assert workers.state("w1") is WorkerState.TAKEOVER_SENT
-    answer_takeover(workers, "w1")
-    assert workers.state("w1") is WorkerState.ACTIVE
-    assert not workers.answers_takeover("w1", ANSWER), "once"
-    replica = workers.scheduler.replicas["w1"]
-    assert (replica.step, replica.until) == (3, 3)
-
-
 @pytest.mark.parametrize(
     "report", [Report(1, EPOCH, 1, 3), Report(1, EPOCH - 1, 1, 3, takeover=True)], ids=["rows", "epoch"]
 )
@@ -274,18 +258,6 @@ async def test_workers_from_before_the_epoch_are_pending_until_they_answer_or_ar
     assert workers.state("new") is WorkerState.TAKEOVER_SENT
 
 
-async def test_a_jump_of_the_broker_s_clock_that_ends_heartbeats_seals_nobody(
-    redis: Redis, workers: WorkerRegistry
-) -> None:
-    """It may come between any two commands."""
-    await start_worker(redis, "w1")
-    await workers.check()
-    await redis.delete(KEYS.worker("w1"))
-    assert workers.detector.clock_offset_ms is not None
-    workers.detector.clock_offset_ms -= 900_000
-    assert await workers.check() == []
-
-
 async def test_a_heartbeat_from_before_the_clock_went_back_is_none(
     redis: Redis, workers: WorkerRegistry
 ) -> None:
@@ -295,18 +267,6 @@ async def test_a_heartbeat_from_before_the_clock_went_back_is_none(
     assert await workers.check() == ["w1"]
     await send_heartbeat(redis, "w1")
     assert await workers.check() == []
-
-
-@pytest.mark.parametrize(("is_earlier", "sealed"), [(True, ["w1"]), (False, [])])
-async def test_an_unreadable_worker_is_sealed_if_it_may_hold_requests(
-    redis: Redis, workers: WorkerRegistry, is_earlier: bool, sealed: list[str]
-) -> None:
-    await start_worker(redis, "w1", b"junk")
-    if is_earlier:
-        await workers.start_epoch()
-    assert await workers.check() == sealed
-    assert workers.state("w1") is WorkerState.UNREADABLE
-    assert await plans(redis, "w1") == []
 
 
 async def test_a_removed_worker_is_not_taken_over_again(redis: Redis, workers: WorkerRegistry) -> None:
@@ -333,17 +293,6 @@ async def test_a_worker_that_drains_at_its_takeover_is_given_no_rows_of_another(
     assert [replica.draining for replica in workers.scheduler.replicas.values()] == [True, True]
 
 
-async def test_the_death_of_a_process_is_that_of_its_last_incarnation(
-    redis: Redis, workers: WorkerRegistry
-) -> None:
-    """Its launcher knows the first one only."""
-    for incarnation in ("w1-a.2", "w1-b", "w2-a"):
-        await start_worker(redis, incarnation)
-    await workers.start_epoch()
-    assert workers.incarnations("w1-a") == {"w1-a", "w1-a.2"}
-    assert workers.dead_holders([], {"w1-a", "w2-a"}) == ["w1-a.2", "w2-a"]
-
-
 async def test_a_worker_may_be_taken_over_while_all_are_checked(
     redis: Redis, workers: WorkerRegistry
 ) -> None:
@@ -356,34 +305,6 @@ async def test_a_worker_may_be_taken_over_while_all_are_checked(
     assert await check == []
 
 
-async def test_a_worker_that_does_not_answer_a_takeover_is_silent_then_sealed(
-    redis: Redis, workers: WorkerRegistry
-) -> None:
-    for worker in ("w1", "w2"):
-        await start_worker(redis, worker)
-    assert await workers.check() == []
-    answer_takeover(workers, "w2")
-    wait(workers, SILENT_S)
-    assert await workers.check() == []
-    assert workers.silent == {"w1"}
-    wait(workers, LOST_S)
-    assert await workers.check() == ["w1"]
-    workers.inbox.unhandled.append(StreamEntry(KEYS.reports("w1"), "1-0", {}))
-    assert await workers.check() == [], "what it has said is not handled yet"
-    workers.inbox.unhandled.clear()
-    await workers.check()
-    wait(workers, LOST_S)
-    workers.detector.pause()
-    assert await workers.check() == []
-    workers.detector.resumes_s = 0.0
-    assert await workers.check() == [], "it has the whole time again"
-
-
-def wait(workers: WorkerRegistry, seconds: float) -> None:
-    since = workers.silence
-    since.since_s = {debt: at_s - seconds for debt, at_s in since.since_s.items()}
-
-
 # --- lease --------------------------------------------------------------------------------------------------
 
 LONG_S = 60.0
@@ -393,28 +314,12 @@ def make_lease(redis: Redis, holder: str, ttl_s: float = LONG_S) -> Lease:
     return Lease(PoolClient(redis, KEYS), holder, ttl_s)
 
 
-async def test_a_released_lease_is_acquired_with_a_higher_epoch(redis: Redis) -> None:
-    first = make_lease(redis, "b0")
-    first_epoch = await first.acquire()
-    waiting = asyncio.create_task(make_lease(redis, "b1", ttl_s=0.1).acquire())
-    await first.release()
-    assert await asyncio.wait_for(waiting, 10) > first_epoch
-
-
 async def test_an_expired_lease_that_nobody_took_is_renewed(redis: Redis) -> None:
     lease = make_lease(redis, "b0")
     epoch = await lease.acquire()
     await redis.delete(KEYS.batcher)
     await lease.renew()
     assert lease.epoch == str(epoch) and await redis.get(KEYS.batcher) == b"b0"
-
-
-async def test_a_broker_that_lost_everything_ends_the_epoch_and_not_the_batcher(redis: Redis) -> None:
-    lease = make_lease(redis, "b0")
-    await lease.acquire()
-    await redis.flushall()
-    with pytest.raises(WritesLost):
-        await lease.renew()
 
 
 async def test_renewing_after_a_newer_epoch_raises_though_nobody_holds_it_now(redis: Redis) -> None:
@@ -440,18 +345,6 @@ def fail_twice(lease: Lease) -> list[ConnectionError]:
 
     lease.pool = FailingPool(lease.pool.redis, lease.pool.keys)
     return failures
-
-
-async def test_releasing_without_a_broker_raises_nothing(redis: Redis) -> None:
-    class AbsentPool(PoolClient):
-        async def run(self, call: ScriptCall[Reply]) -> Reply:
-            raise ConnectionError("away")
-
-    lease = make_lease(redis, "b0")
-    await lease.acquire()
-    lease.pool = AbsentPool(redis, KEYS)
-    await lease.release()
-    assert await redis.get(KEYS.batcher) == b"b0"
 
 
 async def test_it_is_kept_until_another_takes_it(redis: Redis) -> None:

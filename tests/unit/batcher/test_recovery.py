@@ -9,7 +9,7 @@ from redis.exceptions import ConnectionError
 from batcher.actions import ActionQueue
 from batcher.inbox import Inbox
 from batcher.recovery import Recovery
-from batcher.scheduling.replica import Replica, WorkerLimits
+from batcher.scheduling.replica import WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from batcher.timeline import TimelineWriter
@@ -23,11 +23,9 @@ from tests.support.broker.listening import listening
 from tests.support.broker_state import (
     KEYS,
     admit,
-    make_capacity,
     make_request,
     make_tokens,
     place,
-    run_all,
     start_worker,
     write_log,
 )
@@ -96,28 +94,6 @@ async def test_sequences_change_only_after_everything_was_saved(redis: Redis, re
     assert [one.base for one in sequences] == [2] * 2
 
 
-async def test_a_worker_that_drained_is_no_crash(redis: Redis, recovery: Recovery) -> None:
-    await start_worker(redis, "w1")
-    sequence = await queue(redis, "r1")
-    await place(redis, "r1", "w1")
-    replica = recovery.scheduler.replicas["w1"] = Replica(make_capacity("w1"), WorkerLimits())
-    replica.draining = True
-    await recovery.workers.seal("w1")
-    await recovery.remove_worker("w1", [sequence])
-    assert sequence.crash_count == 0
-
-
-async def test_restored_requests_are_recorded(redis: Redis, recovery: Recovery) -> None:
-    await start_worker(redis, "w1")
-    held, fresh = await placed(redis, "held"), await queue(redis, "fresh")
-    held.attempt = 1
-    await recovery.restore([held])
-    await recovery.enqueue_unheld([fresh])
-    assert held.waiting and fresh.waiting and recovery.scheduler.queue.first() is held
-    happened = {name: events[0].what for name, events in recovery.timeline.unwritten.items()}
-    assert happened == {"held": "taken_over", "fresh": "queued"}
-
-
 async def test_a_request_that_no_worker_held_resumes_with_its_string(
     redis: Redis, recovery: Recovery
 ) -> None:
@@ -155,35 +131,9 @@ async def test_what_a_log_says_of_requests_that_the_worker_gave_up_is_saved(
 CHANNEL = KEYS.events("g")
 
 
-async def queue_registered(redis: Redis, recovery: Recovery, request_id: str) -> Sequence:
-    """Queue a request and register its sequence."""
-    request = make_request(request_id, channel=CHANNEL)
-    entry_id = await admit(redis, request)
-    sequence = Sequence(request, entry_id, 10**15)
-    recovery.scheduler.register(sequence)
-    return sequence
-
-
 async def published(redis: Redis, *actions: object) -> list[Events]:
     """Events published on CHANNEL while the coroutines `actions` run."""
     async with listening(redis, CHANNEL) as messages:
         for action in actions:
             await action  # type: ignore[misc]
         return [decode(Events, message) for message in await messages()]
-
-
-async def test_finish_publishes_stores_and_dequeues(redis: Redis, recovery: Recovery) -> None:
-    sequence = await queue_registered(redis, recovery, "r1")
-    sequence.commit(RECORD.pack(7, -1.0) * 3)
-    await redis.set(KEYS.tokens("r1"), sequence.records)
-    [events] = await published(redis, recovery.finish(sequence, "timeout"))
-    await run_all(recovery.pending)
-    [terminal] = events.terminals
-    assert (events.source, events.sequence) == ("b0-1", 1)
-    assert (terminal.request_id, terminal.reason, terminal.error_type) == ("r1", "error", "timeout")
-    assert terminal.num_tokens == 3
-    assert await redis.hmget(KEYS.request("r1"), ["terminal", "error_type"]) == [b"error", b"timeout"]  # type: ignore[misc]
-    assert await redis.exists(KEYS.requests, KEYS.places, KEYS.tokens("r1")) == 1, "an empty stream"
-    assert await redis.xlen(KEYS.requests) == 0
-    assert recovery.scheduler.sequences == {}
-    assert [event.what for event in recovery.timeline.unwritten["r1"]] == ["ended"]

@@ -10,7 +10,7 @@ from batcher import timeline
 from batcher.scheduling.plan_builder import PendingPlan
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import Sequence
-from batcher.timeline import MAX_UNWRITTEN, REQUESTS_PER_ENTRY, WRITE_INTERVAL_S, TimelineWriter, spans_of
+from batcher.timeline import REQUESTS_PER_ENTRY, TimelineWriter, spans_of
 from common import tracing
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
@@ -91,19 +91,6 @@ async def test_events_are_written_at_an_interval_in_bounded_entries(
     writer.written_s -= 3600.0
     await writer.write()
     assert await read_timelines(PoolClient(redis, KEYS), "late") and not writer.unwritten
-
-
-async def test_a_key_of_another_type_keeps_events_up_to_a_bound(redis: Redis) -> None:
-    await redis.set(KEYS.timeline, "spoilt")
-    writer = make_writer(redis)
-    writer.record_queued(sequence())
-    await writer.write()
-    assert writer.unwritten
-    for i in range(MAX_UNWRITTEN + 1):
-        writer.record_queued(sequence(f"r{i}"))
-    writer.written_s -= WRITE_INTERVAL_S
-    await writer.write()
-    assert not writer.unwritten
 
 
 async def test_reading_a_request_finds_its_choices(redis: Redis) -> None:

@@ -454,21 +454,6 @@ async def test_a_reply_to_a_cancelled_command_is_not_taken_for_another(
     await redis.delete("went")
 
 
-async def test_a_broker_that_returns_is_connected_again() -> None:
-    with brokers.running() as one:
-        async with connect(one.url) as redis:
-            client = SerialClient(redis)
-            assert await client.execute("PING") == b"PONG"
-            with pytest.raises(ERRORS):
-                await client.execute("SHUTDOWN", "NOSAVE", "NOW")
-            with pytest.raises(ERRORS):
-                await client.execute("PING")
-            again = brokers.start(one)
-            assert await client.execute("PING") == b"PONG"
-            client.close()
-            again.kill()
-
-
 async def test_a_held_reply_wakes_nobody_until_it_is_polled(client: SerialClient) -> None:
     answers: list[Any] = []
     connection = await client.connect()

@@ -56,12 +56,6 @@ def test_a_prompt_that_is_known_as_a_whole_computes_its_last_block_again() -> No
     assert run_one(pool, "r3", [*prompt, 1]) == 4 * BLOCK_SIZE
 
 
-def test_requests_of_different_salts_share_nothing() -> None:
-    pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
-    prompt = list(range(70))
-    assert [run_one(pool, f"r{salt}", prompt, salt=salt) for salt in ("", "a", "b", "a")] == [0, 0, 0, 64]
-
-
 def test_a_running_row_shares_its_prompt_once_it_is_computed() -> None:
     """Requests that come before that wait for it, where no worker is idle."""
     pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)

@@ -15,13 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batcher.scheduling import scheduler
 from batcher.scheduling.placement import importance, standby_rows
 from batcher.scheduling.plan_builder import next_plan
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.request_queue import MAX_LOOKED_PAST, MAX_PASSED, PATIENCE, RequestQueue
 from batcher.scheduling.sequence import PlacedRow, Sequence
-from common.messages.plan import Plan
 from common.messages.request import SERVICE_CLASSES
 from tests.support.fleet.simulated_pool import (
     BLOCK_SIZE,
@@ -205,54 +203,6 @@ def test_what_fits_is_not_refused_for_one_that_needs_more_at_a_long_horizon() ->
     pool.add(other, fits)
     pool.decide()
     assert other.waiting and not fits.waiting
-
-
-class Calls:
-    """Counts how often workers are asked for a plan, and whether they can start a request."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.plans = self.starts = 0
-        can_start = Replica.can_start
-
-        def count_plan(
-            replica: Replica, epoch: int, starting: list[PlacedRow], has_callers: bool
-        ) -> Plan | None:
-            self.plans += 1
-            return next_plan(replica, epoch, starting, has_callers)
-
-        def count_start(replica: Replica, sequence: Sequence) -> bool:
-            self.starts += 1
-            return can_start(replica, sequence)
-
-        monkeypatch.setattr(scheduler, "next_plan", count_plan)
-        monkeypatch.setattr(Replica, "can_start", count_start)
-
-    def during(self, pool: Pool) -> tuple[int, int]:
-        """Plans asked for, and starts tried, in one decision."""
-        self.plans = self.starts = 0
-        pool.decide()
-        return self.plans, self.starts
-
-
-def test_a_decision_costs_what_has_changed_however_many_workers_there_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pool = Pool(60, num_blocks=100, seed=1, limits=WorkerLimits(max_batch_size=1), eos_chance=0)
-    calls = Calls(monkeypatch)
-    pool.add(*(request(f"r{i}", 20, 400, i) for i in range(60)))
-    pool.decide()
-    assert calls.during(pool) == (0, 0)
-    pool.add(request("r60", 20, 400, 60))
-    assert calls.during(pool) == (0, 60), "it finds no room"
-    assert calls.during(pool) == (0, 0), "and is not tried again where nothing has changed"
-    pool.add(request("r61", 20, 400, 61))
-    assert calls.during(pool) == (0, 0), "nor is one that needs as much"
-    pool.scheduler.cancel("r7", "client")
-    assert calls.during(pool)[0] == 1
-    home = next(name for name, worker in pool.workers.items() if worker.leaving)
-    pool.scheduler.apply_report(home, pool.workers[home].take_report())
-    assert calls.during(pool) <= (2, 3)
-    assert pool.scheduler.sequences["r60"].row is not None
 
 
 # --- placement adapters -------------------------------------------------------------------------------------

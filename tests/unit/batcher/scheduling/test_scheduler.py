@@ -142,21 +142,6 @@ def test_rows_go_to_the_least_loaded_worker() -> None:
     assert sorted(replica.num_running for replica in pool.scheduler.replicas.values()) == [2, 2, 3]
 
 
-def test_a_request_under_which_three_workers_died_is_failed() -> None:
-    pool = Pool(1, num_blocks=100, seed=1)
-    pool.add(request("r0", 10, 50))
-    for crash_count in (1, 2, 3):
-        pool.decide()
-        assert pool.to_finish == []
-        (sequence,) = pool.scheduler.remove_worker(f"w{crash_count - 1}")
-        sequence.crash_count = crash_count
-        pool.scheduler.resume(sequence)
-        del pool.workers[f"w{crash_count - 1}"]
-        pool.add_worker()
-    pool.decide()
-    assert pool.to_finish == [("r0", "poison")]
-
-
 def test_suspects_start_one_at_a_time() -> None:
     pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
     suspects = [request(f"r{i}", 10, 50, i) for i in range(3)]

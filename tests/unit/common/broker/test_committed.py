@@ -48,19 +48,6 @@ def test_append_adds_what_follows(index: int, new: list[int], expected: list[int
     assert ids(state) == expected
 
 
-async def test_fields_of_the_request_are_read(redis: Redis) -> None:
-    await admit(redis, make_request("r1", width=3))
-    await place(redis, "r1", "w1", attempt=2, base=5)
-    fields = {"cancel": 1, "terminal": "error", "crash_count": 1, "prompt": b"p"}
-    fields |= {"num_tokens": 7, "error": "gone", "error_type": "generation"}
-    await redis.hset(KEYS.request("r1"), mapping=fields)  # type: ignore[misc]
-    state = await read_one(redis, "r1")
-    assert (state.known, state.worker, state.attempt, state.base) == (True, "w1", 2, 5)
-    assert (state.cancelled, state.terminal, state.crash_count) == (True, "error", 1)
-    assert (state.num_final, state.error, state.error_type) == (7, "gone", "generation")
-    assert (state.width, state.prompt) == (3, b"p")
-
-
 async def test_half_a_token_in_the_string_is_ignored(redis: Redis) -> None:
     await admit(redis, make_request("r1", width=2))
     await redis.set(KEYS.tokens("r1"), records(1, 7, 2))

@@ -5,9 +5,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from api.streams.relay import read_logits
 from common.broker.lua import run_script
-from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.records import pack_ids
 from common.messages.request import Generate, LogitsParams, StoppingParams
@@ -36,29 +34,6 @@ async def start(redis: Redis, attempt: int = 1, worker: str = "w1") -> None:
     await create_logs(redis, worker, worker)
     fields: dict[Any, Any] = {"digest": "d", "worker": worker, "attempt": attempt}
     await redis.hset(KEYS.request("r1"), mapping=fields)  # type: ignore[misc]
-
-
-async def read(redis: Redis, num_rows: int) -> bytes | None:
-    return await read_logits(PoolClient(redis, KEYS), "r1", num_rows * len(ROW))
-
-
-async def test_an_attempt_begins_anew_and_a_stale_one_is_refused(redis: Redis) -> None:
-    await start(redis)
-    assert await write(redis, 0, 3 * ROW) == 1
-    await start(redis, attempt=2, worker="w2")
-    assert await write(redis, 3, ROW) == worker_scripts.LOGITS_REFUSED
-    assert await write(redis, 3, ROW, 2, "w2") == worker_scripts.LOGITS_LOST, "it has not written its first"
-    assert await write(redis, 0, ROW[::-1], 2, "w2") == 1
-    assert await read(redis, 1) == ROW[::-1] and await read(redis, 2) is None
-
-
-async def test_a_hole_is_noticed(redis: Redis) -> None:
-    await start(redis)
-    assert await write(redis, 2, ROW) == worker_scripts.LOGITS_LOST
-    assert await write(redis, 0, ROW) == 1
-    await redis.delete(KEYS.logits("r1"))
-    assert await write(redis, 1, ROW) == worker_scripts.LOGITS_LOST
-    assert await read(redis, 1) is None
 
 
 async def test_nothing_is_written_for_a_request_that_is_gone_or_by_a_sealed_worker(redis: Redis) -> None:

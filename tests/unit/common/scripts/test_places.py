@@ -78,14 +78,6 @@ async def test_one_call_returns_the_places_of_all_that_have_ended(redis: Redis) 
     assert float(places[b"interval_ms"]) >= 0 and await redis.xlen(KEYS.requests) == 1
 
 
-async def test_a_batch_leaves_the_places_of_the_urgent_untouched(redis: Redis) -> None:
-    assert await fill(redis, "b", 100, class_name="batch") == LIMIT
-    assert await fill(redis, "s", 100) == LIMIT
-    assert await fill(redis, "i", 100, class_name="interactive") == LIMIT
-    await end(redis, "b0")
-    assert await ask(redis, "b100", class_name="batch") == "requests", "the urgent count for the others"
-
-
 async def test_one_tenant_alone_has_every_place_and_leaves_them_to_those_who_come(redis: Redis) -> None:
     assert await fill(redis, "a", 100, tenant="a") == LIMIT
     assert await ask(redis, "b0", tenant="b") == "requests"

@@ -1,23 +1,20 @@
 """Scripts of requests, workers and the batcher, one by one, against a real broker."""
 
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 
 from api.requests import request_scripts
-from api.requests.request_scripts import AdmitReply, AttachReply
+from api.requests.request_scripts import AttachReply
 from api.streams.relay import read_tails
 from batcher import batcher_scripts
-from batcher.recovery import read_saved
-from common.broker.committed import Committed, read, read_slice
+from common.broker.committed import Committed, read
 from common.broker.keys import SEALED
 from common.broker.lua import run_script
 from common.broker.pool_client import PoolClient
 from common.messages.events import Terminal, terminal_for
 from common.messages.records import RECORD, unpack_records
-from gpu_worker import worker_scripts
 from gpu_worker.worker_scripts import FlushedTerminal
 from tests.support.broker.listening import Published, listening
 from tests.support.scripts import (
@@ -50,27 +47,6 @@ async def published(redis: Redis) -> AsyncIterator[Published]:
         yield heard
 
 
-async def test_the_same_id_attaches_or_conflicts(redis: Redis) -> None:
-    await admit(redis, "r1")
-    assert await admit(redis, "r1") == AdmitReply("attached")
-    assert await admit(redis, "r1", digest="other") == AdmitReply("conflict")
-    assert await redis.xlen(KEYS.requests) == 1
-
-
-async def test_a_flush_appends_then_publishes(redis: Redis, published: Published) -> None:
-    await create_logs(redis)
-    messages = [("ch", b"one"), ("other", b"two")]
-    assert await flush(redis, 1, entry("r1", 0, [7]), b"report", messages) == ("OK", [])
-    assert await published() == [b"one", b"two"]
-    assert [i for i, _ in await redis.xrange(KEYS.reports("w1"))] == [b"0-1", b"1-0"]
-    assert await flush(redis, 1, entry("r1", 0, [7]), b"report", messages) == ("OK", []), "a repeated flush"
-    assert await flush(redis, 1, entry("r1", 0, [7]), b"report", messages[:1]) == ("SEALED", []), (
-        "another one"
-    )
-    assert await published() == []
-    assert await redis.xlen(KEYS.log("w1")) == 2
-
-
 async def test_a_sealed_or_missing_log_refuses_everything(redis: Redis, published: Published) -> None:
     await admit(redis, "r1")
     assert await flush(redis, 1, messages=[("ch", b"x")]) == ("MISSING", [])
@@ -89,20 +65,6 @@ async def test_a_sealed_or_missing_log_refuses_everything(redis: Redis, publishe
     assert (await redis.xrange(KEYS.log("w1")))[-1][0] == SEALED.encode()
     assert await seal(redis)
     assert await redis.xlen(KEYS.log("w1")) == 3, "sealed once"
-
-
-async def test_a_flush_behind_a_lost_one_is_refused_unless_it_is_whole(
-    redis: Redis, published: Published
-) -> None:
-    await create_logs(redis)
-    assert await flush(redis, 2, messages=[("ch", b"x")]) == ("GAP", [])
-    assert await flush(redis, 1) == ("OK", [])
-    assert await flush(redis, 5, messages=[("ch", b"x")], mode="trim") == ("GAP", [])
-    assert (await published(), await redis.xlen(KEYS.log("w1"))) == ([], 2)
-    assert await flush(redis, 5, messages=[("ch", b"x")], mode="whole") == ("OK", [])
-    assert await published() == [b"x"]
-    assert [i for i, _ in await redis.xrange(KEYS.log("w1"))] == [b"0-1", b"1-0", b"5-0"]
-    assert await flush(redis, 6) == ("OK", [])
 
 
 async def test_only_the_first_terminal_is_published(redis: Redis, published: Published) -> None:
@@ -141,50 +103,6 @@ async def test_spills_are_idempotent_and_leave_no_hole(redis: Redis) -> None:
     assert unpack_records(state.records)[0] == [0, 1, 2, 3]
 
 
-async def test_committed_tokens_are_those_of_string_and_log(redis: Redis) -> None:
-    await create_logs(redis)
-    await admit(redis, "r1")
-    await publish_plan(redis, "5-1", [("r1", 2, 1)])
-    await redis.set(KEYS.tokens("r1"), RECORD.pack(10, -1.0))
-    await flush(redis, 1, entry("r1", 1, [11], attempt=2))
-    await flush(redis, 2, entry("r1", 1, [11, 12], attempt=2))
-    await flush(redis, 3, entry("other", 0, [99]))
-    state = (await read(PoolClient(redis, KEYS), ["r1", "unknown"]))["r1"]
-    assert unpack_records(state.records)[0] == [10, 11, 12]
-    assert (state.spilled_bytes, state.worker, state.attempt, state.base) == (8, "w1", 2, 1)
-    for _ in range(2):
-        assert await save(redis, "w1", 2, 8, state.records[8:]) == "OK"
-    assert await redis.get(KEYS.tokens("r1")) == state.records
-    assert await redis.hmget(KEYS.request("r1"), ["worker", "crash_count"]) == [b"", b"1"]  # type: ignore[misc]
-    assert not (await read(PoolClient(redis, KEYS), ["unknown"]))["unknown"].known
-
-
-async def test_heartbeats_are_refused_after_the_seal(redis: Redis) -> None:
-    await create_logs(redis)
-    call = worker_scripts.worker_heartbeat(
-        KEYS, "w1", capacity=b"capacity", ttl_ms=5000, state="ready", step=3, fields={}
-    )
-    for _ in range(2):
-        assert await run_script(redis, call) == "OK"
-    assert await redis.xlen(KEYS.control) == 1, "the batcher is notified once"
-    assert await redis.zrange(KEYS.workers, 0, -1) == [b"w1"]
-    await seal(redis)
-    assert await redis.exists(KEYS.worker("w1"), KEYS.workers) == 0
-    assert await run_script(redis, call) == "SEALED"
-    assert await redis.exists(KEYS.worker("w1"), KEYS.workers) == 0
-
-
-@pytest.mark.parametrize("stream", ["log", "reports"])
-async def test_a_flush_behind_foreign_entries_is_refused(
-    redis: Redis, published: Published, stream: str
-) -> None:
-    """Such a flush is not taken for a repeated one."""
-    await create_logs(redis)
-    await redis.xadd(getattr(KEYS, stream)("w1"), {"a": "foreign"})
-    assert await flush(redis, 1, entry("r1", 0, [7]), b"report", [("ch", b"one")]) == ("SEALED", [])
-    assert await published() == []
-
-
 async def test_two_processes_never_share_an_incarnation(redis: Redis) -> None:
     assert await create_logs(redis, owner="first")
     assert await create_logs(redis, owner="first")  # its answer was lost
@@ -193,15 +111,6 @@ async def test_two_processes_never_share_an_incarnation(redis: Redis) -> None:
 
 
 # --- batcher scripts ----------------------------------------------------------------------------------------
-
-
-async def test_publish_plan_writes_plan_and_requests_together(redis: Redis) -> None:
-    await admit(redis, "r1")
-    await create_logs(redis)
-    assert await publish_plan(redis, "5-1", [("r1", 1, 0)]) == ("OK", [])
-    assert await redis.hmget(KEYS.request("r1"), ["worker", "attempt", "base"]) == [b"w1", b"1", b"0"]  # type: ignore[misc]
-    assert await publish_plan(redis, "5-1", [("r1", 1, 0)]) == ("OK", []), "a repeated write is harmless"
-    assert await redis.xlen(KEYS.plans("w1")) == 1
 
 
 async def test_the_run_that_makes_the_first_token_says_how_much_of_the_prompt_was_cached(
@@ -213,24 +122,6 @@ async def test_the_run_that_makes_the_first_token_says_how_much_of_the_prompt_wa
     for number, (attempt, base, cached) in enumerate([(1, 0, b"16"), (2, 0, b"32"), (3, 1, b"32")], 1):
         await publish_plan(redis, f"5-{number}", [("r1", attempt, base)])
         assert await redis.hget(KEYS.request("r1"), "cached") == cached  # type: ignore[misc]
-
-
-async def test_publish_plan_with_cancelled_rows_writes_nothing(redis: Redis) -> None:
-    for name in ("r1", "r2"):
-        await admit(redis, name)
-    await create_logs(redis)
-    await cancel(redis, "r2")
-    rows = [("r1", 1, 0), ("r2", 1, 0), ("gone", 1, 0)]
-    assert await publish_plan(redis, "5-1", rows) == ("refused", [1, 2])
-    assert await redis.exists(KEYS.plans("w1")) == 0
-    assert await redis.hget(KEYS.request("r1"), "worker") is None  # type: ignore[misc]
-
-
-async def test_publish_plan_to_a_sealed_or_missing_worker_is_refused(redis: Redis) -> None:
-    assert await publish_plan(redis, "5-1") == ("MISSING", [])
-    await create_logs(redis)
-    await seal(redis)
-    assert await publish_plan(redis, "5-1") == ("SEALED", [])
 
 
 async def test_an_earlier_epoch_publishes_and_saves_nothing(redis: Redis) -> None:
@@ -261,21 +152,6 @@ async def test_saving_leaves_a_request_that_has_another_attempt_than_was_read(re
     assert await save(redis, "w1", 1, 8, b"x" * 8) == "OK"
     assert await redis.get(KEYS.tokens("r1")) == b"y" * 8
     assert await redis.hget(KEYS.request("r1"), "worker") == b"w1"  # type: ignore[misc]
-
-
-async def test_a_request_of_another_type_is_read_as_absent(redis: Redis) -> None:
-    await admit(redis, "r1", width=3)
-    await redis.set(KEYS.tokens("r1"), b"x" * 48)
-    await redis.set(KEYS.request("r2"), "x")
-    await redis.lpush(KEYS.tokens("r2"), "x")  # type: ignore[misc]
-
-    async def read(offsets: dict[str, int | None], of_ended: bool = False) -> list[tuple[bool, int, bytes]]:
-        found = await read_slice(PoolClient(redis, KEYS), offsets, of_ended)
-        return [(one.known, one.width, one.records) for one in found.values()]
-
-    assert await read({"r1": 0, "r2": 0, "r3": 0}) == [(True, 3, b"x" * 48), (False, 1, b""), (False, 1, b"")]
-    assert await read({"r1": None}) == [(True, 3, b"")]
-    assert await read({"r1": 24}, of_ended=True) == [(True, 3, b"x" * 24)]
 
 
 # --- terminal scripts ---------------------------------------------------------------------------------------
@@ -320,17 +196,6 @@ async def test_a_failure_keeps_its_words_and_no_token(redis: Redis) -> None:
     state = await read_end(redis)
     assert (state.terminal, state.error_type, state.records) == ("error", "timeout", b"") and state.error
     assert await own_keys(redis) == [KEYS.request("r1").encode()]
-
-
-async def test_of_an_ended_request_all_tokens_are_read_or_none(redis: Redis) -> None:
-    """A gateway compares them with what it has shown; recovery needs none."""
-    await end(redis, "length")
-    states: list[Any] = [
-        (await read_tails(PoolClient(redis, KEYS), {"r1": 800}))["r1"],
-        (await read(PoolClient(redis, KEYS), ["r1"]))["r1"],
-        (await read_saved(PoolClient(redis, KEYS), ["r1"]))["r1"],
-    ]
-    assert [state.records for state in states] == [RECORDS, RECORDS, b""]
 
 
 # --- reader scripts -----------------------------------------------------------------------------------------

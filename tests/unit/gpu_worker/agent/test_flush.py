@@ -125,20 +125,6 @@ def decode_only_message(agent: Agent) -> Events:
     return decode(Events, message)
 
 
-async def test_tokens_after_the_first_are_in_columns(agent: Agent) -> None:
-    await start(agent, row=1)
-    step(agent, {1: (0, 5)})
-    assert has_columns(agent) is False, "first tokens never are"
-    step(agent, {1: (1, 6)})
-    assert has_columns(agent)
-
-
-def has_columns(agent: Agent) -> bool:
-    outbox, agent.state.outbox = agent.state.outbox, Outbox()
-    [(_, message)] = agent.publisher.build(outbox, None, 0, []).messages
-    return decode(Events, message).columns is not None
-
-
 async def run_steps(agent: Agent, begin: int, end: int, row: int = 1) -> None:
     """Steps and flushes in which the row's token at each index is that index."""
     for index in range(begin, end):
@@ -342,19 +328,6 @@ async def connection_id(agent: Agent) -> str:
     assert connection is not None
     own = "{}:{}".format(*connection.transport.get_extra_info("sockname"))
     return str(next(client["id"] for client in clients if client["addr"] == own))
-
-
-async def test_a_sealed_agent_ends_with_the_next_step(agent: Agent) -> None:
-    running = asyncio.create_task(agent.flusher.run())
-    await start(agent, max_new_tokens=1000)
-    complete(agent, 0, prefilled=[(1, 2)])
-    await wait_until(lambda: agent.flusher.rests and agent.publisher.sequence == 1)
-    await seal(agent.pool.redis, "w0-1")
-    complete(agent, 1)
-    assert agent.flusher.started is not None
-    complete(agent, 2)
-    with pytest.raises(Sealed):
-        await asyncio.wait_for(running, PATIENCE_S)
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import asyncio
 import random
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 from redis.asyncio import Redis
@@ -173,17 +173,6 @@ async def run_empty_steps(agent: Agent, count: int) -> None:
         await agent.flusher.flush()
 
 
-async def test_a_report_is_due_where_the_plan_says(agent: Agent, redis: Redis) -> None:
-    await start(agent)
-    agent.plans.apply(plan(agent, report_at=3))
-    await run_empty_steps(agent, 5)
-    agent.plans.apply(plan(agent, report_at=9))
-    await run_empty_steps(agent, 5)
-    first, second = await reports(redis)
-    assert (first.step, first.round_trips) == (3, [])
-    assert second.step == 9 and len(second.round_trips) == 1
-
-
 async def test_a_report_is_sent_where_a_plan_says_that_it_was_due_at_a_step_that_is_made(
     agent: Agent, redis: Redis
 ) -> None:
@@ -203,13 +192,6 @@ async def test_a_report_is_sent_where_a_plan_says_that_it_was_due_at_a_step_that
 
 
 # --- outbox ----------------------------------------------------------------------------------------------
-
-
-async def test_step_timeout_is_twenty_times_the_expected_time_of_a_step(agent: Agent) -> None:
-    assert agent.step_timeout_s() == agent.settings.step_timeout_s == 60
-    await start(agent)
-    agent.state.granted = replace(agent.state.granted, prefill_tokens=9999)
-    assert agent.step_timeout_s() == 20 * 10_000 * 0.5 / 1000
 
 
 async def test_the_watchdog_watches_while_rows_may_run(agent: Agent) -> None:

@@ -2,8 +2,6 @@
 
 import math
 import time
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -16,7 +14,6 @@ from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.messages.codec import decode
 from common.messages.events import Events
-from common.messages.plan import NewRow
 from common.messages.records import (
     RECORD,
     BeamSequence,
@@ -27,13 +24,13 @@ from common.messages.records import (
     unpack_ids,
     unpack_records,
 )
-from common.messages.request import BeamParams, Generate, LogitsParams, StoppingParams, UsageAccount
+from common.messages.request import BeamParams, LogitsParams, UsageAccount
 from common.metrics import catalogue
 from common.metrics.catalogue import TOTAL
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_client import BatchMetrics
 from gpu_worker.agent.publish import Publisher
-from gpu_worker.agent.row_text import RowTable, RowText
+from gpu_worker.agent.row_text import RowText
 from gpu_worker.protocol import SAMPLE, StepResult
 from tests.support.agents import (
     CHANNEL,
@@ -50,7 +47,6 @@ from tests.support.agents import (
 from tests.support.broker.listening import listening
 from tests.support.engine.start_rows import plan as plan_of
 from tests.support.engine.start_rows import start_row as new_row
-from tests.support.tokenizer import TOKENIZER
 from tests.support.tokenizer import ids as ids_of
 
 LOGITS = LogitsParams(True, True, "float32", 2)
@@ -224,16 +220,6 @@ async def test_a_beam_search_publishes_its_sequences_with_its_end_and_nothing_be
     assert (end.reason, end.num_tokens) == ("eos_token", 5)
     (_, report) = await reports(redis)
     assert (report.ended, report.released, report.hashes) == ([(1, "eos_token", 2)], [(1, 6)], [])
-
-
-def start_row(table: RowTable, row: int = 1, blocks: Sequence[int] = (1,), **fields: Any) -> RowText:
-    request = Generate(f"r{row}", "d", pack_ids(PROMPT), StoppingParams(10, **fields))
-    return table.start(NewRow(row, 1, 0, b"", pack_ids(blocks), request))
-
-
-def test_a_stop_string_within_min_new_tokens_is_ignored() -> None:
-    row = start_row(RowTable(TOKENIZER), stop=["the"], min_new_tokens=1)
-    assert [row.matches_stop_string(row.add(token, -0.5)) for token in ids_of(" the sea")] == [False, False]
 
 
 def step_of(agent: Agent, row: int, first: int, tokens: list[int], **fields: object) -> None:
