@@ -33,7 +33,7 @@ from gpu_worker.engine.cuda.linear import fuse_linears
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import load, passes
 from tests.support.engine import on_cuda, tiny_models
-from tests.support.engine.start_rows import plan, start_row
+from tests.support.engine.row_steps import plan, start_row
 
 ROWS = (1, 8, 32)
 SAMPLED_ROWS = (32, 256)

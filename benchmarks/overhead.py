@@ -31,7 +31,7 @@ from common.messages.plan import NewRow, WorkerCapacity
 from gpu_worker.protocol import Frame, FrameDecoder, StepResult, encode
 from tests.support.chaos.engine import STEP_MS
 from tests.support.chaos.launcher import ChaosFleet
-from tests.support.engine.start_rows import plan, start_row
+from tests.support.engine.row_steps import plan, start_row
 from tests.support.fleet.fleet import Fleet
 
 

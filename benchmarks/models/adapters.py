@@ -20,7 +20,7 @@ from benchmarks.engine import UNLIMITED_STEPS
 from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.protocol import AdapterAnswer, LoadAdapter, UnloadAdapter
-from tests.support.engine.start_rows import plan, start_row
+from tests.support.engine.row_steps import plan, start_row
 
 NUM_ADAPTERS = 16
 IN_TOKENS, NUM_STEPS = 16, 112

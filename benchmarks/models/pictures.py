@@ -26,7 +26,7 @@ from common.messages.plan import NewRow
 from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
 from tests.support.engine.pictures.models import SettledEngine
-from tests.support.engine.start_rows import plan, start_row
+from tests.support.engine.row_steps import plan, start_row
 
 TEXT = {
     "model_type": "llama",

@@ -13,8 +13,8 @@ from playwright.sync_api import Browser, Page, expect
 
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.fleet import Fleet
-from tests.support.fleet.gateway_processes import GatewayProcesses
-from tests.support.page.browser import CHROMIUM, browsing, opened
+from tests.support.fleet.gateways import GatewayProcesses
+from tests.support.page.scripted_gateway import CHROMIUM, browsing, opened
 from tests.support.waiting import wait_until_sync
 
 SETTINGS = {

@@ -20,8 +20,7 @@ from common.pictures import decoded
 from tests.support.engine import tiny_models
 from tests.support.engine.pictures.models import FAMILIES
 from tests.support.fleet.fleet import Fleet
-from tests.support.pictures.gateways import data_url
-from tests.support.pictures.processors import TOKENS, make_processor, tokenizer_for
+from tests.support.pictures import TOKENS, data_url, make_processor, tokenizer_for
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow

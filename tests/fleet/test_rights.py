@@ -19,7 +19,7 @@ from benchmarks.client import Stream, stream
 from common.broker.client import connect
 from common.broker.keys import Keys
 from tests.support.chaos.launcher import ChaosFleet
-from tests.support.clients.arq import arq_client
+from tests.support.jobs import arq_client
 from tests.support.keys.issued import add_key, bearer, status
 from tests.support.waiting import PATIENCE_S, wait_until
 from tests.support.webhooks.receiver import SECRET, receiving

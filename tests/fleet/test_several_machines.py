@@ -23,7 +23,7 @@ from tests.support.engine import tiny_models
 from tests.support.engine.reference import prompt_ids, reference_ids
 from tests.support.fleet.batchers import batcher
 from tests.support.fleet.fleet import READY_S, Fleet, have_ended, is_alive
-from tests.support.fleet.gateway_processes import GatewayProcesses, healthy
+from tests.support.fleet.gateways import GatewayProcesses, healthy
 from tests.support.forks.client import ForkedProcess
 from tests.support.load import Load
 from tests.support.machine.ports import free_port

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.adapters.playing import COUNT, load_adapters, play
-from tests.support.adapters.tiny_adapters import merged, save_adapter
+from tests.support.adapters.tiny_adapters import COUNT, load_adapters, merged, play, save_adapter
 from tests.support.engine import tiny_models
 from tests.support.engine.on_cuda import (  # noqa: F401
     ANYWHERE,

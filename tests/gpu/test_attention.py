@@ -18,8 +18,8 @@ from gpu_worker.engine.attention.backend import (
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.row import arrange
-from tests.support.engine.attention_steps import BLOCKS, CPU, STEPS, chunk, rows
 from tests.support.engine.on_cuda import ANYWHERE, backend_of, needs_flash
+from tests.support.engine.row_steps import BLOCKS, CPU, STEPS, chunk, rows
 
 ERRORS = {torch.float16: 5e-3, torch.bfloat16: 4e-2}
 KV_HEADS = 2

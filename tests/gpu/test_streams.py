@@ -16,7 +16,6 @@ from gpu_worker.engine.engine import InFlightStep, LaunchedStep
 from gpu_worker.engine.sampling.sampler import SamplerOutput
 from tests.gpu.test_attention import LENGTHS, Pair, parts_of
 from tests.support.engine import tiny_models
-from tests.support.engine.attention_steps import BLOCKS, CPU, rows
 from tests.support.engine.on_cuda import (  # noqa: F401
     ANYWHERE,
     FLASH_FAMILIES,
@@ -25,6 +24,7 @@ from tests.support.engine.on_cuda import (  # noqa: F401
     needs_flash,
     nothing_is_left,
 )
+from tests.support.engine.row_steps import BLOCKS, CPU, rows
 
 BUSY_CYCLES = 10**9
 """Half a second of a GPU's time, and more."""

@@ -19,8 +19,8 @@ from common.messages.plan import WorkerCapacity
 from common.messages.records import pack_floats, pack_ids, unpack_records
 from common.messages.request import Generate, StoppingParams
 from gpu_worker import worker_scripts
+from tests.support.events import as_sent
 from tests.support.scripts import admit_request
-from tests.support.token_columns import as_sent
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")

@@ -1,15 +1,47 @@
-"""Events of a scripted answer, and streams that take them."""
+"""Messages with tokens, as a worker sends them: events of a scripted answer, sequences of a beam search, and
+streams that take them.
+"""
 
+from collections.abc import Iterable
 from typing import Any
 
 from api.streams.stream import Stream
 from common.broker.keys import Keys
 from common.messages.codec import encode
-from common.messages.events import Events, Terminal, Tokens
-from common.messages.records import pack_floats, pack_ids
+from common.messages.events import Events, Terminal, TokenColumns, Tokens, pack_tokens
+from common.messages.records import REASONS, BeamSequence, pack_floats, pack_ids, unpack_records
 from common.messages.request import Generate, StoppingParams
-from tests.support.token_columns import as_sent
 from tests.support.tokenizer import TOKENIZER, model_tokenizer
+
+
+def as_sent(tokens: Iterable[Tokens]) -> dict[str, Any]:
+    """The fields of `Events` with these tokens: those that fit a column are in columns."""
+    columns, others = TokenColumns([], [], [], b"", []), []
+    for one in tokens:
+        if one.index and len(one.ids) == len(one.logprobs) == 4 and len(one.texts) == 1 and not one.top_ids:
+            columns.request_ids.append(one.request_id)
+            columns.attempts.append(one.attempt)
+            columns.indices.append(one.index)
+            columns.records += pack_tokens(one)
+            columns.texts += one.texts
+        else:
+            others.append(one)
+    return {"tokens": others, "columns": columns if columns.request_ids else None}
+
+
+def unpack_sequences(records: bytes) -> list[BeamSequence]:
+    """The sequences of a finished beam search, the best first."""
+    ids, values, _ = unpack_records(records)
+    ends = [i for i, token_id in enumerate(ids) if token_id in REASONS]
+    begins = [0, *(end + 1 for end in ends)]
+    assert begins[-1] == len(ids), "the last record is that of an end"
+    return [
+        BeamSequence(ids[begin:end], values[begin:end], values[end], REASONS[ids[end]])
+        for begin, end in zip(begins, ends, strict=False)
+    ]
+
+
+# --- events -------------------------------------------------------------------------------------------------
 
 IDS: list[int] = TOKENIZER.encode(" zero one two three four five six seven eight nine").ids
 

@@ -20,7 +20,7 @@ from common.messages.records import pack_floats, pack_ids
 from common.messages.request import Generate, StoppingParams
 from gpu_worker import worker_scripts
 from gpu_worker.worker_scripts import FlushedCount, FlushedSpill, FlushedTerminal, FlushReply
-from tests.support.token_columns import as_sent
+from tests.support.events import as_sent
 
 KEYS = Keys("test")
 REQUEST = Generate("r1", "d", b"", StoppingParams(1), channel="ch", gateway="g")

@@ -4,8 +4,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.compose.base_images import SERVICE_IMAGES, make_missing
-from tests.support.compose.stack import SERVICES, Stack, image_sizes, is_unreachable, run, why_no_engine
+from tests.support.compose.stack import (
+    SERVICE_IMAGES,
+    SERVICES,
+    Stack,
+    image_sizes,
+    is_unreachable,
+    make_missing,
+    run,
+    why_no_engine,
+)
 from tests.support.machine.ports import free_port
 
 SETTINGS = {"KV_CACHE_BYTES": "256MiB", "THREADS": "1", "WORKER_GRACE_S": "600"}

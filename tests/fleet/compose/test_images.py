@@ -3,8 +3,7 @@
 import pytest
 
 from deploy.requirements import LOCK, read_lock
-from tests.support.compose.base_images import PYTHON, is_there
-from tests.support.compose.stack import Stack, files_of, packages_of
+from tests.support.compose.stack import PYTHON, Stack, files_of, is_there, packages_of
 
 IMAGES = {"tokenfleet": "api", "tokenfleet-worker-cpu": "cpu_worker", "tokenfleet-worker": "gpu_worker"}
 """Image → a service that runs it."""

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.answers.openai_frames import CHAT, CHAT_PATH, frames, streamed
+from tests.support.answers import CHAT, CHAT_PATH, frames, streamed
 
 pytestmark = pytest.mark.slow
 

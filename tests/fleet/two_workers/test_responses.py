@@ -12,8 +12,8 @@ import pytest
 from openai import AsyncOpenAI
 from openai.types.responses import Response
 
+from tests.support.answers import event_type
 from tests.support.fleet.fleet import Fleet
-from tests.support.responses.events import event_type
 from tests.support.waiting import wait_until
 
 ASKED: dict[str, Any] = {"model": "smollm2", "input": "Name three colours.", "temperature": 0}

@@ -27,8 +27,8 @@ from common.messages.request import Generate
 from common.settings.settings import SettingError, Settings
 from deploy.launcher.embedded_broker import Broker
 from tests.support import brokers
+from tests.support.fleet.batchers import batching
 from tests.support.fleet.gateways import answering, ready, serving, stream
-from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.keys.issued import add_key, bearer, known
 from tests.support.tokenizer import TOKENIZER, ids

@@ -29,12 +29,11 @@ from common.broker.keys import Keys
 from common.messages.request import Generate
 from deploy.launcher.embedded_broker import Broker
 from tests.support import brokers
-from tests.support.api_errors import tgi_error
-from tests.support.broker.announced import announced
-from tests.support.fleet.batchers import batcher
+from tests.support.answers import tgi_error
+from tests.support.broker.listening import announced
+from tests.support.fleet.batchers import batcher, batching
 from tests.support.fleet.gateways import answering, nothing_left, ready, serving, stream
 from tests.support.fleet.modeless_worker import modeless_worker
-from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.kubernetes.manifests import FOLDER
 from tests.support.tokenizer import TOKENIZER, ids

@@ -13,7 +13,7 @@ from api.models import STARTED_S, VERSION_HEADER
 from common.messages.records import unpack_ids
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_tools import ARGUMENTS, CALLS, HERMES, PARAMETERS
-from tests.support.answers.openai_frames import streamed
+from tests.support.answers import streamed
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer, FakeWorker
 from tests.support.tokenizer import TOKENIZER, ids

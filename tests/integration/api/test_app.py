@@ -24,11 +24,9 @@ from batcher.process import serve
 from common.broker.keys import Keys
 from common.settings.settings import SettingError, Settings
 from deploy.launcher.embedded_broker import Broker
-from tests.support.api_errors import tgi_error
-from tests.support.fleet.batchers import batcher
-from tests.support.fleet.gateway_processes import start
-from tests.support.fleet.gateways import answering, serving
-from tests.support.fleet.scripted_batcher import batching
+from tests.support.answers import tgi_error
+from tests.support.fleet.batchers import batcher, batching
+from tests.support.fleet.gateways import answering, serving, start_process
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.tokenizer import TOKENIZER, ids
 from tests.support.waiting import wait_until
@@ -384,7 +382,7 @@ def test_a_taken_port_is_one_error_line_and_ex_config(broker: Broker) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        process = start(broker.url, "g0", taken.getsockname()[1])
+        process = start_process(broker.url, "g0", taken.getsockname()[1])
         error = process.communicate(timeout=60)[1]
     assert process.returncode == os.EX_CONFIG
     assert "PORT: cannot listen on 127.0.0.1:" in error and len(error.splitlines()) == 1

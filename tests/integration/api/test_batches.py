@@ -21,10 +21,10 @@ from common.broker.keys import Keys
 from common.messages.request import Generate
 from deploy.cli import admin
 from deploy.launcher.embedded_broker import Broker
+from tests.support.answers import check_response
 from tests.support.fleet.gateways import answering, ready, serving
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.keys.issued import add_key, bearer, known
-from tests.support.responses.events import check_response
 from tests.support.tokenizer import TOKENIZER, ids
 from tests.support.waiting import wait_for, wait_until
 

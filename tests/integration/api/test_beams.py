@@ -11,11 +11,21 @@ import pytest
 from common.messages.request import BeamParams
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_resume import read_frames, two_gateways
-from tests.support.answers.beams import ANSWER, SEQUENCES, TEXTS, scores, shown_tokens
-from tests.support.answers.openai_frames import CHAT, CHAT_PATH, frames, streamed
+from tests.support.answers import (
+    ANSWER,
+    CHAT,
+    CHAT_PATH,
+    SEQUENCES,
+    TEXTS,
+    data_of,
+    frames,
+    numbered,
+    scores,
+    shown_tokens,
+    streamed,
+)
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.sse import data_of, numbered
 from tests.support.tokenizer import ids
 
 PATH = "/v1/completions"

@@ -18,7 +18,7 @@ from common.messages.records import unpack_ids
 from common.messages.request import SamplingParams, StoppingParams
 from common.settings.settings import Settings
 from deploy.launcher.embedded_broker import Broker
-from tests.support.answers.openai_frames import CHAT, CHAT_PATH, GENERATION_PROMPT, frames, logprobs, streamed
+from tests.support.answers import CHAT, CHAT_PATH, GENERATION_PROMPT, frames, logprobs, streamed
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.tokenizer import IM_END, TOKENIZER, ids, model_tokenizer

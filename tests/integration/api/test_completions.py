@@ -12,7 +12,7 @@ from api.protocols.protocol import FINGERPRINT
 from common.messages.records import unpack_ids
 from common.messages.request import Generate
 from deploy.launcher.embedded_broker import Broker
-from tests.support.answers.openai_frames import CHAT, frames, logprobs, streamed
+from tests.support.answers import CHAT, frames, logprobs, streamed
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.tokenizer import TOKENIZER, ids

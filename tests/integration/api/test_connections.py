@@ -18,8 +18,8 @@ from api.http.connection_limits import NUM_RESERVED
 from common.metrics import catalogue
 from deploy.launcher.embedded_broker import Broker
 from tests.support.events import IDS
+from tests.support.fleet.batchers import batching
 from tests.support.fleet.gateways import answering, nothing_left, serving
-from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.tokenizer import TOKENIZER
 from tests.support.waiting import wait_until

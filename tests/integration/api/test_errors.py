@@ -23,9 +23,9 @@ from common.messages.request import Generate
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_routes import document
 from tests.support import brokers
-from tests.support.api_errors import openai_error, tgi_error
+from tests.support.answers import openai_error, tgi_error
+from tests.support.fleet.batchers import batching
 from tests.support.fleet.gateways import answering, ready, serving
-from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.pooling.pooling_gateway import pooling_gateway
 from tests.support.pooling.tiny_encoders import save_encoder

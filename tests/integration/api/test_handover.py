@@ -1,35 +1,202 @@
 """A gateway dies in the middle of its answers, and no client notices: another gateway, or its own successor,
-goes on with each at the next byte.
+goes on with each at the next byte. A keeper in this process keeps their sockets, as the launcher does.
 """
 
 import asyncio
+import contextlib
 import json
+import os
 import re
 import signal
 import sys
 from asyncio.subprocess import PIPE
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
+import httpx
 import pytest
+import uvicorn
 from huggingface_hub import AsyncInferenceClient
 from openai import AsyncOpenAI
 from redis.asyncio import Redis
 
+from api.app import Gateway, GatewayServer, build, build_heir, own_listener
+from api.handover.answer_socket import KeeperChannel
+from api.handover.draining import Draining
+from api.http.protocol import HttpProtocol
 from api.http.sse import KEEP_ALIVE_S
 from api.streams.http_response import TokenStream
+from common.settings.settings import Settings
 from deploy.launcher.embedded_broker import Broker
+from deploy.launcher.launcher import command
+from deploy.launcher.process import SupervisedProcess
 from deploy.launcher.socket_keeper import SocketKeeper
-from tests.support.answers.openai_frames import CHAT
+from tests.support.answers import CHAT
 from tests.support.broker_state import KEYS
-from tests.support.clients.talk import DIFFERS, Talk
-from tests.support.fleet.kept_gateways import keeping, kept_gateways
-from tests.support.fleet.scripted_batcher import batching
+from tests.support.fleet.batchers import batching
+from tests.support.fleet.gateways import SETTINGS, ready
 from tests.support.fleet.scripted_worker import Answer, working
-from tests.support.tokenizer import TOKENIZER, ids
+from tests.support.forks.client import create_subprocess_exec
+from tests.support.machine.ports import free_port
+from tests.support.tokenizer import TOKENIZER, ids, model_tokenizer
 from tests.support.waiting import wait_until
+
+
+class KeptGateways:
+    """Supervised gateways that share a port; each that ends is started again."""
+
+    def __init__(self, redis_url: str, count: int, **variables: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.keeper = SocketKeeper(orphan_s=3600.0)  # a gateway may start for long on a busy machine
+        own = {
+            "REDIS_URL": redis_url,
+            "HOSTNAME": "127.0.0.1",
+            "PORT": str(self.port),
+            "PYTHONPATH": os.getcwd(),
+        }
+        environ = own | {"HEARTBEAT_S": "0.05", "WORKER_GRACE_S": "3600"} | variables
+        self.processes = [
+            SupervisedProcess(
+                "gateway", f"g{i}", command("api"), environ, open_channel=self.keeper.open_channel
+            )
+            for i in range(count)
+        ]
+        self.num_kills = 0
+
+    async def supervise(self, process: SupervisedProcess) -> None:
+        while process.should_run:
+            await process.run_once()
+
+    async def all_ready(self) -> None:
+        """Returns when every gateway takes answers of others, and all accept requests."""
+        await wait_until(lambda: sum(one.takes for one in self.keeper.channels) == len(self.processes))
+
+        async def healthy() -> bool:
+            with contextlib.suppress(httpx.TransportError):
+                async with httpx.AsyncClient() as http:
+                    return (await http.get(f"{self.url}/health")).status_code == 200
+            return False
+
+        await wait_until(healthy)
+
+    async def end(self, process: SupervisedProcess, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to a gateway; returns when its successor runs."""
+        assert process.running is not None
+        pid = process.running.pid
+        process.send(number)
+        self.num_kills += 1
+        await wait_until(lambda: process.running is not None and process.running.pid != pid)
+
+
+@contextlib.asynccontextmanager
+async def kept_gateways(redis_url: str, count: int, **variables: Any) -> AsyncIterator[KeptGateways]:
+    gateways = KeptGateways(redis_url, count, **variables)
+    with patch.object(asyncio, "create_subprocess_exec", create_subprocess_exec):
+        tasks = [asyncio.create_task(gateways.supervise(process)) for process in gateways.processes]
+        try:
+            await gateways.all_ready()
+            yield gateways
+        finally:
+            gateways.keeper.close()
+            for process in gateways.processes:
+                process.should_run = False
+                process.kill()
+            await asyncio.gather(*tasks)
+
+
+@contextlib.asynccontextmanager
+async def keeping(
+    redis_url: str, keeper: SocketKeeper, name: str
+) -> AsyncIterator[tuple[GatewayServer, int]]:
+    """A gateway in this process whose sockets are kept, and its port."""
+    gateway = Gateway(Settings(redis_url=redis_url, **SETTINGS), name, model_tokenizer())
+    channel, draining, listener = KeeperChannel(keeper.open_channel()), Draining(), own_listener(0)
+    config = uvicorn.Config(build(gateway, draining, channel), log_config=None, http=HttpProtocol)
+    server = GatewayServer(config, draining, 60, channel)
+    server.heir_app = build_heir(gateway, channel)
+    port: int = listener.getsockname()[1]
+    task = asyncio.create_task(server.serve([listener]))
+    await wait_until(lambda: server.started or task.done())
+    await ready(gateway)
+    try:
+        yield server, port
+    finally:
+        server.should_exit = True
+        server.signalled.set()
+        await task
+
+
+# --- talk ---------------------------------------------------------------------------------------------------
+
+DIFFERS = re.compile(
+    rb"HTTP/1.1 100 Continue\r\n\r\n|[0-9a-f]{32}|\"created(?:_at)?\":\d+|\ndate: [^\r]*"
+    rb"|\nx-[a-z-]*time[a-z-]*: [^\r]*|\n[Cc]onnection: close\r|3\r\n: \n\r\n|4\r\n: \n\n\r\n|(?m:^: \n\n?)"
+)
+"""What differs between two answers to one request: interim responses, ids, seconds, times, and keep-alive
+comments (as chunks, and as `curl` prints them).
+"""
+
+
+INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class Talk:
+    """A plain socket's request, and all bytes of its response."""
+
+    def __init__(
+        self,
+        port: int,
+        path: str,
+        body: dict[str, Any],
+        slow: bool = False,
+        pipelined: bool = False,
+        version: str = "1.1",
+        sends_no_more: bool = False,
+    ) -> None:
+        self.port, self.path, self.body, self.slow, self.pipelined = port, path, body, slow, pipelined
+        self.version, self.sends_no_more = version, sends_no_more
+        self.seen = b""
+
+    async def run(self) -> bytes:
+        self.seen = b""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=4096)
+        content = json.dumps(self.body).encode()
+        head = f"POST {self.path} HTTP/{self.version}\r\nhost: test\r\ncontent-type: application/json\r\n"
+        request = f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
+        writer.write(request * 2 if self.pipelined else request)
+        if self.sends_no_more:
+            writer.write_eof()
+        try:
+            await self.read(reader)
+        finally:
+            writer.close()
+        return DIFFERS.sub(b"", self.seen)
+
+    async def read(self, reader: asyncio.StreamReader) -> None:
+        while not is_whole(self.seen.replace(INTERIM, b"")):
+            data = await reader.read(700 if self.slow else 65536)
+            if not data and self.version == "1.0" and b"\r\n\r\n" in self.seen:
+                return  # its body ends with the connection
+            assert data, f"{self.path} is cut: {self.seen[-300:]!r}"
+            self.seen += data
+            if self.slow:
+                await asyncio.sleep(0.002)
+        if self.pipelined:
+            assert await reader.read() == b""
+
+
+def is_whole(seen: bytes) -> bool:
+    head, found, body = seen.partition(b"\r\n\r\n")
+    if length := re.search(rb"content-length: (\d+)", head):
+        return bool(found) and len(body) == int(length[1])
+    return body.endswith(b"\r\n0\r\n\r\n")
+
+
+# --- handover -----------------------------------------------------------------------------------------------
 
 USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 TENSOR = {"name": "text_input", "shape": [2], "datatype": "BYTES", "data": ["a", "b"]}

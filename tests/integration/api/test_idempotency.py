@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from common.broker.keys import Keys
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_resume import LONG, num_choices, two_gateways
-from tests.support.answers.openai_frames import CHAT
+from tests.support.answers import CHAT
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.keys.issued import bearer

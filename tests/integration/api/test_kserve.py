@@ -8,10 +8,10 @@ from typing import Any
 from common.messages.records import unpack_ids
 from common.messages.request import Generate
 from deploy.launcher.embedded_broker import Broker
+from tests.support.answers import data_of
+from tests.support.fleet.batchers import batching
 from tests.support.fleet.gateways import answering, nothing_left, serving
-from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import EOS, Answer
-from tests.support.sse import data_of
 from tests.support.tokenizer import TOKENIZER, ids
 
 MODEL = "/v2/models/org/some-model"

@@ -8,8 +8,7 @@ import pytest
 from api.requests import validate as logits_module
 from common.broker.keys import Keys
 from deploy.launcher.embedded_broker import Broker
-from tests.support.answers.logits import positions
-from tests.support.answers.openai_frames import CHAT, CHAT_PATH
+from tests.support.answers import CHAT, CHAT_PATH, positions
 from tests.support.fleet.gateways import answering, nothing_left
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.tokenizer import IM_END, ids

@@ -21,8 +21,16 @@ from deploy.launcher.embedded_broker import Broker
 from tests.support.broker_state import KEYS
 from tests.support.fleet.scripted_worker import Answer, FakeWorker
 from tests.support.jobs import Service
-from tests.support.pictures.gateways import data_url, image_part, png, showing, user
-from tests.support.pictures.processors import CHAT_TEMPLATES, make_processor, processed_ids
+from tests.support.pictures import (
+    CHAT_TEMPLATES,
+    data_url,
+    image_part,
+    make_processor,
+    png,
+    processed_ids,
+    showing,
+    user,
+)
 from tests.support.waiting import wait_for, wait_until
 
 Shown = tuple[Any, FakeWorker, httpx.AsyncClient]

@@ -24,7 +24,7 @@ from common.messages.records import unpack_ids
 from common.messages.request import Generate
 from deploy.launcher.embedded_broker import Broker, embedded
 from tests.support import brokers
-from tests.support.broker.announced import Announced, announced
+from tests.support.broker.listening import Announced, announced
 from tests.support.fleet.batchers import batcher
 from tests.support.fleet.gateways import ready, serving
 from tests.support.fleet.modeless_worker import modeless_worker

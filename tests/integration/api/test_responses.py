@@ -15,10 +15,9 @@ from common.messages.records import unpack_ids
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_resume import two_gateways
 from tests.integration.api.test_tools import ARGUMENTS, CALLS, HERMES, PARAMETERS
-from tests.support.answers.openai_frames import streamed
+from tests.support.answers import BODY, PATH, check_response, read_events, streamed, text_of
 from tests.support.fleet.gateways import answering, nothing_left
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.responses.events import BODY, PATH, check_response, read_events, text_of
 from tests.support.tokenizer import TOKENIZER, ids
 from tests.support.waiting import wait_for, wait_until
 

@@ -30,12 +30,10 @@ from common.messages.codec import decode
 from common.messages.records import unpack_ids
 from common.messages.request import Generate
 from deploy.launcher.embedded_broker import Broker
-from tests.support.answers.openai_frames import CHAT
-from tests.support.fleet.gateway_processes import GatewayProcesses
-from tests.support.fleet.gateways import answering, nothing_left, ready, serving, stream
-from tests.support.fleet.scripted_batcher import batching
+from tests.support.answers import CHAT, data_of, numbered
+from tests.support.fleet.batchers import batching
+from tests.support.fleet.gateways import GatewayProcesses, answering, nothing_left, ready, serving, stream
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
-from tests.support.sse import data_of, numbered
 from tests.support.tokenizer import TOKENIZER, ids, model_tokenizer
 from tests.support.waiting import PATIENCE_S, wait_for, wait_until
 

@@ -16,10 +16,9 @@ from common.messages.events import Tokens
 from common.messages.records import pack_floats, pack_ids, unpack_floats, unpack_ids
 from common.messages.request import Generate, StoppingParams
 from deploy.launcher.embedded_broker import Broker
-from tests.support.answers.openai_frames import CHAT, frames, logprobs, streamed
+from tests.support.answers import CHAT, data_of, frames, logprobs, streamed
 from tests.support.fleet.gateways import answering, nothing_left, stream
 from tests.support.fleet.scripted_worker import EOS, Answer
-from tests.support.sse import data_of
 from tests.support.tokenizer import IM_END, TOKENIZER, ids, model_tokenizer
 
 

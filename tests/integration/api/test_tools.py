@@ -15,7 +15,7 @@ from api.grammar.compile import ANY_OBJECT, Grammar, compile_checked
 from api.grammar.force import CallChoice, compile_calls
 from common.messages.records import unpack_ids
 from deploy.launcher.embedded_broker import Broker
-from tests.support.answers.openai_frames import CHAT, CHAT_PATH, frames, streamed
+from tests.support.answers import CHAT, CHAT_PATH, frames, streamed
 from tests.support.deep_grammars import SCHEMA as SCHEMA_OF_MANY
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer

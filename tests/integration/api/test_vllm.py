@@ -7,7 +7,7 @@ from typing import Any
 
 from common.messages.records import unpack_ids
 from deploy.launcher.embedded_broker import Broker
-from tests.support.answers.openai_frames import CHAT, CHAT_PATH, frames, logprobs, streamed
+from tests.support.answers import CHAT, CHAT_PATH, frames, logprobs, streamed
 from tests.support.fleet.gateways import answering, serving
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.tokenizer import IM_END, TOKENIZER, ids

@@ -22,11 +22,11 @@ from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_batches import chat_line, jsonl, openai_client
 from tests.integration.api.test_responses import TOOLS
 from tests.integration.api.test_tools import CALLS, HERMES
+from tests.support.answers import BODY, PATH
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.jobs import CHAT, KEYS, answer, running_gateway
 from tests.support.keys.issued import add_key, bearer
-from tests.support.responses.events import BODY, PATH
 from tests.support.tokenizer import TOKENIZER, ids
 from tests.support.waiting import wait_until
 from tests.support.webhooks.receiver import SECRET, Receiver, receiving

@@ -25,7 +25,6 @@ from deploy.launcher.embedded_broker import Broker
 from gpu_worker.agent.grants import PlanStream
 from gpu_worker.agent.publish import Flusher, Sealed
 from tests.support import broker_state
-from tests.support.broker.rollback import restorable
 from tests.support.broker_state import (
     KEYS,
     admit,
@@ -39,6 +38,7 @@ from tests.support.broker_state import (
     start_worker,
     write_log,
 )
+from tests.support.brokers import restorable
 from tests.support.chaos.engine import generate
 from tests.support.fleet.batchers import batcher
 from tests.support.fleet.modeless_worker import ModelessEngine, modeless_worker

@@ -27,7 +27,7 @@ from deploy.launcher.embedded_broker import Broker
 from tests.support.broker_state import queue, result_ids, seal
 from tests.support.chaos.engine import generate
 from tests.support.fleet.batchers import KEYS, active_batcher, batcher
-from tests.support.fleet.gateway_processes import GatewayProcesses
+from tests.support.fleet.gateways import GatewayProcesses
 from tests.support.fleet.modeless_worker import ModelessEngine, modeless_worker
 from tests.support.forks.command import tokenfleet
 from tests.support.waiting import PATIENCE_S, wait_for, wait_until

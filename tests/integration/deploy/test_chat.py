@@ -17,9 +17,8 @@ import pytest
 from deploy.cli.chat import Conversation
 from deploy.cli.client import SseDecoder, error_message, parse_url
 from deploy.launcher.embedded_broker import Broker
-from tests.support.fleet.gateway_processes import GatewayProcesses
-from tests.support.fleet.gateways import answering
-from tests.support.fleet.scripted_batcher import batching
+from tests.support.fleet.batchers import batching
+from tests.support.fleet.gateways import GatewayProcesses, answering
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.forks.command import tokenfleet
 from tests.support.machine.ports import free_port

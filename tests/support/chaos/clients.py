@@ -22,7 +22,7 @@ from benchmarks.client import EventReader, HttpStatusError, StreamBroken
 from common.broker.client import ERRORS, connect
 from common.broker.keys import Keys
 from common.messages.request import SERVICE_CLASSES
-from tests.support.clients.arq import arq_client
+from tests.support.jobs import arq_client
 
 
 class RequestFailed(Exception):

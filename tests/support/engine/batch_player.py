@@ -19,8 +19,8 @@ from common.messages.records import (
 )
 from gpu_worker.engine.engine import Engine
 from gpu_worker.protocol import StepResult
-from tests.support.engine.start_rows import plan, start_row
-from tests.support.token_columns import unpack_sequences
+from tests.support.engine.row_steps import plan, start_row
+from tests.support.events import unpack_sequences
 
 AHEAD = pytest.mark.parametrize("engine", [True], ids=["ahead"], indirect=True)
 """A step is launched before the last one is read, as on a device that computes by itself. Without this mark

@@ -25,7 +25,7 @@ from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.protocol import AdapterAnswer, Command, StepResult
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import player
-from tests.support.engine.start_rows import plan
+from tests.support.engine.row_steps import plan
 from tests.support.engine.tiny_engine import SETTINGS
 from tests.support.forks.client import ForkedProcess
 

@@ -13,8 +13,8 @@ from gpu_worker.engine.batch.sampling_state import GrammarMask, SampleRequest, S
 from gpu_worker.engine.batch.step_result import StepSamples
 from gpu_worker.engine.engine import unpack_samples
 from gpu_worker.engine.sampling import sampler
+from tests.support.engine.row_steps import start_row
 from tests.support.engine.sampling_reference import log_softmax, processed
-from tests.support.engine.start_rows import start_row
 
 VOCABULARY = 60
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]

@@ -1,16 +1,21 @@
-"""Batcher processes beside a broker of the test, without launcher; requests queued as a gateway does."""
+"""Batchers beside a broker of the test: processes, and one that schedules nothing; and requests that are
+queued as a gateway does.
+"""
 
+import asyncio
 import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from redis.asyncio import Redis
 
+from common.broker.client import connect
 from common.broker.committed import Committed, read
-from common.broker.keys import Keys
+from common.broker.heartbeat import Heartbeat
+from common.broker.keys import LEASE_S, Keys
 from common.broker.pool_client import PoolClient
 from common.messages.records import pack_ids
 from common.messages.request import Generate, StoppingParams
@@ -67,3 +72,30 @@ async def active_batcher(redis: Redis, *former: str) -> str:
 
     name: str = await wait_until(newest)
     return name
+
+
+# --- scripted batcher ---------------------------------------------------------------------------------------
+
+HEARTBEAT_S = 0.1
+TTL_S = 5.0
+
+
+@contextlib.asynccontextmanager
+async def batching(url: str, name: str = "b0-1", pool: str = "default") -> AsyncIterator[None]:
+    """Keep a batcher active while the context is open; afterwards none of its keys is left."""
+    keys = Keys(pool)
+    async with connect(url) as redis:
+        renewing = asyncio.create_task(renew(redis, keys, name))
+        try:
+            async with Heartbeat(PoolClient(redis, keys), "batcher", name, TTL_S).sending(HEARTBEAT_S):
+                yield
+        finally:
+            renewing.cancel()
+            await asyncio.wait([renewing])
+            await redis.delete(keys.batcher)
+
+
+async def renew(redis: Redis, keys: Keys, name: str) -> None:
+    while True:
+        await redis.set(keys.batcher, name, px=round(LEASE_S * 1000))
+        await asyncio.sleep(HEARTBEAT_S)

@@ -1,9 +1,13 @@
-"""A gateway in this process, behind a real listener."""
+"""Gateways behind real listeners: in this process, and in processes of their own."""
 
 import contextlib
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 import httpx
 import uvicorn
@@ -15,6 +19,8 @@ from common.broker.keys import Keys
 from common.messages.request import Generate
 from common.settings.settings import Settings
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
+from tests.support.forks.client import ForkedProcess
+from tests.support.machine.ports import free_port
 from tests.support.tokenizer import TOKENIZER, model_tokenizer
 from tests.support.waiting import wait_until
 
@@ -133,3 +139,64 @@ async def nothing_left(gateway: Gateway, worker: FakeWorker) -> None:
         "metrics",
     }
     assert await worker.redis.xlen(worker.keys.requests) == 0
+
+
+# --- gateway processes --------------------------------------------------------------------------------------
+
+
+def start_process(url: str, name: str, port: int, **variables: str) -> "subprocess.Popen[str]":
+    own = {
+        "PROCESS_NAME": name,
+        "REDIS_URL": url,
+        "PORT": str(port),
+        "HOSTNAME": "127.0.0.1",
+        "HEARTBEAT_S": "0.1",
+        "PYTHONPATH": os.getcwd(),
+        "WORKER_GRACE_S": "3600",  # a scripted worker shows itself once
+    }
+    environ = {key: value for key, value in os.environ.items() if key != "INCARNATION"} | own | variables
+    return ForkedProcess([sys.executable, "-m", "api"], env=environ, stderr=subprocess.PIPE, text=True)
+
+
+async def healthy(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        async with httpx.AsyncClient() as client:
+            return (await client.get(f"{url}/health")).status_code == 200
+    return False
+
+
+class GatewayProcesses:
+    """Gateways that share a port; each has one of its own beside it. `settings` are their variables."""
+
+    def __init__(self, url: str, count: int = 2, **settings: str) -> None:
+        self.port = free_port()
+        ports = [free_port() for _ in range(count)]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.urls = [f"http://127.0.0.1:{port}" for port in ports]
+        self.num_kills = 0
+        self.starts = [
+            partial(start_process, url, port=self.port, GATEWAY_PORT=str(port), **settings) for port in ports
+        ]
+        self.processes = [begin(name=f"g{place}") for place, begin in enumerate(self.starts)]
+
+    async def until_healthy(self) -> None:
+        for url in self.urls:
+            await wait_until(lambda url=url: healthy(url))  # type: ignore[misc]
+
+    def kill(self, place: int) -> None:
+        """Kill a gateway and start it again."""
+        end(self.processes[place])
+        self.num_kills += 1
+        self.processes[place] = self.starts[place](name=f"g{place}-{self.num_kills}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            end(process)
+
+
+def end(process: "subprocess.Popen[str]") -> None:
+    process.kill()
+    process.communicate()

@@ -12,7 +12,7 @@ from api.prompts.picture_layouts import PictureLayout, expanded, placed, read_la
 from api.prompts.pictures import split_text
 from common.pictures import PictureError, Size
 from common.settings.settings import SettingError
-from tests.support.pictures.processors import CLASSES, make_processor, processed_ids
+from tests.support.pictures import CLASSES, make_processor, processed_ids
 
 # --- layouts ------------------------------------------------------------------------------------------------
 

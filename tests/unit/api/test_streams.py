@@ -32,9 +32,8 @@ from common.messages.records import (
     unpack_records,
 )
 from common.messages.request import BeamParams, Cancel, Generate, Resume, StoppingParams
-from tests.support.answers.beams import SEQUENCES, TEXTS
-from tests.support.events import IDS, KEYS, end, event_message, new_stream, tokens
-from tests.support.token_columns import as_sent
+from tests.support.answers import SEQUENCES, TEXTS
+from tests.support.events import IDS, KEYS, as_sent, end, event_message, new_stream, tokens
 from tests.support.tokenizer import TOKENIZER, model_tokenizer
 from tests.support.waiting import wait_for, wait_until
 

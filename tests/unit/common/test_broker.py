@@ -31,8 +31,7 @@ from common.settings.settings import SettingError, Settings
 from deploy.launcher.embedded_broker import Broker
 from deploy.launcher.prepare import ask_broker
 from tests.support import brokers
-from tests.support.broker.sentinels import secured
-from tests.support.broker.tls import make_certificate, tls_door
+from tests.support.broker.sentinels import make_certificate, secured, tls_door
 from tests.support.broker_state import KEYS
 from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until

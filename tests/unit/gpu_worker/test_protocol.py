@@ -20,7 +20,7 @@ from gpu_worker.protocol import (
     UnloadAdapter,
     encode,
 )
-from tests.support.engine.start_rows import plan, start_row
+from tests.support.engine.row_steps import plan, start_row
 
 SAMPLING = SamplingParams(0.7, top_k=5, seed=2**63, logit_bias=[(7, -1.5)], bad_words=[[5, 6]])
 FRAMES: list[Frame] = [

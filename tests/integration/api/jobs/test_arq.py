@@ -23,9 +23,18 @@ from common.broker.pool_client import PoolClient
 from common.messages.request import Generate
 from common.settings.settings import Settings
 from deploy.launcher.embedded_broker import Broker
-from tests.support.clients.arq import QUEUE, arq_client, enqueue, job_worker, result
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
-from tests.support.jobs import CHAT, IDS, TEXT, running_gateway
+from tests.support.jobs import (
+    CHAT,
+    IDS,
+    QUEUE,
+    TEXT,
+    arq_client,
+    enqueue,
+    job_worker,
+    result,
+    running_gateway,
+)
 from tests.support.tokenizer import TOKENIZER, model_tokenizer
 from tests.support.waiting import wait_for, wait_until
 

@@ -20,9 +20,7 @@ from common.broker.client import connect
 from common.broker.pool_client import PoolClient
 from common.settings.settings import Settings
 from deploy.launcher.embedded_broker import Broker
-from tests.support.answers.beams import ANSWER, SEQUENCES, TEXTS, scores
-from tests.support.answers.logits import first_part, positions
-from tests.support.answers.openai_frames import CHAT_PATH
+from tests.support.answers import ANSWER, CHAT_PATH, SEQUENCES, TEXTS, first_part, positions, scores
 from tests.support.fleet.gateways import SETTINGS, answering
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.jobs import CHAT, IDS, KEYS, TEXT, Service, answer, killed_gateway, running_gateway

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser
 
-from tests.support.page.browser import CHROMIUM, browsing
+from tests.support.page.scripted_gateway import CHROMIUM, browsing
 
 
 @pytest.fixture(scope="module")

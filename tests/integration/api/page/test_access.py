@@ -7,8 +7,7 @@ from typing import Literal
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.support.page.browser import opened
-from tests.support.page.scripted_gateway import ScriptedGateway
+from tests.support.page.scripted_gateway import ScriptedGateway, opened
 
 CONTRAST = (Path(__file__).parents[3] / "support/page/contrast.js").read_text().partition("\n")[2]
 TEXT = "# Title\n\nSome `code` and a [link](https://a.b), " + " ".join(map(str, range(60)))

@@ -7,9 +7,8 @@ import pytest
 from playwright.sync_api import Browser, FilePayload, Page, expect
 
 from tests.integration.api.page.test_access import CONTRAST, NAMELESS
-from tests.support.page.browser import opened
-from tests.support.page.scripted_gateway import ScriptedGateway
-from tests.support.pictures.gateways import data_url, image_part, png
+from tests.support.page.scripted_gateway import ScriptedGateway, opened
+from tests.support.pictures import data_url, image_part, png
 
 pytestmark = pytest.mark.slow
 

@@ -6,8 +6,7 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from tests.integration.api.page.test_access import CONTRAST, NAMELESS
-from tests.support.page.browser import opened
-from tests.support.page.scripted_gateway import ScriptedGateway
+from tests.support.page.scripted_gateway import ScriptedGateway, opened
 
 pytestmark = pytest.mark.slow
 

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, Dialog, Page, expect
 
-from tests.support.page.browser import opened
-from tests.support.page.scripted_gateway import ScriptedGateway
+from tests.support.page.scripted_gateway import ScriptedGateway, opened
 
 RENDER = """async (parts) => {
     const { Markdown, withoutMarks } = await import('/page/chat/markdown.js');

@@ -3,8 +3,7 @@
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
-from tests.support.page.browser import opened
-from tests.support.page.scripted_gateway import ScriptedGateway
+from tests.support.page.scripted_gateway import ScriptedGateway, opened
 from tests.support.waiting import wait_until_sync
 
 TEXT = " ".join(str(number) for number in range(60))

@@ -14,8 +14,14 @@ from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import Sequence
 from common.messages.records import num_group_blocks
 from common.messages.request import BeamParams, prompt_hashes
-from tests.support.fleet.simulated_pool import BLOCK_SIZE, Pool, make_replica, make_sequence, sharing_request
-from tests.support.fleet.simulated_worker import generated_id
+from tests.support.fleet.simulated_pool import (
+    BLOCK_SIZE,
+    Pool,
+    generated_id,
+    make_replica,
+    make_sequence,
+    sharing_request,
+)
 
 # --- kv blocks prefix cache ---------------------------------------------------------------------------------
 

@@ -13,8 +13,7 @@ from batcher.scheduling.plan_builder import mixed_prefill_tokens, next_plan
 from batcher.scheduling.replica import CACHE_PARTS, LEAST_HORIZON, StepTimes, WorkerLimits, WorkerPace
 from benchmarks.batcher.timed_pool import Load, StepCosts, TimedPool
 from common.messages.plan import Report
-from tests.support.fleet.simulated_pool import make_replica, make_sequence
-from tests.support.scheduling.late_pool import LatePool
+from tests.support.fleet.simulated_pool import LatePool, make_replica, make_sequence
 
 # --- pace ---------------------------------------------------------------------------------------------------
 

@@ -23,14 +23,14 @@ from batcher.scheduling.sequence import PlacedRow, Sequence
 from common.messages.request import SERVICE_CLASSES
 from tests.support.fleet.simulated_pool import (
     BLOCK_SIZE,
+    LatePool,
     Pool,
+    SimulatedWorker,
     make_replica,
     make_sequence,
     request,
     sharing_request,
 )
-from tests.support.fleet.simulated_worker import SimulatedWorker
-from tests.support.scheduling.late_pool import LatePool
 
 
 def new(

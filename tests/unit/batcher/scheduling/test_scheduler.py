@@ -18,8 +18,7 @@ from batcher.scheduling.sequence import Sequence
 from common.messages.plan import HeldRow, Report
 from common.messages.records import pack_ids, unpack_ids
 from common.messages.request import BeamParams
-from tests.support.fleet.simulated_pool import Pool, request, sharing_request
-from tests.support.fleet.simulated_worker import ends_at, generated_id
+from tests.support.fleet.simulated_pool import Pool, ends_at, generated_id, request, sharing_request
 
 LIMITS = WorkerLimits(max_batch_size=16)
 

@@ -30,7 +30,7 @@ from common.messages.records import (
     unpack_records,
 )
 from common.messages.request import Cancel, block_names, extend_hashes, root_hash
-from tests.support.token_columns import unpack_sequences
+from tests.support.events import unpack_sequences
 
 # --- codec --------------------------------------------------------------------------------------------------
 

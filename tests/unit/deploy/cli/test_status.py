@@ -16,8 +16,8 @@ from rich.console import Console
 from common.settings.settings import SettingError
 from deploy.cli import admin, status
 from deploy.launcher.embedded_broker import Broker
+from tests.support.fleet.batchers import batching
 from tests.support.fleet.gateways import answering
-from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.machine.ports import free_port
 from tests.support.other_servers import FLEET, running

@@ -29,8 +29,8 @@ from gpu_worker.agent.state import Outbox
 from tests.support import brokers
 from tests.support.agents import CHANNEL, KEYS, grants, hset, reports, start, step
 from tests.support.broker.listening import listening
-from tests.support.broker.rollback import Snapshot
 from tests.support.broker_state import seal
+from tests.support.brokers import Snapshot
 from tests.support.tokenizer import ids as ids_of
 from tests.support.waiting import PATIENCE_S, wait_for, wait_until
 

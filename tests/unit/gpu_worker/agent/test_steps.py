@@ -45,8 +45,8 @@ from tests.support.agents import (
     step,
 )
 from tests.support.broker.listening import listening
-from tests.support.engine.start_rows import plan as plan_of
-from tests.support.engine.start_rows import start_row as new_row
+from tests.support.engine.row_steps import plan as plan_of
+from tests.support.engine.row_steps import start_row as new_row
 from tests.support.tokenizer import ids as ids_of
 
 LOGITS = LogitsParams(True, True, "float32", 2)

@@ -23,7 +23,7 @@ from gpu_worker.engine.engine import Engine
 from tests.support.engine import reference, tiny_models
 from tests.support.engine.batch_player import Player, player
 from tests.support.engine.reference import Found
-from tests.support.engine.start_rows import plan
+from tests.support.engine.row_steps import plan
 from tests.support.engine.tiny_engine import engine_of, prompts
 from tests.support.engine.tiny_models import FAMILIES, LLAMA, VOCAB
 

@@ -13,7 +13,7 @@ from gpu_worker.protocol import StepResult
 from tests.support.engine import reference
 from tests.support.engine.batch_player import AHEAD, Player, player
 from tests.support.engine.reference import prompt_ids, reference_ids
-from tests.support.engine.start_rows import plan
+from tests.support.engine.row_steps import plan
 from tests.support.prompts import FEW, PROMPTS
 
 ALL = pytest.param(list(range(len(PROMPTS))), id="all", marks=pytest.mark.slow)

@@ -32,7 +32,7 @@ from gpu_worker.protocol import (
     encode,
 )
 from tests.support.engine.reference import prompt_ids
-from tests.support.engine.start_rows import plan, start_row
+from tests.support.engine.row_steps import plan, start_row
 from tests.support.forks.client import ForkedProcess
 from tests.support.prompts import FEW, PROMPTS
 from tests.support.waiting import PATIENCE_S

@@ -16,20 +16,23 @@ from gpu_worker.protocol import (
     LoadAdapter,
     UnloadAdapter,
 )
-from tests.support.adapters.playing import COUNT, check_adapters, load_adapters, play
 from tests.support.adapters.tiny_adapters import (
+    COUNT,
     LINEARS,
     change_config,
     change_weights,
+    check_adapters,
     expected_ids,
+    load_adapters,
     merged,
+    play,
     save_adapter,
 )
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player, player
 from tests.support.engine.quantized_models import AWQ, awq
 from tests.support.engine.quantized_models import save as save_quantised
-from tests.support.engine.start_rows import plan, start_row
+from tests.support.engine.row_steps import plan, start_row
 from tests.support.engine.tiny_engine import engine_of
 
 ADAPTERS: dict[str, dict[str, Any]] = {

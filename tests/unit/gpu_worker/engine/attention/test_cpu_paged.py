@@ -15,7 +15,7 @@ from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.row import Row, arrange
 from gpu_worker.engine.cpu import native
-from tests.support.engine.attention_steps import BLOCKS, CPU, STEPS, chunk, rows
+from tests.support.engine.row_steps import BLOCKS, CPU, STEPS, chunk, rows
 
 ERRORS = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 

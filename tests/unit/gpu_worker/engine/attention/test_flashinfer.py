@@ -23,9 +23,9 @@ from gpu_worker.engine.attention.flashinfer_support import (
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.row import arrange
-from tests.support.engine.attention_steps import BLOCKS, CPU, STEPS, chunk, rows
 from tests.support.engine.fake_flashinfer import kernels
 from tests.support.engine.fake_flashinfer.install import install
+from tests.support.engine.row_steps import BLOCKS, CPU, STEPS, chunk, rows
 from tests.support.parameters.slow_but import slow_but
 
 if not install():

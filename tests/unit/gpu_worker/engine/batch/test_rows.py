@@ -35,14 +35,15 @@ from tests.support.engine.row_steps import (
     EOS,
     TEXT,
     collect,
+    plan,
     rows_with,
     run_step,
     sampled_indices,
     sampled_rows,
     spans_of,
     start,
+    start_row,
 )
-from tests.support.engine.start_rows import plan, start_row
 
 
 def test_a_row_that_has_its_last_token_ends_where_it_starts() -> None:

@@ -15,7 +15,7 @@ from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel.communicator import Communicator
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player, player
-from tests.support.engine.start_rows import plan
+from tests.support.engine.row_steps import plan
 from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play, prompts
 from tests.support.engine.tiny_models import FAMILIES, VOCAB
 

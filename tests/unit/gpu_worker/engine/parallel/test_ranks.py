@@ -40,8 +40,13 @@ from gpu_worker.engine.parallel.stages import (
     split_layers,
 )
 from gpu_worker.protocol import AdapterAnswer, LoadAdapter, UnservableModel
-from tests.support.adapters.playing import check_adapters, load_adapters
-from tests.support.adapters.tiny_adapters import LINEARS, change_config, save_adapter
+from tests.support.adapters.tiny_adapters import (
+    LINEARS,
+    change_config,
+    check_adapters,
+    load_adapters,
+    save_adapter,
+)
 from tests.support.engine import multi_rank_engine, quantized_models, tiny_models
 from tests.support.engine.batch_player import Player, player
 from tests.support.engine.multi_rank_engine import NEW_TOKENS, Led, check_ids, play, prompts

@@ -14,7 +14,7 @@ from gpu_worker.engine.cpu import native
 from gpu_worker.engine.sampling import sampler
 from gpu_worker.engine.sampling.sampler import SamplerOutput, sample_by_torch
 from tests.support.engine.fixed_grammar import FixedGrammar
-from tests.support.engine.start_rows import start_row
+from tests.support.engine.row_steps import start_row
 from tests.support.parameters.slow_but import slow_but
 
 ENDS = [2, 9]

@@ -29,8 +29,7 @@ from gpu_worker.engine.states.model_states import (
 )
 from gpu_worker.engine.states.scans import continued
 from gpu_worker.protocol import AdapterAnswer, LoadAdapter, UnservableModel
-from tests.support.adapters.playing import check_adapters, load_adapters
-from tests.support.adapters.tiny_adapters import save_adapter
+from tests.support.adapters.tiny_adapters import check_adapters, load_adapters, save_adapter
 from tests.support.engine import reference, tiny_models
 from tests.support.engine.batch_player import Player, player
 from tests.support.engine.tiny_engine import MANY_NEW_TOKENS, NEW_TOKENS, check_ids, engine_of, play, prompts
