@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_worker.engine.attention.backend import (
-    AttentionSpec,
-    Geometry,
-    KVCache,
-    LayerSpec,
-    attach,
-)
+from gpu_worker.engine.attention.backend import AttentionSpec, Geometry, KVCache, LayerSpec, attach
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.row import arrange

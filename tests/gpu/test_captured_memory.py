@@ -15,15 +15,7 @@ from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.model import LoadedModel
 from tests.support.engine import tiny_models
-from tests.support.engine.on_cuda import (  # noqa: F401
-    ANYWHERE,
-    FLASH_FAMILIES,
-    ON_GPUS,
-    SETTINGS,
-    engine_on,
-    needs_flash,
-    nothing_is_left,
-)
+from tests.support.engine.on_cuda import ANYWHERE, FLASH_FAMILIES, ON_GPUS, SETTINGS, engine_on, needs_flash
 from tests.support.engine.tiny_engine import play, prompts
 
 MIB = 2**20

@@ -10,13 +10,7 @@ import torch
 from gpu_worker.engine.cuda.graphs import CudaGraphs
 from gpu_worker.engine.model import load, warmup
 from tests.support.engine import tiny_models
-from tests.support.engine.on_cuda import (  # noqa: F401
-    ANYWHERE,
-    FLASH_FAMILIES,
-    engine_on,
-    needs_flash,
-    nothing_is_left,
-)
+from tests.support.engine.on_cuda import ANYWHERE, FLASH_FAMILIES, engine_on, needs_flash
 from tests.support.engine.tiny_engine import prompts
 from tests.unit.gpu_worker.engine.test_deterministic import play
 

@@ -13,7 +13,7 @@ from gpu_worker.engine.cuda.linear import FusedLinearSlice
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model.warmup import max_captured_tokens
 from tests.support.engine import reference, tiny_models
-from tests.support.engine.on_cuda import (  # noqa: F401
+from tests.support.engine.on_cuda import (
     ANYWHERE,
     FLASH_FAMILIES,
     ON_GPUS,
@@ -23,7 +23,6 @@ from tests.support.engine.on_cuda import (  # noqa: F401
     engine_on,
     needs_flash,
     noted,
-    nothing_is_left,
 )
 from tests.support.engine.tiny_engine import NEW_TOKENS, check_ids, play, prompts
 from tests.support.engine.tiny_models import FAMILIES

@@ -12,12 +12,7 @@ import torch
 
 from gpu_worker.engine.cuda.linear import QuantisedLinear, round_rows
 from gpu_worker.engine.quantization.blocks import Blocks
-from gpu_worker.engine.sampling.sampler import (
-    KeptArguments,
-    SamplerOutput,
-    sample_by_torch,
-    sample_on_cuda,
-)
+from gpu_worker.engine.sampling.sampler import KeptArguments, SamplerOutput, sample_by_torch, sample_on_cuda
 from tests.support.engine.on_cuda import ANYWHERE, ON_GPUS
 from tests.support.engine.triton_interpreter import forget_kernels, interpret_kernels, kernels
 from tests.unit.gpu_worker.engine.sampling.test_native_sampler import (

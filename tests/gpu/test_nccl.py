@@ -20,7 +20,7 @@ from gpu_worker.engine.parallel.rendezvous import connect_ranks
 from gpu_worker.engine.parallel.stages import TpPlan, make_tp_plan
 from gpu_worker.engine.parallel.tensor_parallel import connect_shards
 from tests.support.engine import tiny_models
-from tests.support.engine.on_cuda import (  # noqa: F401
+from tests.support.engine.on_cuda import (
     ANYWHERE,
     FLASH_FAMILIES,
     again,
@@ -28,7 +28,6 @@ from tests.support.engine.on_cuda import (  # noqa: F401
     engine_on,
     needs_flash,
     noted,
-    nothing_is_left,
 )
 from tests.support.engine.tiny_engine import play, prompts
 

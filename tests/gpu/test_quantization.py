@@ -12,14 +12,7 @@ from gpu_worker.engine.cuda.linear import FP8, FusedLinearSlice, QuantisedLinear
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import quantized_linears
 from tests.support.engine import quantized_models, tiny_models
-from tests.support.engine.on_cuda import (  # noqa: F401
-    HEADS,
-    distances,
-    each,
-    engine_on,
-    needs_flash,
-    nothing_is_left,
-)
+from tests.support.engine.on_cuda import HEADS, distances, each, engine_on, needs_flash
 from tests.support.engine.quantized_models import FORMATS, multiplies_floats
 from tests.support.engine.tiny_engine import play, prompts
 from tests.support.engine.tiny_models import LLAMA

@@ -11,13 +11,7 @@ from common.messages.request import LogitsParams, SamplingParams
 from gpu_worker.engine.engine import Engine, InFlightStep, LaunchedStep
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player, player
-from tests.support.engine.on_cuda import (
-    ANYWHERE,
-    FLASH_FAMILIES,
-    ON_GPUS,
-    engine_on,
-    needs_flash,
-)
+from tests.support.engine.on_cuda import ANYWHERE, FLASH_FAMILIES, ON_GPUS, engine_on, needs_flash
 from tests.support.engine.tiny_engine import prompts
 
 NEW_TOKENS = 12

@@ -13,7 +13,7 @@ from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import load, warmup
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player, player
-from tests.support.engine.on_cuda import (  # noqa: F401
+from tests.support.engine.on_cuda import (
     ANYWHERE,
     FLASH_FAMILIES,
     HEADS,
@@ -23,7 +23,6 @@ from tests.support.engine.on_cuda import (  # noqa: F401
     engine_on,
     needs_flash,
     noted,
-    nothing_is_left,
 )
 from tests.support.engine.reference import prompt_ids
 from tests.support.engine.tiny_engine import NEW_TOKENS, prompts

@@ -16,14 +16,7 @@ from gpu_worker.engine.engine import InFlightStep, LaunchedStep
 from gpu_worker.engine.sampling.sampler import SamplerOutput
 from tests.gpu.test_attention import LENGTHS, Pair, parts_of
 from tests.support.engine import tiny_models
-from tests.support.engine.on_cuda import (  # noqa: F401
-    ANYWHERE,
-    FLASH_FAMILIES,
-    ON_GPUS,
-    engine_on,
-    needs_flash,
-    nothing_is_left,
-)
+from tests.support.engine.on_cuda import ANYWHERE, FLASH_FAMILIES, ON_GPUS, engine_on, needs_flash
 from tests.support.engine.row_steps import BLOCKS, CPU, rows
 
 BUSY_CYCLES = 10**9

@@ -1,20 +1,38 @@
 """deploy/install.sh on other people's machines: with fakes of Python, pip and uname before everything else,
 in a tree of its own.
+
+`make serve` and its signals, with a fleet of fakes in the place of ours.
+A release: one version everywhere, a wheel with all files, an archive that the stack starts from, and
+workflows whose actions nobody can exchange.
 """
 
+import contextlib
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import tomllib
+import zipfile
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from typing import Any
 
+import httpx
+import psutil
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
+from deploy.launcher.launcher import ONE_REQUEST_S
 from deploy.requirements import normalize, read_lock
+from tests.support.fleet.fleet import READY_S, Fleet, have_ended
+from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until_sync
 
 ROOT = Path(__file__).parents[2]
@@ -210,3 +228,184 @@ def test_without_a_suitable_python_the_ways_to_install_one_are_named(tmp_path: P
     assert done.returncode == 1
     assert "python3-venv" in done.stderr and "brew" in done.stderr
     assert not (tmp_path / ".venv").exists()
+
+
+# --- makefile -----------------------------------------------------------------------------------------------
+
+GONE_S = 30.0
+ENVIRON = {
+    name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")
+}
+"""Variables as in a user's shell: these tests may run under a make of their own."""
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A running `make serve`, in a process group of its own as in a terminal; everything is up."""
+    program = tmp_path / "tokenfleet"
+    launcher = f"{sys.executable} -m tests.support.fleet.fake_fleet {tmp_path} {free_port()}"
+    program.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/argv\nexec {launcher}\n')
+    program.chmod(0o755)
+    command = ["make", "serve", f"BIN={tmp_path}", "ARGS=--port 8080", "-o", ".venv/.installed-to-run"]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=ENVIRON,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        process_group=0,
+    )
+    assert process.stdout is not None
+    everybody: list[psutil.Process] = []
+    try:
+        assert any("/generate_stream" in line for line in process.stdout)
+        wait_until_sync(lambda: (tmp_path / "notes").read_text().count(" start ") == 4)
+        everybody = descendants(process)
+        yield process
+    finally:
+        for leftover in everybody or psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                leftover.kill()
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def descendants(make: subprocess.Popen[str]) -> list[psutil.Process]:
+    found = psutil.Process(make.pid).children(recursive=True)
+    assert len(found) == 6
+    return found
+
+
+def test_flags_reach_the_launcher(make: subprocess.Popen[str], tmp_path: Path) -> None:
+    assert (tmp_path / "argv").read_text() == "serve --port 8080\n"
+
+
+def test_a_killed_make_leaves_no_process(make: subprocess.Popen[str]) -> None:
+    processes = descendants(make)
+    make.kill()
+    make.wait()
+    wait_until_sync(lambda: have_ended(processes), GONE_S)
+
+
+def test_ctrl_c_drains_and_a_second_one_ends_now(make: subprocess.Popen[str], tmp_path: Path) -> None:
+    processes = descendants(make)
+    (tmp_path / "hold").touch()
+    os.killpg(make.pid, signal.SIGINT)
+    wait_until_sync(lambda: "g0 terminated" in (tmp_path / "notes").read_text())
+    assert not have_ended(processes)
+
+    def has_ended() -> bool:
+        if make.poll() is None:
+            os.killpg(make.pid, signal.SIGINT)
+        return make.poll() is not None
+
+    wait_until_sync(has_ended, ONE_REQUEST_S + GONE_S)
+    wait_until_sync(lambda: have_ended(processes), GONE_S)
+
+
+# --- release ------------------------------------------------------------------------------------------------
+
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+PACKAGES = ("api", "batcher", "common", "deploy", "gpu_worker")
+COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+IS_CHECKOUT = (ROOT / ".git").exists()
+
+
+def release(*words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["sh", ROOT / "deploy/release.sh", *words], env=os.environ | variables, capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what a release has."""
+    if not IS_CHECKOUT:
+        pytest.skip("a release is made of a checkout")
+    folder = tmp_path_factory.mktemp("release")
+    own = {
+        "PYTHON": sys.executable,
+        "PIP_FLAGS": "--no-build-isolation --no-index",
+        "REGISTRY": "example.org/us",
+    }
+    done = release("files", folder, **own)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_there_is_one_version() -> None:
+    newest = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None and newest[1] == VERSION
+    assert release("version", f"v{VERSION}").stdout == f"version={VERSION}\n"
+    refused = release("version", "v99")
+    assert refused.returncode == 1 and f"pyproject.toml's version is {VERSION}" in refused.stderr
+
+
+@pytest.mark.slow
+def test_the_wheel_has_every_file_and_serves(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an environment of its own, which sees this one's packages: torch is gigabytes."""
+    [wheel] = files.glob("*.whl")
+    command = ["git", "ls-tree", "-r", "--name-only", "HEAD", *PACKAGES]
+    listed = subprocess.check_output(command, cwd=ROOT, text=True).split()
+    needed = {name for name in listed if not name.startswith("deploy/") or name.endswith(".py")}
+    assert needed - {*zipfile.ZipFile(wheel).namelist()} == set()
+    subprocess.run([sys.executable, "-m", "venv", tmp_path], check=True)
+    [packages] = tmp_path.glob("lib/python*/site-packages")
+    (packages / "this.pth").write_text(sysconfig.get_path("purelib"))
+    subprocess.run([tmp_path / "bin/pip", "install", "-q", "--no-deps", "--no-index", wheel], check=True)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin/python"))
+    where = [sys.executable, "-P", "-c", "import common; print(common.__file__)"]
+    assert Path(subprocess.check_output(where, text=True)).is_relative_to(tmp_path), "not the checkout"
+    done = subprocess.run([tmp_path / "bin/tokenfleet", "--version"], capture_output=True, text=True)
+    assert done.stdout == f"tokenfleet {VERSION}\n", done.stderr
+    monkeypatch.setattr(Fleet, "start_process", subprocess.Popen)
+    with Fleet(kv_cache_bytes="64MiB") as fleet:
+        page = httpx.get(fleet.base_url, headers={"accept": "text/html"})
+        answer = httpx.post(f"{fleet.base_url}/generate", json={"inputs": "1, 2, 3,"}, timeout=READY_S).json()
+    assert page.text.startswith("<!doctype html>") and answer["generated_text"].startswith(" 4")
+
+
+@pytest.mark.slow
+def test_the_stack_starts_from_its_archive(files: Path, tmp_path: Path) -> None:
+    [archive] = files.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        packed.extractall(tmp_path, filter="data")
+    [folder] = tmp_path.iterdir()
+    mounted = {
+        re.sub(r"^\$\{\w+:-(.*)\}$", r"\1", volume.rsplit(":", 2)[0])
+        for service in COMPOSE["services"].values()
+        for volume in service.get("volumes", ())
+        if "./" in volume
+    }
+    assert len(mounted) > 5
+    assert {path for path in mounted if not (folder / path).exists()} == set()
+    assert (folder / "deploy/make_secrets.sh").exists()
+    images = dict(line.split("=") for line in (folder / ".env").read_text().splitlines())
+    ours = {service["image"] for service in COMPOSE["services"].values() if "build" in service}
+    assert {f"${{{name}:-{image.split('/')[-1].split(':')[0]}}}" for name, image in images.items()} == ours
+    assert all(
+        image.startswith("example.org/us/") and image.endswith(f":{VERSION}") for image in images.values()
+    )
+
+
+@pytest.mark.slow
+def test_sums_are_those_of_the_files(files: Path) -> None:
+    done = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=files, capture_output=True, text=True)
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 2, done.stderr
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=[path.stem for path in WORKFLOWS])
+def test_actions_are_pinned_and_have_few_rights(path: Path) -> None:
+    for name, tag in re.findall(r"uses: (\S+)(.*)", path.read_text()):
+        assert name.startswith("./") or (
+            re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", name) and re.fullmatch(r" # v\d+\.\d+\.\d+", tag)
+        ), name
+    workflow: dict[str, Any] = yaml.safe_load(path.read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    for job in workflow["jobs"].values():
+        assert "uses" in job or job["timeout-minutes"]

@@ -4,7 +4,6 @@ Tests take a `device` of `DEVICES`. On CPU they are slow ones: they prove that t
 pass where there is no GPU.
 """
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -125,20 +124,6 @@ def engine_on(device: str, folder: Path | str, monkeypatch: pytest.MonkeyPatch, 
     engine.runs_ahead = True
     engine.compile_and_capture(no_progress)
     return engine
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    """Each test begins without compiled code, and gives the GPU's memory back."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch.compiler.set_stance("default")
-    torch._dynamo.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(1.0)
-        torch.cuda.empty_cache()
 
 
 # --- what is near enough ------------------------------------------------------------------------------------

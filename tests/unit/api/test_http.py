@@ -33,7 +33,7 @@ from uvicorn.server import ServerState
 from api import event_loop
 from api.app import own_listener
 from api.errors import ApiError
-from api.event_loop import LONG_SIZE, PacedQueue, Turns, offload
+from api.event_loop import PacedQueue
 from api.http import connection_limits as limits_module
 from api.http.auth import read_key_file
 from api.http.body import parse_body
@@ -47,7 +47,6 @@ from api.http.sse import (
     Change,
     Feed,
     FeedResponse,
-    RestOfFeed,
     UnreadAnswers,
     bytes_written,
 )
@@ -522,30 +521,6 @@ def test_another_process_counts_the_same_bytes(
 # --- feeds --------------------------------------------------------------------------------------------------
 
 
-class Letters(Feed[str]):
-    """The letters that have come, two at a time; `.` is the last."""
-
-    def __init__(self, come: str = "") -> None:
-        super().__init__(Change())
-        self.come = come
-
-    def take(self) -> list[str]:
-        new, self.come = [*self.come[:2]], self.come[2:]
-        self.ended = "." in new
-        return new
-
-    def put(self, come: str) -> None:
-        self.come += come
-        self.changed.set()
-
-
-async def test_items_that_were_seen_are_skipped_however_they_are_grouped() -> None:
-    for num_seen in range(6):
-        letters = RestOfFeed(Letters("abcd."), num_seen)
-        assert not letters.is_prepared or not num_seen
-        assert "".join([letter async for new in letters for letter in new]) == "abcd."[num_seen:]
-
-
 # --- writing ------------------------------------------------------------------------------------------------
 
 HIGH = 400
@@ -649,30 +624,6 @@ def test_frames_are_written_once_and_in_order_however_the_client_reads(steps: li
     asyncio.run(run())
 
 
-async def test_a_frame_is_written_in_the_call_that_brings_it_as_long_as_its_client_reads() -> None:
-    numbers, client = Numbers(), SlowClient()
-    running = respond(numbers, client)
-    numbers.put(0)
-    await turns(8)
-    numbers.put(1)
-    assert client.chunks == [chunk(0), chunk(1)]
-    client.flow.pause_writing()
-    for number in range(2, 3 * MAX_ITEMS):
-        numbers.put(number)
-        await turns(4)
-    assert client.chunks == [chunk(0), chunk(1)], "what its client does not read stays with the tokens"
-    async with asyncio.timeout(30):
-        while len(client.chunks) < 3 * MAX_ITEMS:
-            client.read()
-            await turns(1)
-    await turns(8)
-    client.read()
-    numbers.put(LAST)
-    assert client.chunks == [*map(chunk, range(3 * MAX_ITEMS)), chunk(LAST)]
-    await running
-    assert client.chunks[-1] == b"0\r\n\r\n" and numbers.changed.listener is None
-
-
 async def test_a_frame_that_cannot_be_rendered_ends_its_answer_and_harms_no_caller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -724,30 +675,4 @@ async def test_parts_are_done_at_once_as_far_as_a_slice_goes_and_all_in_order(
     running.cancel()
 
 
-async def test_of_many_tasks_only_some_begin_in_one_turn_and_all_in_order() -> None:
-    turns, begun = Turns(4), []
-
-    async def begin(number: int) -> None:
-        await turns.wait_turn()
-        begun.append(number)
-
-    tasks = [asyncio.create_task(begin(i)) for i in range(50)]
-    sizes = [0]
-    tasks[10].cancel()
-    while not all(task.done() for task in tasks):
-        await asyncio.sleep(0)
-        sizes.append(len(begun))
-    assert max(after - before for before, after in itertools.pairwise(sizes)) <= 4
-    assert begun == [i for i in range(50) if i != 10]
-    await turns.wait_turn()
-
-
 # --- threads ------------------------------------------------------------------------------------------------
-
-
-async def test_long_work_runs_in_a_thread_and_its_error_comes_back() -> None:
-    here = threading.get_ident()
-    assert await offload(LONG_SIZE - 1, threading.get_ident) == here
-    assert await offload(LONG_SIZE, threading.get_ident) != here
-    with pytest.raises(ZeroDivisionError):
-        await offload(LONG_SIZE, lambda: 1 / 0)

@@ -20,7 +20,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer
 
 from api.errors import ApiError
-from api.event_loop import LONG_SIZE
 from api.prompts.chat_template import (
     GUARDS,
     ChatTemplate,
@@ -449,17 +448,6 @@ async def works() -> AsyncIterator[Works]:
     for end in works.ends.values():
         end.set()
     await asyncio.gather(*works.tasks.values(), return_exceptions=True)
-
-
-async def test_short_work_is_done_at_once_and_errors_come_back() -> None:
-    budget, here = TextBudget(MAX_BYTES), threading.get_ident()
-    assert await budget.run(LONG_SIZE - 1, threading.get_ident) == here
-    assert await budget.run(LONG_SIZE, threading.get_ident) != here
-    assert await budget.run(SHORT_BYTES + 1, threading.get_ident) != here
-    for size in (LONG_SIZE, SHORT_BYTES + 1):
-        with pytest.raises(ZeroDivisionError):
-            await budget.run(size, lambda: 1 / 0)
-    assert (budget.short.num_bytes, budget.long.num_bytes) == (0, 0)
 
 
 async def test_texts_wait_in_order_and_one_larger_than_all_goes_alone(works: Works) -> None:

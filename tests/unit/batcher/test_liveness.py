@@ -442,11 +442,3 @@ async def test_it_stays_for_streams_of_gateways_that_end_with_it(
         await Heartbeat(pool, "gateway", f"g{i}", 60.0).send(state=state, streams=num_streams)
         seen[1].counts[f"g{i}"] = HEARTBEATS_TO_SHOW * is_believed
     assert await is_needed(pool, "b0", *seen) is stays
-
-
-def test_a_process_is_believed_by_two_heartbeats_behind_the_first_look() -> None:
-    count = HeartbeatCount()
-    for i, last_ms in enumerate((5.0, 5.0, 6.0, 6.0, 7.0)):
-        count.look({"b1": last_ms, "gone": 1.0} if i < 3 else {"b1": last_ms})
-        assert count.believes("b1") is (last_ms == 7.0)
-    assert not count.believes("gone")

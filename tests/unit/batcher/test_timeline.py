@@ -6,11 +6,10 @@ import pytest
 from redis.asyncio import Redis
 
 from api.admin.routes_fleet import read_timelines
-from batcher import timeline
 from batcher.scheduling.plan_builder import PendingPlan
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import Sequence
-from batcher.timeline import REQUESTS_PER_ENTRY, TimelineWriter, spans_of
+from batcher.timeline import TimelineWriter, spans_of
 from common import tracing
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
@@ -73,24 +72,6 @@ async def test_a_timeline_from_queue_to_end(redis: Redis) -> None:
         ("ended", "w0-1", 2, 50, "length"),
     ]
     assert await redis.pttl(KEYS.timeline) > 0
-
-
-async def test_events_are_written_at_an_interval_in_bounded_entries(
-    redis: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(timeline, "WRITE_INTERVAL_S", 3600.0)
-    writer = make_writer(redis)
-    writer.written_s -= 3600.0
-    for i in range(REQUESTS_PER_ENTRY + 1):
-        writer.record_queued(sequence(f"r{i}"))
-    await writer.write()
-    assert await redis.xlen(KEYS.timeline) == 2
-    writer.record_queued(sequence("late"))
-    await writer.write()
-    assert writer.unwritten and not await read_timelines(PoolClient(redis, KEYS), "late")
-    writer.written_s -= 3600.0
-    await writer.write()
-    assert await read_timelines(PoolClient(redis, KEYS), "late") and not writer.unwritten
 
 
 async def test_reading_a_request_finds_its_choices(redis: Redis) -> None:

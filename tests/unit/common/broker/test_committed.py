@@ -48,23 +48,6 @@ def test_append_adds_what_follows(index: int, new: list[int], expected: list[int
     assert ids(state) == expected
 
 
-async def test_half_a_token_in_the_string_is_ignored(redis: Redis) -> None:
-    await admit(redis, make_request("r1", width=2))
-    await redis.set(KEYS.tokens("r1"), records(1, 7, 2))
-    state = await read_one(redis, "r1")
-    assert state.records == records(1, 7) and state.spilled_bytes == 2 * RECORD.size
-
-
-async def test_a_log_entry_that_cannot_be_read_is_skipped(redis: Redis) -> None:
-    await start_worker(redis, "w1")
-    await admit(redis, make_request("r1"))
-    await place(redis, "r1", "w1")
-    await write_log(redis, "w1", make_tokens("r1", 0, [1]))
-    await redis.xadd(KEYS.log("w1"), {"entry": b"\xc1"})
-    await write_log(redis, "w1", make_tokens("r1", 1, [2]))
-    assert ids(await read_one(redis, "r1")) == [1, 2]
-
-
 async def test_a_request_that_moves_while_it_is_read_is_read_again(
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:

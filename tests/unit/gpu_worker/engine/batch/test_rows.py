@@ -130,32 +130,6 @@ def test_every_row_ends_once_and_within_its_blocks(
         assert reason == ("length" if end == lengths[row][1] else "eos_token")
 
 
-def test_only_rows_that_are_not_plainly_greedy_have_a_sample_request() -> None:
-    """Row 0 is greedy; row 1 has one until `min_new_tokens`, those before its start included; row 2 has stop
-    ids but no `min_new_tokens`; row 3 samples.
-    """
-    sampling = SamplingParams(temperature=1.0)
-    rows = rows_with(
-        start(0, 3),
-        start(1, 9, base=4, min_new_tokens=6),
-        start(2, 3, stop_ids=[1]),
-        start(3, 3, sampling=sampling, class_index=1),
-        prefill_tokens=15,
-    )
-    requests = []
-    for _ in range(4):
-        slices = rows.launch()
-        requests.append(
-            [
-                (row_slice.row.number, row_slice.sample_request.index)
-                for row_slice in slices
-                if row_slice.samples and row_slice.sample_request
-            ]
-        )
-        collect(rows, slices)
-    assert requests == [[(1, 4)], [(1, 5), (3, 0)], [(3, 1)], [(3, 2)]]
-
-
 def three_rows(end: int = 10, max_rows: int = 2) -> Rows:
     rows = Rows(BLOCK, [EOS])
     starts = [start(0, 2, end=3), start(1, 2), start(2, 5, end=end)]

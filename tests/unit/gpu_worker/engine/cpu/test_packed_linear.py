@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import nn
 
-from common.process import machine
 from common.process.launch import WEIGHTS_VARIABLE
 from gpu_worker.engine.cpu import native, packed_linear, weight_store
 from gpu_worker.engine.cpu.packed_linear import LargePages, NativeLinear
@@ -113,33 +112,6 @@ def test_weights_in_blocks_give_the_bits_of_plain_weights(
     for num_rows in (1, 2, 3, 4, 5, 8, 33, 70):
         rows = torch.randn(num_rows, 320).to(dtype)
         assert torch.equal(alone(rows), plain(rows)) and torch.equal(beside(rows), plain(rows))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_plain_weights_are_kept_beside_blocks_where_they_are_faster(
-    dtype: torch.dtype, library: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And where memory has room: of float32 never."""
-    blocks = random_blocks(4, 32, True, torch.float16)
-    for available_bytes in (0, 2**40):
-        monkeypatch.setattr(machine, "available_bytes", lambda size=available_bytes: size)
-        model = Headless(*(nn.Linear(320, 100).to(dtype) for _ in range(2)))
-        model.one.weight = nn.Parameter(blocks.widen(dtype), requires_grad=False)
-        packed_linear.pack_linears(model, {"one": blocks}.get)
-        if not isinstance(model.one, NativeLinear):
-            pytest.skip("torch's products are used on this processor")
-        assert model.one.blocks and not model.other.blocks and model.other.packed is not None
-        assert (model.one.packed is not None) == (available_bytes > 0 and dtype != torch.float32)
-
-
-class Headless(nn.Module):
-    def __init__(self, one: Any, other: Any) -> None:
-        super().__init__()
-        self.one = one
-        self.other = other
-
-    def get_output_embeddings(self) -> None:
-        return None
 
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")

@@ -109,26 +109,3 @@ def test_kernels_sample_the_same_ids_as_torch(size: int, dtype: torch.dtype, lib
             sample_by_torch(logits, requests),
             requests,
         )
-
-
-def test_rows_of_nan_or_inf_do_not_disturb_others(library: ctypes.CDLL) -> None:
-    """They get an id within the vocabulary; a single token whose logit is NaN is never sampled."""
-    random = np.random.default_rng(0)
-    requests = [random_request(random, 3000, 94) for _ in range(60)]
-    logits = logits_of("spread", random, 60, 3000, torch.float32)
-    expected = sampler.sample(logits, requests)
-    for broken in (math.nan, math.inf, -math.inf):
-        mixed = logits.clone()
-        mixed[::2] = broken
-        found = sampler.sample(mixed, requests)
-        assert found.ids[1::2].tolist() == expected.ids[1::2].tolist()
-        assert ((found.ids >= 0) & (found.ids < 3000)).all()
-    logits[:, 7::2] = math.nan
-    sampled_rows = [
-        SampleRequest(
-            SamplingState.of(start_row(0, [], 9, sampling=SamplingParams(temperature=5.0, seed=row)), []),  # type: ignore[arg-type]
-            0,
-        )
-        for row in range(60)
-    ]
-    assert all(token % 2 == 0 or token < 7 for token in sampler.sample(logits, sampled_rows).ids.tolist())

@@ -4,7 +4,6 @@ sampler honours each field.
 
 import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -15,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from api.requests.fields import SamplingFields
 from api.requests.validate import DRAW_ONLY
@@ -151,59 +149,6 @@ def test_a_row_is_its_own_beside_others_that_are_broken(kernel: ModuleType) -> N
     assert found.ids[1::2].tolist() == [0] * len(requests) and found.logprobs[1::2].isnan().all()
     logits[:, 7::2] = math.nan
     assert all(token < 7 or token % 2 == 0 for token in sample_on_cuda(logits, requests).ids.tolist())
-
-
-class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts torch's operations that write: on CUDA each is a launch, or a copy."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if not (func.is_view or "empty" in func.__name__):
-            self.counts[func.__name__.split(".")[0]] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_step_of_any_parameters_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside it two fills and one copy to the device, however many rows and parameters there are; rows that
-    are plainly greedy have one launch of their own. By torch top-p alone takes more than fifty.
-    """
-    launches: list[tuple[Any, ...]] = []
-
-    def launch(*arguments: Any) -> tuple[torch.Tensor, ...]:
-        launches.append(arguments)
-        return (arguments[0][:, 0],) * 3
-
-    monkeypatch.setitem(sys.modules, f"{KERNELS}.sample", SimpleNamespace(sample_rows=launch))
-    monkeypatch.setattr(sampler, "greedy", lambda logits: launch(logits)[:2])
-    random = np.random.default_rng(0)
-    requests = [random_request(random, 50, 2) for _ in range(256)]
-    plain = [
-        replace(own, state=replace(own.state, top_n_tokens=0))
-        for own in requests
-        if own and not own.state.sampling.watermark_delta  # which torch draws on the host
-    ]
-    for rows, wanted in ((plain, 1), (plain[:1], 1), ([*plain, None], 2)):
-        launches.clear()
-        with CountedOperations() as mode:
-            sample_on_cuda(torch.zeros(len(rows), 50), rows)
-        assert len(launches) == wanted
-        assert mode.counts.keys() <= {"zeros", "_to_copy", "copy_"} and mode.counts.total() <= 1 + 2 * wanted
-    steady = [request(replace(DRAWN, top_p=0.9, seed=seed)) for seed in range(256)]
-    kept, later = KeptArguments(), [own and replace(own, index=own.index + 1) for own in steady]
-    for rows, is_new in ((steady, True), (later, False), (steady, True), (later[::-1], True)):
-        with CountedOperations() as mode:
-            sampler.sample_on_cuda(torch.zeros(256, 50), rows, kept)
-        assert ("add_" not in mode.counts) == is_new
-        assert launches[-1][1].token_index.tolist() == [own.index for own in rows if own]
-        assert launches[-1][1].seed.tolist() == [own.state.sampling.seed for own in rows if own]
-    with CountedOperations() as mode:
-        sample_by_torch(torch.zeros(1, 50), [request(replace(DRAWN, top_p=0.9))])
-    assert mode.counts.total() > 50
 
 
 ELSEWHERE = {"stop_token_ids", "ignore_eos", "cache_salt", "logprobs_mode", "report_logits"}

@@ -1,20 +1,37 @@
-"""Messages: their form on the wire, which processes of two versions share; what is packed comes out."""
+"""Messages: their form on the wire, which processes of two versions share; what is packed comes out.
+Detokenizer: complete characters, right spacing, stop strings anywhere.
+The registry of adapters: what each change leaves, and that none of two changes at once is lost.
+"""
 
+import asyncio
 import dataclasses
 import importlib
 import types
 import typing
+from dataclasses import replace
 from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from redis.asyncio import Redis
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from api.streams.stream import generated_text
+from common import model_files
+from common.adapter_registry import MAX_ADAPTERS, AdapterRegistry, change_registry, read_registry
+from common.adapters import LOADING, READY, HeldAdapters, PoolAdapter, adapter_name
+from common.broker.pool_client import ChangeRefused, PoolClient
+from common.detokenize import (
+    MAX_INCOMPLETE_TOKENS,
+    Detokenizer,
+    StopMatcher,
+    concatenates,
+    piece_cache,
+)
 from common.messages.codec import WireError, decode, encode
 from common.messages.events import (
-    REPEATED_FOR_S,
-    ChannelSequences,
     Events,
 )
 from common.messages.plan import Report
@@ -29,7 +46,8 @@ from common.messages.records import (
     unpack_ids,
     unpack_records,
 )
-from common.messages.request import Cancel, block_names, extend_hashes, root_hash
+from common.messages.request import Cancel, extend_hashes, root_hash
+from tests.support.broker_state import KEYS
 from tests.support.events import unpack_sequences
 
 # --- codec --------------------------------------------------------------------------------------------------
@@ -256,17 +274,6 @@ def hashes_of(ids: list[int], salt: str = "") -> bytes:
     return extend_hashes(root_hash(salt), pack_ids(ids))
 
 
-def test_a_hash_depends_on_all_tokens_before_it() -> None:
-    names, others = block_names(hashes_of(IDS), 16), block_names(hashes_of([*IDS[:20], 0, *IDS[21:]]), 16)
-    assert [one == other for one, other in zip(names, others, strict=True)] == [True, False, False, False]
-    assert not set(names) & set(block_names(hashes_of(IDS, "salt"), 16))
-
-
-def test_a_larger_block_has_the_name_of_its_last_hash() -> None:
-    assert block_names(hashes_of(IDS), 32) == block_names(hashes_of(IDS), 16)[1::2]
-    assert block_names(hashes_of(IDS), 64) == block_names(hashes_of(IDS), 16)[3:]
-
-
 def test_hashes_are_the_same_in_every_version() -> None:
     """Workers and gateways of two versions may run at once."""
     assert hashes_of(IDS[:16]).hex() == "cae66941d9efbd404e4d88758ea67670724f387046a7ef1970878eae3ed5c2d2"
@@ -275,39 +282,172 @@ def test_hashes_are_the_same_in_every_version() -> None:
 # --- events sequences ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time that `sequences` sees, in its one element."""
-    now = [1000.0]
-    monkeypatch.setattr("common.messages.events.time.monotonic", lambda: now[0])
-    return now
+# --- detokenize ---------------------------------------------------------------------------------------------
 
 
-def repeated(channels: ChannelSequences) -> dict[str, Events]:
-    return {channel: decode(Events, payload) for channel, payload in channels.repeated_messages()}
+@pytest.fixture(scope="module")
+def smollm2() -> Tokenizer:
+    return Tokenizer.from_file(str(model_files.resolve("smollm2") / "tokenizer.json"))
 
 
-def test_the_last_number_is_repeated_without_tokens() -> None:
-    channels = ChannelSequences("w0-1")
-    for name in ("a", "a", "b"):
-        channels.next_number(name)
-    expected = {"a": Events("w0-1", 2), "b": Events("w0-1", 1)}
-    assert repeated(channels) == expected
-    assert repeated(channels) == expected, "a repetition is no new message"
+@pytest.fixture(scope="module")
+def llama() -> Tokenizer:
+    """A small tokenizer of the SentencePiece kind: ▁ for spaces, bytes for what it has no piece for, the
+    first space stripped.
+    """
+    pieces = ["<unk>", "<s>", "▁", "▁Hello", "▁world", "ly", "!", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer = Tokenizer(
+        models.BPE(
+            dict(zip(pieces, range(len(pieces)), strict=True)), [], unk_token="<unk>", byte_fallback=True
+        )
+    )
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
 
 
-def test_an_idle_channel_is_repeated_no_more(now_s: list[float]) -> None:
-    channels = ChannelSequences("w0-1")
-    channels.next_number("idle")
-    now_s[0] += 1.0
-    channels.next_number("used")
-    now_s[0] += REPEATED_FOR_S - 0.5
-    assert list(repeated(channels)) == ["used"]
+def id_of(tokenizer: Tokenizer, token: str) -> int:
+    token_id = tokenizer.token_to_id(token)
+    assert token_id is not None
+    return token_id
 
 
-def test_a_channel_that_had_a_message_just_now_is_not_repeated(now_s: list[float]) -> None:
-    channels = ChannelSequences("w0-1")
-    channels.next_number("silent")
-    now_s[0] += 0.25
-    channels.next_number("busy")
-    assert [channel for channel, _ in channels.repeated_messages(0.25)] == ["silent"]
+def texts(tokenizer: Tokenizer, prompt_ids: list[int], ids: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, prompt_ids)
+    return [detokenizer.step(token_id) for token_id in ids]
+
+
+@settings(max_examples=50)
+@given(prompt=st.text(max_size=8), text=st.text(max_size=40))
+def test_the_pieces_of_any_text_are_the_text(smollm2: Tokenizer, prompt: str, text: str) -> None:
+    ids = smollm2.encode(text).ids
+    assume(
+        "\ufffd" not in text and smollm2.decode(ids, skip_special_tokens=False) == text
+    )  # its vocabulary has not all bytes
+    prompt_ids = smollm2.encode(prompt).ids
+    assert "".join(texts(smollm2, prompt_ids, ids)) == text
+    assert generated_text(smollm2, prompt_ids, ids, [], "length") == text
+
+
+def test_an_incomplete_last_character_contributes_nothing(smollm2: Tokenizer) -> None:
+    ids = smollm2.encode("ab𐍈").ids[:-1]
+    assert "".join(texts(smollm2, [], ids)) == "ab"
+    assert generated_text(smollm2, [], ids, [], "length") == "ab"
+
+
+def test_endless_invalid_bytes_do_not_wait_for_ever(smollm2: Tokenizer) -> None:
+    half = smollm2.encode("𐍈").ids[0]
+    pieces = texts(smollm2, [], [half] * (2 * MAX_INCOMPLETE_TOKENS))
+    assert max(map(len, pieces)) <= MAX_INCOMPLETE_TOKENS
+    assert len("".join(pieces)) > MAX_INCOMPLETE_TOKENS
+
+
+def test_the_first_piece_keeps_its_space(llama: Tokenizer) -> None:
+    hello, world, special = (id_of(llama, piece) for piece in ("▁Hello", "▁world", "<s>"))
+    assert texts(llama, [special, hello], [world, special, hello]) == [" world", "<s>", " Hello"]
+    assert texts(llama, [], [hello, world]) == ["Hello", " world"]
+    assert generated_text(llama, [special, hello], [world, hello], [], "length") == " world Hello"
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces", "matched"),
+    [
+        ([], ["a"], [False]),
+        (["b"], ["a", "abc", "x"], [False, True, True]),
+        (["END"], ["E", "N", "x", "EN", "D!"], [False, False, False, False, True]),
+        (["\n\n"], ["a\n", "\nb"], [False, True]),
+        (["long stop", "x"], ["long", "", " st", "op"], [False, False, False, True]),
+        (["🙂🚀"], ["", "🙂", "", "🚀"], [False, False, False, True]),
+    ],
+)
+def test_stop_strings_are_found_inside_and_across_pieces(
+    stops: list[str], pieces: list[str], matched: list[bool]
+) -> None:
+    matcher = StopMatcher(stops)
+    assert [matcher.step(piece) for piece in pieces] == matched
+
+
+def decoded(tokenizer: Tokenizer, prompt_ids: list[int], ids: list[int]) -> list[str]:
+    """What each token adds, without the cache."""
+    detokenizer = Detokenizer(tokenizer, prompt_ids)
+    return [detokenizer.decode_step(token_id) for token_id in ids]
+
+
+@settings(max_examples=50)
+@given(data=st.data())
+@pytest.mark.parametrize("name", ["smollm2", "llama"])
+def test_cached_pieces_are_what_the_tokens_add(
+    name: str, data: st.DataObject, request: pytest.FixtureRequest
+) -> None:
+    """Few tokens, so they repeat: spaces, parts of characters, invalid bytes, special tokens, unknown ids."""
+    tokenizer: Tokenizer = request.getfixturevalue(name)
+    if name == "llama":
+        some: list[int] | range = range(tokenizer.get_vocab_size() + 1)
+    else:
+        some = [*tokenizer.encode(" the sea\n\n🙂  日本𐍈<|im_end|>\x00'll").ids, 10**6]
+    token = st.sampled_from(some)
+    prompt_ids, ids = data.draw(st.lists(token, max_size=7)), data.draw(st.lists(token, max_size=60))
+    assert texts(tokenizer, prompt_ids, ids) == decoded(tokenizer, prompt_ids, ids)
+
+
+def test_pieces_are_cached_only_if_the_decoder_concatenates(smollm2: Tokenizer, llama: Tokenizer) -> None:
+    """With WordPiece a token depends on its neighbours: `##` joins it to the one before."""
+    assert concatenates(smollm2) and concatenates(llama)
+    tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "sea": 1, "##side": 2, "the": 3}, unk_token="[UNK]"))
+    for decoder in (
+        decoders.WordPiece(),
+        decoders.BPEDecoder(),
+        decoders.Sequence([decoders.Fuse(), decoders.Replace("e s", "ES")]),
+    ):
+        tokenizer = Tokenizer.from_str(tokenizer.to_str())
+        tokenizer.decoder = decoder
+        assert not concatenates(tokenizer)
+        ids = [3, 1, 2, 1, 3, 1, 2, 3, 2, 1]
+        assert texts(tokenizer, [3], ids) == decoded(tokenizer, [3], ids)
+        assert not piece_cache(tokenizer)
+
+
+# --- registry -----------------------------------------------------------------------------------------------
+
+SQL, NEWER = PoolAdapter("sql", "/sql", "a" * 64), PoolAdapter("sql", "/newer", "b" * 64)
+EMPTY = AdapterRegistry()
+
+
+def test_a_registry_has_at_most_so_many_adapters() -> None:
+    full = EMPTY
+    for i in range(MAX_ADAPTERS):
+        full = full.put(replace(SQL, name=f"a{i}"))
+    with pytest.raises(ChangeRefused, match=f"there are {MAX_ADAPTERS} adapters, which is the most"):
+        full.with_loading(SQL, in_place=False)
+    assert full.forgetting(["a0@" + "a" * 16]).with_loading(SQL, in_place=False)
+
+
+async def test_changes_at_once_are_all_kept_and_what_another_program_wrote_is_no_adapter(
+    redis: Redis,
+) -> None:
+    pool = PoolClient(redis, KEYS)
+    made = [replace(SQL, name=f"a{i}") for i in range(8)]
+
+    async def put(adapter: PoolAdapter) -> None:
+        await change_registry(pool, lambda found: found.put(adapter))
+
+    await asyncio.gather(*map(put, made))
+    await redis.hset(KEYS.adapters, "x@1", "nonsense")  # type: ignore[misc]
+    found = await read_registry(pool)
+    assert {*found.adapters} == {one.key for one in made}
+    assert await change_registry(pool, lambda same: same) == found, "what changes nothing is not written"
+    assert await redis.pttl(KEYS.adapters) > 0
+
+
+def test_the_bytes_of_the_messages() -> None:
+    adapter = PoolAdapter("sql", "/s", "ab", READY, 8, "m", 5)
+    assert encode(adapter) == (
+        b"\x89\xa1v\x01\xa1n\xa3sql\xa1p\xa2/s\xa1d\xa2ab\xa1s\xa5ready\xa1r\x08\xa1b\xa1m\xa1a\x05\xa1f\xa0"
+    )
+    held = HeldAdapters(["sql@1"], [("b@2", 7, "why")])
+    assert decode(HeldAdapters, encode(held)) == held
+    assert (adapter.key, adapter_name(adapter.key), adapter_name("")) == ("sql@ab", "sql", "")
+    assert PoolAdapter("a", "b", "c").state == LOADING

@@ -1,0 +1,561 @@
+"""Scripts of requests, workers and the batcher, one by one, against a real broker.
+Admission: room for each class and tenant, and places that come back whatever dies.
+Logits in the broker: one attempt's, whole and in order, or none; and what of them may be live at once.
+The scripts of jobs and their records, each alone, against the real broker.
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from api.jobs import records
+from api.jobs.records import (
+    DEAD,
+    DONE,
+    JobEnding,
+    note_job,
+)
+from api.requests import request_scripts
+from api.requests.request_scripts import AdmitReply, AttachReply
+from api.streams.relay import read_tails
+from batcher import batcher_scripts
+from common.broker.committed import Committed, read
+from common.broker.keys import RESULT_TTL_MS, SEALED, Keys
+from common.broker.lua import run_script
+from common.broker.pool_client import PoolClient
+from common.messages.codec import encode
+from common.messages.events import Terminal, terminal_for
+from common.messages.records import RECORD, pack_ids, unpack_records
+from common.messages.request import Generate, LogitsParams, StoppingParams
+from gpu_worker import worker_scripts
+from gpu_worker.worker_scripts import FlushedTerminal
+from tests.support.broker.listening import Published, listening
+from tests.support.scripts import (
+    KEYS,
+    REQUEST,
+    admit,
+    admit_request,
+    cancel,
+    create_logs,
+    dequeue,
+    entry,
+    flush,
+    flushed_end,
+    forget,
+    publish_plan,
+    save,
+    seal,
+)
+
+# --- scripts ------------------------------------------------------------------------------------------------
+
+ANSWER = RECORD.pack(7, -1.0)
+"""What is kept of an answer of one token."""
+
+
+def length_end(channel: str = "", payload: bytes = b"") -> FlushedTerminal:
+    return flushed_end(Terminal("r1", "length", 1), ANSWER, channel, payload)
+
+
+@pytest.fixture
+async def published(redis: Redis) -> AsyncIterator[Published]:
+    async with listening(redis, "ch", "other") as heard:
+        yield heard
+
+
+async def test_a_sealed_or_missing_log_refuses_everything(redis: Redis, published: Published) -> None:
+    await admit(redis, "r1")
+    assert await flush(redis, 1, messages=[("ch", b"x")]) == ("MISSING", [])
+    await create_logs(redis)
+    await flush(redis, 1)
+    assert await seal(redis)
+    assert await flush(
+        redis,
+        2,
+        messages=[("ch", b"x")],
+        terminals=[length_end("ch", b"end")],
+        spills=[("r1", 0, b"12345678")],
+    ) == ("SEALED", [])
+    assert await published() == []
+    assert await redis.exists(KEYS.tokens("r1")) == 0
+    assert (await redis.xrange(KEYS.log("w1")))[-1][0] == SEALED.encode()
+    assert await seal(redis)
+    assert await redis.xlen(KEYS.log("w1")) == 3, "sealed once"
+
+
+async def test_only_the_first_terminal_is_published(redis: Redis, published: Published) -> None:
+    await admit(redis, "r1")
+    await create_logs(redis)
+
+    async def finish(end: Terminal, payload: bytes) -> bool:
+        call = batcher_scripts.finish(KEYS, end, records=b"", kept_ms=60_000, channel="ch", payload=payload)
+        return await run_script(redis, call)
+
+    assert await finish(Terminal("r1", "cancelled", 1, "cancelled: client", "cancelled"), b"cancelled")
+    await flush(redis, 1, terminals=[length_end("ch", b"length")])
+    assert not await finish(Terminal("r1", "error", 1, "gone", "generation"), b"e")
+    assert await published() == [b"cancelled"]
+    end = await redis.hmget(KEYS.request("r1"), ["terminal", "num_tokens", "error", "error_type"])  # type: ignore[misc]
+    assert end == [b"cancelled", b"1", b"cancelled: client", b"cancelled"]
+    assert await redis.exists(KEYS.tokens("r1")) == 0
+    assert 0 < await redis.pttl(KEYS.request("r1")) <= 60_000
+    assert not await cancel(redis, "r1")
+
+
+async def test_spills_are_idempotent_and_leave_no_hole(redis: Redis) -> None:
+    records = b"".join(RECORD.pack(i, -1.0) for i in range(4))
+    await create_logs(redis)
+    await admit(redis, "r1")
+    await redis.hset(KEYS.request("r1"), "worker", "w1")  # type: ignore[misc]
+    await flush(redis, 1, entry("r1", 0, [0, 1]))
+    await flush(redis, 2, entry("r1", 2, [2]), spills=[("r1", 0, records[:24])], mode="trim")
+    assert [i for i, _ in await redis.xrange(KEYS.log("w1"))] == [b"2-0"], "what is spilled is trimmed"
+    await flush(redis, 3, entry("r1", 3, [3]), spills=[("r1", 8, records[8:])])
+    assert await redis.get(KEYS.tokens("r1")) == records
+    await flush(redis, 4, spills=[("r1", 72, records)], mode="trim")
+    assert await redis.get(KEYS.tokens("r1")) == records, "a hole is refused"
+    assert await redis.xlen(KEYS.log("w1")) == 3, "and then nothing is trimmed"
+    state = (await read(PoolClient(redis, KEYS), ["r1"]))["r1"]
+    assert unpack_records(state.records)[0] == [0, 1, 2, 3]
+
+
+async def test_two_processes_never_share_an_incarnation(redis: Redis) -> None:
+    assert await create_logs(redis, owner="first")
+    assert await create_logs(redis, owner="first")  # its answer was lost
+    assert not await create_logs(redis, owner="second")
+    assert await redis.xlen(KEYS.log("w1")) == await redis.xlen(KEYS.reports("w1")) == 1
+
+
+# --- batcher scripts ----------------------------------------------------------------------------------------
+
+
+async def test_the_run_that_makes_the_first_token_says_how_much_of_the_prompt_was_cached(
+    redis: Redis,
+) -> None:
+    """Another that began before there was a token takes its place; one behind a token does not."""
+    await admit(redis, "r1")
+    await create_logs(redis)
+    for number, (attempt, base, cached) in enumerate([(1, 0, b"16"), (2, 0, b"32"), (3, 1, b"32")], 1):
+        await publish_plan(redis, f"5-{number}", [("r1", attempt, base)])
+        assert await redis.hget(KEYS.request("r1"), "cached") == cached  # type: ignore[misc]
+
+
+async def test_an_earlier_epoch_publishes_and_saves_nothing(redis: Redis) -> None:
+    await create_logs(redis)
+    await admit(redis, "r1")
+    await redis.set(KEYS.epoch, 6)
+    assert (await publish_plan(redis, "5-1", [("r1", 1, 0)]))[0] == "FENCED"
+    assert await save(redis, "w1", 1, 0, b"x" * 8) == "FENCED"
+    assert await redis.exists(KEYS.plans("w1"), KEYS.tokens("r1")) == 0
+    assert (await publish_plan(redis, "6-1", [("r1", 1, 0)]))[0] == "OK"
+
+
+async def test_saving_leaves_the_holder_of_a_request_that_went_on_elsewhere(redis: Redis) -> None:
+    await create_logs(redis)
+    await admit(redis, "r1")
+    await publish_plan(redis, "5-1", [("r1", 2, 0)])
+    assert await save(redis, "w0", 2, 0, b"x" * 8) == "OK"
+    assert await redis.hmget(KEYS.request("r1"), ["worker", "crash_count"]) == [b"w1", b"0"]  # type: ignore[misc]
+    assert await redis.get(KEYS.tokens("r1")) == b"x" * 8
+
+
+async def test_saving_leaves_a_request_that_has_another_attempt_than_was_read(redis: Redis) -> None:
+    """A gateway has offered meanwhile what it showed, which ends where the string does that was read."""
+    await create_logs(redis)
+    await admit(redis, "r1")
+    await publish_plan(redis, "5-1", [("r1", 2, 0)])
+    await redis.set(KEYS.tokens("r1"), b"y" * 8)
+    assert await save(redis, "w1", 1, 8, b"x" * 8) == "OK"
+    assert await redis.get(KEYS.tokens("r1")) == b"y" * 8
+    assert await redis.hget(KEYS.request("r1"), "worker") == b"w1"  # type: ignore[misc]
+
+
+# --- terminal scripts ---------------------------------------------------------------------------------------
+
+RECORDS = b"".join(RECORD.pack(token_id, -1.0) for token_id in range(200))
+OWN = [KEYS.request("r1"), KEYS.tokens("r1")]
+
+
+async def end(redis: Redis, why: str, spilled: bytes = b"") -> None:
+    """Have a worker end a request of 200 tokens, of which it has spilled some."""
+    await create_logs(redis)
+    await admit(redis, "r1")
+    await publish_plan(redis, "5-1", [("r1", 1, 0)])
+    await flush(redis, 1, spills=[("r1", 0, spilled)])
+    terminals = [flushed_end(terminal_for("r1", why, 200), RECORDS)]
+    assert await flush(redis, 2, terminals=terminals) == ("OK", [])
+
+
+async def read_end(redis: Redis) -> Committed:
+    return (await read_tails(PoolClient(redis, KEYS), {"r1": 0}))["r1"]
+
+
+async def own_keys(redis: Redis) -> list[bytes]:
+    return sorted(await redis.keys(KEYS.key("*r1*")))
+
+
+async def test_an_answer_is_its_tokens_and_no_second_object(redis: Redis) -> None:
+    """Spilled or not: eight bytes a token, and what a string takes besides."""
+    for spilled in (b"", RECORDS[:800], RECORDS):
+        await redis.flushdb()
+        await end(redis, "length", spilled)
+        assert await own_keys(redis) == sorted(key.encode() for key in OWN)
+        state = await read_end(redis)
+        assert (state.terminal, state.num_final, state.error, state.records) == ("length", 200, "", RECORDS)
+        assert await redis.memory_usage(KEYS.tokens("r1")) <= len(RECORDS) * 1.25 + 200
+        for key in OWN:
+            assert 0 < await redis.pttl(key) <= 60_000
+
+
+async def test_a_failure_keeps_its_words_and_no_token(redis: Redis) -> None:
+    await end(redis, "timeout", RECORDS[:800])
+    state = await read_end(redis)
+    assert (state.terminal, state.error_type, state.records) == ("error", "timeout", b"") and state.error
+    assert await own_keys(redis) == [KEYS.request("r1").encode()]
+
+
+# --- reader scripts -----------------------------------------------------------------------------------------
+
+
+async def attach(redis: Redis, *request_ids: str, gateway: str, inherited: int | None = None) -> AttachReply:
+    call = request_scripts.attach(KEYS, request_ids, gateway=gateway, inherited=inherited)
+    return await run_script(redis, call)
+
+
+def attached(reader: int, num_requests: int = 1) -> AttachReply:
+    """The reply of requests that `admit` has admitted."""
+    return AttachReply("attached", reader, ["d"] * num_requests)
+
+
+async def test_only_the_newest_reader_cancels_and_forgets(redis: Redis) -> None:
+    await admit(redis, "r1")
+    await admit(redis, "r2")
+    assert await attach(redis, "r1", "r2", gateway="g2") == attached(1, 2)
+    for name in ("r1", "r2"):
+        assert await redis.hmget(KEYS.request(name), ["reader", "gateway"]) == [b"1", b"g2"]  # type: ignore[misc]
+    assert not await cancel(redis, "r1", reader=0)
+    assert not await forget(redis, "r1", reader=0)
+    assert await forget(redis, "r1", reader=1)
+    assert await attach(redis, "r1", "r2", gateway="g3") == AttachReply("gone")
+    assert await cancel(redis, "r2", reader=1)
+    assert await attach(redis, "r2", gateway="g3") == AttachReply("cancelled")
+
+
+async def test_a_detached_request_has_no_gateway_whoever_reads(redis: Redis) -> None:
+    await admit(redis, "r1")
+    await redis.hset(KEYS.request("r1"), "gateway", "")  # type: ignore[misc]
+    assert await attach(redis, "r1", gateway="g2") == attached(1)
+    assert await redis.hget(KEYS.request("r1"), "gateway") == b""  # type: ignore[misc]
+
+
+async def test_an_inherited_connection_yields_to_the_one_on_which_its_client_came_back(redis: Redis) -> None:
+    """Heirs follow each other on one connection; one whose client has another is superseded."""
+    await admit(redis, "r1")
+    assert await attach(redis, "r1", gateway="g2", inherited=0) == attached(1)
+    assert await attach(redis, "r1", gateway="g3", inherited=0) == attached(2)
+    assert await attach(redis, "r1", gateway="g4") == attached(3)
+    assert await attach(redis, "r1", gateway="g2", inherited=0) == AttachReply("superseded")
+    assert await attach(redis, "r1", gateway="g2", inherited=3) == attached(4)
+
+
+# --- places -------------------------------------------------------------------------------------------------
+
+LIMIT = 10
+
+
+async def ask(
+    redis: Redis,
+    name: str,
+    class_name: str = "standard",
+    tenant: str = "",
+    weight: float = 1.0,
+    tokens: int = 5,
+    limit: int = LIMIT,
+) -> str:
+    """`admitted`, or why not."""
+    request = replace(
+        REQUEST, request_id=name, prompt_ids=pack_ids([1] * tokens), class_name=class_name, tenant=tenant
+    )
+    return (await admit_place(redis, request, weight, limit)).outcome
+
+
+async def admit_place(redis: Redis, request: Generate, weight: float = 1.0, limit: int = LIMIT) -> AdmitReply:
+    call = request_scripts.admit(
+        KEYS,
+        request,
+        payload=b"x" * 10,
+        answer=b"",
+        weight=weight,
+        max_requests=limit,
+        max_bytes=10**6,
+    )
+    return await run_script(redis, call)
+
+
+async def fill(redis: Redis, name: str, count: int, **terms: Any) -> int:
+    """How many of so many are admitted."""
+    return [await ask(redis, f"{name}{i}", **terms) for i in range(count)].count("admitted")
+
+
+async def end_places(redis: Redis, name: str) -> None:
+    entry_id = await redis.hget(KEYS.request(name), "entry")  # type: ignore[misc]
+    await redis.hset(KEYS.request(name), "terminal", "length")  # type: ignore[misc]
+    for _ in range(2):
+        assert await dequeue(redis, name, entry_id)
+
+
+async def test_one_call_returns_the_places_of_all_that_have_ended(redis: Redis) -> None:
+    """Of two tenants and two classes. One has not ended, and one was removed before."""
+    queued = {}
+    for name, tenant, class_name in (("1", "a", ""), ("2", "a", ""), ("3", "b", ""), ("4", "b", "batch")):
+        request = replace(REQUEST, request_id=name, tenant=tenant, class_name=class_name or "standard")
+        queued[name] = (await admit_place(redis, request)).entry_id
+        if name != "2":
+            await redis.hset(KEYS.request(name), "terminal", "length")  # type: ignore[misc]
+    assert await dequeue(redis, "1", queued["1"])
+    assert await run_script(redis, batcher_scripts.dequeue(KEYS, queued)) == [1, 0, 1, 1]
+    places = await redis.hgetall(KEYS.places)  # type: ignore[misc]
+    counts = [
+        int(places[name]) for name in (b"all", b"requests:standard", b"bytes:standard", b"requests:batch")
+    ]
+    assert counts == [1, 1, 10, 0]
+    assert places[b"tenant:standard:a"] == b"1" and not {b"tenant:standard:b", b"tenant:batch:b"} & set(
+        places
+    )
+    assert float(places[b"interval_ms"]) >= 0 and await redis.xlen(KEYS.requests) == 1
+
+
+async def test_one_tenant_alone_has_every_place_and_leaves_them_to_those_who_come(redis: Redis) -> None:
+    assert await fill(redis, "a", 100, tenant="a") == LIMIT
+    assert await ask(redis, "b0", tenant="b") == "requests"
+    for i in range(LIMIT):
+        await end_places(redis, f"a{i}")
+        assert await ask(redis, f"again{i}", tenant="a") == ("tenant" if i < LIMIT // 2 else "admitted")
+        if i < LIMIT // 2:
+            assert await ask(redis, f"b{i}", tenant="b") == "admitted"
+        else:
+            break
+    assert await fill(redis, "more", 3, tenant="b") == 0
+
+
+async def test_shares_have_the_weights_of_tenants(redis: Redis) -> None:
+    for tenant, weight in (("a", 4.0), ("b", 1.0)):
+        await ask(redis, f"first-{tenant}", tenant=tenant, weight=weight)
+    assert await fill(redis, "b", 10, tenant="b", weight=1.0) == 1
+    assert await fill(redis, "a", 10, tenant="a", weight=4.0) == 7
+
+
+async def test_a_share_grows_when_other_tenants_ask_no_more(redis: Redis) -> None:
+    """The sum of weights is kept beside the places: tenants that have left must leave it."""
+    tenants = KEYS.tenants("standard")
+    for tenant in "abcde":
+        await ask(redis, f"first-{tenant}", tenant=tenant)
+    assert await fill(redis, "a", 10, tenant="a") == 1, "two of ten places"
+    for tenant in "cde":
+        await redis.zadd(tenants, {f"1.0 {tenant}": 1})
+        await end_places(redis, f"first-{tenant}")
+    assert await fill(redis, "more", 10, tenant="a") == 3, "five of ten"
+    for name in ("first-a", "first-b", "a0", "more0", "more1", "more2"):
+        await end_places(redis, name)
+    assert not await redis.exists(KEYS.places)
+    assert await fill(redis, "again", 10, tenant="a") == 5, "the sum is made anew"
+    assert await ask(redis, "new", tenant="f", weight=3.0) == "admitted"
+    assert await fill(redis, "f", 10, tenant="f", weight=3.0) == 4, "up to the limit"
+    await end_places(redis, "again0")
+    assert await ask(redis, "last", tenant="a") == "tenant", "two of ten"
+
+
+async def test_tenants_of_which_none_has_asked_for_long_are_counted_once_when_they_are_back(
+    redis: Redis,
+) -> None:
+    """Their key has expired, the places of what they run are taken still."""
+    for tenant in "ab":
+        await ask(redis, f"first-{tenant}", tenant=tenant)
+    for i in range(3):
+        assert await ask(redis, f"a{i}", tenant="a") == "admitted"
+        await redis.delete(KEYS.tenants("standard"))
+        assert await ask(redis, f"b{i}", tenant="b") == "admitted"
+    assert await fill(redis, "more", 10, tenant="a") == 1, "five of ten"
+
+
+async def test_entries_of_an_older_version_are_counted(redis: Redis) -> None:
+    """They do not say what they take, and older versions delete entries without giving the places back."""
+    for _ in range(3):
+        old = await redis.xadd(KEYS.requests, {"generate": b"x" * 7})
+    assert await fill(redis, "r", 20) == LIMIT - 3
+    await redis.xdel(KEYS.requests, old, await redis.hget(KEYS.request("r0"), "entry"))  # type: ignore[misc]
+    assert await fill(redis, "s", 20) == 2
+
+
+async def test_what_is_refused_says_when_to_ask_again(redis: Redis) -> None:
+    await fill(redis, "r", LIMIT)
+    await redis.hset(KEYS.places, "interval_ms", "250.0")  # type: ignore[misc]
+    reply = await admit_place(redis, replace(REQUEST, request_id="late"), limit=4)
+    wanted = AdmitReply("requests", num_counted=LIMIT, wait_ms=7 * 250)
+    assert reply == wanted, "seven must end before one of four places is free"
+    for i in range(3):
+        await end_places(redis, f"r{i}")
+    assert 0 <= float(await redis.hget(KEYS.places, "interval_ms")) < 250  # type: ignore[misc]
+    for i in range(3, LIMIT):
+        await end_places(redis, f"r{i}")
+    assert not await redis.exists(KEYS.places)
+
+
+async def test_an_entry_that_is_no_request_gives_its_place_back(redis: Redis) -> None:
+    """Somebody else wrote it: it weighs nothing."""
+    foreign = await redis.xadd(KEYS.requests, {"hello": "world"})
+    await fill(redis, "r", 1)
+    assert await dequeue(redis, "foreign", foreign)
+    places = await redis.hgetall(KEYS.places)  # type: ignore[misc]
+    assert (places[b"all"], places[b"bytes:standard"], places[b"tenant:standard:"]) == (b"1", b"10", b"1")
+
+
+# --- logits -------------------------------------------------------------------------------------------------
+
+ROW = b"01234567"
+
+
+async def write(redis: Redis, place: int, values: bytes, attempt: int = 1, worker: str = "w1") -> int | str:
+    call = worker_scripts.write_logits(
+        KEYS,
+        worker,
+        "r1",
+        attempt=attempt,
+        base=0,
+        place=place,
+        num_rows=len(values) // len(ROW),
+        values=values,
+        ttl_ms=60_000,
+    )
+    return await run_script(redis, call)
+
+
+async def start(redis: Redis, attempt: int = 1, worker: str = "w1") -> None:
+    await create_logs(redis, worker, worker)
+    fields: dict[Any, Any] = {"digest": "d", "worker": worker, "attempt": attempt}
+    await redis.hset(KEYS.request("r1"), mapping=fields)  # type: ignore[misc]
+
+
+async def test_nothing_is_written_for_a_request_that_is_gone_or_by_a_sealed_worker(redis: Redis) -> None:
+    await start(redis)
+    await redis.hset(KEYS.request("r1"), "terminal", "length")  # type: ignore[misc]
+    assert await write(redis, 0, ROW) == worker_scripts.LOGITS_REFUSED
+    await redis.delete(KEYS.request("r1"))
+    assert await write(redis, 0, ROW) == worker_scripts.LOGITS_REFUSED
+    await start(redis)
+    assert await seal(redis)
+    assert (await write(redis, 0, ROW), await write(redis, 0, ROW, worker="w9")) == ("SEALED", "MISSING")
+    assert not await redis.exists(KEYS.logits("r1"))
+
+
+# --- places -------------------------------------------------------------------------------------------------
+
+
+def returning(name: str, num_rows: int) -> Generate:
+    """A request that returns so many rows of 40 bytes."""
+    return replace(
+        REQUEST,
+        request_id=name,
+        prompt_ids=pack_ids([1]),
+        stopping=StoppingParams(num_rows),
+        logits=LogitsParams(False, True, "float32", 10),
+    )
+
+
+async def ask_with_logits(redis: Redis, request: Generate) -> str:
+    return (await admit_request(redis, request, encode(request), max_count=10, max_bytes=2000)).outcome
+
+
+async def test_the_logits_of_live_requests_have_a_limit(redis: Redis) -> None:
+    """One request is taken in any case; requests without logits do not wait for those with."""
+    assert await ask_with_logits(redis, returning("r1", 60)) == "admitted"
+    assert await ask_with_logits(redis, returning("r2", 1)) == "bytes"
+    assert (await admit(redis, "r3", max_count=9, max_bytes=2000)).outcome == "admitted"
+    entry_id = await redis.hget(KEYS.request("r1"), "entry")  # type: ignore[misc]
+    await redis.hset(KEYS.request("r1"), "terminal", "length")  # type: ignore[misc]
+    assert await dequeue(redis, "r1", entry_id)
+    assert [await ask_with_logits(redis, returning(f"s{i}", 25)) for i in range(3)] == [
+        "admitted",
+        "admitted",
+        "bytes",
+    ]
+    await redis.delete(KEYS.places)  # they are counted anew
+    assert await ask_with_logits(redis, returning("s3", 25)) == "bytes"
+
+
+# --- jobs ---------------------------------------------------------------------------------------------------
+
+JOB_KEYS = Keys("default")
+JOB, STREAM, RESULT = JOB_KEYS.job("a"), JOB_KEYS.reply("a"), JOB_KEYS.result("a")
+
+GROUP = "g"
+BROKEN = JobEnding(DEAD, 424, "generation", "it broke")
+
+
+async def submit(redis: Redis, **fields: str) -> str:
+    return (await redis.xadd(JOB_KEYS.submit, fields or {"job": "{}"})).decode()  # type: ignore[no-any-return, arg-type]
+
+
+async def note(
+    redis: Redis, job_id: str, not_before_ms: int = 0, address: str = "", max_scheduled: int = 9, **entry: str
+) -> str:
+    """Submit a job, and note it."""
+    entry_id = await submit(redis, **entry)
+    await redis.hset(JOB_KEYS.job(job_id), "digest", "d")  # type: ignore[misc]
+    call = note_job(
+        JOB_KEYS,
+        job_id,
+        entry_id,
+        {"first_entry": entry_id, "not_before_ms": not_before_ms},
+        address=address,
+        not_before_ms=not_before_ms,
+        group=GROUP,
+        max_scheduled=max_scheduled,
+    )
+    return await run_script(redis, call)
+
+
+async def end_job(redis: Redis, job_id: str, ending: JobEnding = BROKEN) -> None:
+    call = records.write_reply(
+        JOB_KEYS,
+        job_id,
+        channel="",
+        max_entries=0,
+        answer=b"{}",
+        request_ids=[],
+        frames=[],
+        num_heard=0,
+        ending=ending,
+    )
+    await run_script(redis, call)
+
+
+async def members(redis: Redis, name: str) -> list[bytes]:
+    return await redis.zrange(JOB_KEYS.job_set(name), 0, -1)  # type: ignore[no-any-return]
+
+
+async def test_of_too_many_dead_jobs_the_oldest_leave_with_all_that_is_kept(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "MAX_DEAD", 2)
+    for name in "abc":
+        await note(redis, name)
+        await end_job(redis, name)
+    assert await members(redis, DEAD) == [b"b", b"c"]
+    assert await redis.exists(JOB_KEYS.job_record("a"), JOB_KEYS.job_entries("a")) == 0
+    await redis.zadd(JOB_KEYS.job_set(DEAD), {"b": 1})
+    await note(redis, "d")
+    await end_job(redis, "d")
+    assert await members(redis, DEAD) == [b"c", b"d"]
+
+
+async def test_a_done_job_is_remembered_without_its_entry(redis: Redis) -> None:
+    await note(redis, "a", address="ext:me")
+    await end_job(redis, "a", JobEnding(DONE, 200))
+    assert await redis.exists(JOB_KEYS.job_entries("a")) == 0
+    assert 0 < await redis.pttl(JOB_KEYS.job_record("a")) <= RESULT_TTL_MS
+    await end_job(redis, "never-noted")
+    assert await redis.exists(JOB_KEYS.job_record("never-noted")) == 0
