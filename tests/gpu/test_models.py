@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.adapters import fake_kernels
 from tests.support.adapters.tiny_adapters import COUNT, load_adapters, merged, save_adapter
 from tests.support.adapters.tiny_adapters import play as play_adapters
 from tests.support.engine import tiny_models
@@ -37,8 +36,6 @@ def test_rows_of_adapters_and_of_none_come_from_graphs_and_are_near_merged_model
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs_flash(device)
-    if device == "cpu":
-        fake_kernels.install(monkeypatch)
     model = tiny_models.save(tmp_path / "model", *FLASH_FAMILIES["Llama"])
     folders = {name: save_adapter(model, tmp_path / name, seed) for seed, name in enumerate("ab")}
     settings: dict[str, Any] = {"dtype": "bfloat16", "enable_lora": True, "max_loras": 2}

@@ -143,7 +143,7 @@ async def test_responses_are_those_of_the_route_but_for_ids(broker: Broker, tmp_
     ]
     assert batch.expires_at is None
     assert errors[-1]["response"]["status_code"] == 404
-    assert "nor an adapter of it" in errors[-1]["response"]["body"]["error"]["message"]
+    assert "The model `no` does not exist" in errors[-1]["response"]["body"]["error"]["message"]
 
 
 def text_in(response: dict[str, Any]) -> list[str]:

@@ -1,5 +1,6 @@
 """TGI's routes: /generate, /generate_stream, /, /invocations and /vertex, /tokenize and /info; which
-parameters are refused by name and limit, and what reaches the worker. What all routes keep to shows test_routes.py.
+parameters are refused by name and limit, and what reaches the worker. What all routes keep to shows
+test_routes.py.
 """
 
 import json

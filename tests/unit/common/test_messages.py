@@ -59,7 +59,7 @@ common.messages.kept_answer common.messages.plan common.messages.request
 WIRE = """
 Reading ca re pe to na pa ol sr ei
 Rendering dt lp us ru sk is po rd ti ni pt js
-AnswerTerms ow rs de so rt bo go ke
+AnswerTerms ow bo go ke
 ResponseParts f b i
 InferOutputs i o
 VectorAnswer f b d n q r t x
@@ -95,7 +95,7 @@ Picture d s n
 Generate id dg p sp sa tp pl tl ch gw gr rt cl tn sh cs bh ns bm lo tr ky we ac ad pi po wh
 Cancel id w
 Resume id
-Webhook u s k i e
+Webhook u s k i
 """
 """Of each message the short names of its fields, in order: new ones come last and have a default."""
 EXAMPLES: dict[Any, Any] = {bool: True, int: 258, float: -0.5, str: "é", bytes: b"\xff\0", type(None): None}
