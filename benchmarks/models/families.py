@@ -20,7 +20,7 @@ from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player
-from tests.support.states.hybrid_models import HYBRIDS
+from tests.support.engine.tiny_models import HYBRIDS
 
 TOKENS_OUT, TURNS = 64, 3
 LARGER: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1024, "max_position_embeddings": 512}

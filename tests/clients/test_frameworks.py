@@ -1,16 +1,21 @@
 """litellm, langchain-openai, pydantic-ai, instructor and `llm`: each asks for a text whole and streamed, for
 an object of a class, and for a call whose result it sends back, in its own way.
+
+anthropic: messages whole and streamed, tools in a loop, counted tokens, and refusals as its exceptions.
+huggingface_hub: text generation and chats, whole and streamed, with the URL as the model.
 """
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from huggingface_hub import AsyncInferenceClient, InferenceClient
 
 from tests.support.clients.questions import (
     ABOUT_BOB,
@@ -18,6 +23,7 @@ from tests.support.clients.questions import (
     QUESTION,
     TOO_LONG,
     WARM,
+    WARM_SCHEMA,
     WARM_TOOL,
     Person,
     user,
@@ -210,3 +216,133 @@ def test_llm(url: str, tmp_path: Path) -> None:
     assert "Paris" in ask("older", 5, "The capital of France is")
     function = "def get_weather(place: str) -> str:\n    'Weather of a place'\n    return '31 degrees'"
     assert ask("fleet", 60, "--functions", function, "--chain-limit", "3", WARM) is not None
+
+
+# --- anthropic ----------------------------------------------------------------------------------------------
+
+anthropic: Any = pytest.importorskip("anthropic")
+ASKED: dict[str, Any] = {"model": MODEL, "max_tokens": 60, "extra_body": {"temperature": 0}}
+TOOL = {"name": "get_weather", "description": "Weather of a place", "input_schema": WARM_SCHEMA}
+FORCED = {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "get_weather"}}
+
+
+@pytest.fixture
+def client(fleet: Fleet) -> Iterator[Any]:
+    with anthropic.Anthropic(base_url=fleet.base_url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_a_message_is_the_same_streamed_and_whole(client: Any) -> None:
+    whole = client.messages.create(**ASKED, messages=user(QUESTION), system="Be brief.")
+    with client.messages.stream(**ASKED, messages=user(QUESTION), system="Be brief.") as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == whole.content[0].text == final.content[0].text
+    assert whole.stop_reason == final.stop_reason and final.usage.output_tokens == whole.usage.output_tokens
+    total = final.usage.input_tokens + final.usage.cache_read_input_tokens
+    counted = client.messages.count_tokens(model=MODEL, messages=user(QUESTION), system="Be brief.")
+    assert final.usage.cache_read_input_tokens > 0 and counted.input_tokens == total
+    assert whole._request_id and whole.id == f"msg_{whole._request_id}"
+
+
+def test_a_call_of_a_tool_and_its_result(client: Any) -> None:
+    first = client.messages.create(**ASKED, **FORCED, messages=user(WARM))
+    with client.messages.stream(**ASKED, **FORCED, messages=user(WARM)) as stream:
+        streamed = stream.get_final_message()
+    [call] = first.content
+    assert (first.stop_reason, call.name) == ("tool_use", "get_weather") and set(call.input) == {"place"}
+    assert streamed.content[0].input == call.input and streamed.stop_reason == "tool_use"
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "31 degrees"}
+    turns = [
+        *user(WARM),
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": [result]},
+    ]
+    last = client.messages.create(**ASKED, messages=turns, tools=[TOOL], tool_choice={"type": "none"})
+    assert last.content[0].text and last.stop_reason in ("end_turn", "max_tokens")
+
+
+def test_its_tool_runner_comes_to_an_end(client: Any) -> None:
+    """Whether the model calls the tool is its own affair."""
+
+    @anthropic.beta_tool  # type: ignore[untyped-decorator]
+    def get_weather(place: str) -> str:
+        """Weather of a place."""
+        return f"31 degrees in {place}"
+
+    runner = client.beta.messages.tool_runner(
+        **ASKED, messages=user(WARM), tools=[get_weather], max_iterations=3
+    )
+    assert runner.until_done().role == "assistant"
+
+
+def test_refusals_are_its_exceptions(client: Any) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="context length"):
+        client.messages.create(**ASKED, messages=user(TOO_LONG))
+    with pytest.raises(anthropic.BadRequestError, match="stop_sequences"):
+        client.messages.create(**ASKED, messages=user(QUESTION), stop_sequences=[""])
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.create(**(ASKED | {"model": "other"}), messages=user(QUESTION))
+
+
+async def test_its_asynchronous_client(fleet: Fleet) -> None:
+    async with anthropic.AsyncAnthropic(base_url=fleet.base_url, auth_token="none") as client:
+        events = [
+            one async for one in await client.messages.create(**ASKED, messages=user("Hi"), stream=True)
+        ]
+    assert [events[0].type, events[-1].type] == ["message_start", "message_stop"]
+
+
+# --- huggingface hub ----------------------------------------------------------------------------------------
+
+PROMPT = "The capital of France is"
+
+
+@pytest.fixture
+def hub_client(fleet: Fleet) -> InferenceClient:
+    return InferenceClient(fleet.base_url, timeout=300)
+
+
+def test_text_generation_is_the_same_streamed_and_whole(hub_client: InferenceClient) -> None:
+    """The whole has the prompt before it unless `return_full_text` is false, as with TGI."""
+    whole = hub_client.text_generation(PROMPT, max_new_tokens=8, details=True, return_full_text=False)
+    assert PROMPT in hub_client.text_generation(PROMPT, max_new_tokens=8)
+    tokens = hub_client.text_generation(PROMPT, max_new_tokens=8, stream=True)
+    assert "".join(tokens) == whole.generated_text and "Paris" in whole.generated_text
+    assert whole.details is not None and whole.details.generated_tokens == 8
+
+
+def test_a_chat_is_the_same_streamed_and_whole(hub_client: InferenceClient) -> None:
+    body: dict[str, Any] = {"messages": user(QUESTION), "temperature": 0, "max_tokens": 12}
+    whole = hub_client.chat_completion(**body).choices[0].message.content
+    chunks = hub_client.chat_completion(**body, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
+
+
+def test_a_json_schema_is_kept_to(hub_client: InferenceClient) -> None:
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "p", "schema": Person.model_json_schema()}}
+    answer = hub_client.chat_completion(user(ABOUT_BOB), temperature=0, max_tokens=80, response_format=schema)
+    assert Person.model_validate_json(answer.choices[0].message.content or "")
+
+
+async def test_an_async_chat_has_as_many_tokens_as_asked_for(fleet: Fleet) -> None:
+    async with AsyncInferenceClient(fleet.base_url, timeout=300) as hub_client:
+        answer = await hub_client.chat_completion(user(QUESTION), max_tokens=4)
+        assert answer.usage.completion_tokens == 4
+
+
+def test_a_tool_is_called_and_its_result_is_answered(hub_client: InferenceClient) -> None:
+    body: dict[str, Any] = {"tools": [WARM_TOOL], "temperature": 0, "max_tokens": 80}
+    answer = hub_client.chat_completion(user(WARM), tool_choice="required", **body).choices[0]
+    assert answer.finish_reason == "tool_calls" and answer.message.tool_calls
+    call = answer.message.tool_calls[0]
+    assert call.function.name == "get_weather" and [*json.loads(call.function.arguments)] == ["place"]
+    asked = {"role": "assistant", "content": None, "tool_calls": [dict(call)]}
+    result = {"role": "tool", "tool_call_id": call.id, "content": "31 degrees"}
+    after = hub_client.chat_completion([*user(WARM), asked, result], tool_choice="none", **body)
+    assert after.choices[0].message.content
+
+
+def test_a_watermark_and_details_are_answered(hub_client: InferenceClient) -> None:
+    marked = hub_client.text_generation(PROMPT, max_new_tokens=8, watermark=True, details=True)
+    assert marked.details is not None and marked.details.generated_tokens == 8

@@ -19,9 +19,9 @@ from benchmarks.models.speculation import save_faded, save_first_layers
 from common import model_files
 from tests.support.engine import tiny_models
 from tests.support.engine.reference import prompt_ids
+from tests.support.engine.tiny_models import HYBRIDS
 from tests.support.fleet.fleet import Fleet, have_ended
 from tests.support.load import Load, body
-from tests.support.states.hybrid_models import HYBRIDS
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow

@@ -27,8 +27,7 @@ from tests.support.engine.on_cuda import (
 from tests.support.engine.pictures.models import SettledEngine, save
 from tests.support.engine.pictures.seeing import NEW_TOKENS, prompts_of
 from tests.support.engine.tiny_engine import play, prompts
-from tests.support.engine.tiny_models import rope
-from tests.support.states.hybrid_models import HYBRIDS
+from tests.support.engine.tiny_models import HYBRIDS, rope
 
 
 @ANYWHERE

@@ -13,6 +13,7 @@ from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import load, warmup
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player, player
+from tests.support.engine.drafts import SIZE, right_heads, save_counting_model, save_heads
 from tests.support.engine.on_cuda import (
     ANYWHERE,
     FLASH_FAMILIES,
@@ -27,7 +28,6 @@ from tests.support.engine.on_cuda import (
 from tests.support.engine.reference import prompt_ids
 from tests.support.engine.tiny_engine import NEW_TOKENS, prompts
 from tests.support.prompts import FEW, PROMPTS
-from tests.support.speculation.counting_models import SIZE, right_heads, save_counting_model, save_heads
 from tests.support.speculation.knowing_proposer import KnowingProposers
 
 SEEDED = SamplingParams(temperature=0.8, seed=3)

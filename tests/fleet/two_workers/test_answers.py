@@ -36,7 +36,7 @@ from tests.support.engine.reference import (
     reference_ids,
 )
 from tests.support.fleet.fleet import Fleet
-from tests.support.fleet.http_calls import PROMPT, complete, done_job, generate, post
+from tests.support.load import PROMPT, complete, done_job, generate, post
 from tests.support.prompts import FEW, PROMPTS
 from tests.support.waiting import wait_until, wait_until_sync
 

@@ -22,8 +22,7 @@ from common.messages.records import pack_ids
 from common.messages.request import Generate, StoppingParams
 from common.process.logs import next_incarnation
 from tests.support.fleet.fleet import Fleet
-from tests.support.fleet.http_calls import PROMPT, post, timeline
-from tests.support.load import Load
+from tests.support.load import PROMPT, Load, post, timeline
 from tests.support.waiting import wait_for, wait_until
 
 KEYS = Keys("default")

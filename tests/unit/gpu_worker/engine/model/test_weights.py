@@ -1,21 +1,28 @@
 """Checkpoints: served with the ids of transformers or refused with the cause; QUANTIZE, LOAD_FORMAT=dummy,
 sleep and the threads of a worker.
+
+A GGUF file is served with its own weights: those of plain types stay what they are.
 """
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, LlamaConfig
 
+from common import model_files
+from common.gguf_check import check_gguf
 from common.process import machine
 from common.rank import RankInfo
 from common.settings.settings import SettingError, Settings
@@ -26,17 +33,19 @@ from gpu_worker.engine.model.weights import check_quantize, meta_model
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.stages import make_tp_plan
 from gpu_worker.engine.parallel.tensor_parallel import equalize_replicas
+from gpu_worker.engine.quantization import gguf as convert
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import player
-from tests.support.engine.tiny_engine import engine_of, play, prompts
+from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play, prompts
 from tests.support.engine.tiny_models import FAMILIES, save
+from tests.support.gguf.tiny_gguf import TYPES, damage, write
 
-NEW_TOKENS = 12
+FEW_TOKENS = 12
 PROMPTS = ([5, 6, 7], list(range(3, 40)))
 
 
 def ids_of(engine: Engine) -> list[list[int]]:
-    return [*play(engine, dict(enumerate(PROMPTS)), new_tokens=NEW_TOKENS).values()]
+    return [*play(engine, dict(enumerate(PROMPTS)), new_tokens=FEW_TOKENS).values()]
 
 
 def configure(folder: Path, **values: Any) -> None:
@@ -100,7 +109,7 @@ def test_rope_scaling_serves_longer_prompts(kind: str | None, tmp_path: Path) ->
     config.rope_parameters |= {"rope_type": kind or "linear", "factor": 2.0}  # type: ignore[operator]
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, config=config, dtype=torch.float32)
     assert engine.ready.context == 2 * config.max_position_embeddings
-    assert ids_of(engine) == [tiny_models.generate(reference, prompt, NEW_TOKENS) for prompt in PROMPTS]
+    assert ids_of(engine) == [tiny_models.generate(reference, prompt, FEW_TOKENS) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize(("family", "kind"), [("GPT2", "gpt2"), ("Gemma3", "gemma3_text")])
@@ -162,7 +171,7 @@ def outputs_of(engine: Any) -> tuple[dict[int, list[int]], list[float]]:
     """New ids, and their log-probabilities."""
     played = player(engine)
     ids = played.run(
-        [played.start(row, prompt, NEW_TOKENS, ignore_eos=True) for row, prompt in enumerate(PROMPTS)]
+        [played.start(row, prompt, FEW_TOKENS, ignore_eos=True) for row, prompt in enumerate(PROMPTS)]
     )
     return ids, [logprob for step in played.steps for *_, logprob in step.sampled]
 
@@ -171,7 +180,7 @@ def test_a_config_suffices_and_all_workers_make_the_same_weights(folder: Path) -
     engines = [engine_of(folder, load_format="dummy", dtype="bfloat16", block_size=16) for _ in range(2)]
     (ids, logprobs), again = (outputs_of(engine) for engine in engines)
     assert {parameter.dtype for parameter in engines[0].loaded.model.parameters()} == {torch.bfloat16}
-    assert [len(ids[row]) for row in range(len(PROMPTS))] == [NEW_TOKENS] * len(PROMPTS)
+    assert [len(ids[row]) for row in range(len(PROMPTS))] == [FEW_TOKENS] * len(PROMPTS)
     assert all(math.isfinite(logprob) for logprob in logprobs)
     assert (ids, logprobs) == again
 
@@ -286,3 +295,123 @@ def test_an_engine_wakes_as_it_fell_asleep(tmp_path: Path) -> None:
     assert engine.wake_up(print).num_blocks == num_blocks == engine.loaded.cache.num_blocks
     later = {row + len(rows): ids for row, ids in rows.items()}
     assert [*play(engine, later).values()] == [*expected.values()]
+
+
+# --- gguf convert -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("types", "expected"),
+    [
+        ([TYPES.F32], torch.float32),
+        ([TYPES.F16], torch.float16),
+        ([TYPES.BF16], torch.bfloat16),
+        ([TYPES.F32, TYPES.F16], torch.float32),
+        ([TYPES.F16, TYPES.BF16], torch.float32),
+        ([TYPES.Q8_0], torch.bfloat16),
+        ([TYPES.Q8_0, TYPES.F16], torch.bfloat16),
+    ],
+    ids=lambda value: str(value),
+)
+def test_the_written_dtype_is_that_of_the_matrices(
+    types: list[TYPES], expected: torch.dtype, tmp_path: Path
+) -> None:
+    assert convert.dtype_of(write(tmp_path / "tiny.gguf", *types)) == expected
+
+
+def load_with_transformers(source: Path) -> Any:
+    """The file's own values in float32."""
+    options: dict[str, Any] = {
+        "gguf_file": source.name,
+        "dtype": torch.float32,
+        "quantization_config": GgufConfig(dequantize=True),
+    }
+    return AutoModelForCausalLM.from_pretrained(source.parent, **options).eval()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("kind", [TYPES.F16, pytest.param(TYPES.F32, marks=pytest.mark.slow)])
+def test_plain_weights_keep_their_type_and_give_the_ids_of_transformers(kind: TYPES, tmp_path: Path) -> None:
+    """In float32: bfloat16 in between would change the ids."""
+    source, folder = write(tmp_path / "tiny.gguf", kind), tmp_path / "converted"
+    convert.convert(source, folder)
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert {str(file.get_tensor(name).dtype) for name in file.keys()} == {f"torch.float{kind.name[1:]}"}  # noqa: SIM118
+    model = load_with_transformers(source)
+    expected = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
+    assert play(engine_of(folder), dict(enumerate(prompts()))) == expected
+
+
+@pytest.mark.slow
+def test_quantised_weights_are_exact_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The served file: its weights and its ids are those of transformers from the same file."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = write(tmp_path / "tiny.gguf", TYPES.Q8_0, TYPES.F16, TYPES.Q4_0)
+    model = load_with_transformers(source)
+    expected = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
+    assert play(engine_of(source), dict(enumerate(prompts()))) == expected
+    monkeypatch.setattr(machine, "has_bfloat16", lambda: False)
+    assert play(engine_of(source, dtype="auto"), dict(enumerate(prompts()))) == expected, "float32, too"
+    folder = model_files.resolve(str(source), dtype="float32")
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        written = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(written[name], tensor), name
+
+
+NUM_CONVERTED = 4
+REFUSED = r"its keys describe a model of \d+ weights|it has (no|\[.*\]) weights for|transformers does not"
+
+
+def test_a_damaged_file_that_is_possible_is_converted_or_refused_in_our_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is refused is seen before memory is taken for it: the process has a limit."""
+    source, folder, draw = tmp_path / "tiny.gguf", tmp_path / "converted", Random(1)
+    content = write(source, TYPES.F16).read_bytes()
+    monkeypatch.setattr(convert, "die_with_parent", lambda: None)
+    monkeypatch.setattr(convert, "cache_gguf_parsing", lambda: None)
+    monkeypatch.setattr("sys.argv", ["gguf", str(source), str(folder)])
+    num_converted = 0
+    while num_converted < NUM_CONVERTED:
+        source.write_bytes(damage(content, draw))
+        try:
+            check_gguf(source)
+        except SettingError:
+            continue
+        num_converted += 1
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        try:
+            convert.main()
+        except SystemExit as refused:
+            assert re.match(REFUSED, str(refused)), refused
+        else:
+            assert (folder / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "changed", "words"),
+    [
+        (b"blk.0.attn_q.", b"blk.0.attn_z.", "it has no weights for model.layers.0.self_attn.q_proj.weight"),
+        (
+            b"feed_forward_length\4\0\0\0\x80",
+            b"feed_forward_length\4\0\0\0\x81",
+            "weights for model.layers.0.mlp.down_proj.weight, and its keys ask for [64, 129]",
+        ),
+        (
+            b"feed_forward_length\4\0\0\0\x80\0\0\0",
+            b"feed_forward_length\4\0\0\0\x80\0\0\1",
+            "its keys describe a model of ",
+        ),
+    ],
+)
+def test_a_file_whose_weights_are_not_those_of_its_keys_is_refused(
+    key: bytes, changed: bytes, words: str, tmp_path: Path
+) -> None:
+    """transformers makes up what is missing."""
+    source = write(tmp_path / "tiny.gguf", TYPES.F16)
+    content = source.read_bytes()
+    assert key in content
+    source.write_bytes(content.replace(key, changed))
+    with pytest.raises(convert.NotConvertible, match=re.escape(words)):
+        convert.convert(source, tmp_path / "converted")

@@ -49,17 +49,16 @@ from tests.support.adapters.tiny_adapters import (
 )
 from tests.support.engine import multi_rank_engine, quantized_models, tiny_models
 from tests.support.engine.batch_player import Player, player
+from tests.support.engine.drafts import drafting_engine, engine_settings, play_rows
 from tests.support.engine.multi_rank_engine import NEW_TOKENS, Led, check_ids, play, prompts
 from tests.support.engine.pictures.seeing import SETTINGS as SEEING_SETTINGS
 from tests.support.engine.pictures.seeing import Seeing
 from tests.support.engine.quantized_models import FORMATS, keeps_blocks
 from tests.support.engine.tiny_engine import SETTINGS, engine_of
-from tests.support.engine.tiny_models import FAMILIES, LLAMA, SEEING, VOCAB
+from tests.support.engine.tiny_models import FAMILIES, HYBRIDS, LLAMA, SEEING, VOCAB
 from tests.support.machine.ports import free_port
 from tests.support.parameters.slow_but import slow_but
 from tests.support.pooling.pooled_rows import pool_rows
-from tests.support.speculation.drafts import drafting_engine, engine_settings, play_rows
-from tests.support.states.hybrid_models import HYBRIDS
 from tests.support.waiting import wait_until_sync
 
 THREE_HEADS = LLAMA | {

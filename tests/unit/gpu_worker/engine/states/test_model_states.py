@@ -33,8 +33,8 @@ from tests.support.adapters.tiny_adapters import check_adapters, load_adapters, 
 from tests.support.engine import reference, tiny_models
 from tests.support.engine.batch_player import Player, player
 from tests.support.engine.tiny_engine import MANY_NEW_TOKENS, NEW_TOKENS, check_ids, engine_of, play, prompts
+from tests.support.engine.tiny_models import HYBRIDS
 from tests.support.parameters.slow_but import slow_but
-from tests.support.states.hybrid_models import HYBRIDS
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "max_batch_prefill_tokens": 64, "block_size": 8, "threads": 1}
 Ids = dict[int, list[int]]
