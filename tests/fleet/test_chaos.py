@@ -1,5 +1,5 @@
-"""Kills, one in three with another at once, under streams of every kind; a failover of Redis; and the death of
-each kind of process where users have few rights: no token is lost or repeated.
+"""Kills, one in three with another at once, under streams of every kind; a failover of Redis; and the death
+of each kind of process where users have few rights: no token is lost or repeated.
 """
 
 import asyncio

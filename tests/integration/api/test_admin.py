@@ -101,25 +101,6 @@ async def test_live_processes_are_listed(broker: Broker, redis: Any) -> None:
         assert all(0 <= one["age_s"] < PATIENCE_S for one in fleet["processes"])
 
 
-async def test_a_process_without_heartbeats_is_not_listed(broker: Broker, redis: Any) -> None:
-    async with serving(broker.url) as (_, client):
-
-        async def names() -> set[str]:
-            return {one["id"] for one in (await client.get("/fleet")).json()["processes"]}
-
-        async def shows_itself() -> bool:
-            return "g0-test" in await names()
-
-        await wait_until(shows_itself)
-        await show(redis, "b0-1", rows=1)
-        assert await names() == {"broker", "g0-test", "b0-1"}
-        await redis.pexpire(KEYS.process("batcher", "b0-1"), 1)
-        await wait_for(lambda: redis.exists(KEYS.process("batcher", "b0-1")), 0)
-        assert await names() == {"broker", "g0-test"}
-    assert not await redis.exists(KEYS.gateway("g0-test")), "a gateway that leaves removes its heartbeat"
-    assert await redis.zrange(KEYS.processes, 0, -1) in ([], [b"batcher:b0-1"])
-
-
 async def test_the_kill_button_kills_a_process_of_the_same_launcher(
     broker: Broker, redis: Any, sibling: Any
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 from api.http import middleware
 from api.http.middleware import AuditLog
 from common.messages.request import Generate
-from common.process.logs import JsonFormatter, TextFormatter
+from common.process.logs import TextFormatter
 from common.settings.settings import SettingError, Settings
 from deploy.launcher.embedded_broker import Broker
 from tests.support.events import KEYS
@@ -94,15 +94,6 @@ async def test_an_answer_has_one_line_with_tokens_times_and_the_reason(
     assert " reason=length total_s=" in line
     assert "Zanzibar" not in line and "secret" not in line
     assert " blue" not in line and " sea" not in line
-
-
-async def test_a_line_of_a_json_log_has_the_fields(broker: Broker, lines: Lines) -> None:
-    async with answering(broker.url, scripted) as (_, _, client):
-        await client.post("/generate", json=body(max_new_tokens=3))
-        await lines.one()
-    line = json.loads(JsonFormatter("g0").format(lines.records[0]))
-    assert (line["status"], line["route"], line["completion_tokens"]) == (200, "/generate", 3)
-    assert line["process"] == "g0" and line["target"] == "api.http.access_log"
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,6 @@ from tests.support.waiting import wait_until
 
 STEP_S = 0.02
 NUM_TOKENS = 40
-UNKNOWN = {"model": "mine", "prompt": "number 1"}
 
 
 @dataclass

@@ -20,9 +20,7 @@ from api.answers.answer import HttpAnswer
 from api.app import Gateway
 from api.requests import admission, request_scripts
 from api.requests.request_scripts import cancel_request
-from api.resume import attach, rest
 from api.streams import relay as relay_module
-from api.streams.stream import Stream
 from benchmarks.client import EventReader, StreamBroken
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
@@ -34,7 +32,7 @@ from tests.support.answers import CHAT, data_of, numbered
 from tests.support.fleet.batchers import batching
 from tests.support.fleet.gateways import GatewayProcesses, answering, nothing_left, ready, serving, stream
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
-from tests.support.tokenizer import TOKENIZER, ids, model_tokenizer
+from tests.support.tokenizer import TOKENIZER, ids
 from tests.support.waiting import PATIENCE_S, wait_for, wait_until
 
 ANSWER = Answer(ids(" one two é🙂 three four five six seven eight nine ten"))
@@ -71,27 +69,6 @@ async def read_frames(
                 break
         frames = seen.split(b"\n\n")[:-1][:count]
         return b"".join(frame + b"\n\n" for frame in frames), response.headers["content-location"]
-
-
-async def test_tokens_that_move_while_they_are_read_are_read_again(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The log is trimmed after the string is read: neither has the tokens."""
-    async with two_gateways(broker.url) as (_, _, client, other):
-        first, place = await read_frames(client, "/generate_stream", BODY, 5)
-        read, reads = attach.read_committed, 0
-
-        async def read_badly(*args: Any) -> list[Stream]:
-            nonlocal reads
-            reads += 1
-            streams = await read(*args)
-            return [Stream(one.request, model_tokenizer()) for one in streams] if reads == 1 else streams
-
-        monkeypatch.setattr(attach, "read_committed", read_badly)
-        rest, _ = await read_frames(other, place, None, last_id=5)
-        assert reads == 2
-        whole, _ = await read_frames(other, place, None)
-        assert first + rest == whole
 
 
 async def test_a_killed_gateway_costs_its_streams_a_reconnect(broker: Broker) -> None:
@@ -294,20 +271,6 @@ async def test_each_answer_goes_on_after_its_last_frame_at_any_gateway(broker: B
         assert (await client.post("/requests/streams", json={"streams": seen})).status_code == 204
         assert len(worker.seen) == NUM_STREAMS
         await wait_until(lambda: not gateway.pool.relay.streams)
-
-
-async def test_an_answer_whose_tokens_are_being_moved_holds_up_no_other(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    both_are_read = asyncio.Barrier(2)
-
-    async def find_nothing_new(*_: Any) -> None:
-        await both_are_read.wait()
-
-    monkeypatch.setattr(rest, "read_rest", find_nothing_new)
-    async with two_gateways(broker.url) as (_, _, client, _), asyncio.timeout(PATIENCE_S):
-        body = {"streams": [(await begin(client))[0] for _ in range(2)]}
-        assert (await client.post("/requests/streams", json=body)).status_code == 204
 
 
 async def test_an_answer_that_pauses_holds_up_no_other(broker: Broker) -> None:

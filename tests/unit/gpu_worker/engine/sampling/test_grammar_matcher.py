@@ -15,7 +15,6 @@ from common import model_files
 from gpu_worker.engine.batch.sampling_state import GrammarMask
 from gpu_worker.engine.sampling.grammar import Matchers
 from gpu_worker.engine.side_threads import SideThreads
-from tests.support.deep_grammars import DEEP
 from tests.support.engine import tiny_tokenizers
 
 CHANGED = ["e\u0301", "ﬁ", "\u212b", " ", "🙂", "\x00", "A", '"']
@@ -94,13 +93,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     directory = tmp_path_factory.mktemp("tokenizer")
     getattr(tiny_tokenizers, request.param)(directory)
     return Model.of(directory, tiny_tokenizers.END)
-
-
-def test_the_deepest_grammars_are_compiled(tmp_path: Path) -> None:
-    tiny_tokenizers.byte_level(tmp_path)
-    model = Model.of(tmp_path, tiny_tokenizers.END)
-    for name in ("properties", "rules", "terminals"):
-        assert model.allowed(model.matchers.start(compile_unchecked(DEEP[name]), [])), name
 
 
 @pytest.mark.parametrize("kind", GRAMMARS)
