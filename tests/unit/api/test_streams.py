@@ -365,6 +365,27 @@ async def resumes(redis: Redis) -> list[str]:
     return [decode(Resume, fields[b"resume"]).request_id for _, fields in entries]
 
 
+async def test_a_request_that_is_gone_is_queued_again_after_its_tokens(redis: Redis, relay: Relay) -> None:
+    stream = await shown(relay, 3)
+    stream.answer = b"an answer"
+    stream.prompt.num_cached = 16
+    relay.filler.request_fill([stream])
+    await wait_until(lambda: relay.filler.offers.num_offers)
+    [(entry_id, fields)] = await redis.xrange(KEYS.requests)
+    request = decode(Generate, fields[b"generate"])
+    assert (request.request_id, request.num_shown, request.digest) == ("r", 3, "d")
+    assert 0 < request.ttl_ms <= stream.request.ttl_ms
+    taken = str(len(fields[b"generate"])).encode()
+    assert await redis.hget(KEYS.places, "bytes:standard") == taken  # type: ignore[misc]
+    kept = await redis.hmget(KEYS.request("r"), ["entry", "answer", "cached"])  # type: ignore[misc]
+    assert kept == [entry_id, b"an answer", b"16"]
+    state = await committed(redis)
+    assert (await ids(redis), state.worker, state.attempt, state.base) == (IDS[:3], "w1", 1, 3)
+    assert not stream.terminal
+    await offer(relay, stream)
+    assert await redis.xlen(KEYS.requests) == 1
+
+
 async def test_a_run_that_began_before_the_shown_tokens_is_void(redis: Redis, relay: Relay) -> None:
     """Its worker made other tokens than the one that the broker forgot."""
     stream = await shown(relay, 5)

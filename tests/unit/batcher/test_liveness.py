@@ -347,6 +347,18 @@ def fail_twice(lease: Lease) -> list[ConnectionError]:
     return failures
 
 
+async def test_releasing_without_a_broker_raises_nothing(redis: Redis) -> None:
+    class AbsentPool(PoolClient):
+        async def run(self, call: ScriptCall[Reply]) -> Reply:
+            raise ConnectionError("away")
+
+    lease = make_lease(redis, "b0")
+    await lease.acquire()
+    lease.pool = AbsentPool(redis, KEYS)
+    await lease.release()
+    assert await redis.get(KEYS.batcher) == b"b0"
+
+
 async def test_it_is_kept_until_another_takes_it(redis: Redis) -> None:
     """While the broker fails, too."""
     lease = make_lease(redis, "b0", ttl_s=1.0)

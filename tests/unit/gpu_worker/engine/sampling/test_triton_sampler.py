@@ -86,11 +86,12 @@ def test_rows_with_any_parameters_are_sampled_as_by_torch(
 ) -> None:
     random = np.random.default_rng(size)
     for shape in SHAPES:
-        logits = logits_of(shape, random, 8, size, dtype)
+        logits = logits_of(shape, random, 9, size, dtype)
         num_words = random.choice([1, size // 32 + 1, size // 32 + 3])
         requests = [
             *(random_request(random, size, num_words) for _ in range(7)),
             request(replace(DRAWN, top_p=0.7)),
+            None,
         ]
         compare(sample_on_cuda(logits, requests), sample_by_torch(logits, requests), requests)
 
