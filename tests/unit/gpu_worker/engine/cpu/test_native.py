@@ -24,7 +24,7 @@ from tests.support.engine.batch_player import player
 from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play, prompts
 from tests.support.engine.tiny_models import FAMILIES
 from tests.support.source_tree import ROOT
-from tests.unit.gpu_worker.engine.attention import test_cpu_paged as attention
+from tests.unit.gpu_worker.engine.attention import test_kv_cache as attention
 from tests.unit.gpu_worker.engine.cpu import test_packed_linear as products
 from tests.unit.gpu_worker.engine.sampling import test_native_sampler as choice
 
