@@ -196,8 +196,8 @@ machine() {
 
 tests() {
     local file
-    for file in kernels flashinfer_names attention engine run_ahead quantization speculation adapters memory states streams captured_memory determinism pictures nccl failures fleet; do
-        item "test_$file" "$([ $file = attention ] || [ $file = fleet ] && echo 540 || echo 300)" \
+    for file in kernels flashinfer_names attention engine run_ahead quantization speculation models memory streams captured_memory determinism nccl failures fleet; do
+        item "test_$file" "$([[ $file = attention || $file = models || $file = fleet ]] && echo 540 || echo 300)" \
             "$python" -m pytest -p no:cacheprovider -p no:randomly -v --color=no --tb=short -rfE -m "$marked" "tests/gpu/test_$file.py"
     done
 }

@@ -18,7 +18,7 @@ MOST = {  # statements, lines
     "gpu_worker": (11_505, 22_022),
     "common": (3_827, 7_623),
     "deploy": (2_511, 4_414),
-    "tests": (32_297, 56_630),
+    "tests": (32_303, 56_641),
     "benchmarks": (2_202, 3_748),
 }
 MOST_WORDS_OF_DOCS = 21_948

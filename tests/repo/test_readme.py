@@ -104,6 +104,17 @@ def test_every_link_has_a_target() -> None:
         ] == []
 
 
+def test_tests_of_cards_are_those_that_are_named_and_run() -> None:
+    """Nobody runs them in CI: a file that has another name would be missed only on a card."""
+    folder = ROOT / "tests/gpu"
+    for file, name in re.findall(r"`(test_\w+\.py)::(\w+)`", (folder / "README.md").read_text()):
+        assert f"def {name}(" in (folder / file).read_text(), name
+    found = re.search(r"for file in (\w+(?: \w+)+); do", (ROOT / "benchmarks/gpu/run.sh").read_text())
+    assert found and {f"test_{name}.py" for name in found[1].split()} == {
+        path.name for path in folder.glob("test_*.py")
+    }
+
+
 def anchors(page: Path) -> list[str]:
     """The headings of a page, as links name them."""
     headings: list[str] = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)

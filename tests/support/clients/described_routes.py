@@ -35,7 +35,7 @@ SHARE = 48
 """Of the cases at the limits of a route's fields, one in this number is tried, unless all are."""
 FEW_MODES = [HypothesisTestMode.EXAMPLES, HypothesisTestMode.COVERAGE]
 """To make random cases takes ten times as long as to try them. Routes with a row have their example alone:
-test_routes.py and test_params.py hold them to what is described.
+test_routes.py and test_requests.py hold them to what is described.
 """
 UNKNOWN_HEADER = "x-schemathesis-unknown-property"
 UNDESCRIBED = re.compile(
