@@ -59,7 +59,7 @@ template <class K> inline Floats read_quants(Words words, int place, const Codes
 inline Words round_both(Floats first, Floats second) {
 #if defined(__AVX512BF16__)
     return (Words)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && LANES == 8
     auto rounded = [](Floats x) { return (__m256i)(((Words)x + 0x7fff + ((Words)x >> 16 & 1)) >> 16); };
     __m256i halves = _mm256_packus_epi32(rounded(first), rounded(second));
     return (Words)_mm256_permute4x64_epi64(halves, 0xd8);
