@@ -43,7 +43,6 @@ from api.http.connection_limits import LIMITS, ConnectionLimits, raise_file_limi
 from api.http.middleware import (
     MAX_ARRIVALS,
     AccessLog,
-    AuditLog,
     Middleware,
     around,
     error_handlers,
@@ -106,7 +105,7 @@ class Gateway:
         self.pool = Pool(settings, incarnation, tokenizer, self.keys, lose)
         self.keys.clock = self.pool.client.clock
         self.pools = PoolRegistry(self.pool)
-        self.access = AccessLog(settings.access_log_rate, AuditLog.open(settings, incarnation))
+        self.access = AccessLog(settings.access_log_rate)
         self.job_consumer = JobConsumer(self.pools, self.access)
         self.webhooks = WebhookSender(self.pool.client, settings, partial(ended_status, self.pools))
         self.files = open_store(settings, self.pool.client.clock)

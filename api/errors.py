@@ -123,6 +123,17 @@ def invalid(detail: str, param: str | None = None) -> ApiError:
     return ApiError(422, "validation", detail, param)
 
 
+def refuse(*cases: tuple[object, str, str]) -> None:
+    """Raises ApiError (422) for the first case that there is.
+
+    Args:
+        cases: whether it is there, what is wrong, and the field at fault.
+    """
+    for is_there, detail, param in cases:
+        if is_there:
+            raise invalid(detail, param)
+
+
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     """The error of a field, with the name that the field has in the API that was asked.
 

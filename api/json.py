@@ -1,13 +1,15 @@
 """JSON: how what comes in is read, and the encoder of all responses and of the answers to jobs."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
 import orjson
 from pydantic_core import from_json
 from starlette.responses import Response
+
+from api.errors import invalid, quoted
 
 ITEMS_AT_ONCE = 1024
 MAX_JSON_DEPTH = 201
@@ -77,6 +79,31 @@ def json_response(content: Any) -> Response:
 def fresh_json(content: Any) -> Response:
     """A response that is never cached."""
     return Response(to_json(content), 200, {"cache-control": "no-store"}, "application/json")
+
+
+def list_object(items: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
+    """OpenAI's page of the first items of a list."""
+    shown = items[:limit]
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": len(items) > limit,
+    }
+
+
+def place_of(ids: Sequence[str], given: str | None, name: str) -> int:
+    """The place of an id in a list, -1 for none. Raises ApiError (422) for another one.
+
+    Args:
+        name: of the parameter that has it.
+    """
+    if given is None:
+        return -1
+    if given not in ids:
+        raise invalid(f"`{name}` must be an id of the list. Given: {quoted(given)}", name)
+    return ids.index(given)
 
 
 def list_to_json(items: Iterable[Any]) -> bytes:

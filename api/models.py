@@ -12,7 +12,7 @@ from fastapi import APIRouter, Path, Query, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from api.errors import invalid, quoted
+from api.errors import invalid
 from api.event_loop import offload
 from api.http import body
 from api.http.openapi import (
@@ -27,7 +27,7 @@ from api.http.openapi import (
     json_body,
     only,
 )
-from api.json import json_response, list_to_json, to_json
+from api.json import json_response, list_to_json, place_of, to_json
 from api.prompts.chat_template import Rendered
 from api.prompts.tokenizer import ModelTokenizer, utf8_size
 from api.protocols.openai_bodies import ChatRequest, read_chat
@@ -145,20 +145,14 @@ def page(
         raise invalid("`after_id` and `before_id` exclude each other", "before_id")
     ids = [model["id"] for model in models]
     if before_id is not None:
-        end = place(ids, before_id, "before_id")
+        end = place_of(ids, before_id, "before_id")
         chosen, has_more = models[max(end - limit, 0) : end], end > limit
     else:
-        begin = 0 if after_id is None else place(ids, after_id, "after_id") + 1
+        begin = place_of(ids, after_id, "after_id") + 1
         chosen, has_more = models[begin : begin + limit], begin + limit < len(models)
     data = [render_info(model) for model in chosen]
     first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
     return {"data": data, "first_id": first, "last_id": last, "has_more": has_more}
-
-
-def place(ids: Sequence[str], model_id: str, name: str) -> int:
-    if model_id not in ids:
-        raise invalid(f"`{name}` must be a model of the list. Given: {quoted(model_id)}", name)
-    return ids.index(model_id)
 
 
 # --- tokens -------------------------------------------------------------------------------------------------

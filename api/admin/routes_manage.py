@@ -12,7 +12,7 @@ from fastapi import APIRouter, Path, Query, Request
 from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
-from api.errors import ApiError, asking_broker, invalid, quoted, unavailable
+from api.errors import ApiError, asking_broker, invalid, quoted, refuse, unavailable
 from api.http import body
 from api.http.openapi import (
     FLEET,
@@ -211,25 +211,24 @@ async def show_job(request: Request, job_id: JobId) -> Response:
     return fresh_json(describe_job(record) | {"job": content})
 
 
-@router.post("/admin/jobs/{job_id:path}/cancel", summary="Cancel a job")
-async def cancel_job(request: Request, job_id: JobId) -> Response:
-    """Ends a job that waits, is scheduled or runs."""
-    pool = own_pool(request)
-    async with asking_broker():
-        await read_record(pool.client, job_id)
-        if not await records.cancel_job(pool, job_id):
-            raise ApiError(409, "conflict", "The job has ended")
-    return fresh_json({"id": job_id})
+CHANGES = {
+    "cancel": (records.cancel_job, "The job has ended"),
+    "retry": (records.retry_dead, "Only a dead job can be tried again, and this one is not dead"),
+}
+"""What may be done to a job, and why it is not."""
 
 
-@router.post("/admin/jobs/{job_id:path}/retry", summary="Try a dead job again")
-async def retry_job(request: Request, job_id: JobId) -> Response:
-    """Submits a dead job again, with its id, as if it were new."""
-    pool = own_pool(request)
+@router.post("/admin/jobs/{job_id:path}/cancel", name="cancel_job", summary="Cancel a job")
+@router.post("/admin/jobs/{job_id:path}/retry", name="retry_job", summary="Try a dead job again")
+async def change_job(request: Request, job_id: JobId) -> Response:
+    """A cancel ends a job that waits, is scheduled or runs. A dead job that is tried again is submitted with
+    its id, as if it were new.
+    """
+    pool, (change, why_not) = own_pool(request), CHANGES[request.url.path.rpartition("/")[2]]
     async with asking_broker():
         await read_record(pool.client, job_id)
-        if not await records.retry_dead(pool, job_id):
-            raise ApiError(409, "conflict", "Only a dead job can be tried again, and this one is not dead")
+        if not await change(pool, job_id):
+            raise ApiError(409, "conflict", why_not)
     return fresh_json({"id": job_id})
 
 
@@ -334,13 +333,16 @@ async def load_adapter(pools: PoolRegistry, source: AdapterSource, in_place: boo
         in_place: it may take the place of another one of its name, whose live requests go on with that one.
     """
     pool = pools.own
-    if not ADAPTER_NAME.fullmatch(source.name):
-        words = "must be 1 to 128 letters, digits and . _ / : + -"
-        raise invalid(f"`lora_name` {words}. Given: {quoted(source.name)}", "lora_name")
-    if not 0 < len(source.path) <= MAX_PATH_CHARS:
-        raise invalid(f"`lora_path` must have 1 to {MAX_PATH_CHARS} characters", "lora_path")
-    if pools.is_model(source.name):
-        raise invalid(f"`lora_name`: {quoted(source.name)} is the name of a model", "lora_name")
+    words, name = "must be 1 to 128 letters, digits and . _ / : + -", quoted(source.name)
+    refuse(
+        (not ADAPTER_NAME.fullmatch(source.name), f"`lora_name` {words}. Given: {name}", "lora_name"),
+        (
+            not 0 < len(source.path) <= MAX_PATH_CHARS,
+            f"`lora_path` must have 1 to {MAX_PATH_CHARS} characters",
+            "lora_path",
+        ),
+        (pools.is_model(source.name), f"`lora_name`: {name} is the name of a model", "lora_name"),
+    )
     await pool.admission.check()
     try:
         adapter = await asyncio.to_thread(find_adapter, source)
@@ -412,10 +414,14 @@ def check_rank(pool: Pool, adapter: PoolAdapter) -> None:
     (_, most), settings = pool.workers.adapter_room, pool.settings
     if not pool.workers.num_ready:
         raise unavailable("no worker is ready")
-    if not pool.workers.holders:
-        raise invalid("The workers of this pool serve no adapters", "lora_name")
-    if adapter.rank > most:
-        raise invalid(f"`lora_path`: its rank is {adapter.rank}; MAX_LORA_RANK is {most}", "lora_path")
+    refuse(
+        (not pool.workers.holders, "The workers of this pool serve no adapters", "lora_name"),
+        (
+            adapter.rank > most,
+            f"`lora_path`: its rank is {adapter.rank}; MAX_LORA_RANK is {most}",
+            "lora_path",
+        ),
+    )
     if adapter.base_model and adapter.base_model not in (*settings.served_model_name, settings.model_id):
         log.warning("the adapter %s was made for the model %s", adapter.name, adapter.base_model)
 

@@ -7,15 +7,11 @@ id, the response echoes that one; inside the fleet the request has the gateway's
 """
 
 import logging
-import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from functools import partial
-from logging.handlers import RotatingFileHandler
-from pathlib import Path
 from typing import Any, Self
 
 from fastapi.exceptions import RequestValidationError
@@ -39,7 +35,6 @@ from common.messages.events import Terminal
 from common.messages.request import Generate
 from common.metrics import catalogue
 from common.process.logs import REQUEST_ID, TRACEPARENT
-from common.settings.settings import SettingError, Settings
 from common.tracing import (
     Attributes,
     Kind,
@@ -203,10 +198,9 @@ def error_handlers(count: CountError) -> dict[int | type[Exception], Any]:
 
 
 # --- access log ---------------------------------------------------------------------------------------------
-# One line for each request at its end, with fields. It never has a word of a prompt or an answer, nor a key.
-# Probes and the page's own requests have no line. The audit log has each of these lines, refusals and actions
-# of administrators too, and leaves none out: who asked for what, when, and what came of it, as one JSON
-# object a line.
+# One line for each request at its end, refusals and actions of administrators too: who asked for what, and
+# what came of it. It never has a word of a prompt or an answer, nor a key. Probes and the page's own requests
+# have no line.
 
 
 ACCESS = "access"
@@ -218,70 +212,7 @@ POLLED = ("/", *PROBES, "/fleet", "/v2/health/live")
 PAGE = "/page/"
 INTERVAL_S = 1.0
 
-MAX_BYTES, MAX_OLDER_FILES = 100 * 2**20, 10
-"""Of a file, and how many are kept beside it."""
-
-STDOUT = "-"
-COPIED = (
-    *("key", "tenant", "client", "request_id", "model", "class", "prompt_tokens", "cached_tokens"),
-    *("completion_tokens", "choices", "reason"),
-)
-"""Fields of the access log that a line repeats. `error` may have a client's words, and is not there."""
-
 Noted = str | int | float
-
-
-class AuditLog:
-    """The audit log of one gateway."""
-
-    def __init__(self, handler: logging.Handler) -> None:
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        self.handler = handler
-
-    @classmethod
-    def open(cls, settings: Settings, gateway: str) -> "AuditLog | None":
-        """The log that AUDIT_LOG names; None for none. Raises SettingError."""
-        name = settings.audit_log
-        if not name:
-            return None
-        if name == STDOUT:
-            return cls(logging.StreamHandler(sys.stdout))
-        path = Path(name)
-        own = path.with_name(f"{path.stem}.{gateway.partition('-')[0]}{path.suffix}")
-        try:
-            file = RotatingFileHandler(own, maxBytes=MAX_BYTES, backupCount=MAX_OLDER_FILES, encoding="utf-8")
-            return cls(file)
-        except OSError as error:
-            raise SettingError("audit_log", f"{own} cannot be written: {error.strerror}") from error
-
-    def write(self, started_s: float, line: Mapping[str, Noted], path: str) -> None:
-        """Write the line of a request, which has begun at this time (monotonic) and ends now.
-
-        Args:
-            line: its fields in the access log.
-        """
-        now_s = time.time()
-        begun_s = now_s - (time.monotonic() - started_s)
-        first_s = line.get("first_token_s")
-        fields: dict[str, object] = {
-            "begun": iso(begun_s),
-            "first_token": iso(begun_s + float(first_s)) if first_s is not None else None,
-            "ended": iso(now_s),
-            "method": line["method"],
-            "route": line["route"],
-            "path": path,
-            "status": line["status"],
-        }
-        fields |= {name: line.get(name) for name in COPIED}
-        text = to_json({name: value for name, value in fields.items() if value is not None}).decode()
-        self.handler.handle(logging.LogRecord(access_log.name, logging.INFO, "", 0, text, None, None))
-
-    def close(self) -> None:
-        self.handler.close()
-
-
-def iso(time_s: float) -> str:
-    return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="milliseconds")
 
 
 class AccessRecord:
@@ -289,15 +220,13 @@ class AccessRecord:
 
     Attributes:
         fields: in the order of the line; those of the request come first, then those of its answer.
-        path: that the client sent.
         goes_on: whether another gateway goes on with the request: that one logs its end.
     """
 
-    def __init__(self, method: str, route: str, path: str = "") -> None:
+    def __init__(self, method: str, route: str) -> None:
         self.started_s = time.monotonic()
         self.method = method
         self.route = route
-        self.path = path
         self.status = 0
         self.fields: dict[str, Noted] = {}
         self.goes_on = False
@@ -315,14 +244,12 @@ class AccessLog:
     """The access log of one gateway, which writes at most `rate` lines in a second; 0 writes none.
 
     Attributes:
-        audit: gets every line, whatever the rate; None for none.
         load: requests for tokens that the gateway has, from their arrival to the last byte of their answers.
         num_left_out: requests without a line, since the last line that gave their number.
     """
 
-    def __init__(self, rate: int, audit: AuditLog | None = None) -> None:
+    def __init__(self, rate: int) -> None:
         self.rate = rate
-        self.audit = audit
         self.load = 0
         self.num_left_out = 0
         self.num_written = 0
@@ -330,7 +257,7 @@ class AccessLog:
 
     async def log_request(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Middleware: log a request at its end, and count it in `load` until then."""
-        record = AccessRecord(scope["method"], "", cut(scope["path"]))
+        record = AccessRecord(scope["method"], "")
         scope["state"][ACCESS] = record
         is_load = asks_for_tokens(scope)
         client, _ = scope["client"] or ("", 0)
@@ -359,8 +286,6 @@ class AccessLog:
 
     def write(self, record: AccessRecord) -> None:
         """Write the line of a request that has ended; beyond `rate` lines count it only."""
-        if self.audit is not None and not record.goes_on:
-            self.audit.write(record.started_s, record.line(), record.path)
         if not self.rate or record.goes_on or not access_log.isEnabledFor(logging.INFO):
             return
         now_s = time.monotonic()

@@ -20,7 +20,6 @@ from api.errors import (
     cut,
     invalid,
     overloaded,
-    quoted,
 )
 from api.http import body
 from api.http.auth import key_of
@@ -28,7 +27,7 @@ from api.http.body import REPLAYED, check_same, idempotency_key, noted_digest
 from api.http.openapi import OPENAI, OPENAI_ERRORS, OpenAIError, Shape, answer, error_responses, json_body
 from api.jobs.files import MAX_TTL_S, MIN_TTL_S, PURPOSES, FileStore, StoredFile, new_id, upload
 from api.jobs.job import Job, JobBody, digest_of
-from api.json import TooDeep, is_too_deep
+from api.json import TooDeep, is_too_deep, list_object, place_of
 from api.protocols.table import BATCHES, protocol_of
 from api.requests.pool import Pool
 from api.requests.service_terms import ServiceTerms, answer_id, own_pool, tenant_of
@@ -492,9 +491,9 @@ async def list_files(
 ) -> dict[str, Any]:
     """Lists the caller's files, the newest first. The list begins after the file with the id `after`."""
     store, owner = store_of(request), tenant_of(request)
-    names = names_after(await store.names(owner), order, after)
+    names = sorted(await store.names(owner), reverse=order == "desc")
     found = list[StoredFile]()
-    for name in names:
+    for name in names[place_of(names, after, "after") + 1 :]:
         try:
             file = await store.find(owner, name)
         except ApiError as error:
@@ -505,7 +504,7 @@ async def list_files(
             found.append(file)
         if len(found) > limit:
             break
-    return render_list([render_file(file) for file in found], limit)
+    return list_object([render_file(file) for file in found], limit)
 
 
 @router.get("/v1/files/{file_id}", summary="Retrieve a file", responses=answer(FILE))
@@ -656,9 +655,10 @@ async def list_batches(
     async with asking_broker():
         members = await pool.client.redis.zrange(pool.client.keys.batches, 0, -1)
         pairs = [member.decode().rpartition(" ") for member in members]
-        names = names_after([name for whose, _, name in pairs if whose == owner], "desc", after)
-        found = [await read_batch(pool.client, name) for name in names[: limit + 1]]
-    return render_list([batch.render() for batch in found if batch is not None], limit)
+        names = sorted((name for whose, _, name in pairs if whose == owner), reverse=True)
+        begin = place_of(names, after, "after") + 1
+        found = [await read_batch(pool.client, name) for name in names[begin : begin + limit + 1]]
+    return list_object([batch.render() for batch in found if batch is not None], limit)
 
 
 @router.get("/v1/batches/{batch_id}", summary="Retrieve a batch", responses=answer(BATCH_SHAPE))
@@ -688,27 +688,3 @@ async def find_batch(request: Request, batch_id: str) -> Batch:
     if batch is None or batch.owner != tenant_of(request):
         raise ApiError(404, "not_found", f"No batch found with id '{cut(batch_id)}'.", "batch_id")
     return batch
-
-
-# --- lists --------------------------------------------------------------------------------------------------
-
-
-def names_after(names: Sequence[str], order: str, after: str | None) -> list[str]:
-    """Ids in the order that is asked for, after one of them. Raises ApiError (422)."""
-    ordered = sorted(names, reverse=order == "desc")
-    if after is None:
-        return ordered
-    if after not in ordered:
-        raise invalid(f"`after`: there is no {quoted(after)}", "after")
-    return ordered[ordered.index(after) + 1 :]
-
-
-def render_list(items: list[dict[str, Any]], limit: int) -> dict[str, Any]:
-    shown = items[:limit]
-    return {
-        "object": "list",
-        "data": shown,
-        "first_id": shown[0]["id"] if shown else None,
-        "last_id": shown[-1]["id"] if shown else None,
-        "has_more": len(items) > limit,
-    }

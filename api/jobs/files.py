@@ -278,10 +278,8 @@ async def upload(request: Request, store: FileStore, owner: str) -> StoredFile:
     async with UPLOADS, reading_form(request) as form:
         purpose, file = read_purpose(form), form.get("file")
         ttl_s = read_ttl(form)
-        if not isinstance(file, UploadFile):
-            raise invalid("`file` must be given, as a file with a name", "file")
-        if not file.size:
-            raise invalid("`file` must not be empty", "file")
+        if not isinstance(file, UploadFile) or not file.size:
+            raise invalid("`file` must be given, as a file with a name, and not be empty", "file")
         if file.size > MAX_FILE_BYTES:
             raise too_large()
         now_s, parts = store.clock.now_s(), list[tuple[str, int]]()

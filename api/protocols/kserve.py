@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from api.answers.answer import InferOutputs, Rendering
-from api.errors import invalid, kserve
+from api.errors import invalid, kserve, refuse
 from api.event_loop import Pace
 from api.http.openapi import KSERVE, TGI_ERRORS, Shape, answer, error_responses, event_stream, only
 from api.json import json_response, to_json
@@ -222,17 +222,23 @@ class InferRequest(GenerateBody):
         """Raises ApiError (422) for what cannot be answered, or not in tensors of text."""
         super().check()
         parameters = self.parameters or KServeParameters()
-        if parameters.stream:
-            raise invalid("`stream` must be false on this path: see …/generate_stream", "stream")
-        for name in WITHOUT_PLACE:
-            if getattr(parameters, name):
-                raise invalid(f"`{name}` has no place in an output of text: see …/generate", name)
-        for i, output in enumerate(self.outputs or ()):
-            if (output.parameters or {}).get("binary_data"):
-                field = f"outputs[{i}].parameters.binary_data"
-                raise invalid(f"`{field}` must be false: tensors are JSON", field)
-        if len(self.output_names) != len(self.inputs):
-            raise invalid("Inputs and outputs length mismatch", "outputs")
+        binary = [
+            (f"outputs[{i}].parameters.binary_data", (output.parameters or {}).get("binary_data"))
+            for i, output in enumerate(self.outputs or ())
+        ]
+        refuse(
+            (parameters.stream, "`stream` must be false on this path: see …/generate_stream", "stream"),
+            *(
+                (
+                    getattr(parameters, name),
+                    f"`{name}` has no place in an output of text: see …/generate",
+                    name,
+                )
+                for name in WITHOUT_PLACE
+            ),
+            *((given, f"`{field}` must be false: tensors are JSON", field) for field, given in binary),
+            (len(self.output_names) != len(self.inputs), "Inputs and outputs length mismatch", "outputs"),
+        )
 
     @property
     def output_names(self) -> list[str]:

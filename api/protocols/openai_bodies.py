@@ -15,7 +15,7 @@ from pydantic import Field
 
 from api.answers.answer import Reading, Rendering
 from api.answers.call_formats import HARMONY
-from api.errors import ApiError, invalid, quoted, renamed
+from api.errors import ApiError, invalid, quoted, refuse, renamed
 from api.event_loop import Pace, offload
 from api.grammar.compile import Grammar, describes_json
 from api.grammar.read import FIELDS, read_grammar
@@ -31,10 +31,9 @@ from api.requests.chat_prompt import (
     ToolChoice,
     ToolSchema,
     answer_grammar,
+    choose,
     join_parts,
     picture_sources,
-    read_functions,
-    read_tools,
     reading_beside,
     reasoning_variables,
     render_prompt,
@@ -64,8 +63,8 @@ from api.requests.validate import (
     SWITCHES,
     GenerationParams,
     check_generates,
-    check_not_streamed,
     check_size,
+    streamed_logits,
     with_truncate,
 )
 from api.webhooks import WebhookField
@@ -258,18 +257,31 @@ class OpenAIRequest(ServedFields, BeamFields):
         """Raises ApiError for unsupported fields and contradictions."""
         super().check()
         reject_unsupported(self.model_extra or {}, UNSUPPORTED, OPENAI_FIELDS.union(TGI_FIELDS))
-        if self.stream_options is not None and not self.stream:
-            raise invalid("`stream_options` is only allowed with `stream`: true", "stream_options")
-        if self.stream and self.prompt_logprobs:
-            raise invalid("`prompt_logprobs` must be 0 when tokens are streamed", "prompt_logprobs")
-        check_not_streamed(self, self.stream)
-        width = self.search_width
-        if width is not None and self.use_beam_search is False:
-            raise invalid("`use_beam_search`: false and `beam_width` exclude each other", "use_beam_search")
-        if self.best_of not in ((None, 1, self.n) if width is None else (None, width)):
-            all_texts = "1 or equal to `n`: all texts are returned"
-            words = all_texts if width is None else "equal to `beam_width` in a beam search"
-            raise invalid(f"`best_of` must be {words}. Given: {quoted(self.best_of)}", "best_of")
+        width, all_texts = self.search_width, "1 or equal to `n`: all texts are returned"
+        words = all_texts if width is None else "equal to `beam_width` in a beam search"
+        refuse(
+            (
+                self.stream_options is not None and not self.stream,
+                "`stream_options` is only allowed with `stream`: true",
+                "stream_options",
+            ),
+            (
+                self.stream and self.prompt_logprobs,
+                "`prompt_logprobs` must be 0 when tokens are streamed",
+                "prompt_logprobs",
+            ),
+            *streamed_logits(self, self.stream),
+            (
+                width is not None and self.use_beam_search is False,
+                "`use_beam_search`: false and `beam_width` exclude each other",
+                "use_beam_search",
+            ),
+            (
+                self.best_of not in ((None, 1, self.n) if width is None else (None, width)),
+                f"`best_of` must be {words}. Given: {quoted(self.best_of)}",
+                "best_of",
+            ),
+        )
 
 
 class ChatRequest(OpenAIRequest):
@@ -462,9 +474,17 @@ def tool_choice(body: ChatRequest) -> ToolChoice | None:
     newer = [name for name in ("tools", "tool_choice") if getattr(body, name)]
     if older and newer:
         raise invalid(f"`{older[0]}` and `{newer[0]}` exclude each other", older[0])
-    if older:
-        return read_functions(body.functions, body.function_call)
-    return read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    if not older:
+        functions = [tool.function for tool in body.tools or []]
+        found = choose(functions, body.tool_choice, "tools", "tool_choice")
+        return found and replace(found, parallel=body.parallel_tool_calls is not False)
+    choice = body.function_call
+    if isinstance(choice, Mapping):
+        choice = {"type": "function", "function": choice}
+    elif choice not in (None, "none", "auto"):
+        raise invalid("`function_call` must be none, auto, or an object with a `name`", "function_call")
+    found = choose(body.functions or [], choice, "functions", "function_call")
+    return found and replace(found, parallel=False, is_older=True)
 
 
 def continues_last_message(body: ChatRequest, by_default: bool) -> bool:
@@ -525,12 +545,14 @@ def new_reading(body: ChatRequest, pool: Pool, tools: ToolChoice | None, prompt_
 def from_chat(body: ChatRequest, prompt: Rendered) -> GenerationParams:
     """The parameters of a chat whose template rendered `prompt`. Raises ApiError."""
     most, newer = body.max_tokens, body.max_completion_tokens
-    if most is not None and newer is not None and most != newer:
-        raise invalid(
-            "`max_tokens` and `max_completion_tokens` differ: give one of them", "max_completion_tokens"
-        )
-    if body.top_logprobs and not body.logprobs:
-        raise invalid("`top_logprobs` needs `logprobs`: true", "top_logprobs")
+    refuse(
+        (
+            None not in (most, newer) and most != newer,
+            "`max_tokens` and `max_completion_tokens` differ: give one of them",
+            "max_completion_tokens",
+        ),
+        (body.top_logprobs and not body.logprobs, "`top_logprobs` needs `logprobs`: true", "top_logprobs"),
+    )
     names = CHAT_NAMES if newer is None else CHAT_NAMES | {"max_new_tokens": "max_completion_tokens"}
     return replace(
         common_params(body, names),

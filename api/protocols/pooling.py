@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field
 from tokenizers import Encoding, Tokenizer
 
 from api.answers.answer import VectorAnswer
-from api.errors import invalid, openai, quoted, too_long, unavailable
+from api.errors import invalid, openai, quoted, refuse, too_long, unavailable
 from api.event_loop import Pace
 from api.http.body import reject_unsupported
 from api.http.openapi import OPENAI_ERRORS, POOLING, Responses, Shape, only
@@ -235,10 +235,10 @@ async def ask_for(
 
 def check_number(inputs: Sequence[object], limits: Limits, name: str) -> None:
     most = limits.max_client_batch_size
-    if not inputs:
-        raise invalid(f"`{name}` cannot be empty", name)
-    if len(inputs) > most:
-        raise invalid(f"`{name}` supports up to {most} inputs. Given: {len(inputs)}", name)
+    refuse(
+        (not inputs, f"`{name}` cannot be empty", name),
+        (len(inputs) > most, f"`{name}` supports up to {most} inputs. Given: {len(inputs)}", name),
+    )
 
 
 async def make_request(pool: Pool, one: PoolingInput, body: PoolingFields, prompt: str) -> Generate:
@@ -454,12 +454,19 @@ async def read_embedding(parsed: EmbeddingRequest, context: Context) -> Asked:
         raise invalid(f"`{name}` is {own.label}, and {context.route} needs an embedding model", "model")
     dimensions, given = parsed.dimensions, parsed.prompt_name
     prompt = own.default_prompt if given is None else given
-    if given is not None and prompt not in own.prompts:
-        known = ", ".join(sorted(own.prompts)) or "it has none"
-        words = f"must be a prompt of the model: {known}. Given: {quoted(prompt)}"
-        raise invalid(f"`prompt_name` {words}", "prompt_name")
-    if dimensions is not None and dimensions > own.size:
-        raise invalid(f"`dimensions` must be at most {own.size}. Given: {dimensions}", "dimensions")
+    known = ", ".join(sorted(own.prompts)) or "it has none"
+    refuse(
+        (
+            given is not None and prompt not in own.prompts,
+            f"`prompt_name` must be a prompt of the model: {known}. Given: {quoted(prompt)}",
+            "prompt_name",
+        ),
+        (
+            dimensions is not None and dimensions > own.size,
+            f"`dimensions` must be at most {own.size}. Given: {dimensions}",
+            "dimensions",
+        ),
+    )
     shown = VectorAnswer(
         AS_EMBEDDINGS,
         base64=parsed.encoding_format == "base64",

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 from starlette.requests import Request
 
 from api.answers.answer import ResponseParts
-from api.errors import ApiError, cut, invalid, openai, quoted
+from api.errors import ApiError, cut, invalid, openai, quoted, refuse
 from api.event_loop import offload
 from api.grammar.read import read_flat_format
 from api.http.body import UnsupportedFields, reject_unsupported, schema_error
@@ -208,16 +208,28 @@ class ResponsesRequest(ServedFields):
         """Raises ApiError for unsupported fields and contradictions."""
         super().check()
         reject_unsupported(self.model_extra or {}, UNSUPPORTED, LOGITS_FIELDS)
-        if self.background and not self.is_stored:
-            raise invalid(
-                "`background` needs `store`: true, so that the response can be retrieved", "background"
-            )
-        if self.background and self.resume_s is not None:
-            raise invalid("`background` waits for no client: leave `resume_s` out", "resume_s")
-        if self.stream_options is not None and not self.stream:
-            raise invalid("`stream_options` is only allowed with `stream`: true", "stream_options")
-        if self.top_logprobs and not self.has_logprobs:
-            raise invalid(f"`top_logprobs` needs `{LOGPROBS}` in `include`", "top_logprobs")
+        refuse(
+            (
+                self.background and not self.is_stored,
+                "`background` needs `store`: true, so that the response can be retrieved",
+                "background",
+            ),
+            (
+                self.background and self.resume_s is not None,
+                "`background` waits for no client: leave `resume_s` out",
+                "resume_s",
+            ),
+            (
+                self.stream_options is not None and not self.stream,
+                "`stream_options` is only allowed with `stream`: true",
+                "stream_options",
+            ),
+            (
+                self.top_logprobs and not self.has_logprobs,
+                f"`top_logprobs` needs `{LOGPROBS}` in `include`",
+                "top_logprobs",
+            ),
+        )
 
 
 # --- input items --------------------------------------------------------------------------------------------
@@ -456,12 +468,15 @@ def to_tools(body: ResponsesRequest) -> list[ToolSchema]:
             param = f"{name}.{(found.param or '').removeprefix('function.')}"
             raise invalid(f"`{param}`: {error.errors()[0]['msg']}", param) from error
     kind = body.tool_choice.get("type") if isinstance(body.tool_choice, dict) else None
-    if kind in BUILT_IN_TOOLS:
-        raise invalid(
-            f"`tool_choice` forces a tool of the type {quoted(kind)}: none is built in", "tool_choice"
-        )
-    if body.tools and not functions and body.tool_choice == "required":
-        raise invalid("`tool_choice` forces a call, but none of `tools` is a function", "tool_choice")
+    is_built_in = f"`tool_choice` forces a tool of the type {quoted(kind)}: none is built in"
+    refuse(
+        (kind in BUILT_IN_TOOLS, is_built_in, "tool_choice"),
+        (
+            body.tools and not functions and body.tool_choice == "required",
+            "`tool_choice` forces a call, but none of `tools` is a function",
+            "tool_choice",
+        ),
+    )
     return functions
 
 
@@ -538,10 +553,11 @@ async def read_response_body(body: ResponsesRequest, context: Context) -> Asked:
     contents = [item.get("content") or item.get("output") for item in items]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     has_data = any(part["type"] == "input_image" and is_data(part["image_url"]) for part in parts)
-    if request is not None and has_data and body.store:
-        raise invalid("`store` must be false beside pictures as data: URLs; they are not stored", "store")
-    if request is not None and has_data and body.background:
-        raise invalid("`background` stores the response: give pictures as https: URLs", "background")
+    if request is not None and has_data:
+        refuse(
+            (body.store, "`store` must be false beside pictures as data: URLs; they are not stored", "store"),
+            (body.background, "`background` stores the response: give pictures as https: URLs", "background"),
+        )
     if request is None or has_data:
         body = body.model_copy(update={"store": False})
     all_items = [*before, *items]

@@ -23,7 +23,7 @@ from api.http.openapi import (
     only,
 )
 from api.http.sse import SSE_HEADERS, RestOfFeed
-from api.json import json_response
+from api.json import json_response, list_object, place_of
 from api.protocols.responses import StoredResponse, find_response, read_response, render_response
 from api.protocols.typed_events import (
     ITEM,
@@ -151,24 +151,9 @@ async def list_input_items(
     `order` is `asc`. The list begins after the item with the id `after`.
     """
     stored = await find_own_response(request, response_id)
-    items = stored.input
-    if order == "desc":
-        items.reverse()
-    if after is not None:
-        ids = [item["id"] for item in items]
-        if after not in ids:
-            raise invalid(f"`after`: there is no item {quoted(after)}", "after")
-        items = items[ids.index(after) + 1 :]
-    page = items[:limit]
-    return json_response(
-        {
-            "object": "list",
-            "data": page,
-            "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None,
-            "has_more": len(items) > len(page),
-        }
-    )
+    items = stored.input[:: -1 if order == "desc" else 1]
+    begin = place_of([item["id"] for item in items], after, "after") + 1
+    return json_response(list_object(items[begin:], limit))
 
 
 async def cancel_stored(stored: StoredResponse) -> Stream:

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from api.answers.answer import Rendering
 from api.answers.logprobs import LOGITS, logits_fields, sequence_scores
-from api.errors import ApiError, invalid, quoted, tgi, unavailable
+from api.errors import ApiError, invalid, quoted, refuse, tgi, unavailable
 from api.event_loop import Pace, offload
 from api.grammar.read import GRAMMAR_SCHEMA, read_tgi_grammar
 from api.http.auth import key_of
@@ -61,8 +61,8 @@ from api.requests.validate import (
     GenerationParams,
     Limits,
     check_no_logits,
-    check_not_streamed,
     draws,
+    streamed_logits,
 )
 from api.streams.stream import Stream, all_outputs, is_absent
 from api.webhooks import WebhookField
@@ -237,11 +237,15 @@ class GenerateRequest(GenerateBody):
     def generation_params(self, streamed: bool) -> GenerationParams:
         """Convert the parameters. Raises ApiError (422) for contradictions."""
         parameters = self.parameters or GenerateParameters()
-        if parameters.decoder_input_details and streamed:
-            raise invalid(
-                "`decoder_input_details` must be false when tokens are streamed", "decoder_input_details"
-            )
-        check_not_streamed(parameters, streamed)
+        name = "decoder_input_details"
+        refuse(
+            (
+                parameters.decoder_input_details and streamed,
+                f"`{name}` must be false when tokens are streamed",
+                name,
+            ),
+            *streamed_logits(parameters, streamed),
+        )
         return parameters.generation_params(
             text=self.inputs,
             has_inline_pictures=True,
@@ -392,22 +396,26 @@ def describe_token(stream: Stream, token_id: int, text: str, logprob: float) -> 
 
 def check_best_of(params: GenerationParams, limits: Limits, streamed: bool) -> None:
     """Raises ApiError (422) if several texts are not possible, or would all be the same."""
-    if params.n > limits.settings.max_best_of:
-        raise invalid(
-            f"`best_of` must be at most {limits.settings.max_best_of}. Given: {quoted(params.n)}", "best_of"
-        )
-    if params.n > 1 and streamed:
-        raise invalid(f"`best_of` must be 1 when tokens are streamed. Given: {quoted(params.n)}", "best_of")
-    if params.n > 1 and not draws(params):
-        raise invalid(f"`best_of` above 1 needs sampling: set one of `do_sample`, {SWITCH_NAMES}", "best_of")
-    if params.n > 1 and params.seed is not None:
-        raise invalid("`seed` must not be set when `best_of` is above 1", "seed")
-    if params.n > 1 and params.sampling.report_logits:
-        raise invalid(
-            "`best_of` above 1 compares log-probabilities: `logprobs_mode` must not be logits", "best_of"
-        )
-    if params.n > 1 and (params.context_logits or params.generation_logits):
-        raise invalid(f"`best_of` must be 1 when logits are returned. Given: {params.n}", "best_of")
+    if params.n == 1:
+        return
+    most, name, given = limits.settings.max_best_of, "best_of", f"Given: {params.n}"
+    needs_logprobs = "`best_of` above 1 compares log-probabilities: `logprobs_mode` must not be logits"
+    refuse(
+        (params.n > most, f"`best_of` must be at most {most}. {given}", name),
+        (streamed, f"`best_of` must be 1 when tokens are streamed. {given}", name),
+        (
+            not draws(params),
+            f"`best_of` above 1 needs sampling: set one of `do_sample`, {SWITCH_NAMES}",
+            name,
+        ),
+        (params.seed is not None, "`seed` must not be set when `best_of` is above 1", "seed"),
+        (params.sampling.report_logits, needs_logprobs, name),
+        (
+            params.context_logits or params.generation_logits,
+            f"`best_of` must be 1 when logits are returned. {given}",
+            name,
+        ),
+    )
 
 
 async def validate(params: GenerationParams, context: Context) -> list[Generate]:

@@ -57,9 +57,9 @@ class FunctionSchema(Strict, extra="allow"):
     arguments: dict[str, Any] | None = optional("TGI's other name of `parameters`.")
 
 
-class ToolSchema(Strict, extra="allow", json_schema_extra={"required": ["type", "function"]}):
-    type: str = Field(json_schema_extra={"enum": ["function"]})
-    function: FunctionSchema | None = Field(default=None, json_schema_extra={"type": "object"})
+class ToolSchema(Strict, extra="allow"):
+    type: Literal["function"]
+    function: FunctionSchema
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,36 +86,6 @@ class ToolChoice:
     def is_promised(self) -> bool:
         """Whether calls are right in any case: one is required, or a function is strict."""
         return self.is_forced or any(tool.strict for tool in self.callable)
-
-
-def read_tools(
-    tools: Sequence[ToolSchema] | None, choice: str | Mapping[str, Any] | None, parallel: bool | None
-) -> ToolChoice | None:
-    """The choice among `tools`; None where none may be called. Raises ApiError."""
-    functions = [function_of(tool, f"tools[{i}]") for i, tool in enumerate(tools or [])]
-    found = choose(functions, choice, "tools", "tool_choice")
-    return found and replace(found, parallel=parallel is not False)
-
-
-def function_of(tool: ToolSchema, name: str) -> FunctionSchema:
-    """Raises ApiError."""
-    if tool.type != "function":
-        raise invalid(f"`{name}.type` must be function. Given: {quoted(tool.type)}", f"{name}.type")
-    if tool.function is None:
-        raise invalid(f"`{name}.function` is required", f"{name}.function")
-    return tool.function
-
-
-def read_functions(
-    functions: Sequence[FunctionSchema] | None, choice: str | Mapping[str, Any] | None
-) -> ToolChoice | None:
-    """The choice in OpenAI's older fields, `functions` and `function_call`. Raises ApiError."""
-    if isinstance(choice, Mapping):
-        choice = {"type": "function", "function": choice}
-    elif choice not in (None, "none", "auto"):
-        raise invalid("`function_call` must be none, auto, or an object with a `name`", "function_call")
-    found = choose(functions or [], choice, "functions", "function_call")
-    return found and replace(found, parallel=False, is_older=True)
 
 
 def choose(

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from api.answers.answer import AnswerTerms
-from api.errors import ApiError, invalid, quoted
+from api.errors import ApiError, invalid, quoted, refuse
 from api.http import body
 from api.http.auth import key_of, sent_key
 from api.http.body import idempotency_key
@@ -228,21 +228,27 @@ def read_terms(
         resume_s, detached: the fields of the body.
     """
     given = request.headers.get(RESUME_HEADER)
-    if given is not None and resume_s is not None:
-        raise invalid(f"give the header `{RESUME_HEADER}` or the field `resume_s`, not both", "resume_s")
     name, seconds = "resume_s" if given is None else RESUME_HEADER, resume_s
+    field = "detached" if detached else name
     if given is not None:
         try:
             seconds = float(given)
         except ValueError:
             seconds = -1.0  # it is refused as any number that is too low
-    if seconds is not None and not RESUMES_S.holds(seconds):
-        raise invalid(f"`{name}` must be {RESUMES_S} seconds", name)
-    if detached and seconds is not None:
-        raise invalid(f"`detached` waits for no client: leave `{name}` out", name)
-    if not streamed and (seconds or detached):
-        field = "detached" if detached else name
-        raise invalid(f"`{field}` needs a stream: only its client can come back", field)
+    refuse(
+        (
+            None not in (given, resume_s),
+            f"give the header `{RESUME_HEADER}` or the field `resume_s`, not both",
+            "resume_s",
+        ),
+        (seconds is not None and not RESUMES_S.holds(seconds), f"`{name}` must be {RESUMES_S} seconds", name),
+        (detached and seconds is not None, f"`detached` waits for no client: leave `{name}` out", name),
+        (
+            not streamed and (seconds or detached),
+            f"`{field}` needs a stream: only its client can come back",
+            field,
+        ),
+    )
     return AnswerTerms(
         owner_of(request, request_id),
         goes_on_s=math.inf if detached else seconds,

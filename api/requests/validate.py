@@ -3,14 +3,14 @@ are refused by the name of the field at fault. What cannot stand beside a beam s
 """
 
 import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from api.errors import ApiError, invalid, quoted, too_long, unavailable
+from api.errors import ApiError, invalid, quoted, refuse, too_long, unavailable
 from api.event_loop import offload
 from api.grammar.compile import CompiledGrammar, Grammar, compile_grammar
 from api.prompts.chat_template import Guarded, Rendered
@@ -32,6 +32,15 @@ NEUTRAL = SamplingParams(temperature=1.0)
 SWITCHES = ("temperature", "top_k", "top_p", "top_p_decay", "min_p", "typical_p")
 """Parameters that ask for sampling on their own, where they are not neutral."""
 SWITCH_NAMES = ", ".join(f"`{name}`" for name in SWITCHES)
+BESIDE_BEAMS: Mapping[str, tuple[object, str]] = {
+    "do_sample": (False, "it draws no token"),
+    "n": (1, "it finds several texts itself"),
+    "watermark": (False, "it would decide between sequences"),
+    **dict.fromkeys(("context_logits", "generation_logits"), (False, "logits of its sequences are not kept")),
+    "top_n_tokens": (0, "only the log-probabilities of its own tokens are returned"),
+    "prompt_logprobs": (None, "only the log-probabilities of its own tokens are returned"),
+}
+"""What cannot stand beside a beam search, as SWITCHES cannot → the value that asks for nothing, and why."""
 DRAW_ONLY = (*SWITCHES, "top_p_min", "top_p_reset_ids", "seed")
 """Parameters that mean nothing where no token is drawn."""
 
@@ -138,7 +147,7 @@ class GenerationParams:
 
     def name(self, field: str) -> str:
         """A parameter as the client wrote it."""
-        return self.names.get(field, field)
+        return self.names.get(field) or LOGITS_NAMES.get(field, field)
 
 
 # --- sampling -----------------------------------------------------------------------------------------------
@@ -146,11 +155,15 @@ class GenerationParams:
 
 def draws(params: GenerationParams) -> bool:
     """Whether tokens are drawn: `do_sample` says so, or a parameter makes no sense otherwise."""
-    sampling = params.sampling
-    if sampling.temperature < GREEDY_BELOW or params.beams is not None:
+    if params.sampling.temperature < GREEDY_BELOW or params.beams is not None:
         return False
-    sampling = replace(sampling, top_k=max(sampling.top_k, 0))
-    return params.do_sample or any(getattr(sampling, name) != getattr(NEUTRAL, name) for name in SWITCHES)
+    return params.do_sample or bool(switched_on(params))
+
+
+def switched_on(params: GenerationParams) -> list[str]:
+    """The names of SWITCHES that are not neutral."""
+    sampling = replace(params.sampling, top_k=max(params.sampling.top_k, 0))
+    return [name for name in SWITCHES if getattr(sampling, name) != getattr(NEUTRAL, name)]
 
 
 def sampling_params(params: GenerationParams, tokenizer: ModelTokenizer) -> SamplingParams | None:
@@ -185,6 +198,7 @@ def load_sampling_defaults(path: Path, settings: Settings) -> dict[str, Any]:
 MAX_LOGITS_BYTES = 64 * 2**20
 """Of one answer: the broker and the gateway hold them until it is sent."""
 LOGITS_FIELDS = ("return_context_logits", "return_generation_logits")
+LOGITS_NAMES = dict(zip(("context_logits", "generation_logits"), LOGITS_FIELDS, strict=True))
 LISTS_OF_IDS = ("stop_ids", "top_p_reset_ids", "allowed_token_ids")
 MAX_LISTED_IDS = 128
 MAX_BIASES, BIASES = 1024, Range(-100, 100)
@@ -421,18 +435,16 @@ def invalid_field(params: GenerationParams, field: str, words: str) -> ApiError:
 # --- logits -------------------------------------------------------------------------------------------------
 
 
-def check_not_streamed(body: BaseModel, streamed: bool | None) -> None:
-    """Raises ApiError (422) for a stream with logits: they are megabytes, and come with the whole answer."""
-    for name in LOGITS_FIELDS:
-        if streamed and getattr(body, name):
-            raise invalid(f"`{name}` must be false when tokens are streamed", name)
+def streamed_logits(body: BaseModel, streamed: bool | None) -> list[tuple[object, str, str]]:
+    """Cases for `refuse`: a stream with logits, which are megabytes, and come with the whole answer."""
+    words = "must be false when tokens are streamed"
+    return [(streamed and getattr(body, name), f"`{name}` {words}", name) for name in LOGITS_FIELDS]
 
 
 def check_no_logits(params: GenerationParams) -> None:
     """Raises ApiError (422) for logits at a route whose answers have no place for them."""
-    for name, given in zip(LOGITS_FIELDS, (params.context_logits, params.generation_logits), strict=True):
-        if given:
-            raise invalid(f"`{name}` is not a field of this route", name)
+    given = zip(LOGITS_FIELDS, (params.context_logits, params.generation_logits), strict=True)
+    refuse(*((wanted, f"`{name}` is not a field of this route", name) for name, wanted in given))
 
 
 def with_logits(requests: Sequence[Generate], params: GenerationParams, limits: Limits) -> list[Generate]:
@@ -445,9 +457,6 @@ def with_logits(requests: Sequence[Generate], params: GenerationParams, limits: 
                 f"`logits_dtype` needs `{LOGITS_FIELDS[0]}` or `{LOGITS_FIELDS[1]}`", "logits_dtype"
             )
         return [*requests]
-    if any(request.beams for request in requests):
-        name = LOGITS_FIELDS[0] if params.context_logits else LOGITS_FIELDS[1]
-        raise invalid(f"`{name}` and a beam search exclude each other", name)
     if not limits.vocab_size:
         raise unavailable("no worker that is ready returns logits")
     dtype = limits.dtype if params.logits_dtype == "model" else "float32"
@@ -482,45 +491,22 @@ def check_beams(params: GenerationParams, limits: Limits) -> None:
         return
     most = limits.max_beam_width
     setting = "" if most == MAX_BEAM_WIDTH else " (MAX_BATCH_SIZE)"
-    check_number(params, "beam_width", beams.width, most, setting)
-    check_number(params, "num_returned", beams.num_returned, beams.width, " (the beam width)")
+    numbers = (
+        ("beam_width", beams.width, most, setting),
+        ("num_returned", beams.num_returned, beams.width, " (the beam width)"),
+    )
+    for name, value, top, why in numbers:
+        if not 1 <= value <= top:
+            words = f"must be at least 1 and at most {top}{why}. Given: {quoted(value)}"
+            raise invalid_field(params, name, words)
     if beams.early_stopping < 0:
         raise invalid_field(params, "early_stopping", f"must be at least 0. Given: {beams.early_stopping}")
-    for name, why in excluded(params):
-        text = f"`{params.name(name)}` and a beam search exclude each other: {why}"
-        raise invalid(text, params.name(name))
-
-
-def check_number(params: GenerationParams, field: str, value: int, most: int, setting: str) -> None:
-    if not 1 <= value <= most:
-        words = f"must be at least 1 and at most {most}{setting}. Given: {quoted(value)}"
-        raise invalid_field(params, field, words)
-
-
-def excluded(params: GenerationParams) -> Iterator[tuple[str, str]]:
-    """Names of parameters that cannot stand beside a beam search, and why."""
-    greedy = params.sampling.temperature < GREEDY_BELOW
-    sampling = replace(
-        params.sampling,
-        temperature=NEUTRAL.temperature if greedy else params.sampling.temperature,
-        top_k=max(params.sampling.top_k, 0),
-    )
-    if params.do_sample:
-        yield "do_sample", "it draws no token"
-    for name in SWITCHES:
-        if getattr(sampling, name) != getattr(NEUTRAL, name):
-            yield name, "it draws no token"
-    if params.n > 1:
-        yield "n", "it finds several texts itself"
-    if params.watermark:
-        yield "watermark", "it would decide between sequences"
-    if params.top_n_tokens:
-        yield "top_n_tokens", "only the log-probabilities of its own tokens are returned"
-    for name in ("context_logits", "generation_logits"):
-        if getattr(params, name):
-            yield f"return_{name}", "logits of its sequences are not kept"
-    if params.prompt_logprobs is not None:
-        yield "prompt_logprobs", "only the log-probabilities of its own tokens are returned"
+    is_greedy = params.sampling.temperature < GREEDY_BELOW
+    drawn = [name for name in switched_on(params) if name != "temperature" or not is_greedy]
+    given = [name for name, (neutral, _) in BESIDE_BEAMS.items() if params.value(name) != neutral]
+    for name in given + drawn:
+        _, why = BESIDE_BEAMS.get(name, BESIDE_BEAMS["do_sample"])
+        raise invalid_field(params, name, f"and a beam search exclude each other: {why}")
 
 
 def most_of_beams(params: GenerationParams, num_prompt: int, limits: Limits) -> int:

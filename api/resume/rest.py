@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from typing import Annotated
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
@@ -37,7 +37,9 @@ from api.http.openapi import (
     ErrorResponse,
     RequestId,
     Responses,
+    Shape,
     error_responses,
+    json_answer,
     json_body,
     only,
 )
@@ -381,8 +383,7 @@ async def find_rest(request: Request, name: str, num_seen: int) -> Rest | None:
 # --- the state of a request ---------------------------------------------------------------------------------
 
 
-State = Literal["queued", "running", "finished", "cancelled", "error"]
-STATES: tuple[State, ...] = get_args(State)
+STATES = ("queued", "running", "finished", "cancelled", "error")
 """From the earliest to the latest: the state of a request is the earliest of its choices'."""
 FIELDS = ["digest", "terminal", "cancel", "worker", "attempt"]
 """Of a request's hash; all but the first may be missing."""
@@ -393,33 +394,37 @@ STATE_ERRORS |= error_responses(
 state_router = APIRouter(responses=STATE_ERRORS, tags=[RESUME])
 
 
-class ChoiceState(BaseModel):
-    """One choice of a request."""
-
-    state: State
-    generated_tokens: int
-
-
-class RequestState(BaseModel):
-    """A request that was admitted. It ends when all its choices have ended."""
-
-    id: str
-    state: State
-    priority: Literal["interactive", "standard", "batch"]
-    tenant: str
-    created: int = Field(description="Unix time of its admission.")
-    prompt_tokens: int
-    queue_position: int | None = Field(
-        description="While it is queued: how many requests wait that are of its class or a more urgent one, "
-        "itself included. Tenants take turns, so it may start sooner. Null afterwards."
-    )
-    choices: list[ChoiceState]
+STATE_ANSWER: Responses = {
+    200: {
+        "content": json_answer(
+            Shape(
+                "RequestState",
+                {
+                    "id": "5f0f8c0e4d7b4c6f9a3e2b1d0c9f8e7a",
+                    "state": STATES,
+                    "priority": SERVICE_CLASSES,
+                    "tenant": "acme",
+                    "created": 1764000000,
+                    "prompt_tokens": 12,
+                    "queue_position": (None, 1),
+                    "choices": [{"state": STATES, "generated_tokens": 20}],
+                },
+            )
+        )
+    }
+}
 
 
-@state_router.get("/requests/{request_id}", summary="Show a request", response_model=RequestState)
+@state_router.get(
+    "/requests/{request_id}",
+    summary="Show a request",
+    responses=STATE_ANSWER,
+)
 async def show_request(request: Request, request_id: RequestId) -> Response:
     """Returns the state of a request, at any gateway, while it runs, or while its stream is kept for a client
-    that comes back. Its id is in the header `x-request-id` of a stream.
+    that comes back. Its id is in the header `x-request-id` of a stream. It ends when all its choices have.
+    `queue_position` says, while it is queued, how many requests wait that are of its class or a more urgent
+    one, itself included; tenants take turns, so it may start sooner.
     """
     own = await find_request(request, request_id)
     streams, states = await attach.read_committed(*own), await read_states(own)
@@ -427,7 +432,11 @@ async def show_request(request: Request, request_id: RequestId) -> Response:
     return render_request(own.answer, streams, states, position)
 
 
-@state_router.delete("/requests/{request_id}", summary="Cancel a request", response_model=RequestState)
+@state_router.delete(
+    "/requests/{request_id}",
+    summary="Cancel a request",
+    responses=STATE_ANSWER,
+)
 async def cancel_request(request: Request, request_id: RequestId) -> Response:
     """Cancels all choices of a request, whatever connection reads its answer: a stream ends with an error. A
     request that has ended stays as it is. Returns its state, with the number of tokens before the cancel.
@@ -455,14 +464,14 @@ def unknown_request(request_id: str) -> ApiError:
     return ApiError(404, "not_found", f"There is no request {cut(request_id)}: {why}")
 
 
-async def read_states(admitted: Admitted, is_cancelled: bool = False) -> list[State]:
+async def read_states(admitted: Admitted, is_cancelled: bool = False) -> list[str]:
     """The state of each choice. A reader deletes choices that have ended: a deleted choice has finished, or
     was cancelled if the request `is_cancelled`. Raises ApiError: 503, and 404 if all choices have finished.
     """
     hashes = await attach.read_fields(admitted.pool, admitted.answer, FIELDS)
     if not is_cancelled and not any(digest for digest, *_ in hashes):
         raise unknown_request(admitted.answer.request_id)
-    deleted: State = "cancelled" if is_cancelled else "finished"
+    deleted = "cancelled" if is_cancelled else "finished"
     return [deleted if digest is None else choice_state(*fields) for digest, *fields in hashes]
 
 
@@ -477,14 +486,14 @@ async def read_position(admitted: Admitted) -> int | None:
     return None if None in counts else max(1, sum(map(int, counts)))  # it may not be counted yet
 
 
-def earliest(states: Sequence[State]) -> State:
+def earliest(states: Sequence[str]) -> str:
     """The state of a request, from those of its choices."""
     return min(states, key=STATES.index)
 
 
 def choice_state(
     terminal: bytes | None, cancel: bytes | None, worker: bytes | None, attempt: bytes | None
-) -> State:
+) -> str:
     """The state of a choice, from the fields of its hash. With a `cancel`, it may still end otherwise."""
     if terminal is not None:
         return next((state for state in STATES if state == terminal.decode()), "finished")
@@ -494,7 +503,7 @@ def choice_state(
 
 
 def render_request(
-    answer: HttpAnswer, streams: Sequence[Stream], states: Sequence[State], position: int | None = None
+    answer: HttpAnswer, streams: Sequence[Stream], states: Sequence[str], position: int | None = None
 ) -> Response:
     """The request and its choices, with their states and the numbers of tokens that their streams have."""
     first = answer.requests[0]
@@ -571,7 +580,7 @@ async def respond(request: Request, request_id: str) -> Response:
         assert found is not None, "every stream has a frame"
         return await found.respond()
     if answer.response is not None and fields_of(answer)["background"]:
-        return await respond_with_state(admitted)
+        return json_response(await render_response(admitted, await read_response(admitted)))
     await run_until_one_ends(wait_for_end(pool, answer), raise_when_gone(request))
     return await respond_with_ended(admitted)
 
@@ -590,11 +599,6 @@ async def find_admitted(request: Request, request_id: str) -> Admitted:
 
 def lost() -> ApiError:
     return unavailable("the answer to the earlier request with this key has just expired: ask again")
-
-
-async def respond_with_state(admitted: Admitted) -> Response:
-    """A response that is made in the background, with what is committed so far. Raises ApiError (503)."""
-    return json_response(await render_response(admitted, await read_response(admitted)))
 
 
 async def wait_for_end(pool: Pool, answer: HttpAnswer) -> None:

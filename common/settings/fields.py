@@ -254,8 +254,6 @@ class SettingFields(BaseModel):
     """logs as JSON lines"""
     access_log_rate: Number = 1000
     """lines a second of a gateway's access log; the rest are counted (0: none)"""
-    audit_log: str | None = None
-    """file of the audit log (of gateway g0 audit.json is audit.g0.json), or - (default: none)"""
     otlp_endpoint: Url | None = None
     """receiver of traces, as http://collector:4317 (default: OTEL_EXPORTER_OTLP_ENDPOINT)"""
     otlp_service_name: str | None = None

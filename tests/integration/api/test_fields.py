@@ -49,7 +49,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (CHAT | {"max_new_tokens": 5}, "max_new_tokens", "not a field of this route"),
     (CHAT | {"response_format": {"type": "xml"}}, "response_format.type", "must be one of text,"),
     (CHAT | {"tools": [{"type": "function"}]}, "tools[0].function", "required"),
-    (CHAT | {"tools": [FUNCTION | {"type": "custom"}]}, "tools[0].type", "must be function. Given: 'custom'"),
+    (
+        CHAT | {"tools": [FUNCTION | {"type": "custom"}]},
+        "tools[0].type",
+        "Input should be 'function'. Given: 'custom'",
+    ),
     (CHAT | {"tools": [FUNCTION, FUNCTION]}, "tools", "the name 'f' twice"),
     (CHAT | {"tools": [FUNCTION] * 129}, "tools", "up to 128 functions. Given: 129"),
     (CHAT | {"tool_choice": "required"}, "tool_choice", "only allowed with `tools`"),

@@ -34,7 +34,7 @@ from api.requests.chat_prompt import (
     ToolChoice,
     ToolSchema,
     answer_grammar,
-    read_tools,
+    choose,
     reading_beside,
     reasoning_variables,
     render_prompt,
@@ -140,7 +140,13 @@ def test_others_are_refused_by_name(message: dict[str, Any], words: str) -> None
 
 FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}
 SENT_TOOLS = [{"type": "function", "function": FUNCTION}]
-CHOICE = read_tools([ToolSchema.model_validate(one) for one in SENT_TOOLS], None, None)
+
+
+def read_tools(tools: list[ToolSchema], choice: Any = None) -> ToolChoice | None:
+    return choose([tool.function for tool in tools], choice, "tools", "tool_choice")
+
+
+CHOICE = read_tools([ToolSchema.model_validate(one) for one in SENT_TOOLS])
 MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": "Q"},
     {
@@ -232,7 +238,7 @@ def names(choice: ToolChoice | None) -> list[str]:
 
 @pytest.mark.parametrize("choice", ["b", NAMED, {"type": "function", "name": "b"}])
 def test_a_named_function_is_the_only_one_that_may_be_called(choice: Any) -> None:
-    found = read_tools(TOOLS, choice, None)
+    found = read_tools(TOOLS, choice)
     assert names(found) == ["b"] and found is not None
     assert found.is_forced and found.is_named and len(found.tools) == 3
 
@@ -241,7 +247,7 @@ def test_a_named_function_is_the_only_one_that_may_be_called(choice: Any) -> Non
 def test_allowed_tools_are_those_that_may_be_called(is_flat: bool) -> None:
     allowed = {"mode": "required", "tools": [{"type": "function", "name": "c"}, NAMED]}
     choice = {"type": "allowed_tools", **(allowed if is_flat else {"allowed_tools": allowed})}
-    found = read_tools(TOOLS, choice, None)
+    found = read_tools(TOOLS, choice)
     assert names(found) == ["c", "b"] and found is not None and found.is_forced and not found.is_named
 
 
@@ -255,7 +261,7 @@ def test_allowed_tools_are_those_that_may_be_called(is_flat: bool) -> None:
 )
 def test_wrong_allowed_tools_are_refused(allowed: Any, field: str) -> None:
     with pytest.raises(ApiError) as refusal:
-        read_tools(TOOLS, {"type": "allowed_tools", "allowed_tools": allowed}, None)
+        read_tools(TOOLS, {"type": "allowed_tools", "allowed_tools": allowed})
     assert refusal.value.param == field and f"`{field}`" in refusal.value.text
 
 
@@ -263,7 +269,7 @@ def test_wrong_allowed_tools_are_refused(allowed: Any, field: str) -> None:
 def test_parameters_that_are_no_object_are_refused(kind: Any) -> None:
     function = {"name": "a", "parameters": {"type": kind}}
     with pytest.raises(ApiError, match="must be the JSON schema of an object") as refusal:
-        read_tools([ToolSchema.model_validate({"type": "function", "function": function})], None, None)
+        read_tools([ToolSchema.model_validate({"type": "function", "function": function})])
     assert refusal.value.param == "tools.a.parameters"
 
 
@@ -280,7 +286,8 @@ TEXT = "Hello."
 
 def tools(choice: str = "auto", strict: bool = False) -> ToolChoice | None:
     function = FunctionSchema(name="f", parameters=SCHEMA, strict=strict)
-    return read_tools([ToolSchema(type="function", function=function)], choice, False)
+    found = choose([function], choice, "tools", "tool_choice")
+    return found and replace(found, parallel=False)
 
 
 async def accepted(grammar: Grammar | None, choice: ToolChoice | None, reasoning: str = "") -> set[str]:
