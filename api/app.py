@@ -35,8 +35,8 @@ from api.admin.routes_manage import router as manage
 from api.admin.routes_usage import router as usage
 from api.event_loop import Turns, background_task
 from api.handover.answer_socket import KeeperChannel, give_answer_socket, inherited_channel
-from api.handover.draining import Draining, DrainingServer, check_serving
-from api.handover.heir import Heir, write_inherited
+from api.handover.draining import GatewayServer, check_serving
+from api.handover.heir import write_inherited
 from api.http.auth import LOCAL_ORIGINS, KeyRing, check_admin, check_key
 from api.http.body import Repeated
 from api.http.connection_limits import LIMITS, ConnectionLimits, raise_file_limit
@@ -51,7 +51,7 @@ from api.http.middleware import (
     trace_request,
 )
 from api.http.openapi import TAGS, build_document, introduction
-from api.http.protocol import UNREADABLE, HttpProtocol, InheritedConnection
+from api.http.protocol import UNREADABLE, HttpProtocol
 from api.http.sse import UNREAD, UnreadAnswers, keep_raw_send
 from api.jobs.batch import router as batches
 from api.jobs.batch_run import BatchRunner
@@ -193,10 +193,10 @@ PATHS = [
 
 
 def build(
-    gateway: Gateway, draining: Draining | None = None, channel: KeeperChannel | None = None
+    gateway: Gateway, channel: KeeperChannel | None = None, refuses: Callable[[], bool] = lambda: False
 ) -> ASGIApp:
     """Make the application of a gateway, which runs while the application does. `channel` leads to the socket
-    keeper.
+    keeper; `refuses` says whether new requests are refused.
     """
 
     @contextlib.asynccontextmanager
@@ -224,7 +224,7 @@ def build(
     app.state.pools = gateway.pools
     app.state.access = gateway.access
     app.state.files = gateway.files
-    app.state.draining = draining or Draining()
+    app.state.refuses = refuses
     app.router.routes.extend(checked_routes(gateway.settings.has_keys))
     served = add_cors(partial(resume_posts, app), gateway.settings)
     traced = [trace_request] if tracing.is_on() else []
@@ -321,10 +321,9 @@ def serve(settings: Settings, incarnation: str, tokenizer: ModelTokenizer) -> No
     raise_file_limit()
     sockets = [shared_listener(settings.listen_host, settings.port), own_listener(settings.gateway_port)]
     gateway = Gateway(settings, incarnation, tokenizer, lossy(os.environ.get("TOKENFLEET_TEST_LOSE", "")))
-    draining = Draining(gateway.show_draining, gateway.fail_streams, WHOLE_FLEET_VARIABLE in os.environ)
     channel = inherited_channel()
     config = uvicorn.Config(
-        build(gateway, draining, channel),
+        build(gateway, channel, lambda: server.refuses),
         loop="uvloop",
         http=HttpProtocol,
         lifespan="on",
@@ -344,23 +343,16 @@ def serve(settings: Settings, incarnation: str, tokenizer: ModelTokenizer) -> No
     logging.getLogger("uvicorn.error").addFilter(lambda record: record.msg != UNREADABLE)
     # uvicorn raises SIGTERM again after a graceful shutdown: that is not a failure.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    server = GatewayServer(config, draining, settings.graceful_termination_timeout, channel)
-    server.heir_app = build_heir(gateway, channel)
+    server = GatewayServer(
+        config,
+        build_heir(gateway, channel),
+        channel,
+        settings.graceful_termination_timeout,
+        is_last=WHOLE_FLEET_VARIABLE in os.environ,
+        on_start=gateway.show_draining,
+        on_timeout=gateway.fail_streams,
+    )
     server.run(sockets)
-
-
-class GatewayServer(DrainingServer):
-    """A server that also continues answers of other gateways; `heir_app` writes them."""
-
-    heir_app: ASGIApp
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        heir = Heir(self.new_connection, self.server_state, self.heir_app, self.channel)
-        self.channel.listen(heir.inherit)
-
-    def new_connection(self) -> InheritedConnection:
-        return InheritedConnection(self.config, self.server_state, self.lifespan.state)
 
 
 def shared_listener(host: str, port: int) -> socket.socket:

@@ -17,10 +17,13 @@ from typing import Any
 
 import uvicorn
 from fastapi import Request
+from starlette.types import ASGIApp
 
 from api.errors import unavailable
 from api.handover.answer_socket import KeeperChannel
+from api.handover.heir import Heir
 from api.http.connection_limits import Acceptor
+from api.http.protocol import InheritedConnection
 from common.process.event_loop import until_beat
 
 SERVING_TICK_S = 1.0
@@ -36,56 +39,51 @@ hands nothing over before that.
 """
 
 
-class Draining:
-    """Whether the gateway drains.
-
-    Attributes:
-        since_s: monotonic time since which it drains; None while it serves.
-        is_last: whether nobody else listens on its port when its keeper has gone.
-        refuses: whether it refuses new requests.
-        on_start: called once, when it begins to drain.
-        on_timeout: called when the time is over; ends the requests that are left.
-    """
-
-    def __init__(
-        self,
-        on_start: Callable[[], None] = lambda: None,
-        on_timeout: Callable[[], None] = lambda: None,
-        is_last: bool = False,
-    ) -> None:
-        self.since_s: float | None = None
-        self.is_last = is_last
-        self.refuses = False
-        self.on_start = on_start
-        self.on_timeout = on_timeout
-
-    def check(self) -> None:
-        """Raises ApiError (503) while the gateway refuses new requests."""
-        if self.refuses:
-            raise unavailable("this gateway is shutting down")
-
-
 async def check_serving(request: Request) -> None:
     """Raises ApiError (503) while the gateway refuses new requests."""
-    request.app.state.draining.check()
+    if request.app.state.refuses():
+        raise unavailable("this gateway is shutting down")
 
 
-class DrainingServer(uvicorn.Server):
+class GatewayServer(uvicorn.Server):
     """A server that ends when the requests on all its connections are finished. These include connections
-    that only the kernel has accepted so far; uvicorn's own server cuts them.
+    that only the kernel has accepted so far; uvicorn's own server cuts them. It also continues answers of
+    other gateways.
 
     Attributes:
+        heir_app: writes the answers of other gateways.
+        since_s: monotonic time since which it drains; None while it serves.
+        refuses: whether it refuses new requests.
         ticks_since_closed: ticks since it accepts no new connections; -1 before.
         signalled: set by a signal.
     """
 
     def __init__(
-        self, config: uvicorn.Config, draining: Draining, timeout_s: float, channel: KeeperChannel
+        self,
+        config: uvicorn.Config,
+        heir_app: ASGIApp,
+        channel: KeeperChannel,
+        timeout_s: float,
+        *,
+        is_last: bool = False,
+        on_start: Callable[[], None] = lambda: None,
+        on_timeout: Callable[[], None] = lambda: None,
     ) -> None:
+        """
+        Args:
+            is_last: whether nobody else listens on its port when its keeper has gone.
+            on_start: called once, when it begins to drain.
+            on_timeout: called when the time is over; ends the requests that are left.
+        """
         super().__init__(config)
-        self.draining = draining
-        self.timeout_s = timeout_s
+        self.heir_app = heir_app
         self.channel = channel
+        self.timeout_s = timeout_s
+        self.is_last = is_last
+        self.on_start = on_start
+        self.on_timeout = on_timeout
+        self.since_s: float | None = None
+        self.refuses = False
         self.ticks_since_closed = -1
         self.acceptor = Acceptor((), self.serve_connection)
         self.signalled = asyncio.Event()
@@ -94,6 +92,8 @@ class DrainingServer(uvicorn.Server):
         await super().startup([])
         self.acceptor = Acceptor(sockets or (), self.serve_connection)
         self.acceptor.open()
+        heir = Heir(self.new_connection, self.server_state, self.heir_app, self.channel)
+        self.channel.listen(heir.inherit)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.acceptor.close()
@@ -103,9 +103,9 @@ class DrainingServer(uvicorn.Server):
         """Drain at the first signal. Later SIGTERMs are ignored, since both the machine and the launcher may
         send one; a second Ctrl-C ends the drain.
         """
-        if self.draining.since_s is None:
-            self.draining.since_s = time.monotonic()
-            self.draining.on_start()
+        if self.since_s is None:
+            self.since_s = time.monotonic()
+            self.on_start()
         elif sig == signal.SIGINT:
             super().handle_exit(sig, frame)
         self.signalled.set()
@@ -113,7 +113,7 @@ class DrainingServer(uvicorn.Server):
     async def main_loop(self) -> None:
         """Call `on_tick` at intervals, and at a signal, until it returns that the server stops."""
         while not await self.on_tick(0):
-            if self.draining.since_s is not None:
+            if self.since_s is not None:
                 await asyncio.sleep(DRAINING_TICK_S)
                 continue
             with contextlib.suppress(TimeoutError):
@@ -123,22 +123,22 @@ class DrainingServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Return whether the server stops."""
         stops = await super().on_tick(counter)
-        if self.draining.since_s is None:
+        if self.since_s is None:
             return stops
-        drained_s = time.monotonic() - self.draining.since_s
+        drained_s = time.monotonic() - self.since_s
         if self.channel.is_kept():
             if drained_s < KEEPER_GOES_S:
                 return stops
             self.channel.hand_over()
             self.stop_accepting()
-        elif self.draining.is_last:
-            self.draining.refuses = True
+        elif self.is_last:
+            self.refuses = True
         else:
             self.stop_accepting()
         is_idle = not self.server_state.tasks and not self.newly_connected()
         is_late = drained_s > self.timeout_s
         if is_late:
-            self.draining.on_timeout()
+            self.on_timeout()
         return stops or is_idle or is_late
 
     def stop_accepting(self) -> None:
@@ -163,6 +163,9 @@ class DrainingServer(uvicorn.Server):
         protocol: Any = self.config.http_protocol_class
         made: asyncio.Protocol = protocol(self.config, self.server_state, self.lifespan.state)
         return made
+
+    def new_connection(self) -> InheritedConnection:
+        return InheritedConnection(self.config, self.server_state, self.lifespan.state)
 
     def newly_connected(self) -> set[Any]:
         """Connections whose first request may be on its way."""

@@ -23,9 +23,9 @@ from huggingface_hub import AsyncInferenceClient
 from openai import AsyncOpenAI
 from redis.asyncio import Redis
 
-from api.app import Gateway, GatewayServer, build, build_heir, own_listener
+from api.app import Gateway, build, build_heir, own_listener
 from api.handover.answer_socket import KeeperChannel
-from api.handover.draining import Draining
+from api.handover.draining import GatewayServer
 from api.http.protocol import HttpProtocol
 from api.http.sse import KEEP_ALIVE_S
 from api.streams.http_response import TokenStream
@@ -114,10 +114,9 @@ async def keeping(
 ) -> AsyncIterator[tuple[GatewayServer, int]]:
     """A gateway in this process whose sockets are kept, and its port."""
     gateway = Gateway(Settings(redis_url=redis_url, **SETTINGS), name, model_tokenizer())
-    channel, draining, listener = KeeperChannel(keeper.open_channel()), Draining(), own_listener(0)
-    config = uvicorn.Config(build(gateway, draining, channel), log_config=None, http=HttpProtocol)
-    server = GatewayServer(config, draining, 60, channel)
-    server.heir_app = build_heir(gateway, channel)
+    channel, listener = KeeperChannel(keeper.open_channel()), own_listener(0)
+    config = uvicorn.Config(build(gateway, channel), log_config=None, http=HttpProtocol)
+    server = GatewayServer(config, build_heir(gateway, channel), channel, 60)
     port: int = listener.getsockname()[1]
     task = asyncio.create_task(server.serve([listener]))
     await wait_until(lambda: server.started or task.done())

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from api.app import own_listener
 from api.handover.answer_socket import KeeperChannel, RestOfAnswer
-from api.handover.draining import Draining, DrainingServer
+from api.handover.draining import GatewayServer
 from common.messages.codec import decode
 from common.messages.kept_answer import MAX_DATAGRAM_BYTES, KeeperMessage, KeptAnswer
 from tests.support.waiting import wait_until
@@ -44,10 +44,10 @@ class SlowApp:
 @contextlib.asynccontextmanager
 async def serving(
     app: SlowApp, timeout_s: float, is_last: bool = False
-) -> AsyncIterator[tuple[DrainingServer, asyncio.Task[None], str]]:
+) -> AsyncIterator[tuple[GatewayServer, asyncio.Task[None], str]]:
     listener = own_listener(0)
     config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
-    server = DrainingServer(config, Draining(is_last=is_last), timeout_s, KeeperChannel(None))
+    server = GatewayServer(config, app, KeeperChannel(None), timeout_s, is_last=is_last)
     task = asyncio.create_task(server.serve([listener]))
     await wait_until(lambda: server.started)
     host, port = listener.getsockname()
@@ -93,7 +93,7 @@ async def test_the_last_server_listens_until_its_last_request_is_finished() -> N
         slow = asyncio.create_task(client.get(f"{url}/slow"))
         await wait_until(lambda: app.num_slow == 1)
         server.handle_exit(signal.SIGTERM, None)
-        await wait_until(lambda: server.draining.refuses)
+        await wait_until(lambda: server.refuses)
         assert (await client.get(f"{url}/other")).text == "done"
         assert not task.done()
         app.finished.set()
@@ -106,7 +106,7 @@ async def test_a_second_ctrl_c_ends_the_drain_and_a_second_sigterm_does_not(
     number: signal.Signals, ends: bool
 ) -> None:
     """A machine that shuts down sends one, and the launcher another."""
-    server = DrainingServer(uvicorn.Config(SlowApp()), Draining(), 60, KeeperChannel(None))
+    server = GatewayServer(uvicorn.Config(SlowApp()), SlowApp(), KeeperChannel(None), 60)
     for _ in range(2):
         assert not server.should_exit
         server.handle_exit(number, None)
