@@ -225,7 +225,7 @@ def build(
     app.state.access = gateway.access
     app.state.files = gateway.files
     app.state.refuses = refuses
-    app.router.routes.extend(checked_routes(gateway.settings.has_keys))
+    app.router.routes.extend(checked_routes(bool(gateway.settings.api_key)))
     served = add_cors(partial(resume_posts, app), gateway.settings)
     traced = [trace_request] if tracing.is_on() else []
     arrival = partial(note_arrival, count_arrival, Turns(MAX_ARRIVALS))
@@ -263,7 +263,7 @@ def add_cors(app: ASGIApp, settings: Settings) -> ASGIApp:
     """Let browsers give responses to pages of the allowed origins: those of CORS_ALLOW_ORIGIN; without it all
     origins if a setting gives keys, else those of this machine.
     """
-    origins = settings.cors_allow_origin or (("*",) if settings.has_keys else ())
+    origins = settings.cors_allow_origin or (("*",) if settings.api_key else ())
     return CORSMiddleware(
         app,
         allow_origins=origins,

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 FAULTS = {
     404: "There is none",
-    409: "It has ended or is not dead, or the keys are in API_KEYS_FILE",
+    409: "It has ended or is not dead",
 }
 ERRORS = only(TGI_ERRORS, 401, 403, 422, 503) | error_responses(ErrorResponse, FAULTS)
 router = APIRouter(responses=ERRORS, tags=[FLEET])
@@ -78,11 +78,8 @@ KeyId = Annotated[str, Path(description="Its `key_id`.")]
 async def list_keys(request: Request) -> Response:
     """Returns all keys, the oldest first, revoked and expired ones, too."""
     pool = checked_pool(request)
-    if pool.settings.api_keys_file:
-        known = pool.keys.by_id
-    else:
-        async with asking_broker():
-            known = await api_keys.read_keys(pool.client)
+    async with asking_broker():
+        known = await api_keys.read_keys(pool.client)
     now_s = pool.client.clock.now_s()
     return fresh_json({"keys": [describe_key(key, now_s) for key in known.values()]})
 
@@ -131,12 +128,10 @@ def checked_pool(request: Request) -> Pool:
 
 @contextlib.asynccontextmanager
 async def changing_keys(request: Request) -> AsyncIterator[Pool]:
-    """The gateway's own pool, to change its keys. Raises ApiError: 403 as `checked_pool`; 409 if the keys are
-    in a file, or the change is refused; 404 for an unknown key.
+    """The gateway's own pool, to change its keys. Raises ApiError: 403 as `checked_pool`; 409 if the change
+    is refused; 404 for an unknown key.
     """
     pool = checked_pool(request)
-    if pool.settings.api_keys_file:
-        raise ApiError(409, "conflict", "The API keys of this fleet are in API_KEYS_FILE: change that file")
     try:
         yield pool
     except ChangeRefused as error:

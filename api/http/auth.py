@@ -7,28 +7,22 @@ one.
 """
 
 import asyncio
-import contextlib
 import hmac
 import ipaddress
 import logging
 import re
 import socket
 from collections.abc import Callable, Collection, Iterable
-from pathlib import Path
 
-import yaml
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from api.errors import ApiError, quoted, unavailable
-from api.http.body import field_name
 from api.outbound import is_address
-from common.api_keys import STATIC_KEY_ID, ApiKey, KeyFields, digest_of, read_keys
+from common.api_keys import STATIC_KEY_ID, ApiKey, digest_of, read_keys
 from common.broker.client import CONNECT_TIMEOUT_S, FailureLog
 from common.broker.pool_client import BrokerClock, PoolClient
-from common.ids import KEY_ID
 from common.process.event_loop import until_beat
-from common.settings.settings import SettingError, Settings
+from common.settings.settings import Settings
 
 API_KEY = "api_key"
 """Key of a request's state: the record of its API key."""
@@ -140,8 +134,7 @@ class KeyRing:
         was_read: set when the keys are known.
         has_keys: whether there is or was a key besides API_KEY: from then on a request needs one, also if
             the broker loses them all.
-        seen: of the keys that were read last: the version of those in Redis, or size, time and number of the
-            file, empty for no file; None before the first time.
+        seen: the version of the keys that were read last; None before the first time.
         active: ids of keys that count, and so all that may have live requests.
         clock: of the broker.
         active_from_s, active_until_s: Unix times between which these keys count: before an expiry that has
@@ -149,23 +142,18 @@ class KeyRing:
     """
 
     def __init__(self, settings: Settings) -> None:
-        """Raises SettingError."""
         self.static = (
             ApiKey(STATIC_KEY_ID, digest_of(settings.api_key), admin=True) if settings.api_key else None
         )
-        self.path = Path(settings.api_keys_file) if settings.api_keys_file else None
         self.by_digest: dict[str, ApiKey] = {}
         self.by_id: dict[str, ApiKey] = {}
         self.clock = BrokerClock()
         self.active: set[str] = set()
         self.active_from_s = 0.0
         self.active_until_s = float("inf")
-        self.seen: bytes | tuple[int, ...] | None = None
+        self.seen: bytes | None = None
         self.was_read = asyncio.Event()
-        self.has_keys = self.path is not None
-        if self.path is not None:
-            self.take(read_key_file(self.path))
-            self.was_read.set()
+        self.has_keys = False
 
     # --- keys -----------------------------------------------------------------------------------------------
 
@@ -227,25 +215,13 @@ class KeyRing:
         return before - self.active
 
     async def refresh(self, client: PoolClient) -> set[str]:
-        """Read the keys if they have changed; a faulty change of a file is logged, and the keys of before
-        count on. Returns the ids of those that count no more. Raises one of ERRORS.
+        """Read the keys if they have changed. Returns the ids of those that count no more. Raises one of
+        ERRORS.
         """
-        if self.path is not None:
-            stamp: tuple[int, ...] = ()
-            with contextlib.suppress(OSError):
-                found = self.path.stat()
-                stamp = found.st_size, found.st_mtime_ns, found.st_ino
-            if stamp != self.seen:
-                self.seen = stamp
-                try:
-                    self.take(await asyncio.to_thread(read_key_file, self.path))
-                except SettingError as error:
-                    log.error("%s; the keys of before count on", error)
-        else:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                if (version := await client.read_version(client.keys.api_keys)) != self.seen:
-                    self.take((await read_keys(client)).values())
-                    self.seen = version
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            if (version := await client.read_version(client.keys.api_keys)) != self.seen:
+                self.take((await read_keys(client)).values())
+                self.seen = version
         self.was_read.set()
         return self.take_time()
 
@@ -268,58 +244,3 @@ class KeyRing:
 
 def unauthorized(why: str) -> ApiError:
     return ApiError(401, "unauthorized", why)
-
-
-NAME = "api_keys_file"
-MAX_BYTES = 16 * 2**20
-
-
-class FileKeyFields(KeyFields):
-    """A key in a file: its text, or its SHA-256."""
-
-    key_id: str = Field(pattern=f"^{KEY_ID.pattern}$")
-    key: str | None = Field(default=None, min_length=16, max_length=256, pattern="^[\\x21-\\x7e]+$")
-    digest: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
-
-
-class KeyFileContent(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    keys: list[FileKeyFields] = Field(max_length=10_000)
-
-
-def read_key_file(path: Path) -> list[ApiKey]:
-    """The keys of a file. Raises SettingError with the line and the field at fault."""
-    try:
-        text = path.read_bytes()[: MAX_BYTES + 1]
-    except OSError as error:
-        raise SettingError(NAME, f"{path} cannot be read: {error.strerror}") from error
-    if len(text) > MAX_BYTES:
-        raise SettingError(NAME, f"{path} is larger than {MAX_BYTES} bytes")
-    try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise SettingError(NAME, f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    try:
-        parsed = KeyFileContent.model_validate(content)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        raise wrong(path, field_name(problem["loc"]), problem["msg"]) from error
-    records: list[ApiKey] = []
-    ids, digests = {STATIC_KEY_ID}, set[str]()
-    for i, one in enumerate(parsed.keys):
-        if (one.key is None) == (one.digest is None):
-            raise wrong(path, f"keys[{i}]", "give either `key` or `digest`, its SHA-256")
-        digest = one.digest or digest_of(one.key or "")
-        if one.key_id in ids:
-            raise wrong(path, f"keys[{i}].key_id", f"{one.key_id!r} is the name of another key")
-        if digest in digests:
-            raise wrong(path, f"keys[{i}]", "another entry has the same key")
-        ids.add(one.key_id)
-        digests.add(digest)
-        records.append(one.to_key(one.key_id, digest))
-    return records
-
-
-def wrong(path: Path, field: str, why: str) -> SettingError:
-    return SettingError(NAME, f"{path}, `{field}`: {why}")

@@ -92,8 +92,6 @@ class SettingFields(BaseModel):
     """this gateway's own port (0: any)"""
     api_key: str | None = None
     """the key that `Authorization: Bearer` must carry (default: none)"""
-    api_keys_file: str | None = None
-    """YAML file with API keys, read again when it changes (default: keys of `tokenfleet keys`)"""
     cors_allow_origin: Words = ()
     """origins that browsers may call from; * is any (default: any with API_KEY, else this machine's)"""
     compute_type: str | None = None

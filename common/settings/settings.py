@@ -132,11 +132,6 @@ class Settings(SettingFields):
         return (self.num_shard or 1) * self.pipeline_parallel_size
 
     @property
-    def has_keys(self) -> bool:
-        """Whether settings say that a request needs an API key; keys in Redis may say so later."""
-        return bool(self.api_key or self.api_keys_file)
-
-    @property
     def weights(self) -> dict[str, float]:
         """The weights of tenants; a tenant that is not there has 1."""
         return dict(map(read_weight, self.tenant_weights))

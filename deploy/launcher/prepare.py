@@ -529,10 +529,8 @@ def say_access(settings: Settings) -> None:
     machine.
     """
     key = "must carry the key in API_KEY" if settings.api_key else "need no key (API_KEY is not set)"
-    if settings.api_keys_file:
-        key = "must carry a key of API_KEYS_FILE" + (", or API_KEY" if settings.api_key else "")
     log.info("requests %s", key)
-    if not settings.has_keys and not ipaddress.ip_address(settings.listen_host).is_loopback:
+    if not settings.api_key and not ipaddress.ip_address(settings.listen_host).is_loopback:
         log.warning(
             "everybody who reaches %s:%d may use this fleet, unless it has keys (docs/security.md): "
             "set API_KEY, or HOSTNAME=127.0.0.1 for this machine alone",

@@ -10,7 +10,6 @@ from base64 import b64encode
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -227,33 +226,7 @@ async def test_a_rotated_key_has_another_text_and_its_streams_go_on(
     reading.cancel()
 
 
-# --- a file -------------------------------------------------------------------------------------------------
-
-
-async def test_keys_in_a_file_count_and_are_read_again(broker: Broker, tmp_path: Path) -> None:
-    path, key = tmp_path / "keys.yaml", "k" * 40
-    entry = f"keys:\n- key_id: one\n  digest: {digest_of(key)}\n  tenant: acme\n"
-    path.write_text(entry)
-    async with answering(broker.url, Answer([11]), api_keys_file=str(path)) as (worker, gateway, client):
-        assert [await status(client, sent) for sent in (key, "wrong")] == [200, 401]
-        assert (worker.seen[-1].tenant, worker.seen[-1].key_id) == ("acme", "one")
-        path.write_text(f"{entry}- key_id: two\n  key: {'z' * 16}\n")
-        await wait_until(lambda: "two" in gateway.keys.active)
-        assert await status(client, "z" * 16) == 200
-        path.write_text("keys: [")
-        await asyncio.to_thread(path.unlink)
-        path.write_text("keys:\n- key_id: two\n  key: too short\n")
-        assert await status(client, key) == 200
-        path.write_text("keys: []")
-        await wait_until(lambda: not gateway.keys.active)
-        assert await status(client, key) == 401
-
-
-async def test_a_gateway_does_not_start_with_a_faulty_file(broker: Broker, tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"API_KEYS_FILE: .*keys\.yaml cannot be read: No such file"):
-        async with serving(broker.url, api_keys_file=str(tmp_path / "keys.yaml")):
-            pass
-
+# --- over HTTP ----------------------------------------------------------------------------------------------
 
 ADMIN = bearer("sesame")
 
@@ -283,21 +256,15 @@ async def test_an_admin_manages_keys(broker: Broker) -> None:
         assert (wrong.status_code, "`weight`" in wrong.text) == (422, True)
 
 
-async def test_nobody_else_does(broker: Broker, tmp_path: Path) -> None:
-    path = tmp_path / "keys.yaml"
-    entries = "- {key_id: one, key: aaaaaaaaaaaaaaaa}\n- {key_id: two, key: bbbbbbbbbbbbbbbb, admin: true}"
-    path.write_text(f"keys:\n{entries}\n")
-    async with serving(broker.url, api_keys_file=str(path)) as (_, client):
-        one, two = bearer("a" * 16), bearer("b" * 16)
-        assert [(await client.get("/admin/keys", headers=key)).status_code for key in (one, two)] == [
-            403,
-            200,
-        ]
+async def test_nobody_else_does(broker: Broker) -> None:
+    async with answering(broker.url, Answer([11]), api_key="sesame") as (_, gateway, client):
+        one = (await client.post("/admin/keys", json={"tenant": "acme"}, headers=ADMIN)).json()
+        await wait_until(lambda: one["key_id"] in gateway.keys.active)
+        keys = (bearer(one["key"]), ADMIN)
+        assert [(await client.get("/admin/keys", headers=key)).status_code for key in keys] == [403, 200]
         assert (await client.get("/admin/keys")).status_code == 401
-        access = [(await client.get("/page/access", headers=key)).json()["status"] for key in (one, two, {})]
+        access = [(await client.get("/page/access", headers=key)).json()["status"] for key in (*keys, {})]
         assert access == [403, 200, 401]
-        refused = await client.post("/admin/keys", json={}, headers=two)
-        assert (refused.status_code, "API_KEYS_FILE" in refused.text) == (409, True)
 
 
 async def test_the_first_key_is_not_made_by_whoever_comes(broker: Broker) -> None:

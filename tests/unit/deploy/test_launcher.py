@@ -626,7 +626,6 @@ def test_limits_beyond_the_context_are_refused_before_anything_is_loaded(tmp_pat
         ({"hostname": "::"}, True),
         ({"hostname": "my-machine"}, True),
         ({"api_key": "secret"}, False),
-        ({"api_keys_file": "keys.yaml"}, False),
         ({"hostname": "127.0.0.1"}, False),
         ({"hostname": "localhost"}, False),
     ],
