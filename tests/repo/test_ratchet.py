@@ -13,15 +13,15 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (14_091, 27_309),
+    "api": (13_836, 27_125),
     "batcher": (2_846, 4_898),
     "gpu_worker": (11_505, 22_022),
-    "common": (3_827, 7_623),
-    "deploy": (2_511, 4_414),
-    "tests": (32_303, 56_641),
+    "common": (3_823, 7_614),
+    "deploy": (2_509, 4_412),
+    "tests": (32_213, 56_484),
     "benchmarks": (2_202, 3_748),
 }
-MOST_WORDS_OF_DOCS = 21_948
+MOST_WORDS_OF_DOCS = 21_855
 SLACK = 0.01
 
 
