@@ -26,16 +26,11 @@ log = logging.getLogger(__name__)
 
 
 def main(translate: Callable[[Sequence[str]], Sequence[str]]) -> int:
-    replace_unprintable()
-    with exit_when_unservable():
-        return run(translate(sys.argv[1:]))
-
-
-def replace_unprintable() -> None:
-    """Have characters that the terminal's encoding lacks printed as question marks."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors="replace")  # what the terminal's encoding lacks is a question mark
+    with exit_when_unservable():
+        return run(translate(sys.argv[1:]))
 
 
 def run(argv: Sequence[str]) -> int:
@@ -49,8 +44,10 @@ def run(argv: Sequence[str]) -> int:
         case [] | ["--help" | "-h" | "help"]:
             print(usage())
         case [word, *rest]:
-            if word not in COMMANDS:
-                raise SettingError("command", f"{word!r} is not a command{suggestion(word)}")
+            action = " ".join(argv[:2])
+            name = action if action in TABLE["gone"] else word
+            if name not in COMMANDS:
+                raise SettingError("command", f"{name!r} is not a command{suggestion(name)}")
             reader = COMMANDS[word].argv
             return int(call(reader, rest) if reader else call("deploy.cli.admin.main", argv))
     return 0
@@ -82,9 +79,7 @@ def replace_process(argv: list[str], word: str) -> NoReturn:
     die_with_parent()
     description = f"Start {COMMANDS[word].help}. It needs REDIS_URL. "
     name, settings = launcher.read_process(kind, argv, f"tokenfleet {word}", description)
-    setproctitle.setproctitle(
-        f"tokenfleet {word}"
-    )  # other users can read a command line, and this one has a key
+    setproctitle.setproctitle(f"tokenfleet {word}")  # others can read a command line, and this one has a key
     incarnation = new_incarnation(name)
     logs.set_up(name, settings.log_level, settings.json_output, incarnation)
     settings = prepare.prepare(settings, kind)
