@@ -15,7 +15,6 @@ import ast
 import difflib
 import inspect
 import itertools
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -68,20 +67,12 @@ class Option(NamedTuple):
     @property
     def accepts(self) -> tuple[str, ...]:
         """The values that ask for what is the case; `ANY` where all do."""
-        values = self.answer.partition(" of ")[0]
-        return ANY if values == "any" else () if values == "none" else tuple(values.split(" or "))
-
-    @property
-    def known(self) -> list[str]:
-        """If not empty, the only values that the other server knows, in small letters; the part before a
-        colon counts, and dashes are as underscores.
-        """
-        return self.answer.partition(" of ")[2].split()
+        return () if self.answer == "none" else tuple(self.answer.split(" or "))
 
     @property
     def outcome(self) -> str:
         """What becomes of the option, for the help."""
-        if self.accepts is ANY:
+        if self.accepts == ANY:
             return f"accepted: {self.why}"
         accepted = " or ".join(self.accepts)
         return f"{f'only {accepted}' if accepted else 'refused'}: {self.why}"
@@ -133,20 +124,13 @@ class GivenValue(NamedTuple):
 def check_option(option: Option, given: GivenValue) -> None:
     """Raises SettingError where the option asks for what is not the case."""
     value = convert(option.kind, given.text, given.name)
-    if option.known and with_underscores(given.text.split(":")[0]) not in map(with_underscores, option.known):
-        known = ", ".join(option.known)
-        raise SettingError(given.name, f"{given.text} is not one of {known}")
-    if option.accepts is ANY:
+    if option.accepts == ANY:
         return
     accepted = [convert(option.kind, text, given.name) for text in option.accepts]
     if value not in accepted:
         raise SettingError(
             given.name, f"{'…' if option.is_secret else given.text} is not served: {option.why}"
         )
-
-
-def with_underscores(name: str) -> str:
-    return name.lower().replace("-", "_")
 
 
 SECTIONS = {
@@ -176,8 +160,6 @@ def help_texts() -> dict[str, str]:
     }
 
 
-OBJECTS = ("-sc", "--speculative-config")
-"""Flags of an object whose parts may be flags, too."""
 FIRST_WEEK = (
     *("model_id", "served_model_name", "lora_adapters", "quantize", "hostname", "port", "api_key"),
     *("max_input_tokens", "max_total_tokens", "redis_url", "num_workers", "num_shard", "max_batch_size"),
@@ -273,7 +255,7 @@ def spell_as_ours(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[
     """The words of a command line with underscores in flags as dashes, `--no-x` of a switch as `--x=false`,
     and `--config FILE` as the flags that the file has.
     """
-    words = [spelled for word in join_parts(argv) for spelled in spell_flag(word, parser)]
+    words = [spelled for word in argv for spelled in spell_flag(word, parser)]
     if "--config" not in words:
         return words
     i = words.index("--config")
@@ -283,28 +265,6 @@ def spell_as_ours(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[
         given |= {"--model-id", "--model"}
     in_file = config_flags(words[i + 1] if i + 1 < len(words) else "")
     return [*(flag for flag in in_file if flag.split("=")[0] not in given), *rest]
-
-
-def join_parts(argv: Sequence[str]) -> list[str]:
-    """The words of a command line with `--speculative-config.method suffix` and its like as one object."""
-    words: list[str] = []
-    parts: dict[str, Any] = {}
-    rest = iter(argv)
-    for word in rest:
-        name, equals, value = word.partition("=")
-        whole, dot, part = name.partition(".")
-        if dot and whole.replace("_", "-") in OBJECTS:
-            parts[part.replace("-", "_")] = json_or_text(value if equals else next(rest, ""))
-        else:
-            words.append(word)
-    return [*words, *([f"{OBJECTS[-1]}={json.dumps(parts)}"] if parts else [])]
-
-
-def json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def spell_flag(word: str, parser: argparse.ArgumentParser) -> list[str]:
@@ -368,7 +328,7 @@ def unheeded(argv: Sequence[str]) -> list[str]:
     return [
         f"{flag_of(option.name)} changes nothing: {option.why}"
         for option in options
-        if option.accepts is ANY and option.flag and option.name != "env"
+        if option.accepts == ANY and option.flag and option.name != "env"
     ]
 
 

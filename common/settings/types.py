@@ -21,8 +21,6 @@ MAX_NUMBER = 2**53
 """Lua scripts count in doubles, which are exact up to here."""
 MAX_PROCESSES = 1024
 """Processes of one kind, or threads: more than a machine can use, but too few to stop it."""
-LIMIT = re.compile(r"([a-z]+)=(\d+)")
-"""vLLM's older form of `limit_mm_per_prompt`."""
 NEXT_URL = r",(?=[^,=/:?]+=)"
 """The comma before the next `pool=`: a URL of Sentinel has commas itself, which no name follows."""
 KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
@@ -57,13 +55,11 @@ def to_number(value: Any) -> Any:
 
 
 def to_num_pictures(value: Any) -> Any:
-    """The number of pictures in vLLM's limits, as `{"image": 2}` or `image=2`; others stay as they are."""
-    if not isinstance(value, str) or value.isdecimal():
+    """The number of pictures in vLLM's limits, as `{"image": 2}`; others stay as they are."""
+    if not isinstance(value, str) or not value.startswith("{"):
         return value
-    pairs = LIMIT.sub(r'"\1":\2', value)
-    text = value if value.lstrip().startswith("{") else f"{{{pairs}}}"
     with contextlib.suppress(ValueError):
-        limits = json.loads(text)
+        limits = json.loads(value)
         found = limits.get("image", limits)
         return found.get("count", value) if isinstance(found, dict) else found
     return value

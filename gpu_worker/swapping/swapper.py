@@ -93,12 +93,6 @@ def choose(turn: ModelTurn, others: Sequence[PoolDemand]) -> str | None:
     return first.pool if first and turn.lasted_s >= turn_s(turn, first) else None
 
 
-def choose_first(pools: Sequence[PoolDemand]) -> str | None:
-    """The pool that a worker serves first: of those that wait for one, the one that has waited longest."""
-    asked = [pool for pool in pools if pool.num_waiting and pool.can_wake and not pool.num_workers]
-    return max(asked, key=lambda pool: pool.waited_s).pool if asked else None
-
-
 def wants_worker(turn: ModelTurn, other: PoolDemand) -> bool:
     """Whether another model needs this worker. One that has workers needs another only for requests that
     have waited for longer than a swap, and only one that has nothing else to do.
@@ -525,7 +519,8 @@ class Swapper:
         self.next = self.settings.pools[number % len(self.settings.pools)]
         with contextlib.suppress(*ERRORS):
             demands = await self.read_demands()
-            if (first := choose_first([*demands.values()])) and await self.claim(first):
+            idle = ModelTurn(PoolDemand(""), lasted_s=math.inf, idle_s=math.inf)
+            if (first := choose(idle, [*demands.values()])) and await self.claim(first):
                 self.next = first
 
     async def wait_for_other(self, model: ServedModel, stay: Stay) -> str:

@@ -13,6 +13,7 @@ width of the table, all fixed by the graph.
 
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -334,10 +335,5 @@ def layers_of(model: nn.Module, attentions: Iterable[nn.Module]) -> list[Any]:
     `model.layers.3.self_attn`.
     """
     names = {module: name for name, module in model.named_modules()}
-    found: dict[str, None] = {}
-    for attention in attentions:
-        parts = names[attention].split(".")
-        number = next((place for place, part in enumerate(parts) if part.isdigit()), None)
-        if number is not None:
-            found[".".join(parts[: number + 1])] = None
-    return [model.get_submodule(name) for name in found]
+    found = (re.match(r"(.*?\.)?\d+(?=\.|$)", names[attention]) for attention in attentions)
+    return [model.get_submodule(name) for name in dict.fromkeys(match[0] for match in found if match)]

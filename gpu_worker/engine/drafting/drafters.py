@@ -29,6 +29,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -384,17 +385,11 @@ class HiddenStates:
         self.device = device
         self.recorded: list[torch.Tensor] = [torch.empty(0)] * len(modules)
         for number, module in enumerate(modules):
-            module.register_forward_pre_hook(self.hook_of(number), with_kwargs=True)
+            module.register_forward_pre_hook(partial(self.record, number), with_kwargs=True)
 
-    def hook_of(self, number: int) -> Any:
-        def record(module: Any, arguments: Any, options: Any) -> None:
-            states = arguments[0] if arguments else options["hidden_states"]
-            self.record(number, states.reshape(-1, states.shape[-1]))
-
-        return record
-
-    def record(self, number: int, states: torch.Tensor) -> None:
-        """Keep states [tokens, hidden] of any dtype."""
+    def record(self, number: int, module: Any, arguments: Any, options: Any) -> None:
+        """Keep the states [..., hidden] of any dtype that a module gets."""
+        states = (arguments[0] if arguments else options["hidden_states"]).flatten(0, -2)
         if self.device.type != "cuda":
             self.recorded[number] = states
             return

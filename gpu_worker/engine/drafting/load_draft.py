@@ -2,13 +2,12 @@
 EAGLE-3's layer), and the engine's drafter.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from common import model_files
@@ -46,6 +45,7 @@ from gpu_worker.engine.model.quantized_linears import check_fp8
 from gpu_worker.engine.model.warmup import max_decoded_tokens, max_step_tokens
 from gpu_worker.engine.model.weights import check_files, read_config
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
+from gpu_worker.engine.parallel.stages import find_layers
 from gpu_worker.engine.quantization.checkpoint import file_slices
 from gpu_worker.engine.sampling.grammar import Matchers
 from gpu_worker.protocol import UnservableModel, first_cause
@@ -73,14 +73,14 @@ def load_draft(
         dtype = name_of(target.geometry.dtype)
         found = model_files.resolve(speculation.model, speculation.revision, progress, dtype=dtype)
         method = method_of(found, speculation)
-        if method == DRAFT_MODEL:
-            return load_model(found, speculation, settings, target, communicator, progress)
-        if settings.deterministic:
+        if method in (DRAFT_MODEL, EAGLE3) and not speculation.num_tokens:
+            raise SettingError(CONFIG, f"{method} needs num_speculative_tokens, 1 to {MAX_SPECULATED}")
+        if settings.deterministic and method != DRAFT_MODEL:
             cause = f"{method} needs hidden states, which steps of a fixed shape do not keep (DETERMINISTIC)"
             raise SettingError(CONFIG, cause)
-        if method == EAGLE3:
-            return load_eagle(found, speculation, settings, target, communicator)
-        draft = load_heads(HEADS[method], found, replace(speculation, method=method), target, communicator)
+        progress(f"loading {speculation.model}, which proposes tokens")
+        own = replace(speculation, method=method)
+        draft = LOADERS[method](found, own, settings, target, communicator)
         draft.max_states = max_step_tokens(settings, target.device)
         return draft
     except SettingError as error:
@@ -110,14 +110,13 @@ def method_of(path: Path, speculation: Speculation) -> str:
     config = read_json(path / CONFIG_FILE)
     kind = str(config.get("model_type"))
     names = " ".join(config.get("architectures") or ()).lower()
-    found = DRAFT_MODEL
-    if kind == "medusa" or "medusa_num_heads" in config:
-        found = MEDUSA
-    elif kind == "mlp_speculator" or "mlpspeculator" in names:
-        found = MLP_SPECULATOR
-    elif "eagle3" in names or "eagle3" in str(config.get("speculators_model_type")):
-        found = EAGLE3
-    elif "eagle" in names or "mtp" in names or "medusa" in names:
+    found = first_cause(
+        (kind == "medusa" or "medusa_num_heads" in config, MEDUSA),
+        (kind == "mlp_speculator" or "mlpspeculator" in names, MLP_SPECULATOR),
+        ("eagle3" in names or "eagle3" in str(config.get("speculators_model_type")), EAGLE3),
+        (not any(other in names for other in ("eagle", "mtp", "medusa")), DRAFT_MODEL),
+    )
+    if not found:
         raise UnservableModel(f"{' '.join(config['architectures'])} is no kind of heads that is served")
     if speculation.method not in (NO_METHOD, found):
         raise SettingError(CONFIG, f"method is {speculation.method}, but {speculation.model} is a {found}")
@@ -125,20 +124,12 @@ def method_of(path: Path, speculation: Speculation) -> str:
 
 
 def load_model(
-    path: Path,
-    speculation: Speculation,
-    settings: Settings,
-    target: LoadedModel,
-    communicator: Communicator,
-    progress: Progress,
+    path: Path, speculation: Speculation, settings: Settings, target: LoadedModel, communicator: Communicator
 ) -> Draft:
     """A smaller model with the same vocabulary. Raises SettingError, UnservableModel."""
-    if not speculation.num_tokens:
-        raise SettingError(CONFIG, f"{DRAFT_MODEL} needs num_speculative_tokens")
     check_vocabulary(path, target)
     if not communicator.samples:
         return Draft(DRAFT_MODEL, speculation.num_tokens)
-    progress(f"loading {speculation.model}, which proposes tokens")
     changed: dict[str, Any] = dict.fromkeys(OF_THE_TARGET)
     changed |= {"model_id": speculation.model, "tokenizer_name": str(target.tokenizer)}
     changed |= {"speculate": 0, "enable_lora": False}
@@ -178,12 +169,12 @@ HEADS: Mapping[str, Any] = {MEDUSA: MedusaHeads, MLP_SPECULATOR: MlpSpeculatorHe
 
 
 def load_heads(
-    kind: Any, path: Path, speculation: Speculation, target: LoadedModel, communicator: Communicator
+    path: Path, speculation: Speculation, settings: Settings, target: LoadedModel, communicator: Communicator
 ) -> Draft:
     """Heads of a checkpoint, on the device of the model. Raises SettingError, UnservableModel."""
     config = read_json(path / CONFIG_FILE)
     hidden_size = target.model.config.get_text_config().hidden_size
-    heads = kind.of(config, hidden_size, target.vocab_size)
+    heads = HEADS[speculation.method].of(config, hidden_size, target.vocab_size)
     most = min(heads.num_heads, MAX_SPECULATED)
     if speculation.num_tokens > most:
         cause = f"num_speculative_tokens is {speculation.num_tokens}, but it has {most} heads"
@@ -202,8 +193,6 @@ def load_eagle(
     path: Path, speculation: Speculation, settings: Settings, target: LoadedModel, communicator: Communicator
 ) -> Draft:
     """The layer of an EAGLE-3 checkpoint, with a cache of its own. Raises SettingError, UnservableModel."""
-    if not speculation.num_tokens:
-        raise SettingError(CONFIG, f"{EAGLE3} needs num_speculative_tokens, 1 to {MAX_SPECULATED}")
     values = read_json(path / CONFIG_FILE)
     target_config = target.model.config.get_text_config()
     config = read_eagle_config(values, target_config.hidden_size)
@@ -243,31 +232,27 @@ def load_eagle(
         vocab_size=size,
     )
     attach_empty(cached, SINGLE_RANK)
-    recorded = [layers_of(target.model)[number] for number in numbers]
-    max_states = max_step_tokens(settings, device)
+    layers = target.model.get_submodule(find_layers(target.model))
+    recorded = [layers[number] for number in numbers]
     state_bytes = len(numbers) * target_config.hidden_size * dtype.itemsize
-    return Draft(EAGLE3, speculation.num_tokens, layer, cached, max_states, state_bytes, recorded)
+    return Draft(EAGLE3, speculation.num_tokens, layer, cached, 0, state_bytes, recorded)
 
 
-def layers_of(model: Any) -> Any:
-    """The list of a model's decoder layers. Raises UnservableModel."""
-    number = model.config.get_text_config().num_hidden_layers
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == number:
-            return module
-    raise UnservableModel("the layers of the model are not found")
+LOADERS: Mapping[str, Callable[[Path, Speculation, Settings, LoadedModel, Communicator], Draft]] = {
+    DRAFT_MODEL: load_model,
+    EAGLE3: load_eagle,
+    MEDUSA: load_heads,
+    MLP_SPECULATOR: load_heads,
+}
 
 
 def read_vocabulary_map(layer: Any, slices: Mapping[str, Any], size: int, vocab_size: int) -> None:
     """Read which token of the model each of the draft's `size` tokens is. Raises UnservableModel."""
-    if "d2t" in slices:
-        offsets = slices["d2t"][...].long()
-        ids = torch.arange(len(offsets)) + offsets
-        if len(offsets) != size or bool(((ids < 0) | (ids >= vocab_size)).any()):
-            raise UnservableModel(f"d2t does not name {size} of the model's {vocab_size} tokens")
-        layer.draft_to_target.copy_(offsets)
-    elif size > vocab_size:
-        raise UnservableModel(f"its vocabulary has {size} tokens, and the model's {vocab_size}")
+    offsets = slices["d2t"][...].long() if "d2t" in slices else torch.zeros(size, dtype=torch.int64)
+    ids = torch.arange(len(offsets)) + offsets
+    if len(offsets) != size or bool(((ids < 0) | (ids >= vocab_size)).any()):
+        raise UnservableModel(f"d2t does not name {size} of the model's {vocab_size} tokens")
+    layer.draft_to_target.copy_(offsets)
 
 
 def read_parameters(heads: Any, slices: Mapping[str, Any], shared: Sequence[str] = ()) -> None:
@@ -291,14 +276,18 @@ def read_parameters(heads: Any, slices: Mapping[str, Any], shared: Sequence[str]
         parameters[own].data.copy_(tensor)
 
 
+DRAFTERS: Mapping[str, type[Drafter]] = {
+    DRAFT_MODEL: ModelDrafter,
+    EAGLE3: EagleDrafter,
+    MEDUSA: HeadDrafter,
+    MLP_SPECULATOR: HeadDrafter,
+}
+
+
 def make_drafter(loaded: LoadedModel, matchers: Matchers, communicator: Communicator) -> Drafter | None:
     """None if no model proposes tokens."""
     draft = loaded.draft
     if draft is None:
         return None
-    kind: type[Drafter] = HeadDrafter
-    if draft.model is None:
-        kind = Drafter
-    elif draft.cached:
-        kind = EagleDrafter if draft.recorded else ModelDrafter
+    kind = Drafter if draft.model is None else DRAFTERS[draft.method]
     return kind(draft, loaded, matchers, communicator)

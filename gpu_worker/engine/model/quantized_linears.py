@@ -69,7 +69,10 @@ def round_linears(model: Any, method: str, device: torch.device) -> FindBlocks:
     `quantise_linears`. Raises SettingError if there are no such layers.
     """
     made: dict[str, Blocks] = {}
-    for name, linear in rounded_linears(model, method):
+    linears, kind = rounded_linears(model), type(model).__name__
+    if not linears:
+        raise SettingError("quantize", f"{method}, but {kind} has no linear layers that can be rounded")
+    for name, linear in linears.items():
         weight = ROUNDINGS[method](linear.weight.detach().to(device))
         if isinstance(weight, Blocks) and replace_linear(model, name, linear, weight, device):
             continue
@@ -138,21 +141,16 @@ def check_fp8(config: Any, settings: Settings, device: torch.device, dtype: torc
         raise SettingError("quantize", f"fp8 gives bfloat16, and DTYPE is {settings.dtype}")
 
 
-def rounded_linears(model: Any, method: str) -> list[tuple[str, nn.Linear]]:
-    """The linear layers that are rounded at load, with their names: not the head, nor layers of routers.
-    Raises SettingError if there are none.
+def rounded_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers of a model, or of a part of it, that are rounded, by name: not those of routers, nor
+    the head.
     """
-    head = model.get_output_embeddings()
-    found = [
-        (name, linear)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return {
+        name: linear
         for name, linear in plain_linears(model)
         if linear is not head and not {*name.split(".")} & ROUTERS
-    ]
-    if not found:
-        raise SettingError(
-            "quantize", f"{method}, but {type(model).__name__} has no linear layers that can be rounded"
-        )
-    return found
+    }
 
 
 def plain_linears(model: nn.Module) -> list[tuple[str, nn.Linear]]:

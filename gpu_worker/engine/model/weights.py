@@ -116,18 +116,14 @@ def check_quantize(quantization: dict[str, Any] | None, settings: Settings) -> N
     """Raises SettingError if QUANTIZE names another method than the checkpoint, or for plain weights one that
     is not made at load.
     """
-    asked = settings.quantize
-    if quantization is None and asked in (None, *ROUNDINGS):
-        return  # see `quantizes`
-    if quantization is None:
-        made = f"{', '.join(ROUNDINGS)} are made of such at load"
-        if asked == "gptq":
-            made = "`tokenfleet quantize MODEL OUT` makes such a checkpoint"
-        cause = f"this checkpoint's weights are plain; {made}"
-        raise SettingError("quantize", f"{asked} is not served: {cause}")
-    own = methods_of(quantization)
+    asked, own = settings.quantize, methods_of(quantization) if quantization else [*ROUNDINGS]
+    made = f"{', '.join(ROUNDINGS)} are made of such at load"
+    gptq = "`tokenfleet quantize MODEL OUT` makes such a checkpoint"
+    cause = first_cause(
+        (quantization, f"weights are loaded as the checkpoint has them ({own[-1]})"),
+        (True, f"this checkpoint's weights are plain; {gptq if asked == 'gptq' else made}"),
+    )
     if asked not in (None, *own):
-        cause = f"weights are loaded as the checkpoint has them ({own[-1]})"
         raise SettingError("quantize", f"{asked} is not served: {cause}")
 
 

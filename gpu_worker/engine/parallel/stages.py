@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpu_worker.protocol import UnservableModel
+from gpu_worker.protocol import UnservableModel, refuse
 
 UNITS = (64, 32, 16, 8, 1)
 """Features are cut at multiples of the first of these that gives each rank one: matrix products are faster
@@ -162,14 +162,18 @@ def tp_styles(model: Any) -> dict[str, str]:
     and the head is not cut.
     """
     plan = {name: style for name, style in (model.tp_plan or {}).items() if style not in UNCUT}
-    if not any("*" in name for name in plan):
-        raise UnservableModel(
-            f"transformers has no plan for {model.config.model_type} on several ranks (NUM_SHARD)"
-        )
-    if unknown := sorted({*plan.values()} - {*COLUMNS, *SUMMED}):
-        raise UnservableModel(
-            f"its plan for several ranks (NUM_SHARD) asks for {unknown[0]}, which is not served"
-        )
+    kind, unknown = model.config.model_type, sorted({*plan.values()} - {*COLUMNS, *SUMMED})
+    refuse(
+        UnservableModel,
+        (
+            not any("*" in name for name in plan),
+            f"transformers has no plan for {kind} on several ranks (NUM_SHARD)",
+        ),
+        (
+            unknown,
+            f"its plan for several ranks (NUM_SHARD) asks for {''.join(unknown[:1])}, which is not served",
+        ),
+    )
     names = {module: name for name, module in model.named_modules()}
     for module, name in names.items():
         if hasattr(module, "expand_kv"):
@@ -290,7 +294,7 @@ def make_stage_plan(model: Any, num_stages: int) -> StagePlan:
     """
     names = {module: name for name, module in model.named_modules()}
     plan = list(model.pp_plan or {})
-    layers = find_layers(model, plan)
+    layers = find_layers(model)
     embedding, head = names[model.get_input_embeddings()], names.get(model.get_output_embeddings())
     if head is None:
         raise UnservableModel("it has no head that a last stage could have (PIPELINE_PARALLEL_SIZE)")
@@ -302,20 +306,22 @@ def make_stage_plan(model: Any, num_stages: int) -> StagePlan:
     return StagePlan(layers, intervals, embedding, head, tail, bool(model.config.tie_word_embeddings))
 
 
-def find_layers(model: Any, plan: Sequence[str]) -> str:
-    """The name of the list of layers: the one that the plan names, else the only one of the right length."""
+def find_layers(model: Any) -> str:
+    """The name of the list of layers: the one that transformers' `pp_plan` names, else the only one of the
+    right length. Raises UnservableModel.
+    """
     lists = {
         name: len(module)
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and not re.search(r"\.\d+(\.|$)", name)
     }
     total = model.config.num_hidden_layers
-    found = [name for name in lists if name in plan] or [
+    found = [name for name in lists if name in (model.pp_plan or {})] or [
         name for name, count in lists.items() if count and total % count == 0
     ]
     if len(found) != 1:
         raise UnservableModel(
-            "its layers are not one list, which could be split into stages (PIPELINE_PARALLEL_SIZE)"
+            "its layers are not one list, as stages (PIPELINE_PARALLEL_SIZE), EAGLE-3 and quantize need it"
         )
     return str(found[0])
 

@@ -255,25 +255,6 @@ def shrink_parameters(model: Any, shards: Mapping[str, TensorShards], rank: int)
             module.num_embeddings, module.padding_idx = shape[0], None
 
 
-def connect_shards(model: Any, plan: TpPlan, communicator: Communicator) -> None:
-    """Make the ranks' parts compute what the whole model would, by the styles of transformers' plan."""
-    rank = communicator.tp_rank
-    for name, style in plan.styles.items():
-        module = model.get_submodule(name)
-        shards = plan.shards.get(f"{name}.weight")
-        if style in SPLIT and shards:
-            connect(module, split_input, own_inputs=shards.intervals[rank])
-        if style in SUMMED:
-            if rank and getattr(module, "bias", None) is not None:
-                module.bias.data.zero_()  # a sum has it once
-            connect(module, reduce_output, communicator=communicator)
-        elif style in GATHERED and shards:
-            sizes = tuple(end - begin for begin, end in shards.intervals)
-            connect(module, gather_output, communicator=communicator, gathered_sizes=sizes)
-        elif style == EMBEDDING and shards:
-            connect(module, embed_shard, communicator=communicator, own_ids=shards.intervals[rank])
-
-
 def connect(module: Any, forward: Callable[..., Any], **attributes: Any) -> None:
     """Give a module another forward, which finds `attributes` on it and may call its own one."""
     for name, value in attributes.items():
@@ -301,20 +282,43 @@ def reduce_output(module: Any, forward: Forward, *inputs: Any, **options: Any) -
 
 def gather_output(module: Any, forward: Forward, states: torch.Tensor) -> torch.Tensor:
     """states [..., inputs] of the model's dtype → all ranks' outputs side by side, [..., sum of sizes]"""
-    return module.communicator.all_gather(forward(module, states), module.gathered_sizes)  # type: ignore[no-any-return]
+    return module.communicator.all_gather(forward(module, states), module.own_sizes)  # type: ignore[no-any-return]
 
 
 def split_input(module: Any, forward: Forward, states: torch.Tensor) -> torch.Tensor:
     """states [..., inputs] of the model's dtype → the output of this rank's own part of them"""
-    begin, end = module.own_inputs
+    begin, end = module.own_part
     return forward(module, states[..., begin:end])
 
 
-def embed_shard(module: Any, forward: Forward, ids: torch.Tensor) -> torch.Tensor:
-    """ids int64 [1, tokens] → embeddings [1, tokens, hidden] of the model's dtype: ids of other ranks give
-    zeros here, and the sum over the ranks is the embedding.
+def embed_own(module: Any, forward: Forward, ids: torch.Tensor) -> torch.Tensor:
+    """ids int64 [1, tokens] → embeddings [1, tokens, hidden] of the model's dtype, zeros for ids of other
+    ranks: the sum over the ranks is the embedding.
     """
-    begin, end = module.own_ids
+    begin, end = module.own_part
     elsewhere = (ids < begin) | (ids >= end)
-    states = forward(module, (ids - begin).masked_fill(elsewhere, 0))
-    return module.communicator.all_reduce(states.masked_fill(elsewhere[..., None], 0))  # type: ignore[no-any-return]
+    return forward(module, (ids - begin).masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0)
+
+
+FORWARDS: Mapping[str, Sequence[Callable[..., torch.Tensor]]] = {
+    **dict.fromkeys(SUMMED, (reduce_output,)),
+    **dict.fromkeys(SPLIT, (split_input, reduce_output)),
+    **dict.fromkeys(GATHERED, (gather_output,)),
+    EMBEDDING: (embed_own, reduce_output),
+}
+"""By the styles of transformers' plan; those about parts are for modules whose weights are split."""
+
+
+def connect_shards(model: Any, plan: TpPlan, communicator: Communicator) -> None:
+    """Make the ranks' parts compute what the whole model would."""
+    rank = communicator.tp_rank
+    for name, style in plan.styles.items():
+        module, shards = model.get_submodule(name), plan.shards.get(f"{name}.weight")
+        if style in SUMMED and rank and getattr(module, "bias", None) is not None:
+            module.bias.data.zero_()  # a sum has it once
+        intervals = shards.intervals if shards else ()
+        own: dict[str, Any] = {"own_part": intervals[rank]} if intervals else {}
+        own |= {"own_sizes": tuple(end - begin for begin, end in intervals)}
+        for forward in FORWARDS.get(style, ()):
+            if intervals or (style in SUMMED and forward is reduce_output):
+                connect(module, forward, communicator=communicator, **own)

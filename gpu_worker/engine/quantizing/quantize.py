@@ -30,7 +30,7 @@ from common.rank import RankInfo
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.model.families import register_family
 from gpu_worker.engine.model.load import choose_device
-from gpu_worker.engine.model.quantized_linears import ROUTERS
+from gpu_worker.engine.model.quantized_linears import rounded_linears
 from gpu_worker.engine.model.weights import (
     cannot_serve,
     check_files,
@@ -51,29 +51,9 @@ MAX_DAMPING = 1.0
 
 
 @dataclass(frozen=True)
-class Rounded:
-    """The weights of a layer as integers: (quant - zero) * scale.
-
-    Attributes:
-        quants: uint8 [outputs, inputs].
-        scales: float32 [outputs, groups], numbers that the checkpoint's dtype has.
-        zero: the middle of the integers.
-    """
-
-    quants: torch.Tensor
-    scales: torch.Tensor
-    zero: int
-
-    def widen(self) -> torch.Tensor:
-        """float32 [outputs, inputs]"""
-        size = self.quants.shape[1] // self.scales.shape[1]
-        return (self.quants.float() - self.zero) * self.scales.repeat_interleave(size, 1)
-
-
-@dataclass(frozen=True)
 class Grid:
-    """Integers from 0 to 2**bits - 1, the middle of which is the zero. Scales are numbers of `dtype`, and
-    `size` inputs share one.
+    """Integers from 0 to 2**bits - 1, the middle of which is the zero: they stand for (quant - zero) * scale.
+    Scales are numbers of `dtype`, and `size` inputs share one.
     """
 
     bits: int
@@ -88,9 +68,13 @@ class Grid:
         """Whole numbers, float32 as the weights [..., numbers]."""
         return (weights / scales + self.zero).round().clamp(0, 2 * self.zero - 1)
 
-    def round(self, weight: torch.Tensor) -> Rounded:
-        """Round weights float32 [outputs, inputs] to the nearest integers, with the scales of SHRINKS for
-        which the squared errors of a group are the least.
+    def widen(self, quants: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """quants [outputs, inputs], scales float32 [outputs, groups] → float32 [outputs, inputs]"""
+        return (quants.float() - self.zero) * scales.repeat_interleave(self.size, 1)
+
+    def scales(self, weight: torch.Tensor) -> torch.Tensor:
+        """For weights float32 [outputs, inputs] the scales of SHRINKS for which the squared errors of a group
+        are the least, rounded to the nearest integers: float32 [outputs, groups].
         """
         groups = weight.reshape(len(weight), -1, self.size)
         whole = groups.abs().amax(-1, keepdim=True) / (self.zero - 0.5)
@@ -101,7 +85,7 @@ class Grid:
             errors = ((self.quants(groups, tried) - self.zero) * tried - groups).pow(2).sum(-1, keepdim=True)
             better = errors < least
             scales, least = torch.where(better, tried, scales), torch.where(better, errors, least)
-        return Rounded(self.quants(groups, scales).to(torch.uint8).flatten(1), scales[..., 0], self.zero)
+        return scales[..., 0]
 
 
 def record_hessians(
@@ -134,17 +118,17 @@ def record_hessians(
 
 def round_by_gptq(
     weight: torch.Tensor, hessian: torch.Tensor, grid: Grid, act_order: bool, damping: float
-) -> Rounded:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Round weights float32 [outputs, inputs] input by input, and change those that are left such that the
     outputs stay near. `hessian` float32 [inputs, inputs] is the mean of the inputs' outer products. With
     `act_order` the inputs with the largest values are rounded first. Scales are chosen before, so that groups
-    lie in turn. Raises SettingError.
+    lie in turn → quants uint8 [outputs, inputs], and scales. Raises SettingError.
     """
     outputs, inputs = weight.shape
     unused = hessian.diagonal() == 0
     left = torch.where(unused, 0.0, weight)
     hessian = hessian + torch.diag(unused.float())
-    nearest = grid.round(left)
+    scales = grid.scales(left)
     order = hessian.diagonal().argsort(descending=True) if act_order else torch.arange(inputs)
     order = order.to(weight.device)
     factor = inverse_factor(hessian[order][:, order], damping)
@@ -157,14 +141,14 @@ def round_by_gptq(
         errors = left.new_zeros(outputs, end - begin)
         torch.set_num_threads(1)  # for one column, waiting for others takes longer than computing
         for place in range(begin, end):
-            scale = nearest.scales[:, groups[place]]
+            scale = scales[:, groups[place]]
             quants[:, place] = grid.quants(left[:, place], scale)
             error = (left[:, place] - (quants[:, place] - grid.zero) * scale) / factor[place, place]
             left[:, place + 1 : end].addr_(error, factor[place, place + 1 : end], alpha=-1)
             errors[:, place - begin] = error
         torch.set_num_threads(num_threads)
         left[:, end:].addmm_(errors, factor[begin:end, end:], alpha=-1)
-    return Rounded(quants[:, order.argsort()].to(torch.uint8), nearest.scales, grid.zero)
+    return quants[:, order.argsort()].to(torch.uint8), scales
 
 
 def inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
@@ -198,15 +182,15 @@ def pack_bits(quants: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
-def fields_of(rounded: Rounded, bits: int, dtype: torch.dtype) -> Fields:
-    """A layer's tensors; version 1 stores zeros smaller by one."""
-    inputs, groups = rounded.quants.shape[1], rounded.scales.shape[1]
-    zeros = torch.full_like(rounded.scales.T, rounded.zero - 1)
+def fields_of(grid: Grid, quants: torch.Tensor, scales: torch.Tensor) -> Fields:
+    """A layer's tensors, of quants uint8 [outputs, inputs] and scales float32 [outputs, groups]; version 1
+    stores zeros smaller by one.
+    """
     return {
-        "qweight": pack_bits(rounded.quants, bits).T,
-        "qzeros": pack_bits(zeros, bits),
-        "scales": rounded.scales.T.to(dtype),
-        "g_idx": torch.arange(inputs, dtype=torch.int32) // (inputs // groups),
+        "qweight": pack_bits(quants, grid.bits).T,
+        "qzeros": pack_bits(torch.full_like(scales.T, grid.zero - 1), grid.bits),
+        "scales": scales.T.to(grid.dtype),
+        "g_idx": torch.arange(quants.shape[1], dtype=torch.int32) // grid.size,
     }
 
 
@@ -323,7 +307,7 @@ def open_model(path: Path, settings: Settings, device: torch.device) -> PlainMod
     source = functools.partial(AutoModelForCausalLM.from_pretrained, path, config=config)
     whole, tensors = load_pretrained(source, settings, dtype="auto"), read_tensors(path)
     whole.set_attn_implementation(ATTENTION)
-    prefix = find_layers(whole, list(whole.pp_plan or {}))
+    prefix = find_layers(whole)
     find, known = parameter_finder(whole), whole.state_dict().keys()
     keys = {find(key)[0]: key for key in tensors}
     for name, key in keys.items():
@@ -332,20 +316,11 @@ def open_model(path: Path, settings: Settings, device: torch.device) -> PlainMod
     return PlainModel(whole, whole.get_submodule(prefix), prefix, tensors, keys, device)
 
 
-def linears_of(layer: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers of a layer that are quantised, by their names in it: all but routers."""
-    return {
-        name: child
-        for name, child in layer.named_modules()
-        if type(child) is nn.Linear and not {*name.split(".")} & ROUTERS
-    }
-
-
 def check_layers(model: PlainModel, job: QuantizeJob) -> int:
     """The size of groups in all layers. Raises UnservableModel for a model that cannot be quantised, and
     SettingError for a size that does not divide a layer's inputs.
     """
-    linears = linears_of(model.layers)
+    linears = rounded_linears(model.layers)
     experts = [name for name, own in model.layers.named_parameters() if own.dim() == 3]
     multiple, kind = WORD_BITS // job.bits, type(model.whole).__name__
     undivided = [(name, it.out_features) for name, it in linears.items() if it.out_features % multiple]
@@ -410,20 +385,19 @@ def quantize_layers(
         dtypes = {own.dtype for own in layer.parameters()}
         dtype = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float16
         layer.to(model.device, torch.float32)
-        linears = linears_of(layer)
+        linears = rounded_linears(layer)
         hessians = record_hessians([*linears.values()], forwards[number], states)
         off = whole = 0.0
         for name, linear in linears.items():
             grid = Grid(job.bits, dtype, linear.in_features if size == WHOLE_ROW else size)
             weight = linear.weight.detach().clone()
             rounded = round_by_gptq(weight, hessians[linear], grid, job.act_order, job.damping)
-            linear.weight.copy_(rounded.widen())
+            linear.weight.copy_(grid.widen(*rounded))
             off += float((linear.weight - weight).norm() ** 2)
             whole += float(weight.norm() ** 2)
             key = model.keys[f"{model.prefix}.{number}.{name}.weight"]
-            host = Rounded(rounded.quants.cpu(), rounded.scales.cpu(), rounded.zero)
             made[key] = None
-            for field, tensor in fields_of(host, job.bits, dtype).items():
+            for field, tensor in fields_of(grid, *(part.cpu() for part in rounded)).items():
                 made[key.removesuffix("weight") + field] = tensor.contiguous()
         states = [forwards[number](own) for own in states]
         layer.to("meta")

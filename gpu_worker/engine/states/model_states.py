@@ -43,26 +43,22 @@ class StateSpan:
 
     Attributes:
         slots: int64 [rows]; where the rows' states lie.
-        begin, end: of its tokens in the step, if these are one row's, or one of each row.
-        decodes: it has one token of each row.
+        places: of its tokens in the step: neighbours, one row's or one of each row; else int64 [rows,
+            longest], in which a row's last is repeated.
+        tokens: those of `places` that are no padding, int64 [tokens of the span]; None for neighbours.
         begins: no row has states yet.
         is_trial: the rows belong to no request, and their states are not kept.
-        places: int64 [rows, longest]; of tokens in the step, if rows have several; a row's last is repeated.
-        tokens: int64 [tokens of the span]; those of `places` that are no padding.
-        kept: int64 [tokens of the span]; where these are among all `places`.
+        kept: int64 [tokens of the span]; where `tokens` are among all `places`, if some are padding.
         counts: int64 [rows]; tokens of each row, if some rows are padded.
         padded: bool [rows, longest]; which places are padding, if some are.
         fresh: bool [rows]; which rows have no states yet, if others have.
     """
 
     slots: torch.Tensor
-    begin: int = 0
-    end: int = 0
-    decodes: bool = False
+    places: slice | torch.Tensor
+    tokens: torch.Tensor | None = None
     begins: bool = False
     is_trial: bool = False
-    places: torch.Tensor | None = None
-    tokens: torch.Tensor | None = None
     kept: torch.Tensor | None = None
     counts: torch.Tensor | None = None
     padded: torch.Tensor | None = None
@@ -70,24 +66,16 @@ class StateSpan:
 
     def take(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [1, tokens of the step, hidden] of any dtype → [rows, tokens, hidden]"""
-        if self.places is not None:
-            return hidden[0, self.places]
-        own = hidden[:, self.begin : self.end]
-        return own.transpose(0, 1) if self.decodes else own
+        return hidden[0, self.places].reshape(len(self.slots), -1, hidden.shape[2])
 
     def own(self, output: torch.Tensor) -> torch.Tensor:
         """output [rows, tokens, hidden] of any dtype → [1, tokens of the span, hidden], without padding"""
-        if self.decodes:
-            return output.transpose(0, 1)
         flat = output.flatten(0, 1)
         return (flat if self.kept is None else flat[self.kept])[None]
 
     def put(self, mixed: torch.Tensor, output: torch.Tensor) -> None:
         """Write the outputs [1, tokens of the span, hidden] of a span to those of the step."""
-        if self.tokens is None:
-            mixed[:, self.begin : self.end] = output
-        else:
-            mixed[0, self.tokens] = output[0]
+        mixed[0, self.places if self.tokens is None else self.tokens] = output[0]
 
 
 PlacedChunk = tuple[RowSlice, int]
@@ -104,7 +92,7 @@ def split_states(slices: Sequence[RowSlice], packs: bool, device: torch.device) 
     if num_decoding:
         rows = [row_slice.row.slot for row_slice in slices[:num_decoding]]
         slots = to_device(rows, device, torch.int64)
-        spans.insert(0, StateSpan(slots, end=num_decoding, decodes=True, is_trial=not any(rows)))
+        spans.insert(0, StateSpan(slots, slice(num_decoding), is_trial=not any(rows)))
     return spans
 
 
@@ -133,7 +121,8 @@ def make_span(group: Sequence[PlacedChunk], device: torch.device) -> StateSpan:
     is_fresh = [not chunk.begin for chunk, _ in group]
     (first, begin), is_trial = group[0], not any(rows)
     if len(group) == 1:
-        return StateSpan(slots, begin, begin + first.count, begins=is_fresh[0], is_trial=is_trial)
+        place = slice(begin, begin + first.count)
+        return StateSpan(slots, place, begins=is_fresh[0], is_trial=is_trial)
     counts = np.array([chunk.count for chunk, _ in group])
     within = np.arange(counts[0])
     is_padding = within >= counts[:, None]
@@ -141,10 +130,10 @@ def make_span(group: Sequence[PlacedChunk], device: torch.device) -> StateSpan:
     is_padded = bool(is_padding.any())
     return StateSpan(
         slots,
+        to_device(places, device),
+        to_device(places[~is_padding], device),
         begins=all(is_fresh),
         is_trial=is_trial,
-        places=to_device(places, device),
-        tokens=to_device(places[~is_padding], device),
         kept=to_device(np.flatnonzero(~is_padding), device) if is_padded else None,
         counts=to_device(counts, device) if is_padded else None,
         padded=to_device(is_padding, device) if is_padded else None,
@@ -346,7 +335,7 @@ class ModelStates:
         if self.mixers and slots is not None:
             self.written = []
             self.writes_at_once = True
-            self.spans = [StateSpan(slots.long(), end=len(slots), decodes=True)]
+            self.spans = [StateSpan(slots.long(), slice(len(slots)))]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def mix(self, mixer: Any, hidden: torch.Tensor) -> torch.Tensor:

@@ -70,6 +70,7 @@ SETTINGS: dict[str, Any] = {
     "max_batch_size": 6,
     "block_size": 16,
     "debug_kv": True,
+    "enable_lora": False,
     "threads": 2,
 }
 

@@ -14,7 +14,7 @@ import pytest
 
 from common.messages.plan import WorkerCapacity
 from common.settings.settings import SettingError, Settings
-from gpu_worker.agent import gpu_claims as gpus
+from gpu_worker import process as gpus
 from gpu_worker.agent.engine_client import EngineClient, EngineDied, EngineLink, RankProcess
 from gpu_worker.protocol import SAMPLE, EngineFailure, LoadProgress, StepResult, encode
 from gpu_worker.swapping.swapper import capacity

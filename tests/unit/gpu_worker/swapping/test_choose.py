@@ -11,7 +11,6 @@ from gpu_worker.swapping.swapper import (
     ModelTurn,
     PoolDemand,
     choose,
-    choose_first,
 )
 
 
@@ -28,13 +27,6 @@ def test_a_model_with_a_worker_gets_another_only_from_an_idle_one() -> None:
     working = PoolDemand("own", num_rows=1, swap_s=2.0)
     assert choose(ModelTurn(working, 1000.0, 0.0), [served]) is None
     assert choose(ModelTurn(PoolDemand("own", swap_s=2.0), 10.0, 10.0), [served]) == "served"
-
-
-def test_a_worker_begins_with_the_model_that_has_waited_longest_for_one() -> None:
-    waiting = [PoolDemand("a", num_waiting=1, waited_s=1.0), PoolDemand("b", num_waiting=1, waited_s=2.0)]
-    served = PoolDemand("c", num_waiting=9, waited_s=9.0, num_workers=1)
-    assert choose_first([*waiting, served]) == "b"
-    assert choose_first([served]) is None
 
 
 DEMANDS = st.builds(

@@ -338,10 +338,10 @@ def test_adapters(ranks: Communicator, tmp_path: Path) -> None:
         "few": save_adapter(model, tmp_path / "few", 2, target_modules=["q_proj", "down_proj"], r=8),
     }
     damaged = save_adapter(model, tmp_path / "damaged", 3, target_modules=["q_proj"])
-    change_config(damaged, r=5)
+    change_config(damaged, use_dora=True)
     with Led(ranks, **settings_of(tmp_path / "model")) as engine:
         refusal = engine.obey(LoadAdapter("damaged", str(damaged)))
-        assert isinstance(refusal, AdapterAnswer) and "rank 5" in refusal.cause
+        assert isinstance(refusal, AdapterAnswer) and "DoRA" in refusal.cause
         load_adapters(engine, folders)
         check_adapters(engine, model, folders, ["", "all", "few"])
 

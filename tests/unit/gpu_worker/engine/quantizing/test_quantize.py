@@ -132,10 +132,15 @@ def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_integers_are_read_back(bits: int) -> None:
     torch.manual_seed(0)
-    rounded = Grid(bits, torch.bfloat16, 32).round(torch.randn(64, 128))
-    config = config_of(QuantizeJob("", "", bits), 32)
-    weight = read_gptq(fields_of(rounded, bits, torch.bfloat16), config)
-    assert torch.equal(widen(weight), rounded.widen())
+    grid = Grid(bits, torch.bfloat16, 32)
+    rounded = nearest(grid, torch.randn(64, 128))
+    weight = read_gptq(fields_of(grid, *rounded), config_of(QuantizeJob("", "", bits), 32))
+    assert torch.equal(widen(weight), grid.widen(*rounded))
+
+
+def nearest(grid: Grid, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = grid.scales(weight)
+    return grid.quants(weight, scales.repeat_interleave(grid.size, 1)).to(torch.uint8), scales
 
 
 SIZE = 32
@@ -153,8 +158,9 @@ def test_outputs_are_nearer_than_with_the_nearest_weights(bits: int, act_order: 
     rows, weight = outliers(), torch.randn(48, 64)
     weight[:, 5] = 0
     hessian, grid = rows.T @ rows / len(rows), Grid(bits, torch.float16, SIZE)
-    rounded = round_by_gptq(weight, hessian, grid, act_order, 0.01)
-    nearest = grid.round(weight)
-    own, other = (float(((weight - it.widen()) @ rows.T).pow(2).sum()) for it in (rounded, nearest))
+    quants, scales = rounded = round_by_gptq(weight, hessian, grid, act_order, 0.01)
+    own, other = (
+        float(((weight - grid.widen(*it)) @ rows.T).pow(2).sum()) for it in (rounded, nearest(grid, weight))
+    )
     assert own < 0.8 * other
-    assert int(rounded.quants.max()) < 2**bits and torch.equal(rounded.scales, rounded.scales.half().float())
+    assert int(quants.max()) < 2**bits and torch.equal(scales, scales.half().float())
