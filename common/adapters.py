@@ -18,7 +18,7 @@ from common import model_files
 from common.ids import HUB_ID
 from common.messages.codec import wire_field
 from common.settings.settings import SettingError
-from common.settings.types import AdapterSource
+from common.settings.types import AdapterSource, first_error
 
 SHOWN_DIGITS = 16
 """Digits of an adapter's digest in its key."""
@@ -191,10 +191,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     try:
         return AdapterConfig.model_validate_json(data)
     except ValidationError as errors:
-        first = errors.errors()[0]
-        place = ".".join(map(str, first["loc"]))[:64]
-        where = f"cannot be read{place and f' at {place}'}"
-        raise AdapterFault(f"its {CONFIG_FILE} {where}: {first['msg']}") from errors
+        raise AdapterFault(f"its {CONFIG_FILE} cannot be read: {first_error(errors)}") from errors
 
 
 CONFIG, WEIGHTS = FILES = (CONFIG_FILE, "adapter_model.safetensors")

@@ -30,7 +30,7 @@ from common.broker.pool_client import VERSION, ChangeRefused, PoolClient
 from common.ids import KEY_ID, TENANT
 from common.messages.codec import decode, decode_fields, encode, wire_field
 from common.settings.settings import MAX_WEIGHT, MIN_WEIGHT
-from common.settings.types import MAX_NUMBER, key_of_secret
+from common.settings.types import MAX_NUMBER, first_error, key_of_secret
 
 STATIC_KEY_ID = "api_key"
 """Public name of the key in API_KEY, where there are other keys as well."""
@@ -167,8 +167,7 @@ def read_fields(given: dict[str, Any]) -> KeyFields:
     try:
         return KeyFields.model_validate(given)
     except ValidationError as error:
-        problem = error.errors()[0]
-        raise ValueError(f"`{'.'.join(map(str, problem['loc']))}`: {problem['msg']}") from error
+        raise ValueError(first_error(error)) from error
 
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from common import tracing
 from common.messages.records import group_room, pack_ids
 from common.messages.request import BeamParams, Generate, LogitsParams, SamplingParams, StoppingParams
 from common.model_files import read_json
-from common.settings.ranges import RANGES, Range, checked_defaults
+from common.settings.ranges import RANGES, Range, read_defaults
 from common.settings.settings import SettingError, Settings
 
 MAX_BEAM_WIDTH = 8
@@ -191,7 +191,7 @@ def load_sampling_defaults(path: Path, settings: Settings) -> dict[str, Any]:
     if given not in ("auto", "vllm") and not file.is_file():
         raise SettingError("generation_config", f"{file} does not exist")
     found = {} if given == "vllm" else read_json(file)
-    defaults = checked_defaults({name: found.get(name) for name in RANGES}, "generation_config", str(file))
+    defaults = read_defaults("generation_config", {name: found.get(name) for name in RANGES})
     return defaults | settings.sampling_overrides | {"logprobs_mode": settings.logprobs_mode}
 
 

@@ -2,12 +2,13 @@
 OVERRIDE_GENERATION_CONFIG, and of the numbers in settings that are JSON objects.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from common.settings.types import SettingError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from common.settings.types import SettingError, first_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,34 +52,31 @@ RANGES = {
 """Of the values of a generation_config.json that vLLM takes where a request says nothing."""
 
 
-def read_overrides(text: str) -> dict[str, float]:
-    """The values of OVERRIDE_GENERATION_CONFIG. Raises SettingError."""
-    name = "override_generation_config"
-    return checked_defaults(read_object(name, text, [*RANGES]), name, "the object")
+def to_type(limits: Range) -> Any:
+    """The range as a type of pydantic's."""
+    low: Any = {"gt" if limits.above else "ge": limits.least}
+    kind: Any = int if limits.is_whole else float
+    return Annotated[kind, Field(**low, le=limits.most, allow_inf_nan=False)] | None
 
 
-def read_object(setting: str, text: str, known: Sequence[str]) -> dict[str, Any]:
-    """The values that are not null of a setting that is a JSON object. Raises SettingError."""
+FIELDS: Any = {name: (to_type(limits), None) for name, limits in RANGES.items()}
+DEFAULTS: Any = create_model(
+    "SamplingDefaults",
+    __config__=ConfigDict(extra="forbid", strict=True),
+    **FIELDS,
+)
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def read_object(setting: str, given: str | Mapping[str, Any], kind: type[Model]) -> Model:
+    """The object that a setting has, perhaps as JSON. Raises SettingError."""
     try:
-        given = json.loads(text)
-    except ValueError as error:
-        raise SettingError(setting, f"{text!r} is not JSON: {error}") from error
-    if not isinstance(given, dict) or not given.keys() <= {*known}:
-        raise SettingError(setting, f"{text} must be an object with some of {', '.join(known)}")
-    return {name: value for name, value in given.items() if value is not None}
+        return kind.model_validate_json(given) if isinstance(given, str) else kind.model_validate(given)
+    except ValidationError as errors:
+        raise SettingError(setting, first_error(errors)) from errors
 
 
-def checked_defaults(values: Mapping[str, Any], setting: str, where: str) -> dict[str, float]:
-    """The values that are not null. Raises SettingError for one that is not in its range."""
-    given = {name: value for name, value in values.items() if value is not None}
-    for name, value in given.items():
-        check_number(setting, f"{name} in {where}", value, RANGES[name])
-    return given
-
-
-def check_number(setting: str, name: str, value: Any, limits: Range) -> None:
-    """Raises SettingError for a value that is no number, or not in its range."""
-    is_number = isinstance(value, int if limits.is_whole else (int, float)) and not isinstance(value, bool)
-    if not is_number or not limits.holds(value):
-        kind = "a whole number" if limits.is_whole else "a number"
-        raise SettingError(setting, f"{name} must be {kind}, {limits}. Given: {value!r}")
+def read_defaults(setting: str, given: str | Mapping[str, Any]) -> dict[str, float]:
+    """The values of RANGES in an object. Raises SettingError."""
+    found: BaseModel = read_object(setting, given, DEFAULTS)
+    return found.model_dump(exclude_none=True)

@@ -16,7 +16,7 @@ from pathlib import PurePath
 from common.settings import flags
 from common.settings.fields import SettingFields
 from common.settings.flags import OPTIONS, check_option
-from common.settings.ranges import read_overrides
+from common.settings.ranges import read_defaults
 from common.settings.speculation import Speculation, read_speculation
 from common.settings.types import AdapterSource, SettingError, key_of_secret, one_line_errors, read_adapters
 
@@ -149,7 +149,7 @@ class Settings(SettingFields):
     @property
     def sampling_overrides(self) -> dict[str, float]:
         """Sampling values of /v1 that replace the model's."""
-        return read_overrides(self.override_generation_config or "{}")
+        return read_defaults("override_generation_config", self.override_generation_config or "{}")
 
     @property
     def speculation(self) -> Speculation:

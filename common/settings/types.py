@@ -163,6 +163,13 @@ def describe(error: Mapping[str, Any], text: str) -> str:
     return f"{text!r} is not {KINDS[kind]}{unit}"
 
 
+def first_error(errors: ValidationError) -> str:
+    """The first of pydantic's errors in an object: the field, and what is wrong with it."""
+    error = errors.errors()[0]
+    place = ".".join(map(str, error["loc"]))[:64]
+    return f"{place and f'`{place}`: '}{error['msg']}"
+
+
 def convert(kind: type[T], text: str, name: str) -> T:
     """The value of type `kind` that a text gives. Raises SettingError of `name`."""
     with one_line_errors({"": name}, {"": text}):

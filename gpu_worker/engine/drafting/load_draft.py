@@ -3,7 +3,6 @@ EAGLE-3's layer), and the engine's drafter.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +78,7 @@ def load_draft(
             cause = f"{method} needs hidden states, which steps of a fixed shape do not keep (DETERMINISTIC)"
             raise SettingError(CONFIG, cause)
         progress(f"loading {speculation.model}, which proposes tokens")
-        own = replace(speculation, method=method)
+        own = speculation.model_copy(update={"method": method})
         draft = LOADERS[method](found, own, settings, target, communicator)
         draft.max_states = max_step_tokens(settings, target.device)
         return draft
@@ -100,7 +99,7 @@ def speculation_of(settings: Settings, path: Path) -> Speculation:
     heads = Path(str(speculator.get("path") or speculator.get("name") or ""))
     relative = path / heads
     model = str(relative if relative.is_dir() else heads)
-    return replace(found, method=NO_METHOD, model=model)
+    return found.model_copy(update={"method": NO_METHOD, "model": model})
 
 
 def method_of(path: Path, speculation: Speculation) -> str:

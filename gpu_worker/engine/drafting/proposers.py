@@ -10,7 +10,7 @@ index of pairs of ids finds the same places as a suffix tree, with less memory a
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -360,16 +360,15 @@ class Guesser:
     (without `answers`): what followed the newest of the longest occurrences in the row's own text.
     """
 
-    def __init__(self, ids: Int32, values: Mapping[str, float], answers: RecentAnswers | None = None) -> None:
+    def __init__(self, ids: Int32, how: Speculation, answers: RecentAnswers | None = None) -> None:
         self.text = RowIds(ids)
         self.answers = answers
         self.method = SUFFIX if answers else NGRAM
         self.number = answers.begin() if answers else 0
-        self.min_match = MIN_SUFFIX if answers else int(values["prompt_lookup_min"])
-        longest = "suffix_decoding_max_tree_depth" if answers else "prompt_lookup_max"
-        self.max_match = int(values[longest])
-        self.factor = values["suffix_decoding_max_spec_factor"]
-        self.min_prob = values["suffix_decoding_min_token_prob"]
+        self.min_match = MIN_SUFFIX if answers else how.prompt_lookup_min
+        self.max_match = how.suffix_decoding_max_tree_depth if answers else how.prompt_lookup_max
+        self.factor = how.suffix_decoding_max_spec_factor
+        self.min_prob = how.suffix_decoding_min_token_prob
 
     def guess(self, count: int) -> list[int]:
         """At most `count` ids."""
@@ -497,15 +496,15 @@ def proposer_factory(
     """What makes the proposers of rows. `drafts_by`, `num_drafted`: the method of a drafter, if there is one,
     and how many tokens it drafts at a time.
     """
-    number, values = num_drafted or speculation.num_found, speculation.values
+    number = num_drafted or speculation.num_found
     budget, costs = TrialBudget(), costs or ProposalCosts()
     is_suffix = speculation.method == SUFFIX
-    answers = RecentAnswers(int(values["suffix_decoding_max_cached_requests"])) if is_suffix else None
+    answers = RecentAnswers(speculation.suffix_decoding_max_cached_requests) if is_suffix else None
 
     def make(ids: Int32, grammar: GrammarMask | None) -> Proposer | None:
         if not number:
             return Proposer(ids, grammar) if grammar else None
-        guesser = None if drafts_by else Guesser(ids, values, answers)
+        guesser = None if drafts_by else Guesser(ids, speculation, answers)
         return Proposer(ids, grammar, number, Acceptance(budget=budget), costs, guesser, drafts_by)
 
     return make

@@ -25,7 +25,7 @@ from gpu_worker.engine.drafting.proposers import (
 )
 from tests.support.engine.fixed_grammar import FixedGrammar
 
-VALUES = read_speculation(0, '{"method": "suffix"}').values
+VALUES = read_speculation(0, '{"method": "suffix"}')
 
 
 def guesser(ids: Sequence[int]) -> Guesser:
