@@ -1,11 +1,11 @@
 """Pooling: what a model's files say of a model that makes a vector or a score of a text. No torch.
 
 Files are those of sentence-transformers (modules.json and the folders that it names,
-sentence_bert_config.json, config_sentence_transformers.json) beside transformers' config.json.
+sentence_bert_config.json) beside transformers' config.json.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,6 @@ class PoolingConfig:
         dense: folders of linear layers that the pooled vector goes through.
         max_tokens: of an input; longer ones are refused or truncated.
         lowers: texts are put into small letters first.
-        prompts: what is put before a text, by name; `default_prompt` is put before one that names none.
         is_raw: scores are shown as the model computes them, by its own config.
     """
 
@@ -57,8 +56,6 @@ class PoolingConfig:
     dense: tuple[Path, ...] = ()
     max_tokens: int = 0
     lowers: bool = False
-    prompts: Mapping[str, str] = field(default_factory=dict)
-    default_prompt: str = ""
     is_raw: bool = False
 
     @property
@@ -112,8 +109,6 @@ def read_embedding(
         raise SettingError("model_id", f"{settings.model_id} {cause}")
     if others := sorted(modules.keys() - {"Transformer", "Pooling", "Normalize", "Dense", "Dropout"}):
         raise SettingError("model_id", f"{settings.model_id} has a module {others[0]}, which is not served")
-    known = read_json(path / "config_sentence_transformers.json")
-    prompts = known.get("prompts") or {}
     return PoolingConfig(
         EMBED,
         **common,
@@ -121,8 +116,6 @@ def read_embedding(
         size=vector_size(path, modules.get("Dense", [])),
         dense=tuple(modules.get("Dense", ())),
         lowers=bool(read_json(path / "sentence_bert_config.json").get("do_lower_case")),
-        prompts={str(name): str(text) for name, text in prompts.items()},
-        default_prompt=str(known.get("default_prompt_name") or ""),
     )
 
 
@@ -155,8 +148,6 @@ def pooling_method(folder: Path, settings: Settings) -> str:
         raise SettingError(
             "model_id", f"{settings.model_id} pools by {' and '.join(methods)}; one of {served} is served"
         )
-    if values.get("include_prompt") is False:
-        raise SettingError("model_id", f"{settings.model_id} leaves prompts out of its pooling: not served")
     return str(methods[0])
 
 

@@ -5,11 +5,8 @@ model's.
 """
 
 import functools
-import re
 
 import llguidance
-
-from api.grammar.lark import regex
 
 NUM_TRIED = 32
 """How many tokens of a text are tried: usually they take a millisecond, at most half a second."""
@@ -18,14 +15,6 @@ ALLOWED_BIAS = 200
 NO_TEXT = "NoExtensionBias"
 """llguidance's error for a grammar that no text satisfies."""
 UNSATISFIABLE = "no text satisfies it"
-OWN_WORDS = (
-    (re.compile("Regex is empty:.*"), "no text has all that is said of a string"),
-    (re.compile(r"\s+while processing json-schema:///(#\S*)"), r" (at `\1`)"),
-    (re.compile(r"json-schema:///(#\S*)"), r"`\1`"),
-    (re.compile("^Unsatisfiable schema: "), "no value satisfies it: "),
-    (re.compile(r"^panic: (.|\n)*"), "its rules cannot be told apart"),
-)
-"""What llguidance says of a schema → what the error says."""
 MAX_FORCED = 8192
 """How many bytes may be forced at once: the engine tokenizes all of them at each step."""
 
@@ -67,10 +56,7 @@ def last_allowed(matcher: llguidance.LLMatcher, tokenizer: llguidance.LLTokenize
 
 def error_of(matcher: llguidance.LLMatcher) -> str:
     """The error of a matcher; "" if it has none."""
-    cause = matcher.get_error().split("<state>")[0].strip()
-    for pattern, words in OWN_WORDS:
-        cause = pattern.sub(words, cause)
-    return cause
+    return " ".join(matcher.get_error().partition("<state>")[0].split())
 
 
 def can_begin(source: str, text: str) -> bool:
@@ -78,11 +64,3 @@ def can_begin(source: str, text: str) -> bool:
     matcher = llguidance.LLMatcher(byte_tokenizer(), source, log_level=0)
     tokens = list(text.encode())
     return matcher.try_consume_tokens(tokens) == len(tokens)
-
-
-@functools.lru_cache(maxsize=256)
-def check_white_space(pattern: str) -> None:
-    """Raises ValueError for a regex that matches more than white space."""
-    cause = find_error(f"start: OTHER\nOTHER: {regex(pattern)} & ~/\\s*/")
-    if cause != UNSATISFIABLE:
-        raise ValueError(cause or "its `whitespace_pattern` must match nothing but white space")

@@ -17,8 +17,8 @@ from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
 from api.errors import ApiError, cut, invalid
 from api.grammar.apart import run_apart
-from api.grammar.check import check_white_space, find_error
-from api.grammar.json_schema import WHITESPACE, all_schemas, enforce
+from api.grammar.check import find_error
+from api.grammar.json_schema import WHITESPACE, enforce
 from api.grammar.lark import Lark, literal
 from api.grammar.structural_tag import TagRules, must_be
 from api.json import parse_text
@@ -32,7 +32,6 @@ UNFORCED = '\n\n\n%llguidance {"no_forcing": true}\n'
 """Keeps llguidance from looking for forced text: rules of a client may force one without an end."""
 SpecialIds = tuple[tuple[str, int], ...]
 """(text, id) of special tokens."""
-UNIMPLEMENTED = re.compile(r'Unimplemented keys: \["([^]]*)"\]')
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ def describes_json(grammar: Grammar | None) -> bool:
 
 
 async def compile_grammar(grammar: Grammar, tokenizer: ModelTokenizer | None = None) -> str:
-    """Compile a grammar apart, and check it. Raises ApiError (422) with the keyword at fault and its place.
+    """Compile a grammar apart, and check it. Raises ApiError (422) with the cause.
 
     `tokenizer` is the model's: tags may be its special tokens.
     """
@@ -101,7 +100,6 @@ def compile_checked(grammar: Grammar, special_ids: SpecialIds = ()) -> str:
         special_ids: the model's special tokens, which tags may be; they are checked as texts.
     """
     try:
-        check_white_space(grammar.whitespace)
         source = compile_unchecked(grammar)
     except ValueError as error:
         raise cannot_compile(grammar, str(error)) from error
@@ -189,26 +187,6 @@ def depth_of(value: Any) -> int:
     return depth
 
 
-# --- errors -------------------------------------------------------------------------------------------------
-
-
 def cannot_compile(grammar: Grammar, cause: str) -> ApiError:
     """The error for a grammar that cannot be compiled; `cause` may be llguidance's."""
-    if (found := UNIMPLEMENTED.match(cause)) is not None:
-        keyword = found[1].split('", "')[0]
-        place = place_of(keyword, json.loads(grammar.text))
-        cause = f"the keyword `{keyword}`{f' (at `{cut(place)}`)' if place else ''} is not supported"
-    elif cause.startswith("oneOf constraints"):
-        place = place_of("oneOf", json.loads(grammar.text))
-        cause = (
-            f"the keyword `oneOf` (first at `{cut(place)}`) is supported only where no value can match two "
-            "of its schemas"
-        )
-    else:
-        cause = cut(cause)
-    return invalid(f"`{grammar.field}` cannot be compiled: {cause}", grammar.field)
-
-
-def place_of(keyword: str, schema: Any) -> str:
-    """The JSON pointer of the first place of a keyword in a schema; "" for none."""
-    return next((f"{path}/{keyword}" for path, one in all_schemas(schema) if keyword in one), "")
+    return invalid(f"`{grammar.field}` cannot be compiled: {cut(cause)}", grammar.field)

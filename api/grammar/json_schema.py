@@ -26,7 +26,7 @@ OF_OBJECTS = frozenset(
 
 def enforce(schema: dict[str, Any], closed: bool) -> None:
     """Turn a schema into what is enforced of it: annotations are left out; objects are closed if `closed`."""
-    schemas = [one for _, one in all_schemas(schema)]
+    schemas = [*all_schemas(schema)]
     for one in schemas:
         drop_annotations(one)
     if closed:
@@ -40,23 +40,18 @@ def drop_annotations(schema: dict[str, Any]) -> None:
         schema.pop("format", None)
 
 
-def all_schemas(schema: Any, path: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every schema in the schema, itself first, each with its JSON pointer (RFC 6901)."""
+def all_schemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """Every schema in the schema, itself first."""
     if isinstance(schema, list):
-        for i, item in enumerate(schema):
-            yield from all_schemas(item, f"{path}/{i}")
+        for item in schema:
+            yield from all_schemas(item)
     elif isinstance(schema, dict):
-        yield path, schema
+        yield schema
         for name, value in schema.items():
             if name in NAMES_OF_SCHEMAS and isinstance(value, dict):
-                for key, item in value.items():
-                    yield from all_schemas(item, f"{path}/{name}/{escape_pointer(key)}")
+                yield from all_schemas([*value.values()])
             elif name not in VALUES:
-                yield from all_schemas(value, f"{path}/{escape_pointer(name)}")
-
-
-def escape_pointer(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
+                yield from all_schemas(value)
 
 
 # --- closed objects -----------------------------------------------------------------------------------------

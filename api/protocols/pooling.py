@@ -42,7 +42,9 @@ from common.messages.request import EMBED, Generate, PoolingParams, StoppingPara
 from common.pooling import PoolingConfig
 
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    **dict.fromkeys(("messages", "mm_processor_kwargs", "chat_template", "input_type", "inputs"), ()),
+    **dict.fromkeys(
+        ("messages", "mm_processor_kwargs", "chat_template", "input_type", "inputs", "prompt_name"), ()
+    ),
     **dict.fromkeys(("bytes_only", "stream"), (False,)),
     "embed_dtype": ("float32",),
     "endianness": ("native", "little"),
@@ -102,10 +104,6 @@ class EmbeddingRequest(PoolingFields):
         1, "Keep only the first values of each vector, as models trained for it allow (matryoshka)."
     )
     normalize: bool | None = optional("Give vectors the length 1. Default: true (vLLM's field).")
-    prompt_name: str | None = optional(
-        "Which of the model's prompts is put before each text (sentence-transformers). Default: "
-        "its default one."
-    )
     user: str | None = optional("Accepted, without effect.")
 
 
@@ -207,24 +205,14 @@ def pooling_of(context: Context) -> PoolingConfig:
 
 
 async def ask_for(
-    context: Context,
-    inputs: Sequence[PoolingInput],
-    body: PoolingFields,
-    name: str,
-    shown: VectorAnswer,
-    prompt: str = "",
+    context: Context, inputs: Sequence[PoolingInput], body: PoolingFields, name: str, shown: VectorAnswer
 ) -> Asked:
-    """A request for each input. Raises ApiError.
-
-    Args:
-        name: of the field that has them.
-        prompt: what is put before each text.
-    """
+    """A request for each input; `name` is that of the field that has them. Raises ApiError."""
     pool = context.pool
     check_number(inputs, pool.workers.limits, name)
     requests, num_chars, pace = [], 0, Pace()
     for one in inputs:
-        requests.append(await make_request(pool, one, body, prompt))
+        requests.append(await make_request(pool, one, body))
         num_chars += len(one.text) + len(one.pair or "")
         await pace.step()
     need, most = sum(request.logits_bytes for request in requests), MAX_LOGITS_BYTES
@@ -241,7 +229,7 @@ def check_number(inputs: Sequence[object], limits: Limits, name: str) -> None:
     )
 
 
-async def make_request(pool: Pool, one: PoolingInput, body: PoolingFields, prompt: str) -> Generate:
+async def make_request(pool: Pool, one: PoolingInput, body: PoolingFields) -> Generate:
     """The request for one input. Raises ApiError."""
     pooling, limits = pool.pooling, pool.workers.limits
     assert pooling is not None
@@ -249,7 +237,7 @@ async def make_request(pool: Pool, one: PoolingInput, body: PoolingFields, promp
     if cut_to is not None and cut_to > most:
         raise invalid(f"`{name}` must be at most {most}. Given: {quoted(cut_to)}", name)
     cut_to = most if cut_to == -1 else cut_to
-    ids, pair_start = await encode(pool, pooling, one, body, prompt, cut_to)
+    ids, pair_start = await encode(pool, pooling, one, body, cut_to)
     if not ids:
         raise invalid(f"`{one.where}` cannot be empty", one.where)
     if len(ids) > most:
@@ -275,7 +263,6 @@ async def encode(
     pooling: PoolingConfig,
     one: PoolingInput,
     body: PoolingFields,
-    prompt: str,
     cut_to: int | None,
 ) -> tuple[list[int], int]:
     """Token ids of an input, and where the second text of a pair begins, 0 for none. Raises ApiError."""
@@ -285,7 +272,7 @@ async def encode(
         return [*(one.ids[:kept] if body.truncation_side != "left" else one.ids[len(one.ids) - kept :])], 0
     if not one.text and one.pair is None:
         raise invalid(f"`{one.where}` cannot be empty", one.where)
-    texts = [prompt + one.text, *([] if one.pair is None else [one.pair])]
+    texts = [one.text, *([] if one.pair is None else [one.pair])]
     texts = [text.lower() for text in texts] if pooling.lowers else texts
     backend = pool.tokenizer.backend
     whole = Rendered("".join(texts), None)  # says only how much work it is
@@ -452,30 +439,15 @@ async def read_embedding(parsed: EmbeddingRequest, context: Context) -> Asked:
     own, name = pooling_of(context), context.pool.settings.model_name
     if own.kind != EMBED:
         raise invalid(f"`{name}` is {own.label}, and {context.route} needs an embedding model", "model")
-    dimensions, given = parsed.dimensions, parsed.prompt_name
-    prompt = own.default_prompt if given is None else given
-    known = ", ".join(sorted(own.prompts)) or "it has none"
-    refuse(
-        (
-            given is not None and prompt not in own.prompts,
-            f"`prompt_name` must be a prompt of the model: {known}. Given: {quoted(prompt)}",
-            "prompt_name",
-        ),
-        (
-            dimensions is not None and dimensions > own.size,
-            f"`dimensions` must be at most {own.size}. Given: {dimensions}",
-            "dimensions",
-        ),
-    )
+    if (dimensions := parsed.dimensions) is not None and dimensions > own.size:
+        raise invalid(f"`dimensions` must be at most {own.size}. Given: {dimensions}", "dimensions")
     shown = VectorAnswer(
         AS_EMBEDDINGS,
         base64=parsed.encoding_format == "base64",
         dimensions=dimensions or 0,
         normalized=parsed.normalize is not False,
     )
-    return await ask_for(
-        context, listed_inputs(parsed.input, "input"), parsed, "input", shown, own.prompts.get(prompt, "")
-    )
+    return await ask_for(context, listed_inputs(parsed.input, "input"), parsed, "input", shown)
 
 
 async def read_rerank(parsed: RerankFields, context: Context) -> Asked:

@@ -83,11 +83,11 @@ async def test_token_ids_are_taken_as_they_are(served: Any) -> None:
     check(several[2]["embedding"], expected(worker, TEXTS[2]))
 
 
-async def test_a_vector_is_not_normalised_and_a_prompt_is_put_before_where_asked(served: Any) -> None:
+async def test_a_vector_is_not_normalised_where_asked(served: Any) -> None:
     worker, client = served
-    body = {"input": TEXTS[0], "normalize": False, "prompt_name": "query"}
+    body = {"input": TEXTS[0], "normalize": False}
     [item] = (await client.post("/v1/embeddings", json=body)).json()["data"]
-    check(item["embedding"], expected(worker, "search for: " + TEXTS[0], normalized=False))
+    check(item["embedding"], expected(worker, TEXTS[0], normalized=False))
 
 
 async def test_scores_of_an_embedding_model_are_cosines(served: Any) -> None:
@@ -146,7 +146,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     ("/v1/embeddings", {"input": "hi", "messages": []}, 400, "`messages` is not supported"),
     ("/v1/embeddings", {"input": ["hi"] * 5}, 400, "`input` supports up to 4 inputs. Given: 5"),
     ("/v1/rerank", {"query": "hi", "documents": []}, 400, "`documents` cannot be empty"),
-    ("/v1/embeddings", {"input": "hi", "prompt_name": "x"}, 400, "`prompt_name` must be a prompt of the"),
+    ("/v1/embeddings", {"input": "hi", "prompt_name": "x"}, 400, "`prompt_name` is not supported"),
     ("/v1/embeddings", {"input": "hi", "task": "token_embed"}, 400, "`task` is not supported"),
     ("/rerank", {"query": "hi", "texts": ["a"]}, 400, "`documents`: Field required"),
     ("/embed", {"inputs": "hi"}, 404, "In its place this server has /v1/embeddings"),

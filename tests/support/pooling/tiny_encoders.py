@@ -79,8 +79,6 @@ def save_modules(
     (folder / "1_Pooling").mkdir()
     pooling = {"word_embedding_dimension": 32, mode: True}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    prompts = {"prompts": {"query": "search for: ", "plain": ""}, "default_prompt_name": None}
-    (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
     if dense:
         save_dense(folder / "2_Dense")
 

@@ -72,22 +72,22 @@ SERVED = {
 }
 
 REFUSED = {
-    "`f` cannot be compiled: the keyword `uniqueItems` (at `#/properties/a~1b/uniqueItems`) is": schema(
+    '`f` cannot be compiled: Unimplemented keys: ["uniqueItems"]': schema(
         {"type": "object", "properties": {"a/b": {"type": "array", "uniqueItems": True}}}
     ),
-    "the keyword `not` (at `#/$defs/a/not`) is not supported": schema(
+    'Unimplemented keys: ["not"]': schema(
         {"$defs": {"a": {"not": {}}}, "items": {"$ref": "#/$defs/a"}, "type": "array"}
     ),
     "`f` cannot be compiled: it is not JSON that can be read: ": Grammar("json", "{", "f"),
     "no value satisfies the schema `false`": schema(False),
-    "the keyword `oneOf` (first at `#/items/oneOf`) is supported only where no value can match two": schema(
+    "oneOf constraints are not supported": schema(
         {"type": "array", "items": {"oneOf": [{"type": "number"}, {"type": "integer"}]}}
     ),
     "its depth must be at most 64. Given: 199": schema(nested(99)),
-    "no value satisfies it: required property 'a' is unsatisfiable": schema(
+    "Unsatisfiable schema: required property 'a' is unsatisfiable": schema(
         {"type": "object", "properties": {"a": False}, "required": ["a"]}
     ),
-    "no value satisfies it: no text has all that is said of a string (at `#/$defs/a`)": schema(
+    "while processing json-schema:///#/$defs/a": schema(
         {
             "$defs": {"a": {"type": "string", "pattern": "^aaa$", "maxLength": 2}},
             "type": "array",
@@ -100,7 +100,6 @@ REFUSED = {
         {"properties": {"a": {"type": "string", "pattern": "^(a?){300}a{300}$"}}, "required": ["a"]}
     ),
     "`f` cannot be compiled: no text satisfies it": Grammar("grammar", "start: A\nA: /a/ & /b/", "f"),
-    "its `whitespace_pattern` must match nothing but white space": Grammar("json", "{}", "f", '"+'),
     "it forces a text of more than 8192 bytes": Grammar("regex", "a{9000}", "f"),
     "look-around": Grammar("regex", "(?=a)b", "f"),
     "Expected ::=": Grammar("grammar", "0", "f"),
@@ -330,7 +329,7 @@ def test_nothing_is_forced_without_need_where_a_call_cannot_be_written() -> None
 @pytest.mark.parametrize("is_required", [False, True])
 def test_a_strict_functions_schema_is_refused_by_name(name: str, is_required: bool) -> None:
     strict = Tool("f", {"type": "object", "properties": {"a": {"not": {}}}}, strict=True)
-    with pytest.raises(ApiError, match=r"`tools\.f\.parameters` .* `not` \(at `#/properties/a/not`\)"):
+    with pytest.raises(ApiError, match=r"`tools\.f\.parameters` .* Unimplemented keys: \[\"not\"\]"):
         grammar(name, CallChoice(is_required), {}, (TOOLS[1], strict))
 
 
@@ -733,7 +732,7 @@ FORMATS = "const_string, regex, grammar, any_text, json_schema, sequence, or, ta
         (tag({}), "`f.format.content` must have a `type`"),
         (
             {"type": "json_schema", "json_schema": {"not": {}}},
-            "`f.format.json_schema` cannot be compiled: the keyword `not` (at `#/not`) is not",
+            '`f.format.json_schema` cannot be compiled: Unimplemented keys: ["not"]',
         ),
         (tag(AGE, {"type": "token", "token": "a"}), "`f.format.begin` must be a text"),
         (tag(AGE, "a", {"type": "token", "token": "a"}), "`f.format.end` must be a text, or a list of texts"),
