@@ -35,8 +35,8 @@ from common.messages.events import FINISHED
 from common.messages.request import Generate
 from common.metrics.catalogue import WEBHOOKS
 from common.process.event_loop import until_beat
+from common.settings.fields import key_of_secret
 from common.settings.settings import Settings
-from common.settings.types import key_of_secret
 
 log = logging.getLogger(__name__)
 

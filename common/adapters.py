@@ -17,8 +17,8 @@ from pydantic import BaseModel, Field, FiniteFloat, PositiveInt, ValidationError
 from common import model_files
 from common.ids import HUB_ID
 from common.messages.codec import wire_field
+from common.settings.fields import AdapterSource, first_error
 from common.settings.settings import SettingError
-from common.settings.types import AdapterSource, first_error
 
 SHOWN_DIGITS = 16
 """Digits of an adapter's digest in its key."""

@@ -29,8 +29,8 @@ from common.broker.lua import Args, ScriptCall, call_script
 from common.broker.pool_client import VERSION, ChangeRefused, PoolClient
 from common.ids import KEY_ID, TENANT
 from common.messages.codec import decode, decode_fields, encode, wire_field
+from common.settings.fields import MAX_NUMBER, first_error, key_of_secret
 from common.settings.settings import MAX_WEIGHT, MIN_WEIGHT
-from common.settings.types import MAX_NUMBER, first_error, key_of_secret
 
 STATIC_KEY_ID = "api_key"
 """Public name of the key in API_KEY, where there are other keys as well."""

@@ -21,8 +21,8 @@ from opentelemetry.sdk.trace.sampling import Decision
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
+from common.settings.fields import SettingError
 from common.settings.settings import Settings
-from common.settings.types import SettingError
 from common.tracing import ENDPOINTS, Attributes, Kind, TraceSpan, ids_of
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from common.process.logs import TRACEPARENT
+from common.settings.fields import SettingError
 from common.settings.settings import Settings
-from common.settings.types import SettingError
 
 Value = str | bool | int | float | Sequence[str]
 Attributes = Mapping[str, Value]

@@ -39,7 +39,7 @@ from common.api_keys import ApiKey, IssuedKey, KeyFields
 from common.broker.lua import call_script
 from common.broker.pool_client import ChangeRefused
 from common.ids import ADAPTER_NAME, EVENT_ID
-from common.settings.types import AdapterSource
+from common.settings.fields import AdapterSource
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from common.broker import client
 from common.metrics import exposition
 from common.process import launch, logs
 from common.process.logs import new_incarnation
+from common.settings.fields import SettingError
 from common.settings.settings import Settings
-from common.settings.types import SettingError
 
 log = logging.getLogger(__name__)
 

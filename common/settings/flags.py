@@ -20,8 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from common.settings.fields import SettingFields
-from common.settings.types import SettingError, convert
+from common.settings.fields import SettingError, SettingFields, convert
 
 TABLE = Path(__file__).with_name("options.txt")
 KINDS: dict[str, Any] = {"": str, "int": int, "float": float, "switch": bool, "secret": str}

@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from common.settings.types import SettingError, first_error
+from common.settings.fields import SettingError, first_error
 
 
 @dataclass(frozen=True, slots=True)

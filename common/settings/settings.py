@@ -14,11 +14,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 
 from common.settings import flags
-from common.settings.fields import SettingFields
+from common.settings.fields import (
+    AdapterSource,
+    SettingError,
+    SettingFields,
+    key_of_secret,
+    one_line_errors,
+    read_adapters,
+)
 from common.settings.flags import OPTIONS, check_option
 from common.settings.ranges import read_defaults
 from common.settings.speculation import Speculation, read_speculation
-from common.settings.types import AdapterSource, SettingError, key_of_secret, one_line_errors, read_adapters
 
 __all__ = ["SettingError", "Settings"]
 

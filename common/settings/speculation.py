@@ -4,8 +4,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from common.settings.fields import SettingError
 from common.settings.ranges import read_object
-from common.settings.types import SettingError
 
 CONFIG = "speculative_config"
 MAX_SPECULATED = 15

@@ -25,9 +25,9 @@ from common.broker.pool_client import ChangeRefused, PoolClient
 from common.messages import events as finish_reasons
 from common.process.logs import first_incarnation, plural
 from common.settings import flags as setting_flags
+from common.settings.fields import AdapterSource, read_adapter
 from common.settings.flags import refuse_unknown
 from common.settings.settings import SettingError, Settings
-from common.settings.types import AdapterSource, read_adapter
 from deploy.cli.client import (
     Columns,
     ServerError,

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from common import model_files
 from common.quantize_job import WHOLE_ROW, QuantizeJob
+from common.settings.fields import convert
 from common.settings.flags import flag_of
 from common.settings.settings import SettingError, Settings
-from common.settings.types import convert
 from deploy.launcher import prepare
 from deploy.launcher.launcher import command
 

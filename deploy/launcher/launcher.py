@@ -37,9 +37,9 @@ from common.process.event_loop import run_until_one_ends
 from common.process.launch import LOAD_FLAG, PRELOAD_FLAG, WEIGHTS_VARIABLE, die_with_parent
 from common.process.logs import first_incarnation
 from common.rank import follows
+from common.settings.fields import MAX_PORT
 from common.settings.flags import FlagParser
 from common.settings.settings import SettingError, Settings
-from common.settings.types import MAX_PORT
 from deploy.launcher import prepare
 from deploy.launcher.control_socket import Order, OrderFailed, RunningFleet, Say, current_folder, listening
 from deploy.launcher.embedded_broker import Broker, embedded

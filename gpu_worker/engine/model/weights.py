@@ -21,8 +21,8 @@ from transformers.utils import logging as transformers_logging
 from common import model_files
 from common.messages.request import CLASSIFY
 from common.pooling import PoolingConfig
+from common.settings.fields import UNSERVED_METHODS
 from common.settings.settings import SettingError, Settings
-from common.settings.types import UNSERVED_METHODS
 from gpu_worker.engine.attention import backend
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.quantization.checkpoint import (

@@ -21,7 +21,7 @@ from common.adapters import AdapterLoad, HeldAdapters, adapter_name, find_adapte
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.request import extend_hashes, prompt_hashes, root_hash
-from common.settings.types import AdapterSource
+from common.settings.fields import AdapterSource
 from deploy.launcher.embedded_broker import Broker
 from tests.support.adapters.files import write_adapter
 from tests.support.broker.listening import announced

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from common.settings.fields import AdapterSource
 from common.settings.flags import (
     ANY,
     FLAGS,
@@ -26,7 +27,6 @@ from common.settings.flags import (
 from common.settings.flags import VARIABLES as OTHER_NAMES
 from common.settings.settings import SettingError, Settings
 from common.settings.speculation import Speculation
-from common.settings.types import AdapterSource
 
 # --- settings -----------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from common.adapter_registry import change_registry
 from common.adapters import READY, PoolAdapter, find_adapter
 from common.broker.pool_client import PoolClient
-from common.settings.types import AdapterSource
+from common.settings.fields import AdapterSource
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_adapters import AdapterFollower, EngineAdapters
 from gpu_worker.agent.engine_client import EngineDied, StepsHandler

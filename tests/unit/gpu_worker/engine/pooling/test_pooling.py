@@ -117,7 +117,6 @@ def test_what_an_encoder_cannot_do_is_refused(tmp_path: Path, settings: dict[str
     [
         ({"pooling_mode_weightedmean_tokens": True}, "pools by weightedmean; one of cls, mean"),
         ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, "pools by cls and mean; one of"),
-        ({"pooling_mode": "mean", "include_prompt": False}, "leaves prompts out"),
     ],
 )
 def test_ways_to_pool_that_are_not_served_are_named(tmp_path: Path, mode: dict[str, Any], words: str) -> None:
