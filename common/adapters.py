@@ -195,7 +195,6 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
 
 
 CONFIG, WEIGHTS = FILES = (CONFIG_FILE, "adapter_model.safetensors")
-OLDER_WEIGHTS = "adapter_model.bin"
 
 
 def find_folder(path: str) -> Path:
@@ -220,9 +219,7 @@ def read_config(folder: Path) -> AdapterConfig:
     """Return the config of an adapter that has weights, too. Raises AdapterFault if it cannot be served."""
     config = read_adapter_config(folder)
     if not (folder / WEIGHTS).is_file():
-        has_older = (folder / OLDER_WEIGHTS).is_file()
-        older = f"; {OLDER_WEIGHTS} is not read: save it with safetensors" if has_older else ""
-        raise AdapterFault(f"{folder} has no {WEIGHTS}{older}")
+        raise AdapterFault(f"{folder} has no {WEIGHTS}; pickled weights (.bin) are not read")
     return config
 
 

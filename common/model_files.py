@@ -282,11 +282,6 @@ def find_local(model_id: str, revision: str | None, dtype: str) -> Path | None:
         return target if target.is_dir() else None
     if Path(model_id).expanduser().exists() or not HUB_ID.fullmatch(model_id):
         return resolve(model_id)
-    return find_in_hub_cache(model_id, revision)
-
-
-def find_in_hub_cache(model_id: str, revision: str | None) -> Path | None:
-    """Return the directory of a hub model that is downloaded with its weights."""
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -331,17 +326,12 @@ def bundled_gguf() -> Path:
     return files[0]
 
 
-def check_revision(revision: str | None) -> None:
-    """Raises SettingError for a revision that would be a file outside the hub's cache."""
-    if revision is not None and not REVISION.fullmatch(revision):
-        raise SettingError("revision", f"{revision[:200]!r} is no revision: a branch, a tag or a commit")
-
-
 def download(model_id: str, revision: str | None, progress: Progress, patterns: list[str]) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    check_revision(revision)
+    if revision is not None and not REVISION.fullmatch(revision):  # it would be a file outside the cache
+        raise SettingError("revision", f"{revision[:200]!r} is no revision: a branch, a tag or a commit")
     progress(f"looking up {model_id}")
     try:
         folder = huggingface_hub.snapshot_download(

@@ -123,18 +123,12 @@ def read_modules(path: Path) -> dict[str, list[Path]]:
     """The modules of modules.json: the name of each class → the folders of its modules, in order."""
     file = path / "modules.json"
     found: dict[str, list[Path]] = {}
-    for module in read_list(file):
+    for module in load_json(file, list, "list"):
+        if not isinstance(module, dict):
+            raise SettingError("model_id", f"{file} is no JSON list of objects")
         kind = str(module.get("type", "")).rpartition(".")[2]
         found.setdefault(kind, []).append(path / str(module.get("path", "")))
     return found
-
-
-def read_list(file: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON file that has a list; none without such a file. Raises SettingError."""
-    content: list[dict[str, Any]] = load_json(file, list, "list of objects")
-    if not all(isinstance(item, dict) for item in content):
-        raise SettingError("model_id", f"{file} is no JSON list of objects")
-    return content
 
 
 def pooling_method(folder: Path, settings: Settings) -> str:

@@ -96,7 +96,7 @@ class Reply:
         self.keys = pool.client.keys
         self.retry_forever = pool.admission.retry_forever
         self.job = job
-        self.channel = self.keys.channel(job.reply_to) if job.reply_to else ""
+        self.channel = self.keys.key(job.reply_to) if job.reply_to else ""
         self.num_sent = 0
 
     async def register(self) -> str:

@@ -283,7 +283,7 @@ def describe_error(error: BaseException) -> str:
     """Describe an error of the broker, or of the connection to it, in one line without passwords."""
     text = re.sub(r"//[^@\s]*@", "//", " ".join(str(error).split()))[:200]
     if tls := re.search(r"Error 1 connecting to (\S+)\. .*(\[SSL: .*)", text):
-        return f"no TLS with the broker ({tls[1]}: {describe_tls(tls[2])})"
+        return f"no TLS with the broker, whose certificate ssl_ca_certs must trust ({tls[1]}: {tls[2]})"
     text = re.sub(
         r"Error (\d+) connecting to (\S+)\. .*",
         lambda match: f"{match[2]}: {os.strerror(int(match[1]))}",
@@ -317,16 +317,6 @@ DENIED = ("ACL failure in script", "The user executing the script can't")
 def is_denied(error: BaseException) -> bool:
     """Whether the user of the broker lacks a right."""
     return isinstance(error, NoPermissionError) or any(words in str(error) for words in DENIED)
-
-
-def describe_tls(text: str) -> str:
-    """Describe OpenSSL's error; name the option of the URL that a certificate needs."""
-    text = re.sub(r" ?\(_ssl\.c:\d+\)", "", text).rstrip(".")
-    if "Hostname mismatch" in text or "IP address mismatch" in text:
-        return f"its certificate names another host; {text}"
-    if "CERTIFICATE_VERIFY_FAILED" in text:
-        return f"its certificate is not trusted; ssl_ca_certs=FILE in REDIS_URL names whom to trust; {text}"
-    return text
 
 
 def broker_url(settings: Settings) -> str:
@@ -440,12 +430,8 @@ class FailureLog:
             self.forget()
 
 
-def new_outage() -> FailureLog:
-    """One for all steps of a process, while the broker is away."""
-    return FailureLog(log, "the broker", SETTLED_S)
-
-
-OUTAGE = new_outage()
+OUTAGE = FailureLog(log, "the broker", SETTLED_S)
+"""One for all steps of a process, while the broker is away."""
 
 
 INCOMPLETE = object()

@@ -155,10 +155,6 @@ class Keys:
         """Return the hash with the last heartbeat of a process of this kind."""
         return self.key(kind, name)
 
-    def channel(self, name: str) -> str:
-        """Return the channel of another service; `name` begins with `ext:`."""
-        return self.key(name)
-
 
 def table() -> Iterator[tuple[str, KeyPattern]]:
     """Yield the name in `Keys` of each row, and the row."""

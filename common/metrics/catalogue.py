@@ -41,7 +41,7 @@ Kind = Literal["counter", "histogram", "gauge"]
 
 @dataclass(slots=True, eq=False)
 class Metric:
-    """A metric of the catalogue.
+    """A metric of the catalogue: a gauge, read on request, unless a class below says more.
 
     Attributes:
         labels: name of each label → its known values. A series with known values is shown as 0 before it is
@@ -57,11 +57,6 @@ class Metric:
     def field(self, labels: Labels, part: str = "") -> str:
         """The field of one value of one series in the pool's hash."""
         return SEPARATOR.join((self.name, *labels, part))
-
-
-@dataclass(slots=True, eq=False)
-class Gauge(Metric):
-    """A value that is read when metrics are requested."""
 
 
 @dataclass(slots=True, eq=False)
@@ -187,18 +182,20 @@ BATCH_CONCAT = Counter(
 )
 
 # The present state, read from the broker.
-QUEUE_SIZE = Gauge("tgi_queue_size", "Number of requests in the queue")
-BATCH_SIZE = Gauge("tgi_batch_current_size", "Number of running requests")
-ADAPTER_ROWS = Gauge(
+QUEUE_SIZE = Metric("tgi_queue_size", "Number of requests in the queue")
+BATCH_SIZE = Metric("tgi_batch_current_size", "Number of running requests")
+ADAPTER_ROWS = Metric(
     "tokenfleet_adapter_running_requests", "Number of running requests with a LoRA adapter", {"adapter": ()}
 )
-ADAPTER_WAITING = Gauge(
+ADAPTER_WAITING = Metric(
     "tokenfleet_adapter_waiting_requests", "Number of waiting requests with a LoRA adapter", {"adapter": ()}
 )
-MAX_LORAS = Gauge("tokenfleet_max_loras", "Number of LoRA adapters that the rows of one step may have")
-BATCH_MAX_TOKENS = Gauge("tgi_batch_current_max_tokens", "Tokens in the KV blocks that running requests hold")
-BATCH_TOTAL_TOKENS = Gauge("tgi_batch_total_tokens", "Tokens in all KV blocks in use")
-MAX_TOTAL_TOKENS = Gauge("tgi_batch_max_total_tokens", "Capacity of all KV caches, in tokens")
+MAX_LORAS = Metric("tokenfleet_max_loras", "Number of LoRA adapters that the rows of one step may have")
+BATCH_MAX_TOKENS = Metric(
+    "tgi_batch_current_max_tokens", "Tokens in the KV blocks that running requests hold"
+)
+BATCH_TOTAL_TOKENS = Metric("tgi_batch_total_tokens", "Tokens in all KV blocks in use")
+MAX_TOTAL_TOKENS = Metric("tgi_batch_max_total_tokens", "Capacity of all KV caches, in tokens")
 
 # Our own.
 FIRST_TOKEN = Duration(
@@ -265,21 +262,21 @@ MODEL_SWAP = Duration(
 UNDECODABLE = Counter(
     "tokenfleet_undecodable_entries", "Number of stream entries and plans that could not be decoded"
 )
-KV_USAGE = Gauge("tokenfleet_kv_cache_usage_ratio", "Fraction of all KV blocks in use")
-LIVE_REQUESTS = Gauge("tokenfleet_live_requests", "Number of requests that wait or run")
-UNFINISHED_JOBS = Gauge(
+KV_USAGE = Metric("tokenfleet_kv_cache_usage_ratio", "Fraction of all KV blocks in use")
+LIVE_REQUESTS = Metric("tokenfleet_live_requests", "Number of requests that wait or run")
+UNFINISHED_JOBS = Metric(
     "tokenfleet_unfinished_jobs", "Number of jobs in the stream `submit` that have no answer yet"
 )
-BROKER_MEMORY = Gauge(
+BROKER_MEMORY = Metric(
     "tokenfleet_broker_memory_ratio",
     "Fraction of its memory that Redis uses: of maxmemory, or else of its machine's",
 )
-WORKERS = Gauge(
+WORKERS = Metric(
     "tokenfleet_workers",
     "Number of live workers, by state",
     {"state": ("starting", "ready", "draining", "asleep")},
 )
-BATCHERS = Gauge(
+BATCHERS = Metric(
     "tokenfleet_batchers",
     "Number of live batchers, by state; one is active",
     {"state": ("active", "standby")},
@@ -314,24 +311,24 @@ WEBHOOKS = Counter(
     "Number of attempts to deliver an event of a webhook, by outcome; dead events are given up",
     {"outcome": ("delivered", "failed", "dead")},
 )
-WEBHOOKS_WAITING = Gauge(
+WEBHOOKS_WAITING = Metric(
     "tokenfleet_webhook_events_waiting", "Number of events of webhooks that are not delivered yet"
 )
-WEBHOOKS_DEAD = Gauge("tokenfleet_webhook_events_dead", "Number of events of webhooks that were given up")
-POOL_UP = Gauge(
+WEBHOOKS_DEAD = Metric("tokenfleet_webhook_events_dead", "Number of events of webhooks that were given up")
+POOL_UP = Metric(
     "tokenfleet_pool_up",
     "Whether a pool of the directory has a live batcher and worker, as this gateway knows it: 1 or 0",
     {"to": ()},
 )
-POOL_WAITING = Gauge(
+POOL_WAITING = Metric(
     "tokenfleet_pool_waiting_requests", "Number of waiting requests of a pool of the directory", {"to": ()}
 )
-POOL_DEPTH = Gauge(
+POOL_DEPTH = Metric(
     "tokenfleet_pool_depth_ratio",
     "Number of live requests of a pool of the directory for each row that its workers can run",
     {"to": ()},
 )
-BROKER_UP = Gauge("tokenfleet_broker_up", "Whether this gateway could read the broker: 1 or 0")
+BROKER_UP = Metric("tokenfleet_broker_up", "Whether this gateway could read the broker: 1 or 0")
 
 TABLE: tuple[Metric, ...] = tuple(value for value in list(vars().values()) if isinstance(value, Metric))
 BY_NAME = {metric.name: metric for metric in TABLE}

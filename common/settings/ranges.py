@@ -60,11 +60,7 @@ def to_type(limits: Range) -> Any:
 
 
 FIELDS: Any = {name: (to_type(limits), None) for name, limits in RANGES.items()}
-DEFAULTS: Any = create_model(
-    "SamplingDefaults",
-    __config__=ConfigDict(extra="forbid", strict=True),
-    **FIELDS,
-)
+DEFAULTS: Any = create_model("Defaults", __config__=ConfigDict(extra="forbid", strict=True), **FIELDS)
 Model = TypeVar("Model", bound=BaseModel)
 
 

@@ -121,7 +121,7 @@ class Service:
         """Subscribe to a channel and return the list that its messages are put into."""
         received = self.received[name] = []
         pubsub = self.redis.pubsub()
-        await pubsub.subscribe(KEYS.channel(name))
+        await pubsub.subscribe(KEYS.key(name))
         await pubsub.get_message(timeout=5)
 
         async def collect(received: list[Any]) -> None:

@@ -452,7 +452,7 @@ async def test_lost_frames_are_offered_again(service: Service, worker: FakeWorke
         await service.submit(id="a", inputs="Count.", reply_to="ext:me", reply="stream")
         await wait_until(lambda: len(received) == 6)
         await worker.pause()
-        job, channel = KEYS.job("a"), KEYS.channel("ext:me")
+        job, channel = KEYS.job("a"), KEYS.key("ext:me")
         kept = {"stream:0": 2, f"{channel}:0": 3, "entries": 2}
         async with service.redis.pipeline() as pipe:
             pipe.hset(job, mapping=kept)
