@@ -344,7 +344,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {},
         {"alpha_pattern": {"q_proj": 10**400}},
-        "`lora_path`: its adapter_config.json cannot be read at alpha_pattern.q_proj: ",
+        "`lora_path`: its adapter_config.json cannot be read: `alpha_pattern.q_proj`: ",
     ),
     ({}, {"rank": 65}, "`lora_path`: its rank is 65; MAX_LORA_RANK is 64"),
     ({"lora_name": None}, {}, "lora_name"),
