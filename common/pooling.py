@@ -123,7 +123,7 @@ def read_modules(path: Path) -> dict[str, list[Path]]:
     """The modules of modules.json: the name of each class → the folders of its modules, in order."""
     file = path / "modules.json"
     found: dict[str, list[Path]] = {}
-    for module in load_json(file, list, "list"):
+    for module in load_json(file, list, "list of objects"):
         if not isinstance(module, dict):
             raise SettingError("model_id", f"{file} is no JSON list of objects")
         kind = str(module.get("type", "")).rpartition(".")[2]
