@@ -13,15 +13,15 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (13_836, 27_125),
+    "api": (13_808, 27_048),
     "batcher": (2_846, 4_898),
-    "gpu_worker": (11_439, 21_959),
-    "common": (3_823, 7_614),
-    "deploy": (2_509, 4_412),
-    "tests": (32_213, 56_484),
+    "gpu_worker": (11_437, 21_957),
+    "common": (3_756, 7_489),
+    "deploy": (2_509, 4_407),
+    "tests": (32_208, 56_472),
     "benchmarks": (2_202, 3_748),
 }
-MOST_WORDS_OF_DOCS = 21_855
+MOST_WORDS_OF_DOCS = 21_827
 SLACK = 0.01
 
 
