@@ -3,7 +3,6 @@
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 
@@ -38,24 +37,10 @@ NUMBERS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class UsageFilter:
-    """What of all usage is asked for; None filters nothing."""
-
-    key: str | None = None
-    tenant: str | None = None
-    model: str | None = None
-
-    def matches(self, row: UsageRow) -> bool:
-        owner = row.owner
-        pairs = ((self.key, owner.key_id), (self.tenant, owner.tenant), (self.model, owner.model))
-        return all(wanted in (None, found) for wanted, found in pairs)
-
-
-def group(rows: Iterable[UsageRow], wanted: UsageFilter, by: Sequence[str]) -> list[dict[str, Any]]:
+def group(rows: Iterable[UsageRow], by: Sequence[str]) -> list[dict[str, Any]]:
     """Return one object for each group, in order."""
     sums: dict[tuple[str, ...], Used] = defaultdict(Used)
-    for row in filter(wanted.matches, rows):
+    for row in rows:
         sums[tuple(GROUPS[name](row) for name in by)] += row.used
     return [dict(zip(by, names, strict=True)) | numbers(used) for names, used in sorted(sums.items())]
 
@@ -65,10 +50,6 @@ def numbers(used: Used) -> dict[str, Any]:
     total = used.prompt + used.generated
     counts = (used.requests, used.prompt, used.cached, used.generated, used.speculated, total)
     return dict(zip(NUMBERS, counts, strict=True))
-
-
-def total(rows: Iterable[UsageRow], wanted: UsageFilter) -> dict[str, Any]:
-    return numbers(sum((row.used for row in rows if wanted.matches(row)), Used()))
 
 
 def metric_values(rows: Iterable[UsageRow], models: Collection[str]) -> dict[str, float]:
@@ -138,17 +119,21 @@ async def usage(
     last = read_time(end, "to") if end is not None else now
     if last < first:
         raise invalid("`to` must not be before `from`", "to")
-    wanted = UsageFilter(key, narrow(request, tenant), model)
+    wanted = {"key_id": key, "tenant": narrow(request, tenant), "model": model}
     async with asking_broker():
-        rows = await read_rows(own_pool(request).client.redis, first, last, now, by)
-    groups = group(rows, wanted, by)
+        found = await read_rows(own_pool(request).client.redis, first, last, now, by)
+    rows = [
+        row
+        for row in found
+        if all(value in (None, getattr(row.owner, name)) for name, value in wanted.items())
+    ]
     content = {
         "object": "usage",
         "from": iso(first),
         "to": iso(last),
         "group_by": by,
-        "data": groups,
-        "total": total(rows, wanted),
+        "data": group(rows, by),
+        "total": numbers(sum((row.used for row in rows), Used())),
     }
     return fresh_json(content)
 

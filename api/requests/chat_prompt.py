@@ -114,8 +114,7 @@ def choose(
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         allowed = choice.get("allowed_tools", choice)  # the Responses API has the fields beside `type`
         return allow_tools(found, tools, allowed, f"{choice_field}.allowed_tools")
-    name = choice if isinstance(choice, str) else name_of(choice, choice_field)
-    return replace(found, callable=(find_tool(tools, name, choice_field),), is_forced=True, is_named=True)
+    return replace(found, callable=(tool_of(tools, choice, choice_field),), is_forced=True, is_named=True)
 
 
 def allow_tools(found: ToolChoice, tools: Mapping[str, Tool], allowed: Any, field: str) -> ToolChoice:
@@ -126,24 +125,22 @@ def allow_tools(found: ToolChoice, tools: Mapping[str, Tool], allowed: Any, fiel
     listed = allowed.get("tools")
     if not isinstance(listed, list) or not listed:
         raise invalid(f"`{field}.tools` must be a list of tools that is not empty", f"{field}.tools")
-    names = [name_of(one, f"{field}.tools[{i}]") for i, one in enumerate(listed)]
-    may_call = tuple(find_tool(tools, name, f"{field}.tools") for name in dict.fromkeys(names))
-    return replace(found, callable=may_call, is_forced=mode == "required")
+    may_call = [tool_of(tools, one, f"{field}.tools[{i}]") for i, one in enumerate(listed)]
+    callable = tuple({tool.name: tool for tool in may_call}.values())
+    return replace(found, callable=callable, is_forced=mode == "required")
 
 
-def name_of(choice: Any, field: str) -> str:
-    """The name in `{"type": "function", "function": {"name": …}}`. The Responses API has it beside `type`.
-    Raises ApiError.
+def tool_of(tools: Mapping[str, Tool], choice: Any, field: str) -> Tool:
+    """The tool with a name, or with that in `{"type": "function", "function": {"name": …}}`. The Responses
+    API has it beside `type`. Raises ApiError.
     """
+    name = choice
     if isinstance(choice, Mapping) and choice.get("type", "function") == "function":
         function = choice.get("function", choice)
-        if isinstance(function, Mapping) and isinstance(function.get("name"), str):
-            return str(function["name"])
-    words = f'must be one of {", ".join(CHOICES)}, or `{{"type": "function", "function": {{"name": …}}}}`'
-    raise invalid(f"`{field}` {words}", field)
-
-
-def find_tool(tools: Mapping[str, Tool], name: str, field: str) -> Tool:
+        name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        words = f'must be one of {", ".join(CHOICES)}, or `{{"type": "function", "function": {{"name": …}}}}`'
+        raise invalid(f"`{field}` {words}", field)
     if name not in tools:
         raise invalid(f"`{field}` names {quoted(name)}, which is not among {cut(', '.join(tools))}", field)
     return tools[name]
