@@ -13,7 +13,7 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (13_808, 27_048),
+    "api": (13_796, 27_030),
     "batcher": (2_846, 4_898),
     "gpu_worker": (11_437, 21_957),
     "common": (3_756, 7_489),

@@ -255,10 +255,7 @@ def test_allowed_tools_are_those_that_may_be_called(is_flat: bool) -> None:
     ("allowed", "field"),
     [
         ({"mode": "some", "tools": [NAMED]}, "tool_choice.allowed_tools.mode"),
-        (
-            {"mode": "auto", "tools": [{"type": "function", "name": "z"}]},
-            "tool_choice.allowed_tools.tools[0]",
-        ),
+        ({"tools": [{"type": "function", "name": "z"}]}, "tool_choice.allowed_tools.tools[0]"),
         ({"mode": "auto", "tools": [3]}, "tool_choice.allowed_tools.tools[0]"),
     ],
 )
