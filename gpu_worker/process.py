@@ -202,10 +202,6 @@ def claim(settings: Settings, count: int) -> dict[str, IO[str]]:
     if count > len(gpus):
         here = " on each machine (NNODES)" if settings.nnodes > 1 else ""
         cause = f"{here}, but this worker sees {plural(len(gpus), 'GPU')}"
-        if (stages := settings.pipeline_parallel_size) > 1:
-            raise SettingError(
-                "pipeline_parallel_size", f"{stages}, which makes {plural(count, 'rank')}{cause}"
-            )
         raise SettingError("num_shard", f"{count}{cause}")
     folder = Path(settings.gpu_locks)
     held: dict[str, IO[str]] = {}

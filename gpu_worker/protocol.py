@@ -26,6 +26,7 @@ from functools import partial
 from typing import TypeVar, get_args
 
 import msgpack
+import numpy as np
 
 from common.messages.codec import decode as from_bytes
 from common.messages.codec import encode as to_bytes
@@ -33,6 +34,7 @@ from common.messages.plan import Plan, WorkerCapacity
 
 SAMPLE = struct.Struct("<iiif")
 """A sampled token: row, index in its generation, id, natural logarithm of its probability."""
+SAMPLE_DTYPE = np.dtype([("row", "<i4"), ("index", "<i4"), ("id", "<i4"), ("logprob", "<f4")])
 MAX_FRAME_LOGITS = 2**24
 """Bytes of logits in one frame, at most, unless one position has more."""
 
@@ -247,8 +249,8 @@ def refuse(kind: Callable[[str], Exception], *causes: tuple[object, str]) -> Non
         raise kind(cause)
 
 
-MAX_FIELD_BYTES = 2**28
-"""The longest text or packed field of a frame: incomplete ones are kept in memory."""
+MAX_FIELD_BYTES = 2**31 - 1
+"""The longest text or packed field of a frame: a plan has the bytes of pictures."""
 
 
 def encode(frame: Frame) -> bytes:

@@ -18,10 +18,9 @@ from common.messages.plan import Plan, WorkerCapacity
 from common.model_files import Progress, no_progress
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.adapters.cache import AdapterCache
-from gpu_worker.engine.batch.adapters import AdapterTurns
 from gpu_worker.engine.batch.beams import BeamScores, Copies, score_beams, search_steps, text_factory
 from gpu_worker.engine.batch.inputs import build_inputs
-from gpu_worker.engine.batch.row import RowSlice, StepPart, are_next, request_at
+from gpu_worker.engine.batch.row import RowSlice, StepPart, StepSlices, request_at, step_of
 from gpu_worker.engine.batch.rows import NO_BLOCKS, Rows
 from gpu_worker.engine.batch.sampling_state import SampleRequest
 from gpu_worker.engine.batch.split_step import Forward, forward_in_halves
@@ -120,22 +119,23 @@ class LaunchedStep:
     """
 
     number: int
-    slices: Sequence[RowSlice]
+    slices: StepSlices
     logits: torch.Tensor
     started_s: float
 
 
-SAMPLING_STATE = attrgetter("row.sampling_state")
+SAMPLING_STATE = attrgetter("sampling_state")
 
 
 def sample_requests(slices: Sequence[RowSlice]) -> list[SampleRequest | None]:
     """The requests of the rows that sample, once the host has read the step before; None for greedy samples
     and for those that are dropped.
     """
-    requests: list[SampleRequest | None] = []
-    if are_next(slices) and not any(map(SAMPLING_STATE, slices)):
-        return [None] * len(slices)
-    for row_slice in slices:
+    step = step_of(slices)
+    requests: list[SampleRequest | None] = [None] * len(step.rows)
+    if any(states := [*map(SAMPLING_STATE, step.rows)]):
+        requests = [*map(request_at, states, step.indices.tolist())]
+    for row_slice in step.others:
         row = row_slice.row
         if (state := row.sampling_state) is None or row.ended or row_slice.num_returns != row.num_returns:
             requests += [None] * row_slice.num_samples
@@ -165,65 +165,56 @@ def unpack_sent_samples(data: bytes) -> StepSamples:
     )
 
 
+@dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A step whose sampling was launched, too. Its tokens are being copied to the host.
+    """A step whose sampling was launched, too. Its tokens are being copied to the host, or sent by the rank
+    that samples.
 
     Attributes:
-        ids: int64 [rows], on the device.
-        logits: those that rows return.
+        read: waits for the step → what it sampled. Here alone the host waits for the device within a step.
+        ids: int64 [rows], on the device; None in a pipeline.
+        copied: the copies are done; None on CPU.
     """
 
-    def __init__(
-        self,
-        launched: LaunchedStep,
-        requests: Sequence[SampleRequest | None],
-        output: SamplerOutput,
-        prompts: Sequence[SamplerOutput],
-        logits: Sequence[CopiedLogits] = (),
-        beams: BeamScores | None = None,
-    ) -> None:
-        self.number = launched.number
-        self.slices = launched.slices
-        self.started_s = launched.started_s
-        self.requests = requests
-        self.ids = output.ids
-        self.output = copy_to_host(output)
-        self.prompts = [copy_to_host(prompt) for prompt in prompts]
-        self.logits = logits
-        self.beams = beams.to_host() if beams else None
-        self.copied = torch.cuda.Event() if output.ids.is_cuda else None  # type: ignore[no-untyped-call]
-        if self.copied:
-            self.copied.record()
+    launched: LaunchedStep
+    read: Callable[[], StepSamples]
+    ids: torch.Tensor | None = None
+    copied: torch.cuda.Event | None = None
 
     @property
     def is_unsure(self) -> bool:
         """Whether the next step can be launched only once this one is read."""
-        return not are_next(self.slices) and any(one.row.output.is_unsure(one) for one in self.slices)
+        return any(one.row.output.is_unsure(one) for one in self.launched.slices.others)
 
     @property
     def is_done(self) -> bool:
         """Whether the device has computed it; always False on CPU."""
         return bool(self.copied and self.copied.query())  # type: ignore[no-untyped-call]
 
-    def read(self) -> StepSamples:
-        """Wait for the step → what it sampled. Here alone the host waits for the device within a step."""
-        if self.copied:
-            self.copied.synchronize()
-        prompts = [pack_logprobs(prompt) for prompt in self.prompts]
-        candidates = self.beams.candidates() if self.beams else {}
-        logits = [piece for copied in self.logits for piece in copied.pieces()]
-        samples = unpack_samples(self.output, self.requests, prompts)
-        return replace(samples, candidates=candidates, logits=logits)
 
+def copy_step(
+    launched: LaunchedStep,
+    requests: Sequence[SampleRequest | None],
+    output: SamplerOutput,
+    prompts: Sequence[SamplerOutput],
+    logits: Sequence[CopiedLogits] = (),
+    beams: BeamScores | None = None,
+) -> InFlightStep:
+    """Queue the copies of what a step sampled to the host. `logits`: those that rows return."""
+    on_host, scored = copy_to_host(output), [copy_to_host(prompt) for prompt in prompts]
+    found = beams.to_host() if beams else None
+    copied = torch.cuda.Event() if output.ids.is_cuda else None  # type: ignore[no-untyped-call]
+    if copied:
+        copied.record()
 
-@dataclass(frozen=True, slots=True)
-class SentStep:
-    """A step of a pipeline. The rank that samples sends what it sampled; on others `read` waits for it."""
+    def read() -> StepSamples:
+        if copied:
+            copied.synchronize()
+        samples = unpack_samples(on_host, requests, [*map(pack_logprobs, scored)])
+        pieces = [piece for one in logits for piece in one.pieces()]
+        return replace(samples, candidates=found.candidates() if found else {}, logits=pieces)
 
-    number: int
-    slices: Sequence[RowSlice]
-    started_s: float
-    read: Callable[[], StepSamples]
+    return InFlightStep(launched, read, output.ids, copied)
 
 
 def copy_to_host(output: SamplerOutput) -> SamplerOutput:
@@ -344,7 +335,7 @@ class Engine:
             num_micro_batches=communicator.num_stages,
             make_text=text_factory(loaded.tokenizer),
             adapters=self.adapters.known,
-            turns=AdapterTurns(settings.max_loras),
+            max_adapters=settings.max_loras,
             state_slots=StateSlots(loaded.states, self.block_size) if loaded.states else None,
             computes_whole=loaded.computes_whole,
             on_freed=self.spoil if settings.debug_kv else None,
@@ -353,7 +344,7 @@ class Engine:
             log.warning("SPECULATE is off: states of rows cannot go back from wrong proposals")
         self.graphs: CudaGraphs | None = None
         self.runs_ahead = loaded.device.type != "cpu" and communicator.num_stages == 1
-        self.in_flight = deque[InFlightStep | SentStep]()
+        self.in_flight = deque[InFlightStep]()
         self.collected_step = 0
         self.kept = KeptArguments()
         self.pace = LaunchPace()
@@ -488,7 +479,7 @@ class Engine:
             self.in_flight.append(self.sample(launched))
         oldest = self.in_flight.popleft() if self.in_flight else None
         following = None
-        if isinstance(oldest, InFlightStep) and self.runs_ahead and not oldest.is_unsure:
+        if oldest and self.runs_ahead and not oldest.is_unsure:
             following = self.launch(oldest)
         duration_ms = self.collect(oldest) if oldest else 0.0
         if following:
@@ -518,31 +509,26 @@ class Engine:
         for part in self.parts:
             able = part.prepare(self.rows, slices)
             if len(able) < len(slices):
-                self.rows.fail(slices, able, part.failure)
+                slices = self.rows.fail(slices, able, part.failure)
         if not slices:
             return None
         if before:
             self.pace.on_launch(before.is_done)
         elif self.communicator.samples:
-            self.matchers.start_masks(sample_requests([part for part in slices if part.row.awaited]))
-        logits = self.forward_able(slices, before.ids if before else None)
+            self.matchers.start_masks(sample_requests([part for part in slices.others if part.row.awaited]))
+        slices, logits = self.forward_able(slices, before.ids if before else None)
         for part in self.parts:
             part.after(self.rows, slices)
         return LaunchedStep(self.rows.step, slices, logits, started_s) if slices else None
 
-    def sample(self, launched: LaunchedStep) -> InFlightStep | SentStep:
+    def sample(self, launched: LaunchedStep) -> InFlightStep:
         """Launch the sampling of a step. One rank samples, and the others take its tokens. In a pipeline they
         wait for its bytes when they read the step; it reads the step itself at once.
         """
         communicator, slices = self.communicator, launched.slices
         if communicator.num_stages > 1 and not communicator.samples:
             expected = communicator.expect_bytes(communicator.sampler, SAMPLES)
-            return SentStep(
-                launched.number,
-                slices,
-                launched.started_s,
-                lambda: unpack_sent_samples(expected()),
-            )
+            return InFlightStep(launched, lambda: unpack_sent_samples(expected()))
         logits = launched.logits
         requests, sampled = sample_requests(slices), select_sample_logits(logits, slices)
         if communicator.samples:
@@ -560,36 +546,38 @@ class Engine:
         if beams:
             communicator.share(beams.places)
             communicator.share(beams.scores)
-        step = InFlightStep(launched, requests, output, score_prompts(logits, slices), copied, beams)
+        step = copy_step(launched, requests, output, score_prompts(logits, slices), copied, beams)
         if communicator.num_stages == 1:
             return step
         samples = step.read()
         communicator.send_to_all(pack_samples(samples), SAMPLES)
-        return SentStep(launched.number, slices, launched.started_s, lambda: samples)
+        return InFlightStep(launched, lambda: samples)
 
-    def collect(self, in_flight: InFlightStep | SentStep) -> float:
+    def collect(self, in_flight: InFlightStep) -> float:
         """Read a step → its duration in ms; in a pipeline, in all stages."""
-        self.rows.collect(in_flight.slices, in_flight.read())
-        self.collected_step = in_flight.number
+        launched = in_flight.launched
+        self.rows.collect(launched.slices, in_flight.read())
+        self.collected_step = launched.number
         if self.communicator.num_stages > 1:
-            return (time.monotonic() - in_flight.started_s) * 1e3
-        return self.pace.on_read(in_flight.started_s, time.monotonic(), self.rows.result.prefill_tokens) * 1e3
+            return (time.monotonic() - launched.started_s) * 1e3
+        return self.pace.on_read(launched.started_s, time.monotonic(), self.rows.result.prefill_tokens) * 1e3
 
-    def forward_able(self, slices: list[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
-        """`forward`, in halves if it raises, and without the rows for which it raises again: they fail, and
-        are removed from `slices`. `previous` int64 [rows]. With several ranks the worker ends, since the
-        others may wait for this rank within a sum.
+    def forward_able(
+        self, slices: StepSlices, previous: torch.Tensor | None
+    ) -> tuple[StepSlices, torch.Tensor]:
+        """`forward`, in halves if it raises, and without the rows for which it raises again: they fail → the
+        slices that are computed, and their logits. `previous` int64 [rows]. With several ranks the worker
+        ends, since the others may wait for this rank within a sum.
         """
         try:
-            return self.forward(slices, previous)
+            return slices, self.forward(slices, previous)
         except Exception as error:
             if self.communicator.world_size > 1:
                 raise
             trial = warmup.prompt_parts(1, 1, self.loaded.vocab_size, self.block_size)
             forward = partial(self.forward, previous=previous)
             computed, logits = forward_in_halves(forward, slices, trial, error)
-        self.rows.fail(slices, computed)
-        return logits
+        return self.rows.fail(slices, computed), logits
 
     @torch.inference_mode()
     def forward(self, slices: Sequence[RowSlice], previous: torch.Tensor | None = None) -> torch.Tensor:
@@ -603,7 +591,7 @@ class Engine:
         else:
             expected = None
             if not loaded.stage.is_first:
-                shape = (1, sum(part.count for part in slices), loaded.model.config.hidden_size)
+                shape = (1, step_of(slices).num_tokens, loaded.model.config.hidden_size)
                 expected = communicator.expect_states(shape, loaded.geometry.dtype, loaded.device)
             inputs = build_inputs(slices, self.block_size, loaded.device, previous)
             output = loaded.forward(inputs, expected() if expected else None)

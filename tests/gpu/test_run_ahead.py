@@ -84,7 +84,7 @@ def play(engine: Engine, prefill_tokens: int, options: list[dict[str, Any]]) -> 
 def test_a_step_is_launched_before_the_one_before_it_is_read(
     device: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    events, launch, read = list[tuple[str, int]](), engine.launch, InFlightStep.read
+    events, launch, collect = list[tuple[str, int]](), engine.launch, engine.collect
 
     def note_launch(before: InFlightStep | None = None) -> LaunchedStep | None:
         launched = launch(before)
@@ -92,12 +92,12 @@ def test_a_step_is_launched_before_the_one_before_it_is_read(
             events.append(("launch", launched.number))
         return launched
 
-    def note_read(flight: InFlightStep) -> Any:
-        events.append(("read", flight.number))
-        return read(flight)
+    def note_read(flight: InFlightStep) -> float:
+        events.append(("read", flight.launched.number))
+        return collect(flight)
 
     monkeypatch.setattr(engine, "launch", note_launch)
-    monkeypatch.setattr(InFlightStep, "read", note_read)
+    monkeypatch.setattr(engine, "collect", note_read)
     play(engine, 1000, [{}, {}])
     numbers = sorted(number for what, number in events if what == "launch")
     assert len(numbers) >= NEW_TOKENS and [number for what, number in events if what == "read"] == numbers

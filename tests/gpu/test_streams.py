@@ -2,6 +2,7 @@
 launched. On CPU everything is computed at once, and only the tests themselves are proved.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 
 from gpu_worker.engine.attention.backend import AttentionSpec, Geometry, KVCache, LayerSpec
 from gpu_worker.engine.batch.inputs import build_inputs, to_device
+from gpu_worker.engine.batch.row import StepSlices
 from gpu_worker.engine.cuda.graphs import PLAIN, CudaGraphs
-from gpu_worker.engine.engine import InFlightStep, LaunchedStep
+from gpu_worker.engine.engine import InFlightStep, LaunchedStep, copy_step
 from gpu_worker.engine.sampling.sampler import SamplerOutput
 from tests.gpu.test_attention import LENGTHS, Pair, parts_of
 from tests.support.engine import tiny_models
@@ -63,9 +65,8 @@ def test_samples_are_read_when_their_step_is_over(device: str) -> None:
         ids = torch.arange(64, device=where).mul_(3)
         logprobs = torch.full((64,), -0.5, device=where)
         output = SamplerOutput(ids, logprobs, ids[:, None][:, :0], logprobs[:, None][:, :0])
-        launched = LaunchedStep(1, [], torch.empty(0, 5, device=where), 0.0)
-        in_flight = InFlightStep(launched, [None] * 64, output, [])
-        in_flight.ids = torch.empty(0)
+        launched = LaunchedStep(1, StepSlices(()), torch.empty(0, 5, device=where), 0.0)
+        in_flight = replace(copy_step(launched, [None] * 64, output, []), ids=None)
         for number in range(20):  # where the samples were, if their memory were free
             torch.full((64,), number, device=where)
         return in_flight

@@ -18,7 +18,7 @@ from common.settings.settings import Settings
 from gpu_worker.engine.adapters.layers import AdapterLayers
 from gpu_worker.engine.adapters.weights import Packed, read_adapter, stamp_of
 from gpu_worker.engine.batch.adapters import Adapter
-from gpu_worker.engine.batch.row import RowSlice, StepPart
+from gpu_worker.engine.batch.row import RowSlice, StepPart, step_of
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.protocol import AdapterAnswer, LoadAdapter, UnloadAdapter
 
@@ -115,9 +115,9 @@ class AdapterCache(StepPart):
 
     def prepare(self, rows: Any, slices: Sequence[RowSlice]) -> Sequence[RowSlice]:
         """Put the adapters of the step on the device; without those that cannot be read any more."""
-        asked = dict.fromkeys(part.row.adapter for part in slices if part.row.adapter)
+        asked = dict.fromkeys(part.row.adapter for part in step_of(slices).others if part.row.adapter)
         lost = {adapter for adapter in asked if not self.bring(adapter, asked)}
-        return [part for part in slices if part.row.adapter not in lost]
+        return slices if not lost else [part for part in slices if part.row.adapter not in lost]
 
     def bring(self, adapter: Adapter, needed: Collection[Adapter]) -> bool:
         """Put an adapter into a slot, unless it has one: a free one, or that of an adapter that the step does

@@ -1,15 +1,12 @@
-"""Adapters as rows see them: which adapter a row has, and whose rows take part in a step. No tensors."""
+"""Adapters as rows see them: which adapter a row has, and which tokens of a step have one. No tensors."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gpu_worker.engine.batch.step_result import Int32
-
-TURN_STEPS = 32
-"""Steps after which an adapter gives its place in the steps to one that waits."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,36 +23,6 @@ class Adapter:
     folder: str = ""
     stamp: tuple[int, ...] = ()
     slot: int = -1
-
-
-@dataclass(slots=True)
-class AdapterTurns:
-    """Chooses the adapters of a step if rows want more than fit: in turns, so that none waits for ever.
-
-    Attributes:
-        most: adapters that a step may have.
-        taken: steps in a row in which an adapter was chosen.
-        line: adapters that wait, the longest wait first.
-    """
-
-    most: int
-    taken: dict[Adapter, int] = field(default_factory=dict)
-    line: list[Adapter] = field(default_factory=list)
-
-    def choose(self, wanted: Iterable[Adapter]) -> set[Adapter]:
-        """Choose among the adapters that rows of the next step want, each named once or more."""
-        asked = dict.fromkeys(wanted)
-        kept = [adapter for adapter in self.taken if adapter in asked]
-        self.line = [adapter for adapter in self.line if adapter in asked and adapter not in self.taken]
-        self.line += [adapter for adapter in asked if adapter not in kept and adapter not in self.line]
-        over = max(0, len(kept) + len(self.line) - self.most)
-        tired = [adapter for adapter in kept if self.taken[adapter] >= TURN_STEPS][:over]
-        kept = [adapter for adapter in kept if adapter not in tired]
-        free = self.most - len(kept)
-        chosen = kept + self.line[:free]
-        self.line = self.line[free:] + tired
-        self.taken = {adapter: self.taken.get(adapter, 0) + 1 for adapter in chosen}
-        return set(chosen)
 
 
 @dataclass(frozen=True, slots=True)

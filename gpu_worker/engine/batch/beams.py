@@ -10,6 +10,7 @@ To the batcher a group is one row. It has `leader`'s number, and its blocks are 
 """
 
 import math
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
@@ -396,7 +397,7 @@ class BeamGroup(RowOutput):
             self.slot_copies += self.slots.fork(parents, is_full=False)
         shared = self.leader.blocks[: self.num_shared]
         while len(self.rows) < len(beams):
-            self.rows.append(replace(self.leader))
+            self.rows.append(replace(self.leader, line=array("q", self.leader.line)))
         del self.rows[len(beams) :]
         for row, beam, table in zip(self.rows, beams, self.blocks.tables, strict=True):
             if is_full:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from gpu_worker.engine.batch.adapters import AdaptedStep
-from gpu_worker.engine.batch.row import RowSlice, are_next
+from gpu_worker.engine.batch.row import RowSlice, step_of
 from gpu_worker.engine.batch.step_result import Int32
 
 MAX_PADDING = 512
@@ -124,14 +124,14 @@ def build_inputs(
         spans=split_spans(slices, block_size),
         slices=slices,
         adapters=adapted_step(slices),
-        pictures=() if slices[-1].decodes else [*placed_embeddings(slices, device)],
+        pictures=[*placed_embeddings(slices, device)] if step_of(slices).has_prompts else (),
         axes=None if axes is None else to_device(axes, device),
     )
 
 
 def adapted_step(slices: Sequence[RowSlice]) -> AdaptedStep | None:
     """Which tokens of arranged slices have an adapter; None if none has."""
-    if all(row_slice.row.adapter is None for row_slice in slices):
+    if all(row_slice.row.adapter is None for row_slice in step_of(slices).others):
         return None
     slots = [row_slice.row.adapter.slot if row_slice.row.adapter else -1 for row_slice in slices]
     counts = [row_slice.count for row_slice in slices]
@@ -140,7 +140,7 @@ def adapted_step(slices: Sequence[RowSlice]) -> AdaptedStep | None:
 
 def have_axes(slices: Sequence[RowSlice]) -> bool:
     """Whether tokens of some rows have positions in time, height and width."""
-    return any(one.row.pictures and one.row.pictures.has_axes for one in slices)
+    return any(one.row.pictures and one.row.pictures.has_axes for one in step_of(slices).others)
 
 
 def axes_of(slices: Sequence[RowSlice], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -179,44 +179,33 @@ def logit_positions(slices: Sequence[RowSlice]) -> npt.NDArray[np.int64]:
     """Return the places int64 [num_logits] of the tokens whose logits are needed, the last ones of each
     slice.
     """
-    ends = np.cumsum([row_slice.count for row_slice in slices])
-    if all(row_slice.num_logits == row_slice.samples for row_slice in slices):
-        return np.asarray(ends[[row_slice.samples for row_slice in slices]] - 1)
-    return np.concatenate(
-        [np.arange(end - row_slice.num_logits, end) for end, row_slice in zip(ends, slices, strict=True)]
-    )
+    step = step_of(slices)
+    ends = len(step.rows) + np.cumsum([one.count for one in step.others], dtype=np.int64)
+    places = (np.arange(end - one.num_logits, end) for end, one in zip(ends, step.others, strict=True))
+    return np.concatenate((np.arange(len(step.rows)), *places))
 
 
 def token_ids(slices: Sequence[RowSlice]) -> Int32:
-    """Return the ids of arranged slices, int32 [tokens]."""
-    num_decoding = len(slices) if slices[-1].decodes else sum(row_slice.decodes for row_slice in slices)
-    prompts = (row_slice.row.ids[row_slice.begin : row_slice.kv_len] for row_slice in slices[num_decoding:])
-    return np.concatenate([np.array(decode_ids(slices[:num_decoding]), np.int32), *prompts])
+    """Return the ids of arranged slices, int32 [tokens]: of rows that decode the last id of each, then its
+    proposals. An id that the host does not know yet is -1 minus its place among the samples of the step in
+    flight.
+    """
+    step, known = step_of(slices), list[Int32 | list[int]]()
+    for one in step.others:
+        source = one.row.last_id if one.source_place is None else -1 - one.source_place
+        known.append([source, *one.proposed] if one.decodes else one.row.ids[one.begin : one.kv_len])
+    return np.concatenate([step.ids, *known], dtype=np.int32, casting="unsafe")
 
 
 def positions_of(slices: Sequence[RowSlice]) -> npt.NDArray[np.int64]:
     """Return the positions of tokens in their sequences, int64 [tokens]."""
-    if are_next(slices):
-        return np.array([row_slice.begin for row_slice in slices], np.int64)
-    ends = np.cumsum([row_slice.count for row_slice in slices])
-    return np.arange(ends[-1]) + np.repeat(
-        [row_slice.kv_len for row_slice in slices] - ends, [row_slice.count for row_slice in slices]
-    )
+    step = step_of(slices)
+    return np.concatenate([step.begins, *(np.arange(one.begin, one.kv_len) for one in step.others)])
 
 
 def offsets_of(counts: Iterable[int]) -> npt.NDArray[np.int64]:
     """Return where each of `counts` neighbours begins, and where the last ends, int64 [len(counts) + 1]."""
     return np.cumsum([0, *counts])
-
-
-def decode_ids(slices: Sequence[RowSlice]) -> list[int]:
-    """Return the input ids of rows that decode: the last id of each, then its proposals. An id that the host
-    does not know yet is -1 minus its place among the samples of the step in flight.
-    """
-    sources = [one.row.last_id if one.source_place is None else -1 - one.source_place for one in slices]
-    if are_next(slices):
-        return sources
-    return [token for source, one in zip(sources, slices, strict=True) for token in (source, *one.proposed)]
 
 
 def fill_pending_ids(ids: torch.Tensor, previous: torch.Tensor | None) -> torch.Tensor:
@@ -237,8 +226,9 @@ def split_spans(slices: Sequence[RowSlice], block_size: int) -> list[Span]:
     while first < len(slices):
         longest, end = kv_lens[first], first + 1
         if first < num_decoding:
-            short = kv_lens[first:num_decoding] < min(-(-longest // 2), longest - MAX_PADDING)
-            end = first + int(short.argmax()) if short.any() else num_decoding
+            own = kv_lens[first:num_decoding]
+            differs = (own > longest) | (own < min(-(-longest // 2), longest - MAX_PADDING))
+            end = first + int(differs.argmax()) if differs.any() else num_decoding
         result.append(make_span(slices[first:end], begins[first], block_size))
         first = end
     return result

@@ -149,9 +149,7 @@ def micro_batch_size(rows: Collection[Row], num_micro_batches: int) -> int:
     """
     if num_micro_batches == 1:
         return sys.maxsize
-    decoding = sum(
-        row.kv_len >= len(row.ids) and not row.ended and row.index < row.max_new_tokens for row in rows
-    )
+    decoding = sum(len(row.ids) <= row.kv_len < row.end for row in rows)
     return -(-decoding // num_micro_batches)
 
 

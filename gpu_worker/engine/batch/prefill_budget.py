@@ -78,7 +78,7 @@ class PrefillBudget:
         computed, in this order: (class, tokens) of each. If a bulk prompt comes first, it has waited long
         enough.
         """
-        num_bulk = sum(map(is_bulk, decoding))
+        num_bulk = sum(map(LEAST_URGENT.__le__, decoding))
         callers = sum(tokens for class_index, tokens in prompts if not is_bulk(class_index))
         bulk = sum(tokens for class_index, tokens in prompts if is_bulk(class_index))
         most = (grant.mixed_prefill_tokens if decoding else 0) or grant.prefill_tokens

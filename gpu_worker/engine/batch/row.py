@@ -2,18 +2,20 @@
 tensors.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from operator import attrgetter
 from typing import Any, NoReturn
+
+import numpy as np
 
 from common.messages.plan import NewRow
 from common.messages.records import pack_floats, pack_ids
 from common.messages.request import Generate
 from gpu_worker.engine.batch.adapters import Adapter
 from gpu_worker.engine.batch.row_pictures import RowPictures
-from gpu_worker.engine.batch.sampling_state import GrammarMask, SampleRequest, SamplingState
+from gpu_worker.engine.batch.sampling_state import GrammarMask, Int64, SampleRequest, SamplingState
 from gpu_worker.engine.batch.step_result import Int32, StepSamples
 from gpu_worker.engine.drafting.proposers import Proposer
 from gpu_worker.protocol import SAMPLE, StepResult
@@ -33,6 +35,29 @@ def no_pictures(start: NewRow) -> None:
     """None. Raises ValueError if the row has pictures: this engine does not see."""
     if any(start.contents):
         raise ValueError("rows with pictures need a model that sees")
+
+
+NUM_ENDS = 4
+NUMBERS = (
+    *("number", "kv_len", "collected_index", "last_id", "in_flight", "sample_place", "room", "end"),
+    *("goes_on_from", "num_places", "class_index"),
+)
+LINE = np.dtype([*((name, np.int64) for name in NUMBERS), ("end_ids", np.int64, NUM_ENDS)])
+NEVER = 2**62
+"""No row has so many tokens."""
+
+
+class Number:
+    """A number of a row, which lies in the row's line."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.place = NUMBERS.index(name)
+
+    def __get__(self, row: "Row", owner: type) -> int:
+        return row.line[self.place]
+
+    def __set__(self, row: "Row", value: int) -> None:
+        row.line[self.place] = value
 
 
 class RowOutput:
@@ -56,10 +81,6 @@ class RowOutput:
     def extend(self, blocks: Int32) -> None:
         """Take note of blocks that the row has got."""
 
-    def is_launched(self, row: "Row") -> bool:
-        """Whether all that the row needs is launched."""
-        return row.index >= row.max_new_tokens
-
     def num_in_flight(self, row: "Row") -> int:
         """Slices that are launched and not read."""
         return row.in_flight
@@ -73,8 +94,6 @@ class RowOutput:
         proposals, none beyond its blocks or `recompute_length`.
         """
         begin, source_place = row.kv_len, row.sample_place if row.num_unread else None
-        if row.proposer is None and row.logits is None:
-            return (NextToken(row, source_place),)
         end, limit = len(row.blocks) * block_size, row.recompute_length
         proposed = row.propose(min(spare, (min(end, limit) if limit and begin < limit else end) - begin - 1))
         method = row.proposer.method if row.proposer and proposed else ""
@@ -96,9 +115,6 @@ class RowOutput:
         row, proposed, num_samples = row_slice.row, row_slice.proposed, row_slice.num_samples
         if not num_samples or row_slice.num_returns != row.num_returns:
             return None
-        row.num_unread -= num_samples
-        if row.proposer is None:
-            return None if row.ended else self.add(row_slice, row_slice.kv_len, place, samples, result)
         tokens = confirmed(samples.ids[place : place + num_samples], proposed)
         first = kv_len = row_slice.kv_len - len(proposed)
         why = None
@@ -109,7 +125,8 @@ class RowOutput:
             row.go_back(kv_len)
         if proposed:
             result.proposals.append((row_slice.method, len(proposed), len(tokens) - 1))
-        row.proposer.learn(tokens, len(proposed))
+        if row.proposer:
+            row.proposer.learn(tokens, len(proposed))
         return why
 
     def add(
@@ -127,9 +144,7 @@ class RowOutput:
         result.samples += SAMPLE.pack(row.number, row.collected_index, token, samples.logprobs[place])
         row.last_id = token
         row.collected_index += 1
-        if row.collected_index >= row.max_new_tokens:
-            return "length"
-        return row.ends.get(token) or ("preempted" if kv_len == row.recompute_length else None)
+        return row.finish_reason or ("preempted" if kv_len == row.recompute_length else None)
 
 
 TOKENS = RowOutput()
@@ -147,9 +162,6 @@ class PooledValues(RowOutput):
     is_whole: bool = False
     samples = False
 
-    def is_launched(self, row: "Row") -> bool:
-        return row.kv_len >= len(row.ids)
-
     def take(self, row_slice: "RowSlice", samples: StepSamples, place: int, result: StepResult) -> str | None:
         row = row_slice.row
         if row.ended or row_slice.kv_len < len(row.ids):
@@ -166,8 +178,6 @@ class Row:
     Attributes:
         ids: the prompt and the tokens generated before this row started: prefill computes them.
         blocks: KV blocks in order; position p lies in blocks[p // block_size].
-        kv_len: tokens whose KV is written.
-        index: index of the next token to sample.
         ends: ids that end the row → the reason.
         recompute_length: beyond this length its model needs every K computed anew: the row is preempted, and
             starts again with all its tokens, the generated ones computed as if they belonged to the prompt.
@@ -175,14 +185,8 @@ class Row:
             log-probabilities of the prompt.
         logits: (first position, end, dtype) of those whose logits are returned; None returns none.
         sampling_state: None is greedy without penalties.
-        last_id: the last token generated, once the step that sampled it is read: input of the next decode
-            step.
-        sample_place: the place of its last token among the samples of the last launched step with this row.
-        in_flight: number of steps launched with this row and not read yet.
-        num_unread: tokens that these steps sample.
         num_returns: how often the row went back from wrong proposals; slices launched before that are void.
         proposer: proposes the tokens after the next one; None proposes none.
-        class_index: the lower, the sooner its prompt is computed.
         num_passed: steps since its prompt was the first to be computed.
         output: what it brings; the rows of a beam search have one together.
         awaited: what its prefill waits for, until it `is_ready`: its grammar, its pictures.
@@ -190,11 +194,19 @@ class Row:
         adapter: the LoRA adapter with which it is computed; None for the model alone.
         pictures: of its prompt; None if it has none.
         slots: where its states lie, in a model that has states; of a beam search one for each beam.
+        line, place: its numbers, and their place among those of all rows:
+        kv_len: tokens whose KV is written.
+        last_id: the last token that was read: input of the next decode step.
+        sample_place: the place of its last token among the samples of the last launched step with this row.
+        in_flight: number of steps launched with this row and not read yet.
+        room: tokens for which it has blocks.
+        end: with so many tokens computed all that it needs is launched; 0 once it has ended.
+        goes_on_from: with so many tokens its steps are those of `NextTokens`; NEVER if they need more.
+        class_index: the lower, the sooner its prompt is computed.
     """
 
     number: int
     ids: Int32
-    index: int
     max_new_tokens: int
     blocks: Int32
     ends: Mapping[int, str] = field(default_factory=dict)
@@ -203,16 +215,9 @@ class Row:
     recompute_length: int | None = None
     prompt_logprobs: int | None = None
     logits: tuple[int, int, str] | None = None
-    kv_len: int = 0
-    collected_index: int = 0
-    last_id: int = 0
-    sample_place: int = 0
-    in_flight: int = 0
-    num_unread: int = 0
     num_returns: int = 0
     proposer: Proposer | None = None
     ended: bool = False
-    class_index: int = 0
     num_passed: int = 0
     output: RowOutput = TOKENS
     awaited: Sequence[Any] = ()
@@ -220,6 +225,26 @@ class Row:
     adapter: Adapter | None = None
     pictures: RowPictures | None = None
     slots: list[int] = field(default_factory=list)
+    line: "array[int] | memoryview" = field(default_factory=lambda: array("q", bytes(LINE.itemsize)))
+    place: int = -1
+    kv_len, collected_index, last_id, in_flight = Number(), Number(), Number(), Number()
+    sample_place, room, end, goes_on_from = Number(), Number(), Number(), Number()
+    num_places, class_index = Number(), Number()
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of its prompt."""
+        return len(self.ids) - self.base
+
+    @property
+    def index(self) -> int:
+        """Index of the next token to sample."""
+        return max(self.base, self.kv_len - self.num_prompt + 1)
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens that launched steps sample, and that are not read yet."""
+        return self.index - self.collected_index
 
     @property
     def slot(self) -> int:
@@ -246,8 +271,6 @@ class Row:
     def go_back(self, kv_len: int) -> None:
         """Go back to the `kv_len` tokens whose ids are certain."""
         self.kv_len = kv_len
-        self.index = kv_len - (len(self.ids) - self.base) + 1
-        self.num_unread = 0
         self.num_returns += 1
 
     @property
@@ -331,7 +354,7 @@ class RowSlice:
     @property
     def first_index(self) -> int:
         """Index of the first token that it samples."""
-        return self.kv_len - len(self.proposed) - (len(self.row.ids) - self.row.base)
+        return self.kv_len - len(self.proposed) - self.row.num_prompt
 
     @property
     def sample_request(self) -> SampleRequest | None:
@@ -348,32 +371,56 @@ class RowSlice:
         return requests
 
 
-class NextToken(RowSlice):
-    """The next token of a row that proposes nothing and returns no logits: most slices of most steps."""
+@dataclass(slots=True, eq=False)
+class StepSlices(Sequence[RowSlice]):
+    """What a step computes, in the order of its tokens. Most of most steps are next tokens of rows to which
+    nothing else applies, such as proposals or a grammar: they come first, as arrays, the longest row first.
 
-    __slots__ = ()
-    count = num_samples = num_logits = 1
-    samples = decodes = True
-    num_scored = 0
-    proposed: Sequence[int] = ()
-    method = ""
+    Attributes:
+        others: the slices after them, chunks of prompts last.
+        lines: int64 [rows]; where the numbers of the rows with next tokens lie.
+        rows: [rows]
+        begins: int64 [rows]; positions.
+        ids: int64 [rows]; inputs. One that the host does not know yet is -1 minus its place among the samples
+            of the step in flight.
+        indices: int64 [rows]; of the tokens that are sampled.
+        every: all slices, once somebody has asked for one.
+    """
 
-    def __init__(self, row: Row, source_place: int | None) -> None:
-        self.row = row
-        self.source_place = source_place
-        self.num_returns = row.num_returns
-        self.begin = begin = row.kv_len
-        self.kv_len = begin + 1
+    others: Sequence[RowSlice]
+    lines: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    rows: Sequence[Row] = ()
+    begins: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    ids: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    indices: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    every: list[RowSlice] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.rows) + len(self.others)
+
+    def __iter__(self) -> Iterator[RowSlice]:
+        if not self.every:
+            sources = (None if token >= 0 else -1 - token for token in self.ids.tolist())
+            columns = zip(self.rows, self.begins.tolist(), sources, strict=True)
+            self.every += (RowSlice(row, begin, 1, True, source) for row, begin, source in columns)
+            self.every += self.others
+        return iter(self.every)
+
+    def __getitem__(self, place: Any) -> Any:
+        return [*self][place]
+
+    @property
+    def has_prompts(self) -> bool:
+        return bool(self.others) and not self.others[-1].decodes
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.rows) + sum(one.count for one in self.others)
 
 
-def are_next(slices: Sequence[RowSlice]) -> bool:
-    """Whether all are next tokens. It takes a step of many rows no loop to find out."""
-    return {*map(type, slices)} == {NextToken}
-
-
-def num_tokens(slices: Sequence[RowSlice]) -> int:
-    """Tokens of a step."""
-    return len(slices) if are_next(slices) else sum(one.count for one in slices)
+def step_of(slices: Sequence[RowSlice]) -> StepSlices:
+    """A step of these slices."""
+    return slices if isinstance(slices, StepSlices) else StepSlices(slices)
 
 
 class StepPart:
@@ -420,9 +467,3 @@ def arrange(slices: Sequence[RowSlice]) -> list[RowSlice]:
     decoding = [row_slice for row_slice in slices if row_slice.decodes]
     prompts = [row_slice for row_slice in slices if not row_slice.decodes]
     return sorted(decoding, key=attrgetter("begin"), reverse=True) + prompts
-
-
-def place_samples(slices: Sequence[RowSlice]) -> None:
-    """Set each row's `sample_place` for a launched step."""
-    for end, row_slice in zip(accumulate(map(attrgetter("num_samples"), slices)), slices, strict=True):
-        row_slice.row.sample_place = end - 1

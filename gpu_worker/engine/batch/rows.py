@@ -9,15 +9,17 @@ most, and in none before its last token is read. Each part is collected by itsel
 
 import logging
 import sys
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
 import numpy as np
+import numpy.typing as npt
 
 from common.messages.plan import NewRow, Plan
-from common.messages.request import Generate, class_index
-from gpu_worker.engine.batch.adapters import Adapter, AdapterTurns
+from common.messages.request import LEAST_URGENT, Generate, class_index
+from gpu_worker.engine.batch.adapters import Adapter
 from gpu_worker.engine.batch.beams import Beam, BeamGroup, BeamSearch, BeamTextFactory, Copy
 from gpu_worker.engine.batch.prefill import (
     EncodingSchedule,
@@ -28,29 +30,35 @@ from gpu_worker.engine.batch.prefill import (
     num_computable,
     whole_prompts,
 )
-from gpu_worker.engine.batch.prefill_budget import PrefillBudget, is_bulk
+from gpu_worker.engine.batch.prefill_budget import PrefillBudget
 from gpu_worker.engine.batch.row import (
+    LINE,
+    NEVER,
+    NUM_ENDS,
     TOKENS,
     GrammarFactory,
     PicturesFactory,
     PooledValues,
     Row,
     RowSlice,
+    StepSlices,
     logits_span,
     no_pictures,
     not_served,
-    place_samples,
+    step_of,
 )
-from gpu_worker.engine.batch.sampling_state import SamplingState
+from gpu_worker.engine.batch.sampling_state import Int64, SamplingState
 from gpu_worker.engine.batch.state_slots import StateSlots
 from gpu_worker.engine.batch.step_result import Int32, StepSamples
 from gpu_worker.engine.drafting.proposers import ProposerFactory
-from gpu_worker.protocol import StepResult
+from gpu_worker.protocol import SAMPLE_DTYPE, StepResult
 
 log = logging.getLogger(__name__)
 NO_BLOCKS: Int32 = np.zeros(0, np.int32)
 NO_GRANT = Plan(epoch=0, number=0, until=0, prefill_tokens=0)
 MAX_SCORED_TOKENS = 256
+MOST_ROWS = 2**14
+"""Far more than a worker may hold."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,12 +74,14 @@ class Rows:
         max_decoded: most tokens of one launch that are of rows that decode, or proposals.
         num_micro_batches: into how many launches the rows that decode are divided.
         make_text: makes the texts of beams with stop strings.
-        adapters, turns: LoRA adapters that rows may have, by name; which of them the next step may have.
-        has_adapters: some row has had an adapter.
+        adapters: LoRA adapters that rows may have, by name; of at most `max_adapters` are the rows of a step.
         make_pictures: finds the pictures of a row.
         encoding: units of pictures that must be encoded before the step just launched is computed.
         state_slots: slots of rows in a model that has states; None in one without.
         computes_whole: a step computes whole prompts, and no chunks: an encoder's tokens all see each other.
+        numbers: LINE [lines]; the numbers of rows, a column each: no loop over rows that only go on.
+        held: [lines]; the rows.
+        order: int64 [rows]; the lines of the rows, in the order of their starts; `free`: the others.
         groups: beam searches, by the number of their row.
         copies: blocks that must be copied before the step just launched is computed.
         step: the last step launched.
@@ -92,8 +102,7 @@ class Rows:
     num_micro_batches: int = 1
     make_text: BeamTextFactory = not_served
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
-    turns: AdapterTurns = field(default_factory=lambda: AdapterTurns(sys.maxsize))
-    has_adapters: bool = False
+    max_adapters: int = sys.maxsize
     make_pictures: PicturesFactory = no_pictures
     encoding: EncodingSchedule = field(default_factory=EncodingSchedule)
     state_slots: StateSlots | None = None
@@ -101,6 +110,10 @@ class Rows:
     groups: dict[int, BeamGroup] = field(default_factory=dict)
     copies: list[Copy] = field(default_factory=list)
     rows: dict[int, Row] = field(default_factory=dict)
+    numbers: npt.NDArray[np.void] = field(default_factory=lambda: np.zeros(MOST_ROWS, LINE))
+    held: npt.NDArray[np.object_] = field(default_factory=lambda: np.empty(MOST_ROWS, object))
+    order: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    free: list[int] = field(default_factory=lambda: [*range(MOST_ROWS)])
     step: int = 0
     grant: Plan = NO_GRANT
     prefill_budget: PrefillBudget = field(default_factory=PrefillBudget)
@@ -142,11 +155,9 @@ class Rows:
         if grammar or not stopping.ignore_eos:
             ends |= dict.fromkeys(self.eos_ids, "eos_token")
         pictures, adapter = self.make_pictures(start), self.adapters.get(request.adapter)
-        self.has_adapters |= adapter is not None
         row = Row(
             number=start.row,
             ids=ids,
-            index=start.base,
             max_new_tokens=stopping.max_new_tokens,
             blocks=blocks,
             ends=ends,
@@ -155,13 +166,9 @@ class Rows:
             recompute_length=self.recompute_length,
             prompt_logprobs=start.prompt_logprobs,
             logits=logits_span(request),
-            collected_index=start.base,
-            last_id=int(ids[-1]) if start.base else 0,
-            kv_len=start.num_cached,
             proposer=self.make_proposer(ids, grammar)
             if self.make_proposer and not (request.logits or request.beams)
             else None,
-            class_index=class_index(request.class_name),
             output=PooledValues(request.pooling.pair_start, self.computes_whole)
             if request.pooling
             else TOKENS,
@@ -176,7 +183,28 @@ class Rows:
             copies = self.copies, self.state_slots.copies if self.state_slots else []
             group = BeamGroup(row, search, self.block_size, *copies, num_places=request.beams.width)
             row.output = self.groups[row.number] = group
+        row.place = place = self.free.pop()
+        row.line = self.numbers[place : place + 1].view(np.int64).data
+        self.held[place], self.order = row, np.append(self.order, place)
+        row.kv_len, row.collected_index = start.num_cached, start.base
+        row.last_id = int(ids[-1]) if start.base else 0
+        row.room, row.num_places = len(blocks) * self.block_size, row.output.num_places
+        row.class_index = class_index(request.class_name)
+        row.end = len(ids) if request.pooling else row.num_prompt + row.max_new_tokens - 1
+        if self.recompute_length and len(ids) <= self.recompute_length:
+            row.end = min(row.end, self.recompute_length)
+        row.goes_on_from = len(ids) if self.is_plain(row) else NEVER
+        self.numbers["number"][place] = row.number
+        self.numbers["end_ids"][place] = ([*ends] + [-1] * NUM_ENDS)[:NUM_ENDS]
         return row
+
+    def is_plain(self, row: Row) -> bool:
+        """Whether its tokens, those of its prompt aside, need nothing but the model and the sampler."""
+        state = row.sampling_state
+        counts = state and (state.remembers or state.top_n_tokens)
+        parts = (row.proposer, row.logits, row.adapter, row.awaited, self.state_slots, counts)
+        needs_more = any(parts) or row.output is not TOKENS or len(row.ends) > NUM_ENDS
+        return not needs_more and self.num_micro_batches == 1
 
     def extend(self, number: int, blocks: Int32) -> Int32:
         """Append blocks to a row → these blocks; none if the row is gone."""
@@ -184,71 +212,86 @@ class Rows:
         if row is None:
             return NO_BLOCKS
         row.blocks = np.concatenate((row.blocks, blocks))
+        row.room = len(row.blocks) * self.block_size
         row.output.extend(blocks)
         return blocks
 
-    def launch(self) -> list[RowSlice]:
+    def launch(self) -> StepSlices:
         """Launch the next step, or the next micro-batch of one → its slices, arranged; empty if none may or
         can run. Without micro-batches it must not be called while an unread step `is_unsure`.
         """
-        slices = self.schedule_slices(self.step) if self.num_micro_batches > 1 else []
+        slices = self.schedule_slices(self.step) if self.num_micro_batches > 1 else StepSlices(())
         if not slices and self.step < self.grant.until:
             slices = self.schedule_slices(self.step + 1)
             self.step += bool(slices)
-        for row_slice in slices:
-            row, num_samples = row_slice.row, row_slice.num_samples
+        self.numbers["kv_len"][slices.lines] += 1
+        self.numbers["in_flight"][slices.lines] += 1
+        self.numbers["sample_place"][slices.lines] = np.arange(len(slices.lines))
+        for row_slice in slices.others:
+            row = row_slice.row
             row.launched_step = self.step
             row.kv_len = row_slice.kv_len
-            row.index += num_samples
-            row.num_unread += num_samples
             row.in_flight += 1
         place_samples(slices)
         return slices
 
-    def fail(self, slices: list[RowSlice], computed: Sequence[RowSlice], why: str = "forward") -> None:
-        """End the rows of a launched step that are not among `computed`, with `why`, and leave them out of
-        `slices`. If none are, the step does not count.
+    def fail(self, slices: StepSlices, computed: Sequence[RowSlice], why: str = "forward") -> StepSlices:
+        """End the rows of a launched step that are not among `computed`, with `why` → the step without them.
+        If none are, the step does not count.
         """
         self.step -= not computed
-        able = set(map(id, computed))
-        failed = [row_slice for row_slice in slices if id(row_slice) not in able]
+        known = set(map(id, computed))
+        failed = [row_slice for row_slice in slices if id(row_slice) not in known]
         for row_slice in failed:
             row_slice.row.kv_len = row_slice.begin
             row_slice.row.in_flight -= 1
         for number in {row_slice.row.number: None for row_slice in failed}:  # of a beam search as a whole
             self.finish(self.rows[number], why)
-        place_samples(computed)
-        slices[:] = computed
+        place_samples(able := StepSlices(computed))
+        return able
 
-    def schedule_slices(self, step: int) -> list[RowSlice]:
+    def schedule_slices(self, step: int) -> StepSlices:
         """Choose what is launched next, as a part of this step: a token of each row that decodes and its
         proposals, the longest row first, then chunks of prompts up to the budgets. Rows after the first
         `max_rows` stand by.
         """
-        decoding, prompts = self.split_launchable(step)
+        lines, others = self.runnable
+        classes = self.numbers["class_index"][lines]
+        decoding, prompts = self.split_launchable(others, step)
         line = line_up(prompts, step)
         left = [(row.class_index, num_computable(row, self.block_size) + encoding_cost(row)) for row in line]
-        budget = self.prefill_budget.plan(self.grant, [row.class_index for row in decoding], left)
-        slices = self.decode(
-            decoding if budget.bulk_decodes else [row for row in decoding if not is_bulk(row.class_index)]
+        budget = self.prefill_budget.plan(
+            self.grant, [*classes.tolist(), *(row.class_index for row in decoding)], left
         )
+        if not budget.bulk_decodes:
+            lines = lines[classes < LEAST_URGENT]
+            decoding = [row for row in decoding if row.class_index < LEAST_URGENT]
+        slices = self.decode(decoding)
         line = [row for row in line if budget.left(row.class_index) > 0]
         if self.computes_whole:
-            return sorted(whole_prompts(line, self.block_size, budget), key=attrgetter("count"))
+            return StepSlices(sorted(whole_prompts(line, self.block_size, budget), key=attrgetter("count")))
         if any(row.pictures for row in line):
-            budget.tokens = self.encoding.schedule(line, self.block_size, budget.tokens, bool(slices))
+            budget.tokens = self.encoding.schedule(
+                line, self.block_size, budget.tokens, bool(slices or len(lines))
+            )
         has_snapshots = self.state_slots is not None and self.state_slots.has_snapshots
         slices += chunks(line, self.block_size, budget, self.max_scored_tokens, has_snapshots)
-        if not slices and self.prefill_budget.has_waited:  # for prompts that wait for their pictures
+        if self.prefill_budget.has_waited and not slices and not len(lines):  # pictures are not there yet
             return self.schedule_slices(step)
-        return slices
+        lines = lines[np.argsort(-self.numbers["kv_len"][lines], kind="stable")]
+        numbers, in_flight = self.numbers, self.numbers["in_flight"][lines]
+        ids = np.where(in_flight > 0, -1 - numbers["sample_place"][lines], numbers["last_id"][lines])
+        indices = numbers["collected_index"][lines] + in_flight
+        return StepSlices(slices, lines, self.held[lines].tolist(), numbers["kv_len"][lines], ids, indices)
 
-    def split_launchable(self, step: int) -> tuple[list[Row], list[Row]]:
-        """Return the rows that the next launch may have: those that decode, and those with prompts."""
+    def split_launchable(self, rows: Sequence[Row], step: int) -> tuple[list[Row], list[Row]]:
+        """Return the rows that the next launch may have among these: those that decode, and those with
+        prompts.
+        """
         decoding, prompts = [], []
-        wanted = (row.adapter for row in self.rows.values() if row.adapter and not row.ended)
-        adapters = self.turns.choose(wanted) if self.has_adapters else ()
-        for row in self.runnable:
+        wanted = dict.fromkeys(row.adapter for row in rows if row.adapter)
+        adapters = [*wanted][: self.max_adapters]
+        for row in rows:
             if self.num_micro_batches > 1 and not row.output.may_join(row, step):
                 continue
             if row.adapter and row.adapter not in adapters:
@@ -276,42 +319,40 @@ class Rows:
         return not cause
 
     @property
-    def runnable(self) -> list[Row]:
-        """The rows that the next step may compute: those with a place, room and a compiled grammar."""
-        places, found, block_size = self.grant.max_rows or sys.maxsize, list[Row](), self.block_size
-        for row in self.rows.values():
-            output = row.output
-            if row.ended or output.is_launched(row):
-                continue
-            if places < output.num_places:
-                break
-            places -= output.num_places
-            if len(row.blocks) * block_size > row.kv_len and (not row.awaited or row.is_ready):
-                found.append(row)
-        return found
+    def runnable(self) -> tuple[Int64, list[Row]]:
+        """What the next step may compute: the lines int64 [rows] of rows that go on with their next token, to
+        which nothing else applies; and other rows with a place, room, and what they wait for.
+        """
+        order, numbers, places = self.order, self.numbers, self.grant.max_rows or sys.maxsize
+        kv_len = numbers["kv_len"][order]
+        is_held = kv_len < numbers["end"][order]
+        may_run = is_held & (numbers["room"][order] > kv_len)
+        may_run &= (numbers["num_places"][order] * is_held).cumsum() <= places
+        goes_on = may_run & (numbers["goes_on_from"][order] <= kv_len)
+        others = self.held[order[may_run ^ goes_on]].tolist()
+        return order[goes_on], [row for row in others if not row.awaited or row.is_ready]
 
     def decoding(self) -> list[Row]:
-        """The rows whose next token the next step may compute."""
+        """The rows whose next token the next step may compute, and that may need more for it than that."""
         may_run = self.step < self.grant.until
-        return [row for row in self.runnable if row.kv_len >= len(row.ids)] if may_run else []
+        return [row for row in self.runnable[1] if row.kv_len >= len(row.ids)] if may_run else []
 
     @property
     def num_spare(self) -> int:
         """How many proposals the next step has places for."""
-        return max(0, self.max_decoded - min(self.num_places, self.grant.max_rows or sys.maxsize))
-
-    @property
-    def num_places(self) -> int:
-        """Places that all rows take together."""
-        return len(self.rows) + sum(group.search.params.width - 1 for group in self.groups.values())
+        num_places = int(self.numbers["num_places"][self.order].sum())
+        return max(0, self.max_decoded - min(num_places, self.grant.max_rows or sys.maxsize))
 
     def collect(self, slices: Sequence[RowSlice], samples: StepSamples) -> None:
         """Take what a launched step sampled: all samples of all slices, in order; for beam searches there are
         `candidates` in their place.
         """
-        result, place, scored = self.result, 0, iter(samples.prompt_logprobs)
+        result, scored = self.result, iter(samples.prompt_logprobs)
+        step = step_of(slices)
+        self.collect_next(step, samples)
+        place = len(step.rows)
         result.logits += samples.logits
-        for row_slice in slices:
+        for row_slice in step.others:
             row = row_slice.row
             row.in_flight -= 1
             if not row_slice.decodes:
@@ -327,10 +368,31 @@ class Rows:
             elif held.ended:
                 self.release(held)
 
+    def collect_next(self, step: StepSlices, samples: StepSamples) -> None:
+        """Take the first samples of a step: the next tokens of rows to which nothing else applies."""
+        numbers, lines, num_rows = self.numbers, step.lines, len(step.rows)
+        ids, ends = np.array(samples.ids[:num_rows], np.int64), numbers["end"][lines]
+        has_ended = ends == 0
+        taken = np.zeros(num_rows, SAMPLE_DTYPE)
+        taken["row"], taken["index"] = numbers["number"][lines], step.indices
+        taken["id"], taken["logprob"] = ids, samples.logprobs[:num_rows]
+        self.result.samples += (taken[~has_ended] if has_ended.any() else taken).tobytes()
+        numbers["in_flight"][lines] -= 1
+        numbers["collected_index"][lines] += ~has_ended
+        numbers["last_id"][lines] = ids
+        at_end = step.begins + 1 >= ends
+        for column in numbers["end_ids"].T:
+            at_end |= column[lines] == ids
+        for row in self.held[lines[at_end]]:
+            if row.ended:
+                self.release(row)
+            else:
+                self.finish(row, row.finish_reason or "preempted")
+
     def finish(self, row: Row, why: str) -> None:
         """End a row, unless it has ended."""
         if not row.ended:
-            row.ended = True
+            row.ended, row.end = True, 0
             self.result.ended.append((row.number, why, row.collected_index))
             self.release(row)
 
@@ -345,6 +407,9 @@ class Rows:
                 self.on_freed(row.blocks[num_kept:], row.slots)
             if self.state_slots:
                 self.state_slots.give_back(row)
+            self.order = self.order[self.order != row.place]
+            self.free.append(row.place)
+            row.line = array("q", row.line)
 
     def take_result(self) -> StepResult:
         """Return what happened since the last call."""
@@ -352,3 +417,11 @@ class Rows:
         if self.state_slots:
             result.snapshots = self.state_slots.snapshots.take_changes()
         return result
+
+
+def place_samples(slices: StepSlices) -> None:
+    """Set each row's `sample_place` for a launched step, but for rows that go on with their next token."""
+    place = len(slices.rows) - 1
+    for row_slice in slices.others:
+        place += row_slice.num_samples
+        row_slice.row.sample_place = place

@@ -15,10 +15,11 @@ import logging
 import os
 import re
 import tempfile
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain, repeat
-from operator import is_
+from operator import attrgetter, is_
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from gpu_worker.engine.batch.inputs import (
     to_device,
     token_ids,
 )
-from gpu_worker.engine.batch.row import RowSlice, are_next, num_tokens
+from gpu_worker.engine.batch.row import RowSlice, step_of
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.model.model import LoadedModel
 
@@ -95,7 +96,7 @@ class CudaGraphs:
             be smaller.
         table: int32 [max_rows, max_blocks]; the rows' blocks.
         slots: int32 [max_rows]; the rows' slots of states.
-        graphs: by number of rows, in order, and variant: replays a step.
+        graphs: by number of rows, in order, and variant: replays a step; `sizes`: these numbers, by variant.
         tabled: the blocks that the first lines of `table` have, and the size of the step that left them.
         previous: int64 [max_samples]; ids that the step in flight samples.
         logits: [max_rows, vocabulary] of the model's dtype.
@@ -121,6 +122,7 @@ class CudaGraphs:
         self.logits = torch.zeros(max_rows, loaded.vocab_size, dtype=loaded.geometry.dtype, device=device)
         self.tabled: tuple[int, list[Int32]] = (0, [])
         self.graphs: dict[tuple[int, str], Replay] = {}
+        self.sizes: dict[str, list[int]] = {}
 
     def capture(self, capture: Capture, sizes: Sequence[int], longest: int = 1) -> None:
         """Capture the largest size first: the others share its memory. If rows of up to `longest` tokens are
@@ -139,10 +141,13 @@ class CudaGraphs:
                 self.loaded.set_adapters(NO_TOKENS if variant == ADAPTED else None)
                 self.graphs[size, variant] = capture(partial(self.forward, size, variant == SPLIT))
         self.graphs = dict(sorted(self.graphs.items()))
+        self.sizes = {own: [size for size, other in self.graphs if other == own] for own in VARIANTS}
 
     def size_of(self, rows: int, variant: str) -> int:
         """The smallest size of a variant that has room for so many rows; 0 if none has."""
-        return next((size for size, own in self.graphs if own == variant and size >= rows), 0)
+        sizes = self.sizes[variant]
+        place = bisect_left(sizes, rows)
+        return sizes[place] if place < len(sizes) else 0
 
     def forward(self, size: int, is_split: bool) -> None:
         ids = fill_pending_ids(self.ids[:size].long(), self.previous)
@@ -154,15 +159,17 @@ class CudaGraphs:
         """Whether a graph has room for all tokens. Slices are arranged: rows that decode come first."""
         if self.is_fixed:
             return True
-        rows = max(num_tokens(slices), 0 if previous is None else len(previous))
+        rows = max(step_of(slices).num_tokens, 0 if previous is None else len(previous))
         takes_adapters = self.loaded.adapters is None or self.size_of(1, ADAPTED)
-        if not takes_adapters and any(row_slice.row.adapter for row_slice in slices):
+        others = step_of(slices).others
+        if not takes_adapters and any(row_slice.row.adapter for row_slice in others):
             return False
         if not self.size_of(rows, PLAIN):
             return False
-        if slices[-1].decodes or not self.takes_prompts:
-            return slices[-1].decodes
-        needs_more = any(row_slice.row.pictures or row_slice.row.adapter for row_slice in slices)
+        has_prompts = step_of(slices).has_prompts
+        if not has_prompts or not self.takes_prompts:
+            return not has_prompts
+        needs_more = any(row_slice.row.pictures or row_slice.row.adapter for row_slice in others)
         seen = sum(row_slice.count * row_slice.kv_len for row_slice in slices)
         return not needs_more and seen <= MAX_SEEN_TOKENS
 
@@ -185,7 +192,7 @@ class CudaGraphs:
         self.tabled = size, blocks
         if previous is not None:
             self.previous[: len(previous)].copy_(previous)
-        places = None if len(chunks) == 1 and slices[-1].decodes else logit_positions(slices)
+        places = None if len(chunks) == 1 and not step_of(slices).has_prompts else logit_positions(slices)
         logits = []
         for begin in chunks:
             self.copy_inputs(inputs[:, begin : begin + size], size)
@@ -231,8 +238,12 @@ class CudaGraphs:
 
 def blocks_of(slices: Sequence[RowSlice]) -> list[Int32]:
     """The blocks of each token's row, int32 [blocks]."""
-    blocks = [one.row.blocks for one in slices]
-    return blocks if are_next(slices) else [*chain(*map(repeat, blocks, [one.count for one in slices]))]
+    step = step_of(slices)
+    counts = [one.count for one in step.others]
+    return [
+        *map(attrgetter("blocks"), step.rows),
+        *chain(*map(repeat, (one.row.blocks for one in step.others), counts)),
+    ]
 
 
 def are_same(blocks: Sequence[Int32], others: Sequence[Int32]) -> bool:

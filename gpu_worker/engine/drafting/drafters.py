@@ -262,9 +262,10 @@ def piece_of(row: Row, known: Int32, begin: int, end: int, samples: bool) -> Row
     """
     if samples and end - begin <= 2:
         first, *rest = known[begin:end].tolist()
-        drafting = Row(row.number, known[:begin], 0, 1, row.blocks, last_id=first)
+        drafting = Row(row.number, known[:begin], 1, row.blocks)
+        drafting.last_id = first
         return RowSlice(drafting, begin, end - begin, True, proposed=rest)
-    return RowSlice(Row(row.number, known, 0, 1, row.blocks), begin, end - begin, samples)
+    return RowSlice(Row(row.number, known, 1, row.blocks), begin, end - begin, samples)
 
 
 class ModelDrafter(Drafter):

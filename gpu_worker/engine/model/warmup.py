@@ -165,7 +165,7 @@ def single_tokens(num_rows: int, vocab_size: int, block_size: int) -> list[RowSl
 def prompt_part(length: int, vocab_size: int, block_size: int) -> RowSlice:
     ids = np.arange(length, dtype=np.int32) % vocab_size
     blocks = np.zeros(-(-length // block_size), np.int32)
-    return RowSlice(Row(0, ids, 0, 1, blocks), 0, length, samples=True)
+    return RowSlice(Row(0, ids, 1, blocks), 0, length, samples=True)
 
 
 def peak_bytes(loaded: LoadedModel, settings: Settings) -> int:

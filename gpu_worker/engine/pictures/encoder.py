@@ -24,7 +24,7 @@ from PIL import Image
 from common.messages.plan import NewRow
 from common.pictures import decoded
 from gpu_worker.engine.batch.prefill import EncodedUnit, needed_pictures
-from gpu_worker.engine.batch.row import RowSlice, StepPart
+from gpu_worker.engine.batch.row import RowSlice, StepPart, step_of
 from gpu_worker.engine.batch.row_pictures import (
     PictureShape,
     PictureState,
@@ -377,10 +377,11 @@ class PictureEncoder(StepPart):
         for unit in rows.encoding.take():
             self.encode(unit)
             rows.result.num_encoded += 1
-        return [one for one in slices if not (one.row.pictures and one.row.pictures.failure)]
+        failed = {one.row for one in step_of(slices).others if one.row.pictures and one.row.pictures.failure}
+        return [one for one in slices if one.row not in failed] if failed else slices
 
     def after(self, rows: Any, slices: Sequence[RowSlice]) -> None:
-        if any(one.row.pictures for one in slices if not one.decodes):
+        if any(one.row.pictures for one in step_of(slices).others if not one.decodes):
             self.trim(needed_pictures(rows.rows.values()))
 
     def encode(self, unit: EncodedUnit) -> None:

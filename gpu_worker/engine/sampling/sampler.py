@@ -30,7 +30,7 @@ import torch
 
 from common.messages.request import SamplingParams
 from gpu_worker.engine.batch.inputs import offsets_of, to_device
-from gpu_worker.engine.batch.row import RowSlice, are_next
+from gpu_worker.engine.batch.row import RowSlice, step_of
 from gpu_worker.engine.batch.sampling_state import Float32, Int64, SampleRequest, SamplingState
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.sampling import sampler
@@ -274,7 +274,7 @@ def sample_natively(
     """logits float [rows, vocabulary] → ids int64 [rows], log-probabilities float32 [rows]. A request of None
     is greedy without penalties.
     """
-    num_tops = max((request.state.top_n_tokens for request in requests if request), default=0)
+    num_tops = max((request.state.top_n_tokens for request in filter(None, requests)), default=0)
     output = empty_output(len(requests), num_tops, CPU)
     arguments = kept.of(requests, logits.shape[1], CPU) if any(requests) else ()
     columns = (ctypes.c_void_p * len(arguments))(*(column.data_ptr() for column in arguments))
@@ -558,7 +558,7 @@ def sample(
         output = sample_on_cuda(logits, requests, kept)
     else:
         output = sample_by_torch(logits, requests)
-    for row, request in enumerate(requests):
+    for row, request in enumerate(requests if any(requests) else ()):
         if request and request.state.sampling.report_logits:
             write_logits(output, logits, row, request)
     return output
@@ -613,7 +613,7 @@ MAX_CHUNK_LOGITS = 2**24
 
 def select_sample_logits(logits: torch.Tensor, slices: Sequence[RowSlice]) -> torch.Tensor:
     """logits float [num_logits, vocabulary] of a step → those to sample from, float [rows, vocabulary]."""
-    if slices[-1].decodes or not any(row_slice.num_scored for row_slice in slices):
+    if not step_of(slices).has_prompts or not any(row_slice.num_scored for row_slice in slices):
         return logits
     ends = np.cumsum([row_slice.num_logits for row_slice in slices])
     places = [
@@ -626,7 +626,7 @@ def score_prompts(logits: torch.Tensor, slices: Sequence[RowSlice]) -> list[Samp
     """logits float [num_logits, vocabulary] of a step → for each slice that asks for prompt
     log-probabilities: ids int64 [tokens], logprobs float32 [tokens].
     """
-    if slices[-1].decodes or not any(row_slice.num_scored for row_slice in slices):
+    if not step_of(slices).has_prompts or not any(row_slice.num_scored for row_slice in slices):
         return []
     begins = offsets_of(row_slice.num_logits for row_slice in slices).tolist()
     return [
@@ -684,7 +684,7 @@ def copy_logits(logits: torch.Tensor, slices: Sequence[RowSlice]) -> list[Copied
     """logits float [num_logits, vocabulary] of a step → copies for the rows that return some. On CUDA they
     are only queued: before the next step, which may overwrite `logits`.
     """
-    if are_next(slices) or not any(row_slice.row.logits for row_slice in slices):
+    if not any(row_slice.row.logits for row_slice in step_of(slices).others):
         return []
     ends = offsets_of(row_slice.num_logits for row_slice in slices).tolist()[1:]
     return [

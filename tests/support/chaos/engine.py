@@ -29,7 +29,7 @@ from common.messages.records import pack_ids, unpack_ids
 from common.process.launch import die_with_parent
 from common.settings.settings import Settings
 from gpu_worker.engine.batch.adapters import Adapter
-from gpu_worker.engine.batch.row import RowSlice, confirmed
+from gpu_worker.engine.batch.row import NEVER, RowSlice, confirmed
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.engine.batch.step_result import StepSamples
 from gpu_worker.engine.drafting.proposers import Proposer
@@ -97,7 +97,8 @@ class ScriptedEngine:
             self.chains[start.row] = first_chain(start) ^ wrong
             self.ids[start.row] = start.ids
             if self.num_speculated and start.row in self.rows.rows:
-                self.rows.rows[start.row].proposer = Guesser(self, start.row)
+                row = self.rows.rows[start.row]
+                row.proposer, row.goes_on_from = Guesser(self, start.row), NEVER
 
     def holds_others(self, block: int, ids: bytes, place: int) -> bool:
         """Whether other ids than a row's were computed up to the end of its block at this place."""

@@ -79,13 +79,13 @@ def rows_with(*starts: NewRow, until: int = 1000, prefill_tokens: int = 1000) ->
     return rows
 
 
-def spans_of(slices: list[RowSlice]) -> list[tuple[int, int, int, bool]]:
+def spans_of(slices: Sequence[RowSlice]) -> list[tuple[int, int, int, bool]]:
     return [
         (row_slice.row.number, row_slice.begin, row_slice.count, row_slice.samples) for row_slice in slices
     ]
 
 
-def collect(rows: Rows, slices: list[RowSlice], token: int = TEXT) -> StepResult:
+def collect(rows: Rows, slices: Sequence[RowSlice], token: int = TEXT) -> StepResult:
     num_samples = sum(row_slice.samples for row_slice in slices)
     rows.collect(slices, StepSamples([token] * num_samples, [-0.5] * num_samples))
     return rows.take_result()
@@ -125,7 +125,7 @@ def rows(block_size: int, lengths: tuple[int, ...]) -> list[Row]:
     sizes = [-(-(length + 4) // block_size) for length in lengths]
     parts = np.split(shuffled, np.cumsum(sizes))
     return [
-        Row(number, np.zeros(length, np.int32), 0, 9, part)
+        Row(number, np.zeros(length, np.int32), 9, part)
         for number, (length, part) in enumerate(zip(lengths, parts, strict=False))
     ]
 

@@ -31,6 +31,7 @@ from gpu_worker.agent.state import AgentState
 from gpu_worker.engine.batch.beams import BeamGroup
 from gpu_worker.engine.batch.row import PooledValues, Row, RowSlice
 from gpu_worker.engine.batch.rows import Rows
+from gpu_worker.engine.batch.sampling_state import Int64
 from gpu_worker.engine.batch.step_result import PromptLogprobs, StepSamples, TopLogprobs
 from gpu_worker.protocol import StepResult
 from tests.support.chaos.engine import BLOCK_SIZE
@@ -70,9 +71,13 @@ class HeldRows(Rows):
 
     may_run: Callable[[Row], bool]
 
+    def is_plain(self, row: Row) -> bool:
+        return False
+
     @property
-    def runnable(self) -> list[Row]:
-        return [row for row in super().runnable if self.may_run(row)]
+    def runnable(self) -> tuple[Int64, list[Row]]:
+        lines, rows = super().runnable
+        return lines, [row for row in rows if self.may_run(row)]
 
 
 class AnsweringEngine(ModelessEngine):

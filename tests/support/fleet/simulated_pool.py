@@ -26,7 +26,7 @@ from common.messages.request import (
 )
 from gpu_worker.engine.batch.adapters import Adapter
 from gpu_worker.engine.batch.beams import BeamGroup
-from gpu_worker.engine.batch.row import Row, RowSlice
+from gpu_worker.engine.batch.row import NEVER, Row, RowSlice
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.engine.batch.step_result import Candidate, StepSamples
 from gpu_worker.protocol import StepResult
@@ -153,6 +153,7 @@ class SimulatedWorker:
             assert start.row > self.last_row, "row numbers go on"
             self.last_row = start.row
             row = self.engine.rows[start.row]
+            row.goes_on_from = NEVER
             row.proposer = KnowingProposer(
                 ANSWER, start.base, 0, self.draw.randrange(2**32), [], self.num_speculated, False
             )

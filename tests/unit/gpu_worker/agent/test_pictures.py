@@ -6,7 +6,6 @@ from redis.asyncio import Redis
 from common.messages.plan import NewRow, Plan
 from common.messages.records import pack_ids
 from common.messages.request import Generate, Picture, StoppingParams
-from gpu_worker.agent import grants as module
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.grants import PlanHandler
 from tests.support.agents import KEYS, grants, make_agent
@@ -81,14 +80,3 @@ async def test_a_row_whose_picture_is_lost_never_starts_and_its_request_fails(re
     assert [(row.request.request_id, why) for row, why in outbox.terminals] == [("r1", "picture_gone")]
     assert (outbox.ended, outbox.released) == ([(1, "picture_gone", 0)], [(1, 0)])
     assert [*agent.state.table.rows] == [2]
-
-
-async def test_rows_with_large_pictures_are_sent_one_after_the_other(
-    redis: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "MAX_FRAME_PICTURES", 10)
-    agent = await make_agent(redis)
-    await keep(redis, aa=b"red", bb=b"blue")
-    before = len(grants(agent))
-    await start(agent, new_row(1), new_row(2), new_row(3))
-    assert [[one.row for one in grant.starts] for grant in grants(agent)[before:]] == [[1], [2], [3]]

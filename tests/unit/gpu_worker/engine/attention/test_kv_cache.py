@@ -289,7 +289,7 @@ def test_bits_depend_neither_on_chunks_nor_on_how_work_is_split(
     states = [torch.randn(1, heads, tokens + beside, 64).to(dtype) for heads in (6, 2, 2)]
     blocks = np.split(np.arange(1, BLOCKS * 2, dtype=np.int32), [-(-tokens // 16)])
     row, other = (
-        Row(number, np.zeros(length, np.int32), 0, 9, blocks[number])
+        Row(number, np.zeros(length, np.int32), 9, blocks[number])
         for number, length in enumerate((tokens, beside))
     )
 

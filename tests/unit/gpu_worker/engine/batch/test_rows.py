@@ -7,6 +7,7 @@ What a row's next token depends on: counts, bans and top-p as if never interrupt
 """
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from common.messages.plan import NewRow, Plan
 from common.messages.records import num_group_blocks, pack_ids
 from common.messages.request import BeamParams, SamplingParams
-from gpu_worker.engine.batch.adapters import TURN_STEPS, Adapter, AdapterTurns
+from gpu_worker.engine.batch.adapters import Adapter
 from gpu_worker.engine.batch.beams import BeamBlocks, BeamToken
 from gpu_worker.engine.batch.prefill import PATIENCE
 from gpu_worker.engine.batch.prefill_budget import PrefillBudget
@@ -99,7 +100,7 @@ def test_every_row_ends_once_and_within_its_blocks(
     sampled: dict[int, list[int]] = {row: [] for row in range(len(lengths))}
     ended: dict[int, tuple[str, int]] = {}
     released: list[int] = []
-    in_flight: list[list[RowSlice]] = []
+    in_flight: list[Sequence[RowSlice]] = []
     while rows.rows:
         slices = rows.launch()
         assert sum(row_slice.count for row_slice in slices if not row_slice.decodes) <= prefill_tokens
@@ -168,7 +169,7 @@ def rows_in_parts(*starts: NewRow, num_micro_batches: int = 2, until: int = 1000
     return rows
 
 
-def numbers(slices: list[RowSlice]) -> list[int]:
+def numbers(slices: Sequence[RowSlice]) -> list[int]:
     return sorted(row_slice.row.number for row_slice in slices)
 
 
@@ -177,7 +178,7 @@ def test_each_row_is_in_each_step_once(num_micro_batches: int, num_rows: int) ->
     """So a row gets one token a step, whatever the size of the parts."""
     starts = [start(row, 1, end=6) for row in range(num_rows)]
     rows = rows_in_parts(*starts, num_micro_batches=num_micro_batches)
-    pending, launched, tokens = deque[list[RowSlice]](), list[tuple[int, int]](), 0
+    pending, launched, tokens = deque[Sequence[RowSlice]](), list[tuple[int, int]](), 0
     while rows.rows:
         while len(pending) < num_micro_batches and (slices := rows.launch()):
             assert all(row_slice.source_place is None for row_slice in slices), "its last token is read"
@@ -210,18 +211,14 @@ def test_the_least_recently_used_snapshot_makes_room() -> None:
     assert snapshots.take_changes() == [5, 6, -6, 8] and snapshots.take_changes() == []
 
 
-FOUR = [Adapter(name) for name in "abcd"]
-
-
-@given(st.integers(1, 3), st.integers(2, 4))
-def test_each_adapter_comes_to_its_turn_and_keeps_it_for_a_while(most: int, wanted: int) -> None:
-    turns = AdapterTurns(most)
-    steps = [turns.choose(FOUR[:wanted]) for _ in range(8 * TURN_STEPS)]
-    assert {len(step) for step in steps} == {min(most, wanted)}
-    for adapter in FOUR[:wanted]:
-        places = [place for place, step in enumerate(steps) if adapter in step]
-        assert len(places) >= TURN_STEPS
-        assert max(np.diff(places), default=1) <= wanted * TURN_STEPS + 1
+@pytest.mark.parametrize(("most", "first"), [(1, [0, 2]), (2, [0, 1, 2]), (3, [0, 1, 2, 3])])
+def test_rows_whose_adapter_finds_no_place_wait_for_older_rows(most: int, first: list[int]) -> None:
+    rows = Rows(BLOCK, [EOS], adapters={name: Adapter(name) for name in "abc"}, max_adapters=most)
+    starts = [start(row, 3, end=2, adapter=name) for row, name in enumerate("abac")]
+    rows.apply(plan(1000, 1000, starts))
+    assert ran(rows) == first
+    while rows.rows:
+        assert ran(rows)
 
 
 # --- prefill ------------------------------------------------------------------------------------------------
@@ -371,7 +368,7 @@ def row_of(num_tiles: int, before: int = 4, after: int = 4, blocks: int = 100, c
     picture = PictureState(num_tiles * TILE, shape, token_cost=cost)
     places = np.arange(before, before + num_tiles * TILE)
     ids = np.zeros(before + num_tiles * TILE + after, np.int32)
-    row = Row(0, ids, 0, 9, np.arange(1, 1 + blocks, dtype=np.int32))
+    row = Row(0, ids, 9, np.arange(1, 1 + blocks, dtype=np.int32))
     row.pictures = RowPictures([PlacedPicture(picture, places)])
     return row
 
