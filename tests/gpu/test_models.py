@@ -39,6 +39,7 @@ def test_rows_of_adapters_and_of_none_come_from_graphs_and_are_near_merged_model
     folders = {name: save_adapter(model, tmp_path / name, seed) for seed, name in enumerate("ab")}
     settings: dict[str, Any] = {"dtype": "bfloat16", "enable_lora": True, "max_loras": 2}
     engine = engine_on(device, tmp_path / "model", monkeypatch, **settings)
+    assert all(layer._compiled_call_impl for layer in engine.loaded.model.model.layers)
     load_adapters(engine, folders)
     rows = {number: (prompts()[number], name) for number, name in enumerate(("a", "b", "", "a"))}
     with noted(engine) as (_, replayed):

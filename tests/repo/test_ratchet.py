@@ -15,10 +15,10 @@ from tests.support.source_tree import ROOT, parse
 MOST = {  # statements, lines
     "api": (13_796, 27_030),
     "batcher": (2_846, 4_898),
-    "gpu_worker": (11_436, 21_954),
+    "gpu_worker": (11_435, 21_953),
     "common": (3_756, 7_489),
     "deploy": (2_509, 4_407),
-    "tests": (32_191, 56_443),
+    "tests": (32_191, 56_441),
     "benchmarks": (2_202, 3_748),
 }
 MOST_WORDS_OF_DOCS = 21_827

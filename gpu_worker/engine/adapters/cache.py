@@ -131,17 +131,14 @@ class AdapterCache(StepPart):
                     log.error("adapter %s cannot be read again: %s", adapter.name, cause)
                     return False
             self.keep(adapter, weights)
-            self.place(adapter, weights, needed)
+            if len(self.used) < self.num_slots:
+                adapter.slot = min({*range(self.num_slots)} - {other.slot for other in self.used})
+            else:
+                oldest = next(other for other in self.used if other not in needed)
+                adapter.slot, oldest.slot = oldest.slot, -1
+                del self.used[oldest]
+            assert self.layers
+            self.layers.place(adapter.slot, weights)
         self.used.pop(adapter, None)
         self.used[adapter] = None
         return True
-
-    def place(self, adapter: Adapter, weights: Packed, needed: Collection[Adapter]) -> None:
-        if len(self.used) < self.num_slots:
-            adapter.slot = min({*range(self.num_slots)} - {other.slot for other in self.used})
-        else:
-            oldest = next(other for other in self.used if other not in needed)
-            adapter.slot, oldest.slot = oldest.slot, -1
-            del self.used[oldest]
-        assert self.layers
-        self.layers.place(adapter.slot, weights)

@@ -43,11 +43,8 @@ class DeviceTokens:
         counts = np.bincount(tokens.slots[tokens.order], minlength=len(self.starts) - 1)
         starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
         self.slots.fill_(-1)
-        for target, numbers in (
-            (self.slots, tokens.slots),
-            (self.order, tokens.order),
-            (self.starts, starts),
-        ):
+        own = tokens.slots, tokens.order, starts
+        for target, numbers in zip((self.slots, self.order, self.starts), own, strict=True):
             target[: len(numbers)].copy_(to_device(numbers, self.slots.device))
 
 
@@ -58,11 +55,12 @@ def add_adapters(module: Any, forward: Forward, inputs: torch.Tensor, **options:
         rows = inputs.flatten() if inputs.dtype == torch.int64 else inputs.flatten(0, -2)
         tokens = module.adapters.tokens[module.is_head]
         own = module.adapter_down, module.adapter_up, module.adapter_ranks
-        add_low_rank(output.flatten(0, -2), rows, *own, tokens.slots, tokens.order, tokens.starts)
+        added = add_low_rank(output.flatten(0, -2), rows, *own, tokens.slots, tokens.order, tokens.starts)
+        output = added.view(output.shape)
     return output
 
 
-@torch.library.custom_op("tokenfleet::add_low_rank", mutates_args=("output",))
+@torch.library.custom_op("tokenfleet::add_low_rank", mutates_args=())
 def add_low_rank(
     output: torch.Tensor,
     rows: torch.Tensor,
@@ -72,11 +70,12 @@ def add_low_rank(
     slots: torch.Tensor,
     order: torch.Tensor,
     starts: torch.Tensor,
-) -> None:
-    """Add to `output` [tokens, outputs] what adapters give: rows [tokens, inputs] of the model's dtype, or
-    ids int64 [tokens]; down [slots, rank, inputs], up [slots, outputs, rank], ranks int32 [slots]; rest as in
-    DeviceTokens.
+) -> torch.Tensor:
+    """`output` [tokens, outputs] and what adapters give: rows [tokens, inputs] of the model's dtype, or ids
+    int64 [tokens]; down [slots, rank, inputs], up [slots, outputs, rank], ranks int32 [slots]; the rest as in
+    DeviceTokens. The sum is a new tensor: torch's compiler fails where a part of a merged product is changed.
     """
+    output = output.clone(memory_format=torch.contiguous_format)
     if output.is_cuda:
         from gpu_worker.engine.cuda.kernels import adapters  # Triton: in CUDA builds only
 
@@ -87,6 +86,12 @@ def add_low_rank(
         adapters.expand(output, shrunk, up, ranks, order, starts)
     else:
         add_by_torch(output, rows, down, up, ranks, order, starts)
+    return output
+
+
+@add_low_rank.register_fake
+def shape_of(output: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(output, memory_format=torch.contiguous_format)
 
 
 def add_by_torch(
@@ -98,7 +103,7 @@ def add_by_torch(
     order: torch.Tensor,
     starts: torch.Tensor,
 ) -> None:
-    """As `add_low_rank`, one adapter after the other."""
+    """Add to `output` as `add_low_rank` does, one adapter after the other."""
     bounds = starts.tolist()
     for slot, rank in enumerate(ranks.tolist()):
         if rank and len(places := order[bounds[slot] : bounds[slot + 1]].long()):
@@ -184,9 +189,7 @@ class AdapterLayers:
         return not self.linears
 
     def pack(self, target: LoraTarget, down: torch.Tensor, up: torch.Tensor) -> LowRankPair:
-        """down [rank, inputs] and up [outputs, rank], float32, of this rank → as the layer's kernels take
-        them
-        """
+        """down [rank, inputs] and up [outputs, rank], float32, of this rank → as kernels take them"""
         linear, dtype = target.module, self.model.dtype
         if isinstance(linear, NativeLinear):
             spare_ranks = -len(down) % RANKS

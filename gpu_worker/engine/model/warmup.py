@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -242,9 +242,7 @@ def scale_layers(model: Any, path: Path, layers: Mapping[Any, LayerSpec]) -> dic
 
 def text_name(name: str) -> str:
     """The name in the model for text of a tensor of the checkpoint."""
-    for pattern, replacement in TEXT_KEY_MAPPING.items():
-        name = re.sub(pattern, replacement, name)
-    return name
+    return reduce(lambda found, one: re.sub(one[0], one[1], found), TEXT_KEY_MAPPING.items(), name)
 
 
 def find_scale(scales: Mapping[str, Any], module: str, names: tuple[str, ...]) -> float:

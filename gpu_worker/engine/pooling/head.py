@@ -28,7 +28,7 @@ from gpu_worker.engine.batch.row import PooledValues, RowSlice
 from gpu_worker.engine.parallel.stages import ModelStage, StageEnd, TpPlan
 from gpu_worker.engine.parallel.tensor_parallel import Forward, connect
 from gpu_worker.engine.quantization.checkpoint import file_slices
-from gpu_worker.protocol import UnservableModel
+from gpu_worker.protocol import UnservableModel, refuse
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "Tanh": nn.Tanh,
@@ -51,11 +51,12 @@ def read_dense(folders: Iterable[Path]) -> nn.Sequential:
 def dense_layers(folder: Path) -> list[nn.Module]:
     config = read_json(folder / "config.json")
     name = str(config.get("activation_function") or "torch.nn.modules.activation.Tanh").rpartition(".")[2]
-    if name not in ACTIVATIONS:
-        raise UnservableModel(f"its module {folder.name} has the activation {name}, which is not served")
     file = folder / "model.safetensors"
-    if not file.is_file():
-        raise UnservableModel(f"its module {folder.name} has no model.safetensors")
+    refuse(
+        UnservableModel,
+        (name not in ACTIVATIONS, f"its module {folder.name} has the activation {name}, which is not served"),
+        (not file.is_file(), f"its module {folder.name} has no model.safetensors"),
+    )
     weights = load_file(file)
     return [linear_of(weights["linear.weight"], weights.get("linear.bias")), ACTIVATIONS[name]()]
 

@@ -45,9 +45,7 @@ DEMANDS = st.builds(
 def test_no_model_starves_and_swaps_take_a_fifth_of_the_time(
     own: PoolDemand, others: list[PoolDemand]
 ) -> None:
-    """However busy a worker is with its own model: a turn is several times as long as the swaps for it, and
-    has an end.
-    """
+    """However busy a worker is: a turn is several times as long as the swaps for it, and has an end."""
     own = replace(own, num_waiting=own.num_waiting + 1)
     waiting = [replace(one, num_waiting=1 + one.num_waiting, num_workers=0, can_wake=True) for one in others]
     longest_s = max(MIN_TURN_S, TURN_SWAPS * (own.swap_s + max(one.swap_s for one in waiting)))

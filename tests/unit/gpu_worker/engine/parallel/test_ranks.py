@@ -452,8 +452,7 @@ def test_ranks_exchange_messages_and_learn_of_the_first_loss() -> None:
 def test_those_who_are_missing_are_named_at_every_rank() -> None:
     given = infos(4)
     futures = [start(lambda info=info: connect_ranks(info, 1.0)) for info in given[:2]]  # type: ignore[misc]
-    place = f"127.0.0.1:{given[0].port}"
-    line = f"ranks 2, 3 of 4 have not connected to {place} (connected: rank 1) within 1 s"
+    line = f"ranks 2, 3 of 4 have not connected to 127.0.0.1:{given[0].port} (connected: rank 1) within 1 s"
     assert [str(future.exception(20)) for future in futures] == [line, line]
 
 
