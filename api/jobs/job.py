@@ -215,16 +215,14 @@ class Job:
         return {"job": body, "first_entry": self.first_entry_id or self.entry_id, **key}
 
     def of_key(self, key: ApiKey | None) -> "Job":
-        """The job as it is served for an API key: of its tenant, and in its class if it names none; the same
-        where there are no keys. Raises ApiError (403) if it names another tenant.
+        """The job as it is served for an API key: of its tenant, and in its class if it names none, or
+        where there are no keys in that of batches. Raises ApiError (403) if it names another tenant.
         """
+        terms = replace(self.terms, service_class=self.terms.service_class or default_class(key, "batch"))
         if key is None:
-            return self
-        terms = self.terms
+            return replace(self, terms=terms)
         tenant = checked_tenant(key, terms.tenant, "tenant") or key.tenant
         named = replace(terms, tenant=tenant, key=key)
-        if self.body is not None and not names_class(self.body):
-            named = replace(named, service_class=default_class(key, "batch"))
         digest = hashlib.blake2b(f"{tenant} {self.digest}".encode(), digest_size=16).hexdigest()
         return replace(self, terms=named, digest=digest)
 
@@ -335,11 +333,11 @@ def parse(fields: Mapping[bytes, bytes], max_bytes: int) -> dict[str, Any]:
 
 
 def read_job_terms(body: JobBody) -> ServiceTerms:
-    """The class, tenant and deadline of a job; the default class is `batch`. Raises ApiError (422)."""
+    """The class, tenant and deadline of a job; it may name no class. Raises ApiError (422)."""
     given = openai_parameters(body)
     priority, tier = given.get("priority"), given.get("service_tier")
     known = (priority if isinstance(priority, int | str) else None, tier if isinstance(tier, str) else None)
-    chosen = chosen_class(*known, "batch")  # what is no number and no text is refused with the chat's fields
+    chosen = chosen_class(*known, "")  # what is no number and no text is refused with the chat's fields
     return ServiceTerms(
         chosen if body.priority is None else read_class(body.priority, "priority"),
         "" if body.tenant is None else read_tenant(body.tenant, "tenant"),
@@ -351,12 +349,6 @@ def openai_parameters(body: JobBody) -> dict[str, Any]:
     """Parameters that may name a class: those of a chat or of a completion."""
     is_openai = body.url is None and (body.messages is not None or body.prompt is not None)
     return (body.parameters or {}) if is_openai else {}
-
-
-def names_class(body: JobBody) -> bool:
-    given = openai_parameters(body)
-    tier = given.get("service_tier")
-    return body.priority is not None or given.get("priority") is not None or tier not in (None, "auto")
 
 
 def digest_of(parsed: Mapping[str, Any]) -> str:
