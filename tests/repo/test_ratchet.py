@@ -13,7 +13,7 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (13_796, 27_030),
+    "api": (13_790, 27_022),
     "batcher": (2_846, 4_898),
     "gpu_worker": (11_435, 21_953),
     "common": (3_756, 7_489),
