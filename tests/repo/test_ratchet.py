@@ -13,12 +13,12 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (13_790, 27_022),
+    "api": (13_818, 27_063),
     "batcher": (2_846, 4_898),
     "gpu_worker": (11_435, 21_953),
     "common": (3_756, 7_489),
     "deploy": (2_509, 4_407),
-    "tests": (32_191, 56_441),
+    "tests": (32_192, 56_442),
     "benchmarks": (2_202, 3_748),
 }
 MOST_WORDS_OF_DOCS = 21_827

@@ -50,6 +50,7 @@ from api.http.sse import (
 from api.protocols.openai_bodies import ChatRequest
 from api.protocols.responses import ResponsesRequest
 from api.protocols.tgi import GenerateRequest
+from tests.support.waiting import wait_until
 
 # --- body ---------------------------------------------------------------------------------------------------
 
@@ -371,19 +372,19 @@ async def acceptor(begun: Begun) -> AsyncIterator[Acceptor]:
     acceptor.close()
 
 
-def connect(acceptor: Acceptor, number: int) -> list[socket.socket]:
+def connect(acceptor: Acceptor, address: str, number: int) -> list[socket.socket]:
     """Connections that the kernel accepts while the event loop does something else."""
     place = acceptor.listeners[0].getsockname()
-    return [socket.create_connection(place) for _ in range(number)]
+    return [socket.create_connection(place, source_address=(address, 0)) for _ in range(number)]
 
 
-async def test_of_a_flood_a_few_begin_in_a_turn(acceptor: Acceptor, begun: Begun) -> None:
-    flood, most = connect(acceptor, 200), 0
-    while (number := len(begun.addresses)) < 200:
-        await asyncio.sleep(0)
-        most = max(most, len(begun.addresses) - number)
-    assert most <= MAX_BEGUN
-    for connection in flood:
+async def test_an_address_begins_while_hundreds_of_another_wait(acceptor: Acceptor, begun: Begun) -> None:
+    flood, other = connect(acceptor, "127.0.1.1", 500), connect(acceptor, "127.0.0.1", 2)
+    await wait_until(lambda: len(begun.addresses) == 502)
+    last = max(i for i, address in enumerate(begun.addresses) if address == "127.0.0.1")
+    assert last < 256 + 2 * MAX_BEGUN, "it is taken in the second turn, and begins soon after that"
+    assert not acceptor.waiting and acceptor.num_waiting == 0
+    for connection in (*flood, *other):
         connection.close()
 
 
