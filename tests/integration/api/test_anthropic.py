@@ -333,5 +333,5 @@ async def test_anthropics_clients_get_its_list(broker: Broker) -> None:
     assert listed.json() == {"data": [one, two], "first_id": "one", "last_id": "two", "has_more": False}
     assert first.json() == {"data": [one], "first_id": "one", "last_id": "one", "has_more": True}
     assert found.json() == one and missing.status_code == 404
-    assert wrong.status_code == 400 and "`after_id` must be a model of the list" in wrong.text
+    assert wrong.status_code == 400 and "`after_id` must be an id of the list" in wrong.text
     assert [model["id"] for model in plain.json()["data"]] == ["one", "two"]
