@@ -168,7 +168,7 @@ def test_every_setting_may_come_from_the_shell() -> None:
     settings = {name.upper() for name in SettingFields.model_fields}
     for name in OURS:
         variables = SERVICES[name]["environment"]
-        assert settings - FIXED - {"DEVICE"} <= variables.keys()
+        assert settings - FIXED - {"DEVICE"} <= variables.keys() <= settings | {"HF_TOKEN", "PUBLIC_URL"}
         assert settings - FIXED - {"DEVICE"} - {name for name in variables if variables[name] is None} == {
             *("REDIS_URL", "PORT", "METRICS_PORT", "JSON_OUTPUT", "NUM_WORKERS")
         }

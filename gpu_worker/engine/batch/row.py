@@ -201,7 +201,7 @@ class Row:
         in_flight: number of steps launched with this row and not read yet.
         room: tokens for which it has blocks.
         end: with so many tokens computed all that it needs is launched; 0 once it has ended.
-        goes_on_from: with so many tokens its steps are those of `NextTokens`; NEVER if they need more.
+        goes_on_from: with so many tokens it is in the arrays of `StepSlices`; NEVER if it needs more.
         class_index: the lower, the sooner its prompt is computed.
     """
 
