@@ -388,7 +388,7 @@ class SettingFields(BaseModel):
     num_jobs: Annotated[Number, Field(le=MAX_PROCESSES)] = 1
     """arq job workers that `serve` starts"""
 
-    max_batch_size: Count = 256
+    max_batch_size: Annotated[Count, Field(le=8192)] = 256
     """rows of one worker"""
     max_batch_prefill_tokens: Count | None = None
     """prompt tokens of one step (default: 150 ms of work, 4 s on a CPU)"""

@@ -18,7 +18,7 @@ MOST = {  # statements, lines
     "gpu_worker": (11_435, 21_953),
     "common": (3_756, 7_489),
     "deploy": (2_509, 4_407),
-    "tests": (32_192, 56_442),
+    "tests": (32_192, 56_443),
     "benchmarks": (2_202, 3_748),
 }
 MOST_WORDS_OF_DOCS = 21_827

@@ -58,7 +58,7 @@ NO_BLOCKS: Int32 = np.zeros(0, np.int32)
 NO_GRANT = Plan(epoch=0, number=0, until=0, prefill_tokens=0)
 MAX_SCORED_TOKENS = 256
 MOST_ROWS = 2**14
-"""Far more than a worker may hold."""
+"""More than a worker may hold: MAX_BATCH_SIZE is 8192 at most, and half as many rows may stand by."""
 
 
 @dataclass(slots=True, eq=False)
