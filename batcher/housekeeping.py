@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import InitVar, dataclass, field
 
 from batcher import batcher_scripts
@@ -57,7 +57,9 @@ class AdapterKeeper:
         return [one.name for one in self.registry.ready]
 
     async def look(self, scheduler: Scheduler) -> list[str]:
-        """Forget what is due, and return the ids of requests that no worker will ever compute."""
+        """Forget what is due, and return the ids of requests that no worker will ever compute: they wait, and
+        their adapter is in no worker, and in the registry no more, or failed.
+        """
         found = await read_newer(self.pool, self.registry)
         if not found.version:
             return []  # a gateway writes it again
@@ -75,7 +77,8 @@ class AdapterKeeper:
                     ),
                 )
         held = {key for replica in scheduler.replicas.values() for key in replica.adapters}
-        return [sequence.request_id for sequence in lost(sequences, held, self.registry)] if used else []
+        hopeless = used - held - {key for key, one in self.registry.adapters.items() if not one.failure}
+        return [one.request_id for one in sequences if one.waiting and one.request.adapter in hopeless]
 
     def overdue(self, used: Collection[str]) -> list[str]:
         """Return the keys of adapters that have waited for their end for long enough."""
@@ -90,18 +93,6 @@ class AdapterKeeper:
             for key, state in self.waiting.since_s
             if self.waiting.lasts_s((key, state)) >= linger_s[state]
         ]
-
-
-def lost(
-    sequences: Iterable[Sequence], held: Collection[str], registry: AdapterRegistry
-) -> Iterator[Sequence]:
-    """Yield the waiting requests whose adapter is in no worker, and in the registry no more, or failed."""
-    for sequence in sequences:
-        adapter = sequence.request.adapter
-        if adapter and sequence.waiting and adapter not in held:
-            known = registry.adapters.get(adapter)
-            if known is None or known.failure:
-                yield sequence
 
 
 STATE_TTL_MS = 60_000

@@ -1,35 +1,24 @@
 """Inbox: reads requests, control messages and the reports of every worker with one XREAD.
 
 The XREAD for the next entries is sent before the last ones are handled, so they come while plans are written.
-An entry that arrives at the broker between two of these XREADs would wait for a round trip. So, for one
-stream, more XREADs wait at the broker, on a connection of their own (`watch`). They may miss an entry; the
-XREAD that knows the last id of each stream misses none.
 """
 
 import asyncio
-import contextlib
 import time
 from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import msgpack
 from redis.asyncio import Redis
 
 from batcher.lease import LeaseLost, WritesLost
 from batcher.scheduling.sequence import Sequence
-from common.broker.client import ERRORS, FastConnection
-from common.broker.keys import parse_stream_id
 from common.messages.codec import WireError, decode
 from common.messages.plan import Report
 from common.messages.request import Generate
 
-NUM_WATCHING = 8
-"""XREADs that wait at the broker for the next entry of the stream that is watched."""
-WATCH_MS = 5000
-"""The longest wait of one of them: a broker that sends nothing for longer is given up."""
-RETRY_S = 0.2
 MAX_ENTRIES_READ = 256
 """Entries of each stream in one read."""
 TASK_TIME_S = 0.005
@@ -64,8 +53,6 @@ class Inbox:
     Attributes:
         unhandled: entries that were read and not popped.
         reading: the read under way, until its entries are `unhandled`.
-        early: stream and id of entries that came by `watch` and that no read has brought yet.
-        arrived: done when one of these has come.
     """
 
     def __init__(self, redis: Redis) -> None:
@@ -73,8 +60,6 @@ class Inbox:
         self.last_ids: dict[str, str] = {}
         self.unhandled: deque[StreamEntry] = deque()
         self.reading: asyncio.Task[XreadReply] | None = None
-        self.early: set[tuple[str, str]] = set()
-        self.arrived: asyncio.Future[None] | None = None
 
     def follow(self, stream: str, after: str = "0") -> None:
         """Read `stream` from the entry after `after` on, unless it is followed already."""
@@ -107,9 +92,7 @@ class Inbox:
         of the event loop a turn they would take seconds.
         """
         if waits and self.reading is not None and not self.unhandled:
-            self.arrived = asyncio.get_running_loop().create_future()
-            comes: list[asyncio.Future[Any]] = [self.reading, self.arrived, *tasks, *replies]
-            await asyncio.wait(comes, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([self.reading, *tasks, *replies], return_when=asyncio.FIRST_COMPLETED)
         elif tasks:
             await asyncio.wait(tasks, timeout=TASK_TIME_S)
         else:
@@ -145,48 +128,7 @@ class Inbox:
                 continue
             for entry_id, fields in items:
                 self.last_ids[name] = entry_id.decode()
-                if (name, entry_id.decode()) not in self.early:
-                    yield StreamEntry(name, entry_id.decode(), fields)
-
-    async def watch(self, stream: str) -> NoReturn:
-        """Take entries of a stream that is followed as soon as they come; their ids are of the broker's
-        clock.
-        """
-        while True:
-            with contextlib.suppress(*ERRORS):
-                await self.watch_once(stream)
-            await asyncio.sleep(RETRY_S)
-
-    async def watch_once(self, stream: str) -> None:
-        """Have XREADs wait at the broker until the connection is lost; raises its error."""
-        xread = "XREAD", "COUNT", MAX_ENTRIES_READ, "BLOCK", WATCH_MS, "STREAMS", stream, "$"
-
-        def on_reply(reply: Any) -> None:
-            if isinstance(reply, Exception):
-                connection.fail(reply)
-                return
-            connection.send(*xread)
-            for entry_id, fields in reply[0][1] if reply else ():
-                named = dict(zip(fields[::2], fields[1::2], strict=True))
-                self.take_early(StreamEntry(stream, entry_id.decode(), named))
-
-        connection = await FastConnection.connect(self.redis, on_reply)
-        try:
-            connection.send_all([xread] * NUM_WATCHING)
-            await connection.closed
-        finally:
-            connection.close()
-
-    def take_early(self, entry: StreamEntry) -> None:
-        if (last_id := self.last_ids.get(entry.stream)) is None:
-            return
-        last = parse_stream_id(last_id)
-        self.early = {one for one in self.early if parse_stream_id(one[1]) > last}
-        if parse_stream_id(entry.id) > last and (entry.stream, entry.id) not in self.early:
-            self.early.add((entry.stream, entry.id))
-            self.unhandled.append(entry)
-            if self.arrived is not None and not self.arrived.done():
-                self.arrived.set_result(None)
+                yield StreamEntry(name, entry_id.decode(), fields)
 
 
 def parse_queued_ms(entry: StreamEntry, now_ms: int) -> int:

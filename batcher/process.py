@@ -126,11 +126,10 @@ async def run_batcher(
             try:
                 await run_until_one_ends(
                     lease.renew_forever(),
-                    batcher.inbox.watch(pool.keys.requests),
                     batcher.run(),
                     announcer.run(batcher.scheduler, batcher.housekeeping.adapters),
                     close_when_told(batcher.scheduler, told_to_end),
-                    collect_garbage(batcher.scheduler.num_live),
+                    collect_garbage(batcher.scheduler.sequences.__len__),
                 )
             except WritesLost as error:
                 log.warning("epoch %d is over: %s", epoch, error)

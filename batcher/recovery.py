@@ -281,9 +281,9 @@ class Recovery:
         )
         await self.pool.run(ended)
 
-    async def delete_entry(self, request_id: str, entry_id: str) -> bool:
-        """Remove an entry from the queue, unless its request has not ended. Return whether that was so."""
-        return (await self.pool.run(batcher_scripts.dequeue(self.pool.keys, {request_id: entry_id}))) == [1]
+    async def delete_entry(self, request_id: str, entry_id: str) -> None:
+        """Remove an entry from the queue, unless its request has not ended."""
+        await self.pool.run(batcher_scripts.dequeue(self.pool.keys, {request_id: entry_id}))
 
 
 def ids_of(sequences: Iterable[Sequence]) -> list[str]:

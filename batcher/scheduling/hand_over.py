@@ -88,14 +88,6 @@ MAX_RECEIVING = 16
 """Workers that receive rows at once: those with the fewest rows."""
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """A row that was stopped, and the tokens that another worker must compute."""
-
-    left: PlacedRow
-    kv_len: int
-
-
 @dataclass(slots=True)
 class Room:
     """What one worker can receive now.
@@ -159,20 +151,21 @@ class HandOver:
     """The rows that are on their way from workers that drain.
 
     Attributes:
-        moves: requests that were stopped, until their tokens are computed elsewhere or they have ended.
+        moves: requests that were stopped, until their tokens are computed elsewhere or they have ended: the
+            row of each, and the tokens that another worker must compute.
     """
 
     def __init__(self, workers: WorkerSet) -> None:
         self.workers = workers
-        self.moves: dict[Sequence, Move] = {}
+        self.moves: dict[Sequence, tuple[PlacedRow, int]] = {}
 
     def stop_rows(self, live: Mapping[str, Sequence]) -> None:
         """Stop the rows that leave now: those for which another worker has room. `live`: requests by id."""
         self.moves = {
-            sequence: move
-            for sequence, move in self.moves.items()
+            sequence: (left, kv_len)
+            for sequence, (left, kv_len) in self.moves.items()
             if sequence.request_id in live
-            and (sequence.row is None or sequence.row is move.left or not sequence.row.is_prefilled)
+            and (sequence.row is None or sequence.row is left or not sequence.row.is_prefilled)
         }
         if not (due := self.due()):
             return
@@ -181,7 +174,7 @@ class HandOver:
             if (room := find_room(rooms, row.sequence, kv_len)) is None:
                 return
             room.take(row.sequence, kv_len)
-            self.moves[row.sequence] = Move(row, kv_len)
+            self.moves[row.sequence] = row, kv_len
             self.workers.preempt(self.workers.replicas[row.worker], [row])
 
     def holds_back(self, sequence: Sequence) -> bool:
@@ -200,7 +193,7 @@ class HandOver:
 
     def unplaced(self) -> Iterator[Sequence]:
         """Yield the requests that were stopped and have no place elsewhere yet."""
-        return (one for one, move in self.moves.items() if one.row in (None, move.left))
+        return (one for one, (left, _) in self.moves.items() if one.row in (None, left))
 
     def due(self) -> list[tuple[PlacedRow, int]]:
         """Return the rows that have to leave, with the tokens that another worker must compute, the shortest
@@ -220,7 +213,7 @@ class HandOver:
         fewest = chain.from_iterable(levels[num_rows] for num_rows in sorted(levels))
         rooms = [Room.of(replica) for replica in islice(fewest, MAX_RECEIVING)]
         for sequence in self.unplaced() if rooms else ():
-            kv_len = self.moves[sequence].kv_len
+            _, kv_len = self.moves[sequence]
             room = find_room(rooms, sequence, kv_len) or max(rooms, key=lambda room: room.tokens)
             room.take(sequence, kv_len)
         return rooms

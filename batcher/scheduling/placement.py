@@ -196,18 +196,12 @@ class Placement:
 
     def first_able(self, sequence: Sequence) -> Replica | None:
         """Return a worker that can start a request, of the lowest level that has one."""
-        for level in self.levels_in_order():
-            replicas = iter(self.levels.get(level, ()))
+        for level in sorted(self.levels):
+            replicas = iter(self.levels[level])
             while compared := sorted(islice(replicas, MAX_COMPARED), key=lambda replica: replica.load):
                 if found := next((replica for replica in compared if replica.can_start(sequence)), None):
                     return found
         return None
-
-    def levels_in_order(self) -> Iterator[int]:
-        """Yield the levels, lowest first. The lowest nearly always has room; only then are others sorted."""
-        lowest = min(self.levels, default=0)
-        yield lowest
-        yield from sorted(self.levels.keys() - {lowest})
 
     def knowing(self, sequence: Sequence) -> list[Replica]:
         """Return some workers that know the beginning of a request; first those that know most of it."""

@@ -82,10 +82,6 @@ class Scheduler:
         """Whether requests more urgent than the class `batch` have come of late."""
         return self.now_ms - self.called_ms < CALLERS_MS
 
-    def num_live(self) -> int:
-        """Return the number of live requests."""
-        return len(self.sequences)
-
     def enqueue(self, sequence: Sequence) -> None:
         if sequence.stop_reason or sequence.crash_count >= MAX_CRASHES:
             self.outcomes.to_finish.append((sequence, sequence.stop_reason or "poison"))

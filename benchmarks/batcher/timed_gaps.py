@@ -70,7 +70,7 @@ class GapsPool(TimedPool):
             sent_ms, number = self.arrivals.pop(0)
             self.sent_ms[f"c{number}"], self.token_ms[f"c{number}"] = sent_ms, []
             self.add(self.sequence(f"c{number}", "interactive", FIRST_CALLER + number))
-        while self.with_bulk and self.scheduler.num_live() < self.load.streams + WAITING:
+        while self.with_bulk and len(self.scheduler.sequences) < self.load.streams + WAITING:
             self.num_bulk += 1
             self.token_ms[f"b{self.num_bulk}"] = []
             self.add(self.sequence(f"b{self.num_bulk}", "batch", self.num_bulk))

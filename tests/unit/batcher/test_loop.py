@@ -6,7 +6,6 @@ Inbox: entries in order, handled in slices; how far a stream is done; when a tim
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -27,7 +26,6 @@ from common.messages.plan import Plan, Report, WorkerDied
 from common.metrics import catalogue
 from common.settings.settings import Settings
 from tests.support.broker_state import KEYS, admit, make_request, run_all, seal, start_worker
-from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -290,45 +288,6 @@ async def test_entries_that_a_slice_leaves_come_with_the_next_and_are_not_done_b
     await read(inbox)
     assert [entry.data for entry in inbox.pop_entries(60.0)] == [b"later"]
     assert parse_stream_id(inbox.done_id("s")) > parse_stream_id(ids[2])
-
-
-async def test_entries_of_a_watched_stream_come_once_though_no_read_waits(redis: Redis) -> None:
-    inbox = Inbox(redis)
-    inbox.follow("s")
-    watching = asyncio.create_task(inbox.watch("s"))
-    await wait_until(lambda: is_waiting(redis))
-    for number in range(3):
-        await redis.xadd("s", {"kind": str(number)})
-        await wait_until(partial(has_entries, inbox, number + 1))
-    watching.cancel()
-    assert [entry.data for entry in inbox.pop_entries(60.0)] == [b"0", b"1", b"2"]
-    await redis.xadd("s", {"kind": "later"})
-    await read(inbox)
-    assert [entry.data for entry in inbox.pop_entries(60.0)] == [b"later"]
-
-
-async def test_an_entry_with_the_id_of_a_watched_one_is_not_missed(redis: Redis) -> None:
-    """What is written into two streams in one millisecond has one id."""
-    inbox = Inbox(redis)
-    inbox.follow("s")
-    inbox.follow("t")
-    watching = asyncio.create_task(inbox.watch("s"))
-    await wait_until(lambda: is_waiting(redis))
-    await redis.xadd("s", {"kind": "watched"}, id="7-0")
-    await redis.xadd("t", {"kind": "other"}, id="7-0")
-    await wait_until(lambda: has_entries(inbox, 1))
-    watching.cancel()
-    assert [entry.data for entry in inbox.pop_entries(60.0)] == [b"watched"]
-    await read(inbox)
-    assert [entry.data for entry in inbox.pop_entries(60.0)] == [b"other"]
-
-
-async def is_waiting(redis: Redis) -> bool:
-    return bool((await redis.info("clients"))["blocked_clients"])
-
-
-def has_entries(inbox: Inbox, count: int) -> bool:
-    return len(inbox.unhandled) == count
 
 
 async def test_what_is_due_long_since_is_no_time_to_read_in(redis: Redis) -> None:
