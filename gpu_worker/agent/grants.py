@@ -71,14 +71,17 @@ class PlanStream:
     redis: Redis
     name: str
     last: bytes = b"0-0"
+    failures: FailureLog = field(default_factory=lambda: FailureLog(log, "reading plans"))
 
     async def next(self) -> list[Entry]:
-        """Return new entries, or none after a few seconds. Raises what the broker raises."""
-        reply = await self.redis.xread({self.name: self.last}, block=BLOCK_MS)
-        entries: list[Entry] = reply[0][1] if reply else []
-        if entries:
-            self.last = entries[-1][0]
-        return entries
+        """Return new entries, or none after a few seconds."""
+        with self.failures.caught():
+            reply = await self.redis.xread({self.name: self.last}, block=BLOCK_MS)
+            entries: list[Entry] = reply[0][1] if reply else []
+            self.last = entries[-1][0] if entries else self.last
+            return entries
+        await asyncio.sleep(RETRY_S)
+        return []
 
 
 @dataclass(eq=False)
@@ -90,12 +93,11 @@ class PlanHandler:
     engine: EngineClient
     state: AgentState
     steps: StepHandler
-    failures: FailureLog = field(default_factory=lambda: FailureLog(log, "reading plans"))
 
     async def run(self) -> None:
         """Apply plans as they come. A plan that cannot be read is counted and skipped."""
         while True:
-            for entry_id, fields in await self.next_entries():
+            for entry_id, fields in await self.stream.next():
                 try:
                     plan = decode(Plan, fields[b"plan"])
                     await self.pictures.read_for(plan.starts)
@@ -103,12 +105,6 @@ class PlanHandler:
                 except (WireError, KeyError) as error:
                     catalogue.UNDECODABLE.add()
                     log.error("plan %s cannot be read: %s", entry_id.decode(), error)
-
-    async def next_entries(self) -> list[Entry]:
-        with self.failures.caught():
-            return await self.stream.next()
-        await asyncio.sleep(RETRY_S)
-        return []
 
     def apply(self, plan: Plan) -> None:
         """Send the engine a plan, or answer a takeover."""
@@ -148,8 +144,8 @@ class PlanHandler:
         """Report rows that the worker does not hold as preempted, so that their requests go on elsewhere: the
         plan that started them could not be read, or they were released long ago.
         """
-        outbox = self.state.outbox
+        report = self.state.outbox.report
         for row in rows:
-            outbox.ended.append((row, "preempted", 0))
-            outbox.released.append((row, 0))
+            report.ended.append((row, "preempted", 0))
+            report.released.append((row, 0))
             self.state.wake.set()

@@ -152,7 +152,7 @@ class Publisher:
             ],
             counts=[row.flushed_count for row in outbox.rows if row.has_budget and not row.ended],
             mode="trim" if trim else "",
-            method="prefill" if outbox.prefilled else "decode",
+            method="prefill" if outbox.report.prefilled else "decode",
             logits=deque(outbox.logits),
         )
 
@@ -480,19 +480,14 @@ class Flusher:
         state = self.state
         self.reported_s = time.monotonic()
         lengths = state.take_lengths()
-        return Report(
+        return replace(
+            outbox.report,
             sequence=sequence,
             epoch=state.plan.epoch,
             plan=state.plan.number,
             step=state.step,
-            prefilled=outbox.prefilled,
-            ended=outbox.ended,
-            released=outbox.released,
-            takeover=outbox.takeover,
-            held=[row.held for row in state.table.rows.values()] if outbox.takeover else [],
+            held=[row.held for row in state.table.rows.values()] if outbox.report.takeover else [],
             last_row=state.table.last_row,
-            hashes=outbox.hashes,
-            snapshots=outbox.snapshots,
             step_times=state.take_step_times(),
             lengths=lengths,
             round_trips=state.report_clock.on_report(state.step),

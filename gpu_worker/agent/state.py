@@ -9,10 +9,10 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from common.messages.events import INTERRUPTED
-from common.messages.plan import Plan
+from common.messages.plan import Plan, Report
 from gpu_worker.agent.engine_adapters import EngineAdapters
 from gpu_worker.agent.row_text import RowTable, RowText
 from gpu_worker.protocol import StepResult
@@ -82,7 +82,7 @@ class Outbox:
             those that the request returns.
         terminals: (row, why) of rows whose request ends here.
         interrupted: rows whose requests go on elsewhere; their tokens must be spilled.
-        prefilled, ended, released, hashes, snapshots, takeover: fields of the next report.
+        report: what the next report says of rows and blocks.
     """
 
     rows: list[RowText] = field(default_factory=list)
@@ -91,27 +91,23 @@ class Outbox:
     logits: list[tuple[RowText, int, bytes]] = field(default_factory=list)
     terminals: list[tuple[RowText, str]] = field(default_factory=list)
     interrupted: list[RowText] = field(default_factory=list)
-    prefilled: list[tuple[int, int, int]] = field(default_factory=list)
-    ended: list[tuple[int, str, int]] = field(default_factory=list)
-    released: list[tuple[int, int]] = field(default_factory=list)
-    hashes: list[tuple[int, bytes]] = field(default_factory=list)
-    snapshots: list[int] = field(default_factory=list)
-    takeover: bool = False
+    report: Report = field(default_factory=lambda: Report(0, 0, 0, 0))
 
     def end_earlier(self, row: RowText, why: str) -> None:
         """A row that has ended lost its last tokens: its request ends for this reason, unless it goes on."""
         self.terminals = [(one, why if one is row else reason) for one, reason in self.terminals]
-        self.ended = [
+        self.report.ended[:] = [
             (number, why if reason not in INTERRUPTED else reason, row.num_tokens)
             if number == row.row
             else (number, reason, end)
-            for number, reason, end in self.ended
+            for number, reason, end in self.report.ended
         ]
 
     @property
     def needs_report(self) -> bool:
         """Whether the batcher must learn of it."""
-        return bool(self.prefilled or self.ended or self.released or self.takeover)
+        report = self.report
+        return bool(report.prefilled or report.ended or report.released or report.takeover)
 
     @property
     def is_empty(self) -> bool:
@@ -247,5 +243,5 @@ class AgentState:
     def answer_takeover(self) -> None:
         """Answer a new batcher with the next report. Rows go on."""
         self.report_clock.stop_waiting()
-        self.outbox.takeover = True
+        self.outbox.report = replace(self.outbox.report, takeover=True)
         self.wake.set()

@@ -124,7 +124,7 @@ class StepHandler:
         self.add_logits(step)
         self.add_tokens(step)
         self.add_prompts(step)
-        state.outbox.snapshots += step.snapshots
+        state.outbox.report.snapshots.extend(step.snapshots)
         rows = state.table.rows
         for number, records in step.sequences:
             if (row := rows.get(number)) is not None and not row.ended:
@@ -133,11 +133,11 @@ class StepHandler:
             if (row := rows.get(number)) is not None and not row.ended:
                 self.finish_row(row, why, end)
         for number, kv_len in step.released:
-            state.outbox.released.append((number, kv_len))
+            state.outbox.report.released.append((number, kv_len))
             row = rows.pop(number, None)
             state.ahead.pop(number, None)
             if row is not None and self.prefix_caching and (hashes := row.generated_hashes(kv_len)):
-                state.outbox.hashes.append((number, hashes))
+                state.outbox.report.hashes.append((number, hashes))
         if not rows:
             state.report_clock.stop_waiting()
 
@@ -172,7 +172,7 @@ class StepHandler:
             if (row := rows.get(number)) is not None:
                 row.add_prompt(first, *logprobs)
         for number, kv_len in step.prefilled:
-            outbox.prefilled.append((number, kv_len, step.step))
+            outbox.report.prefilled.append((number, kv_len, step.step))
             if (row := rows.get(number)) is not None:
                 row.kv_len = kv_len
                 row.at_step = step.step
@@ -200,7 +200,7 @@ class StepHandler:
         log.error("request %s fails: %s", row.request.request_id, why)
         self.finish_row(row, why, row.num_tokens)
         self.state.table.rows.pop(row.row)
-        self.state.outbox.released.append((row.row, 0))
+        self.state.outbox.report.released.append((row.row, 0))
         self.state.wake.set()
 
     def drop(self, rows: Iterable[RowText]) -> None:
@@ -210,7 +210,7 @@ class StepHandler:
         for row in (row for row in rows if not row.ended):
             log.warning("request %s is dropped: the broker knows of another run", row.request.request_id)
             self.end(row)
-            self.state.outbox.ended.append((row.row, "preempted", row.num_tokens))
+            self.state.outbox.report.ended.append((row.row, "preempted", row.num_tokens))
             self.stop(row, "preempted")
             self.state.wake.set()
 
@@ -245,7 +245,7 @@ class StepHandler:
         """End a row for the client: with a terminal, or with a spill if its request goes on elsewhere."""
         self.end(row)
         outbox = self.state.outbox
-        outbox.ended.append((row.row, why, end))
+        outbox.report.ended.append((row.row, why, end))
         if why in INTERRUPTED:
             outbox.interrupted.append(row)
         else:

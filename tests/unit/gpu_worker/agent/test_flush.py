@@ -63,9 +63,9 @@ async def test_a_report_says_how_long_steps_of_each_kind_took(agent: Agent, redi
     step(agent, {1: (2, 6)}, duration_ms=5.0)
     step(agent, {1: (3, 6)}, duration_ms=7.0)
     step(agent)
-    agent.state.outbox.takeover = True
+    agent.state.answer_takeover()
     await agent.flusher.flush()
-    agent.state.outbox.takeover = True
+    agent.state.answer_takeover()
     await agent.flusher.flush()
     first, second = await reports(redis)
     assert sorted(first.step_times) == [(1, 1, 8, 9.0), (2, 0, 96, 32.0), (2, 2, 0, 12.0)]

@@ -78,5 +78,5 @@ async def test_a_row_whose_picture_is_lost_never_starts_and_its_request_fails(re
     assert row.row == 2
     outbox = agent.state.outbox
     assert [(row.request.request_id, why) for row, why in outbox.terminals] == [("r1", "picture_gone")]
-    assert (outbox.ended, outbox.released) == ([(1, "picture_gone", 0)], [(1, 0)])
+    assert (outbox.report.ended, outbox.report.released) == ([(1, "picture_gone", 0)], [(1, 0)])
     assert [*agent.state.table.rows] == [2]

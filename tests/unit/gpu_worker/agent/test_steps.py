@@ -190,7 +190,7 @@ async def test_a_row_whose_logits_are_lost_is_preempted(agent: Agent, redis: Red
     step(agent, {1: (1, 8)}, logits=[rows(2, 1)])
     await agent.flusher.flush()
     assert grants(agent)[-1].stops == [(1, "preempted")]
-    assert agent.state.outbox.ended == [(1, "preempted", 2)]
+    assert agent.state.outbox.report.ended == [(1, "preempted", 2)]
     await agent.flusher.flush()
     assert len(await redis.get(KEYS.tokens("r1"))) == 2 * RECORD.size
 
