@@ -25,7 +25,7 @@ from gpu_worker import worker_scripts
 from gpu_worker.agent.engine_adapters import AdapterFollower
 from gpu_worker.agent.engine_client import EngineClient, EngineDied
 from gpu_worker.agent.grants import PictureReader, PlanHandler, PlanStream
-from gpu_worker.agent.publish import Flusher, Publisher, Sealed, StreamsGone, raise_refusal
+from gpu_worker.agent.publish import Flusher, Sealed, StreamsGone, raise_refusal
 from gpu_worker.agent.state import AgentState
 from gpu_worker.agent.steps import EngineStuck, StepHandler, Watchdog
 
@@ -61,20 +61,11 @@ class Agent:
         self.worker = worker
         self.state = state
         self.state.idle.set()
-        self.publisher = Publisher(pool, worker.incarnation)
         self.steps = StepHandler(engine, self.state, worker.prefix_caching)
         plans = PlanStream(pool.redis, pool.keys.plans(worker.incarnation))
         pictures = PictureReader(pool, worker.all_pictures)
         self.plans = PlanHandler(plans, pictures, engine, self.state, self.steps)
-        steps = self.steps
-        self.flusher = Flusher(
-            self.publisher,
-            self.state,
-            drop=steps.drop,
-            cut=steps.cut_at_budgets,
-            compute_again=steps.compute_again,
-            block_size=worker.block_size,
-        )
+        self.flusher = Flusher(pool, worker.incarnation, self.state, self.steps, worker.block_size)
         self.watchdog = Watchdog(self.step_timeout_s, self.is_busy, engine.run_delay_s)
         self.heartbeat_now = asyncio.Event()
         self.adapters = AdapterFollower(
@@ -111,7 +102,7 @@ class Agent:
             return True
         finally:
             self.engine.metrics.count_steps()
-            self.publisher.client.close()
+            self.flusher.client.close()
 
     def leave(self) -> None:
         """Take no more rows: the worker is to serve another model."""
@@ -177,7 +168,7 @@ class Agent:
             self.engine.metrics.count_steps()
             with failures.caught():
                 await self.send_heartbeat()
-                for channel, payload in self.publisher.channels.repeated_messages(SILENT_S):
+                for channel, payload in self.flusher.channels.repeated_messages(SILENT_S):
                     await self.pool.redis.publish(channel, payload)
             pause_s = until_beat(min(REPEAT_S, self.settings.heartbeat_s))
             with contextlib.suppress(TimeoutError):

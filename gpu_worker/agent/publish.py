@@ -1,5 +1,5 @@
-"""Flushes (log, report, events, terminals, spills): the publisher writes each by one call of the script
-`flush`; the flusher decides when the outbox is published, and retries until the broker has taken it.
+"""Flushes (log, report, events, terminals, spills): each is written by one call of the script `flush`. The
+flusher decides when the outbox is published, and retries until the broker has taken it.
 
 A flush costs the broker, the agent and the gateway about the same whether it has one token or ten. So while
 few rows decode in short steps, a flush waits for the tokens of a second step.
@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from common.metrics import catalogue
 from gpu_worker import worker_scripts
 from gpu_worker.agent.row_text import RowText, take_columns
 from gpu_worker.agent.state import AgentState, Outbox
+from gpu_worker.agent.steps import StepHandler
 from gpu_worker.worker_scripts import (
     LOGITS_LOST,
     LOGITS_REFUSED,
@@ -33,6 +34,15 @@ from gpu_worker.worker_scripts import (
     FlushReply,
 )
 
+log = logging.getLogger(__name__)
+
+REPORT_INTERVAL_S = 0.5
+RETRY_S = 0.05
+MAX_STEPS_OF_FLUSH = 2
+MAX_WAIT_S = 0.005
+"""A client does not notice that a token comes this much later."""
+SHORT_STEP_MS = 1000 * MAX_WAIT_S
+FEW_ROWS = 8
 SPILL_EVERY = 64
 """Number of flushes after which every live row is spilled and the log is trimmed: this bounds the log."""
 SPILLED, HOLE = 1, 0
@@ -103,185 +113,18 @@ class Flush:
     logits: deque[tuple[RowText, int, bytes]] = field(default_factory=deque)
 
 
-def check_reply(flush: Flush, reply: FlushReply) -> FlushReply:
-    """Raises Sealed, StreamsGone or FlushesLost if a flush was not written."""
-    if reply.status == "GAP":
-        raise FlushesLost(f"flush {flush.sequence}")
-    raise_refusal(reply.status)
-    return reply
-
-
-class Publisher:
-    """Builds and writes the flushes of one incarnation, one after the other.
-
-    Attributes:
-        spill_due: the next flush spills all rows, since the broker lacks an earlier spill.
-        resynced_at: number of the last flush that was sent whole.
-    """
-
-    def __init__(self, pool: PoolClient, incarnation: str) -> None:
-        self.pool = pool
-        self.keys = pool.keys
-        self.incarnation = incarnation
-        self.channels = ChannelSequences(incarnation)
-        self.client = SerialClient(pool.redis)
-        self.sequence = 0
-        self.spill_due = False
-        self.resynced_at = 0
-
-    def build(self, outbox: Outbox, report: Report | None, acknowledged: int, live: list[RowText]) -> Flush:
-        """Build the flush of an outbox. `report` has the flush's number; `live` rows may have to be
-        spilled.
-        """
-        self.sequence += 1
-        trim = self.spill_due or (self.sequence - self.resynced_at) % SPILL_EVERY == 0
-        self.spill_due = False
-        by_channel: defaultdict[str, list[RowText]] = defaultdict(list)
-        for row in outbox.rows:
-            by_channel[row.request.channel].append(row)
-        return Flush(
-            sequence=self.sequence,
-            report=report,
-            acknowledged=acknowledged,
-            messages=[(channel, self.event(channel, rows)) for channel, rows in by_channel.items()],
-            prompts=[(row.request.request_id, bytes(row.prompt or b"")) for row in outbox.prompts],
-            terminals=[self.terminal(row, why) for row, why in outbox.terminals],
-            spills=[
-                *map(Spill.of, outbox.interrupted),
-                *(Spill.of(row, row.num_spilled) for row in live if trim),
-            ],
-            counts=[row.flushed_count for row in outbox.rows if row.has_budget and not row.ended],
-            mode="trim" if trim else "",
-            method="prefill" if outbox.report.prefilled else "decode",
-            logits=deque(outbox.logits),
-        )
-
-    def call(self, flush: Flush) -> ScriptCall[FlushReply]:
-        return worker_scripts.flush(
-            self.keys,
-            self.incarnation,
-            sequence=flush.sequence,
-            report=encode(flush.report) if flush.report else b"",
-            acknowledged=flush.acknowledged,
-            mode=flush.mode,
-            messages=flush.messages,
-            prompts=flush.prompts,
-            terminals=flush.terminals,
-            spills=[spill.flushed for spill in flush.spills],
-            counts=flush.counts,
-        )
-
-    def event(self, channel: str, rows: Sequence[RowText], terminals: Sequence[Terminal] = ()) -> bytes:
-        """The next message of a channel, with the new tokens of these rows; without a channel, of the log
-        alone.
-        """
-        number = self.channels.next_number(channel, self.sequence) if channel else 0
-        columns = take_columns(rows)
-        tokens = [row.new_tokens() for row in rows if row.texts]
-        return encode(Events(self.incarnation, number, tokens, [*terminals], self.sequence, columns))
-
-    def terminal(self, row: RowText, why: str) -> FlushedTerminal:
-        request, channel = row.request, row.request.channel
-        end = terminal_for(request.request_id, why, row.num_tokens)
-        return FlushedTerminal(
-            request.request_id,
-            attempt=row.attempt,
-            base=row.base,
-            end=end,
-            records=bytes(row.records),
-            kept_ms=request.kept_ms,
-            channel=channel,
-            payload=self.event(channel, [], [end]) if channel else b"",
-            num_speculated=row.num_speculated,
-        )
-
-    async def write(self, flush: Flush) -> FlushReply:
-        """Write a flush → what the broker says of its rows.
-
-        Raises Sealed; StreamsGone; FlushesLost: it must be sent whole; or what the broker raises: the same
-        flush may be written again.
-        """
-        started_s = time.perf_counter()
-        reply = await self.client.run(self.call(flush))
-        catalogue.BATCH_FILTER.observe(time.perf_counter() - started_s, flush.method)
-        return check_reply(flush, reply)
-
-    async def write_logits(self, row: RowText, place: int, values: bytes) -> int:
-        """Write logits of the positions from `place` on, among those that the request returns → the reply of
-        the script `write_logits`. Raises Sealed, StreamsGone, or what the broker raises.
-        """
-        request = row.request
-        assert request.logits is not None
-        call = worker_scripts.write_logits(
-            self.keys,
-            self.incarnation,
-            request.request_id,
-            attempt=row.attempt,
-            base=row.base,
-            place=place,
-            num_rows=len(values) // request.logits.row_bytes,
-            values=values,
-            ttl_ms=request.ttl_ms + request.kept_ms,
-        )
-        reply = await self.pool.run(call)
-        if isinstance(reply, int):
-            return reply
-        raise StreamsGone if reply == "MISSING" else Sealed(reply)
-
-    def start(self, flush: Flush, on_answer: Callable[[Any], None]) -> None:
-        """Send a flush on the open connection; `on_answer` gets the answer for `take_answer`, perhaps not
-        before `client.poll`.
-        """
-        started_s = time.perf_counter()
-        self.client.start(on_answer, *self.call(flush).command)
-        catalogue.BATCH_FILTER.observe(time.perf_counter() - started_s, flush.method)
-
-    def take_answer(self, flush: Flush, answer: Any) -> FlushReply:
-        """Take the broker's answer to a started flush. Returns and raises as `write` does."""
-        if isinstance(answer, Exception):
-            raise answer
-        return check_reply(flush, worker_scripts.read_flush_reply(answer))
-
-    def take_spilled(self, flush: Flush, spilled: Sequence[int]) -> list[RowText]:
-        """Note which spills are written → rows whose requests do not belong to this worker any more: the
-        request is gone, has ended, goes on elsewhere, or has other tokens.
-        """
-        refused = []
-        for spill, result in zip(flush.spills, spilled, strict=True):
-            if result == SPILLED:
-                spill.row.num_spilled = spill.num_tokens
-            elif result == HOLE:
-                spill.row.num_spilled = 0
-                self.spill_due = True
-            else:
-                refused.append(spill.row)
-        return refused
-
-
-log = logging.getLogger(__name__)
-
-REPORT_INTERVAL_S = 0.5
-RETRY_S = 0.05
-MAX_STEPS_OF_FLUSH = 2
-MAX_WAIT_S = 0.005
-"""A client does not notice that a token comes this much later."""
-SHORT_STEP_MS = 1000 * MAX_WAIT_S
-FEW_ROWS = 8
-
-
-@dataclass(eq=False)
 class Flusher:
-    """Publishes the outbox, one flush after the other.
+    """Publishes the outbox of one incarnation, one flush after the other.
 
     While the engine runs step after step, a flush is started in the call that brings the step, and its answer
     is taken in the call that brings the next one: so this process wakes once a step. The task `run` does all
     else.
 
     Attributes:
-        drop: stops rows whose requests do not belong to this worker any more.
-        cut: ends rows whose API keys have reached their budgets.
-        compute_again: preempts rows whose first logits the broker has lost.
         block_size: tokens of a KV block.
+        sequence: number of the last flush that was built.
+        spill_due: the next flush spills all rows, since the broker lacks an earlier spill.
+        resynced_at: number of the last flush that was sent whole.
         reported_s: monotonic time of the last report.
         rests: whether the task waits for `wake`.
         started: the flush that was started with a step and has no answer yet.
@@ -289,18 +132,26 @@ class Flusher:
         answered: set when `started` has its answer.
     """
 
-    publisher: Publisher
-    state: AgentState
-    drop: Callable[[Iterable[RowText]], None]
-    cut: Callable[[], None]
-    compute_again: Callable[[Iterable[RowText]], None]
-    block_size: int
-    reported_s: float = 0.0
-    rests: bool = False
-    started: Flush | None = None
-    failed: tuple[Flush, Exception] | None = None
-    answered: asyncio.Event = field(default_factory=asyncio.Event)
-    failures: FailureLog = field(default_factory=lambda: FailureLog(log, "a flush"))
+    def __init__(
+        self, pool: PoolClient, incarnation: str, state: AgentState, steps: StepHandler, block_size: int
+    ) -> None:
+        self.pool = pool
+        self.keys = pool.keys
+        self.incarnation = incarnation
+        self.state = state
+        self.steps = steps
+        self.block_size = block_size
+        self.channels = ChannelSequences(incarnation)
+        self.client = SerialClient(pool.redis)
+        self.sequence = 0
+        self.spill_due = False
+        self.resynced_at = 0
+        self.reported_s = 0.0
+        self.rests = False
+        self.started: Flush | None = None
+        self.failed: tuple[Flush, Exception] | None = None
+        self.answered = asyncio.Event()
+        self.failures = FailureLog(log, "a flush")
 
     async def run(self) -> None:
         """Flush whenever something waits. Raises Sealed, StreamsGone."""
@@ -351,7 +202,9 @@ class Flusher:
             self.state.wake.set()
         elif (flush := self.build()) is not None:
             self.started = flush
-            self.publisher.start(flush, self.on_answer)
+            started_s = time.perf_counter()
+            self.client.start(self.on_answer, *self.call(flush).command)
+            catalogue.BATCH_FILTER.observe(time.perf_counter() - started_s, flush.method)
 
     @property
     def can_start(self) -> bool:
@@ -362,21 +215,23 @@ class Flusher:
             and self.started is None
             and bool(state.table.rows)
             and state.step < state.granted.until
-            and self.publisher.client.is_connected
+            and self.client.is_connected
             and not state.outbox.logits
         )
 
     def poll(self) -> None:
         """Take the answer of the started flush if it has come; a later one is taken when it comes."""
         if self.started is not None:
-            self.publisher.client.poll()
+            self.client.poll()
 
     def on_answer(self, answer: Any) -> None:
         flush, self.started = self.started, None
         assert flush is not None
         self.answered.set()
         try:
-            self.take(flush, self.publisher.take_answer(flush, answer))
+            if isinstance(answer, Exception):
+                raise answer
+            self.take(flush, worker_scripts.read_flush_reply(answer))
         except Exception as error:
             self.failed = flush, error
             self.state.wake.set()
@@ -399,32 +254,71 @@ class Flusher:
             await self.write(flush_or_none)
 
     async def write(self, flush: Flush) -> None:
+        """Write a flush, however often that takes. Raises Sealed, StreamsGone."""
         while True:
             try:
                 if flush.logits:
                     await self.write_logits(flush)
-                self.take(flush, await self.publisher.write(flush))
+                started_s = time.perf_counter()
+                reply = await self.client.run(self.call(flush))
+                catalogue.BATCH_FILTER.observe(time.perf_counter() - started_s, flush.method)
+                self.take(flush, reply)
                 self.failures.succeeded()
                 return
             except (FlushesLost, *ERRORS) as error:
                 await self.prepare_again(flush, error)
 
     def take(self, flush: Flush, reply: FlushReply) -> None:
-        """Take what the broker says of the rows of a flush that is written."""
+        """Take what the broker says of a flush and its rows. A row whose spill it refuses is dropped: the
+        request is gone, has ended, goes on elsewhere, or has other tokens. Raises Sealed, StreamsGone or
+        FlushesLost if the flush was not written.
+        """
+        if reply.status == "GAP":
+            raise FlushesLost(f"flush {flush.sequence}")
+        raise_refusal(reply.status)
         num_spills = len(flush.spills)
         self.state.budgets.note(flush.counts, reply.results[num_spills:])
-        self.drop(self.publisher.take_spilled(flush, reply.results[:num_spills]))
+        for spill, result in zip(flush.spills, reply.results[:num_spills], strict=True):
+            if result == SPILLED:
+                spill.row.num_spilled = spill.num_tokens
+            elif result == HOLE:
+                spill.row.num_spilled = 0
+                self.spill_due = True
+            else:
+                self.steps.drop([spill.row])
 
     async def write_logits(self, flush: Flush) -> None:
         """Write the logits of a flush, which come before its tokens."""
         while flush.logits:
             row, place, values = flush.logits[0]
-            reply = await self.publisher.write_logits(row, place, values)
+            reply = await self.write_piece(row, place, values)
             flush.logits.popleft()
             if reply == LOGITS_LOST:
-                self.compute_again([row])
+                self.steps.compute_again([row])
             elif reply == LOGITS_REFUSED:
-                self.drop([row])
+                self.steps.drop([row])
+
+    async def write_piece(self, row: RowText, place: int, values: bytes) -> int:
+        """Write logits of the positions from `place` on, among those that the request returns → the reply of
+        the script `write_logits`. Raises Sealed, StreamsGone, or what the broker raises.
+        """
+        request = row.request
+        assert request.logits is not None
+        call = worker_scripts.write_logits(
+            self.keys,
+            self.incarnation,
+            request.request_id,
+            attempt=row.attempt,
+            base=row.base,
+            place=place,
+            num_rows=len(values) // request.logits.row_bytes,
+            values=values,
+            ttl_ms=request.ttl_ms + request.kept_ms,
+        )
+        reply = await self.pool.run(call)
+        if isinstance(reply, int):
+            return reply
+        raise StreamsGone if reply == "MISSING" else Sealed(reply)
 
     async def prepare_again(self, flush: Flush, error: Exception) -> None:
         """Prepare to write a flush again after this error. Raises the error if a retry cannot help."""
@@ -437,17 +331,79 @@ class Flusher:
         else:
             raise error
 
+    # --- what a flush has -----------------------------------------------------------------------------------
+
     def build(self) -> Flush | None:
         """Take the outbox → its flush; None if there is nothing to publish."""
         state = self.state
         report_due = self.report_due()
         if state.outbox.is_empty and not report_due:
             return None
-        self.cut()
+        self.steps.cut_at_budgets()
         outbox, state.outbox = state.outbox, Outbox()
+        self.sequence += 1
         needs_report = outbox.needs_report or report_due
-        report = self.make_report(outbox, self.publisher.sequence + 1) if needs_report else None
-        return self.publisher.build(outbox, report, state.plan.acknowledged, state.table.live)
+        report = self.make_report(outbox, self.sequence) if needs_report else None
+        trim = self.spill_due or (self.sequence - self.resynced_at) % SPILL_EVERY == 0
+        self.spill_due = False
+        by_channel: defaultdict[str, list[RowText]] = defaultdict(list)
+        for row in outbox.rows:
+            by_channel[row.request.channel].append(row)
+        return Flush(
+            sequence=self.sequence,
+            report=report,
+            acknowledged=state.plan.acknowledged,
+            messages=[(channel, self.event(channel, rows)) for channel, rows in by_channel.items()],
+            prompts=[(row.request.request_id, bytes(row.prompt or b"")) for row in outbox.prompts],
+            terminals=[self.terminal(row, why) for row, why in outbox.terminals],
+            spills=[
+                *map(Spill.of, outbox.interrupted),
+                *(Spill.of(row, row.num_spilled) for row in state.table.live if trim),
+            ],
+            counts=[row.flushed_count for row in outbox.rows if row.has_budget and not row.ended],
+            mode="trim" if trim else "",
+            method="prefill" if outbox.report.prefilled else "decode",
+            logits=deque(outbox.logits),
+        )
+
+    def call(self, flush: Flush) -> ScriptCall[FlushReply]:
+        return worker_scripts.flush(
+            self.keys,
+            self.incarnation,
+            sequence=flush.sequence,
+            report=encode(flush.report) if flush.report else b"",
+            acknowledged=flush.acknowledged,
+            mode=flush.mode,
+            messages=flush.messages,
+            prompts=flush.prompts,
+            terminals=flush.terminals,
+            spills=[spill.flushed for spill in flush.spills],
+            counts=flush.counts,
+        )
+
+    def event(self, channel: str, rows: Sequence[RowText], terminals: Sequence[Terminal] = ()) -> bytes:
+        """The next message of a channel, with the new tokens of these rows; without a channel, of the log
+        alone.
+        """
+        number = self.channels.next_number(channel, self.sequence) if channel else 0
+        columns = take_columns(rows)
+        tokens = [row.new_tokens() for row in rows if row.texts]
+        return encode(Events(self.incarnation, number, tokens, [*terminals], self.sequence, columns))
+
+    def terminal(self, row: RowText, why: str) -> FlushedTerminal:
+        request, channel = row.request, row.request.channel
+        end = terminal_for(request.request_id, why, row.num_tokens)
+        return FlushedTerminal(
+            request.request_id,
+            attempt=row.attempt,
+            base=row.base,
+            end=end,
+            records=bytes(row.records),
+            kept_ms=request.kept_ms,
+            channel=channel,
+            payload=self.event(channel, [], [end]) if channel else b"",
+            num_speculated=row.num_speculated,
+        )
 
     def resync(self, flush: Flush) -> None:
         """Make a flush follow any state of the broker: it spills all tokens of its own and of live rows, and
@@ -462,7 +418,7 @@ class Flusher:
         flush.spills = [Spill.of(row) for row in rows]
         flush.mode = "whole"
         # the batcher has time to save the log before a trim
-        self.publisher.resynced_at = flush.sequence
+        self.resynced_at = flush.sequence
 
     def report_due(self) -> bool:
         """Whether the batcher must learn how far the rows are: the report clock says so, a row that is ahead

@@ -87,7 +87,7 @@ async def test_rows_of_a_worker_whose_agent_hangs_go_on_elsewhere(
     monkeypatch.setattr(worker_registry, "LOST_S", LOST_S)
     hung: set[str] = {"w0-1"} if what == "takeover" else set()
     if what == "reports":
-        hang_when(monkeypatch, Flusher, "flush", lambda flusher: flusher.publisher.incarnation in hung)
+        hang_when(monkeypatch, Flusher, "flush", lambda flusher: flusher.incarnation in hung)
     else:
         hang_when(monkeypatch, PlanStream, "next", lambda stream: stream.name[-4:] in hung)
     async with modeless_worker(broker.url, "w1") as w1, batching(redis) as batcher:

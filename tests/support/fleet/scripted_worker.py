@@ -301,7 +301,7 @@ class FakeWorker:
         if outbox.is_empty:
             return
         self.steps += 1
-        self.agent.publisher.spill_due |= self.steps % self.spill_steps == 0
+        self.agent.flusher.spill_due |= self.steps % self.spill_steps == 0
         await self.agent.flusher.flush()
         for row, _ in outbox.terminals:
             await self.dequeue(row.request.request_id)
@@ -312,11 +312,11 @@ class FakeWorker:
         self.live.pop(request_id, None)
 
     async def repeat(self) -> None:
-        for channel, payload in self.agent.publisher.channels.repeated_messages():
+        for channel, payload in self.agent.flusher.channels.repeated_messages():
             await self.redis.publish(channel, payload)
 
     async def close(self) -> None:
-        self.agent.publisher.client.close()
+        self.agent.flusher.client.close()
         await self.redis.aclose()
 
 

@@ -25,7 +25,6 @@ from common.messages.records import RECORD, unpack_ids, unpack_records
 from deploy.launcher.embedded_broker import Broker
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.publish import MAX_WAIT_S, Sealed
-from gpu_worker.agent.state import Outbox
 from tests.support import brokers
 from tests.support.agents import CHANNEL, KEYS, grants, hset, reports, start, step
 from tests.support.broker.listening import listening
@@ -89,13 +88,14 @@ async def test_the_log_has_what_is_published_and_tokens_that_nobody_reads(agent:
     await start(agent, row=2)
     agent.state.table.rows[2].request = replace(agent.state.table.rows[2].request, channel="")
     step(agent, {1: (0, 5), 2: (0, 6)})
-    flush = agent.publisher.build(agent.state.outbox, None, 0, [])
-    assert await agent.publisher.write(flush) == ("OK", [])
+    flush = agent.flusher.build()
+    assert flush is not None
+    await agent.flusher.write(flush)
     [(_, fields)] = await redis.xrange(KEYS.log("w0-1"), min="1")
     logged = [decode(Events, message) for message in logged_messages(fields)]
     assert {(unpack_ids(one.all_tokens[0].ids)[0], one.sequence) for one in logged} == {(5, 1), (6, 0)}
     assert [message for _, message in flush.messages] == [*logged_messages(fields)]
-    assert [*agent.publisher.channels.last_number] == [CHANNEL]
+    assert [*agent.flusher.channels.last_number] == [CHANNEL]
 
 
 async def test_single_tokens_after_the_first_are_published_in_columns(agent: Agent) -> None:
@@ -120,8 +120,9 @@ async def test_single_tokens_after_the_first_are_published_in_columns(agent: Age
 
 
 def decode_only_message(agent: Agent) -> Events:
-    outbox, agent.state.outbox = agent.state.outbox, Outbox()
-    [(_, message)] = agent.publisher.build(outbox, None, 0, []).messages
+    flush = agent.flusher.build()
+    assert flush is not None
+    [(_, message)] = flush.messages
     return decode(Events, message)
 
 
@@ -258,7 +259,7 @@ async def flushing(agent: Agent) -> AsyncIterator[Agent]:
     task = asyncio.create_task(agent.flusher.run())
     await start(agent, max_new_tokens=1000)
     complete(agent, 0, prefilled=[(1, 2)])
-    await wait_until(lambda: agent.flusher.rests and agent.publisher.sequence == 1)
+    await wait_until(lambda: agent.flusher.rests and agent.flusher.sequence == 1)
     yield agent
     task.cancel()
     await asyncio.wait([task])
@@ -324,7 +325,7 @@ async def test_a_flush_whose_connection_is_lost_is_written_again(flushing: Agent
 async def connection_id(agent: Agent) -> str:
     """The broker's number of the connection for flushes: of those that ran a script last."""
     clients = await agent.pool.redis.client_list()
-    connection = agent.publisher.client.connection
+    connection = agent.flusher.client.connection
     assert connection is not None
     own = "{}:{}".format(*connection.transport.get_extra_info("sockname"))
     return str(next(client["id"] for client in clients if client["addr"] == own))

@@ -29,7 +29,7 @@ from common.metrics import catalogue
 from common.metrics.catalogue import TOTAL
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_client import BatchMetrics
-from gpu_worker.agent.publish import Publisher
+from gpu_worker.agent.publish import Flusher
 from gpu_worker.agent.row_text import RowText
 from gpu_worker.protocol import SAMPLE, StepResult
 from tests.support.agents import (
@@ -164,15 +164,15 @@ async def test_logits_are_written_before_their_tokens(agent: Agent, redis: Redis
 async def test_pieces_are_written_once_although_a_call_fails(
     agent: Agent, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failures, write = [0, 1, 1, 0, 0, 0], Publisher.write_logits
+    failures, write = [0, 1, 1, 0, 0, 0], Flusher.write_piece
 
-    async def failing(self: Publisher, row: RowText, place: int, values: bytes) -> int:
+    async def failing(self: Flusher, row: RowText, place: int, values: bytes) -> int:
         reply = await write(self, row, place, values)
         if failures.pop(0):
             raise ConnectionError("the answer is lost")
         return reply
 
-    monkeypatch.setattr(Publisher, "write_logits", failing)
+    monkeypatch.setattr(Flusher, "write_piece", failing)
     await start(agent, logits=LOGITS, prompt_ids=pack_ids([3, 4]))
     step(agent, {1: (0, 9)}, logits=[rows(0, 1), rows(1, 1)], prefilled=[(1, 2)])
     step(agent, {1: (1, 9)}, logits=[rows(2, 1)])
