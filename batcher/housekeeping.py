@@ -17,7 +17,7 @@ from batcher import batcher_scripts
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from batcher.timeline import TimelineWriter
-from batcher.worker_registry import Since, WorkerAbsence, WorkerRegistry
+from batcher.worker_registry import Since, WorkerRegistry
 from common.adapter_registry import AdapterRegistry, change_registry, read_newer
 from common.adapters import LEAVING, LOADING, READY, AdapterLoad, adapter_name
 from common.broker.heartbeat import Heartbeat
@@ -179,7 +179,6 @@ class Housekeeping:
         self.grace_ms = 1000 * settings.worker_grace_s
         self.orphans = OrphanTracker(self.pool)
         self.adapters = AdapterKeeper(self.pool)
-        self.absence = WorkerAbsence(self.pool, settings.worker_grace_s)
         self.heartbeat = Heartbeat(self.pool, "batcher", incarnation, settings.worker_ttl_s)
         self.interval_s = min(settings.heartbeat_s, REPEAT_S)
 
@@ -226,8 +225,8 @@ class Housekeeping:
         if self.workers.detector.active:
             for request_id in orphans:
                 self.scheduler.cancel(request_id, "gateway")
-            is_over_grace = await self.absence.is_over_grace(bool(self.scheduler.replicas))
-            if is_over_grace and not self.scheduler.replicas:  # none has joined meanwhile
+            absent_ms = 1000 * await self.workers.absent_s()
+            if absent_ms > self.grace_ms and not self.scheduler.replicas:  # none has joined meanwhile
                 self.end_waiting_clients()
         for request_id in await self.adapters.look(self.scheduler):
             self.scheduler.cancel(request_id, "adapter")

@@ -119,30 +119,6 @@ class Since(Generic[Thing]):
         return [thing for thing in self.since_s if self.lasts_s(thing) >= seconds]
 
 
-@dataclass(eq=False)
-class WorkerAbsence:
-    """How long the pool has had no worker, not even one that is starting, or serves another pool
-    in its turn.
-    """
-
-    pool: PoolClient
-    grace_s: float
-    since: Since[str] = field(default_factory=Since)
-
-    async def is_over_grace(self, has_worker: bool) -> bool:
-        """Whether the pool has had no worker for longer than WORKER_GRACE_S."""
-        self.since.look([] if has_worker or await self.is_one_coming() else ["no worker"])
-        return self.since.lasts_s("no worker") > self.grace_s
-
-    async def is_one_coming(self) -> bool:
-        keys = [
-            self.pool.keys.process(kind, name)
-            for kind in (STARTING, SLEEPER)
-            for name in await self.pool.processes(kind)
-        ]
-        return bool(keys) and bool(await self.pool.redis.exists(*keys))
-
-
 SILENT_S = 10.0
 """A worker that has been silent for so long is called that."""
 LOST_S = 60.0
@@ -211,6 +187,7 @@ class WorkerRegistry:
         silence: (worker, what it owes, what was last heard of that), while nothing else is heard.
         silent: incarnations with a heartbeat that do not say what they owe.
         lost: those of them that have been silent for too long.
+        absence: since when the pool has had no worker.
     """
 
     pool: PoolClient
@@ -223,6 +200,7 @@ class WorkerRegistry:
     silence: Since[tuple[str, str, int]] = field(default_factory=Since)
     silent: set[str] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
+    absence: Since[str] = field(default_factory=Since)
 
     def state(self, incarnation: str) -> WorkerState:
         return self.workers[incarnation].state if incarnation in self.workers else WorkerState.FOUND
@@ -336,11 +314,7 @@ class WorkerRegistry:
             for incarnation, state in states.items()
             if self.detector.is_dead(state is not None, seen_ms.get(incarnation, 0), now_ms)
         }
-        unreadable = {
-            incarnation
-            for incarnation in self.pending_takeovers()
-            if self.state(incarnation) is WorkerState.UNREADABLE
-        }
+        unreadable = {one for one in self.pending_takeovers() if self.state(one) is WorkerState.UNREADABLE}
         self.note_silence({incarnation for incarnation, state in states.items() if state is not None})
         return sorted(dead | unreadable | self.lost)
 
@@ -355,6 +329,18 @@ class WorkerRegistry:
         self.silent, self.lost = (
             {worker for worker, *_ in self.silence.lasting(seconds)} for seconds in (SILENT_S, LOST_S)
         )
+
+    async def absent_s(self) -> float:
+        """For how long the pool has had no worker, not even one that is starting, or serves another pool in
+        its turn.
+        """
+        kinds = () if self.scheduler.replicas else (STARTING, SLEEPER)
+        coming = [
+            self.pool.keys.process(kind, name) for kind in kinds for name in await self.pool.processes(kind)
+        ]
+        is_there = self.scheduler.replicas or (coming and await self.pool.redis.exists(*coming))
+        self.absence.look([] if is_there else ["no worker"])
+        return self.absence.lasts_s("no worker")
 
     def debts(self, incarnation: str) -> dict[str, int]:
         """What a worker owes, with what was last heard of it."""

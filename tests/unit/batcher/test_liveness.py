@@ -32,7 +32,6 @@ from batcher.worker_registry import (
     FailureDetector,
     KnownWorker,
     Since,
-    WorkerAbsence,
     WorkerRegistry,
     WorkerState,
 )
@@ -42,6 +41,7 @@ from common.broker.pool_client import PoolClient
 from common.messages.codec import decode
 from common.messages.plan import Plan, Report
 from tests.support.broker_state import KEYS, make_request, send_heartbeat, start_worker
+from tests.support.fleet.simulated_pool import make_replica
 from tests.support.waiting import wait_until
 
 # --- failure detector ---------------------------------------------------------------------------------------
@@ -115,24 +115,26 @@ def test_a_jump_of_the_broker_s_clock_pauses(detector: FailureDetector, clock: C
 
 
 async def test_only_a_pool_without_ready_and_starting_workers_waits(redis: Redis) -> None:
-    pool = PoolClient(redis, KEYS)
-    absence = WorkerAbsence(pool, 30.0)
-    assert not await absence.is_over_grace(False)
-    pass_time(absence.since, 31.0)
-    assert await absence.is_over_grace(False)
-    assert not await absence.is_over_grace(True)
-    pass_time(absence.since, 31.0)
-    assert not await absence.is_over_grace(False), "it begins anew"
-    pass_time(absence.since, 31.0)
+    pool, scheduler = PoolClient(redis, KEYS), Scheduler(WorkerLimits(), 1)
+    workers = WorkerRegistry(pool, Inbox(redis), scheduler, FailureDetector(TTL_S))
+    assert await workers.absent_s() < 30
+    pass_time(workers.absence, 31.0)
+    assert await workers.absent_s() > 30
+    scheduler.workers.add(make_replica())
+    assert await workers.absent_s() == 0
+    pass_time(workers.absence, 31.0)
+    scheduler.workers.remove("w1")
+    assert await workers.absent_s() < 30, "it begins anew"
+    pass_time(workers.absence, 31.0)
     starting = Heartbeat(pool, "starting", "w0-1", 5.0)
     await starting.send(doing="loading")
-    assert not await absence.is_over_grace(False)
+    assert await workers.absent_s() == 0
     await starting.remove()
-    assert not await absence.is_over_grace(False)
-    pass_time(absence.since, 31.0)
-    assert await absence.is_over_grace(False)
+    assert await workers.absent_s() < 30
+    pass_time(workers.absence, 31.0)
+    assert await workers.absent_s() > 30
     await Heartbeat(pool, "sleeper", "w0-1", 5.0).send(state="asleep")
-    assert not await absence.is_over_grace(False), "a worker serves other models, and comes"
+    assert await workers.absent_s() == 0, "a worker serves other models, and comes"
 
 
 # --- silence ------------------------------------------------------------------------------------------------
