@@ -28,7 +28,7 @@ from gpu_worker.engine.model.warmup import max_step_tokens, scale_layers
 from gpu_worker.engine.parallel.stages import ModelStage, checked_layers, take_states
 from gpu_worker.engine.parallel.tensor_parallel import connect, connect_shards
 from gpu_worker.engine.pooling.head import pool_prompts, replace_head
-from gpu_worker.engine.states.model_states import ModelStates, find_mixers
+from gpu_worker.engine.states.model_states import find_mixers
 
 
 def head(model: Any, context: LoadContext) -> None:
@@ -85,20 +85,19 @@ def attention(model: Any, context: LoadContext) -> None:
 
 def states(model: Any, context: LoadContext) -> None:
     """Modules with states take those of rows. A forward shows what they and attention keep of a token."""
-    mixers, stage, device = find_mixers(model), context.stage, context.device
+    kept, stage, device = context.states, context.stage, context.device
+    find_mixers(model, kept)
     if not stage.is_first:
         connect(stage.first_layer, take_states)
     layers = probe_attention(
         model,
-        lambda: mixers.record(lambda: probe_forward(model, stage, device)),
+        lambda: kept.record(lambda: probe_forward(model, stage, device)),
         stage.part_of(context.config.num_hidden_layers),
         WHOLE_PROMPTS if context.is_encoder else PAST,
     )
     if context.settings.kv_cache_dtype in FLOATS8 and not context.settings.makes_weights:
         layers = scale_layers(model, context.path, layers)
-    context.layers, context.states = layers, ModelStates(device, mixers.kept, packs=mixers.packs)
-    for mixer in mixers.kept:
-        mixer.states = context.states
+    context.layers, kept.device = layers, device
 
 
 def ropes(model: Any, context: LoadContext) -> None:

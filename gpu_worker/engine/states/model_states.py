@@ -11,7 +11,6 @@ family.
 """
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -247,40 +246,33 @@ def last_inputs(seen: torch.Tensor, ends: torch.Tensor, width: int) -> torch.Ten
     return seen.gather(-1, places[:, None].expand(-1, seen.shape[1], -1))
 
 
-@dataclass(frozen=True, slots=True)
-class StateSpec:
-    """A state of one row in one mixer."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 @dataclass(slots=True, eq=False)
 class ModelStates:
     """The states of a model; of one without mixers there are none.
 
     Attributes:
-        mixers: in the order of layers, and what each keeps of a row.
+        mixers: in the order of layers, and what each keeps of a row: tensors [...] of the dtypes that it
+            keeps, on the meta device.
         num_slots: slots that rows may have, numbered from 1, in all stages; 0 before they are counted, and in
             a model without states.
         num_snapshots: slots after those, for states at the ends of blocks.
         pool: by mixer and state [slots, ...].
         spans: of the step that is computed.
         packs: rows of different lengths can be computed in one call of each mixer.
+        checked: kinds of mixers that are known to carry all that they need.
+        is_recording: a forward shows what mixers keep.
         writes_at_once: new states are written by each mixer. Else they wait in `written` until `commit`.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    mixers: dict[Any, dict[StateName, StateSpec]] = field(default_factory=dict)
+    mixers: dict[Any, dict[StateName, torch.Tensor]] = field(default_factory=dict)
     num_slots: int = 0
     num_snapshots: int = 0
     pool: dict[Any, dict[StateName, torch.Tensor]] = field(default_factory=dict)
     spans: Sequence[StateSpan] = ()
-    packs: bool = False
+    packs: bool = True
+    checked: set[type[Any]] = field(default_factory=set)
+    is_recording: bool = False
     writes_at_once: bool = False
     written: list[tuple[Any, StateSpan, RowStates]] = field(default_factory=list)
 
@@ -296,15 +288,14 @@ class ModelStates:
     @property
     def slot_bytes(self) -> int:
         """What the states of one row take."""
-        return sum(spec.num_bytes for specs in self.mixers.values() for spec in specs.values())
+        return sum(own.nbytes for kept in self.mixers.values() for own in kept.values())
 
     def allocate(self, num_slots: int) -> None:
         """Make the pool anew, with `num_slots` slots beside the scratch slot."""
         self.pool = {}  # the old one is freed first
-        for mixer, specs in self.mixers.items():
+        for mixer, kept in self.mixers.items():
             self.pool[mixer] = {
-                name: zeros((num_slots + 1, *spec.shape), spec.dtype, self.device)
-                for name, spec in specs.items()
+                name: zeros((num_slots + 1, *own.shape), own.dtype, self.device) for name, own in kept.items()
             }
 
     @torch.inference_mode()
@@ -337,9 +328,22 @@ class ModelStates:
             self.writes_at_once = True
             self.spans = [StateSpan(slots.long(), slice(len(slots)))]
 
+    def record(self, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Run a forward of the model in which no token sees another by states, and learn what each mixer
+        keeps of a row → its result [...] of any dtype. Raises UnservableModel.
+        """
+        self.mixers.clear()
+        self.is_recording = True
+        try:
+            return forward()
+        finally:
+            self.is_recording = False
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def mix(self, mixer: Any, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [1, tokens, hidden] of the model's dtype → the same shape"""
+        if self.is_recording:
+            return self.try_out(mixer, hidden)
         if len(self.spans) == 1 and self.spans[0].tokens is None:
             return self.mix_span(mixer, self.spans[0], hidden)
         mixed = torch.empty_like(hidden)
@@ -371,6 +375,25 @@ class ModelStates:
         for name, state in self.pool[mixer].items():
             state.index_copy_(0, span.slots, states.states[name].to(state.dtype))
 
+    def try_out(self, mixer: Any, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [1, tokens, hidden] of the model's dtype → zeros of that shape, NaN where a token's own
+        inputs are. Raises UnservableModel.
+        """
+        if mixer in self.mixers:
+            raise UnservableModel("one of its mixers is used twice")
+        states = RowStates()
+        output = states.run(mixer, hidden.nan_to_num())
+        if not isinstance(output, torch.Tensor):
+            raise UnservableModel(
+                f"{type(mixer).__name__}, which has states, returns more than hidden states"
+            )
+        self.mixers[mixer] = {name: state[0].to("meta") for name, state in states.states.items()}
+        if type(mixer) not in self.checked:
+            check_parts(mixer, hidden)
+            self.packs = self.packs and takes_padding(mixer, hidden)
+            self.checked.add(type(mixer))
+        return torch.zeros_like(output).masked_fill_(hidden.isnan().any(-1, keepdim=True), torch.nan)
+
     def commit(self) -> None:
         """Write the states of a step that is computed."""
         for mixer, span, states in self.written:
@@ -385,15 +408,11 @@ PARTS = (3, 1, 4)
 """Tokens of the calls by which a trial sequence is computed in parts."""
 
 
-def find_mixers(model: Any) -> "MixerRecorder":
-    """Give the mixers of a model a forward that takes and leaves states → what learns which, in a forward of
-    the model. Raises UnservableModel.
-    """
-    recorder = MixerRecorder()
+def find_mixers(model: Any, states: ModelStates) -> None:
+    """Give the mixers of a model a forward that takes and leaves states. Raises UnservableModel."""
     for module in list(model.modules()):
         if is_mixer(type(module)):
-            connect(module, mix, states=recorder, cache_name=cache_name_of(module))
-    return recorder
+            connect(module, mix, states=states, cache_name=cache_name_of(module))
 
 
 def cache_name_of(module: Any) -> str:
@@ -417,48 +436,6 @@ def mix(
 ) -> torch.Tensor:
     """hidden_states [1, tokens, hidden] of the model's dtype → the same shape"""
     return module.states.mix(module, hidden_states)  # type: ignore[no-any-return]
-
-
-class MixerRecorder:
-    """Stands in for the states of all mixers: records what each keeps of a row, and lets no token see
-    another.
-
-    Attributes:
-        kept: by mixer, in the order of their calls.
-        checked: kinds of mixers that are known to carry all that they need.
-        packs: mixers of all these kinds compute rows of different lengths in one call.
-    """
-
-    def __init__(self) -> None:
-        self.kept: dict[Any, dict[StateName, StateSpec]] = {}
-        self.checked: set[type[Any]] = set()
-        self.packs = True
-
-    def record(self, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Run a forward of the model → its result [...] of any dtype. Raises UnservableModel."""
-        self.kept.clear()
-        return forward()
-
-    def mix(self, mixer: Any, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [1, tokens, hidden] of the model's dtype → zeros of that shape, NaN where a token's own
-        inputs are. Raises UnservableModel.
-        """
-        if mixer in self.kept:
-            raise UnservableModel("one of its mixers is used twice")
-        states = RowStates()
-        output = states.run(mixer, hidden.nan_to_num())
-        if not isinstance(output, torch.Tensor):
-            raise UnservableModel(
-                f"{type(mixer).__name__}, which has states, returns more than hidden states"
-            )
-        self.kept[mixer] = {
-            name: StateSpec(tuple(state.shape[1:]), state.dtype) for name, state in states.states.items()
-        }
-        if type(mixer) not in self.checked:
-            check_parts(mixer, hidden)
-            self.packs = self.packs and takes_padding(mixer, hidden)
-            self.checked.add(type(mixer))
-        return torch.zeros_like(output).masked_fill_(hidden.isnan().any(-1, keepdim=True), torch.nan)
 
 
 def check_parts(mixer: Any, like: torch.Tensor) -> None:

@@ -83,7 +83,8 @@ def heeding(own: Callable[..., Any], goes_on: bool) -> Callable[..., Any]:
         steps = named["dt" if "dt" in named else "g"]
         if has_chunks and steps.device.type == "cpu":
             longest = named.get("chunk_size", signature.parameters["chunk_size"].default)
-            named["chunk_size"] = min(longest, max(LEAST_CHUNK, power_above(steps.shape[token_dim])))
+            enough = 1 << (steps.shape[token_dim] - 1).bit_length()  # a power of two
+            named["chunk_size"] = min(longest, max(LEAST_CHUNK, enough))
         if padded is not None:
             for name in STILL.keys() & named.keys():
                 shape = [1] * named[name].dim()
@@ -93,11 +94,6 @@ def heeding(own: Callable[..., Any], goes_on: bool) -> Callable[..., Any]:
         return scan(**named, **rest)
 
     return scan_on
-
-
-def power_above(count: int) -> int:
-    """The least power of two that is not below a positive number."""
-    return 1 << (count - 1).bit_length()
 
 
 SCAN = "mamba_selective_scan"

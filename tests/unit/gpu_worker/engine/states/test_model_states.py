@@ -21,7 +21,7 @@ from gpu_worker.engine.model.load import load
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK
 from gpu_worker.engine.states.model_states import (
     RECURRENT,
-    MixerRecorder,
+    ModelStates,
     RowStates,
     StateName,
     check_parts,
@@ -281,7 +281,7 @@ class Needy(nn.Module):
 def test_mixers_that_forget_between_calls_are_refused() -> None:
     for remembers in (True, False):
         mixer = Forgetful(remembers)
-        find_mixers(mixer)
+        find_mixers(mixer, ModelStates())
         if remembers:
             check_parts(mixer, torch.zeros(1, 1, 4))
         else:
@@ -293,16 +293,16 @@ def test_mixers_that_need_more_than_hidden_states_are_refused() -> None:
     with pytest.raises(
         UnservableModel, match="Needy, which has states, needs more than hidden states: rotary"
     ):
-        find_mixers(nn.Sequential(Needy()))
+        find_mixers(nn.Sequential(Needy()), ModelStates())
 
 
 def test_a_mixer_that_is_used_twice_is_refused() -> None:
     """It would need two states."""
-    recorder, mixer = MixerRecorder(), Forgetful(remembers=True)
-    find_mixers(mixer)
-    recorder.mix(mixer, torch.zeros(1, 8, 4))
+    states, mixer = ModelStates(), Forgetful(remembers=True)
+    find_mixers(mixer, states)
+    states.try_out(mixer, torch.zeros(1, 8, 4))
     with pytest.raises(UnservableModel, match="used twice"):
-        recorder.mix(mixer, torch.zeros(1, 8, 4))
+        states.try_out(mixer, torch.zeros(1, 8, 4))
 
 
 @pytest.mark.parametrize("gated", [False, True])
