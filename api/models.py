@@ -216,7 +216,7 @@ class DetokenizeRequest(Strict):
 
 async def chat_prompt(chat: ChatRequest, pool: Pool) -> Rendered:
     """The prompt that the chat template makes of a chat. Raises ApiError."""
-    return await shown_prompt((await read_chat(chat, pool)).params, pool)
+    return await shown_prompt(await read_chat(chat, pool), pool)
 
 
 async def shown_prompt(params: GenerationParams, pool: Pool) -> Rendered:

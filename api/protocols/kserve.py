@@ -13,9 +13,8 @@ from fastapi import APIRouter, Path, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from api.answers.answer import InferOutputs, Rendering
+from api.answers.answer import InferOutputs
 from api.errors import invalid, kserve, refuse
-from api.event_loop import Pace
 from api.http.openapi import KSERVE, TGI_ERRORS, Shape, answer, error_responses, event_stream, only
 from api.json import json_response, to_json
 from api.protocols.openai import Choice
@@ -27,18 +26,15 @@ from api.protocols.tgi import (
     TOKEN,
     GenerateBody,
     GenerateParameters,
-    GenerateRequest,
     TextRenderer,
     rank,
     render_details,
     render_token,
     render_top_tokens,
-    validate,
 )
 from api.requests.fields import DETACHED, RESUME_S, SEEDS, Listed, Strict, Whole, least, optional, ranged
 from api.requests.service_terms import pools_of
 from api.requests.validate import GenerationParams, check_no_logits
-from common.messages.request import Generate
 
 # --- responses, for /docs -----------------------------------------------------------------------------------
 
@@ -117,18 +113,23 @@ class KServeParameters(GenerateParameters):
         return bool(self.return_full_text) or self.exclude_input_in_output is False
 
 
-def generation_params(text: str, name: str, parameters: KServeParameters, streamed: bool) -> GenerationParams:
-    """The parameters of one prompt, which the client gave in the field `name`. Raises ApiError (422)."""
-    values: dict[str, Any] = {}
-    used = {"text": name}
-    for alias, own in ALIASES.items():
-        value = getattr(parameters, alias)
-        if value is not None and getattr(parameters, own) is not None:
+def params_of(text: str, name: str, parameters: KServeParameters, streamed: bool) -> GenerationParams:
+    """The parameters of one prompt, which the client gave in the field `name`; a beam search returns its best
+    text. Raises ApiError (422).
+    """
+    used = {own: alias for alias, own in ALIASES.items() if getattr(parameters, alias) is not None}
+    for own, alias in used.items():
+        if getattr(parameters, own) is not None:
             raise invalid(f"`{alias}` means the same as `{own}`, which is given, too", alias)
-        if value is not None:
-            values[own], used[own] = value, alias
-    body = GenerateRequest(inputs=text, parameters=parameters.model_copy(update=values))
-    return replace(body.generation_params(streamed), names=TGI_NAMES | used)
+    full_text, names = parameters.wants_full_text, TGI_NAMES | used | {"text": name}
+    params = parameters.of_prompt(text, streamed, full_text, names)
+    check_no_logits(params)
+    if params.beams is None:
+        return params
+    if streamed:
+        words = "is served whole on …/generate: its texts come at the end"
+        raise invalid(f"`beam_width` {words}", "beam_width")
+    return replace(params, beams=replace(params.beams, num_returned=1))
 
 
 class KServeGenerateRequest(GenerateBody):
@@ -393,44 +394,23 @@ async def kserve_model(request: Request, model: ModelName) -> Response:
 async def read_infer(body: InferRequest, context: Context) -> Asked:
     """What the tensors of prompts ask for. Raises ApiError."""
     parameters = body.parameters or KServeParameters()
-    prompts, pace = body.prompts(), Pace()
+    prompts = body.prompts()
     most = context.pool.workers.limits.max_client_batch_size
     if not 0 < len(prompts) <= most:
         raise invalid(f"`inputs` must have 1 to {most} texts. Given: {len(prompts)}", "inputs")
-    requests: list[Generate] = []
-    for text, field in prompts:
-        requests += await choices(generation_params(text, field, parameters, streamed=False), context)
-        await pace.step()
-    prefixes = [text if parameters.wants_full_text else "" for text, _ in prompts]
-    num_chars = sum(len(text) for text, _ in prompts)
+    all_params = [params_of(text, field, parameters, streamed=False) for text, field in prompts]
     named = zip(body.output_names, body.inputs, strict=True)
     outputs = InferOutputs(body.id, [(name, tensor.is_bytes, tensor.shape) for name, tensor in named])
-    return Asked(requests, prefixes, num_chars=num_chars, parts={"infer": outputs})
+    return await context.ask(all_params, parts={"infer": outputs})
 
 
 async def read_generate(body: KServeGenerateRequest, context: Context) -> Asked:
     """What a text asks for. Raises ApiError."""
-    text, parameters, streamed = body.text_input, body.parameters, context.streamed
+    parameters, streamed = body.parameters, context.streamed
     if parameters.stream not in (None, streamed):
         word, other = ("true", "generate") if streamed else ("false", "generate_stream")
         raise invalid(f"`stream` must be {word} on this path: see …/{other}", "stream")
-    requests = await choices(generation_params(text, "text_input", parameters, streamed), context)
-    rendering = Rendering(details=parameters.wants_details)
-    return Asked(requests, [text if parameters.wants_full_text else ""], rendering, len(text))
-
-
-async def choices(params: GenerationParams, context: Context) -> list[Generate]:
-    """The requests of one prompt: several with `best_of`. A beam search returns its best text. Raises
-    ApiError (422).
-    """
-    check_no_logits(params)
-    if params.beams is not None:
-        if context.streamed:
-            raise invalid(
-                "`beam_width` is served whole on …/generate: its texts come at the end", "beam_width"
-            )
-        params = replace(params, beams=replace(params.beams, num_returned=1))
-    return await validate(params, context)
+    return await context.ask([params_of(body.text_input, "text_input", parameters, streamed)])
 
 
 MODEL_PARAMETER = {

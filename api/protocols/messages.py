@@ -25,7 +25,6 @@ from api.protocols.openai_bodies import (
     CHARS_OF_MESSAGE,
     CHAT_NAMES,
     OPENAI_FIELDS,
-    ChatParams,
     ChatRequest,
     read_other,
 )
@@ -46,6 +45,7 @@ from api.requests.fields import (
 )
 from api.requests.pool import Pool
 from api.requests.service_terms import pool_for, read_body, read_service, read_terms, request_id
+from api.requests.validate import GenerationParams
 from api.streams.stream import Stream
 from api.webhooks import WebhookField
 from common.settings.ranges import Range
@@ -254,13 +254,13 @@ NamedBlock = tuple[str, InputBlock]
 Part = dict[str, Any]
 
 
-async def read_messages(body: CountTokensRequest, pool: Pool) -> ChatParams:
+async def read_messages(body: CountTokensRequest, pool: Pool) -> GenerationParams:
     """The parameters of the chat that a body asks for. Raises ApiError."""
     chat = await offload(CHARS_OF_MESSAGE * len(body.messages), lambda: to_chat(body))
     form = body.output_config.format if body.output_config is not None else None
     grammar = read_flat_format(form, "output_config.format", ["json_schema"])
     read = await read_other(chat, pool, grammar, FIELD_OF_CHAT, MESSAGE_NAMES)
-    return replace(read, params=replace(read.params, cuts_to_room=True))
+    return replace(read, cuts_to_room=True)
 
 
 def to_chat(body: CountTokensRequest) -> ChatRequest:
@@ -652,7 +652,7 @@ EXAMPLE = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
 
 async def read_message(body: MessagesRequest, context: Context) -> Asked:
     """What a body asks for. Raises ApiError."""
-    return await (await read_messages(body, context.pool)).ask(context)
+    return await context.ask([await read_messages(body, context.pool)])
 
 
 MESSAGES = Protocol(
@@ -689,6 +689,6 @@ async def count_tokens(request: Request) -> Response:
     pool = await pool_for(request, body.model)
     read_service(request, body.priority, body.tier)
     read_terms(request, request_id(request), True, body.resume_s, None)
-    prompt = await shown_prompt((await read_messages(body, pool)).params, pool)
+    prompt = await shown_prompt(await read_messages(body, pool), pool)
     ids = await pool.tokenizer.encode_prompt(prompt, add_special_tokens=False)
     return json_response({"input_tokens": len(ids)})

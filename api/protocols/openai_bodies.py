@@ -6,17 +6,16 @@ Fields of OpenAI and vLLM that this server does not support are refused by name;
 import functools
 import json
 import logging
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Self
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field
 
 from api.answers.answer import Reading, Rendering
 from api.answers.call_formats import HARMONY
 from api.errors import ApiError, invalid, quoted, refuse, renamed
-from api.event_loop import Pace, offload
+from api.event_loop import offload
 from api.grammar.compile import Grammar, describes_json
 from api.grammar.read import FIELDS, read_grammar
 from api.http.body import UnsupportedFields, reject_unsupported
@@ -40,7 +39,6 @@ from api.requests.chat_prompt import (
     template_messages,
 )
 from api.requests.fields import (
-    BIAS_SCHEMA,
     CHOICES,
     DETACHED,
     PENALTIES,
@@ -49,6 +47,7 @@ from api.requests.fields import (
     TRUNCATION,
     BeamFields,
     Listed,
+    LogprobsMode,
     SamplingFields,
     ServedFields,
     Strict,
@@ -63,13 +62,9 @@ from api.requests.validate import (
     SWITCHES,
     GenerationParams,
     check_generates,
-    check_size,
     streamed_logits,
-    with_truncate,
 )
 from api.webhooks import WebhookField
-from common.messages.records import unpack_ids
-from common.messages.request import Generate
 
 Stop = Annotated[str | Listed[str], with_one_error("Input should be a string or a list of strings")]
 Prompt = Annotated[
@@ -132,6 +127,7 @@ class OpenAIRequest(ServedFields, BeamFields):
     `user`, `metadata`, `store`, `verbosity` and other labels and hints are accepted and have no effect.
     """
 
+    default_mode: ClassVar[LogprobsMode] = "raw_logprobs"
     stream_options: StreamOptions | None = None
     detached: bool | None = DETACHED
     webhook: WebhookField | None = None
@@ -169,7 +165,6 @@ class OpenAIRequest(ServedFields, BeamFields):
     frequency_penalty: float | None = ranged(
         PENALTIES, "Penalty for tokens by their number in the generated text, as OpenAI defines it."
     )
-    logit_bias: dict[str, float] | None = optional("Numbers to add to the logits, by token id.", BIAS_SCHEMA)
     prompt_logprobs: Whole | None = least(
         0,
         "Return the prompt's tokens with their log-probabilities, and this number of the most likely tokens "
@@ -385,34 +380,14 @@ CHARS_OF_MESSAGE = 40
 """Rendering one message takes about as long as tokenizing this number of characters."""
 PROMPT_END_CHARS = 200
 """The end of the prompt in which reasoning may have begun."""
-BIAS_KEY = re.compile(r"-?[0-9]{1,10}")
 
 TextsOrIds = list[str] | list[list[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class ChatParams:
-    """The parameters of a chat.
-
-    Attributes:
-        params: not yet validated.
-        prefix: the text that the answer begins with.
-    """
-
-    params: GenerationParams
-    rendering: Rendering
-    prefix: str
-
-    async def ask(self, context: Context, **own: Any) -> Asked:
-        """What the chat asks for, with what this API alone has. Raises ApiError."""
-        requests, num_chars = await context.validate(self.params), len(self.params.text or "")
-        return Asked(requests, [self.prefix], self.rendering, num_chars, **own)
 
 
 # --- chats --------------------------------------------------------------------------------------------------
 
 
-async def read_chat(body: ChatRequest, pool: Pool, grammar: Grammar | None = None) -> ChatParams:
+async def read_chat(body: ChatRequest, pool: Pool, grammar: Grammar | None = None) -> GenerationParams:
     """The parameters of a chat. Raises ApiError.
 
     Args:
@@ -437,7 +412,7 @@ async def read_chat(body: ChatRequest, pool: Pool, grammar: Grammar | None = Non
     last, prefix = body.messages[-1], ""
     if body.echo and last.role == "assistant":  # the message that the model continues
         prefix = join_parts(last.content or "", "", may_refuse=True)
-    return ChatParams(replace(params, grammar=forced), rendering, prefix)
+    return replace(params, grammar=forced, rendering=rendering, prefix=prefix)
 
 
 async def read_other(
@@ -446,7 +421,7 @@ async def read_other(
     grammar: Grammar | None,
     fields: Mapping[str, str],
     names: Mapping[str, str],
-) -> ChatParams:
+) -> GenerationParams:
     """The parameters of a chat that was made of the body of another API. Raises ApiError.
 
     Args:
@@ -458,8 +433,8 @@ async def read_other(
         read = await read_chat(chat, pool, grammar)
     except ApiError as error:
         raise renamed(error, fields) from error
-    pictures = [replace(one, field=names["text"]) for one in read.params.pictures]
-    return replace(read, params=replace(read.params, names=names, pictures=pictures))
+    pictures = [replace(one, field=names["text"]) for one in read.pictures]
+    return replace(read, names=names, pictures=pictures)
 
 
 @functools.cache
@@ -553,15 +528,13 @@ def from_chat(body: ChatRequest, prompt: Rendered) -> GenerationParams:
         ),
         (body.top_logprobs and not body.logprobs, "`top_logprobs` needs `logprobs`: true", "top_logprobs"),
     )
-    names = CHAT_NAMES if newer is None else CHAT_NAMES | {"max_new_tokens": "max_completion_tokens"}
-    return replace(
-        common_params(body, names),
+    return common_params(
+        body,
+        CHAT_NAMES if newer is None else CHAT_NAMES | {"max_new_tokens": "max_completion_tokens"},
         text=prompt.text,
         guarded=prompt.guarded,
         pictures=picture_sources(body.messages),
         add_special_tokens=bool(body.add_special_tokens),
-        max_new_tokens=most if newer is None else newer,
-        top_n_tokens=body.top_logprobs or 0,
         prompt_logprobs=body.rendering.prompt_tops,
     )
 
@@ -582,14 +555,19 @@ def from_completion(body: CompletionRequest, prompts: TextsOrIds) -> list[Genera
     """The parameters of each prompt. Raises ApiError."""
     if body.shows_prompt_only and body.search_width is not None:
         raise invalid("`max_tokens` must be at least 1 in a beam search", "max_tokens")
-    tops = [body.rendering.prompt_tops, body.logprobs if body.echo else None]  # of the prompt
-    params = replace(
-        common_params(body, PROMPT_NAMES),
-        add_special_tokens=body.add_special_tokens is not False,
-        max_new_tokens=1 if body.shows_prompt_only else body.max_tokens,
-        top_n_tokens=body.logprobs or 0,
+    tops, grammar = [body.rendering.prompt_tops, body.logprobs if body.echo else None], body.grammar()
+    params = common_params(
+        body,
+        PROMPT_NAMES,
+        text=None,
+        prompt_ids=None,
         prompt_logprobs=max((number for number in tops if number is not None), default=None),
+        grammar=grammar,
+        rendering=replace(body.rendering, is_json=describes_json(grammar)),
+        prefix=None if body.echo else "",
     )
+    if body.shows_prompt_only:
+        params = replace(params, stopping=replace(params.stopping, max_new_tokens=1))
     return [
         replace(params, text=prompt) if isinstance(prompt, str) else replace(params, prompt_ids=prompt)
         for prompt in prompts
@@ -599,69 +577,23 @@ def from_completion(body: CompletionRequest, prompts: TextsOrIds) -> list[Genera
 # --- both ---------------------------------------------------------------------------------------------------
 
 
-def common_params(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationParams:
-    """The parameters of both routes but the grammar. The model's own defaults are in the body already."""
-    to_fit, biases = body.truncate_prompt_tokens == -1, body.logit_bias or {}
-    for key in biases:
-        if not BIAS_KEY.fullmatch(key):
-            raise invalid(f"`logit_bias` must have token ids as keys. Given: {quoted(key)}", "logit_bias")
+def common_params(body: OpenAIRequest, names: Mapping[str, str], **own: Any) -> GenerationParams:
+    """The parameters of both routes, and a route's `own`. The body has the model's defaults already."""
     beams = body.beam_params(body.search_width, body.n)
-    return body.generation_params(
-        truncate=None if to_fit else body.truncate_prompt_tokens,
-        truncates_to_fit=to_fit,
-        stopping=body.stopping_params(
-            body.min_tokens, [body.stop] if isinstance(body.stop, str) else body.stop
-        ),
-        do_sample=beams is None,
-        sampling=body.sampling_params(
-            "raw_logprobs",
-            frequency_penalty=body.frequency_penalty or 0.0,
-            logit_bias=[*{int(key): value for key, value in biases.items()}.items()],
-        ),
-        n=1 if body.n is None or beams else body.n,
-        beams=beams,
-        names={**names, "beam_width": body.width_field},
-    )
+    names = {**names, "beam_width": body.width_field}
+    n = 1 if body.n is None or beams else body.n
+    return body.generation_params(names, do_sample=beams is None, n=n, beams=beams, **own)
 
 
 async def read_completion(body: CompletionRequest, context: Context) -> Asked:
     """What a body of /v1/completions asks for. Raises ApiError."""
-    limits, tokenizer = context.pool.workers.limits, context.pool.tokenizer
-    prompts, most = read_prompts(body.prompt), limits.max_client_batch_size
+    pool = context.pool
+    prompts, most = read_prompts(body.prompt), pool.workers.limits.max_client_batch_size
     if len(prompts) > most:
         raise invalid(f"`prompt` supports up to {most} prompts. Given: {len(prompts)}", "prompt")
-    grammar = body.grammar()
-    all_params = from_completion(body.with_defaults(tokenizer.sampling_defaults), prompts)
-    requests, prefixes, pace = [], [], Pace()
-    for params in (with_truncate(replace(one, grammar=grammar), limits) for one in all_params):
-        choices = await context.validate(params)
-        requests += choices
-        echoed = (params.text or "") if body.echo else ""
-        if body.echo:  # as it is after truncation
-            prompt_ids = unpack_ids(choices[0].prompt_ids)
-            if params.text is None or params.truncate == len(prompt_ids):
-                echoed = str(tokenizer.backend.decode(prompt_ids, skip_special_tokens=False))
-        prefixes.append(echoed)
-        await pace.step()
-    check_size(requests)
-    check_num_choices(requests, context)
-    num_chars = sum(len(params.text or "") for params in all_params)
-    rendering = replace(body.rendering, is_json=describes_json(grammar))
-    return Asked(requests, prefixes, rendering, num_chars)
+    return await context.ask(from_completion(body.with_defaults(pool.tokenizer.sampling_defaults), prompts))
 
 
 async def read_chat_completion(body: ChatRequest, context: Context) -> Asked:
     """What a body of /v1/chat/completions asks for. Raises ApiError."""
-    asked = await (await read_chat(body, context.pool)).ask(context)
-    check_num_choices(asked.requests, context)
-    return asked
-
-
-def check_num_choices(requests: Sequence[Generate], context: Context) -> None:
-    """Raises ApiError (422) for more choices than are ever admitted together; those of a job come one by
-    one.
-    """
-    limit = context.pool.settings.max_concurrent_requests
-    if context.request is not None and len(requests) > limit:
-        words = f"asks for {len(requests)} choices of all prompts: MAX_CONCURRENT_REQUESTS is {limit}"
-        raise invalid(f"`n` {words}", "n")
+    return await context.ask([await read_chat(body, context.pool)])

@@ -13,16 +13,19 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from api.answers.answer import AnswerTerms, HttpAnswer, Rendering
-from api.errors import Family, anthropic, kserve, openai, tgi
+from api.errors import Family, anthropic, invalid, kserve, openai, tgi
+from api.event_loop import Pace
 from api.http.body import KEY_REUSED
 from api.http.openapi import Responses, json_answer, json_body
 from api.http.sse import Feed
+from api.prompts.tokenizer import ModelTokenizer
 from api.requests.fields import Strict
 from api.requests.pool import Pool
 from api.requests.service_terms import SERVICE_HEADERS, ServiceTerms
-from api.requests.validate import GenerationParams, validate
+from api.requests.validate import GenerationParams, check_size, validate, with_truncate
 from api.streams.stream import Stream
 from api.webhooks import REQUEST
+from common.messages.records import unpack_ids
 from common.messages.request import Generate
 
 FINGERPRINT = f"tokenfleet-{version('tokenfleet')}"
@@ -93,12 +96,26 @@ class Context(NamedTuple):
     request: Request | None = None
     seed: int | None = None
 
-    async def validate(self, params: GenerationParams) -> list[Generate]:
-        """The requests of one prompt, one for each choice. Raises ApiError."""
-        if params.seed is None and self.seed is not None:
-            params = replace(params, seed=self.seed)
-        pool = self.pool
-        return await validate(params, pool.workers.limits, pool.tokenizer, pool.pictures)
+    async def ask(self, prompts: Sequence[GenerationParams], **own: Any) -> "Asked":
+        """What a body asks for: its prompts, each with its choices, and what is its `own`. Raises ApiError,
+        also for more choices than are ever admitted together; those of a job come one by one.
+        """
+        pool, limits = self.pool, self.pool.workers.limits
+        requests: list[Generate] = []
+        prefixes, pace = [], Pace()
+        for params in (with_truncate(one, limits) for one in prompts):
+            choices = await validate(params, limits, pool.tokenizer, pool.pictures, self.seed)
+            requests += choices
+            prefixes.append(shown_prefix(params, choices[0], pool.tokenizer))
+            await pace.step()
+        check_size(requests)
+        most, number = pool.settings.max_concurrent_requests, len(requests)
+        if self.request is not None and number > most:
+            name = prompts[0].name("n")
+            words = f"asks for {number} choices of all prompts: MAX_CONCURRENT_REQUESTS is {most}"
+            raise invalid(f"`{name}` {words}", name)
+        num_chars = sum(len(one.text or "") for one in prompts)
+        return Asked(requests, prefixes, prompts[0].rendering, num_chars, **own)
 
     def describe(
         self, asked: "Asked", service: ServiceTerms, terms: AnswerTerms, created_s: int
@@ -124,6 +141,15 @@ class Context(NamedTuple):
             terms=terms,
         )
         return replace(plain, **asked.parts)
+
+
+def shown_prefix(params: GenerationParams, request: Generate, tokenizer: ModelTokenizer) -> str:
+    """The text that the choices of a prompt begin with."""
+    if params.prefix is not None:
+        return params.prefix
+    if params.text is not None and params.truncate != request.num_prompt:
+        return params.text
+    return str(tokenizer.backend.decode(unpack_ids(request.prompt_ids), skip_special_tokens=False))
 
 
 class Asked(NamedTuple):

@@ -564,11 +564,11 @@ async def read_response_body(body: ResponsesRequest, context: Context) -> Asked:
     asked = await offload(CHARS_OF_MESSAGE * len(all_items), lambda: to_chat(body, all_items))
     form = body.text.format if body.text is not None else None
     grammar = read_flat_format(form, "text.format", ["text", "json_object", "json_schema"])
-    chat = await read_other(asked, pool, grammar, FIELD_OF_CHAT, RESPONSE_NAMES)
-    fields = response_fields(body, chat.params.sampling)
+    params = await read_other(asked, pool, grammar, FIELD_OF_CHAT, RESPONSE_NAMES)
+    fields = response_fields(body, params.sampling)
     response = ResponseParts(to_json(fields), to_json(before), to_json(items))
     own = {"request_id": answer_id, "response": response}
-    return await chat.ask(context, is_stored=body.is_stored, parts=own)
+    return await context.ask([params], is_stored=body.is_stored, parts=own)
 
 
 def response_fields(body: ResponsesRequest, sampling: SamplingParams) -> dict[str, Any]:

@@ -6,7 +6,6 @@ chats.
 """
 
 import os
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -40,7 +39,6 @@ from api.protocols.openai import CHAT_COMPLETIONS, COMPLETIONS, Choice, ChunkFee
 from api.protocols.openai_bodies import OPENAI_FIELDS, ChatRequest, read_chat
 from api.protocols.protocol import Asked, Context, Protocol, Renderer, WholeBody
 from api.requests.fields import (
-    BIAS_SCHEMA,
     CHOICES,
     DETACHED,
     PENALTIES,
@@ -56,17 +54,10 @@ from api.requests.fields import (
 )
 from api.requests.pool import Pool
 from api.requests.service_terms import own_pool, pools_of, read_terms
-from api.requests.validate import (
-    SWITCH_NAMES,
-    GenerationParams,
-    Limits,
-    check_no_logits,
-    draws,
-    streamed_logits,
-)
+from api.requests.validate import SWITCH_NAMES, GenerationParams, check_no_logits, streamed_logits
 from api.streams.stream import Stream, all_outputs, is_absent
 from api.webhooks import WebhookField
-from common.messages.request import EMBED, Generate
+from common.messages.request import EMBED
 from common.settings.ranges import Range
 
 # --- responses, for /docs -----------------------------------------------------------------------------------
@@ -144,10 +135,11 @@ TGI_NAMES = {
     "text": "inputs",
     "stop_ids": "stop_token_ids",
     "relative_frequency_penalty": "frequency_penalty",
+    "frequency_penalty": "",
     "n": "best_of",
     "prompt_logprobs": "decoder_input_details",
 }
-"""`GenerationParams` → the names of TGI's parameters, where they differ."""
+"""`GenerationParams` → the names of TGI's parameters, where they differ; empty where there is none."""
 
 
 class GenerateParameters(BeamFields):
@@ -173,7 +165,6 @@ class GenerateParameters(BeamFields):
         PENALTIES,
         "Penalty for tokens in proportion to their share of prompt and text, as TGI defines it.",
     )
-    logit_bias: dict[int, float] | None = optional("Numbers to add to the logits, by token id.", BIAS_SCHEMA)
 
     best_of: Whole | None = ranged(
         Range(0, CHOICES.most),
@@ -203,9 +194,34 @@ class GenerateParameters(BeamFields):
     )
     adapter_id: str | None = optional("The LoRA adapter to use: one that `GET /v1/models` lists.")
 
-    @property
-    def wants_details(self) -> bool:
-        return bool(self.details or self.decoder_input_details)
+    def of_prompt(
+        self, text: str, streamed: bool, full_text: bool | None, names: Mapping[str, str] = TGI_NAMES
+    ) -> GenerationParams:
+        """The parameters of a prompt. Raises ApiError (422) for contradictions.
+
+        Args:
+            full_text: whether the text begins with the prompt.
+            names: `GenerationParams` → the names of these parameters, where they differ.
+        """
+        name, asked, number = "decoder_input_details", self.decoder_input_details, self.best_of or 1
+        at_once = "when tokens are streamed"
+        refuse(
+            (asked and streamed, f"`{name}` must be false {at_once}", name),
+            (streamed and number > 1, f"`best_of` must be 1 {at_once}. Given: {number}", "best_of"),
+            *streamed_logits(self, streamed),
+        )
+        return self.generation_params(
+            names,
+            text=text,
+            has_inline_pictures=True,
+            grammar=read_tgi_grammar(self.grammar) if self.grammar else None,
+            n=number,
+            ranks=True,
+            beams=self.beam_params(self.beam_width),
+            prompt_logprobs=0 if asked else None,
+            rendering=Rendering(details=bool(self.details or asked)),
+            prefix=text if full_text else "",
+        )
 
 
 class GenerateBody(Strict, extra="allow"):
@@ -233,38 +249,6 @@ class GenerateRequest(GenerateBody):
     inputs: str = Field(description="The prompt.", json_schema_extra={"minLength": 1})
     resume_s: float | None = RESUME_S
     detached: bool | None = DETACHED
-
-    def generation_params(self, streamed: bool) -> GenerationParams:
-        """Convert the parameters. Raises ApiError (422) for contradictions."""
-        parameters = self.parameters or GenerateParameters()
-        name = "decoder_input_details"
-        refuse(
-            (
-                parameters.decoder_input_details and streamed,
-                f"`{name}` must be false when tokens are streamed",
-                name,
-            ),
-            *streamed_logits(parameters, streamed),
-        )
-        return parameters.generation_params(
-            text=self.inputs,
-            has_inline_pictures=True,
-            truncate=parameters.truncate,
-            max_new_tokens=parameters.max_new_tokens,
-            stopping=parameters.stopping_params(parameters.min_new_tokens, parameters.stop),
-            do_sample=bool(parameters.do_sample),
-            sampling=parameters.sampling_params(
-                relative_frequency_penalty=parameters.frequency_penalty or 0.0,
-                logit_bias=[*(parameters.logit_bias or {}).items()],
-            ),
-            grammar=read_tgi_grammar(parameters.grammar) if parameters.grammar else None,
-            n=parameters.best_of or 1,
-            beams=parameters.beam_params(parameters.beam_width),
-            top_n_tokens=parameters.top_n_tokens or 0,
-            watermark=bool(parameters.watermark),
-            prompt_logprobs=0 if parameters.decoder_input_details else None,
-            names=TGI_NAMES,
-        )
 
 
 class TokenizeRequest(Strict):
@@ -394,49 +378,6 @@ def describe_token(stream: Stream, token_id: int, text: str, logprob: float) -> 
 # --- best_of ------------------------------------------------------------------------------------------------
 
 
-def check_best_of(params: GenerationParams, limits: Limits, streamed: bool) -> None:
-    """Raises ApiError (422) if several texts are not possible, or would all be the same."""
-    if params.n == 1:
-        return
-    most, name, given = limits.settings.max_best_of, "best_of", f"Given: {params.n}"
-    needs_logprobs = "`best_of` above 1 compares log-probabilities: `logprobs_mode` must not be logits"
-    refuse(
-        (params.n > most, f"`best_of` must be at most {most}. {given}", name),
-        (streamed, f"`best_of` must be 1 when tokens are streamed. {given}", name),
-        (
-            not draws(params),
-            f"`best_of` above 1 needs sampling: set one of `do_sample`, {SWITCH_NAMES}",
-            name,
-        ),
-        (params.seed is not None, "`seed` must not be set when `best_of` is above 1", "seed"),
-        (params.sampling.report_logits, needs_logprobs, name),
-        (
-            params.context_logits or params.generation_logits,
-            f"`best_of` must be 1 when logits are returned. {given}",
-            name,
-        ),
-    )
-
-
-async def validate(params: GenerationParams, context: Context) -> list[Generate]:
-    """The requests of one prompt: several with `best_of`. Raises ApiError."""
-    check_best_of(params, context.pool.workers.limits, context.streamed)
-    requests = await context.validate(params)
-    return with_own_seeds(requests, context.seed) if params.n > 1 else requests
-
-
-def with_own_seeds(requests: Sequence[Generate], seed: int | None = None) -> list[Generate]:
-    """The requests, each with a seed of its own: a random one, or one that follows from `seed`. The seed in
-    the response samples the best text again, without `best_of`.
-    """
-    seeds = [secrets.randbits(63) if seed is None else seed ^ i for i in range(len(requests))]
-    return [
-        replace(request, sampling=replace(request.sampling, seed=own, choice=0))
-        for request, own in zip(requests, seeds, strict=True)
-        if request.sampling
-    ]
-
-
 def rank(streams: Sequence[Stream]) -> list[Stream]:
     """The streams of all texts, the best first: by mean log-probability, or as a beam search ranks them."""
     if streams[0].request.beams:
@@ -452,13 +393,10 @@ async def read_generate(body: GenerateRequest, context: Context) -> Asked:
     that is the default. Raises ApiError.
     """
     parameters = body.parameters or GenerateParameters()
-    params = body.generation_params(context.streamed)
-    requests = await validate(params, context)
     full_text = parameters.return_full_text
     if full_text is None:
         full_text = isinstance(body, CompatGenerateRequest)
-    rendering = Rendering(details=parameters.wants_details)
-    return Asked(requests, [body.inputs if full_text else ""], rendering, len(body.inputs))
+    return await context.ask([parameters.of_prompt(body.inputs, context.streamed, full_text)])
 
 
 EXAMPLE = {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 20}}
@@ -606,13 +544,11 @@ async def read_vertex(body: UninspectedInstances, context: Context) -> Asked:
         raise invalid(f"`instances` must have 1 to {most} items. Given: {number}", "instances")
     data = to_json({"instances": body.instances})
     parsed = await offload(INSTANCE_BYTES * number, lambda: parse_body(VertexRequest, data))
-    requests, num_chars, pace = [], 0, Pace()
+    prompts, pace = [], Pace()
     for i, one in enumerate(parsed.instances):
-        params, adapter = await read_instance(request, context.pool, one, i)
-        num_chars += len(params.text or "")
-        requests += [replace(request, adapter=adapter) for request in await context.validate(params)]
+        prompts.append(await read_instance(request, context.pool, one, i))
         await pace.step()
-    return Asked(requests, [""] * len(requests), num_chars=num_chars)
+    return await context.ask(prompts)
 
 
 class PredictionsRenderer(Renderer):
@@ -622,10 +558,8 @@ class PredictionsRenderer(Renderer):
         return body, sum(output.num_tokens for output in outputs)
 
 
-async def read_instance(
-    request: Request, pool: Pool, instance: Instance, i: int
-) -> tuple[GenerationParams, str]:
-    """The parameters of one instance, and the key of its adapter. Raises ApiError that names the instance."""
+async def read_instance(request: Request, pool: Pool, instance: Instance, i: int) -> GenerationParams:
+    """The parameters of one instance. Raises ApiError that names the instance."""
     where = f"instances[{i}]"
     try:
         instance.check()
@@ -635,9 +569,10 @@ async def read_instance(
         if isinstance(instance, ChatRequest):
             params, num_texts = await read_messages(request, pool, instance), instance.n or 1
         else:
-            params = instance.generation_params(streamed=False)
-            is_greedy = instance.parameters is not None and instance.parameters.do_sample is False
-            params = params if params.beams else replace(params, do_sample=not is_greedy)
+            parameters = instance.parameters or GenerateParameters()
+            params = parameters.of_prompt(instance.inputs, streamed=False, full_text=False)
+            if not params.beams:
+                params = replace(params, do_sample=parameters.do_sample is not False)
             num_texts = params.n
         named = (instance.model, None) if isinstance(instance, ChatRequest) else (None, instance.adapter_id)
         adapter = await pool.adapter_of(await pools_of(request).target(*named), key_of(request))
@@ -650,9 +585,8 @@ async def read_instance(
     except ApiError as error:
         text = f"`{where}`: {error.text}"
         raise ApiError(error.status, error.error_type, text, where, error.code) from error
-    if params.beams is not None:
-        params = replace(params, beams=replace(params.beams, num_returned=1))
-    return params, adapter
+    beams = params.beams and replace(params.beams, num_returned=1)
+    return replace(params, beams=beams, adapter=adapter)
 
 
 async def read_messages(request: Request, pool: Pool, chat: ChatRequest) -> GenerationParams:
@@ -662,7 +596,7 @@ async def read_messages(request: Request, pool: Pool, chat: ChatRequest) -> Gene
     if pools.own.settings.pool not in pools.resolve(chat.model).pools:
         await pools.find(chat.model)  # raises, if there is no such model
         raise invalid(f"`model` must be this fleet's own. Given: {quoted(chat.model)}", "model")
-    return (await read_chat(chat, pool)).params
+    return await read_chat(chat, pool)
 
 
 VERTEX = Protocol(

@@ -5,9 +5,9 @@ fleet's limits.
 """
 
 import inspect
-from dataclasses import fields
+from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -28,6 +28,7 @@ from common.messages.request import SERVICE_CLASSES, BeamParams, SamplingParams,
 from common.settings.ranges import RANGES, Range
 
 Item = TypeVar("Item")
+Part = TypeVar("Part", GenerationParams, SamplingParams, StoppingParams, BeamParams)
 
 Listed = Annotated[list[Item], Field(fail_fast=True)]
 """A list; its error names the first wrong item only, because collecting a million errors takes seconds."""
@@ -172,16 +173,6 @@ DETACHED: Any = optional(
     "`GET /requests/{id}/stream` has its answer for an hour. Default: false."
 )
 
-RETURN_CONTEXT_LOGITS: Any = optional(
-    "Return the model's logits at each token of the prompt (TensorRT-LLM): in JSON as base64, "
-    "with their shape and dtype. Not for streams. Default: false."
-)
-RETURN_GENERATION_LOGITS: Any = optional(
-    "Return the logits that each generated token was chosen from, before penalties and "
-    "temperature (TensorRT-LLM); as `return_context_logits` does. Default: false."
-)
-LOGITS_DTYPE: Any = optional("`float32` (the default), or `model`: the dtype in which the model computes.")
-LogitsDtype = Literal["float32", "model"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
 
@@ -234,30 +225,6 @@ class SamplingFields(Strict, extra="allow"):
     )
     cache_salt: str | None = CACHE_SALT
 
-    def sampling_params(
-        self, default_mode: LogprobsMode = "processed_logprobs", **others: Any
-    ) -> SamplingParams:
-        """The fields that are given, and `others`, without `seed` and `bad_words`: validation completes them.
-
-        Args:
-            default_mode: default of `logprobs_mode`.
-        """
-        names = {field.name for field in fields(SamplingParams)} & SamplingFields.model_fields.keys()
-        values = {name: getattr(self, name) for name in names - {"seed", "bad_words"}}
-        present = {name: value for name, value in values.items() if value is not None}
-        mode = self.logprobs_mode or default_mode
-        reported = {"raw_logprobs": mode.startswith("raw"), "report_logits": mode.endswith("logits")}
-        return SamplingParams(**{"temperature": 1.0} | present | reported | others)
-
-    def stopping_params(self, min_new_tokens: int | None, stop: list[str] | None) -> StoppingParams:
-        """The stopping parameters without `max_new_tokens`: validation completes it."""
-        return StoppingParams(
-            min_new_tokens=min_new_tokens or 0,
-            stop=stop or [],
-            stop_ids=self.stop_token_ids or [],
-            ignore_eos=bool(self.ignore_eos),
-        )
-
     @classmethod
     def __get_pydantic_json_schema__(
         cls, schema_of_fields: CoreSchema, handler: GetJsonSchemaHandler
@@ -284,6 +251,7 @@ WITHOUT_SEARCH = {"length_penalty": 1.0, "early_stopping": 0, "diversity": 0.0}
 class BeamFields(SamplingFields):
     """Sampling parameters, those of a beam search, and which logits are returned."""
 
+    default_mode: ClassVar[LogprobsMode] = "processed_logprobs"
     beam_width: Whole | None = ranged(
         Range(1, MAX_BEAM_WIDTH),
         "Search for the likeliest sequences, this many at once, in place of sampling.",
@@ -304,21 +272,47 @@ class BeamFields(SamplingFields):
     )
     beam_search_diversity_rate: float | None = ranged(DIVERSITIES, "The same as `diversity`.")
 
-    return_context_logits: bool | None = RETURN_CONTEXT_LOGITS
-    return_generation_logits: bool | None = RETURN_GENERATION_LOGITS
-    logits_dtype: LogitsDtype | None = LOGITS_DTYPE
+    logit_bias: dict[int, float] | None = optional("Numbers to add to the logits, by token id.", BIAS_SCHEMA)
+    return_context_logits: bool | None = optional(
+        "Return the model's logits at each token of the prompt (TensorRT-LLM): in JSON as base64, with their "
+        "shape and dtype. Not for streams. Default: false."
+    )
+    return_generation_logits: bool | None = optional(
+        "Return the logits that each generated token was chosen from, before penalties and temperature "
+        "(TensorRT-LLM); as `return_context_logits` does. Default: false."
+    )
+    logits_dtype: Literal["float32", "model"] | None = optional(
+        "`float32` (the default), or `model`: the dtype in which the model computes."
+    )
 
-    def generation_params(self, **others: Any) -> GenerationParams:
-        """The parameters that are given, and `others`."""
-        return GenerationParams(
-            cache_salt=self.cache_salt or "",
-            seed=self.seed,
-            bad_words=self.bad_words or [],
-            context_logits=bool(self.return_context_logits),
-            generation_logits=bool(self.return_generation_logits),
-            logits_dtype=self.logits_dtype,
-            **others,
+    def part(self, kind: type[Part], names: Mapping[str, str], /, **own: Any) -> Part:
+        """The parameters of this kind that are given, and those that are made of fields in a way of their
+        `own`.
+
+        Args:
+            names: parameters → the fields that have them, where these are called otherwise.
+        """
+        places = {one: names.get(one, one) for one in kind.__dataclass_fields__ if one not in own}
+        known = type(self).model_fields
+        given = {one: getattr(self, place) for one, place in places.items() if place in known}
+        return kind(**{one: value for one, value in given.items() if value is not None}, **own)
+
+    def generation_params(self, names: Mapping[str, str], **own: Any) -> GenerationParams:
+        """The parameters of a prompt that are given, and its `own`. Validation completes them."""
+        mode, stop = self.logprobs_mode or self.default_mode, getattr(self, names.get("stop", "stop"))
+        sampling = self.part(
+            SamplingParams,
+            names,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            seed=0,
+            bad_words=[],
+            grammar="",
+            logit_bias=[*(self.logit_bias or {}).items()],
+            raw_logprobs=mode.startswith("raw"),
+            report_logits=mode.endswith("logits"),
         )
+        stopping = self.part(StoppingParams, names, stop=[stop] if isinstance(stop, str) else stop or [])
+        return self.part(GenerationParams, names, stopping=stopping, sampling=sampling, names=names, **own)
 
     def beam_params(self, width: int | None, num_returned: int | None = None) -> BeamParams | None:
         """How a beam search of this width is done; None for no beam search. Raises ApiError (422).
@@ -342,9 +336,10 @@ class BeamFields(SamplingFields):
                 if value is not None and value != WITHOUT_SEARCH.get(name, 0.0):
                     raise invalid(f"`{name}` needs a beam search: set `beam_width`", name)
             return None
-        return BeamParams(
+        return self.part(
+            BeamParams,
+            {},
             width=width,
-            length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
             early_stopping=stopping_number(self.early_stopping),
             diversity=self.diversity or self.beam_search_diversity_rate or 0.0,
             num_returned=width if num_returned is None else num_returned,

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from api.answers.answer import Rendering
 from api.errors import ApiError, invalid, quoted, refuse, too_long, unavailable
 from api.event_loop import offload
 from api.grammar.compile import CompiledGrammar, Grammar, compile_grammar
@@ -36,7 +37,9 @@ BESIDE_BEAMS: Mapping[str, tuple[object, str]] = {
     "do_sample": (False, "it draws no token"),
     "n": (1, "it finds several texts itself"),
     "watermark": (False, "it would decide between sequences"),
-    **dict.fromkeys(("context_logits", "generation_logits"), (False, "logits of its sequences are not kept")),
+    **dict.fromkeys(
+        ("return_context_logits", "return_generation_logits"), (False, "logits of its sequences are not kept")
+    ),
     "top_n_tokens": (0, "only the log-probabilities of its own tokens are returned"),
     "prompt_logprobs": (None, "only the log-probabilities of its own tokens are returned"),
 }
@@ -82,10 +85,9 @@ class Limits:
 class GenerationParams:
     """One prompt and how to continue it, not yet validated. Defaults change nothing.
 
-    Five parameters stand here because only validation can complete them and move them into `stopping` and
-    `sampling`: `max_new_tokens` (by default what the context leaves), `seed` (by default random),
-    `bad_words` (words that become token ids), `grammar` (which is compiled) and `watermark` (whose strength
-    is the fleet's).
+    Four parameters stand here because only validation can complete them and move them into `sampling`: `seed`
+    (by default random), `bad_words` (words that become token ids), `grammar` (which is compiled) and
+    `watermark` (whose strength is the fleet's).
 
     Attributes:
         text, prompt_ids: the prompt; one of the two is given.
@@ -94,22 +96,26 @@ class GenerationParams:
         has_inline_pictures: whether `![](URL)` in `text` is a picture.
         add_special_tokens: whether `text` gets the special tokens that the model expects around a prompt; a
             chat template adds them itself.
-        truncate: only the last tokens of the prompt are used, this many.
-        truncates_to_fit: only as many as fit are used.
+        truncate: only the last tokens of the prompt are used, this many; TO_FIT: as many as fit.
         cuts_to_room: a `max_new_tokens` beyond the model's context means all that is left of it.
         do_sample: whether tokens are sampled; each of SWITCHES also turns sampling on.
-        stopping: without `max_new_tokens`.
+        stopping: 0 of its `max_new_tokens` is all that the context leaves.
         sampling: without `seed`, `choice`, `bad_words`, `grammar` and watermark; its temperature is 1 by
             default.
         top_n_tokens: number of likeliest tokens that are reported with each token.
         prompt_logprobs: number of likeliest tokens that are reported at each place of the prompt, beside the
             prompt's own tokens, with the model's own log-probabilities; None reports nothing of the prompt.
-        context_logits, generation_logits: whether the logits of the prompt, and of the generated tokens, are
-            returned.
+        return_context_logits, return_generation_logits: whether the logits of the prompt, and of the
+            generated tokens, are returned.
         logits_dtype: "float32", the default, or "model".
         n: answers to this prompt, each by a request of its own.
+        ranks: only the likeliest of them is returned, so each has a seed of its own: that of the response
+            samples it again alone.
         beams: how a beam search is done; None samples.
         cache_salt: only requests with the same salt share KV blocks.
+        adapter: the key of its adapter, where that is another one than its answer's.
+        rendering: how its answer is rendered.
+        prefix: the text that its answers begin with; None is the prompt, as it is after `truncate`.
         names: a parameter's name here → its name in this API, where that is another one.
     """
 
@@ -120,9 +126,7 @@ class GenerationParams:
     prompt_ids: list[int] | None = None
     add_special_tokens: bool = True
     truncate: int | None = None
-    truncates_to_fit: bool = False
     cuts_to_room: bool = False
-    max_new_tokens: int | None = None
     stopping: StoppingParams
     do_sample: bool = False
     sampling: SamplingParams
@@ -132,12 +136,16 @@ class GenerationParams:
     watermark: bool = False
     top_n_tokens: int = 0
     prompt_logprobs: int | None = None
-    context_logits: bool = False
-    generation_logits: bool = False
+    return_context_logits: bool = False
+    return_generation_logits: bool = False
     logits_dtype: str | None = None
     n: int = 1
+    ranks: bool = False
     beams: BeamParams | None = None
     cache_salt: str = ""
+    adapter: str = ""
+    rendering: Rendering = field(default_factory=Rendering)
+    prefix: str | None = ""
     names: Mapping[str, str] = field(default_factory=dict)
 
     def value(self, name: str) -> Any:
@@ -147,7 +155,7 @@ class GenerationParams:
 
     def name(self, field: str) -> str:
         """A parameter as the client wrote it."""
-        return self.names.get(field) or LOGITS_NAMES.get(field, field)
+        return self.names.get(field, field)
 
 
 # --- sampling -----------------------------------------------------------------------------------------------
@@ -198,7 +206,6 @@ def load_sampling_defaults(path: Path, settings: Settings) -> dict[str, Any]:
 MAX_LOGITS_BYTES = 64 * 2**20
 """Of one answer: the broker and the gateway hold them until it is sent."""
 LOGITS_FIELDS = ("return_context_logits", "return_generation_logits")
-LOGITS_NAMES = dict(zip(("context_logits", "generation_logits"), LOGITS_FIELDS, strict=True))
 LISTS_OF_IDS = ("stop_ids", "top_p_reset_ids", "allowed_token_ids")
 MAX_LISTED_IDS = 128
 MAX_BIASES, BIASES = 1024, Range(-100, 100)
@@ -207,17 +214,24 @@ MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 128, 200
 
 
 async def validate(
-    params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer, pictures: PicturePrompts
+    params: GenerationParams,
+    limits: Limits,
+    tokenizer: ModelTokenizer,
+    pictures: PicturePrompts,
+    seed: int | None = None,
 ) -> list[Generate]:
     """One request for each of the `n` answers, without what admission adds: id, digest, deadline, channel.
     Its pictures are kept in the broker.
 
     Raises ApiError (422) naming the field at fault and its limit; 429 or 503 if pictures cannot be kept.
+
+    Args:
+        seed: of parameters without one; None draws one.
     """
     with tracing.span("validate"):
         check_generates(limits)
-        params = with_truncate(params, limits)
         check(params, limits, tokenizer)
+        params = replace(params, seed=seed) if params.seed is None else params
         params, shown = await show_pictures(params, limits, pictures)
         requests = await make_requests(params, limits, tokenizer, shown)
         if shown is not None:
@@ -270,11 +284,16 @@ async def make_requests(
         num_choices=params.n,
         beams=searched_beams(params, len(prompt_ids), num_new, limits),
         pictures=shown.place(prompt_ids) if shown is not None else [],
+        adapter=params.adapter,
     )
-    if request.sampling is None:
+    if (sampling := request.sampling) is None:
         return with_logits([request] * params.n, params, limits)
-    samplings = [replace(request.sampling, choice=i) for i in range(params.n)]  # each draws other numbers
-    requests = [replace(request, sampling=sampling) for sampling in samplings]
+    number = range(params.n)  # each draws other numbers
+    if params.ranks:
+        samplings = [replace(sampling, seed=sampling.seed ^ i) for i in number]
+    else:
+        samplings = [replace(sampling, choice=i) for i in number]
+    requests = [replace(request, sampling=one) for one in samplings]
     return with_logits(requests, params, limits)
 
 
@@ -297,7 +316,7 @@ def check(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -
     if ids and least and ends.issuperset(ids):
         words = f"has no token that may come before `{params.name('min_new_tokens')}`"
         raise invalid_field(params, "allowed_token_ids", words)
-    for name in ("prompt_logprobs", "context_logits"):
+    for name in ("prompt_logprobs", "return_context_logits"):
         given = params.value(name)
         if tokenizer.starting_ids and given is not None and given is not False:  # its encoder predicts none
             raise invalid_field(params, name, "is not served with an encoder-decoder model")
@@ -306,6 +325,7 @@ def check(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -
         if (number := params.value(name) or 0) > most:
             raise invalid_field(params, name, f"must be at most {most}. Given: {quoted(number)}")
     check_beams(params, limits)
+    check_ranks(params, limits)
 
 
 # --- parameters ---------------------------------------------------------------------------------------------
@@ -350,12 +370,15 @@ def check_items(params: GenerationParams) -> None:
 # --- prompt and lengths -------------------------------------------------------------------------------------
 
 
+TO_FIT = -1
+
+
 def with_truncate(params: GenerationParams, limits: Limits) -> GenerationParams:
-    """The parameters with a number for `truncates_to_fit`: what `max_new_tokens` leaves of the context."""
-    if not params.truncates_to_fit:
+    """The parameters with a number for TO_FIT: what `max_new_tokens` leaves of the context."""
+    if params.truncate != TO_FIT:
         return params
-    room = limits.max_total_tokens - (params.max_new_tokens or 1)
-    return replace(params, truncate=max(1, min(limits.max_input_tokens, room)), truncates_to_fit=False)
+    room = limits.max_total_tokens - (params.stopping.max_new_tokens or 1)
+    return replace(params, truncate=max(1, min(limits.max_input_tokens, room)))
 
 
 async def encode_prompt(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> list[int]:
@@ -398,10 +421,10 @@ def max_new_tokens(params: GenerationParams, num_prompt_tokens: int, limits: Lim
     prompt. Raises ApiError.
     """
     room = limits.max_total_tokens - num_prompt_tokens
-    least, most = params.stopping.min_new_tokens, params.max_new_tokens
-    if most is not None and most > room and params.cuts_to_room:
+    least, most = params.stopping.min_new_tokens, params.stopping.max_new_tokens
+    if most > room and params.cuts_to_room:
         most = max(1, room)
-    if most is not None and most > room:
+    if most > room:
         name = params.name("max_new_tokens")
         prompt_name = params.name("text" if params.prompt_ids is None else "prompt_ids")
         raise too_long(
@@ -410,7 +433,7 @@ def max_new_tokens(params: GenerationParams, num_prompt_tokens: int, limits: Lim
             name,
             limits.max_total_tokens,
         )
-    most = min(room, max(1, most_of_beams(params, num_prompt_tokens, limits))) if most is None else most
+    most = most or min(room, max(1, most_of_beams(params, num_prompt_tokens, limits)))
     if least > most:
         raise invalid_field(params, "min_new_tokens", f"must be at most {most}. Given: {quoted(least)}")
     return most
@@ -443,15 +466,15 @@ def streamed_logits(body: BaseModel, streamed: bool | None) -> list[tuple[object
 
 def check_no_logits(params: GenerationParams) -> None:
     """Raises ApiError (422) for logits at a route whose answers have no place for them."""
-    given = zip(LOGITS_FIELDS, (params.context_logits, params.generation_logits), strict=True)
-    refuse(*((wanted, f"`{name}` is not a field of this route", name) for name, wanted in given))
+    refuse(*((params.value(one), f"`{one}` is not a field of this route", one) for one in LOGITS_FIELDS))
 
 
 def with_logits(requests: Sequence[Generate], params: GenerationParams, limits: Limits) -> list[Generate]:
     """The requests of one prompt, with the logits that their answers return: those of the prompt with the
     first one. Raises ApiError (422, 503).
     """
-    if not (params.context_logits or params.generation_logits):
+    context, generation = params.return_context_logits, params.return_generation_logits
+    if not (context or generation):
         if params.logits_dtype is not None:
             raise invalid(
                 f"`logits_dtype` needs `{LOGITS_FIELDS[0]}` or `{LOGITS_FIELDS[1]}`", "logits_dtype"
@@ -460,11 +483,9 @@ def with_logits(requests: Sequence[Generate], params: GenerationParams, limits: 
     if not limits.vocab_size:
         raise unavailable("no worker that is ready returns logits")
     dtype = limits.dtype if params.logits_dtype == "model" else "float32"
-    first = LogitsParams(params.context_logits, params.generation_logits, dtype, limits.vocab_size)
-    others = replace(first, context=False) if params.generation_logits else None
-    found = [replace(request, logits=others if i else first) for i, request in enumerate(requests)]
-    check_size(found)
-    return found
+    first = LogitsParams(context, generation, dtype, limits.vocab_size)
+    others = replace(first, context=False) if generation else None
+    return [replace(request, logits=others if i else first) for i, request in enumerate(requests)]
 
 
 def check_size(requests: Sequence[Generate]) -> None:
@@ -507,6 +528,23 @@ def check_beams(params: GenerationParams, limits: Limits) -> None:
     for name in given + drawn:
         _, why = BESIDE_BEAMS.get(name, BESIDE_BEAMS["do_sample"])
         raise invalid_field(params, name, f"and a beam search exclude each other: {why}")
+
+
+def check_ranks(params: GenerationParams, limits: Limits) -> None:
+    """Raises ApiError (422) if several texts cannot be ranked, or would all be the same."""
+    if not params.ranks or params.n == 1:
+        return
+    most, name, given = limits.settings.max_best_of, params.name("n"), f"Given: {params.n}"
+    logits = params.return_context_logits or params.return_generation_logits
+    needs_logprobs = f"`{name}` above 1 compares log-probabilities: `logprobs_mode` must not be logits"
+    needs_sampling = f"`{name}` above 1 needs sampling: set one of `do_sample`, {SWITCH_NAMES}"
+    refuse(
+        (params.n > most, f"`{name}` must be at most {most}. {given}", name),
+        (not draws(params), needs_sampling, name),
+        (params.seed is not None, f"`seed` must not be set when `{name}` is above 1", "seed"),
+        (params.sampling.report_logits, needs_logprobs, name),
+        (logits, f"`{name}` must be 1 when logits are returned. {given}", name),
+    )
 
 
 def most_of_beams(params: GenerationParams, num_prompt: int, limits: Limits) -> int:

@@ -21,7 +21,7 @@ class ToyRequest(Strict):
 
 async def read(body: ToyRequest, context: Context) -> Asked:
     params = GenerationParams(text=body.ask, stopping=StoppingParams(), sampling=SamplingParams())
-    return Asked(await context.validate(params), [""], num_chars=len(body.ask))
+    return await context.ask([params])
 
 
 class ToyRenderer(ChunkRenderer):

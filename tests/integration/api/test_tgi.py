@@ -359,7 +359,7 @@ async def test_an_error_names_its_instance(broker: Broker) -> None:
         ([], "1 to 2 items. Given: 0"),
         ([good] * 3, "Given: 3"),
         ([good, {"inputs": ""}], "`inputs` cannot be empty"),
-        ([good, {"parameters": {}}], "instances[1].prompt.inputs"),
+        ([good, {"parameters": {}}], "`instances[1]`: `inputs`: Field required"),
         ([good, {"inputs": "a", "parameters": {"best_of": 2}}], "`instances[1]`: `best_of` must be 1"),
         ([good | {"resume_s": 5}], "`instances[0]`: `resume_s` needs a stream"),
         ([CHAT | {"stream": True}], "`instances[0]`: `stream` must be false"),

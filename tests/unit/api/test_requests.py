@@ -526,7 +526,7 @@ async def test_a_prompt_of_an_encoder_decoder_model_ends_with_what_starts_the_de
     assert one.prompt_ids == pack_ids([2, 3, 0, 7]) and one.stopping.max_new_tokens == 96
     with pytest.raises(ApiError, match=r"must have at most 99 tokens\. Given: 100"):
         await validated(tokenizer, text=None, prompt_ids=[1] * 98)
-    for fields in ({"prompt_logprobs": 0}, {"context_logits": True}):
+    for fields in ({"prompt_logprobs": 0}, {"return_context_logits": True}):
         with pytest.raises(ApiError, match="is not served with an encoder-decoder model"):
             await validated(tokenizer, **fields)
 

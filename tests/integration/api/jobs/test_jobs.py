@@ -5,6 +5,7 @@ gateways died, or the broker lost its last writes.
 import asyncio
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -358,18 +359,18 @@ async def test_a_job_that_ended_two_gateways_is_failed_by_name(
     service: Service, worker: FakeWorker, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gateways that stop in order while they validate it do not count."""
-    validating, validate = asyncio.Event(), Context.validate
+    validating, ask = asyncio.Event(), Context.ask
 
-    async def validate_or_hang(context: Context, params: GenerationParams) -> Any:
+    async def ask_or_hang(context: Context, prompts: Sequence[GenerationParams]) -> Any:
         if context.pool.gateway == "last":
-            return await validate(context, params)
+            return await ask(context, prompts)
         validating.set()
         return await asyncio.Future()
 
     async def send_nothing(*_: Any) -> None:
         raise ConnectionError
 
-    monkeypatch.setattr(Context, "validate", validate_or_hang)
+    monkeypatch.setattr(Context, "ask", ask_or_hang)
     await service.submit(id="slow", inputs="Count.")
     for i in range(3):
         async with running_gateway(broker.url, f"g{i}", worker_ttl_s=0.3):
