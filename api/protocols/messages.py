@@ -3,7 +3,7 @@
 import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
@@ -12,8 +12,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import from_json
 from starlette.responses import Response
 
-from api.answers.answer import HttpAnswer
-from api.answers.scanner import CallArguments, CallStart, ContentDelta, Delta, ReasoningDelta
+from api.answers.scanner import CallArguments, ContentDelta, Delta, ReasoningDelta
 from api.errors import ApiError, anthropic, failed, invalid, quoted
 from api.event_loop import offload
 from api.grammar.read import read_flat_format
@@ -29,7 +28,7 @@ from api.protocols.openai_bodies import (
     read_other,
 )
 from api.protocols.protocol import Asked, Context, Protocol
-from api.protocols.typed_events import Event, EventRenderer
+from api.protocols.typed_events import Event, EventRenderer, Logprobs, OutputPart
 from api.requests.chat_prompt import REASONING_SWITCHES, ChatMessage, FunctionSchema, ToolSchema
 from api.requests.fields import (
     STOP_SCHEMA,
@@ -46,7 +45,6 @@ from api.requests.fields import (
 from api.requests.pool import Pool
 from api.requests.service_terms import pool_for, read_body, read_service, read_terms, request_id
 from api.requests.validate import GenerationParams
-from api.streams.stream import Stream
 from api.webhooks import WebhookField
 from common.settings.ranges import Range
 
@@ -494,26 +492,33 @@ DELTAS = {
 """Kinds of blocks → the type of what is added to them, and the field that has it."""
 
 
-@dataclass(slots=True)
-class OutputBlock:
-    """A block of a message while it is made.
+class OutputBlock(OutputPart):
+    """A block of a message while it is made: `text`, `thinking` or `tool_use`.
 
     Attributes:
-        kind: `text`, `thinking` or `tool_use`.
-        text: so far; of a call, the JSON of its arguments.
-        name, id: of a call.
         signature: of reasoning. Anthropic's clients send back only reasoning that has one.
     """
 
-    kind: str
-    text: str = ""
-    name: str = ""
-    id: str = ""
-    signature: str = ""
+    signature = ""
 
-    def delta(self, text: str) -> dict[str, Any]:
+    def begin(self) -> list[Event]:
+        return [self.event("start", content_block=self.render())]
+
+    def add(self, text: str, logprobs: Logprobs) -> list[Event]:
+        self.text += text
         kind, field = DELTAS[self.kind]
-        return {"type": kind, field: text}
+        return [self.event("delta", delta={"type": kind, field: text})] if text else []
+
+    def finish(self, status: str) -> list[Event]:
+        signed: list[Event] = []
+        if self.kind == "thinking":
+            self.signature = f"{self.request_id}.{self.index}"
+            delta = {"type": "signature_delta", "signature": self.signature}
+            signed = [self.event("delta", delta=delta)]
+        return [*signed, self.event("stop")]
+
+    def event(self, what: str, **more: Any) -> Event:
+        return {"type": f"content_block_{what}", "index": self.index, **more}
 
     def render(self) -> dict[str, Any]:
         """The block so far. Arguments that were cut have what is complete in them."""
@@ -523,22 +528,21 @@ class OutputBlock:
             case "thinking":
                 own = {"thinking": self.text, "signature": self.signature}
             case _:
-                own = {"id": self.id, "name": self.name, "input": {}}
+                own = {"id": self.call[0], "name": self.call[1], "input": {}}
                 with contextlib.suppress(ValueError):  # as Anthropic's own client reads those of a stream
                     own["input"] = from_json(self.text or "{}", allow_partial=True)
         return {"type": self.kind, **own}
 
 
 class MessageRenderer(EventRenderer):
-    """Renders one message, piece by piece.
+    """Renders one message, piece by piece."""
 
-    Attributes:
-        blocks: the last one may go on.
-    """
-
-    def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
-        super().__init__(answer, streams)
-        self.blocks: list[OutputBlock] = []
+    part = OutputBlock
+    kinds: Mapping[type[Delta], str] = {
+        ContentDelta: "text",
+        ReasoningDelta: "thinking",
+        CallArguments: "tool_use",
+    }
 
     # --- events ---------------------------------------------------------------------------------------------
 
@@ -549,50 +553,9 @@ class MessageRenderer(EventRenderer):
         assert self.stream.terminal is not None
         return anthropic(failed(self.stream.terminal))[1]
 
-    def add(self, delta: Delta) -> list[Event]:
-        match delta:
-            case CallStart(index, name):
-                assert self.parser is not None
-                return self.start_block(OutputBlock("tool_use", name=name, id=self.parser.call_id(index)))
-            case CallArguments(_, text):
-                return self.extend("tool_use", text)
-            case ContentDelta(text):
-                return self.extend("text", text)
-            case ReasoningDelta(text):
-                return self.extend("thinking", text)
-
-    def extend(self, kind: str, text: str) -> list[Event]:
-        is_new = not self.blocks or self.blocks[-1].kind != kind
-        events = self.start_block(OutputBlock(kind)) if is_new else []
-        self.blocks[-1].text += text
-        return [*events, self.delta_event(self.blocks[-1].delta(text))] if text else events
-
-    def start_block(self, block: OutputBlock) -> list[Event]:
-        """Start a block, and stop the one before it."""
-        stopped = self.stop_block()
-        self.blocks.append(block)
-        return [*stopped, self.block_event("content_block_start", content_block=block.render())]
-
-    def stop_block(self) -> list[Event]:
-        """Stop the last block, if there is one."""
-        if not self.blocks:
-            return []
-        signed: list[Event] = []
-        if self.blocks[-1].kind == "thinking":
-            self.blocks[-1].signature = f"{self.answer.request_id}.{len(self.blocks) - 1}"
-            signature = {"type": "signature_delta", "signature": self.blocks[-1].signature}
-            signed = [self.delta_event(signature)]
-        return [*signed, self.block_event("content_block_stop")]
-
-    def delta_event(self, delta: dict[str, Any]) -> Event:
-        return self.block_event("content_block_delta", delta=delta)
-
-    def block_event(self, kind: str, **more: Any) -> Event:
-        return {"type": kind, "index": len(self.blocks) - 1, **more}
-
     def last_events(self) -> list[Event]:
         return [
-            *self.stop_block(),
+            *(self.parts[-1].finish("completed") if self.parts else []),
             {"type": "message_delta", "delta": self.ending(), "usage": self.usage()},
             {"type": "message_stop"},
         ]
@@ -605,7 +568,7 @@ class MessageRenderer(EventRenderer):
             "type": "message",
             "role": "assistant",
             "model": self.answer.model,
-            "content": [block.render() for block in self.blocks],
+            "content": [block.render() for block in self.parts],
             **self.ending(),
             "usage": self.usage(),
         }

@@ -2,7 +2,7 @@
 the Responses API, its items and its events.
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
@@ -26,20 +26,59 @@ Event = dict[str, Any]
 """An event of a stream, without its sequence number."""
 
 
+Logprobs = list[dict[str, Any]]
+
+
+class OutputPart(ABC):
+    """A part of the object while it is made.
+
+    Attributes:
+        kind: a text, reasoning or a call, by this API's word.
+        index: its position in the object.
+        call: of a call: its id, and the name of the function.
+        text: so far; of a call, the JSON of its arguments.
+    """
+
+    def __init__(self, kind: str, request_id: str, index: int, call: tuple[str, str]) -> None:
+        self.kind = kind
+        self.request_id = request_id
+        self.index = index
+        self.call = call
+        self.text = ""
+
+    @abstractmethod
+    def begin(self) -> list[Event]:
+        """Its first events."""
+
+    @abstractmethod
+    def add(self, text: str, logprobs: Logprobs) -> list[Event]:
+        """Add text."""
+
+    @abstractmethod
+    def finish(self, status: str) -> list[Event]:
+        """End it. Returns its last events."""
+
+
 class EventRenderer(ChunkRenderer):
     """Renders one answer, piece by piece. Its chunks are whole frames.
 
     Attributes:
+        part: what the object is made of.
+        kinds: kinds of deltas → the kinds of parts that they are added to.
+        parts: so far; the last one may go on.
         parser: finds reasoning and calls in the text; None if all of it is content.
         has_sequence: whether each event has its number, counted from 0; then each frame has an id.
         ordinals: of the frames, counted from 1.
     """
 
     has_sequence = False
+    part: type[Any]
+    kinds: Mapping[type[Delta], str]
 
     def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
         super().__init__(answer, streams)
         [self.stream], [self.choice] = streams, self.choices
+        self.parts: list[Any] = []
         self.parser = new_parser(answer)
         self.ordinals = count(1)
 
@@ -88,9 +127,25 @@ class EventRenderer(ChunkRenderer):
     def first_events(self) -> list[Event]:
         """The events before the first token."""
 
-    @abstractmethod
     def add(self, delta: Delta) -> list[Event]:
         """Add a delta to the last part of the object if it is of its kind, else to a new one."""
+        logprobs = self.new_logprobs()
+        if isinstance(delta, CallStart):
+            assert self.parser is not None
+            return self.begin(self.kinds[CallArguments], (self.parser.call_id(delta.index), delta.name))
+        kind = self.kinds[type(delta)]
+        begun = [] if self.parts and self.parts[-1].kind == kind else self.begin(kind)
+        return [*begun, *self.parts[-1].add(delta.text, logprobs)]
+
+    def begin(self, kind: str, call: tuple[str, str] = ("", "")) -> list[Event]:
+        """Begin a part, and end the one before it."""
+        ended = self.parts[-1].finish("completed") if self.parts else []
+        self.parts.append(self.part(kind, self.answer.request_id, len(self.parts), call))
+        return [*ended, *self.parts[-1].begin()]
+
+    def new_logprobs(self) -> Logprobs:
+        """Log-probabilities of the tokens since the last delta, where the object has them."""
+        return []
 
     @abstractmethod
     def last_events(self) -> list[Event]:
@@ -146,7 +201,6 @@ RESPONSE_EVENT = Shape(
 )
 
 Item = dict[str, Any]
-Logprobs = list[dict[str, Any]]
 
 
 class ItemForm(NamedTuple):
@@ -180,28 +234,22 @@ one; a call of a function, whose text is the arguments in JSON.
 """
 
 
-class OutputItem:
+class OutputItem(OutputPart):
     """An item while it is made.
 
     Attributes:
-        index: its position in the output.
-        text: so far.
         logprobs: of a message.
         status: `in_progress`, `completed` or `incomplete`.
         begun: whether it has its part.
-        call: of a call: its id, and the name of the function.
     """
 
-    def __init__(self, kind: str, request_id: str, index: int, call: tuple[str, str] = ("", "")) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, request_id: str, index: int, call: tuple[str, str]) -> None:
+        super().__init__(kind, request_id, index, call)
         self.form = FORMS[kind]
-        self.index = index
         self.id = item_id(self.form.id_prefix, request_id, index)
-        self.text = ""
         self.logprobs: Logprobs = []
         self.status = "in_progress"
         self.begun = False
-        self.call = call
 
     def begin(self) -> list[Event]:
         added = self.whole_event("added")
@@ -209,15 +257,12 @@ class OutputItem:
         return [added, self.part_event("added")] if self.begun else [added]
 
     def add(self, text: str, logprobs: Logprobs) -> list[Event]:
-        """Add text; only a message has log-probabilities."""
         self.text += text
         self.logprobs += logprobs
         return [self.event("delta", delta=text) | self.shown(logprobs)]
 
     def finish(self, status: str) -> list[Event]:
-        """End the item. Returns its last events. The arguments of an incomplete call are never done: clients
-        would run the call.
-        """
+        """The arguments of an incomplete call are never done: clients would run the call."""
         is_cut = self.kind == CALL and not is_json_text(self.text)
         self.status = "incomplete" if is_cut else status
         done: list[Event] = []
@@ -297,16 +342,17 @@ class ResponseObjectRenderer(EventRenderer):
 
     Attributes:
         fields: as of `fields_of`.
-        output: items; the last one may be in progress.
         num_shown: tokens whose log-probabilities were shown; others have not shown any text yet.
     """
 
     has_sequence = queues = True
+    part = OutputItem
 
     def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
         super().__init__(answer, streams)
         self.fields = fields_of(answer)
-        self.output: list[OutputItem] = []
+        reasoning = "summary" if self.fields["reasoning"]["summary"] else "reasoning"
+        self.kinds = {ContentDelta: MESSAGE, ReasoningDelta: reasoning, CallArguments: CALL}
         self.num_shown = 0
 
     # --- events ---------------------------------------------------------------------------------------------
@@ -317,42 +363,23 @@ class ResponseObjectRenderer(EventRenderer):
         first = [{"type": f"response.{kind}", "response": self.render(status)} for kind in kinds]
         return [*first, {"type": "response.in_progress", "response": self.render("in_progress")}]
 
-    def add(self, delta: Delta) -> list[Event]:
+    def new_logprobs(self) -> Logprobs:
         begin, self.num_shown = self.num_shown, self.choice.text.num_tokens
         has_logprobs = self.answer.rendering.logprobs
-        logprobs = chat_logprobs(self.stream, range(begin, self.num_shown)) if has_logprobs else []
-        match delta:
-            case ContentDelta(text):
-                kind = MESSAGE
-            case ReasoningDelta(text):
-                kind = "summary" if self.fields["reasoning"]["summary"] else "reasoning"
-            case CallArguments(_, text):
-                kind = CALL
-            case CallStart(index, name):
-                assert self.parser is not None
-                return self.begin_item(CALL, (self.parser.call_id(index), name))
-        is_new = not self.output or self.output[-1].kind != kind
-        begun = self.begin_item(kind) if is_new else []
-        return begun + self.output[-1].add(text, logprobs)
-
-    def begin_item(self, kind: str, call: tuple[str, str] = ("", "")) -> list[Event]:
-        """Begin an item, and end the one before it."""
-        ended = self.output[-1].finish("completed") if self.output else []
-        self.output.append(OutputItem(kind, self.answer.request_id, len(self.output), call))
-        return ended + self.output[-1].begin()
+        return chat_logprobs(self.stream, range(begin, self.num_shown)) if has_logprobs else []
 
     def last_events(self) -> list[Event]:
         """The end of the last item, an empty message if there is none, and that of the response."""
-        opened = [] if self.output else self.begin_item(MESSAGE)
-        ended = self.output[-1].finish("completed" if self.status == "completed" else "incomplete")
+        opened = [] if self.parts else self.begin(MESSAGE)
+        ended = self.parts[-1].finish("completed" if self.status == "completed" else "incomplete")
         return [*opened, *ended, {"type": ENDS[self.status], "response": self.render()}]
 
     def failure_event(self) -> Event:
         assert self.stream.terminal is not None
         if self.stream.terminal.error_type == SUPERSEDED:
             return {"type": "error", "code": SUPERSEDED, "message": self.stream.terminal.error, "param": None}
-        if self.output:
-            self.output[-1].status = "incomplete"
+        if self.parts:
+            self.parts[-1].status = "incomplete"
         return {"type": "response.failed", "response": self.render()}
 
     # --- the object -----------------------------------------------------------------------------------------
@@ -397,7 +424,7 @@ class ResponseObjectRenderer(EventRenderer):
             "error": error,
             "incomplete_details": incomplete,
             "model": self.answer.model,
-            "output": [item.render() for item in self.output],
+            "output": [item.render() for item in self.parts],
             **self.fields,
             "service_tier": SHOWN_TIERS[self.answer.requests[0].class_name],
             "usage": self.usage() if status in ENDS else None,
