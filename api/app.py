@@ -70,7 +70,8 @@ from api.protocols.stored_responses import router as stored_responses
 from api.protocols.table import hint, make_router, protocol_at
 from api.protocols.tgi import info_router as info
 from api.requests.metrics import count_arrival, count_error
-from api.requests.pool import Pool, PoolRegistry, load_tokenizer
+from api.requests.pool import Pool, load_tokenizer
+from api.requests.registry import PoolRegistry
 from api.resume.attach import Admitted, ask_broker
 from api.resume.rest import check_repeated, replay, resume_posts
 from api.resume.rest import router as resume
@@ -130,7 +131,7 @@ class Gateway:
     def end_requests(self, key_ids: Collection[str]) -> None:
         """End the requests of keys that count no more."""
         for pool in self.pools.all():
-            pool.admission.end_requests(key_ids)
+            pool.end_requests(key_ids)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Gateway"]:

@@ -29,7 +29,8 @@ from api.jobs import records
 from api.jobs.records import JobQuery, JobRecord, count_jobs, read_content, read_page, read_record
 from api.json import fresh_json
 from api.requests.fields import Strict
-from api.requests.pool import Pool, PoolRegistry
+from api.requests.pool import Pool
+from api.requests.registry import PoolRegistry
 from api.requests.service_terms import own_pool, pools_of
 from api.webhooks import StoredEvent, check_url, type_of
 from common import api_keys
@@ -338,7 +339,7 @@ async def load_adapter(pools: PoolRegistry, source: AdapterSource, in_place: boo
         ),
         (pools.is_model(source.name), f"`lora_name`: {name} is the name of a model", "lora_name"),
     )
-    await pool.admission.check()
+    await pool.check_admission()
     try:
         adapter = await asyncio.to_thread(find_adapter, source)
     except AdapterFault as fault:

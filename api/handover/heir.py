@@ -30,7 +30,8 @@ from api.handover.answer_socket import (
 from api.http.middleware import error_response, inherit_trace, trace_of
 from api.http.sse import CYCLE, as_chunk, bytes_written
 from api.protocols.table import protocol_of
-from api.requests.pool import Pool, PoolRegistry
+from api.requests.pool import Pool
+from api.requests.registry import PoolRegistry
 from api.resume import attach
 from api.resume.attach import find
 from api.streams import http_response
@@ -174,7 +175,7 @@ async def respond(pools: PoolRegistry, request: Request, kept: KeptAnswer) -> Re
         lambda: attach_inherited(pools, kept),
         partial(wait_for_broker, request.scope["extensions"][CYCLE], kept),
     )
-    release, protocol = pool.admission.release, protocol_of(answer.route)
+    release, protocol = pool.release, protocol_of(answer.route)
     inherit_trace(request.scope, answer, protocol.span)
     return await http_response.respond(
         request,

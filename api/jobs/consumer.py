@@ -56,7 +56,8 @@ from api.jobs.records import (
 from api.json import to_json
 from api.prompts.pictures import PICTURE_GONE
 from api.requests import metrics
-from api.requests.pool import Pool, PoolRegistry
+from api.requests.pool import Pool
+from api.requests.registry import PoolRegistry
 from api.requests.request_scripts import KeyCharge, address
 from api.streams.stream import Stream, new_stream
 from api.webhooks import check_room
@@ -94,7 +95,7 @@ class Reply:
     def __init__(self, pool: Pool, job: Job) -> None:
         self.client = pool.client
         self.keys = pool.client.keys
-        self.retry_forever = pool.admission.retry_forever
+        self.retry_forever = pool.retry_forever
         self.job = job
         self.channel = self.keys.key(job.reply_to) if job.reply_to else ""
         self.num_sent = 0
@@ -188,7 +189,6 @@ class JobRun:
         self.pool = pool = pools.own
         self.job = job
         self.admission_lock = admission_lock
-        self.admission = pool.admission
         self.relay = pool.relay
         self.redis: Any = pool.client.redis
         self.replies: list[Reply] = []
@@ -255,7 +255,7 @@ class JobRun:
         self.protocol, model = self.job.protocol, await find_model(self.pools, self.job)
         self.model_name = model.shown
         async with waiting_turn(self.pool, self.job, self.admission_lock):
-            await attempt(self.admission.check, self.wait)
+            await attempt(self.pool.check_admission, self.wait)
             if self.job.webhook:
                 await attempt(lambda: check_room(self.pool.client), self.wait)
             answer = await attempt(lambda: validate_job(self.pool, self.job, model), self.wait_to_keep)
@@ -270,7 +270,7 @@ class JobRun:
         if self.trace is not None:
             note_answer(self.trace, self.streams)
         for stream in self.streams:
-            await self.admission.let_go(stream.request)
+            await self.pool.let_go(stream.request)
         for stream in self.streams:
             assert stream.terminal is not None
             if not stream.finished:
@@ -301,7 +301,7 @@ class JobRun:
     async def admit_all(self, answer: HttpAnswer) -> None:
         await self.check_cancelled()
         job_key = self.pool.client.keys.job(self.job.id)
-        await self.admission.retry_forever(lambda: self.redis.hset(job_key, "choices", len(answer.requests)))
+        await self.pool.retry_forever(lambda: self.redis.hset(job_key, "choices", len(answer.requests)))
         for i, choice in enumerate(answer.choices()):
             own = replace(
                 choice,
@@ -312,23 +312,21 @@ class JobRun:
             addressed = address(self.pool.settings, self.pool.gateway, own, answer)
             stream = new_stream(replace(addressed, digest=self.job.digest), self.pool.tokenizer)
             self.streams.append(stream)
-            await self.admit(stream, self.admission.charge(stream.request, i, answer))
+            await self.admit(stream, self.pool.charge(stream.request, i, answer))
         await self.check_cancelled()
 
     async def admit(self, stream: Stream, charge: KeyCharge | None) -> None:
         """Admit a request once there is room for it. Raises ApiError."""
         if len(encode(stream.request)) > self.pool.settings.max_queued_bytes:
             raise overloaded()
-        if await attempt(lambda: self.admission.admit(stream, charge), self.wait):
+        if await attempt(lambda: self.pool.admit(stream, charge), self.wait):
             await self.subscribe_first_channel(stream)
         self.relay.filler.request_fill([stream])
 
     async def subscribe_first_channel(self, stream: Stream) -> None:
         """Subscribe to the channel of the gateway that admitted the request first: its events go there."""
         request_key = self.pool.client.keys.request(stream.request.request_id)
-        channel: bytes | None = await self.admission.retry_forever(
-            lambda: self.redis.hget(request_key, "channel")
-        )
+        channel: bytes | None = await self.pool.retry_forever(lambda: self.redis.hget(request_key, "channel"))
         if channel and channel.decode() != self.relay.channel:
             stream.request = replace(stream.request, channel=channel.decode())
             self.relay.follow_channel(stream.request.channel)
@@ -336,9 +334,9 @@ class JobRun:
     async def check_cancelled(self) -> None:
         """If the job was cancelled, cancel its requests. Raises ApiError unless all of them are admitted."""
         job_key = self.pool.client.keys.job(self.job.id)
-        if await self.admission.retry_forever(lambda: self.redis.hexists(job_key, "cancel")):
+        if await self.pool.retry_forever(lambda: self.redis.hexists(job_key, "cancel")):
             for stream in self.streams:
-                await self.admission.cancel(stream.request.request_id)
+                await self.pool.cancel(stream.request.request_id)
             if not self.streams or not self.streams[-1].admitted:
                 raise failed(Terminal(self.job.id, "cancelled", 0, "cancelled: client", "cancelled"))
 
@@ -450,7 +448,6 @@ class JobConsumer:
         self.pools = pools
         self.pool = pool = pools.own
         self.access = access
-        self.admission = pool.admission
         self.settings = pool.settings
         self.keys = pool.client.keys
         self.name = pool.gateway
@@ -562,7 +559,7 @@ class JobConsumer:
                 pipe.xdel(self.keys.submit, entry_id)
                 await pipe.execute()
 
-        await self.admission.retry_forever(command)
+        await self.pool.retry_forever(command)
 
     async def cancel(self, fields: Fields) -> None:
         """Cancel a job, at whatever gateway it runs, if it is of the cancel's tenant."""
@@ -589,7 +586,7 @@ class JobConsumer:
     async def handle_entry(self, entry_id: str) -> None:
         """Answer the job of an entry, and delete the entry."""
         try:
-            entries = await self.admission.retry_forever(
+            entries = await self.pool.retry_forever(
                 lambda: self.redis.xrange(self.keys.submit, entry_id, entry_id)
             )
             for _, fields in entries:
@@ -700,7 +697,7 @@ class JobConsumer:
             group=GROUP,
             max_scheduled=self.settings.submit_limit,
         )
-        return await self.admission.retry_forever(lambda: self.pool.client.run(call))
+        return await self.pool.retry_forever(lambda: self.pool.client.run(call))
 
     async def is_faulty(self, job: Job) -> bool:
         """Whether a job can never be served as it is."""
@@ -716,7 +713,7 @@ class JobConsumer:
     async def has_noted(self, job: Job) -> bool:
         """Whether a gateway has accepted this very entry before, whatever became of its API key."""
         name = self.keys.job_entries(job.id)
-        noted = await self.admission.retry_forever(lambda: self.redis.hget(name, job.address))
+        noted = await self.pool.retry_forever(lambda: self.redis.hget(name, job.address))
         return bool(noted == job.entry_id.encode())
 
     async def release(self) -> None:
@@ -758,13 +755,9 @@ class JobConsumer:
                 await self.join_or_run(job, reply)
             case "conflict":
                 return to_json(job.family(conflict("request"))[1])
-        answer: bytes | None = await self.admission.retry_forever(
-            lambda: self.redis.get(self.keys.result(job.id))
-        )
+        answer: bytes | None = await self.pool.retry_forever(lambda: self.redis.get(self.keys.result(job.id)))
         if answer is None:  # the broker has lost it: the job without listeners keeps it as its last frame
-            answer = await self.admission.retry_forever(
-                lambda: self.redis.hget(self.keys.job(job.id), "last")
-            )
+            answer = await self.pool.retry_forever(lambda: self.redis.hget(self.keys.job(job.id), "last"))
         return answer or await self.answer_own(job)  # the broker has lost that, too
 
     async def reject(self, entry_id: str, fields: Fields) -> None:

@@ -21,7 +21,8 @@ from api.json import parse_bytes, to_json
 from api.protocols.protocol import Context, Protocol
 from api.protocols.table import JOBS, PROTOCOLS, protocol_at
 from api.requests.fields import Whole
-from api.requests.pool import Pool, PoolRegistry, Target, names_own
+from api.requests.pool import Pool, Target, names_own
+from api.requests.registry import PoolRegistry
 from api.requests.service_terms import (
     MAX_DEADLINE_MS,
     ServiceTerms,
@@ -372,7 +373,7 @@ async def left_ms(pool: Pool, job: Job) -> int:
 
 async def broker_ms(pool: Pool) -> int:
     """The present by the broker's clock."""
-    seconds, microseconds = await pool.admission.retry_forever(pool.client.redis.time)
+    seconds, microseconds = await pool.retry_forever(pool.client.redis.time)
     return int(seconds) * 1000 + int(microseconds) // 1000
 
 
@@ -448,7 +449,7 @@ async def noting_deaths(pool: Pool, job: Job) -> AsyncIterator[None]:
     keys = pool.client.keys
     args: Args = {"validates": VALIDATES, "gateway": pool.gateway, "gateways": keys.gateway("")}
     call = call_script("begin_validation", decode_all, keys, job.id, args=args)
-    dead = await pool.admission.retry_forever(lambda: pool.client.run(call))
+    dead = await pool.retry_forever(lambda: pool.client.run(call))
     try:
         if len(dead) >= MAX_DEATHS:
             why = f"{len(dead)} gateways ended while they validated this request"

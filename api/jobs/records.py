@@ -163,7 +163,7 @@ async def cancel_job(pool: Pool, job_id: str, tenant: str = "") -> bool:
     """
     num_requests = await pool.client.run(mark_cancelled(pool.client.keys, job_id, tenant=tenant))
     for i in range(num_requests):
-        await pool.admission.cancel(f"{job_id}#{i}")
+        await pool.cancel(f"{job_id}#{i}")
     return num_requests >= 0
 
 

@@ -73,7 +73,7 @@ async def serve_on(
     ApiError before anything is sent, and Repeated as `Admission.submit_all`.
     """
     adapter = await pool.adapter_of(target, key_of(request))
-    await pool.admission.check()
+    await pool.check_admission()
     in_frames = bool(getattr(parsed, "stream", None)) if protocol.streams is None else protocol.streams
     context = Context(pool, route, answer_id(request), in_frames, target.shown, adapter, request)
     asked = await protocol.read(parsed, context)
@@ -83,8 +83,8 @@ async def serve_on(
         await make_room(pool.client, pool.settings, names, answer.terms.kept_s)
     if answer.requests[0].webhook:
         await check_room(pool.client)
-    streams = await pool.admission.submit_all(answer)
-    compute_type, release = pool.settings.compute_type, pool.admission.release
+    streams = await pool.submit_all(answer)
+    compute_type, release = pool.settings.compute_type, pool.release
     headers = {"x-compute-type": compute_type} if compute_type else {}
     headers |= {"x-compute-characters": str(asked.num_chars), **streams[-1].limit_headers}
     if protocol.renderer.queues and getattr(parsed, "detached", None) and not answer.streamed:

@@ -1,19 +1,20 @@
-"""Pools: all that a gateway needs to reach the workers of one, which of them a request tries, and the
-registry of those that are open.
+"""Pools: all that a gateway needs to reach the workers of one. A request is put on its queue, or refused, and
+cancelled and deleted when nobody reads its stream any more. A client is told of the rates of its API key as
+by OpenAI's API: in headers of the answer, and in the error of a request beyond a limit.
 """
 
 import asyncio
 import contextlib
-import enum
 import logging
+import math
 import os
-import random
-import time
-from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, TypeVar
 
+from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError, ResponseError
+
+from api.answers.answer import AnswerTerms, HttpAnswer
 from api.answers.call_formats import (
     CALL_FORMAT_ALIASES,
     CALL_FORMATS,
@@ -23,30 +24,36 @@ from api.answers.call_formats import (
     find_call_format,
     find_reasoning_format,
 )
-from api.errors import LOADING_S, ApiError, cut, invalid, model_not_found, quoted, unavailable
-from api.event_loop import background_task
+from api.errors import (
+    ApiError,
+    broker_errors,
+    conflict,
+    cut,
+    insufficient_quota,
+    invalid,
+    model_not_found,
+    overloaded,
+    unavailable,
+)
+from api.event_loop import attempt, background_task, retry_forever
 from api.http.auth import KeyRing
+from api.http.body import Repeated
 from api.prompts.pictures import PicturePrompts
 from api.prompts.tokenizer import ModelTokenizer, TextBudget
-from api.requests.admission import Admission
-from api.requests.monitors import AdapterMonitor, BatcherMonitor, Monitor, WorkerMonitor
+from api.requests import metrics, request_scripts
+from api.requests.metrics import seconds_to_next_month
+from api.requests.monitors import AdapterMonitor, BatcherMonitor, WorkerMonitor
+from api.requests.request_scripts import AdmitReply, KeyCharge, LeftOfRates, address, cancel_request
 from api.requests.validate import load_sampling_defaults
 from api.streams.relay import Relay
+from api.streams.stream import Stream, new_stream
 from common import model_files
 from common.adapters import AdapterFault, PoolAdapter, find_adapter
 from common.api_keys import ApiKey
-from common.broker.client import CONNECT_TIMEOUT_S, broker_url
-from common.broker.directory import (
-    DATABASE,
-    TTL_S,
-    DirectoryClient,
-    KnownPool,
-    PoolEntry,
-    address_of,
-    join,
-    split,
-)
+from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error
 from common.broker.pool_client import PoolClient
+from common.messages.codec import decode, encode
+from common.messages.request import Generate
 from common.model_files import context_length
 from common.pooling import read_pooling
 from common.settings.settings import SettingError, Settings
@@ -54,6 +61,17 @@ from common.settings.settings import SettingError, Settings
 log = logging.getLogger(__name__)
 
 Format = TypeVar("Format")
+Result = TypeVar("Result")
+
+NOT_EXECUTED = (ResponseError, BusyLoadingError, AuthenticationError)
+"""Errors of a broker that did not execute the command."""
+MAX_COMMANDS = 16
+"""How many admissions, and how many other commands, wait for the broker at once."""
+MAX_RETRY_AFTER_S = 60
+CLEANUP_TIMEOUT_S = 60.0
+NUM_READ = 64
+"""Entries of the queue in one read."""
+CLOSE_TIMEOUT_S = 2.0
 
 PICTURE_PAYLOAD_LIMIT = 24_000_000
 """Bytes of a request body where the model sees pictures, which are sent in it as base64."""
@@ -61,10 +79,28 @@ PICTURE_PAYLOAD_LIMIT = 24_000_000
 PLAIN_FORMAT = "llama3_json"
 """The format that a model is asked for if its template has none: `{"name": …, "parameters": …}`."""
 NO_REASONING = "none"
+PLACEHOLDERS = ("tgi", "dummy")
+"""Model names of clients that do not care which model answers."""
+URL_SCHEMES = ("http://", "https://")
+
+
+class Target(NamedTuple):
+    """What a client means by a name.
+
+    Attributes:
+        pools: that serve it, the own one first; none if nothing has this name.
+        adapter: the name, if it is that of an adapter; else empty.
+        shown: the name of the model that answers show.
+    """
+
+    pools: Sequence[str]
+    adapter: str
+    shown: str
 
 
 class Pool:
-    """Connection, tokenizer, relay, monitors and admission of one pool.
+    """Connection, tokenizer, relay and monitors of one pool. It admits the requests of this gateway, cancels
+    and deletes them when nobody reads their streams any more.
 
     Attributes:
         gateway: incarnation of this gateway; new at every start.
@@ -72,6 +108,11 @@ class Pool:
         adapters: LoRA adapters that requests may name.
         pooling: how the model pools; None if it generates.
         call_format, reasoning_format: how the model writes calls of tools, and reasoning, if it does.
+        admissions: limits the admissions that are with the broker at once: clients wait for them.
+        num_answered: number of admissions that the broker has answered.
+        permits: limits the other commands: jobs and cleanups may have hundreds of them.
+        cleanups: tasks that cancel and delete requests whose streams were released.
+        waits: tasks that hold streams whose clients have left and may come back.
     """
 
     def __init__(
@@ -106,17 +147,12 @@ class Pool:
         self.adapters = AdapterMonitor(self.client, adapters_of(settings), settings.heartbeat_s)
         self.batcher = BatcherMonitor(self.client, settings)
         self.pictures = PicturePrompts(self.client, settings, tokenizer.pictures)
-        self.admission = Admission(
-            self.client,
-            gateway=gateway,
-            settings=settings,
-            tokenizer=tokenizer,
-            keys=keys,
-            relay=self.relay,
-            workers=self.workers,
-            batcher=self.batcher,
-            pictures=self.pictures,
-        )
+        self.weights = settings.weights
+        self.admissions = asyncio.Semaphore(MAX_COMMANDS)
+        self.num_answered = 0
+        self.permits = asyncio.Semaphore(MAX_COMMANDS)
+        self.cleanups: set[asyncio.Task[None]] = set()
+        self.waits: set[asyncio.Task[None]] = set()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Pool"]:
@@ -127,7 +163,7 @@ class Pool:
             stack.push_async_callback(self.workers.heartbeat.remove_in_time)
             for loop in (self.relay.run(), self.workers.run(), self.batcher.run(), self.adapters.run()):
                 await stack.enter_async_context(background_task(loop))
-            stack.push_async_callback(self.admission.close)
+            stack.push_async_callback(self.close)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     await self.relay.subscribed.wait()
@@ -163,7 +199,7 @@ class Pool:
             await self.adapters.refresh_unless_fresh()
         return self.adapters.find(name)
 
-    async def adapter_of(self, target: "Target", key: ApiKey | None) -> str:
+    async def adapter_of(self, target: Target, key: ApiKey | None) -> str:
         """The key of the adapter that a target names; empty for none. Raises ApiError: 403 if the client's
         API key may not use the model or the adapter, 404 if there is none, 422 if no worker will serve it.
         """
@@ -178,10 +214,372 @@ class Pool:
 
     async def check(self) -> None:
         """Raises ApiError (503) if a request would not be served now."""
-        await self.admission.check()
+        await self.check_admission()
         await self.batcher.check()
         if len(silent := self.batcher.silent) >= self.workers.num_ready > 0:
             raise unavailable(f"no worker answers the batcher: {', '.join(silent)}")
+
+    # --- admission ------------------------------------------------------------------------------------------
+
+    async def check_admission(self) -> None:
+        """Raises ApiError (503) if a request would find nobody to serve it. Reads workers and batcher again
+        before it refuses a request because of them.
+        """
+        if self.relay.last_error:
+            raise unavailable(self.relay.last_error)
+        try:
+            self.workers.check()
+        except ApiError:
+            await self.workers.refresh_unless_fresh()
+            self.workers.check()
+        await self.batcher.check_grace()
+
+    async def submit_all(self, answer: HttpAnswer) -> list[Stream]:
+        """Admit the requests of all choices or none; the answer is kept with the first one. Raises ApiError
+        as `submit`, and Repeated if there is an answer already.
+        """
+        key_id, number = answer.requests[0].key_id, len(answer.requests)
+        key = self.keys.named(key_id) if key_id else None
+        if key is not None and 0 < key.max_concurrent < number:
+            text = (
+                f"This request has {number} choices of its prompts. The API key {key_id} may have "
+                f"{key.max_concurrent} live requests, and each choice is one"
+            )
+            raise invalid(text, "max_concurrent")
+        streams: list[Stream] = []
+        is_repeated, may_repeat = False, bool(answer.terms.body)
+        try:
+            for place, choice in enumerate(answer.choices()):
+                request = address(self.settings, self.gateway, choice, answer)
+                stream = new_stream(request, self.tokenizer, b"" if place else encode(answer))
+                if await self.submit(stream, self.charge(request, place, answer), may_repeat):
+                    streams.append(stream)
+                else:  # the others may be missing: a gateway died while it admitted them
+                    is_repeated = True
+        except BaseException:
+            for stream in streams:
+                self.release(stream, 0, AnswerTerms())
+            raise
+        if is_repeated:
+            for stream in streams:
+                self.relay.remove(stream)
+            raise Repeated(answer.request_id)
+        return streams
+
+    def charge(self, request: Generate, place: int, answer: HttpAnswer) -> KeyCharge | None:
+        """What a request takes of the rates of its API key; None without one. A client's request counts once,
+        and each of its prompts once. Raises ApiError (401) if the key counts no more.
+
+        Args:
+            place: of the request among those of its answer.
+        """
+        if not request.key_id:
+            return None
+        num_sequences = request.beams.num_returned if request.beams else 1
+        return KeyCharge(
+            self.keys.named(request.key_id),
+            num_requests=int(place == 0),
+            num_asked=0 if place % answer.num_per_prompt else request.num_prompt,
+            num_answer=0 if request.pooling else request.stopping.max_new_tokens * num_sequences,
+        )
+
+    async def submit(self, stream: Stream, charge: KeyCharge | None, may_repeat: bool) -> bool:
+        """Admit a stream's request or fail at once; its reader must `release` it. False, with `may_repeat`,
+        if a request with its id is there, whatever its content. Raises ApiError: 409, 429, 503.
+        """
+        await self.check_admission()
+        if may_repeat and stream.request.request_id in self.relay.streams:
+            return False
+        with broker_errors():
+            try:
+                was_there = await self.admit(stream, charge)
+            except (ApiError, *NOT_EXECUTED) as error:
+                self.relay.remove(stream)
+                if may_repeat and isinstance(error, ApiError) and error.status == 409:
+                    return False
+                raise
+            except BaseException:
+                self.release(stream, 0, AnswerTerms())  # it may be on the queue all the same
+                raise
+        if may_repeat and was_there:
+            self.relay.remove(stream)
+        return not (may_repeat and was_there)
+
+    async def admit(self, stream: Stream, charge: KeyCharge | None) -> bool:
+        """Put a stream's request on the queue. Returns whether it was there, as it is where a reply was lost.
+        Raises ApiError: 409 if another request has the id, 429 if the queue is full or its key is at a limit.
+        """
+        self.relay.add(stream)
+        request = stream.request
+        call = request_scripts.admit(
+            self.client.keys,
+            request,
+            payload=request_scripts.entry_of(request),
+            answer=stream.answer,
+            weight=request.weight or self.weights.get(request.tenant, 1.0),
+            max_requests=self.settings.max_concurrent_requests,
+            max_bytes=self.settings.max_queued_bytes,
+            charge=charge,
+        )
+        async with self.admission_permit(), asyncio.timeout(CONNECT_TIMEOUT_S):
+            if request.pictures:
+                await self.pictures.hold(request)
+            try:
+                reply = await self.client.run(call)
+            except NOT_EXECUTED:
+                raise
+            except ConnectionError as error:
+                log.info("admission of %s is sent again: %s", request.request_id, describe_error(error))
+                await self.client.redis.connection_pool.disconnect(inuse_connections=False)
+                reply = await self.client.run(call)
+        if reply.outcome not in ("admitted", "attached"):
+            await self.let_go(request)
+            raise not_admitted(reply, request, charge, self.client.clock.now_s())
+        self.relay.note_admitted(stream)
+        if charge is not None:
+            stream.limit_headers = limit_headers(charge.key, reply.left)
+        return reply.outcome == "attached"
+
+    @contextlib.asynccontextmanager
+    async def admission_permit(self) -> AsyncIterator[None]:
+        """Hold one of `admissions`, after CONNECT_TIMEOUT_S at the latest. Raises ApiError (429) if too many
+        wait at this gateway; TimeoutError if the broker has answered none meanwhile.
+        """
+        num_answered = self.num_answered
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await self.admissions.acquire()
+        except TimeoutError:
+            if self.num_answered > num_answered:
+                raise overloaded() from None
+            raise
+        try:
+            yield
+            self.num_answered += 1
+        finally:
+            self.admissions.release()
+
+    # --- release --------------------------------------------------------------------------------------------
+
+    def release(self, stream: Stream, reader: int, terms: AnswerTerms) -> None:
+        """Release a stream that this reader, a number, does not read any more. In the background its request
+        is cancelled after `goes_on_s`, unless it has another reader by then. One that neither goes on nor is
+        kept is deleted, too.
+        """
+        is_kept = bool(terms.goes_on_s or terms.kept_s)
+        if stream.terminal or not is_kept:
+            metrics.count_stream(stream, self.workers.limits)
+        if not is_kept or stream.ended_here:
+            tasks, work = self.cleanups, self.cleanup(stream, reader)
+        else:
+            tasks, work = self.waits, self.wait_for_client(stream, reader, terms.goes_on_s or 0.0)
+        task = asyncio.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    async def wait_for_client(self, stream: Stream, reader: int, goes_on_s: float) -> None:
+        """Hold a stream until it ends: a held stream is offered to a broker that has lost it. Cancel its
+        request when nobody has come back in time. Its keys expire.
+        """
+        stream.left = True
+        had_ended = stream.terminal is not None
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if goes_on_s == math.inf else goes_on_s):
+                    await stream.ended.wait()
+            if stream.ended_here or not stream.terminal:
+                await self.cancel(stream.request.request_id, reader)
+            if not had_ended:
+                end = stream.terminal
+                reason = (end.error_type or end.reason) if end else "cancelled"
+                log.info("request %s: %s after its client had left", stream.request.request_id, reason)
+            if not (had_ended or stream.request.gateway):
+                metrics.count_stream(stream, self.workers.limits)
+            await self.let_go(stream.request)
+        finally:
+            self.relay.release(stream)
+
+    async def cleanup(self, stream: Stream, reader: int) -> None:
+        stream.released = True
+        request_id = stream.request.request_id
+        forget = request_scripts.forget(self.client.keys, request_id, reader=reader)
+        try:
+            async with asyncio.timeout(CLEANUP_TIMEOUT_S):
+                if (stream.ended_here or not stream.terminal) and await self.cancel(request_id, reader):
+                    self.relay.note_admitted(stream)
+                    await stream.ended.wait()
+                await self.retry_forever(lambda: self.client.run(forget))
+                await self.let_go(stream.request)
+        except TimeoutError:
+            log.warning(
+                "request %s: it did not end within %.0f s of its cancel", request_id, CLEANUP_TIMEOUT_S
+            )
+        finally:
+            self.relay.release(stream)
+
+    async def let_go(self, request: Generate) -> None:
+        """Let go of the pictures of a request that has ended; if the broker is away, they expire."""
+        if request.pictures:
+            with contextlib.suppress(*ERRORS):
+                await self.pictures.let_go(request)
+
+    async def cancel(self, request_id: str, reader: int | None = None) -> bool:
+        """Cancel a request, however long the broker is away. Returns False if the request has ended, is not
+        known, or has another reader than the one that is given.
+        """
+        return await self.retry_forever(lambda: cancel_request(self.client, request_id, reader))
+
+    def end_requests(self, key_ids: Collection[str]) -> None:
+        """End the streams of API keys that count no more, and in the background cancel their live requests at
+        all gateways: jobs, too, and those that nobody reads.
+        """
+        for stream in list(self.relay.streams.values()):
+            if stream.request.key_id in key_ids and not stream.terminal:
+                stream.fail("its API key was revoked or has expired", "unauthorized")
+        task = asyncio.create_task(self.cancel_all(key_ids))
+        self.cleanups.add(task)
+        task.add_done_callback(self.cleanups.discard)
+
+    async def cancel_all(self, key_ids: Collection[str]) -> None:
+        """Cancel the live requests of API keys."""
+        names = {self.client.keys.key_use(key_id).encode() for key_id in key_ids}
+        after = b"-"
+        redis, requests = self.client.redis, self.client.keys.requests
+        while entries := await self.retry_forever(partial(redis.xrange, requests, after, count=NUM_READ)):
+            for _, fields in entries:
+                if fields.get(b"key") in names:
+                    await self.cancel(decode(Generate, fields[b"generate"]).request_id)
+            after = b"(" + entries[-1][0]
+
+    async def retry_forever(self, command: Callable[[], Awaitable[Result]]) -> Result:
+        """The command's answer, however long the broker is away."""
+
+        async def send() -> Result:
+            await self.relay.subscribed.wait()
+            async with self.permits:
+                return await command()
+
+        return await attempt(send, retry_forever)
+
+    async def close(self) -> None:
+        """Wait a moment for the cleanups that still run, and for no client."""
+        for waiting in self.waits:
+            waiting.cancel()
+        if self.cleanups:
+            _, unfinished = await asyncio.wait(self.cleanups, timeout=CLOSE_TIMEOUT_S)
+            for task in unfinished:
+                task.cancel()
+
+
+def not_admitted(reply: AdmitReply, request: Generate, charge: KeyCharge | None, now_s: float) -> ApiError:
+    """The error of a request that was not admitted: 409 if another has its id, else 429 with the time until
+    there may be room; where a budget is reached, until the next month.
+    """
+    if reply.outcome == "conflict":
+        return conflict("request")
+    if reply.outcome == "budget":
+        budget = charge.key.budget_tokens if charge else 0
+        if 0 < budget <= request.num_prompt:
+            return insufficient_quota(
+                f": its {budget} tokens are fewer than a prompt of {request.num_prompt} needs"
+            )
+        return insufficient_quota(
+            ": it begins anew with the next (UTC)", math.ceil(seconds_to_next_month(now_s))
+        )
+    headers = limit_headers(charge.key, reply.left) if charge else {}
+    if charge and reply.outcome in LIMITS:
+        key, wait_s = charge.key, max(1, math.ceil(reply.wait_ms / 1000))
+        field, words = LIMITS[reply.outcome]
+        text = (
+            f"Rate limit reached for the API key {key.key_id}: {getattr(key, field)} {words}. "
+            f"Used: {reply.num_counted}. Try again in {wait_s}s"
+        )
+        return ApiError(429, "rate_limit", text, field, retry_after_s=wait_s, headers=headers)
+    wait_s = min(MAX_RETRY_AFTER_S, max(1, math.ceil(reply.wait_ms / 1000)))
+    why = f": tenant {request.tenant!r} has its share of the queue" if reply.outcome == "tenant" else ""
+    return overloaded(why, wait_s, headers)
+
+
+LIMITS = {
+    "key_live": ("max_concurrent", "live requests"),
+    "key_requests": ("requests_per_minute", "requests a minute"),
+    "key_tokens": ("tokens_per_minute", "tokens a minute"),
+}
+"""Outcomes of an admission → the limit of the key, and its name."""
+
+
+def limit_headers(key: ApiKey, left: LeftOfRates | None) -> dict[str, str]:
+    """OpenAI's headers, for the rates that the key has."""
+    if left is None:
+        return {}
+    rates = (
+        ("requests", key.requests_per_minute, left.requests),
+        ("tokens", key.tokens_per_minute, left.tokens),
+    )
+    headers: dict[str, str] = {}
+    for what, limit, rest in rates:
+        if limit:
+            headers |= {
+                f"x-ratelimit-limit-{what}": str(limit),
+                f"x-ratelimit-remaining-{what}": str(max(0, math.floor(rest))),
+                f"x-ratelimit-reset-{what}": render_duration(60 * max(0.0, limit - rest) / limit),
+            }
+    return headers
+
+
+def render_duration(seconds: float) -> str:
+    """A duration as OpenAI writes it: `120ms`, `1s`, `6m0s`."""
+    if seconds < 1:
+        return f"{round(1000 * seconds)}ms"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return (f"{hours}h" if hours else "") + (f"{minutes}m" if hours or minutes else "") + f"{rest}s"
+
+
+# --- names --------------------------------------------------------------------------------------------------
+
+
+def is_named(model: str, served: list[str] | tuple[str, ...]) -> bool:
+    """Whether `model` is one of a model's served names, or what follows the last slash of one. The bundled
+    model has its hub id, too.
+    """
+    names = (*served, *((model_files.BUNDLED_HUB_ID,) if model_files.BUNDLED in served else ()))
+    return any(model in (name, name.rpartition("/")[2]) for name in names)
+
+
+def names_own(model: str, settings: Settings) -> bool:
+    """Whether a client that names `model` means the gateway's own pool.
+
+    Its names are the model's served names, its MODEL_ID, and the pool's name. Clients of endpoints with one
+    model send a URL, or a placeholder.
+    """
+    is_any = model in PLACEHOLDERS or model.startswith(URL_SCHEMES)
+    return (
+        is_any or model == settings.pool or is_named(model, (*settings.served_model_name, settings.model_id))
+    )
+
+
+def check_key_adapter(key: ApiKey | None, adapter: str) -> None:
+    """Raises ApiError (403) if an API key may not use this adapter; an empty name is none."""
+    if key is not None and adapter and key.adapters and adapter not in key.adapters:
+        why = f"The API key {key.key_id} may not use the adapter `{adapter}`"
+        raise ApiError(403, "forbidden", why, "model")
+
+
+def check_key_model(key: ApiKey | None, settings: Settings, shown_name: str = "") -> None:
+    """Raises ApiError (403) if an API key may not use the model of a pool.
+
+    Args:
+        shown_name: by which the client has asked for it, if that is no name of the pool's own.
+    """
+    if key is None or not key.models or shown_name in key.models:
+        return
+    if not any(names_own(name, settings) for name in key.models):
+        why = f"The API key {key.key_id} may not use the model `{shown_name or settings.model_name}`"
+        raise ApiError(403, "forbidden", why, "model")
+
+
+# --- model --------------------------------------------------------------------------------------------------
 
 
 def load_tokenizer(settings: Settings, budget: TextBudget | None = None) -> ModelTokenizer:
@@ -238,404 +636,3 @@ def adapters_of(settings: Settings) -> list[PoolAdapter]:
         except AdapterFault as fault:
             raise SettingError("lora_adapters", f"{source.name}: {fault}") from fault
     return found
-
-
-# --- choice -------------------------------------------------------------------------------------------------
-
-
-NUM_PICKS = 2
-
-
-class Grade(enum.IntEnum):
-    """How far a gateway can use a pool, the best first.
-
-    Attributes:
-        CLOSED: it is live by the directory, but not open yet.
-        AWAY: no worker, no batcher or no broker.
-    """
-
-    OPEN = 0
-    CLOSED = 1
-    AWAY = 2
-
-
-def pick_by_depth(depths: Mapping[str, float], chance: random.Random) -> list[str]:
-    """Two pools picked at random, the one with the shorter queue first; all have the same chance.
-
-    Every gateway knows the depths as they were some time ago. If each took the shortest queue of all, they
-    would fill one pool together until they learn of it.
-
-    Args:
-        depths: pool → live requests for each row that it can run.
-    """
-    picks = chance.sample(sorted(depths), min(NUM_PICKS, len(depths)))
-    return sorted(picks, key=depths.__getitem__)
-
-
-# --- directory ----------------------------------------------------------------------------------------------
-
-
-class DirectoryMonitor(Monitor):
-    """Reads the directory at every heartbeat interval. While its broker is away, what was read last stands:
-    pools that gateways know are served on.
-
-    Attributes:
-        pools: by name.
-        read_s: monotonic time of the last read that succeeded.
-        is_new: set by every read.
-    """
-
-    def __init__(self, client: DirectoryClient, settings: Settings) -> None:
-        super().__init__(settings.heartbeat_s, "the directory of pools")
-        self.client = client
-        self.pools: dict[str, KnownPool] = {}
-        self.read_s = 0.0
-        self.is_new = asyncio.Event()
-
-    async def read(self) -> None:
-        began_s = time.monotonic()
-        self.pools = merge(self.pools, await self.client.read(), began_s - self.read_s)
-        self.read_s = began_s
-        self.is_new.set()
-
-
-def merge(known: dict[str, KnownPool], found: dict[str, KnownPool], passed_s: float) -> dict[str, KnownPool]:
-    """The pools that were just found, and those known before, which have become older: a directory whose
-    broker was replaced has none until they write again.
-    """
-    older = {name: pool._replace(age_s=pool.age_s + passed_s) for name, pool in known.items()}
-    return {name: pool for name, pool in (older | found).items() if pool.age_s <= TTL_S}
-
-
-# --- pool registry ------------------------------------------------------------------------------------------
-
-
-PLACEHOLDERS = ("tgi", "dummy")
-"""Model names of clients that do not care which model answers."""
-URL_SCHEMES = ("http://", "https://")
-IDLE_S = 300.0
-"""A foreign pool without live streams is closed after this time without a client that names it."""
-CHECK_S = 10.0
-NAMES_SHOWN = 5
-"""Served models that the error for an unknown one names; /v1/models lists all."""
-
-
-class Target(NamedTuple):
-    """What a client means by a name.
-
-    Attributes:
-        pools: that serve it, the own one first; none if nothing has this name.
-        adapter: the name, if it is that of an adapter; else empty.
-        shown: the name of the model that answers show.
-    """
-
-    pools: Sequence[str]
-    adapter: str
-    shown: str
-
-
-@dataclass(slots=True)
-class OpenPool:
-    """A foreign pool that is open.
-
-    Attributes:
-        address: of its broker, by the directory.
-        stack: closes the pool.
-        used_s: time at which it was named last, by a client or because it shares a model with others.
-    """
-
-    pool: Pool
-    address: str
-    stack: contextlib.AsyncExitStack
-    used_s: float
-
-
-class PoolRegistry:
-    """The gateway's own pool, and the foreign pools of the directory: each is opened when a client first
-    names it, or at once if it shares a model with the own one; and closed when it is idle.
-    """
-
-    def __init__(self, own: Pool) -> None:
-        client = DirectoryClient.connect(own.settings, own.client.redis)
-        self.own = own
-        self.directory = DirectoryMonitor(client, own.settings)
-        self.clock = time.monotonic
-        self.chance = random.Random()
-        self.foreign: dict[str, OpenPool] = {}
-        self.locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-
-    def all(self) -> list[Pool]:
-        return [self.own, *(found.pool for found in self.foreign.values())]
-
-    # --- finding --------------------------------------------------------------------------------------------
-
-    async def find(self, model: str | None) -> Pool:
-        """The first pool that a request for `model` tries. Raises ApiError as `target` and `tried`."""
-        return (await self.tried(await self.target(model)))[0]
-
-    async def target(self, model: str | None, adapter_id: str | None = None) -> Target:
-        """What `resolve` finds, of an `adapter_id` of TGI's routes an adapter alone. Looks again before it
-        says that there is nothing. Raises ApiError: 404 `model_not_found`, 422 if there is no such adapter;
-        503 where the directory cannot be read.
-        """
-        if adapter_id is not None:
-            await self.own.find_adapter(adapter_id)
-            if not (target := self.resolve(adapter_id)).adapter:
-                raise invalid(f"`adapter_id`: there is no adapter {quoted(adapter_id)}", "adapter_id")
-            return target
-        if not self.resolve(model).pools:
-            await asyncio.gather(
-                self.directory.refresh_unless_fresh(), self.own.adapters.refresh_unless_fresh()
-            )
-        if not (target := self.resolve(model)).pools:
-            if self.directory.last_error:
-                raise unavailable(f"the directory of pools cannot be read: {self.directory.last_error}")
-            served = ", ".join(f"`{name}`" for name in self.served_names()[:NAMES_SHOWN])
-            raise model_not_found(f"The model `{cut(model or '')}` does not exist; served: {served}")
-        return target
-
-    async def tried(self, target: Target) -> list[Pool]:
-        """The pools that a request tries, in this order: one or two. Raises ApiError (503) while none of them
-        has a worker, and where the model's files cannot be read.
-        """
-        return [await self.named(name) for name in self.choose(target.pools)]
-
-    def resolve(self, name: str | None) -> Target:
-        """What a client means by a name, as far as this gateway knows now: an adapter, a pool, or a
-        model.
-        """
-        own, known = self.own.settings, self.directory.pools
-        holding = [own.pool] if self.own.adapters.find(name) else []
-        holding += [one for one, pool in known.items() if one != own.pool and name in pool.entry.adapters]
-        if name and holding:
-            return Target(holding, name, name)
-        is_own = not name or names_own(name, own)
-        model = own.model_name if is_own else name or ""
-        others = [other for other in known if other != own.pool and self.has_model(other, model)]
-        if name and name in (own.pool, *own.other_models, *known):
-            pools = [name]
-        elif not is_own and (full := [one for one in own.other_models if one.rpartition("/")[2] == model]):
-            pools = full[:1]
-        else:
-            pools = [own.pool, *others] if is_own or (own.any_model_name and not others) else others
-        return Target(pools, "", own.model_name if is_own or pools == [own.pool] else model)
-
-    def is_model(self, name: str) -> bool:
-        """Whether a client that names `name` means a model, or a pool."""
-        own, known = self.own.settings, self.directory.pools
-        is_pool = name in (*own.other_models, *known)
-        return is_pool or names_own(name, own) or any(self.has_model(pool, name) for pool in known)
-
-    def choose(self, names: Sequence[str]) -> list[str]:
-        """The pools that a request tries, of those that serve it, by queue depth. Pools that are not live are
-        left out as long as one is.
-        """
-        grades = {name: self.grade(name) for name in names}
-        best = [name for name in names if grades[name] == min(grades.values())]
-        if grades[best[0]] == Grade.AWAY:
-            return best[:1]
-        return pick_by_depth({name: self.depth(name) for name in best}, self.chance)
-
-    def has_model(self, name: str, model: str) -> bool:
-        return is_named(model, self.directory.pools[name].entry.models)
-
-    def grade(self, name: str) -> Grade:
-        """How far a pool can be used, as far as this gateway knows now."""
-        known, is_own = self.directory.pools.get(name), name == self.own.settings.pool
-        if not known.is_live if known else name not in self.own.settings.pools:
-            return Grade.AWAY
-        if not is_own and name not in self.foreign:
-            return Grade.CLOSED
-        pool = self.own if is_own else self.foreign[name].pool
-        return Grade.OPEN if pool.is_live else Grade.AWAY
-
-    def depth(self, name: str) -> float:
-        known = self.directory.pools.get(name)
-        return known.entry.depth if known else 0.0
-
-    def served_names(self) -> list[str]:
-        """The names of all models that live pools serve, of pools with another model than the own one, and of
-        the adapters of pools that are not open.
-        """
-        own = self.own.settings
-        names = [*(own.served_model_name or (own.model_id,)), *own.other_models]
-        for name, known in sorted(self.directory.pools.items()):
-            if name != own.pool and known.is_live:
-                is_other = not self.has_model(name, own.model_name)
-                names += [*known.entry.models, *([name] if is_other else [])]
-                names += [] if name in self.foreign else known.entry.adapters
-        return [*dict.fromkeys(names)]
-
-    # --- opening and closing --------------------------------------------------------------------------------
-
-    async def named(self, name: str) -> Pool:
-        """The pool `name`, opened if it has a live worker. Raises ApiError (503)."""
-        if name == self.own.settings.pool:
-            return self.own
-        if name not in self.foreign:
-            await self.open(name)
-        found = self.foreign[name]
-        found.used_s = self.clock()
-        return found.pool
-
-    async def open(self, name: str) -> None:
-        """Open a foreign pool, unless it is open. Raises ApiError (503)."""
-        entry = await self.find_entry(name)
-        async with self.locks[name]:
-            if name in self.foreign:
-                return
-            own = self.own.settings
-            try:
-                settings = foreign_settings(own, name, entry) if entry else own.of_pool(name)
-                tokenizer = await asyncio.to_thread(load_tokenizer, settings, self.own.tokenizer.budget)
-            except SettingError as error:
-                raise unavailable(f"pool {name}: {error}") from error
-            stack = contextlib.AsyncExitStack()
-            foreign = Pool(settings, self.own.gateway, tokenizer, self.own.keys)
-            pool = await stack.enter_async_context(foreign.running())
-            address = address_of(broker_url(settings))
-            log.info("pool %s is open: it serves %s, at the broker %s", name, settings.model_id, address)
-            known_address = entry.address if entry else address
-            self.foreign[name] = OpenPool(pool, known_address, stack, self.clock())
-
-    async def find_entry(self, name: str) -> PoolEntry | None:
-        """What the directory says of a live pool; None for a model of MODELS, which may not be there yet.
-        Raises ApiError (503).
-        """
-        if name in self.own.settings.other_models:
-            return None
-        if (known := self.directory.pools.get(name)) is None or not known.is_live:
-            await self.directory.refresh_unless_fresh()
-            known = self.directory.pools.get(name)
-        if known and not known.is_live and known.entry.num_loading:
-            raise unavailable(f"the worker of pool {cut(name)} still loads its model", LOADING_S)
-        if known is None or not known.is_live:
-            raise unavailable(f"the pool {cut(name)} has no worker")
-        return known.entry
-
-    async def run(self) -> None:
-        """Read the directory, open shared pools and close idle ones. Never returns."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.directory.run())
-            tasks.create_task(self.open_shared_forever())
-            while True:
-                await asyncio.sleep(CHECK_S)
-                await self.close_idle()
-
-    async def open_shared_forever(self) -> None:
-        failed: dict[str, str] = {}
-        while True:
-            await self.directory.is_new.wait()
-            self.directory.is_new.clear()
-            # live pools that requests for the own model may go to
-            own, pools = self.own.settings, self.directory.pools
-            others = [name for name, known in pools.items() if name != own.pool and known.is_live]
-            names = [name for name in others if self.has_model(name, own.model_name)]
-            results = await asyncio.gather(*map(self.named, names), return_exceptions=True)
-            for name, result in zip(names, results, strict=True):
-                cause = str(result) if isinstance(result, BaseException) else ""
-                if cause and cause != failed.get(name):
-                    log.warning("pool %s is not opened: %s", name, cause)
-                failed[name] = cause
-
-    async def close_idle(self) -> None:
-        """Close the foreign pools without live streams that nobody has named for IDLE_S, or that have moved
-        to another broker.
-        """
-        for name in list(self.foreign):
-            async with self.locks[name]:
-                # checked right before it closes: a client may name it while another pool closes
-                found, known = self.foreign[name], self.directory.pools.get(name)
-                has_moved = known is not None and known.entry.address != found.address
-                is_idle = has_moved or self.clock() - found.used_s > IDLE_S
-                if is_idle and not found.pool.relay.streams:
-                    log.info("pool %s is closed: nobody named it for %.0f s, or it has moved", name, IDLE_S)
-                    await self.foreign.pop(name).stack.aclose()
-
-    async def aclose(self) -> None:
-        """Close all foreign pools, and the directory, unless it is at the own pool's broker."""
-        for name in list(self.foreign):
-            async with self.locks[name]:
-                await self.foreign.pop(name).stack.aclose()
-        if self.directory.client.redis is not self.own.client.redis:
-            await self.directory.client.redis.aclose()
-
-
-def is_named(model: str, served: list[str] | tuple[str, ...]) -> bool:
-    """Whether `model` is one of a model's served names, or what follows the last slash of one. The bundled
-    model has its hub id, too.
-    """
-    names = (*served, *((model_files.BUNDLED_HUB_ID,) if model_files.BUNDLED in served else ()))
-    return any(model in (name, name.rpartition("/")[2]) for name in names)
-
-
-def names_own(model: str, settings: Settings) -> bool:
-    """Whether a client that names `model` means the gateway's own pool.
-
-    Its names are the model's served names, its MODEL_ID, and the pool's name. Clients of endpoints with one
-    model send a URL, or a placeholder.
-    """
-    is_any = model in PLACEHOLDERS or model.startswith(URL_SCHEMES)
-    return (
-        is_any or model == settings.pool or is_named(model, (*settings.served_model_name, settings.model_id))
-    )
-
-
-def foreign_settings(settings: Settings, name: str, entry: PoolEntry) -> Settings:
-    """Settings of a foreign pool: the gateway's own ones, with its broker, and the model that its workers
-    report. Its requests wait while its model sleeps. Raises SettingError.
-    """
-    changed = {
-        "redis_url": pool_url(settings, name, entry.address),
-        "served_model_name": (name, *entry.models),
-        "scale_to_zero": settings.scale_to_zero or entry.num_sleepers > 0,
-    }
-    found = settings.of_model(name, entry.model_id, entry.tokenizer_name or None)
-    return found.model_copy(update=changed)
-
-
-def check_key_adapter(key: ApiKey | None, adapter: str) -> None:
-    """Raises ApiError (403) if an API key may not use this adapter; an empty name is none."""
-    if key is not None and adapter and key.adapters and adapter not in key.adapters:
-        why = f"The API key {key.key_id} may not use the adapter `{adapter}`"
-        raise ApiError(403, "forbidden", why, "model")
-
-
-def check_key_model(key: ApiKey | None, settings: Settings, shown_name: str = "") -> None:
-    """Raises ApiError (403) if an API key may not use the model of a pool.
-
-    Args:
-        shown_name: by which the client has asked for it, if that is no name of the pool's own.
-    """
-    if key is None or not key.models or shown_name in key.models:
-        return
-    if not any(names_own(name, settings) for name in key.models):
-        why = f"The API key {key.key_id} may not use the model `{shown_name or settings.model_name}`"
-        raise ApiError(403, "forbidden", why, "model")
-
-
-def url_at(address: str, own_url: str) -> str:
-    """The URL by which a process that reaches `own_url` reaches the broker at `address`.
-
-    Raises ValueError where the password would leave a broker with TLS for one without.
-    """
-    if address == address_of(own_url):
-        return own_url
-    scheme, user, _, own_options = split(own_url)
-    their_scheme, _, place, options = split(address)
-    if user and scheme.startswith("rediss") and their_scheme in ("redis", "redis+sentinel"):
-        raise ValueError("it has no TLS, and REDIS_URL has: the password is not sent in clear")
-    if scheme == their_scheme:
-        options = {name: text for name, text in own_options.items() if name != DATABASE} | options
-    return join(their_scheme, user, place, options)
-
-
-def pool_url(settings: Settings, pool: str, address: str) -> str:
-    """The URL of another pool's broker. Raises SettingError if there is no safe way to reach it."""
-    if (given := settings.urls_of_pools.get(pool)) is not None:
-        return given
-    try:
-        return url_at(address, settings.redis_url or "")
-    except ValueError as error:
-        cause = f"must name the broker of pool {pool!r}: by the directory it is at {address}, and {error}"
-        raise SettingError("pool_urls", cause) from error

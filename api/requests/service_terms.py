@@ -20,7 +20,8 @@ from api.http.auth import key_of, sent_key
 from api.http.body import idempotency_key
 from api.http.openapi import header
 from api.requests.fields import RESUMES_S, TIERS, ServedFields
-from api.requests.pool import Pool, PoolRegistry
+from api.requests.pool import Pool
+from api.requests.registry import PoolRegistry
 from common.adapters import adapter_name
 from common.api_keys import ApiKey
 from common.broker.keys import RESULT_TTL_MS

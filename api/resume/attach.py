@@ -23,7 +23,8 @@ from api.errors import (
 )
 from api.http.auth import key_of
 from api.requests import request_scripts
-from api.requests.pool import Pool, PoolRegistry, pool_url
+from api.requests.pool import Pool
+from api.requests.registry import PoolRegistry, pool_url
 from api.requests.request_scripts import address
 from api.requests.service_terms import owner_of, pools_of
 from api.streams.relay import Filler, Sources, supersede

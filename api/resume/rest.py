@@ -103,7 +103,7 @@ class Rest:
             frames=self.frames,
             streams=self.streams,
             headers={},
-            release=self.pool.admission.release,
+            release=self.pool.release,
             reader=self.reader,
             num_seen=self.num_seen,
         )
@@ -232,7 +232,7 @@ class MergedStream(FeedResponse):
 
 def release(rest: Rest) -> None:
     for stream in rest.streams:
-        rest.pool.admission.release(stream, rest.reader, rest.answer.terms)
+        rest.pool.release(stream, rest.reader, rest.answer.terms)
 
 
 async def respond_with_rests(rests: Sequence[Rest]) -> MergedStream:

@@ -21,8 +21,8 @@ from redis.asyncio import Redis
 from api import errors
 from api.app import Gateway
 from api.errors import LOADING_S
-from api.requests import admission
-from api.requests.pool import IDLE_S
+from api.requests import pool as pool_module
+from api.requests.registry import IDLE_S
 from api.requests.service_terms import MAX_DEADLINE_MS
 from api.streams import relay as relay_module
 from common.broker.keys import Keys
@@ -274,7 +274,7 @@ def kill_all(admin: redis.Redis) -> None:
 
 @pytest.mark.slow
 async def test_503_while_the_broker_is_silent_or_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (admission, errors):
+    for module in (pool_module, errors):
         monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 0.2)
     with brokers.running() as broker:
         pid = redis.Redis.from_url(broker.url).info("server")["process_id"]  # type: ignore[index]
@@ -310,10 +310,10 @@ async def test_503_while_the_broker_is_silent_or_gone(monkeypatch: pytest.Monkey
 async def test_a_request_whose_turn_does_not_come_is_429_while_the_broker_answers_others(
     broker: Broker, monkeypatch: pytest.MonkeyPatch, num_answered: int, status: int
 ) -> None:
-    monkeypatch.setattr(admission, "CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(pool_module, "CONNECT_TIMEOUT_S", 0.2)
     async with answering(broker.url, Answer([11])) as (worker, gateway, client):
-        own = gateway.pool.admission
-        for _ in range(admission.MAX_COMMANDS):
+        own = gateway.pool
+        for _ in range(pool_module.MAX_COMMANDS):
             await own.admissions.acquire()
         waiting = asyncio.create_task(client.post("/generate", json=BODY))
         await wait_until(lambda: gateway.pool.relay.streams)
@@ -322,7 +322,7 @@ async def test_a_request_whose_turn_does_not_come_is_429_while_the_broker_answer
         assert response.status_code == status, response.text
         assert response.headers.get("retry-after") == ("1" if status == 429 else None)
         assert not worker.live
-        for _ in range(admission.MAX_COMMANDS):
+        for _ in range(pool_module.MAX_COMMANDS):
             own.admissions.release()
         await wait_until(lambda: not gateway.pool.relay.streams)
         await wait_until(lambda: answers(client))

@@ -32,7 +32,7 @@ async def test_a_cancel_is_retried_until_the_broker_accepts_it(broker: Broker) -
         await worker.redis.config_set("maxmemory", 1)
         try:
             task.cancel()
-            await wait_until(lambda: gateway.pool.admission.cleanups)
+            await wait_until(lambda: gateway.pool.cleanups)
         finally:
             await worker.redis.config_set("maxmemory", 0)
         await nothing_left(gateway, worker)

@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 from api.app import Gateway
 from api.errors import ApiError
 from api.http.auth import KeyRing
-from api.requests.admission import limit_headers
+from api.requests.pool import limit_headers
 from api.requests.request_scripts import LeftOfRates
 from common import api_keys
 from common.api_keys import ApiKey, IssuedKey, digest_of

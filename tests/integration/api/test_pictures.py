@@ -343,7 +343,7 @@ async def test_pictures_live_with_their_requests(broker: Broker, tmp_path: Path)
             task.cancel()
             await held_by(num_left, worker, digest)
         assert 0 < await left_ms(worker.redis, digest) <= LINGER_MS
-        await wait_until(lambda: not gateway.pool.admission.cleanups)
+        await wait_until(lambda: not gateway.pool.cleanups)
 
 
 async def held_by(number: int, worker: FakeWorker, digest: str) -> None:
@@ -391,7 +391,7 @@ async def test_a_picture_that_the_broker_loses_before_admission_is_asked_for_aga
             await worker.redis.delete(*(KEYS.picture(one.digest) for one in request.pictures))
             await hold(request)
 
-        gateway.pool.admission.pictures.hold = lose  # type: ignore[method-assign]
+        gateway.pool.pictures.hold = lose  # type: ignore[method-assign]
         answered: httpx.Response = await client.post(CHAT, json=body(png()))
         assert answered.status_code == 503
         assert "the broker has lost a picture of the request: send it again" in answered.text

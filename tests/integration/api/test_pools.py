@@ -15,7 +15,7 @@ import pytest
 from redis.asyncio import Redis
 
 from api.app import Gateway
-from api.requests.pool import Grade
+from api.requests.registry import Grade
 from benchmarks.client import HttpStatusError, Stream, stream
 from common.broker.heartbeat import Heartbeat
 from common.broker.keys import SLEEPER, Keys

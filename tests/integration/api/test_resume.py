@@ -18,7 +18,7 @@ from redis.asyncio import Redis
 
 from api.answers.answer import HttpAnswer
 from api.app import Gateway
-from api.requests import admission, request_scripts
+from api.requests import request_scripts
 from api.requests.request_scripts import cancel_request
 from api.streams import relay as relay_module
 from benchmarks.client import EventReader, StreamBroken
@@ -133,12 +133,12 @@ async def test_a_gateway_that_ends_waits_for_no_client(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The request goes on without it."""
-    monkeypatch.setattr(admission, "CLOSE_TIMEOUT_S", 10 * PATIENCE_S)
+    monkeypatch.setattr("api.requests.pool.CLOSE_TIMEOUT_S", 10 * PATIENCE_S)
     async with working(broker.url, TOKENIZER, lambda _: Answer(LONG.ids, ends=False)) as worker:
         async with asyncio.timeout(PATIENCE_S), serving(broker.url) as (gateway, client):
             await ready(gateway)
             await read_frames(client, "/generate_stream", BODY, 3)
-            await wait_until(lambda: gateway.pool.admission.waits)
+            await wait_until(lambda: gateway.pool.waits)
         assert len(worker.live) == 1
 
 
@@ -476,7 +476,7 @@ async def test_a_request_whose_client_has_left_is_offered_by_its_gateway(
             *range(1, len(numbered(first + rest)) + 1)
         ]
         assert numbered(rest)[-1][1] == "[DONE]"
-        await wait_until(lambda: not relay.streams and not gateway.pool.admission.waits)
+        await wait_until(lambda: not relay.streams and not gateway.pool.waits)
 
 
 # --- messages that are lost ---------------------------------------------------------------------------------

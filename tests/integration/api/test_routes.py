@@ -308,7 +308,7 @@ async def test_failures_have_the_form_of_the_api(
         if row in STREAMED:
             content = (await client.post(url(row), json=body_of(row, streamed=True))).content
             assert "forward failed" in str(check_stream(row, content)[-1])
-        monkeypatch.setattr(gateway.pool.admission, "check", lambda: 1 / 0)
+        monkeypatch.setattr(gateway.pool, "check_admission", lambda: 1 / 0)
         crashed = await client.post(url(row), json=body_of(row))
         assert (crashed.status_code, crashed.json()) == row.error(internal_error())
         assert crashed.headers["connection"] == "close"

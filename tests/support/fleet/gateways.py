@@ -82,7 +82,7 @@ async def ready(gateway: Gateway) -> None:
 
     async def serves() -> bool:
         with contextlib.suppress(Exception):
-            await gateway.pool.admission.check()
+            await gateway.pool.check_admission()
             return True
         return False
 
@@ -119,9 +119,7 @@ async def stream(client: httpx.AsyncClient, body: dict[str, Any]) -> bytes:
 
 async def nothing_left(gateway: Gateway, worker: FakeWorker) -> None:
     """Wait until no request is left in the gateway or in Redis."""
-    await wait_until(
-        lambda: not gateway.pool.relay.streams and not gateway.pool.admission.cleanups and not worker.live
-    )
+    await wait_until(lambda: not gateway.pool.relay.streams and not gateway.pool.cleanups and not worker.live)
     assert not gateway.pool.relay.filler.doubtful
     names = [key.decode() for key in await worker.redis.keys("*")]
     kinds = {name.split(":")[2] for name in names if not name.startswith(Keys.usage)}

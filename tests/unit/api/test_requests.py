@@ -42,7 +42,7 @@ from api.requests.chat_prompt import (
 )
 from api.requests.fields import Listed, Strict, Whole, ranges_of
 from api.requests.monitors import SILENT_S, BatcherMonitor
-from api.requests.pool import merge, pick_by_depth
+from api.requests.registry import merge, pick_by_depth
 from api.requests.validate import (
     DRAW_ONLY,
     GenerationParams,

@@ -22,7 +22,7 @@ from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
 from redis.exceptions import BusyLoadingError, ConnectionError, ResponseError
 
-from api.requests.pool import pool_url, url_at
+from api.requests.registry import pool_url, url_at
 from common.broker import client as access
 from common.broker.client import ERRORS, FailureLog, FastConnection, SerialClient, connect
 from common.broker.directory import SILENT_S, TTL_S, DirectoryClient, PoolEntry, address_of

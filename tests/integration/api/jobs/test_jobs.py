@@ -5,7 +5,6 @@ gateways died, or the broker lost its last writes.
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from api.jobs.arq_worker import ArqClient
 from api.jobs.consumer import submit_lost
 from api.jobs.job import read_job
 from api.protocols.protocol import Context
-from api.requests.validate import GenerationParams
 from common.broker.client import connect
 from common.broker.pool_client import PoolClient
 from common.settings.settings import Settings
@@ -361,7 +359,7 @@ async def test_a_job_that_ended_two_gateways_is_failed_by_name(
     """Gateways that stop in order while they validate it do not count."""
     validating, ask = asyncio.Event(), Context.ask
 
-    async def ask_or_hang(context: Context, prompts: Sequence[GenerationParams]) -> Any:
+    async def ask_or_hang(context: Context, prompts: Any) -> Any:
         if context.pool.gateway == "last":
             return await ask(context, prompts)
         validating.set()
