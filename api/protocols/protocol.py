@@ -186,7 +186,6 @@ class Protocol(NamedTuple):
         whole: the shape of a whole answer; None for a route that only streams.
         events: the content of a stream, as of `event_stream`.
         parameters: of the path.
-        shown_body: the body as /docs has it, where that is another.
         span: TGI's name of its spans, and `operation` that of GenAI.
         streams: whether it answers in frames; None where the body's `stream` says so.
         by_field: other rows, by the field that a body for them has.
@@ -213,7 +212,6 @@ class Protocol(NamedTuple):
     whole: Any = None
     events: Mapping[str, Any] = {}
     parameters: Sequence[Mapping[str, Any]] = ()
-    shown_body: type[Strict] | None = None
     span: str = "generate"
     operation: str = "text_completion"
     aliases: Sequence[str] = ()
@@ -232,7 +230,7 @@ class Protocol(NamedTuple):
     def docs(self) -> dict[str, Any]:
         """What /docs says of it, for FastAPI."""
         content = {**(json_answer(self.whole) if self.whole else {}), **self.events}
-        body = json_body(self.shown_body or self.body, dict(self.example))
+        body = json_body(self.body, dict(self.example))
         conflict = {**self.errors[503], "description": KEY_REUSED}
         return {
             "tags": [self.tag],

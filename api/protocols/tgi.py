@@ -9,10 +9,10 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, SkipValidation
 from starlette.responses import Response
 
 from api.answers.answer import Rendering
@@ -499,41 +499,20 @@ async def info(request: Request) -> Response:
 
 
 PREDICTIONS = Shape("Predictions", {"predictions": [" Paris."]})
-INSTANCE_BYTES = 1000
-"""Validating an instance takes about as long as reading this many bytes."""
 VERTEX_EXAMPLE = {"instances": [{"inputs": "The capital of France is", "parameters": {"max_new_tokens": 20}}]}
-Instance = GenerateRequest | ChatRequest
-
-
-def kind_of(instance: Any) -> str:
-    return "chat" if isinstance(instance, Mapping) and "messages" in instance else "prompt"
 
 
 class VertexRequest(Strict):
-    """The body of /vertex."""
+    """The body of /vertex."""  # its instances are read one by one, once their number is checked
 
-    instances: Listed[
-        Annotated[
-            Annotated[GenerateRequest, Tag("prompt")] | Annotated[ChatRequest, Tag("chat")],
-            Discriminator(kind_of),
-        ]
-    ] = Field(
+    instances: list[SkipValidation[GenerateRequest | ChatRequest]] = Field(
         description="Each is a body of `/generate`, or of `/v1/chat/completions`.",
         json_schema_extra={"minItems": 1},
     )
     webhook: WebhookField | None = None
 
 
-class UninspectedInstances(Strict):
-    """The body before its instances are validated: their number is checked first, because validating a
-    hundred thousand of them takes a second.
-    """
-
-    instances: list[Any]
-    webhook: WebhookField | None = None
-
-
-async def read_vertex(body: UninspectedInstances, context: Context) -> Asked:
+async def read_vertex(body: VertexRequest, context: Context) -> Asked:
     """What the instances ask for. Prompts are sampled, unless `do_sample` is false, as in TGI. Raises
     ApiError.
     """
@@ -542,10 +521,8 @@ async def read_vertex(body: UninspectedInstances, context: Context) -> Asked:
     number, most = len(body.instances), context.pool.workers.limits.max_client_batch_size
     if not 0 < number <= most:
         raise invalid(f"`instances` must have 1 to {most} items. Given: {number}", "instances")
-    data = to_json({"instances": body.instances})
-    parsed = await offload(INSTANCE_BYTES * number, lambda: parse_body(VertexRequest, data))
     prompts, pace = [], Pace()
-    for i, one in enumerate(parsed.instances):
+    for i, one in enumerate(body.instances):
         prompts.append(await read_instance(request, context.pool, one, i))
         await pace.step()
     return await context.ask(prompts)
@@ -558,30 +535,42 @@ class PredictionsRenderer(Renderer):
         return body, sum(output.num_tokens for output in outputs)
 
 
-async def read_instance(request: Request, pool: Pool, instance: Instance, i: int) -> GenerationParams:
+async def read_instance(request: Request, pool: Pool, given: Any, i: int) -> GenerationParams:
     """The parameters of one instance. Raises ApiError that names the instance."""
-    where = f"instances[{i}]"
+    where, data = f"instances[{i}]", to_json(given)
+    is_chat = isinstance(given, Mapping) and "messages" in given
+    kind: Any = ChatRequest if is_chat else GenerateRequest
     try:
+        instance: ChatRequest | GenerateRequest = await offload(len(data), lambda: parse_body(kind, data))
         instance.check()
         read_terms(request, "", False, instance.resume_s, instance.detached)  # refuses both fields
-        if instance.webhook is not None:
-            raise invalid("`webhook` stands beside `instances`: one event tells the end of all", "webhook")
+        pools = pools_of(request)
+        named = (instance.model, None) if isinstance(instance, ChatRequest) else (None, instance.adapter_id)
+        target = await pools.target(*named)
+        adapter = await pool.adapter_of(target, key_of(request))
+        one_event = "`webhook` stands beside `instances`: one event tells the end of all"
+        not_own = f"`model` must be this fleet's own. Given: {quoted(target.shown)}"
+        refuse(
+            (instance.webhook, one_event, "webhook"),
+            (
+                is_chat and given.get("stream"),
+                "`stream` must be false: the answer has all predictions",
+                "stream",
+            ),
+            (pools.own.settings.pool not in target.pools, not_own, "model"),
+        )
         if isinstance(instance, ChatRequest):
-            params, num_texts = await read_messages(request, pool, instance), instance.n or 1
+            params, num_texts = await read_chat(instance, pool), instance.n or 1
         else:
             parameters = instance.parameters or GenerateParameters()
             params = parameters.of_prompt(instance.inputs, streamed=False, full_text=False)
             if not params.beams:
                 params = replace(params, do_sample=parameters.do_sample is not False)
             num_texts = params.n
-        named = (instance.model, None) if isinstance(instance, ChatRequest) else (None, instance.adapter_id)
-        adapter = await pool.adapter_of(await pools_of(request).target(*named), key_of(request))
         check_no_logits(params)
-        if num_texts > 1:
-            name = params.name("n")
-            raise invalid(
-                f"`{name}` must be 1: each instance has one prediction. Given: {quoted(num_texts)}", name
-            )
+        name = params.name("n")
+        given_n = f"Given: {quoted(num_texts)}"
+        refuse((num_texts > 1, f"`{name}` must be 1: each instance has one prediction. {given_n}", name))
     except ApiError as error:
         text = f"`{where}`: {error.text}"
         raise ApiError(error.status, error.error_type, text, where, error.code) from error
@@ -589,22 +578,11 @@ async def read_instance(request: Request, pool: Pool, instance: Instance, i: int
     return replace(params, beams=beams, adapter=adapter)
 
 
-async def read_messages(request: Request, pool: Pool, chat: ChatRequest) -> GenerationParams:
-    if chat.stream:
-        raise invalid("`stream` must be false: the answer has all predictions", "stream")
-    pools = pools_of(request)
-    if pools.own.settings.pool not in pools.resolve(chat.model).pools:
-        await pools.find(chat.model)  # raises, if there is no such model
-        raise invalid(f"`model` must be this fleet's own. Given: {quoted(chat.model)}", "model")
-    return await read_chat(chat, pool)
-
-
 VERTEX = Protocol(
     path="/vertex",
     name="vertex",
     span="vertex_compatibility",
-    body=UninspectedInstances,
-    shown_body=VertexRequest,
+    body=VertexRequest,
     read=read_vertex,
     renderer=PredictionsRenderer,
     error=tgi,
