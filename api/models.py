@@ -224,7 +224,8 @@ async def shown_prompt(params: GenerationParams, pool: Pool) -> Rendered:
     limits = pool.workers.limits
     check(params, limits, pool.tokenizer)
     params, _ = await show_pictures(params, limits, pool.pictures)
-    return Rendered(params.text or "", params.guarded)
+    assert params.prompt is not None
+    return params.prompt
 
 
 async def respond_with_ids(

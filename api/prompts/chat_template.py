@@ -44,18 +44,18 @@ PRIVATE = range(0x100000, 0x10FFFE)
 """Private-use characters."""
 
 
-class Guarded(NamedTuple):
-    """A prompt's text with guards: a control text with a `guard` inside is a client's."""
-
-    text: str
-    guard: str
-
-
 class Rendered(NamedTuple):
-    """A rendered prompt; `guarded` is None if the client wrote no control text."""
+    """A prompt's text, with guards: a control text with a `guard` inside is a client's. Without a `guard` the
+    client wrote none.
+    """
 
-    text: str
-    guarded: Guarded | None = None
+    guarded: str
+    guard: str = ""
+
+    @property
+    def text(self) -> str:
+        """Without guards."""
+        return self.guarded.replace(self.guard, "") if self.guard else self.guarded
 
 
 class ControlTexts:
@@ -160,8 +160,7 @@ def rendered_text(text: str, guard: str | None) -> Rendered:
     """The prompt that a template made of guarded texts; it may have escaped guards as JSON and Python do."""
     if guard is None:
         return Rendered(text)
-    guarded = text.replace(escaped(guard), guard)
-    return Rendered(guarded.replace(guard, ""), Guarded(guarded, guard))
+    return Rendered(text.replace(escaped(guard), guard), guard)
 
 
 def escaped(guard: str) -> str:
@@ -188,16 +187,16 @@ class PlainCopy:
         source = json.loads(original.to_str())
         self.tokenizer = Tokenizer.from_str(json.dumps(renamed(source, by_text, original)))
 
-    def encode(self, prompt: Guarded, add_special_tokens: bool) -> Encoding:
+    def encode(self, prompt: Rendered, add_special_tokens: bool) -> Encoding:
         """The prompt's encoding; offsets are those of its text without guards. Raises ApiError."""
         text = self.aliased(prompt)
         return self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
-    def aliased(self, prompt: Guarded) -> str:
+    def aliased(self, prompt: Rendered) -> str:
         """The prompt's text without guards, and with aliases in place of the template's control tokens.
         Raises ApiError.
         """
-        parts = prompt.text.split(prompt.guard)
+        parts = prompt.guarded.split(prompt.guard)
         text, guards = "".join(parts), [*accumulate(map(len, parts))][:-1]
         if any(alias in text for alias in self.aliases.values()):
             raise invalid("`messages` has private-use characters that are reserved here", "messages")

@@ -17,7 +17,7 @@ import httpcore
 
 from api.errors import ApiError, asking_broker, invalid, overloaded, quoted
 from api.outbound import DEFAULT_PORTS, PublicHosts, TargetUrl, UrlError, is_address, is_allowed, read_url
-from api.prompts.chat_template import Guarded, Rendered
+from api.prompts.chat_template import Rendered
 from api.prompts.picture_layouts import PictureLayout, expanded, placed
 from common.broker.keys import Keys
 from common.broker.lua import Args, ScriptCall, call_script
@@ -356,10 +356,10 @@ class PicturePrompts:
             raise invalid(f"`{first}` is a picture: this model takes text only", first)
         loaded = await self.load(sources, layout)
         try:
-            shown = with_texts(prompt, layout.marker, [one.text for one in loaded])
+            text = expanded(prompt.guarded, layout.marker, [one.text for one in loaded])
         except PictureError as error:
             raise invalid(f"`{field}`: {error}", field) from error
-        return ShownPictures(shown, loaded, layout, field)
+        return ShownPictures(prompt._replace(guarded=text), loaded, layout, field)
 
     def inline(self, text: str, field: str) -> tuple[str, list[PictureSource]]:
         """A text with markers in place of TGI's `![](URL)`, and these pictures. For a model that sees none
@@ -444,11 +444,3 @@ class PicturePrompts:
     async def let_go(self, request: Generate) -> None:
         """A request with pictures has ended. Raises what the broker raises."""
         await self.client.run(let_go_pictures(self.client.keys, request.request_id, digests_of(request)))
-
-
-def with_texts(prompt: Rendered, marker: str, texts: Sequence[str]) -> Rendered:
-    """A prompt with pictures' texts in place of markers; what a client wrote is none. Raises PictureError."""
-    if prompt.guarded is None:
-        return Rendered(expanded(prompt.text, marker, texts))
-    guarded = Guarded(expanded(prompt.guarded.text, marker, texts), prompt.guarded.guard)
-    return Rendered(guarded.text.replace(guarded.guard, ""), guarded)

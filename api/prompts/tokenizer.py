@@ -318,7 +318,7 @@ class ModelTokenizer:
         """The result of work that tokenizes a prompt, or its exception; a long prompt's runs in a thread when
         the budget has room for it.
         """
-        if prompt.guarded is not None:
+        if prompt.guard:
             await asyncio.to_thread(self.plain)
         return await self.budget.run(utf8_size(prompt.text), work)
 
@@ -327,9 +327,9 @@ class ModelTokenizer:
         return await self.run(prompt, lambda: self.encode_rendered(prompt, add_special_tokens))
 
     def encode_rendered(self, prompt: Rendered, add_special_tokens: bool) -> list[int]:
-        if prompt.guarded is None:
+        if not prompt.guard:
             return self.encode(prompt.text, add_special_tokens)
-        ids: list[int] = self.plain().encode(prompt.guarded, add_special_tokens).ids
+        ids: list[int] = self.plain().encode(prompt, add_special_tokens).ids
         return ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -343,10 +343,10 @@ class ModelTokenizer:
         """(id, start, end) of a prompt's tokens, in characters of the text. Tokens that share a character all
         span it; added special tokens span nothing. Raises ApiError.
         """
-        if prompt.guarded is None:
+        if not prompt.guard:
             encoded = self.backend.encode_batch([prompt.text], add_special_tokens=add_special_tokens)[0]
         else:
-            encoded = self.plain().encode(prompt.guarded, add_special_tokens)
+            encoded = self.plain().encode(prompt, add_special_tokens)
         for index, token_id in enumerate(encoded.ids):
             # one by one: a list of all offsets would be larger than the encoding
             start, end = encoded.token_to_chars(index) or (0, 0)

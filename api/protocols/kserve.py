@@ -121,7 +121,7 @@ def params_of(text: str, name: str, parameters: KServeParameters, streamed: bool
     for own, alias in used.items():
         if getattr(parameters, own) is not None:
             raise invalid(f"`{alias}` means the same as `{own}`, which is given, too", alias)
-    full_text, names = parameters.wants_full_text, TGI_NAMES | used | {"text": name}
+    full_text, names = parameters.wants_full_text, TGI_NAMES | used | {"prompt": name}
     params = parameters.of_prompt(text, streamed, full_text, names)
     check_no_logits(params)
     if params.beams is None:

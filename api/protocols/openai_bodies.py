@@ -374,8 +374,8 @@ NAMES = {
     "truncate": "truncate_prompt_tokens",
 }
 """`GenerationParams` → the names of the fields of both routes, where they differ."""
-CHAT_NAMES = {**NAMES, "text": "messages", "top_n_tokens": "top_logprobs"}
-PROMPT_NAMES = {**NAMES, "text": "prompt", "prompt_ids": "prompt", "top_n_tokens": "logprobs"}
+CHAT_NAMES = {**NAMES, "prompt": "messages", "top_n_tokens": "top_logprobs"}
+PROMPT_NAMES = {**NAMES, "prompt_ids": "prompt", "top_n_tokens": "logprobs"}
 CHARS_OF_MESSAGE = 40
 """Rendering one message takes about as long as tokenizing this number of characters."""
 PROMPT_END_CHARS = 200
@@ -433,7 +433,7 @@ async def read_other(
         read = await read_chat(chat, pool, grammar)
     except ApiError as error:
         raise renamed(error, fields) from error
-    pictures = [replace(one, field=names["text"]) for one in read.pictures]
+    pictures = [replace(one, field=names["prompt"]) for one in read.pictures]
     return replace(read, names=names, pictures=pictures)
 
 
@@ -531,8 +531,7 @@ def from_chat(body: ChatRequest, prompt: Rendered) -> GenerationParams:
     return common_params(
         body,
         CHAT_NAMES if newer is None else CHAT_NAMES | {"max_new_tokens": "max_completion_tokens"},
-        text=prompt.text,
-        guarded=prompt.guarded,
+        prompt=prompt,
         pictures=picture_sources(body.messages),
         add_special_tokens=bool(body.add_special_tokens),
         prompt_logprobs=body.rendering.prompt_tops,
@@ -559,7 +558,7 @@ def from_completion(body: CompletionRequest, prompts: TextsOrIds) -> list[Genera
     params = common_params(
         body,
         PROMPT_NAMES,
-        text=None,
+        prompt=None,
         prompt_ids=None,
         prompt_logprobs=max((number for number in tops if number is not None), default=None),
         grammar=grammar,
@@ -569,7 +568,9 @@ def from_completion(body: CompletionRequest, prompts: TextsOrIds) -> list[Genera
     if body.shows_prompt_only:
         params = replace(params, stopping=replace(params.stopping, max_new_tokens=1))
     return [
-        replace(params, text=prompt) if isinstance(prompt, str) else replace(params, prompt_ids=prompt)
+        replace(params, prompt=Rendered(prompt))
+        if isinstance(prompt, str)
+        else replace(params, prompt_ids=prompt)
         for prompt in prompts
     ]
 

@@ -275,7 +275,7 @@ async def encode(
     texts = [one.text, *([] if one.pair is None else [one.pair])]
     texts = [text.lower() for text in texts] if pooling.lowers else texts
     backend = pool.tokenizer.backend
-    whole = Rendered("".join(texts), None)  # says only how much work it is
+    whole = Rendered("".join(texts))  # says only how much work it is
     return await pool.tokenizer.run(whole, lambda: encode_texts(backend, texts, body, cut_to))
 
 

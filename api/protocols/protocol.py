@@ -114,7 +114,7 @@ class Context(NamedTuple):
             name = prompts[0].name("n")
             words = f"asks for {number} choices of all prompts: MAX_CONCURRENT_REQUESTS is {most}"
             raise invalid(f"`{name}` {words}", name)
-        num_chars = sum(len(one.text or "") for one in prompts)
+        num_chars = sum(len(one.prompt.text) for one in prompts if one.prompt)
         return Asked(requests, prefixes, prompts[0].rendering, num_chars, **own)
 
     def describe(
@@ -147,8 +147,8 @@ def shown_prefix(params: GenerationParams, request: Generate, tokenizer: ModelTo
     """The text that the choices of a prompt begin with."""
     if params.prefix is not None:
         return params.prefix
-    if params.text is not None and params.truncate != request.num_prompt:
-        return params.text
+    if params.prompt is not None and params.truncate != request.num_prompt:
+        return params.prompt.text
     return str(tokenizer.backend.decode(unpack_ids(request.prompt_ids), skip_special_tokens=False))
 
 

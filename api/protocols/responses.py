@@ -347,7 +347,7 @@ def chat_content(content: str | Sequence[Mapping[str, Any]]) -> str | list[dict[
 
 
 PREVIOUS = "previous_response_id"
-RESPONSE_NAMES = {**CHAT_NAMES, "text": "input", "max_new_tokens": "max_output_tokens"}
+RESPONSE_NAMES = {**CHAT_NAMES, "prompt": "input", "max_new_tokens": "max_output_tokens"}
 """`GenerationParams` → the names of the fields of a response, where they differ."""
 FIELD_OF_CHAT = {
     r"messages.*": "input",

@@ -35,6 +35,7 @@ from api.http.openapi import (
 )
 from api.http.sse import Feed
 from api.json import json_response, to_json
+from api.prompts.chat_template import Rendered
 from api.protocols.openai import CHAT_COMPLETIONS, COMPLETIONS, Choice, ChunkFeed, ChunkRenderer
 from api.protocols.openai_bodies import OPENAI_FIELDS, ChatRequest, read_chat
 from api.protocols.protocol import Asked, Context, Protocol, Renderer, WholeBody
@@ -132,7 +133,7 @@ INFO = Shape(
 )
 
 TGI_NAMES = {
-    "text": "inputs",
+    "prompt": "inputs",
     "stop_ids": "stop_token_ids",
     "relative_frequency_penalty": "frequency_penalty",
     "frequency_penalty": "",
@@ -212,7 +213,7 @@ class GenerateParameters(BeamFields):
         )
         return self.generation_params(
             names,
-            text=text,
+            prompt=Rendered(text),
             has_inline_pictures=True,
             grammar=read_tgi_grammar(self.grammar) if self.grammar else None,
             n=number,

@@ -14,7 +14,7 @@ from api.answers.answer import Rendering
 from api.errors import ApiError, invalid, quoted, refuse, too_long, unavailable
 from api.event_loop import offload
 from api.grammar.compile import CompiledGrammar, Grammar, compile_grammar
-from api.prompts.chat_template import Guarded, Rendered
+from api.prompts.chat_template import Rendered
 from api.prompts.pictures import PicturePrompts, PictureSource, ShownPictures
 from api.prompts.tokenizer import ModelTokenizer
 from common import tracing
@@ -90,11 +90,10 @@ class GenerationParams:
     `watermark` (whose strength is the fleet's).
 
     Attributes:
-        text, prompt_ids: the prompt; one of the two is given.
-        guarded: `text` with guards, where a client wrote control tokens' texts into messages.
-        pictures: those for which `text` has markers, in their order.
-        has_inline_pictures: whether `![](URL)` in `text` is a picture.
-        add_special_tokens: whether `text` gets the special tokens that the model expects around a prompt; a
+        prompt, prompt_ids: the prompt, as text or as ids; one of the two is given.
+        pictures: those for which `prompt` has markers, in their order.
+        has_inline_pictures: whether `![](URL)` in `prompt` is a picture.
+        add_special_tokens: whether `prompt` gets the special tokens that the model expects around a prompt; a
             chat template adds them itself.
         truncate: only the last tokens of the prompt are used, this many; TO_FIT: as many as fit.
         cuts_to_room: a `max_new_tokens` beyond the model's context means all that is left of it.
@@ -119,8 +118,7 @@ class GenerationParams:
         names: a parameter's name here → its name in this API, where that is another one.
     """
 
-    text: str | None = None
-    guarded: Guarded | None = None
+    prompt: Rendered | None = None
     pictures: Sequence[PictureSource] = ()
     has_inline_pictures: bool = False
     prompt_ids: list[int] | None = None
@@ -245,13 +243,14 @@ async def show_pictures(
     """The parameters with the placeholders of pictures in the text, and the pictures; None for a prompt
     without any. Raises ApiError.
     """
-    text, sources, field = params.text or "", params.pictures, params.name("text")
-    if params.has_inline_pictures:
-        text, sources = pictures.inline(text, field)
-    if not sources:
+    prompt, sources, field = params.prompt, params.pictures, params.name("prompt")
+    if prompt is not None and params.has_inline_pictures:
+        text, sources = pictures.inline(prompt.text, field)
+        prompt = Rendered(text)
+    if prompt is None or not sources:
         return params, None
-    shown = await pictures.show(Rendered(text, params.guarded), sources, field, limits.pictures)
-    return replace(params, text=shown.prompt.text, guarded=shown.prompt.guarded), shown
+    shown = await pictures.show(prompt, sources, field, limits.pictures)
+    return replace(params, prompt=shown.prompt), shown
 
 
 async def make_requests(
@@ -383,19 +382,19 @@ def with_truncate(params: GenerationParams, limits: Limits) -> GenerationParams:
 
 async def encode_prompt(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> list[int]:
     """The prompt's token ids; the last `truncate` ones where that is given. Raises ApiError."""
-    field = "text" if params.prompt_ids is None else "prompt_ids"
+    field = "prompt" if params.prompt_ids is None else "prompt_ids"
     if params.truncate is not None and params.truncate > limits.max_input_tokens:
         raise invalid_field(
             params, "truncate", f"must be at most {limits.max_input_tokens}. Given: {quoted(params.truncate)}"
         )
     if params.prompt_ids is not None:
         ids = params.prompt_ids
-    elif params.text:
+    elif params.prompt is not None and params.prompt.guarded:
         if params.truncate is None and tokenizer.bound is not None:  # one that cannot fit is not tokenized
-            num_tokens = tokenizer.bound.least_tokens(params.text)
+            num_tokens = tokenizer.bound.least_tokens(params.prompt.text)
             if num_tokens > limits.max_input_tokens:
-                raise too_many_tokens(params, "text", f"at least {num_tokens}", limits)
-        ids = await tokenizer.encode_prompt(Rendered(params.text, params.guarded), params.add_special_tokens)
+                raise too_many_tokens(params, field, f"at least {num_tokens}", limits)
+        ids = await tokenizer.encode_prompt(params.prompt, params.add_special_tokens)
     else:
         raise invalid_field(params, field, "cannot be empty")
     ids = ids[-(params.truncate or 0) :]
@@ -426,7 +425,7 @@ def max_new_tokens(params: GenerationParams, num_prompt_tokens: int, limits: Lim
         most = max(1, room)
     if most > room:
         name = params.name("max_new_tokens")
-        prompt_name = params.name("text" if params.prompt_ids is None else "prompt_ids")
+        prompt_name = params.name("prompt" if params.prompt_ids is None else "prompt_ids")
         raise too_long(
             f"`{prompt_name}` tokens + `{name}` must be at most {limits.max_total_tokens}. "
             f"Given: {num_prompt_tokens} `{prompt_name}` tokens and {quoted(most)} `{name}`",

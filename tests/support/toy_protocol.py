@@ -3,6 +3,7 @@
 from api.errors import tgi
 from api.http.openapi import TGI, TGI_ERRORS, ErrorResponse, Shape, event_stream
 from api.json import to_json
+from api.prompts.chat_template import Rendered
 from api.protocols.openai import Choice, ChunkRenderer
 from api.protocols.protocol import Asked, Context, Protocol, WholeBody
 from api.requests.fields import Strict
@@ -20,7 +21,7 @@ class ToyRequest(Strict):
 
 
 async def read(body: ToyRequest, context: Context) -> Asked:
-    params = GenerationParams(text=body.ask, stopping=StoppingParams(), sampling=SamplingParams())
+    params = GenerationParams(prompt=Rendered(body.ask), stopping=StoppingParams(), sampling=SamplingParams())
     return await context.ask([params])
 
 

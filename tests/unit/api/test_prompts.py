@@ -24,8 +24,8 @@ from api.prompts.chat_template import (
     GUARDS,
     ChatTemplate,
     ControlTexts,
-    Guarded,
     PlainCopy,
+    Rendered,
     control_texts,
     rendered_text,
 )
@@ -259,7 +259,7 @@ def texts(template: ChatTemplate, contents: list[str], controls: ControlTexts = 
     found = rendered_text(
         template.render(controls.guarded(messages, guard) if guard else messages, False, {}), guard
     )
-    return found.text, found.guarded.text if found.guarded else found.text
+    return found.text, found.guarded
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -357,7 +357,7 @@ ORDINARY = (
 
 
 def ids(name: str, guarded: str, add_special_tokens: bool = False) -> list[int]:
-    found: list[int] = COPIES[name].encode(Guarded(guarded, GUARD), add_special_tokens).ids
+    found: list[int] = COPIES[name].encode(Rendered(guarded, GUARD), add_special_tokens).ids
     return found
 
 
@@ -391,7 +391,7 @@ def test_a_client_s_control_text_is_text_and_the_template_s_stays_a_token(
 def test_a_client_cannot_write_an_alias() -> None:
     copy = COPIES["bundled"]
     with pytest.raises(ApiError, match="private-use"):
-        copy.aliased(Guarded(f"a{copy.aliases[IM_END]}", GUARD))
+        copy.aliased(Rendered(f"a{copy.aliases[IM_END]}", GUARD))
     assert len({*copy.aliases.values()}) == len(copy.aliases) == 17
 
 

@@ -21,7 +21,7 @@ from api.grammar.check import byte_tokenizer
 from api.grammar.compile import CompiledGrammar, Grammar
 from api.http.body import parse_body
 from api.http.openapi import json_schema
-from api.prompts.chat_template import ChatTemplate, ControlTexts
+from api.prompts.chat_template import ChatTemplate, ControlTexts, Rendered
 from api.prompts.pictures import PicturePrompts
 from api.protocols.kserve import KServeParameters
 from api.protocols.table import PROTOCOLS
@@ -346,7 +346,7 @@ async def test_an_object_with_the_properties_of_a_call_is_none(form: str) -> Non
 
 
 def generation_params(**params: Any) -> GenerationParams:
-    """Make parameters of the prompt `text`."""
+    """Make parameters of the prompt `a`."""
     own, stopping, sampling = (
         {field.name: params.pop(field.name) for field in dataclasses.fields(cls) if field.name in params}
         for cls in (GenerationParams, StoppingParams, SamplingParams)
@@ -355,7 +355,7 @@ def generation_params(**params: Any) -> GenerationParams:
     return GenerationParams(
         stopping=StoppingParams(**stopping),
         sampling=SamplingParams(**{"temperature": 1.0} | sampling),
-        **{"text": "a"} | own,
+        **{"prompt": Rendered("a")} | own,
     )
 
 
@@ -522,10 +522,10 @@ async def test_requests_of_one_prompt_differ_only_in_their_choice() -> None:
 
 async def test_a_prompt_of_an_encoder_decoder_model_ends_with_what_starts_the_decoder() -> None:
     tokenizer = replace(model_tokenizer(), starting_ids=(0, 7))
-    [one] = await validated(tokenizer, text=None, prompt_ids=[1, 2, 3], truncate=2)
+    [one] = await validated(tokenizer, prompt=None, prompt_ids=[1, 2, 3], truncate=2)
     assert one.prompt_ids == pack_ids([2, 3, 0, 7]) and one.stopping.max_new_tokens == 96
     with pytest.raises(ApiError, match=r"must have at most 99 tokens\. Given: 100"):
-        await validated(tokenizer, text=None, prompt_ids=[1] * 98)
+        await validated(tokenizer, prompt=None, prompt_ids=[1] * 98)
     for fields in ({"prompt_logprobs": 0}, {"return_context_logits": True}):
         with pytest.raises(ApiError, match="is not served with an encoder-decoder model"):
             await validated(tokenizer, **fields)
