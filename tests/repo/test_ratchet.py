@@ -13,12 +13,12 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (13_818, 27_063),
+    "api": (13_736, 26_893),
     "batcher": (2_786, 4_798),
     "gpu_worker": (11_401, 21_859),
     "common": (3_756, 7_489),
     "deploy": (2_509, 4_407),
-    "tests": (32_164, 56_405),
+    "tests": (32_164, 56_402),
     "benchmarks": (2_202, 3_748),
 }
 MOST_WORDS_OF_DOCS = 21_827
