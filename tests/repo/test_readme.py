@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -71,11 +71,16 @@ def table_of_tgi() -> str:
     return "\n".join(lines)
 
 
-def test_the_table_of_settings_is_the_settings() -> None:
-    page = (ROOT / "docs/settings.md").read_text()
-    found = re.search(r"<!-- settings -->\n(.*)\n<!-- /settings -->", page, re.DOTALL)
+@pytest.mark.parametrize(
+    ("page", "mark", "table"),
+    [("docs/settings.md", "settings", tables), ("docs/from-tgi.md", "options", table_of_tgi)],
+)
+def test_a_table_of_options_is_what_the_command_line_knows(
+    page: str, mark: str, table: Callable[[], str]
+) -> None:
+    found = re.search(rf"<!-- {mark} -->\n(.*)\n<!-- /{mark} -->", (ROOT / page).read_text(), re.DOTALL)
     assert found is not None
-    assert found[1] == tables(), f"docs/settings.md should say:\n{tables()}"
+    assert found[1] == table(), f"{page} should say:\n{table()}"
 
 
 def test_every_flag_mentioned_exists() -> None:
@@ -84,13 +89,6 @@ def test_every_flag_mentioned_exists() -> None:
     named = set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", "\n".join(texts)))
     of_tools = FLAGS_OF_OTHERS | FLAGS_OF_CONTAINERS | FLAGS_OF_KUBERNETES
     assert named - ours - of_tools - FLAGS_OF_COMMANDS == {"acl"}
-
-
-def test_the_table_of_tgis_options_is_what_the_command_line_knows() -> None:
-    page = (ROOT / "docs/from-tgi.md").read_text()
-    found = re.search(r"<!-- options -->\n(.*)\n<!-- /options -->", page, re.DOTALL)
-    assert found is not None
-    assert found[1] == table_of_tgi(), f"docs/from-tgi.md should say:\n{table_of_tgi()}"
 
 
 def test_every_link_has_a_target() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -26,13 +27,15 @@ def body(i: int, max_new_tokens: int) -> dict[str, Any]:
 class Load:
     """Streams that run while something is killed."""
 
-    def __init__(self, fleet: Fleet, max_new_tokens: int, count: int = NUM_STREAMS) -> None:
-        self.max_new_tokens = max_new_tokens
-        self.streams = [Stream() for _ in range(count)]
+    def __init__(self, fleet: Fleet, asked: int | Sequence[dict[str, Any]], count: int = NUM_STREAMS) -> None:
+        """`asked`: tokens of each answer, or the bodies."""
+        bodies = [body(i, asked) for i in range(count)] if isinstance(asked, int) else asked
+        self.max_new_tokens: int = bodies[0]["parameters"]["max_new_tokens"]
+        self.streams = [Stream() for _ in bodies]
         url = f"{fleet.base_url}/generate_stream"
         self.tasks = [
-            asyncio.create_task(stream(url, body(i, max_new_tokens), one))
-            for i, one in enumerate(self.streams)
+            asyncio.create_task(stream(url, one, into))
+            for one, into in zip(bodies, self.streams, strict=True)
         ]
 
     @property
@@ -58,7 +61,9 @@ class Load:
                 one.frames[-1]
             )
             assert one.frames[-1]["details"]["finish_reason"] == "length"
-            assert one.frames[-1]["generated_text"] == "".join(frame["token"]["text"] for frame in one.frames)
+            text = "".join(frame["token"]["text"] for frame in one.frames)
+            hides_some = any(frame["token"]["special"] for frame in one.frames)
+            assert hides_some or one.frames[-1]["generated_text"] == text
         return [one.ids for one in self.streams]
 
 

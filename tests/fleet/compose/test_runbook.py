@@ -1,14 +1,22 @@
-"""The runbook, done on a compose stack by its own commands: rolling, draining, another model, backup."""
+"""The runbook, done on a compose stack by its own commands: rolling, draining, another model, backup.
+Alerts of the compose stack: Prometheus evaluates each, and one that fires is sent on.
+"""
 
 import asyncio
+import http.server
+import json
 import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 
 from tests.support.compose.clients import SETTLED_S, Clients
-from tests.support.compose.stack import ROOT, SERVICES, Stack
+from tests.support.compose.stack import ROOT, SERVICES, Stack, run
 from tests.support.engine import tiny_models
 from tests.support.waiting import wait_until, wait_until_sync
 
@@ -119,3 +127,49 @@ async def test_redis_is_backed_up_and_restored(serving: Stack, tmp_path: Path) -
         await asyncio.to_thread(runbook.type, command)
     assert serving.redis("GET", "marker") == "before"
     assert await Clients(serving).run(), "it serves"
+
+
+# --- alerts -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def webhook() -> Iterator[tuple[int, list[str]]]:
+    """A server that is told of alerts: its port, and the names of those that fire."""
+    told: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            alerts = json.loads(self.rfile.read(int(self.headers["content-length"])))["alerts"]
+            told.extend(alert["labels"]["alertname"] for alert in alerts if alert["status"] == "firing")
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Say nothing."""
+
+    with http.server.ThreadingHTTPServer(("0.0.0.0", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port, told
+        server.shutdown()
+
+
+async def test_every_alert_is_evaluated_and_one_that_fires_is_sent_to_the_url_of_the_variable(
+    serving: Stack,
+) -> None:
+    wanted = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text())["groups"][0]["rules"]
+    async with httpx.AsyncClient() as client:
+        found = (await client.get("http://127.0.0.1:9090/api/v1/rules")).json()["data"]["groups"][0]["rules"]
+    assert [(one["name"], one["health"]) for one in found] == [(one["alert"], "ok") for one in wanted]
+    [name] = list(json.loads(serving.inspect("alertmanager", "{{json .NetworkSettings.Networks}}")))
+    host = run(
+        ["docker", "network", "inspect", "-f", "{{(index .IPAM.Config 0).Gateway}}", name]
+    ).stdout.strip()
+    with webhook() as (port, told):
+        serving.variables["ALERT_WEBHOOK"] = f"http://{host}:{port}/alerts"
+        try:
+            await asyncio.to_thread(serving.must, "up", "-d", "--no-build", "--no-deps", "alertmanager")
+            assert not told
+            await asyncio.to_thread(serving.must, "stop", "batcher")
+            await wait_until(lambda: "NoActiveBatcher" in told, SETTLED_S)
+        finally:
+            del serving.variables["ALERT_WEBHOOK"]

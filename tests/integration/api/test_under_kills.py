@@ -96,7 +96,8 @@ NUM_KILLS, EVERY_S = 40, 0.8
 ADMIN = "sesame"
 BATCHES, CALLERS = "batches", "callers"
 RUNNING = ("queued", "validating", "in_progress", "finalizing")
-PATIENCE_S = 300
+PATIENCE_S = 600
+"""A busy machine answers ten of the lines in a second."""
 
 
 def line_of(number: int) -> dict[str, Any]:
@@ -235,7 +236,7 @@ async def kill(gateways: GatewayProcesses, pool: KilledPool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1000)
 async def test_promises_hold_beside_each_other(broker: Broker, tmp_path: Path) -> None:
     async with connect(broker.url) as redis, served(broker, redis, tmp_path) as (asked, pool):
         chats, responses = iter(range(NUM_CHATS)), iter(range(NUM_RESPONSES))

@@ -57,14 +57,17 @@ class MixedPool:
         process.wait()
 
     async def ready(self, num_workers: int) -> None:
-        """Wait until the gateway serves and the batcher has this many workers."""
+        """Wait until the gateway serves and this many workers do: one that only starts is listed, too, and a
+        signal would end it at once.
+        """
         async with httpx.AsyncClient() as client:
 
             async def is_ready() -> bool:
                 with contextlib.suppress(httpx.TransportError):
                     if (await client.get(f"{self.base_url}/health")).status_code == 200:
                         found = (await client.get(f"{self.base_url}/fleet")).json()["processes"]
-                        return bool(sum(one["kind"] == "worker" for one in found) == num_workers)
+                        ready = [one for one in found if one["kind"] == "worker" and one["state"] == "ready"]
+                        return len(ready) == num_workers
                 return False
 
             await wait_until(is_ready)

@@ -670,14 +670,6 @@ async def age(redis: Redis, pool: str, seconds: float) -> None:
     await redis.zincrby(Keys.pools, -seconds, pool)
 
 
-async def test_a_pool_is_read_as_it_was_written(redis: Redis) -> None:
-    directory = DirectoryClient(redis)
-    assert await directory.publish("a", ENTRY) == ""
-    pools = await directory.read()
-    assert pools["a"].entry == ENTRY and pools["a"].is_live
-    assert ENTRY.depth == 7 / 512
-
-
 async def test_a_silent_pool_is_not_live_and_leaves_after_an_hour(redis: Redis) -> None:
     directory = DirectoryClient(redis)
     await directory.publish("a", ENTRY)

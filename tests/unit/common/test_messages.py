@@ -1,6 +1,8 @@
 """Messages: their form on the wire, which processes of two versions share; what is packed comes out.
 Detokenizer: complete characters, right spacing, stop strings anywhere.
 The registry of adapters: what each change leaves, and that none of two changes at once is lost.
+
+Committed state: the request's string and the log of its worker, read as one.
 """
 
 import asyncio
@@ -22,11 +24,12 @@ from api.streams.stream import generated_text
 from common import model_files
 from common.adapter_registry import MAX_ADAPTERS, AdapterRegistry, change_registry, read_registry
 from common.adapters import LOADING, READY, HeldAdapters, PoolAdapter, adapter_name
+from common.broker import committed
+from common.broker.committed import Committed, read
 from common.broker.pool_client import ChangeRefused, PoolClient
 from common.detokenize import (
     MAX_INCOMPLETE_TOKENS,
     Detokenizer,
-    StopMatcher,
     concatenates,
     piece_cache,
 )
@@ -47,7 +50,15 @@ from common.messages.records import (
     unpack_records,
 )
 from common.messages.request import Cancel, extend_hashes, root_hash
-from tests.support.broker_state import KEYS
+from tests.support.broker_state import (
+    KEYS,
+    admit,
+    make_request,
+    make_tokens,
+    place,
+    start_worker,
+    write_log,
+)
 from tests.support.events import unpack_sequences
 
 # --- codec --------------------------------------------------------------------------------------------------
@@ -332,12 +343,6 @@ def test_the_pieces_of_any_text_are_the_text(smollm2: Tokenizer, prompt: str, te
     assert generated_text(smollm2, prompt_ids, ids, [], "length") == text
 
 
-def test_an_incomplete_last_character_contributes_nothing(smollm2: Tokenizer) -> None:
-    ids = smollm2.encode("ab𐍈").ids[:-1]
-    assert "".join(texts(smollm2, [], ids)) == "ab"
-    assert generated_text(smollm2, [], ids, [], "length") == "ab"
-
-
 def test_endless_invalid_bytes_do_not_wait_for_ever(smollm2: Tokenizer) -> None:
     half = smollm2.encode("𐍈").ids[0]
     pieces = texts(smollm2, [], [half] * (2 * MAX_INCOMPLETE_TOKENS))
@@ -350,24 +355,6 @@ def test_the_first_piece_keeps_its_space(llama: Tokenizer) -> None:
     assert texts(llama, [special, hello], [world, special, hello]) == [" world", "<s>", " Hello"]
     assert texts(llama, [], [hello, world]) == ["Hello", " world"]
     assert generated_text(llama, [special, hello], [world, hello], [], "length") == " world Hello"
-
-
-@pytest.mark.parametrize(
-    ("stops", "pieces", "matched"),
-    [
-        ([], ["a"], [False]),
-        (["b"], ["a", "abc", "x"], [False, True, True]),
-        (["END"], ["E", "N", "x", "EN", "D!"], [False, False, False, False, True]),
-        (["\n\n"], ["a\n", "\nb"], [False, True]),
-        (["long stop", "x"], ["long", "", " st", "op"], [False, False, False, True]),
-        (["🙂🚀"], ["", "🙂", "", "🚀"], [False, False, False, True]),
-    ],
-)
-def test_stop_strings_are_found_inside_and_across_pieces(
-    stops: list[str], pieces: list[str], matched: list[bool]
-) -> None:
-    matcher = StopMatcher(stops)
-    assert [matcher.step(piece) for piece in pieces] == matched
 
 
 def decoded(tokenizer: Tokenizer, prompt_ids: list[int], ids: list[int]) -> list[str]:
@@ -451,3 +438,107 @@ def test_the_bytes_of_the_messages() -> None:
     assert decode(HeldAdapters, encode(held)) == held
     assert (adapter.key, adapter_name(adapter.key), adapter_name("")) == ("sql@ab", "sql", "")
     assert PoolAdapter("a", "b", "c").state == LOADING
+
+
+# --- committed ----------------------------------------------------------------------------------------------
+
+
+def records(*ids: int) -> bytes:
+    return b"".join(RECORD.pack(token_id, -1.0) for token_id in ids)
+
+
+async def read_one(redis: Redis, request_id: str) -> Committed:
+    return (await read(PoolClient(redis, KEYS), [request_id]))[request_id]
+
+
+def ids(state: Committed) -> list[int]:
+    return unpack_records(state.records, state.width)[0]
+
+
+@pytest.mark.parametrize(
+    ("index", "new", "expected"),
+    [
+        (0, [1, 2], [1, 2]),  # known already
+        (0, [1, 2, 3], [1, 2, 3]),  # overlaps
+        (2, [3, 4], [1, 2, 3, 4]),  # follows
+        (3, [4], [1, 2]),  # a token before it is missing
+        (1, [9], [1, 2]),  # what is committed is never replaced
+    ],
+)
+def test_append_adds_what_follows(index: int, new: list[int], expected: list[int]) -> None:
+    state = Committed(records=records(1, 2))
+    state.append(make_tokens("r", index, new))
+    assert ids(state) == expected
+
+
+async def test_a_request_that_moves_while_it_is_read_is_read_again(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is on w1 at the first look, and on w2, which has committed more, at the second."""
+    for incarnation in ("w1", "w2"):
+        await start_worker(redis, incarnation)
+    await admit(redis, make_request("r1"))
+    await place(redis, "r1", "w1")
+    await write_log(redis, "w1", make_tokens("r1", 0, [1]))
+    await write_log(redis, "w2", make_tokens("r1", 1, [2], attempt=2))
+    read_slice, looks = committed.read_slice, []
+
+    async def move_after_first(pool: PoolClient, *args: Any, **options: Any) -> Any:
+        states = await read_slice(pool, *args, **options)
+        looks.append(states["r1"].worker)
+        if len(looks) == 1:
+            await redis.set(KEYS.tokens("r1"), records(1))
+            await place(redis, "r1", "w2", attempt=2, base=1)
+        return states
+
+    monkeypatch.setattr(committed, "read_slice", move_after_first)
+    assert ids(await read_one(redis, "r1")) == [1, 2]
+    assert looks == ["w1", "w2", "w2"]
+
+
+async def test_what_is_spilled_between_two_reads_is_not_lost(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A spill empties the log into the string, between the reads of both."""
+    await start_worker(redis, "w1")
+    await admit(redis, make_request("r1"))
+    await place(redis, "r1", "w1")
+    await redis.set(KEYS.tokens("r1"), records(1))
+    await write_log(redis, "w1", make_tokens("r1", 1, [2, 3]))
+    read_slice, xrange, reads = committed.read_slice, redis.xrange, [""]
+
+    async def spill_after(answer: Any, what: str) -> Any:
+        reads.append(what)
+        if len(reads) == 3:
+            await redis.append(KEYS.tokens("r1"), records(2, 3))
+            await redis.delete(KEYS.log("w1"))
+        return answer
+
+    async def read_log(*args: Any) -> Any:
+        return await spill_after(await xrange(*args), "log")
+
+    async def read_strings(*args: Any, **options: Any) -> Any:
+        return await spill_after(await read_slice(*args, **options), "strings")
+
+    monkeypatch.setattr(redis, "xrange", read_log)
+    monkeypatch.setattr(committed, "read_slice", read_strings)
+    assert ids(await read_one(redis, "r1")) == [1, 2, 3]
+
+
+async def test_the_log_of_an_ended_request_is_not_read(redis: Redis) -> None:
+    await start_worker(redis, "w1")
+    await admit(redis, make_request("r1"))
+    await place(redis, "r1", "w1")
+    await write_log(redis, "w1", make_tokens("r1", 0, [1]))
+    await redis.hset(KEYS.request("r1"), "terminal", "length")  # type: ignore[misc]
+    assert ids(await read_one(redis, "r1")) == []
+
+
+async def test_a_key_of_another_type_spoils_its_own_request_only(redis: Redis) -> None:
+    for request_id in ("spoiled", "good"):
+        await admit(redis, make_request(request_id))
+    await redis.delete(KEYS.request("spoiled"))
+    await redis.set(KEYS.request("spoiled"), "x")
+    await redis.rpush(KEYS.tokens("good"), "x")  # type: ignore[misc]
+    states = await read(PoolClient(redis, KEYS), ["spoiled", "good"])
+    assert [states[name].known for name in ("spoiled", "good")] == [False, True]

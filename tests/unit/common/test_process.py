@@ -154,13 +154,12 @@ def test_the_tightest_quota_counts(
 # --- machine gpu --------------------------------------------------------------------------------------------
 
 
-def test_gpus_are_listed_as_the_driver_orders_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_listed_as_the_driver_orders_them_and_none_where_it_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fake_nvml.install(monkeypatch, "GPU-b", "GPU-a")
     assert [gpu.uuid for gpu in list_gpus()] == ["GPU-b", "GPU-a"]
     assert list_gpus()[0] == Gpu("GPU-b", "NVIDIA H200", fake_nvml.MEMORY_BYTES, "570.1")
-
-
-def test_a_driver_that_fails_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_nvml.install(monkeypatch, "GPU-a", fails=True)
     assert list_gpus() == []
 
@@ -178,24 +177,21 @@ def write(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def v2(group: str, limit: int | str, used: int, cache: int) -> dict[str, str]:
-    folder = f"sys/fs/cgroup{group}"
-    stat = f"anon 5\nactive_file 7\ninactive_file {cache}\n"
-    return {
-        f"{folder}/memory.max": f"{limit}\n",
-        f"{folder}/memory.current": f"{used}\n",
-        f"{folder}/memory.stat": stat,
-    }
+def v2(group: str, *sizes: int | str) -> dict[str, str]:
+    return of_group(f"sys/fs/cgroup{group}/memory", ".max", ".current", "active_file 7\ninactive", *sizes)
 
 
-def v1_memory(group: str, limit: int, used: int, cache: int) -> dict[str, str]:
-    folder = f"sys/fs/cgroup/memory{group}"
-    stat = f"inactive_file 3\ntotal_inactive_file {cache}\n"
-    return {
-        f"{folder}/memory.limit_in_bytes": f"{limit}\n",
-        f"{folder}/memory.usage_in_bytes": f"{used}\n",
-        f"{folder}/memory.stat": stat,
-    }
+def v1_memory(group: str, *sizes: int) -> dict[str, str]:
+    folder = f"sys/fs/cgroup/memory{group}/memory"
+    return of_group(folder, ".limit_in_bytes", ".usage_in_bytes", "inactive_file 3\ntotal_inactive", *sizes)
+
+
+def of_group(
+    path: str, limit_name: str, used_name: str, stat: str, limit: int | str, used: int | str, cache: int | str
+) -> dict[str, str]:
+    """The files of a control group: its limit, what it uses, and of that the cache."""
+    numbers = {limit_name: f"{limit}", used_name: f"{used}", ".stat": f"{stat}_file {cache}"}
+    return {f"{path}{name}": f"{text}\n" for name, text in numbers.items()}
 
 
 V1_MEMORY = {"proc/self/cgroup": "4:memory:/docker/abc\n1:cpu:/docker/abc\n0::/\n"}

@@ -59,13 +59,18 @@ def test_sizes_may_have_units(text: str, number: int) -> None:
     assert Settings.read([], {"KV_CACHE_BYTES": text}).kv_cache_bytes == number
 
 
-@pytest.mark.parametrize(
-    ("argv", "expected"), [(["--debug-kv"], True), (["--debug-kv", "off"], False), ([], False)]
-)
-def test_a_switch_stands_alone_or_has_a_value(argv: list[str], expected: bool) -> None:
-    assert Settings.read(argv, {}).debug_kv is expected
-
-
+OUT_OF_RANGE = [
+    ("PORT", "0", "less than 1"),
+    ("PORT", "70000", "more than 65535"),
+    ("MAX_STOP_SEQUENCES", "-1", "less than 0"),
+    ("REQUEST_TIMEOUT_S", "inf", "more than 604800"),
+    ("MAX_TOTAL_TOKENS", "1", "less than 2"),
+    ("MAX_CONCURRENT_REQUESTS", "1" + 18 * "0", "more than 9007199254740992"),
+    ("MAX_BATCH_SIZE", "8193", "more than 8192"),
+    ("CUDA_MEMORY_FRACTION", "1.5", "more than 1"),
+    ("KV_CACHE_BYTES", "0", "less than 1"),
+    ("WORKER_TTL_S", "0.9", "less than twice HEARTBEAT_S (0.5)"),
+]
 WEIGHT = "is not a tenant and a weight of 0.01 to 1000, as alice=4"
 
 
@@ -111,33 +116,13 @@ WEIGHT = "is not a tenant and a weight of 0.01 to 1000, as alice=4"
             "ARGUMENTS: 'org/model' and --model both name a model",
         ),
         (["--port"], {}, "--port: expected one argument"),
+        *[([], {name: text}, f"{name}: {text} is {limit}") for name, text, limit in OUT_OF_RANGE],
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(argv: list[str], environ: dict[str, str], line: str) -> None:
     with pytest.raises(SettingError) as refusal:
         Settings.read(argv, environ)
     assert str(refusal.value) == line
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "limit"),
-    [
-        ("PORT", "0", "less than 1"),
-        ("PORT", "70000", "more than 65535"),
-        ("MAX_STOP_SEQUENCES", "-1", "less than 0"),
-        ("REQUEST_TIMEOUT_S", "inf", "more than 604800"),
-        ("MAX_TOTAL_TOKENS", "1", "less than 2"),
-        ("MAX_CONCURRENT_REQUESTS", "1" + 18 * "0", "more than 9007199254740992"),
-        ("MAX_BATCH_SIZE", "8193", "more than 8192"),
-        ("CUDA_MEMORY_FRACTION", "1.5", "more than 1"),
-        ("KV_CACHE_BYTES", "0", "less than 1"),
-        ("WORKER_TTL_S", "0.9", "less than twice HEARTBEAT_S (0.5)"),
-    ],
-)
-def test_what_is_out_of_range_is_refused_with_the_limit(name: str, text: str, limit: str) -> None:
-    with pytest.raises(SettingError) as refusal:
-        Settings.read([], {name: text})
-    assert str(refusal.value) == f"{name}: {text} is {limit}"
 
 
 @pytest.mark.parametrize(
@@ -444,11 +429,6 @@ def test_command_lines_that_are_not_served_are_refused_by_the_flag() -> None:
         assert words in str(refusal.value)
 
 
-def test_underscores_in_a_flag_are_dashes_and_those_of_a_value_stay() -> None:
-    settings = Settings.read(["--served_model_name", "my_model", "--pool=my_pool"], {})
-    assert (settings.served_model_name, settings.pool) == (("my_model",), "my_pool")
-
-
 def test_a_file_of_flags_gives_what_the_command_line_does_not(tmp_path: Path) -> None:
     file = tmp_path / "vllm.yaml"
     file.write_text(
@@ -489,6 +469,9 @@ PATH = "/some/path"
         (["--load-format", "dummy"], "load_format", "dummy"),
         (["--dtype", "half"], "dtype", "float16"),
         (["--served-model-name", "mine"], "served_model_name", ("mine",)),
+        (["--served_model_name=my_model"], "served_model_name", ("my_model",)),
+        (["--debug-kv"], "debug_kv", True),
+        (["--debug-kv", "off"], "debug_kv", False),
         (["--served-model-name", "a", "b", "--port", "80"], "served_model_name", ("a", "b")),
         (["--trust-remote-code"], "trust_remote_code", True),
         (["--tensor-parallel-size=1", "--seed", "0", "--disable-log-requests"], "num_workers", 1),

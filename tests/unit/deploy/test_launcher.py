@@ -195,50 +195,34 @@ def test_overlapping_port_ranges_are_refused(ports: dict[str, Any], words: str) 
 # --- fleet preload flags ------------------------------------------------------------------------------------
 
 WORKER_BYTES = 2 * RANK_BYTES
+MODEL = ("worker", WORKER_BYTES)
 CACHE_BYTES = 3 * 2**20
 SETTINGS: dict[str, Any] = {"device": "cpu", "num_workers": 2, "kv_cache_bytes": CACHE_BYTES}
 
 
 @pytest.mark.parametrize(
-    ("spare_bytes", "settings", "flags"),
+    ("spare_bytes", "settings", "of", "flags"),
     [
-        (2 * WORKER_BYTES, {}, [PRELOAD_FLAG, LOAD_FLAG]),
-        (2 * WORKER_BYTES - 1, {}, [PRELOAD_FLAG]),
-        (2 * RANK_BYTES, {}, [PRELOAD_FLAG]),
-        (2 * RANK_BYTES - 1, {}, []),
-        (2 * RANK_BYTES - 1, {"preload": True}, [PRELOAD_FLAG]),
-        (2 * RANK_BYTES, {"num_shard": 2}, []),
-        (2 * WORKER_BYTES, {"num_shard": 2}, [PRELOAD_FLAG]),
-        (4 * WORKER_BYTES, {"device": "cuda"}, [PRELOAD_FLAG]),
+        (2 * WORKER_BYTES, {}, MODEL, [PRELOAD_FLAG, LOAD_FLAG]),
+        (2 * WORKER_BYTES - 1, {}, MODEL, [PRELOAD_FLAG]),
+        (2 * RANK_BYTES, {}, MODEL, [PRELOAD_FLAG]),
+        (2 * RANK_BYTES - 1, {}, MODEL, []),
+        (2 * RANK_BYTES - 1, {"preload": True}, MODEL, [PRELOAD_FLAG]),
+        (2 * RANK_BYTES, {"num_shard": 2}, MODEL, []),
+        (2 * WORKER_BYTES, {"num_shard": 2}, MODEL, [PRELOAD_FLAG]),
+        (4 * WORKER_BYTES, {"device": "cuda"}, MODEL, [PRELOAD_FLAG]),
+        (2**40, {}, ("worker",), [PRELOAD_FLAG]),  # without /proc nobody knows what a model takes
+        (2 * GATEWAY_BYTES, {}, ("gateway",), [PRELOAD_FLAG]),
+        (2 * GATEWAY_BYTES - 1, {}, ("gateway",), []),
+        (2 * GATEWAY_BYTES - 1, {"preload": True}, ("gateway",), [PRELOAD_FLAG]),
     ],
 )
-def test_a_worker_is_preloaded_with_its_model_or_without(
-    spare_bytes: int, settings: dict[str, Any], flags: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_process_is_preloaded_with_its_model_or_without(
+    spare_bytes: int, settings: dict[str, Any], of: Any, flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the caches of all workers may still take is not free. Ranks and GPUs load for themselves."""
     monkeypatch.setattr(machine, "available_bytes", lambda: 2 * CACHE_BYTES + spare_bytes)
-    assert preload_flags(Settings(**SETTINGS | settings), "worker", WORKER_BYTES) == flags
-
-
-def test_a_model_of_unknown_size_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without /proc nobody knows what a worker takes: a second model might fill the memory."""
-    monkeypatch.setattr(machine, "available_bytes", lambda: 2**40)
-    assert preload_flags(Settings(**SETTINGS), "worker") == [PRELOAD_FLAG]
-
-
-@pytest.mark.parametrize(
-    ("spare_bytes", "wanted", "flags"),
-    [
-        (2 * GATEWAY_BYTES, None, [PRELOAD_FLAG]),
-        (2 * GATEWAY_BYTES - 1, None, []),
-        (2 * GATEWAY_BYTES - 1, True, [PRELOAD_FLAG]),
-    ],
-)
-def test_a_gateway_is_preloaded(
-    spare_bytes: int, wanted: bool | None, flags: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(machine, "available_bytes", lambda: 2 * CACHE_BYTES + spare_bytes)
-    assert preload_flags(Settings(**SETTINGS, preload=wanted), "gateway") == flags
+    assert preload_flags(Settings(**SETTINGS | settings), *of) == flags
 
 
 # --- fleet shared weights -----------------------------------------------------------------------------------

@@ -134,13 +134,6 @@ def test_every_request_ends_once_with_its_own_tokens_and_every_block_comes_back(
     pool.check_blocks_returned()
 
 
-def test_rows_go_to_the_least_loaded_worker() -> None:
-    pool = Pool(3, num_blocks=200, seed=1)
-    pool.add(*(request(f"r{i}", 10, 50, i) for i in range(7)))
-    pool.decide()
-    assert sorted(replica.num_running for replica in pool.scheduler.replicas.values()) == [2, 2, 3]
-
-
 def test_suspects_start_one_at_a_time() -> None:
     pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
     suspects = [request(f"r{i}", 10, 50, i) for i in range(3)]

@@ -108,16 +108,6 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "locks"
 
 
-def test_each_worker_claims_its_own_gpu(machine: Path) -> None:
-    settings = Settings(gpu_locks=str(machine))
-    first, second = gpus.claim(settings, 1), gpus.claim(settings, 1)
-    assert [*first, *second] == ["GPU-a", "GPU-b"]
-    with pytest.raises(SettingError, match="DEVICE: other workers of this machine hold 2 of 2 GPUs"):
-        gpus.claim(settings, 1)
-    first["GPU-a"].close()  # as the end of its process does
-    assert [*gpus.claim(settings, 1)] == ["GPU-a"]
-
-
 def test_ranks_claim_one_gpu_each_or_none_at_all(machine: Path) -> None:
     settings = Settings(gpu_locks=str(machine))
     with pytest.raises(SettingError, match="NUM_SHARD: 3, but this worker sees 2 GPUs"):
