@@ -33,7 +33,6 @@ from gpu_worker.engine.batch.inputs import offsets_of, to_device
 from gpu_worker.engine.batch.row import RowSlice, step_of
 from gpu_worker.engine.batch.sampling_state import Float32, Int64, SampleRequest, SamplingState
 from gpu_worker.engine.cpu import native
-from gpu_worker.engine.sampling import sampler
 from gpu_worker.engine.sampling.grammar import WORD_BITS, mask_of, num_words
 
 MAX_INT32 = 2**31 - 1
@@ -314,14 +313,6 @@ ALIGNMENT = 16
 NO_MASK = np.zeros(0, np.int32)
 
 
-def greedy_output(logits: torch.Tensor) -> SamplerOutput:
-    """logits float [rows, vocabulary] → the likeliest tokens without a copy of the logits: ids int64 [rows],
-    logprobs float32 [rows]
-    """
-    ids, logprobs = greedy(logits)
-    return SamplerOutput(ids, logprobs, ids[:, None][:, :0], logprobs[:, None][:, :0])
-
-
 def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """logits float [rows, vocabulary] → ids int64 [rows] of the likeliest tokens, natural logarithms of their
     probabilities float32 [rows].
@@ -582,8 +573,9 @@ def sample_by_torch(logits: torch.Tensor, requests: Sequence[SampleRequest | Non
     """`sample` by torch: logits float [rows, vocabulary] → ids int64 [rows], log-probabilities float32
     [rows].
     """
-    if not any(requests):
-        return greedy_output(logits)
+    if not any(requests):  # without a copy of the logits
+        ids, logprobs = greedy(logits)
+        return SamplerOutput(ids, logprobs, ids[:, None][:, :0], logprobs[:, None][:, :0])
     return sample_requested(logits, [request or GREEDY for request in requests])
 
 
@@ -647,8 +639,8 @@ def score_tokens(logits: torch.Tensor, ids: torch.Tensor, num_tops: int) -> Samp
     """logits float [tokens, vocabulary] in the places of ids int64 [tokens] → log-probabilities float32
     [tokens] of these ids, and of the `num_tops` likeliest tokens in place of each.
     """
-    if library := sampler.kernels(logits):
-        return sampler.score_natively(library, logits, ids, num_tops)
+    if library := kernels(logits):
+        return score_natively(library, logits, ids, num_tops)
     size = max(1, MAX_CHUNK_LOGITS // logits.shape[1])
     chunks = [
         raw_logprobs(logits[first : first + size], ids[first : first + size], num_tops)
