@@ -199,11 +199,6 @@ class StepResult:
         yield self
 
     @property
-    def proposed_tokens(self) -> int:
-        """Proposals that the step has checked."""
-        return sum(number for _, number, _ in self.proposals)
-
-    @property
     def num_samples(self) -> int:
         return len(self.samples) // SAMPLE.size
 

@@ -36,6 +36,11 @@ def unpacked(data: bytes) -> list[int]:
     return [int(value) for value in np.frombuffer(data, "<i4")]
 
 
+def num_proposed(steps: Sequence[StepResult]) -> int:
+    """Proposals that these steps have checked."""
+    return sum(number for step in steps for _, number, _ in step.proposals)
+
+
 @dataclass(slots=True)
 class Played:
     length: int

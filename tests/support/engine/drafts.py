@@ -14,7 +14,7 @@ from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
 from tests.support.engine import tiny_models
-from tests.support.engine.batch_player import Player
+from tests.support.engine.batch_player import Player, num_proposed
 from tests.support.engine.tiny_engine import SETTINGS, prompts
 from tests.support.engine.tiny_models import LLAMA, VOCAB
 
@@ -226,7 +226,7 @@ def play_rows(
         **run,
     )
     num_steps = sum(len({row for row, *_ in step.sampled}) for step in played.steps)
-    return Drafted(ids, played.top_logprobs, num_steps, sum(step.proposed_tokens for step in played.steps))
+    return Drafted(ids, played.top_logprobs, num_steps, num_proposed(played.steps))
 
 
 def noted_drafts(engine: Engine) -> list[tuple[list[int], list[int]]]:

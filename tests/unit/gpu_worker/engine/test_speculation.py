@@ -12,7 +12,7 @@ from common.settings.speculation import read_speculation
 from gpu_worker.engine.drafting.proposers import proposer_factory
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models
-from tests.support.engine.batch_player import Player, player
+from tests.support.engine.batch_player import Player, num_proposed, player
 from tests.support.engine.reference import prompt_ids, reference_ids
 from tests.support.engine.tiny_engine import engine_of, prompts
 from tests.support.engine.tiny_models import FAMILIES
@@ -167,8 +167,7 @@ def test_ids_of_the_small_model_are_those_of_transformers(
     played.run([played.start(index, ids[place], 40) for place, index in enumerate(indices)], lead=64)
     assert played.ids == answers
     num_steps = sum(bool(step.num_samples) for step in played.steps)
-    num_proposed = sum(step.proposed_tokens for step in played.steps)
-    assert num_proposed and num_steps < 40 + len(indices)
+    assert num_proposed(played.steps) and num_steps < 40 + len(indices)
 
 
 def test_speculate_is_how_many_an_engine_proposes(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from tests.support.adapters.tiny_adapters import (
     save_adapter,
 )
 from tests.support.engine import tiny_models
-from tests.support.engine.batch_player import Player, player
+from tests.support.engine.batch_player import Player, num_proposed, player
 from tests.support.engine.quantized_models import AWQ, awq
 from tests.support.engine.quantized_models import save as save_quantised
 from tests.support.engine.row_steps import plan, start_row
@@ -131,7 +131,7 @@ def test_rows_with_an_adapter_do_what_rows_of_the_merged_model_do(made: tuple[Pa
     load_adapters(engine, {"a": adapter})
     for params in FEATURES.values():
         check_equal(play_beside(engine, "a", **params), play_beside(other, "", **params))
-    assert sum(step.proposed_tokens for step in play_beside(engine, "a").steps) > 0
+    assert num_proposed(play_beside(engine, "a").steps) > 0
 
 
 def test_adapters_are_there_when_a_model_wakes(made: tuple[Path, Path, Path]) -> None:

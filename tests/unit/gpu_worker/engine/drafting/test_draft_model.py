@@ -22,7 +22,7 @@ from gpu_worker.engine.cpu.fused_layer import FusedLayers
 from gpu_worker.engine.drafting.proposers import Proposer
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models
-from tests.support.engine.batch_player import Player, player
+from tests.support.engine.batch_player import Player, num_proposed, player
 from tests.support.engine.drafts import (
     NEW_TOKENS,
     NUM_DRAFTED,
@@ -127,7 +127,7 @@ def second_turn(engine: Engine, plain: Drafted) -> tuple[Drafted, Drafted]:
     found = {row: played.ids[100 + row] for row in rows}
     anew = player(engine)
     ids = anew.run([anew.start(row, turns[row], NEW_TOKENS, ignore_eos=True) for row in rows])
-    return Drafted(found, {}, num_steps, sum(step.proposed_tokens for step in steps)), Drafted(ids)
+    return Drafted(found, {}, num_steps, num_proposed(steps)), Drafted(ids)
 
 
 @pytest.mark.parametrize("paused", [pytest.param(False, marks=pytest.mark.slow), True])

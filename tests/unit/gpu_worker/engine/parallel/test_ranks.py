@@ -48,7 +48,7 @@ from tests.support.adapters.tiny_adapters import (
     save_adapter,
 )
 from tests.support.engine import multi_rank_engine, quantized_models, tiny_models
-from tests.support.engine.batch_player import Player, player
+from tests.support.engine.batch_player import Player, num_proposed, player
 from tests.support.engine.drafts import drafting_engine, engine_settings, play_rows
 from tests.support.engine.multi_rank_engine import NEW_TOKENS, Led, check_ids, play, prompts
 from tests.support.engine.pictures.seeing import SETTINGS as SEEING_SETTINGS
@@ -150,7 +150,7 @@ def test_rows_sample_as_on_one_rank(ranks: Communicator, tmp_path: Path) -> None
         assert own.ids == other.ids and own.top_logprobs.keys() == other.top_logprobs.keys()
         for place, tops in other.top_logprobs.items():
             assert own.top_logprobs[place] == pytest.approx(tops, abs=1e-4)
-    assert sum(step.proposed_tokens for own in found for step in own.steps) > 20
+    assert sum(num_proposed(own.steps) for own in found) > 20
 
 
 @pytest.mark.parametrize("ranks", [SHARDS, pytest.param((2, 2), marks=pytest.mark.slow)], indirect=True)
