@@ -5,7 +5,7 @@ as its plan says: `colwise` along its outputs, `rowwise` along its inputs. What 
 between heads, so that a rank computes whole ones: with more ranks than K and V heads, ranks share one and
 split the queries that look at it. Parts need not be of the same size, so nothing has to divide.
 
-Pipeline stages: which layers each has, as many bytes for each as possible, and the model that computes them.
+Pipeline stages: which layers each has, about as many bytes for each, and the model that computes them.
 
 A stage's model is one of the same class, in which modules without weights stand for what other stages have:
 transformers' own code runs in each stage. A stage that is not the first gets hidden states in place of
@@ -14,7 +14,6 @@ first layer would begin.
 """
 
 import contextlib
-import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -221,31 +220,19 @@ def split_by_heads(attention: Any, name: str, config: Any, size: int, world_size
 def split_layers(
     layer_bytes: Sequence[int], first_bytes: int, last_bytes: int, num_stages: int
 ) -> list[Interval]:
-    """Layers of each stage, such that the largest stage is as small as possible. `first_bytes` are what the
-    first stage has before its layers, `last_bytes` what the last one has after them. Raises UnservableModel.
+    """Layers of each stage, with bytes as near to equal shares as whole layers allow. `first_bytes` are what
+    the first stage has before its layers, `last_bytes` what the last one has after them. Raises
+    UnservableModel.
     """
     count = len(layer_bytes)
     if count < num_stages:
         raise UnservableModel(f"it has {count} layers, fewer than PIPELINE_PARALLEL_SIZE ({num_stages})")
-    ends = list(accumulate(layer_bytes, initial=first_bytes))  # bytes up to a layer
-    ends[0], ends[-1] = 0, ends[-1] + last_bytes
-
-    @functools.cache
-    def best(begin: int, stages: int) -> tuple[int, int, tuple[Interval, ...]]:
-        """The largest stage of the layers from `begin` on, the sum of squares, which tells equal ones apart,
-        and the stages' layers.
-        """
-        own = ((end, ends[end] - ends[begin]) for end in range(begin + 1, count - stages + 2))
-        if stages == 1:
-            size = ends[count] - ends[begin]
-            return size, size * size, ((begin, count),)
-        return min(
-            (max(size, largest), size * size + squares, ((begin, end), *others))
-            for end, size in own
-            for largest, squares, others in [best(end, stages - 1)]
-        )
-
-    return list(best(0, num_stages)[2])
+    ends, bounds = list(accumulate(layer_bytes, initial=first_bytes)), [0]  # bytes up to a layer
+    for stage in range(1, num_stages):
+        wanted = (ends[-1] + last_bytes) * stage / num_stages
+        able = range(bounds[-1] + 1, count - num_stages + stage + 1)
+        bounds.append(min(able, key=lambda end: abs(ends[end] - wanted)))
+    return list(pairwise([*bounds, count]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -595,7 +595,7 @@ def test_heads_are_split_by_groups(
         ([5], 1, 1, 1, [(0, 1)]),
     ],
 )
-def test_the_largest_stage_is_as_small_as_possible(
+def test_the_largest_stage_is_as_small_as_whole_layers_allow(
     layers: list[int], first: int, last: int, stages: int, intervals: list[tuple[int, int]]
 ) -> None:
     found = split_layers(layers, first, last, stages)
