@@ -36,7 +36,7 @@ class LoraTarget:
 
     Attributes:
         inputs, outputs: features of the whole layer; the inputs of an embedding are its ids.
-        own_inputs, own_outputs: intervals that this rank has; None: all.
+        own_inputs, own_outputs: intervals of them that this rank has.
         is_embedding: it takes ids.
         is_head: its inputs are the tokens whose logits are needed.
     """
@@ -45,8 +45,8 @@ class LoraTarget:
     module: Any
     inputs: int
     outputs: int
-    own_inputs: Sequence[Interval] | None = None
-    own_outputs: Sequence[Interval] | None = None
+    own_inputs: Sequence[Interval]
+    own_outputs: Sequence[Interval]
     is_embedding: bool = False
     is_head: bool = False
 
@@ -58,19 +58,14 @@ class LoraTarget:
     @property
     def own_size(self) -> tuple[int, int]:
         """Inputs and outputs that this rank has."""
-        sizes = ((self.inputs, self.own_inputs), (self.outputs, self.own_outputs))
-        inputs, outputs = (
-            size if own is None else sum(end - begin for begin, end in own) for size, own in sizes
-        )
+        own = self.own_inputs, self.own_outputs
+        inputs, outputs = (sum(end - begin for begin, end in intervals) for intervals in own)
         return inputs, outputs
 
     def part(self, down: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's part of `down` [rank, inputs] and `up` [outputs, rank], of any dtype."""
-        if self.own_inputs is not None:
-            down = torch.cat([down[:, begin:end] for begin, end in self.own_inputs], 1)
-        if self.own_outputs is not None:
-            up = torch.cat([up[begin:end] for begin, end in self.own_outputs])
-        return down, up
+        own_down = torch.cat([down[:, begin:end] for begin, end in self.own_inputs], 1)
+        return own_down, torch.cat([up[begin:end] for begin, end in self.own_outputs])
 
 
 def find_targets(model: Any, shards: Mapping[str, TensorShards], rank: int) -> dict[str, LoraTarget]:
@@ -114,14 +109,12 @@ def make_target(
     """A target whose part of this rank has these inputs and outputs; `shards`: how its weights [outputs,
     inputs] of any dtype are split.
     """
-    is_embedding, is_head = module is embedding, module is head
-    if shards is None:
-        return LoraTarget(name, module, *size, is_embedding=is_embedding, is_head=is_head)
-    whole = shards.packed * shards.intervals[-1][1]
-    own = intervals_of(shards, whole, rank)
-    if (shards.dim == 1) != is_embedding:  # the weights of an embedding are [ids, features]
-        return LoraTarget(name, module, whole, size[1], own, None, is_embedding, is_head)
-    return LoraTarget(name, module, size[0], whole, None, own, is_embedding, is_head)
+    is_embedding, sizes, own = module is embedding, [*size], [[(0, features)] for features in size]
+    if shards:
+        split = (shards.dim == 1) == is_embedding  # the weights of an embedding are [ids, features]
+        sizes[split] = whole = shards.packed * shards.intervals[-1][1]
+        own[split] = intervals_of(shards, whole, rank)
+    return LoraTarget(name, module, sizes[0], sizes[1], own[0], own[1], is_embedding, module is head)
 
 
 def names_of(layer: str) -> Iterator[str]:

@@ -78,18 +78,13 @@ class CpuPagedBackend(AttentionBackend):
 
     def cache_of(self, module: Any, sinks: torch.Tensor | None) -> native.CacheStruct:
         """What stays the same for an attention module in every step. sinks [heads] of any float dtype"""
-        cache = self.caches.get(module)
-        if cache is None:
-            cache = self.caches[module] = self.make_cache(module, sinks)
-        return cache
-
-    def make_cache(self, module: Any, sinks: torch.Tensor | None) -> native.CacheStruct:
-        """Make what `cache_of` returns. sinks [heads] of any float dtype"""
+        if cache := self.caches.get(module):
+            return cache
         keys, values, spec = module.keys, module.values, module.spec
         if sinks is not None:
             sinks = sinks.detach().float().contiguous()
             self.sinks.append(sinks)
-        return native.CacheStruct(
+        cache = self.caches[module] = native.CacheStruct(
             pages_of(module),
             spec.kv_heads,
             spec.group,
@@ -100,6 +95,7 @@ class CpuPagedBackend(AttentionBackend):
             spec.softcap or 0.0,
             None if sinks is None else sinks.data_ptr(),
         )
+        return cache
 
     def take_pages(self) -> None:
         """Point to the pages that the modules have got since `caches` were made."""
