@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -78,11 +77,11 @@ def load(
     context.config = config = read_config(path, settings)
     check_fp8(config, settings, device, dtype)
     register_family(config.model_type)
-    if config.is_encoder_decoder:
-        return load_encoder_decoder(context)
-    loaded = assemble(read_model(context), context)
-    draft = None if context.is_encoder else load_draft(settings, path, loaded, communicator, progress)
-    loaded.draft = draft
+    is_decoder = not (context.is_encoder or config.is_encoder_decoder)
+    loaded = (
+        read_encoder_decoder(context) if config.is_encoder_decoder else assemble(read_model(context), context)
+    )
+    loaded.draft = draft = load_draft(settings, path, loaded, communicator, progress) if is_decoder else None
     if draft and draft.cached:  # a block has room for its K and V, too
         loaded.geometry = replace(loaded.geometry, draft_bytes=draft.cached.geometry.block_bytes)
     attach_empty(loaded, communicator)
@@ -95,7 +94,7 @@ def load(
     loaded.attach(room.num_blocks)
     if (
         settings.deterministic
-        and not context.is_encoder
+        and is_decoder
         and (reason := nondeterministic_because(settings, loaded, num_fused, communicator))
     ):
         raise SettingError(
@@ -131,18 +130,13 @@ def read_model(context: LoadContext) -> Any:
     return model
 
 
-def load_encoder_decoder(source: LoadContext) -> LoadedModel:
-    """Load an encoder-decoder model. Raises SettingError."""
-    settings, communicator = source.settings, source.communicator
+def read_encoder_decoder(source: LoadContext) -> LoadedModel:
+    """Read an encoder-decoder model, still without a cache. Raises SettingError."""
+    settings = source.settings
     try:
-        loaded = encoder_decoder.load(source, settings.block_size or BLOCK_SIZES[source.device.type])
+        return encoder_decoder.load(source, settings.block_size or BLOCK_SIZES[source.device.type])
     except (UnservableModel, ValueError, OSError) as error:
         raise cannot_serve(settings.model_id, error) from error
-    loaded.attach(0)
-    loaded.attach(
-        count_room(settings, loaded, communicator, partial(peak_bytes, loaded, settings)).num_blocks
-    )
-    return loaded
 
 
 def assemble(model: Any, context: LoadContext) -> LoadedModel:
