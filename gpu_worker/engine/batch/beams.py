@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,28 +80,20 @@ AT_FULL, NEVER = 1, 2
 LARGEST = float(np.finfo(np.float32).max)
 
 
-class BeamToken(NamedTuple):
-    """A generated token, and the one before it; None before the first. Beams share what they have in
-    common.
-    """
-
-    previous: "BeamToken | None"
-    token: int
-    logprob: float
-
-
 @dataclass(slots=True, eq=False)
 class Beam:
     """One open sequence.
 
     Attributes:
         parent: the place of the beam, one step ago, that it continues.
+        ids, logprobs: of its generated tokens.
         total: the sum of its log-probabilities.
         text: None without stop strings.
     """
 
     parent: int = 0
-    last: BeamToken | None = None
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     total: float = 0.0
     state: SamplingState | None = None
     text: BeamText | None = None
@@ -175,8 +167,8 @@ class BeamSearch:
             self.failure = failure
             return None
         text = parent.text and parent.text.after(token)
-        last = BeamToken(parent.last, token, candidate.logprob)
-        return Beam(candidate.parent, last, candidate.total, state, text)
+        ids, logprobs = [*parent.ids, token], [*parent.logprobs, candidate.logprob]
+        return Beam(candidate.parent, ids, logprobs, candidate.total, state, text)
 
     def end_of(self, beam: Beam, token: int) -> str | None:
         """Why a beam ends with its newest token."""
@@ -186,13 +178,8 @@ class BeamSearch:
 
     def finish(self, beam: Beam, reason: str) -> None:
         """Keep an ended sequence if it is among the best."""
-        ids, logprobs, link = [], [], beam.last
-        while link:
-            ids.append(link.token)
-            logprobs.append(link.logprob)
-            link = link.previous
         score = normalized(beam.total, self.length, self.params.length_penalty)
-        self.finished.append(BeamSequence(ids[::-1], logprobs[::-1], score, reason))
+        self.finished.append(BeamSequence(beam.ids, beam.logprobs, score, reason))
         self.finished.sort(key=lambda sequence: -sequence.score)
         del self.finished[self.params.width :]
 
@@ -404,7 +391,7 @@ class BeamGroup(RowOutput):
                 self.blocks.append(table)
             row.blocks = np.concatenate((shared, np.array(table, np.int32)))
             row.kv_len = kv_len
-            row.last_id = beam.last.token if beam.last else 0
+            row.last_id = beam.ids[-1] if beam.ids else 0
             row.sampling_state = beam.state
         for row, slots in zip(self.rows, self.slots.tables if self.slots else (), strict=False):
             row.slots = slots

@@ -21,7 +21,7 @@ from common.messages.plan import NewRow, Plan
 from common.messages.records import num_group_blocks, pack_ids
 from common.messages.request import BeamParams, SamplingParams
 from gpu_worker.engine.batch.adapters import Adapter
-from gpu_worker.engine.batch.beams import BeamBlocks, BeamToken
+from gpu_worker.engine.batch.beams import BeamBlocks
 from gpu_worker.engine.batch.prefill import PATIENCE
 from gpu_worker.engine.batch.prefill_budget import PrefillBudget
 from gpu_worker.engine.batch.row import Row, RowSlice
@@ -435,10 +435,6 @@ class Memory:
             assert page[position % BLOCK] == hash(tuple(ids[: position + 1])), position
 
 
-def texts_of(last: BeamToken | None) -> list[int]:
-    return [*texts_of(last.previous), last.token] if last else []
-
-
 def check_blocks(blocks: BeamBlocks | None) -> None:
     """Each block is free, or counted as often as beams have it."""
     if blocks is not None:
@@ -476,7 +472,7 @@ def test_beams_read_their_own_tokens_from_blocks_that_suffice(
         memory.copy(rows.copies)
         rows.copies.clear()
         group = rows.groups[1]
-        texts = [texts_of(beam.last) for beam in group.search.beams]
+        texts = [beam.ids for beam in group.search.beams]
         for row_slice, text in zip(slices, texts, strict=True):
             memory.write(row_slice, [*range(num_prompt), *text])
         candidates = [
