@@ -182,8 +182,7 @@ class StepHandler:
     def end_at_stop_string(self, row: RowText, step: StepResult) -> None:
         """End a row whose text has a stop string, unless the engine ends it at the same token."""
         if (row.row, row.num_tokens) not in ((number, end) for number, _, end in step.ended):
-            self.finish_row(row, "stop_sequence", row.num_tokens)
-            self.stop(row, "stop_sequence")
+            self.end_early(row, "stop_sequence")
 
     def end_at_committed_stop_string(self, row: RowText) -> None:
         """End a row that started with its whole answer: the broker had lost the end. If the last token ends
@@ -191,9 +190,7 @@ class StepHandler:
         """
         has_stop_string = row.matcher is not None and row.matcher.matched
         if has_stop_string and row.num_tokens < row.request.stopping.max_new_tokens:
-            self.finish_row(row, "stop_sequence", row.num_tokens)
-            self.stop(row, "stop_sequence")
-            self.state.wake.set()
+            self.end_early(row, "stop_sequence")
 
     def fail_at_start(self, row: RowText, why: str) -> None:
         """End a row that the engine never gets."""
@@ -218,9 +215,7 @@ class StepHandler:
         """Preempt rows whose first logits the broker has lost: their next attempt computes all of them."""
         for row in (row for row in rows if not row.ended):
             log.warning("request %s starts again: the broker has lost its logits", row.request.request_id)
-            self.finish_row(row, "preempted", row.num_tokens)
-            self.stop(row, "preempted")
-            self.state.wake.set()
+            self.end_early(row, "preempted")
 
     def cut_at_budgets(self) -> None:
         """End rows that have more unpublished tokens than their API keys may still get, without these."""
@@ -230,8 +225,7 @@ class StepHandler:
             if row.ended:
                 outbox.end_earlier(row, BUDGET)
             else:
-                self.finish_row(row, BUDGET, row.num_tokens)
-                self.stop(row, BUDGET)
+                self.end_early(row, BUDGET)
 
     def end(self, row: RowText) -> None:
         row.ended = True
@@ -240,6 +234,12 @@ class StepHandler:
     def stop(self, row: RowText, why: str) -> None:
         """Have the engine stop a row, since it has ended for the client."""
         self.engine.send(replace(self.state.granted, stops=[(row.row, why)]))
+
+    def end_early(self, row: RowText, why: str) -> None:
+        """End a row that the engine still computes."""
+        self.finish_row(row, why, row.num_tokens)
+        self.stop(row, why)
+        self.state.wake.set()
 
     def finish_row(self, row: RowText, why: str, end: int) -> None:
         """End a row for the client: with a terminal, or with a spill if its request goes on elsewhere."""
