@@ -188,7 +188,7 @@ class RowStates:
         """
         self.first = self.first_states()
         forward = with_scans(inspect.unwrap(type(mixer).forward), self)
-        return forward(mixer, hidden, **{cache_name_of(type(mixer)): self})  # type: ignore[no-any-return]
+        return forward(mixer, hidden, **{cache_name_of(type(mixer).forward): self})  # type: ignore[no-any-return]
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """→ [rows, channels, width] of the model's dtype, which mixers may change in place"""
@@ -413,22 +413,22 @@ def find_mixers(model: Any, states: ModelStates) -> None:
     """Give the mixers of a model a forward that takes and leaves states. Raises UnservableModel."""
     for module in list(model.modules()):
         if is_mixer(type(module)):
-            cache_name_of(type(module))
+            cache_name_of(type(module).forward)
             connect(module, mix, states=states)
 
 
 @functools.cache
-def cache_name_of(mixer: type[Any]) -> str:
-    """The name of the parameter of a mixer's forward that takes its cache. Raises UnservableModel if it needs
-    more than hidden states.
+def cache_name_of(forward: Callable[..., Any]) -> str:
+    """The name of the parameter of a mixer's forward that takes its cache. Raises UnservableModel if the
+    forward needs more than hidden states.
     """
-    parameters = inspect.signature(inspect.unwrap(mixer.forward)).parameters
+    parameters = inspect.signature(inspect.unwrap(forward)).parameters
     needed = {name for name, one in parameters.items() if one.default is one.empty and name not in IGNORED}
     needed -= {name for name, one in parameters.items() if one.kind is one.VAR_KEYWORD}
     names = sorted(CACHE_NAMES & parameters.keys())
     if not names or needed - CACHE_NAMES:
         raise UnservableModel(
-            f"{mixer.__name__}, which has states, needs more than hidden states: "
+            f"{forward.__qualname__}, which has states, needs more than hidden states: "
             f"{', '.join(sorted(needed - CACHE_NAMES)) or 'no cache'}"
         )
     return names[0]
