@@ -428,7 +428,7 @@ def cache_name_of(forward: Callable[..., Any]) -> str:
     names = sorted(CACHE_NAMES & parameters.keys())
     if not names or needed - CACHE_NAMES:
         raise UnservableModel(
-            f"{forward.__qualname__}, which has states, needs more than hidden states: "
+            f"{forward.__qualname__}, of a layer with states, needs more than hidden states: "
             f"{', '.join(sorted(needed - CACHE_NAMES)) or 'no cache'}"
         )
     return names[0]

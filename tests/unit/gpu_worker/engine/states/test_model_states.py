@@ -291,7 +291,7 @@ def test_mixers_that_forget_between_calls_are_refused() -> None:
 
 def test_mixers_that_need_more_than_hidden_states_are_refused() -> None:
     with pytest.raises(
-        UnservableModel, match="Needy, which has states, needs more than hidden states: rotary"
+        UnservableModel, match="forward, of a layer with states, needs more than hidden states: rotary"
     ):
         find_mixers(nn.Sequential(Needy()), ModelStates())
 
