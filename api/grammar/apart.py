@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import setproctitle
 
-from api.errors import ApiError, internal_error
+from api.errors import ApiError, cut, internal_error, invalid
 
 Result = TypeVar("Result")
 
@@ -30,52 +30,44 @@ CPU_S = 10
 LIMITS = f"{CPU_S} s, {MEMORY_BYTES >> 20} MiB of memory or {STACK_BYTES >> 20} MiB of stack"
 
 
+def cannot_compile(field: str, cause: str) -> ApiError:
+    """The error for a grammar that cannot be compiled; `cause` may be llguidance's."""
+    return invalid(f"`{field}` cannot be compiled: {cut(cause)}", field)
+
+
 # --- in the gateway -----------------------------------------------------------------------------------------
 
 
-class Helper:
-    """The process, which starts when it is needed; one call at a time."""
-
-    def __init__(self) -> None:
-        self.process: subprocess.Popen[bytes] | None = None
-        self.connection: Connection | None = None
-        self.caller = ThreadPoolExecutor(1, thread_name_prefix="compile-grammars")
-
-    def start(self) -> Connection:
-        if self.process is None or self.process.poll() is not None or self.connection is None:
-            self.connection, theirs = Pipe()
-            handle = theirs.fileno()
-            command = [sys.executable, "-P", "-m", "api.grammar.apart", str(handle)]
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[handle])
-            theirs.close()
-        return self.connection
-
-    def call(self, field: str, work: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
-        """Whether `work` has a result, and the result; else the arguments of its ApiError."""
-        connection = self.start()
-        try:
-            connection.send((work, args))
-            answer: tuple[bool, Any] = connection.recv()
-        except (EOFError, OSError):
-            assert self.process is not None
-            connection.close()
-            if (status := self.process.wait()) >= 0:  # not by a signal
-                raise internal_error(f"The compiler of grammars has failed with status {status}") from None
-            return False, (
-                422,
-                "validation",
-                f"`{field}` cannot be compiled: it takes more than {LIMITS}",
-                field,
-            )
-        return answer
+CALLER = ThreadPoolExecutor(1, thread_name_prefix="compile-grammars")
+"""One call at a time."""
 
 
-HELPER = Helper()
+@functools.cache
+def start() -> tuple["subprocess.Popen[bytes]", Connection]:
+    """Start the process."""
+    ours, theirs = Pipe()
+    command = [sys.executable, "-P", "-m", "api.grammar.apart", str(theirs.fileno())]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+    theirs.close()
+    return process, ours
 
 
 @functools.lru_cache(maxsize=256)
 def outcome(field: str, work: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
-    return HELPER.call(field, work, args)
+    """Whether `work` has a result, and the result; else text and field of its ApiError."""
+    if start()[0].poll() is not None:
+        start.cache_clear()
+    process, connection = start()
+    try:
+        connection.send((work, args))
+        answer: tuple[bool, Any] = connection.recv()
+    except (EOFError, OSError):
+        connection.close()
+        if (status := process.wait()) >= 0:  # not by a signal
+            raise internal_error(f"The compiler of grammars has failed with status {status}") from None
+        error = cannot_compile(field, f"it takes more than {LIMITS}")
+        return False, (error.text, field)
+    return answer
 
 
 async def run_apart(field: str, work: Callable[..., Result], *args: Any) -> Result:
@@ -83,9 +75,9 @@ async def run_apart(field: str, work: Callable[..., Result], *args: Any) -> Resu
     field if it takes more than LIMITS.
     """
     loop = asyncio.get_running_loop()
-    has_result, found = await loop.run_in_executor(HELPER.caller, outcome, field, work, args)
+    has_result, found = await loop.run_in_executor(CALLER, outcome, field, work, args)
     if not has_result:
-        raise ApiError(*found)
+        raise invalid(*found)
     result: Result = found
     return result
 
@@ -106,7 +98,7 @@ def answer_calls(connection: Connection) -> None:
         try:
             answer = True, work(*args)
         except ApiError as error:
-            answer = False, (error.status, error.error_type, error.text, error.param, error.code)
+            answer = False, (error.text, error.param)
         except (MemoryError, RecursionError):
             os.abort()
         connection.send(answer)

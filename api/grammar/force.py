@@ -8,7 +8,6 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from api.answers.call_formats import CALL_FORMATS, HARMONY, CallFormat, ReasoningFormat, Writing
@@ -25,51 +24,33 @@ from api.answers.call_readers import (
     types_of,
 )
 from api.answers.scanner import NO_NAME, Tool
-from api.errors import ApiError, cut, invalid
-from api.grammar.apart import run_apart
-from api.grammar.check import find_error
-from api.grammar.compile import ANY_OBJECT, MAX_GRAMMAR_BYTES, Grammar, embedded_schema
-from api.grammar.lark import TEXT, Lark, literal, one_of, regex
+from api.errors import ApiError, invalid
+from api.grammar.apart import cannot_compile, run_apart
+from api.grammar.compile import MAX_GRAMMAR_BYTES, Grammar, checked, compile_checked
+from api.grammar.lark import TEXT, Lark, SpecialIds, enforced, literal, one_of, regex
 
 LINES = r"/\n{0,2}/"
 """White space between thinking and what follows it."""
-OPEN_OBJECT = ("additionalProperties", "patternProperties", "anyOf", "oneOf", "allOf", "$ref", "if")
-"""With one of these, a schema says itself which other properties there may be."""
 DEFINITIONS = ("$defs", "definitions")
-ANNOTATIONS = ("title", "description", "$schema", "$id", "$comment")
+BESIDE_REFERENCE = {"$ref", "type", *DEFINITIONS, "title", "description", "$schema", "$id", "$comment"}
+"""Keywords beside which a reference says all of a schema."""
 WHOLE_OBJECT = (
-    *("anyOf", "oneOf", "allOf", "not", "if", "$ref", "enum", "const", "patternProperties", "propertyNames"),
-    *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
+    *("anyOf", "oneOf", "allOf", "$ref", "enum", "const", "patternProperties"),
+    *("minProperties", "maxProperties"),
 )
 """Keywords that say something of an object as a whole, not of one property."""
 TEXT_KEYWORDS = ("pattern", "format", "minLength", "maxLength")
 PYTHON_NAME = re.compile(f"[^\\s{re.escape(NO_NAME)}]+")
-Thinking = tuple[ReasoningFormat, bool] | None
-"""The thinking with which an answer begins, and whether the answer begins inside of it; None for none."""
 ForcedTools = Sequence[tuple[Tool, Mapping[str, Any]]]
 """What a model may call: each function, and the schema that is forced of its arguments."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallChoice:
-    """What a request says about calls.
-
-    Attributes:
-        is_required: the answer has a call.
-        is_parallel: it may have several.
-    """
-
-    is_required: bool
-    is_parallel: bool = True
-
-
 async def call_grammar(
-    calls: CallFormat,
+    form: CallFormat,
     tools: Sequence[Tool],
-    choice: CallChoice,
     special_ids: Mapping[str, int],
-    reasoning: ReasoningFormat | None = None,
-    prompt: str = "",
+    is_required: bool,
+    is_parallel: bool = True,
 ) -> str:
     """The grammar, in llguidance's form, of an answer that may call these functions; "" if nothing is forced.
     Raises ApiError (422) that names the function, the keyword at fault and its place.
@@ -79,65 +60,100 @@ async def call_grammar(
 
     Args:
         special_ids: ids of the model's special tokens, by their texts.
-        prompt: at least its end.
+        is_required: the answer has a call.
+        is_parallel: it may have several.
     """
+    must = is_required or any(tool.strict for tool in tools)  # whether a client relies on valid calls
     key = json.dumps([[tool.name, tool.parameters, tool.strict] for tool in tools])
     if len(key) > MAX_GRAMMAR_BYTES:
         raise invalid(f"`tools` must have at most {MAX_GRAMMAR_BYTES} characters. Given: {len(key)}", "tools")
-    thinking = thinking_after(reasoning, prompt)
-    marks = {*calls.marks, *(thinking[0].marks if thinking else ())}
-    ids = tuple((mark, special_ids[mark]) for mark in sorted(marks) if mark in special_ids)
+    ids = tuple((mark, special_ids[mark]) for mark in form.marks if mark in special_ids)
+    if not must and not form.writing(special_ids).mark:
+        return ""  # nothing says where free text ends and a call begins
     try:
-        return await run_apart("tools", compile_calls, calls.name, key, choice, ids, thinking)
+        return await run_apart("tools", compile_calls, form.name, key, ids, is_required, is_parallel)
     except ApiError:
-        if must_be_forced(tools, choice):
+        if must:
             raise
         return ""
 
 
-def compile_calls(
-    name: str, key: str, choice: CallChoice, ids: tuple[tuple[str, int], ...], thinking: Thinking
-) -> str:
-    tools, form = [Tool(*fields) for fields in json.loads(key)], CALL_FORMATS[name]
-    if not must_be_forced(tools, choice) and not form.writing(dict(ids)).mark:
-        return ""  # nothing says where free text ends and a call begins
+def compile_calls(name: str, key: str, special_ids: SpecialIds, is_required: bool, is_parallel: bool) -> str:
+    form, tools = CALL_FORMATS[name], [Tool(*fields) for fields in json.loads(key)]
     forced = [(tool, forced_schema(tool)) for tool in tools]
-    if cause := find_error(call_source(form, Lark({}), forced, choice, thinking)):
+    try:
+        return checked(
+            lambda ids: call_source(form, Lark(ids), forced, is_required, is_parallel), special_ids
+        )
+    except ValueError as error:
         field = field_of(tools[0]) if len(tools) == 1 else "tools"
-        raise invalid(f"`{field}` cannot be compiled: {cut(cause)}", field)
-    return call_source(form, Lark(dict(ids)), forced, choice, thinking)
+        raise cannot_compile(field, str(error)) from error
 
 
-def must_be_forced(tools: Sequence[Tool], choice: CallChoice) -> bool:
-    """Whether a client relies on calls that match their schemas."""
-    return choice.is_required or any(tool.strict for tool in tools)
+def answer_source(
+    calls: str,
+    text: str,
+    form: CallFormat | None,
+    reasoning: ReasoningFormat | None,
+    prompt: str,
+    special_ids: SpecialIds,
+) -> str:
+    """The grammar of an answer: thinking, then calls or a text. In Harmony, the text is the final message.
+
+    Args:
+        calls, text: their grammars; "" for none.
+        prompt: at least its end.
+    """
+    lark = Lark(special_ids)
+    thinking = thinking_rule(lark, reasoning, prompt)
+    is_harmony = form is not None and form.name == HARMONY
+    if not thinking and not (calls and text) and not (text and is_harmony):
+        return calls or text
+    found = [lark.nest(calls, "calls")] if calls else []
+    if text:
+        answer = lark.nest(text, "text")
+        found.append(
+            f"({aside(lark, ['analysis'])})* {message_of(lark, ['final'], answer)}" if is_harmony else answer
+        )
+    return lark.source(f"{thinking} {one_of(found)}")
+
+
+def thinking_rule(lark: Lark, form: ReasoningFormat | None, prompt: str) -> str:
+    """The rule of the thinking with which an answer to this prompt may begin, and of the white space after
+    it; "" for none.
+    """
+    if form is None or form.is_closed(prompt):
+        return ""
+    open, rest = lark.marked(form.open), f"{lark.until(form.close)} {LINES}"
+    if not form.begins_inside(prompt):
+        return f"({open} {rest})?"
+    return f"({open})? {rest}" if form.open in lark.special_ids else rest
 
 
 # --- answers ------------------------------------------------------------------------------------------------
 
 
 def call_source(
-    form: CallFormat, lark: Lark, forced: ForcedTools, choice: CallChoice, thinking: Thinking
+    form: CallFormat, lark: Lark, forced: ForcedTools, is_required: bool, is_parallel: bool
 ) -> str:
-    """The grammar of an answer in a format."""
+    """The grammar of calls in a format, and of text before and after them if none is required."""
     writing = form.writing(lark.special_ids)
     if form.name == HARMONY:
-        return lark.source(harmony_answer(lark, writing, forced, choice.is_required))
+        return lark.source(harmony_answer(lark, writing, forced, is_required))
     one = lark.rule(one_of(call_of(lark, writing.call, tool, schema) for tool, schema in forced))
-    several = choice.is_parallel and writing.between is not None
+    several = is_parallel and writing.between is not None
     calls = f"{one} ({lark.marked(writing.between or '')} {one})*" if several else one
     rest = f"{lark.marked(writing.open)} {calls} {lark.marked(writing.close)}"
     if writing.may_open in lark.special_ids:
-        rest = f"({lark.mark(writing.may_open)})? {rest}"
-    body = f"{lark.mark(writing.mark)} {rest}" if writing.mark else rest
-    if not choice.is_required and not writing.mark:
+        rest = f"({lark.marked(writing.may_open)})? {rest}"
+    if is_required:
+        return lark.source(f"{lark.marked(writing.mark)} {rest}")
+    if not writing.mark:
         first = re.escape((writing.open + writing.call)[0])
         other = lark.rule(regex(rf"[^\s{first}](.|\n)*"))
-        body = f"({other} | {rest})?"
-    elif not choice.is_required:
-        found, text = f"{lark.until(writing.mark)} {rest}", lark.rule(TEXT)
-        body = f"({found})* {text}" if choice.is_parallel else f"{found} | {text}"
-    return lark.source(f"{thinking_rule(lark, thinking)} {lark.rule(body)}")
+        return lark.source(f"({other} | {rest})?")
+    found, text = f"{lark.until(writing.mark)} {rest}", lark.rule(TEXT)
+    return lark.source(f"({found})* {text}" if is_parallel else f"{found} | {text}")
 
 
 def harmony_answer(lark: Lark, writing: Writing, forced: ForcedTools, is_required: bool) -> str:
@@ -157,48 +173,7 @@ def aside(lark: Lark, channels: Sequence[str]) -> str:
 
 
 def message_of(lark: Lark, channels: Sequence[str], content: str) -> str:
-    return f"{lark.mark(CHANNEL)} {one_of(map(literal, channels))} {lark.mark(MESSAGE)} {content}"
-
-
-def thinking_after(form: ReasoningFormat | None, prompt: str) -> Thinking:
-    """The thinking that an answer to this prompt may begin with."""
-    return None if form is None or form.is_closed(prompt) else (form, form.begins_inside(prompt))
-
-
-def thinking_rule(lark: Lark, thinking: Thinking) -> str:
-    """The rule of the thinking before an answer, and of the white space after it."""
-    if thinking is None:
-        return ""
-    form, begins_inside = thinking
-    open, rest = lark.mark(form.open), f"{lark.until(form.close)} {LINES}"
-    if not begins_inside:
-        return f"({open} {rest})?"
-    return f"({open})? {rest}" if form.open in lark.special_ids else rest
-
-
-def after_thinking(
-    source: str,
-    reasoning: ReasoningFormat | None,
-    prompt: str,
-    special_ids: Mapping[str, int],
-    calls: CallFormat | None = None,
-) -> str:
-    """The grammar of thinking and an answer, from the grammar of the answer. In Harmony, the answer is the
-    final message.
-    """
-    lark, thinking = Lark(special_ids), thinking_after(reasoning, prompt)
-    if calls is not None and calls.name == HARMONY:
-        final = message_of(lark, ["final"], lark.nest(source, "answer"))
-        return lark.source(f"({aside(lark, ['analysis'])})* {final}")
-    if thinking is None:
-        return source
-    return lark.source(f"{thinking_rule(lark, thinking)} {lark.nest(source, 'answer')}")
-
-
-def either(calls: str, text: str) -> str:
-    """The grammar of answers that match one of two."""
-    lark = Lark({})
-    return lark.source(f"{lark.nest(calls, 'calls')} | {lark.nest(text, 'text')}")
+    return f"{lark.marked(CHANNEL)} {one_of(map(literal, channels))} {lark.marked(MESSAGE)} {content}"
 
 
 # --- calls --------------------------------------------------------------------------------------------------
@@ -281,30 +256,21 @@ def forced_schema(tool: Tool) -> Mapping[str, Any]:
     """The schema that a grammar forces: the function's own, or any object if that cannot be compiled. Raises
     ApiError if the function is strict, and its schema cannot be compiled.
     """
-    field = field_of(tool)
+    schema = {**(inlined(tool.parameters) or {"properties": {}}), "type": "object"}
     try:
-        return embedded_schema(Grammar("json", json.dumps(closed(tool.parameters)), field, closed=True))
+        compile_checked(Grammar("json", json.dumps(schema), field_of(tool), closed=True))
     except ApiError:
         if tool.strict:
             raise
-        return embedded_schema(Grammar("json", ANY_OBJECT, field))
-
-
-def closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema of an object that has only the properties that the schema names."""
-    schema = {**(inlined(parameters) or {"properties": {}}), "type": "object"}
-    if "properties" in schema and not any(keyword in schema for keyword in OPEN_OBJECT):
-        return schema | {"additionalProperties": False}
-    return schema
+        schema = {"type": "object"}
+    return enforced(schema, closed=True)
 
 
 def inlined(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """The schema that this one refers to, with its definitions, if it is only a reference; else itself."""
     path = schema.get("$ref")
-    if not isinstance(path, str) or not {*schema} <= {"$ref", "type", *DEFINITIONS, *ANNOTATIONS}:
-        return schema
-    target = resolve_reference(path, schema)
-    if not isinstance(target, Mapping) or "$ref" in target:
+    target = resolve_reference(path, schema) if isinstance(path, str) else None
+    if not isinstance(target, Mapping) or not {*schema} <= BESIDE_REFERENCE:
         return schema
     return {name: schema[name] for name in DEFINITIONS if name in schema} | dict(target)
 
@@ -330,4 +296,4 @@ def check_keywords(tool: Tool, schema: Mapping[str, Any], keywords: Sequence[str
 
 def unsupported(tool: Tool, keyword: str) -> ApiError:
     cause = f"the keyword `{keyword}` is not supported in the format in which this model writes calls"
-    return invalid(f"`{field_of(tool)}` cannot be compiled: {cause}", field_of(tool))
+    return cannot_compile(field_of(tool), cause)

@@ -1,14 +1,43 @@
-"""Lark: a grammar in llguidance's dialect of it, built rule by rule."""
+"""Lark: a grammar in llguidance's dialect of it, built rule by rule: of texts, JSON schemas, a client's own
+grammars, and structural tags, whose formats have xgrammar's names.
+"""
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import llguidance
+from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
+from api.errors import quoted
+
+SpecialIds = Mapping[str, int] | tuple[tuple[str, int], ...]
+"""Special tokens: their ids by their texts."""
+Format = Mapping[str, Any]
+"""A part of a structural tag, as it was read: its `type`, and the value of each field of this type."""
+Following = Sequence[str] | None
+"""What follows a format, and belongs to its expression: one of these texts; nothing at the end of the whole;
+None where it is another format's, so that free text has no end.
+"""
 TEXT = r"/(.|\n)*/"
 """Any text."""
+ESCAPED_DASH = re.compile(r"(?<!\\)((?:\\\\)*)\\-")
+UNFORCED = '\n\n\n%llguidance {"no_forcing": true}\n'
+"""Keeps llguidance from looking for forced text: rules of a client may force one without an end."""
+WHITESPACE = r"(\x20|\n\x20{0,32})?"
+"""White space between the tokens of JSON: none, a space, or a new line with its indent. A model could write
+more than that for ever.
+"""
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+"""Formats that are enforced; others are annotations, as in JSON Schema."""
+NAMES_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose keys are names, not keywords."""
+VALUES = ("const", "enum", "default", "examples")
+"""Keywords whose values are data, not schemas."""
+OF_OTHERS = {"additionalProperties", "patternProperties"}
+"""Keywords that say something of properties which the schema does not list."""
+OF_OBJECTS = {"properties", "required", "minProperties", "maxProperties"} | OF_OTHERS
 
 
 class Lark:
@@ -16,12 +45,14 @@ class Lark:
 
     Attributes:
         special_ids: the model's special tokens, id by text. A grammar names them by their ids.
+        whitespace: a regex for white space in the JSON of formats.
         rules: the name of each, by what it says.
         nested: whole grammars, to which rules refer by name.
     """
 
-    def __init__(self, special_ids: Mapping[str, int]) -> None:
-        self.special_ids = special_ids
+    def __init__(self, special_ids: SpecialIds = (), whitespace: str = WHITESPACE) -> None:
+        self.special_ids = dict(special_ids)
+        self.whitespace = whitespace
         self.rules: dict[tuple[str, str], str] = {}
         self.nested: list[dict[str, Any]] = []
 
@@ -40,10 +71,6 @@ class Lark:
         self.nested += [{**first, "name": name}, *others]
         return f"@{name}"
 
-    def mark(self, text: str) -> str:
-        """A text that may be a special token."""
-        return f"<[{self.special_ids[text]}]>" if text in self.special_ids else literal(text)
-
     def marked(self, text: str) -> str:
         """A text that may have special tokens in it; nothing for the empty text."""
         return " ".join(map(self.mark, self.pieces(text)))
@@ -51,6 +78,9 @@ class Lark:
     def any_marked(self, texts: Sequence[str]) -> str:
         """One of the texts, which may have special tokens in them; nothing for none."""
         return one_of(map(self.marked, texts)) if len(texts) > 1 else "".join(map(self.marked, texts))
+
+    def mark(self, piece: str) -> str:
+        return f"<[{self.special_ids[piece]}]>" if piece in self.special_ids else literal(piece)
 
     def pieces(self, text: str) -> list[str]:
         """A text, split at the special tokens in it."""
@@ -79,6 +109,63 @@ class Lark:
         before = self.lexeme(f"{pattern} {literal(head)}")
         return " ".join([before if tail else self.rule(before, "[lazy]"), *map(self.mark, tail)])
 
+    # --- formats of structural tags -------------------------------------------------------------------------
+
+    def format(self, form: Format, after: Following) -> str:
+        """A format, and the text that follows it. Raises ValueError."""
+        match form["type"]:
+            case "sequence":
+                *first, last = form["elements"]
+                return " ".join([*(self.format(one, None) for one in first), self.format(last, after)])
+            case "or":
+                return one_of(self.format(one, after) for one in form["elements"])
+            case "tag":
+                return f"{self.marked(form['begin'])} {self.content(form, after)}"
+            case "triggered_tags":
+                return self.triggered(form, after)
+            case "any_text":
+                return self.text(TEXT, after)
+            case "regex":
+                return self.text(regex(form["pattern"]), after)
+            case "grammar":
+                part = self.nest(to_lark(form["grammar"]))
+            case "json_schema":
+                part = self.json(enforced(form["json_schema"], False, self.whitespace))
+            case _:
+                part = self.marked(form["value"])
+        return f"{part} {self.any_marked(after or ())}"
+
+    def text(self, pattern: str, after: Following) -> str:
+        """A text that matches a pattern, up to a text that follows."""
+        if after is None:
+            raise ValueError("free text has no end: it must be the last, or in a tag with an `end`")
+        return one_of(self.until(mark, pattern) for mark in after) if after else self.lexeme(pattern)
+
+    def content(self, tag: Format, after: Following) -> str:
+        """What stands after the beginning of a tag. Without an end, it goes on up to what follows."""
+        if not tag["end"]:
+            return self.format(tag["content"], after)
+        return f"{self.format(tag['content'], tag['end'])} {self.any_marked(after or ())}"
+
+    def triggered(self, form: Format, after: Following) -> str:
+        """Free text, with tags wherever their triggers come."""
+        stops, tags = form.get("stop_after_first"), []
+        for tag in form["tags"]:
+            found = [one for one in form["triggers"] if tag["begin"].startswith(one)]
+            if not found:
+                raise ValueError(f"`begin` must begin with one of `triggers`. Given: {quoted(tag['begin'])}")
+            trigger = min(found, key=len)  # which comes first
+            head = self.marked(tag["begin"].removeprefix(trigger))
+            tags.append((trigger, f"{head} {self.content(tag, after if stops or after == () else None)}"))
+        first = one_of(f"{self.marked(trigger)} {tag}" for trigger, tag in tags)
+        if form.get("at_least_one") and stops:
+            return first
+        later = self.rule(one_of(f"{self.until(trigger)} {tag}" for trigger, tag in tags))
+        text = self.text(TEXT, after)
+        if stops:
+            return one_of([later, text])
+        return f"{first if form.get('at_least_one') else ''} ({later})* {text}"
+
 
 def literal(text: str) -> str:
     """A text between quotes. llguidance takes a delete character only as an escape."""
@@ -92,3 +179,72 @@ def regex(pattern: str) -> str:
 
 def one_of(expressions: Iterable[str]) -> str:
     return f"({' | '.join(expressions)})"
+
+
+def to_lark(text: str) -> str:
+    """A client's grammar, in Lark or GBNF, as Lark. xgrammar's GBNF may escape a dash. Raises ValueError."""
+    try:
+        return any_to_lark(text if is_lark_syntax(text) else ESCAPED_DASH.sub(r"\1\\x2d", text)) + UNFORCED
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except Exception as error:  # the converter has no type of its own for rules that are missing
+        raise ValueError(str(error)) from error
+
+
+# --- JSON schemas -------------------------------------------------------------------------------------------
+
+
+def enforced(schema: dict[str, Any], closed: bool, whitespace: str = WHITESPACE) -> Mapping[str, Any]:
+    """What is enforced of a schema, which is changed, with llguidance's option for its white space.
+
+    Args:
+        closed: objects that list their properties have no others: OpenAI's strict mode and TGI's grammars
+            mean that. Where others are allowed, a small model writes them until `max_tokens`.
+    """
+    schemas = [*all_schemas(schema)]
+    for one in schemas:
+        if one.get("format") not in FORMATS:
+            one.pop("format", None)
+    if closed:
+        close_objects(schemas)
+    return {**schema, "x-guidance": {"whitespace_pattern": whitespace}}
+
+
+def all_schemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """Every schema in the schema, itself first."""
+    if isinstance(schema, list):
+        for item in schema:
+            yield from all_schemas(item)
+    elif isinstance(schema, dict):
+        yield schema
+        for name, value in schema.items():
+            if name in NAMES_OF_SCHEMAS and isinstance(value, dict):
+                yield from all_schemas([*value.values()])
+            elif name not in VALUES:
+                yield from all_schemas(value)
+
+
+def close_objects(schemas: list[dict[str, Any]]) -> None:
+    """Close the whole, and the objects in it if none of the schemas combines its parts: what one part closes,
+    another may require. What satisfies the closed schema satisfies the open one.
+    """
+    whole, *parts = schemas
+    found = [] if combines(whole) else [whole]
+    if not any(map(combines, schemas)):
+        found += filter(lambda part: part.get("properties"), parts)
+    for one in filter(lists_its_names, found):
+        one["additionalProperties"] = False
+
+
+def combines(schema: Mapping[str, Any]) -> bool:
+    """Whether an object may have to satisfy this schema and another one, or exactly one of several."""
+    places = ("$ref" in schema) + ("anyOf" in schema) + bool(OF_OBJECTS & schema.keys())
+    return places > 1 or "allOf" in schema or "oneOf" in schema
+
+
+def lists_its_names(schema: Mapping[str, Any]) -> bool:
+    """Whether an object lists its properties, also the required ones, and says nothing of others."""
+    names, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(names, dict) or not isinstance(required, list) or OF_OTHERS & schema.keys():
+        return False
+    return all(isinstance(name, str) and name in names for name in required)

@@ -1,25 +1,27 @@
 """Reads a grammar from the fields of a request: OpenAI's and TGI's `response_format`, TGI's `grammar`, vLLM's
-`structured_outputs` and `guided_*`. A grammar that is read is not yet compiled.
+`structured_outputs` and `guided_*`, and structural tags. A grammar that is read is not yet compiled.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from api.errors import cut, invalid, quoted
-from api.grammar.compile import ANY_OBJECT, MAX_SCHEMA_DEPTH, Grammar, depth_of
-from api.grammar.structural_tag import flag, list_of, must_be, required, text
+from api.grammar.compile import ANY_OBJECT, Grammar
+from api.grammar.lark import Format
 from api.json import parse_text
 
 WITHOUT_EFFECT = ("disable_fallback", "disable_any_whitespace", "_backend", "_backend_was_auto")
 PATTERN = "whitespace_pattern"
-GRAMMAR_SCHEMA: Any = {
-    "required": ["type", "value"],
-    "properties": {"type": {"enum": ["json", "json_object", "json_schema", "regex"]}, "value": {}},
-}
-"""JSON schema of TGI's grammars."""
+RESPONSE_FORMATS = ("text", "json_object", "json_schema", "json", "regex", "structural_tag")
+Check = Callable[[Any, str], Any]
+"""(value of a field, None if it is not given, its place) → the value as it is read. Raises ApiError."""
+DEFAULTS: Sequence[Any] = (None, False, [], "json")
+"""Values that xgrammar's classes write into fields which are not set."""
+
+
+# --- fields of bodies ---------------------------------------------------------------------------------------
 
 
 def read_grammar(fields: Mapping[str, Any], whitespace: str | None) -> Grammar | None:
@@ -37,48 +39,31 @@ def read_grammar(fields: Mapping[str, Any], whitespace: str | None) -> Grammar |
     return with_whitespace(next(iter(given.values()), None), whitespace, "guided_whitespace_pattern")
 
 
-def read_tgi_grammar(value: Mapping[str, Any]) -> Grammar | None:
-    """The grammar of TGI's `grammar`, which always has a `value`. Raises ApiError."""
-    if value.get("value") is None:
-        raise required("grammar.value")
-    return read_response_format(value, "grammar")
-
-
 def read_response_format(value: Mapping[str, Any], field: str = "response_format") -> Grammar | None:
     """The grammar of `{"type": …}`; None for text. OpenAI puts the schema under `json_schema`, TGI under
     `value`. Objects are closed with OpenAI's `strict`, and in TGI's shape, as there. Raises ApiError.
     """
-    match value.get("type"):
-        case "text":
-            return None
-        case "json_object" | "json" if value.get("value") is None:
-            return Grammar("json", ANY_OBJECT, field)
-        case "json_object" | "json":
+    match type_of(value, RESPONSE_FORMATS, field):
+        case "json_object" | "json" if value.get("value") is not None:
             return read_schema(value["value"], f"{field}.value", closed=True)
+        case "json_object" | "json":
+            return Grammar("json", ANY_OBJECT, field)
         case "json_schema":
             name = "json_schema" if "json_schema" in value else "value"
-            inner = value.get(name)
-            if not isinstance(inner, Mapping):
-                raise required(f"{field}.{name}.schema")
-            return read_named_schema(inner, f"{field}.{name}", closed=name == "value")
+            return read_named_schema(value.get(name), f"{field}.{name}", closed=name == "value")
         case "regex":
             return KINDS["regex"](value.get("value"), f"{field}.value")
         case "structural_tag":
-            return read_structural_tag(value, field)
-        case kind:
-            allowed = "text, json_object, json_schema, json, regex, structural_tag"
-            raise invalid(f"`{field}.type` must be one of {allowed}. Given: {quoted(kind)}", f"{field}.type")
+            return KINDS["structural_tag"](value, field)
+        case _:
+            return None
 
 
 def read_flat_format(form: Mapping[str, Any] | None, field: str, kinds: Sequence[str]) -> Grammar | None:
     """The grammar of a format of one of these types, whose `schema` stands beside `type`; None for any text.
     Raises ApiError.
     """
-    if form is None:
-        return None
-    if (kind := form.get("type")) not in kinds:
-        allowed = f"{'one of ' if len(kinds) > 1 else ''}{', '.join(kinds)}"
-        raise invalid(f"`{field}.type` must be {allowed}. Given: {quoted(kind)}", f"{field}.type")
+    kind = "text" if form is None else type_of(form, kinds, field)
     if kind == "json_schema":
         return read_named_schema(form, field)
     return Grammar("json", ANY_OBJECT, field) if kind == "json_object" else None
@@ -110,58 +95,138 @@ def with_whitespace(grammar: Grammar | None, pattern: Any, field: str) -> Gramma
 # --- one kind of grammar ------------------------------------------------------------------------------------
 
 
-def read_text(kind: str, value: Any, field: str) -> Grammar:
-    """A grammar that is a text. Raises ApiError."""
-    return Grammar(kind, text(value, field), field)
-
-
-def read_choice(value: Any, field: str) -> Grammar:
-    """A list of the texts that an answer may be. Raises ApiError."""
-    return Grammar("choice", json.dumps(list_of(text)(value, field)), field)
-
-
-def read_object(value: Any, field: str) -> Grammar:
-    """Any JSON object, which the value `true` asks for. Raises ApiError."""
-    must_be("true", lambda one: one is True)(value, field)
-    return Grammar("json", ANY_OBJECT, field)
-
-
-def read_named_schema(value: Mapping[str, Any], field: str, closed: bool = False) -> Grammar:
+def read_named_schema(value: Any, field: str, closed: bool = False) -> Grammar:
     """OpenAI's object with a `schema` and a name. Raises ApiError."""
-    if "schema" not in value:
-        raise required(f"{field}.schema")
-    strict = value.get("strict") is not None and flag(value["strict"], f"{field}.strict")
-    return read_schema(value["schema"], f"{field}.schema", closed=closed or strict)
+    strict = flag(an_object(value, field).get("strict"), f"{field}.strict")
+    return read_schema(value.get("schema"), f"{field}.schema", closed=closed or bool(strict))
 
 
 def read_schema(value: Any, field: str, closed: bool = False) -> Grammar:
     """A JSON schema, given as an object or as its text. Raises ApiError."""
-    if not isinstance(value, str | dict | bool):
-        raise invalid(f"`{field}` must be a JSON schema", field)
-    text = value if isinstance(value, str) else json.dumps(value)
-    return Grammar("json", text, field, closed=closed)
+    return Grammar("json", json.dumps(a_schema(as_json(value, field), field)), field, closed=closed)
 
 
-def read_structural_tag(value: Any, field: str) -> Grammar:
-    """A structural tag, given as an object or as its text. Raises ApiError."""
+def as_json(value: Any, field: str) -> Any:
+    """A value that may be given as its JSON text. Raises ApiError."""
     try:
-        tag = parse_text(value) if isinstance(value, str) else value
+        return parse_text(value) if isinstance(value, str) else value
     except ValueError as error:
         raise invalid(f"`{field}` is not JSON that can be read: {cut(str(error))}", field) from error
-    if not isinstance(tag, Mapping):
-        raise invalid(f"`{field}` must be a structural tag", field)
-    if (depth := depth_of(tag)) > MAX_SCHEMA_DEPTH:
-        words = f"its depth must be at most {MAX_SCHEMA_DEPTH}. Given: {depth}"
-        raise invalid(f"`{field}` cannot be compiled: {words}", field)
-    return Grammar("structural_tag", json.dumps(tag), field)
+
+
+# --- checks of values ---------------------------------------------------------------------------------------
+
+
+def must_be(words: str, is_right: Callable[[Any], bool]) -> Check:
+    """A check of a value that is read as it is."""
+
+    def check(value: Any, place: str) -> Any:
+        if not is_right(value):
+            raise invalid(f"`{place}` must be {words}", place)
+        return value
+
+    return check
+
+
+an_object = must_be("an object", lambda value: isinstance(value, dict))
+any_text = must_be("a text", lambda value: isinstance(value, str))
+text = must_be("a text that is not empty", lambda value: isinstance(value, str) and value != "")
+flag = must_be("true or false", lambda value: value is None or isinstance(value, bool))
+a_schema = must_be("a JSON schema", lambda value: isinstance(value, dict))
+
+
+def list_of(check: Check) -> Check:
+    is_list = must_be("a list that is not empty", lambda value: isinstance(value, list) and value != [])
+    return lambda value, place: [check(item, f"{place}.{i}") for i, item in enumerate(is_list(value, place))]
+
+
+# --- structural tags ----------------------------------------------------------------------------------------
+
+
+def ends(value: Any, place: str) -> Sequence[str]:
+    """The texts of which one ends a tag; none for the empty text."""
+    must_be("a text, or a list of texts", lambda one: isinstance(one, str | list))(value, place)
+    return [value] * bool(value) if isinstance(value, str) else list_of(text)(value, place)
+
+
+def read_fields(value: Any, place: str, fields: Mapping[str, Check]) -> Format:
+    """The fields of an object. Raises ApiError for the first that is wrong, missing or unknown."""
+    for name, item in an_object(value, place).items():
+        if name not in ("type", *fields) and item not in DEFAULTS:
+            place = f"{place}.{cut(name)}"
+            raise invalid(f"`{place}` is not supported. Given: {quoted(item)}", place)
+    return {name: check(value.get(name), f"{place}.{name}") for name, check in fields.items()}
+
+
+def type_of(value: Any, kinds: Collection[str], place: str) -> str:
+    """The `type` of an object, which is one of these. Raises ApiError."""
+    kind = an_object(value, place).get("type")
+    if not isinstance(kind, str) or kind not in kinds:
+        place = f"{place}.type"
+        raise invalid(f"`{place}` must be one of {', '.join(kinds)}. Given: {quoted(kind)}", place)
+    return kind
+
+
+def read_format(value: Any, place: str) -> Format:
+    """Any of the formats, told apart by `type`."""
+    kind = type_of(value, FORMATS, place)
+    return {"type": kind, **read_fields(value, place, FORMATS[kind])}
+
+
+def read_structural_tag(value: Any, place: str) -> Grammar:
+    """A structural tag, given as an object or as its text. The older form is tags with JSON in them."""
+    tag = an_object(as_json(value, place), place)
+    if "structures" not in tag or "format" in tag:
+        form = read_format(tag.get("format"), f"{place}.format")
+    else:
+        read = read_fields({name: tag.get(name) for name in OLDER}, place, OLDER)
+        tags = [
+            {**one, "content": {"type": "json_schema", "json_schema": one["schema"]}}
+            for one in read["structures"]
+        ]
+        form = {"type": "triggered_tags", "triggers": read["triggers"], "tags": tags}
+    return Grammar("structural_tag", json.dumps(form), place)
+
+
+def fields_of(fields: Mapping[str, Check]) -> Check:
+    return lambda value, place: read_fields(value, place, fields)
+
+
+TAG: Mapping[str, Check] = {"begin": any_text, "content": read_format, "end": ends}
+STRUCTURE: Mapping[str, Check] = {"begin": any_text, "schema": a_schema, "end": ends}
+OLDER: Mapping[str, Check] = {"triggers": list_of(text), "structures": list_of(fields_of(STRUCTURE))}
+FORMATS: Mapping[str, Mapping[str, Check]] = {
+    "const_string": {"value": text},
+    "regex": {"pattern": text},
+    "grammar": {"grammar": text},
+    "any_text": {},
+    "json_schema": {"json_schema": a_schema},
+    "sequence": {"elements": list_of(read_format)},
+    "or": {"elements": list_of(read_format)},
+    "tag": TAG,
+    "triggered_tags": {
+        "triggers": list_of(text),
+        "tags": list_of(fields_of(TAG)),
+        "at_least_one": flag,
+        "stop_after_first": flag,
+    },
+}
+"""Types of formats → their fields → the check of each.
+
+- `const_string` is this text, `any_text` any text.
+- `regex`, `grammar` (GBNF or Lark) and `json_schema` are a text that matches.
+- `sequence` is several formats, one after the other, `or` one of several.
+- `tag` is a format between two texts, of which the second is one of `end`.
+- `triggered_tags` is any text with tags in it: a trigger begins one of the tags that begin with it.
+"""
 
 
 KINDS: Mapping[str, Callable[[Any, str], Grammar]] = {
     "json": read_schema,
-    "regex": partial(read_text, "regex"),
-    "choice": read_choice,
-    "grammar": partial(read_text, "grammar"),
-    "json_object": read_object,
+    "regex": lambda value, field: Grammar("regex", text(value, field), field),
+    "choice": lambda value, field: Grammar("choice", json.dumps(list_of(text)(value, field)), field),
+    "grammar": lambda value, field: Grammar("grammar", text(value, field), field),
+    "json_object": lambda value, field: Grammar("json", ANY_OBJECT, field),
     "structural_tag": read_structural_tag,
 }
 """Kinds of `structured_outputs`, of which it has one → their readers."""

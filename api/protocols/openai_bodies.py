@@ -16,7 +16,7 @@ from api.answers.answer import Reading, Rendering
 from api.answers.call_formats import HARMONY
 from api.errors import ApiError, invalid, quoted, refuse, renamed
 from api.event_loop import offload
-from api.grammar.compile import Grammar, describes_json
+from api.grammar.compile import Grammar
 from api.grammar.read import FIELDS, read_grammar
 from api.http.body import UnsupportedFields, reject_unsupported
 from api.prompts.chat_template import Rendered
@@ -408,7 +408,7 @@ async def read_chat(body: ChatRequest, pool: Pool, grammar: Grammar | None = Non
     if reading is not None:
         reading = await reading_beside(asked, tools, reading)
     forced = await answer_grammar(asked, tools if may_force else None, reading, pool.tokenizer)
-    rendering = replace(body.rendering, reading=reading, is_json=describes_json(asked))
+    rendering = replace(body.rendering, reading=reading, is_json=asked is not None and asked.kind == "json")
     last, prefix = body.messages[-1], ""
     if body.echo and last.role == "assistant":  # the message that the model continues
         prefix = join_parts(last.content or "", "", may_refuse=True)
@@ -562,7 +562,7 @@ def from_completion(body: CompletionRequest, prompts: TextsOrIds) -> list[Genera
         prompt_ids=None,
         prompt_logprobs=max((number for number in tops if number is not None), default=None),
         grammar=grammar,
-        rendering=replace(body.rendering, is_json=describes_json(grammar)),
+        rendering=replace(body.rendering, is_json=grammar is not None and grammar.kind == "json"),
         prefix=None if body.echo else "",
     )
     if body.shows_prompt_only:

@@ -19,7 +19,7 @@ from api.answers.answer import Rendering
 from api.answers.logprobs import LOGITS, logits_fields, sequence_scores
 from api.errors import ApiError, invalid, quoted, refuse, tgi, unavailable
 from api.event_loop import Pace, offload
-from api.grammar.read import GRAMMAR_SCHEMA, read_tgi_grammar
+from api.grammar.read import read_response_format
 from api.http.auth import key_of
 from api.http.body import parse_body, reject_unsupported, warn_of_unknown
 from api.http.openapi import (
@@ -141,6 +141,10 @@ TGI_NAMES = {
     "prompt_logprobs": "decoder_input_details",
 }
 """`GenerationParams` → the names of TGI's parameters, where they differ; empty where there is none."""
+GRAMMAR_SCHEMA: Any = {
+    "required": ["type", "value"],
+    "properties": {"type": {"enum": ["json", "json_object", "json_schema", "regex"]}, "value": {}},
+}
 
 
 class GenerateParameters(BeamFields):
@@ -205,17 +209,18 @@ class GenerateParameters(BeamFields):
             names: `GenerationParams` → the names of these parameters, where they differ.
         """
         name, asked, number = "decoder_input_details", self.decoder_input_details, self.best_of or 1
-        at_once = "when tokens are streamed"
+        at_once, grammar = "when tokens are streamed", self.grammar
         refuse(
             (asked and streamed, f"`{name}` must be false {at_once}", name),
             (streamed and number > 1, f"`best_of` must be 1 {at_once}. Given: {number}", "best_of"),
+            (grammar and grammar.get("value") is None, "`grammar.value` is required", "grammar.value"),
             *streamed_logits(self, streamed),
         )
         return self.generation_params(
             names,
             prompt=Rendered(text),
             has_inline_pictures=True,
-            grammar=read_tgi_grammar(self.grammar) if self.grammar else None,
+            grammar=read_response_format(grammar, "grammar") if grammar else None,
             n=number,
             ranks=True,
             beams=self.beam_params(self.beam_width),

@@ -24,9 +24,8 @@ from api.answers.call_formats import CALL_FORMATS, HARMONY, REASONING_FORMATS
 from api.answers.scanner import Tool
 from api.errors import cut, invalid, quoted
 from api.grammar.apart import run_apart
-from api.grammar.check import can_begin
-from api.grammar.compile import CompiledGrammar, Grammar, compile_grammar
-from api.grammar.force import CallChoice, after_thinking, call_grammar, either
+from api.grammar.compile import COMPILED, Grammar, can_begin, compile_grammar
+from api.grammar.force import answer_source, call_grammar
 from api.json import parse_text
 from api.prompts.chat_template import (
     OWN_VARIABLES,
@@ -197,24 +196,24 @@ def names_of_call(source: str, heads: tuple[str, ...]) -> bool:
 
 async def answer_grammar(
     grammar: Grammar | None, tools: ToolChoice | None, reading: Reading | None, tokenizer: ModelTokenizer
-) -> Grammar | CompiledGrammar | None:
+) -> Grammar | None:
     """What the answer must look like: calls of tools, or what `grammar` describes; None for anything. Raises
     ApiError.
     """
     if reading is None:
         return grammar
     form, reasoning = CALL_FORMATS.get(reading.calls), REASONING_FORMATS.get(reading.reasoning)
-    prompt, calls = reading.prompt_end, ""
+    ids, calls, text = tokenizer.special_tokens, "", ""
     if tools is not None and form is not None:
         must_call = tools.is_forced or grammar is not None  # all other answers are those of `grammar`
-        choice = CallChoice(must_call, tools.parallel and not tools.is_named)
-        ids = tokenizer.special_tokens
-        calls = await call_grammar(form, tools.callable, choice, ids, reasoning, prompt)
-    if grammar is None or (tools is not None and tools.is_forced):
-        return CompiledGrammar(calls, "tools") if calls else None
-    source = await compile_grammar(grammar, tokenizer)
-    text = after_thinking(source, reasoning, prompt, tokenizer.special_tokens, form)
-    return CompiledGrammar(either(calls, text) if calls else text, grammar.field)
+        may_repeat = tools.parallel and not tools.is_named
+        calls = await call_grammar(form, tools.callable, ids, must_call, may_repeat)
+    if grammar is not None and not (tools is not None and tools.is_forced):
+        text = await compile_grammar(grammar, tokenizer)
+    if not calls and not text:
+        return None
+    source = answer_source(calls, text, form, reasoning, reading.prompt_end, ids)
+    return Grammar(COMPILED, source, grammar.field if grammar is not None and text else "tools")
 
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from api.answers.answer import Rendering
 from api.errors import ApiError, invalid, quoted, refuse, too_long, unavailable
 from api.event_loop import offload
-from api.grammar.compile import CompiledGrammar, Grammar, compile_grammar
+from api.grammar.compile import Grammar, compile_grammar
 from api.prompts.chat_template import Rendered
 from api.prompts.pictures import PicturePrompts, PictureSource, ShownPictures
 from api.prompts.tokenizer import ModelTokenizer
@@ -130,7 +130,7 @@ class GenerationParams:
     sampling: SamplingParams
     seed: int | None = None
     bad_words: list[str] = field(default_factory=list)
-    grammar: Grammar | CompiledGrammar | None = None
+    grammar: Grammar | None = None
     watermark: bool = False
     top_n_tokens: int = 0
     prompt_logprobs: int | None = None
@@ -262,10 +262,7 @@ async def make_requests(
     if (grammar := params.grammar) is not None:
         if limits.settings.disable_grammar_support:
             raise invalid(f"`{grammar.field}` is turned off here (DISABLE_GRAMMAR_SUPPORT)", grammar.field)
-        if isinstance(grammar, CompiledGrammar):
-            own["grammar"] = grammar.source
-        else:
-            own["grammar"] = await compile_grammar(grammar, tokenizer)
+        own["grammar"] = await compile_grammar(grammar, tokenizer)
     if params.watermark:
         settings = limits.settings
         own |= {"watermark_gamma": settings.watermark_gamma, "watermark_delta": settings.watermark_delta}

@@ -288,7 +288,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "b"}}, "`tool_choice` names 'b'"),
     ({"mcp_servers": [{}]}, "`mcp_servers` is not supported yet"),
     ({"stop": "a"}, "`stop` is not a field of this route"),
-    ({"output_config": {"format": {"type": "regex"}}}, "`output_config.format.type` must be json_schema"),
+    (
+        {"output_config": {"format": {"type": "regex"}}},
+        "`output_config.format.type` must be one of json_schema",
+    ),
     ({"service_tier": "gold"}, "`service_tier` must be one of"),
 ]
 

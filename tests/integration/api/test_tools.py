@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from api.answers.call_formats import CALL_FORMATS, find_call_format, json_list
 from api.grammar.compile import ANY_OBJECT, Grammar, compile_checked
-from api.grammar.force import CallChoice, compile_calls
+from api.grammar.force import compile_calls
 from common.messages.records import unpack_ids
 from deploy.launcher.embedded_broker import Broker
 from tests.support.answers import CHAT, CHAT_PATH, frames, streamed
@@ -100,7 +100,7 @@ async def test_a_format_is_one_row(broker: Broker, monkeypatch: pytest.MonkeyPat
     answer = Answer(ids('<toy>[{"name": "get_time", "arguments": {}}]</toy>'))
     async with answering(broker.url, answer, tool_call_parser="toy") as (_, _, client):
         assert called((await ask(client))["message"]) == [("get_time", "{}")]
-    assert "<toy>" in compile_calls("toy", '[["get_time", {}]]', CallChoice(is_required=True), (), None)
+    assert "<toy>" in compile_calls("toy", '[["get_time", {}]]', (), is_required=True, is_parallel=True)
 
 
 async def test_content_is_null_if_the_answer_has_only_calls(broker: Broker) -> None:

@@ -17,8 +17,7 @@ from redis.asyncio import Redis
 
 from api.answers.answer import Reading
 from api.errors import ApiError
-from api.grammar.check import byte_tokenizer
-from api.grammar.compile import CompiledGrammar, Grammar
+from api.grammar.compile import COMPILED, Grammar, byte_tokenizer
 from api.http.body import parse_body
 from api.http.openapi import json_schema
 from api.prompts.chat_template import ChatTemplate, ControlTexts, Rendered
@@ -297,8 +296,8 @@ async def accepted(grammar: Grammar | None, choice: ToolChoice | None, reasoning
     found = await answer_grammar(grammar, choice, reading, model_tokenizer())
     if found is None:
         return texts
-    assert isinstance(found, CompiledGrammar)
-    return {text for text in texts if matches(found.source, text)}
+    assert found is not None and found.kind == COMPILED
+    return {text for text in texts if matches(found.text, text)}
 
 
 def matches(source: str, text: str) -> bool:
@@ -338,8 +337,8 @@ async def test_an_object_with_the_properties_of_a_call_is_none(form: str) -> Non
         assert await reading_beside(like_calls, choice, reading) == reading
     assert await reading_beside(None, tools(), reading) == reading
     forced = await answer_grammar(like_calls, tools(), Reading(), model_tokenizer())
-    assert isinstance(forced, CompiledGrammar) and not matches(forced.source, CALL)
-    assert matches(forced.source, '{"name": "f", "parameters": {}}')
+    assert forced is not None and not matches(forced.text, CALL)
+    assert matches(forced.text, '{"name": "f", "parameters": {}}')
 
 
 # --- params -------------------------------------------------------------------------------------------------
