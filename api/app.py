@@ -20,7 +20,6 @@ from fastapi import APIRouter, Depends, FastAPI
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from fastapi_offline import FastAPIOffline
-from sse_starlette.sse import AppStatus
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp
@@ -43,7 +42,6 @@ from api.http.connection_limits import LIMITS, ConnectionLimits, raise_file_limi
 from api.http.middleware import (
     MAX_ARRIVALS,
     AccessLog,
-    Middleware,
     around,
     error_handlers,
     give_request_id,
@@ -205,8 +203,6 @@ def build(
         async with gateway.running(), publishing_metrics(gateway.pool.client):
             yield {UNREAD: gateway.unread, LIMITS: gateway.limits}
 
-    logging.getLogger("sse_starlette").setLevel(logging.INFO)  # at DEBUG it logs every event
-    AppStatus.enable_automatic_graceful_drain = False  # a gateway that drains finishes its answers
     app = FastAPIOffline(  # /docs loads its scripts from this gateway alone
         title="Tokenfleet",
         version=version("tokenfleet"),
@@ -227,20 +223,16 @@ def build(
     app.state.files = gateway.files
     app.state.refuses = refuses
     app.router.routes.extend(checked_routes(bool(gateway.settings.api_key)))
-    served = add_cors(partial(resume_posts, app), gateway.settings)
     traced = [trace_request] if tracing.is_on() else []
     arrival = partial(note_arrival, count_arrival, Turns(MAX_ARRIVALS))
-    return wrap(served, channel or KeeperChannel(None), gateway.access, *traced, arrival)
-
-
-def wrap(app: ASGIApp, channel: KeeperChannel, access: AccessLog, *inner: Middleware) -> ASGIApp:
-    outer = (
+    inner = around(app, partial(write_inherited, gateway.pools), *traced, arrival, resume_posts)
+    return around(
+        add_cors(inner, gateway.settings),
         keep_raw_send,
-        partial(give_answer_socket, channel),
+        partial(give_answer_socket, channel or KeeperChannel(None)),
         partial(give_request_id, protocol_at),
-        access.log_request,
+        gateway.access.log_request,
     )
-    return around(app, *outer, *inner)
 
 
 @cache
@@ -273,11 +265,6 @@ def add_cors(app: ASGIApp, settings: Settings) -> ASGIApp:
         allow_headers=["*"],
         expose_headers=["*"],
     )
-
-
-def build_heir(gateway: Gateway, channel: KeeperChannel) -> ASGIApp:
-    """Make the application that continues answers of other gateways."""
-    return wrap(add_cors(partial(write_inherited, gateway.pools), gateway.settings), channel, gateway.access)
 
 
 # --- server -------------------------------------------------------------------------------------------------
@@ -346,7 +333,6 @@ def serve(settings: Settings, incarnation: str, tokenizer: ModelTokenizer) -> No
     signal.signal(signal.SIGTERM, lambda *_: None)
     server = GatewayServer(
         config,
-        build_heir(gateway, channel),
         channel,
         settings.graceful_termination_timeout,
         is_last=WHOLE_FLEET_VARIABLE in os.environ,

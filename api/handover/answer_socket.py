@@ -222,7 +222,7 @@ class RestOfAnswer:
 
     def close(self) -> None:
         """Close the connection: the whole answer is rendered."""
-        if self.is_behind:
+        if self.is_behind and not self.transport.is_closing():
             self.cut(f"{self.num_written} bytes were written, {self.position} are rendered")
         self.transport.close()
 
@@ -247,6 +247,8 @@ class WrittenHead:
 
 ANSWER_SOCKET = "answer_socket"
 """Key of a request's state: its AnswerSocket."""
+INHERITED = "inherited"
+"""Key of a request's state: the KeptAnswer of another gateway, which is written on its connection."""
 FORMAT = "6"
 """Version of the bytes that this code renders. It changes with every change of frames, chunks or whole
 responses: a gateway of another format cannot go on in the middle of an answer.
@@ -350,9 +352,14 @@ class AnswerSocket:
         except (OSError, TimeoutError) as error:
             if self.channel.is_open:  # else the whole fleet ends, and the launcher has closed it
                 warn_once(f"a stream ends with this gateway: {error or 'the socket keeper does not read'}")
-            self.answer = None
+            self.drop()
+
+    def drop(self) -> None:
+        """Have the socket kept no more."""
+        if self.answer is not None:
             self.channel.handovers.discard(self.hand_over)
-            self.channel.post(KeeperMessage(drop=answer.name))
+            self.channel.post(KeeperMessage(drop=self.answer.name))
+            self.answer = None
 
     # --- middle ---------------------------------------------------------------------------------------------
 
@@ -394,6 +401,12 @@ class AnswerSocket:
             self.is_handed_over = True
             self.cycle.transport.abort()  # closes our handle only: the connection lives on in the keeper's
             asyncio.get_running_loop().call_soon(self.is_closed.set)  # comes after the end of the transport
+
+    def cut(self) -> None:
+        """Cut the connection: nothing may follow what is written of the answer."""
+        self.drop()
+        self.cycle.disconnected = True
+        self.cycle.transport.abort()
 
     async def finish(self) -> None:
         """Tell the keeper that the answer is over here: all is written, the client has gone, or the answer
@@ -470,7 +483,8 @@ async def give_answer_socket(
     if cycle is None:
         await app(scope, receive, send)
         return
-    answer_socket: AnswerSocket = scope["state"].setdefault(ANSWER_SOCKET, AnswerSocket(channel, cycle))
+    state = scope["state"]
+    answer_socket = state[ANSWER_SOCKET] = AnswerSocket(channel, cycle, state.get(INHERITED))
 
     async def send_start(message: Message) -> None:
         if message["type"] == "http.response.start":

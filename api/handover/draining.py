@@ -12,18 +12,18 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from fastapi import Request
-from starlette.types import ASGIApp
 
 from api.errors import unavailable
 from api.handover.answer_socket import KeeperChannel
-from api.handover.heir import Heir
+from api.handover.heir import InheritedConnection, go_on
 from api.http.connection_limits import Acceptor
-from api.http.protocol import InheritedConnection
+from common.messages.kept_answer import KeptAnswer
 from common.process.event_loop import until_beat
 
 SERVING_TICK_S = 1.0
@@ -51,7 +51,6 @@ class GatewayServer(uvicorn.Server):
     other gateways.
 
     Attributes:
-        heir_app: writes the answers of other gateways.
         since_s: monotonic time since which it drains; None while it serves.
         refuses: whether it refuses new requests.
         ticks_since_closed: ticks since it accepts no new connections; -1 before.
@@ -61,7 +60,6 @@ class GatewayServer(uvicorn.Server):
     def __init__(
         self,
         config: uvicorn.Config,
-        heir_app: ASGIApp,
         channel: KeeperChannel,
         timeout_s: float,
         *,
@@ -76,7 +74,6 @@ class GatewayServer(uvicorn.Server):
             on_timeout: called when the time is over; ends the requests that are left.
         """
         super().__init__(config)
-        self.heir_app = heir_app
         self.channel = channel
         self.timeout_s = timeout_s
         self.is_last = is_last
@@ -92,8 +89,7 @@ class GatewayServer(uvicorn.Server):
         await super().startup([])
         self.acceptor = Acceptor(sockets or (), self.serve_connection)
         self.acceptor.open()
-        heir = Heir(self.new_connection, self.server_state, self.heir_app, self.channel)
-        self.channel.listen(heir.inherit)
+        self.channel.listen(self.inherit)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.acceptor.close()
@@ -164,8 +160,12 @@ class GatewayServer(uvicorn.Server):
         made: asyncio.Protocol = protocol(self.config, self.server_state, self.lifespan.state)
         return made
 
-    def new_connection(self) -> InheritedConnection:
-        return InheritedConnection(self.config, self.server_state, self.lifespan.state)
+    def inherit(self, answer: KeptAnswer, connection: socket.socket) -> None:
+        """Continue an answer of another gateway, in a task that the server waits for before it ends."""
+        made = partial(InheritedConnection, self.config, self.server_state, self.lifespan.state)
+        task = asyncio.create_task(go_on(answer, connection, made, self.channel))
+        self.server_state.tasks.add(task)
+        task.add_done_callback(self.server_state.tasks.discard)
 
     def newly_connected(self) -> set[Any]:
         """Connections whose first request may be on its way."""

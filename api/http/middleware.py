@@ -431,14 +431,9 @@ async def trace_request(app: ASGIApp, scope: Scope, receive: Receive, send: Send
         return
     scope["state"][TRACE] = trace
     TRACEPARENT.set(trace.generation)
-
-    async def send_noted(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            note_status(trace, message["status"])
-        await send(message)
-
     try:
-        await app(scope, receive, send_noted)
+        await app(scope, receive, send)
+        note_status(trace, scope["state"][ACCESS].status)
     except Exception as error:
         note_status(trace, 500)
         trace.error = trace.generation_error = type(error).__name__

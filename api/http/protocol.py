@@ -315,22 +315,3 @@ class HttpProtocol(H11Protocol):
         if self.num_drained > MAX_DRAINED_BYTES:
             self.limits.count_cut("drain")
             self.transport.abort()
-
-
-class InheritedConnection(HttpProtocol):
-    """A connection whose request another gateway has read; it is closed after the answer. What its client
-    sends meanwhile is ignored: of a pipelined request that gateway may have read the first part.
-    """
-
-    def enter(self) -> None:
-        """Count no inherited connection: its client was let in before."""
-
-    def data_received(self, data: bytes) -> None:
-        pass
-
-    def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep the connection: its client has sent the whole request before."""
-        self.unread.is_half_closed = True
-        if self.cycle is not None:
-            self.cycle.message_event.set()
-        return True

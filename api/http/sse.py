@@ -18,7 +18,6 @@ import termios
 import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Generic, TypeVar
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -27,10 +26,8 @@ from api.event_loop import Pace
 from common.metrics import catalogue
 from common.process.event_loop import run_until_one_ends, until_beat
 
-T = TypeVar("T")
-
 MAX_ITEMS = 128
-"""Items that are rendered before other streams have their turn."""
+"""Frames that are rendered before other streams have their turn."""
 CYCLE = "tokenfleet.cycle"
 """Extension of a scope: uvicorn's object for a request and its response."""
 RAW_SEND = "raw_send"
@@ -65,8 +62,8 @@ class Change(asyncio.Event):
             self.listener()
 
 
-class Feed(AsyncIterator[list[T]], Generic[T]):
-    """The items of one answer, in order: `take` returns those that are ready, an iteration waits for them.
+class Feed(AsyncIterator[list[bytes]]):
+    """The frames of one answer, in order: `take` returns those that are ready, an iteration waits for them.
 
     Attributes:
         changed: set when there may be more.
@@ -78,8 +75,8 @@ class Feed(AsyncIterator[list[T]], Generic[T]):
         self.ended = False
 
     @abstractmethod
-    def take(self) -> list[T]:
-        """The next items, about MAX_ITEMS at most; none if no more are ready."""
+    def take(self) -> list[bytes]:
+        """The next frames, about MAX_ITEMS at most; none if no more are ready."""
 
     @property
     def is_prepared(self) -> bool:
@@ -87,10 +84,10 @@ class Feed(AsyncIterator[list[T]], Generic[T]):
         return True
 
     async def prepare(self) -> None:
-        """Do long work that the next items need."""
+        """Do long work that the next frames need."""
 
-    async def __anext__(self) -> list[T]:
-        """Items that are ready, at least one; other tasks have their turn first."""
+    async def __anext__(self) -> list[bytes]:
+        """Frames that are ready, at least one; other tasks have their turn first."""
         await asyncio.sleep(0)
         while not self.ended:
             await self.prepare()
@@ -102,21 +99,21 @@ class Feed(AsyncIterator[list[T]], Generic[T]):
         raise StopAsyncIteration
 
 
-class RestOfFeed(Feed[T]):
-    """Another feed without its first `num_seen` items; `prepare` skips those that are ready.
+class RestOfFeed(Feed):
+    """Another feed without its first `num_seen` frames; `prepare` skips those that are ready.
 
     Attributes:
-        num_seen: number of items that are still to be skipped.
-        first: items that came together with the last one skipped.
+        num_seen: number of frames that are still to be skipped.
+        first: frames that came together with the last one skipped.
     """
 
-    def __init__(self, source: Feed[T], num_seen: int) -> None:
+    def __init__(self, source: Feed, num_seen: int) -> None:
         super().__init__(source.changed)
         self.source = source
         self.num_seen = num_seen
-        self.first: list[T] = []
+        self.first: list[bytes] = []
 
-    def take(self) -> list[T]:
+    def take(self) -> list[bytes]:
         first, self.first = self.first, []
         new = first or ([] if self.source.ended else self.source.take())
         self.ended = self.source.ended
@@ -135,6 +132,40 @@ class RestOfFeed(Feed[T]):
             await self.source.prepare()
 
 
+class MergedFeed(Feed):
+    """The frames of several answers, by their ids. A frame's id is `{answer}/{ordinal}`.
+
+    The order of the frames of one answer is fixed. Answers do not wait for each other: this is what several
+    choices of one answer cannot have, since their frames have one order.
+    """
+
+    def __init__(self, feeds: Mapping[str, Feed]) -> None:
+        super().__init__(Change())
+        self.feeds = dict(feeds)
+        for feed in feeds.values():
+            feed.changed.listener = self.changed.set
+
+    def take(self) -> list[bytes]:
+        new: list[bytes] = []
+        for name, feed in [*self.feeds.items()]:
+            del self.feeds[name]
+            new += [frame.replace(b"id: ", b"id: %b/" % name.encode(), 1) for frame in feed.take()]
+            if not feed.ended:
+                self.feeds[name] = feed  # behind those that had no turn yet
+            if len(new) >= MAX_ITEMS:
+                break
+        self.ended = not self.feeds
+        return new
+
+    @property
+    def is_prepared(self) -> bool:
+        return all(feed.is_prepared for feed in self.feeds.values())
+
+    async def prepare(self) -> None:
+        for feed in self.feeds.values():
+            await feed.prepare()
+
+
 # --- writing ------------------------------------------------------------------------------------------------
 
 
@@ -151,8 +182,7 @@ def as_chunk(part: bytes, http_version: str) -> bytes:
 
 
 class FeedResponse(Response):
-    """Server-sent events of the hot path: a plain ASGI response, since sse-starlette would encode, log and
-    time every frame.
+    """Server-sent events.
 
     Only the head and the end of the response pass the middlewares. A frame that is ready while its client
     reads is written in the call that brings its token: to wake a task would take twice the time of all other
@@ -165,8 +195,12 @@ class FeedResponse(Response):
         cycle: uvicorn's object for the request: it has the transport and its flow control.
     """
 
-    def __init__(self, frames: Feed[bytes], comment: bytes, headers: Mapping[str, str]) -> None:
-        self.status_code = 200
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, frames: Feed, comment: bytes, headers: Mapping[str, str], status_code: int = 200
+    ) -> None:
+        self.status_code = status_code
         self.background = None
         self.init_headers(headers)
         self.frames = frames

@@ -9,7 +9,6 @@ import contextlib
 import json
 import logging
 import pickle
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -53,8 +52,8 @@ TERMS = ("model", "tenant", "deadline_ms", "traceparent", "webhook", "api_key")
 """Arguments of `chat` that are fields of the job, not of its chat."""
 
 Packed = dict[str, Any]
-ANSWERS_S, LOST_CHECK_S = 0.1, 2.0
-"""How often answers are looked for, and lost jobs."""
+ANSWERS_S = 0.1
+"""How often answers are looked for."""
 
 
 # --- the fleet's client -------------------------------------------------------------------------------------
@@ -90,7 +89,6 @@ class ArqClient:
         self.keys = client.keys
         self.waiting: set[WaitingJob] = set()
         self.submitted = asyncio.Event()
-        self.checked_s = 0.0
 
     async def run_job(self, job_id: str, content: dict[str, Any], key: Mapping[str, str]) -> Any:
         """The answer to a job; a job that was submitted before is joined. `key`: the entry's field with an
@@ -126,41 +124,32 @@ class ArqClient:
         await repeat_forever(self.poll, "polling for answers")
 
     async def poll(self) -> None:
-        """Wait until there are jobs, then hand out the answers that have come. Every LOST_CHECK_S, submit
-        jobs again that the broker has lost.
-        """
+        """Wait until there are jobs, then settle those whose entries have left `submit`."""
         if not self.waiting:
             self.submitted.clear()
             await self.submitted.wait()
         await asyncio.sleep(ANSWERS_S)
         waiting = list(self.waiting)
-        for job, answer in zip(waiting, await self.answers(waiting), strict=True):
-            if answer and not await self.has_entry(job):
-                # While the entry was there, the result may have been that of another job with this id.
-                [answer] = await self.answers([job])
-                if answer and not job.answer.done():
-                    job.answer.set_result(answer)
-        if time.monotonic() - self.checked_s > LOST_CHECK_S:
-            self.checked_s = time.monotonic()
-            await self.submit_lost()
+        async with self.redis.pipeline(transaction=False) as pipe:
+            for job in waiting:
+                pipe.xrange(self.keys.submit, job.entry_id, job.entry_id)
+            entries = await pipe.execute()
+        for job, entry in zip(waiting, entries, strict=True):
+            if not entry:
+                await self.settle(job)
 
-    async def submit_lost(self) -> None:
-        """Submit jobs again that have neither an entry nor an answer."""
-        for job in list(self.waiting):
-            if not await self.has_entry(job) and await self.answers([job]) == [None]:
-                log.warning("the broker has lost job %s: it is submitted again", job.job_id)
-                job.entry_id = await self.add_entry(job.fields)
-
-    async def has_entry(self, job: WaitingJob) -> bool:
-        return bool(await self.redis.xrange(self.keys.submit, job.entry_id, job.entry_id))
-
-    async def answers(self, jobs: list[WaitingJob]) -> list[bytes | None]:
-        """The answer to each job, that to its entry first; None for no answer."""
-        if not jobs:
-            return []
-        names = [name for job in jobs for name in (job.entry_id, job.job_id)]
-        found = await self.redis.mget([self.keys.result(name) for name in names])
-        return [own or shared for own, shared in zip(found[::2], found[1::2], strict=True)]
+    async def settle(self, job: WaitingJob) -> None:
+        """Hand out the answer to a job, that to its entry first. If there is none, the broker has lost the
+        job: it is submitted again. While the entry was there, an answer may have been that of another job
+        with this id.
+        """
+        names = [self.keys.result(name) for name in (job.entry_id, job.job_id)]
+        own, shared = await self.redis.mget(names)
+        if not (own or shared):
+            log.warning("the broker has lost job %s: it is submitted again", job.job_id)
+            job.entry_id = await self.add_entry(job.fields)
+        elif not job.answer.done():
+            job.answer.set_result(own or shared)
 
 
 # --- worker ------------------------------------------------------------------------------------------------

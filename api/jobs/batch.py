@@ -104,17 +104,8 @@ class Batch:
 
     def made(self) -> dict[str, str]:
         """The fields that never change, and the first status."""
-        record = {
-            "owner": self.owner,
-            "key_id": self.key_id,
-            "endpoint": self.endpoint,
-            "input_file_id": self.input_file_id,
-            "window": self.window,
-            "made_ms": self.made_ms,
-            "metadata": self.metadata,
-            "output_ttl_s": self.output_ttl_s,
-            "digest": self.digest,
-        }
+        names = [one.name for one in dataclasses.fields(self) if one.name not in ("id", "fields")]
+        record = {name: getattr(self, name) for name in names}
         return {"record": orjson.dumps(record).decode(), "status": "validating"}
 
     def file_id(self, kind: str) -> str:

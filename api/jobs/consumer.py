@@ -10,8 +10,8 @@ gateways serve the job.
 import asyncio
 import contextlib
 import logging
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -47,10 +47,10 @@ from api.jobs.records import (
     FAILED,
     FRAMES_LOST,
     GOES_ON,
+    MAX_ADDRESSES,
     JobEnding,
     cancel_job,
     ending_of,
-    note_job,
     write_reply,
 )
 from api.json import to_json
@@ -62,7 +62,7 @@ from api.requests.request_scripts import KeyCharge, address
 from api.streams.stream import Stream, new_stream
 from api.webhooks import check_room
 from common.api_keys import ApiKey
-from common.broker.keys import JOB_TTL_MS, RESULT_TTL_MS, Keys
+from common.broker.keys import RESULT_TTL_MS, Keys
 from common.broker.lua import Args, call_script, decode_all, in_pairs
 from common.ids import is_job_id
 from common.messages.codec import encode
@@ -79,12 +79,6 @@ MAX_FRAMES = 2**20
 """In the stream of a job: more than any has."""
 
 
-Frame = tuple[int, int, bytes]
-"""Lane, index in its lane, text. Every gateway makes the same frames of a lane; the order of lanes may
-differ.
-"""
-
-
 class Reply:
     """Answers one entry of `submit`.
 
@@ -93,6 +87,7 @@ class Reply:
     """
 
     def __init__(self, pool: Pool, job: Job) -> None:
+        self.pool = pool
         self.client = pool.client
         self.keys = pool.client.keys
         self.retry_forever = pool.retry_forever
@@ -100,22 +95,35 @@ class Reply:
         self.channel = self.keys.key(job.reply_to) if job.reply_to else ""
         self.num_sent = 0
 
-    async def register(self) -> str:
-        """Register the entry's job. Returns `live`, `ended` (answered again) or `conflict`."""
-        job = self.job
+    async def register(self, *, is_noted: bool = True, not_before_ms: int = 0) -> str:
+        """Register the entry's job, and keep its record if it `is_noted`. One that may not run yet leaves
+        `submit` until its time. Returns `live`, `scheduled`, `full` when too many jobs are scheduled, `ended`
+        (answered again) or `conflict`.
+
+        Args:
+            not_before_ms: 0 for a job that is not to wait.
+        """
+        job, settings = self.job, self.pool.settings
         args: Args = {
             "digest": job.digest,
             "tenant": job.terms.tenant if job.terms.key else "",
             "webhook": job.webhook,
-            "ttl_ms": JOB_TTL_MS,
             "channel": self.channel,
             "in_stream": int(job.in_stream),
             "reply_ttl_ms": RESULT_TTL_MS,
+            "job_id": job.id,
+            "entry_id": job.entry_id if is_noted else "",
+            "address": job.address,
+            "not_before_ms": not_before_ms,
+            "group": GROUP,
+            "max_scheduled": settings.submit_limit,
+            "max_addresses": MAX_ADDRESSES,
         }
-        call = call_script("register_job", bytes.decode, self.keys, job.id, args=args)
+        shown = in_pairs(job.describe(settings.model_name))
+        call = call_script("register_job", bytes.decode, self.keys, job.id, args=args, more_args=shown)
         return await self.retry_forever(lambda: self.client.run(call))
 
-    async def send_new(self, frames: list[Frame]) -> None:
+    async def send_new(self, frames: list[bytes]) -> None:
         """Send the frames that are not sent yet."""
         if self.job.has_listeners and len(frames) > self.num_sent:
             await self.send(frames)
@@ -136,7 +144,7 @@ class Reply:
 
     async def send(
         self,
-        frames: list[Frame],
+        frames: list[bytes],
         answer: bytes = b"",
         request_ids: Sequence[str] = (),
         ending: JobEnding = GOES_ON,
@@ -154,7 +162,8 @@ class Reply:
                 answer=answer,
                 request_ids=request_ids,
                 frames=frames[first:],
-                num_heard=self.num_sent - first,
+                first=first,
+                num_heard=self.num_sent,
                 ending=ending,
             )
             return await self.retry_forever(lambda: self.client.run(call))
@@ -175,8 +184,8 @@ class JobRun:
         replies: one for each entry with this job.
         has_listener: set when one of the replies has a channel or a stream.
         ended: set when the job is answered, or this gateway gives it up.
-        frames: all frames so far; none are made before a reply has listeners.
-        num_frames: their number in each lane.
+        frames: all frames so far, in the order that every gateway gives them; none are made before a reply
+            has listeners.
         trace: None where it is not sampled.
         model_name: of the pool's model, or of the adapter that the job names.
         ending: what its record says of its end.
@@ -194,8 +203,7 @@ class JobRun:
         self.replies: list[Reply] = []
         self.has_listener = asyncio.Event()
         self.ended = asyncio.Event()
-        self.frames: list[Frame] = []
-        self.num_frames: Counter[int] = Counter()
+        self.frames: list[bytes] = []
         self.streams: list[Stream] = []
         self.trace: RequestTrace | None = None
         self.access = access
@@ -243,8 +251,8 @@ class JobRun:
         self.ending = ending_of(failure)
         self.record.status, answered = self.job.family(failure)
         body = to_json(answered)
-        if all(text != body for _, _, text in self.frames):
-            self.add_frames([(0, body)])
+        if body not in self.frames:
+            self.frames.append(body)
         return body
 
     async def serve(self) -> bytes:
@@ -348,31 +356,21 @@ class JobRun:
         if not self.has_listener.is_set():
             return
         async for new in self.make_frames(answer):
-            self.add_frames(new)
-            if not all(
-                stream.terminal for stream in self.streams
-            ):  # the last frames are sent with the answer
+            self.frames += new
+            if not all(one.terminal for one in self.streams):  # the last frames are sent with the answer
                 for reply in self.replies:
                     await reply.send_new(self.frames)
 
-    async def make_frames(self, answer: HttpAnswer) -> AsyncIterator[list[tuple[int, bytes]]]:
-        """Frames with their lanes: those of the answer, or else the whole; that one only of what has
-        finished.
-        """
+    async def make_frames(self, answer: HttpAnswer) -> AsyncIterator[list[bytes]]:
+        """The frames of the answer, or else the whole; that one only of what has finished."""
         renderer = self.protocol.renderer(answer, self.streams)
         if (feed := renderer.chunks()) is None:
             await all_ended(self.streams)
             if all(stream.finished for stream in self.streams):
-                yield [(0, renderer.whole()[0])]
+                yield [renderer.whole()[0]]
         else:
             async for new in feed:
                 yield new
-
-    def add_frames(self, new: Iterable[tuple[int, bytes]]) -> None:
-        """Add new frames, numbered in their lanes."""
-        for lane, text in new:
-            self.frames.append((lane, self.num_frames[lane], text))
-            self.num_frames[lane] += 1
 
     async def detach(self) -> None:
         """Remove the streams from this gateway alone: another gateway goes on with a job that is not
@@ -434,9 +432,8 @@ class JobConsumer:
 
     Attributes:
         name: of the consumer in the group: the gateway's incarnation.
-        held: entries that belong to this gateway until their jobs are answered.
+        held: entries that belong to this gateway until their jobs are answered, with the jobs that run.
         waiting: held entries whose jobs have not started.
-        running: jobs that are served, by entry.
         runs: their runs, by the job's id; entries of one job share a run.
         permits: limit the jobs that run or wait for room at once.
         admission_locks: one for each class and API key: its jobs are admitted one after the other, in order,
@@ -452,9 +449,8 @@ class JobConsumer:
         self.keys = pool.client.keys
         self.name = pool.gateway
         self.redis: Any = pool.client.redis
-        self.held: set[str] = set()
+        self.held: dict[str, Job | None] = {}
         self.waiting: asyncio.Queue[str] = asyncio.Queue()
-        self.running: dict[str, Job] = {}
         self.runs: dict[str, JobRun] = {}
         self.permits = asyncio.Semaphore(self.settings.max_concurrent_requests + NUM_WAITING)
         self.admission_locks: defaultdict[tuple[str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -478,7 +474,7 @@ class JobConsumer:
         pending = await self.redis.xpending_range(self.keys.submit, GROUP, "-", "+", MAX_PENDING, self.name)
         for entry in pending:
             self.hold(entry["message_id"].decode())
-        await submit_lost(self.redis, self.keys, self.running)
+        await submit_lost(self.redis, self.keys, self.held)
         self.joined.set()
         while True:
             new = await self.next_entries()
@@ -531,23 +527,23 @@ class JobConsumer:
             await self.cancel(fields)
             await self.delete_entry(entry_id)
             return
-        if self.permits.locked():
-            await self.note_waiting(entry_id, fields)
-        self.hold(entry_id)
+        if self.permits.locked() and await self.register_waiting(entry_id, fields) == "ended":
+            await self.delete_entry(entry_id)
+        else:
+            self.hold(entry_id)
 
-    async def note_waiting(self, entry_id: str, fields: Fields) -> None:
-        """Note a job that waits for others to end. Whether its API key counts is asked again in its turn."""
+    async def register_waiting(self, entry_id: str, fields: Fields) -> str:
+        """Register a job that waits for others to end. Whether its API key counts is asked again in its
+        turn.
+        """
         job = await self.parse(entry_id, fields)
         with contextlib.suppress(ApiError):
-            job = job.of_key(self.find_key(job.api_key))
-            args: Args = {"job_id": job.id, "entry_id": entry_id, "address": job.address}
-            shown = in_pairs(job.describe(self.settings.model_name))
-            call = call_script("note_waiting", bool, self.keys, job.id, args=args, more_args=shown)
-            await self.pool.client.run(call)
+            return await Reply(self.pool, job.of_key(self.find_key(job.api_key))).register()
+        return ""
 
     def hold(self, entry_id: str) -> None:
         if entry_id not in self.held:
-            self.held.add(entry_id)
+            self.held[entry_id] = None
             self.waiting.put_nowait(entry_id)
 
     async def delete_entry(self, entry_id: str) -> None:
@@ -598,7 +594,7 @@ class JobConsumer:
         except Exception:
             log.exception("entry %s stays in the stream of jobs", entry_id)
         finally:
-            self.held.discard(entry_id)
+            self.held.pop(entry_id, None)
             self.permits.release()
 
     async def parse(self, entry_id: str, fields: Fields) -> Job:
@@ -659,45 +655,26 @@ class JobConsumer:
         await self.serve(with_webhook(allowed, self.settings))
 
     async def serve(self, job: Job) -> None:
-        """Register a job, and run it unless it waits for its time; returns when it is answered or waits."""
+        """Register a job, and run it unless it waits for its time: then it leaves `submit`, but a faulty one
+        is answered at once.
+        """
         REQUEST_ID.set(job.id)
         metrics.count_arrival()
         reply = Reply(self.pool, job)
-        match await reply.register():
+        waits = bool(job.not_before_ms) and job.not_before_ms > await broker_ms(self.pool)
+        outcome = await reply.register(is_noted=not waits)
+        if outcome == "live" and waits:
+            due_ms = 0 if await self.is_faulty(job) else job.not_before_ms
+            outcome = await reply.register(not_before_ms=due_ms)
+        match outcome:
             case "conflict":
                 await reply.send_error(conflict("job"), job.entry_id)
-            case "live":
-                await self.run_in_time(job, reply)
-
-    async def run_in_time(self, job: Job, reply: Reply) -> None:
-        """Run a registered job, or leave it among the scheduled ones until its time."""
-        match await self.note(job):
             case "full":
                 log.warning("job %s is rejected: SUBMIT_LIMIT jobs are scheduled", job.id)
                 await self.answer_error(job, overloaded())
             case "live":
-                self.running[job.entry_id] = job
-                try:
-                    await self.join_or_run(job, reply)
-                finally:
-                    self.running.pop(job.entry_id, None)
-
-    async def note(self, job: Job) -> str:
-        """Keep the record of a registered job, and schedule one that may not run yet, unless it is faulty:
-        that one is answered at once. Returns `live`, `scheduled` or `full`.
-        """
-        waits = job.not_before_ms and job.not_before_ms > await broker_ms(self.pool)
-        call = note_job(
-            self.keys,
-            job.id,
-            job.entry_id,
-            job.describe(self.settings.model_name),
-            address=job.address,
-            not_before_ms=job.not_before_ms if waits and not await self.is_faulty(job) else 0,
-            group=GROUP,
-            max_scheduled=self.settings.submit_limit,
-        )
-        return await self.pool.retry_forever(lambda: self.pool.client.run(call))
+                self.held[job.entry_id] = job
+                await self.join_or_run(job, reply)
 
     async def is_faulty(self, job: Job) -> bool:
         """Whether a job can never be served as it is."""
@@ -750,7 +727,7 @@ class JobConsumer:
         REQUEST_ID.set(job.id)
         metrics.count_arrival()
         reply = Reply(self.pool, job)
-        match await reply.register():
+        match await reply.register(is_noted=False):
             case "live":
                 await self.join_or_run(job, reply)
             case "conflict":
@@ -780,22 +757,24 @@ class JobConsumer:
         await Reply(self.pool, job).send_error(error, job.entry_id if known else job.id)
 
 
-async def submit_lost(redis: Any, keys: Keys, running: dict[str, Job]) -> None:
-    """Submit jobs again whose entries a restored broker does not have, and remove them from `running`:
-    without an entry, no other gateway would find a job when this one dies. A faulty job is being answered. A
-    job with a result was answered by another gateway, which had claimed its entry.
+async def submit_lost(redis: Any, keys: Keys, held: dict[str, Job | None]) -> None:
+    """Submit running jobs again whose entries a restored broker does not have: without an entry, no other
+    gateway would find a job when this one dies. A faulty job is being answered. A job with a result was
+    answered by another gateway, which had claimed its entry.
 
     Args:
-        running: jobs by entry.
+        held: jobs by entry, those that are submitted again no more.
     """
-    for entry_id, job in [*running.items()]:
+    for entry_id, job in [*held.items()]:
+        if job is None:
+            continue
         has_entry = await redis.xrange(keys.submit, entry_id, entry_id)
         if job.fault or has_entry or await redis.exists(keys.result(job.id)):
             continue
-        if entry_id in running:  # it has not been answered meanwhile
+        if held.get(entry_id):  # it has not been answered meanwhile
             log.warning("the broker has lost the entry of job %s: it is submitted again", job.id)
             await redis.xadd(keys.submit, job.to_fields())
-            running.pop(entry_id, None)
+            held[entry_id] = None
 
 
 def is_cancel(fields: Fields) -> bool:

@@ -82,15 +82,36 @@ local function end_job(jobs, submit, id, state, fields, dead_ttl_ms, max_dead, e
   trim_jobs(jobs, 'ended', ended_ttl_ms, max_ended)
 end
 
---- note_job
+--- register_job
 -- needs: lib/jobs
--- Keep a record of a job that is registered. One that may not run yet leaves `submit` until its time.
--- KEYS jobs, job, submit
--- ARGV job_id, entry_id, address, not_before_ms, group, max_scheduled, max_addresses, ...
--- `address`: where its answer goes. `not_before_ms` is 0 of a job that is not to wait. More arguments: name,
--- value of each field of the record.
--- Returns 'live', 'scheduled', or 'full' when `max_scheduled` jobs wait for their time, or this one with the
--- entries of `max_addresses`.
+-- Register a job, or find that it runs or has ended, and keep its record. Of an ended job the last frame is
+-- sent again. One that may not run yet leaves `submit` until its time.
+-- KEYS job, reply, jobs, submit
+-- ARGV digest, tenant, webhook, channel, in_stream, reply_ttl_ms, job_id, entry_id, address, not_before_ms,
+--  group, max_scheduled, max_addresses, ...
+-- `in_stream` is '1' where the stream `reply` gets the frames, too. `tenant` of its API key, or ''. `webhook`
+-- as in `lib/webhooks`, or ''; the first one counts. `entry_id` is '' where no record is kept. `address`:
+-- where its answer goes. `not_before_ms` is 0 of a job that is not to wait. More arguments: name, value of
+-- each field of the record.
+-- Returns 'live', 'ended', 'conflict', 'scheduled', or 'full' when `max_scheduled` jobs wait for their time,
+-- or this one with the entries of `max_addresses`.
+local known, last, owner = unpack(redis.call('HMGET', job, 'digest', 'last', 'tenant'))
+if not known and owner and owner ~= tenant then redis.call('DEL', job) end -- another tenant's cancel
+if known and known ~= digest then return 'conflict' end
+if last then
+  if channel ~= '' then redis.call('PUBLISH', channel, last) end
+  if in_stream == '1' and redis.call('EXISTS', reply) == 0 then
+    redis.call('XADD', reply, '1-0', 'frame', last)
+    redis.call('PEXPIRE', reply, reply_ttl_ms)
+  end
+  return 'ended'
+end
+redis.call('HSET', job, 'digest', digest)
+if tenant ~= '' then redis.call('HSET', job, 'tenant', tenant) end
+if webhook ~= '' then redis.call('HSETNX', job, 'webhook', webhook) end
+redis.call('PEXPIRE', job, JOB_TTL_MS)
+if entry_id == '' then return 'live' end
+
 local record, entries = jobs .. ':record:' .. job_id, jobs .. ':entries:' .. job_id
 local present_ms, due_ms = now_ms(), tonumber(not_before_ms)
 local waits = due_ms > present_ms and redis.call('HEXISTS', job, 'cancel') == 0
@@ -101,7 +122,7 @@ end
 local live_since = redis.call('ZSCORE', jobs .. ':live', job_id)
 local is_scheduled = redis.call('ZSCORE', jobs .. ':scheduled', job_id)
 if waits and not is_scheduled and redis.call('ZCARD', jobs .. ':scheduled') >= tonumber(max_scheduled) then
-  if not live_since then redis.call('DEL', job) end -- it was registered for this
+  if not live_since then redis.call('DEL', job) end
   return 'full'
 end
 if not live_since and not is_scheduled then redis.call('DEL', record, entries) end
@@ -121,23 +142,6 @@ redis.call('XDEL', submit, entry_id)
 move_job(jobs, job_id, 'scheduled', due_ms, due_ms - present_ms + JOB_TTL_MS)
 redis.call('PEXPIRE', job, due_ms - present_ms + JOB_TTL_MS)
 return 'scheduled'
-
---- note_waiting
--- needs: lib/jobs
--- Keep the record of a job whose turn has not come, unless it is known or has ended.
--- KEYS jobs, job
--- ARGV job_id, entry_id, address, ...
--- More arguments: name, value of each field of the record.
--- Returns 1, or 0 when it is known.
-if redis.call('HEXISTS', job, 'last') == 1 then return 0 end
-for _, set in ipairs({'live', 'scheduled'}) do
-  if redis.call('ZSCORE', jobs .. ':' .. set, job_id) then return 0 end
-end
-redis.call('DEL', jobs .. ':record:' .. job_id, jobs .. ':entries:' .. job_id)
-redis.call('HSET', jobs .. ':record:' .. job_id, unpack(ARGV, first_arg))
-redis.call('HSET', jobs .. ':entries:' .. job_id, address, entry_id)
-move_job(jobs, job_id, 'live', now_ms(), JOB_TTL_MS)
-return 1
 
 --- release_jobs
 -- needs: lib/jobs

@@ -1,27 +1,3 @@
---- register_job
--- Register a job, or find that it runs or has ended. Of an ended job the last frame is sent again.
--- KEYS job, reply
--- ARGV digest, tenant, webhook, ttl_ms, channel, in_stream, reply_ttl_ms
--- `in_stream` is '1' where the stream `reply` gets the frames, too. `tenant` of its API key, or ''. `webhook`
--- as in `lib/webhooks`, or ''; the first one counts.
--- Returns 'live', 'ended' or 'conflict'.
-local known, last, owner = unpack(redis.call('HMGET', job, 'digest', 'last', 'tenant'))
-if not known and owner and owner ~= tenant then redis.call('DEL', job) end -- another tenant's cancel
-if known and known ~= digest then return 'conflict' end
-if last then
-  if channel ~= '' then redis.call('PUBLISH', channel, last) end
-  if in_stream == '1' and redis.call('EXISTS', reply) == 0 then
-    redis.call('XADD', reply, '1-0', 'frame', last)
-    redis.call('PEXPIRE', reply, reply_ttl_ms)
-  end
-  return 'ended'
-end
-redis.call('HSET', job, 'digest', digest)
-if tenant ~= '' then redis.call('HSET', job, 'tenant', tenant) end
-if webhook ~= '' then redis.call('HSETNX', job, 'webhook', webhook) end
-redis.call('PEXPIRE', job, ttl_ms)
-return 'live'
-
 --- begin_validation
 -- Note in a job that a gateway validates it: the note of a gateway that dies stays. A job with `choices` was
 -- validated before, and has no notes that count.
@@ -64,30 +40,22 @@ return redis.call(unpack(claim))
 -- Send the new frames of a job, each once, whichever gateway comes first; and store its answer, once. With
 -- the answer the event of its webhook is due.
 -- KEYS job, reply, result, jobs, submit, webhooks, ...
--- ARGV channel, max_entries, ttl_ms, request_ttl_ms, job_ttl_ms, answer, num_heard, event, job_id, state,
---  status, reason, error, dead_ttl_ms, max_dead, max_ended, ...
+-- ARGV channel, max_entries, ttl_ms, request_ttl_ms, job_ttl_ms, answer, first, num_heard, event, job_id,
+--  state, status, reason, error, dead_ttl_ms, max_dead, max_ended, ...
 -- More keys: of the requests. With the answer they expire in `request_ttl_ms`, the job and the stream `reply`
 -- in `ttl_ms`; a job that goes on expires in `job_ttl_ms`. `max_entries` is '0' without a stream. With the
 -- answer, `state` to `error` say how the job has ended; the last three bound the records of such jobs.
--- More arguments: lane, index in its lane, text of each frame; the channel has heard the first `num_heard`.
--- A lane is one choice; frames of a lane come in order, from any index.
--- Returns the number of frames that were new, or -2, with nothing done, when frames before these are missing:
--- the broker has lost them, and all are to be offered.
-local function next_index(target, lane)
-  return tonumber(redis.call('HGET', job, target .. ':' .. lane) or '0')
-end
+-- More arguments: frames in their order, from the number `first` on; the channel has heard `num_heard`.
+-- The last frame comes with the answer, so it is new: of a job that fails another gateway has fewer.
+-- Returns 0, or -2, with nothing done, when frames before these are missing: the broker has lost them, and
+-- all are to be offered.
+first, num_heard = tonumber(first), tonumber(num_heard)
+local function num_sent(target) return tonumber(redis.call('HGET', job, target .. ':0') or '0') end
+local in_channel, in_stream = channel ~= '' and num_sent(channel), max_entries ~= '0' and num_sent('stream')
+if math.min(in_channel or first, in_stream or first) < first then return -2 end
 
-local seen = {}
-for i = first_arg, #ARGV, 3 do
-  local lane, index = ARGV[i], tonumber(ARGV[i + 1])
-  if not seen[lane] then
-    if channel ~= '' and next_index(channel, lane) < index then return -2 end
-    if max_entries ~= '0' and next_index('stream', lane) < index then return -2 end
-    seen[lane] = true
-  end
-end
-
-if answer ~= '' and redis.call('HEXISTS', job, 'last') == 0 then
+local is_end = answer ~= '' and redis.call('HEXISTS', job, 'last') == 0
+if is_end then
   redis.call('HSET', job, 'last', #ARGV >= first_arg and ARGV[#ARGV] or answer)
   redis.call('PEXPIRE', job, ttl_ms)
   redis.call('SET', result, answer, 'PX', ttl_ms)
@@ -102,30 +70,22 @@ if answer ~= '' and redis.call('HEXISTS', job, 'last') == 0 then
   end
 end
 
-local function take_if_next(target, lane, index)
-  if next_index(target, lane) ~= index then return false end
-  redis.call('HSET', job, target .. ':' .. lane, index + 1)
-  return true
-end
-
-local num_new = 0
-for i = first_arg, #ARGV, 3 do
-  local lane, index, frame = ARGV[i], tonumber(ARGV[i + 1]), ARGV[i + 2]
-  local is_new = false
-  if channel ~= '' and take_if_next(channel, lane, index) then
-    if (i - first_arg) / 3 >= tonumber(num_heard) then redis.call('PUBLISH', channel, frame) end
-    is_new = true
+for i = first_arg, #ARGV do
+  local number, is_last = first + i - first_arg, is_end and i == #ARGV
+  if in_channel and (number >= in_channel or is_last) and number >= num_heard then
+    redis.call('PUBLISH', channel, ARGV[i])
   end
-  if max_entries ~= '0' and take_if_next('stream', lane, index) then
+  if in_stream and (number >= in_stream or is_last) then
     local id = redis.call('HINCRBY', job, 'entries', 1) .. '-0'
-    redis.pcall('XADD', reply, 'MAXLEN', max_entries, id, 'frame', frame)
-    is_new = true
+    redis.pcall('XADD', reply, 'MAXLEN', max_entries, id, 'frame', ARGV[i])
   end
-  if is_new then num_new = num_new + 1 end
 end
+local number = first + #ARGV - first_arg + 1
+if in_channel then redis.call('HSET', job, channel .. ':0', math.max(in_channel, number)) end
+if in_stream then redis.call('HSET', job, 'stream:0', math.max(in_stream, number)) end
 if redis.call('HEXISTS', job, 'last') == 0 then redis.call('PEXPIRE', job, job_ttl_ms) end
 if max_entries ~= '0' then redis.call('PEXPIRE', reply, ttl_ms) end
-return num_new
+return 0
 
 --- cancel_job
 -- needs: lib/jobs

@@ -14,7 +14,7 @@ from api.errors import ApiError, invalid, quoted
 from api.requests.pool import Pool
 from api.webhooks import DEAD_TTL_S, MAX_DEAD
 from common.broker.keys import JOB_TTL_MS, RESULT_TTL_MS, Keys, request_keys
-from common.broker.lua import Args, Fields, ScriptCall, call_script, in_pairs
+from common.broker.lua import Args, ScriptCall, call_script
 from common.broker.pool_client import PoolClient
 from common.ids import JOB_ID
 
@@ -66,47 +66,6 @@ def ending_of(error: ApiError) -> JobEnding:
     return JobEnding(state, error.status, error.error_type, error.text[:MAX_ERROR_CHARACTERS])
 
 
-def note_job(
-    keys: Keys,
-    job_id: str,
-    entry_id: str,
-    fields: Fields,
-    *,
-    address: str,
-    not_before_ms: int,
-    group: str,
-    max_scheduled: int,
-) -> ScriptCall[str]:
-    """Keep the record of a job. One that may not run yet leaves `submit` until its time. The reply is `live`,
-    `scheduled`, or `full` when too many jobs are scheduled.
-
-    Args:
-        address: where the answer to this entry goes.
-        not_before_ms: 0 for a job that is not to wait.
-    """
-    args: Args = {
-        "job_id": job_id,
-        "entry_id": entry_id,
-        "address": address,
-        "not_before_ms": not_before_ms,
-        "group": group,
-        "max_scheduled": max_scheduled,
-        "max_addresses": MAX_ADDRESSES,
-    }
-    return call_script("note_job", bytes.decode, keys, job_id, args=args, more_args=in_pairs(fields))
-
-
-def mark_cancelled(keys: Keys, job_id: str, *, tenant: str) -> ScriptCall[int]:
-    """Cancel a job. The reply is as how many requests it was admitted, or -1 when it has ended or is another
-    tenant's.
-
-    Args:
-        tenant: whose job it must be, or "" for any.
-    """
-    args: Args = {"tenant": tenant, "mark_ttl_ms": TOMBSTONE_MS, "job_id": job_id}
-    return call_script("cancel_job", int, keys, job_id, args=args)
-
-
 def write_reply(
     keys: Keys,
     job_id: str,
@@ -115,20 +74,20 @@ def write_reply(
     max_entries: int,
     answer: bytes,
     request_ids: Iterable[str],
-    frames: Sequence[tuple[int, int, bytes]],
+    frames: Sequence[bytes],
+    first: int,
     num_heard: int,
     ending: JobEnding = GOES_ON,
 ) -> ScriptCall[int]:
-    """Send the new frames of a job, and store its answer. The reply is how many were new, or
-    FRAMES_LOST.
+    """Send the new frames of a job, and store its answer. The reply is 0, or FRAMES_LOST.
 
     Args:
         channel: that gets the frames, or "".
         max_entries: of the job's stream; 0 for none.
         answer: b"" while it goes on.
         request_ids: whose keys expire with the answer, after REQUEST_TTL_MS.
-        frames: lane, index in its lane, text of each.
-        num_heard: how many of the first frames the channel has heard already.
+        frames: from the number `first` on.
+        num_heard: how many frames the channel has heard already.
         ending: how the job has ended, with the answer.
     """
     args: Args = {
@@ -138,6 +97,7 @@ def write_reply(
         "request_ttl_ms": REQUEST_TTL_MS,
         "job_ttl_ms": JOB_TTL_MS,
         "answer": answer,
+        "first": first,
         "num_heard": num_heard,
         "event": EVENTS.get(ending.state, ""),
         "job_id": job_id,
@@ -153,7 +113,7 @@ def write_reply(
         job_id,
         args=args,
         more_keys=[*request_keys(keys, request_ids), *map(keys.logits, request_ids)],
-        more_args=[part for frame in frames for part in frame],
+        more_args=frames,
     )
 
 
@@ -161,7 +121,8 @@ async def cancel_job(pool: Pool, job_id: str, tenant: str = "") -> bool:
     """Cancel a job, at whatever gateway it runs. False if it has ended, or is not of the tenant, where one is
     given.
     """
-    num_requests = await pool.client.run(mark_cancelled(pool.client.keys, job_id, tenant=tenant))
+    args: Args = {"tenant": tenant, "mark_ttl_ms": TOMBSTONE_MS, "job_id": job_id}
+    num_requests = await pool.client.run(call_script("cancel_job", int, pool.client.keys, job_id, args=args))
     for i in range(num_requests):
         await pool.cancel(f"{job_id}#{i}")
     return num_requests >= 0

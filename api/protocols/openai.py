@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from api.answers.answer import HttpAnswer, Rendering
 from api.answers.chat_answer import (
@@ -40,8 +40,6 @@ from api.protocols.protocol import Protocol, Renderer, WholeBody
 from api.streams.stream import Stream, all_outputs, is_absent
 from common.detokenize import Detokenizer
 from common.messages.events import Terminal
-
-T = TypeVar("T")
 
 # --- responses, for /docs -----------------------------------------------------------------------------------
 
@@ -284,10 +282,6 @@ PLACE_OF_TEXT = "\0text\0"
 """Stands for the text in a chunk that is rendered before its text is known."""
 
 
-NO_CHOICE = -1
-"""Index of chunks that belong to no choice: usage and errors."""
-
-
 class ChunkRenderer(Renderer):
     """Renders the choices of one answer in chunks: each once, in order.
 
@@ -303,14 +297,12 @@ class ChunkRenderer(Renderer):
         super().__init__(answer, streams)
         self.choices = new_choices(answer, streams)
 
-    def frames(self) -> Feed[bytes]:
+    def frames(self) -> Feed:
         """A frame's id is its number, counted from 1."""
         if not self.answer.numbered:
-            return ChunkFeed(self, lambda _, chunk: b"data: %b\n\n" % chunk, self.last_chunks)
-        ordinals = count(1)
-        return ChunkFeed(
-            self, lambda _, chunk: b"id: %d\ndata: %b\n\n" % (next(ordinals), chunk), self.last_chunks
-        )
+            return ChunkFeed(self, lambda chunk: b"data: %b\n\n" % chunk, self.last_chunks)
+        ids = count(1)
+        return ChunkFeed(self, lambda one: b"id: %d\ndata: %b\n\n" % (next(ids), one), self.last_chunks)
 
     @abstractmethod
     def render_next_chunks(self, choice: Choice) -> list[bytes]:
@@ -361,9 +353,9 @@ class ChoicesRenderer(ChunkRenderer):
             self.plain[choice.index] = frame = before, after
         return frame
 
-    def chunks(self) -> Feed[tuple[int, bytes]]:
-        """Lanes are the indices of choices. `[DONE]` is no JSON, and so no frame of a job."""
-        return ChunkFeed(self, lambda index, chunk: (index, chunk))
+    def chunks(self) -> Feed:
+        """`[DONE]` is no JSON, and so no frame of a job."""
+        return ChunkFeed(self, bytes)
 
     def whole(self) -> WholeBody:
         choices = []
@@ -629,24 +621,24 @@ def prompt_offsets(stream: Stream, text: str) -> list[int]:
 # --- frames -------------------------------------------------------------------------------------------------
 
 
-class ChunkFeed(Feed[T], Generic[T]):
+class ChunkFeed(Feed):
     """Chunks of an answer, until all choices have ended or one has failed, and the `last` ones after them.
 
     Choices take turns, a piece each: the order of all chunks depends on the tokens alone.
 
     Args:
-        shape: makes an item of the index of a choice and its chunk.
+        shape: makes a frame of a chunk.
     """
 
     def __init__(
-        self, renderer: ChunkRenderer, shape: Callable[[int, bytes], T], last: Sequence[bytes] = ()
+        self, renderer: ChunkRenderer, shape: Callable[[bytes], bytes], last: Sequence[bytes] = ()
     ) -> None:
         super().__init__(Change())
         self.renderer = renderer
         self.shape = shape
         self.last = last
         self.turns = deque(renderer.choices)
-        self.first = [shape(NO_CHOICE, chunk) for chunk in renderer.render_first_chunks()]
+        self.first = [*map(shape, renderer.render_first_chunks())]
         for choice in renderer.choices:
             choice.stream.changed = self.changed
 
@@ -661,11 +653,11 @@ class ChunkFeed(Feed[T], Generic[T]):
                 num_records = choice.stream.prompt.num_records
                 await offload(num_records, partial(self.renderer.echoed_logprobs, choice))
 
-    def take(self) -> list[T]:
+    def take(self) -> list[bytes]:
         turns, render, shape = self.turns, self.renderer.render_next_chunks, self.shape
         new, self.first = self.first, []
         while turns and (choice := turns[0]).has_piece:
-            new += [shape(choice.index, chunk) for chunk in render(choice)]
+            new += map(shape, render(choice))
             turns.rotate(-1)
             if choice.ended:
                 turns.pop()
@@ -676,7 +668,7 @@ class ChunkFeed(Feed[T], Generic[T]):
             return new
         self.ended = True
         end = [self.renderer.render_failure(failure)] if failure else self.renderer.render_last_chunks()
-        return [*new, *(shape(NO_CHOICE, chunk) for chunk in (*end, *self.last))]
+        return [*new, *map(shape, (*end, *self.last))]
 
 
 # --- routes -------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
-from sse_starlette import EventSourceResponse
 from starlette.requests import Request
 from starlette.types import Scope
 
@@ -17,7 +16,7 @@ from api.errors import Family, anthropic, invalid, kserve, openai, tgi
 from api.event_loop import Pace
 from api.http.body import KEY_REUSED
 from api.http.openapi import Responses, json_answer, json_body
-from api.http.sse import Feed
+from api.http.sse import Feed, FeedResponse
 from api.prompts.tokenizer import ModelTokenizer
 from api.requests.fields import Strict
 from api.requests.pool import Pool
@@ -61,12 +60,12 @@ class Renderer(ABC):
     def whole(self) -> WholeBody:
         """The body of a whole answer, once all streams have finished."""
 
-    def frames(self) -> Feed[bytes]:
+    def frames(self) -> Feed:
         """All frames of a stream, from the first one on."""
         raise NotImplementedError
 
-    def chunks(self) -> Feed[tuple[int, bytes]] | None:
-        """The frames of a job, each with its lane; None where the whole is the only frame."""
+    def chunks(self) -> Feed | None:
+        """The frames of a job; None where the whole is the only frame."""
         return None
 
     def queued(self) -> bytes:
@@ -238,7 +237,7 @@ class Protocol(NamedTuple):
             "description": self.description,
             "responses": {409: conflict, **self.errors, 200: {"content": content}},
             "openapi_extra": body | {"parameters": [*self.parameters, *SERVICE_HEADERS]},
-            **({} if self.whole else {"response_class": EventSourceResponse}),
+            **({} if self.whole else {"response_class": FeedResponse}),
         }
 
 

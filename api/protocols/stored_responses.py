@@ -5,7 +5,6 @@ import time
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
-from sse_starlette import EventSourceResponse
 from starlette.responses import Response
 
 from api.errors import ApiError, asking_broker, cut, invalid, quoted, unavailable
@@ -22,7 +21,7 @@ from api.http.openapi import (
     json_answer,
     only,
 )
-from api.http.sse import SSE_HEADERS, RestOfFeed
+from api.http.sse import COMMENT_AMONG_IDS, SSE_HEADERS, FeedResponse, RestOfFeed
 from api.json import json_response, list_object, place_of
 from api.protocols.responses import StoredResponse, find_response, read_response, render_response
 from api.protocols.typed_events import (
@@ -96,9 +95,7 @@ async def follow_response(stored: StoredResponse, num_seen: int) -> Response:
     stream = await read_response(stored)
     if stream.terminal and stream.terminal.reason == "cancelled":
         all_frames = RestOfFeed(ResponseObjectRenderer(answer, [stream]).frames(), num_seen)
-        return EventSourceResponse(
-            (frame async for new in all_frames for frame in new), headers=SSE_HEADERS, sep="\n"
-        )
+        return FeedResponse(all_frames, COMMENT_AMONG_IDS, SSE_HEADERS)
     try:
         found = await rest.read_rest(pool, answer, channel, num_seen)
     except ApiError as error:
@@ -106,7 +103,7 @@ async def follow_response(stored: StoredResponse, num_seen: int) -> Response:
             text = "`starting_after` must be the sequence number of an event that was sent"
             raise invalid(f"{text}. Given: {quoted(num_seen - 1)}", "starting_after") from error
         raise
-    return await found.respond() if found else Response(b"", 200, SSE_HEADERS)
+    return await rest.go_on([found]) if found else Response(b"", 200, SSE_HEADERS)
 
 
 @router.post(

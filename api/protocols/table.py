@@ -37,7 +37,7 @@ from api.requests.service_terms import (
     read_service,
     read_terms,
 )
-from api.streams.http_response import respond
+from api.streams.http_response import Reader, respond
 from api.webhooks import check_room, with_webhook
 from common.metrics.catalogue import POOL_REQUESTS
 
@@ -83,24 +83,16 @@ async def serve_on(
         await make_room(pool.client, pool.settings, names, answer.terms.kept_s)
     if answer.requests[0].webhook:
         await check_room(pool.client)
-    streams = await pool.submit_all(answer)
-    compute_type, release = pool.settings.compute_type, pool.release
+    reader = Reader(pool, answer, await pool.submit_all(answer))
+    compute_type = pool.settings.compute_type
     headers = {"x-compute-type": compute_type} if compute_type else {}
-    headers |= {"x-compute-characters": str(asked.num_chars), **streams[-1].limit_headers}
+    headers |= {"x-compute-characters": str(asked.num_chars), **reader.streams[-1].limit_headers}
     if protocol.renderer.queues and getattr(parsed, "detached", None) and not answer.streamed:
-        content = protocol.renderer(answer, streams).queued()
-        release(streams[0], 0, answer.terms)
+        content = protocol.renderer(answer, reader.streams).queued()
+        reader.release()
         response = Response(content, 200, headers, "application/json")
     else:
-        response = await respond(
-            request,
-            answer,
-            renderer=protocol.renderer,
-            streams=streams,
-            headers=headers,
-            arrived_s=ARRIVED_S.get(),
-            release=release,
-        )
+        response = await respond(request, reader, protocol.renderer, headers, ARRIVED_S.get())
     POOL_REQUESTS.add(1, target.shown, pool.settings.pool)
     return response
 

@@ -296,9 +296,9 @@ class TextRenderer(ChunkRenderer):
         num_tokens = sum(one.num_tokens for one in ((best, *others) if beams else (best,)))
         return to_json([response] if self.is_listed else response), num_tokens
 
-    def chunks(self) -> Feed[tuple[int, bytes]] | None:
+    def chunks(self) -> Feed | None:
         """None with `best_of`, whose best text is known at the end."""
-        return ChunkFeed(self, lambda _, chunk: (0, chunk)) if len(self.streams) == 1 else None
+        return ChunkFeed(self, bytes) if len(self.streams) == 1 else None
 
     def render_next_chunks(self, choice: Choice) -> list[bytes]:
         stream, text = choice.stream, choice.text

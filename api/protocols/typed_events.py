@@ -82,9 +82,9 @@ class EventRenderer(ChunkRenderer):
         self.parser = new_parser(answer)
         self.ordinals = count(1)
 
-    def frames(self) -> Feed[bytes]:
+    def frames(self) -> Feed:
         """The first ones are ready before the first token."""
-        return ChunkFeed(self, lambda _, chunk: chunk)
+        return ChunkFeed(self, bytes)
 
     def whole(self) -> WholeBody:
         return to_json(self.render_so_far()), self.stream.num_tokens

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from api.answers.answer import HttpAnswer
 from api.errors import asking_broker
-from api.requests import request_scripts
 from common.api_keys import ApiKey
 from common.broker.keys import TOKENS_TTL_MS, Keys
 from common.broker.lua import Args, ScriptCall, call_script, decode_all
@@ -256,17 +255,6 @@ def forget(keys: Keys, request_id: str, *, reader: int) -> ScriptCall[bool]:
     return call_script("forget", bool, keys, request_id, args={"reader": reader})
 
 
-def delete_response(keys: Keys, request_id: str) -> ScriptCall[bool]:
-    """Delete a kept answer. False if it has not ended yet."""
-    return call_script("delete_response", bool, keys, request_id, args={"request_id": request_id})
-
-
-def keep_response(keys: Keys, request_id: str, *, ttl_s: int, max_kept: int) -> ScriptCall[list[str]]:
-    """Note an answer that is kept. The reply names those that are to be deleted, as there are too many."""
-    args: Args = {"request_id": request_id, "ttl_s": ttl_s, "max_kept": max_kept}
-    return call_script("keep_response", decode_all, keys, args=args)
-
-
 # --- address ------------------------------------------------------------------------------------------------
 
 
@@ -311,14 +299,15 @@ async def make_room(
     """Count requests whose answer will be kept for `kept_s` after its end, and delete the oldest ones beyond
     MAX_STORED. One that has not ended stays until it expires. Raises ApiError (503).
     """
-    ttl_s, max_kept = round(kept_s + settings.request_timeout_s), MAX_STORED
+    ttl_s = round(kept_s + settings.request_timeout_s)
     async with asking_broker():
         for request_id in request_ids:
-            note = request_scripts.keep_response(client.keys, request_id, ttl_s=ttl_s, max_kept=max_kept)
-            for other in await client.run(note):
+            args: Args = {"request_id": request_id, "ttl_s": ttl_s, "max_kept": MAX_STORED}
+            for other in await client.run(call_script("keep_response", decode_all, client.keys, args=args)):
                 await delete_ended(client, other)
 
 
 async def delete_ended(client: PoolClient, request_id: str) -> bool:
     """Delete a kept request that has ended. Returns False if it has not."""
-    return await client.run(request_scripts.delete_response(client.keys, request_id))
+    args = {"request_id": request_id}
+    return await client.run(call_script("delete_response", bool, client.keys, request_id, args=args))

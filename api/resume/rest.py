@@ -5,13 +5,11 @@ answers on one connection, too), the state of a request, and the answer to a req
 import asyncio
 import re
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
-from sse_starlette import EventSourceResponse
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -25,8 +23,6 @@ from api.http.body import REPLAYED, Repeated, check_same, idempotency_key, noted
 from api.http.middleware import (
     STREAM_PATH,
     CountError,
-    count_longest,
-    end_answer,
     error_response,
     handle_api_error,
     handle_disconnect,
@@ -44,15 +40,10 @@ from api.http.openapi import (
     only,
 )
 from api.http.sse import (
-    COMMENT_AMONG_IDS,
-    MAX_ITEMS,
-    SSE_HEADERS,
-    UNREAD,
-    Change,
     Feed,
     FeedResponse,
+    MergedFeed,
     RestOfFeed,
-    Unread,
 )
 from api.json import json_response
 from api.protocols.protocol import errors_of, row_of
@@ -66,7 +57,7 @@ from api.requests.request_scripts import delete_ended
 from api.requests.service_terms import REQUEST_ID_HEADER, answer_id, own_pool
 from api.resume import attach
 from api.resume.attach import Admitted, find_own
-from api.streams.http_response import TokenStream, client_gone
+from api.streams.http_response import Reader, TokenStream, client_gone
 from api.streams.stream import Stream
 from common.broker.client import CONNECT_TIMEOUT_S
 from common.ids import FRAME_ID
@@ -79,37 +70,7 @@ READ_AGAIN_S, READ_PAUSE_S = 2.0, 0.1
 """How long and how often an answer is read again that has fewer frames than its client says."""
 
 
-@dataclass(slots=True)
-class Rest:
-    """An answer, its streams, and the frames that its client does not have yet.
-
-    Attributes:
-        num_seen: frames that the client has.
-        reader: number of its reader; 0 until it has one.
-    """
-
-    pool: Pool
-    answer: HttpAnswer
-    streams: Sequence[Stream]
-    frames: Feed[bytes]
-    num_seen: int
-    reader: int = 0
-
-    async def respond(self) -> TokenStream:
-        """Become the reader, and send the frames. Raises ApiError."""
-        self.reader = await attach.become_reader(self.pool, self.streams)
-        return TokenStream(
-            self.answer,
-            frames=self.frames,
-            streams=self.streams,
-            headers={},
-            release=self.pool.release,
-            reader=self.reader,
-            num_seen=self.num_seen,
-        )
-
-
-async def read_rest(pool: Pool, answer: HttpAnswer, channel: str, num_seen: int) -> Rest | None:
+async def read_rest(pool: Pool, answer: HttpAnswer, channel: str, num_seen: int) -> Reader | None:
     """The answer with the frames that the client does not have yet; None if it has all.
 
     A read may miss tokens that are being moved, from a log to a string or to another worker. So an answer is
@@ -124,14 +85,14 @@ async def read_rest(pool: Pool, answer: HttpAnswer, channel: str, num_seen: int)
             raise attach.cancelled_answer(answer.request_id)
         try:
             frames = await rest_of_frames(answer, streams, num_seen)
-            return Rest(pool, answer, streams, frames, num_seen) if frames else None
+            return Reader(pool, answer, streams, 0, num_seen, frames) if frames else None
         except ApiError as error:
             if error.status != 422 or time.monotonic() > end_s:
                 raise
         await asyncio.sleep(READ_PAUSE_S)
 
 
-async def rest_of_frames(answer: HttpAnswer, streams: Sequence[Stream], num_seen: int) -> Feed[bytes] | None:
+async def rest_of_frames(answer: HttpAnswer, streams: Sequence[Stream], num_seen: int) -> Feed | None:
     """The frames after the `num_seen` that the client has; None if it has all. Raises ApiError: 424, and 422
     if fewer frames than that are committed.
     """
@@ -153,101 +114,19 @@ async def rest_of_frames(answer: HttpAnswer, streams: Sequence[Stream], num_seen
     return frames
 
 
-# --- several answers on one connection ----------------------------------------------------------------------
-
-
-class MergedFeed(Feed[bytes]):
-    """The frames of several answers, by their ids. A frame's id is `{answer}/{ordinal}`.
-
-    The order of the frames of one answer is fixed. Answers do not wait for each other: this is what several
-    choices of one answer cannot have, since their frames have one order.
-    """
-
-    def __init__(self, feeds: Mapping[str, Feed[bytes]]) -> None:
-        super().__init__(Change())
-        self.feeds = dict(feeds)
-        for feed in feeds.values():
-            feed.changed.listener = self.changed.set
-
-    def take(self) -> list[bytes]:
-        new: list[bytes] = []
-        for name, feed in [*self.feeds.items()]:
-            del self.feeds[name]
-            new += [name_frame(name, frame) for frame in feed.take()]
-            if not feed.ended:
-                self.feeds[name] = feed  # behind those that had no turn yet
-            if len(new) >= MAX_ITEMS:
-                break
-        self.ended = not self.feeds
-        return new
-
-    @property
-    def is_prepared(self) -> bool:
-        return all(feed.is_prepared for feed in self.feeds.values())
-
-    async def prepare(self) -> None:
-        for feed in self.feeds.values():
-            await feed.prepare()
-
-
-def name_frame(name: str, frame: bytes) -> bytes:
-    """A numbered frame, with the answer's id before its number."""
-    return frame.replace(b"id: ", b"id: %b/" % name.encode(), 1)
-
-
-class MergedStream(FeedResponse):
-    """Response of the rests of several answers. Each is released at the end as `TokenStream` does: its
-    request waits for its client as long as that client asked for.
-
-    No socket is kept for it: after the death of its gateway the client asks another one.
-    """
-
-    def __init__(self, rests: Sequence[Rest]) -> None:
-        self.merged = MergedFeed({rest.answer.request_id: rest.frames for rest in rests})
-        super().__init__(self.merged, COMMENT_AMONG_IDS, SSE_HEADERS | {"connection": "keep-alive"})
-        self.rests = rests
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        unread: Unread = scope["state"][UNREAD]
-        unread.count_ended = self.count_ended
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            unread.count_ended = None
-            for rest in self.rests:
-                end_answer(scope, rest.answer, rest.streams, rest.reader, goes_on=False)
-                count_longest(rest.streams)
-                release(rest)
-
-    def count_ended(self) -> int:
-        """Number of records of streams that have ended; they wait to be rendered."""
-        return sum(
-            stream.num_records
-            for rest in self.rests
-            if rest.answer.request_id in self.merged.feeds
-            for stream in rest.streams
-            if stream.terminal
-        )
-
-
-def release(rest: Rest) -> None:
-    for stream in rest.streams:
-        rest.pool.release(stream, rest.reader, rest.answer.terms)
-
-
-async def respond_with_rests(rests: Sequence[Rest]) -> MergedStream:
-    """Become the reader of all answers, and send their frames. Raises ApiError: then those that were read
+async def go_on(readers: Sequence[Reader], merged: MergedFeed | None = None) -> TokenStream:
+    """Become the reader of each answer, and send their frames. Raises ApiError: then those that were read
     already wait for their client again.
     """
     try:
-        for rest in rests:
-            rest.reader = await attach.become_reader(rest.pool, rest.streams)
+        for reader in readers:
+            reader.number = await attach.become_reader(reader.pool, reader.streams)
     except BaseException:
-        for rest in rests:
-            if rest.reader:
-                release(rest)
+        for reader in readers:
+            if reader.number:
+                reader.release()
         raise
-    return MergedStream(rests)
+    return TokenStream(readers, {}, merged)
 
 
 # --- the stream of an answer --------------------------------------------------------------------------------
@@ -279,7 +158,7 @@ router = APIRouter(responses=ERRORS, tags=[RESUME])
         200: {"description": "The frames after that one, as the first route sends them"},
         204: {"description": "The client has all frames"},
     },
-    response_class=EventSourceResponse,
+    response_class=FeedResponse,
 )
 async def resume_stream(request: Request, request_id: RequestId) -> Response:
     """Sends the frames after `Last-Event-ID`, at any gateway, as the first connection would have sent them.
@@ -291,7 +170,7 @@ async def resume_stream(request: Request, request_id: RequestId) -> Response:
     if admitted is None or not admitted.answer.streamed:
         raise attach.unknown_answer(request_id)
     found = await read_rest(*admitted, num_seen)
-    return await found.respond() if found else Response(status_code=204)
+    return await go_on([found]) if found else Response(status_code=204)
 
 
 def read_last_event_id(request: Request) -> int:
@@ -344,7 +223,7 @@ class StreamPlaces(BaseModel):
         200: {"description": "The frames after these of all answers, as they come"},
         204: {"description": "The client has all frames"},
     },
-    response_class=EventSourceResponse,
+    response_class=FeedResponse,
 )
 async def read_streams(request: Request) -> Response:
     """Sends the frames of all these answers on one connection, each as soon as it is there. The id of a frame
@@ -355,8 +234,11 @@ async def read_streams(request: Request) -> Response:
     if len({name for name, _ in places}) < len(places):
         raise invalid("`streams` names an answer twice", "streams")
     found = await asyncio.gather(*(find_rest(request, *place) for place in places))
-    rests = [rest for rest in found if rest is not None]
-    return await respond_with_rests(rests) if rests else Response(status_code=204)
+    readers = {one.answer.request_id: one for one in found if one is not None}
+    if not readers:
+        return Response(status_code=204)
+    merged = MergedFeed({name: one.frames for name, one in readers.items() if one.frames})
+    return await go_on([*readers.values()], merged)
 
 
 def read_place(place: str) -> tuple[str, int]:
@@ -369,7 +251,7 @@ def read_place(place: str) -> tuple[str, int]:
     return parts[1], int(parts[2] or 0)
 
 
-async def find_rest(request: Request, name: str, num_seen: int) -> Rest | None:
+async def find_rest(request: Request, name: str, num_seen: int) -> Reader | None:
     """The answer with the frames that the client does not have yet; None if it has all. Raises ApiError."""
     admitted = await attach.find_own(request, name)
     if admitted is None or not admitted.answer.streamed:
@@ -578,7 +460,7 @@ async def respond(request: Request, request_id: str) -> Response:
     if answer.streamed:
         found = await read_rest(*admitted, 0)
         assert found is not None, "every stream has a frame"
-        return await found.respond()
+        return await go_on([found])
     if answer.response is not None and fields_of(answer)["background"]:
         return json_response(await render_response(admitted, await read_response(admitted)))
     await run_until_one_ends(wait_for_end(pool, answer), raise_when_gone(request))

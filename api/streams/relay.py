@@ -232,7 +232,7 @@ class Relay:
         may have begun or ended there meanwhile, unless an event soon shows that they go on.
         """
         if events.flush:
-            self.filler.request_flushes(events.source, after, events.flush)
+            self.filler.request_flushes(events.source, after)
         now = time.monotonic()
         suspects = (
             stream
@@ -251,7 +251,7 @@ class Relay:
         ]
         for source, heard_on in {(stream.source, stream.request.channel) for stream in streams}:
             if flush := self.sources.last_flush(source, heard_on):
-                self.filler.request_flushes(source, flush, 0)
+                self.filler.request_flushes(source, flush)
         self.filler.request_fill(streams)
 
     async def audit(self) -> None:
@@ -331,7 +331,7 @@ class Filler:
 
     Attributes:
         streams: the relay's, by request id.
-        lost: source → (after, until): its lost flushes; `until` is 0 for its newest one.
+        lost: source → the flush after which some of its flushes were lost.
         offers: offers the streams that Redis turns out to lack.
         doubtful: request id → monotonic time; an event after it shows that the stream misses nothing.
     """
@@ -341,7 +341,7 @@ class Filler:
         self.sources = sources
         self.streams = streams
         self.offers = Offers(client, streams)
-        self.lost: dict[str, tuple[int, int]] = {}
+        self.lost: dict[str, int] = {}
         self.doubtful: dict[str, float] = {}
         self.requested = asyncio.Event()
         self.pace = Pace()
@@ -355,10 +355,9 @@ class Filler:
             self.doubtful[request_id] = max(since_s, self.doubtful.get(request_id, 0.0))
             self.requested.set()
 
-    def request_flushes(self, source: str, after: int, until: int) -> None:
-        """Request the tokens of a source's flushes after `after`, up to `until`; 0 is the newest."""
-        first, last = self.lost.get(source, (after, until))
-        self.lost[source] = min(first, after), max(last, until) if last and until else 0
+    def request_flushes(self, source: str, after: int) -> None:
+        """Request the tokens of a source's flushes after this one."""
+        self.lost[source] = min(self.lost.get(source, after), after)
         self.requested.set()
 
     def forget(self, request_id: str) -> None:
@@ -388,24 +387,24 @@ class Filler:
             del self.doubtful[name]
         return taken
 
-    def request_again(self, lost: dict[str, tuple[int, int]], doubtful: dict[str, float]) -> None:
-        for source, (after, until) in lost.items():
-            self.request_flushes(source, after, until)
+    def request_again(self, lost: dict[str, int], doubtful: dict[str, float]) -> None:
+        for source, after in lost.items():
+            self.request_flushes(source, after)
         for name, since_s in doubtful.items():
             if name in self.streams:
                 self.request_fill([self.streams[name]], since_s)
 
-    async def fill(self, lost: dict[str, tuple[int, int]], doubtful: dict[str, float]) -> None:
+    async def fill(self, lost: dict[str, int], doubtful: dict[str, float]) -> None:
         if not lost and not doubtful:
             return
         self.num_fills += 1
-        for source, (after, until) in lost.items():
-            await self.fill_from_log(source, after, until)
+        for source, after in lost.items():
+            await self.fill_from_log(source, after)
         unsure = [name for name, since_s in doubtful.items() if self.is_unsure(name, since_s)]
         for i in range(0, len(unsure), STREAMS_IN_ONE_READ):
             await self.fill_from_strings(unsure[i : i + STREAMS_IN_ONE_READ])
         for worker, streams in self.group_by_worker(unsure, lost).items():
-            await self.fill_from_log(worker, min(self.first_missing(stream, worker) for stream in streams), 0)
+            await self.fill_from_log(worker, min(self.first_missing(stream, worker) for stream in streams))
 
     def is_unsure(self, request_id: str, since_s: float) -> bool:
         """Whether no event after `since_s` has shown that a stream misses nothing."""
@@ -418,7 +417,7 @@ class Filler:
         """The streams whose strings were not enough, by the worker whose log has the rest.
 
         Args:
-            read: workers whose logs were read up to the end in this round.
+            read: workers whose logs were read in this round.
         """
         groups: dict[str, list[Stream]] = {}
         for name in request_ids:
@@ -437,8 +436,8 @@ class Filler:
 
     # --- logs -----------------------------------------------------------------------------------------------
 
-    async def fill_from_log(self, worker: str, after: int, until: int) -> None:
-        async for entry in read_log(self.client, worker, after, until):
+    async def fill_from_log(self, worker: str, after: int) -> None:
+        async for entry in read_log(self.client, worker, after):
             for tokens in tokens_of(entry, self.streams):
                 await self.add_logged(tokens, worker)
             await self.pace.step()
@@ -557,12 +556,12 @@ async def read_logits(pool: PoolClient, request_id: str, num_bytes: int) -> byte
     return b"".join(pieces)[:num_bytes]
 
 
-async def read_log(pool: PoolClient, worker: str, after: int, until: int) -> AsyncIterator[bytes]:
-    """Yield the messages of a worker's log after one flush up to another, or with 0 up to its end."""
-    first, last = f"({after}-0", f"{until}-0" if until else "+"
+async def read_log(pool: PoolClient, worker: str, after: int) -> AsyncIterator[bytes]:
+    """Yield the messages of a worker's log after a flush."""
+    first = f"({after}-0"
     while True:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            entries = await pool.redis.xrange(pool.keys.log(worker), first, last, LOG_ENTRIES_IN_ONE_READ)
+            entries = await pool.redis.xrange(pool.keys.log(worker), first, "+", LOG_ENTRIES_IN_ONE_READ)
         for entry_id, fields in entries:
             first = f"({entry_id.decode()}"
             for message in logged_messages(fields):

@@ -50,8 +50,7 @@ RIGHTS = {
     "gateway": Rights(
         "gateways",
         scripts="admit offer cancel attach forget read_requests delete_response keep_response"
-        " register_job begin_validation claim_jobs cancel_job reply note_job note_waiting release_jobs"
-        " retry_job"
+        " register_job begin_validation claim_jobs cancel_job reply release_jobs retry_job"
         " change_key change_adapters heartbeat"
         " keep_picture hold_pictures let_go_pictures"
         " create_batch claim_batch write_batch cancel_batch"

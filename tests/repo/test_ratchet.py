@@ -13,12 +13,12 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (13_579, 26_606),
+    "api": (13_511, 26_340),
     "batcher": (2_786, 4_798),
     "gpu_worker": (11_371, 21_806),
-    "common": (3_756, 7_489),
+    "common": (3_756, 7_488),
     "deploy": (2_509, 4_407),
-    "tests": (32_027, 56_209),
+    "tests": (32_027, 56_198),
     "benchmarks": (2_188, 3_706),
 }
 MOST_WORDS_OF_DOCS = 21_825

@@ -23,7 +23,7 @@ from huggingface_hub import AsyncInferenceClient
 from openai import AsyncOpenAI
 from redis.asyncio import Redis
 
-from api.app import Gateway, build, build_heir, own_listener
+from api.app import Gateway, build, own_listener
 from api.handover.answer_socket import KeeperChannel
 from api.handover.draining import GatewayServer
 from api.http.protocol import HttpProtocol
@@ -116,7 +116,7 @@ async def keeping(
     gateway = Gateway(Settings(redis_url=redis_url, **SETTINGS), name, model_tokenizer())
     channel, listener = KeeperChannel(keeper.open_channel()), own_listener(0)
     config = uvicorn.Config(build(gateway, channel), log_config=None, http=HttpProtocol)
-    server = GatewayServer(config, build_heir(gateway, channel), channel, 60)
+    server = GatewayServer(config, channel, 60)
     port: int = listener.getsockname()[1]
     task = asyncio.create_task(server.serve([listener]))
     await wait_until(lambda: server.started or task.done())

@@ -24,7 +24,7 @@ from tests.support.fleet.scripted_worker import EOS, Answer, working
 from tests.support.tokenizer import IM_END, TOKENIZER, ids, model_tokenizer
 
 
-def bodies_of(stream: Stream, with_details: bool = False) -> Feed[tuple[int, bytes]]:
+def bodies_of(stream: Stream, with_details: bool = False) -> Feed:
     rendering = Rendering(details=with_details)
     answer = HttpAnswer(
         "r", "/generate_stream", True, 0, "m", "f", 1, [b""], [stream.request], [""], rendering
@@ -294,7 +294,7 @@ async def test_frames_are_json_whatever_a_token_holds() -> None:
     floats = unpack_floats(pack_floats([-1e-9, -3e-5, -20.5, float("-inf"), float("nan")]))
     one = Stream(Generate("r", "", pack_ids([1]), StoppingParams(9)), model_tokenizer())
     one.add_event(Tokens("r", 1, 0, pack_ids(ids("a") * 5), pack_floats(floats), [text] * 5))
-    shown = [body for _, body in await anext(bodies_of(one))]
+    shown = await anext(bodies_of(one))
     assert [json.loads(body)["token"]["logprob"] for body in shown] == [*floats[:3], None, None]
     assert all(json.dumps(text, ensure_ascii=False).encode() in body for body in shown)
 

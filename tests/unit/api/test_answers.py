@@ -655,14 +655,14 @@ def chunks(
     renderer = kind(answer, streams)
     renderer.is_plain = renderer.is_plain and plain
     feed = renderer.chunks()
-    shown: list[tuple[int, bytes]] = []
+    shown: list[bytes] = []
     for text in TEXTS:
         for stream in streams:
             stream.append([28], [-1.0], [text], [])
             shown += feed.take()
     for stream in streams:
         stream.end(Terminal(stream.request.request_id, "length", len(TEXTS)))
-    return [chunk for _, chunk in [*shown, *feed.take()]]
+    return [*shown, *feed.take()]
 
 
 @pytest.mark.parametrize("kind", RENDERERS)

@@ -47,7 +47,7 @@ async def serving(
 ) -> AsyncIterator[tuple[GatewayServer, asyncio.Task[None], str]]:
     listener = own_listener(0)
     config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
-    server = GatewayServer(config, app, KeeperChannel(None), timeout_s, is_last=is_last)
+    server = GatewayServer(config, KeeperChannel(None), timeout_s, is_last=is_last)
     task = asyncio.create_task(server.serve([listener]))
     await wait_until(lambda: server.started)
     host, port = listener.getsockname()
@@ -106,7 +106,7 @@ async def test_a_second_ctrl_c_ends_the_drain_and_a_second_sigterm_does_not(
     number: signal.Signals, ends: bool
 ) -> None:
     """A machine that shuts down sends one, and the launcher another."""
-    server = GatewayServer(uvicorn.Config(SlowApp()), SlowApp(), KeeperChannel(None), 60)
+    server = GatewayServer(uvicorn.Config(SlowApp()), KeeperChannel(None), 60)
     for _ in range(2):
         assert not server.should_exit
         server.handle_exit(number, None)

@@ -449,7 +449,7 @@ HIGH = 400
 LAST = 10**6
 
 
-class Numbers(Feed[bytes]):
+class Numbers(Feed):
     """A frame for each number that has come; LAST is the last."""
 
     def __init__(self) -> None:
@@ -495,7 +495,7 @@ def chunk(number: int) -> bytes:
     return b"%x\r\n%b\r\n" % (len(frame), frame)
 
 
-def respond(frames: Feed[bytes], client: SlowClient) -> asyncio.Task[None]:
+def respond(frames: Feed, client: SlowClient) -> asyncio.Task[None]:
     """Write an answer as the server does."""
     scope: Any = {"type": "http", "http_version": "1.1", "method": "POST", "state": {}, "headers": []}
     connection = h11.Connection(h11.SERVER)

@@ -16,7 +16,6 @@ from api.jobs.records import (
     DEAD,
     DONE,
     JobEnding,
-    note_job,
 )
 from api.requests import request_scripts
 from api.requests.request_scripts import AdmitReply, AttachReply
@@ -24,7 +23,7 @@ from api.streams.relay import read_tails
 from batcher import batcher_scripts
 from common.broker.committed import Committed, read
 from common.broker.keys import RESULT_TTL_MS, SEALED, Keys
-from common.broker.lua import run_script
+from common.broker.lua import Args, call_script, run_script, script_names
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.events import Terminal, terminal_for
@@ -495,27 +494,16 @@ GROUP = "g"
 BROKEN = JobEnding(DEAD, 424, "generation", "it broke")
 
 
-async def submit(redis: Redis, **fields: str) -> str:
-    return (await redis.xadd(JOB_KEYS.submit, fields or {"job": "{}"})).decode()  # type: ignore[no-any-return, arg-type]
-
-
-async def note(
-    redis: Redis, job_id: str, not_before_ms: int = 0, address: str = "", max_scheduled: int = 9, **entry: str
-) -> str:
+async def note(redis: Redis, job_id: str, address: str = "") -> str:
     """Submit a job, and note it."""
-    entry_id = await submit(redis, **entry)
-    await redis.hset(JOB_KEYS.job(job_id), "digest", "d")  # type: ignore[misc]
-    call = note_job(
-        JOB_KEYS,
-        job_id,
-        entry_id,
-        {"first_entry": entry_id, "not_before_ms": not_before_ms},
-        address=address,
-        not_before_ms=not_before_ms,
-        group=GROUP,
-        max_scheduled=max_scheduled,
+    entry_id: str = (await redis.xadd(JOB_KEYS.submit, {"job": "{}"})).decode()
+    args: Args = dict.fromkeys(script_names("register_job")[1].given, "")
+    args |= {"job_id": job_id, "entry_id": entry_id, "address": address, "group": GROUP, "digest": "d"}
+    args |= {"not_before_ms": 0, "max_scheduled": 9, "max_addresses": 9}
+    more = ["first_entry", entry_id]
+    return await run_script(
+        redis, call_script("register_job", bytes.decode, JOB_KEYS, job_id, args=args, more_args=more)
     )
-    return await run_script(redis, call)
 
 
 async def end_job(redis: Redis, job_id: str, ending: JobEnding = BROKEN) -> None:
@@ -527,6 +515,7 @@ async def end_job(redis: Redis, job_id: str, ending: JobEnding = BROKEN) -> None
         answer=b"{}",
         request_ids=[],
         frames=[],
+        first=0,
         num_heard=0,
         ending=ending,
     )
