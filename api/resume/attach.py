@@ -106,7 +106,10 @@ async def read_committed(pool: Pool, answer: HttpAnswer, channel: str) -> list[S
     streams = new_streams(pool, answer, channel)
     by_id = {stream.request.request_id: stream for stream in streams}
     async with asking_broker():
-        await Filler(pool.client, Sources(), by_id).fill({}, dict.fromkeys(by_id, math.inf))
+        filler = Filler(pool.client, Sources(), by_id)
+        await filler.fill({}, dict.fromkeys(by_id, math.inf))
+        # a worker that has spilled between the two reads has trimmed its log
+        await filler.fill({}, {name: math.inf for name, stream in by_id.items() if stream.has_gap})
     return streams
 
 

@@ -391,6 +391,31 @@ async def test_a_cancelled_request_is_shown_although_its_reader_has_deleted_it(
         await nothing_left(gateway, worker)
 
 
+async def test_tokens_are_counted_although_their_worker_spills_between_two_reads(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_tails = relay_module.read_tails
+
+    async def read_slowly(pool: PoolClient, offsets: dict[str, int]) -> Any:
+        monkeypatch.undo()
+        states = await read_tails(pool, offsets)
+        [request_id] = offsets
+        await wait_until(lambda: pool.redis.strlen(pool.keys.tokens(request_id)))
+        return states
+
+    async with two_gateways(broker.url, ENDLESS) as (worker, gateway, client, other):
+        body = {"prompt": "Hi", "stream": True, "max_tokens": 1000}
+        async with client.stream("POST", "/v1/completions", json=body, headers=OWN) as response:
+            path = f"/requests/{response.headers['content-location'].split('/')[2]}"
+            lines = response.aiter_lines()
+            await anext(lines)
+            monkeypatch.setattr(relay_module, "read_tails", read_slowly)
+            shown = (await other.get(path, headers=OWN)).json()
+            assert shown["choices"][0]["generated_tokens"] > 0
+            await other.delete(path, headers=OWN)
+        await nothing_left(gateway, worker)
+
+
 async def test_a_request_waits_then_runs_then_has_finished(broker: Broker) -> None:
     body = {"inputs": "Hi", "resume_s": 600}
     async with two_gateways(broker.url, LONG) as (worker, gateway, client, other):
