@@ -94,12 +94,12 @@ def list_object(items: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
 
 
 def place_of(ids: Sequence[str], given: str | None, name: str) -> int:
-    """The place of an id in a list, -1 for none. Raises ApiError (422) for another one.
+    """The place of an id in a list, -1 for none or "". Raises ApiError (422) for another one.
 
     Args:
         name: of the parameter that has it.
     """
-    if given is None:
+    if not given:
         return -1
     if given not in ids:
         raise invalid(f"`{name}` must be an id of the list. Given: {quoted(given)}", name)
