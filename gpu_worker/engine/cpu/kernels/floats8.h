@@ -61,8 +61,7 @@ template <class S, class T> inline void widen(const S* __restrict from, int coun
         for (int i = 0; i < count; i++) {
             bfloat16 x{bfloat16_bits(from[i])};
             if constexpr (std::is_same_v<T, bfloat16>) to[i] = x;
-            else if constexpr (std::is_same_v<T, float16>) to[i].value = (_Float16)load_one(&x);
-            else to[i] = load_one(&x);
+            else store_one(to + i, load_one(&x));
         }
 }
 

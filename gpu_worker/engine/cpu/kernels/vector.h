@@ -25,7 +25,7 @@ typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 
 struct float16 {
-    _Float16 value;
+    uint16_t bits;
 };
 
 template <class T> constexpr bool BY_TILES = HAS_TILES && std::is_same_v<T, bfloat16>;
@@ -73,6 +73,25 @@ inline Words words(const bfloat16* from) {
 }
 inline Floats load(const float* from) { return read<Floats>(from); }
 inline Floats load(const bfloat16* from) { return (Floats)(words(from) << 16); }
+#if defined(__F16C__)
+inline float load_one(const float16* from) { return _cvtsh_ss(from->bits); }
+inline void store_one(float16* to, float x) { to->bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
+#else
+#if defined(__aarch64__)  // g++ before 13 has no _Float16 there
+typedef __fp16 Half;
+#else
+typedef _Float16 Half;
+#endif
+inline float load_one(const float16* from) {
+    Half half;
+    memcpy(&half, from, sizeof half);
+    return (float)half;
+}
+inline void store_one(float16* to, float x) {
+    Half half = (Half)x;
+    memcpy(to, &half, sizeof half);
+}
+#endif
 inline Floats load(const float16* from) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_cvtph_ps(read<__m256i>(from));
@@ -80,7 +99,7 @@ inline Floats load(const float16* from) {
     return (Floats)_mm256_cvtph_ps(read<__m128i>(from));
 #endif
     Floats vector;
-    for (int i = 0; i < LANES; i++) vector[i] = (float)from[i].value;
+    for (int i = 0; i < LANES; i++) vector[i] = load_one(from + i);
     return vector;
 }
 inline float load_one(const float* from) { return *from; }
@@ -90,7 +109,6 @@ inline float load_one(const bfloat16* from) {
     memcpy(&x, &bits, 4);
     return x;
 }
-inline float load_one(const float16* from) { return (float)from->value; }
 
 inline void store(float* to, Floats x) { memcpy(to, &x, sizeof x); }
 inline void store(bfloat16* to, Floats x) {  // rounds to even; a NaN stays one
@@ -100,7 +118,7 @@ inline void store(bfloat16* to, Floats x) {  // rounds to even; a NaN stays one
     memcpy(to, &halves, sizeof halves);
 }
 inline void store(float16* to, Floats x) {
-    for (int i = 0; i < LANES; i++) to[i].value = (_Float16)x[i];
+    for (int i = 0; i < LANES; i++) store_one(to + i, x[i]);
 }
 template <class T> inline void store_one(T* to, float x) {
     T many[LANES];
