@@ -24,7 +24,7 @@ from common.messages.events import Events
 from common.messages.records import RECORD, unpack_ids, unpack_records
 from deploy.launcher.embedded_broker import Broker
 from gpu_worker.agent.agent import Agent
-from gpu_worker.agent.publish import MAX_WAIT_S, Sealed
+from gpu_worker.agent.publish import MAX_WAIT_MS, Sealed
 from tests.support import brokers
 from tests.support.agents import CHANNEL, KEYS, grants, hset, reports, start, step
 from tests.support.broker.listening import listening
@@ -364,28 +364,22 @@ async def test_no_answer_is_lost_whatever_is_late_and_in_whatever_parts_it_comes
     await has_ids(redis, NUM_STEPS)
 
 
-SHORT_MS = 2.0
+HOUR_MS = 3_600_000.0
 
 
 @pytest.fixture
 async def pacing(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Agent]:
-    """An agent that flushes by itself and waits for a step without end, with a row that has its first
+    """An agent that flushes by itself and waits two hours for steps of an hour, with a row that has its first
     token.
     """
-    monkeypatch.setattr("gpu_worker.agent.publish.MAX_WAIT_S", 3600.0)
+    monkeypatch.setattr("gpu_worker.agent.publish.MAX_WAIT_MS", 2 * HOUR_MS)
     task = asyncio.create_task(agent.flusher.run())
     await start(agent)
-    complete_short(agent, 0, prefilled=[(1, 2)])
+    complete(agent, 0, prefilled=[(1, 2)])
     await logged(agent.pool.redis, [[0]])
     yield agent
     task.cancel()
     await asyncio.wait([task])
-
-
-def complete_short(agent: Agent, index: int, **fields: object) -> None:
-    """One step, whose token has its index as id."""
-    step(agent, {1: (index, index)}, **({"duration_ms": SHORT_MS} | fields))
-    agent.state.wake.set()
 
 
 async def logged(redis: Redis, ids: list[list[int]]) -> None:
@@ -402,18 +396,17 @@ async def logged(redis: Redis, ids: list[list[int]]) -> None:
     await wait_for(flushes, ids)
 
 
-async def test_the_tokens_of_two_short_steps_share_a_flush(pacing: Agent) -> None:
-    for index in (1, 3):
-        complete_short(pacing, index)
-        await wait_until(lambda: not pacing.state.wake.is_set())
-        assert pacing.state.outbox.num_steps == 1, "it waits"
-        complete_short(pacing, index + 1)
-        await logged(pacing.pool.redis, [[0], [1, 2], [3, 4]][: 1 + (index + 1) // 2])
+async def test_the_tokens_of_short_steps_share_a_flush(pacing: Agent) -> None:
+    for index in (1, 4):
+        for place in range(3):
+            assert pacing.state.outbox.num_steps == place
+            complete(pacing, index + place, duration_ms=HOUR_MS)
+        await logged(pacing.pool.redis, [[0], [1, 2, 3], [4, 5, 6]][: 1 + (index + 2) // 3])
 
 
 async def test_a_step_that_does_not_come_is_not_waited_for_long(
     pacing: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpu_worker.agent.publish.MAX_WAIT_S", MAX_WAIT_S)
-    complete_short(pacing, 1)
+    monkeypatch.setattr("gpu_worker.agent.publish.MAX_WAIT_MS", MAX_WAIT_MS)
+    complete(pacing, 1, duration_ms=MAX_WAIT_MS)
     await logged(pacing.pool.redis, [[0], [1]])
