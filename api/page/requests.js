@@ -132,6 +132,8 @@ export async function* mergedEvents(answers, signal) {
   }
 }
 
+export const mayComeBack = (error) => error.status === 0 || error.status === 503;
+
 /** A response, asked for again while no gateway answers. */
 export async function comeBack(path, options) {
   const until_ms = performance.now() + RETURN_MS;
@@ -140,8 +142,7 @@ export async function comeBack(path, options) {
     try {
       return await ask(path, options);
     } catch (error) {
-      const mayComeBack = error.status === 0 || error.status === 503;
-      if (!mayComeBack || performance.now() > until_ms) throw error;
+      if (!mayComeBack(error) || performance.now() > until_ms) throw error;
     }
     await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
   }

@@ -26,9 +26,9 @@ SETTINGS = {
     "heartbeat_s": 0.1,
 }
 QUESTION = "Tell me a long story about a fox, a river and a storm."
-MAX_TOKENS, LONG = 128, 512
+MAX_TOKENS = 1536
 SOME_CHARS = 30
-ANSWER_MS = 60_000
+ANSWER_MS = 180_000
 CHAOS_MS = 300_000
 
 pytestmark = [
@@ -57,14 +57,14 @@ def page(fleet: Fleet, browser: Browser) -> Iterator[Page]:
         yield page
 
 
-def undisturbed(fleet: Fleet, question: str, max_tokens: int = MAX_TOKENS) -> str:
+def undisturbed(fleet: Fleet, question: str) -> str:
     body = {
         "model": "tgi",
         "messages": [{"role": "user", "content": question}],
         "temperature": 0,
-        "max_tokens": max_tokens,
+        "max_tokens": MAX_TOKENS,
     }
-    answer = httpx.post(f"{fleet.base_url}/v1/chat/completions", json=body, timeout=60).json()
+    answer = httpx.post(f"{fleet.base_url}/v1/chat/completions", json=body, timeout=180).json()
     return str(answer["choices"][0]["message"]["content"])
 
 
@@ -88,8 +88,8 @@ def answered(page: Page) -> str:
 
 def test_a_killed_worker_changes_no_word(fleet: Fleet, browser: Browser) -> None:
     with opened(browser, fleet.base_url, is_quiet=True) as page:
-        expected = undisturbed(fleet, QUESTION, LONG)
-        send(page, QUESTION, LONG)
+        expected = undisturbed(fleet, QUESTION)
+        send(page, QUESTION)
         wait_until_sync(lambda: len(streamed(page)) > SOME_CHARS)
         busy = page.locator(".tile.busy[data-kind=worker]")
         name = busy.get_by_role("button").get_attribute("aria-label", timeout=90_000)
