@@ -16,11 +16,7 @@ from redis.asyncio import Redis
 from starlette.requests import Request
 
 from api.answers.answer import HttpAnswer
-from api.errors import (
-    ApiError,
-    asking_broker,
-    cut,
-)
+from api.errors import ApiError, asking_broker, cut
 from api.http.auth import key_of
 from api.requests import request_scripts
 from api.requests.pool import Pool
@@ -72,12 +68,8 @@ async def find(pools: PoolRegistry, request_id: str, owner: str | None = None) -
 
 
 def unknown_answer(request_id: str) -> ApiError:
-    return ApiError(
-        404,
-        "not_found",
-        f"There is no streamed answer {cut(request_id)}: "
-        "it is not yours, its id is wrong, or its time is over",
-    )
+    why = "it is not yours, its id is wrong, or its time is over"
+    return ApiError(404, "not_found", f"There is no streamed answer {cut(request_id)}: {why}")
 
 
 def cancelled_answer(request_id: str) -> ApiError:
@@ -93,12 +85,14 @@ def age_s(pool: Pool, answer: HttpAnswer) -> float:
 
 def new_streams(pool: Pool, answer: HttpAnswer, channel: str) -> list[Stream]:
     """Streams of all choices, without tokens. Their digests are read when their reader is registered."""
-    streams = []
-    for number, choice in enumerate(answer.choices()):
-        request = address(pool.settings, pool.gateway, choice, answer)
-        request = replace(request, channel=channel, digest="")
-        streams.append(new_stream(request, pool.tokenizer, b"" if number else encode(answer)))
-    return streams
+    return [
+        new_stream(
+            replace(address(pool.settings, pool.gateway, choice, answer), channel=channel, digest=""),
+            pool.tokenizer,
+            b"" if number else encode(answer),
+        )
+        for number, choice in enumerate(answer.choices())
+    ]
 
 
 async def read_committed(pool: Pool, answer: HttpAnswer, channel: str) -> list[Stream]:

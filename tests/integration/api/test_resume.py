@@ -21,6 +21,7 @@ from api.app import Gateway
 from api.requests import request_scripts
 from api.requests.request_scripts import cancel_request
 from api.streams import relay as relay_module
+from api.streams.relay import read_tails
 from benchmarks.client import EventReader, StreamBroken
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
@@ -376,11 +377,16 @@ async def test_a_cancelled_request_is_shown_although_its_reader_has_deleted_it(
         await wait_for(lambda: pool.redis.exists(pool.keys.request(request_id)), 0)
         return is_cancelled
 
+    async def read_slowly(pool: PoolClient, offsets: dict[str, int]) -> Any:
+        states = await read_tails(pool, offsets)
+        await wait_until(lambda: pool.redis.strlen(pool.keys.tokens(*offsets)))  # its worker spills meanwhile
+        return states
+
+    monkeypatch.setattr(relay_module, "read_tails", read_slowly)
     monkeypatch.setattr(request_scripts, "cancel_request", cancel_and_wait)
     async with two_gateways(broker.url, ENDLESS) as (worker, gateway, client, other):
-        async with client.stream(
-            "POST", "/v1/completions", json=TWO_CHOICES | {"n": 1}, headers=OWN
-        ) as response:
+        body = TWO_CHOICES | {"n": 1, "max_tokens": 1000}
+        async with client.stream("POST", "/v1/completions", json=body, headers=OWN) as response:
             path = f"/requests/{response.headers['content-location'].split('/')[2]}"
             lines = response.aiter_lines()
             assert [(await anext(lines))[:6] for _ in range(8)] == ["data: ", ""] * 4
@@ -388,31 +394,6 @@ async def test_a_cancelled_request_is_shown_although_its_reader_has_deleted_it(
         assert [one["state"] for one in (cancelled, *cancelled["choices"])] == ["cancelled"] * 2
         assert cancelled["choices"][0]["generated_tokens"] >= 2
         assert (await other.get(path, headers=OWN)).status_code == 404
-        await nothing_left(gateway, worker)
-
-
-async def test_tokens_are_counted_although_their_worker_spills_between_two_reads(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read_tails = relay_module.read_tails
-
-    async def read_slowly(pool: PoolClient, offsets: dict[str, int]) -> Any:
-        monkeypatch.undo()
-        states = await read_tails(pool, offsets)
-        [request_id] = offsets
-        await wait_until(lambda: pool.redis.strlen(pool.keys.tokens(request_id)))
-        return states
-
-    async with two_gateways(broker.url, ENDLESS) as (worker, gateway, client, other):
-        body = {"prompt": "Hi", "stream": True, "max_tokens": 1000}
-        async with client.stream("POST", "/v1/completions", json=body, headers=OWN) as response:
-            path = f"/requests/{response.headers['content-location'].split('/')[2]}"
-            lines = response.aiter_lines()
-            await anext(lines)
-            monkeypatch.setattr(relay_module, "read_tails", read_slowly)
-            shown = (await other.get(path, headers=OWN)).json()
-            assert shown["choices"][0]["generated_tokens"] > 0
-            await other.delete(path, headers=OWN)
         await nothing_left(gateway, worker)
 
 

@@ -368,18 +368,10 @@ HOUR_MS = 3_600_000.0
 
 
 @pytest.fixture
-async def pacing(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Agent]:
-    """An agent that flushes by itself and waits two hours for steps of an hour, with a row that has its first
-    token.
-    """
+def pacing(flushing: Agent, monkeypatch: pytest.MonkeyPatch) -> Agent:
+    """It waits two hours for steps of an hour."""
     monkeypatch.setattr("gpu_worker.agent.publish.MAX_WAIT_MS", 2 * HOUR_MS)
-    task = asyncio.create_task(agent.flusher.run())
-    await start(agent)
-    complete(agent, 0, prefilled=[(1, 2)])
-    await logged(agent.pool.redis, [[0]])
-    yield agent
-    task.cancel()
-    await asyncio.wait([task])
+    return flushing
 
 
 async def logged(redis: Redis, ids: list[list[int]]) -> None:
