@@ -108,10 +108,6 @@ class KServeParameters(GenerateParameters):
     stream: bool | None = optional("The path says whether tokens are streamed: true on `…/generate_stream`.")
     exclude_input_in_output: bool | None = optional("False begins the text with the prompt. Default: true.")
 
-    @property
-    def wants_full_text(self) -> bool:
-        return bool(self.return_full_text) or self.exclude_input_in_output is False
-
 
 def params_of(text: str, name: str, parameters: KServeParameters, streamed: bool) -> GenerationParams:
     """The parameters of one prompt, which the client gave in the field `name`; a beam search returns its best
@@ -121,8 +117,8 @@ def params_of(text: str, name: str, parameters: KServeParameters, streamed: bool
     for own, alias in used.items():
         if getattr(parameters, own) is not None:
             raise invalid(f"`{alias}` means the same as `{own}`, which is given, too", alias)
-    full_text, names = parameters.wants_full_text, TGI_NAMES | used | {"prompt": name}
-    params = parameters.of_prompt(text, streamed, full_text, names)
+    full_text = parameters.return_full_text or parameters.exclude_input_in_output is False
+    params = parameters.of_prompt(text, streamed, full_text, TGI_NAMES | used | {"prompt": name})
     check_no_logits(params)
     if params.beams is None:
         return params

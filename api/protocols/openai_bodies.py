@@ -8,7 +8,7 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -47,8 +47,6 @@ from api.requests.fields import (
     TRUNCATION,
     BeamFields,
     Listed,
-    LogprobsMode,
-    SamplingFields,
     ServedFields,
     Strict,
     Whole,
@@ -127,7 +125,6 @@ class OpenAIRequest(ServedFields, BeamFields):
     `user`, `metadata`, `store`, `verbosity` and other labels and hints are accepted and have no effect.
     """
 
-    default_mode: ClassVar[LogprobsMode] = "raw_logprobs"
     stream_options: StreamOptions | None = None
     detached: bool | None = DETACHED
     webhook: WebhookField | None = None
@@ -232,22 +229,6 @@ class OpenAIRequest(ServedFields, BeamFields):
             prompt_tops=None if self.stream else self.prompt_logprobs,
         )
 
-    def with_defaults(self, defaults: Mapping[str, Any]) -> Self:
-        """The body, completed by a model's defaults. As in vLLM, the model's default number of tokens is also
-        the most that a request gets. Those that draw tokens are not for a beam search.
-        """
-        unused = () if self.search_width is None else SWITCHES
-        filled = {
-            name: value
-            for name, value in defaults.items()
-            if name in SamplingFields.model_fields and name not in unused and getattr(self, name) is None
-        }
-        if most := defaults.get("max_new_tokens"):
-            lengths = {name: getattr(self, name, None) for name in ("max_tokens", "max_completion_tokens")}
-            given = {name: min(length, most) for name, length in lengths.items() if length is not None}
-            filled |= given or {"max_tokens": most}
-        return self.model_copy(update=filled) if filled else self
-
     def check(self) -> None:
         """Raises ApiError for unsupported fields and contradictions."""
         super().check()
@@ -318,10 +299,6 @@ class ChatRequest(OpenAIRequest):
     reasoning_effort: str | None = EFFORT
     include_reasoning: bool | None = optional("Return the reasoning. Default: true.")
 
-    @property
-    def rendering(self) -> Rendering:
-        return replace(super().rendering, logprobs=bool(self.logprobs))
-
 
 class CompletionRequest(OpenAIRequest):
     """The body of /v1/completions."""
@@ -349,12 +326,6 @@ class CompletionRequest(OpenAIRequest):
         log-probabilities arrive with it.
         """
         return bool(self.echo) and self.max_tokens == 0
-
-    @property
-    def rendering(self) -> Rendering:
-        return replace(
-            super().rendering, logprobs=self.logprobs is not None, prompt_only=self.shows_prompt_only
-        )
 
 
 OPENAI_FIELDS = frozenset(UNSUPPORTED).union(ChatRequest.model_fields, CompletionRequest.model_fields)
@@ -402,13 +373,14 @@ async def read_chat(body: ChatRequest, pool: Pool, grammar: Grammar | None = Non
     size = CHARS_OF_MESSAGE * (len(body.messages) + (len(tools.tools) if tools else 0))
     prompt = await offload(size, lambda: render_chat(body, tools, continues, pool.tokenizer))
     reading = None if continues else new_reading(body, pool, tools, prompt.text[-PROMPT_END_CHARS:])
-    params = from_chat(body.with_defaults(pool.tokenizer.sampling_defaults), prompt)
+    params = from_chat(body, prompt, pool.tokenizer.sampling_defaults)
     may_force = tools is None or tools.is_promised or not pool.settings.disable_grammar_support
     asked = grammar or body.grammar()
     if reading is not None:
         reading = await reading_beside(asked, tools, reading)
     forced = await answer_grammar(asked, tools if may_force else None, reading, pool.tokenizer)
-    rendering = replace(body.rendering, reading=reading, is_json=asked is not None and asked.kind == "json")
+    logprobs, is_json = bool(body.logprobs), asked is not None and asked.kind == "json"
+    rendering = replace(body.rendering, reading=reading, logprobs=logprobs, is_json=is_json)
     last, prefix = body.messages[-1], ""
     if body.echo and last.role == "assistant":  # the message that the model continues
         prefix = join_parts(last.content or "", "", may_refuse=True)
@@ -517,7 +489,7 @@ def new_reading(body: ChatRequest, pool: Pool, tools: ToolChoice | None, prompt_
     )
 
 
-def from_chat(body: ChatRequest, prompt: Rendered) -> GenerationParams:
+def from_chat(body: ChatRequest, prompt: Rendered, defaults: Mapping[str, Any]) -> GenerationParams:
     """The parameters of a chat whose template rendered `prompt`. Raises ApiError."""
     most, newer = body.max_tokens, body.max_completion_tokens
     refuse(
@@ -531,6 +503,7 @@ def from_chat(body: ChatRequest, prompt: Rendered) -> GenerationParams:
     return common_params(
         body,
         CHAT_NAMES if newer is None else CHAT_NAMES | {"max_new_tokens": "max_completion_tokens"},
+        defaults,
         prompt=prompt,
         pictures=picture_sources(body.messages),
         add_special_tokens=bool(body.add_special_tokens),
@@ -550,7 +523,9 @@ def read_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> Texts
     return [prompt] if isinstance(prompt[0], int) else prompt
 
 
-def from_completion(body: CompletionRequest, prompts: TextsOrIds) -> list[GenerationParams]:
+def from_completion(
+    body: CompletionRequest, prompts: TextsOrIds, defaults: Mapping[str, Any]
+) -> list[GenerationParams]:
     """The parameters of each prompt. Raises ApiError."""
     if body.shows_prompt_only and body.search_width is not None:
         raise invalid("`max_tokens` must be at least 1 in a beam search", "max_tokens")
@@ -558,11 +533,17 @@ def from_completion(body: CompletionRequest, prompts: TextsOrIds) -> list[Genera
     params = common_params(
         body,
         PROMPT_NAMES,
+        defaults,
         prompt=None,
         prompt_ids=None,
         prompt_logprobs=max((number for number in tops if number is not None), default=None),
         grammar=grammar,
-        rendering=replace(body.rendering, is_json=grammar is not None and grammar.kind == "json"),
+        rendering=replace(
+            body.rendering,
+            logprobs=body.logprobs is not None,
+            prompt_only=body.shows_prompt_only,
+            is_json=grammar is not None and grammar.kind == "json",
+        ),
         prefix=None if body.echo else "",
     )
     if body.shows_prompt_only:
@@ -578,12 +559,30 @@ def from_completion(body: CompletionRequest, prompts: TextsOrIds) -> list[Genera
 # --- both ---------------------------------------------------------------------------------------------------
 
 
-def common_params(body: OpenAIRequest, names: Mapping[str, str], **own: Any) -> GenerationParams:
-    """The parameters of both routes, and a route's `own`. The body has the model's defaults already."""
+def common_params(
+    body: OpenAIRequest, names: Mapping[str, str], defaults: Mapping[str, Any], **own: Any
+) -> GenerationParams:
+    """The parameters of both routes, and a route's `own`.
+
+    Args:
+        defaults: the model's. As in vLLM, its number of tokens is also the most that a request gets. Those
+            that draw tokens are not for a beam search.
+    """
     beams = body.beam_params(body.search_width, body.n)
-    names = {**names, "beam_width": body.width_field}
+    unused = {"max_new_tokens", *(SWITCHES if beams else ())}
+    filled = {name: value for name, value in defaults.items() if name not in unused}
     n = 1 if body.n is None or beams else body.n
-    return body.generation_params(names, do_sample=beams is None, n=n, beams=beams, **own)
+    params = body.generation_params(
+        {**names, "beam_width": body.width_field},
+        {"logprobs_mode": "raw_logprobs", **filled},
+        do_sample=beams is None,
+        n=n,
+        beams=beams,
+        **own,
+    )
+    given, most = params.stopping.max_new_tokens, defaults.get("max_new_tokens")
+    most = min(given or most, most) if most else given
+    return replace(params, stopping=replace(params.stopping, max_new_tokens=most))
 
 
 async def read_completion(body: CompletionRequest, context: Context) -> Asked:
@@ -592,7 +591,7 @@ async def read_completion(body: CompletionRequest, context: Context) -> Asked:
     prompts, most = read_prompts(body.prompt), pool.workers.limits.max_client_batch_size
     if len(prompts) > most:
         raise invalid(f"`prompt` supports up to {most} prompts. Given: {len(prompts)}", "prompt")
-    return await context.ask(from_completion(body.with_defaults(pool.tokenizer.sampling_defaults), prompts))
+    return await context.ask(from_completion(body, prompts, pool.tokenizer.sampling_defaults))
 
 
 async def read_chat_completion(body: ChatRequest, context: Context) -> Asked:

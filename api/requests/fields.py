@@ -7,7 +7,7 @@ fleet's limits.
 import inspect
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -248,10 +248,12 @@ WITHOUT_SEARCH = {"length_penalty": 1.0, "early_stopping": 0, "diversity": 0.0}
 """Fields that mean nothing without a beam search → the value that is accepted all the same."""
 
 
+NO_DEFAULTS = {"temperature": 1.0, "logprobs_mode": "processed_logprobs"}
+
+
 class BeamFields(SamplingFields):
     """Sampling parameters, those of a beam search, and which logits are returned."""
 
-    default_mode: ClassVar[LogprobsMode] = "processed_logprobs"
     beam_width: Whole | None = ranged(
         Range(1, MAX_BEAM_WIDTH),
         "Search for the likeliest sequences, this many at once, in place of sampling.",
@@ -297,19 +299,23 @@ class BeamFields(SamplingFields):
         given = {one: getattr(self, place) for one, place in places.items() if place in known}
         return kind(**{one: value for one, value in given.items() if value is not None}, **own)
 
-    def generation_params(self, names: Mapping[str, str], **own: Any) -> GenerationParams:
-        """The parameters of a prompt that are given, and its `own`. Validation completes them."""
-        mode, stop = self.logprobs_mode or self.default_mode, getattr(self, names.get("stop", "stop"))
+    def generation_params(
+        self, names: Mapping[str, str], defaults: Mapping[str, Any] = NO_DEFAULTS, **own: Any
+    ) -> GenerationParams:
+        """The parameters of a prompt: those that are given, or else `defaults`, and its `own`."""
+        stop = getattr(self, names.get("stop", "stop"))
+        filled = {one: value for one, value in (NO_DEFAULTS | defaults).items() if getattr(self, one) is None}
+        mode = str(filled.pop("logprobs_mode", self.logprobs_mode))
         sampling = self.part(
             SamplingParams,
             names,
-            temperature=1.0 if self.temperature is None else self.temperature,
             seed=0,
             bad_words=[],
             grammar="",
             logit_bias=[*(self.logit_bias or {}).items()],
             raw_logprobs=mode.startswith("raw"),
             report_logits=mode.endswith("logits"),
+            **filled,
         )
         stopping = self.part(StoppingParams, names, stop=[stop] if isinstance(stop, str) else stop or [])
         return self.part(GenerationParams, names, stopping=stopping, sampling=sampling, names=names, **own)
