@@ -271,7 +271,7 @@ async def detokenize(request: Request) -> Response:
 def decode(ids: Sequence[int], tokenizer: ModelTokenizer) -> str:
     """The text of token ids. Raises ApiError for those beyond the vocabulary."""
     check_ids("tokens", ids, tokenizer)
-    return str(tokenizer.backend.decode(ids, skip_special_tokens=False))
+    return tokenizer.text_of(ids)
 
 
 @version_router.get(

@@ -311,8 +311,12 @@ class ModelTokenizer:
     def id_of(self, text: str) -> int | None:
         """The id of the token that has this text; None if there is no such token."""
         ids = self.encode(text, add_special_tokens=False)
-        is_one = len(ids) == 1 and self.backend.decode(ids, skip_special_tokens=False) == text
+        is_one = len(ids) == 1 and self.text_of(ids) == text
         return ids[0] if is_one else None
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """The text of token ids, control tokens included."""
+        return str(self.backend.decode(ids, skip_special_tokens=False))
 
     async def run(self, prompt: Rendered, work: Callable[[], Result]) -> Result:
         """The result of work that tokenizes a prompt, or its exception; a long prompt's runs in a thread when

@@ -148,7 +148,7 @@ def shown_prefix(params: GenerationParams, request: Generate, tokenizer: ModelTo
         return params.prefix
     if params.prompt is not None and params.truncate != request.num_prompt:
         return params.prompt.text
-    return str(tokenizer.backend.decode(unpack_ids(request.prompt_ids), skip_special_tokens=False))
+    return tokenizer.text_of(unpack_ids(request.prompt_ids))
 
 
 class Asked(NamedTuple):

@@ -369,10 +369,9 @@ def render_token(stream: Stream, i: int) -> dict[str, Any]:
 
 def render_top_tokens(stream: Stream, i: int) -> list[dict[str, Any]]:
     """The most likely tokens at position `i`; the text of each is decoded alone."""
-    decode = stream.tokenizer.backend.decode
+    text_of = stream.tokenizer.text_of
     return [
-        describe_token(stream, token_id, decode([token_id], skip_special_tokens=False), logprob)
-        for token_id, logprob in stream.tops[i]
+        describe_token(stream, token_id, text_of([token_id]), logprob) for token_id, logprob in stream.tops[i]
     ]
 
 

@@ -95,7 +95,7 @@ def choose(
     Args:
         field, choice_field: the fields that have the functions and the choice.
     """
-    tools = {tool.name: tool for tool in check_functions(functions, field)}
+    tools = tools_of(functions, field)
     if not tools and choice not in (None, "none", "auto"):
         raise invalid(f"`{choice_field}` is only allowed with `{field}`", choice_field)
     if not tools or choice == "none":
@@ -145,24 +145,24 @@ def tool_of(tools: Mapping[str, Tool], choice: Any, field: str) -> Tool:
     return tools[name]
 
 
-def check_functions(functions: Sequence[FunctionSchema], field: str) -> list[Tool]:
-    """The functions as tools. Raises ApiError."""
+def tools_of(functions: Sequence[FunctionSchema], field: str) -> dict[str, Tool]:
+    """The functions as tools, by name. Raises ApiError."""
     if len(functions) > MAX_TOOLS:
         raise invalid(f"`{field}` supports up to {MAX_TOOLS} functions. Given: {len(functions)}", field)
-    names: set[str] = set()
+    tools: dict[str, Tool] = {}
     for one in functions:
         if not FUNCTION_NAME.fullmatch(one.name):
             words = "must have names of 1 to 128 letters, digits and _ . : / -"
             raise invalid(f"`{field}` {words}. Given: {quoted(one.name)}", field)
-        if one.name in names:
+        if one.name in tools:
             raise invalid(f"`{field}` has the name {quoted(one.name)} twice", field)
-        names.add(one.name)
         kind = parameters_of(one).get("type", "object")
         if "object" not in (kind if isinstance(kind, list) else [kind]):
             parameters = f"{field}.{one.name}.parameters"
             words = f"must be the JSON schema of an object. Given the type: {quoted(kind)}"
             raise invalid(f"`{parameters}` {words}", parameters)
-    return [Tool(one.name, parameters_of(one), bool(one.strict)) for one in functions]
+        tools[one.name] = Tool(one.name, parameters_of(one), bool(one.strict))
+    return tools
 
 
 def parameters_of(function: FunctionSchema) -> Mapping[str, Any]:

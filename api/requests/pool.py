@@ -203,10 +203,9 @@ class Pool:
         """The key of the adapter that a target names; empty for none. Raises ApiError: 403 if the client's
         API key may not use the model or the adapter, 404 if there is none, 422 if no worker will serve it.
         """
-        check_key_model(key, self.settings, target.shown)
+        check_key_use(key, self.settings, target)
         if not target.adapter:
             return ""
-        check_key_adapter(key, target.adapter)
         if (adapter := await self.find_adapter(target.adapter)) is None:
             raise model_not_found(f"The model `{cut(target.adapter)}` does not exist")
         self.workers.check_adapter(adapter)
@@ -559,24 +558,17 @@ def names_own(model: str, settings: Settings) -> bool:
     )
 
 
-def check_key_adapter(key: ApiKey | None, adapter: str) -> None:
-    """Raises ApiError (403) if an API key may not use this adapter; an empty name is none."""
-    if key is not None and adapter and key.adapters and adapter not in key.adapters:
-        why = f"The API key {key.key_id} may not use the adapter `{adapter}`"
-        raise ApiError(403, "forbidden", why, "model")
-
-
-def check_key_model(key: ApiKey | None, settings: Settings, shown_name: str = "") -> None:
-    """Raises ApiError (403) if an API key may not use the model of a pool.
-
-    Args:
-        shown_name: by which the client has asked for it, if that is no name of the pool's own.
-    """
-    if key is None or not key.models or shown_name in key.models:
+def check_key_use(key: ApiKey | None, settings: Settings, target: Target) -> None:
+    """Raises ApiError (403) if an API key may not use the model of a pool, or a target's adapter."""
+    if key is None:
         return
-    if not any(names_own(name, settings) for name in key.models):
-        why = f"The API key {key.key_id} may not use the model `{shown_name or settings.model_name}`"
-        raise ApiError(403, "forbidden", why, "model")
+    adapter, shown, models = target.adapter, target.shown, key.models
+    may_model = not models or shown in models or any(names_own(name, settings) for name in models)
+    may_adapter = not (adapter and key.adapters) or adapter in key.adapters
+    for may, what in ((may_model, f"model `{shown}`"), (may_adapter, f"adapter `{adapter}`")):
+        if not may:
+            text = f"The API key {key.key_id} may not use the {what}"
+            raise ApiError(403, "forbidden", text, "model")
 
 
 # --- model --------------------------------------------------------------------------------------------------
