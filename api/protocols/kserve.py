@@ -391,9 +391,7 @@ async def read_infer(body: InferRequest, context: Context) -> Asked:
     """What the tensors of prompts ask for. Raises ApiError."""
     parameters = body.parameters or KServeParameters()
     prompts = body.prompts()
-    most = context.pool.workers.limits.max_client_batch_size
-    if not 0 < len(prompts) <= most:
-        raise invalid(f"`inputs` must have 1 to {most} texts. Given: {len(prompts)}", "inputs")
+    context.check_number(len(prompts), "inputs")
     all_params = [params_of(text, field, parameters, streamed=False) for text, field in prompts]
     named = zip(body.output_names, body.inputs, strict=True)
     outputs = InferOutputs(body.id, [(name, tensor.is_bytes, tensor.shape) for name, tensor in named])

@@ -514,13 +514,11 @@ def from_chat(body: ChatRequest, prompt: Rendered, defaults: Mapping[str, Any]) 
 # --- completions --------------------------------------------------------------------------------------------
 
 
-def read_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> TextsOrIds:
-    """The prompts of a body, each a text or token ids. Raises ApiError."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
-        raise invalid("`prompt` cannot be empty", "prompt")
-    return [prompt] if isinstance(prompt[0], int) else prompt
+def read_prompts(prompt: Any) -> TextsOrIds:
+    """The prompts of a body, each a text or token ids."""
+    is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+    found: TextsOrIds = [prompt] if is_one else prompt
+    return found
 
 
 def from_completion(
@@ -587,11 +585,9 @@ def common_params(
 
 async def read_completion(body: CompletionRequest, context: Context) -> Asked:
     """What a body of /v1/completions asks for. Raises ApiError."""
-    pool = context.pool
-    prompts, most = read_prompts(body.prompt), pool.workers.limits.max_client_batch_size
-    if len(prompts) > most:
-        raise invalid(f"`prompt` supports up to {most} prompts. Given: {len(prompts)}", "prompt")
-    return await context.ask(from_completion(body, prompts, pool.tokenizer.sampling_defaults))
+    prompts = read_prompts(body.prompt)
+    context.check_number(len(prompts), "prompt")
+    return await context.ask(from_completion(body, prompts, context.pool.tokenizer.sampling_defaults))
 
 
 async def read_chat_completion(body: ChatRequest, context: Context) -> Asked:

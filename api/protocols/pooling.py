@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field
 from tokenizers import Encoding, Tokenizer
 
 from api.answers.answer import VectorAnswer
-from api.errors import invalid, openai, quoted, refuse, too_long, unavailable
+from api.errors import invalid, openai, quoted, too_long, unavailable
 from api.event_loop import Pace
 from api.http.body import reject_unsupported
 from api.http.openapi import OPENAI_ERRORS, POOLING, Responses, Shape, only
@@ -35,7 +35,7 @@ from api.requests.fields import (
     with_one_error,
 )
 from api.requests.pool import Pool
-from api.requests.validate import MAX_LOGITS_BYTES, Limits, check_ids
+from api.requests.validate import MAX_LOGITS_BYTES, check_ids
 from api.streams.stream import Stream
 from common.messages.records import pack_ids
 from common.messages.request import EMBED, Generate, PoolingParams, StoppingParams
@@ -209,7 +209,7 @@ async def ask_for(
 ) -> Asked:
     """A request for each input; `name` is that of the field that has them. Raises ApiError."""
     pool = context.pool
-    check_number(inputs, pool.workers.limits, name)
+    context.check_number(len(inputs), name)
     requests, num_chars, pace = [], 0, Pace()
     for one in inputs:
         requests.append(await make_request(pool, one, body))
@@ -219,14 +219,6 @@ async def ask_for(
     if need > most:
         raise invalid(f"`{name}` may have at most {most} bytes of vectors. Given: {need} bytes", name)
     return Asked(requests, [""] * len(requests), num_chars=num_chars, parts={"vectors": shown})
-
-
-def check_number(inputs: Sequence[object], limits: Limits, name: str) -> None:
-    most = limits.max_client_batch_size
-    refuse(
-        (not inputs, f"`{name}` cannot be empty", name),
-        (len(inputs) > most, f"`{name}` supports up to {most} inputs. Given: {len(inputs)}", name),
-    )
 
 
 async def make_request(pool: Pool, one: PoolingInput, body: PoolingFields) -> Generate:
@@ -327,7 +319,7 @@ async def ask_for_pairs(
         names: of the fields of both.
     """
     pooling = pooling_of(context)
-    check_number(others, context.pool.workers.limits, names[1])
+    context.check_number(len(others), names[1])
     if pooling.kind == EMBED:
         sides = [
             PoolingInput(f"{name}[{i}]", text=text)
@@ -472,20 +464,14 @@ async def read_score(parsed: ScoreRequest, context: Context) -> Asked:
 
 
 def listed_inputs(given: Prompt, name: str) -> list[PoolingInput]:
-    """The inputs of a field that has a text, token ids, or a list of either. Raises ApiError."""
-    if isinstance(given, str):
-        return [PoolingInput(name, text=given)]
-    if not given:
-        return []
-    is_one = isinstance(given[0], int)
-    inputs = []
-    for i, one in enumerate(read_prompts(given)):
-        where = name if is_one else f"{name}[{i}]"
-        text_or_ids: Any = one
-        inputs.append(
-            PoolingInput(where, text=one) if isinstance(one, str) else PoolingInput(where, ids=text_or_ids)
-        )
-    return inputs
+    """The inputs of a field that has a text, token ids, or a list of either."""
+    inputs: list[Any] = [*read_prompts(given)]
+    is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
+    places = [name] if is_one else [f"{name}[{i}]" for i in range(len(inputs))]
+    return [
+        PoolingInput(place, text=one) if isinstance(one, str) else PoolingInput(place, ids=one)
+        for place, one in zip(places, inputs, strict=True)
+    ]
 
 
 RERANK_EXAMPLE = {

@@ -95,6 +95,12 @@ class Context(NamedTuple):
     request: Request | None = None
     seed: int | None = None
 
+    def check_number(self, number: int, field: str) -> None:
+        """Raises ApiError (422) for a field without prompts, or with more than a request may have."""
+        most = self.pool.workers.limits.max_client_batch_size
+        if not 0 < number <= most:
+            raise invalid(f"`{field}` must have 1 to {most} items. Given: {number}", field)
+
     async def ask(self, prompts: Sequence[GenerationParams], **own: Any) -> "Asked":
         """What a body asks for: its prompts, each with its choices, and what is its `own`. Raises ApiError,
         also for more choices than are ever admitted together; those of a job come one by one.

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from api.answers.answer import Rendering
 from api.answers.logprobs import LOGITS, logits_fields, sequence_scores
-from api.errors import ApiError, invalid, quoted, refuse, tgi, unavailable
+from api.errors import ApiError, quoted, refuse, tgi, unavailable
 from api.event_loop import Pace, offload
 from api.grammar.read import read_response_format
 from api.http.auth import key_of
@@ -523,9 +523,7 @@ async def read_vertex(body: VertexRequest, context: Context) -> Asked:
     """
     request = context.request
     assert request is not None
-    number, most = len(body.instances), context.pool.workers.limits.max_client_batch_size
-    if not 0 < number <= most:
-        raise invalid(f"`instances` must have 1 to {most} items. Given: {number}", "instances")
+    context.check_number(len(body.instances), "instances")
     prompts, pace = [], Pace()
     for i, one in enumerate(body.instances):
         prompts.append(await read_instance(request, context.pool, one, i))

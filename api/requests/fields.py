@@ -304,7 +304,9 @@ class BeamFields(SamplingFields):
     ) -> GenerationParams:
         """The parameters of a prompt: those that are given, or else `defaults`, and its `own`."""
         stop = getattr(self, names.get("stop", "stop"))
-        filled = {one: value for one, value in (NO_DEFAULTS | defaults).items() if getattr(self, one) is None}
+        filled = {
+            one: value for one, value in {**NO_DEFAULTS, **defaults}.items() if getattr(self, one) is None
+        }
         mode = str(filled.pop("logprobs_mode", self.logprobs_mode))
         sampling = self.part(
             SamplingParams,

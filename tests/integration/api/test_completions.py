@@ -247,7 +247,7 @@ async def test_the_number_of_prompts_is_limited(broker: Broker) -> None:
     assert beyond.status_code == 400 and "MAX_CONCURRENT_REQUESTS is 50" in beyond.json()["error"]["message"]
     async with answering(broker.url, Answer([11]), max_client_batch_size=4) as (_, _, client):
         refused = (await client.post("/v1/completions", json={"prompt": texts[:5]})).json()["error"]
-        assert "up to 4 prompts" in refused["message"]
+        assert "1 to 4 items" in refused["message"]
 
 
 DEFAULTS = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_new_tokens": 5}

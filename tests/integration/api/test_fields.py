@@ -84,7 +84,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "this model takes text only",
     ),
     (user([{"type": "text"}]), "messages[1].content", "text` is required"),
-    (PROMPT | {"prompt": []}, "prompt", "empty"),
+    (PROMPT | {"prompt": []}, "prompt", "must have 1 to"),
     (PROMPT | {"prompt": [10**6]}, "prompt", "1000000"),
     (PROMPT | {"prompt": ["a", 1]}, "prompt", "a list of token ids"),
     (PROMPT | {"logprobs": True}, "logprobs", "valid integer"),

@@ -136,7 +136,7 @@ async def test_errors_have_kserves_shape(broker: Broker) -> None:
         ),
         (f"{MODEL}/generate", {"text_input": "a", "parameters": {"adapter_id": "x"}}, 422, "`adapter_id`"),
         (f"{MODEL}/infer", {"inputs": []}, 422, "Inputs and outputs length mismatch"),
-        (f"{MODEL}/infer", {"inputs": [], "outputs": []}, 422, "`inputs` must have 1 to 2 texts. Given: 0"),
+        (f"{MODEL}/infer", {"inputs": [], "outputs": []}, 422, "`inputs` must have 1 to 2 items. Given: 0"),
         (f"{MODEL}/infer", {"inputs": [as_texts("a", *"abc")]}, 422, "Given: 3"),
         (f"{MODEL}/infer", {"inputs": [good] * 2, "outputs": [{"name": "x"}]}, 422, "length mismatch"),
         (f"{MODEL}/infer", {"inputs": [good | {"shape": [2]}]}, 422, "`inputs[0].shape` means 2 texts"),
