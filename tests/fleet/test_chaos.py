@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-from redis.asyncio import Redis
 
 from benchmarks.chaos import run
 from benchmarks.client import Stream, stream
@@ -124,7 +123,8 @@ async def test_all_work_goes_on_through_the_death_of_each_kind_of_process(tmp_pa
         await reading
         assert [frame["index"] for frame in answer.frames] == list(range(1, NUM_TOKENS + 1))
         assert (await arq_job.result(timeout=PATIENCE_S))["details"]["generated_tokens"] == NUM_TOKENS
-        assert (await ended_job(redis))["details"]["generated_tokens"] == NUM_TOKENS
+        job = json.loads(await wait_until(lambda: redis.get(KEYS.result("job"))))
+        assert job["details"]["generated_tokens"] == NUM_TOKENS
         await wait_until(lambda: is_completed(client, batch))
         await wait_until(lambda: receiver.told >= {"job", batch})
         used = (await client.get("/usage")).json()["total"]
@@ -144,10 +144,6 @@ async def start_batch(client: httpx.AsyncClient) -> str:
     ).json()
     body = {"input_file_id": file["id"], "endpoint": LINE["url"], "completion_window": "24h"}
     return str((await client.post("/v1/batches", json=body)).json()["id"])
-
-
-async def ended_job(redis: Redis) -> Any:
-    return json.loads(await wait_until(lambda: redis.get(KEYS.result("job"))))
 
 
 async def is_completed(client: httpx.AsyncClient, batch: str) -> bool:

@@ -105,9 +105,9 @@ async def result_ids(redis: Redis, request_id: str) -> list[int]:
     return unpack_records(state.records)[0]
 
 
-async def run_all(actions: ActionQueue, most_left: int = 0) -> None:
-    """Run the actions of a queue, until so many are left."""
-    while len(actions) > most_left:
+async def run_all(actions: ActionQueue) -> None:
+    """Run the actions of a queue, until none is left."""
+    while len(actions):
         while actions.can_run:
             await actions.run_next()
         await asyncio.gather(*actions.due)

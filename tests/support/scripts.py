@@ -79,7 +79,7 @@ async def create_logs(redis: Redis, name: str = "w1", owner: str = "w1") -> bool
 
 
 async def publish_plan(
-    redis: Redis, plan_id: str, rows: Sequence[tuple[str, int, int]] = (), worker: str = "w1"
+    redis: Redis, plan_id: str, rows: Sequence[tuple[str, int, int]] = ()
 ) -> tuple[str, list[int]]:
     """Publish a plan that starts rows: request, attempt, base of each."""
     epoch, number = map(int, plan_id.split("-"))
@@ -88,7 +88,7 @@ async def publish_plan(
         for name, attempt, base in rows
     ]
     plan = Plan(epoch, number, 0, 0, started)
-    return await run_script(redis, batcher_scripts.publish_plan(KEYS, worker, plan=plan, oldest=0))
+    return await run_script(redis, batcher_scripts.publish_plan(KEYS, "w1", plan=plan, oldest=0))
 
 
 async def save(
@@ -107,10 +107,8 @@ async def save(
     return await run_script(redis, batcher_scripts.save_committed(KEYS, own_epoch=5, states={"r1": state}))
 
 
-def entry(request_id: str, index: int, ids: list[int], attempt: int = 1) -> bytes:
-    tokens = Tokens(
-        request_id, attempt, index, pack_ids(ids), pack_floats([-1.0] * len(ids)), ["x"] * len(ids)
-    )
+def entry(request_id: str, index: int, ids: list[int]) -> bytes:
+    tokens = Tokens(request_id, 1, index, pack_ids(ids), pack_floats([-1.0] * len(ids)), ["x"] * len(ids))
     return encode(Events("w", 0, **as_sent([tokens])))
 
 
@@ -129,14 +127,12 @@ async def flush(
     terminals: Sequence[FlushedTerminal] = (),
     spills: Sequence[tuple[str, int, bytes]] = (),
     mode: str = "",
-    attempt: int = 1,
-    worker: str = "w1",
     counts: Sequence[FlushedCount] = (),
 ) -> FlushReply:
     """Write a flush with spills: request, offset, records of each."""
     call = worker_scripts.flush(
         KEYS,
-        worker,
+        "w1",
         sequence=sequence,
         report=report,
         acknowledged=0,
@@ -144,7 +140,7 @@ async def flush(
         messages=[("", log or entry("r0", 0, [])), *messages],
         prompts=prompts,
         terminals=terminals,
-        spills=[FlushedSpill(name, attempt, 0, offset, records) for name, offset, records in spills],
+        spills=[FlushedSpill(name, 1, 0, offset, records) for name, offset, records in spills],
         counts=counts,
     )
     return await run_script(redis, call)

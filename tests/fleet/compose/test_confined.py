@@ -71,7 +71,7 @@ async def test_key_and_domain_come_from_the_shell(serving: Stack, tmp_path: Path
                 return await status("secret") == 200
 
             await wait_until(is_served, SETTLED_S)
-            assert serving.first_line("api").startswith("requests must carry the key in API_KEY")
+            assert serving.first_line().startswith("requests must carry the key in API_KEY")
             assert await status("other") == 401
     finally:
         del serving.variables["API_KEY"], serving.variables["DOMAIN"]

@@ -236,17 +236,13 @@ def test_every_body_is_described_and_every_reference_leads_somewhere(described: 
 
 def test_every_route_that_takes_an_idempotency_key_describes_it_and_its_conflict(described: Any) -> None:
     posts = {path: methods["post"] for path, methods in described["paths"].items() if "post" in methods}
-    taking = {path for path, operation in posts.items() if takes_key(operation)}
+    taking = {path for path, operation in posts.items() if "idempotency-key" in headers_of(operation)}
     assert taking == {path for path, operation in posts.items() if "x-priority" in headers_of(operation)}
     assert {"/generate", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/rerank", "/vertex"} <= taking
     assert not {"/tokenize", "/v1/batches"} & taking
     for path in taking:
         shape = posts[path]["responses"]["503"]["content"]
         assert posts[path]["responses"]["409"]["content"] == shape, path
-
-
-def takes_key(operation: dict[str, Any]) -> bool:
-    return "idempotency-key" in headers_of(operation)
 
 
 def headers_of(operation: dict[str, Any]) -> set[str]:

@@ -40,10 +40,6 @@ def as_texts(name: str, *data: Any, shape: list[int] | None = None) -> dict[str,
     }
 
 
-def event_bodies(content: bytes) -> list[dict[str, Any]]:
-    return [json.loads(data) for data in data_of(content)]
-
-
 async def test_infer_answers_bytes_with_bytes_as_tgi_does(broker: Broker) -> None:
     body = {
         "id": "mine",
@@ -104,7 +100,7 @@ async def test_the_texts_of_a_stream_add_up_to_the_whole(broker: Broker) -> None
         whole = (await client.post(f"{MODEL}/generate", json=body)).json()
         plain = body | {"parameters": {"ignore_eos": True, "stop": ["op h"], "stream": True}}
         streams = [await client.post(f"{MODEL}/generate_stream", json=one) for one in (body, plain)]
-    detailed, short = (event_bodies(one.content) for one in streams)
+    detailed, short = ([json.loads(data) for data in data_of(one.content)] for one in streams)
     assert streams[0].headers["content-type"] == "text/event-stream"
     assert "".join(one["text_output"] for one in short) == whole["text_output"] == " a bé stop h"
     assert all(one.keys() == {*NAMES, "text_output"} and NAMES.items() <= one.items() for one in short)

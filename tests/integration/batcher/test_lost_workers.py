@@ -203,8 +203,8 @@ async def leave_log(redis: Redis, capacity: bytes | None = None) -> None:
         await write_log(redis, "w1", make_tokens("r1", index, [100 + index]))
 
 
-async def kept_ids(redis: Redis, request_id: str = "r1") -> list[int]:
-    return unpack_records(await redis.get(KEYS.tokens(request_id)) or b"")[0]
+async def kept_ids(redis: Redis) -> list[int]:
+    return unpack_records(await redis.get(KEYS.tokens("r1")) or b"")[0]
 
 
 async def crash_counts(redis: Redis) -> list[bytes | None]:

@@ -109,10 +109,6 @@ def make_prompt(number: int) -> list[int]:
     return random.Random(number).sample(range(300, 30_000), 5 + 3 * number)
 
 
-async def send_one(redis: Redis, number: int, num_tokens: int = NUM_TOKENS) -> None:
-    await queue(redis, f"r{number}", make_prompt(number), num_tokens, channel=CHANNEL)
-
-
 async def attempts(redis: Redis) -> set[bytes | None]:
     return {await redis.hget(KEYS.request(f"r{n}"), "attempt") for n in range(NUM_ROWS)}  # type: ignore[misc]
 
@@ -163,7 +159,7 @@ async def test_rows_stay_in_place_when_batchers_are_killed_suspended_and_drained
                 name: stack.enter_context(batcher(broker.url, name, **SHORT_GRANTS)) for name in names
             }
             for number in range(NUM_ROWS):
-                await send_one(redis, number)
+                await queue(redis, f"r{number}", make_prompt(number), NUM_TOKENS, channel=CHANNEL)
             await client.progress(10)
             killed = await active_batcher(redis)
             processes[killed].kill()

@@ -78,17 +78,14 @@ def test_pods_are_restricted(manifests: list[Manifest]) -> None:
 
 
 def test_the_folders_that_processes_write_to_are_volumes(manifests: list[Manifest]) -> None:
-    caches = set(re.findall(r"(?:XDG_CACHE_HOME|HF_HOME|_CACHE_\w+|_BASE)=(/\w+)", dockerfiles()))
+    dockerfiles = "".join((ROOT / f"deploy/Dockerfile{kind}").read_text() for kind in ("", ".worker"))
+    caches = set(re.findall(r"(?:XDG_CACHE_HOME|HF_HOME|_CACHE_\w+|_BASE)=(/\w+)", dockerfiles))
     for pod in pods(manifests):
         volumes = {one["name"] for one in pod["spec"].get("volumes", ())} | {"data"}
         for container in pod["spec"]["containers"]:
             mounts = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
             assert {*mounts.values()} <= volumes and "/tmp" in mounts
             assert container["name"] == "redis" or caches <= mounts.keys()
-
-
-def dockerfiles() -> str:
-    return "".join((ROOT / "deploy" / name).read_text() for name in ("Dockerfile", "Dockerfile.worker"))
 
 
 def test_containers_have_probes_and_resources(manifests: list[Manifest]) -> None:

@@ -86,11 +86,6 @@ sentinel failover-timeout {service} 10000
 """
 
 
-def end_with(stack: contextlib.ExitStack, process: subprocess.Popen[bytes]) -> None:
-    stack.callback(process.wait)
-    stack.callback(process.kill)
-
-
 @dataclass
 class Watched:
     """Attributes:
@@ -127,7 +122,8 @@ def secured() -> Iterator[Watched]:
             config = place / "redis.conf"
             config.write_text((ALL + text).format(port=port, folder=place, **shared))
             process = brokers.spawn([str(SERVER), str(config), *options], {})
-            end_with(stack, process)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
             wait_until_sync(lambda: process.poll() is not None or answers(port, trust))
             return process
 

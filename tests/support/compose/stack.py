@@ -211,12 +211,9 @@ class Stack:
         done = run(["docker", "stop", "-t", "120", *self.compose("ps", "-q").stdout.split()])
         assert done.returncode == 0, done.stderr
 
-    def restart_count(self, service: str) -> int:
-        return int(self.inspect(service, "{{.RestartCount}}"))
-
-    def first_line(self, service: str) -> str:
-        """Return the message of the first line in its log."""
-        [name] = self.containers(service)
+    def first_line(self) -> str:
+        """Return the message of the first line in the log of the gateway."""
+        [name] = self.containers("api")
         log = run(["docker", "logs", name])
         return str(json.loads((log.stdout + log.stderr).splitlines()[0])["message"])
 

@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 from common.messages.request import SamplingParams
 from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player, num_proposed
 from tests.support.engine.tiny_engine import SETTINGS, prompts
@@ -91,14 +90,14 @@ def mlp_tensors(hidden: int, inner: int, vocab: int, num_heads: int, tied: bool)
     return tensors
 
 
-def eagle_tensors(hidden: int, inner: int, vocab: int, kv: int = 32) -> dict[str, torch.Tensor]:
-    """A random layer with a vocabulary of its own of `vocab` tokens; its K and V have `kv` numbers."""
+def eagle_tensors(hidden: int, inner: int, vocab: int) -> dict[str, torch.Tensor]:
+    """A random layer with a vocabulary of its own of `vocab` tokens; its K and V have 32 numbers."""
     torch.manual_seed(7)
     shapes = {
         "fc": (hidden, 3 * hidden),
         "midlayer.self_attn.q_proj": (hidden, 2 * hidden),
-        "midlayer.self_attn.k_proj": (kv, 2 * hidden),
-        "midlayer.self_attn.v_proj": (kv, 2 * hidden),
+        "midlayer.self_attn.k_proj": (32, 2 * hidden),
+        "midlayer.self_attn.v_proj": (32, 2 * hidden),
         "midlayer.self_attn.o_proj": (hidden, hidden),
         "midlayer.mlp.gate_proj": (inner, hidden),
         "midlayer.mlp.up_proj": (inner, hidden),
@@ -159,14 +158,9 @@ def engine_settings(folder: Path, speculative: dict[str, Any] | None, **settings
     return SETTINGS | {"model_id": str(folder), "block_size": 16, "speculative_config": config} | settings
 
 
-def drafting_engine(
-    folder: Path,
-    speculative: dict[str, Any] | None,
-    communicator: Communicator = SINGLE_RANK,
-    **settings: Any,
-) -> Engine:
+def drafting_engine(folder: Path, speculative: dict[str, Any] | None, **settings: Any) -> Engine:
     """An engine in which drafts cost next to nothing, so that it always drafts."""
-    engine = Engine(Settings(**engine_settings(folder, speculative, **settings)), communicator=communicator)
+    engine = Engine(Settings(**engine_settings(folder, speculative, **settings)))
     engine.costs.set(1.0, 0.01, 0.0, 0.0)
     return engine
 

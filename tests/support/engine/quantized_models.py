@@ -58,11 +58,9 @@ def pack(quants: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.from_numpy(octets.view(np.int32).copy())
 
 
-def round_groups(
-    weight: torch.Tensor, bits: int, size: int = GROUP
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def round_groups(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """→ quants [outputs, inputs], float16 scales and zeros [outputs, groups]"""
-    parts = weight.view(len(weight), -1, size)
+    parts = weight.view(len(weight), -1, GROUP)
     low, high = parts.amin(-1), parts.amax(-1)
     scales = ((high - low) / (2**bits - 1)).half()
     zeros = (-low / scales.float()).round().clamp(1, 2**bits - 1)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common import model_files
+from tests.support.tokenizer import TOKENIZER
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenfleet" / "reference"
 ANSWERS = Path(__file__).parents[1] / "reference" / "smollm2.jsonl"
@@ -38,50 +39,34 @@ class Question:
         return CACHE / f"{hashlib.sha256(content).hexdigest()[:32]}.json"
 
 
-def prompt_ids(prompts: Sequence[str], model_id: str = "smollm2") -> list[list[int]]:
+def prompt_ids(prompts: Sequence[str]) -> list[list[int]]:
     """The prompts' token ids, without anything added around them."""
-    return [tokenizer_of(model_id).encode(prompt, add_special_tokens=False).ids for prompt in prompts]
+    return [TOKENIZER.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
 
 
-@cache
-def tokenizer_of(model_id: str) -> Any:
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_file(str(model_files.resolve(model_id) / "tokenizer.json"))
-
-
-def reference_ids(
-    prompts_ids: Sequence[Sequence[int]], max_new_tokens: int, model_id: str = "smollm2"
-) -> list[list[int]]:
+def reference_ids(prompts_ids: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
     """New ids of each prompt, end-of-sequence token included: greedy, float32, one prompt at a time."""
-    return kept(prompts_ids, model_id, max_new_tokens)
+    return kept(prompts_ids, max_new_tokens)
 
 
-def reference_logprobs(
-    prompts_ids: Sequence[Sequence[int]], model_id: str = "smollm2"
-) -> list[list[list[float]]]:
+def reference_logprobs(prompts_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
     """Of each prompt's tokens but the first: its own log-probability, then those of the three likeliest in
     its place. From a plain forward in float32.
     """
-    return kept(prompts_ids, model_id, "logprobs")
-
-
-@cache
-def loaded(model_id: str) -> Any:
-    return load(model_files.resolve(model_id, dtype="float32"))
+    return kept(prompts_ids, "logprobs")
 
 
 def reference_beams(
-    prompts_ids: Sequence[Sequence[int]], max_new_tokens: int, model_id: str = "smollm2", **arguments: Any
+    prompts_ids: Sequence[Sequence[int]], max_new_tokens: int, **arguments: Any
 ) -> list[list[Found]]:
     """The sequences of each prompt's beam search, the best first. `arguments` are those of `generate`."""
     what = json.dumps({"max_new_tokens": max_new_tokens, **arguments}, sort_keys=True)
-    return [[(ids, score) for ids, score in answer] for answer in kept(prompts_ids, model_id, what)]
+    return [[(ids, score) for ids, score in answer] for answer in kept(prompts_ids, what)]
 
 
-def kept(prompts_ids: Sequence[Sequence[int]], model_id: str, what: int | str) -> list[Any]:
-    """The model's answer to each prompt: from the tree, or from disk, where it is computed once."""
-    path = model_files.resolve(model_id, dtype="float32")
+def kept(prompts_ids: Sequence[Sequence[int]], what: int | str) -> list[Any]:
+    """The bundled model's answer to each prompt: from the tree, or from disk, where it is computed once."""
+    path = model_files.resolve("smollm2", dtype="float32")
     questions = [Question(path.name, tuple(ids), what) for ids in prompts_ids]
     missing = [one for one in questions if one not in in_the_tree() and not one.file.exists()]
     if missing:

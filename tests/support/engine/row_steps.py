@@ -91,9 +91,9 @@ def collect(rows: Rows, slices: Sequence[RowSlice], token: int = TEXT) -> StepRe
     return rows.take_result()
 
 
-def run_step(rows: Rows, token: int = TEXT) -> tuple[list[tuple[int, int, int, bool]], StepResult]:
+def run_step(rows: Rows) -> tuple[list[tuple[int, int, int, bool]], StepResult]:
     slices = rows.launch()
-    return spans_of(slices), collect(rows, slices, token)
+    return spans_of(slices), collect(rows, slices, TEXT)
 
 
 def sampled_rows(result: StepResult) -> list[int]:

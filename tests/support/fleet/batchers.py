@@ -76,26 +76,26 @@ async def active_batcher(redis: Redis, *former: str) -> str:
 
 # --- scripted batcher ---------------------------------------------------------------------------------------
 
+SCRIPTED = "b0-1"
 HEARTBEAT_S = 0.1
 TTL_S = 5.0
 
 
 @contextlib.asynccontextmanager
-async def batching(url: str, name: str = "b0-1", pool: str = "default") -> AsyncIterator[None]:
+async def batching(url: str) -> AsyncIterator[None]:
     """Keep a batcher active while the context is open; afterwards none of its keys is left."""
-    keys = Keys(pool)
     async with connect(url) as redis:
-        renewing = asyncio.create_task(renew(redis, keys, name))
+        renewing = asyncio.create_task(renew(redis))
         try:
-            async with Heartbeat(PoolClient(redis, keys), "batcher", name, TTL_S).sending(HEARTBEAT_S):
+            async with Heartbeat(PoolClient(redis, KEYS), "batcher", SCRIPTED, TTL_S).sending(HEARTBEAT_S):
                 yield
         finally:
             renewing.cancel()
             await asyncio.wait([renewing])
-            await redis.delete(keys.batcher)
+            await redis.delete(KEYS.batcher)
 
 
-async def renew(redis: Redis, keys: Keys, name: str) -> None:
+async def renew(redis: Redis) -> None:
     while True:
-        await redis.set(keys.batcher, name, px=round(LEASE_S * 1000))
+        await redis.set(KEYS.batcher, SCRIPTED, px=round(LEASE_S * 1000))
         await asyncio.sleep(HEARTBEAT_S)

@@ -128,10 +128,10 @@ class Fleet:
         children = psutil.Process(self.launcher.pid).children()
         return next((child.pid for child in children if title(child) == ["tokenfleet", name]), 0)
 
-    def workers_ready(self, pool: str = "default") -> int:
+    def workers_ready(self) -> int:
         """Return the number of workers that the batcher has taken over and gives rows to."""
         with redis.Redis.from_url(self.redis_url) as client:
-            return int(client.hget(Keys(pool).state, "workers") or 0)
+            return int(client.hget(Keys("default").state, "workers") or 0)
 
     def restarted(self, name: str, old_pid: int, timeout_s: float = READY_S) -> int:
         """Wait for the successor of a process that ended. Returns its pid."""

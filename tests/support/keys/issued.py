@@ -37,6 +37,6 @@ async def gone(keys: KeyRing, key_id: str) -> None:
     await wait_until(lambda: key_id not in keys.active)
 
 
-async def status(client: httpx.AsyncClient, key: IssuedKey | str, path: str = "/generate") -> int:
+async def status(client: httpx.AsyncClient, key: IssuedKey | str) -> int:
     body: dict[str, Any] = {"inputs": "a", "parameters": {"max_new_tokens": 1}}
-    return (await client.post(path, json=body, headers=bearer(key))).status_code
+    return (await client.post("/generate", json=body, headers=bearer(key))).status_code

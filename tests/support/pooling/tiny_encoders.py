@@ -65,11 +65,9 @@ def save_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": MAX_TOKENS}))
 
 
-def save_modules(
-    folder: Path, mode: str = "pooling_mode_mean_tokens", normalizes: bool = True, dense: bool = False
-) -> None:
+def save_modules(folder: Path, mode: str = "pooling_mode_mean_tokens", dense: bool = False) -> None:
     """The files of sentence-transformers beside a model."""
-    kinds = ["Transformer", "Pooling", *(["Dense"] if dense else []), *(["Normalize"] if normalizes else [])]
+    kinds = ["Transformer", "Pooling", *(["Dense"] if dense else []), "Normalize"]
     paths = ["", *(f"{i}_{kind}" for i, kind in enumerate(kinds) if i)]
     modules = [
         {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}

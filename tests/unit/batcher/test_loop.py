@@ -51,19 +51,18 @@ async def turns(batcher: Batcher, most: int = 6) -> None:
             await asyncio.wait(batcher.housekeeping.tasks)
 
 
-async def join(batcher: Batcher, redis: Redis, name: str = "w1") -> None:
+async def join(batcher: Batcher, redis: Redis) -> None:
     """Start a worker, and answer the takeover for it."""
-    await start_worker(redis, name)
+    await start_worker(redis, "w1")
     await turns(batcher, 2)
-    await redis.xadd(
-        KEYS.reports(name), {"report": encode(Report(1, batcher.epoch, 1, 0, takeover=True))}, id="1-0"
-    )
+    answer = encode(Report(1, batcher.epoch, 1, 0, takeover=True))
+    await redis.xadd(KEYS.reports("w1"), {"report": answer}, id="1-0")
     await turns(batcher, 2)
-    assert name in batcher.scheduler.replicas
+    assert "w1" in batcher.scheduler.replicas
 
 
-async def plans(redis: Redis, name: str = "w1") -> list[Plan]:
-    return [decode(Plan, fields[b"plan"]) for _, fields in await redis.xrange(KEYS.plans(name))]
+async def plans(redis: Redis) -> list[Plan]:
+    return [decode(Plan, fields[b"plan"]) for _, fields in await redis.xrange(KEYS.plans("w1"))]
 
 
 def lose_reply(batcher: Batcher, number: int) -> None:

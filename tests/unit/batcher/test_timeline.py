@@ -41,8 +41,7 @@ def make_writer(redis: Redis) -> TimelineWriter:
     return TimelineWriter(PoolClient(redis, KEYS), lambda: NOW_MS)
 
 
-def happened(writer: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    return [(one["what"], one["worker"], one["attempt"], one["num_tokens"], one["why"]) for one in writer]
+WHAT_HAPPENED = ("what", "worker", "attempt", "num_tokens", "why")
 
 
 async def test_a_timeline_from_queue_to_end(redis: Redis) -> None:
@@ -62,7 +61,8 @@ async def test_a_timeline_from_queue_to_end(redis: Redis) -> None:
     )
     writer.record_report(worker, Report(3, 1, 3, 50, ended=[(row.number, "length", 50)]))
     await writer.write()
-    assert happened((await read_timelines(PoolClient(redis, KEYS), "r1"))["r1"]) == [
+    happened = (await read_timelines(PoolClient(redis, KEYS), "r1"))["r1"]
+    assert [tuple(one[name] for name in WHAT_HAPPENED) for one in happened] == [
         ("queued", "", 0, 3, ""),
         ("placed", "w0-1", 1, 0, ""),
         ("prefilled", "w0-1", 1, 1, ""),

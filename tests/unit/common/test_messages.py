@@ -30,6 +30,7 @@ from common.broker.pool_client import ChangeRefused, PoolClient
 from common.detokenize import (
     MAX_INCOMPLETE_TOKENS,
     Detokenizer,
+    StopMatcher,
     concatenates,
     piece_cache,
 )
@@ -281,13 +282,10 @@ def test_sequences_come_out_as_they_were_packed() -> None:
 IDS = list(range(70))
 
 
-def hashes_of(ids: list[int], salt: str = "") -> bytes:
-    return extend_hashes(root_hash(salt), pack_ids(ids))
-
-
 def test_hashes_are_the_same_in_every_version() -> None:
     """Workers and gateways of two versions may run at once."""
-    assert hashes_of(IDS[:16]).hex() == "cae66941d9efbd404e4d88758ea67670724f387046a7ef1970878eae3ed5c2d2"
+    hashes = extend_hashes(root_hash(""), pack_ids(IDS[:16]))
+    assert hashes.hex() == "cae66941d9efbd404e4d88758ea67670724f387046a7ef1970878eae3ed5c2d2"
 
 
 # --- events sequences ---------------------------------------------------------------------------------------
@@ -355,6 +353,24 @@ def test_the_first_piece_keeps_its_space(llama: Tokenizer) -> None:
     assert texts(llama, [special, hello], [world, special, hello]) == [" world", "<s>", " Hello"]
     assert texts(llama, [], [hello, world]) == ["Hello", " world"]
     assert generated_text(llama, [special, hello], [world, hello], [], "length") == " world Hello"
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces", "matched"),
+    [
+        ([], ["a"], [False]),
+        (["b"], ["a", "abc", "x"], [False, True, True]),
+        (["END"], ["E", "N", "x", "EN", "D!"], [False, False, False, False, True]),
+        (["\n\n"], ["a\n", "\nb"], [False, True]),
+        (["long stop", "x"], ["long", "", " st", "op"], [False, False, False, True]),
+        (["🙂🚀"], ["", "🙂", "", "🚀"], [False, False, False, True]),
+    ],
+)
+def test_stop_strings_are_found_inside_and_across_pieces(
+    stops: list[str], pieces: list[str], matched: list[bool]
+) -> None:
+    matcher = StopMatcher(stops)
+    assert [matcher.step(piece) for piece in pieces] == matched
 
 
 def decoded(tokenizer: Tokenizer, prompt_ids: list[int], ids: list[int]) -> list[str]:
@@ -447,8 +463,8 @@ def records(*ids: int) -> bytes:
     return b"".join(RECORD.pack(token_id, -1.0) for token_id in ids)
 
 
-async def read_one(redis: Redis, request_id: str) -> Committed:
-    return (await read(PoolClient(redis, KEYS), [request_id]))[request_id]
+async def read_one(redis: Redis) -> Committed:
+    return (await read(PoolClient(redis, KEYS), ["r1"]))["r1"]
 
 
 def ids(state: Committed) -> list[int]:
@@ -492,7 +508,7 @@ async def test_a_request_that_moves_while_it_is_read_is_read_again(
         return states
 
     monkeypatch.setattr(committed, "read_slice", move_after_first)
-    assert ids(await read_one(redis, "r1")) == [1, 2]
+    assert ids(await read_one(redis)) == [1, 2]
     assert looks == ["w1", "w2", "w2"]
 
 
@@ -522,7 +538,7 @@ async def test_what_is_spilled_between_two_reads_is_not_lost(
 
     monkeypatch.setattr(redis, "xrange", read_log)
     monkeypatch.setattr(committed, "read_slice", read_strings)
-    assert ids(await read_one(redis, "r1")) == [1, 2, 3]
+    assert ids(await read_one(redis)) == [1, 2, 3]
 
 
 async def test_the_log_of_an_ended_request_is_not_read(redis: Redis) -> None:
@@ -531,7 +547,7 @@ async def test_the_log_of_an_ended_request_is_not_read(redis: Redis) -> None:
     await place(redis, "r1", "w1")
     await write_log(redis, "w1", make_tokens("r1", 0, [1]))
     await redis.hset(KEYS.request("r1"), "terminal", "length")  # type: ignore[misc]
-    assert ids(await read_one(redis, "r1")) == []
+    assert ids(await read_one(redis)) == []
 
 
 async def test_a_key_of_another_type_spoils_its_own_request_only(redis: Redis) -> None:

@@ -28,9 +28,9 @@ from tests.support.fleet.simulated_pool import (
 SYSTEM = list(range(100, 150))
 
 
-def run_one(pool: Pool, name: str, prompt: list[int], new: int = 20, salt: str = "") -> int:
+def run_one(pool: Pool, name: str, prompt: list[int], new: int = 20) -> int:
     """Run a request alone. Return how many tokens its start found computed."""
-    sequence = sharing_request(name, prompt, new, entry=len(pool.attempts), salt=salt)
+    sequence = sharing_request(name, prompt, new, entry=len(pool.attempts))
     pool.add(sequence)
     pool.decide()
     assert sequence.row is not None

@@ -360,10 +360,10 @@ ROWS = 16
 LIMITS = WorkerLimits(max_batch_size=ROWS)
 
 
-def full_pool(num_blocks: int = 1000, num_workers: int = 1, standby: bool = True) -> Pool:
+def full_pool() -> Pool:
     """Every place is taken, for long, and one request more waits."""
-    pool = Pool(num_workers, num_blocks, seed=1, limits=LIMITS, eos_chance=0, standby=standby)
-    pool.add(*(request(f"r{i}", 8, 40 if i == 3 else 200, i) for i in range(ROWS * num_workers + 1)))
+    pool = Pool(1, 1000, seed=1, limits=LIMITS, eos_chance=0)
+    pool.add(*(request(f"r{i}", 8, 40 if i == 3 else 200, i) for i in range(ROWS + 1)))
     pool.decide()
     return pool
 

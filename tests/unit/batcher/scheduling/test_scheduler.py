@@ -249,16 +249,11 @@ def test_a_batch_row_whose_class_has_waited_stays() -> None:
     assert all(flooded.attempts[f"b{i}"] <= 2 for i in range(4))
 
 
-def urgent_sharing(name: str, prompt: list[int], entry: int, num_choices: int = 1) -> Sequence:
-    sequence = sharing_request(name, prompt, 20, entry, num_choices=num_choices)
-    sequence.class_index = 0
-    return sequence
-
-
 def test_a_place_that_is_made_for_a_request_is_not_taken_by_those_behind_it() -> None:
     """Choices of one answer may not stand by, so that it waits until the place is free."""
     pool = batch_pool()
-    choice = urgent_sharing("c", [*range(40)], 100, num_choices=2)
+    choice = sharing_request("c", [*range(40)], 20, 100, num_choices=2)
+    choice.class_index = 0
     pool.add(choice)
     for i in range(3):
         later = of_class(f"u{i}", 0, entry=200 + i)

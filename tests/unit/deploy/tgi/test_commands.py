@@ -26,11 +26,6 @@ def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, ...]:
     return found
 
 
-def put_model(folder: Path) -> None:
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-
-
 @pytest.mark.parametrize(
     ("words", "becomes"),
     [
@@ -84,7 +79,8 @@ def test_a_model_that_a_cloud_has_put_there_is_served(
     assert commands.launcher_words([]) == ["serve"], "a folder without a model is no model"
     (endpoints / "config.json").write_text("{}")
     assert commands.launcher_words([]) == ["serve", "--model-id", str(endpoints)]
-    put_model(sagemaker)
+    sagemaker.mkdir()
+    (sagemaker / "config.json").write_text("{}")
     assert commands.launcher_words(["serve"])[-1] == str(sagemaker)
     for named in (["--model-id", "X"], ["--model-id=X"], ["X", "--port", "1"]):
         assert commands.launcher_words(named) == ["serve", *named]

@@ -123,16 +123,12 @@ def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now_s
 
 
-def run_to(clock: ReportClock, step: int, now_s: list[float]) -> None:
-    clock.on_step(step)
-    now_s[0] += 0.002
-
-
 def test_a_round_trip_begins_at_the_step_at_which_a_report_is_due(now_s: list[float]) -> None:
     clock = ReportClock()
     clock.on_grant(16)
     for number in range(1, 20):
-        run_to(clock, number, now_s)
+        clock.on_step(number)
+        now_s[0] += 0.002
     assert clock.is_due(19)
     assert clock.on_report(19) == [] and not clock.is_due(20)
     clock.on_grant(16)  # a plan that was on its way, without a grant
@@ -144,9 +140,9 @@ def test_a_round_trip_begins_at_the_step_at_which_a_report_is_due(now_s: list[fl
     assert clock.on_report(23) == [], "nobody had waited for this one"
 
 
-async def run_empty_steps(agent: Agent, count: int) -> None:
+async def run_empty_steps(agent: Agent) -> None:
     """Each with a flush."""
-    for _ in range(count):
+    for _ in range(20):
         step(agent)
         await agent.flusher.flush()
 
@@ -159,7 +155,7 @@ async def test_a_report_is_sent_where_a_plan_says_that_it_was_due_at_a_step_that
     """
     await start(agent)
     agent.plans.apply(plan(agent, report_at=16))
-    await run_empty_steps(agent, 20)
+    await run_empty_steps(agent)
     agent.state.wake.clear()
     agent.plans.apply(plan(agent, report_at=16))
     assert not agent.state.wake.is_set(), "a report has told of that step"
