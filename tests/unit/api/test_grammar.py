@@ -33,7 +33,7 @@ from api.grammar.compile import (
     compile_grammar,
 )
 from api.grammar.force import answer_source, call_grammar
-from api.grammar.lark import enforced
+from api.grammar.lark import WHITESPACE, enforced
 from api.grammar.read import read_response_format, read_structured_outputs
 from api.protocols.openai_bodies import ChatRequest
 from common import model_files
@@ -410,131 +410,101 @@ def test_in_harmony_structured_output_is_the_final_message() -> None:
 
 A_SCHEMA = {"type": "object"}
 TEXT = '{"type": "object"}'
-
-
-@pytest.mark.parametrize(
-    ("value", "kind", "text"),
-    [
-        (
-            {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": A_SCHEMA}},
-            "json",
-            TEXT,
-        ),
-        ({"type": "json_schema", "value": {"name": "x", "schema": A_SCHEMA}}, "json", TEXT),
-        ({"type": "json", "value": TEXT}, "json", TEXT),
-        ({"type": "json_object"}, "json", ANY_OBJECT),
-        ({"type": "regex", "value": "a+"}, "regex", "a+"),
-    ],
-)
-def test_response_formats_of_openai_and_tgi(value: dict[str, Any], kind: str, text: str) -> None:
-    grammar = read_response_format(value)
-    assert grammar is not None and (grammar.kind, grammar.text) == (kind, text)
-
-
-@pytest.mark.parametrize(
-    ("value", "closed"),
-    [
-        ({"type": "json_schema", "json_schema": {"strict": True, "schema": A_SCHEMA}}, True),
-        ({"type": "json_schema", "json_schema": {"strict": False, "schema": A_SCHEMA}}, False),
-        ({"type": "json_schema", "json_schema": {"schema": A_SCHEMA}}, False),
-        ({"type": "json_schema", "value": {"schema": A_SCHEMA}}, True),
-        ({"type": "json", "value": A_SCHEMA}, True),
-    ],
-)
-def test_openais_strict_mode_and_tgis_shapes_close_objects(value: dict[str, Any], closed: bool) -> None:
-    grammar = read_response_format(value)
-    assert grammar is not None and grammar.closed == closed
-
-
-@pytest.mark.parametrize(
-    ("value", "text", "param"),
-    [
-        ({"type": "xml"}, "Given: 'xml'", "response_format.type"),
-        (
-            {"type": "json_schema"},
-            "`response_format.value` must be an object",
-            "response_format.value",
-        ),
-        (
-            {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}},
-            "`response_format.json_schema.strict` must be true or false",
-            "response_format.json_schema.strict",
-        ),
-        ({"type": "regex"}, "`response_format.value` must be a text", "response_format.value"),
-    ],
-)
-def test_a_response_format_of_another_shape_is_refused_by_its_field(
-    value: dict[str, Any], text: str, param: str
-) -> None:
-    with pytest.raises(ApiError) as refusal:
-        read_response_format(value)
-    assert text in str(refusal.value) and refusal.value.param == param
-
-
-@pytest.mark.parametrize(
-    ("value", "kind"),
-    [
-        ({"json": TEXT, "whitespace_pattern": " ?", "regex": None}, "json"),
-        ({"json_object": True, "disable_any_whitespace": True}, "json"),
-        ({"choice": ["a", "b"]}, "choice"),
-    ],
-)
-def test_vllms_structured_outputs_become_grammars(value: dict[str, Any], kind: str) -> None:
-    grammar = read_structured_outputs(value)
-    assert grammar is not None and grammar.kind == kind
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (
-            {},
-            "`structured_outputs` must have one of json, regex, choice, grammar, json_object, "
-            "structural_tag. Given: 0",
-        ),
-        ({"json": {}, "regex": "a"}, "Given: 2"),
-        ({"structural_tag": "x"}, "`structured_outputs.structural_tag` is not JSON that can be read: "),
-        ({"regex": ""}, "`structured_outputs.regex` must be a text that is not empty"),
-        (
-            {"regex": "a", "whitespace_pattern": " "},
-            "`structured_outputs.whitespace_pattern` can only be used for JSON",
-        ),
-    ],
-)
-def test_wrong_structured_outputs_are_refused_by_their_field(value: dict[str, Any], text: str) -> None:
-    with (
-        pytest.raises(ApiError, match="^" + text.replace("[", r"\["))
-        if text[0] == "`"
-        else pytest.raises(ApiError, match=text)
-    ):
-        read_structured_outputs(value)
+NAMED = {"name": "x", "schema": A_SCHEMA}
 
 
 def chat(**fields: Any) -> ChatRequest:
     return ChatRequest.model_validate({"messages": [{"role": "user", "content": "a"}], **fields})
 
 
-def test_fields_of_older_versions_of_vllm() -> None:
-    assert chat(guided_json=A_SCHEMA, guided_whitespace_pattern=" ").grammar() == Grammar(
-        "json", TEXT, "guided_json", " "
-    )
-    assert chat(guided_choice=["a"], guided_decoding_backend="xgrammar").grammar() == Grammar(
-        "choice", '["a"]', "guided_choice"
-    )
-    assert chat(response_format={"type": "text"}).grammar() is None
+def of_openai(**fields: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": NAMED | fields}}
 
 
-def test_a_pattern_for_white_space_is_that_of_every_shape_with_json_and_refused_elsewhere() -> None:
-    shape = {"response_format": {"type": "json_object"}}
-    assert chat(guided_whitespace_pattern=" ", **shape).grammar() == Grammar(
-        "json", ANY_OBJECT, "response_format", " "
-    )
-    for fields in ({"guided_regex": "a"}, {"guided_choice": ["a"]}, {"guided_grammar": "start: A"}, {}):
-        with pytest.raises(ApiError, match="`guided_whitespace_pattern` can only be used for JSON"):
-            chat(guided_whitespace_pattern=" ", **fields).grammar()
+def of_tgi(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"response_format": {"type": kind, **fields}}
 
 
-# --- structural tag -----------------------------------------------------------------------------------------
+def of_vllm(**fields: Any) -> dict[str, Any]:
+    return {"structured_outputs": fields}
+
+
+@pytest.mark.parametrize(
+    ("fields", "grammar"),
+    [
+        (of_openai(), ("json", TEXT, "response_format.json_schema.schema", WHITESPACE, False)),
+        (of_openai(strict=False), ("json", TEXT, "response_format.json_schema.schema", WHITESPACE, False)),
+        (of_openai(strict=True), ("json", TEXT, "response_format.json_schema.schema", WHITESPACE, True)),
+        (
+            of_tgi("json_schema", value=NAMED),
+            ("json", TEXT, "response_format.value.schema", WHITESPACE, True),
+        ),
+        (of_tgi("json", value=TEXT), ("json", TEXT, "response_format.value", WHITESPACE, True)),
+        (of_tgi("json_object"), ("json", ANY_OBJECT, "response_format")),
+        (of_tgi("regex", value="a+"), ("regex", "a+", "response_format.value")),
+        (of_tgi("text"), None),
+        (
+            of_vllm(json=TEXT, whitespace_pattern=" ?", regex=None),
+            ("json", TEXT, "structured_outputs.json", " ?"),
+        ),
+        (
+            of_vllm(json_object=True, disable_any_whitespace=True),
+            ("json", ANY_OBJECT, "structured_outputs.json_object"),
+        ),
+        (of_vllm(choice=["a", "b"]), ("choice", '["a", "b"]', "structured_outputs.choice")),
+        ({"guided_json": A_SCHEMA, "guided_whitespace_pattern": " "}, ("json", TEXT, "guided_json", " ")),
+        (
+            {"guided_choice": ["a"], "guided_decoding_backend": "xgrammar"},
+            ("choice", '["a"]', "guided_choice"),
+        ),
+        (
+            of_tgi("json_object") | {"guided_whitespace_pattern": " "},
+            ("json", ANY_OBJECT, "response_format", " "),
+        ),
+    ],
+)
+def test_every_shape_in_which_clients_ask_gives_its_grammar(fields: Any, grammar: Any) -> None:
+    assert chat(**fields).grammar() == (grammar and Grammar(*grammar))
+
+
+FOR_JSON = "`guided_whitespace_pattern` can only be used for JSON"
+KINDS_OF_VLLM = "json, regex, choice, grammar, json_object, structural_tag"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (of_tgi("xml"), "`response_format.type` must be one of"),
+        (of_tgi("json_schema"), "`response_format.value` must be an object"),
+        (of_openai(strict=1), "`response_format.json_schema.strict` must be true or false"),
+        (of_openai(schema=False), "`response_format.json_schema.schema` must be a JSON schema"),
+        (of_tgi("regex"), "`response_format.value` must be a text"),
+        (of_vllm(), f"`structured_outputs` must have one of {KINDS_OF_VLLM}. Given: 0"),
+        (of_vllm(json={}, regex="a"), f"`structured_outputs` must have one of {KINDS_OF_VLLM}. Given: 2"),
+        (of_vllm(structural_tag="x"), "`structured_outputs.structural_tag` is not JSON that can be read: "),
+        (of_vllm(regex=""), "`structured_outputs.regex` must be a text that is not empty"),
+        (
+            of_vllm(regex="a", whitespace_pattern=" "),
+            "`structured_outputs.whitespace_pattern` can only be used for JSON",
+        ),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "`guided_choice` "),
+        *(
+            (fields | {"guided_whitespace_pattern": " "}, FOR_JSON)
+            for fields in (
+                {"guided_regex": "a"},
+                {"guided_choice": ["a"]},
+                {"guided_grammar": "start: A"},
+                {},
+            )
+        ),
+    ],
+)
+def test_other_shapes_are_refused_by_their_field(fields: Any, message: str) -> None:
+    with pytest.raises(ApiError) as refusal:
+        chat(**fields).grammar()
+    field = message.split("`")[1]
+    assert f"`{field}`" in str(refusal.value) and refusal.value.param == field
+    assert message in str(refusal.value)
 
 
 def text(value: str) -> dict[str, Any]:
