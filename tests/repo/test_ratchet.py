@@ -13,15 +13,15 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (13_490, 26_322),
+    "api": (13_488, 26_319),
     "batcher": (2_786, 4_798),
     "gpu_worker": (11_371, 21_806),
     "common": (3_756, 7_488),
     "deploy": (2_509, 4_407),
-    "tests": (32_002, 56_136),
+    "tests": (31_993, 56_106),
     "benchmarks": (2_188, 3_706),
 }
-MOST_WORDS_OF_DOCS = 21_825
+MOST_WORDS_OF_DOCS = 21_823
 SLACK = 0.01
 
 
