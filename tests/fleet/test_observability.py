@@ -161,12 +161,12 @@ def prometheus(fleet: Fleet, request_id: str, tmp_path_factory: pytest.TempPathF
         process.kill()
 
 
-def panel_queries(window: str) -> list[str]:
+def panel_queries() -> list[str]:
     """The queries of all panels of the fleet's own dashboard, as Grafana sends them for one service and one
-    pool; `window` is the range of their rates.
+    pool, with rates of a minute.
     """
     panels = json.loads(DASHBOARD.read_text())["panels"]
-    values = {"$service": "tokenfleet", "$pool": "default", "$__rate_interval": window}
+    values = {"$service": "tokenfleet", "$pool": "default", "$__rate_interval": "1m"}
     queries = [target["expr"] for panel in panels for target in panel.get("targets", [])]
     for name, value in values.items():
         queries = [query.replace(name, value) for query in queries]
@@ -196,6 +196,6 @@ async def test_prometheus_scrapes_the_fleet_and_each_process(prometheus: str) ->
                 return await values(client, query) == [expected]
 
             await wait_until(is_reached)
-        assert not [query for query in panel_queries("1m") if not await values(client, query)]
+        assert not [query for query in panel_queries() if not await values(client, query)]
         answer = await client.get("/api/v1/targets/metadata", params={"metric": "tgi_request_count"})
         assert {one["type"] for one in answer.json()["data"]} == {"counter"}

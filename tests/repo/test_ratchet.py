@@ -18,7 +18,7 @@ MOST = {  # statements, lines
     "gpu_worker": (11_371, 21_806),
     "common": (3_756, 7_488),
     "deploy": (2_509, 4_407),
-    "tests": (31_993, 56_106),
+    "tests": (31_986, 56_092),
     "benchmarks": (2_188, 3_706),
 }
 MOST_WORDS_OF_DOCS = 21_823

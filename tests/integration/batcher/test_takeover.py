@@ -199,11 +199,11 @@ def short_prompt(number: int) -> list[int]:
     return [*range(300, 306 + number)]
 
 
-async def send_short(redis: Redis, numbers: Iterable[int], num_tokens: int = FEW_TOKENS) -> None:
+async def send_short(redis: Redis, numbers: Iterable[int]) -> None:
     """Queue requests of clients of a live gateway."""
     await redis.set(KEYS.gateway("g"), 1)
     for number in numbers:
-        await queue(redis, f"r{number}", short_prompt(number), num_tokens, gateway="g")
+        await queue(redis, f"r{number}", short_prompt(number), FEW_TOKENS, gateway="g")
 
 
 def drain(broker: Broker, worker: str) -> Draining:

@@ -204,9 +204,9 @@ class FakeWorker:
         self.steps = self.num_blocks = 0
         self.last_entry, self.last_control = b"0", b"0"
 
-    def capacity(self, num_blocks: int = 64) -> WorkerCapacity:
+    def capacity(self) -> WorkerCapacity:
         return WorkerCapacity(
-            *(self.incarnation, "w0", "fake", "float32", 16, num_blocks, 256, self.max_total_tokens),
+            *(self.incarnation, "w0", "fake", "float32", 16, 64, 256, self.max_total_tokens),
             model_id="smollm2",
             vocab_size=VOCAB_SIZE,
             max_loras=0 if self.held is None else 4,
@@ -215,11 +215,11 @@ class FakeWorker:
             pooling=self.pooling,
         )
 
-    async def announce(self, state: str = "ready", num_blocks: int = 64) -> None:
+    async def announce(self, state: str = "ready") -> None:
         call = worker_scripts.worker_heartbeat(
             self.keys,
             self.incarnation,
-            capacity=encode(self.capacity(num_blocks)),
+            capacity=encode(self.capacity()),
             ttl_ms=TTL_MS,
             state=state,
             step=0,

@@ -57,6 +57,7 @@ from common.broker.pool_client import PoolClient
 from common.messages.records import pack_ids
 from common.messages.request import Generate, SamplingParams, StoppingParams
 from common.settings.settings import SettingError, Settings
+from tests.support.machine.clock import Clock
 from tests.support.tokenizer import model_tokenizer
 
 # --- chat prompt messages -----------------------------------------------------------------------------------
@@ -555,14 +556,6 @@ def test_a_pool_that_a_new_directory_lacks_is_known_until_it_is_silent_for_too_l
 # --- monitors -----------------------------------------------------------------------------------------------
 
 HOUR_MS = 3_600_000.0
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def monotonic(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

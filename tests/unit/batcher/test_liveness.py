@@ -42,21 +42,12 @@ from common.messages.codec import decode
 from common.messages.plan import Plan, Report
 from tests.support.broker_state import KEYS, make_request, send_heartbeat, start_worker
 from tests.support.fleet.simulated_pool import make_replica
+from tests.support.machine.clock import Clock
 from tests.support.waiting import wait_until
 
 # --- failure detector ---------------------------------------------------------------------------------------
 
 TTL_S = 5.0
-
-
-class Clock:
-    """A monotonic clock that the test moves."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ from deploy.launcher.prepare import ask_broker
 from tests.support import brokers
 from tests.support.broker.sentinels import make_certificate, secured, tls_door
 from tests.support.broker_state import KEYS
+from tests.support.machine.clock import Clock
 from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until
 
@@ -577,15 +578,6 @@ STEPS = [FailureLog(logging.getLogger(), step) for step in ("reading plans", "a 
 
 
 NO = "the broker refused (no)"
-
-
-class Clock:
-    """Stands for the module `time`."""
-
-    now_s = 100.0
-
-    def monotonic(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture
