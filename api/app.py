@@ -32,7 +32,7 @@ from api.admin.routes_health import router as health
 from api.admin.routes_manage import adapters_router as adapters
 from api.admin.routes_manage import router as manage
 from api.admin.routes_usage import router as usage
-from api.event_loop import Turns, background_task
+from api.event_loop import background_task
 from api.handover.answer_socket import KeeperChannel, give_answer_socket, inherited_channel
 from api.handover.draining import GatewayServer, check_serving
 from api.handover.heir import write_inherited
@@ -40,12 +40,10 @@ from api.http.auth import LOCAL_ORIGINS, KeyRing, check_admin, check_key
 from api.http.body import Repeated
 from api.http.connection_limits import LIMITS, ConnectionLimits, raise_file_limit
 from api.http.middleware import (
-    MAX_ARRIVALS,
     AccessLog,
     around,
     error_handlers,
     give_request_id,
-    note_arrival,
     trace_request,
 )
 from api.http.openapi import TAGS, build_document, introduction
@@ -67,7 +65,7 @@ from api.protocols.responses import read_response, render_response
 from api.protocols.stored_responses import router as stored_responses
 from api.protocols.table import hint, make_router, protocol_at
 from api.protocols.tgi import info_router as info
-from api.requests.metrics import count_arrival, count_error
+from api.requests.metrics import count_error
 from api.requests.pool import Pool, load_tokenizer
 from api.requests.registry import PoolRegistry
 from api.resume.attach import Admitted, ask_broker
@@ -224,8 +222,7 @@ def build(
     app.state.refuses = refuses
     app.router.routes.extend(checked_routes(bool(gateway.settings.api_key)))
     traced = [trace_request] if tracing.is_on() else []
-    arrival = partial(note_arrival, count_arrival, Turns(MAX_ARRIVALS))
-    inner = around(app, partial(write_inherited, gateway.pools), *traced, arrival, resume_posts)
+    inner = around(app, partial(write_inherited, gateway.pools), *traced, resume_posts)
     return around(
         add_cors(inner, gateway.settings),
         keep_raw_send,

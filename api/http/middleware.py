@@ -28,6 +28,7 @@ from api.event_loop import Turns
 from api.http.auth import API_KEY
 from api.json import to_json
 from api.protocols.protocol import ROW, Protocol, asks_for_tokens, errors_of, row_of
+from api.requests.metrics import count_arrival
 from api.requests.service_terms import REQUEST_ID_HEADER, client_request_id
 from api.streams.stream import Stream
 from common import tracing
@@ -102,21 +103,6 @@ async def give_request_id(
     except Exception as error:  # the server logs the traceback
         log.error("request %s crashed: %s", ours, type(error).__name__)
         raise
-
-
-async def note_arrival(
-    count_arrival: Callable[[], None],
-    turns: Turns,
-    app: ASGIApp,
-    scope: Scope,
-    receive: Receive,
-    send: Send,
-) -> None:
-    """Count a request for tokens when it arrives, and let it wait for its turn if many arrive at once."""
-    if asks_for_tokens(scope):
-        count_arrival()
-        await turns.wait_turn()
-    await app(scope, receive, send)
 
 
 # --- errors -------------------------------------------------------------------------------------------------
@@ -251,12 +237,15 @@ class AccessLog:
     def __init__(self, rate: int) -> None:
         self.rate = rate
         self.load = 0
+        self.turns = Turns(MAX_ARRIVALS)
         self.num_left_out = 0
         self.num_written = 0
         self.interval_end_s = 0.0
 
     async def log_request(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Middleware: log a request at its end, and count it in `load` until then."""
+        """Middleware: log a request at its end, and count it in `load` until then. One for tokens is counted
+        when it arrives, and waits for its turn if many arrive at once.
+        """
         record = AccessRecord(scope["method"], "")
         scope["state"][ACCESS] = record
         is_load = asks_for_tokens(scope)
@@ -270,6 +259,9 @@ class AccessLog:
 
         self.load += is_load
         try:
+            if is_load:
+                count_arrival()
+                await self.turns.wait_turn()
             await app(scope, receive, send_noted)
         except Exception:
             record.status = record.status or 500

@@ -88,9 +88,7 @@ class Reply:
 
     def __init__(self, pool: Pool, job: Job) -> None:
         self.pool = pool
-        self.client = pool.client
         self.keys = pool.client.keys
-        self.retry_forever = pool.retry_forever
         self.job = job
         self.channel = self.keys.key(job.reply_to) if job.reply_to else ""
         self.num_sent = 0
@@ -121,7 +119,7 @@ class Reply:
         }
         shown = in_pairs(job.describe(settings.model_name))
         call = call_script("register_job", bytes.decode, self.keys, job.id, args=args, more_args=shown)
-        return await self.retry_forever(lambda: self.client.run(call))
+        return await self.pool.retry_forever(lambda: self.pool.client.run(call))
 
     async def send_new(self, frames: list[bytes]) -> None:
         """Send the frames that are not sent yet."""
@@ -134,13 +132,13 @@ class Reply:
         body = to_json(self.job.family(error)[1])
 
         async def command() -> None:
-            async with self.client.redis.pipeline() as pipe:
+            async with self.pool.client.redis.pipeline() as pipe:
                 pipe.set(self.keys.result(result_id), body, px=RESULT_TTL_MS)
                 if self.channel:
                     pipe.publish(self.channel, body)
                 await pipe.execute()
 
-        await self.retry_forever(command)
+        await self.pool.retry_forever(command)
 
     async def send(
         self,
@@ -166,7 +164,7 @@ class Reply:
                 num_heard=self.num_sent,
                 ending=ending,
             )
-            return await self.retry_forever(lambda: self.client.run(call))
+            return await self.pool.retry_forever(lambda: self.pool.client.run(call))
 
         if await send_from(self.num_sent) == FRAMES_LOST:
             log.warning("job %s: the broker has lost frames: all are sent again", self.job.id)

@@ -17,7 +17,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.answers.answer import HttpAnswer
 from api.errors import ApiError, asking_broker, cut, failed, invalid, quoted, unavailable
-from api.event_loop import offload
 from api.http import body
 from api.http.body import REPLAYED, Repeated, check_same, idempotency_key, noted_digest, read_bytes
 from api.http.middleware import (
@@ -51,13 +50,12 @@ from api.protocols.responses import read_response, render_response
 from api.protocols.table import protocol_of
 from api.protocols.typed_events import fields_of
 from api.requests import request_scripts
-from api.requests.metrics import total_headers
 from api.requests.pool import Pool
 from api.requests.request_scripts import delete_ended
 from api.requests.service_terms import REQUEST_ID_HEADER, answer_id, own_pool
 from api.resume import attach
 from api.resume.attach import Admitted, find_own
-from api.streams.http_response import Reader, TokenStream, client_gone
+from api.streams.http_response import Reader, TokenStream, client_gone, render_whole
 from api.streams.stream import Stream
 from common.broker.client import CONNECT_TIMEOUT_S
 from common.ids import FRAME_ID
@@ -166,11 +164,16 @@ async def resume_stream(request: Request, request_id: RequestId) -> Response:
     answer ends. A POST with `Last-Event-ID`, and the request's id in `x-request-id`, does the same.
     """
     num_seen = read_last_event_id(request)
+    found = await read_rest(*await find_streamed(request, request_id), num_seen)
+    return await go_on([found]) if found else Response(status_code=204)
+
+
+async def find_streamed(request: Request, request_id: str) -> Admitted:
+    """The client's own streamed answer with this id. Raises ApiError: 404, 503."""
     admitted = await find_own(request, request_id)
     if admitted is None or not admitted.answer.streamed:
         raise attach.unknown_answer(request_id)
-    found = await read_rest(*admitted, num_seen)
-    return await go_on([found]) if found else Response(status_code=204)
+    return admitted
 
 
 def read_last_event_id(request: Request) -> int:
@@ -253,9 +256,7 @@ def read_place(place: str) -> tuple[str, int]:
 
 async def find_rest(request: Request, name: str, num_seen: int) -> Reader | None:
     """The answer with the frames that the client does not have yet; None if it has all. Raises ApiError."""
-    admitted = await attach.find_own(request, name)
-    if admitted is None or not admitted.answer.streamed:
-        raise attach.unknown_answer(name)
+    admitted = await find_streamed(request, name)
     if not admitted.answer.numbered:
         why = "its client must have asked to come back (`resume_s`, `detached`)"
         raise invalid(f"`streams`: the frames of {name} have no numbers: {why}", "streams")
@@ -509,8 +510,5 @@ async def respond_with_ended(admitted: Admitted) -> Response:
     if not all(stream.finished for stream in streams):
         raise lost()
     arrived_s = time.monotonic() - attach.age_s(pool, answer)
-    renderer = protocol_of(answer.route).renderer(answer, streams)
-    num_records = sum(stream.num_records for stream in streams)
-    body, num_tokens = await offload(num_records, renderer.whole)
-    headers = total_headers(answer, streams, num_tokens, arrived_s)
+    body, headers = await render_whole(protocol_of(answer.route).renderer(answer, streams), arrived_s)
     return Response(body, 200, headers, "application/json")

@@ -175,11 +175,20 @@ async def respond(
     try:
         await keep_socket(request.scope, reader, extra=headers)
         await wait_until_finished(streams, request)
-        body, num_tokens = await offload(reader.num_records, renderer(answer, streams).whole)
+        body, more_headers = await render_whole(renderer(answer, streams), arrived_s)
     except BaseException:
         end()
         raise
-    return WholeAnswer(body, {**headers, **total_headers(answer, streams, num_tokens, arrived_s)}, end)
+    return WholeAnswer(body, {**headers, **more_headers}, end)
+
+
+async def render_whole(renderer: Renderer, arrived_s: float) -> tuple[bytes, dict[str, str]]:
+    """The body of an answer that has finished, and its headers. `arrived_s` is the monotonic time of the
+    request's arrival.
+    """
+    streams = renderer.streams
+    body, num_tokens = await offload(sum(stream.num_records for stream in streams), renderer.whole)
+    return body, total_headers(renderer.answer, streams, num_tokens, arrived_s)
 
 
 class WholeAnswer(Response):
