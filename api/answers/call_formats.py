@@ -17,6 +17,7 @@ from api.answers.call_readers import (
     END_FUNCTION,
     END_TOOL_CALL,
     ENDS,
+    FENCE,
     FUNCTION,
     FUNCTIONS,
     KIMI,
@@ -193,7 +194,9 @@ def json_list(name: str, open: str, close: str = "", written: str = "") -> CallF
     """A list of objects between two marks; some formats have no second mark."""
     marks = tuple(mark for mark in (open, close) if mark)
     writing = Writing(written or open, "" if written else "[", OBJECT, ", ", f"]{close}")
-    return CallFormat(name, marks, partial(read_marked, [open], read_calls, close), (writing,), ((open,),))
+    return CallFormat(
+        name, marks, partial(read_marked, [open], read_calls, marks[1:]), (writing,), ((open,),)
+    )
 
 
 def python_list(name: str, open: str, close: str, signs: Signs) -> CallFormat:
@@ -202,7 +205,7 @@ def python_list(name: str, open: str, close: str, signs: Signs) -> CallFormat:
     plain = Writing("", "[", "$name($keywords)", ", ", "]")
     marked = replace(plain, mark=open, close=f"]{close}", needs=(open, close))
     writings = (marked, plain) if close else (plain,)
-    read = partial(read_lines, read_python_list, open, close, "\n[", "")
+    read = partial(read_lines, read_python_list, open, marks[1:], "\n[", "")
     return CallFormat(name, marks, read, writings, signs, unmarked=("[",))
 
 
@@ -210,7 +213,7 @@ def functions_between(name: str, open: str, close: str, *signs: str) -> CallForm
     """Functions with their parameters in tags, between two marks, which the model may leave out."""
     read_one = partial(read_tagged_call, FUNCTION, ">", PARAMETER, END_FUNCTION)
     writing = each_between(open, f"\n{FUNCTION}$name>\n$parameters{END_FUNCTION}\n", close)
-    read = partial(read_marked, [open, FUNCTION], read_one, close)
+    read = partial(read_marked, [open, FUNCTION], read_one, [close])
     return CallFormat(name, (open, close), read, (writing,), (signs,), unmarked=(FUNCTION,))
 
 
@@ -220,7 +223,8 @@ def sections(
     """A section of calls, each between two marks. `|` in the call is the mark before its arguments."""
     one = f"{marks.call_begin}{call.replace('|', marks.arguments_begin)}{marks.call_end}"
     writing = Writing(marks.calls_begin, "", one, between, marks.calls_end)
-    read = partial(read_marked, [marks.calls_begin, marks.call_begin], partial(read_section, marks), "")
+    ends = (FENCE, marks.call_end, marks.calls_end)
+    read = partial(read_marked, [marks.calls_begin, marks.call_begin], partial(read_section, marks), ends)
     return CallFormat(name, marks, read, (writing,), (signs,), is_token)
 
 
@@ -241,7 +245,7 @@ CALL_FORMATS = {
         CallFormat(
             "glm45",
             (TOOL_CALL, END_TOOL_CALL, PAIR.name, PAIR.name_end, PAIR.value, PAIR.end),
-            partial(read_marked, [TOOL_CALL], partial(read_tagged_call, "", "", PAIR, END_TOOL_CALL), ""),
+            partial(read_marked, [TOOL_CALL], partial(read_tagged_call, "", "", PAIR, END_TOOL_CALL), []),
             (each_between(TOOL_CALL, "$name\n$pairs", END_TOOL_CALL),),
             ((PAIR.name,),),
             is_token=True,
@@ -256,14 +260,14 @@ CALL_FORMATS = {
         CallFormat(
             "hermes",
             (TOOL_CALL, END_TOOL_CALL),
-            partial(read_marked, [TOOL_CALL], read_calls, END_TOOL_CALL),
+            partial(read_marked, [TOOL_CALL], read_calls, [END_TOOL_CALL]),
             (each_between(TOOL_CALL, f"\n{OBJECT}\n", END_TOOL_CALL),),
             ((TOOL_CALL,),),
         ),
         CallFormat(
             "mistral",
             (TOOL_CALLS, CALL_ID, ARGS),
-            partial(read_marked, [TOOL_CALLS], read_mistral, ""),
+            partial(read_marked, [TOOL_CALLS], read_mistral, []),
             (
                 Writing(TOOL_CALLS, "", f"$name{ARGS}$arguments", TOOL_CALLS, needs=(ARGS,)),
                 Writing(TOOL_CALLS, "[", OBJECT, ", ", "]"),
@@ -277,7 +281,7 @@ CALL_FORMATS = {
         CallFormat(
             "llama3_json",
             (PYTHON_TAG,),
-            partial(read_lines, read_call, PYTHON_TAG, "", "\n{", ";"),
+            partial(read_lines, read_call, PYTHON_TAG, [], "\n{", ";"),
             (Writing("", "", '{"name": "$name", "parameters": $arguments}', "; ", may_open=PYTHON_TAG),),
             (('"parameters": ', "ipython"),),
             unmarked=("{",),

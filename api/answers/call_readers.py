@@ -150,7 +150,7 @@ def next_call(scanner: Scanner, mark: str, line: str) -> Waiting:
 def read_lines(
     read_one: Callable[[Scanner, Container[str]], Waiting],
     open: str,
-    close: str,
+    ends: Sequence[str],
     line: str,
     between: str,
     scanner: Scanner,
@@ -165,9 +165,7 @@ def read_lines(
     while True:
         yield from scanner.skip(SPACE + between)
         if (yield from read_one(scanner, names)):
-            if close:
-                yield from scanner.skip()
-                yield from scanner.literal(close)
+            yield from read_ends(scanner, ends)
             scanner.begin_mark()
             if between:
                 continue
@@ -178,16 +176,22 @@ def read_lines(
 
 
 def read_marked(
-    marks: Sequence[str], read_one: Callable[[Scanner, str], Waiting], close: str, scanner: Scanner
+    marks: Sequence[str], read_one: Callable[[Scanner, str], Waiting], ends: Sequence[str], scanner: Scanner
 ) -> Scan:
-    """Read calls after one of the marks; `read_one` gets the mark. Models may forget the one that closes."""
+    """Read calls after one of the marks; `read_one` gets the mark."""
     while mark := (yield from scanner.content_until(*marks)):
         yield from scanner.skip()
-        if not (yield from read_one(scanner, mark)):
+        if (yield from read_one(scanner, mark)):
+            yield from read_ends(scanner, ends)
+        else:
             scanner.reject()
-        elif close:
-            yield from scanner.skip()
-            yield from scanner.literal(close)
+
+
+def read_ends(scanner: Scanner, ends: Sequence[str]) -> Scan:
+    """Read over the marks that may follow a call; models forget them."""
+    for end in ends:
+        yield from scanner.skip()
+        yield from scanner.literal(end)
 
 
 def read_calls(scanner: Scanner, mark: str = "") -> Waiting:
@@ -249,12 +253,13 @@ KIMI = SectionMarks(
     "<|tool_call_end|>",
     "<|tool_calls_section_end|>",
 )
+FUNCTIONS = "functions."
 FENCE = "```"
 """DeepSeek V3 and R1 write the type `function` before the mark, and the name and a fence after it."""
 
 
 def read_section(marks: SectionMarks, scanner: Scanner, mark: str) -> Waiting:
-    """Read a call, with marks at both ends, and between name and arguments."""
+    """Read a call up to its arguments' end, with marks before it and between name and arguments."""
     if mark != marks.call_begin and not (yield from scanner.literal(marks.call_begin)):
         return False
     head = yield from scanner.until(marks.arguments_begin, MAX_NAME)
@@ -268,22 +273,9 @@ def read_section(marks: SectionMarks, scanner: Scanner, mark: str) -> Waiting:
     if (yield from scanner.literal(FENCE)):
         yield from scanner.literal("json")
         yield from scanner.skip()
-    if not name or not (yield from read_arguments(scanner, bare_name(name))):
-        return False
-    yield from scanner.skip()
-    if (yield from scanner.literal(FENCE)):
-        yield from scanner.skip()
-    yield from scanner.literal(marks.call_end)
-    yield from scanner.skip()
-    yield from scanner.literal(marks.calls_end)
-    return True
-
-
-def bare_name(name: str) -> str:
-    """A name without Kimi's `functions.` before it and the call's number after it."""
-    if name.startswith("functions."):
-        return name.removeprefix("functions.").split(":")[0]
-    return name
+    if name.startswith(FUNCTIONS):  # as Kimi writes it, with the call's number after it
+        name = name.removeprefix(FUNCTIONS).split(":")[0]
+    return bool(name) and (yield from read_arguments(scanner, name))
 
 
 # --- TGI ----------------------------------------------------------------------------------------------------
@@ -602,7 +594,6 @@ ENDS = ("<|end|>", "<|call|>", "<|return|>")
 MAX_HEADER = 512
 RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 NAME_OF_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-FUNCTIONS = "functions."
 PARAGRAPH = "\n\n"
 
 
@@ -667,7 +658,5 @@ def read_body_of_call(scanner: Scanner, name: str) -> Waiting:
     found = yield from scanner.next_is(*ENDS)
     if not (add_whole_call(scanner, name, "{}") if found else (yield from read_arguments(scanner, name))):
         return False
-    yield from scanner.skip()
-    for end in ENDS:
-        yield from scanner.literal(end)
+    yield from read_ends(scanner, ENDS)
     return True
