@@ -28,7 +28,7 @@ import uvloop
 
 from common.metrics import exposition
 from common.process import launch, logs
-from common.process.launch import ACCEPTED, PRELOAD_FLAG, detach_stdin
+from common.process.launch import ACCEPTED, PRELOAD_FLAG
 from common.process.logs import plural
 from common.process.machine import list_gpus
 from common.process.startup import (
@@ -81,37 +81,30 @@ async def follow(
     return 0
 
 
-async def wait_for_place(num_ranks: int, flags: Sequence[str]) -> list[RankProcess]:
-    """Start the processes of `num_ranks` ranks with these flags; return them once this process has its place
-    in the fleet, with its variables in the environment. Exits if the launcher or a rank ends before.
+async def wait_for_place(flags: Sequence[str]) -> list[RankProcess]:
+    """Start the processes of this machine's ranks with these flags; return them once this process has its
+    place in the fleet, with its variables in the environment. Exits if the launcher or a rank ends before.
     """
+    launch.die_with_parent()
+    setproctitle.setproctitle("tokenfleet preloading")
     launcher = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     reader, writer = await asyncio.open_unix_connection(sock=launcher)
-    ranks = [await RankProcess.start({}, flags) for _ in range(num_ranks)]
+    ranks = [await RankProcess.start({}, flags) for _ in own_ranks(Settings.read([]))]
     for rank in ranks:
         if not isinstance(frame := await rank.link.receive(), LoadProgress):
             sys.exit(f"an engine cannot be preloaded: {frame}")
     setproctitle.setproctitle("tokenfleet preloaded")
     writer.write(launch.READY)
-    line = await first_line(reader, ranks)
-    if not line:
-        sys.exit(0)
-    os.environ.update(json.loads(line))
-    writer.write(ACCEPTED)
-    await writer.drain()
-    writer.close()
-    detach_stdin()
-    return ranks
-
-
-async def first_line(reader: asyncio.StreamReader, ranks: list[RankProcess]) -> bytes:
-    """Return the launcher's line; empty if the launcher or a rank has ended."""
     line = asyncio.create_task(reader.readline())
     ends = [asyncio.create_task(rank.process.wait()) for rank in ranks]
     await asyncio.wait([line, *ends], return_when=asyncio.FIRST_COMPLETED)
-    for end in ends:
-        end.cancel()
-    return line.result() if line.done() else b""
+    if not line.done() or not line.result():
+        sys.exit(0)
+    os.environ.update(json.loads(line.result()))
+    writer.write(ACCEPTED)
+    await writer.drain()
+    writer.close()
+    return ranks
 
 
 def own_ranks(settings: Settings) -> list[RankInfo]:
@@ -141,23 +134,17 @@ async def run(settings: Settings, own: ProcessIdentity, preloaded: Sequence[Rank
     return await Swapper(settings, own, environ, ranks, preloaded).run()
 
 
-async def serve_preloaded(flags: Sequence[str]) -> int:
-    """Wait for a place in the fleet, then serve there → the exit status."""
-    launch.die_with_parent()
-    setproctitle.setproctitle("tokenfleet preloading")
-    ranks = await wait_for_place(len(own_ranks(Settings.read([]))), flags)
+async def serve(flags: Sequence[str]) -> int:
+    """Serve → the exit status; if preloaded, once this process has a place in the fleet."""
+    ranks = await wait_for_place(flags) if PRELOAD_FLAG in flags else []
     identity = start_process("worker", "w0")
     return await run(Settings.read([]), identity, ranks)
 
 
 def main() -> None:
     """Run a worker, preloaded with `--preload`; on a machine without its rank 0 only the ranks there."""
-    if sys.argv[1:2] == [PRELOAD_FLAG]:
-        with exit_when_unservable():
-            sys.exit(uvloop.run(serve_preloaded(sys.argv[1:])))
-    identity = start_process("worker", "w0")
     with exit_when_unservable():
-        sys.exit(uvloop.run(run(Settings.read([]), identity)))
+        sys.exit(uvloop.run(serve(sys.argv[1:])))
 
 
 def visible_gpus() -> list[str]:

@@ -6,7 +6,6 @@ tokenizing it.
 """
 
 import asyncio
-import ctypes
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from api.event_loop import LONG_SIZE
 from api.prompts.chat_template import ChatTemplate, ControlTexts, PlainCopy, Rendered, control_texts
 from api.prompts.picture_layouts import PictureLayout, read_layout
 from common import model_files
-from common.process.machine import num_cores
+from common.process.machine import num_cores, return_memory
 
 MAX_TOKENIZED_BYTES = 4_000_000
 """Text that a gateway tokenizes at once; more waits, and a text that is longer goes alone."""
@@ -123,17 +122,13 @@ class TextBudget:
 
 
 def then_trimmed(work: Callable[[], Result]) -> Callable[[], Result]:
-    """`work`, after which its memory goes back to the system: glibc would keep memory that a thread has freed
-    for that thread.
-    """
+    """`work`, after which its memory goes back to the system."""
 
     def run() -> Result:
         try:
             return work()
         finally:
-            libc = ctypes.CDLL(None)
-            if hasattr(libc, "malloc_trim"):  # glibc only: others return memory by themselves
-                libc.malloc_trim(0)
+            return_memory()
 
     return run
 

@@ -56,6 +56,7 @@ from common.messages.codec import decode, encode
 from common.messages.request import Generate
 from common.model_files import context_length
 from common.pooling import read_pooling
+from common.process.machine import return_memory
 from common.settings.settings import SettingError, Settings
 
 log = logging.getLogger(__name__)
@@ -579,7 +580,7 @@ def load_tokenizer(settings: Settings, budget: TextBudget | None = None) -> Mode
     # A gateway tokenises one prompt at a time: a thread pool would only cost.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     path = model_files.resolve(settings.model_id, settings.revision, dtype=settings.dtype)
-    return ModelTokenizer.load(
+    tokenizer = ModelTokenizer.load(
         path,
         model_files.find_tokenizer(settings.tokenizer_name, path, dtype=settings.dtype),
         settings.tokenizer_config_path,
@@ -588,6 +589,8 @@ def load_tokenizer(settings: Settings, budget: TextBudget | None = None) -> Mode
         budget or TextBudget(num_threads=settings.validation_workers),
         settings.control_tokens_in_messages,
     )
+    return_memory()
+    return tokenizer
 
 
 # --- formats of answers -------------------------------------------------------------------------------------

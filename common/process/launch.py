@@ -94,13 +94,6 @@ def wait_for_place() -> None:
             sys.exit(0)
         os.environ.update(json.loads(line))
         launcher.sendall(ACCEPTED)
-    detach_stdin()
-
-
-def detach_stdin() -> None:
-    """Close the socket that was standard input: no process of a fleet reads any."""
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), sys.stdin.fileno())
 
 
 if __name__ == "__main__":

@@ -117,6 +117,12 @@ def group_bytes(folder: Path) -> Iterator[int]:
             yield max(0, left)
 
 
+def return_memory() -> None:
+    """Give the system what is free; glibc, alone of libraries, would keep it for the threads that had it."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
+
+
 class Gpu(NamedTuple):
     uuid: str
     name: str

@@ -227,7 +227,7 @@ class RankProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", ENGINE_MODULE, "--fd", str(theirs.fileno())),
+                *(sys.executable, "-P", "-m", ENGINE_MODULE, str(theirs.fileno())),
                 *flags,
                 pass_fds=[theirs.fileno(), *shared_handles(os.environ)],
                 stdin=asyncio.subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""The engine process, one for each rank of a worker: `python -m gpu_worker.engine --fd N [--preload]`.
+"""The engine process, one for each rank of a worker: `python -m gpu_worker.engine N [--preload [--load]]`.
 
 Settings and the rank (torchrun's variables) are in the environment. File N is a socket to the process that
 has started this one: the agent, or on a machine without rank 0 its follower. Ranks above 0 say how they load,
@@ -6,7 +6,6 @@ that they are ready, and why they failed. With --preload the process imports eve
 the model, too; then it waits for the variables of the worker that it becomes a part of.
 """
 
-import argparse
 import contextlib
 import ctypes
 import gc
@@ -20,7 +19,7 @@ from typing import Any, NoReturn
 import setproctitle
 
 from common.model_files import no_progress
-from common.process import logs
+from common.process import logs, machine
 from common.process.launch import LOAD_FLAG, PRELOAD_FLAG, die_with_parent
 from common.rank import RankInfo
 from common.settings.settings import SettingError, Settings
@@ -48,16 +47,10 @@ def main() -> None:
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):  # the agent decides when the engine ends
         signal.signal(number, signal.SIG_IGN)
-    parser = argparse.ArgumentParser(prog="python -m gpu_worker.engine")
-    parser.add_argument("--fd", type=int, required=True, help="inherited stream socket to the agent")
-    parser.add_argument(
-        PRELOAD_FLAG, action="store_true", help="import everything, then wait for the variables"
-    )
-    parser.add_argument(LOAD_FLAG, action="store_true", help="load the model before, too (on CPU, one rank)")
-    flags = parser.parse_args()
-    link = AgentLink(socket.socket(fileno=flags.fd))
+    handle, *flags = sys.argv[1:]
+    link = AgentLink(socket.socket(fileno=int(handle)))
     try:
-        loaded = preload(link, flags.load) if flags.preload else None
+        loaded = preload(link, LOAD_FLAG in flags) if PRELOAD_FLAG in flags else None
         setproctitle.setproctitle(f"tokenfleet engine {os.environ.get('WORKER_NAME', 'w0')}")
         serve(link, loaded)
     except PeerClosed:
@@ -84,6 +77,7 @@ def preload(link: AgentLink, loads_model: bool) -> Any:
     prepare_import()
     with SideThreads().make("preload", PRELOAD_NICENESS) as thread:
         loaded = thread.submit(import_and_load, loads_model).result()
+    machine.return_memory()
     link.send(LoadProgress("preloaded"))
     os.environ.update(link.receive(Begin).variables)
     return loaded
@@ -97,9 +91,7 @@ def import_and_load(loads_model: bool) -> Any:
     from gpu_worker.engine.parallel.communicator import SINGLE_RANK
 
     check_cuda_is_unused()
-    if not loads_model:
-        return None
-    return load(Settings.read([], os.environ), no_progress, SINGLE_RANK, load_draft)
+    return load(Settings.read([]), no_progress, SINGLE_RANK, load_draft) if loads_model else None
 
 
 def prepare_import() -> None:
@@ -151,6 +143,7 @@ def run(settings: Settings, info: RankInfo, link: AgentLink, loaded: Any, links:
     engine = Engine(settings, lambda text: link.send(LoadProgress(text)), communicator, loaded)
     gc.freeze()
     gc.enable()
+    machine.return_memory()
     link.send(engine.ready)
     if info.rank:
         run_follower(engine, communicator)

@@ -311,6 +311,7 @@ class ServedModel:
         if self.state is None:
             tokenizer = await asyncio.to_thread(find_tokenizer, self.settings, directory)
             self.state = AgentState(RowTable(tokenizer))
+            machine.return_memory()
 
     async def sleep(self) -> None:
         """Have the engine, which holds no row, sleep; several ranks end instead."""

@@ -1,5 +1,5 @@
 """The one engine without a model, with the real engine's rows: as a process (`python -m
-tests.support.chaos.engine --fd N`), or under an agent in a test's own process
+tests.support.chaos.engine N`), or under an agent in a test's own process
 (tests/support/fleet/modeless_worker.py).
 
 Each id is a function of all ids before it, and of seed and choice: a row that resumes with a token too few or
@@ -9,13 +9,13 @@ whose blocks another row fills. An adapter gives other ids, too.
 With SPECULATE rows propose what they will sample, and sometimes other ids.
 """
 
-import argparse
 import contextlib
 import json
 import os
 import signal
 import socket
 import struct
+import sys
 import time
 from collections.abc import Sequence
 from itertools import accumulate
@@ -256,9 +256,7 @@ def main() -> None:
     setproctitle.setproctitle(f"tokenfleet engine {os.environ.get('WORKER_NAME', 'w0')}")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--fd", type=int, required=True)
-    link = AgentLink(socket.socket(fileno=parser.parse_args().fd))
+    link = AgentLink(socket.socket(fileno=int(sys.argv[1])))
     ready = WorkerCapacity(
         "",
         "",

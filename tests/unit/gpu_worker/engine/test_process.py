@@ -202,7 +202,7 @@ def start_child(*flags: str, start: type[subprocess.Popen[bytes]] = ForkedProces
     ours, theirs = socket.socketpair()
     ours.settimeout(TIMEOUT_S)
     with theirs:
-        command = [sys.executable, "-m", "gpu_worker.engine", "--fd", str(theirs.fileno()), *flags]
+        command = [sys.executable, "-m", "gpu_worker.engine", str(theirs.fileno()), *flags]
         process = start(
             command,
             pass_fds=[theirs.fileno()],
