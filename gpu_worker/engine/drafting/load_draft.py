@@ -38,7 +38,7 @@ from gpu_worker.engine.drafting.drafters import (
     recorded_layers,
 )
 from gpu_worker.engine.model.families import register_family
-from gpu_worker.engine.model.load import assemble, attach_empty, name_of, read_model, try_to_fuse
+from gpu_worker.engine.model.load import attach_empty, name_of, read_model, try_to_fuse
 from gpu_worker.engine.model.model import Draft, LoadContext, LoadedModel
 from gpu_worker.engine.model.quantized_linears import check_fp8
 from gpu_worker.engine.model.warmup import max_decoded_tokens, max_step_tokens
@@ -138,8 +138,9 @@ def load_model(
     check_fp8(config, own, device, dtype)
     register_family(config.model_type)
     context = LoadContext(path, config, dtype, device, own, SINGLE_RANK)
-    loaded = assemble(read_model(context), context)
+    loaded = read_model(context)
     cause = first_cause(
+        (config.is_encoder_decoder, "it has an encoder"),
         (loaded.ropes, "its rotary frequencies depend on the length of the prompt"),
         (loaded.states.mixers, "its states cannot go back from wrong proposals"),
     )

@@ -78,9 +78,7 @@ def load(
     check_fp8(config, settings, device, dtype)
     register_family(config.model_type)
     is_decoder = not (context.is_encoder or config.is_encoder_decoder)
-    loaded = (
-        read_encoder_decoder(context) if config.is_encoder_decoder else assemble(read_model(context), context)
-    )
+    loaded = read_model(context)
     loaded.draft = draft = load_draft(settings, path, loaded, communicator, progress) if is_decoder else None
     if draft and draft.cached:  # a block has room for its K and V, too
         loaded.geometry = replace(loaded.geometry, draft_bytes=draft.cached.geometry.block_bytes)
@@ -110,10 +108,14 @@ def attach_empty(loaded: LoadedModel, communicator: Communicator) -> None:
         loaded.backend.agree(communicator.all_reduce_min)
 
 
-def read_model(context: LoadContext) -> Any:
-    """Read this rank's part of a model, and change it by all passes. Raises SettingError."""
+def read_model(context: LoadContext) -> LoadedModel:
+    """Read this rank's part of a model, still without a cache, and change it by all passes. Raises
+    SettingError.
+    """
     settings, kind = context.settings, context.config.model_type
     try:
+        if context.config.is_encoder_decoder:
+            return encoder_decoder.load(context, settings.block_size or BLOCK_SIZES[context.device.type])
         model, context.plan, context.stage = read_weights(context)
         context.tower = load_tower(context, context.stage.is_first)
         stage, num_deep = context.stage, context.tower.family.num_deep if context.tower else 0
@@ -127,16 +129,7 @@ def read_model(context: LoadContext) -> Any:
         raise cannot_serve(settings.model_id, cause) from error
     except (UnservableModel, ValueError, OSError) as error:
         raise cannot_serve(settings.model_id, error) from error
-    return model
-
-
-def read_encoder_decoder(source: LoadContext) -> LoadedModel:
-    """Read an encoder-decoder model, still without a cache. Raises SettingError."""
-    settings = source.settings
-    try:
-        return encoder_decoder.load(source, settings.block_size or BLOCK_SIZES[source.device.type])
-    except (UnservableModel, ValueError, OSError) as error:
-        raise cannot_serve(settings.model_id, error) from error
+    return assemble(model, context)
 
 
 def assemble(model: Any, context: LoadContext) -> LoadedModel:
