@@ -2,6 +2,7 @@
 
 import logging
 import platform
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -29,6 +30,8 @@ from tests.unit.gpu_worker.engine.cpu import test_packed_linear as products
 from tests.unit.gpu_worker.engine.sampling import test_native_sampler as choice
 
 pytestmark = pytest.mark.usefixtures("library")
+
+ARM_COMPILER = "aarch64-linux-gnu-g++"
 
 
 @pytest.mark.slow
@@ -71,6 +74,13 @@ def test_builds_for_other_processors_compute_the_same(
                     products.test_weights_in_blocks_give_the_bits_of_plain_weights(
                         bits, 32, more, scales, dtype, built
                     )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which(ARM_COMPILER) is None, reason="no compiler for ARM is installed")
+@pytest.mark.parametrize("source", sorted(SOURCES.glob("*.cpp")), ids=lambda path: path.stem)
+def test_the_kernels_compile_for_arm(source: Path) -> None:
+    subprocess.run([ARM_COMPILER, "-std=c++17", "-fopenmp", "-fsyntax-only", source], check=True)
 
 
 def test_an_engine_without_a_compiler_generates_the_same_ids(
