@@ -20,6 +20,7 @@ from fastapi import APIRouter, Depends, FastAPI
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from fastapi_offline import FastAPIOffline
+from sse_starlette.sse import AppStatus
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp
@@ -39,13 +40,7 @@ from api.handover.heir import write_inherited
 from api.http.auth import LOCAL_ORIGINS, KeyRing, check_admin, check_key
 from api.http.body import Repeated
 from api.http.connection_limits import LIMITS, ConnectionLimits, raise_file_limit
-from api.http.middleware import (
-    AccessLog,
-    around,
-    error_handlers,
-    give_request_id,
-    trace_request,
-)
+from api.http.middleware import AccessLog, around, error_handlers, give_request_id, trace_request
 from api.http.openapi import TAGS, build_document, introduction
 from api.http.protocol import UNREADABLE, HttpProtocol
 from api.http.sse import UNREAD, UnreadAnswers, keep_raw_send
@@ -201,6 +196,8 @@ def build(
         async with gateway.running(), publishing_metrics(gateway.pool.client):
             yield {UNREAD: gateway.unread, LIMITS: gateway.limits}
 
+    logging.getLogger("sse_starlette").setLevel(logging.INFO)  # at DEBUG it logs every event
+    AppStatus.enable_automatic_graceful_drain = False  # a gateway that drains finishes its answers
     app = FastAPIOffline(  # /docs loads its scripts from this gateway alone
         title="Tokenfleet",
         version=version("tokenfleet"),

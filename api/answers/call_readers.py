@@ -520,7 +520,9 @@ def read_typed(scanner: Scanner, types: frozenset[str], *marks: str) -> Generato
     """
     if types == {"string"}:
         scanner.add_arguments('"')
-        mark = yield from scanner.pass_until(escaping(scanner.add_arguments), *marks)
+        mark = yield from scanner.pass_until(
+            lambda text: scanner.add_arguments(json.dumps(text, ensure_ascii=False)[1:-1]), *marks
+        )
         if mark:
             scanner.add_arguments('"')
         return mark
@@ -536,10 +538,6 @@ def read_typed(scanner: Scanner, types: frozenset[str], *marks: str) -> Generato
     if mark:
         scanner.add_arguments(typed("".join(pieces), types))
     return mark
-
-
-def escaping(write: Callable[[str], None]) -> Callable[[str], None]:
-    return lambda text: write(json.dumps(text, ensure_ascii=False)[1:-1])
 
 
 def typed(text: str, types: frozenset[str]) -> str:

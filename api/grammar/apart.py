@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any, TypeVar
 
 import setproctitle
@@ -110,8 +111,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
-        with open("/proc/self/oom_score_adj", "w") as score:
-            score.write("1000")  # before the gateway, where a container's memory ends first
+        # before the gateway, where a container's memory ends first
+        Path("/proc/self/oom_score_adj").write_text("1000")
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=answer_calls, args=(Connection(int(sys.argv[1])),))
     thread.start()

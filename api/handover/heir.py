@@ -18,14 +18,7 @@ from uvicorn.server import ServerState
 from api.answers.answer import HttpAnswer
 from api.errors import ApiError, asking_broker, tgi
 from api.event_loop import RETRY_PAUSE_S, attempt
-from api.handover.answer_socket import (
-    FORMAT,
-    INHERITED,
-    INTERIM,
-    KeeperChannel,
-    RestOfAnswer,
-    socket_of,
-)
+from api.handover.answer_socket import FORMAT, INHERITED, INTERIM, KeeperChannel, RestOfAnswer, socket_of
 from api.http.middleware import error_response, inherit_trace, trace_of
 from api.http.protocol import HttpProtocol
 from api.http.sse import CYCLE, as_chunk, bytes_written

@@ -182,7 +182,8 @@ def as_chunk(part: bytes, http_version: str) -> bytes:
 
 
 class FeedResponse(Response):
-    """Server-sent events.
+    """Server-sent events of the hot path: a plain ASGI response, since sse-starlette would encode, log and
+    time every frame.
 
     Only the head and the end of the response pass the middlewares. A frame that is ready while its client
     reads is written in the call that brings its token: to wake a task would take twice the time of all other
@@ -197,10 +198,8 @@ class FeedResponse(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, frames: Feed, comment: bytes, headers: Mapping[str, str], status_code: int = 200
-    ) -> None:
-        self.status_code = status_code
+    def __init__(self, frames: Feed, comment: bytes, headers: Mapping[str, str]) -> None:
+        self.status_code = 200
         self.background = None
         self.init_headers(headers)
         self.frames = frames

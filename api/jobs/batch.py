@@ -12,15 +12,7 @@ from fastapi import APIRouter, Path, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response, StreamingResponse
 
-from api.errors import (
-    INSUFFICIENT_QUOTA,
-    OPENAI_TYPES,
-    ApiError,
-    asking_broker,
-    cut,
-    invalid,
-    overloaded,
-)
+from api.errors import INSUFFICIENT_QUOTA, OPENAI_TYPES, ApiError, asking_broker, cut, invalid, overloaded
 from api.http import body
 from api.http.auth import key_of
 from api.http.body import REPLAYED, check_same, idempotency_key, noted_digest
@@ -281,12 +273,9 @@ def make_job(line: BatchLine, job_id: str, entry_ms: int, number: int, terms: Se
         protocol=protocol,
         body=JobBody.model_construct(**fields),
         terms=terms,
-        fault=line.fault or (None if model is None or isinstance(model, str) else bad_model()),
+        fault=line.fault
+        or (None if isinstance(model, str | None) else invalid("`model` must be a text", "model")),
     )
-
-
-def bad_model() -> ApiError:
-    return ApiError(422, "validation", "`model` must be a text", "model")
 
 
 def job_id_of(batch_id: str, number: int) -> str:

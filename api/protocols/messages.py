@@ -20,13 +20,7 @@ from api.http.body import UnsupportedFields, reject_unsupported, schema_error
 from api.http.openapi import ANTHROPIC, CAUSES, Shape, answer, error_responses, event_stream, json_body
 from api.json import json_response
 from api.models import shown_prompt
-from api.protocols.openai_bodies import (
-    CHARS_OF_MESSAGE,
-    CHAT_NAMES,
-    OPENAI_FIELDS,
-    ChatRequest,
-    read_other,
-)
+from api.protocols.openai_bodies import CHARS_OF_MESSAGE, CHAT_NAMES, OPENAI_FIELDS, ChatRequest, read_other
 from api.protocols.protocol import Asked, Context, Protocol
 from api.protocols.typed_events import Event, EventRenderer, Logprobs, OutputPart
 from api.requests.chat_prompt import REASONING_SWITCHES, ChatMessage, FunctionSchema, ToolSchema

@@ -56,12 +56,7 @@ from api.requests.fields import (
     with_one_error,
 )
 from api.requests.pool import Pool
-from api.requests.validate import (
-    SWITCHES,
-    GenerationParams,
-    check_generates,
-    streamed_logits,
-)
+from api.requests.validate import SWITCHES, GenerationParams, check_generates, streamed_logits
 from api.webhooks import WebhookField
 
 Stop = Annotated[str | Listed[str], with_one_error("Input should be a string or a list of strings")]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
+from sse_starlette import EventSourceResponse
 from starlette.requests import Request
 from starlette.types import Scope
 
@@ -16,7 +17,7 @@ from api.errors import Family, anthropic, invalid, kserve, openai, tgi
 from api.event_loop import Pace
 from api.http.body import KEY_REUSED
 from api.http.openapi import Responses, json_answer, json_body
-from api.http.sse import Feed, FeedResponse
+from api.http.sse import Feed
 from api.prompts.tokenizer import ModelTokenizer
 from api.requests.fields import Strict
 from api.requests.pool import Pool
@@ -243,7 +244,7 @@ class Protocol(NamedTuple):
             "description": self.description,
             "responses": {409: conflict, **self.errors, 200: {"content": content}},
             "openapi_extra": body | {"parameters": [*self.parameters, *SERVICE_HEADERS]},
-            **({} if self.whole else {"response_class": FeedResponse}),
+            **({} if self.whole else {"response_class": EventSourceResponse}),
         }
 
 

@@ -5,6 +5,7 @@ import time
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
+from sse_starlette import EventSourceResponse
 from starlette.responses import Response
 
 from api.errors import ApiError, asking_broker, cut, invalid, quoted, unavailable
@@ -21,16 +22,10 @@ from api.http.openapi import (
     json_answer,
     only,
 )
-from api.http.sse import COMMENT_AMONG_IDS, SSE_HEADERS, FeedResponse, RestOfFeed
+from api.http.sse import SSE_HEADERS, RestOfFeed
 from api.json import json_response, list_object, place_of
 from api.protocols.responses import StoredResponse, find_response, read_response, render_response
-from api.protocols.typed_events import (
-    ITEM,
-    RESPONSE_EVENT,
-    RESPONSE_SHAPE,
-    ResponseObjectRenderer,
-    fields_of,
-)
+from api.protocols.typed_events import ITEM, RESPONSE_EVENT, RESPONSE_SHAPE, ResponseObjectRenderer, fields_of
 from api.requests.request_scripts import cancel_request, delete_ended
 from api.resume import rest
 from api.streams.stream import Stream
@@ -95,7 +90,9 @@ async def follow_response(stored: StoredResponse, num_seen: int) -> Response:
     stream = await read_response(stored)
     if stream.terminal and stream.terminal.reason == "cancelled":
         all_frames = RestOfFeed(ResponseObjectRenderer(answer, [stream]).frames(), num_seen)
-        return FeedResponse(all_frames, COMMENT_AMONG_IDS, SSE_HEADERS)
+        return EventSourceResponse(
+            (frame async for new in all_frames for frame in new), headers=SSE_HEADERS, sep="\n"
+        )
     try:
         found = await rest.read_rest(pool, answer, channel, num_seen)
     except ApiError as error:

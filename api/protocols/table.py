@@ -30,13 +30,7 @@ from api.requests.fields import Strict
 from api.requests.metrics import ARRIVED_S
 from api.requests.pool import Pool, Target
 from api.requests.request_scripts import make_room
-from api.requests.service_terms import (
-    answer_id,
-    own_pool,
-    pools_of,
-    read_service,
-    read_terms,
-)
+from api.requests.service_terms import answer_id, own_pool, pools_of, read_service, read_terms
 from api.streams.http_response import Reader, respond
 from api.webhooks import check_room, with_webhook
 from common.metrics.catalogue import POOL_REQUESTS

@@ -7,11 +7,7 @@ from collections.abc import Callable, Sequence
 
 from api.errors import LOADING_S, invalid, unavailable
 from api.requests.validate import Limits
-from common.adapter_registry import (
-    AdapterRegistry,
-    change_registry,
-    read_registry,
-)
+from common.adapter_registry import AdapterRegistry, change_registry, read_registry
 from common.adapters import HeldAdapters, PoolAdapter
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, FailureLog, describe_error
 from common.broker.heartbeat import Heartbeat

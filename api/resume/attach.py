@@ -133,23 +133,18 @@ async def become_reader(pool: Pool, streams: Sequence[Stream], connection: int |
         raise cancelled_answer(request_ids[0])
     if reply.outcome != "attached":
         raise unknown_answer(request_ids[0])
+    relay = pool.relay
     for stream, digest in zip(streams, reply.digests, strict=True):
         stream.request = replace(stream.request, digest=digest)
         stream.reader, stream.connection = reply.reader, reply.reader if connection is None else connection
-        relay_events(pool, stream)
+        if (former := relay.streams.get(stream.request.request_id)) is not None:
+            supersede(former)  # another connection at this gateway
+        if stream.request.channel != relay.channel:
+            relay.follow_channel(stream.request.channel)
+        relay.add(stream)
+        relay.note_admitted(stream)
+        relay.filler.request_fill([stream])
     return reply.reader
-
-
-def relay_events(pool: Pool, stream: Stream) -> None:
-    """Relay events to a stream, in place of an earlier stream of its request at this gateway."""
-    relay = pool.relay
-    if (former := relay.streams.get(stream.request.request_id)) is not None:
-        supersede(former)
-    if stream.request.channel != relay.channel:
-        relay.follow_channel(stream.request.channel)
-    relay.add(stream)
-    relay.note_admitted(stream)
-    relay.filler.request_fill([stream])
 
 
 # --- look-up ------------------------------------------------------------------------------------------------

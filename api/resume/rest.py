@@ -10,6 +10,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
+from sse_starlette import EventSourceResponse
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -19,13 +20,7 @@ from api.answers.answer import HttpAnswer
 from api.errors import ApiError, asking_broker, cut, failed, invalid, quoted, unavailable
 from api.http import body
 from api.http.body import REPLAYED, Repeated, check_same, idempotency_key, noted_digest, read_bytes
-from api.http.middleware import (
-    STREAM_PATH,
-    CountError,
-    error_response,
-    handle_api_error,
-    handle_disconnect,
-)
+from api.http.middleware import STREAM_PATH, CountError, error_response, handle_api_error, handle_disconnect
 from api.http.openapi import (
     RESUME,
     TGI_ERRORS,
@@ -38,12 +33,7 @@ from api.http.openapi import (
     json_body,
     only,
 )
-from api.http.sse import (
-    Feed,
-    FeedResponse,
-    MergedFeed,
-    RestOfFeed,
-)
+from api.http.sse import Feed, MergedFeed, RestOfFeed
 from api.json import json_response
 from api.protocols.protocol import errors_of, row_of
 from api.protocols.responses import read_response, render_response
@@ -156,7 +146,7 @@ router = APIRouter(responses=ERRORS, tags=[RESUME])
         200: {"description": "The frames after that one, as the first route sends them"},
         204: {"description": "The client has all frames"},
     },
-    response_class=FeedResponse,
+    response_class=EventSourceResponse,
 )
 async def resume_stream(request: Request, request_id: RequestId) -> Response:
     """Sends the frames after `Last-Event-ID`, at any gateway, as the first connection would have sent them.
@@ -226,7 +216,7 @@ class StreamPlaces(BaseModel):
         200: {"description": "The frames after these of all answers, as they come"},
         204: {"description": "The client has all frames"},
     },
-    response_class=FeedResponse,
+    response_class=EventSourceResponse,
 )
 async def read_streams(request: Request) -> Response:
     """Sends the frames of all these answers on one connection, each as soon as it is there. The id of a frame

@@ -40,12 +40,7 @@ from deploy.cli.client import (
     table_of,
 )
 from deploy.cli.table import Command, call, new_parser
-from deploy.cli.target import (
-    find_broker,
-    find_directory,
-    find_launcher,
-    find_server,
-)
+from deploy.cli.target import find_broker, find_directory, find_launcher, find_server
 from deploy.launcher import control_socket
 
 ADAPTER_TIMEOUT = httpx.Timeout(660.0, connect=5.0)

@@ -25,13 +25,7 @@ from common.settings.fields import UNSERVED_METHODS
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.attention import backend
 from gpu_worker.engine.parallel.communicator import Communicator
-from gpu_worker.engine.quantization.checkpoint import (
-    METHODS,
-    ROUNDINGS,
-    file_slices,
-    find_packed,
-    method_of,
-)
+from gpu_worker.engine.quantization.checkpoint import METHODS, ROUNDINGS, file_slices, find_packed, method_of
 from gpu_worker.protocol import UnservableModel, first_cause, refuse
 
 TEXT_ONLY = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}

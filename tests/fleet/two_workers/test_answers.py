@@ -29,12 +29,7 @@ from redis.asyncio import Redis
 from benchmarks.client import stream
 from tests.support import brokers
 from tests.support.answers import event_type
-from tests.support.engine.reference import (
-    Found,
-    prompt_ids,
-    reference_beams,
-    reference_ids,
-)
+from tests.support.engine.reference import Found, prompt_ids, reference_beams, reference_ids
 from tests.support.fleet.fleet import Fleet
 from tests.support.load import PROMPT, complete, done_job, generate, post
 from tests.support.prompts import FEW, PROMPTS

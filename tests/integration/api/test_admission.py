@@ -93,10 +93,6 @@ def endless(_: Generate) -> Answer:
     return Answer(IDS, ends=False)
 
 
-def first_only(request: Generate) -> Answer:
-    return Answer(IDS, ends=request.request_id.endswith(".0"))
-
-
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_module, "AUDIT_S", 0.05)
@@ -104,7 +100,10 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("soon")
-@pytest.mark.parametrize(("answer", "streamed"), [(endless, True), (first_only, False)])
+@pytest.mark.parametrize(
+    ("answer", "streamed"),
+    [(endless, True), (lambda request: Answer(IDS, ends=request.request_id.endswith(".0")), False)],
+)
 async def test_all_choices_end_with_a_timeout_and_are_cancelled(
     broker: Broker, answer: Any, streamed: bool
 ) -> None:

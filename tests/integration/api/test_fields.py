@@ -17,11 +17,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from api.http import body as bodies
 from api.http.body import LABELS
 from api.models import STARTED_S
-from api.protocols.openai_bodies import (
-    UNSUPPORTED,
-    ChatRequest,
-    CompletionRequest,
-)
+from api.protocols.openai_bodies import UNSUPPORTED, ChatRequest, CompletionRequest
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer

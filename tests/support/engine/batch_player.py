@@ -11,12 +11,7 @@ import numpy as np
 import pytest
 
 from common.messages.plan import NewRow
-from common.messages.records import (
-    BeamSequence,
-    num_group_blocks,
-    pack_columns,
-    unpack_floats,
-)
+from common.messages.records import BeamSequence, num_group_blocks, pack_columns, unpack_floats
 from gpu_worker.engine.engine import Engine
 from gpu_worker.protocol import StepResult
 from tests.support.engine.row_steps import plan, start_row

@@ -15,14 +15,7 @@ from redis.exceptions import ConnectionError
 from batcher import worker_registry
 from batcher.housekeeping import OrphanTracker
 from batcher.inbox import Inbox
-from batcher.lease import (
-    HEARTBEATS_TO_SHOW,
-    HeartbeatCount,
-    Lease,
-    LeaseLost,
-    PoolClock,
-    is_needed,
-)
+from batcher.lease import HEARTBEATS_TO_SHOW, HeartbeatCount, Lease, LeaseLost, PoolClock, is_needed
 from batcher.scheduling.replica import WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence

@@ -27,15 +27,7 @@ from common.messages.codec import decode
 from common.messages.events import ChannelSequences, Events
 from common.messages.records import RECORD, unpack_records
 from tests.support.broker.listening import listening
-from tests.support.broker_state import (
-    KEYS,
-    admit,
-    make_request,
-    make_tokens,
-    place,
-    start_worker,
-    write_log,
-)
+from tests.support.broker_state import KEYS, admit, make_request, make_tokens, place, start_worker, write_log
 from tests.support.fleet.simulated_pool import request
 
 # --- recovery -----------------------------------------------------------------------------------------------

@@ -27,17 +27,9 @@ from common.adapters import LOADING, READY, HeldAdapters, PoolAdapter, adapter_n
 from common.broker import committed
 from common.broker.committed import Committed, read
 from common.broker.pool_client import ChangeRefused, PoolClient
-from common.detokenize import (
-    MAX_INCOMPLETE_TOKENS,
-    Detokenizer,
-    StopMatcher,
-    concatenates,
-    piece_cache,
-)
+from common.detokenize import MAX_INCOMPLETE_TOKENS, Detokenizer, StopMatcher, concatenates, piece_cache
 from common.messages.codec import WireError, decode, encode
-from common.messages.events import (
-    Events,
-)
+from common.messages.events import Events
 from common.messages.plan import Report
 from common.messages.records import (
     RECORD,
@@ -51,15 +43,7 @@ from common.messages.records import (
     unpack_records,
 )
 from common.messages.request import Cancel, extend_hashes, root_hash
-from tests.support.broker_state import (
-    KEYS,
-    admit,
-    make_request,
-    make_tokens,
-    place,
-    start_worker,
-    write_log,
-)
+from tests.support.broker_state import KEYS, admit, make_request, make_tokens, place, start_worker, write_log
 from tests.support.events import unpack_sequences
 
 # --- codec --------------------------------------------------------------------------------------------------

@@ -12,11 +12,7 @@ import pytest
 from redis.asyncio import Redis
 
 from api.jobs import records
-from api.jobs.records import (
-    DEAD,
-    DONE,
-    JobEnding,
-)
+from api.jobs.records import DEAD, DONE, JobEnding
 from api.requests import request_scripts
 from api.requests.request_scripts import AdmitReply, AttachReply
 from api.streams.relay import read_tails

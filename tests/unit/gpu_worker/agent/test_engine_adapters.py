@@ -14,11 +14,7 @@ from common.settings.fields import AdapterSource
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_adapters import AdapterFollower, EngineAdapters
 from gpu_worker.agent.engine_client import EngineDied, StepsHandler
-from gpu_worker.protocol import (
-    AdapterAnswer,
-    LoadAdapter,
-    UnloadAdapter,
-)
+from gpu_worker.protocol import AdapterAnswer, LoadAdapter, UnloadAdapter
 from tests.support.adapters.files import write_adapter
 from tests.support.agents import RecordingEngine, make_agent, start
 from tests.support.broker_state import KEYS

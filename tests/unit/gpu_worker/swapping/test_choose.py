@@ -5,13 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_worker.swapping.swapper import (
-    MIN_TURN_S,
-    TURN_SWAPS,
-    ModelTurn,
-    PoolDemand,
-    choose,
-)
+from gpu_worker.swapping.swapper import MIN_TURN_S, TURN_SWAPS, ModelTurn, PoolDemand, choose
 
 
 def test_a_large_swap_waits_for_a_client_that_asks_again_at_once() -> None:

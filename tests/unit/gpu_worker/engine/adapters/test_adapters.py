@@ -11,11 +11,7 @@ import torch
 
 from common.messages.request import BeamParams, SamplingParams
 from gpu_worker.engine.engine import Engine
-from gpu_worker.protocol import (
-    AdapterAnswer,
-    LoadAdapter,
-    UnloadAdapter,
-)
+from gpu_worker.protocol import AdapterAnswer, LoadAdapter, UnloadAdapter
 from tests.support.adapters.tiny_adapters import (
     COUNT,
     LINEARS,

@@ -30,9 +30,7 @@ from tests.support.parameters.slow_but import slow_but
 
 if not install():
     pytest.skip("where there is a GPU, the tests marked gpu try the real parts", allow_module_level=True)
-from gpu_worker.engine.attention.flashinfer import (
-    FlashInferBackend,
-)
+from gpu_worker.engine.attention.flashinfer import FlashInferBackend
 
 HOPPER = 9
 

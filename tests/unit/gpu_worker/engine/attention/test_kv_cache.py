@@ -19,14 +19,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from common.settings.settings import SettingError
-from gpu_worker.engine.attention.backend import (
-    FLOATS8,
-    AttentionSpec,
-    Geometry,
-    KVCache,
-    LayerSpec,
-    raw,
-)
+from gpu_worker.engine.attention.backend import FLOATS8, AttentionSpec, Geometry, KVCache, LayerSpec, raw
 from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.inputs import build_inputs

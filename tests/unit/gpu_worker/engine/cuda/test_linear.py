@@ -14,13 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.settings.settings import Settings
 from gpu_worker.engine.cuda import linear as block_linear
-from gpu_worker.engine.cuda.linear import (
-    FP8,
-    FusedLinearSlice,
-    QuantisedLinear,
-    fuse_linears,
-    round_rows,
-)
+from gpu_worker.engine.cuda.linear import FP8, FusedLinearSlice, QuantisedLinear, fuse_linears, round_rows
 from gpu_worker.engine.model.quantized_linears import quantise_linears
 from gpu_worker.engine.model.weights import ModelSource
 from gpu_worker.engine.parallel.stages import make_tp_plan

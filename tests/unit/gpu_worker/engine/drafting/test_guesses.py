@@ -51,10 +51,6 @@ def test_what_followed_the_last_ids_before_is_guessed(ids: list[int], guessed: l
     assert guesser(ids).guess(2) == guessed[:2]
 
 
-def suffix_guesser(ids: Sequence[int], answers: RecentAnswers | None = None) -> Guesser:
-    return Guesser(np.array(ids, np.int32), VALUES, answers or RecentAnswers(100))
-
-
 @pytest.mark.parametrize(
     ("ids", "guessed"),
     [
@@ -67,7 +63,7 @@ def suffix_guesser(ids: Sequence[int], answers: RecentAnswers | None = None) -> 
     ],
 )
 def test_what_followed_most_often_is_guessed(ids: list[int], guessed: list[int]) -> None:
-    assert suffix_guesser(ids).guess(9) == guessed
+    assert Guesser(np.array(ids, np.int32), VALUES, RecentAnswers(100)).guess(9) == guessed
 
 
 def expected_matches(answers: dict[int, list[int]], tail: list[int]) -> tuple[set[tuple[int, int]], int]:
