@@ -103,10 +103,10 @@ async def test_the_successor_was_preloaded_and_no_token_is_lost(fleet: Fleet) ->
 def test_nothing_is_left_of_shared_weights_when_all_are_killed(fleet: Fleet) -> None:
     wait_until_sync(fleet.preloaded, READY_S)
     mine = {process.pid for process in fleet.processes()}
-    held = [one for one in holders_of_weights() if int(one.split("/")[2]) in mine]
-    inodes = {inode(one) for one in held}
+    inodes = {inode(one) for one in holders_of_weights() if int(one.split("/")[2]) in mine}
     assert len(inodes) == 1
     for process in fleet.processes():
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+    fleet.launcher.wait(READY_S)
     wait_until_sync(lambda: not inodes & {inode(one) for one in holders_of_weights()})

@@ -46,9 +46,9 @@ UNDESCRIBED = re.compile(
     "|has no tokens"
     # one field and another
     "|`stream_options` is only allowed with|`top_logprobs` needs|exclude each other|differ|`best_of`"
-    "|`decoder_input_details` must be false when|`max_tokens` must be at least 1. Given: 0"
+    "|when tokens are streamed|`max_tokens` must be at least 1. Given: 0"
     "|is only allowed with `tools`|the name .* twice|needs a beam search"
-    "|`prompt_logprobs` must be 0 when|has no token that may come before"
+    "|`decoder_input_details` must be false when|has no token that may come before"
     "|each instance has one prediction|`stream` must be false|stands beside `instances`"
     "|messages.[0-9]+..content` is required|is for the role `assistant`"
     "|does not exist"
@@ -65,7 +65,7 @@ UNDESCRIBED = re.compile(
     # names that hypothesis takes from our modules for fields that the document does not name
     "|is not supported yet|is not a field of this route"
     # files and batches
-    "|`expires_after|`file` must|`metadata` has up to|may keep|`input_file_id` must|there is no "
+    "|`expires_after|`file` must|`metadata` has up to|may keep|`input_file_id` must|must be an id of the list"
     # vectors and scores
     "|must have at most [0-9]+ tokens|must be a prompt of the model"
     "|must be one text, or as many"
