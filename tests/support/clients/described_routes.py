@@ -65,7 +65,7 @@ UNDESCRIBED = re.compile(
     # names that hypothesis takes from our modules for fields that the document does not name
     "|is not supported yet|is not a field of this route"
     # files and batches
-    "|`expires_after|`file` must|`metadata` has up to|may keep|`input_file_id` must|must be an id of the list"
+    "|`expires_after|`file` must|`metadata` has up to|may keep|`input_file_id` must|there is no |an id of the"
     # vectors and scores
     "|must have at most [0-9]+ tokens|must be a prompt of the model"
     "|must be one text, or as many"
