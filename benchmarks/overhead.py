@@ -50,7 +50,7 @@ class EngineProcess:
 
     def receive(self) -> Frame:
         while (frame := next(self.frames, None)) is None:
-            self.frames.feed(self.channel.recv(2**16))
+            self.frames.feed(self.channel.recv(2**16) or sys.exit("the engine has ended"))
         return frame
 
     def run(self, streams: int, requests: int, seed: int) -> Figures:
@@ -94,7 +94,7 @@ def engine_process(step_ms: float | None) -> Iterator[EngineProcess]:
     ours, engines = socket.socketpair()
     environ = {**os.environ, "MODEL_ID": str(model_files.resolve("smollm2")), "PARENT_PID": str(os.getpid())}
     module = "gpu_worker.engine" if step_ms is None else "tests.support.chaos.engine"
-    command = [sys.executable, "-m", module, "--fd", str(engines.fileno())]
+    command = [sys.executable, "-m", module, str(engines.fileno())]
     process = subprocess.Popen(command, pass_fds=[engines.fileno()], env=environ | scripted(step_ms))
     engines.close()
     try:
