@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.5
 RETRY_S = 0.05
-MAX_WAIT_MS = 8.0
+MAX_WAIT_MS = 5.0
 """A client does not notice that a token comes this much later."""
 FEW_ROWS = 8
 SPILL_EVERY = 64
