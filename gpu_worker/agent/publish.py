@@ -335,9 +335,9 @@ class Flusher:
         if state.outbox.is_empty and not report_due:
             return None
         self.steps.cut_at_budgets()
-        outbox, state.outbox = state.outbox, Outbox()
-        self.sequence += 1
+        outbox, self.sequence = state.outbox, self.sequence + 1
         needs_report = outbox.needs_report or report_due
+        state.outbox = Outbox() if needs_report else Outbox(report=outbox.report)
         report = self.make_report(outbox, self.sequence) if needs_report else None
         trim = self.spill_due or (self.sequence - self.resynced_at) % SPILL_EVERY == 0
         self.spill_due = False

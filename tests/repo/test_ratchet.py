@@ -18,7 +18,7 @@ MOST = {  # statements, lines
     "gpu_worker": (11_351, 21_770),
     "common": (3_755, 7_487),
     "deploy": (2_509, 4_402),
-    "tests": (31_984, 56_010),
+    "tests": (31_984, 56_008),
     "benchmarks": (2_188, 3_706),
 }
 MOST_WORDS_OF_DOCS = 21_823

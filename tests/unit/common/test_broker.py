@@ -416,7 +416,7 @@ async def test_a_primary_that_became_a_replica_is_left_by_every_connection(write
             await other.replicaof("127.0.0.1", free_port())
             listener = await FastConnection.connect(redis, heard.append)
             listener.send("SUBSCRIBE", "here")
-            reader = asyncio.create_task(blocking_read(redis))
+            reader = asyncio.ensure_future(redis.xread({"nothing": "$"}, block=60_000))
             await wait_until(lambda: num_blocked(other))
             with pytest.raises(access.DEMOTED):
                 await (redis.set("key", 1) if writes == "slow" else client.execute("SET", "key", 1))
@@ -430,10 +430,6 @@ async def test_a_primary_that_became_a_replica_is_left_by_every_connection(write
             assert await identity(client) != fast_id
             assert await redis.client_id() not in old
             client.close()
-
-
-async def blocking_read(redis: Redis) -> None:
-    await redis.xread({"nothing": "$"}, block=60_000)
 
 
 async def num_blocked(redis: Redis) -> int:

@@ -72,6 +72,14 @@ async def test_a_report_says_how_long_steps_of_each_kind_took(agent: Agent, redi
     assert second.step_times == []
 
 
+async def test_a_report_has_the_snapshots_of_flushes_without_one(agent: Agent, redis: Redis) -> None:
+    await start(agent)
+    for index, prefilled in enumerate([[], [(1, 2)]]):
+        step(agent, {1: (index, index)}, snapshots=[3 + index], prefilled=prefilled)
+        await agent.flusher.flush()
+    assert [report.snapshots for report in await reports(redis)] == [[3, 4]]
+
+
 async def test_a_sealed_agent_publishes_nothing(agent: Agent, redis: Redis) -> None:
     await start(agent)
     await seal(redis, "w0-1")
