@@ -27,15 +27,13 @@ from api.http.middleware import (
     AccessRecord,
     RequestTrace,
     count_longest,
-    generation_attributes,
     note_answer,
     note_streams,
+    traced,
 )
 from api.jobs.job import (
     Job,
-    broker_ms,
     drop_note,
-    find_model,
     left_ms,
     read_job,
     validate_job,
@@ -49,6 +47,7 @@ from api.jobs.records import (
     GOES_ON,
     MAX_ADDRESSES,
     JobEnding,
+    Listener,
     cancel_job,
     ending_of,
     write_reply,
@@ -75,101 +74,6 @@ log = logging.getLogger(__name__)
 
 NO_RETRY = ("conflict", "unauthorized", INSUFFICIENT_QUOTA, PICTURE_GONE)
 """Types of errors that no wait mends."""
-MAX_FRAMES = 2**20
-"""In the stream of a job: more than any has."""
-
-
-class Reply:
-    """Answers one entry of `submit`.
-
-    Attributes:
-        num_sent: frames of the job that this reply has sent.
-    """
-
-    def __init__(self, pool: Pool, job: Job) -> None:
-        self.pool = pool
-        self.keys = pool.client.keys
-        self.job = job
-        self.channel = self.keys.key(job.reply_to) if job.reply_to else ""
-        self.num_sent = 0
-
-    async def register(self, *, is_noted: bool = True, not_before_ms: int = 0) -> str:
-        """Register the entry's job, and keep its record if it `is_noted`. One that may not run yet leaves
-        `submit` until its time. Returns `live`, `scheduled`, `full` when too many jobs are scheduled, `ended`
-        (answered again) or `conflict`.
-
-        Args:
-            not_before_ms: 0 for a job that is not to wait.
-        """
-        job, settings = self.job, self.pool.settings
-        args: Args = {
-            "digest": job.digest,
-            "tenant": job.terms.tenant if job.terms.key else "",
-            "webhook": job.webhook,
-            "channel": self.channel,
-            "in_stream": int(job.in_stream),
-            "reply_ttl_ms": RESULT_TTL_MS,
-            "job_id": job.id,
-            "entry_id": job.entry_id if is_noted else "",
-            "address": job.address,
-            "not_before_ms": not_before_ms,
-            "group": GROUP,
-            "max_scheduled": settings.submit_limit,
-            "max_addresses": MAX_ADDRESSES,
-        }
-        shown = in_pairs(job.describe(settings.model_name))
-        call = call_script("register_job", bytes.decode, self.keys, job.id, args=args, more_args=shown)
-        return await self.pool.retry_forever(lambda: self.pool.client.run(call))
-
-    async def send_new(self, frames: list[bytes]) -> None:
-        """Send the frames that are not sent yet."""
-        if self.job.has_listeners and len(frames) > self.num_sent:
-            await self.send(frames)
-        self.num_sent = len(frames)
-
-    async def send_error(self, error: ApiError, result_id: str) -> None:
-        """Answer this entry alone; the job with its id stays as it is."""
-        body = to_json(self.job.family(error)[1])
-
-        async def command() -> None:
-            async with self.pool.client.redis.pipeline() as pipe:
-                pipe.set(self.keys.result(result_id), body, px=RESULT_TTL_MS)
-                if self.channel:
-                    pipe.publish(self.channel, body)
-                await pipe.execute()
-
-        await self.pool.retry_forever(command)
-
-    async def send(
-        self,
-        frames: list[bytes],
-        answer: bytes = b"",
-        request_ids: Sequence[str] = (),
-        ending: JobEnding = GOES_ON,
-    ) -> None:
-        """Send the new frames, or all of them if the broker has lost some. The answer is sent together with
-        the last frames: after the last frame a client finds it.
-        """
-
-        async def send_from(first: int) -> int:
-            call = write_reply(
-                self.keys,
-                self.job.id,
-                channel=self.channel,
-                max_entries=MAX_FRAMES * self.job.in_stream,
-                answer=answer,
-                request_ids=request_ids,
-                frames=frames[first:],
-                first=first,
-                num_heard=self.num_sent,
-                ending=ending,
-            )
-            return await self.pool.retry_forever(lambda: self.pool.client.run(call))
-
-        if await send_from(self.num_sent) == FRAMES_LOST:
-            log.warning("job %s: the broker has lost frames: all are sent again", self.job.id)
-            await send_from(0)
-
 
 # --- one job -----------------------------------------------------------------------------------------------
 
@@ -179,11 +83,11 @@ class JobRun:
 
     Attributes:
         admission_lock: shared by all runs of a class, which are admitted one after the other.
-        replies: one for each entry with this job.
-        has_listener: set when one of the replies has a channel or a stream.
+        listeners: one for each entry with this job.
+        has_listener: set when one of the entries names a channel or a stream.
         ended: set when the job is answered, or this gateway gives it up.
-        frames: all frames so far, in the order that every gateway gives them; none are made before a reply
-            has listeners.
+        frames: all frames so far, in the order that every gateway gives them; none are made before somebody
+            listens.
         trace: None where it is not sampled.
         model_name: of the pool's model, or of the adapter that the job names.
         ending: what its record says of its end.
@@ -198,7 +102,7 @@ class JobRun:
         self.admission_lock = admission_lock
         self.relay = pool.relay
         self.redis: Any = pool.client.redis
-        self.replies: list[Reply] = []
+        self.listeners: list[Listener] = []
         self.has_listener = asyncio.Event()
         self.ended = asyncio.Event()
         self.frames: list[bytes] = []
@@ -210,19 +114,16 @@ class JobRun:
         self.model_name = pool.settings.model_name
         self.ending = JobEnding(DONE, 200)
 
-    def join(self, reply: Reply) -> None:
-        """Add the reply of another entry with the same job: it gets all frames."""
-        self.replies.append(reply)
-        if reply.job.has_listeners:
+    def join(self, job: Job) -> None:
+        """Send all frames where another entry with the same job wants them, too."""
+        self.listeners.append(Listener(job.channel(self.pool.client.keys), job.in_stream))
+        if job.has_listeners:
             self.has_listener.set()
 
     async def run(self) -> None:
         """Serve the job; returns when it is answered, with a result or an error."""
         self.trace = begin_job_trace(self.pool, self.job)
-        answer = await self.render_result()
-        request_ids = [stream.request.request_id for stream in self.streams]
-        for reply in self.replies:
-            await reply.send(self.frames, answer, request_ids, self.ending)
+        await self.send(await self.render_result())
         if self.streams:
             note_streams(self.record, self.model_name, self.streams, "cancelled")
             count_longest(self.streams)
@@ -258,20 +159,14 @@ class JobRun:
         if self.job.fault:
             raise self.job.fault
         assert self.job.protocol is not None
-        self.protocol, model = self.job.protocol, await find_model(self.pools, self.job)
-        self.model_name = model.shown
+        self.protocol = self.job.protocol
         async with waiting_turn(self.pool, self.job, self.admission_lock):
             await attempt(self.pool.check_admission, self.wait)
             if self.job.webhook:
                 await attempt(lambda: check_room(self.pool.client), self.wait)
-            answer = await attempt(lambda: validate_job(self.pool, self.job, model), self.wait_to_keep)
-            if self.trace is not None:
-                operation = self.protocol.operation
-                self.trace.generation_attributes |= generation_attributes(
-                    answer.requests[0], operation, answer.model
-                )
-                self.trace.generation_attributes |= {"gen_ai.request.choice.count": len(answer.requests)}
-            await self.admit_all(answer)
+            answer = await attempt(lambda: validate_job(self.pools, self.job), self.wait_to_keep)
+            self.model_name = answer.model
+            await self.admit_all(traced(answer, self.trace, self.protocol.operation))
         await self.send_frames(answer)
         if self.trace is not None:
             note_answer(self.trace, self.streams)
@@ -295,7 +190,7 @@ class JobRun:
         await self.check_cancelled()
         if self.job.terms.key:
             self.pool.keys.named(self.job.terms.key.key_id)
-        await left_ms(self.pool, self.job)
+        left_ms(self.pool, self.job)
         await asyncio.sleep(RETRY_PAUSE_S)
 
     async def wait_to_keep(self, error: Exception) -> None:
@@ -312,8 +207,7 @@ class JobRun:
             own = replace(
                 choice,
                 request_id=f"{self.job.id}#{i}",
-                ttl_ms=min(choice.ttl_ms, await left_ms(self.pool, self.job)),
-                traceparent=self.trace.generation if self.trace else "",
+                ttl_ms=min(choice.ttl_ms, left_ms(self.pool, self.job)),
             )
             addressed = address(self.pool.settings, self.pool.gateway, own, answer)
             stream = new_stream(replace(addressed, digest=self.job.digest), self.pool.tokenizer)
@@ -356,8 +250,26 @@ class JobRun:
         async for new in self.make_frames(answer):
             self.frames += new
             if not all(one.terminal for one in self.streams):  # the last frames are sent with the answer
-                for reply in self.replies:
-                    await reply.send_new(self.frames)
+                await self.send()
+
+    async def send(self, answer: bytes = b"") -> None:
+        """Send each listener the frames that it does not have, or all of them if the broker has lost some.
+        With the last frames comes the answer: after the last frame a client finds it.
+        """
+        for listener in self.listeners:  # those that join meanwhile, too
+            is_new = listener.is_there and len(self.frames) > listener.num_sent
+            for first in (listener.num_sent, 0) if answer or is_new else ():
+                if await self.send_from(first, listener, answer) != FRAMES_LOST:
+                    break
+                log.warning("job %s: the broker has lost frames: all are sent again", self.job.id)
+            listener.num_sent = len(self.frames)
+
+    async def send_from(self, first: int, listener: Listener, answer: bytes) -> int:
+        ids = [stream.request.request_id for stream in self.streams]
+        ending = self.ending if answer else GOES_ON
+        keys, frames = self.pool.client.keys, self.frames[first:]
+        call = write_reply(keys, self.job.id, listener, frames, first, answer, ids, ending)
+        return await self.pool.retry_forever(lambda: self.pool.client.run(call))
 
     async def make_frames(self, answer: HttpAnswer) -> AsyncIterator[list[bytes]]:
         """The frames of the answer, or else the whole; that one only of what has finished."""
@@ -525,19 +437,11 @@ class JobConsumer:
             await self.cancel(fields)
             await self.delete_entry(entry_id)
             return
-        if self.permits.locked() and await self.register_waiting(entry_id, fields) == "ended":
-            await self.delete_entry(entry_id)
-        else:
-            self.hold(entry_id)
-
-    async def register_waiting(self, entry_id: str, fields: Fields) -> str:
-        """Register a job that waits for others to end. Whether its API key counts is asked again in its
-        turn.
-        """
-        job = await self.parse(entry_id, fields)
-        with contextlib.suppress(ApiError):
-            return await Reply(self.pool, job.of_key(self.find_key(job.api_key))).register()
-        return ""
+        if self.permits.locked():  # it waits for others to end, and is seen; its API key is asked again then
+            job = await self.parse(entry_id, fields)
+            with contextlib.suppress(ApiError):
+                await self.register(job.of_key(self.find_key(job.api_key)))
+        self.hold(entry_id)
 
     def hold(self, entry_id: str) -> None:
         if entry_id not in self.held:
@@ -635,7 +539,7 @@ class JobConsumer:
                 return
             except Exception:
                 log.exception("job %s", job.id)
-        await self.join_or_run(replace(job, fault=internal_error()), Reply(self.pool, job))
+        await self.join_or_run(replace(job, fault=internal_error()))
 
     async def serve_if_allowed(self, job: Job) -> None:
         """Serve a job if its API key is known; else answer it with an error, also where it has the id of a
@@ -646,7 +550,7 @@ class JobConsumer:
         except ApiError as error:
             metrics.count_arrival()
             if await self.has_noted(job):  # its key counted then
-                await self.join_or_run(replace(job, fault=error), Reply(self.pool, job))
+                await self.join_or_run(replace(job, fault=error))
             else:
                 await self.answer_error(job, error)
             return
@@ -658,26 +562,52 @@ class JobConsumer:
         """
         REQUEST_ID.set(job.id)
         metrics.count_arrival()
-        reply = Reply(self.pool, job)
-        waits = bool(job.not_before_ms) and job.not_before_ms > await broker_ms(self.pool)
-        outcome = await reply.register(is_noted=not waits)
+        waits = job.not_before_ms > 1000 * self.pool.client.clock.now_s()
+        outcome = await self.register(job, is_noted=not waits)
         if outcome == "live" and waits:
             due_ms = 0 if await self.is_faulty(job) else job.not_before_ms
-            outcome = await reply.register(not_before_ms=due_ms)
+            outcome = await self.register(job, not_before_ms=due_ms)
         match outcome:
             case "conflict":
-                await reply.send_error(conflict("job"), job.entry_id)
+                await self.send_error(job, conflict("job"), job.entry_id)
             case "full":
                 log.warning("job %s is rejected: SUBMIT_LIMIT jobs are scheduled", job.id)
                 await self.answer_error(job, overloaded())
             case "live":
                 self.held[job.entry_id] = job
-                await self.join_or_run(job, reply)
+                await self.join_or_run(job)
+
+    async def register(self, job: Job, *, is_noted: bool = True, not_before_ms: int = 0) -> str:
+        """Register the job of an entry, and keep its record if it `is_noted`. One that may not run yet leaves
+        `submit` until its time. Returns `live`, `scheduled`, `full` when too many jobs are scheduled, `ended`
+        (answered again) or `conflict`.
+
+        Args:
+            not_before_ms: 0 for a job that is not to wait.
+        """
+        args: Args = {
+            "digest": job.digest,
+            "tenant": job.terms.tenant if job.terms.key else "",
+            "webhook": job.webhook,
+            "channel": job.channel(self.keys),
+            "in_stream": int(job.in_stream),
+            "reply_ttl_ms": RESULT_TTL_MS,
+            "job_id": job.id,
+            "entry_id": job.entry_id if is_noted else "",
+            "address": job.address,
+            "not_before_ms": not_before_ms,
+            "group": GROUP,
+            "max_scheduled": self.settings.submit_limit,
+            "max_addresses": MAX_ADDRESSES,
+        }
+        shown = in_pairs(job.describe(self.settings.model_name))
+        call = call_script("register_job", bytes.decode, self.keys, job.id, args=args, more_args=shown)
+        return await self.pool.retry_forever(lambda: self.pool.client.run(call))
 
     async def is_faulty(self, job: Job) -> bool:
         """Whether a job can never be served as it is."""
         try:
-            await validate_job(self.pool, job, await find_model(self.pools, job))
+            await validate_job(self.pools, job)
             await drop_note(self.pool, job)
         except ApiError as error:
             return ending_of(error).state == FAILED
@@ -700,19 +630,19 @@ class JobConsumer:
             pass
         await asyncio.sleep(until_beat(self.settings.heartbeat_s))
 
-    async def join_or_run(self, job: Job, reply: Reply) -> None:
+    async def join_or_run(self, job: Job) -> None:
         if (run := self.runs.get(job.id)) is not None:
-            run.join(reply)
+            run.join(job)
             await run.ended.wait()
             return
         key_id = job.terms.key.key_id if job.terms.key else ""
         admission_lock = self.admission_locks[job.terms.service_class, key_id]
         run = self.runs[job.id] = JobRun(self.pools, job, admission_lock, self.access)
-        run.join(reply)
+        run.join(job)
         try:
             await run.run()
         finally:
-            # All replies are finished: an entry that comes now starts a run of its own.
+            # All listeners have all: an entry that comes now starts a run of its own.
             del self.runs[job.id]
             await run.detach()
 
@@ -724,10 +654,9 @@ class JobConsumer:
         """
         REQUEST_ID.set(job.id)
         metrics.count_arrival()
-        reply = Reply(self.pool, job)
-        match await reply.register(is_noted=False):
+        match await self.register(job, is_noted=False):
             case "live":
-                await self.join_or_run(job, reply)
+                await self.join_or_run(job)
             case "conflict":
                 return to_json(job.family(conflict("request"))[1])
         answer: bytes | None = await self.pool.retry_forever(lambda: self.redis.get(self.keys.result(job.id)))
@@ -752,7 +681,20 @@ class JobConsumer:
         """Answer an entry with an error. The result of a job that is known by this id stays as it is."""
         metrics.count_error(error.status, error.error_type)
         known = await self.redis.exists(self.keys.job(job.id))
-        await Reply(self.pool, job).send_error(error, job.entry_id if known else job.id)
+        await self.send_error(job, error, job.entry_id if known else job.id)
+
+    async def send_error(self, job: Job, error: ApiError, result_id: str) -> None:
+        """Answer an entry alone; the job with its id stays as it is."""
+        body, channel = to_json(job.family(error)[1]), job.channel(self.keys)
+
+        async def command() -> None:
+            async with self.redis.pipeline() as pipe:
+                pipe.set(self.keys.result(result_id), body, px=RESULT_TTL_MS)
+                if channel:
+                    pipe.publish(channel, body)
+                await pipe.execute()
+
+        await self.pool.retry_forever(command)
 
 
 async def submit_lost(redis: Any, keys: Keys, held: dict[str, Job | None]) -> None:

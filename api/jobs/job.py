@@ -1,4 +1,4 @@
-"""Jobs: their entries in Redis, the time until which they wait, their models, their validation."""
+"""Jobs: their entries in Redis, the time until which they wait, their validation."""
 
 import asyncio
 import contextlib
@@ -7,11 +7,11 @@ import logging
 import math
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime
-from typing import Any, Literal
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 
 from api.answers.answer import AnswerTerms, HttpAnswer
 from api.errors import ApiError, Family, cut, failed, internal_error, invalid, model_not_found, quoted, tgi
@@ -20,8 +20,8 @@ from api.http.body import parse_body
 from api.json import parse_bytes, to_json
 from api.protocols.protocol import Context, Protocol
 from api.protocols.table import JOBS, PROTOCOLS, protocol_at
-from api.requests.fields import Whole
-from api.requests.pool import Pool, Target, names_own
+from api.requests.fields import Whole, with_one_error
+from api.requests.pool import Pool, names_own
 from api.requests.registry import PoolRegistry
 from api.requests.service_terms import (
     MAX_DEADLINE_MS,
@@ -36,7 +36,7 @@ from api.requests.service_terms import (
 from api.webhooks import JOB, WebhookField, find_webhook
 from common.api_keys import ApiKey
 from common.broker.client import ERRORS
-from common.broker.keys import RESULT_TTL_MS
+from common.broker.keys import RESULT_TTL_MS, Keys
 from common.broker.lua import Args, call_script, decode_all
 from common.ids import CHANNEL, ENTRY_ID, JOB_ID, is_job_id
 from common.messages.events import terminal_for
@@ -47,37 +47,19 @@ log = logging.getLogger(__name__)
 MAX_WAIT_S = 30 * 86_400
 
 
-def read_not_before(value: float | str, submitted_ms: int) -> int:
+TIME = "must be seconds since 1970, or a time with its offset as 2027-01-31T08:00:00Z"
+Time = Annotated[
+    AwareDatetime, Field(strict=False, ge=datetime(1970, 1, 1, tzinfo=UTC)), with_one_error(TIME)
+]
+
+
+def read_not_before(value: datetime, submitted_ms: int) -> int:
     """Milliseconds since 1970. Raises ApiError (422)."""
-    due_ms = round(1000 * (parse_time(value) if isinstance(value, str) else value))
-    if due_ms < 0:
-        raise refused(value)
+    due_ms = round(1000 * value.timestamp())
     if due_ms > submitted_ms + 1000 * MAX_WAIT_S:
-        raise invalid(
-            f"`not_before` must be at most {MAX_WAIT_S // 86_400} days ({MAX_WAIT_S} s) after the job was"
-            f" submitted. Given: {quoted(value)}",
-            "not_before",
-        )
+        most = f"{MAX_WAIT_S // 86_400} days ({MAX_WAIT_S} s) after the job was submitted"
+        raise invalid(f"`not_before` must be at most {most}. Given: {value.isoformat()}", "not_before")
     return due_ms
-
-
-def parse_time(text: str) -> float:
-    """Seconds since 1970. Raises ApiError (422), also for a time without an offset."""
-    try:
-        time = datetime.fromisoformat(text)
-    except ValueError as error:
-        raise refused(text) from error
-    if time.tzinfo is None:
-        raise refused(text)
-    return time.timestamp()
-
-
-def refused(value: float | str) -> ApiError:
-    return invalid(
-        "`not_before` must be seconds since 1970, or a time with its offset as 2027-01-31T08:00:00Z."
-        f" Given: {quoted(value)}",
-        "not_before",
-    )
 
 
 # --- job ----------------------------------------------------------------------------------------------------
@@ -116,7 +98,7 @@ class JobBody(BaseModel):
     priority: Whole | str | None = None
     tenant: str | None = None
     deadline_ms: Whole | None = None
-    not_before: float | str | None = None
+    not_before: Time | None = None
     reply_to: str | None = Field(default=None, pattern=f"^{CHANNEL.pattern}$")
     reply: Literal["stream"] | None = None
     webhook: WebhookField | None = None
@@ -160,6 +142,10 @@ class Job:
     def kind(self) -> str:
         """What it asks for, in a word."""
         return self.protocol.job if self.protocol else "generate"
+
+    def channel(self, keys: Keys) -> str:
+        """That gets the frames, or ""."""
+        return keys.key(self.reply_to) if self.reply_to else ""
 
     @property
     def address(self) -> str:
@@ -361,27 +347,21 @@ def expired(job: Job) -> ApiError:
     return failed(terminal_for(job.id, "expired", 0))
 
 
-async def left_ms(pool: Pool, job: Job) -> int:
+def left_ms(pool: Pool, job: Job) -> int:
     """Milliseconds to the deadline, by the broker's clock. Raises ApiError if it has passed."""
     if job.terms.deadline_ms is None:
         return MAX_DEADLINE_MS
-    left = job.due_ms + job.terms.deadline_ms - await broker_ms(pool)
+    left = job.due_ms + job.terms.deadline_ms - round(1000 * pool.client.clock.now_s())
     if left <= 0:
         raise expired(job)
     return left
-
-
-async def broker_ms(pool: Pool) -> int:
-    """The present by the broker's clock."""
-    seconds, microseconds = await pool.retry_forever(pool.client.redis.time)
-    return int(seconds) * 1000 + int(microseconds) // 1000
 
 
 @contextlib.asynccontextmanager
 async def waiting_turn(pool: Pool, job: Job, lock: asyncio.Lock) -> AsyncIterator[None]:
     """Hold the lock. Raises ApiError if the job's deadline passes before it is free."""
     try:
-        async with asyncio.timeout(await left_ms(pool, job) / 1000):
+        async with asyncio.timeout(left_ms(pool, job) / 1000):
             await lock.acquire()
     except TimeoutError as error:
         raise expired(job) from error
@@ -389,26 +369,6 @@ async def waiting_turn(pool: Pool, job: Job, lock: asyncio.Lock) -> AsyncIterato
         yield
     finally:
         lock.release()
-
-
-# --- find model ---------------------------------------------------------------------------------------------
-
-
-async def find_model(pools: PoolRegistry, job: Job) -> Target:
-    """What a job names: by its `model`, or one with `inputs` by TGI's `adapter_id`. Raises ApiError as
-    `PoolRegistry.target`, also for the model of another pool.
-    """
-    assert job.body is not None
-    assert job.protocol is not None
-    has_parameters = "parameters" in job.protocol.body.model_fields
-    adapter_id = (job.body.parameters or {}).get("adapter_id") if has_parameters else None
-    # what is no text is refused later, with the other parameters
-    name, own = job.body.model, pools.own.settings
-    target = await pools.target(name, adapter_id if isinstance(adapter_id, str) else None)
-    if own.pool not in target.pools and not (name and names_own(name, own)):
-        text = f"The model `{cut(target.shown)}` is not that of the pool {own.pool}, nor an adapter of it"
-        raise model_not_found(f"{text}: jobs and batches go to the pool of their model")
-    return target
 
 
 # --- validation ---------------------------------------------------------------------------------------------
@@ -423,19 +383,25 @@ VALIDATES = "validates:"
 """How the name of a field begins in which a gateway notes that it validates a job."""
 
 
-async def validate_job(pool: Pool, job: Job, model: Target) -> HttpAnswer:
-    """Read a job for this model as its route would read its body. Raises ApiError, also for a job that has
-    ended MAX_DEATHS gateways while they validated it.
+async def validate_job(pools: PoolRegistry, job: Job) -> HttpAnswer:
+    """Read a job as its route would read its body. Raises ApiError, also for the model of another pool, and
+    for a job that has ended MAX_DEATHS gateways while they validated it.
     """
-    adapter = await pool.adapter_of(model, job.terms.key)
-    protocol = job.protocol
+    pool, protocol = pools.own, job.protocol
+    assert job.body is not None
     assert protocol is not None
     async with noting_deaths(pool, job):
         content = to_json(content_of(job))
         body = await offload(len(content), lambda: parse_body(protocol.body, content))
         body.check()
+        name, own = job.body.model, pool.settings
+        target = await pools.target(name, getattr(body, "adapter_id", None))
+        if own.pool not in target.pools and not (name and names_own(name, own)):
+            text = f"The model `{cut(target.shown)}` is not that of the pool {own.pool}, nor an adapter of it"
+            raise model_not_found(f"{text}: jobs and batches go to the pool of their model")
+        adapter = await pool.adapter_of(target, job.terms.key)
         route = protocol.path
-        context = Context(pool, route, job.id, job.has_listeners, model.shown, adapter, seed=job.seed)
+        context = Context(pool, route, job.id, job.has_listeners, target.shown, adapter, seed=job.seed)
         asked = await protocol.read(body, context)
         return context.describe(asked, job.terms, JOB_TERMS, job.created_s)
 

@@ -5,6 +5,7 @@ that have ended are remembered for as long as their results, without what they a
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgpack
@@ -31,6 +32,8 @@ REQUEST_TTL_MS = 60_000
 TOMBSTONE_MS = 60_000
 """A cancel that comes before its job is remembered for this time."""
 MAX_ERROR_CHARACTERS = 500
+MAX_FRAMES = 2**20
+"""In the stream of a job: more than any has."""
 FRAMES_LOST = -2
 """What `write_reply` answers when nothing was sent, as the broker has lost frames before these."""
 EVENTS = {DONE: "completed", CANCELLED: "cancelled", FAILED: "failed", DEAD: "failed"}
@@ -66,39 +69,48 @@ def ending_of(error: ApiError) -> JobEnding:
     return JobEnding(state, error.status, error.error_type, error.text[:MAX_ERROR_CHARACTERS])
 
 
+@dataclass(slots=True)
+class Listener:
+    """Where the frames of a job go: to a channel, or "", and to the job's stream.
+
+    Attributes:
+        num_sent: frames that this gateway has sent there.
+    """
+
+    channel: str = ""
+    in_stream: bool = False
+    num_sent: int = 0
+
+    @property
+    def is_there(self) -> bool:
+        return bool(self.channel or self.in_stream)
+
+
 def write_reply(
     keys: Keys,
     job_id: str,
-    *,
-    channel: str,
-    max_entries: int,
-    answer: bytes,
-    request_ids: Iterable[str],
+    listener: Listener,
     frames: Sequence[bytes],
     first: int,
-    num_heard: int,
+    answer: bytes = b"",
+    request_ids: Iterable[str] = (),
     ending: JobEnding = GOES_ON,
 ) -> ScriptCall[int]:
-    """Send the new frames of a job, and store its answer. The reply is 0, or FRAMES_LOST.
+    """Send the frames of a job from the number `first` on, and store its answer, with which it has ended. The
+    reply is 0, or FRAMES_LOST.
 
     Args:
-        channel: that gets the frames, or "".
-        max_entries: of the job's stream; 0 for none.
-        answer: b"" while it goes on.
         request_ids: whose keys expire with the answer, after REQUEST_TTL_MS.
-        frames: from the number `first` on.
-        num_heard: how many frames the channel has heard already.
-        ending: how the job has ended, with the answer.
     """
     args: Args = {
-        "channel": channel,
-        "max_entries": max_entries,
+        "channel": listener.channel,
+        "max_entries": MAX_FRAMES * listener.in_stream,
         "ttl_ms": RESULT_TTL_MS,
         "request_ttl_ms": REQUEST_TTL_MS,
         "job_ttl_ms": JOB_TTL_MS,
         "answer": answer,
         "first": first,
-        "num_heard": num_heard,
+        "num_heard": listener.num_sent,
         "event": EVENTS.get(ending.state, ""),
         "job_id": job_id,
         **ending._asdict(),
@@ -106,15 +118,8 @@ def write_reply(
         "max_dead": MAX_DEAD,
         "max_ended": MAX_ENDED,
     }
-    return call_script(
-        "reply",
-        int,
-        keys,
-        job_id,
-        args=args,
-        more_keys=[*request_keys(keys, request_ids), *map(keys.logits, request_ids)],
-        more_args=frames,
-    )
+    own = [*request_keys(keys, request_ids), *map(keys.logits, request_ids)]
+    return call_script("reply", int, keys, job_id, args=args, more_keys=own, more_args=frames)
 
 
 async def cancel_job(pool: Pool, job_id: str, tenant: str = "") -> bool:

@@ -13,12 +13,12 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (13_473, 26_243),
+    "api": (13_449, 26_156),
     "batcher": (2_786, 4_798),
     "gpu_worker": (11_351, 21_770),
     "common": (3_755, 7_487),
     "deploy": (2_509, 4_402),
-    "tests": (31_984, 56_008),
+    "tests": (31_984, 55_997),
     "benchmarks": (2_188, 3_706),
 }
 MOST_WORDS_OF_DOCS = 21_823

@@ -503,18 +503,7 @@ async def note(redis: Redis, job_id: str, address: str = "") -> str:
 
 
 async def end_job(redis: Redis, job_id: str, ending: JobEnding = BROKEN) -> None:
-    call = records.write_reply(
-        JOB_KEYS,
-        job_id,
-        channel="",
-        max_entries=0,
-        answer=b"{}",
-        request_ids=[],
-        frames=[],
-        first=0,
-        num_heard=0,
-        ending=ending,
-    )
+    call = records.write_reply(JOB_KEYS, job_id, records.Listener(), [], 0, b"{}", ending=ending)
     await run_script(redis, call)
 
 

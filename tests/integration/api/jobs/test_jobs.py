@@ -290,7 +290,7 @@ async def test_the_same_job_joins_and_another_with_its_id_conflicts(
             await service.submit(id="a", inputs="Count.", reply_to=f"ext:{i}")
         await wait_until(
             lambda: (
-                sum(len(run.replies) for each in (gateway, other) for run in each.job_consumer.runs.values())
+                sum(len(run.listeners) for one in (gateway, other) for run in one.job_consumer.runs.values())
                 == 2
             )
         )

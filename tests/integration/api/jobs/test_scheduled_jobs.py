@@ -95,7 +95,7 @@ async def test_a_cancelled_scheduled_job_ends_at_once_wherever_its_answer_goes(
         (-1, "seconds since 1970"),
         ("tomorrow", "seconds since 1970"),
         ("2026-12-01T08:00:00", "with its offset"),
-        (99_999_999_999, "at most 30 days (2592000 s)"),
+        (19_999_999_999, "at most 30 days (2592000 s)"),
     ],
 )
 async def test_a_wrong_time_is_refused_by_name(
@@ -104,7 +104,7 @@ async def test_a_wrong_time_is_refused_by_name(
     async with running_gateway(broker.url):
         answer = await service.result(await service.submit(inputs="a", not_before=not_before))
     assert answer["error_type"] == "validation"
-    assert answer["error"].startswith("Input validation error: `not_before` ") and why in answer["error"]
+    assert answer["error"].startswith("Input validation error: `not_before`") and why in answer["error"]
 
 
 async def test_a_faulty_job_is_answered_before_its_time(
