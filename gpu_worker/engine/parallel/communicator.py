@@ -78,8 +78,11 @@ class Communicator:
             self.group = groups[self.stage]
 
     def exchange(self, message: Any) -> list[Any]:
-        """The messages of all ranks, which are JSON, by rank."""
-        return self.links.exchange(message) if self.links else [message]
+        """The messages of all ranks, which may be any value, by rank."""
+        messages = [message] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(messages, message)
+        return messages
 
     def all_reduce_min(self, value: int) -> int:
         """The least number of all ranks."""

@@ -1,6 +1,5 @@
 """Rendezvous: all ranks of a worker connect to rank 0 before the model is loaded, or end with a line that
-names those who did not. By these links they compare what must be the same, and learn that another rank is
-lost. No torch.
+names those who did not. By these links they learn that another rank is lost. No torch.
 
 Every rank above 0 has one link to rank 0. A rank that ends closes it; the kernel closes it when a machine or
 the network between two machines is gone. Messages are lines of JSON.
@@ -9,14 +8,13 @@ the network between two machines is gone. Messages are lines of JSON.
 import contextlib
 import json
 import os
-import queue
 import select
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 from common.rank import LOOPBACK, RankInfo
@@ -25,12 +23,8 @@ from gpu_worker.protocol import first_cause
 
 PROBE_S = 1
 """Time between two probes of an idle connection, by the kernel."""
-RECEIVE_BYTES = 2**16
 MAX_LINE_BYTES = 2**20
 LOOPBACKS = "127."
-
-END = {"end": True}
-"""Rank 0's last message to ranks of a worker that ends in order."""
 
 OnLoss = Callable[["RankLost"], None]
 
@@ -60,46 +54,28 @@ class RankLost(Exception):
         self.is_end = is_end
 
 
-class LineSocket:
-    """A connection that sends and receives messages."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.received = b""
-
-    def fileno(self) -> int:
-        return self.connection.fileno()
-
-    def send(self, message: Any) -> None:
-        """Raises OSError."""
-        self.connection.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self) -> list[Any]:
-        """Wait for bytes → the messages that are complete. Raises OSError, ValueError for what is no message,
-        EOFError once it is closed.
-        """
-        data = self.connection.recv(RECEIVE_BYTES)
-        if not data:
-            raise EOFError
-        *lines, self.received = (self.received + data).split(b"\n")
-        if len(self.received) > MAX_LINE_BYTES:
-            raise ValueError("a message without an end")
-        return [json.loads(line) for line in lines]
-
-    def receive_one(self, timeout_s: float) -> Any:
-        """Wait for a message, for at most this time between its bytes. Raises as `receive`."""
-        self.connection.settimeout(timeout_s)
-        while not (messages := self.receive()):
-            pass
-        self.connection.settimeout(None)
-        return messages[0]
-
-    def close(self) -> None:
-        self.connection.close()
+def say(link: socket.socket, message: Any) -> None:
+    """Raises OSError."""
+    link.sendall(json.dumps(message).encode() + b"\n")
 
 
+def hear(link: socket.socket, timeout_s: float) -> Any:
+    """Wait for a message, for at most this time between its bytes. Raises OSError, ValueError for what is no
+    message, EOFError if it does not end.
+    """
+    link.settimeout(timeout_s)
+    with link.makefile("rb", buffering=0) as file:  # what comes after it stays in the socket
+        line = file.readline(MAX_LINE_BYTES)
+    link.settimeout(None)
+    if not line.endswith(b"\n"):
+        raise EOFError
+    return json.loads(line)
+
+
+@dataclass(eq=False)
 class RankLinks:
-    """This rank's links. A thread reads them; the first rank that is lost ends the worker.
+    """This rank's links. A thread watches them; the first rank that is lost ends the worker. A message that
+    comes over one says that rank 0 ends the worker in order.
 
     Attributes:
         members: all ranks, in order.
@@ -110,58 +86,22 @@ class RankLinks:
         on_loss: called by the thread with it.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        members: Sequence[Member],
-        peers: Mapping[int, LineSocket],
-        address: str,
-        store_port: int,
-        listener: socket.socket | None = None,
-    ) -> None:
-        self.rank = rank
-        self.members = members
-        self.peers = peers
-        self.address = address
-        self.store_port = store_port
-        self.listener = listener
-        self.lost: RankLost | None = None
-        self.is_over = threading.Event()
-        self.on_loss: OnLoss | None = None
-        self.messages: dict[int, queue.SimpleQueue[Any]] = {peer: queue.SimpleQueue() for peer in peers}
-        threading.Thread(target=self.read, daemon=True, name="rank links").start()
+    rank: int
+    members: Sequence[Member]
+    peers: Mapping[int, socket.socket]
+    address: str
+    store_port: int
+    listener: socket.socket | None = None
+    lost: RankLost | None = None
+    is_over: threading.Event = field(default_factory=threading.Event)
+    on_loss: OnLoss | None = None
 
-    def exchange(self, message: Any) -> list[Any]:
-        """Give all ranks this rank's message → the messages of all, by rank. All ranks call it. Raises
-        RankLost.
-        """
-        if self.rank:
-            self.send(0, message)
-            messages: list[Any] = self.receive(0)
-            return messages
-        messages = [message, *(self.receive(peer) for peer in sorted(self.peers))]
-        for peer in self.peers:
-            self.send(peer, messages)
-        return messages
-
-    def send(self, peer: int, message: Any) -> None:
-        try:
-            self.peers[peer].send(message)
-        except OSError as error:
-            raise RankLost(self.members[peer], f"is lost: {error.strerror}") from error
-
-    def receive(self, peer: int) -> Any:
-        """Wait for the next message of a rank. Raises RankLost if any rank is lost before."""
-        message = self.messages[peer].get()
-        if isinstance(message, RankLost):
-            raise message
-        return message
+    def __post_init__(self) -> None:
+        threading.Thread(target=self.wait, daemon=True, name="rank links").start()
 
     def say_end(self) -> None:
         """Tell the other ranks that the worker ends in order."""
-        for peer in self.peers.values():
-            with contextlib.suppress(OSError):  # it has ended before
-                peer.send(END)
+        tell_all(self.peers.values(), "end")
 
     def watch(self, on_loss: OnLoss) -> None:
         """Call `on_loss` in the thread of the links when a rank is lost, or at once if one is."""
@@ -174,31 +114,23 @@ class RankLinks:
         self.is_over.wait(timeout_s)
         return self.lost
 
-    def read(self) -> None:
-        """Read all links until a rank is lost."""
-        ranks = {link.fileno(): peer for peer, link in self.peers.items()}
-        while not self.lost:
-            for handle in select.select([*ranks], [], [])[0]:
-                self.lost = self.lost or self.read_from(ranks[handle])
+    def wait(self) -> None:
+        """Wait until a rank is lost."""
+        ranks = {link: peer for peer, link in self.peers.items()}
+        link = select.select([*ranks], [], [])[0][0]
+        self.lost = lost = RankLost(self.members[ranks[link]], *why_lost(link))
         self.is_over.set()
-        for messages in self.messages.values():
-            messages.put(self.lost)
         if self.on_loss:
-            self.on_loss(self.lost)
+            self.on_loss(lost)
 
-    def read_from(self, peer: int) -> RankLost | None:
-        """Take the messages that a link brings → the loss if it has none any more."""
-        member = self.members[peer]
-        try:
-            for message in self.peers[peer].receive():
-                if message == END:
-                    return RankLost(member, "ends the worker", is_end=True)
-                self.messages[peer].put(message)
-        except EOFError:
-            return RankLost(member, "is lost: it has ended")
-        except (OSError, ValueError) as error:
-            return RankLost(member, f"is lost: {error.strerror if isinstance(error, OSError) else error}")
-        return None
+
+def why_lost(link: socket.socket) -> tuple[str, bool]:
+    """Why a link can be read: a cause, and whether rank 0 ends the worker."""
+    try:
+        is_end = bool(link.recv(1))
+    except OSError as error:
+        return f"is lost: {error.strerror}", False
+    return ("ends the worker" if is_end else "is lost: it has ended"), is_end
 
 
 def probe(connection: socket.socket, timeout_s: float) -> None:
@@ -252,34 +184,34 @@ def connect_ranks(
     """
     deadline = Deadline(timeout_s)
     links = join(info, deadline) if info.rank else gather(info, deadline)
-    for peer in links.peers.values():
-        probe(peer.connection, peer_timeout_s)
+    for link in links.peers.values():
+        probe(link, peer_timeout_s)
     return links
 
 
 def gather(info: RankInfo, deadline: Deadline) -> RankLinks:
     """Rank 0's part: return when all are connected. Raises RendezvousFailed, SettingError."""
-    joined: dict[int, tuple[LineSocket, Member]] = {}
+    joined: dict[int, tuple[socket.socket, Member]] = {}
     with listen(info, port_of(info)) as listener:
         while missing := [rank for rank in range(1, info.world_size) if not is_there(joined, rank)]:
             if not select.select([listener], [], [], deadline.left_s)[0]:
                 connected = [member for rank, (_, member) in joined.items() if rank not in missing]
                 failure = deadline.failure(describe_missing(info, missing, connected))
-                tell_all(joined, {"failed": str(failure)})
+                tell_all((link for link, _ in joined.values()), {"failed": str(failure)})
                 raise failure
-            take(info, joined, LineSocket(listener.accept()[0]))
+            take(info, joined, listener.accept()[0])
     return welcome(info, joined)
 
 
-def is_there(joined: Mapping[int, tuple[LineSocket, Member]], rank: int) -> bool:
+def is_there(joined: Mapping[int, tuple[socket.socket, Member]], rank: int) -> bool:
     """Whether a rank has joined, and has not ended since: until all are there it says nothing more."""
     return rank in joined and not select.select([joined[rank][0]], [], [], 0)[0]
 
 
-def take(info: RankInfo, joined: dict[int, tuple[LineSocket, Member]], link: LineSocket) -> None:
+def take(info: RankInfo, joined: dict[int, tuple[socket.socket, Member]], link: socket.socket) -> None:
     """Take in a rank that has connected, or refuse it; forget what says nothing that a rank says."""
     with contextlib.suppress(EOFError, OSError, ValueError, TypeError, KeyError):
-        hello = link.receive_one(CONNECT_TIMEOUT_S)
+        hello = hear(link, CONNECT_TIMEOUT_S)
         rank, world_size = int(hello["rank"]), hello["world_size"]
         cause = first_cause(
             (world_size != info.world_size, f"{world_size} ranks, but {info.world_size} at rank 0"),
@@ -289,17 +221,17 @@ def take(info: RankInfo, joined: dict[int, tuple[LineSocket, Member]], link: Lin
         if not cause:
             joined[rank] = link, Member(rank, str(hello["host"]), peer_address(link))
             return
-        link.send({"refused": cause, "world_size": info.world_size})
+        say(link, {"refused": cause, "world_size": info.world_size})
     link.close()
 
 
-def tell_all(joined: Mapping[int, tuple[LineSocket, Member]], message: Any) -> None:
-    for link, _ in joined.values():
+def tell_all(links: Iterable[socket.socket], message: Any) -> None:
+    for link in links:
         with contextlib.suppress(OSError):  # it has ended: its link says so
-            link.send(message)
+            say(link, message)
 
 
-def welcome(info: RankInfo, joined: Mapping[int, tuple[LineSocket, Member]]) -> RankLinks:
+def welcome(info: RankInfo, joined: Mapping[int, tuple[socket.socket, Member]]) -> RankLinks:
     """Tell all ranks who takes part, and where torch's store will listen."""
     links = {rank: link for rank, (link, _) in sorted(joined.items())}
     own = next(filter(None, map(outward_address, links.values())), LOOPBACK)
@@ -309,7 +241,7 @@ def welcome(info: RankInfo, joined: Mapping[int, tuple[LineSocket, Member]]) -> 
         members.append(member if outward_address(link) else replace(member, address=own))
     listener = listen(info, 0)
     store_port: int = listener.getsockname()[1]
-    tell_all(joined, {"members": [astuple(member) for member in members], "store_port": store_port})
+    tell_all(links.values(), {"members": [astuple(member) for member in members], "store_port": store_port})
     return RankLinks(0, members, links, LOOPBACK, store_port, listener)
 
 
@@ -321,10 +253,10 @@ def join(info: RankInfo, deadline: Deadline) -> RankLinks:
     while deadline.left_s:
         with contextlib.suppress(OSError, EOFError):  # nobody listens there yet, or rank 0 has ended
             wait_s = min(CONNECT_TIMEOUT_S, deadline.left_s)
-            link = LineSocket(socket.create_connection((address, port), wait_s))
-            link.send(hello)
+            link = socket.create_connection((address, port), wait_s)
+            say(link, hello)
             cause = f"rank 0 waits for other ranks at {address}:{port}"
-            answer = link.receive_one(deadline.left_s + PEER_TIMEOUT_S)  # rank 0 names those who are missing
+            answer = hear(link, deadline.left_s + PEER_TIMEOUT_S)  # rank 0 names those who are missing
             if "members" in answer:
                 members = [Member(*member) for member in answer["members"]]
                 return RankLinks(info.rank, members, {0: link}, address, answer["store_port"])
@@ -365,11 +297,11 @@ def listen(info: RankInfo, port: int) -> socket.socket:
         raise SettingError("master_port", f"{port} cannot be listened at: {error.strerror}") from error
 
 
-def peer_address(link: LineSocket) -> str:
-    return str(link.connection.getpeername()[0]).removeprefix(MAPPED)
+def peer_address(link: socket.socket) -> str:
+    return str(link.getpeername()[0]).removeprefix(MAPPED)
 
 
-def outward_address(link: LineSocket) -> str:
+def outward_address(link: socket.socket) -> str:
     """Our address as a rank on another machine sees it; empty if the rank is on this one."""
-    own = str(link.connection.getsockname()[0]).removeprefix(MAPPED)
+    own = str(link.getsockname()[0]).removeprefix(MAPPED)
     return "" if own == peer_address(link) or own.startswith(LOOPBACKS) else own

@@ -436,17 +436,16 @@ def connected(world_size: int) -> list[RankLinks]:
     return [future.result(20) for future in futures]
 
 
-def test_ranks_exchange_messages_and_learn_of_the_first_loss() -> None:
+def test_ranks_learn_of_the_first_loss_and_of_the_end() -> None:
     ranks = connected(3)
-    futures = [ThreadPoolExecutor(1).submit(links.exchange, {"of": links.rank}) for links in ranks]
-    assert [future.result(20) for future in futures] == [[{"of": rank} for rank in range(3)]] * 3
     losses: queue.SimpleQueue[RankLost] = queue.SimpleQueue()
     ranks[0].watch(losses.put)
-    ranks[2].peers[0].connection.shutdown(socket.SHUT_RDWR)
+    ranks[2].peers[0].shutdown(socket.SHUT_RDWR)
     lost = losses.get(timeout=20)
     assert str(lost) == "rank 2 is lost: it has ended" and ranks[0].wait_for_loss(0.0) is lost
-    with pytest.raises(RankLost, match="rank 2"):
-        ranks[0].exchange("anything")
+    ranks[0].say_end()
+    end = ranks[1].wait_for_loss(20.0)
+    assert end and end.is_end and str(end) == "rank 0 ends the worker"
 
 
 def test_those_who_are_missing_are_named_at_every_rank() -> None:
