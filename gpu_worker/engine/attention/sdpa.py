@@ -4,6 +4,7 @@ Sequences that see each other as a whole (an encoder's, WHOLE) have no pages. Ne
 call of torch's attention: nothing is padded, and what a sequence gets does not depend on those beside it.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -32,36 +33,26 @@ Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class QueryTile:
-    """Queries `begin` to `end` of the step, the gathered keys `first` to `last`, and the bias that hides all
-    but what each query sees: [rows * kv_heads or 1, queries, keys], the same for all heads of a group; with
-    ALiBi one after the other.
+class Tile:
+    """Queries `begin` to `end` of the step, equally many of each of `rows` rows; the pages that they see, and
+    the bias that hides all but what each query sees. Ready for every layer of a view.
 
-    `first` and `last` are whole numbers of blocks: a product over part of a gathered page would copy all of
-    them first.
+    Attributes:
+        pages: picks [rows, kv_heads, blocks] of the cache seen as [blocks * kv_heads] pages.
+        bias: [rows * kv_heads or 1, queries of a row, keys], the same for all heads of a group; with ALiBi
+            one after the other.
     """
 
     begin: int
     end: int
-    first: int
-    last: int
+    rows: int
+    pages: torch.Tensor
     bias: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class GatheredSpan:
-    """A span, ready for every layer of a view. `pages` picks [rows, kv_heads, blocks] of the cache seen as
-    [blocks * kv_heads] pages.
-    """
-
-    rows: int
-    pages: torch.Tensor
-    tiles: list[QueryTile]
-
-
-PreparedStep = tuple[torch.Tensor, list[GatheredSpan]]
+PreparedStep = tuple[torch.Tensor, list[Tile]]
 """What the layers of one view share in a step: lines of the cache seen as [blocks * kv_heads * block_size]
-lines, int64 [kv_heads * tokens], and spans.
+lines, int64 [kv_heads * tokens], and tiles.
 """
 
 
@@ -92,51 +83,33 @@ class SdpaBackend(AttentionBackend):
     def prepare(self, spec: AttentionSpec, inputs: Inputs) -> PreparedStep:
         blocks, offsets = np.divmod(inputs.slots, self.block_size)
         slots = (blocks * spec.kv_heads + np.arange(spec.kv_heads)[:, None]) * self.block_size + offsets
-        return self.tensor(slots.reshape(-1)), [self.gather(spec, span) for span in inputs.spans]
+        return self.tensor(slots.reshape(-1)), [
+            tile for span in inputs.spans for tile in self.tiles(spec, span)
+        ]
 
-    def gather(self, spec: AttentionSpec, span: Span) -> GatheredSpan:
-        blocks, tiles = (
-            self.decode_tile(spec, span) if span.count == 1 else (span.blocks, self.prompt_tiles(spec, span))
-        )
-        pages = blocks[:, None, :] * spec.kv_heads + np.arange(spec.kv_heads)[None, :, None]
-        return GatheredSpan(len(span.lengths), self.tensor(pages.reshape(-1)), tiles)
-
-    def decode_tile(self, spec: AttentionSpec, span: Span) -> tuple[Int64, list[QueryTile]]:
-        """One query a row, over the blocks that it sees."""
-        begins, ends = seen_keys(spec, span)
-        blocks, first = span.blocks, begins // self.block_size
-        if spec.window is not None or span.encoded is not None:
-            blocks = shifted(blocks, first, int((-(-ends // self.block_size) - first).max()))
-        length = blocks.shape[1] * self.block_size
-        positions = np.arange(length) + first[:, None] * self.block_size
-        hidden = (positions >= ends[:, None]) | (positions < begins[:, None])
-        distances = (span.lengths[:, None] - 1 - positions)[:, None]
-        bias = self.bias(hidden.repeat(spec.kv_heads, axis=0)[:, None], spec, distances)
-        return blocks, [QueryTile(span.begin, span.begin + len(span.lengths), 0, length, bias)]
-
-    def prompt_tiles(self, spec: AttentionSpec, span: Span) -> list[QueryTile]:
-        start, tiles = int(span.lengths[0]) - span.count, []
-        begins, ends = seen_keys(spec, span)
-        limits = last_seen(start, span) if spec.sees == PAST else np.full(span.count, ends[0] - 1)
+    def tiles(self, spec: AttentionSpec, span: Span) -> Iterator[Tile]:
+        """Yield the tiles of a span, which has one row or one query a row."""
+        queries = span.lengths[:, None] - span.count + np.arange(span.count)
+        hidden, last = seen_keys(spec, span, queries)
         for begin in range(0, span.count, TILE_QUERIES):
-            end = min(begin + TILE_QUERIES, span.count)
-            queries = np.arange(start + begin, start + end)[:, None]
-            seen_from = np.maximum(queries - (spec.window or queries[-1, 0] + 1), begins[0] - 1)
-            first = max(0, int(seen_from[0, 0]) + 1) // self.block_size * self.block_size
-            own = limits[begin:end, None]
-            last = -(-(int(own.max()) + 1) // self.block_size) * self.block_size
-            positions = np.arange(first, last)
-            hidden = (positions > own) | (positions <= seen_from)
-            tiles.append(
-                QueryTile(
-                    span.begin + begin,
-                    span.begin + end,
-                    first,
-                    last,
-                    self.bias(hidden[None], spec, (queries - positions)[None]),
-                )
-            )
-        return tiles
+            part = slice(begin, begin + TILE_QUERIES)
+            yield self.tile(spec, span, span.begin + begin, queries[:, part], hidden[:, part], last[:, part])
+
+    def tile(
+        self, spec: AttentionSpec, span: Span, begin: int, queries: Int64, hidden: Int64, last: Int64
+    ) -> Tile:
+        """queries int64 [rows, queries]: positions; of each the last key before those that it sees, and the
+        last that it sees
+        """
+        size, rows = self.block_size, len(queries)
+        first = (hidden.min(1) + 1) // size
+        blocks = shifted(span.blocks, first, int((last.max(1) // size - first).max()) + 1)
+        positions = (np.arange(blocks.shape[1] * size) + first[:, None] * size)[:, None]
+        is_hidden = (positions > last[..., None]) | (positions <= hidden[..., None])
+        is_hidden = is_hidden.repeat(spec.kv_heads if rows > 1 else 1, axis=0)
+        bias = self.bias(is_hidden, spec, queries[..., None] - positions)
+        pages = blocks[:, None] * spec.kv_heads + np.arange(spec.kv_heads)[:, None]
+        return Tile(begin, begin + queries.size, rows, self.tensor(pages.reshape(-1)), bias)
 
     def bias(self, hidden: Any, spec: AttentionSpec, distances: Int64) -> torch.Tensor:
         """hidden bool [rows * kv_heads or 1, queries, keys], distances [rows, queries, keys] from key to
@@ -162,29 +135,25 @@ class SdpaBackend(AttentionBackend):
     ) -> torch.Tensor:
         if module.spec.sees == WHOLE:
             return self.attend_whole(module.spec, query, key, value)
-        (slots, spans), spec = self.prepared[module.spec], module.spec
+        (slots, tiles), spec = self.prepared[module.spec], module.spec
         stores = (module.keys, key, module.key_scale), (module.values, value, module.value_scale)
         for cache, new, scale in stores if spec.sees == PAST else ():
             lines = to_kv(new.reshape(-1, new.shape[-1]), cache.dtype, scale)
             raw(cache).view(-1, new.shape[-1]).index_copy_(0, slots, raw(lines))
         outputs = []
-        for span in spans:
-            keys = self.pages(module.keys, span, spec.kv_heads, module.key_scale)
-            values = self.pages(module.values, span, spec.kv_heads, module.value_scale)
+        for tile in tiles:
+            keys = self.pages(module.keys, tile, spec.kv_heads, module.key_scale)
+            values = self.pages(module.values, tile, spec.kv_heads, module.value_scale)
             keys = torch.cat((values, keys), -1) if spec.latent else keys
-            for tile in span.tiles:
-                queries = queries_of(query, tile, span.rows, spec.kv_heads)
-                bias = of_heads(tile.bias, queries.shape[1])
-                scores = self.scores(queries, keys[:, tile.first : tile.last], bias, spec)
-                weights = (
-                    torch.softmax(scores, -1)
-                    if sinks is None
-                    else softmax_with_sinks(scores, sinks, span.rows, spec)
-                )
-                output = torch.bmm(weights, values[:, tile.first : tile.last])
-                outputs.append(
-                    output.view(span.rows, query.shape[1], -1, value.shape[-1]).transpose(1, 2).flatten(0, 1)
-                )
+            queries = queries_of(query, tile, spec.kv_heads)
+            scores = self.scores(queries, keys, of_heads(tile.bias, queries.shape[1]), spec)
+            weights = (
+                torch.softmax(scores, -1)
+                if sinks is None
+                else softmax_with_sinks(scores, sinks, tile.rows, spec)
+            )
+            output = torch.bmm(weights, values).view(tile.rows, query.shape[1], -1, value.shape[-1])
+            outputs.append(output.transpose(1, 2).flatten(0, 1))
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
 
     def attend_whole(
@@ -201,11 +170,11 @@ class SdpaBackend(AttentionBackend):
             begin = end
         return torch.cat(parts)[None]
 
-    def pages(self, cache: torch.Tensor, span: GatheredSpan, kv_heads: int, scale: float) -> torch.Tensor:
+    def pages(self, cache: torch.Tensor, tile: Tile, kv_heads: int, scale: float) -> torch.Tensor:
         """→ [rows * kv_heads, tokens, dim] of the model's dtype"""
         dim = cache.shape[-1]
-        gathered = raw(cache).view(-1, self.block_size * dim).index_select(0, span.pages)
-        return from_kv(gathered.view(cache.dtype), self.dtype, scale).view(span.rows * kv_heads, -1, dim)
+        gathered = raw(cache).view(-1, self.block_size * dim).index_select(0, tile.pages)
+        return from_kv(gathered.view(cache.dtype), self.dtype, scale).view(tile.rows * kv_heads, -1, dim)
 
     def scores(
         self, queries: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor, spec: AttentionSpec
@@ -238,14 +207,6 @@ def window_mask(length: int, window: int | None, device: torch.device) -> torch.
     return (places[:, None] - places).abs() < window
 
 
-def last_seen(start: int, span: Span) -> Int64:
-    """int64 [tokens]: the last position that each token of a prompt sees: its own, or its picture's last."""
-    limits = np.arange(start, start + span.count)
-    for first, end in span.pictures:
-        limits[max(0, first - start) : end - start] = end - 1
-    return limits
-
-
 def of_heads(bias: torch.Tensor, num_queries: int) -> torch.Tensor:
     """bias [any, queries, keys] of any dtype → the same for all heads of a group, whose queries stand one
     after the other: [any, num_queries, keys], or any one that is added alike. Made for one layer at a time:
@@ -263,17 +224,18 @@ def falls_of(spec: AttentionSpec, distances: Int64) -> npt.NDArray[np.float32]:
     return falls.reshape(len(distances) * spec.kv_heads, -1, distances.shape[-1])
 
 
-def seen_keys(spec: AttentionSpec, span: Span) -> tuple[Int64, Int64]:
-    """Where the keys of each row begin and end that the last token of the row sees, int64 [rows]. A row of
-    which nothing is encoded sees one key: a sum needs one.
+def seen_keys(spec: AttentionSpec, span: Span, queries: Int64) -> tuple[Int64, Int64]:
+    """The last key before those that each query sees, and the last that it sees, its own or its picture's:
+    int64 [rows, queries], as the queries' positions. A row of which nothing is encoded sees one key: a sum
+    needs one.
     """
-    nothing = np.zeros_like(span.lengths)
-    encoded = nothing if span.encoded is None else span.encoded
+    encoded = np.zeros_like(queries) if span.encoded is None else span.encoded[:, None] + 0 * queries
     if spec.sees == ENCODED:
-        return nothing, np.maximum(1, encoded)
-    if spec.window is None or span.count > 1:
-        return encoded, span.lengths
-    return np.maximum(encoded, span.lengths - spec.window), span.lengths
+        return np.full_like(queries, -1), np.maximum(0, encoded - 1)
+    last = queries.copy()
+    for first, end in span.pictures:
+        last[(first <= queries) & (queries < end)] = end - 1
+    return np.maximum(encoded - 1, queries - spec.window if spec.window else -1), last
 
 
 def biases_of(table: npt.NDArray[np.float32], distances: Int64) -> npt.NDArray[np.float32]:
@@ -291,13 +253,13 @@ def shifted(blocks: Int64, first: Int64, width: int) -> Int64:
     return np.where(index < blocks.shape[1], found, 0)
 
 
-def queries_of(query: torch.Tensor, tile: QueryTile, rows: int, kv_heads: int) -> torch.Tensor:
+def queries_of(query: torch.Tensor, tile: Tile, kv_heads: int) -> torch.Tensor:
     """query [1, heads, tokens, key_dim] → [rows * kv_heads, group * queries of a row, key_dim], the same
     dtype
     """
     heads, dim = query.shape[1], query.shape[3]
-    queries = query[0, :, tile.begin : tile.end].view(heads, rows, -1, dim).transpose(0, 1)
-    return queries.reshape(rows * kv_heads, -1, dim)
+    queries = query[0, :, tile.begin : tile.end].view(heads, tile.rows, -1, dim).transpose(0, 1)
+    return queries.reshape(tile.rows * kv_heads, -1, dim)
 
 
 def softmax_with_sinks(
