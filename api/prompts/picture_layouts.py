@@ -6,8 +6,7 @@ picture at them. Each family of models has a layout; `read_layout` reads that of
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,33 +16,6 @@ from common.messages.request import Picture
 from common.model_files import added_tokens, read_json
 from common.pictures import PictureError, Size
 from common.settings.settings import SettingError
-
-
-@dataclass(frozen=True, slots=True)
-class PictureLayout:
-    """How the pictures of one model stand in its prompts.
-
-    Attributes:
-        placeholder: text of the placeholder's token.
-        placeholder_id: its id.
-    """
-
-    placeholder: str
-    placeholder_id: int
-
-    @property
-    def marker(self) -> str:
-        """The text that stands for a picture until it is expanded; chat templates write it."""
-        return self.placeholder
-
-    @property
-    def inline(self) -> str:
-        """The text that stands for a picture in a prompt without a chat template; it has one marker."""
-        return self.placeholder
-
-    def picture_text(self, size: Size, num_pictures: int) -> str:
-        """What stands for a picture in a prompt that has `num_pictures`. Raises PictureError."""
-        raise NotImplementedError
 
 
 class PictureFiles(NamedTuple):
@@ -59,6 +31,25 @@ class PictureFiles(NamedTuple):
     images: Mapping[str, Any]
     processor: Mapping[str, Any]
     names: Mapping[str, str]
+
+
+class PictureLayout:
+    """How the pictures of one model stand in its prompts.
+
+    Attributes:
+        placeholder: text of the placeholder's token.
+        placeholder_id: its id.
+        marker: the text that stands for a picture until it is expanded; chat templates write it.
+        inline: the text that stands for a picture in a prompt without a chat template; it has one marker.
+    """
+
+    def __init__(self, files: PictureFiles) -> None:
+        self.placeholder, self.placeholder_id = files.placeholder
+        self.marker = self.inline = self.placeholder
+
+    def picture_text(self, size: Size, num_pictures: int) -> str:
+        """What stands for a picture in a prompt that has `num_pictures`. Raises PictureError."""
+        raise NotImplementedError
 
 
 def expanded(text: str, marker: str, pictures: Sequence[str]) -> str:
@@ -91,7 +82,6 @@ MAX_TILE_EDGE = 364
 """Of configs that do not say."""
 
 
-@dataclass(frozen=True, slots=True)
 class TiledLayout(PictureLayout):
     """Idefics3's layout.
 
@@ -102,12 +92,16 @@ class TiledLayout(PictureLayout):
         splits: whether pictures are cut into tiles.
     """
 
-    around: str
-    whole: str
-    tokens_per_tile: int
-    longest_edge: int | None
-    tile_edge: int
-    splits: bool
+    def __init__(self, files: PictureFiles) -> None:
+        super().__init__(files)
+        self.around = files.names.get("fake_image_token", "<fake_token_around_image>")
+        self.whole = files.names.get("global_image_token", "<global-img>")
+        self.tokens_per_tile: int = files.processor.get("image_seq_len", 169)
+        size = files.images.get("size") or {"longest_edge": 4 * MAX_TILE_EDGE}
+        self.longest_edge: int | None = size["longest_edge"] if files.images.get("do_resize", True) else None
+        tile = files.images.get("max_image_size") or {"longest_edge": MAX_TILE_EDGE}
+        self.tile_edge: int = tile["longest_edge"]
+        self.splits: bool = files.images.get("do_image_splitting", True)
 
     def picture_text(self, size: Size, num_pictures: int) -> str:
         rows, columns = self.tiles(size)
@@ -161,25 +155,10 @@ def to_whole_tiles(size: Size, edge: int) -> Size:
     return height, width
 
 
-def tiled_layout(files: PictureFiles) -> TiledLayout:
-    does_resize = files.images.get("do_resize", True)
-    size = files.images.get("size") or {"longest_edge": 4 * MAX_TILE_EDGE}
-    return TiledLayout(
-        *files.placeholder,
-        around=files.names.get("fake_image_token", "<fake_token_around_image>"),
-        whole=files.names.get("global_image_token", "<global-img>"),
-        tokens_per_tile=files.processor.get("image_seq_len", 169),
-        longest_edge=size["longest_edge"] if does_resize else None,
-        tile_edge=(files.images.get("max_image_size") or {"longest_edge": MAX_TILE_EDGE})["longest_edge"],
-        splits=files.images.get("do_image_splitting", True),
-    )
-
-
 Grid = tuple[int, int]
 """Columns and rows of tiles."""
 
 
-@dataclass(frozen=True, slots=True)
 class CanvasLayout(PictureLayout):
     """InternVL's layout.
 
@@ -188,16 +167,16 @@ class CanvasLayout(PictureLayout):
         min_tiles, max_tiles: of a picture, without the one that shows it whole.
     """
 
-    begin: str
-    end: str
-    tokens_per_tile: int
-    tile: Size
-    min_tiles: int
-    max_tiles: int
-
-    @property
-    def inline(self) -> str:
-        return f"{self.placeholder}\n"
+    def __init__(self, files: PictureFiles) -> None:
+        super().__init__(files)
+        self.inline = f"{self.placeholder}\n"
+        self.begin = files.names.get("start_image_token", "<img>")
+        self.end = files.names.get("end_image_token", "</img>")
+        self.tokens_per_tile: int = files.processor.get("image_seq_length", 256)
+        size = files.images.get("size") or {"height": 384, "width": 384}
+        self.tile: Size = (size["height"], size["width"])
+        self.min_tiles: int = files.images.get("min_patches", 1)
+        self.max_tiles: int = files.images.get("max_patches", 12)
 
     def picture_text(self, size: Size, num_pictures: int) -> str:
         return f"{self.begin}{self.placeholder * (self.num_tiles(size) * self.tokens_per_tile)}{self.end}"
@@ -231,23 +210,9 @@ def best_grid(size: Size, tile: Size, candidates: list[Grid]) -> Grid:
     return best
 
 
-def canvas_layout(files: PictureFiles) -> CanvasLayout:
-    size = files.images.get("size") or {"height": 384, "width": 384}
-    return CanvasLayout(
-        *files.placeholder,
-        begin=files.names.get("start_image_token", "<img>"),
-        end=files.names.get("end_image_token", "</img>"),
-        tokens_per_tile=files.processor.get("image_seq_length", 256),
-        tile=(size["height"], size["width"]),
-        min_tiles=files.images.get("min_patches", 1),
-        max_tiles=files.images.get("max_patches", 12),
-    )
-
-
 DEFAULT_EDGES = range(384, 2305, 384)
 
 
-@dataclass(frozen=True, slots=True)
 class GridLayout(PictureLayout):
     """LLaVA-OneVision's layout ("anyres").
 
@@ -259,11 +224,18 @@ class GridLayout(PictureLayout):
         num_dropped: of the tile's first placeholders; 1 where the vision tower's class token is one.
     """
 
-    tokens_per_tile: int
-    tile: Size
-    resolutions: Sequence[Size]
-    max_tiles: int
-    num_dropped: int
+    def __init__(self, files: PictureFiles) -> None:
+        super().__init__(files)
+        size = files.images.get("size") or {"height": 384, "width": 384}
+        edge = size.get("shortest_edge")
+        self.tokens_per_tile: int = files.processor["num_image_tokens"]
+        self.tile: Size = (edge, edge) if edge else (size["height"], size["width"])
+        default = [(y, x) for y in DEFAULT_EDGES for x in DEFAULT_EDGES]
+        pinpoints = files.images.get("image_grid_pinpoints") or default
+        self.resolutions: Sequence[Size] = [(height, width) for height, width in pinpoints]
+        aspect = files.processor.get("vision_aspect_ratio") or "anyres_max_9"
+        self.max_tiles = int(aspect.removeprefix("anyres_max_"))
+        self.num_dropped = int(files.processor.get("vision_feature_select_strategy") == "default")
 
     def picture_text(self, size: Size, num_pictures: int) -> str:
         end_of_picture = 1  # the learned token that ends a row ends a picture that is seen whole only
@@ -298,29 +270,11 @@ def best_resolution(size: Size, resolutions: Sequence[Size]) -> Size:
     return max(resolutions, key=worth)
 
 
-def grid_layout(files: PictureFiles) -> GridLayout:
-    size = files.images.get("size") or {"height": 384, "width": 384}
-    edge = size.get("shortest_edge")
-    pinpoints = files.images.get("image_grid_pinpoints") or [
-        (y, x) for y in DEFAULT_EDGES for x in DEFAULT_EDGES
-    ]
-    aspect = files.processor.get("vision_aspect_ratio") or "anyres_max_9"
-    return GridLayout(
-        *files.placeholder,
-        tokens_per_tile=files.processor["num_image_tokens"],
-        tile=(edge, edge) if edge else (size["height"], size["width"]),
-        resolutions=[(height, width) for height, width in pinpoints],
-        max_tiles=int(aspect.removeprefix("anyres_max_")),
-        num_dropped=int(files.processor.get("vision_feature_select_strategy") == "default"),
-    )
-
-
 MAX_RATIO = 200
 MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 1280
 """Of configs that do not say."""
 
 
-@dataclass(frozen=True, slots=True)
 class PatchLayout(PictureLayout):
     """Qwen2-VL's layout.
 
@@ -329,15 +283,15 @@ class PatchLayout(PictureLayout):
         min_pixels, max_pixels: of a resized picture.
     """
 
-    begin: str
-    end: str
-    edge: int
-    min_pixels: int
-    max_pixels: int
-
-    @property
-    def inline(self) -> str:
-        return f"{self.begin}{self.placeholder}{self.end}"
+    def __init__(self, files: PictureFiles) -> None:
+        super().__init__(files)
+        begin = files.names.get("vision_start_token", "<|vision_start|>")
+        end = files.names.get("vision_end_token", "<|vision_end|>")
+        self.inline = f"{begin}{self.placeholder}{end}"
+        self.edge: int = files.images.get("patch_size", 14) * files.images.get("merge_size", 2)
+        size = {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS} | (files.images.get("size") or {})
+        self.min_pixels: int = files.images.get("min_pixels") or size["shortest_edge"]
+        self.max_pixels: int = files.images.get("max_pixels") or size["longest_edge"]
 
     def picture_text(self, size: Size, num_pictures: int) -> str:
         height, width = self.resized(size)
@@ -362,60 +316,32 @@ class PatchLayout(PictureLayout):
         return new
 
 
-def patch_layout(files: PictureFiles) -> PatchLayout:
-    size = {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS} | (files.images.get("size") or {})
-    return PatchLayout(
-        *files.placeholder,
-        begin=files.names.get("vision_start_token", "<|vision_start|>"),
-        end=files.names.get("vision_end_token", "<|vision_end|>"),
-        edge=files.images.get("patch_size", 14) * files.images.get("merge_size", 2),
-        min_pixels=files.images.get("min_pixels") or size["shortest_edge"],
-        max_pixels=files.images.get("max_pixels") or size["longest_edge"],
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class FixedLayout(PictureLayout):
-    """Gemma 3's layout: `begin` is the marker, too."""
+    """Gemma 3's layout: every picture has the same text, which begins with the marker."""
 
-    begin: str
-    end: str
-    num_placeholders: int
-
-    @property
-    def marker(self) -> str:
-        return self.begin
-
-    @property
-    def inline(self) -> str:
-        return self.begin
+    def __init__(self, files: PictureFiles) -> None:
+        super().__init__(files)
+        self.marker = self.inline = files.names.get("boi_token", "<start_of_image>")
+        end = files.names.get("eoi_token", "<end_of_image>")
+        placeholders = self.placeholder * files.processor.get("image_seq_length", 256)
+        self.text = f"\n\n{self.marker}{placeholders}{end}\n\n"
 
     def picture_text(self, size: Size, num_pictures: int) -> str:
-        return f"\n\n{self.begin}{self.placeholder * self.num_placeholders}{self.end}\n\n"
+        return self.text
 
 
-def fixed_layout(files: PictureFiles) -> FixedLayout:
-    return FixedLayout(
-        *files.placeholder,
-        begin=files.names.get("boi_token", "<start_of_image>"),
-        end=files.names.get("eoi_token", "<end_of_image>"),
-        num_placeholders=files.processor.get("image_seq_length", 256),
-    )
-
-
-MakeLayout = Callable[[PictureFiles], PictureLayout]
-FAMILIES: dict[str, tuple[MakeLayout, str]] = {
-    "idefics3": (tiled_layout, "<image>"),
-    "smolvlm": (tiled_layout, "<image>"),
-    "qwen2_vl": (patch_layout, "<|image_pad|>"),
-    "qwen2_5_vl": (patch_layout, "<|image_pad|>"),
-    "qwen3_vl": (patch_layout, "<|image_pad|>"),
-    "qwen3_vl_moe": (patch_layout, "<|image_pad|>"),
-    "llava_onevision": (grid_layout, "<image>"),
-    "internvl": (canvas_layout, "<IMG_CONTEXT>"),
-    "gemma3": (fixed_layout, "<image_soft_token>"),
+FAMILIES: dict[str, tuple[type[PictureLayout], str]] = {
+    "idefics3": (TiledLayout, "<image>"),
+    "smolvlm": (TiledLayout, "<image>"),
+    "qwen2_vl": (PatchLayout, "<|image_pad|>"),
+    "qwen2_5_vl": (PatchLayout, "<|image_pad|>"),
+    "qwen3_vl": (PatchLayout, "<|image_pad|>"),
+    "qwen3_vl_moe": (PatchLayout, "<|image_pad|>"),
+    "llava_onevision": (GridLayout, "<image>"),
+    "internvl": (CanvasLayout, "<IMG_CONTEXT>"),
+    "gemma3": (FixedLayout, "<image_soft_token>"),
 }
-"""Model type → what makes its layout, and the text of its placeholder where no file says its id."""
+"""Model type → its layout, and the text of its placeholder where no file says its id."""
 
 
 def read_layout(path: Path, tokenizer_path: Path | None = None) -> PictureLayout | None:
@@ -423,8 +349,8 @@ def read_layout(path: Path, tokenizer_path: Path | None = None) -> PictureLayout
     Raises SettingError for files that do not fit each other.
     """
     config = read_json(path / "config.json")
-    make_layout, text = FAMILIES.get(config.get("model_type", ""), (None, ""))
-    if make_layout is None:
+    layout, text = FAMILIES.get(config.get("model_type", ""), (None, ""))
+    if layout is None:
         return None
     processor = read_json(path / "processor_config.json")
     images = processor.get("image_processor") or read_json(path / "preprocessor_config.json")
@@ -436,7 +362,7 @@ def read_layout(path: Path, tokenizer_path: Path | None = None) -> PictureLayout
     names = token_texts({**named, **(extra if isinstance(extra, dict) else {})})
     placeholder = find_placeholder(config, names.get("image_token", text), own_path)
     try:
-        return make_layout(PictureFiles(placeholder, images, processor, names))
+        return layout(PictureFiles(placeholder, images, processor, names))
     except (KeyError, TypeError, ValueError) as error:
         raise SettingError("model_id", f"{path} has no usable config of pictures: {error!r:.200}") from error
 
