@@ -61,7 +61,7 @@ from api.protocols.stored_responses import router as stored_responses
 from api.protocols.table import hint, make_router, protocol_at
 from api.protocols.tgi import info_router as info
 from api.requests.metrics import count_error
-from api.requests.pool import Pool, load_tokenizer
+from api.requests.pool import Pool
 from api.requests.registry import PoolRegistry
 from api.resume.attach import Admitted, ask_broker
 from api.resume.rest import check_repeated, replay, resume_posts
@@ -284,7 +284,7 @@ def main() -> None:
         settings = Settings.read([])
         configure_process(own, settings)
         with exporting_spans(settings, own.incarnation):
-            serve(settings, own.incarnation, preloaded or load_tokenizer(settings))
+            serve(settings, own.incarnation, preloaded or ModelTokenizer(settings))
 
 
 def preload() -> ModelTokenizer:
@@ -292,7 +292,7 @@ def preload() -> ModelTokenizer:
     launch.die_with_parent()
     settings = Settings.read([])
     logs.set_up(PRELOADED, settings.log_level, settings.json_output)
-    tokenizer = load_tokenizer(settings)
+    tokenizer = ModelTokenizer(settings)
     setproctitle.setproctitle(f"tokenfleet {PRELOADED}")
     wait_for_place()
     return tokenizer

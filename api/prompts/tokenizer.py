@@ -7,10 +7,10 @@ tokenizing it.
 
 import asyncio
 import json
-from collections import deque
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,17 +20,18 @@ from tokenizers.models import BPE
 
 from api.event_loop import LONG_SIZE
 from api.prompts.chat_template import ChatTemplate, ControlTexts, PlainCopy, Rendered, control_texts
-from api.prompts.picture_layouts import PictureLayout, read_layout
+from api.prompts.picture_layouts import read_layout
 from common import model_files
 from common.process.machine import num_cores, return_memory
-
-MAX_TOKENIZED_BYTES = 4_000_000
-"""Text that a gateway tokenizes at once; more waits, and a text that is longer goes alone."""
+from common.settings.ranges import RANGES, read_defaults
+from common.settings.settings import SettingError, Settings
 
 Result = TypeVar("Result")
 
 SHORT_BYTES = 2**16
-"""Texts up to this size have a lane of their own: they do not wait for long ones, which take seconds."""
+"""Texts up to this size do not wait for long ones, which take seconds."""
+MAX_LONG = 2
+"""Long texts that a gateway tokenizes at once, first come, first served."""
 SHRINKS = {"Prepend": 1, "NFC": 4}
 """Normalizers → the most characters that become one; 4 is Unicode's longest composition."""
 SPLITTERS = ("ByteLevel", "Metaspace", "Digits", "Punctuation")
@@ -47,63 +48,18 @@ BYTE_LEVEL = {chr(number): number for number in PRINTABLE} | {
 # --- budget -------------------------------------------------------------------------------------------------
 
 
-class Lane:
-    """Room for `max_texts` texts, and `max_bytes` of them, that are tokenized at once; first come, first
-    served. A larger text takes all the bytes.
-    """
-
-    def __init__(self, max_bytes: int, max_texts: int) -> None:
-        self.max_bytes = max_bytes
-        self.max_texts = max_texts
-        self.num_bytes = 0
-        self.num_texts = 0
-        self.waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
-
-    async def acquire(self, size: int) -> int:
-        """Wait for room, and return the bytes taken: `release` gives them back."""
-        size = min(size, self.max_bytes)
-        turn = asyncio.get_running_loop().create_future()
-        self.waiting.append((size, turn))
-        self.start_next()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.cancelled():
-                self.waiting.remove((size, turn))
-                self.start_next()
-            else:
-                self.release(size)
-            raise
-        return size
-
-    def release(self, size: int) -> None:
-        self.num_bytes -= size
-        self.num_texts -= 1
-        self.start_next()
-
-    def start_next(self) -> None:
-        while self.waiting and self.has_room(self.waiting[0][0]):
-            size, turn = self.waiting.popleft()
-            self.num_bytes += size
-            self.num_texts += 1
-            turn.set_result(None)
-
-    def has_room(self, size: int) -> bool:
-        return self.num_texts < self.max_texts and self.num_bytes + size <= self.max_bytes
-
-
 class TextBudget:
-    """Runs work on texts: up to LONG_SIZE at once, longer work in a thread when its lane has room.
+    """Runs work on texts: up to LONG_SIZE at once, longer work in a thread.
 
     Attributes:
-        num_threads: how many threads there are. Texts of the long lane leave one of them to the short lane,
-            unless there is only one.
+        num_threads: how many threads there are.
+        long: room for MAX_LONG texts beyond SHORT_BYTES; one thread is left to short ones, if there are
+            several.
     """
 
-    def __init__(self, max_bytes: int = MAX_TOKENIZED_BYTES, num_threads: int | None = None) -> None:
+    def __init__(self, num_threads: int | None = None) -> None:
         self.num_threads = num_threads or num_cores() + 1
-        self.short = Lane(max_bytes // 4, self.num_threads)
-        self.long = Lane(max_bytes - max_bytes // 4, max(1, self.num_threads - 1))
+        self.long = asyncio.Semaphore(max(1, min(MAX_LONG, self.num_threads - 1)))
         self.threads = ThreadPoolExecutor(self.num_threads, thread_name_prefix="tokenize")
 
     async def run(self, size: int, work: Callable[[], Result]) -> Result:
@@ -112,12 +68,12 @@ class TextBudget:
         """
         if size < LONG_SIZE:
             return work()
-        is_short = size <= SHORT_BYTES
-        lane = self.short if is_short else self.long
-        taken = await lane.acquire(size)
         loop = asyncio.get_running_loop()
-        thread = loop.run_in_executor(self.threads, work if is_short else then_trimmed(work))
-        thread.add_done_callback(lambda _: lane.release(taken))
+        if size <= SHORT_BYTES:
+            return await loop.run_in_executor(self.threads, work)
+        await self.long.acquire()
+        thread = loop.run_in_executor(self.threads, then_trimmed(work))
+        thread.add_done_callback(lambda _: self.long.release())
         return await asyncio.shield(thread)
 
 
@@ -224,7 +180,6 @@ def shrink_of(normalizer: Mapping[str, Any]) -> int | None:
 # --- tokenizer ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class ModelTokenizer:
     """A model's tokenizer, its special ids and its chat template; for grammars it is the vocabulary.
 
@@ -242,55 +197,30 @@ class ModelTokenizer:
         pictures: how pictures stand in prompts; None for models that see none.
     """
 
-    backend: Tokenizer
-    special_ids: frozenset[int]
-    ending_ids: frozenset[int]
-    controls: ControlTexts
-    plain: Callable[[], PlainCopy]
-    chat_template: ChatTemplate | None = None
-    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
-    budget: TextBudget = field(default_factory=TextBudget)
-    bound: TextBound | None = None
-    starting_ids: Sequence[int] = ()
-    pictures: PictureLayout | None = None
-
-    @classmethod
-    def load(
-        cls,
-        path: Path,
-        tokenizer_path: Path | None = None,
-        tokenizer_config_path: str | None = None,
-        chat_template_path: str | None = None,
-        sampling_defaults: Mapping[str, Any] | None = None,
-        budget: TextBudget | None = None,
-        control_tokens_in_messages: bool = False,
-    ) -> "ModelTokenizer":
-        """Load the tokenizer of the model in the directory `path`, from `tokenizer_path` if it is another
-        one. Raises SettingError.
-        """
-        own_path = tokenizer_path or path
+    def __init__(self, settings: Settings, budget: TextBudget | None = None) -> None:
+        """Load the tokenizer of the settings' model. Raises SettingError."""
+        # A gateway tokenises one prompt at a time: a thread pool would only cost.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        path = model_files.resolve(settings.model_id, settings.revision, dtype=settings.dtype)
+        own_path = model_files.find_tokenizer(settings.tokenizer_name, path, dtype=settings.dtype)
         setting = "model_id" if own_path == path else "tokenizer_name"
-        tokenizer = model_files.read_tokenizer(own_path, setting)
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        special_ids = model_files.special_ids(own_path)
-        pictures = read_layout(path, own_path)
-        inline = pictures.inline if pictures else None
-        chat_template = ChatTemplate.load(own_path, tokenizer_config_path, chat_template_path, inline)
-        ending_ids = frozenset(model_files.eos_ids(path, own_path))
-        return cls(
-            backend=tokenizer,
-            special_ids=special_ids,
-            ending_ids=ending_ids,
-            controls=ControlTexts() if control_tokens_in_messages else control_texts(tokenizer),
-            plain=cache(lambda: PlainCopy(tokenizer)),
-            chat_template=chat_template,
-            sampling_defaults=sampling_defaults or {},
-            budget=budget or TextBudget(),
-            bound=text_bound(tokenizer),
-            starting_ids=model_files.starting_ids(path),
-            pictures=pictures,
+        self.backend = backend = model_files.read_tokenizer(own_path, setting)
+        backend.no_truncation()
+        backend.no_padding()
+        self.special_ids = model_files.special_ids(own_path)
+        self.ending_ids = frozenset(model_files.eos_ids(path, own_path))
+        self.controls = ControlTexts() if settings.control_tokens_in_messages else control_texts(backend)
+        self.plain = cache(lambda: PlainCopy(backend))
+        self.pictures = read_layout(path, own_path)
+        inline = self.pictures.inline if self.pictures else None
+        self.chat_template = ChatTemplate.load(
+            own_path, settings.tokenizer_config_path, settings.chat_template, inline
         )
+        self.sampling_defaults = load_sampling_defaults(path, settings)
+        self.budget = budget or TextBudget(settings.validation_workers)
+        self.bound = text_bound(backend)
+        self.starting_ids = model_files.starting_ids(path)
+        return_memory()
 
     @property
     def size(self) -> int:
@@ -314,9 +244,7 @@ class ModelTokenizer:
         return str(self.backend.decode(ids, skip_special_tokens=False))
 
     async def run(self, prompt: Rendered, work: Callable[[], Result]) -> Result:
-        """The result of work that tokenizes a prompt, or its exception; a long prompt's runs in a thread when
-        the budget has room for it.
-        """
+        """The result of work that tokenizes a prompt, or its exception; as the budget runs it."""
         if prompt.guard:
             await asyncio.to_thread(self.plain)
         return await self.budget.run(utf8_size(prompt.text), work)
@@ -355,3 +283,17 @@ class ModelTokenizer:
         """Ids of a word at the start of a text and after a space; each spelling once."""
         found = [self.encode(text, add_special_tokens=False) for text in (word.lstrip(), f" {word.lstrip()}")]
         return [ids for i, ids in enumerate(found) if ids and ids not in found[:i]]
+
+
+def load_sampling_defaults(path: Path, settings: Settings) -> dict[str, Any]:
+    """The sampling values of /v1 for the model in the directory `path`, as GENERATION_CONFIG,
+    OVERRIDE_GENERATION_CONFIG and LOGPROBS_MODE say. Raises SettingError.
+    """
+    given = settings.generation_config
+    directory = path if given == "auto" else Path(given).expanduser()
+    file = directory / "generation_config.json"
+    if given not in ("auto", "vllm") and not file.is_file():
+        raise SettingError("generation_config", f"{file} does not exist")
+    found = {} if given == "vllm" else model_files.read_json(file)
+    defaults = read_defaults("generation_config", {name: found.get(name) for name in RANGES})
+    return defaults | settings.sampling_overrides | {"logprobs_mode": settings.logprobs_mode}

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -39,12 +38,11 @@ from api.event_loop import attempt, background_task, retry_forever
 from api.http.auth import KeyRing
 from api.http.body import Repeated
 from api.prompts.pictures import PicturePrompts
-from api.prompts.tokenizer import ModelTokenizer, TextBudget
+from api.prompts.tokenizer import ModelTokenizer
 from api.requests import metrics, request_scripts
 from api.requests.metrics import seconds_to_next_month
 from api.requests.monitors import AdapterMonitor, BatcherMonitor, WorkerMonitor
 from api.requests.request_scripts import AdmitReply, KeyCharge, LeftOfRates, address, cancel_request
-from api.requests.validate import load_sampling_defaults
 from api.streams.relay import Relay
 from api.streams.stream import Stream, new_stream
 from common import model_files
@@ -56,7 +54,6 @@ from common.messages.codec import decode, encode
 from common.messages.request import Generate
 from common.model_files import context_length
 from common.pooling import read_pooling
-from common.process.machine import return_memory
 from common.settings.settings import SettingError, Settings
 
 log = logging.getLogger(__name__)
@@ -570,27 +567,6 @@ def check_key_use(key: ApiKey | None, settings: Settings, target: Target) -> Non
         if not may:
             text = f"The API key {key.key_id} may not use the {what}"
             raise ApiError(403, "forbidden", text, "model")
-
-
-# --- model --------------------------------------------------------------------------------------------------
-
-
-def load_tokenizer(settings: Settings, budget: TextBudget | None = None) -> ModelTokenizer:
-    """The tokenizer of the settings' model; with `budget`, it shares that of others. Raises SettingError."""
-    # A gateway tokenises one prompt at a time: a thread pool would only cost.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    path = model_files.resolve(settings.model_id, settings.revision, dtype=settings.dtype)
-    tokenizer = ModelTokenizer.load(
-        path,
-        model_files.find_tokenizer(settings.tokenizer_name, path, dtype=settings.dtype),
-        settings.tokenizer_config_path,
-        settings.chat_template,
-        load_sampling_defaults(path, settings),
-        budget or TextBudget(num_threads=settings.validation_workers),
-        settings.control_tokens_in_messages,
-    )
-    return_memory()
-    return tokenizer
 
 
 # --- formats of answers -------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from api.errors import LOADING_S, cut, invalid, model_not_found, quoted, unavailable
+from api.prompts.tokenizer import ModelTokenizer
 from api.requests.monitors import Monitor
-from api.requests.pool import Pool, Target, is_named, load_tokenizer, names_own
+from api.requests.pool import Pool, Target, is_named, names_own
 from common.broker.client import broker_url
 from common.broker.directory import (
     DATABASE,
@@ -259,7 +260,7 @@ class PoolRegistry:
             own = self.own.settings
             try:
                 settings = foreign_settings(own, name, entry) if entry else own.of_pool(name)
-                tokenizer = await asyncio.to_thread(load_tokenizer, settings, self.own.tokenizer.budget)
+                tokenizer = await asyncio.to_thread(ModelTokenizer, settings, self.own.tokenizer.budget)
             except SettingError as error:
                 raise unavailable(f"pool {name}: {error}") from error
             stack = contextlib.AsyncExitStack()

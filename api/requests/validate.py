@@ -5,7 +5,6 @@ are refused by the name of the field at fault. What cannot stand beside a beam s
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -20,9 +19,8 @@ from api.prompts.tokenizer import ModelTokenizer
 from common import tracing
 from common.messages.records import group_room, pack_ids
 from common.messages.request import BeamParams, Generate, LogitsParams, SamplingParams, StoppingParams
-from common.model_files import read_json
-from common.settings.ranges import RANGES, Range, read_defaults
-from common.settings.settings import SettingError, Settings
+from common.settings.ranges import Range
+from common.settings.settings import Settings
 
 MAX_BEAM_WIDTH = 8
 
@@ -185,20 +183,6 @@ def sampling_params(params: GenerationParams, tokenizer: ModelTokenizer) -> Samp
         return sampling
     greedy = replace(sampling, **{name: getattr(GREEDY, name) for name in DRAW_ONLY})
     return None if replace(greedy, raw_logprobs=False) == GREEDY else greedy
-
-
-def load_sampling_defaults(path: Path, settings: Settings) -> dict[str, Any]:
-    """The sampling values of /v1 for the model in the directory `path`, as GENERATION_CONFIG,
-    OVERRIDE_GENERATION_CONFIG and LOGPROBS_MODE say. Raises SettingError.
-    """
-    given = settings.generation_config
-    directory = path if given == "auto" else Path(given).expanduser()
-    file = directory / "generation_config.json"
-    if given not in ("auto", "vllm") and not file.is_file():
-        raise SettingError("generation_config", f"{file} does not exist")
-    found = {} if given == "vllm" else read_json(file)
-    defaults = read_defaults("generation_config", {name: found.get(name) for name in RANGES})
-    return defaults | settings.sampling_overrides | {"logprobs_mode": settings.logprobs_mode}
 
 
 MAX_LOGITS_BYTES = 64 * 2**20

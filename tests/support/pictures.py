@@ -18,6 +18,7 @@ from api.app import Gateway
 from api.prompts.tokenizer import ModelTokenizer
 from common.messages.request import Generate
 from common.pictures import Size
+from common.settings.settings import Settings
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer, FakeWorker
 
@@ -47,7 +48,8 @@ def showing(
     url: str, folder: Path, answer: Answer | Callable[[Generate], Answer], sees: bool = True, **settings: Any
 ) -> AbstractAsyncContextManager[tuple[FakeWorker, Gateway, httpx.AsyncClient]]:
     """A worker that gives this answer, and a gateway with the tokenizer in a folder."""
-    return answering(url, answer, tokenizer=ModelTokenizer.load(folder), sees=sees, **settings)
+    tokenizer = ModelTokenizer(Settings(model_id=str(folder), **settings))
+    return answering(url, answer, tokenizer=tokenizer, sees=sees, **settings)
 
 
 # --- processors ---------------------------------------------------------------------------------------------

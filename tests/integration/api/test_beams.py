@@ -3,7 +3,6 @@ what is refused.
 """
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ from tests.support.answers import (
 )
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.tokenizer import ids
+from tests.support.tokenizer import ids, tokenizer_with
 
 PATH = "/v1/completions"
 BEAMS = {"beam_width": 4, "stop": ["zzz"]}
@@ -174,7 +173,7 @@ async def test_another_gateway_goes_on_with_the_next_sequence(broker: Broker) ->
 async def test_a_model_s_own_defaults_do_not_forbid_a_search(broker: Broker) -> None:
     defaults = {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.5}
     async with answering(broker.url, ANSWER) as (worker, gateway, client):
-        gateway.pool.tokenizer = replace(gateway.pool.tokenizer, sampling_defaults=defaults)
+        gateway.pool.tokenizer = tokenizer_with(sampling_defaults=defaults)
         response = await client.post(PATH, json={"prompt": "Hi"} | BEAMS)
     assert response.status_code == 200, response.text
     sampling = worker.seen[0].sampling

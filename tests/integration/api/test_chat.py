@@ -12,8 +12,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from api.prompts.chat_template import ChatTemplate
+from api.prompts.tokenizer import ModelTokenizer
 from api.protocols.protocol import FINGERPRINT
-from api.requests.pool import load_tokenizer
 from common.messages.records import unpack_ids
 from common.messages.request import SamplingParams, StoppingParams
 from common.settings.settings import Settings
@@ -330,7 +330,7 @@ async def test_a_model_without_a_template_refuses_chats(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with answering(broker.url, Answer(ids("x"))) as (_, _, client):
-        monkeypatch.setattr(type(model_tokenizer()), "chat_template", None)
+        monkeypatch.setattr(model_tokenizer(), "chat_template", None)
         response = await client.post(CHAT_PATH, json=CHAT)
     assert response.status_code == 400
     error = response.json()["error"]
@@ -411,7 +411,7 @@ async def prompt_of(client: httpx.AsyncClient, worker: Any, path: str, body: dic
 def settings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param:
         own = ChatTemplate(request.param, {})
-        monkeypatch.setattr(type(model_tokenizer()), "chat_template", own)
+        monkeypatch.setattr(model_tokenizer(), "chat_template", own)
 
 
 @pytest.mark.usefixtures("settings")
@@ -459,5 +459,5 @@ async def test_raw_prompts_stay_raw(broker: Broker) -> None:
 
 def test_a_setting_restores_the_old_way() -> None:
     for allowed in (False, True):
-        controls = load_tokenizer(Settings(control_tokens_in_messages=allowed)).controls
+        controls = ModelTokenizer(Settings(control_tokens_in_messages=allowed)).controls
         assert (controls.guard_for([INJECTED], "") is None) == allowed

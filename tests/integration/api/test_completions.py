@@ -3,7 +3,6 @@ model's own sampling values, which are the defaults of requests on /v1 and of no
 """
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from deploy.launcher.embedded_broker import Broker
 from tests.support.answers import CHAT, frames, logprobs, streamed
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.tokenizer import TOKENIZER, ids
+from tests.support.tokenizer import TOKENIZER, ids, tokenizer_with
 from tests.support.waiting import wait_until
 
 PATH = "/v1/completions"
@@ -260,7 +259,7 @@ ROUTES: list[tuple[str, dict[str, Any], str]] = [
 
 async def test_a_request_without_values_gets_the_model_s(broker: Broker) -> None:
     async with answering(broker.url, Answer([11])) as (worker, gateway, client):
-        gateway.pool.tokenizer = replace(gateway.pool.tokenizer, sampling_defaults=DEFAULTS)
+        gateway.pool.tokenizer = tokenizer_with(sampling_defaults=DEFAULTS)
 
         async def seen(path: str, body: dict[str, Any]) -> tuple[Any, int]:
             assert (await client.post(path, json=body)).status_code == 200

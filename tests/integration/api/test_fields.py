@@ -17,11 +17,12 @@ from openai.types.chat import completion_create_params as chat_create_params
 from api.http import body as bodies
 from api.http.body import LABELS
 from api.models import STARTED_S
+from api.prompts.tokenizer import MAX_LONG, SHORT_BYTES, TextBudget
 from api.protocols.openai_bodies import UNSUPPORTED, ChatRequest, CompletionRequest
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.tokenizer import ids
+from tests.support.tokenizer import ids, tokenizer_with
 from tests.support.waiting import wait_until
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -235,18 +236,20 @@ async def test_every_route_that_tokenizes_waits_for_room(
 ) -> None:
     """Short texts meanwhile do not wait."""
     async with answering(broker.url, Answer([11])) as (_, gateway, short_client):
-        budget, end = gateway.pool.tokenizer.budget, threading.Event()
-        occupied = asyncio.create_task(budget.run(budget.long.max_bytes, end.wait))
+        budget = TextBudget(MAX_LONG + 1)
+        gateway.pool.tokenizer = tokenizer_with(budget=budget)
+        end = threading.Event()
+        occupied = [asyncio.create_task(budget.run(2 * SHORT_BYTES, end.wait)) for _ in range(MAX_LONG)]
         try:
+            await wait_until(budget.long.locked)
             waiting = asyncio.create_task(short_client.post(path, json=body))
-            await wait_until(lambda: budget.long.waiting)
             for _ in range(3):
                 assert (await short_client.post("/tokenize", json={"inputs": "a " * 5000})).status_code == 200
             assert not waiting.done()
         finally:
             end.set()
-        assert (await waiting).status_code == 200 and await occupied
-        assert budget.long.num_bytes == 0
+        assert (await waiting).status_code == 200 and all(await asyncio.gather(*occupied))
+        await wait_until(lambda: not budget.long.locked())
 
 
 MANY_X = "x" * 300_000

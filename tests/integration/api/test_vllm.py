@@ -4,7 +4,6 @@
 Logits in answers: their rows, as base64; what is refused, lost and left behind.
 """
 
-from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -17,7 +16,7 @@ from deploy.launcher.embedded_broker import Broker
 from tests.support.answers import CHAT, CHAT_PATH, frames, logprobs, positions, streamed
 from tests.support.fleet.gateways import answering, nothing_left, serving
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.tokenizer import IM_END, TOKENIZER, ids
+from tests.support.tokenizer import IM_END, TOKENIZER, ids, tokenizer_with
 from tests.support.waiting import wait_until
 
 PATH = "/v1/completions"
@@ -316,7 +315,7 @@ async def test_log_probabilities_are_of_the_mode_that_is_asked_for(broker: Broke
     mode = {"logprobs_mode": "processed_logits"}
     async with answering(broker.url, Answer([4])) as (worker, gateway, client):
         defaults = {"logprobs_mode": "raw_logits"}
-        gateway.pool.tokenizer = replace(gateway.pool.tokenizer, sampling_defaults=defaults)
+        gateway.pool.tokenizer = tokenizer_with(sampling_defaults=defaults)
         for more in ({}, mode, {"logprobs_mode": "raw_logprobs"}):
             await client.post(PATH, json={"prompt": "a", "temperature": 0.5} | more)
         await client.post(PATH, json={"prompt": "a", "temperature": 0})

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from api.app import Gateway
-from api.requests.pool import load_tokenizer
+from api.prompts.tokenizer import ModelTokenizer
 from common.messages.records import pack_floats, unpack_ids
 from common.messages.request import Generate
 from common.settings.settings import Settings
@@ -53,7 +53,7 @@ async def pooling_gateway(
 ) -> AsyncIterator[tuple[VectorWorker, Gateway, httpx.AsyncClient]]:
     """A worker of this model, which lies in the folder, a gateway that is ready, and a client."""
     known = {"model_id": str(folder), "served_model_name": ("tiny",), "pool": pool, **settings}
-    tokenizer = load_tokenizer(Settings(**known))
+    tokenizer = ModelTokenizer(Settings(**known))
     async with (
         at_work(VectorWorker(url, tokenizer.backend, model, pooling, pool)) as worker,
         serving(url, tokenizer=tokenizer, **known) as (gateway, client),

@@ -410,15 +410,12 @@ def test_ids_of_this_repository_s_texts_are_the_same() -> None:
 
 # --- tokenizer ----------------------------------------------------------------------------------------------
 
-MAX_BYTES = 8 * SHORT_BYTES
-"""Of these the lane of short texts has a quarter."""
-
 
 class Works:
     """Works that end when they are told to."""
 
     def __init__(self, num_threads: int = 8) -> None:
-        self.budget = TextBudget(MAX_BYTES, num_threads)
+        self.budget = TextBudget(num_threads)
         self.running: list[str] = []
         self.ends: dict[str, threading.Event] = {}
         self.tasks: dict[str, asyncio.Task[str]] = {}
@@ -450,39 +447,35 @@ async def works() -> AsyncIterator[Works]:
     await asyncio.gather(*works.tasks.values(), return_exceptions=True)
 
 
-async def test_texts_wait_in_order_and_one_larger_than_all_goes_alone(works: Works) -> None:
-    sizes: dict[str, Any] = {"a": 3, "b": 3, "huge": 50, "c": 2}
-    for name, units in sizes.items():
-        works.start(name, units * SHORT_BYTES)
+LONG = 2 * SHORT_BYTES
+
+
+async def test_two_long_texts_at_a_time_and_the_others_in_order(works: Works) -> None:
+    for name in ("a", "b", "c", "d"):
+        works.start(name, LONG)
     await works.until("a", "b")
     await works.end("a")
-    await works.until("b")  # there is room for `c`, but it came after `huge`
-    await works.end("b")
-    await works.until("huge")
-    await works.end("huge")
-    await works.until("c")
-    assert await works.end("c") == "c"
-    assert works.budget.long.num_bytes == 0
+    await works.until("b", "c")
+    await works.end("c")
+    await works.until("b", "d")
 
 
-async def test_short_texts_have_a_lane_of_their_own(works: Works) -> None:
-    works.start("huge", 50 * SHORT_BYTES)
-    works.start("next", 50 * SHORT_BYTES)
+async def test_short_texts_do_not_wait_for_long_ones(works: Works) -> None:
+    for name in ("long", "next", "last"):
+        works.start(name, LONG)
     for name in ("a", "b", "c"):
         works.start(name, SHORT_BYTES)
-    await works.until("huge", "a", "b")
-    await works.end("a")
-    await works.until("huge", "b", "c")
+    await works.until("long", "next", "a", "b", "c")
 
 
 @pytest.mark.parametrize(
     ("num_threads", "names"), [(1, ("long",)), (2, ("long", "a")), (3, ("long", "next", "a"))]
 )
 async def test_validation_workers_bound_the_threads(num_threads: int, names: tuple[str, ...]) -> None:
-    """One thread is left to the short lane, if there are several."""
+    """One thread is left to short texts, if there are several."""
     works = Works(num_threads)
-    for name, size in (("long", 2), ("next", 2), ("last", 2), ("a", 1), ("b", 1), ("c", 1)):
-        works.start(name, size * SHORT_BYTES)
+    for name, size in (("long", LONG), ("next", LONG), ("a", SHORT_BYTES), ("b", SHORT_BYTES)):
+        works.start(name, size)
     await works.until(*names)
     for end in works.ends.values():
         end.set()
@@ -491,29 +484,15 @@ async def test_validation_workers_bound_the_threads(num_threads: int, names: tup
 
 
 async def test_a_caller_that_leaves_gives_its_room_back_when_its_work_has_ended(works: Works) -> None:
-    for name in ("a", "waiting", "b"):
-        works.start(name, 6 * SHORT_BYTES)
-    await works.until("a")
+    for name in ("other", "a", "waiting", "b"):
+        works.start(name, LONG)
+    await works.until("other", "a")
     works.tasks["waiting"].cancel()
     works.tasks["a"].cancel()
     await asyncio.gather(works.tasks["a"], works.tasks["waiting"], return_exceptions=True)
-    assert works.running == ["a"] and works.budget.long.num_bytes == 6 * SHORT_BYTES
+    assert sorted(works.running) == ["a", "other"] and works.budget.long.locked()
     works.ends["a"].set()
-    await works.until("b")
-    assert await works.end("b") == "b"
-    assert works.budget.long.num_bytes == 0
-
-
-async def test_a_caller_that_leaves_just_when_its_turn_comes_gives_it_back(works: Works) -> None:
-    lane = works.budget.long
-    taken = await lane.acquire(lane.max_bytes)
-    waiting = asyncio.create_task(lane.acquire(1))
-    await asyncio.sleep(0)
-    lane.release(taken)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    assert lane.num_bytes == 0 and not lane.waiting
+    await works.until("other", "b")
 
 
 # --- tokenizer bounds ---------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from api.http.body import parse_body
 from api.http.openapi import json_schema
 from api.prompts.chat_template import ChatTemplate, ControlTexts, Rendered
 from api.prompts.pictures import PicturePrompts
+from api.prompts.tokenizer import load_sampling_defaults
 from api.protocols.kserve import KServeParameters
 from api.protocols.table import PROTOCOLS
 from api.protocols.tgi import GenerateParameters
@@ -47,7 +48,6 @@ from api.requests.validate import (
     GenerationParams,
     Limits,
     draws,
-    load_sampling_defaults,
     sampling_params,
     validate,
 )
@@ -58,7 +58,7 @@ from common.messages.records import pack_ids
 from common.messages.request import Generate, SamplingParams, StoppingParams
 from common.settings.settings import SettingError, Settings
 from tests.support.machine.clock import Clock
-from tests.support.tokenizer import model_tokenizer
+from tests.support.tokenizer import model_tokenizer, tokenizer_with
 
 # --- chat prompt messages -----------------------------------------------------------------------------------
 
@@ -521,7 +521,7 @@ async def test_requests_of_one_prompt_differ_only_in_their_choice() -> None:
 
 
 async def test_a_prompt_of_an_encoder_decoder_model_ends_with_what_starts_the_decoder() -> None:
-    tokenizer = replace(model_tokenizer(), starting_ids=(0, 7))
+    tokenizer = tokenizer_with(starting_ids=(0, 7))
     [one] = await validated(tokenizer, prompt=None, prompt_ids=[1, 2, 3], truncate=2)
     assert one.prompt_ids == pack_ids([2, 3, 0, 7]) and one.stopping.max_new_tokens == 96
     with pytest.raises(ApiError, match=r"must have at most 99 tokens\. Given: 100"):
