@@ -13,12 +13,12 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (13_449, 26_156),
+    "api": (13_396, 25_985),
     "batcher": (2_786, 4_798),
-    "gpu_worker": (11_351, 21_770),
+    "gpu_worker": (11_284, 21_667),
     "common": (3_755, 7_487),
     "deploy": (2_509, 4_402),
-    "tests": (31_984, 55_997),
+    "tests": (31_975, 55_988),
     "benchmarks": (2_188, 3_706),
 }
 MOST_WORDS_OF_DOCS = 21_823
