@@ -248,8 +248,7 @@ def compile_model(loaded: LoadedModel, forward: Forward, progress: Progress) -> 
     if not loaded.backend.compilable:
         return
     progress("compiling layers (longer the first time)")
-    shape = loaded.vocab_size, loaded.geometry.block_size, loaded.adapters is not None
-    compile_layers(loaded.model, loaded.attentions, partial(warmup.run_all_shapes, forward, *shape))
+    compile_layers(loaded.model, loaded.attentions, partial(warmup.run_all_shapes, loaded, forward))
 
 
 def measure_costs(
@@ -266,7 +265,7 @@ def measure_costs(
         return sample(logits, [None] * len(slices)) if communicator.samples else None
 
     def measure_ms(num_rows: int) -> float:
-        slices = warmup.single_tokens(num_rows, loaded.vocab_size, loaded.geometry.block_size)
+        slices = warmup.prompt_parts(loaded, *[1] * num_rows)
         return warmup.fastest_ms(lambda: compute(slices), loaded.device)
 
     times = [
@@ -365,10 +364,10 @@ class Engine:
         progress("measuring its speed")
         if (settings.speculation or self.drafter) and not loaded.pooling:
             measure_costs(self.costs, loaded, self.forward, self.drafter, communicator)
-        shape = loaded.context, loaded.vocab_size, self.block_size
-        own_ms = warmup.token_ms(loaded.compute, *shape, loaded.device)
         # of a prompt token: in all stages together
-        token_ms = communicator.all_reduce_sum(int(own_ms * 1e6)) / communicator.tp_size / 1e6
+        token_ms = (
+            communicator.all_reduce_sum(int(warmup.token_ms(loaded) * 1e6)) / communicator.tp_size / 1e6
+        )
         measured = warmup.max_batch_prefill_tokens(token_ms, loaded.device)
         return WorkerCapacity(
             incarnation="",
@@ -574,7 +573,7 @@ class Engine:
         except Exception as error:
             if self.communicator.world_size > 1:
                 raise
-            trial = warmup.prompt_parts(1, 1, self.loaded.vocab_size, self.block_size)
+            trial = warmup.prompt_parts(self.loaded, 1)
             forward = partial(self.forward, previous=previous)
             computed, logits = forward_in_halves(forward, slices, trial, error)
         return self.rows.fail(slices, computed), logits

@@ -63,7 +63,7 @@ def test_replays_are_the_same_whatever_is_allocated_between_them(
     sizes = [size for size, _ in graphs.graphs if size <= SETTINGS["max_batch_size"]]
     first = {size: replay(graphs, size) for size in sizes}
     for size in (*sizes, *reversed(sizes), *sizes):
-        parts = warmup.prompt_parts(64, 64, engine.loaded.vocab_size, engine.block_size)
+        parts = warmup.prompt_parts(engine.loaded, 64)
         engine.forward(parts)  # writes the scratch block only
         noise = [torch.full((number * 1000,), float("nan"), device=device) for number in range(1, 60)]
         assert torch.equal(replay(graphs, size), first[size]), f"{size} rows"

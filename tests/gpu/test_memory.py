@@ -47,9 +47,7 @@ def test_an_engine_stays_within_its_fraction(tmp_path: Path, monkeypatch: pytest
         "max_batch_size": 256,
     }
     engine = engine_on("cuda", tmp_path, monkeypatch, dtype="bfloat16", **settings | {"block_size": 64})
-    warmup.run_largest_step(
-        engine.forward, CONTEXT, 256, CONTEXT, engine.loaded.vocab_size, engine.block_size
-    )
+    warmup.run_largest_step(engine.loaded, CONTEXT, 256)
     play(engine, dict(enumerate(prompts())))
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_reserved() <= FRACTION * total_bytes
@@ -66,7 +64,7 @@ def test_a_step_that_runs_out_of_memory_is_done_in_halves(
     settings = {"max_batch_prefill_tokens": CONTEXT, "kv_cache_bytes": 2**28, "block_size": 64}
     engine = engine_on("cuda", tmp_path, monkeypatch, dtype="bfloat16", **settings)
     prompt = torch.randint(3, 50_000, (CONTEXT - 64,)).tolist()
-    parts = warmup.prompt_parts(len(prompt), CONTEXT, engine.loaded.vocab_size, engine.block_size)
+    parts = warmup.prompt_parts(engine.loaded, len(prompt))
     peak_bytes = measure_peak(engine.loaded.device, lambda: engine.forward(parts))
     torch.cuda.empty_cache()
     left_bytes = torch.cuda.memory_reserved() + peak_bytes * 2 // 3

@@ -54,6 +54,7 @@ from gpu_worker.engine.cuda.graphs import Capture, CudaGraphs
 from gpu_worker.engine.drafting.proposers import Proposer
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.model import Draft, LoadedModel
+from gpu_worker.engine.model.rope import BY_LENGTH
 from gpu_worker.engine.model.warmup import fastest_ms
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.sampling.grammar import Matchers
@@ -297,7 +298,7 @@ class ModelDrafter(Drafter):
 
     def time_single_tokens(self, forward: Forward, num_rows: int) -> float:
         """ms of a step of one token of so many rows."""
-        slices = warmup.single_tokens(num_rows, self.vocab_size, self.block_size)
+        slices = warmup.prompt_parts(self.loaded, *[1] * num_rows)
         return warmup.fastest_ms(lambda: forward(slices), self.loaded.device)
 
     def granted(self, blocks: Sequence[Int32]) -> None:
@@ -417,9 +418,16 @@ class Eagle3Head(nn.Module):
         embed_tokens: the checkpoint's own, or the model's.
         draft_to_target: int64 [draft vocabulary]: an id of the smaller vocabulary → what is added to it.
         keeps_normed: the first residual is the normalised state.
+        names, unneeded: as HeadDrafter has them; EAGLE's own, and vLLM's and speculators'.
     """
 
     draft_to_target: torch.Tensor
+    names: Mapping[str, str] = {
+        r"^model\.": "",
+        r"^(midlayer|layers\.0)\.": "",
+        r"^d2t$": "draft_to_target",
+    }
+    unneeded = r"draft_to_target|embed_tokens\.weight"
 
     def __init__(self, config: LlamaConfig, state_size: int, draft_vocab_size: int, embedding: Any) -> None:
         super().__init__()
@@ -472,10 +480,6 @@ class Eagle3Head(nn.Module):
         spec = AttentionSpec(heads, attention.num_key_value_groups, None, attention.scaling)
         return LayerSpec(spec, attention.head_dim, attention.head_dim)
 
-    def names(self) -> Mapping[str, Sequence[str]]:
-        """Names of parameters → those in checkpoints: of EAGLE itself, and of vLLM and speculators."""
-        return {name: names_of(name) for name, _ in self.named_parameters()}
-
 
 def wide_attention(config: LlamaConfig) -> LlamaAttention:
     """Llama's attention over the embedding and the state beside each other."""
@@ -485,13 +489,6 @@ def wide_attention(config: LlamaConfig) -> LlamaAttention:
         wide = nn.Linear(2 * config.hidden_size, linear.out_features, bias=linear.bias is not None)
         setattr(attention, name, wide)
     return attention
-
-
-def names_of(name: str) -> tuple[str, ...]:
-    """The names in checkpoints of a parameter."""
-    of_layer = name.split(".")[0] not in ("fc", "embed_tokens", "norm", "lm_head")
-    names = (f"midlayer.{name}", f"layers.0.{name}") if of_layer else (name,)
-    return (*names, *(f"model.{one}" for one in names))
 
 
 def read_eagle_config(values: Mapping[str, Any], hidden_size: int) -> LlamaConfig:
@@ -510,6 +507,8 @@ def read_eagle_config(values: Mapping[str, Any], hidden_size: int) -> LlamaConfi
         (size != hidden_size, f"its target_hidden_size is {size}, and the model's {hidden_size}"),
     )
     config = LlamaConfig(**{key: value for key, value in inner.items() if key != "architectures"})
+    by_length = (config.rope_parameters or {}).get("rope_type") in BY_LENGTH
+    refuse(UnservableModel, (by_length, "its rotary frequencies depend on the length of the prompt"))
     config._attn_implementation = NAME
     config.norm_before_residual = values.get("norm_before_residual", False)
     return config
@@ -640,25 +639,17 @@ def keep_states(proposer: Proposer, begin: int, states: torch.Tensor) -> None:
 
 
 class MedusaHeads(nn.Module):
-    """The heads of one checkpoint.
+    """The heads of one checkpoint, by its config and the model's sizes. Raises UnservableModel.
 
     Attributes:
         num_heads: tokens proposed at a time.
+        names: as HeadDrafter has them; those of Medusa itself and TGI, and of vLLM.
     """
 
-    def __init__(self, num_heads: int, num_layers: int, hidden_size: int, vocab_size: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.num_layers = num_layers
-        self.blocks = nn.ModuleList(
-            nn.ModuleList(nn.Linear(hidden_size, hidden_size) for _ in range(num_layers))
-            for _ in range(num_heads)
-        )
-        self.heads = nn.ModuleList(nn.Linear(hidden_size, vocab_size, bias=False) for _ in range(num_heads))
+    unneeded = r"blocks\..*\.bias"  # vLLM's may have none
 
-    @classmethod
-    def of(cls, config: Mapping[str, Any], hidden_size: int, vocab_size: int) -> "MedusaHeads":
-        """Raises UnservableModel."""
+    def __init__(self, config: Mapping[str, Any], hidden_size: int, vocab_size: int) -> None:
+        super().__init__()
         num_heads: Any = config.get("medusa_num_heads") or config.get("num_heads")
         num_layers = config.get("medusa_num_layers", config.get("num_hidden_layers", 1))
         are_known = isinstance(num_heads, int) and isinstance(num_layers, int)
@@ -668,17 +659,19 @@ class MedusaHeads(nn.Module):
             (not are_known, "its config.json has no medusa_num_heads"),
             (is_part, "its heads know a part of the vocabulary only"),
         )
-        return cls(num_heads, num_layers, hidden_size, vocab_size)
-
-    def names(self) -> Mapping[str, Sequence[str]]:
-        """Names of parameters → those in checkpoints: of Medusa itself and TGI, and of vLLM."""
-        found: dict[str, Sequence[str]] = {}
-        for name, _ in self.named_parameters():
-            kind, head, *layer, part = name.split(".")
-            own = f"{head}.{layer[0]}.linear.{part}" if layer else f"{head}.{self.num_layers}.{part}"
-            other = f"{kind}.{head}.layers.{layer[0]}.{part}" if layer else f"lm_{name}"
-            found[name] = own, f"medusa_head.{own}", other
-        return found
+        self.num_heads = num_heads
+        self.names = {
+            r"^medusa_head\.": "",
+            r"^(\d+)\.(\d+)\.linear\.": r"blocks.\1.\2.",
+            rf"^(\d+)\.{num_layers}\.": r"heads.\1.",
+            r"^blocks\.(\d+)\.layers\.": r"blocks.\1.",
+            r"^lm_heads\.": "heads.",
+        }
+        self.blocks = nn.ModuleList(
+            nn.ModuleList(nn.Linear(hidden_size, hidden_size) for _ in range(num_layers))
+            for _ in range(num_heads)
+        )
+        self.heads = nn.ModuleList(nn.Linear(hidden_size, vocab_size, bias=False) for _ in range(num_heads))
 
     def begin(self, states: torch.Tensor) -> torch.Tensor:
         """Hidden states [rows, hidden] of the model's dtype → what `logits` takes."""
@@ -697,7 +690,6 @@ class MedusaHeads(nn.Module):
 
 
 EPSILON = 1e-6
-PARTS = ("emb", "proj", "head", "ln")
 
 
 class ShiftedNorm(nn.Module):
@@ -713,38 +705,18 @@ class ShiftedNorm(nn.Module):
 
 
 class MlpSpeculatorHeads(nn.Module):
-    """The heads of one checkpoint.
+    """The heads of one checkpoint, by its config and the model's sizes. Raises UnservableModel.
 
     Attributes:
         num_heads: tokens proposed at a time.
         tied: all places have the same weights, but for the first projection.
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        hidden_size: int,
-        inner: int,
-        vocab_size: int,
-        tied: bool = False,
-        scales_input: bool = False,
-    ) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.tied = tied
-        self.scales_input = scales_input
-        number = 1 if tied else num_heads
-        self.emb = nn.ModuleList(nn.Embedding(vocab_size, inner) for _ in range(number))
-        self.head = nn.ModuleList(nn.Linear(inner, vocab_size, bias=False) for _ in range(number))
-        self.ln = nn.ModuleList(ShiftedNorm(inner) for _ in range(number))
-        sizes = [hidden_size, *[inner] * ((min(2, num_heads) if tied else num_heads) - 1)]
-        self.proj = nn.ModuleList(nn.Linear(size, inner, bias=False) for size in sizes)
-        self.state_weight = 0.5 ** (0.5 / num_heads)
-        self.token_weight = math.sqrt(1 - self.state_weight**2) * math.sqrt(inner / 2)
+    names: Mapping[str, str] = {r"^speculator\.": ""}
+    unneeded = ""
 
-    @classmethod
-    def of(cls, config: Mapping[str, Any], hidden_size: int, vocab_size: int) -> "MlpSpeculatorHeads":
-        """Raises UnservableModel."""
+    def __init__(self, config: Mapping[str, Any], hidden_size: int, vocab_size: int) -> None:
+        super().__init__()
         num_heads: Any = config.get("n_predict")
         inner: Any = config.get("inner_dim") or config.get("emb_dim")
         are_known = isinstance(num_heads, int) and isinstance(inner, int)
@@ -756,12 +728,17 @@ class MlpSpeculatorHeads(nn.Module):
                 for name, size in (("emb_dim", hidden_size), ("vocab_size", vocab_size))
             ),
         )
-        tied, scales = bool(config.get("tie_weights")), bool(config.get("scale_input"))
-        return cls(num_heads, hidden_size, inner, vocab_size, tied, scales)
-
-    def names(self) -> Mapping[str, Sequence[str]]:
-        """Names of parameters → those in checkpoints."""
-        return {name: (f"speculator.{name}", name) for name, _ in self.named_parameters()}
+        self.num_heads = num_heads
+        self.tied = tied = bool(config.get("tie_weights"))
+        self.scales_input = bool(config.get("scale_input"))
+        number = 1 if tied else num_heads
+        self.emb = nn.ModuleList(nn.Embedding(vocab_size, inner) for _ in range(number))
+        self.head = nn.ModuleList(nn.Linear(inner, vocab_size, bias=False) for _ in range(number))
+        self.ln = nn.ModuleList(ShiftedNorm(inner) for _ in range(number))
+        sizes = [hidden_size, *[inner] * ((min(2, num_heads) if tied else num_heads) - 1)]
+        self.proj = nn.ModuleList(nn.Linear(size, inner, bias=False) for size in sizes)
+        self.state_weight = 0.5 ** (0.5 / num_heads)
+        self.token_weight = math.sqrt(1 - self.state_weight**2) * math.sqrt(inner / 2)
 
     def begin(self, states: torch.Tensor) -> torch.Tensor:
         """Hidden states [rows, hidden] of the model's dtype → what `logits` takes."""
@@ -786,7 +763,8 @@ class HeadDrafter(Drafter):
     """Drafts by heads.
 
     Attributes:
-        heads: MedusaHeads, or others with their methods.
+        heads: MedusaHeads, or others with their methods. By `names`, patterns of names in checkpoints become
+            those of their parameters; those `unneeded` may be missing, and are zero then.
         states: inputs of the model's output layer.
     """
 

@@ -2,7 +2,8 @@
 EAGLE-3's layer), and the engine's drafter.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,6 @@ from common.settings.speculation import (
     NO_METHOD,
     Speculation,
 )
-from gpu_worker.engine.attention.backend import Geometry
-from gpu_worker.engine.attention.choose import choose_backend
 from gpu_worker.engine.cpu.packed_linear import pack_linears
 from gpu_worker.engine.drafting.drafters import (
     Drafter,
@@ -33,16 +32,15 @@ from gpu_worker.engine.drafting.drafters import (
     MedusaHeads,
     MlpSpeculatorHeads,
     ModelDrafter,
-    names_of,
     read_eagle_config,
     recorded_layers,
 )
 from gpu_worker.engine.model.families import register_family
-from gpu_worker.engine.model.load import attach_empty, name_of, read_model, try_to_fuse
+from gpu_worker.engine.model.load import assemble, attach_empty, name_of, read_model, try_to_fuse
 from gpu_worker.engine.model.model import Draft, LoadContext, LoadedModel
 from gpu_worker.engine.model.quantized_linears import check_fp8
-from gpu_worker.engine.model.warmup import max_decoded_tokens, max_step_tokens
-from gpu_worker.engine.model.weights import check_files, read_config
+from gpu_worker.engine.model.warmup import max_step_tokens
+from gpu_worker.engine.model.weights import check_files, read_config, renamed
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
 from gpu_worker.engine.parallel.stages import find_layers
 from gpu_worker.engine.quantization.checkpoint import file_slices
@@ -174,7 +172,7 @@ def load_heads(
     """Heads of a checkpoint, on the device of the model. Raises SettingError, UnservableModel."""
     config = read_json(path / CONFIG_FILE)
     hidden_size = target.model.config.get_text_config().hidden_size
-    heads = HEADS[speculation.method].of(config, hidden_size, target.vocab_size)
+    heads = HEADS[speculation.method](config, hidden_size, target.vocab_size)
     most = min(heads.num_heads, MAX_SPECULATED)
     if speculation.num_tokens > most:
         cause = f"num_speculative_tokens is {speculation.num_tokens}, but it has {most} heads"
@@ -183,7 +181,7 @@ def load_heads(
     if not communicator.samples:
         return Draft(speculation.method, num_tokens)
     check_files(path, speculation.model, is_plain=True)
-    read_parameters(heads, dict(file_slices(path)))
+    read_parameters(heads, path)
     heads.to(target.device, target.geometry.dtype).eval().requires_grad_(False)
     state_bytes = hidden_size * target.geometry.dtype.itemsize
     return Draft(speculation.method, num_tokens, heads, state_bytes=state_bytes)
@@ -200,8 +198,7 @@ def load_eagle(
     if not communicator.samples:
         return Draft(EAGLE3, speculation.num_tokens)
     check_files(path, speculation.model, is_plain=True)
-    slices = dict(file_slices(path))
-    has_embedding = any(name in slices for name in names_of("embed_tokens.weight"))
+    has_embedding = any("embed_tokens.weight" in name for name, _ in file_slices(path))
     if not has_embedding and communicator.world_size > 1:
         raise UnservableModel(
             "it has no embed_tokens, and those of the model are on several ranks (NUM_SHARD)"
@@ -209,28 +206,19 @@ def load_eagle(
     embedding = None if has_embedding else target.model.get_input_embeddings()
     size = int(values.get("draft_vocab_size") or config.vocab_size)
     layer = Eagle3Head(config, target_config.hidden_size, size, embedding)
-    read_parameters(layer, slices, shared=() if has_embedding else ("embed_tokens.weight",))
-    read_vocabulary_map(layer, slices, size, target.vocab_size)
+    read_parameters(layer, path)
+    ids = torch.arange(size) + layer.draft_to_target
+    if bool(((ids < 0) | (ids >= target.vocab_size)).any()):
+        raise UnservableModel(f"d2t does not name {size} of the model's {target.vocab_size} tokens")
     dtype, device = target.geometry.dtype, target.device
     layer.to(device, dtype).eval().requires_grad_(False)
     layer.rotary_emb = LlamaRotaryEmbedding(config).to(device)  # frequencies stay float32
     if device.type == "cpu":
         pack_linears(layer)
-    kv_dtype, context = target.geometry.kv_dtype, target.context
-    geometry = Geometry([layer.layer_spec], target.geometry.block_size, dtype, kv_dtype)
-    max_rows = max_decoded_tokens(settings.max_batch_size)
-    backend = choose_backend(geometry, device, max_rows, -(-context // geometry.block_size))
-    cached = LoadedModel(
-        *(path, config, dtype, device, settings, SINGLE_RANK),
-        tokenizer=target.tokenizer,
-        model=layer,
-        attentions=[layer.self_attn],
-        geometry=backend.geometry,
-        backend=backend,
-        context=context,
-        eos_ids=[],
-        vocab_size=size,
-    )
+    context = LoadContext(target.path, config, dtype, device, settings, SINGLE_RANK)
+    context.layers = {layer.self_attn: layer.layer_spec}
+    cached = assemble(layer, context)
+    cached.vocab_size = size
     attach_empty(cached, SINGLE_RANK)
     layers = target.model.get_submodule(find_layers(target.model))
     recorded = [layers[number] for number in numbers]
@@ -246,34 +234,22 @@ LOADERS: Mapping[str, Callable[[Path, Speculation, Settings, LoadedModel, Commun
 }
 
 
-def read_vocabulary_map(layer: Any, slices: Mapping[str, Any], size: int, vocab_size: int) -> None:
-    """Read which token of the model each of the draft's `size` tokens is. Raises UnservableModel."""
-    offsets = slices["d2t"][...].long() if "d2t" in slices else torch.zeros(size, dtype=torch.int64)
-    ids = torch.arange(len(offsets)) + offsets
-    if len(offsets) != size or bool(((ids < 0) | (ids >= vocab_size)).any()):
-        raise UnservableModel(f"d2t does not name {size} of the model's {vocab_size} tokens")
-    layer.draft_to_target.copy_(offsets)
-
-
-def read_parameters(heads: Any, slices: Mapping[str, Any], shared: Sequence[str] = ()) -> None:
-    """Fill the parameters of heads from a checkpoint, without those `shared` with the model. Raises
-    UnservableModel where one is missing, or has another shape.
+def read_parameters(heads: Any, path: Path) -> None:
+    """Fill the parameters of heads from a checkpoint. Raises UnservableModel where one is missing, or has
+    another shape.
     """
-    parameters = dict(heads.named_parameters())
-    for own, names in heads.names().items():
-        if own in shared:
-            continue
-        name = next((name for name in names if name in slices), None)
-        if name is None and own.startswith("blocks.") and own.endswith(".bias"):
-            parameters[own].data.zero_()  # vLLM's may have none
-            continue
-        if name is None:
-            raise UnservableModel(f"there are no weights {names[0]}")
-        tensor = slices[name][...]
-        if tensor.shape != parameters[own].shape:
-            shape, needed = list(tensor.shape), list(parameters[own].shape)
-            raise UnservableModel(f"{name} has the shape {shape}, and {needed} is needed")
-        parameters[own].data.copy_(tensor)
+    own = heads.state_dict()
+    named = ((renamed(name, heads.names), tensor) for name, tensor in file_slices(path))
+    tensors = {name: tensor[...] for name, tensor in named if name in own}
+    for name in own.keys() - tensors.keys():
+        if not re.fullmatch(heads.unneeded, name):
+            raise UnservableModel(f"there are no weights {name}")
+        if not name.startswith("embed_tokens."):  # which are the model's
+            own[name].zero_()
+    try:
+        heads.load_state_dict(tensors, strict=False)
+    except RuntimeError as error:
+        raise UnservableModel(str(error).splitlines()[-1].strip()) from error
 
 
 DRAFTERS: Mapping[str, type[Drafter]] = {

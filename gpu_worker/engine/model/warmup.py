@@ -6,11 +6,10 @@ of rows, a rank has room for; KV scales, which a checkpoint has for a cache of 8
 import logging
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ from gpu_worker.engine.batch.split_step import Forward
 from gpu_worker.engine.cuda.graphs import FIXED_TOKENS, Capture, CudaGraphs, graph_sizes
 from gpu_worker.engine.drafting.proposers import MAX_FORCED
 from gpu_worker.engine.model.model import LoadedModel
-from gpu_worker.engine.model.weights import TEXT_KEY_MAPPING
+from gpu_worker.engine.model.weights import TEXT_KEY_MAPPING, renamed
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.quantization.checkpoint import file_slices
 from gpu_worker.engine.sampling.sampler import sample
@@ -78,11 +77,11 @@ def max_step_tokens(settings: Settings, device: torch.device) -> int:
     return max(prompt_tokens, CAPTURED_PROMPT_TOKENS) + max_decoded_tokens(settings.max_batch_size)
 
 
-def token_ms(forward: Forward, context: int, vocab_size: int, block_size: int, device: torch.device) -> float:
+def token_ms(loaded: LoadedModel) -> float:
     """ms of one prompt token, in a step of many."""
-    timed = min(TIMED_TOKENS[device.type], context)
-    parts = prompt_parts(timed, context, vocab_size, block_size)
-    return fastest_ms(lambda: forward(parts), device) / timed
+    timed = min(TIMED_TOKENS[loaded.device.type], loaded.context)
+    parts = prompt_parts(loaded, timed)
+    return fastest_ms(lambda: loaded.compute(parts), loaded.device) / timed
 
 
 def max_batch_prefill_tokens(token_ms: float, device: torch.device) -> int:
@@ -109,13 +108,13 @@ def fastest_ms(run: Callable[[], object], device: torch.device) -> float:
     return min(times) * 1e3
 
 
-def run_largest_step(
-    forward: Forward, tokens: int, rows: int, context: int, vocab_size: int, block_size: int
-) -> None:
-    """Compute `tokens` prompt tokens, and sample `rows` rows twice: with the parameters that need most
-    memory, and without any. Kernels are compiled at their first use, for which no row should wait.
+def run_largest_step(loaded: LoadedModel, tokens: int, rows: int) -> None:
+    """Compute `tokens` prompt tokens, none of a row longer than the context, and sample `rows` rows twice:
+    with the parameters that need most memory, and without any. Kernels are compiled at their first use, for
+    which no row should wait.
     """
-    logits = forward(prompt_parts(tokens, context, vocab_size, block_size))
+    full, rest = divmod(tokens, loaded.context)
+    logits = loaded.compute(prompt_parts(loaded, *[loaded.context] * full, *([rest] if rest else [])))
     sampling = SamplingParams(temperature=1.0, typical_p=0.9)
     state = SamplingState.of(
         NewRow(0, 1, 0, b"", b"", Generate("", "", b"", StoppingParams(1), sampling)), []
@@ -139,47 +138,42 @@ def capture_steps(loaded: LoadedModel, capture: Capture, max_rows: int, determin
     return graphs
 
 
-def run_all_shapes(forward: Forward, vocab_size: int, block_size: int, has_adapters: bool = False) -> None:
+def run_all_shapes(loaded: LoadedModel, forward: Forward) -> None:
     """Run one token, and several, and the same as steps with LoRA adapters if there are any: compilers make
     code for one, and for any number.
     """
-    for adapter in (None, Adapter("")) if has_adapters else (None,):
+    for adapter in (None, Adapter("")) if loaded.adapters else (None,):
         for tokens in (1, 2, 3, 16):
-            parts = prompt_parts(tokens, tokens, vocab_size, block_size)
-            for part in parts:
-                part.row.adapter = adapter
-            forward(parts)
+            [part] = prompt_parts(loaded, tokens)
+            part.row.adapter = adapter
+            forward([part])
 
 
-def prompt_parts(tokens: int, context: int, vocab_size: int, block_size: int) -> list[RowSlice]:
-    """The prefills of rows that own nothing but the scratch block, none longer than the context."""
-    lengths = [min(context, tokens - begin) for begin in range(0, tokens, context)]
-    return [prompt_part(length, vocab_size, block_size) for length in lengths]
-
-
-def single_tokens(num_rows: int, vocab_size: int, block_size: int) -> list[RowSlice]:
-    """One token, and its logits, of so many rows."""
-    return [prompt_part(1, vocab_size, block_size) for _ in range(num_rows)]
-
-
-def prompt_part(length: int, vocab_size: int, block_size: int) -> RowSlice:
-    ids = np.arange(length, dtype=np.int32) % vocab_size
-    blocks = np.zeros(-(-length // block_size), np.int32)
-    return RowSlice(Row(0, ids, 1, blocks), 0, length, samples=True)
+def prompt_parts(loaded: LoadedModel, *lengths: int) -> list[RowSlice]:
+    """The prefills of rows that own nothing but the scratch block."""
+    return [
+        RowSlice(
+            Row(
+                0,
+                np.arange(length, dtype=np.int32) % loaded.vocab_size,
+                1,
+                np.zeros(-(-length // loaded.geometry.block_size), np.int32),
+            ),
+            0,
+            length,
+            samples=True,
+        )
+        for length in lengths
+    ]
 
 
 def peak_bytes(loaded: LoadedModel, settings: Settings) -> int:
     """What the largest step allocates on CUDA, and what captured steps keep. The pool of graphs is memory of
     its own: no other step uses it, so both count.
     """
-    block_size = loaded.geometry.block_size
-    shape = (loaded.context, loaded.vocab_size, block_size)
     tokens = max_prompt_tokens(settings.max_batch_prefill_tokens, loaded.device)
     rows = max_decoded_tokens(settings.max_batch_size)
-
-    largest_bytes = measure_peak(
-        loaded.device, lambda: run_largest_step(loaded.compute, tokens, rows, *shape)
-    )
+    largest_bytes = measure_peak(loaded.device, lambda: run_largest_step(loaded, tokens, rows))
     if (tower := loaded.tower) and tower.model:
         largest_bytes = max(largest_bytes, measure_peak(loaded.device, tower.try_out()))
     own_bytes = largest_bytes + captured_bytes(loaded, settings)
@@ -225,7 +219,11 @@ def scale_layers(model: Any, path: Path, layers: Mapping[Any, LayerSpec]) -> dic
     scale. Raises UnservableModel.
     """
     names = {module: name for name, module in model.named_modules()}
-    scales = {text_name(name): tensor for name, tensor in file_slices(path) if name.endswith("_scale")}
+    scales = {
+        renamed(name, TEXT_KEY_MAPPING): tensor
+        for name, tensor in file_slices(path)
+        if name.endswith("_scale")
+    }
     scaled = {
         module: replace(
             layer,
@@ -238,11 +236,6 @@ def scale_layers(model: Any, path: Path, layers: Mapping[Any, LayerSpec]) -> dic
         if hasattr(module, "kv_lora_rank") and not layer.spec.latent and scaled[module] != layer:
             raise UnservableModel("its KV scales are those of latents, and its cache keeps K and V")
     return scaled
-
-
-def text_name(name: str) -> str:
-    """The name in the model for text of a tensor of the checkpoint."""
-    return reduce(lambda found, one: re.sub(one[0], one[1], found), TEXT_KEY_MAPPING.items(), name)
 
 
 def find_scale(scales: Mapping[str, Any], module: str, names: tuple[str, ...]) -> float:

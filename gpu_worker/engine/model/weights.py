@@ -8,7 +8,8 @@ import contextlib
 import copy
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,13 @@ TEXT_KEY_MAPPING = {
 """Names of the weights for text in checkpoints of models that see images, too (Gemma 3, Mistral 3, Llava,
 SmolVLM) → names in the model for text.
 """
+
+
+def renamed(name: str, patterns: Mapping[str, str]) -> str:
+    """The name of a tensor of a checkpoint, after all replacements of patterns."""
+    for pattern, other in patterns.items():
+        name = re.sub(pattern, other, name)
+    return name
 
 
 def make_dummy_model(
