@@ -4,10 +4,10 @@ tokens, a decaying top-p, a grammar). No tensors.
 
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import llguidance
 import numpy as np
@@ -38,15 +38,13 @@ class TokenCounts:
         column_of: id → its column.
     """
 
-    def __init__(self, prompt: npt.NDArray[np.int32], generated: Iterable[int]) -> None:
+    def __init__(self, prompt: npt.NDArray[np.int32]) -> None:
         ids, counts = np.unique(prompt, return_counts=True)
         self.num_tokens = len(prompt)
         self.num_distinct = len(ids)
         self.table = np.zeros((3, self.num_distinct + SPARE_COLUMNS), np.int64)
         self.table[0, : self.num_distinct], self.table[1, : self.num_distinct] = ids, counts
         self.column_of = {token: place for place, token in enumerate(ids.tolist())}
-        for token in generated:
-            self.accept(token)
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:
@@ -81,26 +79,6 @@ class TokenCounts:
             self.table = np.concatenate((self.table, np.zeros_like(self.table)), axis=1)
         self.table[0, self.num_distinct] = token
         self.num_distinct += 1
-
-
-class TopPDecay:
-    """`top_p` of a row's next token, by factual-nucleus sampling (arXiv:2206.04624): multiplied by
-    `top_p_decay` after each token, but not below `top_p_min`; the request's own again after one of
-    `top_p_reset_ids`. A resumed row recomputes it from its ids.
-    """
-
-    def __init__(self, sampling: SamplingParams, generated: Iterable[int]) -> None:
-        self.sampling = sampling
-        self.top_p = sampling.top_p
-        self.reset_ids = frozenset(sampling.top_p_reset_ids)
-        for token in generated:
-            self.accept(token)
-
-    def accept(self, token: int) -> None:
-        smaller = max(
-            self.top_p * self.sampling.top_p_decay, min(self.sampling.top_p_min, self.sampling.top_p)
-        )
-        self.top_p = self.sampling.top_p if token in self.reset_ids else smaller
 
 
 @dataclass(slots=True, eq=False)
@@ -173,12 +151,11 @@ class GrammarMask:
         return 0 if state.is_error() else state.validate_tokens(list(tokens))
 
 
-@dataclass(slots=True, eq=False)
 class SamplingState:
-    """How one row samples.
+    """How one row samples, after its `ids` so far, of which the first `num_prompt` are its prompt's. `grammar`
+    has taken the others.
 
     Attributes:
-        always_applies: the state applies to every token, not only to those before `min_new_tokens`.
         end_ids: ids that are not sampled before the index `min_new_tokens`.
         bias_ids, bias: ids, and what is added to their logits.
         banned_ids: bad words of one id.
@@ -188,72 +165,57 @@ class SamplingState:
         allowed_mask: their mask, once it is needed.
         parameters: what kernels read of the row, packed once it is needed.
         token_counts: None if nothing is penalised.
-        top_p_decay: None if top_p is constant.
+        top_p: of the next token.
         remembers: it takes account of each token that is sampled.
         changes_logits: it remembers, or adds something to the model's own logits.
+        always_applies: the state applies to every token, not only to those before `min_new_tokens`.
     """
 
-    sampling: SamplingParams
-    top_n_tokens: int
-    min_new_tokens: int
-    end_ids: list[int]
-    bias_ids: Int64
-    bias: Float32
-    banned_ids: list[int]
-    bad_words: list[tuple[list[int], int]]
-    tail_length: int
-    tail: list[int]
-    token_counts: TokenCounts | None = field(default=None)
-    top_p_decay: TopPDecay | None = None
-    grammar: GrammarMask | None = None
-    allowed: frozenset[int] | None = None
-    allowed_mask: Bits | None = None
-    parameters: bytes = b""
-    remembers: bool = False
-    changes_logits: bool = False
-    always_applies: bool = False
-
-    def __post_init__(self) -> None:
-        sampling = self.sampling
-        self.remembers = any(
-            (self.tail_length, self.token_counts, self.top_p_decay, self.grammar, self.allowed)
-        )
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        top_n_tokens: int = 0,
+        min_new_tokens: int = 0,
+        end_ids: Sequence[int] = (),
+        ids: Sequence[int] | npt.NDArray[np.int32] = (),
+        num_prompt: int = 0,
+        grammar: GrammarMask | None = None,
+    ) -> None:
+        self.sampling, self.grammar = sampling, grammar
+        self.top_n_tokens, self.min_new_tokens, self.end_ids = top_n_tokens, min_new_tokens, [*end_ids]
+        words, known = sampling.bad_words, np.asarray(ids, np.int32)
+        self.bias_ids = np.array([token for token, _ in sampling.logit_bias], np.int64)
+        self.bias = np.array([value for _, value in sampling.logit_bias], np.float32)
+        self.banned_ids = [word[0] for word in words if len(word) == 1]
+        self.bad_words = [(word[:-1], word[-1]) for word in words if len(word) > 1]
+        self.allowed = frozenset(sampling.allowed_token_ids) or None
+        self.allowed_mask: Bits | None = None
+        self.parameters = b""
+        self.tail_length = max(bool(sampling.watermark_delta), *(len(word) - 1 for word in words), 0)
+        self.tail: list[int] = known[max(0, num_prompt - self.tail_length) : num_prompt].tolist()
+        self.token_counts = TokenCounts(known[:num_prompt]) if has_penalties(sampling) else None
+        self.top_p, self.decays = sampling.top_p, sampling.temperature > 0 and sampling.top_p_decay < 1
+        self.remembers = any((self.tail_length, self.token_counts, self.decays, grammar, self.allowed))
         self.changes_logits = bool(self.remembers or self.banned_ids or len(self.bias_ids))
-        reports = self.top_n_tokens > 0 or sampling.report_logits
+        reports = top_n_tokens > 0 or sampling.report_logits
         self.always_applies = reports or sampling.temperature > 0 or self.changes_logits
+        for token in known[num_prompt:].tolist() if self.remembers else ():
+            self.note(token)
 
     @classmethod
     def of(
         cls, start: NewRow, end_ids: list[int], grammar: GrammarMask | None = None
     ) -> "SamplingState | None":
-        """Make the state of a row that starts; None if it is greedy without penalties. `end_ids` end the row.
-        `grammar` has taken the tokens before `start.base`.
-        """
-        request = start.request
-        sampling = request.sampling or SamplingParams()
-        ids = np.frombuffer(start.ids, "<i4")
-        words = sampling.bad_words
-        tail_length = max(bool(sampling.watermark_delta), *(len(word) - 1 for word in words), 0)
-        num_prompt = len(ids) - start.base
+        """The state of a row that starts; None if it is greedy without penalties. `end_ids` end the row."""
+        request, ids = start.request, np.frombuffer(start.ids, "<i4")
         state = cls(
-            sampling=sampling,
-            top_n_tokens=request.top_n_tokens,
-            min_new_tokens=request.stopping.min_new_tokens,
-            end_ids=end_ids,
-            bias_ids=np.array([token for token, _ in sampling.logit_bias], np.int64),
-            bias=np.array([value for _, value in sampling.logit_bias], np.float32),
-            banned_ids=[word[0] for word in words if len(word) == 1],
-            bad_words=[(word[:-1], word[-1]) for word in words if len(word) > 1],
-            tail_length=tail_length,
-            tail=ids[max(0, len(ids) - tail_length) :].tolist(),
-            token_counts=TokenCounts(ids[:num_prompt], ids[num_prompt:].tolist())
-            if has_penalties(sampling)
-            else None,
-            top_p_decay=TopPDecay(sampling, ids[num_prompt:].tolist())
-            if sampling.temperature and sampling.top_p_decay < 1
-            else None,
-            grammar=grammar,
-            allowed=frozenset(sampling.allowed_token_ids) or None,
+            request.sampling or SamplingParams(),
+            request.top_n_tokens,
+            request.stopping.min_new_tokens,
+            end_ids,
+            ids,
+            len(ids) - start.base,
+            grammar,
         )
         return state if state.always_applies or state.min_new_tokens > start.base else None
 
@@ -262,11 +224,6 @@ class SamplingState:
         parameters.
         """
         return index >= self.min_new_tokens and not self.changes_logits
-
-    @property
-    def top_p(self) -> float:
-        """top_p of the next token."""
-        return self.top_p_decay.top_p if self.top_p_decay else self.sampling.top_p
 
     def banned_ids_at(self, index: int) -> list[int]:
         """Return the ids that must not be sampled as the token of this index."""
@@ -289,8 +246,17 @@ class SamplingState:
             self.token_counts.accept(token)
         if self.tail_length:
             self.tail = [*self.tail, token][-self.tail_length :]
-        if self.top_p_decay is not None:
-            self.top_p_decay.accept(token)
+        if self.decays:
+            self.top_p = self.decayed_top_p(token)
+
+    def decayed_top_p(self, token: int) -> float:
+        """top_p after a token, by factual-nucleus sampling (arXiv:2206.04624): multiplied by `top_p_decay`,
+        but not below `top_p_min`; the request's own again after one of `top_p_reset_ids`.
+        """
+        own = self.sampling
+        if token in own.top_p_reset_ids:
+            return own.top_p
+        return max(self.top_p * own.top_p_decay, min(own.top_p_min, own.top_p))
 
     def copy(self) -> "SamplingState":
         """An independent copy."""
@@ -303,8 +269,9 @@ class SamplingState:
         return state
 
     def copy_with(self, grammar: GrammarMask | None) -> "SamplingState":
-        counts = self.token_counts.copy() if self.token_counts else None
-        return replace(self, token_counts=counts, top_p_decay=copy(self.top_p_decay), grammar=grammar)
+        state = copy(self)
+        state.grammar, state.token_counts = grammar, self.token_counts and self.token_counts.copy()
+        return state
 
     def penalty(self) -> Float32:
         """Return what the frequency and presence penalties subtract from the scores of `token_counts.ids`."""

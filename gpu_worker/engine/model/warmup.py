@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from common.messages.plan import NewRow
-from common.messages.request import Generate, SamplingParams, StoppingParams
+from common.messages.request import SamplingParams
 from common.process import machine
 from common.process.logs import plural
 from common.process.machine import run_delay_s
@@ -115,11 +114,7 @@ def run_largest_step(loaded: LoadedModel, tokens: int, rows: int) -> None:
     """
     full, rest = divmod(tokens, loaded.context)
     logits = loaded.compute(prompt_parts(loaded, *[loaded.context] * full, *([rest] if rest else [])))
-    sampling = SamplingParams(temperature=1.0, typical_p=0.9)
-    state = SamplingState.of(
-        NewRow(0, 1, 0, b"", b"", Generate("", "", b"", StoppingParams(1), sampling)), []
-    )
-    assert state
+    state = SamplingState(SamplingParams(temperature=1.0, typical_p=0.9))
     for request in (SampleRequest(state, 0), None):
         sample(logits.new_zeros(rows, logits.shape[1]), [request] * rows)
 

@@ -593,7 +593,7 @@ def sample_requested(logits: torch.Tensor, requests: Sequence[SampleRequest]) ->
     return output
 
 
-GREEDY = SampleRequest(SamplingState(SamplingParams(), 0, 0, [], NO_IDS, NO_VALUES, [], [], 0, []), 0)
+GREEDY = SampleRequest(SamplingState(SamplingParams()), 0)
 """Stands for a request of None beside others."""
 
 
