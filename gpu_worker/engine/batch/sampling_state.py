@@ -152,8 +152,8 @@ class GrammarMask:
 
 
 class SamplingState:
-    """How one row samples, after its `ids` so far, of which the first `num_prompt` are its prompt's. `grammar`
-    has taken the others.
+    """How one row samples, after its `ids` so far. The first `num_prompt` are its prompt's, and `grammar` has
+    taken the others.
 
     Attributes:
         end_ids: ids that are not sampled before the index `min_new_tokens`.

@@ -47,6 +47,17 @@ def attend(
 
 
 @functools.cache
+def alibi_slopes(num_heads: int) -> tuple[float, ...]:
+    """By head, how much a score falls for each token between key and query (ALiBi, arXiv:2108.12409): powers
+    of two for the next power of two of heads; with fewer heads every second one comes first.
+    """
+    whole = 1 << (num_heads - 1).bit_length()
+    slopes = 2.0 ** (-8 / whole * torch.arange(1, whole + 1))
+    ordered = slopes if whole == num_heads else torch.cat((slopes[1::2], slopes[::2]))
+    return tuple(ordered[:num_heads].tolist())
+
+
+@functools.cache
 def bloom() -> Replacements:
     from transformers.models.bloom.modeling_bloom import BloomAttention
 
@@ -57,23 +68,13 @@ def bloom() -> Replacements:
             self, hidden_states: torch.Tensor, residual: torch.Tensor, attention_mask: Any, **rest: Any
         ) -> tuple[torch.Tensor, None]:
             query, key, value = self._reshape(self.query_key_value(hidden_states))
-            slopes = bloom_slopes(self.num_heads)
+            slopes = alibi_slopes(self.num_heads)
             output = attend(
                 self, query, key, value, attention_mask, scaling=self.inv_norm_factor, alibi_slopes=slopes
             )
             return self.dense(output.flatten(2)) + residual, None
 
     return {BloomAttention: PagedBloomAttention}
-
-
-@functools.cache
-def bloom_slopes(num_heads: int) -> tuple[float, ...]:
-    """By head, how much a score falls for each token between key and query: ALiBi (arXiv:2108.12409)."""
-    from transformers.models.bloom import modeling_bloom
-
-    modeling: Any = modeling_bloom
-    bias = modeling.build_alibi_tensor(torch.ones(1, 2), num_heads, torch.float32)
-    return tuple((bias[:, 0, 1] - bias[:, 0, 0]).tolist())
 
 
 @functools.cache
@@ -130,7 +131,7 @@ def mpt() -> Replacements:
             if self.clip_qkv:
                 mixed = mixed.clamp(-self.clip_qkv, self.clip_qkv)
             query, key, value = mixed.unflatten(2, (3, self.n_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
-            slopes = mpt_slopes(self.n_heads)
+            slopes = alibi_slopes(self.n_heads)
             output = attend(
                 self, query, key, value, attention_mask, scaling=self.softmax_scale, alibi_slopes=slopes
             )
@@ -156,16 +157,6 @@ def mpt() -> Replacements:
             return BaseModelOutputWithPast(last_hidden_state=self.norm_f(hidden))
 
     return {MptAttention: PagedMptAttention, MptModel: PagedMptModel}
-
-
-@functools.cache
-def mpt_slopes(num_heads: int) -> tuple[float, ...]:
-    """By head, how much a score falls for each token between key and query: ALiBi (arXiv:2108.12409)."""
-    from transformers.models.mpt import modeling_mpt
-
-    modeling: Any = modeling_mpt
-    bias = modeling.build_mpt_alibi_tensor(num_heads, 2)
-    return tuple((bias[:, 0, 1] - bias[:, 0, 0]).tolist())
 
 
 FAMILIES: dict[str, Callable[[], Replacements]] = {

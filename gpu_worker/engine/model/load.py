@@ -254,14 +254,16 @@ EQUAL_SETTINGS = (
 """Settings by which ranks compute the same steps."""
 
 
-def describe_model(path: Path, settings: Settings, dtype: str, device: str) -> dict[str, dict[str, str]]:
+def describe_model(path: Path, settings: Settings, dtype: str, device: str) -> dict[str, str]:
     """What must be the same at all ranks: digests of files, and settings."""
     weights = [] if settings.makes_weights else model_files.weight_files(path)
     files = [*(path / name for name in model_files.REQUIRED_FILES), *weights]
-    values = {name: str(getattr(settings, name)) for name in EQUAL_SETTINGS}
     return {
-        "files": {file.name: digest(file) for file in files},
-        "settings": {"version": version("tokenfleet"), "device": device, "dtype": dtype, **values},
+        **{file.name: digest(file) for file in files},
+        **{name: str(getattr(settings, name)) for name in EQUAL_SETTINGS},
+        "version": version("tokenfleet"),
+        "device": device,
+        "dtype": dtype,
     }
 
 
@@ -274,15 +276,9 @@ def digest(path: Path) -> str:
         return hashlib.sha256(b"%d %b %b" % (size, head, file.read())).hexdigest()
 
 
-def check_same(
-    model_id: str, descriptions: Sequence[Mapping[str, Mapping[str, str]]], members: Sequence[Member]
-) -> None:
+def check_same(model_id: str, descriptions: Sequence[Mapping[str, str]], members: Sequence[Member]) -> None:
     """Raises SettingError with the first difference to rank 0, and where it is."""
-    first = descriptions[0]
     for description, member in zip(descriptions, members, strict=True):
-        for name, value in description["settings"].items():
-            if value != (expected := first["settings"].get(name)):
-                raise SettingError(name, f"{value} at {member}, but {expected} at {members[0]}")
-        if differing := {*first["files"].items()} ^ {*description["files"].items()}:
-            name = min(name for name, _ in differing)
-            raise SettingError("model_id", f"{name} of {model_id} at {member} is not that of {members[0]}")
+        for name, _ in sorted(description.items() ^ descriptions[0].items()):
+            setting = name if name in Settings.model_fields else "model_id"
+            raise SettingError(setting, f"{name} of {model_id} at {member} is not that of {members[0]}")

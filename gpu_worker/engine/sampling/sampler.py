@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterator, Sequence
 from ctypes import byref
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -603,15 +604,18 @@ MAX_CHUNK_LOGITS = 2**24
 """Logits that torch copies at a time, at most."""
 
 
+def by_slice(logits: torch.Tensor, slices: Sequence[RowSlice]) -> list[tuple[RowSlice, torch.Tensor]]:
+    """logits float [num_logits, vocabulary] of a step → each slice with its own, float [own, vocabulary]"""
+    begins = offsets_of(row_slice.num_logits for row_slice in slices).tolist()
+    own = [logits[begin:end] for begin, end in pairwise(begins)]
+    return list(zip(slices, own, strict=True))
+
+
 def select_sample_logits(logits: torch.Tensor, slices: Sequence[RowSlice]) -> torch.Tensor:
     """logits float [num_logits, vocabulary] of a step → those to sample from, float [rows, vocabulary]."""
     if not step_of(slices).has_prompts or not any(row_slice.num_scored for row_slice in slices):
         return logits
-    ends = np.cumsum([row_slice.num_logits for row_slice in slices])
-    places = [
-        np.arange(end - row_slice.num_samples, end) for end, row_slice in zip(ends, slices, strict=True)
-    ]
-    return logits.index_select(0, to_device(np.concatenate(places), logits.device))
+    return torch.cat([own[len(own) - part.num_samples :] for part, own in by_slice(logits, slices)])
 
 
 def score_prompts(logits: torch.Tensor, slices: Sequence[RowSlice]) -> list[SamplerOutput]:
@@ -620,11 +624,10 @@ def score_prompts(logits: torch.Tensor, slices: Sequence[RowSlice]) -> list[Samp
     """
     if not step_of(slices).has_prompts or not any(row_slice.num_scored for row_slice in slices):
         return []
-    begins = offsets_of(row_slice.num_logits for row_slice in slices).tolist()
     return [
-        score_prompt(logits[begin : begin + row_slice.num_scored], row_slice)
-        for begin, row_slice in zip(begins, slices, strict=False)
-        if row_slice.num_scored and row_slice.row.prompt_logprobs is not None
+        score_prompt(own[: part.num_scored], part)
+        for part, own in by_slice(logits, slices)
+        if part.num_scored and part.row.prompt_logprobs is not None
     ]
 
 
@@ -678,12 +681,7 @@ def copy_logits(logits: torch.Tensor, slices: Sequence[RowSlice]) -> list[Copied
     """
     if not any(row_slice.row.logits for row_slice in step_of(slices).others):
         return []
-    ends = offsets_of(row_slice.num_logits for row_slice in slices).tolist()[1:]
-    return [
-        copy_slice(logits[:end], row_slice)
-        for end, row_slice in zip(ends, slices, strict=True)
-        if row_slice.returned_logits
-    ]
+    return [copy_slice(own, part) for part, own in by_slice(logits, slices) if part.returned_logits]
 
 
 @torch.inference_mode()
