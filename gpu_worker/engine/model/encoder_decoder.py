@@ -11,11 +11,12 @@ the others its own. So an encoder-decoder row needs as many blocks as any other 
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 from transformers import AutoModelForSeq2SeqLM
 
 from common import model_files
@@ -32,8 +33,24 @@ from gpu_worker.engine.model.weights import ModelSource
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.protocol import UnservableModel
 
-FAMILIES = ("bart", "mbart", "mt5", "pegasus", "t5")
-"""Model types that are served."""
+
+class Names(NamedTuple):
+    """Names of modules: the decoder's layers; in one of them attention to its own and to encoded tokens; in
+    that what makes K and V, and the number of heads.
+    """
+
+    layers: str
+    own: str
+    encoded: str
+    key: str
+    value: str
+    heads: str
+
+
+BART = Names("layers", "self_attn", "encoder_attn", "k_proj", "v_proj", "num_heads")
+T5 = Names("block", "layer.0.SelfAttention", "layer.1.EncDecAttention", "k", "v", "n_heads")
+FAMILIES = {"bart": BART, "mbart": BART, "mt5": T5, "pegasus": BART, "t5": T5}
+"""By the model types that are served."""
 Int64 = npt.NDArray[np.int64]
 
 # --- what a step computes -----------------------------------------------------------------------------------
@@ -154,7 +171,8 @@ class EncoderDecoderModel(LoadedModel):
         states = self.model.get_encoder()(input_ids=tokens).last_hidden_state
         places = to_device(slots, self.device)
         for _, module in self.pairs:
-            key, value = (split_heads(part(states), module) for part in (module.encoded_k, module.encoded_v))
+            heads = self.geometry.layers[0].spec.kv_heads
+            key, value = (part(states)[0].unflatten(1, (heads, -1)).transpose(0, 1) for part in module.makers)
             write_kv(module.keys, module.values, key, value, places)
 
     def decode_tokens(self, ids: torch.Tensor) -> torch.Tensor:
@@ -193,10 +211,15 @@ def load(source: ModelSource, block_size: int) -> EncoderDecoderModel:
         pack_linears(model)
         hide_weights(model)
     model.to(device)
-    layers = [find_attention(layer) for layer in decoder_layers(model)]
+    names, decoder = FAMILIES[config.model_type], model.get_decoder()
+    layers = [
+        (layer.get_submodule(names.own), layer.get_submodule(names.encoded))
+        for layer in getattr(decoder, names.layers)
+    ]
     first = layers[0][0]
-    spec = AttentionSpec(*heads_of(first), None, float(first.scaling), biases=table_of_biases(first))
-    dim = projections(first)[0].out_features // spec.kv_heads
+    heads = getattr(first, names.heads)
+    spec = AttentionSpec(heads, 1, None, float(first.scaling), biases=table_of_biases(first))
+    dim = getattr(first, names.key).out_features // heads
     geometry = Geometry([LayerSpec(spec, dim, dim)] * len(layers), block_size, dtype, dtype)
     attention = SdpaBackend(geometry, device)
     over_encoded = replace(spec, sees=ENCODED, biases=None)
@@ -207,7 +230,10 @@ def load(source: ModelSource, block_size: int) -> EncoderDecoderModel:
         if hasattr(module, "scaling"):  # its attention
             module.config = of_encoder
     for _, encoded in layers:
-        take_projections(encoded)
+        # K and V of encoded tokens are made once a prompt, not in a forward
+        encoded.makers = nn.ModuleList([getattr(encoded, name) for name in (names.key, names.value)])
+        for name in (names.key, names.value):
+            setattr(encoded, name, nn.Identity())
         encoded.backend, encoded.spec = attention, over_encoded
         encoded.key_scale = encoded.value_scale = 1.0
     tokenizer = model_files.find_tokenizer(settings.tokenizer_name, path)
@@ -224,7 +250,7 @@ def load(source: ModelSource, block_size: int) -> EncoderDecoderModel:
         pairs=layers,
         num_starting=len(model_files.starting_ids(path)),
     )
-    table = getattr(model.get_decoder(), "embed_positions", None)
+    table = getattr(decoder, "embed_positions", None)
     if table is not None:
         table.register_forward_pre_hook(loaded.replace_places, with_kwargs=True)
     return loaded
@@ -247,42 +273,8 @@ def check(settings: Settings, config: Any, communicator: Communicator) -> None:
             raise SettingError(name, f"is not served with an encoder-decoder model ({config.model_type})")
 
 
-def decoder_layers(model: Any) -> Any:
-    decoder = model.get_decoder()
-    return decoder.layers if hasattr(decoder, "layers") else decoder.block
-
-
-def find_attention(layer: Any) -> tuple[Any, Any]:
-    """The attention of one layer: BART's names, or T5's."""
-    if hasattr(layer, "self_attn"):
-        return layer.self_attn, layer.encoder_attn
-    return layer.layer[0].SelfAttention, layer.layer[1].EncDecAttention
-
-
-def projections(module: Any) -> tuple[Any, Any]:
-    """What makes K and V of an attention module."""
-    return (module.k_proj, module.v_proj) if hasattr(module, "k_proj") else (module.k, module.v)
-
-
-def take_projections(module: Any) -> None:
-    """Take what makes K and V of the encoded tokens out of a forward: it is applied once a prompt."""
-    module.encoded_k, module.encoded_v = projections(module)
-    for name in ("k_proj", "v_proj") if hasattr(module, "k_proj") else ("k", "v"):
-        setattr(module, name, torch.nn.Identity())
-
-
 def hide_weights(model: Any) -> None:
     """Show types of packed weights in place of weights, which would be computed back: T5 looks at one."""
     for module in model.modules():
         if isinstance(module, PackedLinear):
             module.__dict__["weight"] = torch.empty(0, dtype=module.weight_dtype)
-
-
-def heads_of(module: Any) -> tuple[int, int]:
-    """Heads of K, and query heads that share one."""
-    return (module.num_heads if hasattr(module, "num_heads") else module.n_heads), 1
-
-
-def split_heads(states: torch.Tensor, module: Any) -> torch.Tensor:
-    """states [1, tokens, heads * head_dim] → [heads, tokens, head_dim], the same dtype"""
-    return states[0].view(states.shape[1], heads_of(module)[0], -1).transpose(0, 1)

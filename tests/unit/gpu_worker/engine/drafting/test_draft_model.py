@@ -339,11 +339,7 @@ def test_heads_propose_what_their_formula_says(kind: str, tmp_path: Path) -> Non
     ("config", "changed", "cause"),
     [
         (MEDUSA, {"1.1.linear.weight": None}, "there are no weights blocks.1.1.weight"),
-        (
-            MEDUSA,
-            {"2.2.weight": torch.zeros(7, 7)},
-            "size mismatch for heads.2.weight: ",
-        ),
+        (MEDUSA, {"2.2.weight": torch.zeros(7, 7)}, "size mismatch for heads.2.weight: "),
         (MEDUSA | {"medusa_num_heads": "x"}, {}, "its config.json has no medusa_num_heads"),
         (MLP | {"vocab_size": 7}, {}, "its vocab_size is 7, and the model's 500"),
         (MLP | {"emb_dim": 7}, {}, "its emb_dim is 7, and the model's 64"),
