@@ -15,10 +15,10 @@ from tests.support.source_tree import ROOT, parse
 MOST = {  # statements, lines
     "api": (13_396, 25_985),
     "batcher": (2_786, 4_798),
-    "gpu_worker": (11_284, 21_667),
+    "gpu_worker": (11_218, 21_560),
     "common": (3_755, 7_487),
     "deploy": (2_509, 4_402),
-    "tests": (31_975, 55_988),
+    "tests": (31_975, 55_986),
     "benchmarks": (2_188, 3_706),
 }
 MOST_WORDS_OF_DOCS = 21_823
