@@ -9,15 +9,24 @@ from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import APIRouter, Path, Query, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import Response, StreamingResponse
 
 from api.errors import INSUFFICIENT_QUOTA, OPENAI_TYPES, ApiError, asking_broker, cut, invalid, overloaded
 from api.http import body
 from api.http.auth import key_of
-from api.http.body import REPLAYED, check_same, idempotency_key, noted_digest
-from api.http.openapi import OPENAI, OPENAI_ERRORS, OpenAIError, Shape, answer, error_responses, json_body
-from api.jobs.files import MAX_TTL_S, MIN_TTL_S, PURPOSES, FileStore, StoredFile, new_id, upload
+from api.http.body import REPLAYED, check_same, idempotency_key, noted_digest, schema_error
+from api.http.openapi import (
+    OPENAI,
+    OPENAI_ERRORS,
+    OpenAIError,
+    Shape,
+    answer,
+    error_responses,
+    json_body,
+    json_schema,
+)
+from api.jobs.files import MAX_TTL_S, MIN_TTL_S, FileStore, StoredFile, UploadForm, new_id, upload
 from api.jobs.job import Job, JobBody, digest_of
 from api.json import TooDeep, is_too_deep, list_object, place_of
 from api.protocols.table import BATCHES, protocol_of
@@ -200,63 +209,54 @@ def choose_batches(live: Sequence[tuple[str, str]], max_batches: int) -> list[st
 # --- lines --------------------------------------------------------------------------------------------------
 
 
-LINE_FIELDS = {"custom_id", "method", "url", "body"}
-MAX_CUSTOM_ID = 512
 STATUS_OF_TYPE = {kind: status for status, kind in OPENAI_TYPES.items()}
 STATUS_OF_TYPE |= {INSUFFICIENT_QUOTA: 429, "server_error": 500}
 STATUS_OF_CODE = {"model_not_found": 404, "unavailable": 503}
 
 
+class InputLine(BaseModel):
+    """A line of the input."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    custom_id: str = Field(min_length=1, max_length=512)
+    method: Literal["POST"]
+    url: str
+    body: dict[str, Any]
+
+
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """A valid line of the input; one with a `fault` is answered with it."""
+    """A request of a batch; one with a `fault` is answered with it."""
 
     custom_id: str
-    body: dict[str, Any]
+    body: Mapping[str, Any]
     fault: ApiError | None = None
 
 
-class LineFault(Exception):
-    """A line that no batch can have: its code, what is wrong, and the field at fault."""
-
-    def __init__(self, code: str, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
-        self.param = param
-
-    def render(self, number: int) -> dict[str, Any]:
-        """The fault as an item of a batch's `errors`. `number` counts from 1."""
-        return {"code": self.code, "line": number, "message": self.message, "param": self.param}
+def line_fault(code: str, message: str, param: str | None = None) -> ApiError:
+    """What is wrong with the input of a batch, which fails."""
+    return ApiError(422, "validation", message, param, code)
 
 
 def read_line(text: bytes, endpoint: str, max_bytes: int) -> BatchLine:
-    """Raises LineFault."""
+    """Raises ApiError: a `line_fault`."""
     if len(text) > max_bytes:
-        raise LineFault("line_too_long", f"This line is longer than {max_bytes} bytes.")
+        raise line_fault("line_too_long", f"This line is longer than {max_bytes} bytes.")
     try:
-        line = orjson.loads(text)
+        line = InputLine.model_validate(orjson.loads(text))
     except orjson.JSONDecodeError as error:
-        raise LineFault("invalid_json_line", f"This line is not parseable as valid JSON: {error}") from error
-    if not isinstance(line, dict):
-        raise LineFault("invalid_request", "This line is not a JSON object.")
-    custom_id, body = line.get("custom_id"), line.get("body")
-    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID:
-        why = f"`custom_id` must be a text of 1 to {MAX_CUSTOM_ID} characters."
-        raise LineFault("invalid_custom_id", why, "custom_id")
-    if line.get("method") != "POST":
-        raise LineFault("invalid_method", "`method` must be POST.", "method")
-    if line.get("url") != endpoint:
-        raise LineFault("mismatched_url", f"`url` must be the batch's endpoint, {endpoint}.", "url")
-    if unknown := sorted(line.keys() - LINE_FIELDS):
-        raise LineFault("unknown_field", f"`{unknown[0][:100]}` is no field of a line.", unknown[0][:100])
-    if not isinstance(body, dict):
-        raise LineFault("missing_body", "`body` must be an object.", "body")
-    if body.get("stream"):
-        raise LineFault("invalid_body", "`body.stream` must be false or left out.", "body.stream")
+        raise line_fault("invalid_json_line", f"This line is not parseable as valid JSON: {error}") from error
+    except ValidationError as error:
+        fault = schema_error(error)
+        raise line_fault(f"invalid_{fault.param}", fault.text, fault.param) from error
+    if line.url != endpoint:
+        raise line_fault("mismatched_url", f"`url` must be the batch's endpoint, {endpoint}.", "url")
+    if line.body.get("stream"):
+        raise line_fault("invalid_body", "`body.stream` must be false or left out.", "body.stream")
     if is_too_deep(text):
-        return BatchLine(custom_id, {}, ApiError(400, "invalid_json", f"Invalid JSON: {TooDeep()}"))
-    return BatchLine(custom_id, body)
+        return BatchLine(line.custom_id, {}, ApiError(400, "invalid_json", f"Invalid JSON: {TooDeep()}"))
+    return BatchLine(line.custom_id, line.body)
 
 
 def make_job(line: BatchLine, job_id: str, entry_ms: int, number: int, terms: ServiceTerms, url: str) -> Job:
@@ -340,7 +340,7 @@ class OutputExpiry(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     anchor: Literal["created_at"]
-    seconds: int = Field(ge=3600, le=2_592_000)
+    seconds: int = Field(ge=MIN_TTL_S, le=MAX_TTL_S)
 
 
 class BatchRequest(BaseModel):
@@ -361,20 +361,8 @@ def page_of(name: str, item: Shape) -> Shape:
     return Shape(name, {"object": "list", "data": [item.example], **ids, "has_more": False})
 
 
-FILE = Shape(
-    "FileObject",
-    {
-        "id": "file-abc",
-        "object": "file",
-        "bytes": 140,
-        "created_at": 1764000000,
-        "expires_at": (None, 1766592000),
-        "filename": "lines.jsonl",
-        "purpose": "batch",
-        "status": "processed",
-        "status_details": None,
-    },
-)
+SHOWN_FILE = StoredFile("file-abc", "", "lines.jsonl", "batch", 140, 1764000000, None, [])
+FILE = Shape("FileObject", SHOWN_FILE.render() | {"expires_at": (None, 1766592000)})
 DELETED_FILE = Shape("DeletedFile", {"id": "file-abc", "object": "file", "deleted": True})
 BATCH_SHAPE = Shape(
     "BatchObject",
@@ -418,24 +406,7 @@ EXAMPLE = {"input_file_id": "file-abc", "endpoint": BATCHES[0], "completion_wind
 FORM = {
     "requestBody": {
         "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["file", "purpose"],
-                    "properties": {
-                        "file": {"type": "string", "format": "binary"},
-                        "purpose": {"enum": list(PURPOSES)},
-                        "expires_after[anchor]": {"const": "created_at"},
-                        "expires_after[seconds]": {
-                            "type": "integer",
-                            "minimum": MIN_TTL_S,
-                            "maximum": MAX_TTL_S,
-                        },
-                    },
-                }
-            }
-        },
+        "content": {"multipart/form-data": {"schema": json_schema(UploadForm, "validation")}},
     }
 }
 
@@ -458,7 +429,7 @@ async def create_file(request: Request) -> dict[str, Any]:
     store, owner = store_of(request), tenant_of(request)
     if len(await store.names(owner)) >= MAX_FILES:
         raise ApiError(400, "too_many_files", f"A tenant may keep {MAX_FILES} files", "file")
-    return render_file(await upload(request, store, owner))
+    return (await upload(request, store, owner)).render()
 
 
 @router.get("/v1/files", summary="List files", responses=answer(page_of("FileList", FILE)))
@@ -484,13 +455,13 @@ async def list_files(
             found.append(file)
         if len(found) > limit:
             break
-    return list_object([render_file(file) for file in found], limit)
+    return list_object([file.render() for file in found], limit)
 
 
 @router.get("/v1/files/{file_id}", summary="Retrieve a file", responses=answer(FILE))
 async def retrieve_file(request: Request, file_id: FileId) -> dict[str, Any]:
     """Returns what is known of a file."""
-    return render_file(await store_of(request).find(tenant_of(request), file_id))
+    return (await store_of(request).find(tenant_of(request), file_id)).render()
 
 
 @router.delete("/v1/files/{file_id}", summary="Delete a file", responses=answer(DELETED_FILE))
@@ -514,20 +485,6 @@ async def retrieve_content(request: Request, file_id: FileId) -> Response:
     file = await store.find(tenant_of(request), file_id)
     headers = {"content-length": str(file.num_bytes)}
     return StreamingResponse(store.read(file), 200, headers, "application/octet-stream")
-
-
-def render_file(file: StoredFile) -> dict[str, Any]:
-    return {
-        "id": file.id,
-        "object": "file",
-        "bytes": file.num_bytes,
-        "created_at": file.created_at,
-        "expires_at": file.expires_at,
-        "filename": file.filename,
-        "purpose": file.purpose,
-        "status": "processed",
-        "status_details": None,
-    }
 
 
 # --- batches ------------------------------------------------------------------------------------------------

@@ -7,24 +7,24 @@ name, together with the line and the offset after it: whoever goes on begins the
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
-from collections import Counter, deque
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 
-from api.errors import ApiError, internal_error, invalid, openai
+from api.errors import ApiError, internal_error, openai
 from api.event_loop import Pace, attempt, offload, repeat_forever, retry_forever
 from api.jobs.batch import (
     ENDED,
     FILES,
     Batch,
     BatchLine,
-    LineFault,
     choose_batches,
     digest_of_id,
     job_id_of,
+    line_fault,
     make_job,
     needed_files,
     read_batch,
@@ -43,7 +43,7 @@ from common.broker.client import ERRORS
 from common.broker.keys import BATCH_TTL_MS, Keys, request_keys
 from common.broker.lua import Args, Fields, ScriptCall, call_script, in_pairs
 from common.metrics.catalogue import BATCH_LINES
-from common.process.event_loop import until_beat
+from common.process.event_loop import run_until_one_ends, until_beat
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,11 @@ MAX_TRIES = 2
 """Of a line that cannot be served, and of a batch that cannot go on after a line."""
 OF_THE_WRITER = ("epoch", "leased_until_ms")
 """Fields that are a writer's, not the batch's."""
-INPUT_GONE = LineFault("input_file_missing", "The input file, or a part of it, is gone.", "input_file_id")
+PROGRESS = ("next_line", "offset", "total", "completed", "failed")
+"""Fields that say how far a batch is: the line and the offset of the input after the lines that are answered,
+and how many these are.
+"""
+INPUT_GONE = line_fault("input_file_missing", "The input file, or a part of it, is gone.", "input_file_id")
 WHY_ENDED = {
     "expired": ("batch_expired", "This request could not be executed before the completion window expired."),
     "cancelled": ("batch_cancelled", "This request was not executed because the batch was cancelled."),
@@ -75,7 +79,7 @@ class WriterReplaced(Exception):
     """A batch that another gateway writes now."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class PendingLine:
     """A line that is being answered.
 
@@ -96,7 +100,7 @@ class BatchRun:
     Attributes:
         epoch: of this writer; Redis refuses what an earlier one writes.
         ending: `cancelled` or `expired`, once no further line is served.
-        next_line, offset: of the input, after the lines that are answered.
+        progress: PROGRESS with the answers that are not committed.
         buffers: answers that are not committed, for the output and the error file.
         answered: ids of jobs whose answers are not committed.
         written: what Redis has of it: written again when the broker has lost some of it.
@@ -111,32 +115,30 @@ class BatchRun:
         self.batch = batch
         self.epoch = epoch
         self.ending = ""
-        self.next_line = batch.number("next_line")
-        self.offset = batch.number("offset")
-        self.counts = {name: batch.number(name) for name in ("total", "completed", "failed")}
+        self.progress = {name: batch.number(name) for name in PROGRESS}
         self.buffers = {kind: bytearray() for kind in FILES}
         self.answered: list[str] = []
-        self.written: dict[str, str | int] = {
-            name: value for name, value in batch.fields.items() if name not in OF_THE_WRITER
-        }
+        self.written = {name: value for name, value in batch.fields.items() if name not in OF_THE_WRITER}
         self.last_part = ""
         self.pending: deque[PendingLine] = deque()
         self.committed_s = time.monotonic()
 
-    async def run(self, fault: LineFault | None = None) -> None:
+    @property
+    def so_far(self) -> Batch:
+        """The batch as Redis has it."""
+        return dataclasses.replace(self.batch, fields=self.written)
+
+    async def run(self, fault: ApiError | None = None) -> None:
         """Returns when the batch has ended, at once with a `fault`. Raises WriterReplaced. The requests of a
         run that is cancelled go on.
         """
-        renewal = asyncio.create_task(self.renew_lease())
-        work = asyncio.create_task(self.finish(fault) if fault else self.work())
         try:
-            await asyncio.wait([renewal, work], return_when=asyncio.FIRST_COMPLETED)
-            for task in (renewal, work):
-                if task.done():
-                    task.result()
+            await run_until_one_ends(self.renew_lease(), self.finish(fault) if fault else self.work())
         finally:
-            await end_tasks([renewal, work])
-            await end_tasks([one.answer for one in self.pending])
+            answers = [one.answer for one in self.pending]
+            for answer in answers:
+                answer.cancel()
+            await asyncio.gather(*answers, return_exceptions=True)
 
     async def work(self) -> None:
         if self.batch.fields["status"] == "validating" and not await self.validate():
@@ -144,11 +146,15 @@ class BatchRun:
         await self.answer_lines()
         await self.finish()
 
-    async def read_input(self, offset: int = 0) -> AsyncIterator[bytes]:
-        """The lines of the input from an offset on. Raises ApiError: 404 if a part of it is gone, 503."""
+    async def read_input(self, number: int = 0, offset: int = 0) -> AsyncIterator[tuple[int, int, bytes]]:
+        """The lines of the input after one of them: the number of each, the offset after it, and its text.
+        Raises ApiError: 404 if a part of it is gone, 503.
+        """
         file = await self.store.find_kept(self.batch.owner, self.batch.input_file_id)
         async for text in lines_of(self.store.read(file, offset), self.pool.max_body_bytes):
-            yield text
+            number, offset = number + 1, offset + len(text) + 1
+            if text.strip():
+                yield number, offset, text
 
     async def wait_for_store(self, error: Exception) -> None:
         """Retry policy: wait for a store that does not answer. Raises ApiError (404) for what it says is
@@ -172,21 +178,21 @@ class BatchRun:
                 await self.end("expired")
             await asyncio.sleep(RENEW_S)
 
-    async def write(self, fields: dict[str, str | int], ended: bool = False) -> str:
+    async def write(self, fields: Mapping[str, str | int], ended: bool = False) -> str:
         """Write fields of the batch, and all of them if the broker has lost some, as in a failover. Returns
         `live` or `cancelled`. Raises WriterReplaced.
         """
         state = await self.run_write(fields, ended, self.last_part)
         if state == "hole":
             log.warning("the broker has lost parts of batch %s: they are written again", self.batch.id)
-            state = await self.run_write(self.written | fields, ended)
+            state = await self.run_write({**self.written, **fields}, ended)
         if state == "lost":
             raise WriterReplaced(self.batch.id)
-        self.written |= fields
+        self.written |= {name: str(value) for name, value in fields.items()}
         self.last_part = next((name for name in fields if ":" in name), self.last_part)
         return state
 
-    async def run_write(self, fields: dict[str, str | int], ended: bool, last_part: str = "") -> str:
+    async def run_write(self, fields: Mapping[str, str | int], ended: bool, last_part: str = "") -> str:
         keys, batch = self.pool.client.keys, self.batch
         call = write_batch(keys, batch.member, fields, self.epoch, ended=ended, last_part=last_part)
         return await attempt(lambda: self.pool.client.run(call), retry_forever)
@@ -208,44 +214,34 @@ class BatchRun:
         try:
             total, errors = await attempt(self.check_input, self.wait_for_store)
         except ApiError:
-            total, errors = 0, [INPUT_GONE.render(0)]
+            total, errors = 0, [described(INPUT_GONE)]
         now_s = int(self.pool.client.clock.now_s())
         if errors:
             await self.write({"status": "failed", "failed_at": now_s, "errors": listed(errors)}, ended=True)
             return False
-        self.counts["total"] = total
+        self.progress["total"] = total
         await self.write({"status": "in_progress", "in_progress_at": now_s, "total": total})
         return True
 
     async def check_input(self) -> tuple[int, list[dict[str, object]]]:
         """The number of requests, and what is wrong with them. Raises ApiError."""
-        seen, errors, pace, most = (
-            set[bytes](),
-            list[dict[str, object]](),
-            Pace(),
-            MAX_LINES,
-        )
-        number = 0
-        async for text in self.read_input():
-            number += 1
+        seen, errors, pace = set[bytes](), list[dict[str, object]](), Pace()
+        async for number, _, text in self.read_input():
             await pace.step()
-            if not text.strip():
-                continue
             try:
                 line = read_line(text, self.batch.endpoint, self.pool.max_body_bytes)
                 if (digest := digest_of_id(line.custom_id)) in seen:
                     why = "An earlier line has this `custom_id`."
-                    raise LineFault("duplicate_custom_id", why, "custom_id")
+                    raise line_fault("duplicate_custom_id", why, "custom_id")
                 seen.add(digest)
-                if len(seen) > most:
-                    why = f"A batch has at most {most} requests."
-                    raise LineFault("too_many_tasks", why)
-            except LineFault as fault:
-                errors.append(fault.render(number))
+                if len(seen) > MAX_LINES:
+                    raise line_fault("too_many_tasks", f"A batch has at most {MAX_LINES} requests.")
+            except ApiError as fault:
+                errors.append(described(fault, number))
                 if len(errors) >= MAX_ERRORS or fault.code == "too_many_tasks":
                     break
         if not seen and not errors:
-            errors.append(LineFault("empty_file", "The input has no requests.").render(0))
+            errors.append(described(line_fault("empty_file", "The input has no requests.")))
         return len(seen), errors
 
     # --- answers --------------------------------------------------------------------------------------------
@@ -269,13 +265,12 @@ class BatchRun:
 
     async def read_rest(self) -> AsyncIterator[PendingLine]:
         """Begin to answer each line. It ends early if the rest of the input is gone."""
-        number, after = self.next_line, self.offset
+        place = self.progress["next_line"], self.progress["offset"]
         while True:
             try:
-                async for text in self.read_input(after):
-                    number, after = number + 1, after + len(text) + 1
-                    if text.strip():
-                        yield self.begin(number, after, text)
+                async for number, after, text in self.read_input(*place):
+                    place = number, after
+                    yield self.begin(number, after, text)
                 return
             except ApiError as error:
                 if error.status == 404:
@@ -287,10 +282,9 @@ class BatchRun:
         """Begin to answer a line. One that cannot be read any more, as a limit was lowered, fails."""
         try:
             line = read_line(text, self.batch.endpoint, self.pool.max_body_bytes)
-            answer = self.answer(number, line)
-        except LineFault as fault:
-            line, answer = BatchLine("", {}), refuse(fault)
-        return PendingLine(number, line, len(text), after, asyncio.create_task(answer))
+        except ApiError as fault:
+            line = BatchLine("", {}, fault)
+        return PendingLine(number, line, len(text), after, asyncio.create_task(self.answer(number, line)))
 
     async def answer(self, number: int, line: BatchLine) -> bytes:
         """The answer to a line; b"" if it is not served, because the batch has ended. A line that cannot be
@@ -330,11 +324,12 @@ class BatchRun:
             log.exception("line %d of batch %s", one.number, self.batch.id)
             why = f"The answer to line {one.number} of the input cannot be written."
             text = render_unserved(job_id, one.line.custom_id, "server_error", why)
-        self.counts["completed" if succeeded else "failed"] += 1
-        BATCH_LINES.add(1, "completed" if succeeded else "failed")
+        outcome = "completed" if succeeded else "failed"
+        BATCH_LINES.add(1, outcome)
         self.buffers["output" if succeeded else "error"] += text
         self.answered.append(job_id)
-        self.next_line, self.offset = one.number, one.after
+        self.progress[outcome] += 1
+        self.progress |= {"next_line": one.number, "offset": one.after}
 
     async def commit_if_due(self) -> None:
         num_bytes = sum(map(len, self.buffers.values()))
@@ -343,15 +338,16 @@ class BatchRun:
 
     async def commit(self) -> None:
         """Write the buffers as parts, then their names with the place in the input, then forget the jobs."""
-        fields: dict[str, str | int] = {"next_line": self.next_line, "offset": self.offset, **self.counts}
+        fields: dict[str, str | int] = {**self.progress}
+        place = f"{self.progress['next_line']:09d}"
         for kind, buffer in self.buffers.items():
             if buffer:
-                part = f"{self.next_line:09d}-{self.epoch}"
+                part = f"{place}-{self.epoch}"
                 put = partial(
                     self.store.put_part, self.batch.owner, self.batch.file_id(kind), part, bytes(buffer)
                 )
                 await attempt(put, self.wait_for_store)
-                fields[f"{kind}:{self.next_line:09d}"] = f"{part} {len(buffer)}"
+                fields[f"{kind}:{place}"] = f"{part} {len(buffer)}"
         await self.write(fields)
         for buffer in self.buffers.values():
             buffer.clear()
@@ -367,13 +363,13 @@ class BatchRun:
         if names:
             await attempt(lambda: self.pool.client.redis.delete(*names), retry_forever)
 
-    async def finish(self, fault: LineFault | None = None) -> None:
+    async def finish(self, fault: ApiError | None = None) -> None:
         """Write the records of the files, and the last state. A batch with a fault, or with lines that were
         not answered, has failed: these lines count as failed, and its `errors` say why.
         """
         now_s = int(self.pool.client.clock.now_s())
         await self.write({"status": "finalizing", "finalizing_at": now_s})
-        batch = await attempt(self.read, retry_forever)
+        batch = self.so_far
         fields: dict[str, str | int] = {}
         for kind in FILES:
             if (file := batch.file(kind, now_s)) is not None:
@@ -384,16 +380,10 @@ class BatchRun:
         if fault or num_missing:
             status = self.ending or "failed"
             fields["failed"] = batch.number("failed") + num_missing
-            fields["errors"] = listed([(fault or INPUT_GONE).render(0)])
+            fields["errors"] = listed([described(fault or INPUT_GONE)])
         assert status in ENDED
         await self.write(fields | {"status": status, f"{status}_at": now_s}, ended=True)
         log.info("batch %s has ended: %s", batch.id, status)
-
-    async def read(self) -> Batch:
-        found = await read_batch(self.pool.client, self.batch.id)
-        if found is None:
-            raise WriterReplaced(self.batch.id)
-        return found
 
 
 def write_batch(
@@ -424,27 +414,18 @@ def write_batch(
     return call_script("write_batch", bytes.decode, keys, batch_id, args=args, more_args=in_pairs(fields))
 
 
-async def refuse(fault: LineFault) -> bytes:
-    """The answer to a line with a fault."""
-    return error_answer(invalid(fault.message, fault.param))
-
-
 def error_answer(error: ApiError) -> bytes:
     return to_json(openai(error)[1])
+
+
+def described(fault: ApiError, number: int = 0) -> dict[str, object]:
+    """A fault as an item of a batch's `errors`. `number`, of its line, counts from 1."""
+    return {"code": fault.code, "line": number, "message": fault.text, "param": fault.param}
 
 
 def listed(errors: list[dict[str, object]]) -> str:
     """The field `errors` of a batch."""
     return to_json({"object": "list", "data": errors}).decode()
-
-
-async def end_tasks(tasks: list[asyncio.Task[None]] | list[asyncio.Task[bytes]]) -> None:
-    """Cancel tasks, and wait for their ends; their failures were seen, or are of no use any more."""
-    for task in tasks:
-        task.cancel()
-    for task in tasks:
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await task
 
 
 # --- runner -------------------------------------------------------------------------------------------------
@@ -454,7 +435,7 @@ MAX_RUNNING = 4
 """Batches of the pool that are served at once."""
 POLL_S = 1.0
 SWEEP_S = 600.0
-CANNOT_GO_ON = LineFault("server_error", f"The batch could not go on, {MAX_TRIES} times at the same line.")
+CANNOT_GO_ON = line_fault("server_error", f"The batch could not go on, {MAX_TRIES} times.")
 
 
 class BatchRunner:
@@ -462,7 +443,6 @@ class BatchRunner:
 
     Attributes:
         runs: by owner and id.
-        faults: how often a batch could not go on, by the last line that it had answered, owner and id.
     """
 
     def __init__(self, store: FileStore, consumer: JobConsumer) -> None:
@@ -470,7 +450,6 @@ class BatchRunner:
         self.consumer = consumer
         self.client = consumer.pool.client
         self.runs: dict[str, asyncio.Task[None]] = {}
-        self.faults = Counter[tuple[int, str]]()
 
     async def run(self) -> None:
         """Never returns."""
@@ -492,9 +471,6 @@ class BatchRunner:
         chosen = choose_batches(owners, MAX_RUNNING)
         for member in self.runs.keys() - {*chosen}:
             self.runs[member].cancel()
-        for key in [*self.faults]:
-            if key[1] not in members:
-                del self.faults[key]
         for member in chosen:
             if member not in self.runs:
                 await self.claim(member)
@@ -512,33 +488,29 @@ class BatchRunner:
             failed = {"status": "failed"}
             await self.client.run(write_batch(self.client.keys, member, failed, epoch, 0, ended=True))
         else:
-            task = self.runs[member] = asyncio.create_task(
-                self.serve(BatchRun(self.store, self.consumer, batch, epoch))
-            )
+            task = self.runs[member] = asyncio.create_task(self.serve(batch, epoch))
             task.add_done_callback(lambda _: self.runs.pop(member, None))
 
-    async def serve(self, run: BatchRun) -> None:
+    async def serve(self, batch: Batch, epoch: int) -> None:
         """Serve a batch until it has ended, or it is another gateway's. After a fault it begins again after
-        its last part; where it could not go on twice, it ends.
+        its last part; where it could not go on MAX_TRIES times, it ends. One that is not to be served now is
+        left to the next who looks; if the broker does not answer, its lease expires.
         """
-        member, line = run.batch.member, run.next_line
-        times = self.faults[line, member]
-        try:
-            await run.run(CANNOT_GO_ON if times >= MAX_TRIES else None)
-        except WriterReplaced:
-            log.warning("batch %s: another gateway writes it", run.batch.id)
-        except asyncio.CancelledError:
-            await self.give_up(run)
-            raise
-        except Exception:
-            log.exception("batch %s could not go on after line %d", run.batch.id, line)
-            self.faults[line, member] += 1
-            await self.give_up(run)
-
-    async def give_up(self, run: BatchRun) -> None:
-        """Leave a batch to the next who looks; if the broker does not answer, its lease expires."""
-        with contextlib.suppress(*ERRORS):
-            await self.client.run(write_batch(self.client.keys, run.batch.member, {}, run.epoch, 0))
+        for fault in (*[None] * MAX_TRIES, CANNOT_GO_ON):
+            run = BatchRun(self.store, self.consumer, batch, epoch)
+            try:
+                await run.run(fault)
+                return
+            except WriterReplaced:
+                log.warning("batch %s: another gateway writes it", batch.id)
+                return
+            except asyncio.CancelledError:
+                with contextlib.suppress(*ERRORS):
+                    await self.client.run(write_batch(self.client.keys, batch.member, {}, epoch, 0))
+                raise
+            except Exception:
+                log.exception("batch %s could not go on", batch.id)
+                batch = run.so_far
 
     async def delete_expired(self) -> None:
         """Delete the files whose time is over, by the broker's clock."""

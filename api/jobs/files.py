@@ -11,16 +11,17 @@ import tempfile
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import quote
 
 import orjson
+from pydantic import BaseModel, Field, ValidationError, WithJsonSchema
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
-from api.errors import ApiError, invalid, overloaded, quoted, unavailable
-from api.http.body import announces_more
+from api.errors import ApiError, invalid, overloaded, unavailable
+from api.http.body import announces_more, schema_error
 from common.broker.pool_client import BrokerClock
 from common.ids import FILE_ID, FILE_PART
 from common.settings.settings import SettingError, Settings
@@ -52,6 +53,12 @@ class StoredFile:
 
     def expired(self, now_s: float) -> bool:
         return self.expires_at is not None and self.expires_at <= now_s
+
+    def render(self) -> dict[str, Any]:
+        """OpenAI's object."""
+        shown = ("id", "created_at", "expires_at", "filename", "purpose")
+        of_openai = {"object": "file", "bytes": self.num_bytes, "status": "processed", "status_details": None}
+        return {name: getattr(self, name) for name in shown} | of_openai
 
 
 def new_id(prefix: str, now_s: float) -> str:
@@ -258,8 +265,6 @@ async def lines_of(chunks: AsyncIterator[bytes], max_bytes: int) -> AsyncIterato
 
 
 MAX_FILE_BYTES = 200 * 2**20
-PURPOSES = ("batch", "user_data", "assistants", "evals", "fine-tune", "vision")
-"""Purposes that OpenAI's clients name; only files for `batch` are of use here, the others are kept alone."""
 BATCH_TTL_S = 30 * 86_400
 """Of a file for a batch whose client names no time, as at OpenAI."""
 MIN_TTL_S, MAX_TTL_S = 3600, 2_592_000
@@ -271,13 +276,34 @@ MAX_UPLOADS = 4
 UPLOADS = asyncio.Semaphore(MAX_UPLOADS)
 
 
+class UploadForm(BaseModel):
+    """The fields of an upload. Of OpenAI's purposes only `batch` is of use here; others are only kept."""
+
+    file: Annotated[Any, WithJsonSchema({"type": "string", "format": "binary"})]
+    purpose: Literal["batch", "user_data", "assistants", "evals", "fine-tune", "vision"]
+    anchor: Literal["created_at"] | None = Field(None, alias="expires_after[anchor]")
+    seconds: int | None = Field(None, alias="expires_after[seconds]", ge=MIN_TTL_S, le=MAX_TTL_S)
+
+    @classmethod
+    def read(cls, form: FormData) -> "UploadForm":
+        """Raises ApiError (422)."""
+        try:
+            return cls.model_validate({"file": None, **form})
+        except ValidationError as error:
+            raise schema_error(error) from error
+
+    @property
+    def ttl_s(self) -> int | None:
+        """Seconds that the file is kept; None for good."""
+        return self.seconds or (BATCH_TTL_S if self.purpose == "batch" else None)
+
+
 async def upload(request: Request, store: FileStore, owner: str) -> StoredFile:
     """Keep the file of a form. Raises ApiError: 400, 413, 415, 422, 429, 503."""
     if UPLOADS.locked():
         raise overloaded(f": {MAX_UPLOADS} files are being uploaded")
     async with UPLOADS, reading_form(request) as form:
-        purpose, file = read_purpose(form), form.get("file")
-        ttl_s = read_ttl(form)
+        asked, file = UploadForm.read(form), form.get("file")
         if not isinstance(file, UploadFile) or not file.size:
             raise invalid("`file` must be given, as a file with a name, and not be empty", "file")
         if file.size > MAX_FILE_BYTES:
@@ -287,10 +313,10 @@ async def upload(request: Request, store: FileStore, owner: str) -> StoredFile:
             id=new_id("file-", now_s),
             owner=owner,
             filename=(file.filename or "")[:512],
-            purpose=purpose,
+            purpose=asked.purpose,
             num_bytes=file.size,
             created_at=int(now_s),
-            expires_at=None if ttl_s is None else int(now_s) + ttl_s,
+            expires_at=int(now_s) + asked.ttl_s if asked.ttl_s else None,
             parts=parts,
         )
         try:
@@ -329,26 +355,6 @@ async def reading_form(request: Request) -> AsyncIterator[FormData]:
         yield form
     finally:
         await form.close()
-
-
-def read_purpose(form: FormData) -> str:
-    purpose = form.get("purpose", "")
-    if not isinstance(purpose, str) or purpose not in PURPOSES:
-        raise invalid(f"`purpose` must be one of {', '.join(PURPOSES)}. Given: {quoted(purpose)}", "purpose")
-    return purpose
-
-
-def read_ttl(form: FormData) -> int | None:
-    """Seconds that the file is kept; None for good."""
-    anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
-    if anchor is None and seconds is None:
-        return BATCH_TTL_S if form["purpose"] == "batch" else None
-    if anchor != "created_at":
-        raise invalid("`expires_after.anchor` must be created_at", "expires_after.anchor")
-    if not isinstance(seconds, str) or not seconds.isdecimal() or not MIN_TTL_S <= int(seconds) <= MAX_TTL_S:
-        limits = f"{MIN_TTL_S} to {MAX_TTL_S}"
-        raise invalid(f"`expires_after.seconds` must be {limits}", "expires_after.seconds")
-    return int(seconds)
 
 
 def too_large() -> ApiError:

@@ -13,7 +13,7 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (13_396, 25_985),
+    "api": (13_361, 25_920),
     "batcher": (2_786, 4_798),
     "gpu_worker": (11_218, 21_560),
     "common": (3_755, 7_487),
@@ -21,7 +21,7 @@ MOST = {  # statements, lines
     "tests": (31_975, 55_986),
     "benchmarks": (2_188, 3_706),
 }
-MOST_WORDS_OF_DOCS = 21_823
+MOST_WORDS_OF_DOCS = 21_821
 SLACK = 0.01
 
 
