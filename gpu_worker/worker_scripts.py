@@ -28,48 +28,27 @@ def worker_heartbeat(
     return call_script("worker_heartbeat", bytes.decode, keys, worker, args=args, more_args=in_pairs(fields))
 
 
-class FlushedTerminal(NamedTuple):
-    """The end of a request on its worker, as `finish` takes it; `base`: where the attempt began. Of this
-    attempt's tokens, `num_speculated` needed no step of their own, here and below.
+class FlushedRow(NamedTuple):
+    """What a flush writes of a row: of one attempt of its request.
+
+    Attributes:
+        base: where the attempt began.
+        fields: of a terminal those of `ended`; of a spill the byte from which on it copies records to the
+            request's string, and these; of a count the number of tokens.
+        num_speculated: tokens of this attempt that needed no step of their own.
     """
 
     request_id: str
     attempt: int
     base: int
-    end: Terminal
-    records: bytes
-    kept_ms: int
-    channel: str
-    payload: bytes
-    num_speculated: int = 0
-
-    @property
-    def args(self) -> tuple[Argument, ...]:
-        end = self.end
-        kept = (end.reason, end.num_tokens, end.error, end.error_type, kept_records(end, self.records))
-        return (self.attempt, self.base, *kept, self.kept_ms, self.channel, self.payload, self.num_speculated)
-
-
-class FlushedSpill(NamedTuple):
-    """Tokens that are copied to their request's string, from byte `offset` on."""
-
-    request_id: str
-    attempt: int
-    base: int
-    offset: int
-    records: bytes
+    fields: tuple[Argument, ...]
     num_speculated: int = 0
 
 
-class FlushedCount(NamedTuple):
-    """How many tokens a request has whose API key has a budget."""
-
-    key_id: str
-    request_id: str
-    attempt: int
-    base: int
-    num_tokens: int
-    num_speculated: int = 0
+def ended(end: Terminal, records: bytes, kept_ms: int, channel: str, payload: bytes) -> tuple[Argument, ...]:
+    """Fields of a terminal, as `finish` takes them."""
+    kept = (end.reason, end.num_tokens, end.error, end.error_type, kept_records(end, records))
+    return (*kept, kept_ms, channel, payload)
 
 
 class FlushReply(NamedTuple):
@@ -95,9 +74,9 @@ def flush(
     mode: str,
     messages: Sequence[tuple[str, bytes]],
     prompts: Sequence[tuple[str, bytes]],
-    terminals: Sequence[FlushedTerminal],
-    spills: Sequence[FlushedSpill],
-    counts: Sequence[FlushedCount] = (),
+    terminals: Sequence[FlushedRow],
+    spills: Sequence[FlushedRow],
+    counts: Sequence[FlushedRow] = (),
 ) -> ScriptCall[FlushReply]:
     """Append a flush to log and reports, then publish it.
 
@@ -107,15 +86,15 @@ def flush(
         mode: `trim` trims the log, `whole` follows whatever it has, or "".
         prompts: request and records of the prompt's tokens of each.
         messages: channel, payload of each; without a channel only the log has it.
+        counts: of rows whose API keys have budgets.
     """
     more_keys = [keys.request(request_id) for request_id, _ in prompts]
     more_keys += request_keys(keys, [one.request_id for part in (terminals, spills) for one in part])
     more_keys += [keys.request(one.request_id) for one in counts]
     more_args: list[Argument] = [part for message in messages for part in message]
     more_args += [records for _, records in prompts]
-    more_args += [part for end in terminals for part in end.args]
-    more_args += [part for spilled in spills for part in spilled[1:]]
-    more_args += [part for one in counts for part in one[2:]]
+    for _, attempt, base, fields, num_speculated in (*terminals, *spills, *counts):
+        more_args += attempt, base, *fields, num_speculated
     args: Args = {
         "sequence": sequence,
         "report": report,

@@ -28,10 +28,9 @@ from gpu_worker.agent.steps import StepHandler
 from gpu_worker.worker_scripts import (
     LOGITS_LOST,
     LOGITS_REFUSED,
-    FlushedCount,
-    FlushedSpill,
-    FlushedTerminal,
+    FlushedRow,
     FlushReply,
+    ended,
 )
 
 log = logging.getLogger(__name__)
@@ -74,15 +73,13 @@ class Spill(NamedTuple):
 
     row: RowText
     num_tokens: int
-    flushed: FlushedSpill
+    flushed: FlushedRow
 
     @classmethod
     def of(cls, row: RowText, begin: int = 0) -> "Spill":
         """The tokens from index `begin` on, all by default."""
-        request, offset = row.request, begin * RECORD.size * row.request.width
-        records = bytes(row.records[offset:])
-        flushed = FlushedSpill(request.request_id, row.attempt, row.base, offset, records, row.num_speculated)
-        return cls(row, row.num_tokens, flushed)
+        offset = begin * RECORD.size * row.request.width
+        return cls(row, row.num_tokens, row.flushed(offset, bytes(row.records[offset:])))
 
 
 @dataclass(slots=True)
@@ -93,7 +90,7 @@ class Flush:
         logits: as in Outbox, those that are not written yet; they come before the tokens.
         messages: (channel, payload); the log gets the same payloads.
         prompts: (request, records) of the prompt's tokens.
-        counts: of live rows with new tokens whose API keys have budgets.
+        counts: (API key, count) of live rows with new tokens whose keys have budgets.
         mode: what the script does with the log.
         method: `prefill` where a prompt was computed, else `decode`.
     """
@@ -103,9 +100,9 @@ class Flush:
     acknowledged: int
     messages: list[tuple[str, bytes]]
     prompts: list[tuple[str, bytes]]
-    terminals: list[FlushedTerminal]
+    terminals: list[FlushedRow]
     spills: list[Spill]
-    counts: list[FlushedCount]
+    counts: list[tuple[str, FlushedRow]]
     mode: str
     method: str
     logits: deque[tuple[RowText, int, bytes]] = field(default_factory=deque)
@@ -269,7 +266,7 @@ class Flusher:
             raise FlushesLost(f"flush {flush.sequence}")
         raise_refusal(reply.status)
         num_spills = len(flush.spills)
-        self.state.budgets.note(flush.counts, reply.results[num_spills:])
+        self.state.budgets.note((key_id for key_id, _ in flush.counts), reply.results[num_spills:])
         for spill, result in zip(flush.spills, reply.results[:num_spills], strict=True):
             if result == SPILLED:
                 spill.row.num_spilled = spill.num_tokens
@@ -355,7 +352,11 @@ class Flusher:
                 *map(Spill.of, outbox.interrupted),
                 *(Spill.of(row, row.num_spilled) for row in state.table.live if trim),
             ],
-            counts=[row.flushed_count for row in outbox.rows if row.has_budget and not row.ended],
+            counts=[
+                (row.request.key_id, row.flushed(row.num_tokens))
+                for row in outbox.rows
+                if row.has_budget and not row.ended
+            ],
             mode="trim" if trim else "",
             method="prefill" if outbox.report.prefilled else "decode",
             logits=deque(outbox.logits),
@@ -373,7 +374,7 @@ class Flusher:
             prompts=flush.prompts,
             terminals=flush.terminals,
             spills=[spill.flushed for spill in flush.spills],
-            counts=flush.counts,
+            counts=[count for _, count in flush.counts],
         )
 
     def event(self, channel: str, rows: Sequence[RowText], terminals: Sequence[Terminal] = ()) -> bytes:
@@ -385,20 +386,11 @@ class Flusher:
         tokens = [row.new_tokens() for row in rows if row.texts]
         return encode(Events(self.incarnation, number, tokens, [*terminals], self.sequence, columns))
 
-    def terminal(self, row: RowText, why: str) -> FlushedTerminal:
+    def terminal(self, row: RowText, why: str) -> FlushedRow:
         request, channel = row.request, row.request.channel
         end = terminal_for(request.request_id, why, row.num_tokens)
-        return FlushedTerminal(
-            request.request_id,
-            attempt=row.attempt,
-            base=row.base,
-            end=end,
-            records=bytes(row.records),
-            kept_ms=request.kept_ms,
-            channel=channel,
-            payload=self.event(channel, [], [end]) if channel else b"",
-            num_speculated=row.num_speculated,
-        )
+        payload = self.event(channel, [], [end]) if channel else b""
+        return row.flushed(*ended(end, bytes(row.records), request.kept_ms, channel, payload))
 
     def resync(self, flush: Flush) -> None:
         """Make a flush follow any state of the broker: it spills all tokens of its own and of live rows, and

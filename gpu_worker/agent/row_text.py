@@ -7,6 +7,7 @@ from math import inf
 
 from tokenizers import Tokenizer
 
+from common.broker.lua import Argument
 from common.detokenize import Detokenizer, StopMatcher
 from common.messages.events import TokenColumns, Tokens
 from common.messages.plan import HeldRow, NewRow
@@ -20,7 +21,7 @@ from common.messages.records import (
     unpack_records,
 )
 from common.messages.request import Generate, extend_hashes
-from gpu_worker.worker_scripts import FlushedCount
+from gpu_worker.worker_scripts import FlushedRow
 
 
 @dataclass(slots=True, eq=False)
@@ -143,18 +144,9 @@ class RowText:
         num_slots = len(self.blocks) // 4 * block_size
         return num_slots - self.kv_now if num_slots < self.request.max_kv else inf
 
-    @property
-    def flushed_count(self) -> FlushedCount:
-        """What is counted against its key's budget."""
-        request = self.request
-        return FlushedCount(
-            request.key_id,
-            request.request_id,
-            self.attempt,
-            self.base,
-            self.num_tokens,
-            self.num_speculated,
-        )
+    def flushed(self, *fields: Argument) -> FlushedRow:
+        """What a flush writes of the row now."""
+        return FlushedRow(self.request.request_id, self.attempt, self.base, fields, self.num_speculated)
 
     @property
     def held(self) -> HeldRow:

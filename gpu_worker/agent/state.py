@@ -16,7 +16,6 @@ from common.messages.plan import Plan, Report
 from gpu_worker.agent.engine_adapters import EngineAdapters
 from gpu_worker.agent.row_text import RowTable, RowText
 from gpu_worker.protocol import StepResult
-from gpu_worker.worker_scripts import FlushedCount
 
 
 @dataclass(slots=True)
@@ -44,11 +43,11 @@ class KeyBudgets:
         if self.num_rows[key_id] <= 0:
             del self.num_rows[key_id]
 
-    def note(self, counted: Iterable[FlushedCount], left: Iterable[int]) -> None:
+    def note(self, key_ids: Iterable[str], left: Iterable[int]) -> None:
         """Note what the answer to a flush says is left for the key of each request that it counted."""
-        for count, number in zip(counted, left, strict=True):
-            if count.key_id in self.num_rows:
-                self.left[count.key_id] = number
+        for key_id, number in zip(key_ids, left, strict=True):
+            if key_id in self.num_rows:
+                self.left[key_id] = number
 
     def take_rows_to_cut(self, rows: Iterable[RowText]) -> list[tuple[RowText, int]]:
         """Return rows that have more unpublished tokens than their keys may still get, and how many of these

@@ -25,7 +25,7 @@ from gpu_worker.engine.batch.rows import NO_BLOCKS, Rows
 from gpu_worker.engine.batch.sampling_state import SampleRequest
 from gpu_worker.engine.batch.split_step import Forward, forward_in_halves
 from gpu_worker.engine.batch.state_slots import StateSlots
-from gpu_worker.engine.batch.step_result import Candidate, Int32, PromptLogprobs, StepSamples, TopLogprobs
+from gpu_worker.engine.batch.step_result import Int32, PromptLogprobs, StepSamples, TopLogprobs
 from gpu_worker.engine.cuda.graphs import (
     Capture,
     CaptureError,
@@ -137,12 +137,10 @@ def sample_requests(slices: Sequence[RowSlice]) -> list[SampleRequest | None]:
         requests = [*map(request_at, states, step.indices.tolist())]
     for row_slice in step.others:
         row = row_slice.row
-        if (state := row.sampling_state) is None or row.ended or row_slice.num_returns != row.num_returns:
+        if row.sampling_state is None or row.ended or row_slice.num_returns != row.num_returns:
             requests += [None] * row_slice.num_samples
-        elif row_slice.proposed:
+        else:
             requests += row_slice.sample_requests
-        elif row_slice.samples:
-            requests.append(request_at(state, row_slice.first_index))
     return requests
 
 
@@ -153,16 +151,8 @@ def pack_samples(samples: StepSamples) -> bytes:
 
 
 def unpack_sent_samples(data: bytes) -> StepSamples:
-    """Unpack what another rank sampled."""
-    ids, logprobs, tops, prompts, candidates, logits = msgpack.unpackb(data, strict_map_key=False)
-    return StepSamples(
-        ids,
-        logprobs,
-        {place: TopLogprobs(*top) for place, top in tops.items()},
-        [PromptLogprobs(*prompt) for prompt in prompts],
-        {number: [Candidate(*one) for one in found] for number, found in candidates.items()},
-        [(row, position, values) for row, position, values in logits],
-    )
+    """Unpack what another rank sampled: named tuples are lists."""
+    return StepSamples(*msgpack.unpackb(data, strict_map_key=False))
 
 
 @dataclass(frozen=True, slots=True)

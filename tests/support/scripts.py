@@ -19,7 +19,7 @@ from common.messages.plan import NewRow, Plan
 from common.messages.records import pack_floats, pack_ids
 from common.messages.request import Generate, StoppingParams
 from gpu_worker import worker_scripts
-from gpu_worker.worker_scripts import FlushedCount, FlushedSpill, FlushedTerminal, FlushReply
+from gpu_worker.worker_scripts import FlushedRow, FlushReply, ended
 from tests.support.events import as_sent
 
 KEYS = Keys("test")
@@ -112,9 +112,9 @@ def entry(request_id: str, index: int, ids: list[int]) -> bytes:
     return encode(Events("w", 0, **as_sent([tokens])))
 
 
-def flushed_end(end: Terminal, records: bytes, channel: str = "", payload: bytes = b"") -> FlushedTerminal:
+def flushed_end(end: Terminal, records: bytes, channel: str = "", payload: bytes = b"") -> FlushedRow:
     """The end of a request's first attempt."""
-    return FlushedTerminal(end.request_id, 1, 0, end, records, 60_000, channel, payload)
+    return FlushedRow(end.request_id, 1, 0, ended(end, records, 60_000, channel, payload))
 
 
 async def flush(
@@ -124,10 +124,10 @@ async def flush(
     report: bytes = b"",
     messages: Sequence[tuple[str, bytes]] = (),
     prompts: Sequence[tuple[str, bytes]] = (),
-    terminals: Sequence[FlushedTerminal] = (),
+    terminals: Sequence[FlushedRow] = (),
     spills: Sequence[tuple[str, int, bytes]] = (),
     mode: str = "",
-    counts: Sequence[FlushedCount] = (),
+    counts: Sequence[FlushedRow] = (),
 ) -> FlushReply:
     """Write a flush with spills: request, offset, records of each."""
     call = worker_scripts.flush(
@@ -140,7 +140,7 @@ async def flush(
         messages=[("", log or entry("r0", 0, [])), *messages],
         prompts=prompts,
         terminals=terminals,
-        spills=[FlushedSpill(name, 1, 0, offset, records) for name, offset, records in spills],
+        spills=[FlushedRow(name, 1, 0, (offset, records)) for name, offset, records in spills],
         counts=counts,
     )
     return await run_script(redis, call)

@@ -147,7 +147,7 @@ class BeamSearch:
         """
         self.length += 1
         children: list[Beam] = []
-        for rank, candidate in enumerate(candidates):
+        for rank, candidate in enumerate(map(Candidate._make, candidates)):
             if rank >= self.params.width <= len(children):
                 break
             if candidate.total > -math.inf and (child := self.extend(candidate)):

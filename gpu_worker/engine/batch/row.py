@@ -140,7 +140,8 @@ class RowOutput:
         if not row_slice.decodes:
             result.prefilled.append((row.number, kv_len))
         if samples.top_logprobs and (top := samples.top_logprobs.get(place)):
-            result.top_logprobs.append((result.num_samples, pack_ids(top.ids), pack_floats(top.logprobs)))
+            ids, logprobs = top
+            result.top_logprobs.append((result.num_samples, pack_ids(ids), pack_floats(logprobs)))
         result.samples += SAMPLE.pack(row.number, row.collected_index, token, samples.logprobs[place])
         row.last_id = token
         row.collected_index += 1
@@ -357,14 +358,10 @@ class RowSlice:
         return self.kv_len - len(self.proposed) - self.row.num_prompt
 
     @property
-    def sample_request(self) -> SampleRequest | None:
-        """How the first sample is drawn; None is greedy without penalties."""
-        return request_at(self.row.sampling_state, self.first_index)
-
-    @property
     def sample_requests(self) -> list[SampleRequest | None]:
         """How each sample is drawn, as if all proposals before it were right."""
-        state, requests = self.row.sampling_state, [self.sample_request]
+        state = self.row.sampling_state
+        requests = [request_at(state, self.first_index)] if self.samples else []
         for index, token in enumerate(self.proposed, self.first_index + 1):
             state = state and state.after(token)
             requests.append(request_at(state, index))

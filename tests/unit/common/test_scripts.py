@@ -26,7 +26,7 @@ from common.messages.events import Terminal, terminal_for
 from common.messages.records import RECORD, pack_ids, unpack_records
 from common.messages.request import Generate, LogitsParams, StoppingParams
 from gpu_worker import worker_scripts
-from gpu_worker.worker_scripts import FlushedTerminal
+from gpu_worker.worker_scripts import FlushedRow
 from tests.support.broker.listening import Published, listening
 from tests.support.scripts import (
     KEYS,
@@ -51,7 +51,7 @@ ANSWER = RECORD.pack(7, -1.0)
 """What is kept of an answer of one token."""
 
 
-def length_end(channel: str = "", payload: bytes = b"") -> FlushedTerminal:
+def length_end(channel: str = "", payload: bytes = b"") -> FlushedRow:
     return flushed_end(Terminal("r1", "length", 1), ANSWER, channel, payload)
 
 

@@ -25,7 +25,7 @@ from common.broker.lua import load_script, run_script
 from common.messages.events import terminal_for
 from common.messages.records import RECORD, pack_ids
 from common.messages.request import BeamParams, Generate, StoppingParams, UsageAccount
-from gpu_worker.worker_scripts import FlushedCount
+from gpu_worker.worker_scripts import FlushedRow
 from tests.support.scripts import KEYS, admit_request, create_logs, flush, flushed_end, publish_plan, save
 
 # --- usage --------------------------------------------------------------------------------------------------
@@ -102,11 +102,11 @@ async def test_what_a_dead_worker_has_left_is_counted_when_it_is_saved(redis: Re
 async def test_tokens_that_needed_no_step_are_counted_by_their_attempt(redis: Redis) -> None:
     """Each says how many it had so far; what its log had beyond is saved after its death."""
     await start(redis, request())
-    count = FlushedCount("k", "r1", 1, 0, 6, num_speculated=2)
+    count = FlushedRow("r1", 1, 0, (6,), num_speculated=2)
     for sequence in (1, 2):
         await flush(redis, sequence, counts=[count])
         assert (await total(redis)).speculated == 2
-    await flush(redis, 3, counts=[count._replace(num_tokens=9, num_speculated=4)])
+    await flush(redis, 3, counts=[count._replace(fields=(9,), num_speculated=4)])
     await save(redis, "w1", 1, 0, records(12), num_speculated=1)
     await publish_plan(redis, "5-2", [("r1", 2, 12)])
     ended = flushed_end(terminal_for("r1", "length", 20), records(20))
