@@ -72,47 +72,30 @@ class PoolDemand:
     can_wake: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class ModelTurn:
-    """A worker's time with the model that it serves now.
+def choose(own: PoolDemand, others: Sequence[PoolDemand], lasted_s: float, idle_s: float) -> str | None:
+    """The pool to serve next, the one that has waited longest, or None: the turn of the worker's own model
+    goes on, which has lasted for `lasted_s`, and has had nothing to do for `idle_s`.
 
-    Attributes:
-        lasted_s: how long it has been serving it.
-        idle_s: how long it has had nothing to do: no rows, and nothing waits.
+    It ends at once if nobody asks for its model any more. A client that asks again at once is waited for,
+    since a swap back and forth would take longer. A model that has workers needs another only for requests
+    that have waited for longer than a swap, and only one that has nothing else to do.
     """
 
-    own: PoolDemand
-    lasted_s: float
-    idle_s: float
+    def is_idle(other: PoolDemand) -> bool:
+        is_busy = own.num_rows or own.num_waiting
+        return not is_busy and idle_s >= IDLE_SWAPS * (own.swap_s + other.swap_s)
 
-
-def choose(turn: ModelTurn, others: Sequence[PoolDemand]) -> str | None:
-    """The pool to serve next, the one that has waited longest, or None: the turn goes on."""
-    asked = [other for other in others if wants_worker(turn, other)]
+    asked = [
+        other
+        for other in others
+        if other.num_waiting and other.can_wake
+        if not other.num_workers or (is_idle(other) and other.waited_s > other.swap_s)
+    ]
     first = max(asked, key=lambda other: other.waited_s, default=None)
-    return first.pool if first and turn.lasted_s >= turn_s(turn, first) else None
-
-
-def wants_worker(turn: ModelTurn, other: PoolDemand) -> bool:
-    """Whether another model needs this worker. One that has workers needs another only for requests that
-    have waited for longer than a swap, and only one that has nothing else to do.
-    """
-    if not other.num_waiting or not other.can_wake:
-        return False
-    return not other.num_workers or (is_idle(turn, other) and other.waited_s > other.swap_s)
-
-
-def turn_s(turn: ModelTurn, other: PoolDemand) -> float:
-    """How long the turn lasts if another model is next."""
-    return 0.0 if is_idle(turn, other) else max(MIN_TURN_S, TURN_SWAPS * (turn.own.swap_s + other.swap_s))
-
-
-def is_idle(turn: ModelTurn, other: PoolDemand) -> bool:
-    """Whether the turn's own model is not asked for any more. A client that asks again at once is waited for,
-    since a swap back and forth would take longer.
-    """
-    is_busy = turn.own.num_rows or turn.own.num_waiting
-    return turn.idle_s >= IDLE_SWAPS * (turn.own.swap_s + other.swap_s) and not is_busy
+    if first is None:
+        return None
+    turn_s = 0.0 if is_idle(first) else max(MIN_TURN_S, TURN_SWAPS * (own.swap_s + first.swap_s))
+    return first.pool if lasted_s >= turn_s else None
 
 
 log = logging.getLogger(__name__)
@@ -520,8 +503,8 @@ class Swapper:
         self.next = self.settings.pools[number % len(self.settings.pools)]
         with contextlib.suppress(*ERRORS):
             demands = await self.read_demands()
-            idle = ModelTurn(PoolDemand(""), lasted_s=math.inf, idle_s=math.inf)
-            if (first := choose(idle, [*demands.values()])) and await self.claim(first):
+            first = choose(PoolDemand(""), [*demands.values()], math.inf, math.inf)
+            if first and await self.claim(first):
                 self.next = first
 
     async def wait_for_other(self, model: ServedModel, stay: Stay) -> str:
@@ -537,8 +520,8 @@ class Swapper:
             own, now_s = demands.pop(model.pool), time.monotonic()
             if own.num_waiting or not stay.agent.state.idle.is_set():
                 busy_s = now_s
-            turn = ModelTurn(own, now_s - joined_s, now_s - busy_s)
-            if (other := choose(turn, [*demands.values()])) and await self.claim(other):
+            other = choose(own, [*demands.values()], now_s - joined_s, now_s - busy_s)
+            if other and await self.claim(other):
                 return other
 
     async def read_demands(self) -> dict[str, PoolDemand]:

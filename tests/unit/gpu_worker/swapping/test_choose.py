@@ -5,22 +5,22 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_worker.swapping.swapper import MIN_TURN_S, TURN_SWAPS, ModelTurn, PoolDemand, choose
+from gpu_worker.swapping.swapper import MIN_TURN_S, TURN_SWAPS, PoolDemand, choose
 
 
 def test_a_large_swap_waits_for_a_client_that_asks_again_at_once() -> None:
     """A chat whose next question comes a second after the answer is not left for another model each time."""
     own = PoolDemand("own", swap_s=30.0)
     other = PoolDemand("other", num_waiting=1, swap_s=30.0)
-    assert choose(ModelTurn(own, lasted_s=20.0, idle_s=1.0), [other]) is None
-    assert choose(ModelTurn(own, lasted_s=20.0, idle_s=6.1), [other]) == "other"
+    assert choose(own, [other], lasted_s=20.0, idle_s=1.0) is None
+    assert choose(own, [other], lasted_s=20.0, idle_s=6.1) == "other"
 
 
 def test_a_model_with_a_worker_gets_another_only_from_an_idle_one() -> None:
     served = PoolDemand("served", num_waiting=50, waited_s=30.0, num_workers=1, swap_s=2.0)
     working = PoolDemand("own", num_rows=1, swap_s=2.0)
-    assert choose(ModelTurn(working, 1000.0, 0.0), [served]) is None
-    assert choose(ModelTurn(PoolDemand("own", swap_s=2.0), 10.0, 10.0), [served]) == "served"
+    assert choose(working, [served], 1000.0, 0.0) is None
+    assert choose(PoolDemand("own", swap_s=2.0), [served], 10.0, 10.0) == "served"
 
 
 DEMANDS = st.builds(
@@ -43,14 +43,14 @@ def test_no_model_starves_and_swaps_take_a_fifth_of_the_time(
     own = replace(own, num_waiting=own.num_waiting + 1)
     waiting = [replace(one, num_waiting=1 + one.num_waiting, num_workers=0, can_wake=True) for one in others]
     longest_s = max(MIN_TURN_S, TURN_SWAPS * (own.swap_s + max(one.swap_s for one in waiting)))
-    assert choose(ModelTurn(own, longest_s, 0.0), waiting)
+    assert choose(own, waiting, longest_s, 0.0)
     shortest_s = TURN_SWAPS * (own.swap_s + min(one.swap_s for one in waiting))
-    assert choose(ModelTurn(own, max(MIN_TURN_S, shortest_s) - 0.01, 0.0), waiting) is None
+    assert choose(own, waiting, max(MIN_TURN_S, shortest_s) - 0.01, 0.0) is None
 
 
 @given(DEMANDS, st.lists(DEMANDS, max_size=4), st.floats(0, 1000), st.floats(0, 1000))
 def test_a_swap_is_only_ever_to_a_model_that_waits_and_can_be_woken(
     own: PoolDemand, others: list[PoolDemand], lasted_s: float, idle_s: float
 ) -> None:
-    found = choose(ModelTurn(own, lasted_s, idle_s), others)
+    found = choose(own, others, lasted_s, idle_s)
     assert found is None or any(other.num_waiting and other.can_wake for other in others)
