@@ -35,8 +35,6 @@ from common.messages.plan import Plan, WorkerCapacity
 SAMPLE = struct.Struct("<iiif")
 """A sampled token: row, index in its generation, id, natural logarithm of its probability."""
 SAMPLE_DTYPE = np.dtype([("row", "<i4"), ("index", "<i4"), ("id", "<i4"), ("logprob", "<f4")])
-MAX_FRAME_LOGITS = 2**24
-"""Bytes of logits in one frame, at most, unless one position has more."""
 
 
 class ProtocolError(ValueError):
@@ -181,22 +179,6 @@ class StepResult:
     def is_empty(self) -> bool:
         """Whether nothing was sampled or encoded, and no row has ended or was released."""
         return not (self.samples or self.ended or self.released or self.num_encoded)
-
-    @property
-    def frames(self) -> Iterator["StepResult"]:
-        """Yield the result in frames of bounded length. Most of its logits come before it, in results that
-        have nothing else and the number of the step before.
-        """
-        pieces: list[tuple[int, int, bytes]] = []
-        num_bytes = 0
-        for piece in self.logits:
-            if pieces and num_bytes + len(piece[2]) > MAX_FRAME_LOGITS:
-                yield StepResult(self.step - 1, logits=pieces)
-                pieces, num_bytes = [], 0
-            pieces.append(piece)
-            num_bytes += len(piece[2])
-        self.logits = pieces
-        yield self
 
     @property
     def num_samples(self) -> int:

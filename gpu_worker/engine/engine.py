@@ -18,7 +18,14 @@ from common.messages.plan import Plan, WorkerCapacity
 from common.model_files import Progress, no_progress
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.adapters.cache import AdapterCache
-from gpu_worker.engine.batch.beams import BeamScores, Copies, score_beams, search_steps, text_factory
+from gpu_worker.engine.batch.beams import (
+    Copies,
+    SearchStep,
+    candidates_of,
+    score_beams,
+    search_steps,
+    text_factory,
+)
 from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.row import RowSlice, StepPart, StepSlices, request_at, step_of
 from gpu_worker.engine.batch.rows import NO_BLOCKS, Rows
@@ -188,11 +195,14 @@ def copy_step(
     output: SamplerOutput,
     prompts: Sequence[SamplerOutput],
     logits: Sequence[CopiedLogits] = (),
-    beams: BeamScores | None = None,
+    searches: Sequence[SearchStep] = (),
+    beams: torch.Tensor | None = None,
 ) -> InFlightStep:
-    """Queue the copies of what a step sampled to the host. `logits`: those that rows return."""
+    """Queue the copies of what a step sampled to the host. `logits`: those that rows return; `beams` float64
+    [4, continuations] of `searches`.
+    """
     on_host, scored = copy_to_host(output), [copy_to_host(prompt) for prompt in prompts]
-    found = beams.to_host() if beams else None
+    found = None if beams is None else beams.to("cpu", non_blocking=True)
     copied = torch.cuda.Event() if output.ids.is_cuda else None  # type: ignore[no-untyped-call]
     if copied:
         copied.record()
@@ -202,7 +212,8 @@ def copy_step(
             copied.synchronize()
         samples = unpack_samples(on_host, requests, [*map(pack_logprobs, scored)])
         pieces = [piece for one in logits for piece in one.pieces()]
-        return replace(samples, candidates=found.candidates() if found else {}, logits=pieces)
+        candidates = {} if found is None else candidates_of(searches, found)
+        return replace(samples, candidates=candidates, logits=pieces)
 
     return InFlightStep(launched, read, output.ids, copied)
 
@@ -532,10 +543,9 @@ class Engine:
         groups = self.rows.groups
         searches = [*search_steps(slices, groups, self.loaded.vocab_size)] if groups else []
         beams = score_beams(sampled, requests, searches, communicator.samples) if searches else None
-        if beams:
-            communicator.share(beams.places)
-            communicator.share(beams.scores)
-        step = copy_step(launched, requests, output, score_prompts(logits, slices), copied, beams)
+        if beams is not None:
+            communicator.share(beams)
+        step = copy_step(launched, requests, output, score_prompts(logits, slices), copied, searches, beams)
         if communicator.num_stages == 1:
             return step
         samples = step.read()

@@ -42,8 +42,7 @@ def run_steps(engine: Engine, communicator: Communicator, link: AgentLink) -> No
         step = engine.step()
         now_s = time.monotonic()
         if step is not None:
-            for frame in step.frames:
-                link.send(frame)
+            link.send(step)
         elif now_s >= idle_at_s:
             idle(engine, link)
         if step is not None or now_s >= idle_at_s:

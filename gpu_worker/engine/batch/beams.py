@@ -425,54 +425,36 @@ def search_steps(
             yield SearchStep(number, group.search, begin, end, num_found)
 
 
-@dataclass(frozen=True, slots=True)
-class BeamScores:
-    """The best continuations of the searches of a step, one search after the other, the best first.
-
-    Attributes:
-        places: int64 [2, continuations]; place of the beam in its search, and token.
-        scores: float32 [2, continuations]; log-probability of the token, and the sum up to it.
-    """
-
-    steps: Sequence[SearchStep]
-    places: torch.Tensor
-    scores: torch.Tensor
-
-    def to_host(self) -> "BeamScores":
-        """Queue the copy to the host."""
-        columns = (column.to("cpu", non_blocking=True) for column in (self.places, self.scores))
-        return BeamScores(self.steps, *columns)
-
-    def candidates(self) -> dict[int, list[Candidate]]:
-        """Return the continuations on the host, by the number of the search."""
-        found = map(Candidate, *self.places.tolist(), *self.scores.tolist())
-        return {step.number: list(islice(found, step.num_found)) for step in self.steps}
-
-
 @torch.inference_mode()
 def score_beams(
     logits: torch.Tensor, requests: Sequence[SampleRequest | None], steps: Sequence[SearchStep], samples: bool
-) -> BeamScores:
-    """logits float [rows, vocabulary] and requests of all samples of a step → the continuations of its
-    searches; room for those of another rank if this one does not sample.
+) -> torch.Tensor:
+    """logits float [rows, vocabulary] and requests of all samples of a step → the best continuations of its
+    searches, one search after the other, the best first: float64 [4, continuations], the fields of Candidate.
+    If this rank does not sample: room for those of another one.
     """
     if not samples:
         size = sum(step.num_found for step in steps)
-        places = torch.zeros((2, size), dtype=torch.int64, device=logits.device)
-        scores = torch.zeros((2, size), dtype=torch.float32, device=logits.device)
-    else:
-        found = [
+        return torch.zeros((4, size), dtype=torch.float64, device=logits.device)
+    return torch.cat(
+        [
             best_continuations(logits[step.begin : step.end], requests[step.begin : step.end], step)
             for step in steps
-        ]
-        places, scores = (torch.cat(columns, 1) for columns in zip(*found, strict=True))
-    return BeamScores(steps, places, scores)
+        ],
+        1,
+    )
+
+
+def candidates_of(steps: Sequence[SearchStep], found: torch.Tensor) -> dict[int, list[Candidate]]:
+    """What `score_beams` has found, float64 [4, continuations] on the host, by the number of the search."""
+    each = (Candidate(int(parent), int(token), *scores) for parent, token, *scores in found.T.tolist())
+    return {step.number: list(islice(each, step.num_found)) for step in steps}
 
 
 def best_continuations(
     logits: torch.Tensor, requests: Sequence[SampleRequest | None], step: SearchStep
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits float [beams, vocabulary] → places int64 [2, n], scores float32 [2, n], as BeamScores has them.
+) -> torch.Tensor:
+    """logits float [beams, vocabulary] → float64 [4, n], as `score_beams` has them.
 
     With a diversity rate continuations are ranked by their sum plus the rate times the place of their beam,
     the best beam's being 0; the sum itself stays. So TensorRT-LLM ranks them by `beamSearchDiversityRate`
@@ -487,5 +469,5 @@ def best_continuations(
     if diversity := step.search.params.diversity:
         ranked = totals + diversity * torch.arange(len(totals), device=logits.device)[:, None]
     best = ranked.flatten().topk(step.num_found).indices
-    places = torch.stack((best // logits.shape[1], best % logits.shape[1]))
-    return places, torch.stack((logprobs.flatten()[best], totals.flatten()[best]))
+    places, scores = (best // logits.shape[1], best % logits.shape[1]), (logprobs, totals)
+    return torch.stack([*(one.double() for one in places), *(one.flatten()[best].double() for one in scores)])

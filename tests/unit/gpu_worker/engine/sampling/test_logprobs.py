@@ -13,7 +13,6 @@ import torch
 from common.messages.request import LogitsParams, SamplingParams
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.sampling.sampler import score_tokens
-from gpu_worker.protocol import StepResult
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import AHEAD, Player, player
 from tests.support.engine.reference import prompt_ids, reference_ids, reference_logprobs
@@ -205,16 +204,3 @@ def test_a_resumed_row_returns_the_logits_of_earlier_tokens(
     check(played, model, known, firsts)
     assert played.ids[0] == played.ids[1] == whole.ids[0][4:]
     assert any(row == 2 for row, *_ in played.steps[0].sampled)
-
-
-def test_most_logits_come_in_frames_before_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpu_worker.protocol.MAX_FRAME_LOGITS", 10)
-    pieces = [(1, 0, b"123456"), (2, 5, b"1234"), (1, 3, b"123456789012"), (3, 0, b"1")]
-    frames = list(StepResult(7, b"samples", logits=[*pieces]).frames)
-    assert [(frame.step, [*frame.logits], frame.samples) for frame in frames] == [
-        (6, pieces[:2], b""),
-        (6, pieces[2:3], b""),
-        (7, pieces[3:], b"samples"),
-    ]
-    [alone] = StepResult(7, b"samples").frames
-    assert alone == StepResult(7, b"samples", logits=[])

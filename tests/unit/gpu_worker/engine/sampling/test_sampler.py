@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.messages.request import BeamParams, SamplingParams
-from gpu_worker.engine.batch.beams import Beam, BeamSearch, SearchStep, score_beams
+from gpu_worker.engine.batch.beams import Beam, BeamSearch, SearchStep, candidates_of, score_beams
 from gpu_worker.engine.batch.step_result import Candidate, StepSamples
 from gpu_worker.engine.sampling import sampler
 from tests.support.engine.sample_requests import (
@@ -245,8 +245,10 @@ def candidates(diversity: float) -> tuple[list[Candidate], torch.Tensor]:
         BeamParams(3, diversity=diversity), 9, {2: "eos_token"}, [Beam(total=total) for total in TOTALS]
     )
     step = SearchStep(7, search, 0, 3, search.num_candidates)
-    found = score_beams(logits, [None] * 3, [step], samples=True).to_host().candidates()
-    return found[7], logits.double().log_softmax(-1) + torch.tensor(TOTALS).double()[:, None]
+    found = score_beams(logits, [None] * 3, [step], samples=True)
+    return candidates_of([step], found)[7], logits.double().log_softmax(-1) + torch.tensor(TOTALS).double()[
+        :, None
+    ]
 
 
 @pytest.mark.parametrize("diversity", [0.0, 0.7, 3.0])
