@@ -5,43 +5,9 @@ Their names are those of TOOL_CALL_PARSER and REASONING_PARSER.
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from api.answers.call_readers import (
-    ARGS,
-    CALL_ID,
-    CHANNEL,
-    CONSTRAIN,
-    DEEPSEEK,
-    END_FUNCTION,
-    END_TOOL_CALL,
-    ENDS,
-    FENCE,
-    FUNCTION,
-    FUNCTIONS,
-    KIMI,
-    MESSAGE,
-    PAIR,
-    PARAMETER,
-    PYTHON_TAG,
-    START,
-    TGI_FUNCTION,
-    TOOL_CALL,
-    TOOL_CALLS,
-    SectionMarks,
-    read_call,
-    read_calls,
-    read_harmony,
-    read_lines,
-    read_marked,
-    read_mistral,
-    read_python_list,
-    read_section,
-    read_tagged_call,
-    read_tgi,
-)
-from api.answers.scanner import SPACE, Scan, Scanner
+from api.answers.scanner import SPACE
 
 HARMONY = "openai"
 """The format in which gpt-oss writes thinking, calls and content alike."""
@@ -102,25 +68,16 @@ REASONING_FORMATS = {
 """By name. A model's format is the first whose signs it shows."""
 
 
-def read_reasoning(scanner: Scanner, form: ReasoningFormat, begins_inside: bool) -> Scan:
-    """Read thinking, if the answer begins with it."""
-    yield from scanner.skip()
-    if not (yield from scanner.literal(form.open)) and not begins_inside:
-        scanner.position = 0
-        return
-    scanner.forget(scanner.position)
-    scanner.trim()
-    yield from scanner.pass_until(scanner.add_reasoning, form.close)
-    scanner.trim()
+# --- calls --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """How calls are written, by a model of which a grammar forces them.
+    """How calls are written, by a model of which a grammar forces them, or of which they are read.
 
-    In `call`, `$name` is the function's name, and `$number` the call's number. The arguments are `$arguments`
-    as a JSON object, `$arguments_with_name` as one that has the function's name, too, `$parameters` and
-    `$pairs` between tags, `$keywords` as in Python.
+    In `call`, `$name` is the function's name, and `$id` that with the call's number, as Kimi has it. The
+    arguments are `$arguments` as a JSON object, `$arguments_with_name` as one that has the function's name,
+    too, `$parameters` and `$pairs` between tags, `$keywords` as in Python. `$call_id` is only read.
 
     Attributes:
         mark: after this text, wherever it stands, calls follow; "" if they can only begin an answer.
@@ -130,7 +87,6 @@ class Writing:
         close: what stands after the last call.
         needs: marks that must be special tokens; with others the model writes calls in another way.
         may_open: a special token that may stand before all.
-        other_calls: other ways to write one call.
     """
 
     mark: str
@@ -140,7 +96,12 @@ class Writing:
     close: str = ""
     needs: tuple[str, ...] = ()
     may_open: str = ""
-    other_calls: tuple[str, ...] = ()
+
+    @property
+    def separator(self) -> str:
+        """What stands between two calls, if it is no mark."""
+        between = (self.between or "").strip()
+        return between if between in (",", ";") else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,101 +112,158 @@ class CallFormat:
         name: vLLM's name of its parser.
         marks: texts in which calls begin, end, or are divided. Where one is a special token of the model, its
             text must be among what the parser is fed.
-        read: the generator that reads an answer.
-        writings: how a grammar has calls written: the first of them that the model's special tokens allow.
+        writings: all are read; a grammar forces the first that the model's special tokens allow.
         signs: what shows in a template that the model writes calls so.
         is_token: the first sign shows it in the vocabulary, too, where the template does not.
         short_ids: the model's template takes ids of calls of 9 letters and digits.
-        unmarked: what a call without a mark begins with.
+        unmarked: what a call without a mark begins with; a bracket only at the beginning of the answer or of
+            a line, and for functions that the request offers.
         heads: how an object that is such a call begins, as models space it; `%s` is its function's name in
             quotes.
     """
 
     name: str
     marks: tuple[str, ...]
-    read: Callable[[Scanner], Scan]
     writings: tuple[Writing, ...]
     signs: Signs = ()
     is_token: bool = False
     short_ids: bool = False
-    unmarked: tuple[str, ...] = ()
+    unmarked: str = ""
     heads: tuple[str, ...] = ()
 
     def writing(self, special: Container[str]) -> Writing:
         """How a model with these special tokens writes calls."""
         return next(one for one in self.writings if all(mark in special for mark in one.needs))
 
+    @property
+    def begins_lines(self) -> bool:
+        return self.unmarked in ("{", "[")
 
-LFM2_SIGNS = (("<|tool_call_start|>",), ("<|tool_list_start|>",))
-LLAMA4_SIGNS = (("func_name1(", "<|header_start|>"),)
-SEP = DEEPSEEK.arguments_begin
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """Texts with which a call without a mark begins, wherever they stand."""
+        return (f"\n{self.unmarked}" if self.begins_lines else self.unmarked,) if self.unmarked else ()
+
+
+class ArgumentTags(NamedTuple):
+    """What stands around the name of an argument and its value.
+
+    Attributes:
+        name_end: follows the name.
+        value: follows `name_end`, after white space; "" if the value follows at once.
+        line: what else divides tags and value, where the model writes it.
+        untyped: the types of a parameter for which the schema says none.
+    """
+
+    name: str
+    name_end: str
+    value: str
+    end: str
+    line: str = ""
+    untyped: frozenset[str] = frozenset()
+
+
+PARAMETER = ArgumentTags("<parameter=", ">", "", "</parameter>", "\n", frozenset(["string"]))
+PAIR = ArgumentTags("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+TGI_NAME = "_name"
+FUNCTIONS = "functions."
+START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
 HARMONY_CALL = f" to={FUNCTIONS}$name{CHANNEL}commentary json{MESSAGE}$arguments"
 CHANNEL_CALL = f"{CHANNEL}commentary to={FUNCTIONS}$name {CONSTRAIN}json{MESSAGE}$arguments"
+PYTHON_TAG = "<|python_tag|>"
+TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
+FUNCTION, END_FUNCTION = "<function=", "</function>"
+TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+DEEPSEEK = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
+KIMI = (
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_calls_section_end|>",
+)
+"""The marks around all calls, around one, and before its arguments: first, last, and those between."""
+LFM2_SIGNS = (("<|tool_call_start|>",), ("<|tool_list_start|>",))
+LLAMA4_SIGNS = (("func_name1(", "<|header_start|>"),)
 Format = TypeVar("Format", CallFormat, ReasoningFormat)
 OBJECT = '{"name": "$name", "arguments": $arguments}'
 
 
 def each_between(open: str, call: str, close: str) -> Writing:
     """Each call stands between two marks, and on lines of its own."""
-    return Writing(open, "", call, f"{close}\n{open}", close)
+    return Writing(open, "", f"{call}{close}", f"\n{open}")
 
 
-def json_list(name: str, open: str, close: str = "", written: str = "") -> CallFormat:
+def list_of(open: str, call: str, close: str = "") -> Writing:
+    """A list of calls between two marks."""
+    return Writing(open, "[", call, ", ", f"]{close}")
+
+
+def json_list(name: str, open: str, close: str = "") -> CallFormat:
     """A list of objects between two marks; some formats have no second mark."""
     marks = tuple(mark for mark in (open, close) if mark)
-    writing = Writing(written or open, "" if written else "[", OBJECT, ", ", f"]{close}")
-    return CallFormat(
-        name, marks, partial(read_marked, [open], read_calls, marks[1:]), (writing,), ((open,),)
-    )
+    return CallFormat(name, marks, (list_of(open, OBJECT, close),), ((open,),))
 
 
 def python_list(name: str, open: str, close: str, signs: Signs) -> CallFormat:
     """A list of calls as in Python; where the marks around it are no special tokens, it has none."""
     marks = tuple(mark for mark in (open, close) if mark)
-    plain = Writing("", "[", "$name($keywords)", ", ", "]")
-    marked = replace(plain, mark=open, close=f"]{close}", needs=(open, close))
-    writings = (marked, plain) if close else (plain,)
-    read = partial(read_lines, read_python_list, open, marks[1:], "\n[", "")
-    return CallFormat(name, marks, read, writings, signs, unmarked=("[",))
+    plain = list_of("", "$name($keywords)")
+    marked = replace(plain, mark=open, close=f"]{close}", needs=marks)
+    return CallFormat(name, marks, (marked, plain) if close else (plain, marked), signs, unmarked="[")
 
 
 def functions_between(name: str, open: str, close: str, *signs: str) -> CallFormat:
     """Functions with their parameters in tags, between two marks, which the model may leave out."""
-    read_one = partial(read_tagged_call, FUNCTION, ">", PARAMETER, END_FUNCTION)
     writing = each_between(open, f"\n{FUNCTION}$name>\n$parameters{END_FUNCTION}\n", close)
-    read = partial(read_marked, [open, FUNCTION], read_one, [close])
-    return CallFormat(name, (open, close), read, (writing,), (signs,), unmarked=(FUNCTION,))
+    return CallFormat(name, (open, close), (writing,), (signs,), unmarked=FUNCTION)
 
 
-def sections(
-    name: str, marks: SectionMarks, call: str, between: str, *signs: str, is_token: bool = False
-) -> CallFormat:
+def section(marks: Sequence[str], call: str, between: str = "") -> Writing:
     """A section of calls, each between two marks. `|` in the call is the mark before its arguments."""
-    one = f"{marks.call_begin}{call.replace('|', marks.arguments_begin)}{marks.call_end}"
-    writing = Writing(marks.calls_begin, "", one, between, marks.calls_end)
-    ends = (FENCE, marks.call_end, marks.calls_end)
-    read = partial(read_marked, [marks.calls_begin, marks.call_begin], partial(read_section, marks), ends)
-    return CallFormat(name, marks, read, (writing,), (signs,), is_token)
+    one = f"{marks[1]}{call.replace('|', marks[2])}{marks[3]}"
+    return Writing(marks[0], "", one, between, marks[4])
 
 
+KIMI_CALLS = section(KIMI, "$id|$arguments")
+V3_CALLS = section(DEEPSEEK, "function|$name\n```json\n$arguments\n```", "\n")
+V31_CALLS = section(DEEPSEEK, "$name|$arguments")
 CALL_FORMATS = {
     form.name: form
     for form in (
         CallFormat(
             HARMONY,
             (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS),
-            read_harmony,
-            (Writing("", "", HARMONY_CALL, None, other_calls=(CHANNEL_CALL,)),),
+            (Writing("", "", HARMONY_CALL, None), Writing("", "", CHANNEL_CALL, None)),
             ((CHANNEL,),),
             is_token=True,
         ),
-        sections("kimi_k2", KIMI, "functions.$name:$number|$arguments", "", KIMI.call_begin, is_token=True),
-        sections("deepseek_v3", DEEPSEEK, "function|$name\n```json\n$arguments\n```", "\n", SEP, "```json"),
-        sections("deepseek_v31", DEEPSEEK, "$name|$arguments", "", SEP, is_token=True),
+        CallFormat("kimi_k2", KIMI, (KIMI_CALLS,), ((KIMI[1],),), is_token=True, unmarked=KIMI[1]),
+        CallFormat(
+            "deepseek_v3",
+            DEEPSEEK,
+            (V3_CALLS, V31_CALLS),
+            ((DEEPSEEK[2], "```json"),),
+            unmarked=DEEPSEEK[1],
+        ),
+        CallFormat(
+            "deepseek_v31",
+            DEEPSEEK,
+            (V31_CALLS, V3_CALLS),
+            ((DEEPSEEK[2],),),
+            is_token=True,
+            unmarked=DEEPSEEK[1],
+        ),
         CallFormat(
             "glm45",
             (TOOL_CALL, END_TOOL_CALL, PAIR.name, PAIR.name_end, PAIR.value, PAIR.end),
-            partial(read_marked, [TOOL_CALL], partial(read_tagged_call, "", "", PAIR, END_TOOL_CALL), []),
             (each_between(TOOL_CALL, "$name\n$pairs", END_TOOL_CALL),),
             ((PAIR.name,),),
             is_token=True,
@@ -256,43 +274,49 @@ CALL_FORMATS = {
         json_list("nemotron_json", "<TOOLCALL>", "</TOOLCALL>"),
         json_list("granite", "<|tool_call|>"),
         json_list("jamba", "<tool_calls>", "</tool_calls>"),
-        json_list("phi4_mini_json", "functools", written="functools["),  # the word alone begins no calls
+        CallFormat(
+            "phi4_mini_json",
+            ("functools[",),  # the word alone begins no calls
+            (Writing("functools[", "", OBJECT, ", ", "]"),),
+            (("functools",),),
+        ),
         CallFormat(
             "hermes",
             (TOOL_CALL, END_TOOL_CALL),
-            partial(read_marked, [TOOL_CALL], read_calls, [END_TOOL_CALL]),
-            (each_between(TOOL_CALL, f"\n{OBJECT}\n", END_TOOL_CALL),),
+            (
+                each_between(TOOL_CALL, f"\n{OBJECT}\n", END_TOOL_CALL),
+                list_of(TOOL_CALL, OBJECT, END_TOOL_CALL),
+            ),
             ((TOOL_CALL,),),
         ),
         CallFormat(
             "mistral",
             (TOOL_CALLS, CALL_ID, ARGS),
-            partial(read_marked, [TOOL_CALLS], read_mistral, []),
             (
                 Writing(TOOL_CALLS, "", f"$name{ARGS}$arguments", TOOL_CALLS, needs=(ARGS,)),
-                Writing(TOOL_CALLS, "[", OBJECT, ", ", "]"),
+                list_of(TOOL_CALLS, OBJECT),
+                Writing(TOOL_CALLS, "", f"$name{CALL_ID}$call_id{ARGS}$arguments", TOOL_CALLS),
+                Writing(TOOL_CALLS, "", "$name$arguments", TOOL_CALLS),
             ),
             ((TOOL_CALLS,),),
             is_token=True,
             short_ids=True,
         ),
         python_list("llama4_pythonic", "<|python_start|>", "<|python_end|>", LLAMA4_SIGNS),
-        python_list("pythonic", "<|python_tag|>", "", (("func_name1(",),)),
+        python_list("pythonic", PYTHON_TAG, "", (("func_name1(",),)),
         CallFormat(
             "llama3_json",
             (PYTHON_TAG,),
-            partial(read_lines, read_call, PYTHON_TAG, [], "\n{", ";"),
             (Writing("", "", '{"name": "$name", "parameters": $arguments}', "; ", may_open=PYTHON_TAG),),
             (('"parameters": ', "ipython"),),
-            unmarked=("{",),
+            unmarked="{",
             heads=('{"name": %s, "parameters": {', '{"name":%s,"parameters":{'),
         ),
         CallFormat(
             "tgi",
             (),
-            read_tgi,
-            (Writing("", "", f'{{"{TGI_FUNCTION}": $arguments_with_name}}', None),),
-            unmarked=("{",),
+            (Writing("", "", '{"function": $arguments_with_name}', None),),
+            unmarked="{",
             heads=('{"function": {"_name": %s', '{"function":{"_name":%s'),
         ),
     )

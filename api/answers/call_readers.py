@@ -1,50 +1,169 @@
-"""Readers of calls: how the text of an answer is read in each format, with the marks of the format.
+"""Readers of calls: the text of an answer, read as its format says that calls are written.
 
-Calls are objects of JSON after a mark, in lists, on lines of their own, or in sections. Others are lists as
-in Python, or have their arguments between tags. A reader passes arguments on as they come.
+White space may be another than the format's, keys of an object may come in any order, and marks after the
+arguments may be missing. A reader passes arguments on as they come. Harmony's answers are messages, which
+have a reader of their own.
 """
 
 import ast
 import json
 import re
-from collections.abc import Callable, Container, Generator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
-from api.answers.scanner import (
-    MAX_NAME,
-    SPACE,
-    Scan,
-    Scanner,
-    Waiting,
-    read_members,
-    read_object,
-    read_string,
-    read_value,
+from api.answers.call_formats import (
+    CHANNEL,
+    ENDS,
+    FUNCTIONS,
+    HARMONY,
+    MESSAGE,
+    PAIR,
+    PARAMETER,
+    START,
+    TGI_NAME,
+    ArgumentTags,
+    CallFormat,
+    ReasoningFormat,
+    Writing,
 )
+from api.answers.scanner import MAX_NAME, PYTHON, Scan, Scanner, Waiting, read_string, read_value
 
-PYTHON_TAG = "<|python_tag|>"
-NAME_KEY = "name"
 ARGUMENT_KEYS = ("arguments", "parameters")
+PARTS = re.compile(r'(\{"name".*?\}|\$\w+)')
+"""What a reader of its own reads, in the text of a call."""
+WORDS = re.compile(r"<[^<>]*>|\w+|[^\w\s]")
+"""What white space may divide, in the text of a format."""
+NUMBER_OF_CALL = re.compile(r":[0-9]+$")
 
 
-def read_call(scanner: Scanner, names: Container[str] | None = None) -> Waiting:
-    """Read a call: an object with a name and arguments, in any order; other keys are ignored. False where the
-    text is no call, or names a function that is not among `names`.
-    """
-    name: str | None = None
-    arguments: str | None = None
-    begun = False
-    if not (yield from scanner.literal("{")):
+def read_reasoning(scanner: Scanner, form: ReasoningFormat, begins_inside: bool) -> Scan:
+    """Read thinking, if the answer begins with it."""
+    yield from scanner.skip()
+    if not (yield from scanner.literal(form.open)) and not begins_inside:
+        scanner.position = 0
+        return
+    scanner.forget(scanner.position)
+    scanner.trim()
+    yield from scanner.pass_until(scanner.add_reasoning, form.close)
+    scanner.trim()
+
+
+def read_calls(form: CallFormat, scanner: Scanner) -> Scan:
+    """Read calls after marks, and what begins as a call without one does."""
+    if form.name == HARMONY:
+        yield from read_harmony(scanner)
+        return
+    if form.begins_lines:
+        scanner.names = {tool.name for tool in scanner.tools} or None
+    marks = {mark for one in form.writings for mark in (one.mark, one.may_open) if mark}
+    scanner.begin_mark()
+    yield from scanner.skip()
+    is_marked = False
+    for mark in marks:
+        is_marked = is_marked or (yield from scanner.literal(mark))
+    is_start = is_marked or (form.unmarked != "" and (yield from scanner.next_is(form.unmarked)))
+    while True:
+        if not is_start or not (yield from read_group(form, is_marked, scanner)):
+            scanner.reject()
+        if scanner.is_either and not scanner.num_calls:
+            break
+        found = yield from scanner.content_until(*marks, *form.starts)
+        is_start, is_marked = bool(found), found in marks
+        if not is_start:
+            return
+        if not is_marked:
+            scanner.position = 0
+    yield from scanner.content_until()
+
+
+def read_group(form: CallFormat, is_marked: bool, scanner: Scanner) -> Waiting:
+    """Read a call, or several in a row, in the first writing that fits."""
+    start = scanner.position
+    for writing in form.writings:
+        scanner.position = start
+        num_read = 0
+        is_open = yield from read_if(scanner, writing.open)
+        while (is_open or is_marked) and (yield from read_written(writing, scanner)):
+            num_read += 1
+            scanner.begin_mark()
+            is_open = is_marked = bool(writing.separator)
+            yield from read_if(scanner, writing.separator)
+        if scanner.committed:
+            return False
+        if num_read:
+            scanner.position = 0  # after the last call
+            yield from read_ends(scanner, WORDS.findall(writing.close))
+            scanner.begin_mark()
+            return True
+    return False
+
+
+def read_written(writing: Writing, scanner: Scanner) -> Waiting:
+    """Read a call in this writing."""
+    *pieces, end = PARTS.split(writing.call)
+    name, ends = "", WORDS.findall(end)
+    for i, piece in enumerate(pieces):
+        if i % 2 == 0:
+            is_read = yield from read_text(scanner, piece)
+        elif piece in NAMES:
+            yield from scanner.skip()
+            name = NAMES[piece]((yield from scanner.name()))
+            is_read = may_call(scanner, name)
+        else:
+            read_part = READERS.get(piece, read_object)
+            is_read = yield from read_part(scanner, name, ends)
+        if not is_read:
+            return False
+    yield from read_ends(scanner, ends)
+    return True
+
+
+def may_call(scanner: Scanner, name: str | None) -> bool:
+    return bool(name) and (scanner.names is None or name in scanner.names)
+
+
+def read_text(scanner: Scanner, text: str) -> Waiting:
+    """Read a text of a format, with any white space in it."""
+    for word in WORDS.findall(text):
+        yield from scanner.skip()
+        if not (yield from scanner.literal(word)):
+            return False
+    return True
+
+
+def read_if(scanner: Scanner, word: str) -> Waiting:
+    """Read a word, and the white space before it, if they follow."""
+    start = scanner.position
+    is_read = yield from read_text(scanner, word)
+    if not is_read:
+        scanner.position = start
+    return is_read
+
+
+def read_ends(scanner: Scanner, ends: Sequence[str]) -> Scan:
+    """Read over the marks that may follow a call; models forget them."""
+    for end in ends:
+        yield from read_if(scanner, end)
+
+
+# --- objects ------------------------------------------------------------------------------------------------
+
+
+def read_object(scanner: Scanner, _name: str, _ends: Sequence[str]) -> Waiting:
+    """Read an object with a name and arguments, in any order; other keys are ignored."""
+    name, arguments, begun = "", "{}", False
+    if not (yield from read_text(scanner, "{")):
         return False
     while True:
         key = yield from read_key(scanner)
         if key is None:
             return False
-        if key == NAME_KEY and name is None:
-            name = yield from read_word(scanner)
-            if not name or (names is not None and name not in names):
+        if key == "name" and not name:
+            name = (yield from read_name(scanner)) or ""
+            if not may_call(scanner, name):
                 return False
-        elif key in ARGUMENT_KEYS and name is not None and not begun:
+        elif key in ARGUMENT_KEYS and name and not begun:
             begun = True
             if not (yield from read_arguments(scanner, name)):
                 return False
@@ -54,34 +173,38 @@ def read_call(scanner: Scanner, names: Container[str] | None = None) -> Waiting:
                 return False
             if key in ARGUMENT_KEYS:
                 arguments = "".join(value)
-        yield from scanner.skip()
-        if (yield from scanner.literal("}")):
+        if (yield from read_text(scanner, "}")):
             break
         if not (yield from scanner.literal(",")):
             return False
-    return begun or (name is not None and add_whole_call(scanner, name, arguments or "{}"))
+    return begun or (name != "" and add_whole_call(scanner, name, arguments))
 
 
 def read_key(scanner: Scanner) -> Generator[None, None, str | None]:
     """A key of an object, up to its value."""
     yield from scanner.skip()
-    key = yield from read_word(scanner)
-    yield from scanner.skip()
-    if key is None or not (yield from scanner.literal(":")):
+    key = yield from read_name(scanner)
+    if key is None or not (yield from read_text(scanner, ":")):
         return None
     yield from scanner.skip()
     return key
 
 
-def read_word(scanner: Scanner) -> Generator[None, None, str | None]:
+def read_name(scanner: Scanner) -> Generator[None, None, str | None]:
     """The text of a JSON string; None where there is none."""
-    if (yield from scanner.char()) != '"':
-        return None
     pieces: list[str] = []
-    if not (yield from read_string(scanner, pieces.append)):
+    if (yield from scanner.char()) != '"' or not (yield from read_string(scanner, pieces.append)):
         return None
-    word: str = json.loads("".join(pieces))
-    return word if is_text(word) else None
+    word: Any = loads("".join(pieces))
+    return word if word is not None and is_text(word) else None
+
+
+def loads(text: str) -> Any:
+    """The value of a JSON text; None if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def is_text(word: str) -> bool:
@@ -89,13 +212,14 @@ def is_text(word: str) -> bool:
     return not any("\ud800" <= char <= "\udfff" for char in word)
 
 
-def read_arguments(scanner: Scanner, name: str) -> Waiting:
+def read_arguments(scanner: Scanner, name: str, _ends: Sequence[str] = ()) -> Waiting:
     """Begin the call, and pass its arguments on as they come. Arguments that are no object are read whole
     before the call begins: some models write the object's JSON text as a string, or null.
     """
+    yield from scanner.skip()
     if (yield from scanner.char()) == "{":
         scanner.start_call(name)
-        return (yield from read_object(scanner, scanner.add_arguments))
+        return (yield from read_value(scanner, scanner.add_arguments))
     value: list[str] = []
     if not (yield from read_value(scanner, value.append)):
         return False
@@ -104,13 +228,10 @@ def read_arguments(scanner: Scanner, name: str) -> Waiting:
 
 def add_whole_call(scanner: Scanner, name: str, arguments: str) -> bool:
     """Add a call whose arguments are a JSON text: an object, its text as a string, or null."""
-    value = json.loads(arguments)
+    value = loads(arguments)
     if isinstance(value, str) and is_text(value):
-        try:
-            arguments, value = value, json.loads(value)
-        except (ValueError, RecursionError):
-            return False
-    if value is None:
+        arguments, value = value, loads(value)
+    if arguments.strip() == "null":
         arguments, value = "{}", {}
     if not isinstance(value, dict):
         return False
@@ -119,257 +240,56 @@ def add_whole_call(scanner: Scanner, name: str, arguments: str) -> bool:
     return True
 
 
-def read_call_list(scanner: Scanner, read_one: Callable[[], Waiting]) -> Waiting:
-    """Read calls between brackets, with commas between them. False where the text is no such list."""
-    if not (yield from scanner.literal("[")):
-        return False
-    while True:
-        yield from scanner.skip()
-        if not (yield from read_one()):
-            return False
-        yield from scanner.skip()
-        if (yield from scanner.literal("]")):
-            return True
-        if not (yield from scanner.literal(",")):
-            return False
-
-
-def next_call(scanner: Scanner, mark: str, line: str) -> Waiting:
-    """Pass on the content up to the next mark, which is read over, or up to a line that begins like a call.
-    False at the end of the text.
-    """
-    if scanner.is_either and not scanner.num_calls:
-        yield from scanner.content_until()
-        return False
-    found = yield from scanner.content_until(mark, line)
-    if found == line:
-        scanner.position = 0
-    return bool(found)
-
-
-def read_lines(
-    read_one: Callable[[Scanner, Container[str]], Waiting],
-    open: str,
-    ends: Sequence[str],
-    line: str,
-    between: str,
-    scanner: Scanner,
-) -> Scan:
-    """Read calls of functions that the request offers: at the beginning of the answer or of a line, or after
-    the mark `open`. With `between`, there may be several on a line.
-    """
-    names = {tool.name for tool in scanner.tools}
-    scanner.begin_mark()
+def read_with_name(scanner: Scanner, _name: str, _ends: Sequence[str]) -> Waiting:
+    """Read arguments that have the function's name among them: as they come, if it is the first."""
     yield from scanner.skip()
-    yield from scanner.literal(open)
-    while True:
-        yield from scanner.skip(SPACE + between)
-        if (yield from read_one(scanner, names)):
-            yield from read_ends(scanner, ends)
-            scanner.begin_mark()
-            if between:
-                continue
-        else:
-            scanner.reject()
-        if not (yield from next_call(scanner, open, line)):
-            return
-
-
-def read_marked(
-    marks: Sequence[str], read_one: Callable[[Scanner, str], Waiting], ends: Sequence[str], scanner: Scanner
-) -> Scan:
-    """Read calls after one of the marks; `read_one` gets the mark."""
-    while mark := (yield from scanner.content_until(*marks)):
-        yield from scanner.skip()
-        if (yield from read_one(scanner, mark)):
-            yield from read_ends(scanner, ends)
-        else:
-            scanner.reject()
-
-
-def read_ends(scanner: Scanner, ends: Sequence[str]) -> Scan:
-    """Read over the marks that may follow a call; models forget them."""
-    for end in ends:
-        yield from scanner.skip()
-        yield from scanner.literal(end)
-
-
-def read_calls(scanner: Scanner, mark: str = "") -> Waiting:
-    """Read a call, or a list of them."""
-    if (yield from scanner.char()) == "[":
-        return (yield from read_call_list(scanner, lambda: read_call(scanner)))
-    return (yield from read_call(scanner))
-
-
-# --- Mistral ------------------------------------------------------------------------------------------------
-
-TOOL_CALLS = "[TOOL_CALLS]"
-CALL_ID = "[CALL_ID]"
-ARGS = "[ARGS]"
-
-
-def read_mistral(scanner: Scanner, mark: str) -> Waiting:
-    """Read a list of objects after a mark; of newer models a mark, a name and arguments for each call."""
-    is_json = yield from scanner.next_is("[{", "[ ", "[\n", "{")
-    return (yield from (read_calls(scanner) if is_json else read_mistral_call(scanner)))
-
-
-def read_mistral_call(scanner: Scanner) -> Waiting:
-    """Read a name, perhaps an id, and arguments."""
-    name = yield from scanner.name()
-    if (yield from scanner.literal(CALL_ID)):
-        yield from scanner.name()
-    yield from scanner.literal(ARGS)
-    yield from scanner.skip()
-    if not name or not (yield from scanner.next_is("{")):
-        return False
-    return (yield from read_arguments(scanner, name))
-
-
-# --- DeepSeek and Kimi --------------------------------------------------------------------------------------
-
-
-class SectionMarks(NamedTuple):
-    """The marks around all calls, around one, and before its arguments."""
-
-    calls_begin: str
-    call_begin: str
-    arguments_begin: str
-    call_end: str
-    calls_end: str
-
-
-DEEPSEEK = SectionMarks(
-    "<｜tool▁calls▁begin｜>",
-    "<｜tool▁call▁begin｜>",
-    "<｜tool▁sep｜>",
-    "<｜tool▁call▁end｜>",
-    "<｜tool▁calls▁end｜>",
-)
-KIMI = SectionMarks(
-    "<|tool_calls_section_begin|>",
-    "<|tool_call_begin|>",
-    "<|tool_call_argument_begin|>",
-    "<|tool_call_end|>",
-    "<|tool_calls_section_end|>",
-)
-FUNCTIONS = "functions."
-FENCE = "```"
-"""DeepSeek V3 and R1 write the type `function` before the mark, and the name and a fence after it."""
-
-
-def read_section(marks: SectionMarks, scanner: Scanner, mark: str) -> Waiting:
-    """Read a call up to its arguments' end, with marks before it and between name and arguments."""
-    if mark != marks.call_begin and not (yield from scanner.literal(marks.call_begin)):
-        return False
-    head = yield from scanner.until(marks.arguments_begin, MAX_NAME)
-    if head is None:
-        return False
-    name = head.strip()
-    if name == "function":
-        yield from scanner.skip()
-        name = yield from scanner.name()
-    yield from scanner.skip()
-    if (yield from scanner.literal(FENCE)):
-        yield from scanner.literal("json")
-        yield from scanner.skip()
-    if name.startswith(FUNCTIONS):  # as Kimi writes it, with the call's number after it
-        name = name.removeprefix(FUNCTIONS).split(":")[0]
-    return bool(name) and (yield from read_arguments(scanner, name))
-
-
-# --- TGI ----------------------------------------------------------------------------------------------------
-
-TGI_FUNCTION = "function"
-TGI_NAME = "_name"
-
-
-def read_tgi(scanner: Scanner) -> Scan:
-    """Read the call of a model that knows no calls: a grammar forces an object with the function's name among
-    its arguments.
-    """
-    scanner.begin_mark()
-    yield from scanner.skip()
-    if not (yield from read_tgi_call(scanner)):
-        scanner.reject()
-    yield from scanner.content_until()
-
-
-def read_tgi_call(scanner: Scanner) -> Waiting:
-    """Read `{"function": {"_name": …, …}}`."""
-    if not (yield from scanner.literal("{")) or (yield from read_key(scanner)) != TGI_FUNCTION:
-        return False
     start = scanner.position
-    if not (yield from scanner.literal("{")):
-        return False
-    if (yield from read_key(scanner)) != TGI_NAME:
-        scanner.position = start
-        found = yield from read_with_later_name(scanner)
-    else:
-        found = yield from read_with_first_name(scanner)
-    if not found:
-        return False
-    yield from scanner.skip()
-    return (yield from scanner.literal("}"))
-
-
-def read_with_later_name(scanner: Scanner) -> Waiting:
-    """Read arguments of which the name is not the first."""
+    if (yield from scanner.literal("{")) and (yield from read_key(scanner)) == TGI_NAME:
+        name = yield from read_name(scanner)
+        if name and may_call(scanner, name) and (yield from read_text(scanner, ",")):
+            yield from scanner.skip()
+            scanner.start_call(name)
+            scanner.add_arguments("{")
+            return (yield from read_value(scanner, scanner.add_arguments, depth=1))
+    scanner.position = start
     pieces: list[str] = []
-    if not (yield from read_value(scanner, pieces.append)):
+    yield from read_value(scanner, pieces.append)
+    arguments = loads("".join(pieces))
+    name = arguments.pop(TGI_NAME, None) if isinstance(arguments, dict) else None
+    if not isinstance(name, str) or not may_call(scanner, name):
         return False
-    arguments = json.loads("".join(pieces))
-    name = arguments.pop(TGI_NAME, None)
-    return isinstance(name, str) and add_whole_call(scanner, name, json.dumps(arguments))
-
-
-def read_with_first_name(scanner: Scanner) -> Waiting:
-    """Read the name, and pass on the arguments after it."""
-    name = yield from read_word(scanner)
-    if not name:
-        return False
-    yield from scanner.skip()
-    if (yield from scanner.literal("}")):
-        return add_whole_call(scanner, name, "{}")
-    if not (yield from scanner.literal(",")):
-        return False
-    yield from scanner.skip()
-    if (yield from scanner.char()) != '"':
-        return False
-    scanner.start_call(name)
-    scanner.add_arguments("{")
-    return (yield from read_members(scanner, scanner.add_arguments))
+    return add_whole_call(scanner, name, json.dumps(arguments))
 
 
 # --- Python -------------------------------------------------------------------------------------------------
 
-OPENING = "([{"
-CLOSING = ")]}"
 
-
-def read_literal(scanner: Scanner) -> Generator[None, None, str | None]:
-    """Read a value of Python up to the comma or bracket after it: its JSON text; None if it is no literal."""
-    start, depth, quote = scanner.position, 0, ""
+def read_keywords(scanner: Scanner, name: str, ends: Sequence[str]) -> Waiting:
+    """Read arguments as in Python, up to the bracket after them."""
+    [end] = ends
+    if (yield from read_if(scanner, end)):
+        return add_whole_call(scanner, name, "{}")
+    before = "{"
     while True:
-        char = yield from scanner.char()
-        if not char:
-            return None
-        if quote:
-            if char == "\\":
-                scanner.position += 1
-                if not (yield from scanner.char()):
-                    return None
-            elif char == quote:
-                quote = ""
-        elif char in "\"'":
-            quote = char
-        elif char in OPENING:
-            depth += 1
-        elif depth == 0 and char in ",)]}":
-            return literal_to_json(scanner.text[start : scanner.position])
-        elif char in CLOSING:
-            depth -= 1
-        scanner.position += 1
+        yield from scanner.skip()
+        key = yield from scanner.name()
+        if not key or not (yield from read_text(scanner, "=")):
+            return False
+        yield from scanner.skip()
+        if before == "{":
+            scanner.start_call(name)
+        start, pieces = scanner.position, list[str]()
+        yield from read_value(scanner, pieces.append, PYTHON)
+        value = literal_to_json("".join(pieces))
+        if value is None:
+            scanner.position = start
+            return False
+        scanner.add_arguments(f'{before}"{key}": {value}')
+        before = ", "
+        yield from read_if(scanner, ",")
+        if (yield from read_if(scanner, end)):
+            scanner.add_arguments("}")
+            return True
 
 
 def literal_to_json(text: str) -> str | None:
@@ -391,48 +311,8 @@ def refuse(constant: str) -> None:
     raise ValueError(constant)
 
 
-def read_python_list(scanner: Scanner, names: Container[str]) -> Waiting:
-    """Read `[name(key=value, …), …]`."""
-    return read_call_list(scanner, lambda: read_call_expression(scanner, names))
+# --- arguments between tags ---------------------------------------------------------------------------------
 
-
-def read_call_expression(scanner: Scanner, names: Container[str]) -> Waiting:
-    """Read `name(key=value, …)`."""
-    name = yield from scanner.name()
-    if name not in names or not (yield from scanner.literal("(")):
-        return False
-    yield from scanner.skip()
-    if (yield from scanner.literal(")")):
-        scanner.start_call(name)
-        scanner.add_arguments("{}")
-        return True
-    before = "{"
-    while True:
-        key = yield from scanner.name()
-        yield from scanner.skip()
-        if not key or not (yield from scanner.literal("=")):
-            return False
-        yield from scanner.skip()
-        if before == "{":
-            scanner.start_call(name)
-        value = yield from read_literal(scanner)
-        if value is None:
-            return False
-        scanner.add_arguments(f'{before}"{key}": {value}')
-        before = ", "
-        if (yield from scanner.literal(",")):
-            yield from scanner.skip()
-        if (yield from scanner.literal(")")):
-            scanner.add_arguments("}")
-            return True
-
-
-# --- Qwen3-Coder and GLM ------------------------------------------------------------------------------------
-
-TOOL_CALL = "<tool_call>"
-END_TOOL_CALL = "</tool_call>"
-FUNCTION = "<function="
-END_FUNCTION = "</function>"
 JSON_TYPES: Mapping[type, str] = {
     str: "string",
     bool: "boolean",
@@ -446,39 +326,9 @@ MAX_REFERENCES = 8
 """How many references of a schema are followed."""
 
 
-class ArgumentTags(NamedTuple):
-    """What stands around the name of an argument and its value.
-
-    Attributes:
-        name_end: follows the name.
-        value: follows `name_end`, after white space; "" if the value follows at once.
-        line: what else divides tags and value, where the model writes it.
-        untyped: the types of a parameter for which the schema says none.
-    """
-
-    name: str
-    name_end: str
-    value: str
-    end: str
-    line: str = ""
-    untyped: frozenset[str] = frozenset()
-
-
-PARAMETER = ArgumentTags("<parameter=", ">", "", "</parameter>", "\n", frozenset(["string"]))
-PAIR = ArgumentTags("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-
-
-def read_tagged_call(
-    begin: str, name_end: str, tags: ArgumentTags, end: str, scanner: Scanner, mark: str
-) -> Waiting:
-    """Read a name between two marks, tagged arguments, and the mark after these. The model may leave out the
-    mark around the call; then `begin` is the first one.
-    """
-    if mark != begin and not (yield from scanner.literal(begin)):
-        return False
-    name = yield from scanner.name()
-    if not name or not (yield from scanner.literal(name_end)):
-        return False
+def read_tagged(tags: ArgumentTags, scanner: Scanner, name: str, ends: Sequence[str]) -> Waiting:
+    """Read tagged arguments, and the mark after them."""
+    end = ends[0]
     yield from scanner.skip()
     if not (yield from scanner.next_is(tags.name, end)):
         return False
@@ -509,9 +359,6 @@ def read_tagged_call(
     if found or not scanner.ended or not any(mark.startswith(rest) for mark in awaited):
         scanner.add_arguments("{}" if before == "{" else "}")  # else the text ends before the mark
     return found
-
-
-# --- values -------------------------------------------------------------------------------------------------
 
 
 def read_typed(scanner: Scanner, types: frozenset[str], *marks: str) -> Generator[None, None, str]:
@@ -582,13 +429,28 @@ def resolve_reference(path: str, root: Mapping[str, Any]) -> Any:
     return value
 
 
+def read_call_id(scanner: Scanner, _name: str, _ends: Sequence[str]) -> Waiting:
+    return bool((yield from scanner.name()))
+
+
+READERS: Mapping[str, Callable[[Scanner, str, Sequence[str]], Waiting]] = {
+    "$arguments": read_arguments,
+    "$arguments_with_name": read_with_name,
+    "$keywords": read_keywords,
+    "$parameters": partial(read_tagged, PARAMETER),
+    "$pairs": partial(read_tagged, PAIR),
+    "$call_id": read_call_id,
+}
+"""Parts of a call → (scanner, the function's name, the marks after the part) → whether it was read."""
+NAMES: Mapping[str, Callable[[str], str]] = {
+    "$name": str,
+    "$id": lambda word: NUMBER_OF_CALL.sub("", word.removeprefix(FUNCTIONS)),
+}
+"""Parts of a call that have its function's name → the name in their word."""
+
+
 # --- Harmony ------------------------------------------------------------------------------------------------
 
-START = "<|start|>"
-CHANNEL = "<|channel|>"
-CONSTRAIN = "<|constrain|>"
-MESSAGE = "<|message|>"
-ENDS = ("<|end|>", "<|call|>", "<|return|>")
 MAX_HEADER = 512
 RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 NAME_OF_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -606,7 +468,7 @@ def read_harmony(scanner: Scanner) -> Scan:
             yield from scanner.content_until(START, CHANNEL)
             scanner.position = 0
             continue
-        recipient, channel = found_in(header, RECIPIENT), found_in(header, NAME_OF_CHANNEL)
+        recipient, channel = ("".join(one.findall(header)[:1]) for one in (RECIPIENT, NAME_OF_CHANNEL))
         if recipient.startswith(FUNCTIONS):
             if not (yield from read_body_of_call(scanner, recipient.removeprefix(FUNCTIONS))):
                 scanner.reject()
@@ -624,12 +486,6 @@ def read_header(scanner: Scanner) -> Generator[None, None, str | None]:
     if not (yield from scanner.next_is(START, CHANNEL, "to=", "assistant")):
         return None
     return (yield from scanner.until(MESSAGE, MAX_HEADER))
-
-
-def found_in(header: str, pattern: re.Pattern[str]) -> str:
-    """The word that the pattern finds; "" for none."""
-    found = pattern.search(header)
-    return found[1] if found else ""
 
 
 def read_body(scanner: Scanner, kind: str, said: set[str]) -> Scan:

@@ -10,13 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from api.answers.answer import Reading
-from api.answers.call_formats import (
-    CALL_FORMATS,
-    REASONING_FORMATS,
-    CallFormat,
-    ReasoningFormat,
-    read_reasoning,
-)
+from api.answers.call_formats import CALL_FORMATS, REASONING_FORMATS
+from api.answers.call_readers import read_calls, read_reasoning
 from api.answers.scanner import (
     CallArguments,
     CallStart,
@@ -26,7 +21,6 @@ from api.answers.scanner import (
     Scan,
     Scanner,
     Tool,
-    Waiting,
 )
 
 ID_CHARS = 24
@@ -34,63 +28,17 @@ SHORT_ID_CHARS = 9
 """Characters of a call's id, where the model's template takes short ones."""
 
 
-class AnswerParser:
-    """Reads one answer: reasoning first, where the model thinks, then content and calls.
-
-    Args:
-        tools: the functions that the request offers.
-        calls: how the model writes calls; None if all is content.
-        reasoning: how the model thinks; None if it does not.
-        prompt: the end of the prompt, in which thinking may have begun.
-        is_either: an answer that does not begin with a call has none.
-    """
-
-    def __init__(
-        self,
-        tools: Sequence[Tool] = (),
-        calls: CallFormat | None = None,
-        reasoning: ReasoningFormat | None = None,
-        prompt: str = "",
-        is_either: bool = False,
-    ) -> None:
-        self.scanner = Scanner(tools, is_either)
-        self.reading = read_answer(self.scanner, calls, reasoning, prompt)
-        next(self.reading, None)
-
-    def feed(self, text: str) -> list[Delta]:
-        """What the next piece of text says. Marks of the formats are part of it, special tokens or not."""
-        self.scanner.text += text
-        next(self.reading, None)
-        deltas, self.scanner.deltas = self.scanner.deltas, []
-        return deltas
-
-    def finish(self) -> list[Delta]:
-        """What the rest of the text says, when none follows."""
-        self.scanner.ended = True
-        return self.feed("")
-
-
-def read_answer(
-    scanner: Scanner, calls: CallFormat | None, reasoning: ReasoningFormat | None, prompt: str
-) -> Scan:
-    yield
+def read_answer(scanner: Scanner, reading: Reading) -> Scan:
+    """Read reasoning first, where the model thinks, then content and calls."""
+    calls, reasoning = CALL_FORMATS.get(reading.calls), REASONING_FORMATS.get(reading.reasoning)
     if reasoning is not None:
-        yield from read_reasoning(scanner, reasoning, reasoning.begins_inside(prompt))
-    if calls is not None and (not scanner.is_either or (yield from begins_call(scanner, calls))):
-        yield from calls.read(scanner)
+        yield from read_reasoning(scanner, reasoning, reasoning.begins_inside(reading.prompt_end))
+    if calls is not None:
+        yield from read_calls(calls, scanner)
     else:
         yield from scanner.content_until()
     if scanner.space:  # white space at the end is content
         scanner.emit(ContentDelta(scanner.space))
-
-
-def begins_call(scanner: Scanner, calls: CallFormat) -> Waiting:
-    """Whether a call may follow at once; nothing is read."""
-    start = scanner.position
-    yield from scanner.skip()
-    found = yield from scanner.next_is(*calls.marks, *calls.unmarked)
-    scanner.position = start
-    return found
 
 
 class ChoiceParser:
@@ -114,19 +62,17 @@ class ChoiceParser:
         self.last_call = ""
         self.goes_on = False
         tools = [Tool(tool, json.loads(schema)) for tool, schema in reading.tools]
-        self.parser = AnswerParser(
-            tools,
-            CALL_FORMATS.get(reading.calls),
-            REASONING_FORMATS.get(reading.reasoning),
-            reading.prompt_end,
-            reading.is_either,
-        )
+        self.scanner = Scanner(tools, reading.is_either)
+        self.reader = read_answer(self.scanner, reading)
 
     def read(self, text: str, num_tokens: int, ended: bool) -> list[Delta]:
-        """What the next piece of text says; the last one ends the answer."""
-        deltas = self.parser.feed(text)
-        if ended:
-            deltas += self.parser.finish()
+        """What the next piece of text says; the last one ends the answer. Marks of the formats are part of
+        it, special tokens or not.
+        """
+        self.scanner.text += text
+        self.scanner.ended = ended
+        next(self.reader, None)
+        deltas, self.scanner.deltas = self.scanner.deltas, []
         self.reasons |= any(isinstance(one, ReasoningDelta) for one in deltas)
         self.answers |= any(not isinstance(one, ReasoningDelta) for one in deltas)
         self.num_tokens += num_tokens
@@ -157,7 +103,7 @@ class ChoiceParser:
 
     @property
     def has_calls(self) -> bool:
-        return self.parser.scanner.num_calls > 0
+        return self.scanner.num_calls > 0
 
     @property
     def is_within_call(self) -> bool:

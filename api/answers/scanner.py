@@ -4,10 +4,11 @@ A generator yields where the text so far does not decide what follows. It never 
 ends, so it decides the same for every cut of the text. A JSON value is passed on as it is read.
 """
 
+import json
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 SPACE = " \t\r\n"
 MAX_NAME = 256
@@ -90,6 +91,7 @@ class Scanner:
         ended: no text follows.
         space: white space that is content if more content follows.
         trims: white space that follows is dropped.
+        names: functions whose calls are read; None for any.
         num_calls: calls that have begun.
         committed: a call has begun since the last mark.
         is_either: an answer that does not begin with a call has none.
@@ -98,6 +100,7 @@ class Scanner:
     def __init__(self, tools: Sequence[Tool] = (), is_either: bool = False) -> None:
         self.tools = tools
         self.is_either = is_either
+        self.names: Container[str] | None = None
         self.text = ""
         self.position = 0
         self.content_to = 0
@@ -173,6 +176,11 @@ class Scanner:
     def pass_on(self, write: Callable[[str], None], end: int) -> None:
         text = self.text[self.position : end]
         self.forget(end)
+        write(text)
+
+    def take(self, text: str, write: Callable[[str], None]) -> None:
+        """Read the text that follows, and pass it on."""
+        self.position += len(text)
         write(text)
 
     def name(self) -> Generator[None, None, str]:
@@ -275,121 +283,81 @@ def end_of_certain(text: str, marks: Sequence[str], start: int) -> int:
     return len(text)
 
 
-MAX_DEPTH = 64
-MAX_NUMBER = 400
-"""Characters of a number, which waits for its end."""
-NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
-NUMBER_CHARS = frozenset("0123456789+-.eE")
-PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
-ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})')
-ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f"}
-"""Control characters that models write into strings, where JSON has escapes."""
+MAX_WORD = 400
+"""Characters of a number or another word, which waits for its end."""
+END_OF_WORD = SPACE + "\"'()[]{},:"
+PLAIN = re.compile(r"[^\"'\\\x00-\x1f]+")
 Write = Callable[[str], None]
 
 
-def read_value(scanner: Scanner, write: Write, depth: int = 0) -> Waiting:
-    """Read a value. False where the text is none, with all before that place read."""
-    if depth > MAX_DEPTH:
-        return False
-    match (yield from scanner.char()):
-        case "{" | "[" as first:
-            return (yield from read_object(scanner, write, depth, "}" if first == "{" else "]"))
-        case '"':
-            return (yield from read_string(scanner, write))
-        case "t" | "f" | "n" as first:
-            word = {"t": "true", "f": "false", "n": "null"}[first]
-            found = yield from scanner.literal(word)
-            if found:
-                write(word)
-            return found
-        case _:
-            return (yield from read_number(scanner, write))
+class Syntax(NamedTuple):
+    """How values are written; `word` is a value that is neither a string nor between brackets."""
+
+    quotes: str
+    opening: str
+    closing: str
+    word: re.Pattern[str]
 
 
-def read_object(scanner: Scanner, write: Write, depth: int = 0, close: str = "}") -> Waiting:
-    """Read an object, or a list, which ends in another bracket."""
-    yield from pass_char(scanner, write)
-    if (yield from pass_if(scanner, write, close)):
-        return True
-    return (yield from read_members(scanner, write, depth, close))
+JSON = Syntax('"', "{[", "}]", re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?"))
+PYTHON = Syntax("\"'", "{[(", "}])", re.compile(".+"))
 
 
-def read_members(scanner: Scanner, write: Write, depth: int = 0, close: str = "}") -> Waiting:
-    """Read the rest of an object or a list, from the first of the members to come."""
-    while True:
-        yield from pass_space(scanner, write)
-        if close == "}":
-            if (yield from scanner.char()) != '"' or not (yield from read_string(scanner, write)):
-                return False
-            if not (yield from pass_if(scanner, write, ":")):
-                return False
-            yield from pass_space(scanner, write)
-        if not (yield from read_value(scanner, write, depth + 1)):
+def read_value(scanner: Scanner, write: Write, syntax: Syntax = JSON, depth: int = 0) -> Waiting:
+    """Read a value, or the rest of one, from within this many brackets. False where the text is none, with
+    all before that place read; but brackets need not be of one kind, nor need objects have keys.
+    """
+    may_begin = True  # a value, since none has come after the last bracket or comma
+    while char := (yield from scanner.char()):
+        if depth and (char in SPACE or char in syntax.closing or (char in ",:" and not may_begin)):
+            depth -= char in syntax.closing
+            may_begin = char in ",:" or (char in SPACE and may_begin)
+            scanner.take(char, write)
+        elif not may_begin:
             return False
-        if (yield from pass_if(scanner, write, close)):
+        elif char in syntax.opening:
+            depth += 1
+            scanner.take(char, write)
+        elif char in syntax.quotes:
+            may_begin = False
+            if not (yield from read_string(scanner, write)):
+                return False
+        else:
+            may_begin = False
+            if not (yield from read_word(scanner, write, syntax.word)):
+                return False
+        if not depth:
             return True
-        if not (yield from pass_if(scanner, write, ",")):
-            return False
+    return False
 
 
 def read_string(scanner: Scanner, write: Write) -> Waiting:
-    """Control characters are written as escapes."""
-    yield from pass_char(scanner, write)
+    """Read a string. Control characters, for which models forget the escapes, are written as these."""
+    quote = yield from scanner.char()
+    scanner.take(quote, write)
     while char := (yield from scanner.char()):
         if found := PLAIN.match(scanner.text, scanner.position):
-            scanner.position = found.end()
-            write(found[0])
+            scanner.take(found[0], write)
         elif char == "\\":
-            if not (yield from read_escape(scanner, write)):
-                return False
-        else:
+            scanner.take((yield from scanner.peek(2)), write)
+        elif char < " ":
             scanner.position += 1
-            write(ESCAPES.get(char) or (char if char == '"' else f"\\u{ord(char):04x}"))
-            if char == '"':
+            write(json.dumps(char)[1:-1])
+        else:
+            scanner.take(char, write)
+            if char == quote:
                 return True
     return False
 
 
-def read_escape(scanner: Scanner, write: Write) -> Waiting:
-    escape = yield from scanner.peek(2)
-    if escape == "\\u":
-        escape = yield from scanner.peek(6)
-    if ESCAPE.fullmatch(escape) is None:
-        return False
-    scanner.position += len(escape)
-    write(escape)
-    return True
-
-
-def read_number(scanner: Scanner, write: Write) -> Waiting:
+def read_word(scanner: Scanner, write: Write, pattern: re.Pattern[str]) -> Waiting:
     word = ""
-    while len(word) < MAX_NUMBER:
+    while len(word) < MAX_WORD:
         longer = yield from scanner.peek(len(word) + 1)
-        if longer == word or longer[-1] not in NUMBER_CHARS:
+        if longer == word or longer[-1] in END_OF_WORD:
             break
         word = longer
-    if NUMBER.fullmatch(word) is None:
+    if pattern.fullmatch(word) is None:
         return False
-    scanner.position += len(word)
-    write(word)
+    scanner.take(word, write)
     return True
-
-
-def pass_char(scanner: Scanner, write: Write) -> Scan:
-    write((yield from scanner.char()))
-    scanner.position += 1
-
-
-def pass_if(scanner: Scanner, write: Write, char: str) -> Waiting:
-    """Pass on white space, and this character if it follows."""
-    yield from pass_space(scanner, write)
-    found = (yield from scanner.char()) == char
-    if found:
-        yield from pass_char(scanner, write)
-    return found
-
-
-def pass_space(scanner: Scanner, write: Write) -> Scan:
-    while (char := (yield from scanner.char())) and char in SPACE:
-        scanner.position += 1
-        write(char)

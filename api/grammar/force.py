@@ -10,19 +10,22 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from api.answers.call_formats import CALL_FORMATS, HARMONY, CallFormat, ReasoningFormat, Writing
-from api.answers.call_readers import (
+from api.answers.call_formats import (
+    CALL_FORMATS,
     CHANNEL,
     ENDS,
+    FUNCTIONS,
+    HARMONY,
     MESSAGE,
     PAIR,
     PARAMETER,
     START,
     TGI_NAME,
     ArgumentTags,
-    resolve_reference,
-    types_of,
+    CallFormat,
+    ReasoningFormat,
 )
+from api.answers.call_readers import resolve_reference, types_of
 from api.answers.scanner import NO_NAME, Tool
 from api.errors import ApiError, invalid
 from api.grammar.apart import cannot_compile, run_apart
@@ -139,7 +142,7 @@ def call_source(
     """The grammar of calls in a format, and of text before and after them if none is required."""
     writing = form.writing(lark.special_ids)
     if form.name == HARMONY:
-        return lark.source(harmony_answer(lark, writing, forced, is_required))
+        return lark.source(harmony_answer(lark, form, forced, is_required))
     one = lark.rule(one_of(call_of(lark, writing.call, tool, schema) for tool, schema in forced))
     several = is_parallel and writing.between is not None
     calls = f"{one} ({lark.marked(writing.between or '')} {one})*" if several else one
@@ -156,10 +159,9 @@ def call_source(
     return lark.source(f"({found})* {text}" if is_parallel else f"{found} | {text}")
 
 
-def harmony_answer(lark: Lark, writing: Writing, forced: ForcedTools, is_required: bool) -> str:
+def harmony_answer(lark: Lark, form: CallFormat, forced: ForcedTools, is_required: bool) -> str:
     """Analysis, then a call; where none is required also preambles, and the answer ends in any message."""
-    texts = (writing.call, *writing.other_calls)
-    calls = [call_of(lark, text, tool, schema) for text in texts for tool, schema in forced]
+    calls = [call_of(lark, one.call, tool, schema) for one in form.writings for tool, schema in forced]
     if is_required:
         return f"({aside(lark, ['analysis'])})* {one_of(calls)}"
     asides = ["analysis", "commentary"]
@@ -240,7 +242,7 @@ PARTS: Mapping[str, Callable[[Lark, Tool, Mapping[str, Any]], str]] = {
     "parameters": functools.partial(tagged_arguments, PARAMETER),
     "pairs": functools.partial(tagged_arguments, PAIR),
     "keywords": keyword_arguments,
-    "number": lambda lark, tool, schema: "/[0-9]{1,2}/",
+    "id": lambda lark, tool, schema: f"{lark.marked(f'{FUNCTIONS}{tool.name}:')} /[0-9]{{1,2}}/",
 }
 """Parts of a call that `$` marks in its text → what makes its expression: (function, schema of arguments)."""
 

@@ -13,12 +13,12 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (13_361, 25_920),
+    "api": (13_248, 25_716),
     "batcher": (2_786, 4_798),
     "gpu_worker": (11_218, 21_560),
     "common": (3_755, 7_487),
     "deploy": (2_509, 4_402),
-    "tests": (31_975, 55_986),
+    "tests": (31_967, 55_971),
     "benchmarks": (2_188, 3_706),
 }
 MOST_WORDS_OF_DOCS = 21_821

@@ -1,10 +1,13 @@
 """Answers with calls, read whole or in pieces, and what each says."""
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
+from api.answers.answer import Reading as Terms
 from api.answers.call_formats import CallFormat, ReasoningFormat
-from api.answers.chat_answer import AnswerParser
+from api.answers.chat_answer import ChoiceParser
 from api.answers.scanner import CallArguments, CallStart, ContentDelta, Delta, ReasoningDelta, Tool
 
 
@@ -33,7 +36,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Reading:
-    """How answers are read: the parser's arguments."""
+    """How answers are read."""
 
     calls: CallFormat | None = None
     reasoning: ReasoningFormat | None = None
@@ -42,14 +45,15 @@ class Reading:
 
     def deltas(self, pieces: Iterable[str]) -> list[list[Delta]]:
         """The deltas of each piece, and those of the end."""
-        parser = AnswerParser(self.tools, self.calls, self.reasoning, self.prompt)
-        return [*(parser.feed(piece) for piece in pieces), parser.finish()]
+        calls, reasoning = (form.name if form else "" for form in (self.calls, self.reasoning))
+        tools = [(tool.name, json.dumps(tool.parameters)) for tool in self.tools]
+        parser = ChoiceParser(Terms(calls, reasoning, self.prompt, tools), "r")
+        return [*(parser.read(piece, 1, False) for piece in pieces), parser.read("", 0, True)]
 
     def read(self, *pieces: str) -> Answer:
         answer = Answer()
-        for deltas in self.deltas(pieces):
-            for delta in deltas:
-                answer.add(delta)
+        for delta in chain(*self.deltas(pieces)):
+            answer.add(delta)
         return answer
 
 

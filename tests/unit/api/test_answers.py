@@ -22,7 +22,7 @@ from api.answers.call_formats import (
     find_call_format,
     find_reasoning_format,
 )
-from api.answers.chat_answer import AnswerParser, ChoiceParser, finish_reason, render_message
+from api.answers.chat_answer import ChoiceParser, finish_reason, render_message
 from api.answers.logprobs import token_bytes
 from api.answers.scanner import CallArguments, CallStart, ContentDelta
 from api.answers.stop_holdback import StopHoldback
@@ -203,9 +203,9 @@ CALL, SEP, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜
 OPEN = f"{CALL}function{SEP}weather\n```json\n"
 FENCED = f"{OPEN}{CITY}\n```{CALL_END}"
 PLAIN = f"{CALL}weather{SEP}{CITY}{CALL_END}"
-KIMI = (
-    "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
-    f"{CITY}<|tool_call_end|><|tool_calls_section_end|>"
+KIMI_FORECAST = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>%s"
+    "<|tool_call_end|><|tool_calls_section_end|>"
 )
 
 # --- tagged arguments ---------------------------------------------------------------------------------------
@@ -214,7 +214,6 @@ QWEN = "<tool_call>\n<function=weather>\n"
 END_OF_QWEN = "</function>\n</tool_call>"
 TYPED = '{"city": "Oslo \\"x\\"\\nN", "days": 3, "units": "c", "when": null, "places": ["a"], "exact": true}'
 QUOTED = '"</parameter>"'
-MARK = f'{{"when": {QUOTED}}}'
 
 
 def parameter(name: str, value: str) -> str:
@@ -252,10 +251,6 @@ HARMONY_CALL = (
 OTHER = f"<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{CITY}"
 FINAL = "<|start|>assistant<|channel|>final<|message|>It rains.\n<|return|>"
 PREAMBLE = "<|channel|>commentary<|message|>I look.<|end|>"
-
-# --- python calls -------------------------------------------------------------------------------------------
-
-LITERALS = "<|python_start|>[weather(places=['a, (b', \"it's\\n\"], exact=True, when=None)]<|python_end|>"
 
 # --- every format -------------------------------------------------------------------------------------------
 
@@ -301,7 +296,7 @@ ANSWERS: dict[str, tuple[Reading, Mapping[str, Answer]]] = {
     ),
     "kimi_k2": (
         Reading(CALL_FORMATS["kimi_k2"]),
-        {f"So.{KIMI}": Answer("So.", calls=[READ])},
+        {f"So.{KIMI_FORECAST % CITY}": Answer("So.", calls=[READ])},
     ),
     "tgi": (
         Reading(CALL_FORMATS["tgi"]),
@@ -314,6 +309,7 @@ ANSWERS: dict[str, tuple[Reading, Mapping[str, Answer]]] = {
             '{"function": {"a": 1}}': Answer('{"function": {"a": 1}}'),
             '{"function": "now"}': Answer('{"function": "now"}'),
             " It rains. ": Answer(" It rains. "),
+            'I look.\n{ "function": {"_name": "now"} }': Answer("I look.", calls=[NOW]),
             '{"function":{"_name":"now", "a": ': Answer(calls=[("now", '{"a": ')]),
         },
     ),
@@ -327,7 +323,9 @@ ANSWERS: dict[str, tuple[Reading, Mapping[str, Answer]]] = {
             f"{QWEN}{parameter('days', 'many')}{END_OF_QWEN}": Answer(
                 calls=[("weather", '{"days": "many"}')]
             ),
-            f"{QWEN}{parameter('when', QUOTED)}{END_OF_QWEN}": Answer(calls=[("weather", MARK)]),
+            f"{QWEN}{parameter('when', QUOTED)}{END_OF_QWEN}": Answer(
+                calls=[("weather", f'{{"when": {QUOTED}}}')]
+            ),
             f"{QWEN}{QWEN_CITY}</tool_call>": Answer("</tool_call>", calls=[("weather", '{"city": "Oslo"}')]),
             f"{QWEN}<parameter=city>\nOs": Answer(calls=[("weather", '{"city": "Os')]),
             f"{QWEN}what?": Answer(f"{QWEN}what?"),
@@ -366,7 +364,7 @@ ANSWERS: dict[str, tuple[Reading, Mapping[str, Answer]]] = {
             '[weather(city="Oslo", days=3), now()]': Answer(
                 calls=[("weather", '{"city": "Oslo", "days": 3}'), ("now", "{}")]
             ),
-            LITERALS: Answer(
+            "[weather(places=['a, (b', \"it's\\n\"], exact=True, when=None)]<|python_end|>": Answer(
                 calls=[("weather", '{"places": ["a, (b", "it\'s\\n"], "exact": true, "when": null}')]
             ),
             '[weather(city={"a": [true, null]}, days=-1.5,)]': Answer(
@@ -376,7 +374,7 @@ ANSWERS: dict[str, tuple[Reading, Mapping[str, Answer]]] = {
             "[1] says [now()].": Answer("[1] says [now()]."),
             "[weather(x) for x in y]": Answer("[weather(x) for x in y]"),
             "[later()]": Answer("[later()]"),
-            '[weather(city="Oslo", days=date(1))]': Answer(")]", calls=[("weather", '{"city": "Oslo"')]),
+            '[weather(city="x", days=date(1))]': Answer("date(1))]", calls=[("weather", '{"city": "x"')]),
         },
     ),
 }
@@ -443,10 +441,6 @@ GLM = (
 DEEPSEEK_FORECAST = (
     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>%s"
     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
-)
-KIMI_FORECAST = (
-    "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>%s"
-    "<|tool_call_end|><|tool_calls_section_end|>"
 )
 FORECASTS = {
     "hermes": f"<tool_call>\n{BY_NAME}\n</tool_call>",
@@ -536,8 +530,8 @@ def test_an_answer_of_the_clients_form_is_no_call_behind_its_beginning(form: Cal
         "12",
     ]
     for text in [*texts, *(f'"{mark}\n' + '{"name": "now", "arguments": {}}"' for mark in form.marks)]:
-        parser = AnswerParser(TOOLS, form, is_either=True)
-        read = [*(delta for char in text for delta in parser.feed(char)), *parser.finish()]
+        parser = ChoiceParser(Terms(form.name, tools=[("now", "{}")], is_either=True), "r")
+        read = [delta for i, char in enumerate(text, 1) for delta in parser.read(char, 1, i == len(text))]
         content = "".join(one.text for one in read if isinstance(one, ContentDelta))
         assert (content, parser.scanner.num_calls) == (text, 0) or form.name == "openai"
 

@@ -19,8 +19,7 @@ import numpy as np
 import pytest
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
-from api.answers.call_formats import CALL_FORMATS, REASONING_FORMATS, ReasoningFormat
-from api.answers.call_readers import PAIR, PARAMETER
+from api.answers.call_formats import CALL_FORMATS, PAIR, PARAMETER, REASONING_FORMATS, ReasoningFormat
 from api.answers.scanner import Tool
 from api.errors import ApiError
 from api.grammar.apart import run_apart
