@@ -9,8 +9,9 @@ import contextlib
 import json
 import logging
 import pickle
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -20,6 +21,7 @@ from arq.connections import ArqRedis
 from arq.constants import abort_jobs_ss, in_progress_key_prefix, job_key_prefix
 from arq.jobs import SerializationError, deserialize_job_raw
 from arq.worker import Function, Worker, func
+from pydantic import BaseModel, ConfigDict, Field
 
 from api.errors import invalid, tgi
 from api.event_loop import attempt, repeat_forever, retry_forever
@@ -49,14 +51,11 @@ given up.
 LAST_MS = 32_503_680_000_000
 """The year 3000: arq makes a date of a time in ms."""
 TERMS = ("model", "tenant", "deadline_ms", "traceparent", "webhook", "api_key")
-"""Arguments of `chat` that are fields of the job, not of its chat."""
+"""Arguments that are fields of the job, not of its chat, or of its texts."""
 
 Packed = dict[str, Any]
 ANSWERS_S = 0.1
-"""How often answers are looked for."""
-
-
-# --- the fleet's client -------------------------------------------------------------------------------------
+"""How soon an answer is looked for; then every twentieth of the time that it takes."""
 
 
 class JobFailed(Exception):
@@ -65,91 +64,6 @@ class JobFailed(Exception):
 
 def invalid_job(why: str) -> JobFailed:
     return JobFailed(to_json(tgi(invalid(why))[1]).decode())
-
-
-@dataclass(eq=False, slots=True)
-class WaitingJob:
-    """A job whose answer has not come; `entry_id` names its entry in `submit`."""
-
-    job_id: str
-    fields: dict[str, Any]
-    entry_id: str
-    answer: asyncio.Future[bytes]
-
-
-class ArqClient:
-    """Submits jobs, and polls for the answers to all of them at once.
-
-    Attributes:
-        submitted: set while jobs wait.
-    """
-
-    def __init__(self, client: PoolClient) -> None:
-        self.redis: Any = client.redis
-        self.keys = client.keys
-        self.waiting: set[WaitingJob] = set()
-        self.submitted = asyncio.Event()
-
-    async def run_job(self, job_id: str, content: dict[str, Any], key: Mapping[str, str]) -> Any:
-        """The answer to a job; a job that was submitted before is joined. `key`: the entry's field with an
-        API key, if there is one. Raises JobFailed.
-        """
-        try:
-            data = json.dumps(content | {"id": job_id}, allow_nan=False)
-        except (RecursionError, TypeError, ValueError) as error:
-            raise invalid_job(f"the arguments must be JSON: {error}") from error
-        fields = {"job": data, **key}
-        entry_id = await self.add_entry(fields)
-        job = WaitingJob(job_id, fields, entry_id, asyncio.get_running_loop().create_future())
-        self.waiting.add(job)
-        self.submitted.set()
-        try:
-            result = orjson.loads(await job.answer)
-        finally:
-            self.waiting.remove(job)
-        if "error" in result:
-            raise JobFailed(orjson.dumps(result).decode())
-        return result
-
-    async def cancel(self, job_id: str, key: Mapping[str, str]) -> None:
-        await self.add_entry({"cancel": job_id, **key})
-
-    async def add_entry(self, fields: dict[str, Any]) -> str:
-        """Add an entry to `submit`, once the broker answers. Returns its id."""
-        entry_id: bytes = await attempt(lambda: self.redis.xadd(self.keys.submit, fields), retry_forever)
-        return entry_id.decode()
-
-    async def run(self) -> None:
-        """Never returns."""
-        await repeat_forever(self.poll, "polling for answers")
-
-    async def poll(self) -> None:
-        """Wait until there are jobs, then settle those whose entries have left `submit`."""
-        if not self.waiting:
-            self.submitted.clear()
-            await self.submitted.wait()
-        await asyncio.sleep(ANSWERS_S)
-        waiting = list(self.waiting)
-        async with self.redis.pipeline(transaction=False) as pipe:
-            for job in waiting:
-                pipe.xrange(self.keys.submit, job.entry_id, job.entry_id)
-            entries = await pipe.execute()
-        for job, entry in zip(waiting, entries, strict=True):
-            if not entry:
-                await self.settle(job)
-
-    async def settle(self, job: WaitingJob) -> None:
-        """Hand out the answer to a job, that to its entry first. If there is none, the broker has lost the
-        job: it is submitted again. While the entry was there, an answer may have been that of another job
-        with this id.
-        """
-        names = [self.keys.result(name) for name in (job.entry_id, job.job_id)]
-        own, shared = await self.redis.mget(names)
-        if not (own or shared):
-            log.warning("the broker has lost job %s: it is submitted again", job.job_id)
-            job.entry_id = await self.add_entry(job.fields)
-        elif not job.answer.done():
-            job.answer.set_result(own or shared)
 
 
 # --- worker ------------------------------------------------------------------------------------------------
@@ -163,7 +77,7 @@ class JobWorker(Worker):
     def __init__(self, client: PoolClient, settings: Settings) -> None:
         unpack = make_unpack(settings.payload_limit)
         super().__init__(
-            job_functions(self.run_in_fleet),
+            [job_function(name, names, self.run_in_fleet) for name, names in FUNCTIONS.items()],
             queue_name=client.keys.arq_queue,
             redis_pool=ArqRedis(client.redis.connection_pool, pack, unpack, client.keys.arq_queue),
             max_jobs=MAX_JOBS,
@@ -177,32 +91,68 @@ class JobWorker(Worker):
             job_serializer=pack,
             job_deserializer=unpack,
         )
-        self.client = ArqClient(client)
+        self.redis: Any = client.redis
+        self.keys = client.keys
+        self.looks = asyncio.Lock()  # one after the other: one connection serves all jobs
         self.idle_client = SerialClient(client.redis)
         self.in_progress_timeout_s = settings.worker_ttl_s
 
     async def run_in_fleet(self, job_id: str, content: dict[str, Any]) -> Any:
-        """The fleet's answer. An aborted job is cancelled. The job of a worker that stops goes on, and
-        another worker waits for it.
+        """The fleet's answer; a job that was submitted before is joined. An aborted job is cancelled. The job
+        of a worker that stops goes on, and another worker waits for it. Raises JobFailed.
         """
         if "not_before" in content:
             raise invalid_job("`not_before` is no argument: use arq's `_defer_until` or `_defer_by`")
         api_key = content.pop("api_key", None)
         key = {"api_key": api_key} if isinstance(api_key, str) else {}
         try:
-            return await self.client.run_job(job_id, content, key)
+            data = json.dumps(content | {"id": job_id}, allow_nan=False)
+        except (RecursionError, TypeError, ValueError) as error:
+            raise invalid_job(f"the arguments must be JSON: {error}") from error
+        try:
+            answer = await self.answer_to(job_id, {"job": data, **key})
         except asyncio.CancelledError:
             if job_id in self.aborting_tasks:
-                await self.client.cancel(job_id, key)
+                await self.add_entry({"cancel": job_id, **key})
             raise
+        result = orjson.loads(answer)
+        if "error" in result:
+            raise JobFailed(answer.decode())
+        return result
+
+    async def answer_to(self, job_id: str, fields: dict[str, Any]) -> bytes:
+        """The answer to an entry, or else to its job. If there is none, the broker has lost the job: it is
+        submitted again. While the entry is there, an answer may be that of another job with this id.
+        """
+        answer: bytes | None = None
+        while not answer:
+            entry_id = await self.add_entry(fields)
+            await self.wait_for_end(entry_id)
+            find = partial(self.redis.mget, [self.keys.result(name) for name in (entry_id, job_id)])
+            own, shared = await attempt(find, retry_forever)
+            if not (answer := own or shared):
+                log.warning("the broker has lost job %s: it is submitted again", job_id)
+        return answer
+
+    async def add_entry(self, fields: dict[str, Any]) -> str:
+        """Add an entry to `submit`, once the broker answers. Returns its id."""
+        entry_id: bytes = await attempt(lambda: self.redis.xadd(self.keys.submit, fields), retry_forever)
+        return entry_id.decode()
+
+    async def wait_for_end(self, entry_id: str) -> None:
+        """Wait until an entry has left `submit`."""
+        look, began_s = partial(self.redis.xrange, self.keys.submit, entry_id, entry_id), time.monotonic()
+        while True:
+            async with self.looks:
+                if not await attempt(look, retry_forever):
+                    return
+            await asyncio.sleep(max(ANSWERS_S, (time.monotonic() - began_s) / 20))
 
     # --- overrides of arq's methods -------------------------------------------------------------------------
 
     async def main(self) -> None:
         """Never returns."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.client.run())
-            tasks.create_task(repeat_forever(self.run_arq, "reading the queue of arq"))
+        await repeat_forever(self.run_arq, "reading the queue of arq")
 
     async def run_arq(self) -> None:
         """Run arq's own loop until a malformed name ends it; drop that name."""
@@ -289,39 +239,29 @@ class JobWorker(Worker):
             log.warning("job %s is tried again: %s", job_id, describe_error(error))
 
 
-def job_functions(run_in_fleet: Any) -> list[Function]:
-    """The functions that arq clients can enqueue; `run_in_fleet(job_id, content)` gives the answer."""
-
-    async def generate(
-        ctx: dict[str, Any],
-        inputs: str | None = None,
-        parameters: dict[str, Any] | None = None,
-        **terms: Any,
-    ) -> Any:
-        return await run_in_fleet(ctx["job_id"], {"inputs": inputs, "parameters": parameters, **terms})
-
-    async def chat(ctx: dict[str, Any], messages: list[Any] | None = None, **fields: Any) -> Any:
-        return await run_in_fleet(ctx["job_id"], {"messages": messages, **with_terms(fields)})
-
-    async def embed(ctx: dict[str, Any], input: Any = None, **fields: Any) -> Any:
-        return await run_in_fleet(ctx["job_id"], {"input": input, **with_terms(fields)})
-
-    async def rerank(ctx: dict[str, Any], query: Any = None, documents: Any = None, **fields: Any) -> Any:
-        prompt = {"query": query, "documents": documents}
-        return await run_in_fleet(ctx["job_id"], {**prompt, **with_terms(fields)})
-
-    return [
-        func(generate, name="generate"),
-        func(chat, name="chat"),
-        func(embed, name="embed"),
-        func(rerank, name="rerank"),
-    ]
+FUNCTIONS = {
+    "generate": ("inputs", "parameters"),
+    "chat": ("messages",),
+    "embed": ("input",),
+    "rerank": ("query", "documents"),
+}
+"""Functions that arq clients can enqueue → the fields of a job that their arguments are, in order."""
 
 
-def with_terms(fields: dict[str, Any]) -> dict[str, Any]:
-    """Arguments that are fields of a job, and the others, its parameters."""
-    terms = {name: fields.pop(name) for name in TERMS if name in fields}
-    return {"parameters": fields, **terms}
+def job_function(name: str, names: Sequence[str], run_in_fleet: Any) -> Function:
+    """A function whose other arguments have names: they are fields of the job, or its parameters if it has no
+    argument for these. `run_in_fleet(job_id, content)` gives the answer.
+    """
+
+    async def run(ctx: dict[str, Any], *given: Any, **fields: Any) -> Any:
+        if len(given) > len(names):
+            raise invalid_job(f"`{name}` takes {' and '.join(names)}, and other arguments by their names")
+        content = dict.fromkeys(names) | dict(zip(names, given, strict=False))
+        own = [one for one in fields if one in (*names, *TERMS) or "parameters" in names]
+        content |= {one: fields.pop(one) for one in own}
+        return await run_in_fleet(ctx["job_id"], {"parameters": fields} | content)
+
+    return func(run, name=name)
 
 
 # --- serializer ---------------------------------------------------------------------------------------------
@@ -329,6 +269,18 @@ def with_terms(fields: dict[str, Any]) -> dict[str, Any]:
 
 class PickledJob(ValueError):
     """A job of a client with arq's default serializer."""
+
+
+class ArqJob(BaseModel):
+    """What arq can run: name, arguments, keyword arguments, number of tries, time of queueing."""
+
+    model_config = ConfigDict(strict=True)
+
+    f: str
+    a: list[Any]
+    k: dict[str, Any]
+    t: int | None = Field(None, ge=0, lt=2**31)
+    et: int = Field(ge=0, lt=LAST_MS)
 
 
 def pack(data: Packed) -> bytes:
@@ -361,26 +313,11 @@ def make_unpack(max_bytes: int) -> Callable[[bytes], Packed]:
                 "this queue reads no pickles: give `create_pool` job_serializer=msgpack.packb and "
                 "job_deserializer=msgpack.unpackb (docs/jobs.md)"
             )
-        job = msgpack.unpackb(data)
-        if not isinstance(job, dict) or not is_job(job):
-            raise ValueError("not a job")
+        job: Packed = msgpack.unpackb(data)
+        ArqJob.model_validate(job)
         return job
 
     return unpack
-
-
-def is_job(job: Packed) -> bool:
-    """Whether arq can run a job by its fields: name, arguments, keyword arguments, number of tries, time of
-    queueing.
-    """
-    name, args, kwargs, tries, queued_ms = (job.get(key) for key in ("f", "a", "k", "t", "et"))
-    return (
-        isinstance(name, str)
-        and isinstance(args, list)
-        and (isinstance(kwargs, dict) and all(isinstance(key, str) for key in kwargs))
-        and (tries is None or (type(tries) is int and 0 <= tries < 2**31))
-        and (type(queued_ms) is int and 0 <= queued_ms < LAST_MS)
-    )
 
 
 # --- process ------------------------------------------------------------------------------------------------

@@ -91,6 +91,7 @@ INVALID: list[tuple[Any, dict[str, Any], str]] = [
     (("generate", "a", {"temperature": math.nan}), {}, "must be JSON: Out of range float"),
     (("chat", CHAT["messages"]), {"logit_bias": {"7": -math.inf}}, "must be JSON: Out of range float"),
     (("train", "a"), {}, "'train' not found"),
+    (("chat", CHAT["messages"], 5), {}, "`chat` takes messages, and other arguments by their names"),
 ]
 
 
@@ -194,12 +195,12 @@ async def test_a_job_survives_its_job_workers(client: ArqRedis, worker: FakeWork
     killed = JobWorker(PoolClient(redis, KEYS), Settings(redis_url=broker.url, worker_ttl_s=1.0))
     life = asyncio.create_task(killed.main())
     job = await enqueue(client, "generate", "Count.", _job_id="a")
-    await wait_until(lambda: killed.client.waiting)
+    await wait_for(lambda: client.xlen(KEYS.submit), 1)
     await kill(killed, life)
-    async with job_worker(broker.url, worker_ttl_s=1.0) as stopped:
-        await wait_until(lambda: stopped.client.waiting)
-    async with job_worker(broker.url, worker_ttl_s=1.0) as last:
-        await wait_until(lambda: last.client.waiting)
+    async with job_worker(broker.url, worker_ttl_s=1.0):
+        await wait_for(lambda: client.xlen(KEYS.submit), 2)
+    async with job_worker(broker.url, worker_ttl_s=1.0):
+        await wait_for(lambda: client.xlen(KEYS.submit), 3)
         worker.going.set()
         assert (await result(job))["generated_text"] == TEXT
     assert len(worker.seen) == 1
@@ -213,7 +214,7 @@ async def test_a_job_whose_claim_expired_while_its_worker_was_stopped_runs_once(
     await worker.pause()
     async with job_worker(broker.url) as running:
         job = await enqueue(client, "generate", "Count.", _job_id="a")
-        await wait_until(lambda: running.client.waiting)
+        await wait_for(lambda: client.xlen(KEYS.submit), 1)
         await client.delete("arq:in-progress:a")
         await wait_until(lambda: client.exists("arq:in-progress:a"))
         worker.going.set()
@@ -234,9 +235,9 @@ async def kill(running: JobWorker, life: asyncio.Task[None]) -> None:
 async def test_many_jobs_wait_concurrently(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
     """There are more of them than arq's default of ten."""
     await worker.pause()
-    async with job_worker(broker.url) as running:
+    async with job_worker(broker.url):
         jobs = [await enqueue(client, "generate", "Count.") for _ in range(40)]
-        await wait_until(lambda: len(running.client.waiting) == 40)
+        await wait_for(lambda: client.xlen(KEYS.submit), 40)
         worker.going.set()
         assert {(await result(job))["generated_text"] for job in jobs} == {TEXT}
 

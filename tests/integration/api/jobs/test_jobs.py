@@ -11,7 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from api.app import Gateway
-from api.jobs.arq_worker import ArqClient
+from api.jobs.arq_worker import JobWorker
 from api.jobs.consumer import submit_lost
 from api.jobs.job import read_job
 from api.protocols.protocol import Context
@@ -503,14 +503,11 @@ async def test_a_job_worker_submits_a_lost_job_again(
     service: Service, worker: FakeWorker, broker: Broker
 ) -> None:
     redis = connect(broker.url)
-    client = ArqClient(PoolClient(redis, KEYS))
-    polling = asyncio.create_task(client.run())
-    answer = asyncio.create_task(client.run_job("a", {"inputs": "Count."}, {}))
-    await wait_until(lambda: client.waiting)
+    client = JobWorker(PoolClient(redis, KEYS), Settings(redis_url=broker.url))
+    answer = asyncio.create_task(client.run_in_fleet("a", {"inputs": "Count."}))
+    await wait_for(lambda: redis.xlen(KEYS.submit), 1)
     await redis.delete(KEYS.submit)
     async with running_gateway(broker.url):
         assert await asyncio.wait_for(answer, PATIENCE_S) == {"generated_text": TEXT}
         await service.settled()
-    assert not client.waiting
-    polling.cancel()
     await redis.aclose()
