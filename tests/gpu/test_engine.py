@@ -53,8 +53,9 @@ def check_in_every_way(engine: Engine, model: Any, fresh: dict[int, list[int]]) 
     batched = play(engine, fresh)
     check_near(model, fresh, batched, "batched")
     check_near(model, fresh, play(engine, fresh, prefill_tokens=7), "chunked")
-    begun = {row: prompt + batched[row][:9] for row, prompt in fresh.items()}
-    check_near(model, begun, play(engine, begun, base=9), "resumed")
+    shown = {row: ids[:9] for row, ids in batched.items()}
+    begun = {row: prompt + shown[row] for row, prompt in fresh.items()}
+    check_near(model, begun, play(engine, fresh, shown=shown), "resumed")
 
 
 @each("family", FLASH, slow=[name for name in FLASH if name not in ("Llama", "gpt-oss")])

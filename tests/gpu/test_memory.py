@@ -88,7 +88,7 @@ def test_two_ranks_give_the_ids_of_generate(dtype: str, tmp_path: Path) -> None:
     ):
         assert engine.ready.world_size == 2 and engine.ready.device == "cuda"
         for how, prefill_tokens in (("batched", 1000), ("chunked", 7)):
-            played = play(engine, fresh, prefill_tokens)  # type: ignore[arg-type]
+            played = play(engine, fresh, prefill_tokens)
             if dtype == "float32":
                 assert played == {
                     row: tiny_models.generate(model, prompt, len(played[row]))

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from tests.support.adapters.tiny_adapters import COUNT, load_adapters, merged, save_adapter
-from tests.support.adapters.tiny_adapters import play as play_adapters
 from tests.support.engine import tiny_models
-from tests.support.engine.batch_player import Player
 from tests.support.engine.on_cuda import (
     ANYWHERE,
     FAR,
@@ -41,11 +39,12 @@ def test_rows_of_adapters_and_of_none_come_from_graphs_and_are_near_merged_model
     engine = engine_on(device, tmp_path / "model", monkeypatch, **settings)
     assert all(layer._compiled_call_impl for layer in engine.loaded.model.model.layers)
     load_adapters(engine, folders)
-    rows = {number: (prompts()[number], name) for number, name in enumerate(("a", "b", "", "a"))}
+    names = ("a", "b", "", "a")
+    params = {number: {"adapter": name} for number, name in enumerate(names)}
     with noted(engine) as (_, replayed):
-        ids = play_adapters(engine, rows)
+        ids = play(engine, dict(enumerate(prompts())), new_tokens=COUNT, params=params)
     assert len(replayed) >= COUNT - 3, "steps with adapters are captured"
-    for number, (prompt, name) in rows.items():
+    for number, (prompt, name) in enumerate(zip(prompts(), names, strict=True)):
         own = merged(model, folders[name]) if name else model
         check_near(own, {number: prompt}, ids, f"adapter {name!r}")
 
@@ -64,16 +63,11 @@ def test_ids_with_pictures_are_near_those_of_float32(
     model = save(tmp_path, name, HEADS | ROPES.get(name, {}))
     engine = engine_on(device, tmp_path, monkeypatch, dtype="bfloat16")
     assert engine.ready.pictures and engine.graphs
-    free = list(range(1, 1 + engine.ready.num_blocks))
-    settled: Any = SettledEngine(engine)
-    player, prompts = Player(settled, free, 20, until=engine.rows.step), prompts_of(model)
-    ids = player.run(
-        [
-            player.start(row, prompt.ids, NEW_TOKENS, pictures=prompt.pictures, ignore_eos=True)
-            for row, prompt in prompts.items()
-        ]
-    )
-    for row, prompt in prompts.items():
+    seen = prompts_of(model)
+    params = {row: {"pictures": prompt.pictures} for row, prompt in seen.items()}
+    rows = {row: prompt.ids for row, prompt in seen.items()}
+    ids = play(SettledEngine(engine), rows, 20, new_tokens=NEW_TOKENS, params=params)
+    for row, prompt in seen.items():
         with torch.inference_mode():
             far = distances(lambda seen, own=prompt: model.forward(own, seen), prompt.ids, ids[row])
         assert far.max() < FAR, f"row {row}"

@@ -10,9 +10,9 @@ import torch
 from common.messages.request import LogitsParams, SamplingParams
 from gpu_worker.engine.engine import Engine, InFlightStep, LaunchedStep
 from tests.support.engine import tiny_models
-from tests.support.engine.batch_player import Player, player
+from tests.support.engine.batch_player import Player
 from tests.support.engine.on_cuda import ANYWHERE, FLASH_FAMILIES, ON_GPUS, engine_on, needs_flash
-from tests.support.engine.tiny_engine import prompts
+from tests.support.engine.tiny_engine import play_rows, prompts
 
 NEW_TOKENS = 12
 BUSY_CYCLES = 4 * 10**8
@@ -68,16 +68,8 @@ def compile_on(device: str) -> Callable[..., int]:
 
 def play(engine: Engine, prefill_tokens: int, options: list[dict[str, Any]]) -> Player:
     """One row for each of `options`."""
-    played = player(engine, prefill_tokens)
-    lines = prompts()
-    played.run(
-        [
-            played.start(row, lines[row % len(lines)], NEW_TOKENS, **{"ignore_eos": True} | one)
-            for row, one in enumerate(options)
-        ],
-        horizon=64,
-    )
-    return played
+    rows = {row: prompts()[row % 4] for row in range(len(options))}
+    return play_rows(engine, rows, prefill_tokens, NEW_TOKENS, horizon=64, params=dict(enumerate(options)))
 
 
 @ANYWHERE

@@ -12,7 +12,7 @@ from common.settings.settings import SettingError
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import load, warmup
 from tests.support.engine import tiny_models
-from tests.support.engine.batch_player import Player, num_proposed, player
+from tests.support.engine.batch_player import Player, player
 from tests.support.engine.drafts import SIZE, right_heads, save_counting_model, save_heads
 from tests.support.engine.on_cuda import (
     ANYWHERE,
@@ -26,7 +26,7 @@ from tests.support.engine.on_cuda import (
     noted,
 )
 from tests.support.engine.reference import prompt_ids
-from tests.support.engine.tiny_engine import NEW_TOKENS, prompts
+from tests.support.engine.tiny_engine import NEW_TOKENS, play_rows, prompts
 from tests.support.prompts import FEW, PROMPTS
 from tests.support.speculation.knowing_proposer import KnowingProposers
 
@@ -43,15 +43,8 @@ SENTENCE = compile_unchecked(
 
 
 def play(engine: Engine, rows: list[SamplingParams | None], prefill_tokens: int = 1000) -> Player:
-    free = list(range(1, 1 + engine.ready.num_blocks))
-    played, lines = Player(engine, free, prefill_tokens, until=engine.rows.step), prompts()
-    played.run(
-        [
-            played.start(row, lines[row], NEW_TOKENS, sampling=sampling, ignore_eos=True)
-            for row, sampling in enumerate(rows)
-        ]
-    )
-    return played
+    params = {row: {"sampling": sampling} for row, sampling in enumerate(rows)}
+    return play_rows(engine, dict(enumerate(prompts())), prefill_tokens, params=params)
 
 
 def proposers(played: Player, wrong: float, is_sure: bool) -> KnowingProposers:
@@ -88,7 +81,7 @@ def test_proposals_come_from_graphs(device: str, tmp_path: Path, monkeypatch: py
     with noted(engine) as (computed, replayed):
         played.run([played.start(row, ids, NEW_TOKENS, ignore_eos=True) for row, ids in lines.items()])
     assert len(replayed) == len(computed) > 0
-    assert num_proposed(played.steps) > 0
+    assert played.num_proposed > 0
     check_near(model, lines, played.ids, "with proposals")
 
 
@@ -129,7 +122,7 @@ def test_a_draft_model_that_is_the_model_is_right(
     played = play(engine, ROWS)
     num_right = sum(right for step in played.steps for _, _, right in step.proposals)
     share = 0.8 if dtype == "float32" else 0.4
-    assert num_right > share * num_proposed(played.steps) > 0
+    assert num_right > share * played.num_proposed > 0
     if dtype == "float32":
         assert played.ids == play(plain, ROWS).ids
 
@@ -151,4 +144,4 @@ def test_hidden_states_come_from_captured_steps(
         played.run([played.start(row, [5 + row], NEW_TOKENS, ignore_eos=True) for row in range(3)], lead=64)
     assert len(replayed) == sum(computed) > 0
     num_right = sum(right for step in played.steps for _, _, right in step.proposals)
-    assert num_right > 0.9 * num_proposed(played.steps) > 0
+    assert num_right > 0.9 * played.num_proposed > 0

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gpu_worker.protocol import AdapterAnswer, LoadAdapter
-from tests.support.engine.batch_player import player
-from tests.support.engine.tiny_engine import prompts
+from tests.support.engine.tiny_engine import check_ids, prompts
 from tests.support.engine.tiny_models import generate
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -84,36 +83,13 @@ def load_adapters(engine: Any, folders: dict[str, Path]) -> None:
         assert engine.obey(LoadAdapter(name, str(folder))) == AdapterAnswer(name)
 
 
-def play(
-    engine: Any, rows: dict[int, tuple[list[int], str]], prefill_tokens: int = 1000, base: int = 0
-) -> dict[int, list[int]]:
-    """The ids of rows, each a prompt and an adapter's name, beyond their first `base`."""
-    played = player(engine, prefill_tokens)
-    starts = [
-        played.start(row, ids, COUNT, base, ignore_eos=True, adapter=name)
-        for row, (ids, name) in rows.items()
-    ]
-    return played.run(starts)
-
-
-def check_adapters(
-    engine: Any, model: Any, folders: dict[str, Path], names: list[str], base: int = 5
-) -> None:
-    """Rows of these adapters ("" is none) and every prompt have the ids that they should: alone, batched,
-    chunked and resumed.
+def check_adapters(engine: Any, model: Any, folders: dict[str, Path], names: list[str]) -> None:
+    """Rows of these adapters ("" is none) and every prompt have the ids that they should, however they are
+    played.
     """
-    by_name = {
-        name: expected_ids(model, folders.get(name), prompts(), COUNT) for name in dict.fromkeys(names)
-    }
-    rows, expected = {}, {}
+    fresh, expected, params = {}, {}, {}
     for number, name in enumerate(names):
-        for place, prompt in enumerate(prompts()):
-            rows[10 * number + place] = (prompt, name)
-            expected[10 * number + place] = by_name[name][place]
-    assert {row: play(engine, {row: one})[row] for row, one in list(rows.items())[:6]} == {
-        row: expected[row] for row in list(rows)[:6]
-    }, "alone"
-    assert play(engine, rows) == expected, "batched"
-    assert play(engine, rows, prefill_tokens=7) == expected, "chunked"
-    resumed = {row: (ids + expected[row][:base], name) for row, (ids, name) in rows.items()}
-    assert play(engine, resumed, base=base) == {row: ids[base:] for row, ids in expected.items()}, "resumed"
+        for place, ids in enumerate(expected_ids(model, folders.get(name), prompts(), COUNT)):
+            row = 10 * number + place
+            fresh[row], expected[row], params[row] = prompts()[place], ids, {"adapter": name}
+    check_ids(engine, expected, fresh, params=params)

@@ -31,11 +31,6 @@ def unpacked(data: bytes) -> list[int]:
     return [int(value) for value in np.frombuffer(data, "<i4")]
 
 
-def num_proposed(steps: Sequence[StepResult]) -> int:
-    """Proposals that these steps have checked."""
-    return sum(number for step in steps for _, number, _ in step.proposals)
-
-
 @dataclass(slots=True)
 class Played:
     length: int
@@ -66,6 +61,26 @@ class Player:
     until: int = 0
     kept: set[int] = field(default_factory=set)
     tables: dict[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def answer(self) -> tuple[Any, ...]:
+        """What rows were told: ids, the likeliest tokens by row and index, ends."""
+        return self.ids, self.top_logprobs, self.ended
+
+    @property
+    def num_proposed(self) -> int:
+        """Proposals that steps have checked."""
+        return sum(number for step in self.steps for _, number, _ in step.proposals)
+
+    @property
+    def num_row_steps(self) -> int:
+        """Steps of each row that brought tokens."""
+        return sum(len({row for row, *_ in step.sampled}) for step in self.steps)
+
+    @property
+    def share_right(self) -> float:
+        """Of the proposals, those that were right: a row has one token a step by itself."""
+        return (sum(map(len, self.ids.values())) - self.num_row_steps) / max(1, self.num_proposed)
 
     def start(self, number: int, ids: Sequence[int], end: int, base: int = 0, **params: Any) -> NewRow:
         """A row that owns blocks for its first chunk only; `run` grants the others. `params` as in
@@ -203,8 +218,8 @@ class Player:
         tops += [dict(pairs[i * width : (i + 1) * width]) for i in range(len(logprobs))]
 
 
-def player(engine: Any, prefill_tokens: int = 1000, **options: Any) -> Player:
-    """A player with all blocks of an engine; rows of earlier tests have all ended."""
+def player(engine: Any, prefill_tokens: int = 1000, num_blocks: int = 0, **options: Any) -> Player:
+    """A player with all blocks of an engine, or few; rows of earlier tests have all ended."""
     assert not engine.rows.rows
-    free = list(range(1, engine.ready.num_blocks + 1))
+    free = list(range(1, (num_blocks or engine.ready.num_blocks) + 1))
     return Player(engine, free, prefill_tokens, until=engine.rows.step, **options)

@@ -1,8 +1,8 @@
 """Models that count, heads and models that draft, and rows played on engines that check drafts."""
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ from common.messages.request import SamplingParams
 from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models
-from tests.support.engine.batch_player import Player, num_proposed
-from tests.support.engine.tiny_engine import SETTINGS, prompts
-from tests.support.engine.tiny_models import LLAMA, VOCAB
+from tests.support.engine.batch_player import Player
+from tests.support.engine.tiny_engine import SETTINGS, play_rows, prompts
+from tests.support.engine.tiny_models import LLAMA
 
 SIZE = 64
 """Of the vocabulary and of hidden states."""
@@ -165,62 +165,10 @@ def drafting_engine(folder: Path, speculative: dict[str, Any] | None, **settings
     return engine
 
 
-@dataclass
-class Drafted:
-    """What rows were answered, and what became of the drafts.
-
-    Attributes:
-        tops: of row and index the likeliest tokens.
-    """
-
-    ids: dict[int, list[int]]
-    tops: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict)
-    num_steps: int = 0
-    num_proposed: int = 0
-
-    @property
-    def answer(self) -> tuple[dict[int, list[int]], dict[tuple[int, int], dict[int, float]]]:
-        return self.ids, self.tops
-
-    @property
-    def share_right(self) -> float:
-        """Of the proposals, those that were right: a row has one token a step by itself."""
-        num_tokens = sum(map(len, self.ids.values()))
-        return (num_tokens - self.num_steps) / max(1, self.num_proposed)
-
-
-def play_rows(
-    engine: Any,
-    shown: dict[int, list[int]] | None = None,
-    prefill_tokens: int = 1000,
-    num_blocks: int | None = None,
-    rows: dict[int, SamplingParams | None] = ROWS,
-    new_tokens: int = NEW_TOKENS,
-    vocab_size: int = VOCAB,
-    **run: Any,
-) -> Drafted:
-    """All rows, resumed after the tokens that were `shown`."""
-    shown = shown or {}
-    free = list(range(1, 1 + (num_blocks or engine.ready.num_blocks)))
-    played = Player(engine, free, prefill_tokens, until=engine.rows.step)
-    numbered = [[token % vocab_size for token in prompt] for prompt in prompts()]
-    ids = played.run(
-        [
-            played.start(
-                row,
-                numbered[row % len(numbered)] + shown.get(row, []),
-                new_tokens,
-                len(shown.get(row, [])),
-                sampling=sampling,
-                top_n_tokens=row % 3,
-                ignore_eos=True,
-            )
-            for row, sampling in rows.items()
-        ],
-        **run,
-    )
-    num_steps = sum(len({row for row, *_ in step.sampled}) for step in played.steps)
-    return Drafted(ids, played.top_logprobs, num_steps, num_proposed(played.steps))
+def play_drafts(engine: Any, rows: Mapping[int, SamplingParams | None] = ROWS, **how: Any) -> Player:
+    """Play rows with these sampling parameters."""
+    params = {row: {"sampling": sampling, "top_n_tokens": row % 3} for row, sampling in rows.items()}
+    return play_rows(engine, dict(enumerate(prompts())), params=params, **{"new_tokens": NEW_TOKENS} | how)
 
 
 def noted_drafts(engine: Engine) -> list[tuple[list[int], list[int]]]:

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from common.messages.plan import Plan
@@ -23,15 +22,13 @@ from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.loop import run_follower
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.protocol import AdapterAnswer, Command, StepResult
-from tests.support.engine import tiny_models
+from tests.support.engine import tiny_engine, tiny_models
 from tests.support.engine.batch_player import player
 from tests.support.engine.row_steps import plan
-from tests.support.engine.tiny_engine import SETTINGS
+from tests.support.engine.tiny_engine import NEW_TOKENS, SETTINGS, prompts
 from tests.support.forks.client import ForkedProcess
 
 OVER = plan(-1, 0)
-NEW_TOKENS = 24
-LENGTHS = (1, 20, 70)
 
 
 class Over(Exception):
@@ -100,20 +97,6 @@ def rank_info(rank: int, world_size: int, port: int) -> RankInfo:
     return RankInfo(rank, world_size, rank, world_size, LOOPBACK, port)
 
 
-def prompts(vocab_size: int) -> list[list[int]]:
-    torch.manual_seed(1)
-    return [torch.randint(3, vocab_size, (length,)).tolist() for length in LENGTHS]
-
-
-def play(
-    engine: Any, rows: dict[int, list[int]], prefill_tokens: int = 1000, base: int = 0, **options: Any
-) -> dict[int, list[int]]:
-    """All ids of rows that start with `base` tokens generated, beyond them."""
-    played = player(engine, prefill_tokens)
-    options |= {"ignore_eos": True}
-    return played.run([played.start(row, ids, NEW_TOKENS, base, **options) for row, ids in rows.items()])
-
-
 def play_behind(engine: Any, fresh: dict[int, list[int]]) -> dict[int, list[int]]:
     """All ids of rows behind nine tokens, in blocks that others have filled with prompts and tokens."""
     played = player(engine)
@@ -124,21 +107,18 @@ def play_behind(engine: Any, fresh: dict[int, list[int]]) -> dict[int, list[int]
 
 
 def check_ids(ranks: Communicator, family: tuple[str, dict[str, Any]], folder: Path) -> None:
-    """The ids of a tiny model of the family are those of transformers' `generate`: alone, batched, chunked,
-    resumed, and in blocks that others have filled.
+    """The ids of a tiny model of the family are those of transformers' `generate`, also in blocks that others
+    have filled.
     """
     model = tiny_models.save(folder, *family)
     fresh = dict(enumerate(prompts(model.config.get_text_config().vocab_size)))
     expected = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in fresh.items()}
     with Led(ranks, model_id=str(folder), **SETTINGS) as engine:
         assert engine.ready.world_size == ranks.world_size
-        assert play(engine, {1: fresh[1]})[1] == expected[1], "alone"
-        assert play(engine, fresh) == expected, "batched"
-        assert play(engine, fresh, prefill_tokens=7) == expected, "chunked"
-        resumed = play(engine, {row: prompt + expected[row][:9] for row, prompt in fresh.items()}, base=9)
-        assert resumed == {row: ids[9:] for row, ids in expected.items()}, "resumed"
+        tiny_engine.check_ids(engine, expected, fresh)
         if engine.ready.prefix_caching:
-            assert play_behind(engine, fresh) == resumed, "behind blocks of others"
+            behind = play_behind(engine, fresh)
+            assert behind == {row: ids[9:] for row, ids in expected.items()}, "behind blocks of others"
 
 
 def main(rank: int, world_size: int, port: int, num_stages: int) -> None:

@@ -1,5 +1,6 @@
-"""Engines of tiny random models, and what they generate for prompts of several lengths."""
+"""Engines of tiny random models, prompts of several lengths, and all ways to play them."""
 
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
-from tests.support.engine.batch_player import player
+from tests.support.engine.batch_player import Player, player
 from tests.support.engine.tiny_models import VOCAB
 
 NEW_TOKENS, MANY_NEW_TOKENS = 16, 40
@@ -19,6 +20,8 @@ LENGTHS = (1, 20, 50, 70)
 """Of the prompts: some are longer than the windows and the original rope lengths."""
 
 
+Rows = Mapping[int, Sequence[int]]
+"""Ids by the numbers of rows."""
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "kv_cache_bytes": 2**23,
@@ -33,35 +36,71 @@ def engine_of(folder: Path, communicator: Communicator = SINGLE_RANK, **settings
     return Engine(Settings(model_id=str(folder), **SETTINGS | settings), communicator=communicator)
 
 
-def prompts() -> list[list[int]]:
+def prompts(vocab_size: int = VOCAB) -> list[list[int]]:
     torch.manual_seed(1)
-    return [torch.randint(3, VOCAB, (length,)).tolist() for length in LENGTHS]
+    return [torch.randint(3, vocab_size, (length,)).tolist() for length in LENGTHS]
 
 
-def play(
-    engine: Engine,
-    prefixes: dict[int, list[int]],
+# --- ways to play rows --------------------------------------------------------------------------------------
+
+
+def play_rows(
+    engine: Any,
+    rows: Rows,
     prefill_tokens: int = 1000,
-    base: int = 0,
     new_tokens: int = NEW_TOKENS,
-) -> dict[int, list[int]]:
-    """Return the new ids of rows that start with `base` tokens generated before."""
-    played = player(engine, prefill_tokens)
-    return played.run(
-        [played.start(row, ids, new_tokens, base, ignore_eos=True) for row, ids in prefixes.items()]
-    )
+    shown: Rows | None = None,
+    num_blocks: int = 0,
+    lead: int = 4,
+    horizon: int = 4,
+    served: int = 1000,
+    params: Mapping[int, Mapping[str, Any]] | None = None,
+    **common: Any,
+) -> Player:
+    """Play rows with these prompts to their end, behind the tokens that were `shown` of them. `params` of
+    each, and those in `common`, are as in `start_row`; the others as in Player.
+    """
+    played, shown, params = player(engine, prefill_tokens, num_blocks), shown or {}, params or {}
+    starts = []
+    for row, ids in rows.items():
+        before, own = shown.get(row, []), {"ignore_eos": True} | common | {**params.get(row, {})}
+        starts.append(played.start(row, [*ids, *before], new_tokens, len(before), **own))
+    played.run(starts, horizon, lead, served)
+    return played
 
 
-def check_ids(
-    engine: Engine, expected: dict[int, list[int]], fresh: dict[int, list[int]] | None = None
-) -> None:
+def play(engine: Any, rows: Rows, prefill_tokens: int = 1000, **how: Any) -> dict[int, list[int]]:
+    """Return the new ids of rows, as `play_rows` plays them."""
+    return play_rows(engine, rows, prefill_tokens, **how).ids
+
+
+def check_ids(engine: Any, expected: Rows, fresh: Rows | None = None, **how: Any) -> None:
     """Rows with the prompts, by default those of `prompts`, have the expected ids, however they are batched,
     chunked and resumed.
     """
     fresh, [new_tokens] = fresh or dict(enumerate(prompts())), {len(ids) for ids in expected.values()}
-    ids_of = partial(play, engine, new_tokens=new_tokens)
-    assert {row: ids_of({row: prompt})[row] for row, prompt in fresh.items()} == expected, "alone"
+    ids_of: Any = partial(play, engine, new_tokens=new_tokens, **how)
+    for row, prompt in [*fresh.items()][: len(LENGTHS)]:
+        assert ids_of({row: prompt})[row] == expected[row], "alone"
     assert ids_of(fresh) == expected, "batched"
     assert ids_of(fresh, prefill_tokens=7) == expected, "chunked"
-    resumed = ids_of({row: prompt + expected[row][:9] for row, prompt in fresh.items()}, base=9)
-    assert resumed == {row: ids[9:] for row, ids in expected.items()}, "resumed"
+    shown = {row: ids[: new_tokens // 2 + 1] for row, ids in expected.items()}
+    resumed = ids_of(fresh, shown=shown)
+    assert {row: [*shown[row], *ids] for row, ids in resumed.items()} == expected, "resumed"
+
+
+BATCHED: dict[str, int] = {}
+CHUNKED = {"prefill_tokens": 7, "lead": 1, "horizon": 2}
+SCARCE = {"num_blocks": 24, "lead": 1, "served": 1}
+"""A row runs into the end of its blocks with each grant."""
+
+
+def check_ways(play: Callable[..., Player], expected: Player, *ways: Mapping[str, int]) -> None:
+    """Rows are told the same in these ways, and resumed."""
+    for way in ways:
+        assert play(**way).answer == expected.answer, way
+    shown = {row: ids[: min(5 + 4 * row, len(ids) - 1)] for row, ids in expected.ids.items()}
+    resumed = play(shown=shown)
+    assert {row: shown[row] + ids for row, ids in resumed.ids.items()} == expected.ids, "resumed"
+    tops = {(row, at): top for (row, at), top in expected.top_logprobs.items() if at >= len(shown[row])}
+    assert resumed.top_logprobs == tops

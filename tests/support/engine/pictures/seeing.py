@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.engine import tiny_engine
-from tests.support.engine.batch_player import Player
+from tests.support.engine.batch_player import Player, player
 from tests.support.engine.pictures.models import SeeingModel, SeenPrompt, SettledEngine, picture, save
 
 NEW_TOKENS = 12
@@ -25,17 +25,21 @@ class Seeing:
         return SettledEngine(tiny_engine.engine_of(self.model.folder, **SETTINGS | settings))
 
     def player(self, prefill_tokens: int = 1000) -> Player:
-        free = list(range(1, self.engine.ready.num_blocks + 1))
-        return Player(self.engine, free, prefill_tokens, until=self.engine.rows.step)
+        return player(self.engine, prefill_tokens)
 
     def play(self, rows: dict[int, SeenPrompt], prefill_tokens: int = 1000) -> dict[int, list[int]]:
-        played = self.player(prefill_tokens)
-        return played.run(
-            [
-                played.start(row, prompt.ids, NEW_TOKENS, pictures=prompt.pictures, ignore_eos=True)
-                for row, prompt in rows.items()
-            ]
+        ids = {row: prompt.ids for row, prompt in rows.items()}
+        return tiny_engine.play(
+            self.engine, ids, prefill_tokens, new_tokens=NEW_TOKENS, params=self.pictures(rows)
         )
+
+    def check(self) -> None:
+        """All prompts have their answers, however they are played."""
+        ids = {row: prompt.ids for row, prompt in self.prompts.items()}
+        tiny_engine.check_ids(self.engine, self.answers, ids, params=self.pictures(self.prompts))
+
+    def pictures(self, rows: dict[int, SeenPrompt]) -> dict[int, dict[str, Any]]:
+        return {row: {"pictures": prompt.pictures} for row, prompt in rows.items()}
 
     def pictures_after(self, prompt: SeenPrompt, num_cached: int) -> list[tuple[int, int, str, bytes]]:
         """As an agent gives them."""

@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.messages.plan import NewRow
 from common.messages.request import SamplingParams
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player, player
 from tests.support.engine.reference import prompt_ids
-from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, prompts
+from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play_rows, prompts
 from tests.support.prompts import FEW, PROMPTS
 
 NUM_NEW = 12
@@ -43,30 +42,17 @@ def engine() -> Iterator[Engine]:
     yield Engine(Settings(**SETTINGS))
 
 
-def start(
-    played: Player, rows: Sequence[int], shown: dict[int, list[int]] | None = None, tiny: bool = False
-) -> list[NewRow]:
-    texts, shown = prompts() if tiny else prompt_ids([PROMPTS[place] for place in FEW]), shown or {}
-    return [
-        played.start(
-            row,
-            texts[row] + shown.get(row, []),
-            NEW_TOKENS if tiny else NUM_NEW,
-            len(shown.get(row, [])),
-            ignore_eos=True,
-            sampling=SAMPLINGS[row % len(SAMPLINGS)],
-        )
-        for row in rows
-    ]
+PARAMS: dict[int, dict[str, Any]] = {row: {"sampling": SAMPLINGS[row % len(SAMPLINGS)]} for row in ROWS}
 
 
-def tell(played: Player, starts: Sequence[NewRow]) -> dict[int, Told]:
-    num_before, bits = len(played.steps), {one.row: b"" for one in starts}
-    ids = played.run(starts)
-    for step in played.steps[num_before:]:
+def told(played: Player, of: Sequence[int], by: int = 0) -> dict[int, Told]:
+    """What rows were told, of which `played` has others that are higher `by` so much."""
+    bits: dict[int, bytes] = dict.fromkeys(of, b"")
+    for step in played.steps:
         for row, _, _, logprob in step.sampled:
-            bits[row] += np.float32(logprob).tobytes()
-    return {row: (ids[row], bits[row]) for row in bits}
+            if row - by in bits:
+                bits[row - by] += np.float32(logprob).tobytes()
+    return {row: (played.ids[row + by], bits[row]) for row in of}
 
 
 def play(
@@ -76,8 +62,10 @@ def play(
     shown: dict[int, list[int]] | None = None,
     tiny: bool = False,
 ) -> dict[int, Told]:
-    played = player(engine, prefill_tokens)
-    return tell(played, start(played, rows, shown, tiny))
+    texts = prompts() if tiny else prompt_ids([PROMPTS[place] for place in FEW])
+    new_tokens = NEW_TOKENS if tiny else NUM_NEW
+    fresh = {row: texts[row] for row in rows}
+    return told(play_rows(engine, fresh, prefill_tokens, new_tokens, shown, params=PARAMS), rows)
 
 
 @pytest.mark.slow
@@ -96,11 +84,13 @@ def test_bits_do_not_depend_on_who_computed_the_blocks(engine: Engine) -> None:
     """Others did: of prompts in chunks, of answers one token a step."""
     played = player(engine, prefill_tokens=7)
     played.kept = set(played.free)
-    firsts = tell(played, start(played, ROWS))
+    texts = prompt_ids([PROMPTS[place] for place in FEW])
+    played.run([played.start(row, texts[row], NUM_NEW, ignore_eos=True, **PARAMS[row]) for row in ROWS])
     behind = played.start_resumed(ROWS, NUM_NEW, base=9, by=100)
     assert any(one.num_cached > len(one.ids) // 4 - 9 for one in behind), "blocks with answers, too"
-    assert tell(played, behind) == {
-        100 + row: (ids[9:], bits[4 * 9 :]) for row, (ids, bits) in firsts.items()
+    played.run(behind)
+    assert told(played, ROWS, by=100) == {
+        row: (ids[9:], bits[4 * 9 :]) for row, (ids, bits) in told(played, ROWS).items()
     }
 
 

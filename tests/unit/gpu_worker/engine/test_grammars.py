@@ -3,8 +3,8 @@ tokens come in one step.
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jsonschema
@@ -17,6 +17,7 @@ from common.messages.request import SamplingParams
 from gpu_worker.engine.engine import Engine
 from tests.support.engine.batch_player import AHEAD, Player, player
 from tests.support.engine.reference import prompt_ids, reference_ids
+from tests.support.engine.tiny_engine import BATCHED, check_ways, play_rows
 from tests.support.prompts import FEW, PROMPTS
 
 MAX_TOKENS = 120
@@ -162,7 +163,6 @@ HOT_ROW = SamplingParams(temperature=1.4, seed=7, top_p=0.95, frequency_penalty=
 SAMPLING = [
     replace(params, grammar=source) for source in (SENTENCE, OBJECT) for params in (SamplingParams(), HOT_ROW)
 ]
-Told = tuple[dict[int, list[int]], dict[Any, dict[int, float]], dict[int, tuple[str, int]]]
 
 
 @pytest.fixture
@@ -173,29 +173,11 @@ def in_turn(loaded: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
     return loaded
 
 
-def play(
-    in_turn: Engine,
-    rows: Sequence[SamplingParams | None],
-    shown: dict[int, list[int]] | None = None,
-    **run: Any,
-) -> Told:
-    """Ids, the likeliest tokens and ends of rows behind what was `shown` of them."""
-    shown = shown or {}
-    played = player(in_turn)
-    prompts = prompt_ids([PROMPTS[index] for index in FEW[:2]])
-    starts = [
-        played.start(
-            row,
-            prompts[row % 2] + shown.get(row, []),
-            MAX_FORCED,
-            len(shown.get(row, [])),
-            sampling=sampling,
-            top_n_tokens=2 * (row % 2),
-        )
-        for row, sampling in enumerate(rows)
-    ]
-    played.run(starts, **run)
-    return played.ids, played.top_logprobs, played.ended
+def play(in_turn: Engine, **how: Any) -> Player:
+    texts = prompt_ids([PROMPTS[index] for index in FEW[:2]])
+    rows = {row: texts[row % 2] for row in range(len(SAMPLING) + 1)}
+    params = {row: {"sampling": one, "top_n_tokens": 2 * (row % 2)} for row, one in enumerate(SAMPLING)}
+    return play_rows(in_turn, rows, new_tokens=MAX_FORCED, params=params, ignore_eos=False, **how)
 
 
 @pytest.mark.slow
@@ -203,17 +185,12 @@ def test_tokens_are_those_of_the_plain_way(in_turn: Engine, monkeypatch: pytest.
     """Log-probabilities and ends, too; also of rows that resume within what is forced, or get few blocks, and
     where steps are launched ahead.
     """
-    sampling = [*SAMPLING, None]
     with monkeypatch.context() as patch:
         patch.setattr(in_turn.rows, "make_proposer", None)
-        ids, tops, ended = play(in_turn, sampling)
-    assert play(in_turn, sampling) == (ids, tops, ended)
-    assert play(in_turn, sampling, lead=1, horizon=2) == (ids, tops, ended)
-    shown = {row: tokens[: 3 + row] for row, tokens in ids.items()}
-    resumed = play(in_turn, sampling, shown)[0]
-    assert {row: shown[row] + tokens for row, tokens in resumed.items()} == ids
+        plain = play(in_turn)
+    check_ways(partial(play, in_turn), plain, BATCHED, {"lead": 1, "horizon": 2})
     monkeypatch.setattr(in_turn, "runs_ahead", True)
-    assert play(in_turn, sampling) == (ids, tops, ended)
+    assert play(in_turn).answer == plain.answer
 
 
 def test_forced_tokens_come_in_one_step(in_turn: Engine) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ from common.settings.speculation import read_speculation
 from gpu_worker.engine.drafting.proposers import proposer_factory
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models
-from tests.support.engine.batch_player import Player, num_proposed, player
+from tests.support.engine.batch_player import Player, player
 from tests.support.engine.reference import prompt_ids, reference_ids
-from tests.support.engine.tiny_engine import engine_of, prompts
+from tests.support.engine.tiny_engine import CHUNKED, SCARCE, check_ways, engine_of, play_rows, prompts
 from tests.support.engine.tiny_models import FAMILIES
 from tests.support.parameters.slow_but import slow_but
 from tests.support.prompts import FEW, PROMPTS
@@ -42,59 +43,19 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return engine_of(folder, block_size=16)
 
 
-def ids_of(row: int) -> list[int]:
-    return prompts()[row % 4] + [3 + row] * (row > 3)
+ROW_IDS = {row: prompts()[row % 4] + [3 + row] * (row > 3) for row in ROWS}
+PARAMS = {
+    row: {"sampling": sampling, "top_n_tokens": row % 3, "min_new_tokens": 9, "ignore_eos": row % 2 == 0}
+    for row, sampling in ROWS.items()
+}
 
 
-Told = dict[int, tuple[list[int], dict[int, dict[int, float]]]]
-"""Of each row its ids, and the likeliest tokens by index."""
-
-
-def play(
-    engine: Engine, prefill_tokens: int = 1000, shown: dict[int, list[int]] | None = None, **run: Any
-) -> Told:
-    return told(played_rows(engine, prefill_tokens, shown, **run))
-
-
-def played_rows(
-    engine: Engine,
-    prefill_tokens: int = 1000,
-    shown: dict[int, list[int]] | None = None,
-    num_blocks: int | None = None,
-    **run: Any,
-) -> Player:
-    """All rows, resumed behind the tokens that were `shown`."""
-    shown = shown or {}
-    free = list(range(1, 1 + (num_blocks or engine.ready.num_blocks)))
-    played = Player(engine, free, prefill_tokens, until=engine.rows.step)
-    played.run(
-        [
-            played.start(
-                row,
-                ids_of(row) + shown.get(row, []),
-                NEW_TOKENS,
-                len(shown.get(row, [])),
-                sampling=sampling,
-                top_n_tokens=row % 3,
-                min_new_tokens=9,
-                ignore_eos=row % 2 == 0,
-            )
-            for row, sampling in ROWS.items()
-        ],
-        **run,
-    )
-    return played
-
-
-def told(played: Player) -> Told:
-    tops: dict[int, dict[int, dict[int, float]]] = {row: {} for row in played.ids}
-    for (row, index), top in played.top_logprobs.items():
-        tops[row][index] = top
-    return {row: (ids, tops[row]) for row, ids in played.ids.items()}
+def play(engine: Engine, **how: Any) -> Player:
+    return play_rows(engine, ROW_IDS, new_tokens=NEW_TOKENS, params=PARAMS, **how)
 
 
 @pytest.fixture(scope="module")
-def plain(engine: Engine) -> Told:
+def plain(engine: Engine) -> Player:
     return play(engine)
 
 
@@ -109,9 +70,9 @@ WAYS = {
 
 
 @pytest.fixture(params=slow_but(["mixed", "ahead-sure"], WAYS))
-def proposers(request: pytest.FixtureRequest, engine: Engine, plain: Told) -> Iterator[KnowingProposers]:
+def proposers(request: pytest.FixtureRequest, engine: Engine, plain: Player) -> Iterator[KnowingProposers]:
     wrong, engine.runs_ahead, is_sure = WAYS[request.param]
-    answers = {tuple(ids_of(row)): ids for row, (ids, _) in plain.items()}
+    answers = {tuple(ids): plain.ids[row] for row, ids in ROW_IDS.items()}
     engine.rows.make_proposer = made = KnowingProposers(answers, wrong, is_sure=is_sure)
     yield made
     engine.rows.make_proposer, engine.runs_ahead = None, False
@@ -120,22 +81,9 @@ def proposers(request: pytest.FixtureRequest, engine: Engine, plain: Told) -> It
         assert max(made.steps) == 1 + made.num_speculated
 
 
-def test_ids_are_those_of_the_plain_way_in_chunks_and_scarce_blocks(
-    engine: Engine, plain: Told, proposers: KnowingProposers
-) -> None:
-    """A row runs into the end of its blocks with each grant."""
-    assert play(engine, 7, lead=1, horizon=2) == plain
-    assert play(engine, 1000, num_blocks=2 * len(ROWS) + 8, lead=1, served=1) == plain
-
-
-def test_rows_that_resume_have_the_ids_of_rows_that_ran_through(
-    engine: Engine, plain: Told, proposers: KnowingProposers
-) -> None:
-    shown = {row: ids[: 5 + 4 * row] for row, (ids, _) in plain.items()}
-    resumed = play(engine, shown=shown)
-    for row, (ids, tops) in plain.items():
-        assert shown[row] + resumed[row][0] == ids
-        assert resumed[row][1] == {index: top for index, top in tops.items() if index >= len(shown[row])}
+@pytest.mark.usefixtures("proposers")
+def test_rows_are_told_what_they_are_told_the_plain_way(engine: Engine, plain: Player) -> None:
+    check_ways(partial(play, engine), plain, CHUNKED, SCARCE)
 
 
 @pytest.mark.parametrize(
@@ -147,10 +95,10 @@ def test_speculation_changes_no_id_of_other_models(family: str, tmp_path: Path) 
     """
     tiny_models.save(tmp_path, *FAMILIES[family])
     engine = engine_of(tmp_path, block_size=16)
-    plain = played_rows(engine).ids
-    proposers = KnowingProposers({tuple(ids_of(row)): ids for row, ids in plain.items()}, 0.3)
+    plain = play(engine).ids
+    proposers = KnowingProposers({tuple(ids): plain[row] for row, ids in ROW_IDS.items()}, 0.3)
     engine.rows.make_proposer = proposers
-    assert played_rows(engine).ids == plain
+    assert play(engine).ids == plain
     assert max(proposers.steps) > 1
 
 
@@ -167,7 +115,7 @@ def test_ids_of_the_small_model_are_those_of_transformers(
     played.run([played.start(index, ids[place], 40) for place, index in enumerate(indices)], lead=64)
     assert played.ids == answers
     num_steps = sum(bool(step.num_samples) for step in played.steps)
-    assert num_proposed(played.steps) and num_steps < 40 + len(indices)
+    assert played.num_proposed and num_steps < 40 + len(indices)
 
 
 def test_speculate_is_how_many_an_engine_proposes(tmp_path: Path) -> None:

@@ -21,15 +21,14 @@ from tests.support.adapters.tiny_adapters import (
     expected_ids,
     load_adapters,
     merged,
-    play,
     save_adapter,
 )
 from tests.support.engine import tiny_models
-from tests.support.engine.batch_player import Player, num_proposed, player
+from tests.support.engine.batch_player import Player, player
 from tests.support.engine.quantized_models import AWQ, awq
 from tests.support.engine.quantized_models import save as save_quantised
 from tests.support.engine.row_steps import plan, start_row
-from tests.support.engine.tiny_engine import engine_of
+from tests.support.engine.tiny_engine import engine_of, play
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "all": {},
@@ -127,7 +126,7 @@ def test_rows_with_an_adapter_do_what_rows_of_the_merged_model_do(made: tuple[Pa
     load_adapters(engine, {"a": adapter})
     for params in FEATURES.values():
         check_equal(play_beside(engine, "a", **params), play_beside(other, "", **params))
-    assert num_proposed(play_beside(engine, "a").steps) > 0
+    assert play_beside(engine, "a").num_proposed > 0
 
 
 def test_adapters_are_there_when_a_model_wakes(made: tuple[Path, Path, Path]) -> None:
@@ -149,6 +148,12 @@ def named(llama: tuple[Any, Path], tmp_path: Path) -> dict[str, Path]:
     return {name: save_adapter(llama[0], tmp_path / name, seed) for seed, name in enumerate(NAMES)}
 
 
+def play_named(engine: Engine, names: dict[int, str]) -> dict[int, list[int]]:
+    """The ids of rows with these adapters."""
+    params = {row: {"adapter": name} for row, name in names.items()}
+    return play(engine, dict.fromkeys(names, PROMPT), new_tokens=COUNT, params=params)
+
+
 def ids_of(model: Any, folder: Path | None) -> list[int]:
     return expected_ids(model, folder, [PROMPT], COUNT)[0]
 
@@ -159,9 +164,9 @@ def test_rows_of_more_adapters_than_slots_all_end_with_their_own_ids(
 ) -> None:
     engine = engine_of(llama[1], max_loras=2, max_cpu_loras=3)
     load_adapters(engine, named)
-    rows = {number: (PROMPT, name) for number, name in enumerate([*NAMES, "", *NAMES])}
+    rows = dict(enumerate([*NAMES, "", *NAMES]))
     expected = {name: ids_of(llama[0], named.get(name)) for name in ["", *NAMES]}
-    assert play(engine, rows) == {number: expected[name] for number, (_, name) in rows.items()}
+    assert play_named(engine, rows) == {number: expected[name] for number, name in rows.items()}
     assert engine.adapters and len(engine.adapters.host) == 3, "two of the five were read again"
     assert sorted(adapter.slot for adapter in engine.adapters.used) == [0, 1]
 
@@ -203,7 +208,7 @@ def test_rows_of_an_adapter_whose_files_have_changed_end_and_others_go_on(
     engine = engine_of(llama[1], max_loras=1, max_cpu_loras=1)
     load_adapters(engine, {"a": named["a"], "b": named["b"]})
     save_adapter(llama[0], named["a"], 9)
-    played = Player(engine, list(range(1, 50)), until=engine.rows.step)
+    played = player(engine)
     starts = [
         played.start(number, PROMPT, COUNT, ignore_eos=True, adapter=name)
         for number, name in enumerate(["a", "b", ""])
@@ -229,7 +234,7 @@ def test_what_is_loaded_stays_where_its_successor_is_refused(
     assert engine.obey(LoadAdapter("a", str(named["a"]))) == AdapterAnswer("a")
     change_config(named["b"], use_dora=True)
     assert engine.obey(LoadAdapter("a", str(named["b"]))) != AdapterAnswer("a")
-    assert play(engine, {1: (PROMPT, "a")})[1] == ids_of(llama[0], named["a"])
+    assert play_named(engine, {1: "a"})[1] == ids_of(llama[0], named["a"])
 
 
 # --- refusals -----------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model.warmup import scale_layers
 from tests.support.engine import tiny_models
 from tests.support.engine.row_steps import BLOCKS, CPU, STEPS, chunk, rows
-from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play, prompts
+from tests.support.engine.tiny_engine import NEW_TOKENS, check_ids, engine_of, play, prompts
 from tests.support.engine.tiny_models import FAMILIES
 
 Scales = Mapping[int, tuple[float, float]]
@@ -110,15 +110,11 @@ def rewrite(folder: Path, scales: dict[int, tuple[torch.Tensor, torch.Tensor]]) 
 
 @pytest.mark.parametrize("kv_cache_dtype", FLOATS8)
 def test_ids_are_those_of_a_plain_implementation(folder: Path, kv_cache_dtype: str) -> None:
-    """In a batch, in chunks, resumed, and with blocks of another size."""
+    """With blocks of another size, too."""
     rows = dict(enumerate(prompts()))
     dtype = FLOATS8[kv_cache_dtype]
     expected = {row: quantized_ids(folder, ids, NEW_TOKENS, dtype, SCALES)[0] for row, ids in rows.items()}
-    engine = engine_with_cache(folder, kv_cache_dtype)
-    assert play(engine, rows) == expected
-    assert play(engine, rows, prefill_tokens=7) == expected
-    resumed = {row: [*ids, *expected[row][:9]] for row, ids in rows.items()}
-    assert play(engine, resumed, base=9) == {row: ids[9:] for row, ids in expected.items()}
+    check_ids(engine_with_cache(folder, kv_cache_dtype), expected)
     assert play(engine_with_cache(folder, kv_cache_dtype, block_size=8), rows) == expected
 
 

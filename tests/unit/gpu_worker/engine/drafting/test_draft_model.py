@@ -5,6 +5,7 @@ formula says.
 import json
 import math
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,21 +23,19 @@ from gpu_worker.engine.cpu.fused_layer import FusedLayers
 from gpu_worker.engine.drafting.proposers import Proposer
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models
-from tests.support.engine.batch_player import Player, num_proposed, player
+from tests.support.engine.batch_player import Player, player
 from tests.support.engine.drafts import (
     NEW_TOKENS,
     NUM_DRAFTED,
-    ROWS,
-    Drafted,
     drafting_engine,
     eagle_tensors,
     medusa_tensors,
     mlp_tensors,
     noted_drafts,
-    play_rows,
+    play_drafts,
     save_heads,
 )
-from tests.support.engine.tiny_engine import prompts
+from tests.support.engine.tiny_engine import BATCHED, CHUNKED, SCARCE, check_ways, prompts
 from tests.support.engine.tiny_models import FAMILIES, LLAMA, VOCAB
 from tests.support.parameters.slow_but import slow_but
 
@@ -54,8 +53,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain(folder: Path) -> Drafted:
-    return play_rows(drafting_engine(folder, None))
+def plain(folder: Path) -> Player:
+    return play_drafts(drafting_engine(folder, None))
 
 
 @pytest.fixture(scope="module")
@@ -77,68 +76,55 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     engine.runs_ahead = False
 
 
-def test_ids_are_those_of_the_plain_way(engine: Engine, plain: Drafted) -> None:
-    """Batched, in chunks, with few blocks, where steps may be launched ahead, and resumed."""
-    assert play_rows(engine).answer == plain.answer
-    assert play_rows(engine, prefill_tokens=7, lead=1, horizon=2).answer == plain.answer
-    assert play_rows(engine, num_blocks=2 * len(ROWS) + 8, lead=1, served=1).answer == plain.answer
+def test_rows_are_told_what_they_are_told_the_plain_way(engine: Engine, plain: Player) -> None:
+    """Also where steps may be launched ahead."""
+    check_ways(partial(play_drafts, engine), plain, BATCHED, CHUNKED, SCARCE)
     engine.runs_ahead = True
-    assert play_rows(engine).answer == plain.answer
-    shown = {row: ids[: 5 + 4 * row] for row, ids in plain.ids.items()}
-    resumed = play_rows(engine, shown).ids
-    assert {row: shown[row] + ids for row, ids in resumed.items()} == plain.ids
+    assert play_drafts(engine).answer == plain.answer
 
 
 @pytest.mark.parametrize(
     "way", slow_but(["chunked", "resumed"], ["batched", "chunked", "ahead", "resumed", "scarce"])
 )
-def test_an_equal_model_is_nearly_always_right(equal: Engine, plain: Drafted, way: str) -> None:
+def test_an_equal_model_is_nearly_always_right(equal: Engine, plain: Player, way: str) -> None:
     """Greedy and sampled, with penalties, too. A few proposals go beyond the end of their answer."""
     equal.runs_ahead = way == "ahead"
     shown = {row: ids[:9] for row, ids in plain.ids.items()} if way == "resumed" else None
     lead, horizon = (6, 2) if way == "scarce" else (64, 4)
     prefill_tokens = 7 if way == "chunked" else 1000
-    played = play_rows(equal, shown, prefill_tokens, lead=lead, horizon=horizon)
+    played = play_drafts(equal, shown=shown, prefill_tokens=prefill_tokens, lead=lead, horizon=horizon)
     equal.runs_ahead = False
     assert played.num_proposed > 60 and played.share_right > 0.97
-    assert played.num_steps <= sum(map(len, played.ids.values())) / (2 if way == "scarce" else 3)
+    assert played.num_row_steps <= sum(map(len, played.ids.values())) / (2 if way == "scarce" else 3)
 
 
-def second_turn(engine: Engine, plain: Drafted) -> tuple[Drafted, Drafted]:
-    """Answers to rows that start with blocks of others, and to the same rows without them."""
-    free = list(range(1, 1 + engine.ready.num_blocks))
-    played = Player(engine, free, until=engine.rows.step, kept=set(free))
-    rows = [2, 3]
+def second_turn(engine: Engine) -> tuple[Player, Player]:
+    """Rows that start with blocks of others, and the same rows without them."""
+    played, rows = player(engine), [2, 3]
+    played.kept = {*played.free}
     first = [played.start(row, prompts()[row], NEW_TOKENS, ignore_eos=True) for row in rows]
     tables = {row: played.rows[row].blocks for row in rows}
     answers = {row: list(ids) for row, ids in played.run(first).items()}
-    done = len(played.steps)
+    behind, anew = player(engine), player(engine)
+    behind.free = [*played.free]
     turns = {row: [*prompts()[row], *answers[row], 5] for row in rows}
     cached = {row: tables[row][: (len(ids) - 1) // engine.block_size] for row, ids in turns.items()}
-    played.run(
-        [
-            played.start_behind(cached[row], 100 + row, ids, NEW_TOKENS, ignore_eos=True)
-            for row, ids in turns.items()
-        ],
-        lead=64,
-    )
-    steps = played.steps[done:]
-    num_steps = sum(len({row for row, *_ in step.sampled}) for step in steps)
-    found = {row: played.ids[100 + row] for row in rows}
-    anew = player(engine)
-    ids = anew.run([anew.start(row, turns[row], NEW_TOKENS, ignore_eos=True) for row in rows])
-    return Drafted(found, {}, num_steps, num_proposed(steps)), Drafted(ids)
+    for one, blocks in ((behind, cached), (anew, {row: list[int]() for row in rows})):
+        one.until = engine.rows.step
+        starts = [one.start_behind(blocks[row], row, turns[row], NEW_TOKENS, ignore_eos=True) for row in rows]
+        one.run(starts, lead=64)
+    return behind, anew
 
 
 @pytest.mark.parametrize("paused", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_rows_that_start_with_blocks_of_others_draft_as_well(
-    equal: Engine, plain: Drafted, paused: bool, monkeypatch: pytest.MonkeyPatch
+    equal: Engine, paused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the rows before them did not draft, so that their blocks have no K and V of the draft."""
     monkeypatch.setattr(equal.rows, "prefix_caching", True)
     if paused:
         pause_first_rows(equal, monkeypatch)
-    behind, anew = second_turn(equal, plain)
+    behind, anew = second_turn(equal)
     assert behind.ids == anew.ids
     assert behind.num_proposed > 30 and behind.share_right > 0.9
 
@@ -159,14 +145,14 @@ def pause_first_rows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_row_whose_drafts_do_not_pay_pauses(other: Engine) -> None:
     other.costs.set(1.0, 0.3, 0.1, 0.0)
-    played = play_rows(other, new_tokens=100)
+    played = play_drafts(other, new_tokens=100)
     assert played.num_proposed < sum(map(len, played.ids.values())) / 2
 
 
-def test_it_drafts_again_after_a_sleep(equal: Engine, plain: Drafted) -> None:
+def test_it_drafts_again_after_a_sleep(equal: Engine, plain: Player) -> None:
     equal.sleep()
     equal.wake_up(lambda _: None)
-    played = play_rows(equal, lead=64)
+    played = play_drafts(equal, lead=64)
     assert played.answer == plain.answer and played.share_right > 0.97
 
 
@@ -193,9 +179,9 @@ HOT = SamplingParams(temperature=1.3, seed=5, grammar=WORDS)
 GUIDED: dict[int, SamplingParams | None] = {0: SamplingParams(grammar=WORDS), 1: HOT, 2: HOT, 3: None}
 
 
-def play_guided(engine: Engine, **run: Any) -> Drafted:
+def play_guided(engine: Engine, **how: Any) -> Player:
     engine.matchers.waits = True
-    return play_rows(engine, rows=GUIDED, lead=64, **run)
+    return play_drafts(engine, GUIDED, lead=64, **how)
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +191,7 @@ def speaking(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain_words(speaking: Path) -> Drafted:
+def plain_words(speaking: Path) -> Player:
     engine = drafting_engine(speaking, None)
     engine.rows.make_proposer = None
     return play_guided(engine)
@@ -220,7 +206,7 @@ def plain_words(speaking: Path) -> Drafted:
     ],
 )
 def test_rows_with_a_grammar_have_the_ids_of_the_plain_way(
-    speaking: Path, plain_words: Drafted, config: dict[str, Any], is_right: bool
+    speaking: Path, plain_words: Player, config: dict[str, Any], is_right: bool
 ) -> None:
     """An equal model is nearly always right: its drafts are masked, too. Guesses are cut."""
     if "model" in config:
@@ -231,10 +217,8 @@ def test_rows_with_a_grammar_have_the_ids_of_the_plain_way(
     assert drafted.num_proposed > 0
     if is_right:
         assert drafted.share_right > 0.95
-        assert drafted.num_steps < plain_words.num_steps / 2
-    shown = {row: ids[: 7 + row] for row, ids in plain_words.ids.items()}
-    resumed = play_guided(engine, shown=shown).ids
-    assert {row: shown[row] + ids for row, ids in resumed.items()} == plain_words.ids
+        assert drafted.num_row_steps < plain_words.num_row_steps / 2
+    check_ways(partial(play_guided, engine), plain_words)
 
 
 # --- draft heads --------------------------------------------------------------------------------------------
@@ -306,7 +290,7 @@ def test_heads_propose_what_their_formula_says(kind: str, tmp_path: Path) -> Non
     """
     config, tensors = KINDS[kind]
     model = tiny_models.save(tmp_path / "model", *FAMILIES["Llama"])
-    plain = play_rows(drafting_engine(tmp_path / "model", None))
+    plain = play_drafts(drafting_engine(tmp_path / "model", None))
     heads = save_heads(tmp_path / "model" / "heads", config, tensors)
     if kind.startswith("mlp"):
         path = tmp_path / "model" / "config.json"
@@ -317,11 +301,7 @@ def test_heads_propose_what_their_formula_says(kind: str, tmp_path: Path) -> Non
     assert engine.drafter and engine.drafter.num_drafted == NUM_HEADS
     engine.costs.set(1.0, 0.0, 0.0, 0.0)
     noted = noted_drafts(engine)
-    assert play_rows(engine).answer == plain.answer
-    assert play_rows(engine, prefill_tokens=7, lead=1, horizon=2).answer == plain.answer
-    shown = {row: ids[:9] for row, ids in plain.ids.items()}
-    resumed = play_rows(engine, shown).ids
-    assert {row: shown[row] + ids for row, ids in resumed.items()} == plain.ids
+    check_ways(partial(play_drafts, engine), plain, BATCHED, CHUNKED)
     assert len(noted) > 40
     for ids, drafts in noted[:: len(noted) // 20]:
         with torch.inference_mode():
@@ -444,12 +424,8 @@ def test_the_layer_proposes_what_its_formula_says(way: str, tmp_path: Path) -> N
     engine = drafting_engine(tmp_path / "model", speculative)
     engine.costs.set(1.0, 0.0, 0.0, 0.0)
     noted = noted_drafts(engine)
-    plain = play_rows(drafting_engine(tmp_path / "model", None))
-    assert play_rows(engine).answer == plain.answer
-    assert play_rows(engine, prefill_tokens=7, lead=1, horizon=2).answer == plain.answer
-    shown = {row: ids[:9] for row, ids in plain.ids.items()}
-    resumed = play_rows(engine, shown).ids
-    assert {row: shown[row] + ids for row, ids in resumed.items()} == plain.ids
+    plain = play_drafts(drafting_engine(tmp_path / "model", None))
+    check_ways(partial(play_drafts, engine), plain, BATCHED, CHUNKED)
     assert len(noted) > 40
     fused = [isinstance(one.forward, FusedLayers) for one in engine.loaded.model.model.layers]
     assert not native.library() or fused == [True] * 3, "each captured layer begins a native call"

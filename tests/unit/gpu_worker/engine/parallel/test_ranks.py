@@ -48,13 +48,13 @@ from tests.support.adapters.tiny_adapters import (
     save_adapter,
 )
 from tests.support.engine import multi_rank_engine, quantized_models, tiny_models
-from tests.support.engine.batch_player import Player, num_proposed, player
-from tests.support.engine.drafts import drafting_engine, engine_settings, play_rows
-from tests.support.engine.multi_rank_engine import NEW_TOKENS, Led, check_ids, play, prompts
+from tests.support.engine.batch_player import Player, player
+from tests.support.engine.drafts import drafting_engine, engine_settings, play_drafts
+from tests.support.engine.multi_rank_engine import Led, check_ids
 from tests.support.engine.pictures.seeing import SETTINGS as SEEING_SETTINGS
 from tests.support.engine.pictures.seeing import Seeing
 from tests.support.engine.quantized_models import FORMATS, keeps_blocks
-from tests.support.engine.tiny_engine import SETTINGS, engine_of
+from tests.support.engine.tiny_engine import NEW_TOKENS, SETTINGS, engine_of, play, prompts
 from tests.support.engine.tiny_models import FAMILIES, HYBRIDS, LLAMA, SEEING, VOCAB
 from tests.support.machine.ports import free_port
 from tests.support.parameters.slow_but import slow_but
@@ -141,7 +141,7 @@ def test_rows_sample_as_on_one_rank(ranks: Communicator, tmp_path: Path) -> None
         for sampling in (sampled, SPECULATED, replace(SPECULATED, temperature=1.0, seed=3)):
             played.append(player(engine))
             params: dict[str, Any] = {"ignore_eos": True, "sampling": sampling, "top_n_tokens": 2}
-            lines = enumerate(prompts(VOCAB))
+            lines = enumerate(prompts())
             played[-1].run([played[-1].start(row, ids, NEW_TOKENS, **params) for row, ids in lines])
         return played
 
@@ -150,7 +150,7 @@ def test_rows_sample_as_on_one_rank(ranks: Communicator, tmp_path: Path) -> None
         assert own.ids == other.ids and own.top_logprobs.keys() == other.top_logprobs.keys()
         for place, tops in other.top_logprobs.items():
             assert own.top_logprobs[place] == pytest.approx(tops, abs=1e-4)
-    assert sum(num_proposed(own.steps) for own in found) > 20
+    assert sum(own.num_proposed for own in found) > 20
 
 
 @pytest.mark.parametrize("ranks", [SHARDS, pytest.param((2, 2), marks=pytest.mark.slow)], indirect=True)
@@ -160,7 +160,7 @@ def test_rows_with_a_grammar_have_the_ids_of_one_rank(ranks: Communicator, tmp_p
     tiny_models.save_with_tokenizer(tmp_path, "Llama", sizes)
     source = compile_unchecked(Grammar("regex", r'\{"word": "[a-z]{2,9}"\}', "f"))
     sampling = SamplingParams(grammar=source, temperature=1.2, seed=5)
-    alone, rows = engine_of(tmp_path), dict(enumerate(prompts(VOCAB)))
+    alone, rows = engine_of(tmp_path), dict(enumerate(prompts()))
     alone.matchers.waits = True
     expected = play(alone, rows, sampling=sampling)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -168,15 +168,15 @@ def test_rows_with_a_grammar_have_the_ids_of_one_rank(ranks: Communicator, tmp_p
     assert words == ["word"] * len(rows)
     with Led(ranks, **settings_of(tmp_path)) as engine:
         assert play(engine, rows, sampling=sampling) == expected
-        behind = {row: prompt + expected[row][:7] for row, prompt in rows.items()}
-        resumed = play(engine, behind, base=7, sampling=sampling)
-        assert resumed == {row: ids[7:] for row, ids in expected.items()}
+        shown = {row: ids[:7] for row, ids in expected.items()}
+        resumed = play(engine, rows, shown=shown, sampling=sampling)
+        assert {row: shown[row] + ids for row, ids in resumed.items()} == expected
 
 
 @torch.inference_mode()
 def test_vectors_are_those_of_the_whole_model(ranks: Communicator, tmp_path: Path) -> None:
     model = tiny_models.save(tmp_path, *FAMILIES["Llama"])
-    rows = dict(enumerate(prompts(VOCAB), 1))
+    rows = dict(enumerate(prompts(), 1))
     with Led(ranks, **settings_of(tmp_path, runner="pooling")) as engine:
         for prefill_tokens in (1000, 7):
             for row, vector in pool_rows(engine, rows, prefill_tokens=prefill_tokens).items():
@@ -189,7 +189,7 @@ def test_beams_logits_and_prompt_logprobs_are_those_of_one_rank(ranks: Communica
 
     def run(engine: Any) -> Player:
         played: Player = player(engine, 7)
-        first, second, third = prompts(VOCAB)
+        first, second, _, third = prompts()
         played.run(
             [
                 played.start(1, first, 12, beams=BeamParams(3, 0.6), stop_ids=[5, 9, 30], ignore_eos=True),
@@ -216,7 +216,7 @@ def test_beams_logits_and_prompt_logprobs_are_those_of_one_rank(ranks: Communica
 
 def test_a_cache_of_8_bit_floats_gives_the_ids_of_one_rank(ranks: Communicator, tmp_path: Path) -> None:
     """In stages also with weights that are rounded at load; shares would be rounded otherwise."""
-    rows = dict(enumerate(prompts(VOCAB)))
+    rows = dict(enumerate(prompts()))
     settings = {"kv_cache_dtype": "fp8_e4m3"} | ({"quantize": "fp8"} if ranks.num_stages > 1 else {})
     found, expected = on_both(ranks, tmp_path, lambda engine: play(engine, rows), **settings)
     assert found == expected
@@ -226,7 +226,7 @@ def test_each_rank_makes_its_part_of_dummy_weights(ranks: Communicator, tmp_path
     tiny_models.save(tmp_path, *FAMILIES["Mixtral"])
     (tmp_path / "model.safetensors").unlink()
     with Led(ranks, **settings_of(tmp_path, load_format="dummy")) as engine:
-        rows = dict(enumerate(prompts(VOCAB)))
+        rows = dict(enumerate(prompts()))
         found = play(engine, rows)
         assert [len(ids) for ids in found.values()] == [NEW_TOKENS] * len(rows)
         assert play(engine, rows) == found
@@ -273,7 +273,7 @@ def test_a_stage_has_its_part_of_weights_and_cache(ranks: Communicator, tmp_path
             return collect(oldest)
 
         engine.collect = noted  # type: ignore
-        play(led, dict(enumerate(prompts(VOCAB) + prompts(VOCAB)[:1])))
+        play(led, dict(enumerate(prompts())), new_tokens=24)
     both = [batches for batches in seen if len(batches) == 2]
     assert len(both) > 20 and all(len(batches) <= 2 for batches in seen)
     assert all(not {*first} & {*second} or first[0] == second[0] for first, second in both)
@@ -350,10 +350,10 @@ def test_adapters(ranks: Communicator, tmp_path: Path) -> None:
 @SHARDED
 def test_both_ranks_check_the_drafts_of_one(ranks: Communicator, tmp_path: Path) -> None:
     tiny_models.save(tmp_path, *FAMILIES["Llama"])
-    expected = play_rows(drafting_engine(tmp_path, None))
+    expected = play_drafts(drafting_engine(tmp_path, None))
     speculative = {"model": str(tmp_path), "num_speculative_tokens": 4}
     with Led(ranks, **engine_settings(tmp_path, speculative, max_batch_size=4)) as engine:
-        drafted = play_rows(engine, lead=64)
+        drafted = play_drafts(engine, lead=64)
     assert drafted.ids == expected.ids
     assert drafted.num_proposed > 20 and drafted.share_right > 0.9
 
@@ -365,8 +365,7 @@ def test_pictures(ranks: Communicator, tmp_path: Path) -> None:
     with Led(ranks, model_id=str(seeing.model.folder), **SEEING_SETTINGS) as engine:
         seeing.engine = engine
         assert engine.ready.pictures
-        assert seeing.play(seeing.prompts) == seeing.answers
-        assert seeing.play(seeing.prompts, prefill_tokens=7) == seeing.answers
+        seeing.check()
         played = seeing.player()
         bad = [(start, count, "bad", b"no picture") for start, count, *_ in seeing.prompts[3].pictures]
         played.run([played.start(3, seeing.prompts[3].ids, 4, pictures=bad)])

@@ -2,12 +2,15 @@
 ordered and resumed.
 """
 
+from typing import Any
+
 import pytest
 
 from common.messages.request import SamplingParams
 from gpu_worker.engine.engine import Engine
-from tests.support.engine.batch_player import AHEAD, player
+from tests.support.engine.batch_player import AHEAD, Player
 from tests.support.engine.reference import prompt_ids
+from tests.support.engine.tiny_engine import play_rows
 from tests.support.prompts import PROMPTS
 
 NEW_TOKENS = 10
@@ -31,67 +34,37 @@ ROWS: dict[int, SamplingParams | None] = {
 
 
 @pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
+def prompts() -> dict[int, list[int]]:
     short = sorted(prompt_ids(PROMPTS), key=len)[2:9]
-    return [*short, short[0]]
+    return dict(enumerate([*short, short[0]]))
 
 
 @pytest.fixture(scope="module")
-def all_ids(loaded: Engine, prompts: list[list[int]]) -> dict[int, list[int]]:
-    """The ids of all rows in one batch."""
+def plain(loaded: Engine, prompts: dict[int, list[int]]) -> Player:
+    """All rows in one batch."""
     loaded.runs_ahead = False
-    return play(loaded, prompts, list(ROWS))
+    return play(loaded, prompts)
 
 
-def play(
-    engine: Engine,
-    prompts: list[list[int]],
-    rows: list[int],
-    prefill_tokens: int = 10_000,
-    generated: dict[int, list[int]] | None = None,
-) -> dict[int, list[int]]:
-    """Returns the ids of these rows, those generated before included."""
-    played = player(engine, prefill_tokens)
-    generated = generated or {row: [] for row in rows}
-    starts = [
-        played.start(
-            row,
-            prompts[row] + generated[row],
-            NEW_TOKENS,
-            len(generated[row]),
-            ignore_eos=True,
-            sampling=ROWS[row],
-            top_n_tokens=row % 3,
-        )
-        for row in rows
-    ]
-    ids = played.run(starts)
-    assert all(
-        len(played.top_logprobs[row, index]) == row % 3
-        for row in rows
-        if row % 3
-        for index in range(len(generated[row]), NEW_TOKENS)
-    )
-    return {row: generated[row] + ids[row] for row in rows}
+def play(engine: Engine, rows: dict[int, list[int]], **how: Any) -> Player:
+    params = {row: {"sampling": one, "top_n_tokens": row % 3} for row, one in ROWS.items()}
+    return play_rows(engine, rows, new_tokens=NEW_TOKENS, params=params, **how)
 
 
-def test_sampled_ids_depend_on_choice_and_parameters(all_ids: dict[int, list[int]]) -> None:
+def test_sampled_ids_depend_on_choice_and_parameters(plain: Player) -> None:
     """Two choices of a seed differ, a bad word never comes, and penalties avoid repetition."""
-    assert all_ids[0] != all_ids[7]
-    assert 28 not in all_ids[6]
-    assert len(set(all_ids[5])) > NEW_TOKENS / 2
+    assert plain.ids[0] != plain.ids[7]
+    assert 28 not in plain.ids[6]
+    assert len(set(plain.ids[5])) > NEW_TOKENS / 2
+    assert {len(top) for (row, _), top in plain.top_logprobs.items() if row % 3 == 2} == {2}
 
 
 @AHEAD
-def test_chunked_prefill_and_another_order_give_the_same_ids(
-    engine: Engine, prompts: list[list[int]], all_ids: dict[int, list[int]]
+def test_chunked_prefill_another_order_and_a_resume_give_the_same_ids(
+    engine: Engine, prompts: dict[int, list[int]], plain: Player
 ) -> None:
-    assert play(engine, prompts, [6, 7, 1, 0, 5, 3, 4, 2], prefill_tokens=7) == all_ids
-
-
-@AHEAD
-def test_resumed_rows_have_the_same_ids(
-    engine: Engine, prompts: list[list[int]], all_ids: dict[int, list[int]]
-) -> None:
-    generated = {row: all_ids[row][: 1 + row] for row in ROWS}
-    assert play(engine, prompts, list(ROWS), generated=generated) == all_ids
+    another = {row: prompts[row] for row in (6, 7, 1, 0, 5, 3, 4, 2)}
+    assert play(engine, another, prefill_tokens=7).ids == plain.ids
+    shown = {row: ids[: 1 + row] for row, ids in plain.ids.items()}
+    resumed = play(engine, prompts, shown=shown).ids
+    assert {row: shown[row] + ids for row, ids in resumed.items()} == plain.ids

@@ -31,7 +31,7 @@ from gpu_worker.engine.states.scans import continued
 from gpu_worker.protocol import AdapterAnswer, LoadAdapter, UnservableModel
 from tests.support.adapters.tiny_adapters import check_adapters, load_adapters, save_adapter
 from tests.support.engine import reference, tiny_models
-from tests.support.engine.batch_player import Player, num_proposed, player
+from tests.support.engine.batch_player import Player, player
 from tests.support.engine.tiny_engine import MANY_NEW_TOKENS, NEW_TOKENS, check_ids, engine_of, play, prompts
 from tests.support.engine.tiny_models import HYBRIDS
 from tests.support.parameters.slow_but import slow_but
@@ -157,7 +157,7 @@ def test_rows_with_states_propose_nothing(
     repeating = [5, 6, 7] * 8
     played = player(engine)
     played.run([played.start(1, repeating, 8, ignore_eos=True)])
-    assert num_proposed(played.steps) == 0
+    assert played.num_proposed == 0
 
 
 BLOCK = 16
