@@ -18,7 +18,7 @@ MOST = {  # statements, lines
     "gpu_worker": (11_162, 21_465),
     "common": (3_755, 7_487),
     "deploy": (2_509, 4_402),
-    "tests": (31_964, 55_969),
+    "tests": (31_906, 55_759),
     "benchmarks": (2_188, 3_706),
 }
 MOST_WORDS_OF_DOCS = 21_821
