@@ -40,7 +40,7 @@ from api.handover.heir import write_inherited
 from api.http.auth import LOCAL_ORIGINS, KeyRing, check_admin, check_key
 from api.http.body import Repeated
 from api.http.connection_limits import LIMITS, ConnectionLimits, raise_file_limit
-from api.http.middleware import AccessLog, around, error_handlers, give_request_id, trace_request
+from api.http.middleware import AccessLog, around, error_handlers, give_request_id
 from api.http.openapi import TAGS, build_document, introduction
 from api.http.protocol import UNREADABLE, HttpProtocol
 from api.http.sse import UNREAD, UnreadAnswers, keep_raw_send
@@ -68,7 +68,6 @@ from api.resume.rest import check_repeated, replay, resume_posts
 from api.resume.rest import router as resume
 from api.resume.rest import state_router as requests
 from api.webhooks import WebhookSender
-from common import tracing
 from common.broker.client import ERRORS, broker_url
 from common.messages.kept_answer import WHOLE_FLEET_VARIABLE
 from common.metrics.exposition import publishing_metrics
@@ -218,8 +217,7 @@ def build(
     app.state.files = gateway.files
     app.state.refuses = refuses
     app.router.routes.extend(checked_routes(bool(gateway.settings.api_key)))
-    traced = [trace_request] if tracing.is_on() else []
-    inner = around(app, partial(write_inherited, gateway.pools), *traced, resume_posts)
+    inner = around(app, partial(write_inherited, gateway.pools), resume_posts)
     return around(
         add_cors(inner, gateway.settings),
         keep_raw_send,

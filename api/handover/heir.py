@@ -19,7 +19,7 @@ from api.answers.answer import HttpAnswer
 from api.errors import ApiError, asking_broker, tgi
 from api.event_loop import RETRY_PAUSE_S, attempt
 from api.handover.answer_socket import FORMAT, INHERITED, INTERIM, KeeperChannel, RestOfAnswer, socket_of
-from api.http.middleware import error_response, inherit_trace, trace_of
+from api.http.middleware import error_response, inherit_trace
 from api.http.protocol import HttpProtocol
 from api.http.sse import CYCLE, as_chunk, bytes_written
 from api.protocols.table import protocol_of
@@ -123,9 +123,6 @@ async def write_inherited(
     except Exception:
         own.cut()
         raise
-    finally:
-        if (trace := trace_of(scope)) is not None:
-            trace.finish()
 
 
 async def respond(pools: PoolRegistry, request: Request, kept: KeptAnswer) -> Response:

@@ -33,7 +33,6 @@ from api.requests.service_terms import REQUEST_ID_HEADER, client_request_id
 from api.streams.stream import Stream
 from common import tracing
 from common.messages.events import Terminal
-from common.messages.request import Generate
 from common.metrics import catalogue
 from common.process.logs import REQUEST_ID, TRACEPARENT
 from common.tracing import (
@@ -131,7 +130,7 @@ def error_response(error: ApiError, family: Family, headers: Mapping[str, str] |
 
 async def handle_api_error(count: CountError, request: Request, error: ApiError) -> Response:
     count(error.status, error.error_type)
-    note_refusal(request.scope, error.error_type)
+    record_of(request.scope).note({"reason": error.error_type})
     return error_response(error, errors_of(request.scope))
 
 
@@ -145,7 +144,7 @@ async def handle_query(count: CountError, request: Request, exception: RequestVa
 async def handle_http_exception(request: Request, exception: HTTPException) -> Response:
     """Answer a request whose path or method no route has."""
     status, error_type = exception.status_code, exception.detail.lower().replace(" ", "_")
-    note_refusal(request.scope, error_type)
+    record_of(request.scope).note({"reason": error_type})
     path = request.url.path
     hint = request.app.state.hint(path) if status == 404 else ""
     asked = f"{cut(request.method)} {cut(path)}"
@@ -189,8 +188,8 @@ def error_handlers(count: CountError) -> dict[int | type[Exception], Any]:
 # have no line.
 
 
-ACCESS = "access"
-"""Key of a request's state: its AccessRecord."""
+RECORD = "record"
+"""Key of a request's state: its RequestRecord."""
 PROBES = ("/health", "/ping", "/livez", "/readyz", "/load", "/metrics")
 """Paths of health and metrics."""
 POLLED = ("/", *PROBES, "/fleet", "/v2/health/live")
@@ -201,12 +200,13 @@ INTERVAL_S = 1.0
 Noted = str | int | float
 
 
-class AccessRecord:
-    """What the access log says of one request, as far as it is known.
+class RequestRecord:
+    """What is known of one request: the access log has a line of it, and its trace two spans.
 
     Attributes:
         fields: in the order of the line; those of the request come first, then those of its answer.
-        goes_on: whether another gateway goes on with the request: that one logs its end.
+        trace: None if it is not sampled.
+        goes_on: whether another gateway goes on with the request: that one logs its end, and ends its spans.
     """
 
     def __init__(self, method: str, route: str) -> None:
@@ -215,11 +215,50 @@ class AccessRecord:
         self.route = route
         self.status = 0
         self.fields: dict[str, Noted] = {}
+        self.trace: RequestTrace | None = None
         self.goes_on = False
 
     def note(self, fields: Mapping[str, Noted | None]) -> None:
         """Add fields, but those that are None or empty."""
         self.fields |= {name: value for name, value in fields.items() if value not in (None, "")}
+
+    def note_streams(self, model: str, streams: Sequence[Stream], left: str) -> None:
+        """Note what has come of all choices. `left` is the reason of one that has not ended."""
+        request, first_s = streams[0].request, first_token_s(streams)
+        queued = [one.times.placed_s - one.times.started_s for one in streams if one.times.placed_s]
+        reasons = [reason_of(stream.terminal) if stream.terminal else left for stream in streams]
+        failures = (stream.terminal.error for stream in streams if stream.terminal and not stream.finished)
+        failure = next(failures, "")
+        num_prompt = sum(map(len, {stream.request.prompt_ids for stream in streams})) // 4
+        num_generated = sum(one.num_tokens for stream in streams for one in stream.outputs)
+        self.note(
+            {
+                "model": model,
+                "key": request.key_id,
+                "tenant": request.tenant,
+                "class": request.service_class,
+                "prompt_tokens": num_prompt,
+                "cached_tokens": streams[0].num_cached,
+                "completion_tokens": num_generated,
+                "choices": len(streams) if len(streams) > 1 else None,
+                "queue_s": round(max(queued), 3) if queued else None,
+                "first_token_s": round(first_s - self.started_s, 3) if first_s else None,
+                "reason": ",".join(dict.fromkeys(reasons)),
+                "error": failure,
+            }
+        )
+        if (trace := self.trace) is None:
+            return
+        trace.generation_error = trace.generation_error or failure
+        trace.generation_attributes |= {
+            "gen_ai.usage.input_tokens": num_prompt,
+            "gen_ai.usage.output_tokens": num_generated,
+            "gen_ai.usage.cache_read.input_tokens": streams[0].num_cached,
+            "gen_ai.response.finish_reasons": reasons,
+        }
+        if first_s:
+            started_s = min(stream.times.started_s for stream in streams)
+            trace.generation_attributes["gen_ai.response.time_to_first_chunk"] = first_s - started_s
 
     def line(self) -> dict[str, Noted]:
         first: dict[str, Noted] = {"method": self.method, "route": self.route, "status": self.status}
@@ -243,14 +282,15 @@ class AccessLog:
         self.interval_end_s = 0.0
 
     async def log_request(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Middleware: log a request at its end, and count it in `load` until then. One for tokens is counted
-        when it arrives, and waits for its turn if many arrive at once.
+        """Middleware: log a request at its end, and count it in `load` until then. One for tokens is traced,
+        and counted when it arrives, and waits for its turn if many arrive at once.
         """
-        record = AccessRecord(scope["method"], "")
-        scope["state"][ACCESS] = record
+        record = scope["state"][RECORD] = RequestRecord(scope["method"], "")
         is_load = asks_for_tokens(scope)
         client, _ = scope["client"] or ("", 0)
         record.note({"request_id": scope["state"]["request_id"], "client": client})
+        if is_load and tracing.is_on():
+            record.trace = begin_trace(scope)
 
         async def send_noted(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -263,8 +303,10 @@ class AccessLog:
                 count_arrival()
                 await self.turns.wait_turn()
             await app(scope, receive, send_noted)
-        except Exception:
+            note_status(record.trace, record.status)
+        except Exception as error:
             record.status = record.status or 500
+            note_status(record.trace, 500, type(error).__name__)
             raise
         finally:
             self.load -= is_load
@@ -276,9 +318,15 @@ class AccessLog:
             if not (is_read and (path in POLLED or path.startswith(PAGE))):
                 self.write(record)
 
-    def write(self, record: AccessRecord) -> None:
-        """Write the line of a request that has ended; beyond `rate` lines count it only."""
-        if not self.rate or record.goes_on or not access_log.isEnabledFor(logging.INFO):
+    def write(self, record: RequestRecord) -> None:
+        """Export the spans of a request that has ended, and write its line; beyond `rate` lines count it
+        only.
+        """
+        if record.goes_on:
+            return
+        if record.trace is not None:
+            record.trace.export()
+        if not self.rate or not access_log.isEnabledFor(logging.INFO):
             return
         now_s = time.monotonic()
         if now_s >= self.interval_end_s:
@@ -295,15 +343,9 @@ class AccessLog:
         access_log.info("access", extra={"fields": record.line()})
 
 
-def access_of(scope: Scope) -> AccessRecord | None:
-    record: AccessRecord | None = scope["state"].get(ACCESS)
+def record_of(scope: Scope) -> RequestRecord:
+    record: RequestRecord = scope["state"][RECORD]
     return record
-
-
-def note_refusal(scope: Scope, error_type: str) -> None:
-    """Note why a request is refused. The text of the error may repeat what the client wrote."""
-    if (record := access_of(scope)) is not None:
-        record.note({"reason": error_type})
 
 
 # --- traces -------------------------------------------------------------------------------------------------
@@ -312,8 +354,6 @@ def note_refusal(scope: Scope, error_type: str) -> None:
 # span `send_generation` is from the first token that a gateway had until its client has all bytes.
 
 
-TRACE = "trace"
-"""Key of a request's state: its RequestTrace."""
 ROOT, GENERATION = "request", "generation"
 """What the two spans are about, for their ids."""
 
@@ -326,7 +366,6 @@ class RequestTrace:
         generation: the inner span's.
         attributes, events, generation_attributes: what is known so far.
         error, generation_error: why they failed.
-        goes_on: whether another gateway goes on with the request: it ends the spans.
     """
 
     def __init__(self, start: AnswerTrace, name: str, kind: Kind, inner_name: str) -> None:
@@ -340,7 +379,6 @@ class RequestTrace:
         self.generation_attributes: dict[str, Value] = {}
         self.error = ""
         self.generation_error = ""
-        self.goes_on = False
 
     @classmethod
     def begin(
@@ -368,13 +406,8 @@ class RequestTrace:
         made.attributes |= attributes
         return made
 
-    def add_event(self, name: str, attributes: Attributes) -> None:
-        self.events.append(SpanEvent(time.time_ns(), name, attributes))
-
-    def finish(self) -> None:
+    def export(self) -> None:
         """Export both spans, which end now."""
-        if self.goes_on:
-            return
         now_ns, (_, root_id) = time.time_ns(), ids_of(self.start.root)
         inner = TraceSpan(
             self.generation,
@@ -399,39 +432,21 @@ class RequestTrace:
         tracing.export(inner, outer)
 
 
-def trace_of(scope: Scope) -> RequestTrace | None:
-    trace: RequestTrace | None = scope["state"].get(TRACE)
-    return trace
-
-
-async def trace_request(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Trace a request for tokens, from here to the last byte of its answer."""
+def begin_trace(scope: Scope) -> RequestTrace | None:
+    """The trace of a request for tokens, which this task is in from now on; None if it is not sampled."""
     row = row_of(scope)
-    trace = None
-    if row is not None and asks_for_tokens(scope):
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        trace = RequestTrace.begin(
-            scope["state"]["request_id"],
-            headers,
-            name=f"POST {scope['path']}",
-            kind="SERVER",
-            inner_name=row.span,
-            attributes=http_attributes(scope, headers),
-        )
-    if trace is None:
-        await app(scope, receive, send)
-        return
-    scope["state"][TRACE] = trace
-    TRACEPARENT.set(trace.generation)
-    try:
-        await app(scope, receive, send)
-        note_status(trace, scope["state"][ACCESS].status)
-    except Exception as error:
-        note_status(trace, 500)
-        trace.error = trace.generation_error = type(error).__name__
-        raise
-    finally:
-        trace.finish()
+    assert row is not None
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    trace = RequestTrace.begin(
+        scope["state"]["request_id"],
+        headers,
+        name=f"POST {scope['path']}",
+        kind="SERVER",
+        inner_name=row.span,
+        attributes=http_attributes(scope, headers),
+    )
+    TRACEPARENT.set(trace.generation if trace else "")
+    return trace
 
 
 def inherit_trace(scope: Scope, answer: HttpAnswer, span: str) -> None:
@@ -443,9 +458,9 @@ def inherit_trace(scope: Scope, answer: HttpAnswer, span: str) -> None:
     route = answer.route
     trace = RequestTrace(answer.trace, f"POST {route}", "SERVER", span)
     trace.attributes |= http_attributes({**scope, "path": route}, {})
-    trace.add_event("inherited", {})
+    trace.events.append(SpanEvent(time.time_ns(), "inherited"))
     note_status(trace, 200)
-    scope["state"][TRACE] = trace
+    record_of(scope).trace = trace
     TRACEPARENT.set(trace.generation)
 
 
@@ -466,14 +481,17 @@ def http_attributes(scope: Scope, headers: dict[str, str]) -> dict[str, Value]:
     return {name: value for name, value in known.items() if value is not None}
 
 
-def note_status(trace: RequestTrace, status: int) -> None:
-    """Note the status of a response; from 500 on the server has failed."""
+def note_status(trace: RequestTrace | None, status: int, why: str = "") -> None:
+    """Note the status of a response, if there was one; from 500 on the server has failed."""
+    if trace is None or not status:
+        return
+    why = why or f"HTTP {status}"
     trace.attributes["http.response.status_code"] = status
     if status >= 400:
         trace.attributes["error.type"] = str(status)
-        trace.generation_error = f"HTTP {status}"
+        trace.generation_error = why
     if status >= 500:
-        trace.error = f"HTTP {status}"
+        trace.error = why
 
 
 # --- answers ------------------------------------------------------------------------------------------------
@@ -481,67 +499,39 @@ def note_status(trace: RequestTrace, status: int) -> None:
 
 PROVIDER = "tokenfleet"
 SENT = "send_generation"
+SAMPLING_SHOWN = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")
+"""Parameters that a trace shows."""
 
 
 def traced(answer: HttpAnswer, trace: RequestTrace | None, operation: str) -> HttpAnswer:
-    """The answer with the trace of its request, so that its requests and its other gateways go on with it."""
+    """The answer with the trace of its request, so that its requests and its other gateways go on with it.
+    The trace has what was asked for, by the conventions of GenAI; prompts and answers are never part of it.
+    """
     if trace is None:
         return answer
-    trace.generation_attributes |= request_attributes(answer, operation)
-    requests = [replace(request, traceparent=trace.generation) for request in answer.requests]
-    return replace(answer, requests=requests, trace=trace.start)
-
-
-def request_attributes(answer: HttpAnswer, operation: str) -> dict[str, Value]:
     first = answer.requests[0]
-    return {
-        **generation_attributes(first, operation, answer.model),
-        "gen_ai.request.choice.count": answer.n,
-        "gen_ai.request.stream": answer.streamed,
-        "gen_ai.response.id": answer.request_id,
-        "gen_ai.output.type": "json" if answer.rendering.is_json else "text",
-    }
-
-
-def generation_attributes(request: Generate, operation: str, model: str) -> dict[str, Value]:
-    """What was asked for, by the conventions of GenAI; prompts and answers are never part of a trace."""
     known: dict[str, Value] = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": PROVIDER,
-        "gen_ai.request.model": model,
-        "gen_ai.response.model": model,
-        "gen_ai.request.max_tokens": request.stopping.max_new_tokens,
-        "tokenfleet.service_class": request.service_class,
+        "gen_ai.request.model": answer.model,
+        "gen_ai.response.model": answer.model,
+        "gen_ai.response.id": answer.request_id,
+        "gen_ai.output.type": "json" if answer.rendering.is_json else "text",
+        "gen_ai.request.choice.count": answer.n,
+        "gen_ai.request.stream": answer.streamed,
+        "gen_ai.request.max_tokens": first.stopping.max_new_tokens,
+        "tokenfleet.service_class": first.service_class,
     }
-    if request.stopping.stop:
-        known["gen_ai.request.stop_sequences"] = request.stopping.stop
-    sampling = request.sampling
-    if sampling is None:
-        return known | {"gen_ai.request.temperature": 0.0}
-    return known | {
-        "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.top_k": sampling.top_k,
-        "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
-        "gen_ai.request.presence_penalty": sampling.presence_penalty,
-        "gen_ai.request.seed": sampling.seed,
-    }
-
-
-def response_attributes(streams: Sequence[Stream]) -> dict[str, Value]:
-    """What has come of all choices."""
-    reasons = [stream.terminal.reason if stream.terminal else "cancelled" for stream in streams]
-    prompts = {stream.request.prompt_ids for stream in streams}
-    known: dict[str, Value] = {
-        "gen_ai.usage.input_tokens": sum(map(len, prompts)) // 4,
-        "gen_ai.usage.output_tokens": sum(stream.num_tokens for stream in streams),
-        "gen_ai.usage.cache_read.input_tokens": streams[0].num_cached,
-        "gen_ai.response.finish_reasons": reasons,
-    }
-    if first_s := first_token_s(streams):
-        started_s = min(stream.times.started_s for stream in streams)
-        known["gen_ai.response.time_to_first_chunk"] = first_s - started_s
-    return known
+    if first.stopping.stop:
+        known["gen_ai.request.stop_sequences"] = first.stopping.stop
+    if first.sampling is None:
+        known["gen_ai.request.temperature"] = 0.0
+    else:
+        for name in SAMPLING_SHOWN:
+            known[f"gen_ai.request.{name}"] = getattr(first.sampling, name)
+    trace.generation_attributes |= known
+    requests = [replace(request, traceparent=trace.generation) for request in answer.requests]
+    return replace(answer, requests=requests, trace=trace.start)
 
 
 def first_token_s(streams: Sequence[Stream]) -> float:
@@ -549,35 +539,20 @@ def first_token_s(streams: Sequence[Stream]) -> float:
     return min((stream.times.first_token_s for stream in streams if stream.times.first_token_s), default=0.0)
 
 
-def end_answer(
-    scope: Scope, answer: HttpAnswer, streams: Sequence[Stream], reader: int, goes_on: bool
-) -> None:
-    """Note what has come of an answer whose client has all of it or has gone, and export `send_generation`.
+def export_sent(answer: HttpAnswer, streams: Sequence[Stream], reader: int, goes_on: bool) -> None:
+    """Export the span of one reader of an answer, whose client has all of it or has gone, with a link to that
+    of the reader before it.
 
     Args:
         goes_on: whether another gateway goes on with it.
     """
-    traceparent = answer.requests[0].traceparent
-    if not traceparent:
+    traceparent, first_s = answer.requests[0].traceparent, first_token_s(streams)
+    if not traceparent or not first_s:
         return
-    if (trace := trace_of(scope)) is not None:
-        note_answer(trace, streams, goes_on)
-    if first_s := first_token_s(streams):
-        export_sent(traceparent, first_s, reader, goes_on, streams[0].request.gateway)
-
-
-def note_answer(trace: RequestTrace, streams: Sequence[Stream], goes_on: bool = False) -> None:
-    trace.goes_on = goes_on
-    trace.generation_attributes |= response_attributes(streams)
-    failures = (stream.terminal.error for stream in streams if stream.terminal and not stream.finished)
-    trace.generation_error = next(failures, trace.generation_error)
-
-
-def export_sent(traceparent: str, first_s: float, reader: int, goes_on: bool, gateway: str) -> None:
-    """Export the span of one reader of an answer, with a link to that of the reader before it."""
     now_ns = time.time_ns()
     start_ns = now_ns - round(1e9 * (time.monotonic() - first_s))
     before = [derive_span(traceparent, SENT, str(reader - 1))] if reader else []
+    gateway = streams[0].request.gateway
     tracing.export(
         TraceSpan(
             derive_span(traceparent, SENT, str(reader)),
@@ -588,34 +563,6 @@ def export_sent(traceparent: str, first_s: float, reader: int, goes_on: bool, ga
             attributes={"tokenfleet.gateway": gateway, "tokenfleet.goes_on_elsewhere": goes_on},
             links=before,
         )
-    )
-
-
-# --- ends of answers ----------------------------------------------------------------------------------------
-
-
-def note_streams(record: AccessRecord, model: str, streams: Sequence[Stream], left: str) -> None:
-    """Note what has come of all choices. `left` is the reason of one that has not ended."""
-    request = streams[0].request
-    first_s = first_token_s(streams)
-    queued = [stream.times.placed_s - stream.times.started_s for stream in streams if stream.times.placed_s]
-    reasons = dict.fromkeys(reason_of(stream.terminal) if stream.terminal else left for stream in streams)
-    failures = (stream.terminal.error for stream in streams if stream.terminal and not stream.finished)
-    record.note(
-        {
-            "model": model,
-            "key": request.key_id,
-            "tenant": request.tenant,
-            "class": request.service_class,
-            "prompt_tokens": sum(map(len, {stream.request.prompt_ids for stream in streams})) // 4,
-            "cached_tokens": streams[0].num_cached,
-            "completion_tokens": sum(one.num_tokens for stream in streams for one in stream.outputs),
-            "choices": len(streams) if len(streams) > 1 else None,
-            "queue_s": round(max(queued), 3) if queued else None,
-            "first_token_s": round(first_s - record.started_s, 3) if first_s else None,
-            "reason": ",".join(reasons),
-            "error": next(failures, None),
-        }
     )
 
 

@@ -24,11 +24,9 @@ from api.event_loop import RETRY_PAUSE_S, attempt, offload, repeat_forever
 from api.http.auth import POLL_S, unauthorized
 from api.http.middleware import (
     AccessLog,
-    AccessRecord,
+    RequestRecord,
     RequestTrace,
     count_longest,
-    note_answer,
-    note_streams,
     traced,
 )
 from api.jobs.job import (
@@ -107,9 +105,8 @@ class JobRun:
         self.ended = asyncio.Event()
         self.frames: list[bytes] = []
         self.streams: list[Stream] = []
-        self.trace: RequestTrace | None = None
         self.access = access
-        self.record = AccessRecord("job", "submit")
+        self.record = RequestRecord("job", "submit")
         self.record.note({"request_id": job.id})
         self.model_name = pool.settings.model_name
         self.ending = JobEnding(DONE, 200)
@@ -122,14 +119,12 @@ class JobRun:
 
     async def run(self) -> None:
         """Serve the job; returns when it is answered, with a result or an error."""
-        self.trace = begin_job_trace(self.pool, self.job)
+        self.record.trace = begin_job_trace(self.pool, self.job)
         await self.send(await self.render_result())
         if self.streams:
-            note_streams(self.record, self.model_name, self.streams, "cancelled")
+            self.record.note_streams(self.model_name, self.streams, "cancelled")
             count_longest(self.streams)
         self.access.write(self.record)
-        if self.trace is not None:
-            self.trace.finish()
 
     async def render_result(self) -> bytes:
         """The result or the error. An error becomes the last frame, too, unless a frame has it already."""
@@ -144,9 +139,9 @@ class JobRun:
             failure, why = internal_error(), type(error).__name__
         self.record.note({"reason": failure.error_type})
         metrics.count_error(failure.status, failure.error_type)
-        if self.trace is not None:
-            self.trace.attributes["error.type"] = failure.error_type
-            self.trace.error = self.trace.generation_error = why
+        if (trace := self.record.trace) is not None:
+            trace.attributes["error.type"] = failure.error_type
+            trace.error = trace.generation_error = why
         self.ending = ending_of(failure)
         self.record.status, answered = self.job.family(failure)
         body = to_json(answered)
@@ -166,10 +161,8 @@ class JobRun:
                 await attempt(lambda: check_room(self.pool.client), self.wait)
             answer = await attempt(lambda: validate_job(self.pools, self.job), self.wait_to_keep)
             self.model_name = answer.model
-            await self.admit_all(traced(answer, self.trace, self.protocol.operation))
+            await self.admit_all(traced(answer, self.record.trace, self.protocol.operation))
         await self.send_frames(answer)
-        if self.trace is not None:
-            note_answer(self.trace, self.streams)
         for stream in self.streams:
             await self.pool.let_go(stream.request)
         for stream in self.streams:

@@ -18,7 +18,7 @@ from api.event_loop import offload
 from api.http import body
 from api.http.auth import key_of
 from api.http.body import idempotency_key, noted_digest
-from api.http.middleware import trace_of, traced
+from api.http.middleware import record_of, traced
 from api.protocols.kserve import KSERVE_GENERATE, KSERVE_GENERATE_STREAM, KSERVE_INFER
 from api.protocols.messages import MESSAGES
 from api.protocols.openai import CHAT_COMPLETIONS, COMPLETIONS
@@ -117,7 +117,7 @@ def new_answer(
     asked = asked._replace(requests=requests, parts={"numbered": numbered, **asked.parts})
     service = read_service(request, given["priority"], given["tier"])
     answer = context.describe(asked, service, terms, int(context.pool.client.clock.now_s()))
-    return traced(answer, trace_of(request.scope), protocol.operation)
+    return traced(answer, record_of(request.scope).trace, protocol.operation)
 
 
 PROTOCOLS = (

@@ -19,7 +19,7 @@ from api.answers.answer import HttpAnswer
 from api.errors import failed
 from api.event_loop import offload
 from api.handover.answer_socket import flush_socket, probe_client, socket_of
-from api.http.middleware import STREAM_PATH, AccessRecord, access_of, count_longest, end_answer, note_streams
+from api.http.middleware import STREAM_PATH, RequestRecord, count_longest, export_sent, record_of
 from api.http.sse import (
     COMMENT,
     COMMENT_AMONG_IDS,
@@ -91,16 +91,16 @@ async def keep_socket(
     await answer_socket.keep(answer.request_id, reader.number, reader.num_seen, comment, extra, kept)
 
 
-def end_reading(scope: Scope, reader: Reader, record: AccessRecord | None) -> None:
+def end_reading(scope: Scope, reader: Reader, record: RequestRecord | None) -> None:
     """Release an answer, and end its part of the trace and of the access log."""
     answer_socket, answer, streams = socket_of(scope), reader.answer, reader.streams
     goes_on = answer_socket is not None and answer_socket.is_handed_over
-    end_answer(scope, answer, streams, reader.number, goes_on)
+    export_sent(answer, streams, reader.number, goes_on)
     if not goes_on:
         count_longest(streams)
     if record is not None:
         record.goes_on, record.route = goes_on, answer.route
-        note_streams(record, answer.model, streams, "left" if answer.terms.kept_s else "cancelled")
+        record.note_streams(answer.model, streams, "left" if answer.terms.kept_s else "cancelled")
     reader.release(goes_on)
 
 
@@ -139,7 +139,7 @@ class TokenStream(FeedResponse):
         finally:
             unread.answer_id, unread.count_ended = "", None
             for reader in self.readers:
-                end_reading(scope, reader, None if self.is_merged else access_of(scope))
+                end_reading(scope, reader, None if self.is_merged else record_of(scope))
 
     def count_ended(self) -> int:
         """Number of records of streams that have ended; they wait to be rendered."""
@@ -171,7 +171,7 @@ async def respond(
         frames = renderer(answer, streams).frames()
         reader.frames = RestOfFeed(frames, reader.num_seen) if reader.num_seen else frames
         return TokenStream([reader], headers)
-    end = partial(end_reading, request.scope, reader, access_of(request.scope))
+    end = partial(end_reading, request.scope, reader, record_of(request.scope))
     try:
         await keep_socket(request.scope, reader, extra=headers)
         await wait_until_finished(streams, request)
