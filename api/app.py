@@ -39,11 +39,11 @@ from api.handover.draining import GatewayServer, check_serving
 from api.handover.heir import write_inherited
 from api.http.auth import LOCAL_ORIGINS, KeyRing, check_admin, check_key
 from api.http.body import Repeated
-from api.http.connection_limits import LIMITS, ConnectionLimits, raise_file_limit
+from api.http.connection_limits import Connections, raise_file_limit
 from api.http.middleware import AccessLog, around, error_handlers, give_request_id
 from api.http.openapi import TAGS, build_document, introduction
 from api.http.protocol import UNREADABLE, HttpProtocol
-from api.http.sse import UNREAD, UnreadAnswers, keep_raw_send
+from api.http.sse import CONNECTIONS
 from api.jobs.batch import router as batches
 from api.jobs.batch_run import BatchRunner
 from api.jobs.consumer import JobConsumer
@@ -100,8 +100,7 @@ class Gateway:
         self.job_consumer = JobConsumer(self.pools, self.access)
         self.webhooks = WebhookSender(self.pool.client, settings, partial(ended_status, self.pools))
         self.files = open_store(settings, self.pool.client.clock)
-        self.unread = UnreadAnswers()
-        self.limits = ConnectionLimits()
+        self.connections = Connections()
 
     def show_draining(self) -> None:
         """Say in heartbeats that the gateway drains: a batcher that shuts down too then waits for its
@@ -133,7 +132,7 @@ class Gateway:
         if files:
             serving = background_task(BatchRunner(files, jobs).run())
         async with (
-            background_task(self.unread.watch()),
+            background_task(self.connections.watch()),
             self.pool.running(),
             background_task(self.keys.watch(self.pool.client, self.end_requests)),
             background_task(jobs.run()),
@@ -189,11 +188,23 @@ def build(
     """Make the application of a gateway, which runs while the application does. `channel` leads to the socket
     keeper; `refuses` says whether new requests are refused.
     """
+    app = make_routes(gateway, refuses)
+    inner = around(app, partial(write_inherited, gateway.pools), resume_posts)
+    return around(
+        add_cors(inner, gateway.settings),
+        partial(give_answer_socket, channel or KeeperChannel(None)),
+        partial(give_request_id, protocol_at),
+        gateway.access.log_request,
+    )
+
+
+def make_routes(gateway: Gateway, refuses: Callable[[], bool] = lambda: False) -> FastAPI:
+    """The routes of a gateway, without the middlewares."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, object]]:
         async with gateway.running(), publishing_metrics(gateway.pool.client):
-            yield {UNREAD: gateway.unread, LIMITS: gateway.limits}
+            yield {CONNECTIONS: gateway.connections}
 
     logging.getLogger("sse_starlette").setLevel(logging.INFO)  # at DEBUG it logs every event
     AppStatus.enable_automatic_graceful_drain = False  # a gateway that drains finishes its answers
@@ -217,14 +228,7 @@ def build(
     app.state.files = gateway.files
     app.state.refuses = refuses
     app.router.routes.extend(checked_routes(bool(gateway.settings.api_key)))
-    inner = around(app, partial(write_inherited, gateway.pools), resume_posts)
-    return around(
-        add_cors(inner, gateway.settings),
-        keep_raw_send,
-        partial(give_answer_socket, channel or KeeperChannel(None)),
-        partial(give_request_id, protocol_at),
-        gateway.access.log_request,
-    )
+    return app
 
 
 @cache
@@ -319,7 +323,7 @@ def serve(settings: Settings, incarnation: str, tokenizer: ModelTokenizer) -> No
         incarnation,
         " and ".join(f"{listener.getsockname()[0]}:{listener.getsockname()[1]}" for listener in sockets),
     )
-    # requests that are no HTTP are counted and logged by ConnectionLimits, many in one line
+    # requests that are no HTTP are counted and logged by Connections, many in one line
     logging.getLogger("uvicorn.error").addFilter(lambda record: record.msg != UNREADABLE)
     # uvicorn raises SIGTERM again after a graceful shutdown: that is not a failure.
     signal.signal(signal.SIGTERM, lambda *_: None)

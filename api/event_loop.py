@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextvars import Context
 from typing import Any, TypeVar
@@ -170,31 +170,55 @@ class PacedQueue:
 
 
 class Turns:
-    """Lets `num_tasks` tasks begin in one turn of the event loop; the others wait for later turns."""
+    """Lets `num_tasks` tasks begin in one turn of the event loop; the others wait for later turns, in a queue
+    for each key. Keys are served in turn.
+
+    Attributes:
+        waiting: by key; the key whose turn it is comes first.
+    """
 
     def __init__(self, num_tasks: int) -> None:
         self.num_tasks = num_tasks
         self.num_left = num_tasks
-        self.waiting: deque[asyncio.Future[None]] = deque()
+        self.num_waiting = 0
+        self.waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
-    async def wait_turn(self) -> None:
-        """Return when the task may begin."""
+    def take(self, key: str = "") -> asyncio.Future[None]:
+        """A turn: it is done when the task may begin."""
         loop = asyncio.get_running_loop()
         if self.num_left == self.num_tasks:
             loop.call_soon(self.renew)
+        turn = loop.create_future()
         if self.num_left:
             self.num_left -= 1
+            turn.set_result(None)
         else:
-            self.waiting.append(loop.create_future())
-            await self.waiting[-1]
+            self.waiting.setdefault(key, deque()).append(turn)
+            self.num_waiting += 1
+        return turn
+
+    def give(self, number: int) -> int:
+        """Give up to this many turns to those that wait. Returns how many are left over."""
+        while number and self.waiting:
+            key, queue = self.waiting.popitem(last=False)
+            turn = queue.popleft()
+            self.num_waiting -= 1
+            if queue:
+                self.waiting[key] = queue
+            if not turn.done():
+                turn.set_result(None)
+                number -= 1
+        return number
 
     def renew(self) -> None:
-        """Begin the next turn."""
-        self.num_left = self.num_tasks
-        while self.waiting and self.num_left:
-            future = self.waiting.popleft()
-            if not future.done():
-                future.set_result(None)
-                self.num_left -= 1
+        self.num_left = self.give(self.num_tasks)
         if self.num_left < self.num_tasks:
             asyncio.get_running_loop().call_soon(self.renew)
+
+    def drop_oldest(self) -> None:
+        """Cancel the oldest turn in the longest queue."""
+        key = max(self.waiting, key=lambda one: len(self.waiting[one]))
+        self.waiting[key].popleft().cancel()
+        self.num_waiting -= 1
+        if not self.waiting[key]:
+            del self.waiting[key]

@@ -377,9 +377,9 @@ class AnswerSocket:
         self.answer = answer
         return True
 
-    def probe(self) -> None:
-        """Write an interim response before the answer: a client that still reads skips it, and the kernel of
-        a client that has gone refuses it.
+    async def probe(self) -> None:
+        """Find out whether a client that has closed its side still reads: it skips an interim response before
+        the answer, and the kernel of a client that has gone refuses it.
         """
         transport = self.cycle.transport
         if isinstance(transport, RestOfAnswer):
@@ -457,34 +457,19 @@ def warn_once(text: str) -> None:
     log.warning("%s", text)
 
 
-def socket_of(scope: Scope) -> AnswerSocket | None:
-    """The socket of a request's answer; None in tests without a server."""
-    found: AnswerSocket | None = scope["state"].get(ANSWER_SOCKET)
+def socket_of(scope: Scope) -> AnswerSocket:
+    """The socket of a request's answer."""
+    found: AnswerSocket = scope["state"][ANSWER_SOCKET]
     return found
-
-
-async def probe_client(scope: Scope) -> None:
-    """Find out whether a client that has closed its side still reads."""
-    if (answer_socket := socket_of(scope)) is not None:
-        answer_socket.probe()
-
-
-async def flush_socket(scope: Scope) -> None:
-    """Wait until the kernel has every byte of a response: then a death of the gateway loses none of them."""
-    if (cycle := scope.get("extensions", {}).get(CYCLE)) is not None:
-        await flush(cycle)
 
 
 async def give_answer_socket(
     channel: KeeperChannel, app: ASGIApp, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """The middleware that gives each HTTP request its AnswerSocket; a route may have the socket kept."""
-    cycle = scope.get("extensions", {}).get(CYCLE)
-    if cycle is None:
-        await app(scope, receive, send)
-        return
+    """The outermost middleware gives each HTTP request its AnswerSocket; a route may have the socket kept."""
     state = scope["state"]
-    answer_socket = state[ANSWER_SOCKET] = AnswerSocket(channel, cycle, state.get(INHERITED))
+    answer_socket = AnswerSocket(channel, scope["extensions"][CYCLE], state.get(INHERITED))
+    state[ANSWER_SOCKET] = answer_socket
 
     async def send_start(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -496,3 +481,4 @@ async def give_answer_socket(
         await app(scope, receive, send_start)
     finally:
         await answer_socket.finish()
+    scope.clear()  # it refers to itself, and would stay until a full garbage collection

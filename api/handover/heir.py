@@ -21,7 +21,7 @@ from api.event_loop import RETRY_PAUSE_S, attempt
 from api.handover.answer_socket import FORMAT, INHERITED, INTERIM, KeeperChannel, RestOfAnswer, socket_of
 from api.http.middleware import error_response, inherit_trace
 from api.http.protocol import HttpProtocol
-from api.http.sse import CYCLE, as_chunk, bytes_written
+from api.http.sse import as_chunk, bytes_written
 from api.protocols.table import protocol_of
 from api.requests.registry import PoolRegistry
 from api.resume import attach
@@ -69,7 +69,7 @@ class InheritedConnection(HttpProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection: its client has sent the whole request before."""
-        self.unread.is_half_closed = True
+        self.connection.is_half_closed = True
         self.cycle.message_event.set()
         return True
 
@@ -106,7 +106,7 @@ async def write_inherited(
     """
     kept: KeptAnswer | None = scope["state"].get(INHERITED)
     own = socket_of(scope)
-    if kept is None or own is None:
+    if kept is None:
         await app(scope, receive, send)
         return
     try:
@@ -129,7 +129,7 @@ async def respond(pools: PoolRegistry, request: Request, kept: KeptAnswer) -> Re
     """The rest of a stream, or a whole answer. Raises ApiError, ClientDisconnect."""
     reader = await attempt(
         lambda: attach_inherited(pools, kept),
-        partial(wait_for_broker, request.scope["extensions"][CYCLE], kept),
+        partial(wait_for_broker, socket_of(request.scope).cycle, kept),
     )
     protocol = protocol_of(reader.answer.route)
     inherit_trace(request.scope, reader.answer, protocol.span)

@@ -1,7 +1,12 @@
-"""Connections: how many a gateway has, in all and from one address, and whose turn it is to begin.
+"""Connections: how many a gateway has, in all and from one address, what they may hold, and whose turn it is
+to begin.
 
 If a limit is reached, the connection that has been idle longest is closed for a new one. If none is idle, up
 to NUM_RESERVED more are accepted for health and metrics; they get 503 for anything else.
+
+A gateway holds an answer that has ended until its client has read it. A connection is cut if its client takes
+nothing for a minute; and while more than 256 MiB wait, the one that has waited longest is cut. Its request is
+cancelled, as that of every client that leaves.
 """
 
 import asyncio
@@ -9,16 +14,19 @@ import logging
 import resource
 import socket
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.errors import ApiError
+from api.event_loop import Pace, Turns
 from api.http.middleware import PROBES, error_response
+from api.http.sse import Connection, is_reset
 from api.protocols.protocol import errors_of
 from common.metrics import catalogue
+from common.process.event_loop import until_beat
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +35,6 @@ TIMEOUTS_S = {"head": 20.0, "body": 60.0}
 MAX_HEAD_BYTES = 64 * 2**10
 """Of a request's line and headers."""
 
-LIMITS = "limits"
-"""Key of ConnectionLimits in the server's state."""
 OTHER_FILES = 256
 """Descriptors of a gateway besides those of clients: brokers, listeners, files."""
 DEFAULT_CONNECTIONS = 16_384
@@ -37,6 +43,11 @@ NUM_RESERVED = 32
 RESERVED_HEAD_S = 2.0
 """How long a reserved connection may take to send its request."""
 LOG_INTERVAL_S = 10.0
+UNREAD_S = 60.0
+"""A client that takes nothing of its answer for so long is cut off, its request cancelled."""
+MAX_UNREAD_BYTES = 256 * 2**20
+"""Unread answers in a gateway; beyond it the client that read nothing for longest is cut off."""
+CHECK_S = 0.5
 CAUSES = {
     "address": "one address has half of the connections; its oldest idle one is closed",
     "total": "there are as many as there may be; the oldest idle one is closed",
@@ -50,19 +61,11 @@ CAUSES = {
 """Why connections are cut, by the label of CONNECTIONS_CUT: for the log."""
 
 
-class LimitedConnection(Protocol):
-    """A connection, as its limits see it."""
-
-    address: str
-
-    def close_idle(self) -> None:
-        """Close the connection, which has no request."""
-
-
-class ConnectionLimits:
+class Connections:
     """The connections of one gateway, and their bounds.
 
     Attributes:
+        open: all of them, with those that are inherited, which are not counted.
         timeouts_s: how long a client may take for each part of a request.
         regular, reserved: open connections within the limits, and those for health and metrics.
         num_by_address: number of the regular ones.
@@ -75,15 +78,18 @@ class ConnectionLimits:
         self.max_head_bytes = MAX_HEAD_BYTES
         self.max_connections = default_max_connections()
         self.max_per_address = -(-self.max_connections // 2)
-        self.regular: set[LimitedConnection] = set()
-        self.reserved: set[LimitedConnection] = set()
+        self.unread_s = UNREAD_S
+        self.max_unread_bytes = MAX_UNREAD_BYTES
+        self.open: set[Connection] = set()
+        self.regular: set[Connection] = set()
+        self.reserved: set[Connection] = set()
         self.num_by_address: Counter[str] = Counter()
-        self.idle: OrderedDict[LimitedConnection, None] = OrderedDict()
-        self.idle_reserved: OrderedDict[LimitedConnection, None] = OrderedDict()
+        self.idle: OrderedDict[Connection, None] = OrderedDict()
+        self.idle_reserved: OrderedDict[Connection, None] = OrderedDict()
         self.num_cuts: Counter[str] = Counter()
         self.logged_s: dict[str, float] = {}
 
-    def open(self, connection: LimitedConnection) -> bool:
+    def let_in(self, connection: Connection) -> bool:
         """Count a new, idle connection; if a limit is reached, close an older idle one for it. Returns
         whether it is within the limits: if not, it is reserved for health and metrics.
         """
@@ -103,15 +109,16 @@ class ConnectionLimits:
         self.idle_reserved[connection] = None
         return False
 
-    def make_room(self, cause: str, idle: Iterable[LimitedConnection]) -> None:
+    def make_room(self, cause: str, idle: Iterable[Connection]) -> None:
         """Close the one that has waited longest, if there is one."""
         self.count_cut(cause)
         if (oldest := next(iter(idle), None)) is not None:
             self.close(oldest)
-            oldest.close_idle()
+            oldest.transport.close()
 
-    def close(self, connection: LimitedConnection) -> None:
+    def close(self, connection: Connection) -> None:
         """Count a connection no more."""
+        self.open.discard(connection)
         self.set_busy(connection)
         if connection in self.regular:
             self.regular.remove(connection)
@@ -120,17 +127,17 @@ class ConnectionLimits:
                 del self.num_by_address[connection.address]
         self.reserved.discard(connection)
 
-    def set_busy(self, connection: LimitedConnection) -> None:
+    def set_busy(self, connection: Connection) -> None:
         """Note that a connection has a request: it is not closed before the answer."""
         self.idle.pop(connection, None)
         self.idle_reserved.pop(connection, None)
 
-    def set_idle(self, connection: LimitedConnection) -> None:
+    def set_idle(self, connection: Connection) -> None:
         """Note that a connection waits for its next request; a reserved one is closed instead."""
         if connection in self.regular:
             self.idle[connection] = None
         else:
-            connection.close_idle()
+            connection.transport.close()
 
     def count_cut(self, cause: str) -> None:
         """Count that a connection is cut, and log it; at most one line per cause and LOG_INTERVAL_S."""
@@ -144,6 +151,46 @@ class ConnectionLimits:
                 CAUSES[cause],
                 self.num_cuts.pop(cause),
             )
+
+    # --- what clients do not read ---------------------------------------------------------------------------
+
+    async def watch(self) -> None:
+        """Never returns."""
+        while True:
+            await asyncio.sleep(until_beat(CHECK_S))
+            await self.check_time()
+            self.check_bytes()
+
+    async def check_time(self) -> None:
+        pace = Pace()
+        for connection in [*self.open]:
+            if connection.is_half_closed and is_reset(connection.transport.get_extra_info("socket")):
+                connection.transport.abort()  # it is not read from, so asyncio does not notice
+                continue
+            connection.check(time.monotonic())
+            if time.monotonic() - connection.taken_s > self.unread_s and connection in self.open:
+                self.cut(connection, "timeout", f"it took nothing for {self.unread_s:g} s")
+            await pace.step(0)
+
+    def check_bytes(self) -> None:
+        held = sorted(
+            (connection for connection in self.open if connection.since_s is not None),
+            key=lambda connection: connection.since_s or 0.0,
+        )
+        total = sum(connection.num_bytes for connection in held)
+        for connection in held:
+            if total <= self.max_unread_bytes:
+                return
+            total -= connection.num_bytes
+            self.cut(connection, "bytes", f"unread answers held more than {self.max_unread_bytes}")
+
+    def cut(self, connection: Connection, reason: str, why: str) -> None:
+        """Cut a connection at once, and drop what waits for its client."""
+        answer_id, num_bytes = connection.answer_id or "none", connection.num_bytes
+        log.warning("a client is cut off with %d bytes unread: %s (request: %s)", num_bytes, why, answer_id)
+        catalogue.UNREAD_CUT.add(1, reason)
+        self.open.discard(connection)
+        connection.transport.abort()
 
 
 def raise_file_limit() -> None:
@@ -194,9 +241,8 @@ class Acceptor:
         begin: serves a connection.
 
     Attributes:
-        waiting: connections by address; the address whose turn it is comes first.
-        beginning: tasks of `begin`.
-        has_turn: whether `on_turn` is due.
+        turns: of the connections that wait, by their addresses.
+        beginning: tasks that wait for their turn, or `begin`.
     """
 
     def __init__(
@@ -206,10 +252,8 @@ class Acceptor:
     ) -> None:
         self.listeners = [*listeners]
         self.begin = begin
-        self.waiting: OrderedDict[str, deque[socket.socket]] = OrderedDict()
-        self.num_waiting = 0
+        self.turns = Turns(MAX_BEGUN)
         self.beginning: set[asyncio.Task[None]] = set()
-        self.has_turn = False
 
     def open(self) -> None:
         """Listen, and take connections as they come."""
@@ -233,15 +277,13 @@ class Acceptor:
             while self.accept(listener):
                 pass
             listener.close()
-        self.take_turns(self.num_waiting)
-
-    # --- accepting ------------------------------------------------------------------------------------------
+        self.turns.give(self.turns.num_waiting)
 
     def accept(self, listener: socket.socket) -> int:
         """Take up to MAX_ACCEPTED connections that the kernel has accepted. Returns their number."""
         for number in range(MAX_ACCEPTED):
             try:
-                connection, address = listener.accept()
+                connection, (address, *_) = listener.accept()
             except BlockingIOError:
                 return number
             except ConnectionError:  # its client has gone
@@ -252,36 +294,18 @@ class Acceptor:
                 loop.call_later(FULL_PAUSE_S, self.watch, listener)
                 return 0
             connection.setblocking(False)
-            self.add(address[0], connection)
-        return MAX_ACCEPTED
-
-    def add(self, address: str, connection: socket.socket) -> None:
-        """Let a connection wait for its turn. Beyond MAX_WAITING the longest queue loses its oldest one."""
-        self.waiting.setdefault(address, deque()).append(connection)
-        self.num_waiting += 1
-        if self.num_waiting > MAX_WAITING:
-            max(self.waiting.values(), key=len).popleft().close()
-            self.num_waiting -= 1
-        if not self.has_turn:
-            self.has_turn = True
-            asyncio.get_running_loop().call_soon(self.on_turn)
-
-    # --- turns ----------------------------------------------------------------------------------------------
-
-    def on_turn(self) -> None:
-        self.take_turns(MAX_BEGUN)
-        self.has_turn = self.num_waiting > 0
-        if self.has_turn:
-            asyncio.get_running_loop().call_soon(self.on_turn)
-
-    def take_turns(self, number: int) -> None:
-        """Let connections begin, one of each address in turn."""
-        for _ in range(min(number, self.num_waiting)):
-            address, queue = self.waiting.popitem(last=False)
-            connection = queue.popleft()
-            self.num_waiting -= 1
-            if queue:
-                self.waiting[address] = queue
-            task = asyncio.create_task(self.begin(connection))
+            task = asyncio.create_task(self.serve(connection, self.turns.take(address)))
             self.beginning.add(task)
             task.add_done_callback(self.beginning.discard)
+            if self.turns.num_waiting > MAX_WAITING:
+                self.turns.drop_oldest()
+        return MAX_ACCEPTED
+
+    async def serve(self, connection: socket.socket, turn: asyncio.Future[None]) -> None:
+        """Serve a connection when its turn comes. Beyond MAX_WAITING the longest queue loses its oldest."""
+        try:
+            await turn
+        except asyncio.CancelledError:
+            connection.close()
+            raise
+        await self.begin(connection)

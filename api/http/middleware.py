@@ -301,7 +301,7 @@ class AccessLog:
         try:
             if is_load:
                 count_arrival()
-                await self.turns.wait_turn()
+                await self.turns.take()
             await app(scope, receive, send_noted)
             note_status(record.trace, record.status)
         except Exception as error:

@@ -16,8 +16,8 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from api.errors import ApiError, tgi
-from api.http.connection_limits import LIMITS, RESERVED_HEAD_S, ConnectionLimits, serve_reserved
-from api.http.sse import CYCLE, UNREAD, Unread, UnreadAnswers
+from api.http.connection_limits import RESERVED_HEAD_S, Connections, serve_reserved
+from api.http.sse import CONNECTION, CONNECTIONS, CYCLE, Connection
 from api.json import to_json
 from api.requests.service_terms import REQUEST_ID_HEADER
 
@@ -150,22 +150,20 @@ class HttpProtocol(H11Protocol):
     """One connection of a client.
 
     Attributes:
-        unread: what its client has not read yet; watched by UnreadAnswers.
+        connection: as its requests and `connections`, all of the gateway, see it.
         awaited: the part of a request that its client has begun, and must finish in time.
         is_refused: whether its client was told that its request is not read; later ones are not read either.
         num_drained: bytes of its last request that came after the answer.
     """
 
     conn: RequestReader
-    unread: Unread
+    connection: Connection
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.limits: ConnectionLimits = self.app_state[LIMITS]
-        self.unread_answers: UnreadAnswers = self.app_state[UNREAD]
+        self.limits: Connections = self.app_state[CONNECTIONS]
         self.conn = RequestReader(self.limits.max_head_bytes)
         self.ws_protocol_class = None
-        self.address = ""
         self.awaited: str | None = None
         self.timer: asyncio.TimerHandle | None = None
         self.is_refused = False
@@ -175,28 +173,23 @@ class HttpProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.address = self.client[0] if self.client else ""
-        self.unread = Unread(transport)
-        self.unread_answers.connections.add(self.unread)
-        self.app_state = {**self.app_state, UNREAD: self.unread}
+        self.connection = Connection(transport, self.client[0] if self.client else "")
+        self.limits.open.add(self.connection)
+        self.app_state = {**self.app_state, CONNECTION: self.connection}
         self.enter()
 
     def enter(self) -> None:
         """Have the connection counted; one beyond the limits serves only health and metrics."""
-        if self.limits.open(self):
+        if self.limits.let_in(self.connection):
             self.expect("head")
         else:
             self.app = partial(serve_reserved, self.app)
             self.expect("head", RESERVED_HEAD_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.limits.close(self)
-        self.unread_answers.connections.discard(self.unread)
+        self.limits.close(self.connection)
         self.expect(None)
         super().connection_lost(exc)
-
-    def close_idle(self) -> None:
-        self.transport.close()
 
     # --- reading --------------------------------------------------------------------------------------------
 
@@ -215,7 +208,7 @@ class HttpProtocol(H11Protocol):
         last = self.cycle
         super().handle_events()
         if self.cycle is not None and self.cycle is not last:
-            self.limits.set_busy(self)
+            self.limits.set_busy(self.connection)
             self.num_drained = 0
             extensions: dict[str, Any] = {CYCLE: self.cycle}
             self.cycle.scope["extensions"] = extensions
@@ -225,12 +218,12 @@ class HttpProtocol(H11Protocol):
         super().on_response_complete()
         if self.transport.is_closing() or not self.cycle.response_complete:
             return
-        if self.unread.is_half_closed:
+        if self.connection.is_half_closed:
             self.transport.close()
         elif self.conn.their_state is h11.SEND_BODY:
             self.expect("body", DRAIN_S)
         else:
-            self.limits.set_idle(self)
+            self.limits.set_idle(self.connection)
             self.expect("head" if self.conn.has_unread_bytes else None)
 
     def eof_received(self) -> bool:  # type: ignore[override]
@@ -240,7 +233,7 @@ class HttpProtocol(H11Protocol):
         cycle = self.cycle
         if cycle is None or cycle.more_body or cycle.response_complete or self.is_refused:
             return False
-        self.unread.is_half_closed = True
+        self.connection.is_half_closed = True
         cycle.message_event.set()
         return True
 

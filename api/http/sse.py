@@ -1,5 +1,5 @@
-"""Server-sent events: the feed of an answer's frames, and the response that writes them. What clients do not
-read of it is bounded, in time and in bytes.
+"""Server-sent events: the feed of an answer's frames, the response that writes them, and what its client has
+read of them.
 
 Every gateway that renders an answer from its first token sends the same bytes, apart from keep-alive
 comments. A frame depends only on the admitted request (`HttpAnswer`) and its tokens: on no clock, no
@@ -10,28 +10,22 @@ chunk of HTTP.
 import asyncio
 import contextlib
 import fcntl
-import logging
 import socket
 import struct
 import sys
 import termios
-import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from api.event_loop import Pace
-from common.metrics import catalogue
-from common.process.event_loop import run_until_one_ends, until_beat
+from common.process.event_loop import run_until_one_ends
 
 MAX_ITEMS = 128
 """Frames that are rendered before other streams have their turn."""
 CYCLE = "tokenfleet.cycle"
 """Extension of a scope: uvicorn's object for a request and its response."""
-RAW_SEND = "raw_send"
-"""Key of a request's state: the server's own `send`."""
 SSE_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
 KEEP_ALIVE_S = 15.0
 COMMENT = b": \n\n"
@@ -169,13 +163,6 @@ class MergedFeed(Feed):
 # --- writing ------------------------------------------------------------------------------------------------
 
 
-async def keep_raw_send(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """The outermost middleware: keeps the server's `send` in the request's state, for FeedResponse."""
-    scope.setdefault("state", {})[RAW_SEND] = send
-    await app(scope, receive, send)
-    scope.clear()  # it refers to itself, and would stay until a full garbage collection
-
-
 def as_chunk(part: bytes, http_version: str) -> bytes:
     """A part of a body of unknown length, as h11 writes it; HTTP/1.0 has no chunks."""
     return b"%x\r\n%b\r\n" % (len(part), part) if http_version >= "1.1" else part
@@ -185,15 +172,14 @@ class FeedResponse(Response):
     """Server-sent events of the hot path: a plain ASGI response, since sse-starlette would encode, log and
     time every frame.
 
-    Only the head and the end of the response pass the middlewares. A frame that is ready while its client
-    reads is written in the call that brings its token: to wake a task would take twice the time of all other
-    work.
+    Only the head and the end of the response pass the middlewares: frames go to the server itself. A frame
+    that is ready while its client reads is written in the call that brings its token: to wake a task would
+    take twice the time of all other work.
 
     Attributes:
         comment: keeps the connection alive, every `ping_interval` seconds.
         may_comment: whether a comment may be written now, without waiting.
-        raw_send: the server's own `send`, for frames that cannot be written at once.
-        cycle: uvicorn's object for the request: it has the transport and its flow control.
+        cycle: uvicorn's object for the request: it has the transport, its flow control, and `send`.
     """
 
     media_type = "text/event-stream"
@@ -213,7 +199,6 @@ class FeedResponse(Response):
         """Send the response until the client has gone. A task group is not used: its cancelled tasks would
         keep the response in a reference cycle until a full garbage collection, which holds the event loop.
         """
-        self.raw_send: Send = scope["state"][RAW_SEND]
         self.cycle = scope["extensions"][CYCLE]
         self.http_version = scope["http_version"]
         gone = wait_for_disconnect(scope, receive, self.send_comment)
@@ -225,7 +210,7 @@ class FeedResponse(Response):
             await send(head)
         async for frames in self.frames:
             for frame in frames:  # a chunk each: chunks do not depend on how frames were grouped
-                await self.raw_send({"type": "http.response.body", "body": frame, "more_body": True})
+                await self.cycle.send({"type": "http.response.body", "body": frame, "more_body": True})
             if len(frames) < MAX_ITEMS and self.frames.is_prepared:
                 await self.write_as_they_come()
         async with self.send_lock:
@@ -267,25 +252,16 @@ class FeedResponse(Response):
     async def send_comment(self) -> None:
         async with self.send_lock:
             if self.is_open and self.may_comment():
-                await self.raw_send({"type": "http.response.body", "body": self.comment, "more_body": True})
+                await self.cycle.send({"type": "http.response.body", "body": self.comment, "more_body": True})
 
 
-# --- unread -------------------------------------------------------------------------------------------------
-# A gateway holds an answer that has ended until its client has read it. A connection is cut if its client
-# takes nothing for a minute; and while more than 256 MiB wait, the one that has waited longest is cut. Its
-# request is cancelled, as that of every client that leaves.
+# --- connections --------------------------------------------------------------------------------------------
 
 
-log = logging.getLogger(__name__)
-
-TIMEOUT_S = 60.0
-"""A client that takes nothing of its answer for so long is cut off, its request cancelled."""
-MAX_UNREAD_BYTES = 256 * 2**20
-"""Unread answers in a gateway; beyond it the client that read nothing for longest is cut off."""
-
-UNREAD = "unread"
-"""Key of UnreadAnswers in the server's state, and of a connection's Unread in a request's state."""
-CHECK_S = 0.5
+CONNECTIONS = "connections"
+"""Key of a server's Connections in its state."""
+CONNECTION = "connection"
+"""Key of a request's state: its Connection."""
 RECORD_BYTES = 128
 """About what a token takes in memory: id, log-probability and text, as objects in lists."""
 BYTES_ACKED = struct.Struct("<Q")
@@ -295,49 +271,9 @@ INT = struct.Struct("=i")
 STATE_CLOSED = 7
 """`TCP_CLOSE`, in the first byte of `struct tcp_info`."""
 
-# --- the kernel's counts ------------------------------------------------------------------------------------
 
-
-def bytes_written(connection: socket.socket) -> int:
-    """Bytes that all processes have given to the kernel on a connection, plus a constant of the connection.
-    They survive the death of a gateway, unlike bytes in its own buffer. Nobody may write meanwhile. Linux
-    only: raises OSError elsewhere.
-
-    `bytes_sent - bytes_retrans + notsent_bytes` would count a packet twice that this machine's own queue
-    drops: it is sent anew without being a retransmission.
-    """
-    while True:
-        acked = bytes_acked(connection)
-        # SIOCOUTQ: bytes that the client has not acknowledged, sent or not
-        queued: int = INT.unpack(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(INT.size)))[0]
-        if acked == bytes_acked(connection):  # no acknowledgement came in between
-            return acked + queued
-
-
-def bytes_acked(connection: socket.socket) -> int:
-    size = BYTES_ACKED_AT + BYTES_ACKED.size
-    is_linux = sys.platform == "linux"
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size) if is_linux else b""
-    if len(info) < size:
-        raise OSError("this kernel does not count the bytes of a connection")
-    count: int = BYTES_ACKED.unpack_from(info, BYTES_ACKED_AT)[0]
-    return count
-
-
-def is_reset(connection: socket.socket | None) -> bool:
-    """Whether the client closed the connection and then refused what was written."""
-    if connection is None or sys.platform != "linux":
-        return False
-    with contextlib.suppress(OSError):  # no TCP, or closed here
-        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == STATE_CLOSED
-    return False
-
-
-# --- connections --------------------------------------------------------------------------------------------
-
-
-class Unread:
-    """What the client of one connection has not read yet.
+class Connection:
+    """One connection of a client, and what it has not read yet.
 
     Attributes:
         answer_id: id of the answer that is being written; empty for none.
@@ -348,8 +284,9 @@ class Unread:
         is_half_closed: whether the client has closed its side. It may still read.
     """
 
-    def __init__(self, transport: asyncio.Transport) -> None:
+    def __init__(self, transport: asyncio.Transport, address: str = "") -> None:
         self.transport = transport
+        self.address = address
         self.answer_id = ""
         self.count_ended: Callable[[], int] | None = None
         self.since_s: float | None = None
@@ -387,56 +324,47 @@ async def wait_for_disconnect(scope: Scope, receive: Receive, probe: Callable[[]
     """Return when the client of a request has gone. A client that has closed its side may still read: `probe`
     then writes something, which the kernel of a client that has gone refuses.
     """
-    unread: Unread | None = scope["state"].get(UNREAD)
+    connection: Connection = scope["state"][CONNECTION]
     is_connected = True
     while is_connected:
-        if unread is not None and unread.is_half_closed:  # checked before each wait: it may be so since long
+        if connection.is_half_closed:  # checked before each wait: it may be so since long
             await probe()
         is_connected = (await receive())["type"] != "http.disconnect"
 
 
-class UnreadAnswers:
-    """The connections of a gateway, and the bounds of what they may hold."""
+# --- the kernel's counts ------------------------------------------------------------------------------------
 
-    def __init__(self) -> None:
-        self.timeout_s = TIMEOUT_S
-        self.max_bytes = MAX_UNREAD_BYTES
-        self.connections: set[Unread] = set()
 
-    async def watch(self) -> None:
-        """Never returns."""
-        while True:
-            await asyncio.sleep(until_beat(CHECK_S))
-            await self.check_time()
-            self.check_bytes()
+def bytes_written(connection: socket.socket) -> int:
+    """Bytes that all processes have given to the kernel on a connection, plus a constant of the connection.
+    They survive the death of a gateway, unlike bytes in its own buffer. Nobody may write meanwhile. Linux
+    only: raises OSError elsewhere.
 
-    async def check_time(self) -> None:
-        pace = Pace()
-        for unread in [*self.connections]:
-            if unread.is_half_closed and is_reset(unread.transport.get_extra_info("socket")):
-                unread.transport.abort()  # it is not read from, so asyncio does not notice
-                continue
-            unread.check(time.monotonic())
-            if time.monotonic() - unread.taken_s > self.timeout_s and unread in self.connections:
-                self.cut(unread, "timeout", f"it took nothing for {self.timeout_s:g} s")
-            await pace.step(0)
+    `bytes_sent - bytes_retrans + notsent_bytes` would count a packet twice that this machine's own queue
+    drops: it is sent anew without being a retransmission.
+    """
+    while True:
+        acked = bytes_acked(connection)
+        # SIOCOUTQ: bytes that the client has not acknowledged, sent or not
+        queued: int = INT.unpack(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(INT.size)))[0]
+        if acked == bytes_acked(connection):  # no acknowledgement came in between
+            return acked + queued
 
-    def check_bytes(self) -> None:
-        held = sorted(
-            (unread for unread in self.connections if unread.since_s is not None),
-            key=lambda unread: unread.since_s or 0.0,
-        )
-        total = sum(unread.num_bytes for unread in held)
-        for unread in held:
-            if total <= self.max_bytes:
-                return
-            total -= unread.num_bytes
-            self.cut(unread, "bytes", f"unread answers held more than {self.max_bytes}")
 
-    def cut(self, unread: Unread, reason: str, why: str) -> None:
-        """Cut a connection at once, and drop what waits for its client."""
-        answer_id, num_bytes = unread.answer_id or "none", unread.num_bytes
-        log.warning("a client is cut off with %d bytes unread: %s (request: %s)", num_bytes, why, answer_id)
-        catalogue.UNREAD_CUT.add(1, reason)
-        self.connections.discard(unread)
-        unread.transport.abort()
+def bytes_acked(connection: socket.socket) -> int:
+    size = BYTES_ACKED_AT + BYTES_ACKED.size
+    is_linux = sys.platform == "linux"
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size) if is_linux else b""
+    if len(info) < size:
+        raise OSError("this kernel does not count the bytes of a connection")
+    count: int = BYTES_ACKED.unpack_from(info, BYTES_ACKED_AT)[0]
+    return count
+
+
+def is_reset(connection: socket.socket | None) -> bool:
+    """Whether the client closed the connection and then refused what was written."""
+    if connection is None or sys.platform != "linux":
+        return False
+    with contextlib.suppress(OSError):  # no TCP, or closed here
+        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == STATE_CLOSED
+    return False

@@ -18,17 +18,17 @@ from starlette.types import Receive, Scope, Send
 from api.answers.answer import HttpAnswer
 from api.errors import failed
 from api.event_loop import offload
-from api.handover.answer_socket import flush_socket, probe_client, socket_of
+from api.handover.answer_socket import flush, socket_of
 from api.http.middleware import STREAM_PATH, RequestRecord, count_longest, export_sent, record_of
 from api.http.sse import (
     COMMENT,
     COMMENT_AMONG_IDS,
+    CONNECTION,
     SSE_HEADERS,
-    UNREAD,
+    Connection,
     Feed,
     FeedResponse,
     RestOfFeed,
-    Unread,
     wait_for_disconnect,
 )
 from api.protocols.protocol import Renderer
@@ -80,21 +80,18 @@ async def keep_socket(
     """Have the socket of an answer kept, if a keeper listens, with what it takes to queue the requests again.
     The other arguments are those of `AnswerSocket.keep`.
     """
-    if (answer_socket := socket_of(scope)) is None:
-        return
     answer, streams = reader.answer, reader.streams
     packed, channel = streams[0].answer, streams[0].request.channel
     digests = [stream.request.digest for stream in streams]
     requests = KeptRequests(pool_of(channel), channel, digests, packed, is_kept=answer.terms.kept_s > 0)
     fits = len(packed) + sum(map(len, digests)) <= MAX_ANSWER_BYTES  # in a datagram to the keeper
     kept = requests if fits else None
-    await answer_socket.keep(answer.request_id, reader.number, reader.num_seen, comment, extra, kept)
+    await socket_of(scope).keep(answer.request_id, reader.number, reader.num_seen, comment, extra, kept)
 
 
 def end_reading(scope: Scope, reader: Reader, record: RequestRecord | None) -> None:
     """Release an answer, and end its part of the trace and of the access log."""
-    answer_socket, answer, streams = socket_of(scope), reader.answer, reader.streams
-    goes_on = answer_socket is not None and answer_socket.is_handed_over
+    answer, streams, goes_on = reader.answer, reader.streams, socket_of(scope).is_handed_over
     export_sent(answer, streams, reader.number, goes_on)
     if not goes_on:
         count_longest(streams)
@@ -126,18 +123,17 @@ class TokenStream(FeedResponse):
         self.is_merged = merged is not None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        unread: Unread = scope["state"][UNREAD]
-        unread.count_ended = self.count_ended
-        if (answer_socket := socket_of(scope)) is not None:
-            self.may_comment = answer_socket.may_comment
+        connection: Connection = scope["state"][CONNECTION]
+        connection.count_ended = self.count_ended
+        self.may_comment = socket_of(scope).may_comment
         try:
             if not self.is_merged:
-                unread.answer_id = self.readers[0].answer.request_id
+                connection.answer_id = self.readers[0].answer.request_id
                 await keep_socket(scope, self.readers[0], self.comment)
             await super().__call__(scope, receive, send)
-            await flush_socket(scope)
+            await flush(socket_of(scope).cycle)
         finally:
-            unread.answer_id, unread.count_ended = "", None
+            connection.answer_id, connection.count_ended = "", None
             for reader in self.readers:
                 end_reading(scope, reader, None if self.is_merged else record_of(scope))
 
@@ -201,7 +197,7 @@ class WholeAnswer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
-            await flush_socket(scope)
+            await flush(socket_of(scope).cycle)
         finally:
             self.end()
 
@@ -218,7 +214,7 @@ async def wait_until_finished(streams: Sequence[Stream], request: Request) -> No
 
 async def client_gone(request: Request) -> None:
     """Return when the client of an answer that is not streamed has gone."""
-    await wait_for_disconnect(request.scope, request.receive, partial(probe_client, request.scope))
+    await wait_for_disconnect(request.scope, request.receive, socket_of(request.scope).probe)
 
 
 async def all_finished(streams: Sequence[Stream]) -> None:

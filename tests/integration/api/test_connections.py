@@ -137,7 +137,7 @@ async def test_a_client_that_vanishes_is_noticed(
     """It looks like a client that only stopped sending, until its kernel refuses what is written. One that
     has left before anything waits for it is noticed, too.
     """
-    monkeypatch.setattr(sse_module, "CHECK_S", 0.05)
+    monkeypatch.setattr(connection_limits, "CHECK_S", 0.05)
     async with answering(broker.url, ENDLESS, step_s=0.02) as (worker, gateway, http):
         worker.most_tokens = num_tokens
         client = await RawClient.connect(http.base_url)
@@ -169,7 +169,7 @@ async def test_a_request_that_does_not_end_is_refused_in_time(
         assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n") and b"connection: close" in answer
         assert f"The {part} did not come within 0.2 s" in answer.decode()
         client.close()
-        await wait_until(lambda: not gateway.limits.regular)
+        await wait_until(lambda: not gateway.connections.regular)
     assert cut(part) == num_cut + 1
     assert f"for the {part} of a request" in caplog.text
 
@@ -210,11 +210,11 @@ async def test_thousands_of_half_requests_cost_nobody_else_a_connection(
                 assert (await http.get("/health")).status_code == 200
                 answer = await http.post("/generate", json={"inputs": "x"})
                 assert answer.json()["generated_text"] == TEXT
-        assert len(gateway.limits.regular) <= 64 and not gateway.limits.reserved
+        assert len(gateway.connections.regular) <= 64 and not gateway.connections.reserved
         for client in flood:
             client.close()
-        await wait_until(lambda: not gateway.limits.num_by_address.keys() - {"127.0.0.1"})
-        assert len(gateway.limits.idle) == len(gateway.limits.regular)
+        await wait_until(lambda: not gateway.connections.num_by_address.keys() - {"127.0.0.1"})
+        assert len(gateway.connections.idle) == len(gateway.connections.regular)
     assert caplog.text.count("connections are cut off") == 1, "a flood is one line"
 
 
@@ -241,10 +241,10 @@ async def test_where_all_connections_have_requests_health_and_metrics_are_served
             assert b" 200 OK" in await reserved.rest(), "it is closed after its only request"
         waiting = [await RawClient.connect(http.base_url) for _ in range(2 * NUM_RESERVED)]
         assert (await http.get("/health")).status_code == 200
-        assert len(gateway.limits.reserved) <= NUM_RESERVED
+        assert len(gateway.connections.reserved) <= NUM_RESERVED
         for client in (*busy, *waiting):
             client.close()
-        await wait_until(lambda: not worker.live and not gateway.limits.reserved)
+        await wait_until(lambda: not worker.live and not gateway.connections.reserved)
         assert (await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})).status_code == 200
 
 
@@ -297,15 +297,15 @@ class DeafClient:
 async def deaf_clients(gateway: Gateway, base_url: Any, num_clients: int) -> list[DeafClient]:
     """Clients whose connections have small buffers on both sides."""
     clients = [DeafClient(base_url) for _ in range(num_clients)]
-    await wait_until(lambda: len(gateway.unread.connections) == num_clients)
-    for unread in gateway.unread.connections:
+    await wait_until(lambda: len(gateway.connections.open) == num_clients)
+    for unread in gateway.connections.open:
         own = unread.transport.get_extra_info("socket")
         own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL)
     return clients
 
 
 def held(gateway: Gateway) -> int:
-    return sum(unread.num_bytes for unread in gateway.unread.connections)
+    return sum(unread.num_bytes for unread in gateway.connections.open)
 
 
 def num_cut(reason: str) -> float:
@@ -320,7 +320,7 @@ def num_cut(reason: str) -> float:
 async def test_a_client_that_reads_nothing_is_cut_off_and_its_request_cancelled(
     broker: Broker, path: str, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.http.sse.TIMEOUT_S", 1.0)
+    monkeypatch.setattr("api.http.connection_limits.UNREAD_S", 1.0)
     answer = Answer(WORD_IDS * (NUM_TOKENS // 6), ends=False)  # beyond NUM_TOKENS it goes on without an end
     num_tokens = NUM_TOKENS if ends else NUM_TOKENS + 1
     before = num_cut("timeout")
@@ -328,7 +328,7 @@ async def test_a_client_that_reads_nothing_is_cut_off_and_its_request_cancelled(
         [deaf] = await deaf_clients(gateway, client.base_url, 1)
         await deaf.post(path, body(num_tokens))
         await wait_until(lambda: num_cut("timeout") == before + 1)
-        assert not gateway.unread.connections
+        assert not gateway.connections.open
         await nothing_left(gateway, worker)
         assert worker.seen
 
@@ -337,16 +337,16 @@ async def test_a_client_that_reads_slowly_is_not_cut_off(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It reads a little at a time. All of it takes longer than the limit."""
-    monkeypatch.setattr("api.http.sse.TIMEOUT_S", 1.5)
+    monkeypatch.setattr("api.http.connection_limits.UNREAD_S", 1.5)
     now_s = 1000.0
-    monkeypatch.setattr(sse_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(connection_limits, "time", SimpleNamespace(monotonic=lambda: now_s))
     async with answering(broker.url, Answer(WORD_IDS * 200)) as (
         worker,
         gateway,
         client,
     ):
         [deaf] = await deaf_clients(gateway, client.base_url, 1)
-        [unread] = gateway.unread.connections
+        [unread] = gateway.connections.open
         await deaf.post(STREAM, body())
         await wait_until(lambda: worker.seen and not worker.live)
         content = b""
@@ -355,9 +355,9 @@ async def test_a_client_that_reads_slowly_is_not_cut_off(
             while sse_module.bytes_taken(unread.transport) == taken:
                 content += await deaf.read(SMALL)
             now_s += 1.0
-            await gateway.unread.check_time()
+            await gateway.connections.check_time()
         await wait_until(lambda: unread.num_bytes)
-        assert unread in gateway.unread.connections
+        assert unread in gateway.connections.open
         while b"generated_tokens" not in content:
             new = await deaf.read(2**20)
             assert new, "cut off"
@@ -369,7 +369,7 @@ async def test_the_answer_that_waited_longest_goes_when_too_much_is_unread(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, limit = num_cut("bytes"), 600_000
-    monkeypatch.setattr("api.http.sse.MAX_UNREAD_BYTES", limit)
+    monkeypatch.setattr("api.http.connection_limits.MAX_UNREAD_BYTES", limit)
     async with answering(broker.url, Answer(WORD_IDS * 200)) as (worker, gateway, client):
         clients = await deaf_clients(gateway, client.base_url, 3)
         for deaf in clients:

@@ -9,7 +9,6 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from jsonschema_rs import Draft202012Validator
 from redis.asyncio import Redis
 
 from api import app
-from api.app import Gateway, build
+from api.app import Gateway, make_routes
 from api.errors import ApiError, internal_error, invalid
 from api.prompts.tokenizer import ModelTokenizer
 from api.protocols import table
@@ -88,18 +87,11 @@ def too_long(body: dict[str, Any]) -> dict[str, Any]:
     return longer
 
 
-async def fetch_document() -> Any:
-    """The OpenAPI document of a gateway; it needs no broker."""
-    asgi = build(Gateway(Settings(redis_url="redis://127.0.0.1:1"), "g0-test", model_tokenizer()))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(asgi), base_url="http://gateway") as client:
-        return (await client.get("/api-doc/openapi.json")).json()
-
-
 @cache
 def document() -> Any:
-    """It takes longer to make than the test of a route; a thread, since the event loop waits for it."""
-    with ThreadPoolExecutor() as pool:
-        return pool.submit(asyncio.run, fetch_document()).result()
+    """The OpenAPI document of a gateway; it needs no broker."""
+    settings = Settings(redis_url="redis://127.0.0.1:1")
+    return make_routes(Gateway(settings, "g0-test", model_tokenizer())).openapi()
 
 
 @cache

@@ -34,17 +34,17 @@ from api.app import own_listener
 from api.errors import ApiError
 from api.event_loop import PacedQueue
 from api.http.body import parse_body
-from api.http.connection_limits import LIMITS, MAX_BEGUN, Acceptor, ConnectionLimits
+from api.http.connection_limits import MAX_BEGUN, Acceptor, Connections
 from api.http.protocol import FREE_CHUNKS, MAX_HEADERS, HttpProtocol
 from api.http.sse import (
+    CONNECTION,
+    CONNECTIONS,
     CYCLE,
     MAX_ITEMS,
-    RAW_SEND,
-    UNREAD,
     Change,
+    Connection,
     Feed,
     FeedResponse,
-    UnreadAnswers,
     bytes_written,
 )
 from api.protocols.openai_bodies import ChatRequest
@@ -228,7 +228,7 @@ class Served:
     def __init__(self) -> None:
         self.echo = Echo()
         config = uvicorn.Config(self.echo, log_config=None)
-        state = {UNREAD: UnreadAnswers(), LIMITS: ConnectionLimits()}
+        state = {CONNECTIONS: Connections()}
         self.protocol = HttpProtocol(config, ServerState(), state)
         self.transport = Memory()
         self.protocol.connection_made(self.transport)
@@ -383,7 +383,7 @@ async def test_an_address_begins_while_hundreds_of_another_wait(acceptor: Accept
     await wait_until(lambda: len(begun.addresses) == 502)
     last = max(i for i, address in enumerate(begun.addresses) if address == "127.0.0.1")
     assert last < 256 + 2 * MAX_BEGUN, "it is taken in the second turn, and begins soon after that"
-    assert not acceptor.waiting and acceptor.num_waiting == 0
+    assert not acceptor.turns.waiting and acceptor.turns.num_waiting == 0
     for connection in (*flood, *other):
         connection.close()
 
@@ -514,7 +514,7 @@ def respond(frames: Feed, client: SlowClient) -> asyncio.Task[None]:
         message_event=asyncio.Event(),
         on_response=lambda: None,
     )
-    scope |= {"state": {RAW_SEND: cycle.send}, "extensions": {CYCLE: cycle}}
+    scope |= {"state": {CONNECTION: Connection(client)}, "extensions": {CYCLE: cycle}}
     return asyncio.create_task(FeedResponse(frames, b": \n\n", {})(scope, cycle.receive, cycle.send))  # type: ignore[arg-type]
 
 
