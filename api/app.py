@@ -40,7 +40,7 @@ from api.handover.heir import write_inherited
 from api.http.auth import LOCAL_ORIGINS, KeyRing, check_admin, check_key
 from api.http.body import Repeated
 from api.http.connection_limits import Connections, raise_file_limit
-from api.http.middleware import AccessLog, around, error_handlers, give_request_id
+from api.http.middleware import AccessLog, around, error_handlers
 from api.http.openapi import TAGS, build_document, introduction
 from api.http.protocol import UNREADABLE, HttpProtocol
 from api.http.sse import CONNECTIONS
@@ -193,8 +193,7 @@ def build(
     return around(
         add_cors(inner, gateway.settings),
         partial(give_answer_socket, channel or KeeperChannel(None)),
-        partial(give_request_id, protocol_at),
-        gateway.access.log_request,
+        partial(gateway.access.log_request, protocol_at),
     )
 
 

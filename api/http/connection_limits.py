@@ -66,26 +66,20 @@ class Connections:
 
     Attributes:
         open: all of them, with those that are inherited, which are not counted.
-        timeouts_s: how long a client may take for each part of a request.
-        regular, reserved: open connections within the limits, and those for health and metrics.
+        regular, reserved: those within the limits, and those for health and metrics.
         num_by_address: number of the regular ones.
-        idle, idle_reserved: those of each that have no request; those that have waited longest come first.
+        idle: those of both that have no request; those that have waited longest come first.
         num_cuts: cuts since the last log line, by their cause (CAUSES).
     """
 
     def __init__(self) -> None:
-        self.timeouts_s = TIMEOUTS_S
-        self.max_head_bytes = MAX_HEAD_BYTES
         self.max_connections = default_max_connections()
         self.max_per_address = -(-self.max_connections // 2)
-        self.unread_s = UNREAD_S
-        self.max_unread_bytes = MAX_UNREAD_BYTES
         self.open: set[Connection] = set()
         self.regular: set[Connection] = set()
         self.reserved: set[Connection] = set()
         self.num_by_address: Counter[str] = Counter()
         self.idle: OrderedDict[Connection, None] = OrderedDict()
-        self.idle_reserved: OrderedDict[Connection, None] = OrderedDict()
         self.num_cuts: Counter[str] = Counter()
         self.logged_s: dict[str, float] = {}
 
@@ -93,20 +87,19 @@ class Connections:
         """Count a new, idle connection; if a limit is reached, close an older idle one for it. Returns
         whether it is within the limits: if not, it is reserved for health and metrics.
         """
-        address = connection.address
+        address, idle = connection.address, (one for one in self.idle if one in self.regular)
         if self.num_by_address[address] >= self.max_per_address:
-            self.make_room("address", (one for one in self.idle if one.address == address))
+            self.make_room("address", (one for one in idle if one.address == address))
         elif len(self.regular) >= self.max_connections:
-            self.make_room("total", self.idle)
+            self.make_room("total", idle)
+        self.idle[connection] = None
         if self.num_by_address[address] < self.max_per_address and len(self.regular) < self.max_connections:
             self.regular.add(connection)
             self.num_by_address[address] += 1
-            self.idle[connection] = None
             return True
-        if len(self.reserved) >= NUM_RESERVED:
-            self.make_room("reserved", [*self.idle_reserved, connection])
         self.reserved.add(connection)
-        self.idle_reserved[connection] = None
+        if len(self.reserved) > NUM_RESERVED:
+            self.make_room("reserved", (one for one in self.idle if one in self.reserved))
         return False
 
     def make_room(self, cause: str, idle: Iterable[Connection]) -> None:
@@ -118,7 +111,6 @@ class Connections:
 
     def close(self, connection: Connection) -> None:
         """Count a connection no more."""
-        self.open.discard(connection)
         self.set_busy(connection)
         if connection in self.regular:
             self.regular.remove(connection)
@@ -130,7 +122,6 @@ class Connections:
     def set_busy(self, connection: Connection) -> None:
         """Note that a connection has a request: it is not closed before the answer."""
         self.idle.pop(connection, None)
-        self.idle_reserved.pop(connection, None)
 
     def set_idle(self, connection: Connection) -> None:
         """Note that a connection waits for its next request; a reserved one is closed instead."""
@@ -168,8 +159,8 @@ class Connections:
                 connection.transport.abort()  # it is not read from, so asyncio does not notice
                 continue
             connection.check(time.monotonic())
-            if time.monotonic() - connection.taken_s > self.unread_s and connection in self.open:
-                self.cut(connection, "timeout", f"it took nothing for {self.unread_s:g} s")
+            if time.monotonic() - connection.taken_s > UNREAD_S and connection in self.open:
+                self.cut(connection, "timeout", f"it took nothing for {UNREAD_S:g} s")
             await pace.step(0)
 
     def check_bytes(self) -> None:
@@ -179,10 +170,10 @@ class Connections:
         )
         total = sum(connection.num_bytes for connection in held)
         for connection in held:
-            if total <= self.max_unread_bytes:
+            if total <= MAX_UNREAD_BYTES:
                 return
             total -= connection.num_bytes
-            self.cut(connection, "bytes", f"unread answers held more than {self.max_unread_bytes}")
+            self.cut(connection, "bytes", f"unread answers held more than {MAX_UNREAD_BYTES}")
 
     def cut(self, connection: Connection, reason: str, why: str) -> None:
         """Cut a connection at once, and drop what waits for its client."""

@@ -27,7 +27,7 @@ from api.errors import ADMITTED, ApiError, Family, anthropic, cut, internal_erro
 from api.event_loop import Turns
 from api.http.auth import API_KEY
 from api.json import to_json
-from api.protocols.protocol import ROW, Protocol, asks_for_tokens, errors_of, row_of
+from api.protocols.protocol import ROW, Protocol, asks_for_tokens, errors_of
 from api.requests.metrics import count_arrival
 from api.requests.service_terms import REQUEST_ID_HEADER, client_request_id
 from api.streams.stream import Stream
@@ -72,36 +72,6 @@ def around(app: ASGIApp, *middlewares: Middleware) -> ASGIApp:
         await (served if scope["type"] == "http" else app)(scope, receive, send)
 
     return serve
-
-
-async def give_request_id(
-    protocol_at: Callable[[str], Protocol | None],
-    app: ASGIApp,
-    scope: Scope,
-    receive: Receive,
-    send: Send,
-) -> None:
-    """Give a request an id and the row of its protocol, and its response the header."""
-    state = scope["state"]
-    state[ROW] = protocol_at(scope["path"])
-    names = ID_HEADERS if errors_of(scope) is anthropic else ID_HEADERS[:1]
-    ours, theirs = state.setdefault("request_id", uuid.uuid4().hex), client_request_id(scope)
-    REQUEST_ID.set(ours)
-    if theirs:
-        log.info("request %s: its client calls it %s", ours, theirs)
-
-    async def send_with_id(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            headers = MutableHeaders(scope=message)
-            for name in names:
-                headers[name] = theirs or ours
-        await send(message)
-
-    try:
-        await app(scope, receive, send_with_id)
-    except Exception as error:  # the server logs the traceback
-        log.error("request %s crashed: %s", ours, type(error).__name__)
-        raise
 
 
 # --- errors -------------------------------------------------------------------------------------------------
@@ -281,20 +251,38 @@ class AccessLog:
         self.num_written = 0
         self.interval_end_s = 0.0
 
-    async def log_request(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Middleware: log a request at its end, and count it in `load` until then. One for tokens is traced,
-        and counted when it arrives, and waits for its turn if many arrive at once.
+    async def log_request(
+        self,
+        protocol_at: Callable[[str], Protocol | None],
+        app: ASGIApp,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        """Middleware: give a request an id and the row of its protocol, log it at its end, and count it in
+        `load` until then. One for tokens is traced, and counted when it arrives, and waits for its turn if
+        many arrive at once.
         """
-        record = scope["state"][RECORD] = RequestRecord(scope["method"], "")
-        is_load = asks_for_tokens(scope)
+        state = scope["state"]
+        row = state[ROW] = protocol_at(scope["path"])
+        ours, theirs = state.setdefault("request_id", uuid.uuid4().hex), client_request_id(scope)
+        REQUEST_ID.set(ours)
+        if theirs:
+            log.info("request %s: its client calls it %s", ours, theirs)
+        record = state[RECORD] = RequestRecord(scope["method"], "")
         client, _ = scope["client"] or ("", 0)
-        record.note({"request_id": scope["state"]["request_id"], "client": client})
-        if is_load and tracing.is_on():
-            record.trace = begin_trace(scope)
+        record.note({"request_id": ours, "client": client})
+        names = ID_HEADERS if errors_of(scope) is anthropic else ID_HEADERS[:1]
+        is_load = asks_for_tokens(scope)
+        if row is not None and is_load and tracing.is_on():
+            record.trace = begin_trace(scope, row.span)
 
         async def send_noted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
+                headers = MutableHeaders(scope=message)
+                for name in names:
+                    headers[name] = theirs or ours
             await send(message)
 
         self.load += is_load
@@ -304,7 +292,8 @@ class AccessLog:
                 await self.turns.take()
             await app(scope, receive, send_noted)
             note_status(record.trace, record.status)
-        except Exception as error:
+        except Exception as error:  # the server logs the traceback
+            log.error("request %s crashed: %s", ours, type(error).__name__)
             record.status = record.status or 500
             note_status(record.trace, 500, type(error).__name__)
             raise
@@ -312,7 +301,7 @@ class AccessLog:
             self.load -= is_load
             known: str | None = getattr(scope.get("route"), "path", None)  # with names for its parts
             record.route = record.route or known or cut(scope["path"])
-            if (api_key := scope["state"].get(API_KEY)) is not None:
+            if (api_key := state.get(API_KEY)) is not None:
                 record.note({"key": api_key.key_id, "tenant": api_key.tenant})
             path, is_read = scope["path"], scope["method"] in ("GET", "HEAD")
             if not (is_read and (path in POLLED or path.startswith(PAGE))):
@@ -362,19 +351,18 @@ class RequestTrace:
     """A trace that is sampled, and one request in it.
 
     Attributes:
-        request: the outer span's name, as `traceparent`, and the id of its own parent.
-        generation: the inner span's.
-        attributes, events, generation_attributes: what is known so far.
+        generation: the inner span's name, as `traceparent`.
+        attributes, events, generation_attributes: what is known so far of both spans.
         error, generation_error: why they failed.
     """
 
-    def __init__(self, start: AnswerTrace, name: str, kind: Kind, inner_name: str) -> None:
+    def __init__(self, start: AnswerTrace, name: str, kind: Kind, inner_name: str, known: Attributes) -> None:
         self.start = start
         self.name = name
         self.kind = kind
         self.inner_name = inner_name
         self.generation = derive_span(start.root, GENERATION)
-        self.attributes: dict[str, Value] = {}
+        self.attributes: dict[str, Value] = {**known}
         self.events: list[SpanEvent] = []
         self.generation_attributes: dict[str, Value] = {}
         self.error = ""
@@ -392,8 +380,8 @@ class RequestTrace:
         attributes: Attributes,
         started_ns: int = 0,
     ) -> Self | None:
-        """The trace that the headers name, or else a new one; None if it is not sampled. `key` is the
-        request's: all who begin its trace give its spans the same ids.
+        """The trace that the headers name, or else a new one, which this task is in from now on; None if it
+        is not sampled. `key` is the request's: all who begin its trace give its spans the same ids.
         """
         sampled = tracing.is_on() and tracing.exporter.sample(
             headers, derive_trace_id(key), name, kind, attributes
@@ -402,51 +390,34 @@ class RequestTrace:
             return None
         trace_id, parent_id = sampled
         root = derive_span(span_name(trace_id, parent_id or "0" * 16), ROOT, key)
-        made = cls(AnswerTrace(root, parent_id, started_ns or time.time_ns()), name, kind, inner_name)
-        made.attributes |= attributes
+        made = cls(
+            AnswerTrace(root, parent_id, started_ns or time.time_ns()), name, kind, inner_name, attributes
+        )
+        TRACEPARENT.set(made.generation)
         return made
 
     def export(self) -> None:
         """Export both spans, which end now."""
-        now_ns, (_, root_id) = time.time_ns(), ids_of(self.start.root)
-        inner = TraceSpan(
-            self.generation,
-            self.inner_name,
-            self.start.started_ns,
-            now_ns,
-            root_id,
-            attributes=self.generation_attributes,
-            error=self.generation_error,
+        start, now_ns = self.start, time.time_ns()
+        inner = TraceSpan(self.generation, self.inner_name, start.started_ns, now_ns, ids_of(start.root)[1])
+        outer = TraceSpan(start.root, self.name, start.started_ns, now_ns, start.parent_id, self.kind)
+        tracing.export(
+            inner._replace(attributes=self.generation_attributes, error=self.generation_error),
+            outer._replace(attributes=self.attributes, events=self.events, error=self.error),
         )
-        outer = TraceSpan(
-            self.start.root,
-            self.name,
-            self.start.started_ns,
-            now_ns,
-            self.start.parent_id,
-            self.kind,
-            self.attributes,
-            self.events,
-            error=self.error,
-        )
-        tracing.export(inner, outer)
 
 
-def begin_trace(scope: Scope) -> RequestTrace | None:
-    """The trace of a request for tokens, which this task is in from now on; None if it is not sampled."""
-    row = row_of(scope)
-    assert row is not None
+def begin_trace(scope: Scope, span: str) -> RequestTrace | None:
+    """The trace of a request for tokens; `span` is the name of the inner one. None if it is not sampled."""
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-    trace = RequestTrace.begin(
+    return RequestTrace.begin(
         scope["state"]["request_id"],
         headers,
         name=f"POST {scope['path']}",
         kind="SERVER",
-        inner_name=row.span,
+        inner_name=span,
         attributes=http_attributes(scope, headers),
     )
-    TRACEPARENT.set(trace.generation if trace else "")
-    return trace
 
 
 def inherit_trace(scope: Scope, answer: HttpAnswer, span: str) -> None:
@@ -456,11 +427,10 @@ def inherit_trace(scope: Scope, answer: HttpAnswer, span: str) -> None:
     if answer.trace is None or not tracing.is_on():
         return
     route = answer.route
-    trace = RequestTrace(answer.trace, f"POST {route}", "SERVER", span)
-    trace.attributes |= http_attributes({**scope, "path": route}, {})
+    known = http_attributes({**scope, "path": route}, {})
+    trace = record_of(scope).trace = RequestTrace(answer.trace, f"POST {route}", "SERVER", span, known)
     trace.events.append(SpanEvent(time.time_ns(), "inherited"))
     note_status(trace, 200)
-    record_of(scope).trace = trace
     TRACEPARENT.set(trace.generation)
 
 

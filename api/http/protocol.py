@@ -16,7 +16,13 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from api.errors import ApiError, tgi
-from api.http.connection_limits import RESERVED_HEAD_S, Connections, serve_reserved
+from api.http.connection_limits import (
+    MAX_HEAD_BYTES,
+    RESERVED_HEAD_S,
+    TIMEOUTS_S,
+    Connections,
+    serve_reserved,
+)
 from api.http.sse import CONNECTION, CONNECTIONS, CYCLE, Connection
 from api.json import to_json
 from api.requests.service_terms import REQUEST_ID_HEADER
@@ -51,9 +57,8 @@ class RequestReader(h11.Connection):
         num_chunks, body_bytes: of the request's body so far.
     """
 
-    def __init__(self, max_head_bytes: int) -> None:
-        super().__init__(h11.SERVER, max_head_bytes)
-        self.max_head_bytes = max_head_bytes
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MAX_HEAD_BYTES)
         self.refusal: tuple[int, str] | None = None
         self.num_chunks = 0
         self.body_bytes = 0
@@ -76,7 +81,7 @@ class RequestReader(h11.Connection):
             event = super().next_event()
             if isinstance(event, h11.Request):
                 self.num_chunks = self.body_bytes = 0
-                check_size(event, self.max_head_bytes)
+                check_size(event)
                 check_framing(event)
                 return served_request(event)
             if isinstance(event, h11.Data):
@@ -95,11 +100,11 @@ class RequestReader(h11.Connection):
             raise Refusal(f"The body's chunks are too small: {self.num_chunks} for {self.body_bytes} bytes")
 
 
-def check_size(request: h11.Request, max_head_bytes: int) -> None:
+def check_size(request: h11.Request) -> None:
     """Raises Refusal if the head is too large; h11 checks this only if it comes in parts."""
     size = len(request.target) + sum(len(name) + len(value) + 4 for name, value in request.headers)
-    if size > max_head_bytes:
-        raise Refusal(f"The request's head is longer than {max_head_bytes} bytes", TOO_LARGE)
+    if size > MAX_HEAD_BYTES:
+        raise Refusal(f"The request's head is longer than {MAX_HEAD_BYTES} bytes", TOO_LARGE)
     if len(request.headers) > MAX_HEADERS:
         raise Refusal(f"The request has more than {MAX_HEADERS} header fields", TOO_LARGE)
 
@@ -162,7 +167,7 @@ class HttpProtocol(H11Protocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.limits: Connections = self.app_state[CONNECTIONS]
-        self.conn = RequestReader(self.limits.max_head_bytes)
+        self.conn = RequestReader()
         self.ws_protocol_class = None
         self.awaited: str | None = None
         self.timer: asyncio.TimerHandle | None = None
@@ -188,6 +193,7 @@ class HttpProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.limits.close(self.connection)
+        self.limits.open.discard(self.connection)
         self.expect(None)
         super().connection_lost(exc)
 
@@ -249,7 +255,7 @@ class HttpProtocol(H11Protocol):
             self.timer.cancel()
         self.awaited, self.timer = part, None
         if part is not None:
-            self.timer = self.loop.call_later(timeout_s or self.limits.timeouts_s[part], self.on_late)
+            self.timer = self.loop.call_later(timeout_s or TIMEOUTS_S[part], self.on_late)
 
     def on_late(self) -> None:
         part, self.awaited = self.awaited, None
@@ -263,7 +269,7 @@ class HttpProtocol(H11Protocol):
         elif part == "body" or self.conn.has_unread_bytes:
             assert part is not None
             self.limits.count_cut(part)
-            self.refuse(408, f"The {part} did not come within {self.limits.timeouts_s[part]:g} s")
+            self.refuse(408, f"The {part} did not come within {TIMEOUTS_S[part]:g} s")
         else:
             self.transport.close()
 
@@ -297,7 +303,7 @@ class HttpProtocol(H11Protocol):
         self.transport.write("\r\n".join([*head, "", ""]).encode() + body)
         self.is_refused = True
         self.cycle = None  # type: ignore[assignment]
-        self.conn = RequestReader(self.limits.max_head_bytes)  # without the bytes that have come
+        self.conn = RequestReader()  # without the bytes that have come
         self.flow.resume_reading()
         self.transport.write_eof()
         self.expect("body", DRAIN_S)

@@ -65,7 +65,7 @@ from common.ids import is_job_id
 from common.messages.codec import encode
 from common.messages.events import Terminal
 from common.process.event_loop import run_until_one_ends, until_beat
-from common.process.logs import REQUEST_ID, TRACEPARENT, plural
+from common.process.logs import REQUEST_ID, plural
 from common.tracing import NS_PER_MS
 
 log = logging.getLogger(__name__)
@@ -294,7 +294,7 @@ async def all_ended(streams: Sequence[Stream]) -> None:
 def begin_job_trace(pool: Pool, job: Job) -> RequestTrace | None:
     """The trace that a job names, or its own; None if it is not sampled. This task is in it from now on."""
     given = job.body.traceparent if job.body is not None else None
-    trace = RequestTrace.begin(
+    return RequestTrace.begin(
         f"{pool.settings.pool}/{job.id}/{job.entry_ms}",
         {"traceparent": given} if given else {},
         name="process submit",
@@ -310,8 +310,6 @@ def begin_job_trace(pool: Pool, job: Job) -> RequestTrace | None:
         },
         started_ns=NS_PER_MS * job.due_ms,
     )
-    TRACEPARENT.set(trace.generation if trace else "")
-    return trace
 
 
 # --- all jobs -----------------------------------------------------------------------------------------------

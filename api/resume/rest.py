@@ -33,7 +33,7 @@ from api.http.openapi import (
     json_body,
     only,
 )
-from api.http.sse import Feed, MergedFeed, RestOfFeed
+from api.http.sse import MergedFeed, RestOfFeed
 from api.json import json_response
 from api.protocols.protocol import errors_of, row_of
 from api.protocols.responses import read_response, render_response
@@ -64,42 +64,32 @@ async def read_rest(pool: Pool, answer: HttpAnswer, channel: str, num_seen: int)
     A read may miss tokens that are being moved, from a log to a string or to another worker. So an answer is
     read again before a client's number of frames is refused.
 
-    Raises ApiError: 410, 422, 424, 503.
+    Raises ApiError: 410, 422 if fewer frames than that are committed, 424, 503.
     """
     end_s = time.monotonic() + READ_AGAIN_S
     while True:
         streams = await attach.read_committed(pool, answer, channel)
+        frames = RestOfFeed(protocol_of(answer.route).renderer(answer, streams).frames(), num_seen)
+        await frames.prepare()
+        failure = next((one.terminal for one in streams if one.terminal and not one.finished), None)
         if any(stream.terminal and stream.terminal.reason == "cancelled" for stream in streams):
             raise attach.cancelled_answer(answer.request_id)
-        try:
-            frames = await rest_of_frames(answer, streams, num_seen)
-            return Reader(pool, answer, streams, 0, num_seen, frames) if frames else None
-        except ApiError as error:
-            if error.status != 422 or time.monotonic() > end_s:
-                raise
+        if not frames.num_seen:
+            break
+        if failure:  # a failed request keeps no tokens
+            raise failed(failure)
+        if time.monotonic() > end_s:
+            raise invalid(
+                f"`{LAST_EVENT_ID}` must be the id of a frame that was sent: this answer has "
+                f"{num_seen - frames.num_seen} so far. Given: {quoted(num_seen)}",
+                LAST_EVENT_ID,
+            )
         await asyncio.sleep(READ_PAUSE_S)
-
-
-async def rest_of_frames(answer: HttpAnswer, streams: Sequence[Stream], num_seen: int) -> Feed | None:
-    """The frames after the `num_seen` that the client has; None if it has all. Raises ApiError: 424, and 422
-    if fewer frames than that are committed.
-    """
-    frames = RestOfFeed(protocol_of(answer.route).renderer(answer, streams).frames(), num_seen)
-    await frames.prepare()
-    failure = next((one.terminal for one in streams if one.terminal and not one.finished), None)
-    if frames.num_seen and failure:  # a failed request keeps no tokens
-        raise failed(failure)
-    if frames.num_seen:
-        raise invalid(
-            f"`{LAST_EVENT_ID}` must be the id of a frame that was sent: this answer has "
-            f"{num_seen - frames.num_seen} so far. Given: {quoted(num_seen)}",
-            LAST_EVENT_ID,
-        )
     if not frames.first and all(stream.terminal for stream in streams):
         frames.first = await anext(frames.source, [])
         if not frames.first:
             return None
-    return frames
+    return Reader(pool, answer, streams, 0, num_seen, frames)
 
 
 async def go_on(readers: Sequence[Reader], merged: MergedFeed | None = None) -> TokenStream:
@@ -454,7 +444,7 @@ async def respond(request: Request, request_id: str) -> Response:
         return await go_on([found])
     if answer.response is not None and fields_of(answer)["background"]:
         return json_response(await render_response(admitted, await read_response(admitted)))
-    await run_until_one_ends(wait_for_end(pool, answer), raise_when_gone(request))
+    await run_until_one_ends(wait_for_end(pool, answer), client_gone(request))
     return await respond_with_ended(admitted)
 
 
@@ -485,12 +475,6 @@ async def wait_for_end(pool: Pool, answer: HttpAnswer) -> None:
         if all(states):
             return
         await asyncio.sleep(POLL_S)
-
-
-async def raise_when_gone(request: Request) -> None:
-    """Raises ClientDisconnect when the client has gone."""
-    await client_gone(request)
-    raise ClientDisconnect
 
 
 async def respond_with_ended(admitted: Admitted) -> Response:

@@ -208,13 +208,12 @@ async def wait_until_finished(streams: Sequence[Stream], request: Request) -> No
     for stream in streams:
         if stream.terminal and not stream.finished:
             raise failed(stream.terminal)
-    if not all(stream.finished for stream in streams):
-        raise ClientDisconnect
 
 
 async def client_gone(request: Request) -> None:
-    """Return when the client of an answer that is not streamed has gone."""
+    """Wait until the client of an answer that is not streamed has gone. Raises ClientDisconnect."""
     await wait_for_disconnect(request.scope, request.receive, socket_of(request.scope).probe)
+    raise ClientDisconnect
 
 
 async def all_finished(streams: Sequence[Stream]) -> None:

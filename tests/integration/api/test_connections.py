@@ -14,7 +14,7 @@ import pytest
 from api.app import Gateway
 from api.http import connection_limits
 from api.http import sse as sse_module
-from api.http.connection_limits import NUM_RESERVED
+from api.http.connection_limits import NUM_RESERVED, TIMEOUTS_S
 from common.metrics import catalogue
 from deploy.launcher.embedded_broker import Broker
 from tests.support.events import IDS
@@ -160,7 +160,7 @@ async def test_a_request_that_does_not_end_is_refused_in_time(
     broker: Broker, part: str, half: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     num_cut = cut(part)
-    monkeypatch.setattr(connection_limits, "TIMEOUTS_S", connection_limits.TIMEOUTS_S | {part: 0.2})
+    monkeypatch.setitem(TIMEOUTS_S, part, 0.2)
     async with serving(broker.url) as (gateway, http):
         client = await RawClient.connect(http.base_url)
         trickling = asyncio.create_task(trickle(client, half))
@@ -184,7 +184,7 @@ async def trickle(client: RawClient, half: bytes) -> None:
 async def test_a_connection_between_two_requests_may_wait_longer_than_a_head(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection_limits, "TIMEOUTS_S", connection_limits.TIMEOUTS_S | {"head": 0.2})
+    monkeypatch.setitem(TIMEOUTS_S, "head", 0.2)
     async with serving(broker.url) as (_, http):
         used, silent = [await RawClient.connect(http.base_url) for _ in range(2)]
         await used.send(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
