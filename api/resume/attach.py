@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from redis.asyncio import Redis
 from starlette.requests import Request
@@ -26,6 +26,7 @@ from api.requests.service_terms import owner_of, pools_of
 from api.streams.relay import Filler, Sources, supersede
 from api.streams.stream import Stream, new_stream
 from common.broker.client import broker_url, connect
+from common.broker.committed import Committed, read_slice
 from common.broker.keys import Keys
 from common.ids import REQUEST_ID
 from common.messages.codec import WireError, decode, encode
@@ -107,13 +108,11 @@ async def read_committed(pool: Pool, answer: HttpAnswer, channel: str) -> list[S
     return streams
 
 
-async def read_fields(pool: Pool, answer: HttpAnswer, names: list[str]) -> list[Any]:
-    """These fields of each choice's hash; None for one that is missing. Raises ApiError (503)."""
+async def read_states(pool: Pool, answer: HttpAnswer) -> list[Committed]:
+    """The state of each choice, without its tokens. Raises ApiError (503)."""
+    names = [choice.request_id for choice in answer.choices()]
     async with asking_broker():
-        pipe = pool.client.redis.pipeline(transaction=False)
-        for choice in answer.choices():
-            pipe.hmget(pool.client.keys.request(choice.request_id), names)
-        return await pipe.execute()
+        return [*(await read_slice(pool.client, dict.fromkeys(names), of_ended=False)).values()]
 
 
 async def become_reader(pool: Pool, streams: Sequence[Stream], connection: int | None = None) -> int:

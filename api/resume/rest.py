@@ -48,6 +48,7 @@ from api.resume.attach import Admitted, find_own
 from api.streams.http_response import Reader, TokenStream, client_gone, render_whole
 from api.streams.stream import Stream
 from common.broker.client import CONNECT_TIMEOUT_S
+from common.broker.committed import Committed
 from common.ids import FRAME_ID
 from common.messages.events import FINISHED
 from common.messages.request import SERVICE_CLASSES, class_index, service_class
@@ -248,8 +249,6 @@ async def find_rest(request: Request, name: str, num_seen: int) -> Reader | None
 
 STATES = ("queued", "running", "finished", "cancelled", "error")
 """From the earliest to the latest: the state of a request is the earliest of its choices'."""
-FIELDS = ["digest", "terminal", "cancel", "worker", "attempt"]
-"""Of a request's hash; all but the first may be missing."""
 STATE_ERRORS: Responses = only(TGI_ERRORS, 401, 403, 503)
 STATE_ERRORS |= error_responses(
     ErrorResponse, {404: "There is no such request, or it belongs to another API key"}
@@ -331,11 +330,11 @@ async def read_states(admitted: Admitted, is_cancelled: bool = False) -> list[st
     """The state of each choice. A reader deletes choices that have ended: a deleted choice has finished, or
     was cancelled if the request `is_cancelled`. Raises ApiError: 503, and 404 if all choices have finished.
     """
-    hashes = await attach.read_fields(admitted.pool, admitted.answer, FIELDS)
-    if not is_cancelled and not any(digest for digest, *_ in hashes):
+    states = await attach.read_states(admitted.pool, admitted.answer)
+    if not is_cancelled and not any(state.known for state in states):
         raise unknown_request(admitted.answer.request_id)
     deleted = "cancelled" if is_cancelled else "finished"
-    return [deleted if digest is None else choice_state(*fields) for digest, *fields in hashes]
+    return [choice_state(state) if state.known else deleted for state in states]
 
 
 async def read_position(admitted: Admitted) -> int | None:
@@ -354,15 +353,13 @@ def earliest(states: Sequence[str]) -> str:
     return min(states, key=STATES.index)
 
 
-def choice_state(
-    terminal: bytes | None, cancel: bytes | None, worker: bytes | None, attempt: bytes | None
-) -> str:
-    """The state of a choice, from the fields of its hash. With a `cancel`, it may still end otherwise."""
-    if terminal is not None:
-        return next((state for state in STATES if state == terminal.decode()), "finished")
-    if cancel is not None:
+def choice_state(state: Committed) -> str:
+    """The state of a choice that is known. With a cancel, it may still end otherwise."""
+    if state.terminal:
+        return state.terminal if state.terminal in STATES else "finished"
+    if state.cancelled:
         return "cancelled"
-    return "running" if worker or int(attempt or 0) else "queued"
+    return "running" if state.worker or state.attempt else "queued"
 
 
 def render_request(
@@ -403,20 +400,14 @@ async def check_repeated(request: Request) -> None:
         return
     if (admitted := await find_own(request, answer_id(request))) is None:
         return
-    states = await read_ends(admitted.pool, admitted.answer)
-    if None in states:
+    states = await attach.read_states(admitted.pool, admitted.answer)
+    if not all(state.known for state in states):
         return
-    if all(state in ("", *FINISHED) for state in states):
+    if all(state.terminal in ("", *FINISHED) for state in states):
         raise Repeated(admitted.answer.request_id)
     async with asking_broker():
         for choice in admitted.answer.choices():
             await delete_ended(admitted.pool.client, choice.request_id)
-
-
-async def read_ends(pool: Pool, answer: HttpAnswer) -> Sequence[str | None]:
-    """How each choice ended; empty if it has not, None if it is not known. Raises ApiError (503)."""
-    found = await attach.read_fields(pool, answer, ["digest", "terminal"])
-    return [(terminal or b"").decode() if digest else None for digest, terminal in found]
 
 
 async def replay(count: CountError, request: Request, repeated: Repeated) -> Response:
@@ -469,10 +460,12 @@ async def wait_for_end(pool: Pool, answer: HttpAnswer) -> None:
     Raises ApiError (503) if the answer is gone meanwhile, or failed: the next repetition is served anew.
     """
     while True:
-        states = await read_ends(pool, answer)
-        if not all(state in ("", *FINISHED) for state in states):
-            raise lost() if None in states else unavailable("the earlier request has just failed: ask again")
-        if all(states):
+        states = await attach.read_states(pool, answer)
+        if not all(state.known for state in states):
+            raise lost()
+        if not all(state.terminal in ("", *FINISHED) for state in states):
+            raise unavailable("the earlier request has just failed: ask again")
+        if all(state.terminal for state in states):
             return
         await asyncio.sleep(POLL_S)
 
