@@ -40,7 +40,7 @@ from api.handover.heir import write_inherited
 from api.http.auth import LOCAL_ORIGINS, KeyRing, check_admin, check_key
 from api.http.body import Repeated
 from api.http.connection_limits import Connections, raise_file_limit
-from api.http.middleware import AccessLog, around, error_handlers
+from api.http.middleware import ERROR_HANDLERS, AccessLog, around
 from api.http.openapi import TAGS, build_document, introduction
 from api.http.protocol import UNREADABLE, HttpProtocol
 from api.http.sse import CONNECTIONS
@@ -60,7 +60,6 @@ from api.protocols.responses import read_response, render_response
 from api.protocols.stored_responses import router as stored_responses
 from api.protocols.table import hint, make_router, protocol_at
 from api.protocols.tgi import info_router as info
-from api.requests.metrics import count_error
 from api.requests.pool import Pool
 from api.requests.registry import PoolRegistry
 from api.resume.attach import Admitted, ask_broker
@@ -216,7 +215,7 @@ def make_routes(gateway: Gateway, refuses: Callable[[], bool] = lambda: False) -
         redirect_slashes=False,
         openapi_url="/api-doc/openapi.json",
         redoc_url=None,
-        exception_handlers={**error_handlers(count_error), Repeated: partial(replay, count_error)},
+        exception_handlers={**ERROR_HANDLERS, Repeated: replay},
     )
     app.openapi = lambda: build_document(app)  # type: ignore[method-assign]
     app.add_api_route("/openapi.json", lambda: build_document(app), include_in_schema=False)

@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,6 @@ from common.messages.kept_answer import (
     MAX_DATAGRAM_BYTES,
     KeeperMessage,
     KeptAnswer,
-    KeptRequests,
     received,
 )
 
@@ -285,18 +284,9 @@ class AnswerSocket:
 
     # --- beginning ------------------------------------------------------------------------------------------
 
-    async def keep(
-        self,
-        request_id: str,
-        connection: int,
-        num_seen: int,
-        comment: bytes,
-        extra: Mapping[str, str] | None,
-        requests: KeptRequests | None,
-    ) -> None:
-        """Have the socket kept, with the answer's admitted requests. A stream's socket is kept when its head
-        is known; a whole answer's at once, with the headers of the response that another gateway does not
-        know (`extra`).
+    async def keep(self, kept: KeptAnswer) -> None:
+        """Have the socket kept. A stream's is kept when its head is known; a whole answer's, which has no
+        comments, at once.
         """
         if self.answer is not None or not self.channel.is_open:
             return
@@ -310,19 +300,9 @@ class AnswerSocket:
             warn_once(f"streams end with this gateway: {error}")
             return
         headers = [(name, value) for name, value in scope["headers"] if name in KEPT_HEADERS]
-        self.answer = KeptAnswer(
-            request_id=request_id,
-            base=base,
-            format=FORMAT,
-            connection=connection,
-            num_seen=num_seen,
-            comment=comment,
-            headers=headers,
-            requests=requests,
-            http_version=scope["http_version"],
-        )
-        if extra is not None:
-            await self.tell(replace(self.answer, extra=list(extra.items())))
+        self.answer = replace(kept, base=base, headers=headers, http_version=scope["http_version"])
+        if not kept.comment:
+            await self.tell(self.answer)
 
     async def start(self, message: Message, send: Send) -> None:
         """Tell the keeper the bytes of the response's head, then write them."""

@@ -164,12 +164,9 @@ class Connections:
             await pace.step(0)
 
     def check_bytes(self) -> None:
-        held = sorted(
-            (connection for connection in self.open if connection.since_s is not None),
-            key=lambda connection: connection.since_s or 0.0,
-        )
+        held = [connection for connection in self.open if connection.num_bytes]
         total = sum(connection.num_bytes for connection in held)
-        for connection in held:
+        for connection in sorted(held, key=lambda connection: connection.taken_s):
             if total <= MAX_UNREAD_BYTES:
                 return
             total -= connection.num_bytes

@@ -28,7 +28,7 @@ from api.event_loop import Turns
 from api.http.auth import API_KEY
 from api.json import to_json
 from api.protocols.protocol import ROW, Protocol, asks_for_tokens, errors_of
-from api.requests.metrics import count_arrival
+from api.requests.metrics import count_arrival, count_error
 from api.requests.service_terms import REQUEST_ID_HEADER, client_request_id
 from api.streams.stream import Stream
 from common import tracing
@@ -78,8 +78,6 @@ def around(app: ASGIApp, *middlewares: Middleware) -> ASGIApp:
 
 
 CLIENT_CLOSED_REQUEST = 499
-CountError = Callable[[int, str], None]
-"""Counts an error response by its status and type."""
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 
 
@@ -98,17 +96,17 @@ def error_response(error: ApiError, family: Family, headers: Mapping[str, str] |
     return Response(to_json(body), status, all_headers, "application/json")
 
 
-async def handle_api_error(count: CountError, request: Request, error: ApiError) -> Response:
-    count(error.status, error.error_type)
+async def handle_api_error(request: Request, error: ApiError) -> Response:
+    count_error(error.status, error.error_type)
     record_of(request.scope).note({"reason": error.error_type})
     return error_response(error, errors_of(request.scope))
 
 
-async def handle_query(count: CountError, request: Request, exception: RequestValidationError) -> Response:
+async def handle_query(request: Request, exception: RequestValidationError) -> Response:
     """Answer a request with a wrong query; routes read their bodies themselves."""
     problem = exception.errors()[0]
     name = str(problem["loc"][-1])
-    return await handle_api_error(count, request, invalid(f"`{name}`: {problem['msg']}", name))
+    return await handle_api_error(request, invalid(f"`{name}`: {problem['msg']}", name))
 
 
 async def handle_http_exception(request: Request, exception: HTTPException) -> Response:
@@ -142,14 +140,13 @@ async def handle_crash(request: Request, error: Exception) -> Response:
     return error_response(internal_error(), errors_of(request.scope), {"connection": "close"})
 
 
-def error_handlers(count: CountError) -> dict[int | type[Exception], Any]:
-    return {
-        ApiError: partial(handle_api_error, count),
-        HTTPException: handle_http_exception,
-        RequestValidationError: partial(handle_query, count),
-        ClientDisconnect: handle_disconnect,
-        Exception: handle_crash,
-    }
+ERROR_HANDLERS: dict[int | type[Exception], Any] = {
+    ApiError: handle_api_error,
+    HTTPException: handle_http_exception,
+    RequestValidationError: handle_query,
+    ClientDisconnect: handle_disconnect,
+    Exception: handle_crash,
+}
 
 
 # --- access log ---------------------------------------------------------------------------------------------

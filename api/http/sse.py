@@ -14,6 +14,7 @@ import socket
 import struct
 import sys
 import termios
+import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
@@ -278,7 +279,6 @@ class Connection:
     Attributes:
         answer_id: id of the answer that is being written; empty for none.
         count_ended: counts the records of that answer that are complete and not rendered yet.
-        since_s: monotonic time since which something waits; None if nothing does.
         taken: result of `bytes_taken` at the last check; 0 if nothing waited.
         taken_s: monotonic time since which the client has taken nothing.
         is_half_closed: whether the client has closed its side. It may still read.
@@ -289,9 +289,8 @@ class Connection:
         self.address = address
         self.answer_id = ""
         self.count_ended: Callable[[], int] | None = None
-        self.since_s: float | None = None
         self.taken = 0
-        self.taken_s = 0.0
+        self.taken_s = time.monotonic()
         self.is_half_closed = False
 
     @property
@@ -305,10 +304,6 @@ class Connection:
         taken = bytes_taken(self.transport) if self.transport.get_write_buffer_size() else 0
         if not taken or taken != self.taken:
             self.taken, self.taken_s = taken, now_s
-        if not self.num_bytes:
-            self.since_s = None
-        elif self.since_s is None:
-            self.since_s = now_s
 
 
 def bytes_taken(transport: asyncio.Transport) -> int:

@@ -20,7 +20,7 @@ from api.answers.answer import HttpAnswer
 from api.errors import ApiError, asking_broker, cut, failed, invalid, quoted, unavailable
 from api.http import body
 from api.http.body import REPLAYED, Repeated, check_same, idempotency_key, noted_digest, read_bytes
-from api.http.middleware import STREAM_PATH, CountError, error_response, handle_api_error, handle_disconnect
+from api.http.middleware import STREAM_PATH, error_response, handle_api_error, handle_disconnect
 from api.http.openapi import (
     RESUME,
     TGI_ERRORS,
@@ -410,12 +410,12 @@ async def check_repeated(request: Request) -> None:
             await delete_ended(admitted.pool.client, choice.request_id)
 
 
-async def replay(count: CountError, request: Request, repeated: Repeated) -> Response:
+async def replay(request: Request, repeated: Repeated) -> Response:
     """Exception handler: respond with the answer of the earlier request."""
     try:
         response = await respond(request, repeated.request_id)
     except ApiError as error:
-        return await handle_api_error(count, request, error)
+        return await handle_api_error(request, error)
     except ClientDisconnect as error:
         return await handle_disconnect(request, error)
     response.headers[REPLAYED] = "true"

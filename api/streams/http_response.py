@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -18,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from api.answers.answer import HttpAnswer
 from api.errors import failed
 from api.event_loop import offload
-from api.handover.answer_socket import flush, socket_of
+from api.handover.answer_socket import FORMAT, flush, socket_of
 from api.http.middleware import STREAM_PATH, RequestRecord, count_longest, export_sent, record_of
 from api.http.sse import (
     COMMENT,
@@ -36,7 +37,7 @@ from api.requests.metrics import total_headers
 from api.requests.pool import Pool
 from api.streams.stream import Stream
 from common.broker.keys import pool_of
-from common.messages.kept_answer import MAX_ANSWER_BYTES, KeptRequests
+from common.messages.kept_answer import MAX_ANSWER_BYTES, KeptAnswer, KeptRequests
 from common.process.event_loop import run_until_one_ends
 
 
@@ -75,18 +76,22 @@ class Reader:
 
 
 async def keep_socket(
-    scope: Scope, reader: Reader, comment: bytes = b"", extra: Mapping[str, str] | None = None
+    scope: Scope, reader: Reader, comment: bytes = b"", extra: Mapping[str, str] = MappingProxyType({})
 ) -> None:
     """Have the socket of an answer kept, if a keeper listens, with what it takes to queue the requests again.
-    The other arguments are those of `AnswerSocket.keep`.
+
+    Args:
+        comment: what keeps the connection of a stream alive.
+        extra: headers of a whole answer that another gateway does not know.
     """
     answer, streams = reader.answer, reader.streams
     packed, channel = streams[0].answer, streams[0].request.channel
     digests = [stream.request.digest for stream in streams]
     requests = KeptRequests(pool_of(channel), channel, digests, packed, is_kept=answer.terms.kept_s > 0)
     fits = len(packed) + sum(map(len, digests)) <= MAX_ANSWER_BYTES  # in a datagram to the keeper
-    kept = requests if fits else None
-    await socket_of(scope).keep(answer.request_id, reader.number, reader.num_seen, comment, extra, kept)
+    kept = KeptAnswer(answer.request_id, 0, FORMAT, reader.number, reader.num_seen, comment=comment)
+    kept = replace(kept, extra=[*extra.items()], requests=requests if fits else None)
+    await socket_of(scope).keep(kept)
 
 
 def end_reading(scope: Scope, reader: Reader, record: RequestRecord | None) -> None:

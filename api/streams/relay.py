@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -459,7 +459,8 @@ class Filler:
             for stream in streams
         }
         lacked_prompt = [stream for stream in streams if stream.prompt.is_missing and stream.has_gap]
-        states = await read_tails(self.client, offsets)
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):  # of a request that has ended all of its string
+            states = await read_slice(self.client, offsets, of_ended=True)
         for stream in streams:
             name = stream.request.request_id
             await self.apply_state(stream, states[name], offsets[name])
@@ -529,15 +530,6 @@ class Filler:
         """Let the stream's detokenizer see the tokens that came with their text."""
         while stream.late_text.see(stream.ids, TOKENS_AT_ONCE):
             await self.pace.step(TOKENS_AT_ONCE // TOKENS_PER_UNIT)
-
-
-async def read_tails(pool: PoolClient, offsets: Mapping[str, int]) -> dict[str, Committed]:
-    """Return the state of each request without what only a log has, and of its string only the part from the
-    given byte on. Of a request that has ended it is the whole string, so that a reader with other tokens
-    notices.
-    """
-    async with asyncio.timeout(CONNECT_TIMEOUT_S):
-        return await read_slice(pool, offsets, of_ended=True)
 
 
 async def read_logits(pool: PoolClient, request_id: str, num_bytes: int) -> bytes | None:
@@ -692,19 +684,15 @@ class Offers:
             self.num_offers += 1
             self.apply(stream, reply)
             if reply.outcome == "queued" and (stream.terminal or stream.released):
-                await self.cancel(stream)
+                await attempt(lambda: self.cancel(stream), retry_forever)
             return
         await asyncio.sleep(RETRY_PAUSE_S)
         self.request_offer([stream], reopen)
 
     async def cancel(self, stream: Stream) -> None:
         """Cancel a request whose stream ended here while it was offered. Its keys expire."""
-
-        async def cancel_in_time() -> bool:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                return await cancel_request(self.client, stream.request.request_id)
-
-        await attempt(cancel_in_time, retry_forever)
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            await cancel_request(self.client, stream.request.request_id)
 
     def apply(self, stream: Stream, reply: OfferReply) -> None:
         """Apply the reply to an offer."""

@@ -21,8 +21,8 @@ from api.app import Gateway
 from api.requests import request_scripts
 from api.requests.request_scripts import cancel_request
 from api.streams import relay as relay_module
-from api.streams.relay import read_tails
 from benchmarks.client import EventReader, StreamBroken
+from common.broker.committed import read_slice
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.messages.codec import decode
@@ -377,12 +377,12 @@ async def test_a_cancelled_request_is_shown_although_its_reader_has_deleted_it(
         await wait_for(lambda: pool.redis.exists(pool.keys.request(request_id)), 0)
         return is_cancelled
 
-    async def read_slowly(pool: PoolClient, offsets: dict[str, int]) -> Any:
-        states = await read_tails(pool, offsets)
+    async def read_slowly(pool: PoolClient, offsets: dict[str, int], of_ended: bool) -> Any:
+        states = await read_slice(pool, offsets, of_ended)
         await wait_until(lambda: pool.redis.strlen(pool.keys.tokens(*offsets)))  # its worker spills meanwhile
         return states
 
-    monkeypatch.setattr(relay_module, "read_tails", read_slowly)
+    monkeypatch.setattr(relay_module, "read_slice", read_slowly)
     monkeypatch.setattr(request_scripts, "cancel_request", cancel_and_wait)
     async with two_gateways(broker.url, ENDLESS) as (worker, gateway, client, other):
         body = TWO_CHOICES | {"n": 1, "max_tokens": 1000}

@@ -15,9 +15,8 @@ from api.jobs import records
 from api.jobs.records import DEAD, DONE, JobEnding
 from api.requests import request_scripts
 from api.requests.request_scripts import AdmitReply, AttachReply
-from api.streams.relay import read_tails
 from batcher import batcher_scripts
-from common.broker.committed import Committed, read
+from common.broker.committed import Committed, read, read_slice
 from common.broker.keys import RESULT_TTL_MS, SEALED, Keys
 from common.broker.lua import Args, call_script, run_script, script_names
 from common.broker.pool_client import PoolClient
@@ -185,7 +184,7 @@ async def end(redis: Redis, why: str, spilled: bytes = b"") -> None:
 
 
 async def read_end(redis: Redis) -> Committed:
-    return (await read_tails(PoolClient(redis, KEYS), {"r1": 0}))["r1"]
+    return (await read_slice(PoolClient(redis, KEYS), {"r1": 0}, of_ended=True))["r1"]
 
 
 async def own_keys(redis: Redis) -> list[bytes]:
