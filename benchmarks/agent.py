@@ -40,7 +40,6 @@ from common.messages.request import Generate, StoppingParams
 from common.settings.settings import Settings
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_client import EngineClient, EngineDied, EngineLink, RankProcess
-from gpu_worker.agent.row_text import RowTable
 from gpu_worker.agent.state import AgentState
 from tests.support import brokers
 from tests.support.machine.callgrind import VARIABLES, InstructionMeter, require_valgrind, under_callgrind
@@ -95,7 +94,7 @@ async def measure(
         Settings(),
         PoolClient(redis, KEYS),
         engine,
-        AgentState(RowTable(tokenizer)),
+        AgentState(tokenizer),
         WorkerCapacity(
             incarnation=name,
             name=name,
@@ -110,7 +109,7 @@ async def measure(
     serving = asyncio.create_task(agent.run())
     blocks = pack_ids(range(1, 2 + (PROMPT_TOKENS + num_steps) // 16))  # of each row: they hold nothing
     await start_rows(redis, name, num_rows, pack_ids(tokenizer.encode(TEXT).ids[:PROMPT_TOKENS]), blocks)
-    await wait_until(lambda: len(agent.state.table.rows) == num_rows)
+    await wait_until(lambda: len(agent.state.rows) == num_rows)
     await plan(redis, name, Plan(1, 2, 10**6, 10**6))
     if waits:  # for the first step: by then the engine has computed all
         await wait_until(lambda: agent.state.step > 0)

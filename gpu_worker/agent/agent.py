@@ -73,7 +73,7 @@ class Agent:
             engine,
             self.state.adapters,
             interval_s=min(REPEAT_S, settings.heartbeat_s),
-            used=lambda: {row.request.adapter for row in self.state.table.rows.values()},
+            used=lambda: {row.request.adapter for row in self.state.rows.values()},
             note_change=self.note_answer,
         )
 
@@ -113,7 +113,7 @@ class Agent:
         """Return once the engine holds no row of this incarnation, which is over. Raises EngineDied,
         EngineStuck.
         """
-        rows = self.state.table.rows
+        rows = self.state.rows
         watchdog = Watchdog(self.step_timeout_s, lambda: bool(rows), self.engine.run_delay_s)
         await run_until_one_ends(self.steps.stop_all(watchdog), watchdog.run())
 
@@ -141,7 +141,7 @@ class Agent:
     def is_busy(self) -> bool:
         """Whether the engine has rows and may run a step, or has a command to answer."""
         return bool(self.engine.asked) or (
-            bool(self.state.table.rows) and self.state.step < self.state.granted.until
+            bool(self.state.rows) and self.state.step < self.state.granted.until
         )
 
     def note_answer(self) -> None:
@@ -153,7 +153,7 @@ class Agent:
         """How long a step may take: STEP_TIMEOUT_S, or SLOW_STEPS times as long as the warm-up predicts for a
         step of all tokens granted, if that is longer.
         """
-        tokens = self.state.granted.prefill_tokens + len(self.state.table.rows)
+        tokens = self.state.granted.prefill_tokens + len(self.state.rows)
         return max(self.settings.step_timeout_s, SLOW_STEPS * tokens * self.worker.token_ms / 1e3)
 
     async def send_heartbeats(self) -> None:
@@ -180,7 +180,7 @@ class Agent:
         """Write to Redis that the worker is alive, what it can hold and what it holds; the answer may ask it
         to drain. Raises Sealed or StreamsGone when the incarnation is over.
         """
-        state, table = self.state, self.state.table
+        state = self.state
         call = worker_scripts.worker_heartbeat(
             self.pool.keys,
             self.worker.incarnation,
@@ -190,12 +190,12 @@ class Agent:
             step=state.step,
             fields=process_fields()
             | {
-                "rows": len(table.live),
+                "rows": len(state.live),
                 "max_rows": self.worker.places(self.settings.max_batch_size),
-                "blocks": table.num_blocks(self.worker.block_size),
+                "blocks": state.num_blocks(self.worker.block_size),
                 "tokens": state.num_tokens,
-                "known": table.num_known,
-                "cached": table.num_cached,
+                "known": state.num_known,
+                "cached": state.num_cached,
                 **({"adapters": encode(state.adapters.message)} if self.worker.max_loras else {}),
             },
         )
@@ -210,7 +210,7 @@ class Agent:
         GRACEFUL_TERMINATION_TIMEOUT.
         """
         await self.state.draining.wait()
-        log.info("draining, with %s", plural(len(self.state.table.rows), "row"))
+        log.info("draining, with %s", plural(len(self.state.rows), "row"))
         self.heartbeat_now.set()
         await run_until_one_ends(self.become_idle(), self.run_out_of_time())
 

@@ -119,7 +119,7 @@ class PlanHandler:
         starts = [one for start in plan.starts if (one := self.start_row(start)) is not None]
         state.granted = replace(plan, starts=[], blocks=[], stops=[])
         for number, blocks in plan.blocks:
-            if (row := state.table.rows.get(number)) is not None:
+            if (row := state.rows.get(number)) is not None:
                 row.blocks += blocks
         if starts:
             state.idle.clear()
@@ -127,13 +127,12 @@ class PlanHandler:
             state.wake.set()
         self.engine.send(replace(plan, starts=starts))
         for start in starts:
-            self.steps.end_at_committed_stop_string(state.table.rows[start.row])
-        self.return_unknown_rows(row for row, _ in plan.stops if row not in state.table.rows)
+            self.steps.end_at_committed_stop_string(state.rows[start.row])
+        self.return_unknown_rows(row for row, _ in plan.stops if row not in state.rows)
 
     def start_row(self, start: NewRow) -> NewRow | None:
         """Add a row to the table → what the engine starts; None if its request has failed."""
-        row = self.state.table.start(start)
-        self.state.budgets.on_start(row)
+        row = self.state.start(start)
         contents = self.pictures.of_row(start)
         if contents is None:
             self.steps.fail_at_start(row, "picture_gone")

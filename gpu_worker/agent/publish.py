@@ -159,7 +159,7 @@ class Flusher:
             self.rests = False
             state.wake.clear()
             await self.flush()
-            if not state.table.rows and state.outbox.is_empty:
+            if not state.rows and state.outbox.is_empty:
                 state.idle.set()
 
     # --- in the call that brings a step ---------------------------------------------------------------------
@@ -189,7 +189,7 @@ class Flusher:
         return (
             0 < outbox.num_steps * state.step_ms <= MAX_WAIT_MS
             and not outbox.needs_report
-            and len(state.table.rows) <= FEW_ROWS
+            and len(state.rows) <= FEW_ROWS
             and state.step < state.granted.until
             and not self.report_due()
             and not state.budgets.num_rows
@@ -202,7 +202,7 @@ class Flusher:
             self.rests
             and not state.wake.is_set()
             and self.started is None
-            and bool(state.table.rows)
+            and bool(state.rows)
             and state.step < state.granted.until
             and self.client.is_connected
             and not state.outbox.logits
@@ -350,7 +350,7 @@ class Flusher:
             terminals=[self.terminal(row, why) for row, why in outbox.terminals],
             spills=[
                 *map(Spill.of, outbox.interrupted),
-                *(Spill.of(row, row.num_spilled) for row in state.table.live if trim),
+                *(Spill.of(row, row.num_spilled) for row in state.live if trim),
             ],
             counts=[
                 (row.request.key_id, row.flushed(row.num_tokens))
@@ -396,12 +396,12 @@ class Flusher:
         """Make a flush follow any state of the broker: it spills all tokens of its own and of live rows, and
         tells the batcher that reports are lost.
         """
-        table = self.state.table
-        for row in table.rows.values():
+        state = self.state
+        for row in state.rows.values():
             row.num_spilled = 0
         report = flush.report or self.make_report(Outbox(), flush.sequence)
         flush.report = replace(report, reports_lost=True)
-        rows = dict.fromkeys([*(spill.row for spill in flush.spills), *table.live])
+        rows = dict.fromkeys([*(spill.row for spill in flush.spills), *state.live])
         flush.spills = [Spill.of(row) for row in rows]
         flush.mode = "whole"
         # the batcher has time to save the log before a trim
@@ -412,7 +412,7 @@ class Flusher:
         needs blocks, or the last report is REPORT_INTERVAL_S old.
         """
         state = self.state
-        return bool(state.table.rows) and (
+        return bool(state.rows) and (
             state.report_clock.is_due(state.step)
             or time.monotonic() - self.reported_s >= REPORT_INTERVAL_S
             or state.runs_short(self.block_size)
@@ -429,8 +429,8 @@ class Flusher:
             epoch=state.plan.epoch,
             plan=state.plan.number,
             step=state.step,
-            held=[row.held for row in state.table.rows.values()] if outbox.report.takeover else [],
-            last_row=state.table.last_row,
+            held=[row.held for row in state.rows.values()] if outbox.report.takeover else [],
+            last_row=state.last_row,
             step_times=state.take_step_times(),
             lengths=lengths,
             round_trips=state.report_clock.on_report(state.step),

@@ -70,6 +70,34 @@ class RowText:
     has_budget: bool = False
     started_s: float = field(default_factory=time.monotonic)
 
+    @classmethod
+    def of(cls, start: NewRow, tokenizer: Tokenizer) -> "RowText":
+        """A row that starts. Tokens of earlier attempts are published already: they only advance the
+        detokenizer and the stop strings.
+        """
+        request, prompt_ids = start.request, unpack_ids(start.request.prompt_ids)
+        committed_ids, _, _ = unpack_records(start.committed, request.width)
+        row = cls(
+            row=start.row,
+            attempt=start.attempt,
+            base=start.base,
+            request=request,
+            prompt_ids=prompt_ids,
+            detokenizer=Detokenizer(tokenizer, prompt_ids),
+            matcher=StopMatcher(stops) if (stops := request.stopping.stop) and not request.beams else None,
+            records=bytearray(start.committed),
+            num_tokens=0,
+            num_spilled=start.base,
+            blocks=start.blocks,
+            num_cached=start.num_cached,
+            prompt=None if request.prompt_logprobs is None or start.base else bytearray(),
+            has_budget=request.account is not None and request.account.has_budget,
+        )
+        for token_id in committed_ids:
+            row.num_tokens += 1
+            row.matches_stop_string(row.detokenizer.step(token_id))
+        return row
+
     def add(self, token_id: int, logprob: float, top: Sequence[bytes] | None = None) -> str:
         """Add a token, with packed ids and log-probabilities of the likeliest ones if the request asks for
         them → the text that the token adds.
@@ -190,65 +218,3 @@ def take_columns(rows: Sequence[RowText]) -> TokenColumns | None:
         records=b"".join([row.records[-size:] for row in single]),
         texts=[row.texts.pop() for row in single],
     )
-
-
-@dataclass(slots=True)
-class RowTable:
-    """The rows of a worker, by number, from their start until the engine releases them.
-
-    Attributes:
-        last_row: the highest number that a row ever had.
-        num_known: tokens that rows started with, those of earlier attempts included.
-        num_cached: how many of these had their KV in blocks already.
-    """
-
-    tokenizer: Tokenizer
-    rows: dict[int, RowText] = field(default_factory=dict)
-    last_row: int = 0
-    num_known: int = 0
-    num_cached: int = 0
-
-    def start(self, start: NewRow) -> RowText:
-        """Add a row. Tokens of earlier attempts are published already: they only advance the detokenizer and
-        the stop strings.
-        """
-        prompt_ids, stops = unpack_ids(start.request.prompt_ids), start.request.stopping.stop
-        committed_ids, _, _ = unpack_records(start.committed, start.request.width)
-        row = RowText(
-            row=start.row,
-            attempt=start.attempt,
-            base=start.base,
-            request=start.request,
-            prompt_ids=prompt_ids,
-            detokenizer=Detokenizer(self.tokenizer, prompt_ids),
-            matcher=StopMatcher(stops) if stops and not start.request.beams else None,
-            records=bytearray(start.committed),
-            num_tokens=0,
-            num_spilled=start.base,
-            blocks=start.blocks,
-            num_cached=start.num_cached,
-            prompt=None if start.request.prompt_logprobs is None or start.base else bytearray(),
-            has_budget=start.request.account is not None and start.request.account.has_budget,
-        )
-        for token_id in committed_ids:
-            row.num_tokens += 1
-            row.matches_stop_string(row.detokenizer.step(token_id))
-        self.rows[start.row] = row
-        self.last_row = max(self.last_row, start.row)
-        self.num_known += len(prompt_ids) + start.base
-        self.num_cached += start.num_cached
-        return row
-
-    @property
-    def live(self) -> list[RowText]:
-        return [row for row in self.rows.values() if not row.ended]
-
-    def num_blocks(self, block_size: int) -> int:
-        """Count the KV blocks that hold tokens of any row; rows may share blocks. Of a beam search all count:
-        its beams take them as they need them.
-        """
-        filled: set[int] = set()
-        for row in self.rows.values():
-            num_filled = -(-(len(row.prompt_ids) + row.num_tokens) // block_size)
-            filled.update(unpack_ids(row.blocks)[: None if row.request.beams else num_filled])
-        return len(filled)

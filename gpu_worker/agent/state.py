@@ -11,10 +11,13 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from tokenizers import Tokenizer
+
 from common.messages.events import INTERRUPTED
-from common.messages.plan import Plan, Report
+from common.messages.plan import NewRow, Plan, Report
+from common.messages.records import unpack_ids
 from gpu_worker.agent.engine_adapters import EngineAdapters
-from gpu_worker.agent.row_text import RowTable, RowText
+from gpu_worker.agent.row_text import RowText
 from gpu_worker.protocol import StepResult
 
 
@@ -163,7 +166,10 @@ class AgentState:
     """The state of one incarnation.
 
     Attributes:
-        table: the rows that the engine holds.
+        rows: by number, from their start until the engine releases them.
+        last_row: the highest number that a row ever had.
+        num_known: tokens that rows started with, those of earlier attempts included.
+        num_cached: how many of these had their KV in blocks already.
         draining: the worker takes no more rows and ends once it holds none.
         leaving: the worker takes no more rows, since it is to serve another model.
         signalled: a signal asked the worker to end within GRACEFUL_TERMINATION_TIMEOUT.
@@ -181,10 +187,14 @@ class AgentState:
         idle: whether no row is held and everything is published.
     """
 
-    table: RowTable
+    tokenizer: Tokenizer
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
     signalled: asyncio.Event = field(default_factory=asyncio.Event)
+    rows: dict[int, RowText] = field(default_factory=dict)
+    last_row: int = 0
+    num_known: int = 0
+    num_cached: int = 0
     outbox: Outbox = field(default_factory=Outbox)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -198,6 +208,29 @@ class AgentState:
     budgets: KeyBudgets = field(default_factory=KeyBudgets)
     adapters: EngineAdapters = field(default_factory=EngineAdapters)
     step_times: dict[tuple[bool, bool], tuple[int, int, float]] = field(default_factory=dict)
+
+    def start(self, start: NewRow) -> RowText:
+        """Add a row."""
+        row = self.rows[start.row] = RowText.of(start, self.tokenizer)
+        self.budgets.on_start(row)
+        self.last_row = max(self.last_row, start.row)
+        self.num_known += len(row.prompt_ids) + start.base
+        self.num_cached += start.num_cached
+        return row
+
+    @property
+    def live(self) -> list[RowText]:
+        return [row for row in self.rows.values() if not row.ended]
+
+    def num_blocks(self, block_size: int) -> int:
+        """Count the KV blocks that hold tokens of any row; rows may share blocks. Of a beam search all count:
+        its beams take them as they need them.
+        """
+        filled: set[int] = set()
+        for row in self.rows.values():
+            num_filled = -(-(len(row.prompt_ids) + row.num_tokens) // block_size)
+            filled.update(unpack_ids(row.blocks)[: None if row.request.beams else num_filled])
+        return len(filled)
 
     def add_time(self, step: StepResult) -> None:
         """Add the duration of a step to the next report."""
@@ -229,11 +262,11 @@ class AgentState:
         """The state of the next incarnation, whose engine is the same and holds no row. Numbers of rows and
         steps go on, and so does the grant.
         """
-        table = RowTable(self.table.tokenizer, last_row=self.table.last_row)
         return AgentState(
-            table,
+            self.tokenizer,
             self.draining,
             signalled=self.signalled,
+            last_row=self.last_row,
             step=self.step,
             granted=self.granted,
             adapters=self.adapters,

@@ -105,12 +105,12 @@ class StepHandler:
 
         def handle(steps: Sequence[StepResult]) -> None:
             self.handle(steps, watchdog)
-            if not state.table.rows:
+            if not state.rows:
                 released.set()
 
-        stops = [(row, "preempted") for row in state.table.rows]
+        stops = [(row, "preempted") for row in state.rows]
         self.engine.send(replace(state.granted, stops=stops))
-        if state.table.rows:
+        if state.rows:
             await run_until_one_ends(self.engine.run_steps(handle), released.wait())
 
     def apply(self, step: StepResult) -> None:
@@ -125,7 +125,7 @@ class StepHandler:
         self.add_tokens(step)
         self.add_prompts(step)
         state.outbox.report.snapshots.extend(step.snapshots)
-        rows = state.table.rows
+        rows = state.rows
         for number, records in step.sequences:
             if (row := rows.get(number)) is not None and not row.ended:
                 row.set_sequences(records)
@@ -144,13 +144,13 @@ class StepHandler:
     def add_logits(self, step: StepResult) -> None:
         """Add the logits of rows that have not ended: those after the end belong to no token."""
         for number, first, values in step.logits:
-            row = self.state.table.rows.get(number)
+            row = self.state.rows.get(number)
             if row is not None and not row.ended and (logits := row.request.logits):
                 place = first - logits.first_position(len(row.prompt_ids))
                 self.state.outbox.logits.append((row, place, values))
 
     def add_tokens(self, step: StepResult) -> None:
-        rows, outbox = self.state.table.rows, self.state.outbox
+        rows, outbox = self.state.rows, self.state.outbox
         top_logprobs = {place: top for place, *top in step.top_logprobs}
         outbox.num_steps += bool(step.samples)
         previous = 0
@@ -167,7 +167,7 @@ class StepHandler:
                     self.end_at_stop_string(row, step)
 
     def add_prompts(self, step: StepResult) -> None:
-        rows, outbox = self.state.table.rows, self.state.outbox
+        rows, outbox = self.state.rows, self.state.outbox
         for number, first, *logprobs in step.prompt_logprobs:
             if (row := rows.get(number)) is not None:
                 row.add_prompt(first, *logprobs)
@@ -196,7 +196,7 @@ class StepHandler:
         """End a row that the engine never gets."""
         log.error("request %s fails: %s", row.request.request_id, why)
         self.finish_row(row, why, row.num_tokens)
-        self.state.table.rows.pop(row.row)
+        self.state.rows.pop(row.row)
         self.state.outbox.report.released.append((row.row, 0))
         self.state.wake.set()
 

@@ -39,7 +39,6 @@ from common.settings.settings import SettingError, Settings
 from gpu_worker.agent.agent import Agent, Stay
 from gpu_worker.agent.engine_client import EngineClient, EngineDied, RankProcess
 from gpu_worker.agent.publish import Sealed
-from gpu_worker.agent.row_text import RowTable
 from gpu_worker.agent.state import AgentState
 from gpu_worker.agent.steps import EngineStuck
 
@@ -293,7 +292,7 @@ class ServedModel:
         """Make the state of the first incarnation over an engine, if there is none yet."""
         if self.state is None:
             tokenizer = await asyncio.to_thread(find_tokenizer, self.settings, directory)
-            self.state = AgentState(RowTable(tokenizer))
+            self.state = AgentState(tokenizer)
             machine.return_memory()
 
     async def sleep(self) -> None:

@@ -15,7 +15,6 @@ from common.messages.request import Generate, StoppingParams
 from common.settings.settings import Settings
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_client import EngineClient, StepsHandler
-from gpu_worker.agent.row_text import RowTable
 from gpu_worker.agent.state import AgentState
 from gpu_worker.protocol import SAMPLE, StepResult
 from tests.support.tokenizer import TOKENIZER
@@ -45,9 +44,7 @@ async def hset(redis: Redis, key: str, fields: dict[str, Any]) -> None:
 
 async def make_agent(redis: Redis) -> Agent:
     worker = WorkerCapacity("w0-1", "w0", "m", "float32", 16, 100, 64, 2048, token_ms=0.5)
-    agent = Agent(
-        Settings(), PoolClient(redis, KEYS), RecordingEngine(), AgentState(RowTable(TOKENIZER)), worker
-    )
+    agent = Agent(Settings(), PoolClient(redis, KEYS), RecordingEngine(), AgentState(TOKENIZER), worker)
     await agent.create_streams()
     return agent
 

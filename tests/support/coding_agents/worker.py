@@ -17,7 +17,6 @@ from common.messages.records import pack_ids, unpack_ids
 from common.process.startup import ProcessIdentity, configure_process, exit_when_unservable, start_process
 from common.settings.settings import Settings
 from gpu_worker.agent.agent import Agent, Stay
-from gpu_worker.agent.row_text import RowTable
 from gpu_worker.agent.state import AgentState
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.swapping.swapper import capacity, find_tokenizer, resolve
@@ -98,10 +97,9 @@ class AnsweringEngine(ModelessEngine):
 async def run(settings: Settings, own: ProcessIdentity) -> int:
     configure_process(own, settings)
     directory = resolve(settings, READY.dtype)
-    table = RowTable(find_tokenizer(settings, directory))
     engine = AnsweringEngine(ScriptFolder(Path(os.environ[SCRIPT_VARIABLE])), own.name)
     worker = capacity(settings, READY, own.name, own.incarnation, directory)
-    state = AgentState(table)
+    state = AgentState(find_tokenizer(settings, directory))
 
     def end() -> None:
         state.signalled.set()

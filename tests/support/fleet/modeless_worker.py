@@ -10,7 +10,6 @@ from common.messages.plan import Plan, WorkerCapacity
 from common.settings.settings import Settings
 from gpu_worker.agent.agent import Agent, Stay
 from gpu_worker.agent.engine_client import EngineClient, StepsHandler
-from gpu_worker.agent.row_text import RowTable
 from gpu_worker.agent.state import AgentState
 from tests.support.chaos.engine import BLOCK_SIZE, ScriptedEngine
 from tests.support.tokenizer import TOKENIZER
@@ -68,7 +67,7 @@ async def modeless_worker(
     worker = WorkerCapacity(f"{name}-1", name, "m", "float32", *sizes, standby=True)
     own: dict[str, Any] = {"pool": pool, "max_batch_size": max_batch_size}
     settings = Settings(redis_url=url, heartbeat_s=0.2, worker_ttl_s=TTL_S, **own)
-    agent = Agent(settings, PoolClient.connect(settings), engine, AgentState(RowTable(TOKENIZER)), worker)
+    agent = Agent(settings, PoolClient.connect(settings), engine, AgentState(TOKENIZER), worker)
     engine.draining = agent.state.draining
     engine.serving = asyncio.create_task(serve(agent))
     try:

@@ -26,7 +26,7 @@ from common.messages.request import Cancel, Generate
 from common.settings.settings import Settings
 from gpu_worker import worker_scripts
 from gpu_worker.agent.agent import Agent
-from gpu_worker.agent.row_text import RowTable, RowText
+from gpu_worker.agent.row_text import RowText
 from gpu_worker.agent.state import AgentState
 from gpu_worker.engine.batch.beams import BeamGroup
 from gpu_worker.engine.batch.row import PooledValues, Row, RowSlice
@@ -117,7 +117,7 @@ class AnsweringEngine(ModelessEngine):
     def forward(self, slices: Sequence[RowSlice]) -> StepSamples:
         samples = StepSamples([], [])
         for one in slices:
-            request = self.worker.agent.state.table.rows[one.row.number].request
+            request = self.worker.agent.state.rows[one.row.number].request
             if one.row.prompt_logprobs is not None and one.num_scored:
                 samples.prompt_logprobs.append(score_prompt(one, one.row.prompt_logprobs))
             if self.worker.keeps_logits:
@@ -193,7 +193,7 @@ class FakeWorker:
             Settings(pool=pool),
             PoolClient(self.redis, self.keys),
             self.engine,
-            AgentState(RowTable(tokenizer)),
+            AgentState(tokenizer),
             self.capacity(),
         )
         self.live: dict[str, RowText] = {}
@@ -267,18 +267,18 @@ class FakeWorker:
 
     async def begin(self, entry_id: bytes, request: Generate) -> None:
         self.seen.append(request)
-        answer, table = self.answer(request), self.agent.state.table
+        answer, state = self.answer(request), self.agent.state
         placed = {"worker": self.incarnation, "attempt": 1, "base": 0, "cached": answer.num_cached}
         await self.redis.hset(self.keys.request(request.request_id), mapping=placed)  # type: ignore[misc]
         first = self.num_blocks + 1
         self.num_blocks += -(-request.max_kv // BLOCK_SIZE)
         blocks = pack_ids(range(first, self.num_blocks + 1))
-        start = NewRow(table.last_row + 1, 1, 0, b"", blocks, request, num_cached=answer.num_cached)
+        start = NewRow(state.last_row + 1, 1, 0, b"", blocks, request, num_cached=answer.num_cached)
         self.engine.answers[start.row] = answer
         self.entry_ids[request.request_id] = entry_id.decode()
         await self.agent.plans.pictures.read_for([start])
         self.agent.plans.apply(replace(GRANT, starts=[start]))
-        if (row := table.rows.get(start.row)) is not None:  # else it has failed
+        if (row := state.rows.get(start.row)) is not None:  # else it has failed
             self.live[request.request_id] = row
 
     def logits(self, request: Generate, one: RowSlice) -> list[tuple[int, int, bytes]]:

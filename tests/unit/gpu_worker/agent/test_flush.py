@@ -51,7 +51,7 @@ async def test_tokens_ends_and_releases_are_published_in_one_flush(agent: Agent,
     assert unpack_records(await redis.get(KEYS.tokens("r1"))) == ([first, second], [-0.5, -0.5], [])
     (report,) = await reports(redis)
     assert (report.prefilled, report.ended, report.released) == ([(1, 2, 1)], [(1, "length", 2)], [(1, 3)])
-    assert not agent.state.table.rows
+    assert not agent.state.rows
 
 
 async def test_a_report_says_how_long_steps_of_each_kind_took(agent: Agent, redis: Redis) -> None:
@@ -94,7 +94,7 @@ async def test_a_sealed_agent_publishes_nothing(agent: Agent, redis: Redis) -> N
 async def test_the_log_has_what_is_published_and_tokens_that_nobody_reads(agent: Agent, redis: Redis) -> None:
     await start(agent, row=1)
     await start(agent, row=2)
-    agent.state.table.rows[2].request = replace(agent.state.table.rows[2].request, channel="")
+    agent.state.rows[2].request = replace(agent.state.rows[2].request, channel="")
     step(agent, {1: (0, 5), 2: (0, 6)})
     flush = agent.flusher.build()
     assert flush is not None

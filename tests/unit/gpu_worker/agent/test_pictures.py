@@ -26,7 +26,7 @@ def new_row(row: int = 1, num_cached: int = 0, **fields: object) -> NewRow:
 
 
 async def start(agent: Agent, *rows: NewRow) -> list[NewRow]:
-    plan = Plan(1, len(agent.state.table.rows), 8, 64, starts=[*rows])
+    plan = Plan(1, len(agent.state.rows), 8, 64, starts=[*rows])
     handler: PlanHandler = agent.plans
     await handler.pictures.read_for(plan.starts)
     before = len(grants(agent))
@@ -79,4 +79,4 @@ async def test_a_row_whose_picture_is_lost_never_starts_and_its_request_fails(re
     outbox = agent.state.outbox
     assert [(row.request.request_id, why) for row, why in outbox.terminals] == [("r1", "picture_gone")]
     assert (outbox.report.ended, outbox.report.released) == ([(1, "picture_gone", 0)], [(1, 0)])
-    assert [*agent.state.table.rows] == [2]
+    assert [*agent.state.rows] == [2]

@@ -209,7 +209,7 @@ async def test_a_beam_search_publishes_its_sequences_with_its_end_and_nothing_be
         step(agent, num_beams=2)
         await agent.flusher.flush()
         assert await redis.get(KEYS.tokens("r1")) is None
-        row = agent.state.table.rows[1]
+        row = agent.state.rows[1]
         assert (row.held.base, row.held.num_tokens, row.held.kv_len) == (0, 0, 2)
         step(agent, num_beams=2, sequences=[(1, packed)], ended=[(1, "eos_token", 2)], released=[(1, 6)])
         await agent.flusher.flush()
@@ -286,7 +286,7 @@ async def start_rows(agent: Agent, budget: int, *rows: int) -> None:
     account = UsageAccount("m", budget_tokens=budget)
     for row in rows:
         await start(agent, row, account=account, key_id="k", max_new_tokens=100)
-        request = agent.state.table.rows[row].request
+        request = agent.state.rows[row].request
         await hset(agent.pool.redis, KEYS.request(f"r{row}"), {"account": request.account_text})
 
 
