@@ -29,7 +29,7 @@ def worker_heartbeat(
 
 
 class FlushedRow(NamedTuple):
-    """What a flush writes of a row: of one attempt of its request.
+    """What a flush, or `write_logits`, writes of a row: of one attempt of its request.
 
     Attributes:
         base: where the attempt began.
@@ -121,29 +121,16 @@ LOGITS_LOST, LOGITS_REFUSED = 0, -1
 """Replies of `write_logits`: rows before these are missing; the request is not this worker's any more."""
 
 
-def write_logits(
-    keys: Keys,
-    worker: str,
-    request_id: str,
-    *,
-    attempt: int,
-    base: int,
-    place: int,
-    num_rows: int,
-    values: bytes,
-    ttl_ms: int,
-) -> ScriptCall[int | str]:
-    """Append one piece of a request's logits. The reply is 1, LOGITS_LOST, LOGITS_REFUSED, `MISSING` or
-    `SEALED`.
-
-    Args:
-        base: where the attempt began.
-        place: of the first row among those that the request returns.
+def write_logits(keys: Keys, worker: str, piece: FlushedRow, *, ttl_ms: int) -> ScriptCall[int | str]:
+    """Append one piece of a request's logits: its fields are the place of the first row among those that the
+    request returns, the number of rows, and their values. The reply is 1, LOGITS_LOST, LOGITS_REFUSED,
+    `MISSING` or `SEALED`.
     """
+    place, num_rows, values = piece.fields
     args: Args = {
         "worker": worker,
-        "attempt": attempt,
-        "base": base,
+        "attempt": piece.attempt,
+        "base": piece.base,
         "place": place,
         "num_rows": num_rows,
         "values": values,
@@ -155,5 +142,5 @@ def write_logits(
         keys,
         worker,
         args=args,
-        more_keys=[keys.request(request_id), keys.logits(request_id)],
+        more_keys=[keys.request(piece.request_id), keys.logits(piece.request_id)],
     )

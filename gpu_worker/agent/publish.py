@@ -277,37 +277,25 @@ class Flusher:
                 self.steps.drop([spill.row])
 
     async def write_logits(self, flush: Flush) -> None:
-        """Write the logits of a flush, which come before its tokens."""
+        """Write the logits of a flush, which come before its tokens. Raises Sealed, StreamsGone, or what the
+        broker raises.
+        """
         while flush.logits:
             row, place, values = flush.logits[0]
-            reply = await self.write_piece(row, place, values)
+            request = row.request
+            assert request.logits is not None
+            piece = row.flushed(place, len(values) // request.logits.row_bytes, values)
+            ttl_ms = request.ttl_ms + request.kept_ms
+            reply = await self.pool.run(
+                worker_scripts.write_logits(self.keys, self.incarnation, piece, ttl_ms=ttl_ms)
+            )
+            if isinstance(reply, str):
+                raise_refusal(reply)
             flush.logits.popleft()
             if reply == LOGITS_LOST:
                 self.steps.compute_again([row])
             elif reply == LOGITS_REFUSED:
                 self.steps.drop([row])
-
-    async def write_piece(self, row: RowText, place: int, values: bytes) -> int:
-        """Write logits of the positions from `place` on, among those that the request returns → the reply of
-        the script `write_logits`. Raises Sealed, StreamsGone, or what the broker raises.
-        """
-        request = row.request
-        assert request.logits is not None
-        call = worker_scripts.write_logits(
-            self.keys,
-            self.incarnation,
-            request.request_id,
-            attempt=row.attempt,
-            base=row.base,
-            place=place,
-            num_rows=len(values) // request.logits.row_bytes,
-            values=values,
-            ttl_ms=request.ttl_ms + request.kept_ms,
-        )
-        reply = await self.pool.run(call)
-        if isinstance(reply, int):
-            return reply
-        raise StreamsGone if reply == "MISSING" else Sealed(reply)
 
     async def prepare_again(self, flush: Flush, error: Exception) -> None:
         """Prepare to write a flush again after this error. Raises the error if a retry cannot help."""

@@ -51,7 +51,7 @@ def scans_of(forward: Any) -> dict[str, Callable[..., Any]]:
     for name in forward.__code__.co_names:
         own = forward.__globals__.get(name)
         if name in UPDATES and own:
-            found[name] = UPDATES[name](own)
+            found[name] = functools.partial(UPDATES[name], own)
         elif inspect.isfunction(own) and (name == SCAN or is_scan(own)):
             found[name] = heeding(own, goes_on=name == SCAN)
     return found
@@ -151,86 +151,79 @@ EPSILON = 1e-6
 """Of the lengths of queries and keys, as in transformers."""
 
 
-def updating_scan(own: Callable[..., Any]) -> Callable[..., Any]:
+def update_scan(
+    own: Callable[..., Any],
+    rows: Any,
+    state: torch.Tensor,
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    z: torch.Tensor | None = None,
+    **rest: Any,
+) -> torch.Tensor:
     """Mamba 2's update. It leaves to `own` what it does not know: GPUs, states of other dtypes, and decays
     that differ within a head.
+
+    Change `state` float32 [rows, heads, width, size] → outputs [rows, heads, width] of the dtype of
+    `hidden_states`, which have that shape, as dt has; A [heads, width, size], B and C [rows, groups,
+    size], D and dt_bias [heads, width].
     """
-
-    def update(
-        rows: Any,
-        state: torch.Tensor,
-        hidden_states: torch.Tensor,
-        dt: torch.Tensor,
-        A: torch.Tensor,
-        B: torch.Tensor,
-        C: torch.Tensor,
-        D: torch.Tensor | None = None,
-        dt_bias: torch.Tensor | None = None,
-        dt_softplus: bool = False,
-        z: torch.Tensor | None = None,
-        **rest: Any,
-    ) -> torch.Tensor:
-        """Change `state` float32 [rows, heads, width, size] → outputs [rows, heads, width] of the dtype of
-        `hidden_states`, which have that shape, as dt has; A [heads, width, size], B and C [rows, groups,
-        size], D and dt_bias [heads, width].
-        """
-        if not (is_plain(state) and is_repeated(dt) and is_repeated(A) and is_repeated(A[..., 0])):
-            options = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "z": z}
-            return own(state, hidden_states, dt, A, B, C, D, **options, **rest)  # type: ignore[no-any-return]
-        steps = dt[..., 0] if dt_bias is None else dt[..., 0] + dt_bias[..., 0].to(dt.dtype)
-        steps = (torch.nn.functional.softplus(steps) if dt_softplus else steps).float()
-        state.mul_(torch.exp(steps * A[..., 0, 0].float())[..., None, None])
-        num_rows, groups, size = B.shape
-        grouped = state.view(num_rows, groups, -1, size)
-        inputs = (hidden_states.float() * steps[..., None]).view(num_rows, groups, -1, 1)
-        grouped.addcmul_(inputs, B.float()[:, :, None])
-        output = (grouped @ C.float()[..., None]).view(hidden_states.shape)
-        output = output if D is None else output + hidden_states * D
-        output = output if z is None else output * torch.nn.functional.silu(z)
-        return output.to(hidden_states.dtype)
-
-    return update
+    if not (is_plain(state) and is_repeated(dt) and is_repeated(A) and is_repeated(A[..., 0])):
+        options = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "z": z}
+        return own(state, hidden_states, dt, A, B, C, D, **options, **rest)  # type: ignore[no-any-return]
+    steps = dt[..., 0] if dt_bias is None else dt[..., 0] + dt_bias[..., 0].to(dt.dtype)
+    steps = (torch.nn.functional.softplus(steps) if dt_softplus else steps).float()
+    state.mul_(torch.exp(steps * A[..., 0, 0].float())[..., None, None])
+    num_rows, groups, size = B.shape
+    grouped = state.view(num_rows, groups, -1, size)
+    inputs = (hidden_states.float() * steps[..., None]).view(num_rows, groups, -1, 1)
+    grouped.addcmul_(inputs, B.float()[:, :, None])
+    output = (grouped @ C.float()[..., None]).view(hidden_states.shape)
+    output = output if D is None else output + hidden_states * D
+    output = output if z is None else output * torch.nn.functional.silu(z)
+    return output.to(hidden_states.dtype)
 
 
-def updating_delta_rule(own: Callable[..., Any]) -> Callable[..., Any]:
+def update_delta_rule(
+    own: Callable[..., Any],
+    rows: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **rest: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The gated delta rule's update. It leaves to `own` what it does not know: GPUs, states of other dtypes,
     and more than one token.
+
+    Change `initial_state` float32 [rows, heads, width, size] → outputs [rows, 1, heads, size] of the
+    dtype of `query`, and the state. query and key [rows, 1, heads or a part of them, width], value [rows,
+    1, heads, size], g and beta [rows, 1, heads].
     """
-
-    def update(
-        rows: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        initial_state: torch.Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        **rest: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Change `initial_state` float32 [rows, heads, width, size] → outputs [rows, 1, heads, size] of the
-        dtype of `query`, and the state. query and key [rows, 1, heads or a part of them, width], value [rows,
-        1, heads, size], g and beta [rows, 1, heads].
-        """
-        if initial_state is None or not is_plain(initial_state) or value.shape[1] != 1:
-            options = {"initial_state": initial_state, "output_final_state": output_final_state}
-            options["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
-            return own(query, key, value, g=g, beta=beta, **options, **rest)  # type: ignore[no-any-return]
-        num_rows, heads, width, size = initial_state.shape
-        queries, keys = (
-            of_heads(one, heads, use_qk_l2norm_in_kernel).view(num_rows * heads, 1, width)
-            for one in (query, key)
-        )
-        initial_state.mul_(g.float().exp().view(num_rows, heads, 1, 1))
-        state = initial_state.view(num_rows * heads, width, size)
-        rates = beta.float().view(num_rows * heads, 1, 1)
-        missing = (value.float().reshape(num_rows * heads, 1, size) - keys @ state) * rates
-        state.addcmul_(keys.transpose(1, 2), missing)
-        output = (queries @ state).view(num_rows, 1, heads, size) * width**-0.5
-        return output.to(query.dtype), initial_state if output_final_state else None
-
-    return update
+    if initial_state is None or not is_plain(initial_state) or value.shape[1] != 1:
+        options = {"initial_state": initial_state, "output_final_state": output_final_state}
+        options["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
+        return own(query, key, value, g=g, beta=beta, **options, **rest)  # type: ignore[no-any-return]
+    num_rows, heads, width, size = initial_state.shape
+    queries, keys = (
+        of_heads(one, heads, use_qk_l2norm_in_kernel).view(num_rows * heads, 1, width) for one in (query, key)
+    )
+    initial_state.mul_(g.float().exp().view(num_rows, heads, 1, 1))
+    state = initial_state.view(num_rows * heads, width, size)
+    rates = beta.float().view(num_rows * heads, 1, 1)
+    missing = (value.float().reshape(num_rows * heads, 1, size) - keys @ state) * rates
+    state.addcmul_(keys.transpose(1, 2), missing)
+    output = (queries @ state).view(num_rows, 1, heads, size) * width**-0.5
+    return output.to(query.dtype), initial_state if output_final_state else None
 
 
 def of_heads(vectors: torch.Tensor, heads: int, has_length_one: bool) -> torch.Tensor:
@@ -253,7 +246,7 @@ def is_repeated(tensor: torch.Tensor) -> bool:
     return tensor.shape[-1] == 1 or tensor.stride(-1) == 0
 
 
-UPDATES = {
-    "mamba2_selective_state_update": updating_scan,
-    "torch_recurrent_gated_delta_rule": updating_delta_rule,
+UPDATES: dict[str, Callable[..., Any]] = {
+    "mamba2_selective_state_update": update_scan,
+    "torch_recurrent_gated_delta_rule": update_delta_rule,
 }

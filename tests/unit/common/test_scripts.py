@@ -413,18 +413,8 @@ ROW = b"01234567"
 
 
 async def write(redis: Redis, place: int, values: bytes, attempt: int = 1, worker: str = "w1") -> int | str:
-    call = worker_scripts.write_logits(
-        KEYS,
-        worker,
-        "r1",
-        attempt=attempt,
-        base=0,
-        place=place,
-        num_rows=len(values) // len(ROW),
-        values=values,
-        ttl_ms=60_000,
-    )
-    return await run_script(redis, call)
+    piece = FlushedRow("r1", attempt, 0, (place, len(values) // len(ROW), values))
+    return await run_script(redis, worker_scripts.write_logits(KEYS, worker, piece, ttl_ms=60_000))
 
 
 async def start(redis: Redis, attempt: int = 1, worker: str = "w1") -> None:

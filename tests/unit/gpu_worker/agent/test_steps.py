@@ -2,6 +2,7 @@
 
 import math
 import time
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -11,6 +12,7 @@ from api.requests.metrics import month_begin, month_name
 from api.streams.relay import read_logits
 from common.broker.committed import read
 from common.broker.keys import Keys
+from common.broker.lua import ScriptCall
 from common.broker.pool_client import PoolClient
 from common.messages.codec import decode
 from common.messages.events import Events
@@ -29,8 +31,6 @@ from common.metrics import catalogue
 from common.metrics.catalogue import TOTAL
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_client import BatchMetrics
-from gpu_worker.agent.publish import Flusher
-from gpu_worker.agent.row_text import RowText
 from gpu_worker.protocol import SAMPLE, StepResult
 from tests.support.agents import (
     CHANNEL,
@@ -164,20 +164,21 @@ async def test_logits_are_written_before_their_tokens(agent: Agent, redis: Redis
 async def test_pieces_are_written_once_although_a_call_fails(
     agent: Agent, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failures, write = [0, 1, 1, 0, 0, 0], Flusher.write_piece
+    failures, run = [0, 1, 1, 0, 0], PoolClient.run
 
-    async def failing(self: Flusher, row: RowText, place: int, values: bytes) -> int:
-        reply = await write(self, row, place, values)
-        if failures.pop(0):
+    async def failing(self: PoolClient, call: ScriptCall[Any]) -> Any:
+        reply = await run(self, call)
+        if failures and failures.pop(0):
             raise ConnectionError("the answer is lost")
         return reply
 
-    monkeypatch.setattr(Flusher, "write_piece", failing)
+    monkeypatch.setattr(PoolClient, "run", failing)
     await start(agent, logits=LOGITS, prompt_ids=pack_ids([3, 4]))
     step(agent, {1: (0, 9)}, logits=[rows(0, 1), rows(1, 1)], prefilled=[(1, 2)])
     step(agent, {1: (1, 9)}, logits=[rows(2, 1)])
     await agent.flusher.flush()
     assert await written(redis, 3) == [0, 1, 2] and await redis.llen(KEYS.logits("r1")) == 3  # type: ignore[misc]
+    assert not failures
     assert (await read(PoolClient(redis, KEYS), ["r1"]))["r1"].num_tokens == 2
 
 
