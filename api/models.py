@@ -30,7 +30,7 @@ from api.http.openapi import (
 from api.json import json_response, list_to_json, place_of, to_json
 from api.prompts.chat_template import Rendered
 from api.prompts.tokenizer import ModelTokenizer, utf8_size
-from api.protocols.openai_bodies import ChatRequest, read_chat
+from api.protocols.chat import ChatRequest, read_chat
 from api.protocols.tgi import TokenizeRequest
 from api.requests.fields import Listed, Strict, Whole, optional
 from api.requests.pool import Pool, names_own

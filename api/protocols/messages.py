@@ -20,10 +20,19 @@ from api.http.body import UnsupportedFields, reject_unsupported, schema_error
 from api.http.openapi import ANTHROPIC, CAUSES, Shape, answer, error_responses, event_stream, json_body
 from api.json import json_response
 from api.models import shown_prompt
-from api.protocols.openai_bodies import CHARS_OF_MESSAGE, CHAT_NAMES, OPENAI_FIELDS, ChatRequest, read_other
+from api.protocols.chat import (
+    CHARS_OF_MESSAGE,
+    CHAT_NAMES,
+    REASONING_SWITCHES,
+    ChatMessage,
+    ChatRequest,
+    FunctionSchema,
+    ToolSchema,
+    read_other,
+)
+from api.protocols.openai_bodies import openai_fields
 from api.protocols.protocol import Asked, Context, Protocol
 from api.protocols.typed_events import Event, EventRenderer, Logprobs, OutputPart
-from api.requests.chat_prompt import REASONING_SWITCHES, ChatMessage, FunctionSchema, ToolSchema
 from api.requests.fields import (
     STOP_SCHEMA,
     TIERS,
@@ -198,7 +207,7 @@ class CountTokensRequest(ServedFields):
     def check(self) -> None:
         """Raises ApiError for unsupported fields."""
         super().check()
-        reject_unsupported(self.model_extra or {}, UNSUPPORTED, OPENAI_FIELDS - {"max_tokens"})
+        reject_unsupported(self.model_extra or {}, UNSUPPORTED, openai_fields() - {"max_tokens"})
 
     @property
     def tier(self) -> str | None:

@@ -35,7 +35,8 @@ from api.event_loop import offload
 from api.http.openapi import OPENAI, OPENAI_ERRORS, OpenAIError, Shape, event_stream
 from api.http.sse import MAX_ITEMS, Change, Feed
 from api.json import to_json
-from api.protocols.openai_bodies import ChatRequest, CompletionRequest, read_chat_completion, read_completion
+from api.protocols.chat import ChatRequest, read_chat_completion
+from api.protocols.openai_bodies import CompletionRequest, read_completion
 from api.protocols.protocol import Protocol, Renderer, WholeBody
 from api.streams.stream import Stream, all_outputs, is_absent
 from common.detokenize import Detokenizer

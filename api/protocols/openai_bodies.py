@@ -4,40 +4,19 @@ Fields of OpenAI and vLLM that this server does not support are refused by name;
 """
 
 import functools
-import json
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from api.answers.answer import Reading, Rendering
-from api.answers.call_formats import HARMONY
-from api.errors import ApiError, invalid, quoted, refuse, renamed
-from api.event_loop import offload
+from api.answers.answer import Rendering
+from api.errors import invalid, quoted, refuse
 from api.grammar.compile import Grammar
 from api.grammar.read import FIELDS, read_grammar
 from api.http.body import UnsupportedFields, reject_unsupported
 from api.prompts.chat_template import Rendered
-from api.prompts.tokenizer import ModelTokenizer
 from api.protocols.protocol import Asked, Context
-from api.requests.chat_prompt import (
-    EFFORTS,
-    TOOL_PROMPT,
-    ChatMessage,
-    FunctionSchema,
-    ToolChoice,
-    ToolSchema,
-    answer_grammar,
-    choose,
-    join_parts,
-    picture_sources,
-    reading_beside,
-    reasoning_variables,
-    render_prompt,
-    template_messages,
-)
 from api.requests.fields import (
     CHOICES,
     DETACHED,
@@ -55,8 +34,7 @@ from api.requests.fields import (
     ranged,
     with_one_error,
 )
-from api.requests.pool import Pool
-from api.requests.validate import SWITCHES, GenerationParams, check_generates, streamed_logits
+from api.requests.validate import SWITCHES, GenerationParams, streamed_logits
 from api.webhooks import WebhookField
 
 Stop = Annotated[str | Listed[str], with_one_error("Input should be a string or a list of strings")]
@@ -66,16 +44,9 @@ Prompt = Annotated[
         "Input should be a string, a list of strings, a list of token ids, or a list of lists of token ids"
     ),
 ]
-Chosen = Annotated[str | dict[str, Any], with_one_error("Input should be a string or an object")]
-CHOSEN_SCHEMA: Any = {"enum": ["none", "auto", None]}
-"""The values of `tool_choice` that /docs proposes."""
 FORMAT_SCHEMA: Any = {"required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}}}
 """The formats of the text that /docs proposes."""
 MAX_TOKENS = "The most tokens to generate. Default: what is left of the model's context."
-EFFORT: Any = optional(
-    "How much the model thinks first, if its template can say so; with `none` not at all.",
-    {"enum": [*EFFORTS, None]},
-)
 UNSUPPORTED: UnsupportedFields = {
     **dict.fromkeys(("audio", "chat_template", "documents", "ec_transfer_params", "grammar"), ()),
     **dict.fromkeys(("kv_transfer_params", "logits_processors", "logprob_token_ids", "media_io_kwargs"), ()),
@@ -227,7 +198,7 @@ class OpenAIRequest(ServedFields, BeamFields):
     def check(self) -> None:
         """Raises ApiError for unsupported fields and contradictions."""
         super().check()
-        reject_unsupported(self.model_extra or {}, UNSUPPORTED, OPENAI_FIELDS.union(TGI_FIELDS))
+        reject_unsupported(self.model_extra or {}, UNSUPPORTED, openai_fields().union(TGI_FIELDS))
         width, all_texts = self.search_width, "1 or equal to `n`: all texts are returned"
         words = all_texts if width is None else "equal to `beam_width` in a beam search"
         refuse(
@@ -253,46 +224,6 @@ class OpenAIRequest(ServedFields, BeamFields):
                 "best_of",
             ),
         )
-
-
-class ChatRequest(OpenAIRequest):
-    """The body of /v1/chat/completions."""
-
-    messages: Listed[ChatMessage] = Field(description="The chat so far.", json_schema_extra={"minItems": 1})
-    max_completion_tokens: Whole | None = least(1, "The newer name of `max_tokens`.")
-    logprobs: bool | None = optional("Return each token with its log-probability. Default: false.")
-    top_logprobs: Whole | None = least(
-        0, "With `logprobs`: the number of most likely tokens to return at each position."
-    )
-    add_generation_prompt: bool | None = optional(
-        "End the prompt with the beginning of a new assistant message. Default: true unless the "
-        "last message is continued; false continues it, if it is the assistant's and calls no tools."
-    )
-    continue_final_message: bool | None = optional(
-        "Continue the last message. Default: false; with CONTINUE_FINAL_MESSAGE true, if it is "
-        "the assistant's and calls no tools."
-    )
-    chat_template_kwargs: dict[str, Any] | None = optional(
-        "Additional variables for the chat template, such as `enable_thinking`."
-    )
-
-    tools: Listed[ToolSchema] | None = optional("Functions that the model may call.")
-    tool_choice: Chosen | None = optional(
-        "`auto` (the default): the model decides. `none`: no calls. `required`: one call at "
-        'least. `{"type": "function", "function": {"name": …}}`: one call of this function. '
-        '`{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": […]}}`: only these.',
-        CHOSEN_SCHEMA,
-    )
-    parallel_tool_calls: bool | None = optional("Whether there may be several calls. Default: true.")
-    functions: Listed[FunctionSchema] | None = optional(
-        "OpenAI's older form of `tools`; the answer has a `function_call`."
-    )
-    function_call: Chosen | None = optional("OpenAI's older form of `tool_choice`.", CHOSEN_SCHEMA)
-    tool_prompt: str | None = optional(
-        f"TGI's text after the tools. Default, for a model whose template has no tools: {TOOL_PROMPT}"
-    )
-    reasoning_effort: str | None = EFFORT
-    include_reasoning: bool | None = optional("Return the reasoning. Default: true.")
 
 
 class CompletionRequest(OpenAIRequest):
@@ -323,14 +254,14 @@ class CompletionRequest(OpenAIRequest):
         return bool(self.echo) and self.max_tokens == 0
 
 
-OPENAI_FIELDS = frozenset(UNSUPPORTED).union(ChatRequest.model_fields, CompletionRequest.model_fields)
-"""The fields that OpenAI's routes have, supported or not."""
+@functools.cache
+def openai_fields() -> frozenset[str]:
+    """The fields that OpenAI's routes have, supported or not."""
+    return frozenset(UNSUPPORTED).union(*(body.model_fields for body in OpenAIRequest.__subclasses__()))
 
 
 # --- params -------------------------------------------------------------------------------------------------
 
-
-log = logging.getLogger(__name__)
 
 NAMES = {
     "max_new_tokens": "max_tokens",
@@ -340,170 +271,8 @@ NAMES = {
     "truncate": "truncate_prompt_tokens",
 }
 """`GenerationParams` → the names of the fields of both routes, where they differ."""
-CHAT_NAMES = {**NAMES, "prompt": "messages", "top_n_tokens": "top_logprobs"}
 PROMPT_NAMES = {**NAMES, "prompt_ids": "prompt", "top_n_tokens": "logprobs"}
-CHARS_OF_MESSAGE = 40
-"""Rendering one message takes about as long as tokenizing this number of characters."""
-PROMPT_END_CHARS = 200
-"""The end of the prompt in which reasoning may have begun."""
-
 TextsOrIds = list[str] | list[list[int]]
-
-
-# --- chats --------------------------------------------------------------------------------------------------
-
-
-async def read_chat(body: ChatRequest, pool: Pool, grammar: Grammar | None = None) -> GenerationParams:
-    """The parameters of a chat. Raises ApiError.
-
-    Args:
-        grammar: what the text must look like, if fields of another API say so.
-    """
-    check_generates(pool.workers.limits)
-    tools = tool_choice(body)
-    reasons = pool.reasoning_format is not None or pool.call_format.name == HARMONY
-    if body.reasoning_effort not in (None, "none") and not reasons:
-        note_effort(pool.settings.model_name)
-    continues = bool(body.messages) and continues_last_message(body, pool.settings.continue_final_message)
-    size = CHARS_OF_MESSAGE * (len(body.messages) + (len(tools.tools) if tools else 0))
-    prompt = await offload(size, lambda: render_chat(body, tools, continues, pool.tokenizer))
-    reading = None if continues else new_reading(body, pool, tools, prompt.text[-PROMPT_END_CHARS:])
-    params = from_chat(body, prompt, pool.tokenizer.sampling_defaults)
-    may_force = tools is None or tools.is_promised or not pool.settings.disable_grammar_support
-    asked = grammar or body.grammar()
-    if reading is not None:
-        reading = await reading_beside(asked, tools, reading)
-    forced = await answer_grammar(asked, tools if may_force else None, reading, pool.tokenizer)
-    logprobs, is_json = bool(body.logprobs), asked is not None and asked.kind == "json"
-    rendering = replace(body.rendering, reading=reading, logprobs=logprobs, is_json=is_json)
-    last, prefix = body.messages[-1], ""
-    if body.echo and last.role == "assistant":  # the message that the model continues
-        prefix = join_parts(last.content or "", "", may_refuse=True)
-    return replace(params, grammar=forced, rendering=rendering, prefix=prefix)
-
-
-async def read_other(
-    chat: ChatRequest,
-    pool: Pool,
-    grammar: Grammar | None,
-    fields: Mapping[str, str],
-    names: Mapping[str, str],
-) -> GenerationParams:
-    """The parameters of a chat that was made of the body of another API. Raises ApiError.
-
-    Args:
-        grammar: what the text must look like.
-        fields: patterns of fields of a chat → what they are called in that API.
-        names: `GenerationParams` → the names of its fields, where they differ.
-    """
-    try:
-        read = await read_chat(chat, pool, grammar)
-    except ApiError as error:
-        raise renamed(error, fields) from error
-    pictures = [replace(one, field=names["prompt"]) for one in read.pictures]
-    return replace(read, names=names, pictures=pictures)
-
-
-@functools.cache
-def note_effort(model: str) -> None:
-    """Log, once for each model, that an effort has no effect: frameworks send one to every model."""
-    log.warning("`reasoning_effort` has no effect: %s does not reason", model)
-
-
-def tool_choice(body: ChatRequest) -> ToolChoice | None:
-    """The tools that the answer may or must call; None for none. Raises ApiError."""
-    older = [name for name in ("functions", "function_call") if getattr(body, name)]
-    newer = [name for name in ("tools", "tool_choice") if getattr(body, name)]
-    if older and newer:
-        raise invalid(f"`{older[0]}` and `{newer[0]}` exclude each other", older[0])
-    if not older:
-        functions = [tool.function for tool in body.tools or []]
-        found = choose(functions, body.tool_choice, "tools", "tool_choice")
-        return found and replace(found, parallel=body.parallel_tool_calls is not False)
-    choice = body.function_call
-    if isinstance(choice, Mapping):
-        choice = {"type": "function", "function": choice}
-    elif choice not in (None, "none", "auto"):
-        raise invalid("`function_call` must be none, auto, or an object with a `name`", "function_call")
-    found = choose(body.functions or [], choice, "functions", "function_call")
-    return found and replace(found, parallel=False, is_older=True)
-
-
-def continues_last_message(body: ChatRequest, by_default: bool) -> bool:
-    """Whether the model continues the last message. Raises ApiError for contradicting fields.
-
-    Args:
-        by_default: the answer if no field says it.
-    """
-    if body.continue_final_message and body.add_generation_prompt:
-        raise invalid(
-            "`continue_final_message` and `add_generation_prompt` exclude each other",
-            "continue_final_message",
-        )
-    if body.continue_final_message is not None:
-        return body.continue_final_message
-    last = body.messages[-1]
-    continues = by_default if body.add_generation_prompt is None else not body.add_generation_prompt
-    return continues and last.role == "assistant" and not last.has_calls
-
-
-def render_chat(
-    body: ChatRequest, tools: ToolChoice | None, continues: bool, tokenizer: ModelTokenizer
-) -> Rendered:
-    """The prompt of a chat. Raises ApiError."""
-    if continues and tools is not None and tools.is_forced:
-        raise invalid("`continue_final_message` and a forced `tool_choice` exclude each other", "tool_choice")
-    template = tokenizer.chat_template
-    return render_prompt(
-        template_messages(body.messages, sees=tokenizer.pictures is not None),
-        template,
-        tokenizer.controls,
-        tools=tools,
-        tool_prompt=body.tool_prompt,
-        variables=reasoning_variables(body.reasoning_effort, body.chat_template_kwargs or {}, template),
-        add_generation_prompt=body.add_generation_prompt is not False,
-        continues=continues,
-    )
-
-
-def new_reading(body: ChatRequest, pool: Pool, tools: ToolChoice | None, prompt_end: str) -> Reading | None:
-    """How the answer is read; None if all of it is content."""
-    calls = pool.call_format.name if tools or pool.call_format.name == HARMONY else ""
-    reasoning = pool.reasoning_format.name if pool.reasoning_format else ""
-    if not (calls or reasoning):
-        return None
-    return Reading(
-        calls=calls,
-        reasoning=reasoning,
-        prompt_end=prompt_end,
-        tools=[(one.name, json.dumps(one.parameters)) for one in tools.callable] if tools else [],
-        is_named=bool(tools and tools.is_named),
-        parallel=tools is None or tools.parallel,
-        is_older=bool(tools and tools.is_older),
-        shows_reasoning=body.include_reasoning is not False,
-    )
-
-
-def from_chat(body: ChatRequest, prompt: Rendered, defaults: Mapping[str, Any]) -> GenerationParams:
-    """The parameters of a chat whose template rendered `prompt`. Raises ApiError."""
-    most, newer = body.max_tokens, body.max_completion_tokens
-    refuse(
-        (
-            None not in (most, newer) and most != newer,
-            "`max_tokens` and `max_completion_tokens` differ: give one of them",
-            "max_completion_tokens",
-        ),
-        (body.top_logprobs and not body.logprobs, "`top_logprobs` needs `logprobs`: true", "top_logprobs"),
-    )
-    return common_params(
-        body,
-        CHAT_NAMES if newer is None else CHAT_NAMES | {"max_new_tokens": "max_completion_tokens"},
-        defaults,
-        prompt=prompt,
-        pictures=picture_sources(body.messages),
-        add_special_tokens=bool(body.add_special_tokens),
-        prompt_logprobs=body.rendering.prompt_tops,
-    )
 
 
 # --- completions --------------------------------------------------------------------------------------------
@@ -522,21 +291,16 @@ def from_completion(
     """The parameters of each prompt. Raises ApiError."""
     if body.shows_prompt_only and body.search_width is not None:
         raise invalid("`max_tokens` must be at least 1 in a beam search", "max_tokens")
-    tops, grammar = [body.rendering.prompt_tops, body.logprobs if body.echo else None], body.grammar()
+    tops = [body.rendering.prompt_tops, body.logprobs if body.echo else None]
     params = common_params(
         body,
         PROMPT_NAMES,
         defaults,
+        body.grammar(),
+        replace(body.rendering, logprobs=body.logprobs is not None, prompt_only=body.shows_prompt_only),
         prompt=None,
         prompt_ids=None,
         prompt_logprobs=max((number for number in tops if number is not None), default=None),
-        grammar=grammar,
-        rendering=replace(
-            body.rendering,
-            logprobs=body.logprobs is not None,
-            prompt_only=body.shows_prompt_only,
-            is_json=grammar is not None and grammar.kind == "json",
-        ),
         prefix=None if body.echo else "",
     )
     if body.shows_prompt_only:
@@ -553,13 +317,19 @@ def from_completion(
 
 
 def common_params(
-    body: OpenAIRequest, names: Mapping[str, str], defaults: Mapping[str, Any], **own: Any
+    body: OpenAIRequest,
+    names: Mapping[str, str],
+    defaults: Mapping[str, Any],
+    grammar: Grammar | None,
+    rendering: Rendering,
+    **own: Any,
 ) -> GenerationParams:
     """The parameters of both routes, and a route's `own`.
 
     Args:
         defaults: the model's. As in vLLM, its number of tokens is also the most that a request gets. Those
             that draw tokens are not for a beam search.
+        grammar: what the client asks the text to look like.
     """
     beams = body.beam_params(body.search_width, body.n)
     unused = {"max_new_tokens", *(SWITCHES if beams else ())}
@@ -571,6 +341,8 @@ def common_params(
         do_sample=beams is None,
         n=n,
         beams=beams,
+        grammar=grammar,
+        rendering=replace(rendering, is_json=grammar is not None and grammar.kind == "json"),
         **own,
     )
     given, most = params.stopping.max_new_tokens, defaults.get("max_new_tokens")
@@ -583,8 +355,3 @@ async def read_completion(body: CompletionRequest, context: Context) -> Asked:
     prompts = read_prompts(body.prompt)
     context.check_number(len(prompts), "prompt")
     return await context.ask(from_completion(body, prompts, context.pool.tokenizer.sampling_defaults))
-
-
-async def read_chat_completion(body: ChatRequest, context: Context) -> Asked:
-    """What a body of /v1/chat/completions asks for. Raises ApiError."""
-    return await context.ask([await read_chat(body, context.pool)])

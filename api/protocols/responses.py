@@ -21,15 +21,16 @@ from api.http.openapi import OPENAI, OPENAI_ERRORS, event_stream
 from api.json import to_json
 from api.prompts.pictures import is_data, unknown_part
 from api.prompts.pictures import read_part as picture_source
-from api.protocols.openai_bodies import (
+from api.protocols.chat import (
     CHARS_OF_MESSAGE,
     CHAT_NAMES,
     EFFORT,
-    FORMAT_SCHEMA,
-    MAX_TOKENS,
+    ChatMessage,
     ChatRequest,
+    ToolSchema,
     read_other,
 )
+from api.protocols.openai_bodies import FORMAT_SCHEMA, MAX_TOKENS
 from api.protocols.protocol import Asked, Context, Protocol
 from api.protocols.typed_events import (
     RESPONSE_EVENT,
@@ -40,7 +41,6 @@ from api.protocols.typed_events import (
     item_id,
     response_id,
 )
-from api.requests.chat_prompt import ChatMessage, ToolSchema
 from api.requests.fields import (
     Listed,
     SamplingFields,

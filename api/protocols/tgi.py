@@ -36,8 +36,9 @@ from api.http.openapi import (
 from api.http.sse import Feed
 from api.json import json_response, to_json
 from api.prompts.chat_template import Rendered
+from api.protocols.chat import ChatRequest, read_chat
 from api.protocols.openai import CHAT_COMPLETIONS, COMPLETIONS, Choice, ChunkFeed, ChunkRenderer
-from api.protocols.openai_bodies import OPENAI_FIELDS, ChatRequest, read_chat
+from api.protocols.openai_bodies import openai_fields
 from api.protocols.protocol import Asked, Context, Protocol, Renderer, WholeBody
 from api.requests.fields import (
     CHOICES,
@@ -241,7 +242,7 @@ class GenerateBody(Strict, extra="allow"):
         warn_of_unknown(self.model_extra or {})
         if self.parameters:
             self.parameters.check()
-            reject_unsupported(self.parameters.model_extra or {}, {}, OPENAI_FIELDS)
+            reject_unsupported(self.parameters.model_extra or {}, {}, openai_fields())
 
     @property
     def adapter_id(self) -> str | None:

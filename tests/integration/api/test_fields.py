@@ -18,7 +18,8 @@ from api.http import body as bodies
 from api.http.body import LABELS
 from api.models import STARTED_S
 from api.prompts.tokenizer import MAX_LONG, SHORT_BYTES, TextBudget
-from api.protocols.openai_bodies import UNSUPPORTED, ChatRequest, CompletionRequest
+from api.protocols.chat import ChatRequest
+from api.protocols.openai_bodies import UNSUPPORTED, CompletionRequest
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer

@@ -34,7 +34,7 @@ from api.grammar.compile import (
 from api.grammar.force import answer_source, call_grammar
 from api.grammar.lark import WHITESPACE, enforced
 from api.grammar.read import read_response_format, read_structured_outputs
-from api.protocols.openai_bodies import ChatRequest
+from api.protocols.chat import ChatRequest
 from common import model_files
 from tests.support.deep_grammars import DEEP
 from tests.support.tokenizer import model_tokenizer

@@ -47,7 +47,7 @@ from api.http.sse import (
     FeedResponse,
     bytes_written,
 )
-from api.protocols.openai_bodies import ChatRequest
+from api.protocols.chat import ChatRequest
 from api.protocols.responses import ResponsesRequest
 from api.protocols.tgi import GenerateRequest
 from tests.support.waiting import wait_until

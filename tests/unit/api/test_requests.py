@@ -20,16 +20,13 @@ from api.errors import ApiError
 from api.grammar.compile import COMPILED, Grammar, byte_tokenizer
 from api.http.body import parse_body
 from api.http.openapi import json_schema
-from api.prompts.chat_template import ChatTemplate, ControlTexts, Rendered
+from api.prompts.chat_template import ChatTemplate, Rendered
 from api.prompts.pictures import PicturePrompts
 from api.prompts.tokenizer import load_sampling_defaults
-from api.protocols.kserve import KServeParameters
-from api.protocols.table import PROTOCOLS
-from api.protocols.tgi import GenerateParameters
-from api.requests import monitors
-from api.requests.chat_prompt import (
+from api.protocols.chat import (
     TOOL_PROMPT,
     ChatMessage,
+    ChatRequest,
     FunctionSchema,
     ToolChoice,
     ToolSchema,
@@ -40,6 +37,10 @@ from api.requests.chat_prompt import (
     render_prompt,
     template_messages,
 )
+from api.protocols.kserve import KServeParameters
+from api.protocols.table import PROTOCOLS
+from api.protocols.tgi import GenerateParameters
+from api.requests import monitors
 from api.requests.fields import Listed, Strict, Whole, ranges_of
 from api.requests.monitors import SILENT_S, BatcherMonitor
 from api.requests.registry import merge, pick_by_depth
@@ -168,8 +169,8 @@ TEXTS = ChatTemplate(NATIVE.source.replace("c.function.arguments | tojson", "'' 
 
 
 def prompt(template: ChatTemplate, choice: Any = CHOICE, messages: Any = MESSAGES, **fields: Any) -> str:
-    messages = template_messages([ChatMessage.model_validate(one) for one in messages])
-    return render_prompt(messages, template, ControlTexts(), tools=choice, variables={}, **fields).text
+    body = ChatRequest.model_validate({"messages": messages, **fields})
+    return render_prompt(body, choice, False, tokenizer_with(chat_template=template)).text
 
 
 @pytest.mark.parametrize("template", [NATIVE, TEXTS])
