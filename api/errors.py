@@ -134,15 +134,20 @@ def refuse(*cases: tuple[object, str, str]) -> None:
             raise invalid(detail, param)
 
 
-def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """The error of a field, with the name that the field has in the API that was asked.
+def renamed_field(field: str, names: Mapping[str, str]) -> str:
+    """The name that a field has in another API.
 
     Args:
-        names: patterns of the names that the error may have → the other names.
+        names: patterns of names → the other names.
     """
-    param = error.param or ""
     for pattern, name in names.items():
-        param = re.sub(f"^{pattern}$", name, param)
+        field = re.sub(f"^{pattern}$", name, field)
+    return field
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """The error of a field, with the name that the field has in the API that was asked."""
+    param = renamed_field(error.param or "", names)
     text = error.text.replace(f"`{error.param}`", f"`{param}`")
     return ApiError(error.status, error.error_type, text, param or None, error.code)
 

@@ -59,16 +59,6 @@ def read_response_format(value: Mapping[str, Any], field: str = "response_format
             return None
 
 
-def read_flat_format(form: Mapping[str, Any] | None, field: str, kinds: Sequence[str]) -> Grammar | None:
-    """The grammar of a format of one of these types, whose `schema` stands beside `type`; None for any text.
-    Raises ApiError.
-    """
-    kind = "text" if form is None else type_of(form, kinds, field)
-    if kind == "json_schema":
-        return read_named_schema(form, field)
-    return Grammar("json", ANY_OBJECT, field) if kind == "json_object" else None
-
-
 def read_structured_outputs(value: Mapping[str, Any], field: str = "structured_outputs") -> Grammar | None:
     """The grammar of vLLM's `structured_outputs`, which has one of KINDS. Raises ApiError."""
     given = {name: value[name] for name in KINDS if value.get(name) not in (None, False)}

@@ -22,7 +22,7 @@ from pydantic import Field
 from api.answers.answer import Reading
 from api.answers.call_formats import CALL_FORMATS, HARMONY, REASONING_FORMATS
 from api.answers.scanner import Tool
-from api.errors import ApiError, cut, invalid, quoted, refuse, renamed
+from api.errors import ApiError, cut, invalid, quoted, refuse, renamed, renamed_field
 from api.event_loop import offload
 from api.grammar.apart import run_apart
 from api.grammar.compile import COMPILED, Grammar, can_begin, compile_grammar
@@ -38,7 +38,7 @@ from api.prompts.chat_template import (
 )
 from api.prompts.pictures import PictureSource, is_picture, read_part, unknown_part
 from api.prompts.tokenizer import ModelTokenizer
-from api.protocols.openai_bodies import NAMES, OpenAIRequest, common_params
+from api.protocols.openai_bodies import NAMES, OpenAIRequest
 from api.protocols.protocol import Asked, Context
 from api.requests.fields import Listed, Strict, Whole, least, optional, with_one_error
 from api.requests.pool import Pool
@@ -647,12 +647,8 @@ async def answer_grammar(
 # --- parameters ---------------------------------------------------------------------------------------------
 
 
-async def read_chat(body: ChatRequest, pool: Pool, grammar: Grammar | None = None) -> GenerationParams:
-    """The parameters of a chat. Raises ApiError.
-
-    Args:
-        grammar: what the text must look like, if fields of another API say so.
-    """
+async def read_chat(body: ChatRequest, pool: Pool) -> GenerationParams:
+    """The parameters of a chat. Raises ApiError."""
     check_generates(pool.workers.limits)
     tools, tokenizer = tool_choice(body), pool.tokenizer
     reasons = pool.reasoning_format is not None or pool.call_format.name == HARMONY
@@ -663,15 +659,14 @@ async def read_chat(body: ChatRequest, pool: Pool, grammar: Grammar | None = Non
     prompt = await offload(size, lambda: render_prompt(body, tools, continues, tokenizer))
     reading = None if continues else new_reading(body, pool, tools, prompt.text[-PROMPT_END_CHARS:])
     may_force = tools is None or tools.is_promised or not pool.settings.disable_grammar_support
-    asked = grammar or body.grammar()
+    asked = body.grammar()
     if reading is not None:
         reading = await reading_beside(asked, tools, reading)
     forced = await answer_grammar(asked, tools if may_force else None, reading, tokenizer)
     last, newer, prefix = body.messages[-1], body.max_completion_tokens, ""
     if body.echo and last.role == "assistant":  # the message that the model continues
         prefix = join_parts(last.content or "", "", may_refuse=True)
-    params = common_params(
-        body,
+    params = body.prompt_params(
         CHAT_NAMES if newer is None else CHAT_NAMES | {"max_new_tokens": "max_completion_tokens"},
         tokenizer.sampling_defaults,
         asked,
@@ -686,25 +681,21 @@ async def read_chat(body: ChatRequest, pool: Pool, grammar: Grammar | None = Non
 
 
 async def read_other(
-    chat: ChatRequest,
-    pool: Pool,
-    grammar: Grammar | None,
-    fields: Mapping[str, str],
-    names: Mapping[str, str],
+    chat: ChatRequest, pool: Pool, fields: Mapping[str, str], names: Mapping[str, str]
 ) -> GenerationParams:
     """The parameters of a chat that was made of the body of another API. Raises ApiError.
 
     Args:
-        grammar: what the text must look like.
         fields: patterns of fields of a chat → what they are called in that API.
         names: `GenerationParams` → the names of its fields, where they differ.
     """
     try:
-        read = await read_chat(chat, pool, grammar)
+        read = await read_chat(chat, pool)
     except ApiError as error:
         raise renamed(error, fields) from error
     pictures = [replace(one, field=names["prompt"]) for one in read.pictures]
-    return replace(read, names=names, pictures=pictures)
+    grammar = read.grammar and replace(read.grammar, field=renamed_field(read.grammar.field, fields))
+    return replace(read, names=names, pictures=pictures, grammar=grammar)
 
 
 @functools.cache

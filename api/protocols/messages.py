@@ -15,7 +15,7 @@ from starlette.responses import Response
 from api.answers.scanner import CallArguments, ContentDelta, Delta, ReasoningDelta
 from api.errors import ApiError, anthropic, failed, invalid, quoted
 from api.event_loop import offload
-from api.grammar.read import read_flat_format
+from api.grammar.read import type_of
 from api.http.body import UnsupportedFields, reject_unsupported, schema_error
 from api.http.openapi import ANTHROPIC, CAUSES, Shape, answer, error_responses, event_stream, json_body
 from api.json import json_response
@@ -241,8 +241,10 @@ FIELD_OF_CHAT = {
     r"messages.*": "messages",
     r"tools\.(.*)\.parameters": r"tools.\1.input_schema",
     r"reasoning_effort": "output_config.effort",
+    r"response_format\.json_schema(.*)": r"output_config.format\1",
 }
 """Patterns of fields of a chat → what they are called here."""
+FORMAT = "output_config.format"
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 BILLING_HEADER = re.compile(r"x-anthropic-billing-header:[^\n]*(\n+|$)")
 """What Claude Code begins its system prompt with: a line, or a block of its own, whose values change with
@@ -258,9 +260,7 @@ Part = dict[str, Any]
 async def read_messages(body: CountTokensRequest, pool: Pool) -> GenerationParams:
     """The parameters of the chat that a body asks for. Raises ApiError."""
     chat = await offload(CHARS_OF_MESSAGE * len(body.messages), lambda: to_chat(body))
-    form = body.output_config.format if body.output_config is not None else None
-    grammar = read_flat_format(form, "output_config.format", ["json_schema"])
-    read = await read_other(chat, pool, grammar, FIELD_OF_CHAT, MESSAGE_NAMES)
+    read = await read_other(chat, pool, FIELD_OF_CHAT, MESSAGE_NAMES)
     return replace(read, cuts_to_room=True)
 
 
@@ -268,6 +268,7 @@ def to_chat(body: CountTokensRequest) -> ChatRequest:
     """The body of a chat with the parameters and messages of this one. Raises ApiError."""
     messages = to_messages(body)
     choice = body.tool_choice
+    form = body.output_config.format if body.output_config is not None else None
     shared = {name: getattr(body, name) for name in SamplingFields.model_fields}
     continues = bool(messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     if continues and choice is not None and choice.type in ("any", "tool"):
@@ -280,6 +281,7 @@ def to_chat(body: CountTokensRequest) -> ChatRequest:
         continue_final_message=continues,
         tools=to_tools(body.tools or []) or None,
         tool_choice=to_choice(choice, body.tools or []) if choice is not None else None,
+        response_format=form and {"type": type_of(form, ["json_schema"], FORMAT), "json_schema": form},
         parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
         **reasoning_fields(body),
         **shared,

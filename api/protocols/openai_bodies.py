@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from api.answers.answer import Rendering
-from api.errors import invalid, quoted, refuse
+from api.errors import quoted, refuse
 from api.grammar.compile import Grammar
 from api.grammar.read import FIELDS, read_grammar
 from api.http.body import UnsupportedFields, reject_unsupported
@@ -195,6 +195,38 @@ class OpenAIRequest(ServedFields, BeamFields):
             prompt_tops=None if self.stream else self.prompt_logprobs,
         )
 
+    def prompt_params(
+        self,
+        names: Mapping[str, str],
+        defaults: Mapping[str, Any],
+        grammar: Grammar | None,
+        rendering: Rendering,
+        **own: Any,
+    ) -> GenerationParams:
+        """The parameters of a prompt: those that both routes have, and a route's `own`.
+
+        Args:
+            defaults: the model's. As in vLLM, its number of tokens is also the most that a request gets.
+                Those that draw tokens are not for a beam search.
+            grammar: what the client asks the text to look like.
+        """
+        beams = self.beam_params(self.search_width, self.n)
+        unused = {"max_new_tokens", *(SWITCHES if beams else ())}
+        filled = {name: value for name, value in defaults.items() if name not in unused}
+        params = self.generation_params(
+            {**names, "beam_width": self.width_field},
+            {"logprobs_mode": "raw_logprobs", **filled},
+            do_sample=beams is None,
+            n=1 if self.n is None or beams else self.n,
+            beams=beams,
+            grammar=grammar,
+            rendering=replace(rendering, is_json=grammar is not None and grammar.kind == "json"),
+            **own,
+        )
+        given, most = params.stopping.max_new_tokens, defaults.get("max_new_tokens")
+        most = min(given or most, most) if most else given
+        return replace(params, stopping=replace(params.stopping, max_new_tokens=most))
+
     def check(self) -> None:
         """Raises ApiError for unsupported fields and contradictions."""
         super().check()
@@ -243,8 +275,18 @@ class CompletionRequest(OpenAIRequest):
 
     def check(self) -> None:
         super().check()
-        if self.max_tokens == 0 and not self.echo:
-            raise invalid("`max_tokens` must be at least 1. Given: 0", "max_tokens")
+        refuse(
+            (
+                self.max_tokens == 0 and not self.echo,
+                "`max_tokens` must be at least 1. Given: 0",
+                "max_tokens",
+            ),
+            (
+                self.shows_prompt_only and self.search_width is not None,
+                "`max_tokens` must be at least 1 in a beam search",
+                "max_tokens",
+            ),
+        )
 
     @property
     def shows_prompt_only(self) -> bool:
@@ -272,30 +314,25 @@ NAMES = {
 }
 """`GenerationParams` → the names of the fields of both routes, where they differ."""
 PROMPT_NAMES = {**NAMES, "prompt_ids": "prompt", "top_n_tokens": "logprobs"}
-TextsOrIds = list[str] | list[list[int]]
 
 
 # --- completions --------------------------------------------------------------------------------------------
 
 
-def read_prompts(prompt: Any) -> TextsOrIds:
+def read_prompts(prompt: Any) -> list[str] | list[list[int]]:
     """The prompts of a body, each a text or token ids."""
     is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
-    found: TextsOrIds = [prompt] if is_one else prompt
-    return found
+    return [prompt] if is_one else prompt  # type: ignore[no-any-return]
 
 
-def from_completion(
-    body: CompletionRequest, prompts: TextsOrIds, defaults: Mapping[str, Any]
-) -> list[GenerationParams]:
-    """The parameters of each prompt. Raises ApiError."""
-    if body.shows_prompt_only and body.search_width is not None:
-        raise invalid("`max_tokens` must be at least 1 in a beam search", "max_tokens")
+async def read_completion(body: CompletionRequest, context: Context) -> Asked:
+    """What a body of /v1/completions asks for. Raises ApiError."""
+    prompts = read_prompts(body.prompt)
+    context.check_number(len(prompts), "prompt")
     tops = [body.rendering.prompt_tops, body.logprobs if body.echo else None]
-    params = common_params(
-        body,
+    params = body.prompt_params(
         PROMPT_NAMES,
-        defaults,
+        context.pool.tokenizer.sampling_defaults,
         body.grammar(),
         replace(body.rendering, logprobs=body.logprobs is not None, prompt_only=body.shows_prompt_only),
         prompt=None,
@@ -305,53 +342,9 @@ def from_completion(
     )
     if body.shows_prompt_only:
         params = replace(params, stopping=replace(params.stopping, max_new_tokens=1))
-    return [
-        replace(params, prompt=Rendered(prompt))
-        if isinstance(prompt, str)
-        else replace(params, prompt_ids=prompt)
-        for prompt in prompts
-    ]
-
-
-# --- both ---------------------------------------------------------------------------------------------------
-
-
-def common_params(
-    body: OpenAIRequest,
-    names: Mapping[str, str],
-    defaults: Mapping[str, Any],
-    grammar: Grammar | None,
-    rendering: Rendering,
-    **own: Any,
-) -> GenerationParams:
-    """The parameters of both routes, and a route's `own`.
-
-    Args:
-        defaults: the model's. As in vLLM, its number of tokens is also the most that a request gets. Those
-            that draw tokens are not for a beam search.
-        grammar: what the client asks the text to look like.
-    """
-    beams = body.beam_params(body.search_width, body.n)
-    unused = {"max_new_tokens", *(SWITCHES if beams else ())}
-    filled = {name: value for name, value in defaults.items() if name not in unused}
-    n = 1 if body.n is None or beams else body.n
-    params = body.generation_params(
-        {**names, "beam_width": body.width_field},
-        {"logprobs_mode": "raw_logprobs", **filled},
-        do_sample=beams is None,
-        n=n,
-        beams=beams,
-        grammar=grammar,
-        rendering=replace(rendering, is_json=grammar is not None and grammar.kind == "json"),
-        **own,
+    return await context.ask(
+        [
+            replace(params, **{"prompt": Rendered(one)} if isinstance(one, str) else {"prompt_ids": one})
+            for one in prompts
+        ]
     )
-    given, most = params.stopping.max_new_tokens, defaults.get("max_new_tokens")
-    most = min(given or most, most) if most else given
-    return replace(params, stopping=replace(params.stopping, max_new_tokens=most))
-
-
-async def read_completion(body: CompletionRequest, context: Context) -> Asked:
-    """What a body of /v1/completions asks for. Raises ApiError."""
-    prompts = read_prompts(body.prompt)
-    context.check_number(len(prompts), "prompt")
-    return await context.ask(from_completion(body, prompts, context.pool.tokenizer.sampling_defaults))

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from api.answers.answer import ResponseParts
 from api.errors import ApiError, cut, invalid, openai, quoted, refuse
 from api.event_loop import offload
-from api.grammar.read import read_flat_format
+from api.grammar.read import type_of
 from api.http.body import UnsupportedFields, reject_unsupported, schema_error
 from api.http.openapi import OPENAI, OPENAI_ERRORS, event_stream
 from api.json import to_json
@@ -353,6 +353,7 @@ FIELD_OF_CHAT = {
     r"messages.*": "input",
     r"(tools\[\d+\])\.function(.*)": r"\1\2",
     r"reasoning_effort": "reasoning.effort",
+    r"response_format(\.json_schema)?(.*)": r"text.format\2",
 }
 """Patterns of fields of a chat → what they are called in a response."""
 
@@ -436,6 +437,7 @@ async def resolve_references(request: Request | None, items: list[Item]) -> list
 def to_chat(body: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
     """The body of a chat with the parameters of a response and these items. Raises ApiError."""
     shared = {name: getattr(body, name) for name in SamplingFields.model_fields}
+    form, kinds = body.text and body.text.format, ("text", "json_object", "json_schema")
     return ChatRequest(
         messages=[ChatMessage(**one) for one in to_messages(body.instructions, items)],
         max_completion_tokens=body.max_output_tokens,
@@ -445,6 +447,7 @@ def to_chat(body: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
         tools=to_tools(body),
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
+        response_format=form and {"type": type_of(form, kinds, "text.format"), "json_schema": form},
         reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
         **shared,
     )
@@ -562,9 +565,7 @@ async def read_response_body(body: ResponsesRequest, context: Context) -> Asked:
         body = body.model_copy(update={"store": False})
     all_items = [*before, *items]
     asked = await offload(CHARS_OF_MESSAGE * len(all_items), lambda: to_chat(body, all_items))
-    form = body.text.format if body.text is not None else None
-    grammar = read_flat_format(form, "text.format", ["text", "json_object", "json_schema"])
-    params = await read_other(asked, pool, grammar, FIELD_OF_CHAT, RESPONSE_NAMES)
+    params = await read_other(asked, pool, FIELD_OF_CHAT, RESPONSE_NAMES)
     fields = response_fields(body, params.sampling)
     response = ResponseParts(to_json(fields), to_json(before), to_json(items))
     own = {"request_id": answer_id, "response": response}
