@@ -182,7 +182,11 @@ class PlainCopy:
         self.original = original
         special = {i: token for i, token in original.get_added_tokens_decoder().items() if token.special}
         self.texts = {token_id: token.content for token_id, token in special.items() if token.content}
-        self.aliases = new_aliases(self.texts)
+        firsts = secrets.SystemRandom().sample(PRIVATE, len(self.texts))  # no two aliases are alike
+        self.aliases = {
+            token_id: chr(first) + private_text(len(text) - 1)
+            for first, (token_id, text) in zip(firsts, self.texts.items(), strict=True)
+        }
         by_text = {text: self.aliases[token_id] for token_id, text in self.texts.items()}
         source = json.loads(original.to_str())
         self.tokenizer = Tokenizer.from_str(json.dumps(renamed(source, by_text, original)))
@@ -224,17 +228,6 @@ class PlainCopy:
 def private_text(length: int) -> str:
     """A text of private-use characters that were drawn at random: no client can guess it."""
     return "".join(chr(secrets.choice(PRIVATE)) for _ in range(length))
-
-
-def new_aliases(texts: dict[int, str]) -> dict[int, str]:
-    """An alias for each id, unlike all others."""
-    found: dict[int, str] = {}
-    for token_id, text in texts.items():
-        while token_id not in found:
-            alias = private_text(len(text))
-            if alias not in found.values():
-                found[token_id] = alias
-    return found
 
 
 def renamed(source: dict[str, Any], aliases: dict[str, str], original: Tokenizer) -> dict[str, Any]:

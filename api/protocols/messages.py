@@ -281,7 +281,9 @@ def to_chat(body: CountTokensRequest) -> ChatRequest:
         continue_final_message=continues,
         tools=to_tools(body.tools or []) or None,
         tool_choice=to_choice(choice, body.tools or []) if choice is not None else None,
-        response_format=form and {"type": type_of(form, ["json_schema"], FORMAT), "json_schema": form},
+        response_format=None
+        if form is None
+        else {"type": type_of(form, ["json_schema"], FORMAT), "json_schema": form},
         parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
         **reasoning_fields(body),
         **shared,

@@ -322,7 +322,7 @@ PROMPT_NAMES = {**NAMES, "prompt_ids": "prompt", "top_n_tokens": "logprobs"}
 def read_prompts(prompt: Any) -> list[str] | list[list[int]]:
     """The prompts of a body, each a text or token ids."""
     is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
-    return [prompt] if is_one else prompt  # type: ignore[no-any-return]
+    return [prompt] if is_one else prompt
 
 
 async def read_completion(body: CompletionRequest, context: Context) -> Asked:

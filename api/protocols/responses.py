@@ -437,7 +437,7 @@ async def resolve_references(request: Request | None, items: list[Item]) -> list
 def to_chat(body: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
     """The body of a chat with the parameters of a response and these items. Raises ApiError."""
     shared = {name: getattr(body, name) for name in SamplingFields.model_fields}
-    form, kinds = body.text and body.text.format, ("text", "json_object", "json_schema")
+    form, kinds = body.text.format if body.text else None, ("text", "json_object", "json_schema")
     return ChatRequest(
         messages=[ChatMessage(**one) for one in to_messages(body.instructions, items)],
         max_completion_tokens=body.max_output_tokens,
@@ -447,7 +447,9 @@ def to_chat(body: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
         tools=to_tools(body),
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
-        response_format=form and {"type": type_of(form, kinds, "text.format"), "json_schema": form},
+        response_format=None
+        if form is None
+        else {"type": type_of(form, kinds, "text.format"), "json_schema": form},
         reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
         **shared,
     )

@@ -461,11 +461,15 @@ async def test_two_long_texts_at_a_time_and_the_others_in_order(works: Works) ->
 
 
 async def test_short_texts_do_not_wait_for_long_ones(works: Works) -> None:
-    for name in ("long", "next", "last"):
-        works.start(name, LONG)
-    for name in ("a", "b", "c"):
-        works.start(name, SHORT_BYTES)
-    await works.until("long", "next", "a", "b", "c")
+    for name, size in (
+        ("long", LONG),
+        ("next", LONG),
+        ("last", LONG),
+        ("a", SHORT_BYTES),
+        ("b", SHORT_BYTES),
+    ):
+        works.start(name, size)
+    await works.until("long", "next", "a", "b")
 
 
 @pytest.mark.parametrize(

@@ -109,8 +109,7 @@ def test_results_belong_to_their_calls() -> None:
 
 
 def content(**message: Any) -> Any:
-    [made] = template_messages([ChatMessage.model_validate_json(json.dumps(message))])
-    return made["content"]
+    return converted(message)[0]["content"]
 
 
 def test_a_refusal_of_the_assistant_is_content() -> None:
